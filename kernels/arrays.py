@@ -1,0 +1,49 @@
+"""The few words in which torch and jax.numpy differ, so that the reference kernels are written once."""
+
+import sys
+from typing import Any
+
+Array = Any  # a torch.Tensor or a jax.Array; which one is found from the value, never imported for it
+
+
+def is_torch(x: Array) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def is_jax(x: Array) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.Array)
+
+
+def namespace(x: Array) -> Any:
+    """`torch` for a torch tensor, `jax.numpy` for a jax array: both take `axis=` and `keepdims=`."""
+    if is_torch(x):
+        return sys.modules["torch"]
+    if is_jax(x):
+        import jax.numpy
+
+        return jax.numpy
+    raise TypeError(f"expected a torch tensor or a jax array, got {type(x).__name__}")
+
+
+def astype(x: Array, dtype: Any) -> Array:
+    return x.to(dtype) if is_torch(x) else x.astype(dtype)
+
+
+def accumulator(x: Array) -> Any:
+    """The dtype results add up in: float64 for float64 inputs, float32 for every other."""
+    xp = namespace(x)
+    return xp.float64 if x.dtype == xp.float64 else xp.float32
+
+
+def arange(n: int, like: Array) -> Array:
+    xp = namespace(like)
+    return xp.arange(n, device=like.device) if is_torch(like) else xp.arange(n)
+
+
+def full(shape: tuple[int, ...], value: float, dtype: Any, like: Array) -> Array:
+    xp = namespace(like)
+    if is_torch(like):
+        return xp.full(shape, value, dtype=dtype, device=like.device)
+    return xp.full(shape, value, dtype=dtype)

@@ -1,0 +1,96 @@
+"""A result is a partial, and partials merge.
+
+    out  [B, T, H, V]   softmax(scores) @ v over the keys seen so far, normalised
+    lse  [B, T, H]      log(sum(exp(scores))), natural logarithm; -inf where no key was seen
+
+Merging is associative and commutative, and `empty` is its neutral element, so keys may arrive in any
+blocks and any order. Written once for torch and jax.numpy.
+"""
+
+from typing import Any, NamedTuple
+
+from ringattn.kernels.arrays import Array, accumulator, astype, full, namespace
+
+NEVER = float("-inf")  # the lse of a row that has seen no key
+
+
+class Partial(NamedTuple):
+    """Attention over the keys seen so far: `out` normalised, `lse` its natural log-sum-exp."""
+
+    out: Array
+    lse: Array
+
+
+class Streams(NamedTuple):
+    """The same result as running statistics: `out` = sum(exp(s - max) v), `max`, `sum` = sum(exp(s - max))."""
+
+    out: Array
+    max: Array
+    sum: Array
+
+
+def empty(q: Array, value_dim: int, dtype: Any = None) -> Partial:
+    """Attention over no keys: zeros, and an lse of -inf."""
+    dtype = dtype or accumulator(q)
+    rows = tuple(q.shape[:3])
+    return Partial(full((*rows, value_dim), 0.0, dtype, q), full(rows, NEVER, dtype, q))
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Attention over the union of two disjoint sets of keys.
+
+    exp(lse_b) / (exp(lse_a) + exp(lse_b)) = sigmoid(lse_b - lse_a) is the weight of b, so
+    out = out_a - sigmoid(lse_b - lse_a) * (out_a - out_b). An infinite lse of either sign is an empty side.
+    """
+    a, b = normalise_empty(a), normalise_empty(b)
+    xp = namespace(a.out)
+    nothing = (a.lse == NEVER) & (b.lse == NEVER)
+    gap = xp.where(nothing, xp.zeros_like(a.lse), b.lse - a.lse)  # -inf - -inf is NaN
+    weight = sigmoid(gap)[..., None]
+    out = a.out - weight * (a.out - b.out)
+    return Partial(out, xp.logaddexp(a.lse, b.lse))
+
+
+def normalise_empty(part: Partial) -> Partial:
+    """Rows without keys as zeros and -inf, whatever their kernel wrote there (some write NaN, some lse = +inf)."""
+    xp = namespace(part.out)
+    seen = xp.isfinite(part.lse)
+    out = xp.where(seen[..., None], part.out, xp.zeros_like(part.out))
+    return Partial(out, xp.where(seen, part.lse, xp.full_like(part.lse, NEVER)))
+
+
+def add_sinks(part: Partial, sinks_H: Array) -> Partial:
+    """One more key a head, with the logit `sinks_H` and a value of zero: a merge with Partial(0, sinks)."""
+    xp = namespace(part.out)
+    lse = xp.broadcast_to(astype(sinks_H, part.lse.dtype), part.lse.shape)
+    return merge(part, Partial(xp.zeros_like(part.out), lse))
+
+
+def to_streams(part: Partial) -> Streams:
+    """(out, lse) as statistics whose running maximum is the lse and whose sum is one (zero for an empty row)."""
+    xp = namespace(part.out)
+    return Streams(part.out, part.lse, astype(part.lse != NEVER, part.lse.dtype) * xp.ones_like(part.lse))
+
+
+def from_streams(streams: Streams) -> Partial:
+    """Statistics as (out / sum, max + log(sum)); an empty row (sum = 0) becomes zeros and -inf."""
+    xp = namespace(streams.out)
+    seen = streams.sum > 0
+    total = xp.where(seen, streams.sum, xp.ones_like(streams.sum))
+    lse = xp.where(seen, streams.max + xp.log(total), xp.full_like(streams.max, NEVER))
+    return Partial(streams.out / total[..., None], lse)
+
+
+def merge_streams(a: Streams, b: Streams) -> Streams:
+    """Both sides brought to the larger maximum, then added."""
+    xp = namespace(a.out)
+    top = xp.maximum(a.max, b.max)
+    safe = xp.where(top == NEVER, xp.zeros_like(top), top)
+    scale_a, scale_b = xp.exp(a.max - safe), xp.exp(b.max - safe)
+    out = a.out * scale_a[..., None] + b.out * scale_b[..., None]
+    return Streams(out, top, a.sum * scale_a + b.sum * scale_b)
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)), for both frameworks; exact at both infinities."""
+    return 1 / (1 + namespace(x).exp(-x))

@@ -1,0 +1,152 @@
+"""A mask is an interval: every query sees one contiguous range [begin, end) of global key positions.
+
+Causal, sliding window, packed documents, padding and cross attention are all two numbers a query, and both numbers
+never decrease along the sequence. Plain numpy: what is decided here can be printed and tested without a device.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+Row = np.ndarray  # int64 [T], or [rows, T] where the rows of a batch differ
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What attention is computed: softmax(scale * q k^T) v, the scores softly capped, over the keys that may be seen.
+
+    causal   a query sees no key after its own position
+    window   a query sees the last `window` keys up to and including its own position (needs causal)
+    softcap  scores become softcap * tanh(scores / softcap)
+    scale    None means 1 / sqrt(head_dim)
+    """
+
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            if isinstance(self.window, bool) or int(self.window) != self.window or self.window < 1:
+                raise ValueError(f"window={self.window}: the number of keys a query sees, at least 1 (None for all)")
+            if not self.causal:
+                raise ValueError(
+                    f"window={self.window} counts back from the query's own position, which has no meaning with "
+                    "causal=False; use causal=True, or window=None"
+                )
+        for name in ("softcap", "scale"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value}: must be a finite number above 0, or None")
+
+    def scale_for(self, head_dim: int) -> float:
+        return self.scale if self.scale is not None else head_dim**-0.5
+
+
+class Docs:
+    """Packed documents: where each one starts, for one row or for every row of a batch. Equal docs compare equal.
+
+    `starts` is int64 [rows, n + 1]: document i of a row is [starts[i], starts[i + 1]), and what lies past the last
+    start is padding that nobody sees. Rows with fewer documents end in empty ones.
+    """
+
+    def __init__(self, starts: np.ndarray, length: int):
+        self.starts, self.length = starts, int(length)
+        self.starts.setflags(write=False)
+
+    @classmethod
+    def from_lengths(cls, lengths: Sequence[Any], pad_to: int | None = None) -> "Docs":
+        """Documents of these lengths, in order; a list of lists for a batch. `pad_to` says how long the row is with padding.
+
+        >>> Docs.from_lengths([3, 5]).starts.tolist()
+        [[0, 3, 8]]
+        """
+        rows = lengths if len(lengths) and hasattr(lengths[0], "__len__") else [lengths]
+        for row in rows:
+            if any(int(n) != n or n < 0 for n in row):
+                raise ValueError(f"document lengths must be whole numbers of at least 0, got {list(row)}")
+        return cls._from_rows([np.concatenate([[0], np.cumsum(np.asarray(row, np.int64))]) for row in rows], pad_to)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Any, pad_to: int | None = None) -> "Docs":
+        """Documents from cumulative lengths [0, n1, n1 + n2, ...]: a list, an array or a tensor; two-dimensional for a batch."""
+        if hasattr(cu_seqlens, "tolist"):
+            cu_seqlens = cu_seqlens.tolist()
+        rows = cu_seqlens if len(cu_seqlens) and hasattr(cu_seqlens[0], "__len__") else [cu_seqlens]
+        starts = [np.asarray(row, np.int64) for row in rows]
+        for row in starts:
+            if row.ndim != 1 or len(row) < 1 or row[0] != 0 or (np.diff(row) < 0).any():
+                raise ValueError(f"cu_seqlens must begin with 0 and never decrease, got {row.tolist()}")
+        return cls._from_rows(starts, pad_to)
+
+    @classmethod
+    def _from_rows(cls, rows: list[np.ndarray], pad_to: int | None) -> "Docs":
+        totals = [int(row[-1]) for row in rows]
+        length = totals[0] if pad_to is None else int(pad_to)
+        if pad_to is None and len(set(totals)) > 1:
+            raise ValueError(
+                f"the rows' document lengths add up to {totals}, not to one length; say pad_to={max(totals)} (or more) "
+                "to let the shorter rows end in padding"
+            )
+        if max(totals) > length:
+            raise ValueError(f"documents of {max(totals)} tokens do not fit in pad_to={length}")
+        width = max(len(row) for row in rows)
+        return cls(np.stack([np.pad(row, (0, width - len(row)), mode="edge") for row in rows]), length)
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return (self.starts.shape, self.starts.tobytes(), self.length)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Docs) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        rows, n = self.starts.shape
+        return f"Docs({n - 1} documents, {rows} row{'s' * (rows > 1)}, {self.length} tokens)"
+
+    def index(self, positions: Row) -> Row:
+        """Which document each position lies in, [rows, T]; the number of documents for padding."""
+        found = [np.searchsorted(row, positions, side="right") - 1 for row in self.starts]
+        n = self.starts.shape[1] - 1
+        return np.stack([np.where(positions < row[-1], i, n) for row, i in zip(self.starts, found, strict=True)])
+
+
+def bounds(
+    spec: AttentionSpec,
+    positions: Row,
+    seq_len: int,
+    key_len: int | None = None,
+    docs: Docs | None = None,
+    key_docs: Docs | None = None,
+    offset: int = 0,
+) -> tuple[Row, Row]:
+    """The keys [begin, end) that queries at these (sorted) positions see, as [1, T] or [rows, T] arrays.
+
+    Positions from `seq_len` on are padding: they see nothing. With `docs`, a query of document i sees document i of
+    `key_docs` (the same documents unless the keys are another sequence). `offset` is the key position of query 0.
+    """
+    key_len = seq_len if key_len is None else key_len
+    p = np.asarray(positions, np.int64)
+    begin = np.zeros((1, len(p)), np.int64)
+    end = np.full((1, len(p)), key_len, np.int64)
+    if docs is not None:
+        key_docs = docs if key_docs is None else key_docs
+        i = docs.index(p)  # [rows, T]; the last index is padding, which starts and ends where the documents stop
+        limits = np.pad(key_docs.starts, ((0, 0), (0, 1)), mode="edge")
+        begin, end = np.take_along_axis(limits, i, 1), np.take_along_axis(limits, i + 1, 1)
+    own = p + offset
+    if spec.causal:
+        end = np.minimum(end, own + 1)
+    if spec.window is not None:
+        begin = np.maximum(begin, own + 1 - spec.window)
+    begin = np.where(p < seq_len, np.minimum(begin, key_len), key_len)
+    end = np.where(p < seq_len, np.minimum(end, key_len), key_len)
+    return np.minimum(begin, end), end
