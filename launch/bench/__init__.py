@@ -1,0 +1,91 @@
+"""Time and measure things side by side: `ringattn bench SUITE [key=value ...]`.
+
+    kernels   one GPU: our kernels beside cuDNN, FlashAttention and FlexAttention
+    memory    the peak memory of a rank at 1, 2, 4, 8 ranks
+    ring      many ranks: time over the local floor
+
+A suite is a module of launch/bench/ with its own Options and `run(options) -> list of rows`. Every row is printed in
+a table and, with out=FILE, appended to it as one JSON line: commit, device, versions, case, milliseconds, ratios.
+"""
+
+import json
+import platform
+import subprocess
+import sys
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+from ringattn.launch.words import nearest, parse, usage
+
+SUITES = ("kernels", "memory", "ring")
+
+
+def main(argv: list[str]) -> int:
+    """`ringattn bench SUITE ...`: the suite's own options, and out=FILE for every suite."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: ringattn bench SUITE [out=FILE] [key=value ...]\n\n{(__doc__ or '').strip()}")
+        return 0
+    if argv[0] not in SUITES:
+        print(f"ringattn bench: no suite {argv[0]!r}{nearest(argv[0], SUITES)} ({', '.join(SUITES)})", file=sys.stderr)
+        return 2
+    suite = import_module(f"ringattn.launch.bench.{argv[0]}")
+    words = argv[1:]
+    if any(w in ("-h", "--help") for w in words):
+        print(usage(f"bench {argv[0]}", suite))
+        return 0
+    out = next((w.removeprefix("out=") for w in words if w.startswith("out=")), None)
+    try:
+        options = parse([w for w in words if not w.startswith("out=")], suite.Options)
+    except ValueError as error:
+        print(f"ringattn bench {argv[0]}: {error}", file=sys.stderr)
+        return 2
+    rows = suite.run(options)
+    if out:
+        write(rows, out)
+    return 0
+
+
+def write(rows: list[dict[str, Any]], path: str) -> None:
+    """Append the rows to `path`, each with where and with what it was measured."""
+    stamp = {"commit": commit(), **machine()}
+    with Path(path).open("a") as file:
+        file.writelines(json.dumps({**stamp, **row}) + "\n" for row in rows)
+
+
+def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
+    """The rows as aligned text; numbers to three significant places."""
+    cells = [[*columns], *([cell(row.get(c)) for c in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join("  ".join(text.rjust(w) for text, w in zip(line, widths, strict=True)) for line in cells)
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def commit() -> str:
+    """The commit of the checkout, with a + when it has changes; 'unknown' outside a checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty=+"], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def machine() -> dict[str, str]:
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {"device": device, "torch": torch.__version__, "triton": version("triton")}
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
