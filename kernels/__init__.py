@@ -68,8 +68,10 @@ def select(problem: Problem, impl: str = "auto") -> Kernel:
         if reason is None:
             return kernel
         reasons[kernel.name] = reason
-    others = "" if impl == "auto" else "".join(
-        f"; {k.name} would serve" for k in TABLE if k.name != impl and k.refuses(problem) is None
+    others = (
+        ""
+        if impl == "auto"
+        else "".join(f"; {k.name} would serve" for k in TABLE if k.name != impl and k.refuses(problem) is None)
     )
     raise NotImplementedError(
         f"no kernel serves {problem}: " + "; ".join(f"{n}: {why}" for n, why in reasons.items()) + others

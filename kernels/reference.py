@@ -6,6 +6,8 @@ Query t of a batch row sees the keys [begin[t], end[t]) and no others. Written o
 jax.numpy, in any dtype: products and sums are taken in float32 (float64 for float64 inputs).
 """
 
+from typing import Any
+
 from ringattn.kernels.arrays import Array, accumulator, arange, astype, namespace
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial, merge
@@ -20,8 +22,9 @@ def attend(
     scale: float,
     softcap: float | None = None,
     carry: Partial | None = None,
+    out_dtype: Any = None,
 ) -> Partial:
-    """softmax(scale * q k^T) v over each query's interval, merged into `carry`."""
+    """softmax(scale * q k^T) v over each query's interval, merged into `carry`; `out` in `out_dtype` if it is given."""
     xp = namespace(q_BTHD)
     s = visible_scores(q_BTHD, k_BSGD, where, scale, softcap)
     top = xp.amax(s, axis=-1, keepdims=True) if s.shape[-1] else xp.sum(s, axis=-1, keepdims=True) + NEVER
@@ -34,7 +37,7 @@ def attend(
     out = xp.einsum("bgrts,bsgv->btgrv", p, astype(v_BSGV, p.dtype))
     B, T, H = q_BTHD.shape[:3]
     part = Partial(out.reshape(B, T, H, -1), xp.einsum("bgrt->btgr", lse[..., 0]).reshape(B, T, H))
-    return part if carry is None else merge(carry, part)
+    return finish(part, carry, out_dtype)
 
 
 def attend_backward(
@@ -48,10 +51,14 @@ def attend_backward(
     *,
     scale: float,
     softcap: float | None = None,
+    dq: Array | None = None,
+    dk: Array | None = None,
+    dv: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) of these keys, given the lse over *all* keys and delta = rowsum(dout * out) - dlse.
 
-    With the global lse, p = exp(s - lse) is exact for any block of keys, so nothing is merged: gradients add up.
+    With the global lse, p = exp(s - lse) is exact for any block of keys, so nothing is merged: gradients add up, here
+    to the dq, dk, dv that were given (whose memory a kernel may reuse).
     """
     xp = namespace(q_BTHD)
     s = visible_scores(q_BTHD, k_BSGD, where, scale, softcap)
@@ -62,10 +69,20 @@ def attend_backward(
     ds = p * (dp - delta)
     if softcap is not None:
         ds = ds * (1 - (xp.where(s == NEVER, xp.zeros_like(s), s) / softcap) ** 2)
-    dq = xp.einsum("bgrts,bsgd->btgrd", ds, astype(k_BSGD, s.dtype)) * scale
-    dk = xp.einsum("bgrts,btgrd->bsgd", ds, q) * scale
-    dv = xp.einsum("bgrts,btgrv->bsgv", p, dout)
-    return dq.reshape(q_BTHD.shape), dk, dv
+    new_dq = xp.einsum("bgrts,bsgd->btgrd", ds, astype(k_BSGD, s.dtype)).reshape(q_BTHD.shape) * scale
+    new_dk = xp.einsum("bgrts,btgrd->bsgd", ds, q) * scale
+    new_dv = xp.einsum("bgrts,btgrv->bsgv", p, dout)
+    return plus(dq, new_dq), plus(dk, new_dk), plus(dv, new_dv)
+
+
+def finish(part: Partial, carry: Partial | None, out_dtype: Any) -> Partial:
+    """`part` merged into what was carried, its out in the dtype that was asked for."""
+    part = part if carry is None else merge(carry, part)
+    return part if out_dtype is None else Partial(astype(part.out, out_dtype), part.lse)
+
+
+def plus(total: Array | None, part: Array) -> Array:
+    return part if total is None else total + part
 
 
 def visible_scores(q_BTHD: Array, k_BSGD: Array, where: Intervals, scale: float, softcap: float | None) -> Array:

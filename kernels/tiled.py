@@ -13,7 +13,7 @@ from torch import Tensor
 from ringattn.kernels import reference
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import NEVER, Partial, Streams, empty, from_streams, merge
+from ringattn.kernels.partial import NEVER, Partial, Streams, empty, from_streams
 
 BLOCK = 512
 
@@ -27,6 +27,7 @@ def attend(
     scale: float,
     softcap: float | None = None,
     carry: Partial | None = None,
+    out_dtype: torch.dtype | None = None,
     block_q: int = BLOCK,
     block_k: int = BLOCK,
 ) -> Partial:
@@ -41,7 +42,7 @@ def attend(
         rows.append(from_streams(streams))
     part = Partial(torch.cat([r.out for r in rows], 1), torch.cat([r.lse for r in rows], 1)) if rows else None
     part = part or empty(q_BTHD, v_BSGV.shape[-1])
-    return part if carry is None else merge(carry, part)
+    return reference.finish(part, carry, out_dtype)
 
 
 def start(q: Tensor, value_dim: int) -> Streams:
@@ -73,25 +74,30 @@ def attend_backward(
     *,
     scale: float,
     softcap: float | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
     block_q: int = BLOCK,
     block_k: int = BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), tile by tile: scores are computed again, and with the global lse no tile waits for another."""
-    dtype = accumulator(q_BTHD)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q_BTHD, k_BSGD, v_BSGV))
+    totals = tuple(
+        torch.zeros(x.shape, dtype=accumulator(x), device=x.device) if given is None else given
+        for x, given in ((q_BTHD, dq), (k_BSGD, dk), (v_BSGV, dv))
+    )
     for queries in blocks(q_BTHD.shape[1], block_q):
         inside = rows_of(where, queries)
         row = (dout_BTHV[:, queries], lse_BTH[:, queries], delta_BTH[:, queries])
         for keys in seen_blocks(inside, k_BSGD.shape[1], block_k):
             tile = (q_BTHD[:, queries], k_BSGD[:, keys], v_BSGV[:, keys], shifted(inside, keys))
             for total, part, at in zip(
-                (dq, dk, dv),
+                totals,
                 reference.attend_backward(*tile, *row, scale=scale, softcap=softcap),
                 (queries, keys, keys),
                 strict=True,
             ):
                 total[:, at] += part
-    return dq, dk, dv
+    return totals
 
 
 def blocks(length: int, size: int) -> list[slice]:

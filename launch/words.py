@@ -63,9 +63,7 @@ def overview() -> str:
 
 def usage(name: str, module: types.ModuleType) -> str:
     fields = dataclasses.fields(module.Options)
-    rows = [
-        f"  {f.name}={show(default_of(f))}".ljust(34) + "  " + f.metadata.get("help", "") for f in fields
-    ]
+    rows = [f"  {f.name}={show(default_of(f))}".ljust(34) + "  " + f.metadata.get("help", "") for f in fields]
     return "\n".join([f"usage: ringattn {name} [key=value ...]", "", (module.__doc__ or "").strip(), "", *rows])
 
 
