@@ -21,7 +21,7 @@ Shard = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """`length` tokens over the ring; every shard has `shard_len` of them, padding at the end of the sequence included."""
+    """`length` tokens over the ring, padded at the end so that every shard has the same `shard_len`."""
 
     name: str
     length: int

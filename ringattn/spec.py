@@ -61,7 +61,7 @@ class Docs:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[Any], pad_to: int | None = None) -> "Docs":
-        """Documents of these lengths, in order; a list of lists for a batch. `pad_to` says how long the row is with padding.
+        """Documents of these lengths, in order; a list of lists for a batch. `pad_to` is the length with padding.
 
         >>> Docs.from_lengths([3, 5]).starts.tolist()
         [[0, 3, 8]]
@@ -74,7 +74,7 @@ class Docs:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, pad_to: int | None = None) -> "Docs":
-        """Documents from cumulative lengths [0, n1, n1 + n2, ...]: a list, an array or a tensor; two-dimensional for a batch."""
+        """Documents from cumulative lengths [0, n1, n1 + n2, ...], as a list, array or tensor; 2-d for a batch."""
         if hasattr(cu_seqlens, "tolist"):
             cu_seqlens = cu_seqlens.tolist()
         rows = cu_seqlens if len(cu_seqlens) and hasattr(cu_seqlens[0], "__len__") else [cu_seqlens]

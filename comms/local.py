@@ -1,0 +1,179 @@
+"""N ranks in one process, one thread each: for tests, and for trying things out without starting anything.
+
+>>> from ringattn.comms.local import run
+>>> run(lambda mesh: mesh.axis("ring").rank, ring=4)
+[0, 1, 2, 3]
+
+What a rank hands over is copied at once, and at `wait()` the original must be as it was: a buffer that was written
+while it was in flight is an AssertionError here instead of silent corruption on a network.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.comms.axis import Chain, Pending, Then
+
+
+class Board:
+    """Where ranks leave things for each other. One failed rank wakes and fails all the others."""
+
+    def __init__(self, timeout: float = 60.0):
+        self.items: dict[tuple[Any, ...], Any] = {}
+        self.changed = threading.Condition()
+        self.failed: BaseException | None = None
+        self.timeout = timeout
+
+    def put(self, key: tuple[Any, ...], value: Any) -> None:
+        with self.changed:
+            self.items[key] = value
+            self.changed.notify_all()
+
+    def take(self, key: tuple[Any, ...]) -> Any:
+        with self.changed:
+            ready = self.changed.wait_for(lambda: key in self.items or self.failed is not None, self.timeout)
+            if key in self.items:
+                return self.items.pop(key)
+            if ready:
+                raise ConnectionError("another rank failed") from self.failed
+            raise TimeoutError(f"nothing arrived within {self.timeout} s for {key}")
+
+    def fail(self, error: BaseException) -> None:
+        with self.changed:
+            self.failed = self.failed or error
+            self.changed.notify_all()
+
+
+class Letters:
+    """Copies on their way; `wait` takes what arrived and checks that nobody wrote to what was sent."""
+
+    def __init__(self, axis: "LocalAxis", sources: Sequence[int], key: tuple[Any, ...], sent: Sequence[Tensor]):
+        self.axis, self.sources, self.key = axis, sources, key
+        self.sent = [(t, version(t)) for t in sent]
+
+    def wait(self) -> list[Any]:
+        arrived = [self.axis.board.take((*self.key, source, self.axis.rank)) for source in self.sources]
+        assert all(version(t) == before for t, before in self.sent), "a buffer was written while it was in flight"
+        return arrived
+
+
+def version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+class LocalAxis:
+    """One thread's place on an axis. `sent` counts the bytes this rank has handed to others."""
+
+    def __init__(self, board: Board, name: str, group: tuple[Any, ...], size: int, rank: int):
+        self.board, self.name, self.group, self.size, self.rank = board, name, group, size, rank
+        self.sent = 0
+        self.calls = 0
+
+    def swap(self, letters: dict[int, Any], sources: Sequence[int]) -> Letters:
+        """Post one letter a destination; the handle gives those of the sources."""
+        self.calls += 1
+        key = (self.name, self.group, self.calls)
+        tensors = [t for letter in letters.values() for t in leaves(letter)]
+        for destination, letter in letters.items():
+            if destination != self.rank:
+                self.sent += sum(t.nbytes for t in leaves(letter))
+            self.board.put((*key, self.rank, destination), copied(letter))
+        return Letters(self, sources, key, tensors)
+
+    def rotate(self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True) -> Pending:
+        there, here = (self.rank + shift) % self.size, (self.rank - shift) % self.size
+        letters = self.swap({there: tuple(tensors)} if send else {}, [here] if recv else [])
+        return Then(letters, lambda arrived: arrived[0] if recv else None)
+
+    def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
+        pieces = x.chunk(self.size, split)
+        everyone = range(self.size)
+        return Then(self.swap({i: pieces[i] for i in everyone}, everyone), lambda arrived: torch.cat(arrived, join))
+
+    def all_gather(self, x: Tensor, dim: int = 0) -> Pending:
+        everyone = range(self.size)
+        return Then(self.swap(dict.fromkeys(everyone, x), everyone), lambda arrived: torch.cat(arrived, dim))
+
+    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
+        pieces = x.chunk(self.size, dim)
+        everyone = range(self.size)
+        return Then(self.swap({i: pieces[i] for i in everyone}, everyone), lambda arrived: torch.stack(arrived).sum(0))
+
+    def exclusive_scan(self, state: Sequence[Tensor], combine: Callable[..., Any], reverse: bool = False) -> Pending:
+        return Chain(self, state, combine, reverse)
+
+    def exchange_words(self, words: Any) -> list[Any]:
+        everyone = range(self.size)
+        return self.swap(dict.fromkeys(everyone, words), everyone).wait()
+
+    def __repr__(self) -> str:
+        return f"{self.name}: rank {self.rank} of {self.size} (threads)"
+
+
+def leaves(letter: Any) -> list[Tensor]:
+    if isinstance(letter, Tensor):
+        return [letter]
+    return [t for t in letter if isinstance(t, Tensor)] if isinstance(letter, tuple) else []
+
+
+def copied(letter: Any) -> Any:
+    if isinstance(letter, Tensor):
+        return letter.detach().clone()
+    return tuple(copied(t) for t in letter) if isinstance(letter, tuple) else letter
+
+
+class LocalMesh:
+    """One thread's view of a mesh: axes by name, the last one innermost, as in a DeviceMesh."""
+
+    device_type = "cpu"
+
+    def __init__(self, board: Board, sizes: dict[str, int], rank: int):
+        self.board, self.sizes, self.rank = board, sizes, rank
+        self.axis_names = tuple(sizes)
+        self.coordinates: dict[str, int] = {}
+        for name in reversed(sizes):
+            rank, self.coordinates[name] = divmod(rank, sizes[name])
+        self.made: dict[Any, Any] = {}  # one object an axis: its count of calls is the address of its letters
+
+    def axis(self, name: str) -> Any:
+        if name not in self.made:
+            group = (self.axis_names, *(c for n, c in self.coordinates.items() if n != name))
+            self.made[name] = LocalAxis(self.board, name, group, self.sizes[name], self.coordinates[name])
+        return self.made[name]
+
+    def split(self, name: str, sizes: dict[str, int]) -> "LocalMesh":
+        """The same ranks with axis `name` cut into these axes, the last one innermost."""
+        key = (name, *sizes.items())
+        if key not in self.made:
+            cut = {old: sizes if old == name else {old: size} for old, size in self.sizes.items()}
+            self.made[key] = LocalMesh(self.board, {n: s for part in cut.values() for n, s in part.items()}, self.rank)
+        return self.made[key]
+
+
+def run(function: Callable[..., Any], timeout: float = 60.0, **sizes: int) -> list[Any]:
+    """`function(mesh)` on every rank of a mesh with axes of these sizes (ring=4, ulysses=2), all in this process.
+
+    Returns the ranks' results in order. The first error of any rank stops all and is raised.
+    """
+    board, count = Board(timeout), prod(sizes.values())
+    results: list[Any] = [None] * count
+
+    def work(rank: int) -> None:
+        try:
+            with torch.autograd.set_multithreading_enabled(False):  # a backward pass runs in its own rank's thread
+                results[rank] = function(LocalMesh(board, sizes, rank))
+        except BaseException as error:
+            board.fail(error)
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if board.failed is not None:
+        raise board.failed
+    return results

@@ -1,0 +1,78 @@
+"""Names and builds the mesh: data outermost, ring, and ulysses innermost, where the links are fastest."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ringattn.comms.axis import Axis, Solo
+from ringattn.comms.local import LocalMesh
+from ringattn.comms.process_group import ProcessGroupAxis
+
+
+def init_mesh(
+    data: int = 1, ring: int = 1, ulysses: int = 1, sequence: int | None = None, device_type: str | None = None
+) -> DeviceMesh:
+    """A DeviceMesh with axes data, ring and ulysses over all ranks; or data and sequence, which `plan` will factor.
+
+    Ranks must have been started (torchrun, or init_process_group). The default device is cuda where the ranks have
+    NCCL, else cpu.
+    """
+    sizes = {"data": data, "ring": ring, "ulysses": ulysses}
+    if sequence is not None:
+        if (ring, ulysses) != (1, 1):
+            raise ValueError(
+                f"sequence={sequence} leaves ring and ulysses to the plan; leave out ring={ring}, ulysses={ulysses}"
+            )
+        sizes = {"data": data, "sequence": sequence}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}={size!r}: the number of ranks along {name}, a whole number of at least 1")
+    need = 1
+    for size in sizes.values():
+        need *= size
+    if dist.is_initialized():
+        have = dist.get_world_size()
+        if need != have:
+            said = " x ".join(f"{n}={s}" for n, s in sizes.items())
+            raise ValueError(f"{said} needs {need} ranks, and {have} were started; make the product {have}")
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() and _has_nccl() else "cpu"
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _has_nccl() -> bool:
+    return not dist.is_initialized() or "nccl" in dist.get_backend()
+
+
+def axis_names(mesh: Any) -> tuple[str, ...]:
+    return mesh.axis_names if isinstance(mesh, LocalMesh) else tuple(mesh.mesh_dim_names or ())
+
+
+def axis_size(mesh: Any, name: str) -> int:
+    """How many ranks lie along an axis; 1 for an axis the mesh does not have."""
+    names = axis_names(mesh)
+    if name not in names:
+        return 1
+    return mesh.sizes[name] if isinstance(mesh, LocalMesh) else mesh.size(names.index(name))
+
+
+def axis(mesh: Any, name: str) -> Axis:
+    """The axis of that name as something to send along; a Solo where the mesh has none, or one of a single rank."""
+    if axis_size(mesh, name) == 1:
+        return Solo(name)
+    return mesh.axis(name) if isinstance(mesh, LocalMesh) else ProcessGroupAxis(mesh.get_group(name), name)
+
+
+def split(mesh: Any, name: str, sizes: dict[str, int]) -> Any:
+    """The mesh with one axis cut into several, the last one innermost. Every rank must call it."""
+    if isinstance(mesh, LocalMesh):
+        return mesh.split(name, sizes)
+    pairs = [
+        p
+        for old in axis_names(mesh)
+        for p in (sizes.items() if old == name else [(old, mesh.size(axis_names(mesh).index(old)))])
+    ]
+    names, shape = zip(*pairs, strict=True)
+    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(shape), mesh_dim_names=names)
