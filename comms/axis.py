@@ -44,6 +44,7 @@ class Axis(Protocol):
     name: str
     size: int
     rank: int
+    cheap_words: bool  # whether exchange_words costs little beside a call
 
     def rotate(self, tensors: Sequence[Any], shift: int = 1, send: bool = True, recv: bool = True) -> Pending:
         """Send to rank + shift what rank - shift sends here; the handle gives what arrived (None if not `recv`).
@@ -64,7 +65,7 @@ class Axis(Protocol):
     def exclusive_scan(
         self, state: Sequence[Any], combine: Callable[..., Sequence[Any]], reverse: bool = False
     ) -> Pending:
-        """The states of all earlier ranks, combined in order; None on the first rank. In reverse, of all later ranks."""
+        """The states of all earlier ranks, combined in order (in reverse: of all later ones); None where there are none."""
 
     def exchange_words(self, words: Any) -> list[Any]:
         """Every rank's small Python value, in rank order. Blocks: for checks, not for data."""
@@ -102,7 +103,7 @@ class Chain:
 class Solo:
     """An axis of one rank: everything arrives where it was."""
 
-    size, rank = 1, 0
+    size, rank, cheap_words = 1, 0, True
 
     def __init__(self, name: str = "ring"):
         self.name = name

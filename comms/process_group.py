@@ -29,6 +29,7 @@ class ProcessGroupAxis:
     def __init__(self, group: dist.ProcessGroup, name: str = "ring"):
         self.group, self.name = group, name
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.cheap_words = dist.get_backend(group) == "gloo"
         self.sent = 0
 
     def rotate(self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True) -> Pending:

@@ -77,29 +77,37 @@ class Schedule:
         return steps
 
     def blocks_sent(self, rank: int) -> tuple[int, int]:
-        """How many blocks of keys a rank sends forward, and how many of gradients backward."""
+        """How many blocks a rank sends: of keys and values (forward, and again in backward), and of gradients."""
         steps = self.steps(rank)
-        forward = sum(step.hop.send for step in steps if step.hop)
-        # at distance 0 the keys leave, and at every later one what they gathered goes on or home
-        onward = sum(step.hop.send for step in steps[1:] if step.hop)
-        return forward, onward + int(forward and steps[0].hop is not None and steps[0].hop.send) * 0 + sum(
-            step.home.send for step in steps if step.home
-        )
+        return sum(step.hop.send for step in steps if step.hop), sum(step.here for step in steps[1:])
 
 
 def needed(begin: np.ndarray, end: np.ndarray, queries: Sequence[Shard], keys: Sequence[Shard]) -> np.ndarray:
-    """[i, j]: whether some query of shard i, whose interval of all positions is given, sees a key of shard j."""
-    seen = np.zeros((len(queries), len(keys)), bool)
-    for i, shard in enumerate(queries):
-        rows = np.concatenate([np.arange(r.start, r.stop, r.step) for r in shard])
-        b, e = begin[:, rows], end[:, rows]
-        for j, block in enumerate(keys):
-            seen[i, j] = bool((count_below(block, e) > count_below(block, b)).any())
-    return seen
+    """[i, j]: whether some query of shard i sees a key of shard j; `begin`, `end` are [rows, T] for all positions."""
+    return np.array([[shard_sees(begin, end, shard, block) for block in keys] for shard in queries])
+
+
+def shard_sees(begin: np.ndarray, end: np.ndarray, queries: Shard, keys: Shard) -> bool:
+    return any(
+        sees(b[at], e[at], block) for b, e in zip(begin, end, strict=True) for at in slices(queries) for block in keys
+    )
+
+
+def sees(begin: np.ndarray, end: np.ndarray, keys: range) -> bool:
+    """Whether one of these rows, whose ends never decrease, sees one of the keys: two binary searches."""
+    first, last = np.searchsorted(end, keys.start, "right"), np.searchsorted(begin, keys.stop, "left")
+    b, e = begin[first:last], end[first:last]
+    if keys.step == 1:
+        return bool((b < e).any())
+    wide = e - b >= keys.step  # such an interval holds one of every `step` positions
+    return bool(wide.any() or (count_below((keys,), e) > count_below((keys,), b)).any())
+
+
+def slices(shard: Shard) -> list[slice]:
+    return [slice(r.start, r.stop, r.step) for r in shard]
 
 
 def work(begin: np.ndarray, end: np.ndarray, queries: Shard, keys: Shard) -> int:
     """The number of (query, key) pairs of two shards that are seen: the work of their step."""
-    rows = np.concatenate([np.arange(r.start, r.stop, r.step) for r in queries])
-    low, high = to_local(keys, begin[:, rows], end[:, rows])
-    return int(np.maximum(high - low, 0).sum())
+    local = (to_local(keys, begin[:, at], end[:, at]) for at in slices(queries))
+    return sum(int(np.maximum(high - low, 0).sum()) for low, high in local)

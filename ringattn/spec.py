@@ -57,7 +57,7 @@ class Docs:
 
     def __init__(self, starts: np.ndarray, length: int):
         self.starts, self.length = starts, int(length)
-        self.starts.setflags(write=False)
+        self.padded = bool((starts[:, -1] < length).any())  # whether some row ends in padding
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[Any], pad_to: int | None = None) -> "Docs":

@@ -1,0 +1,110 @@
+"""What a plan moves and computes, and about how long that takes on known hardware. Plain Python and numpy."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringattn.layout import Layout
+from ringattn.schedule import work
+from ringattn.spec import AttentionSpec, Docs, bounds
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Rates one rank really reaches: kernel flops a second, link bytes a second each way, seconds a transfer."""
+
+    name: str
+    flops: float
+    link: float
+    latency: float
+
+
+HARDWARE = {
+    "h200": Hardware("H200, NVLink", 550e12, 250e9, 20e-6),
+    "cpu": Hardware("CPU, gloo", 5e10, 1e9, 300e-6),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention call, whole sequence and all heads."""
+
+    seq_len: int
+    key_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    itemsize: int = 2
+    batch: int = 1
+
+    @property
+    def flops_a_pair(self) -> int:
+        """Multiply-adds of one (query, key) pair over all heads: the two products of the forward pass."""
+        return 2 * self.batch * self.heads * (self.head_dim + self.value_dim)
+
+    def kv_bytes(self, tokens: int, heads: int) -> int:
+        return self.batch * tokens * heads * (self.head_dim + self.value_dim) * self.itemsize
+
+    def q_bytes(self, tokens: int) -> int:
+        return self.batch * tokens * self.heads * (self.head_dim + self.value_dim) * self.itemsize  # q, and out back
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a forward pass is predicted to take."""
+
+    seconds: float
+    exposed: float  # seconds that no compute hides
+    sent: int  # bytes a rank sends
+    imbalance: float  # work of the busiest rank over the mean
+
+
+SAMPLED_ROWS = 65536
+
+
+def pairs(layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None) -> np.ndarray:
+    """[rank, block]: how many (query, key) pairs of two ring shards are seen, from at most SAMPLED_ROWS queries."""
+    every = max(1, layout.padded_length // SAMPLED_ROWS)
+    begin, end = bounds(spec, np.arange(layout.padded_length), layout.length, key_layout.length, docs)
+    counts = np.zeros((layout.ring, layout.ring))
+    for i in range(layout.ring):
+        sample = tuple(r[::every] for r in layout.shard(i))
+        for j in range(layout.ring):
+            counts[i, j] = work(begin, end, sample, key_layout.shard(j)) * every
+    return counts
+
+
+def replicas(kv_heads: int, ulysses: int) -> int:
+    """How often each key head is repeated so that the Ulysses size divides them."""
+    return ulysses // int(np.gcd(kv_heads, ulysses))
+
+
+def predict(
+    shape: Shape, layout: Layout, key_layout: Layout, counts: np.ndarray, strategy: str, hardware: Hardware
+) -> Cost:
+    """The forward time: Ulysses' exchanges, then steps whose hops hide behind their work (gather: nothing hides)."""
+    ulysses, ring = layout.multiple, layout.ring
+    second_a_pair = shape.flops_a_pair / ulysses / hardware.flops
+    kv_heads = shape.kv_heads * replicas(shape.kv_heads, ulysses)
+    local = key_layout.shard_len // ulysses
+    swapped = shape.q_bytes(layout.shard_len // ulysses) + shape.kv_bytes(local, kv_heads)
+    swap = swapped * (ulysses - 1) // ulysses
+    block = shape.kv_bytes(key_layout.shard_len, kv_heads // ulysses)
+    d, r = np.mgrid[:ring, :ring]
+    steps = counts[r, (r - d) % ring]  # [distance, rank]
+    used = [i for i in range(ring) if i == 0 or steps[i].any()]
+    busy = steps[used].max(axis=1) * second_a_pair
+    hops = len(used) - 1
+    if strategy == "gather":
+        hops, hop = ring - 1, (ring - 1) * block / hardware.link + hardware.latency * (ring > 1)
+        body = hop + steps.sum(axis=0).max() * second_a_pair
+    else:
+        hop = block / hardware.link + hardware.latency
+        body = sum(max(float(b), hop) for b in busy[:-1]) + float(busy[-1])
+    exchange = 2 * (swap / 2 / hardware.link + hardware.latency) if ulysses > 1 else 0.0
+    ideal = counts.sum() / ring * second_a_pair
+    seconds = exchange + body
+    per_rank = steps.sum(axis=0)
+    imbalance = float(per_rank.max() / max(per_rank.mean(), 1.0))
+    return Cost(seconds, seconds - ideal, int(swap + hops * block), imbalance)

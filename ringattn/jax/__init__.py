@@ -1,0 +1,1 @@
+"""Attention over devices in JAX; ringattn.torch has the same names."""

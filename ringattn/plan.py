@@ -1,0 +1,218 @@
+"""A plan: how one sequence length is spread over the ranks, chosen once, printed, and used by every call.
+
+Frozen and hashable. It knows the axes it runs on only as objects with a size and a rank.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+from weakref import WeakValueDictionary
+
+from ringattn.cost import HARDWARE, Cost, Hardware, Shape, pairs, predict
+from ringattn.layout import LAYOUTS, Layout
+from ringattn.spec import AttentionSpec
+
+STRATEGIES = ("ring", "gather", "ulysses")
+
+# Plans that are alive, by number: a compiled graph holds numbers and tensors, no objects.
+LIVE: "WeakValueDictionary[int, Plan]" = WeakValueDictionary()
+numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`seq_len` tokens over ring x ulysses ranks. The strategy says how keys meet queries along the ring axis."""
+
+    seq_len: int
+    ring: int = 1
+    ulysses: int = 1
+    strategy: str = "ring"
+    layout: str = "contiguous"
+    kernel: str = "auto"
+    key_len: int | None = None
+    heads: tuple[int, int] | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+    framework: str = "torch"
+    axes: tuple[Any, Any] | None = field(default=None, compare=False, repr=False)  # (ring, ulysses)
+    device: str = field(default="cpu", compare=False, repr=False)
+    report: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    agreed: set[str] = field(default_factory=set, init=False, compare=False, repr=False)  # calls all ranks made alike
+    handle: int = field(init=False, default=-1, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_length("seq_len", self.seq_len)
+        if self.key_len is not None:
+            check_length("key_len", self.key_len)
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy={self.strategy!r}: choose one of auto, {', '.join(STRATEGIES)}")
+        if self.strategy == "ulysses" and self.ring > 1:
+            raise ValueError(
+                f"strategy='ulysses' means a ring axis of size 1, and the mesh has ring={self.ring}; use "
+                f"init_mesh(ulysses={self.ring * self.ulysses}), or strategy='ring' for the hybrid of both"
+            )
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout={self.layout!r}: choose one of auto, {', '.join(LAYOUTS)}")
+        if self.heads is not None:
+            check_heads(*self.heads, ulysses=self.ulysses, ring=self.ring)
+        object.__setattr__(self, "handle", next(numbers))
+        LIVE[self.handle] = self
+
+    @cached_property
+    def tokens(self) -> Layout:
+        """Where the queries' tokens are."""
+        return Layout(self.layout, self.seq_len, self.ring, self.ulysses)
+
+    @cached_property
+    def keys(self) -> "Plan":
+        """The plan by which keys and values are sharded: this one, unless they are another sequence."""
+        return self if self.key_len in (None, self.seq_len) else self.for_length(self.key_len)
+
+    @cached_property
+    def local_len(self) -> int:
+        """How many tokens a rank holds, padding included."""
+        return self.tokens.shard_len // self.ulysses
+
+    @cached_property
+    def padded(self) -> bool:
+        """Whether some rank holds padding."""
+        return self.tokens.padded_length != self.seq_len
+
+    @property
+    def ring_axis(self) -> Any:
+        return self._axis(0, self.ring)
+
+    @property
+    def ulysses_axis(self) -> Any:
+        return self._axis(1, self.ulysses)
+
+    def _axis(self, which: int, size: int) -> Any:
+        if self.axes is None:
+            raise ValueError(f"this plan for {size} ranks has no mesh to run on; make it with ringattn.plan(mesh, ...)")
+        return self.axes[which]
+
+    def for_length(self, seq_len: int, key_len: int | None = None) -> "Plan":
+        """The same choices for another length."""
+        return dataclasses.replace(self, seq_len=seq_len, key_len=key_len)
+
+    def local_slice(self, ulysses_rank: int) -> slice:
+        """Which part of its ring shard a Ulysses rank holds."""
+        return slice(ulysses_rank * self.local_len, (ulysses_rank + 1) * self.local_len)
+
+    # What needs a framework lives in ringattn.torch and ringattn.jax, under the same names.
+
+    def shard(self, x: Any, dim: int = 1) -> Any:
+        """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if need be."""
+        return self._sharding.shard(x, self, dim)
+
+    def unshard(self, x: Any, dim: int = 1) -> Any:
+        """The whole sequence from every rank's part: the inverse of `shard`, padding removed; differentiable."""
+        return self._sharding.unshard(x, self, dim)
+
+    def positions(self) -> Any:
+        """The global positions of this rank's tokens, for RoPE; those from `seq_len` on are padding."""
+        return self._sharding.positions(self)
+
+    @property
+    def _sharding(self) -> Any:
+        from importlib import import_module
+
+        return import_module(f"ringattn.{self.framework}.sharding")
+
+    def explain(self) -> str:
+        """The candidates with their predicted times, why this one was taken, and which kernel runs."""
+        return "\n".join([str(self), *self.report])
+
+    def __str__(self) -> str:
+        keys = f" (keys {self.key_len})" if self.key_len not in (None, self.seq_len) else ""
+        return (
+            f"{self.seq_len} tokens{keys} over ring={self.ring} x ulysses={self.ulysses}: strategy {self.strategy}, "
+            f"layout {self.layout}, kernel {self.kernel}, {self.local_len} tokens a rank"
+        )
+
+
+def check_length(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: a whole number of tokens, at least 1")
+
+
+def check_heads(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> None:
+    """Key heads divide query heads, and the Ulysses size divides query heads (key heads are repeated if need be)."""
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{kv_heads} key heads do not divide {heads} query heads")
+    if heads % ulysses:
+        best = max(u for u in range(1, ulysses + 1) if heads % u == 0 and (ring * ulysses) % u == 0)
+        raise ValueError(
+            f"ulysses={ulysses} does not divide {heads} query heads; use ulysses={best}, ring={ring * ulysses // best}"
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to spread the call, and what it is predicted to cost."""
+
+    ring: int
+    ulysses: int
+    strategy: str
+    layout: str
+    cost: Cost | None = None
+
+
+def candidates(
+    ranks: Sequence[tuple[int, int]], heads: int | None, strategy: str, layout: str, spec: AttentionSpec
+) -> list[Candidate]:
+    """Every combination that the given choices leave open; an explicit choice is never second-guessed."""
+    found = []
+    for ring, ulysses in ranks:
+        if heads is not None and heads % ulysses and len(ranks) > 1:
+            continue
+        names = ("ulysses",) if ring == 1 and strategy == "auto" else ("ring", "gather")
+        layouts = ("contiguous",) if ring == 1 else ("zigzag", "contiguous") if spec.causal else ("contiguous",)
+        for s in names if strategy == "auto" else (strategy,):
+            if s == "ulysses" and ring > 1 and len(ranks) > 1:
+                continue
+            found += [Candidate(ring, ulysses, s, one) for one in (layouts if layout == "auto" else (layout,))]
+    return found
+
+
+def choose(
+    options: list[Candidate], shape: Shape | None, spec: AttentionSpec, hardware: Hardware
+) -> tuple[Candidate, list[Candidate]]:
+    """The candidate of least predicted time, and all of them with their costs, best first.
+
+    Without a shape nothing can be predicted, and the first one is taken: ring, zigzag if causal.
+    """
+    if shape is None:
+        return options[0], options
+    priced = []
+    for c in options:
+        layout = Layout(c.layout, shape.seq_len, c.ring, c.ulysses)
+        keys = Layout(c.layout, shape.key_len, c.ring, c.ulysses)
+        cost = predict(shape, layout, keys, pairs(layout, keys, spec), c.strategy, hardware)
+        priced.append(dataclasses.replace(c, cost=cost))
+    priced.sort(key=lambda c: c.cost.seconds if c.cost else 0.0)
+    return priced[0], priced
+
+
+def describe(options: list[Candidate], hardware: Hardware) -> list[str]:
+    """The candidates as the lines of a table."""
+    if options[0].cost is None:
+        return ["no prediction: say heads=(query, key) and head_dim to compare candidates"]
+    lines = [
+        f"predicted forward on {hardware.name}:",
+        "  ring ulysses strategy layout      ms      exposed ms  MB sent  imbalance",
+    ]
+    for c in options:
+        if c.cost:
+            lines.append(
+                f"  {c.ring:>4} {c.ulysses:>7} {c.strategy:<8} {c.layout:<10} {c.cost.seconds * 1e3:>8.3f} "
+                f"{c.cost.exposed * 1e3:>11.3f} {c.cost.sent / 1e6:>8.1f} {c.cost.imbalance:>9.2f}"
+            )
+    return lines
+
+
+def hardware_of(device: str) -> Hardware:
+    return HARDWARE["h200" if device == "cuda" else "cpu"]

@@ -1,0 +1,1 @@
+"""Attention over ranks in PyTorch; ringattn.jax has the same names."""

@@ -1,0 +1,92 @@
+"""A rank's part of a sequence: cutting it out, putting the whole together again, and which of it is padding."""
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ringattn.plan import Plan
+from ringattn.spec import Docs
+
+
+def positions(plan: Plan) -> Tensor:
+    """The global positions of this rank's tokens, increasing; those from `seq_len` on are padding."""
+    return torch.from_numpy(local_positions(plan, plan.ring_axis.rank, plan.ulysses_axis.rank)).to(plan.device)
+
+
+@lru_cache(maxsize=64)
+def local_positions(plan: Plan, ring_rank: int, ulysses_rank: int) -> np.ndarray:
+    return plan.tokens.positions(ring_rank)[plan.local_slice(ulysses_rank)]
+
+
+def shard(x: Tensor, plan: Plan, dim: int = 1) -> Tensor:
+    """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if need be."""
+    check_whole(x, plan, dim)
+    pad = plan.tokens.padded_length - plan.seq_len
+    if pad:
+        x = F.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, pad])
+    pieces = [
+        x.narrow(dim, r.start, r.stop - r.start) if r.step == 1 else strided(x, dim, r)
+        for r in plan.tokens.shard(plan.ring_axis.rank)
+    ]
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    mine = plan.local_slice(plan.ulysses_axis.rank)
+    return whole.narrow(dim, mine.start, plan.local_len).contiguous()
+
+
+def strided(x: Tensor, dim: int, r: range) -> Tensor:
+    at: list[Any] = [slice(None)] * x.dim()
+    at[dim] = slice(r.start, r.stop, r.step)
+    return x[tuple(at)]
+
+
+class Unshard(torch.autograd.Function):
+    """The whole sequence on every rank; its gradient is the sum of what all ranks did with it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: Plan, dim: int) -> Tensor:
+        ctx.plan, ctx.dim = plan, dim
+        ring_shard = plan.ulysses_axis.all_gather(x, dim).wait()
+        everything = plan.ring_axis.all_gather(ring_shard, dim).wait()
+        back = torch.from_numpy(np.argsort(plan.tokens.order())[: plan.seq_len]).to(x.device)
+        return everything.index_select(dim, back)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        plan, dim = ctx.plan, ctx.dim
+        pad = plan.tokens.padded_length - plan.seq_len
+        grad = F.pad(grad, [0, 0] * (grad.dim() - 1 - dim) + [0, pad]) if pad else grad
+        sharded = grad.index_select(dim, torch.from_numpy(plan.tokens.order()).to(grad.device))
+        ring_shard = plan.ring_axis.reduce_scatter(sharded, dim).wait()
+        return plan.ulysses_axis.reduce_scatter(ring_shard, dim).wait(), None, None
+
+
+def unshard(x: Tensor, plan: Plan, dim: int = 1) -> Tensor:
+    """The whole sequence from every rank's part: the inverse of `shard`, padding removed; differentiable."""
+    if x.shape[dim] != plan.local_len:
+        raise ValueError(
+            f"dim {dim} of x has {x.shape[dim]} tokens; a rank of this plan holds {plan.local_len} ({plan})"
+        )
+    return Unshard.apply(x, plan, dim % x.dim())
+
+
+def check_whole(x: Tensor, plan: Plan, dim: int) -> None:
+    if x.shape[dim] != plan.seq_len:
+        hint = "; it is already sharded" if x.shape[dim] == plan.local_len else f"; use plan.for_length({x.shape[dim]})"
+        raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, the plan is for {plan.seq_len}{hint}")
+
+
+def real_tokens(plan: Plan, docs: Docs | None = None) -> Tensor | None:
+    """Which of this rank's tokens are real, [1 or rows, T_local]; None when all of them are."""
+    return _real_tokens(plan, docs, plan.ring_axis.rank, plan.ulysses_axis.rank, plan.device)
+
+
+@lru_cache(maxsize=64)
+def _real_tokens(plan: Plan, docs: Docs | None, ring_rank: int, ulysses_rank: int, device: str) -> Tensor | None:
+    at = local_positions(plan, ring_rank, ulysses_rank)
+    limit = np.minimum(plan.seq_len, docs.starts[:, -1:] if docs is not None else plan.seq_len)
+    real = at[None] < np.reshape(limit, (-1, 1))
+    return None if real.all() else torch.from_numpy(real).to(device)
