@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ringattn.kernels.arrays import Array
 
 
@@ -24,3 +26,41 @@ class Intervals(NamedTuple):
     end: Array
     tiles: tuple[Tile, ...] | None = None
     host: Any = None
+
+
+def tiles_of(begin: np.ndarray, end: np.ndarray, most: int = 64) -> tuple[Tile, ...] | None:
+    """Host intervals [rows, T] as at most `most` rectangles that together cover exactly the same pairs, or None.
+
+    Runs of queries with one begin and one end are a full rectangle. Runs whose end grows by one a query are the causal
+    half of a square, beside a full rectangle of the keys that all of them see. All batch rows must agree.
+
+    >>> tiles_of(np.zeros((1, 3), int), np.array([[3, 4, 5]]))
+    (Tile(queries=slice(0, 3, None), keys=slice(0, 2, None), causal=False), \
+Tile(queries=slice(0, 3, None), keys=slice(2, 5, None), causal=True))
+    """
+    if (begin != begin[:1]).any() or (end != end[:1]).any():
+        return None
+    first, last = begin[0].astype(np.int64), end[0].astype(np.int64)
+    empty = first >= last
+    first, last = np.where(empty, -1, first), np.where(empty, -1, last)
+    steps = np.where(np.diff(first) == 0, np.diff(last), -1)  # 0: the same keys again; 1: one more key
+    steps = np.where(np.isin(steps, (0, 1)), steps, -1)
+    turns = np.flatnonzero(np.diff(steps)) + 1
+    if len(turns) > 2 * most:
+        return None
+    tiles: list[Tile] = []
+    t, T = 0, len(first)
+    while t < T:
+        step = steps[t] if t < T - 1 else -1
+        following = turns[np.searchsorted(turns, t, side="right") :]
+        stop = t + 1 if step < 0 else (int(following[0]) if len(following) else T - 1) + 1
+        if not empty[t]:
+            queries, square = slice(t, stop), int(last[t]) - 1 if step == 1 else int(last[t])
+            if first[t] < square:
+                tiles.append(Tile(queries, slice(int(first[t]), square), False))
+            if step == 1:
+                tiles.append(Tile(queries, slice(square, square + stop - t), True))
+        if len(tiles) > most:
+            return None
+        t = stop
+    return tuple(tiles)

@@ -1,0 +1,196 @@
+"""Decode: few queries, many keys. The keys are split over the whole GPU, and one more kernel merges what comes back.
+
+    B batch   T queries   S keys   H query heads   G key/value heads   R = H / G   D head dim   V value dim
+
+The T * R rows that share a key head lie in one tile, so every key is loaded once, whatever the number of query heads.
+A batch row's own range of keys, from its first `begin` to its last `end`, is found inside the kernel and cut into even
+splits: rows of different lengths stay balanced and the host never waits for the device.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.partial import Partial, Streams
+from ringattn.kernels.triton.merge import merge_stack
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def decode_kernel(
+    q, k, v, begin, end,  # [B, T, H, D], [B, S, G, D], [B, S, G, V], [B or 1, T] twice
+    out, top, total,  # [splits, B, T, H, V], [splits, B, T, H], and with STREAMS [splits, B, T, H]
+    q_b, q_t, q_h, q_d,
+    k_b, k_s, k_g, k_d,
+    v_b, v_s, v_g, v_v,
+    where_b, where_t,
+    scale, cap,  # s = scale * q k^T in base 2; with SOFTCAP s = cap * tanh(scale * q k^T)
+    B, T, S, G, R, D, V,
+    STREAMS: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    WHOLE_D: tl.constexpr, WHOLE_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """(O, M, L) or (O, LSE) of BLOCK_M rows of one key head over one split of the keys; base 2 inside."""
+    g, block = tl.program_id(0) % G, tl.program_id(0) // G
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    b = tl.program_id(2).to(tl.int64)
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    t, h = row // R, g * R + row % R
+    live = row < T * R
+    first = tl.load(begin + b * where_b + t * where_t, mask=live, other=0)
+    last = tl.load(end + b * where_b + t * where_t, mask=live, other=0)
+    real = first < last
+    low = tl.maximum(tl.min(tl.where(real, first, S)), 0)
+    high = tl.minimum(tl.max(tl.where(real, last, 0)), S)
+    share = tl.cdiv(tl.maximum(high - low, 0), splits)
+    low += split * share
+    high = tl.minimum(low + share, high)
+
+    d, w, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_N)
+    q_at = b * q_b + t.to(tl.int64)[:, None] * q_t + h[:, None] * q_h + d[None, :] * q_d
+    queries = tl.load(q + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    k_at, v_at = n[:, None] * k_s + d[None, :] * k_d, n[:, None] * v_s + w[None, :] * v_v
+    k += b * k_b + g.to(tl.int64) * k_g
+    v += b * v_b + g.to(tl.int64) * v_g
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    z = tl.zeros([BLOCK_M], tl.float32)
+    o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+        key = start + n
+        inside = key < high
+        k_mask = inside[:, None] if WHOLE_D else inside[:, None] & (d < D)[None, :]
+        v_mask = inside[:, None] if WHOLE_V else inside[:, None] & (w < V)[None, :]
+        keys = tl.load(k + tl.cast(start, tl.int64) * k_s + k_at, mask=k_mask, other=0.0)
+        s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        if SOFTCAP:
+            s = cap * tanh(s)
+        seen = (first[:, None] <= key[None, :]) & (key[None, :] < tl.minimum(last, high)[:, None])
+        s = tl.where(seen, s, float("-inf"))
+        new = tl.maximum(m, tl.max(s, 1))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s - safe[:, None])
+        shrink = tl.exp2(m - safe)
+        values = tl.load(v + tl.cast(start, tl.int64) * v_s + v_at, mask=v_mask, other=0.0)
+        o = tl.dot(p.to(values.dtype), values, o * shrink[:, None], input_precision="ieee")
+        z = z * shrink + tl.sum(p, 1)
+        m = new
+
+    some = z > 0
+    m = m * 0.6931471805599453
+    at = ((split * B + b) * T + t) * (G * R) + h
+    if STREAMS:
+        tl.store(total + at, z, mask=live)
+    else:
+        o = o / tl.where(some, z, 1.0)[:, None]
+        m = tl.where(some, m + tl.log(tl.where(some, z, 1.0)), float("-inf"))
+    tl.store(top + at, m, mask=live)
+    tl.store(out + at[:, None] * V + w[None, :], o, mask=live[:, None] & (w < V)[None, :])
+
+
+@triton.jit
+def tanh(x):
+    """tanh to float32 rounding: a series where 1 - exp(-2x) would cancel, (1 - e) / (1 + e) elsewhere."""
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    e = tl.exp(-2 * tl.abs(x))
+    far = (1 - e) / (1 + e)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -far, far))
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile of BLOCK_N keys, `stages` of them in flight, and how many programs share a multiprocessor."""
+
+    block_n: int
+    warps: int
+    stages: int
+    per_sm: int
+
+
+def config(head_dim: int, value_dim: int, itemsize: int) -> Config:
+    """Tiles of 32 KiB of keys and values; two in flight and three programs a multiprocessor cover the memory's latency."""
+    key_bytes = triton.next_power_of_2(2 * max(head_dim, value_dim)) * itemsize
+    return Config(block_n=min(128, max(16, 32768 // key_bytes)), warps=4, stages=3, per_sm=3)
+
+
+@lru_cache(maxsize=1024)
+def choose_splits(rows: int, keys: int, slots: int) -> int:
+    """How many splits of `keys` keys let `rows` rows of programs, `slots` of them at once, finish first.
+
+    Time in keys: whole waves of programs, each as long as its share and a start-up worth 128 keys, then the merge.
+    """
+
+    def time(splits: int) -> float:
+        return ceil(rows * splits / slots) * (keys / splits + 128) + 8 * splits
+
+    return min(range(1, max(1, min(128, keys // 128)) + 1), key=time)
+
+
+def decode(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    where: Intervals,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    splits: int | None = None,
+    form: str = "lse",
+) -> Partial:
+    """softmax(scale * q k^T) v over each query's interval, in two launches: split over the keys, then merged.
+
+    Both forms of what the splits hand over, "lse" (out, lse) and "streams" (O, M, L), give the same answer.
+    """
+    parts = decode_splits(q_BTHD, k_BSGD, v_BSGV, where, scale, softcap, splits, form)
+    if isinstance(parts, Partial) and parts.out.shape[0] == 1:
+        return Partial(parts.out[0], parts.lse[0])
+    return merge_stack(parts)
+
+
+def decode_splits(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    where: Intervals,
+    scale: float,
+    softcap: float | None,
+    splits: int | None,
+    form: str,
+) -> Partial | Streams:
+    """What each split of the keys contributes, stacked along a first dim of `splits`."""
+    if form not in ("lse", "streams"):
+        raise ValueError(f"form={form!r}: choose lse or streams")
+    B, T, H, D = q_BTHD.shape
+    _, S, G, V = v_BSGV.shape
+    rows = T * (H // G)
+    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    blocks, tile = triton.cdiv(rows, block_m), config(D, V, q_BTHD.element_size())
+    splits = splits or choose_splits(B * G * blocks, S, multiprocessors(q_BTHD.device) * tile.per_sm)
+    out = q_BTHD.new_empty(splits, B, T, H, V, dtype=torch.float32)
+    top = q_BTHD.new_empty(splits, B, T, H, dtype=torch.float32)
+    total = torch.empty_like(top) if form == "streams" else top
+    block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (D, V))
+    if out.numel():
+        decode_kernel[(G * blocks, splits, B)](
+            q_BTHD, k_BSGD, v_BSGV, where.begin, where.end, out, top, total,
+            *q_BTHD.stride(), *k_BSGD.stride(), *v_BSGV.stride(),
+            where.begin.stride(0) if where.begin.shape[0] > 1 else 0, where.begin.stride(1),
+            scale * LOG2E if softcap is None else scale / softcap, 0.0 if softcap is None else softcap * LOG2E,
+            B, T, S, G, H // G, D, V,
+            STREAMS=form == "streams", SOFTCAP=softcap is not None,
+            BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_D=block_d, BLOCK_V=block_v,
+            WHOLE_D=block_d == D, WHOLE_V=block_v == V, STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
+    return Streams(out, top, total) if form == "streams" else Partial(out, top)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at once, times one; a machine without a GPU interprets them one by one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

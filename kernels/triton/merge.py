@@ -1,0 +1,133 @@
+"""Partials merged on the GPU: many at once, or one into another where it lies, in one kernel.
+
+    (O, LSE)    weights exp(lse - max lse), found first, then one weighted mean
+    (O, M, L)   a tree: two statistics at a time are brought to the larger maximum and added
+
+The same meaning as `ringattn.kernels.partial`: an infinite or NaN lse marks an empty side, whatever its out holds.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels.partial import Partial, Streams
+
+STACK = 128  # how many partials one program can hold; `merge_stack` folds longer stacks first
+
+
+@triton.jit
+def merge_kernel(
+    out, top, total,  # [N, B, T, H, V], [N, B, T, H], and with STREAMS [N, B, T, H]
+    old_out, old_lse, sinks,  # [B, T, H, V], [B, T, H] and [H], each only where its flag says so
+    new_out, new_lse,
+    out_n, out_b, out_t, out_h, out_v,
+    top_n, top_b, top_t, top_h,
+    old_b, old_t, old_h, old_v,
+    lse_b, lse_t, lse_h,
+    new_b, new_t, new_h, new_v,
+    end_b, end_t, end_h,
+    N, B, T, H, V,
+    STREAMS: tl.constexpr, CARRY: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """out = sum_i w_i out_i / sum_i w_i and lse = log sum_i w_i, where w_i = exp(lse_i), for BLOCK_R rows (b, t, h)."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    live, inside = row < B * T * H, column < V
+    b, t, h = (row // (T * H)).to(tl.int64), (row // H % T).to(tl.int64), (row % H).to(tl.int64)
+    n = tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
+    here = (n < N) & live[None, :]
+    at = n * top_n + (b * top_b + t * top_t + h * top_h)[None, :]
+    m = tl.load(top + at, mask=here, other=float("-inf")).to(tl.float32)
+    empty = (m != m) | (tl.abs(m) == float("inf"))
+    m = tl.where(empty, float("-inf"), m)
+    o_at = (n * out_n + (b * out_b + t * out_t + h * out_h)[None, :])[:, :, None] + (column * out_v)[None, None, :]
+    o = tl.load(out + o_at, mask=(here & ~empty)[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32)
+    if STREAMS:
+        z = tl.where(empty, 0.0, tl.load(total + at, mask=here, other=0.0).to(tl.float32))
+        z = tl.broadcast_to(z[:, :, None], (BLOCK_N, BLOCK_R, BLOCK_V))
+        m = tl.broadcast_to(m[:, :, None], (BLOCK_N, BLOCK_R, BLOCK_V))
+        o, m, z = tl.reduce((o, m, z), 0, merge_statistics)
+    else:
+        safe = tl.max(m, 0)
+        safe = tl.where(safe == float("-inf"), 0.0, safe)
+        w = tl.exp(m - safe[None, :])
+        o = tl.sum(o * w[:, :, None], 0)
+        m = tl.broadcast_to(safe[:, None], (BLOCK_R, BLOCK_V))
+        z = tl.broadcast_to(tl.sum(w, 0)[:, None], (BLOCK_R, BLOCK_V))
+    if CARRY:
+        lse = tl.load(old_lse + b * lse_b + t * lse_t + h * lse_h, mask=live, other=float("-inf")).to(tl.float32)
+        seen = live & (tl.abs(lse) != float("inf")) & (lse == lse)
+        old_at = (b * old_b + t * old_t + h * old_h)[:, None] + (column * old_v)[None, :]
+        old = tl.load(old_out + old_at, mask=seen[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        one, lse = tl.where(seen, 1.0, 0.0), tl.where(seen, lse, float("-inf"))
+        o, m, z = merge_statistics(o, m, z, old, lse[:, None], one[:, None])
+    if SINKS:
+        sink = tl.load(sinks + h, mask=live, other=float("-inf")).to(tl.float32)
+        seen = (tl.abs(sink) != float("inf")) & (sink == sink)
+        one, sink = tl.where(seen, 1.0, 0.0), tl.where(seen, sink, float("-inf"))
+        o, m, z = merge_statistics(o, m, z, tl.zeros_like(o), sink[:, None], one[:, None])
+    some = z > 0
+    o = tl.where(some, o / tl.where(some, z, 1.0), 0.0)
+    new_at = (b * new_b + t * new_t + h * new_h)[:, None] + (column * new_v)[None, :]
+    tl.store(new_out + new_at, o.to(new_out.dtype.element_ty), mask=live[:, None] & inside[None, :])
+    lse = tl.where(some, m + tl.log(tl.where(some, z, 1.0)), float("-inf"))  # the same in every column: store one
+    lse_at = (b * end_b + t * end_t + h * end_h)[:, None] + (column * 0)[None, :]
+    tl.store(new_lse + lse_at, lse, mask=live[:, None] & (column == 0)[None, :])
+
+
+@triton.jit
+def merge_statistics(out_a, top_a, sum_a, out_b, top_b, sum_b):
+    """(O, M, L) of both sides: brought to the larger maximum, then added. Associative, so a tree may do it."""
+    top = tl.maximum(top_a, top_b)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    a, b = tl.exp(top_a - safe), tl.exp(top_b - safe)
+    return out_a * a + out_b * b, top, sum_a * a + sum_b * b
+
+
+def merge_into(a: Partial, b: Partial, sinks_H: Tensor | None = None) -> Partial:
+    """a <- a + b, in a's own memory: attention over both sets of keys (and a sink a head)."""
+    return launch(Partial(b.out[None], b.lse[None]), a, sinks_H, a)
+
+
+def merge_stack(parts: Partial | Streams, carry: Partial | None = None, sinks_H: Tensor | None = None) -> Partial:
+    """The sum of the partials (or statistics) stacked along a first dim, of `carry`, and of a sink a head."""
+    out, top = parts[:2]
+    n = out.shape[0]
+    while n > STACK:  # fold the tail, so that the last launch sees at most STACK
+        keep = n - STACK
+        tail = type(parts)(*(x[keep:] for x in parts))
+        carry, parts, n = merge_stack(tail, carry), type(parts)(*(x[:keep] for x in parts)), keep
+    new = Partial(torch.empty_like(out[0], dtype=torch.float32), torch.empty_like(top[0], dtype=torch.float32))
+    return launch(parts, carry, sinks_H, new)
+
+
+def launch(parts: Partial | Streams, carry: Partial | None, sinks_H: Tensor | None, new: Partial) -> Partial:
+    """One kernel over blocks of rows. When `new` is the carry, one program owns all of a row."""
+    out, top = parts[:2]
+    n, B, T, H, V = out.shape
+    rows, streams = B * T * H, isinstance(parts, Streams)
+    if out.dtype == torch.float64:
+        raise NotImplementedError("the fused merge is float32; ringattn.kernels.partial.merge serves float64")
+    if rows == 0:
+        return new
+    columns = triton.next_power_of_2(V)
+    block_n = triton.next_power_of_2(n)
+    block_v = columns if new is carry else min(columns, max(16, 4096 // block_n))
+    block_r = max(1, min(triton.next_power_of_2(rows), 2048 // (block_n * block_v)))
+    total: Any = parts.sum if isinstance(parts, Streams) else top
+    if total.stride() != top.stride():
+        raise ValueError(f"maximum and sum must be laid out alike, got strides {top.stride()} and {total.stride()}")
+    old = new if carry is None else carry
+    grid = (triton.cdiv(rows, block_r), triton.cdiv(V, block_v))
+    merge_kernel[grid](
+        out, top, total, old.out, old.lse, new.lse if sinks_H is None else sinks_H, new.out, new.lse,
+        *out.stride(), *top.stride(), *old.out.stride(), *old.lse.stride(), *new.out.stride(), *new.lse.stride(),
+        n, B, T, H, V,
+        STREAMS=streams, CARRY=carry is not None, SINKS=sinks_H is not None,
+        BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_V=block_v, num_warps=4,
+    )  # fmt: skip
+    return new

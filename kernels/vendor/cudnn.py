@@ -1,0 +1,48 @@
+"""cuDNN's fused attention, as torch calls it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.vendor.tiles import gpu_refusal, heads_first, over_tiles
+
+DIMS = range(8, 129, 8)
+
+
+def refuses(problem: Any) -> str | None:
+    if problem.arch is not None and problem.arch < (8, 0):
+        return f"cuDNN's flash attention needs compute capability 8.0, this is {problem.arch[0]}.{problem.arch[1]}"
+    return gpu_refusal(problem, "cuDNN", DIMS)
+
+
+def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = map(heads_first, (q_BTHD, k_BSGD, v_BSGV))
+    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[
+        :2
+    ]
+    return heads_first(out), heads_first(lse.reshape(out.shape[:3]))
+
+
+def backward(
+    dout_BTHV: Tensor,
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    out_BTHV: Tensor,
+    lse_BTH: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out = map(heads_first, (dout_BTHV, q_BTHD, k_BSGD, v_BSGV, out_BTHV))
+    lse = heads_first(lse_BTH).contiguous()[..., None]
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # the dropout's seed and offset
+    lengths = (None, None, q.shape[2], k.shape[2])
+    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse, unused, unused, None, *lengths, 0.0, causal, scale=scale
+    )
+    dq, dk, dv = map(heads_first, grads)
+    return dq, dk, dv
+
+
+attend, attend_backward = over_tiles("cuDNN", forward, backward)

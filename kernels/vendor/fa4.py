@@ -1,0 +1,40 @@
+"""FlashAttention-4 (`pip install flash-attn-4`), where it is installed."""
+
+from typing import Any
+
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from torch import Tensor
+
+from ringattn.kernels.vendor.tiles import gpu_refusal, heads_first, over_tiles
+
+DIMS = range(8, 129, 8)
+
+
+def refuses(problem: Any) -> str | None:
+    if problem.arch is not None and problem.arch < (9, 0):
+        return f"FlashAttention-4 needs compute capability 9.0, this is {problem.arch[0]}.{problem.arch[1]}"
+    return gpu_refusal(problem, "FlashAttention-4", DIMS)
+
+
+def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = _flash_attn_fwd(q_BTHD, k_BSGD, v_BSGV, softmax_scale=scale, causal=causal, return_lse=True)[:2]
+    return out, heads_first(lse)
+
+
+def backward(
+    dout_BTHV: Tensor,
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    out_BTHV: Tensor,
+    lse_BTH: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse = heads_first(lse_BTH).contiguous()
+    tensors = (q_BTHD, k_BSGD, v_BSGV, out_BTHV, dout_BTHV)
+    dq, dk, dv = _flash_attn_bwd(*tensors, lse, softmax_scale=scale, causal=causal)[:3]
+    return dq, dk, dv
+
+
+attend, attend_backward = over_tiles("FlashAttention-4", forward, backward)

@@ -1,0 +1,45 @@
+"""FlashAttention-2 as it is built into torch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.vendor.tiles import gpu_refusal, heads_first, over_tiles
+
+DIMS = range(8, 257, 8)
+
+
+def refuses(problem: Any) -> str | None:
+    if problem.arch is not None and problem.arch < (8, 0):
+        return f"FlashAttention-2 needs compute capability 8.0, this is {problem.arch[0]}.{problem.arch[1]}"
+    return gpu_refusal(problem, "FlashAttention-2", DIMS)
+
+
+def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    lengths = (None, None, q_BTHD.shape[1], k_BSGD.shape[1])
+    out, lse = torch.ops.aten._flash_attention_forward(
+        q_BTHD, k_BSGD, v_BSGV, *lengths, 0.0, causal, False, scale=scale
+    )[:2]
+    return out, heads_first(lse)
+
+
+def backward(
+    dout_BTHV: Tensor,
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    out_BTHV: Tensor,
+    lse_BTH: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    lengths = (None, None, q_BTHD.shape[1], k_BSGD.shape[1])
+    seed = torch.zeros(2, dtype=torch.uint64, device=q_BTHD.device)  # the dropout's, unused
+    lse = heads_first(lse_BTH).contiguous()
+    return torch.ops.aten._flash_attention_backward(
+        dout_BTHV, q_BTHD, k_BSGD, v_BSGV, out_BTHV, lse, *lengths, 0.0, causal, seed, seed, scale=scale
+    )
+
+
+attend, attend_backward = over_tiles("FlashAttention-2", forward, backward)

@@ -1,0 +1,45 @@
+"""torch's own flash attention for CPUs: the tiles of a step on the machine that has no GPU, in every float dtype."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.vendor.tiles import heads_first, over_tiles
+
+
+def refuses(problem: Any) -> str | None:
+    if problem.device != "cpu":
+        return f"sdpa_cpu runs on the CPU, not on {problem.device}"
+    if problem.softcap:
+        return "sdpa_cpu has no softcap"
+    if problem.head_dim != problem.value_dim:
+        return f"sdpa_cpu needs equal dims, got head_dim={problem.head_dim}, value_dim={problem.value_dim}"
+    if not problem.tiles:
+        return "these intervals are not known to be a few full or causal rectangles"
+    return None
+
+
+def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = map(heads_first, (q_BTHD, k_BSGD, v_BSGV))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return heads_first(out), heads_first(lse)
+
+
+def backward(
+    dout_BTHV: Tensor,
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    out_BTHV: Tensor,
+    lse_BTH: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tensors = map(heads_first, (dout_BTHV, q_BTHD, k_BSGD, v_BSGV, out_BTHV, lse_BTH))
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal, scale=scale)
+    dq, dk, dv = map(heads_first, grads)
+    return dq, dk, dv
+
+
+attend, attend_backward = over_tiles("sdpa_cpu", forward, backward)

@@ -1,0 +1,149 @@
+"""Attention tile by tile: partials of tiles merge, and with the global lse the gradients of tiles add up.
+
+A vendor's backward computes delta = rowsum(dout * out) by itself and uses `out` for nothing else, so it is handed a
+stand-in with the rowsum that we want: that makes each tile exact, and the gradient of lse comes along in delta.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels import partial
+from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.intervals import Intervals, Tile
+from ringattn.kernels.partial import Partial, empty
+
+# (q, k, v, causal, scale) -> out [B, T, H, V], lse [B, T, H]; (dout, q, k, v, out, lse, causal, scale) -> dq, dk, dv
+Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`attend` and `attend_backward` with the signatures of `reference`, from a vendor's two functions of one tile."""
+
+    def attend(
+        q_BTHD: Tensor,
+        k_BSGD: Tensor,
+        v_BSGV: Tensor,
+        where: Intervals,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        carry: Partial | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Partial:
+        tiles = tiles_or_refuse(name, where, softcap)
+
+        def run(tile: Tile) -> Partial:
+            tensors = q_BTHD[:, tile.queries], k_BSGD[:, tile.keys], v_BSGV[:, tile.keys]
+            return Partial(*forward(*tensors, tile.causal, scale))
+
+        exact = accumulator(q_BTHD)
+        if len(tiles) == 1 and carry is None and covers(tiles[0].queries, q_BTHD.shape[1]):
+            part = run(tiles[0])
+            return Partial(part.out.to(out_dtype or exact), part.lse)
+        total = empty(q_BTHD, v_BSGV.shape[-1]) if carry is None else Partial(carry.out.clone(), carry.lse.clone())
+        for tile in tiles:
+            merge_rows(total, tile.queries, run(tile))
+        return Partial(total.out.to(out_dtype or exact), total.lse)
+
+    def attend_backward(
+        q_BTHD: Tensor,
+        k_BSGD: Tensor,
+        v_BSGV: Tensor,
+        where: Intervals,
+        dout_BTHV: Tensor,
+        lse_BTH: Tensor,
+        delta_BTH: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        dq: Tensor | None = None,
+        dk: Tensor | None = None,
+        dv: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tiles = tiles_or_refuse(name, where, softcap)
+        dout, out = stand_in(dout_BTHV.to(q_BTHD.dtype), delta_BTH)
+        dq, dk, dv = (
+            torch.zeros(x.shape, dtype=accumulator(x), device=x.device) if given is None else given
+            for x, given in ((q_BTHD, dq), (k_BSGD, dk), (v_BSGV, dv))
+        )
+        for queries, keys, causal in tiles:
+            tensors = q_BTHD[:, queries], k_BSGD[:, keys], v_BSGV[:, keys]
+            rows = dout[:, queries], out[:, queries], lse_BTH[:, queries]
+            parts = backward(rows[0], *tensors, *rows[1:], causal, scale)
+            for total, part, at in zip((dq, dk, dv), parts, (queries, keys, keys), strict=True):
+                total[:, at] += part
+        return dq, dk, dv
+
+    return attend, attend_backward
+
+
+def tiles_or_refuse(name: str, where: Intervals, softcap: float | None) -> tuple[Tile, ...]:
+    if softcap is not None:
+        raise NotImplementedError(f"{name} has no softcap (got {softcap}); the triton and tiled kernels have")
+    if where.tiles is None:
+        raise NotImplementedError(
+            f"{name} runs full and causal rectangles only, and these intervals are not known to be few of them "
+            "(kernels.intervals.tiles_of finds them); the triton and tiled kernels run any intervals"
+        )
+    return where.tiles
+
+
+def merge_rows(total: Partial, rows: slice, part: Partial) -> None:
+    """total[:, rows] <- total[:, rows] + part, where it lies."""
+    mine = Partial(total.out[:, rows], total.lse[:, rows])
+    if total.out.is_cuda and total.out.dtype == torch.float32:
+        from ringattn.kernels.triton.merge import merge_into  # comes with every torch that has a GPU to run on
+
+        merge_into(mine, part)
+        return
+    new = partial.merge(mine, part)
+    mine.out.copy_(new.out)
+    mine.lse.copy_(new.lse)
+
+
+def stand_in(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """(dout, out) with rowsum(dout * out) = delta: out = dout * delta / |dout|^2, the shortest such row.
+
+    A row whose dout vanishes although its delta does not (only the lse was differentiated) gets a dout that is too
+    small to matter beside delta: 2^-42 of it in float32 and bfloat16; 2^-14 in float16, whose exponents end there.
+    """
+    tiny = torch.finfo(dout.dtype).tiny ** (1.0 if dout.dtype == torch.float16 else 1 / 3)
+    floor = delta.abs() * tiny
+    norm = torch.linalg.vector_norm(dout, dim=-1, dtype=delta.dtype)
+    lift = torch.where(norm < floor, floor, torch.zeros_like(floor))
+    dout = torch.cat([dout[..., :1] + lift[..., None].to(dout.dtype), dout[..., 1:]], -1)
+    norm = torch.linalg.vector_norm(dout, dim=-1, dtype=delta.dtype)
+    factor = torch.where(norm > 0, delta / norm / norm, torch.zeros_like(norm))
+    out = torch.mul(dout, factor[..., None], out=torch.empty_like(dout))
+    return dout, out
+
+
+def covers(queries: slice, length: int) -> bool:
+    return queries.start == 0 and queries.stop == length
+
+
+def heads_first(x_BTHD: Tensor) -> Tensor:
+    """[B, T, H, ...] as [B, H, T, ...], and back."""
+    return x_BTHD.transpose(1, 2)
+
+
+def gpu_refusal(problem: Any, name: str, dims: range, ratio_dims: bool = False) -> str | None:
+    """What every GPU vendor here refuses: other devices and dtypes, softcap, unknown tiles, dims it has no code for."""
+    if problem.device != "cuda":
+        return f"{name} runs on CUDA devices, not on {problem.device}"
+    if problem.dtype not in ("bfloat16", "float16"):
+        return f"{name} takes bfloat16 and float16, not {problem.dtype}"
+    if problem.softcap:
+        return f"{name} has no softcap"
+    if not problem.tiles:
+        return "these intervals are not known to be a few full or causal rectangles"
+    if not ratio_dims and problem.head_dim != problem.value_dim:
+        return f"{name} needs equal dims, got head_dim={problem.head_dim}, value_dim={problem.value_dim}"
+    for dim in (problem.head_dim, problem.value_dim):
+        if dim not in dims:
+            return f"{name} takes head dims {dims.start}, {dims.start + dims.step}, ... up to {dims[-1]}, got {dim}"
+    return None
