@@ -1,0 +1,51 @@
+"""Attention over sequences too long for one device: `import ringattn as ra`.
+
+Nothing heavy is imported until it is used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ringattn.api import attention, init_mesh, plan
+    from ringattn.kernels.partial import Partial, merge
+    from ringattn.plan import Plan
+    from ringattn.spec import AttentionSpec, Docs
+    from ringattn.torch.loss import token_mean
+
+__version__ = "0.1.0"
+
+PUBLIC = {
+    "AttentionSpec": "ringattn.spec",
+    "Docs": "ringattn.spec",
+    "Partial": "ringattn.kernels.partial",
+    "Plan": "ringattn.plan",
+    "attention": "ringattn.api",
+    "init_mesh": "ringattn.api",
+    "merge": "ringattn.kernels.partial",
+    "plan": "ringattn.api",
+    "token_mean": "ringattn.torch.loss",
+}
+__all__ = [
+    "AttentionSpec",
+    "Docs",
+    "Partial",
+    "Plan",
+    "attention",
+    "init_mesh",
+    "merge",
+    "plan",
+    "token_mean",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'ringattn' has no attribute {name!r}")
+    value = getattr(import_module(PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *PUBLIC])

@@ -3,7 +3,9 @@
 import sys
 from typing import Any
 
-from ringattn.plan import Plan
+from ringattn.comms.axis import Solo
+from ringattn.cost import Shape, replicas
+from ringattn.plan import Plan, candidates, check_heads, check_length, choose, describe, hardware_of
 from ringattn.spec import AttentionSpec, Docs
 
 REFUSED = {
@@ -71,3 +73,117 @@ def framework(x: Any) -> Any:
     if "jax" in sys.modules and isinstance(x, sys.modules["jax"].Array):
         raise NotImplementedError("the JAX backend is not part of this version; pass torch tensors")
     raise ValueError(f"expected a torch tensor or a jax array, got {type(x).__name__}")
+
+
+def init_mesh(
+    data: int = 1, ring: int = 1, ulysses: int = 1, sequence: int | None = None, device_type: str | None = None
+) -> Any:
+    """A torch DeviceMesh over all ranks: axes data, ring and ulysses, or data and sequence, which `plan` factors."""
+    from ringattn.comms import mesh
+
+    return mesh.init_mesh(data, ring, ulysses, sequence, device_type)
+
+
+def plan(
+    mesh: Any = None,
+    *,
+    seq_len: int,
+    key_len: int | None = None,
+    heads: tuple[int, int] | int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    spec: AttentionSpec | None = None,
+    strategy: str = "auto",
+    layout: str = "auto",
+    kernel: str = "auto",
+    dtype: str | None = None,
+) -> Plan:
+    """How `seq_len` tokens are spread over the mesh: every choice can be given, the rest is picked by predicted time.
+
+    The mesh has axes "ring" and/or "ulysses", whose sizes are then fixed, or "sequence", which is factored here; no
+    mesh means one device. `heads` is (query heads, key heads). Every rank must make the same plan; `explain()` shows
+    the candidates and why this one.
+    """
+    spec = AttentionSpec() if spec is None else spec
+    heads = (heads, heads) if isinstance(heads, int) else heads
+    if heads is not None:
+        check_heads(*heads, ulysses=1)
+    device, ranks, bind = placed(mesh)
+    shape = None
+    if heads is not None and head_dim is not None:
+        itemsize = {"float64": 8, "float32": 4}.get(dtype or ("float32" if device == "cpu" else "bfloat16"), 2)
+        check_length("seq_len", seq_len)
+        shape = Shape(seq_len, key_len or seq_len, *heads, head_dim, value_dim or head_dim, itemsize)
+    hardware = hardware_of(device)
+    best, options = choose(candidates(ranks, heads and heads[0], strategy, layout, spec), shape, spec, hardware)
+    return Plan(
+        seq_len=seq_len,
+        key_len=key_len,
+        ring=best.ring,
+        ulysses=best.ulysses,
+        strategy=best.strategy,
+        layout=best.layout,
+        kernel=kernel,
+        heads=heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        axes=bind(best.ring, best.ulysses),
+        device=device,
+        report=(*describe(options, hardware), *kernel_report(shape, spec, device, dtype, kernel, best.ulysses)),
+    )
+
+
+def placed(mesh: Any) -> tuple[str, list[tuple[int, int]], Any]:
+    """A mesh's device type, the (ring, ulysses) sizes it allows, and what turns the chosen sizes into axes."""
+    if mesh is None:
+        return default_device(), [(1, 1)], lambda ring, ulysses: (Solo("ring"), Solo("ulysses"))
+    from ringattn.comms.mesh import axis, axis_names, axis_size, split
+
+    names = axis_names(mesh)
+    if "sequence" in names:
+        size = axis_size(mesh, "sequence")
+        pairs = [(size // u, u) for u in range(1, size + 1) if size % u == 0]
+
+        def bind(ring: int, ulysses: int) -> tuple[Any, Any]:
+            cut = split(mesh, "sequence", {"ring": ring, "ulysses": ulysses})
+            return axis(cut, "ring"), axis(cut, "ulysses")
+
+        return mesh.device_type, pairs, bind
+    if not {"ring", "ulysses"} & set(names):
+        raise ValueError(
+            f"the mesh has axes {names or '()'}; a plan needs 'ring' and/or 'ulysses', or 'sequence' to be factored "
+            "(ringattn.init_mesh names them)"
+        )
+    sizes = axis_size(mesh, "ring"), axis_size(mesh, "ulysses")
+    return mesh.device_type, [sizes], lambda ring, ulysses: (axis(mesh, "ring"), axis(mesh, "ulysses"))
+
+
+def default_device() -> str:
+    """Where tensors of a plan without a mesh are made: the GPU if torch sees one."""
+    torch = sys.modules.get("torch")
+    return "cuda" if torch is not None and torch.cuda.is_available() else "cpu"
+
+
+def kernel_report(
+    shape: Shape | None, spec: AttentionSpec, device: str, dtype: str | None, kernel: str, ulysses: int
+) -> list[str]:
+    """Which kernel will run and why each other one will not; an unknown name is refused here."""
+    from ringattn import kernels
+
+    if shape is None:
+        if kernel not in ("auto", *(k.name for k in kernels.TABLE)):
+            kernels.select(kernels.Problem(device, "float32", 64, 64, 1, 1), kernel)
+        return [f"kernel {kernel}: say heads and head_dim to see which one that is"]
+    problem = kernels.Problem(
+        device=device,
+        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        heads=shape.heads // ulysses,
+        kv_heads=shape.kv_heads * replicas(shape.kv_heads, ulysses) // ulysses,
+        softcap=spec.softcap is not None,
+    )
+    chosen = kernels.select(problem, kernel).name
+    reasons = kernels.refusals(problem)
+    lines = [f"kernel {kernel} -> {chosen} ({problem.device}, {problem.dtype}, head dim {problem.head_dim})"]
+    return lines + [f"  {name}: {why or 'would serve'}" for name, why in reasons.items() if name != chosen]

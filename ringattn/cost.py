@@ -1,6 +1,7 @@
 """What a plan moves and computes, and about how long that takes on known hardware. Plain Python and numpy."""
 
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 
@@ -77,7 +78,7 @@ def pairs(layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | 
 
 def replicas(kv_heads: int, ulysses: int) -> int:
     """How often each key head is repeated so that the Ulysses size divides them."""
-    return ulysses // int(np.gcd(kv_heads, ulysses))
+    return ulysses // gcd(kv_heads, ulysses)
 
 
 def predict(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn.comms.axis import Solo
+from ringattn.cost import replicas
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import Partial
 from ringattn.plan import LIVE, Plan
@@ -117,7 +118,7 @@ def enter(
 @enter.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, docs: Any, key_docs: Any, plan: int, words: str) -> tuple[Tensor, ...]:
     size = LIVE[plan].ulysses
-    times = ulysses.replicas(k.shape[2], size)
+    times = replicas(k.shape[2], size)
 
     def entered(x: Tensor, times: int) -> Tensor:
         B, T, H, D = x.shape

@@ -5,12 +5,11 @@ Ulysses size does not divide them, and the gradients of the copies are summed. P
 and backward, so that whatever a caller's padding holds, even NaN, never meets a real token.
 """
 
-from math import gcd
-
 import torch
 from torch import Tensor
 
 from ringattn.comms.axis import Axis
+from ringattn.cost import replicas
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import NEVER
 
@@ -49,11 +48,6 @@ def exchange(tensors: list[Tensor], axis: Axis, split: int, join: int) -> list[T
         return tensors
     pending = [axis.all_to_all(x, split, join) for x in tensors]
     return [p.wait() for p in pending]
-
-
-def replicas(kv_heads: int, size: int) -> int:
-    """How often each key head is repeated so that `size` divides them."""
-    return size // gcd(kv_heads, size)
 
 
 def summed(x: Tensor, kv_heads: int) -> Tensor:

@@ -1,0 +1,40 @@
+# ringattn: `make` lists what can be made. Everything runs in .venv, which `make install` (or any target) creates.
+PYTHON ?= python3
+VENV := .venv
+RUN := PYTHONPATH=. OMP_NUM_THREADS=1 $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+
+.PHONY: help install test test-fast test-gpu train bench lint types
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+install: $(READY)  ## make .venv with everything the tests and the training need
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,train]'
+	@touch $@
+
+test: $(READY)  ## run all tests that need no GPU
+	$(RUN)/python -m pytest -n 2 $(ARGS)
+
+test-fast: $(READY)  ## run the quick core of the tests
+	$(RUN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
+
+test-gpu:  ## run the tests that need a GPU, with the python that holds torch for it
+	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
+
+train: $(READY)  ## train a small model whose sequence is spread over ranks
+	$(RUN)/python -m ringattn train $(ARGS)
+
+bench: $(READY)  ## measure on this machine (ARGS='memory out=FILE', 'kernels', ...)
+	$(RUN)/python -m ringattn bench $(or $(ARGS),memory)
+
+lint: $(READY)  ## check style and format
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(READY)  ## check types
+	$(VENV)/bin/mypy

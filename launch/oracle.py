@@ -1,0 +1,1 @@
+../tests/oracle.py

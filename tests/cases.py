@@ -1,0 +1,93 @@
+"""One list of cases: the tests, `ringattn verify` and the GPU tests all run these."""
+
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from ringattn.spec import AttentionSpec, Docs
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call over ring x ulysses ranks."""
+
+    name: str
+    ring: int = 4
+    ulysses: int = 1
+    strategy: str = "ring"
+    layout: str = "zigzag"
+    spec: AttentionSpec = field(default_factory=AttentionSpec)
+    seq_len: int = 61  # a prime: no number of ranks divides it
+    key_len: int | None = None
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    value_dim: int = 8
+    batch: int = 2
+    lengths: Any = None  # of packed documents
+    key_lengths: Any = None
+    sinks: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.ring * self.ulysses
+
+    @property
+    def docs(self) -> Docs | None:
+        return None if self.lengths is None else Docs.from_lengths(self.lengths, pad_to=self.seq_len)
+
+    @property
+    def key_docs(self) -> Docs | None:
+        return None if self.key_lengths is None else Docs.from_lengths(self.key_lengths, pad_to=self.key_len)
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
+
+
+FULL = AttentionSpec(causal=False)
+
+# What is asked, on any layout, strategy and mesh.
+FEATURES = (
+    Case("causal"),
+    Case("full", spec=FULL),
+    Case("window", spec=AttentionSpec(window=11)),
+    Case("window_one", spec=AttentionSpec(window=1)),
+    Case("softcap", spec=AttentionSpec(softcap=2.0, scale=0.7)),
+    Case("docs", lengths=[20, 0, 11, 30]),
+    Case("docs_rows", lengths=[[20, 0, 11, 30], [1, 2, 50]], sinks=True),
+    Case("docs_full_window", spec=AttentionSpec(window=7, softcap=3.0), lengths=[[3] * 20, [33, 28]]),
+    Case("docs_padded", lengths=[[20, 0, 11], [5]]),
+    Case("sinks", sinks=True),
+    Case("multi_query", heads=8, kv_heads=1),
+    Case("value_dim", head_dim=8, value_dim=12),
+    Case("cross", spec=FULL, key_len=37, sinks=True),
+    Case("cross_docs", spec=FULL, key_len=37, lengths=[20, 11, 30], key_lengths=[5, 0, 32]),
+    Case("short", seq_len=3),
+    Case("even", seq_len=64),
+    Case("all_at_once", spec=AttentionSpec(window=13, softcap=5.0, scale=0.3), lengths=[[30, 31], [9, 52]], sinks=True,
+         heads=8, kv_heads=4, value_dim=12),
+)  # fmt: skip
+
+PLACES = (
+    *product(((4, 1),), ("ring", "gather"), ("contiguous", "striped", "zigzag")),
+    ((1, 4), "ulysses", "contiguous"),
+    ((2, 2), "ring", "zigzag"),
+    ((2, 2), "ring", "striped"),
+    ((2, 2), "gather", "zigzag"),
+    ((8, 1), "ring", "zigzag"),
+    ((2, 4), "ring", "contiguous"),
+)
+
+CASES = tuple(
+    replace(case, ring=ring, ulysses=ulysses, strategy=strategy, layout=layout)
+    for case in FEATURES
+    for (ring, ulysses), strategy, layout in PLACES
+)
+
+# A few of each kind, for what costs more than a thread: processes, GPUs.
+FEW = tuple(
+    c
+    for c in CASES
+    if c.name in ("all_at_once", "cross", "docs_rows", "window")
+    and (c.strategy, c.layout) in (("ring", "zigzag"), ("gather", "zigzag"), ("ulysses", "contiguous"))
+)

@@ -1,0 +1,142 @@
+"""Dense float64 attention, written from the definition and from nothing else here, and the comparison with it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn import api
+from ringattn.launch.cases import Case
+
+Grads = dict[str, Tensor]
+
+
+def visible(case: Case, batch_row: int) -> Tensor:
+    """[T, S]: may query i see key j, from the words of the spec."""
+    i, j = torch.arange(case.seq_len)[:, None], torch.arange(case.key_len or case.seq_len)[None]
+    allowed = torch.ones(case.seq_len, case.key_len or case.seq_len, dtype=torch.bool)
+    if case.spec.causal:
+        allowed &= j <= i
+    if case.spec.window is not None:
+        allowed &= i - j < case.spec.window
+    if case.lengths is not None:
+        mine = ids(row_of(case.lengths, batch_row), case.seq_len)
+        theirs = mine if case.key_lengths is None else ids(row_of(case.key_lengths, batch_row), case.key_len or 0)
+        allowed &= (mine[:, None] == theirs[None]) & (mine[:, None] >= 0)
+    return allowed
+
+
+def real_rows(case: Case, batch_row: int) -> Tensor:
+    """[T]: which queries belong to a document; the others are padding and see nothing, not even a sink."""
+    if case.lengths is None:
+        return torch.ones(case.seq_len, dtype=torch.bool)
+    return ids(row_of(case.lengths, batch_row), case.seq_len) >= 0
+
+
+def row_of(lengths: Any, batch_row: int) -> list[int]:
+    return lengths[batch_row] if isinstance(lengths[0], list) else lengths
+
+
+def ids(lengths: list[int], total: int) -> Tensor:
+    """The document number of every token; -1 for padding."""
+    numbers = [i for i, n in enumerate(lengths) for _ in range(n)]
+    return torch.tensor(numbers + [-1] * (total - len(numbers)))
+
+
+def attention(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, lse), one batch row and head at a time, in the inputs' dtype."""
+    outs, lses = [], []
+    group = case.heads // case.kv_heads
+    for b in range(case.batch):
+        allowed, real = visible(case, b).to(q.device), real_rows(case, b).to(q.device)
+        for h in range(case.heads):
+            scores = q[b, :, h] @ k[b, :, h // group].T * (case.spec.scale or case.head_dim**-0.5)
+            if case.spec.softcap is not None:
+                scores = case.spec.softcap * torch.tanh(scores / case.spec.softcap)
+            scores = scores.masked_fill(~allowed, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[h].to(scores.dtype).expand(case.seq_len, 1)], 1)
+            some = (scores > float("-inf")).any(1, keepdim=True) & real[:, None]
+            p = torch.softmax(torch.where(some, scores, 0.0), 1) * some
+            lses.append(torch.where(some[:, 0], torch.logsumexp(torch.where(some, scores, 0.0), 1), float("-inf")))
+            outs.append(p[:, : allowed.shape[1]] @ v[b, :, h // group])
+    shape = (case.batch, case.heads, case.seq_len)
+    return torch.stack(outs).reshape(*shape, -1).transpose(1, 2), torch.stack(lses).reshape(shape).transpose(1, 2)
+
+
+def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """Random q, k, v, sinks and the gradients that come back for out and lse, the same on every rank."""
+    g = torch.Generator().manual_seed(seed)
+    keys = case.key_len or case.seq_len
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    return {
+        "q": draw(case.batch, case.seq_len, case.heads, case.head_dim),
+        "k": draw(case.batch, keys, case.kv_heads, case.head_dim),
+        "v": draw(case.batch, keys, case.kv_heads, case.value_dim),
+        "sinks": draw(case.heads),
+        "dout": draw(case.batch, case.seq_len, case.heads, case.value_dim),
+        "dlse": draw(case.batch, case.seq_len, case.heads).float(),
+    }
+
+
+def loss(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) -> Tensor:
+    """A scalar whose gradients of out and lse are dout and dlse (none where the lse is -inf)."""
+    finite = torch.isfinite(lse)
+    return (out * dout).sum() + (torch.where(finite, lse, 0.0) * dlse * finite).sum()
+
+
+def dense(case: Case, given: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """out, lse and every gradient of the whole sequence, computed densely in `dtype`."""
+    leaves = {n: given[n].detach().to(dtype).requires_grad_() for n in ("q", "k", "v", "sinks")}
+    out, lse = attention(case, leaves["q"], leaves["k"], leaves["v"], leaves["sinks"] if case.sinks else None)
+    loss(out, lse, given["dout"].to(out.dtype), given["dlse"].to(lse.dtype)).backward()
+    grads = {f"d{n}": x.grad for n, x in leaves.items() if x.grad is not None}
+    return {"out": out.detach(), "lse": lse.detach(), **grads}
+
+
+def local(x: Tensor, plan: Any, poison: float = float("nan")) -> Tensor:
+    """This rank's tokens of a whole tensor, with poison where the plan pads."""
+    pad = x.new_full((x.shape[0], plan.tokens.padded_length - x.shape[1], *x.shape[2:]), poison)
+    return torch.cat([x, pad], 1)[:, plan.positions().to(x.device)]
+
+
+def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto") -> dict[str, Tensor]:
+    """out, lse and every gradient of this rank's part, through the public API; padding goes in as NaN."""
+    plan = api.plan(mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy,
+                    layout=case.layout, kernel=kernel)  # fmt: skip
+    at = {"q": plan, "k": plan.keys, "v": plan.keys}
+    leaves = {n: local(given[n], p).requires_grad_() for n, p in at.items()}
+    sinks = given["sinks"].clone().requires_grad_() if case.sinks else None
+    out, lse = api.attention(*leaves.values(), plan, spec=case.spec, docs=case.docs, key_docs=case.key_docs,
+                             sinks=sinks, return_lse=True)  # fmt: skip
+    # padding's own outputs get poisoned gradients: they must not count
+    loss(out, lse, local(given["dout"], plan), local(given["dlse"], plan, 1.0)).backward()
+    found = {"out": out.detach(), "lse": lse.detach(), **{f"d{n}": x.grad for n, x in leaves.items()}}
+    return found if sinks is None else {**found, "dsinks": sinks.grad}
+
+
+def errors(case: Case, mesh: Any, found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """The relative error (norm) of each local result; inf where padding leaked or an empty row is not one."""
+    plan = api.plan(mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy,
+                    layout=case.layout)  # fmt: skip
+    result = {}
+    for name, x in found.items():
+        if name == "dsinks":
+            continue  # each rank has a share: see `share_error`
+        p = plan.keys if name in ("dk", "dv") else plan
+        expected = local(truth[name].to(x.device), p, float("-inf") if name == "lse" else 0.0)
+        result[name] = error(x, expected, scale=float(torch.nan_to_num(truth[name], neginf=0).norm()))
+    return result
+
+
+def error(found: Tensor, expected: Tensor, scale: float) -> float:
+    """|found - expected| / the norm of the whole result; inf if one is infinite or NaN where the other is not."""
+    found = found.double()
+    same = torch.equal(torch.isfinite(found), torch.isfinite(expected)) and not bool(found.isnan().any())
+    if not same:
+        return float("inf")
+    gap = torch.where(torch.isfinite(expected), found - expected, 0.0)
+    return float(gap.norm()) / max(scale, 1e-30)
