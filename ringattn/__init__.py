@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ringattn.api import attention, init_mesh, plan
     from ringattn.kernels.partial import Partial, merge
-    from ringattn.plan import Plan
+    from ringattn.planning import Plan
     from ringattn.spec import AttentionSpec, Docs
     from ringattn.torch.loss import token_mean
 
@@ -19,7 +19,7 @@ PUBLIC = {
     "AttentionSpec": "ringattn.spec",
     "Docs": "ringattn.spec",
     "Partial": "ringattn.kernels.partial",
-    "Plan": "ringattn.plan",
+    "Plan": "ringattn.planning",
     "attention": "ringattn.api",
     "init_mesh": "ringattn.api",
     "merge": "ringattn.kernels.partial",

@@ -5,7 +5,7 @@ from typing import Any
 
 from ringattn.comms.axis import Solo
 from ringattn.cost import Shape, replicas
-from ringattn.plan import Plan, candidates, check_heads, check_length, choose, describe, hardware_of
+from ringattn.planning import Plan, candidates, check_heads, check_length, choose, describe, hardware_of
 from ringattn.spec import AttentionSpec, Docs
 
 REFUSED = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ringattn.plan import Plan
+from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 
 

@@ -16,7 +16,7 @@ from ringattn.comms.axis import Solo
 from ringattn.cost import replicas
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import Partial
-from ringattn.plan import LIVE, Plan
+from ringattn.planning import LIVE, Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check, ulysses
 from ringattn.torch.gather import gather_backward, gather_forward

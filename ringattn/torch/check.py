@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ringattn.plan import Plan
+from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 
 

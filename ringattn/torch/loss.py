@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.plan import Plan
+from ringattn.planning import Plan
 from ringattn.spec import Docs
 from ringattn.torch.sharding import real_tokens
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringattn.plan import Plan
+from ringattn.planning import Plan
 from ringattn.spec import Docs
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ringattn import kernels
 from ringattn.kernels.intervals import Intervals
 from ringattn.layout import to_local
-from ringattn.plan import Plan
+from ringattn.planning import Plan
 from ringattn.schedule import Schedule, Step, needed
 from ringattn.spec import AttentionSpec, Docs, bounds
 

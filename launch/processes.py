@@ -1,0 +1,119 @@
+"""Run a function on N ranks, one process each, on this machine: `run(function, ranks, *args)`.
+
+Processes are forked from a server that has torch loaded, so a group starts in a fraction of a second. The first rank
+that fails ends the others, and its error is raised here with its rank and traceback.
+"""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+GRACE = 1.5  # seconds the others have to end by themselves after the first error
+
+
+class RankError(RuntimeError):
+    """A rank failed: `rank`, and `details`, its traceback."""
+
+    def __init__(self, rank: int, summary: str, details: str = ""):
+        super().__init__(f"rank {rank}: {summary}" + (f"\n{details}" if details else ""))
+        self.rank, self.summary, self.details = rank, summary, details
+
+
+def run(
+    function: Callable[..., Any], ranks: int, *args: Any, backend: str = "gloo", timeout: float = 120.0
+) -> list[Any]:
+    """`function(*args)` on every rank of a new process group; the ranks' results in order.
+
+    The function must be importable (no lambda). After `timeout` seconds every rank is ended and a RankError is raised.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "ringattn.launch.processes"])
+    with tempfile.TemporaryDirectory(prefix="ringattn-") as folder:
+        pairs = [context.Pipe(duplex=False) for _ in range(ranks)]
+        processes = [
+            context.Process(
+                target=work,
+                args=(pairs[r][1], function, args, r, ranks, f"{folder}/store", backend, timeout),
+                daemon=True,
+            )
+            for r in range(ranks)
+        ]
+        for process, (_, child) in zip(processes, pairs, strict=True):
+            process.start()
+            child.close()
+        try:
+            return collect([mine for mine, _ in pairs], time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def collect(pipes: list[Connection], deadline: float) -> list[Any]:
+    """Every rank's result, or the first error once the others had a moment to say theirs."""
+    results: dict[int, Any] = {}
+    errors: dict[int, RankError] = {}
+    waiting = dict(enumerate(pipes))
+    while waiting:
+        ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for rank in [r for r, pipe in waiting.items() if pipe in ready]:
+            try:
+                good, value = waiting.pop(rank).recv()
+            except EOFError:
+                good, value = False, ("ended without a word (killed?)", "")
+            if good:
+                results[rank] = value
+            else:
+                errors[rank] = RankError(rank, *value)
+                deadline = min(deadline, time.monotonic() + GRACE)
+    if errors:
+        raise root_cause(errors)
+    if waiting:
+        raise RankError(min(waiting), f"no result in time; waiting for ranks {sorted(waiting)}")
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def root_cause(errors: dict[int, RankError]) -> RankError:
+    """The error that is not just news of another rank's death."""
+    secondhand = ("Connection closed by peer", "Connection reset by peer", "ConnectionError", "ended without a word")
+    own = [e for e in errors.values() if not any(word in e.summary for word in secondhand)]
+    return (own or list(errors.values()))[0]
+
+
+def work(
+    pipe: Connection, function: Callable[..., Any], args: Any, rank: int, ranks: int, store: str, backend: str,
+    timeout: float,
+) -> None:  # fmt: skip
+    """One rank: join the group, run, send the result or the error."""
+    import torch
+    import torch.distributed as dist
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(store, ranks),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=timeout),
+            device_id=torch.device("cuda", rank) if backend == "nccl" else None,
+        )
+        pipe.send((True, function(*args)))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException as error:
+        pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+        os._exit(1)

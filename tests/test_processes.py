@@ -1,0 +1,125 @@
+"""Attention over real processes: gloo collectives, forward and backward, on 2, 4 and 8 ranks."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringattn as ra
+from ringattn.launch import oracle
+from ringattn.launch.cases import FEATURES, FEW, Case
+from ringattn.launch.processes import RankError, run
+
+LIMIT = 2e-6
+KINDS = {c.name: c for c in FEATURES}
+GROUPS = {
+    2: [
+        replace(KINDS["all_at_once"], ring=2, layout="striped"),
+        replace(KINDS["cross_docs"], ring=2, layout="contiguous"),
+        replace(KINDS["docs_rows"], ring=1, ulysses=2, strategy="ulysses", layout="contiguous"),
+        replace(KINDS["window"], ring=2, strategy="gather"),
+    ],
+    4: [c for c in FEW if c.ranks == 4],
+    8: [
+        replace(KINDS["all_at_once"], ring=2, ulysses=4, layout="zigzag"),
+        replace(KINDS["docs"], ring=8, layout="striped"),
+        replace(KINDS["multi_query"], ring=1, ulysses=8, strategy="ulysses", layout="contiguous"),
+        replace(KINDS["window"], ring=8, layout="contiguous"),
+    ],
+}
+
+
+def worst_errors(cases: list[Case], device: str = "cpu") -> list[dict[str, float]]:
+    """Every case on this process group: this rank's errors."""
+    found = []
+    for case in cases:
+        mesh = ra.init_mesh(ring=case.ring, ulysses=case.ulysses, device_type=device)
+        given = {n: x.to(device) for n, x in oracle.inputs(case, torch.float32).items()}
+        truth = oracle.dense(case, oracle.inputs(case, torch.float32))
+        got = oracle.run(case, mesh, given)
+        errors = oracle.errors(case, mesh, got, truth)
+        if case.sinks:
+            total = got["dsinks"].double()
+            dist.all_reduce(total)
+            errors["dsinks"] = oracle.error(total, truth["dsinks"].to(device), float(truth["dsinks"].norm()))
+        found.append(errors)
+    return found
+
+
+@pytest.mark.parametrize("ranks", GROUPS)
+def test_equals_dense_float64(ranks):
+    for rank, results in enumerate(run(worst_errors, ranks, GROUPS[ranks])):
+        for case, errors in zip(GROUPS[ranks], results, strict=True):
+            assert max(errors.values()) <= LIMIT, f"{case} rank {rank}: {errors}"
+
+
+def two_data_groups() -> float:
+    """Two sequences at once, each over its own ring of two."""
+    mesh = ra.init_mesh(data=2, ring=2, device_type="cpu")
+    torch.manual_seed(mesh.get_local_rank("data"))
+    q, k, v = (torch.randn(1, 64, 2, 8) for _ in range(3))
+    plan = ra.plan(mesh, seq_len=64)
+    out = plan.unshard(ra.attention(*(plan.shard(x) for x in (q, k, v)), plan))
+    return float((out - ra.attention(q, k, v)).abs().max())
+
+
+def test_every_data_group_has_its_own_ring():
+    assert max(run(two_data_groups, 4)) < 1e-5
+
+
+def factored() -> str:
+    mesh = ra.init_mesh(sequence=4, device_type="cpu")
+    plan = ra.plan(mesh, seq_len=64, heads=(2, 2), head_dim=8)
+    q, k, v = (torch.ones(1, 64, 2, 8) for _ in range(3))
+    plan.unshard(ra.attention(*(plan.shard(x) for x in (q, k, v)), plan))
+    return str(plan)
+
+
+def test_a_sequence_axis_is_factored_by_the_plan():
+    plans = run(factored, 4)
+    assert len(set(plans)) == 1 and plans[0].startswith("64 tokens over ring=")
+
+
+def one_rank_has_a_longer_q() -> None:
+    mesh = ra.init_mesh(ring=4, device_type="cpu")
+    plan = ra.plan(mesh, seq_len=64)
+    q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+    ra.attention(q, k, v, plan)
+    q = torch.randn(1, 17, 2, 8) if dist.get_rank() == 2 else q
+    ra.attention(q, k, v, plan)
+
+
+def plans_differ() -> None:
+    mesh = ra.init_mesh(ring=4, device_type="cpu")
+    plan = ra.plan(mesh, seq_len=64, layout="zigzag" if dist.get_rank() % 2 else "contiguous")
+    q, k, v = (torch.randn(1, 16, 2, 8) for _ in range(3))
+    ra.attention(q, k, v, plan)
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (one_rank_has_a_longer_q, r"q has 17 tokens, a rank of this plan holds 16 .*\(on ring rank 2\)"),
+        (plans_differ, r"do not make the same call: plan: ring rank 0 has .*contiguous.*ring rank 1, ring rank 3 has"),
+    ],
+)
+def test_ranks_that_disagree_all_raise_and_none_hangs(function, says):
+    start = time.monotonic()
+    with pytest.raises(RankError, match=says):
+        run(function, 4)
+    assert time.monotonic() - start < 30
+
+
+def dies() -> None:
+    mesh = ra.init_mesh(ring=2, device_type="cpu")
+    plan = ra.plan(mesh, seq_len=64)
+    if dist.get_rank() == 1:
+        raise KeyError("lost")
+    ra.attention(*(torch.randn(1, 32, 2, 8) for _ in range(3)), plan)
+
+
+def test_the_error_of_the_rank_that_failed_is_the_one_that_is_raised():
+    with pytest.raises(RankError, match="rank 1: KeyError: 'lost'"):
+        run(dies, 2)
