@@ -1,0 +1,254 @@
+"""Prove on this machine that attention over ranks equals dense float64 attention: out, lse and every gradient.
+
+    ringattn verify                                            4 ranks as threads of this process
+    ringattn verify backend=gloo ranks=2 cases=docs,window     real processes, some of the cases
+    ringattn verify backend=nccl device=cuda dtype=bfloat16    one rank a GPU
+    torchrun --nproc-per-node=4 -m ringattn verify             the ranks that were started
+
+Runs the tests' list of cases on every strategy and layout that this number of ranks allows, with NaN in the padding.
+A float32 result may be off by 2e-6 of its norm, a lower precision by twice what one device is off by, dense, in the
+same dtype. The exit status is 1 if any is off by more.
+"""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn import kernels
+from ringattn.comms import local
+from ringattn.comms.mesh import init_mesh
+from ringattn.launch import oracle, processes
+from ringattn.launch.cases import FEATURES, Case
+from ringattn.launch.words import option
+from ringattn.layout import LAYOUTS
+
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
+LIMITS = {"float64": 1e-12, "float32": 2e-6}
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Options:
+    ranks: int = option(4, "how many ranks (under torchrun: as many as were started)")
+    backend: str = option("threads", "threads of this process, or processes with gloo or nccl")
+    device: str = option("cpu", "cpu or cuda")
+    cases: tuple[str, ...] = option((), "only cases whose name holds one of these words (all if none is said)")
+    kernel: str = option("auto", "auto, or the name of a kernel")
+    dtype: str = option("float32", "float64, float32, bfloat16 or float16")
+    timeout: float = option(300.0, "seconds after which processes that hang are ended")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case on all ranks: the worst error of each result over its limit, or why it did not run."""
+
+    case: Case
+    errors: dict[str, float]
+    limits: dict[str, float]
+    refused: str = ""
+
+    @property
+    def good(self) -> bool:
+        return not self.refused and all(self.errors[name] <= self.limits[name] for name in self.errors)
+
+
+def run(options: Options) -> int:
+    """Run the cases and print each strategy's and layout's worst errors; 0 if every one is within its limit."""
+    started = "RANK" in os.environ
+    if started:
+        options = joined(options)
+    problem = wrong(options)
+    if problem:
+        print(f"ringattn verify: {problem}", file=sys.stderr)
+        return 2
+    begun = time.perf_counter()
+    try:
+        outcomes = summed(options, everyone(options, started))
+    except processes.RankError as error:
+        print(f"ringattn verify: {error}", file=sys.stderr)
+        return 1
+    good = bool(outcomes) and all(outcome.good for outcome in outcomes)
+    if not started or dist.get_rank() == 0:
+        print("\n".join(report(options, outcomes, time.perf_counter() - begun)))
+    if started:
+        dist.destroy_process_group()
+    return 0 if good else 1
+
+
+def joined(options: Options) -> Options:
+    """The options as torchrun's ranks have them: their number, and the backend of their device."""
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    dist.init_process_group(backend)
+    return replace(options, ranks=dist.get_world_size(), backend=backend)
+
+
+def wrong(options: Options) -> str | None:
+    if options.backend not in ("threads", "gloo", "nccl"):
+        return f"backend={options.backend!r}: choose threads, gloo or nccl"
+    if options.device not in ("cpu", "cuda"):
+        return f"device={options.device!r}: choose cpu or cuda"
+    if options.dtype not in DTYPES:
+        return f"dtype={options.dtype!r}: choose one of {', '.join(DTYPES)}"
+    if options.kernel not in ("auto", *(kernel.name for kernel in kernels.TABLE)):
+        return f"kernel={options.kernel!r}: choose one of auto, {', '.join(kernel.name for kernel in kernels.TABLE)}"
+    if options.ranks < 1:
+        return f"ranks={options.ranks}: at least 1"
+    if (options.backend == "nccl") != (options.device == "cuda") and options.backend != "threads":
+        return (
+            f"backend={options.backend} does not move tensors on {options.device}; gloo goes with cpu, nccl with cuda"
+        )
+    if options.device == "cuda" and not torch.cuda.is_available():
+        return "device=cuda, and torch sees no GPU; use device=cpu"
+    if options.backend == "nccl" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", options.ranks)):
+        return f"ranks={options.ranks} need as many GPUs, and torch sees {torch.cuda.device_count()}"
+    if not chosen(options):
+        names = ", ".join(case.name for case in FEATURES)
+        return f"cases={','.join(options.cases)} matches none of {names}"
+    return None
+
+
+def chosen(options: Options) -> list[Case]:
+    return [c for c in placed(options.ranks) if not options.cases or any(word in str(c) for word in options.cases)]
+
+
+def placed(ranks: int) -> Iterator[Case]:
+    """Every feature on every strategy and layout of every ring x ulysses that makes this many ranks."""
+    for ulysses in (u for u in range(1, ranks + 1) if ranks % u == 0):
+        ring = ranks // ulysses
+        places = [("ulysses", "contiguous")] if ring == 1 else [(s, x) for s in ("ring", "gather") for x in LAYOUTS]
+        for strategy, layout in places:
+            for case in FEATURES:
+                heads = math.lcm(case.heads, ulysses)
+                yield replace(case, ring=ring, ulysses=ulysses, strategy=strategy, layout=layout, heads=heads)
+
+
+def everyone(options: Options, started: bool) -> list[list[dict[str, Any]]]:
+    """What every rank found, case by case."""
+    if started:
+        found: list[Any] = [None] * options.ranks
+        dist.all_gather_object(found, one_process(options))
+        return found
+    if options.backend == "threads":
+        return threads(options)
+    return processes.run(one_process, options.ranks, options, backend=options.backend, timeout=options.timeout)
+
+
+def threads(options: Options) -> list[list[dict[str, Any]]]:
+    """All ranks in this process, on one device."""
+
+    def one(mesh: Any, case: Case) -> dict[str, Any]:
+        mesh.device_type = options.device
+        return one_case(options, case, mesh)
+
+    by_case = []
+    for case in chosen(options):
+        truth(*feature(case), options.dtype)  # once, before every thread wants it
+        by_case.append(local.run(partial(one, case=case), ring=case.ring, ulysses=case.ulysses))
+    return [list(found) for found in zip(*by_case, strict=True)]
+
+
+def one_process(options: Options) -> list[dict[str, Any]]:
+    """This rank's part of every case, in a process group that exists."""
+    meshes: dict[tuple[int, int], Any] = {}
+    found = []
+    for case in chosen(options):
+        at = (case.ring, case.ulysses)
+        if at not in meshes:
+            meshes[at] = init_mesh(ring=case.ring, ulysses=case.ulysses, device_type=options.device)
+        found.append(one_case(options, case, meshes[at]))
+    return found
+
+
+def one_case(options: Options, case: Case, mesh: Any) -> dict[str, Any]:
+    """One rank's errors and its share of the sinks' gradient; or why the kernel refuses, on all ranks alike."""
+    given = {name: x.to(options.device) for name, x in inputs(*feature(case), options.dtype).items()}
+    try:
+        found = oracle.run(case, mesh, given, options.kernel)
+    except NotImplementedError as error:
+        return {"refused": str(error)}
+    share = found.get("dsinks")
+    errors = oracle.errors(case, mesh, found, truth(*feature(case), options.dtype))
+    return {"errors": errors, "share": None if share is None else share.double().tolist()}
+
+
+def feature(case: Case) -> tuple[str, int]:
+    """What the inputs and the truth depend on: the case without its ranks."""
+    return case.name, case.heads
+
+
+@lru_cache(maxsize=128)
+def inputs(name: str, heads: int, dtype: str) -> dict[str, Tensor]:
+    return oracle.inputs(one_device(name, heads), getattr(torch, dtype))
+
+
+@lru_cache(maxsize=128)
+def truth(name: str, heads: int, dtype: str) -> dict[str, Tensor]:
+    return oracle.dense(one_device(name, heads), inputs(name, heads, dtype))
+
+
+@lru_cache(maxsize=128)
+def limits(name: str, heads: int, dtype: str) -> dict[str, float]:
+    """How far each result may be off: a constant, or twice the error of the same dtype, dense, on one device."""
+    if dtype in LIMITS:
+        return dict.fromkeys(RESULTS, LIMITS[dtype])
+    exact = truth(name, heads, dtype)
+    single = oracle.dense(one_device(name, heads), inputs(name, heads, dtype), getattr(torch, dtype))
+    return {result: 2 * off(single[result], exact[result]) + 1e-6 for result in exact}
+
+
+def one_device(name: str, heads: int) -> Case:
+    return replace(next(case for case in FEATURES if case.name == name), heads=heads)
+
+
+def off(found: Tensor, exact: Tensor) -> float:
+    return oracle.error(found, exact, float(torch.nan_to_num(exact, neginf=0).norm()))
+
+
+def summed(options: Options, ranks: list[list[dict[str, Any]]]) -> list[Outcome]:
+    """Every case's worst error over the ranks; the sinks' gradient is the sum of the ranks' shares."""
+    outcomes = []
+    for case, found in zip(chosen(options), zip(*ranks, strict=True), strict=True):
+        refused = next((one["refused"] for one in found if "refused" in one), "")
+        errors = {} if refused else {n: max(one["errors"][n] for one in found) for n in found[0]["errors"]}
+        if case.sinks and not refused:
+            total = torch.tensor([one["share"] for one in found], dtype=torch.float64).sum(0)
+            errors["dsinks"] = off(total, truth(*feature(case), options.dtype)["dsinks"])
+        outcomes.append(Outcome(case, errors, limits(*feature(case), options.dtype), refused))
+    return outcomes
+
+
+def report(options: Options, outcomes: list[Outcome], seconds: float) -> list[str]:
+    """A row a strategy, mesh and layout, then everything that failed, then the verdict."""
+    where = f"{options.ranks} ranks ({options.backend}), {options.device}, {options.dtype}, kernel {options.kernel}"
+    lines = [f"worst relative errors against dense float64: {where}", ""]
+    lines.append(f"{'ring ulysses strategy layout':<34}{'cases':>6}" + "".join(f"{n:>9}" for n in RESULTS) + "  result")
+    places = dict.fromkeys((o.case.ring, o.case.ulysses, o.case.strategy, o.case.layout) for o in outcomes)
+    for place in places:
+        here = [o for o in outcomes if (o.case.ring, o.case.ulysses, o.case.strategy, o.case.layout) == place]
+        ring, ulysses, strategy, layout = place
+        worst = [max((o.errors[n] for o in here if n in o.errors), default=None) for n in RESULTS]
+        cells = "".join(f"{'-':>9}" if w is None else f"{w:>9.1e}" for w in worst)
+        verdict = "pass" if all(o.good for o in here) else "FAIL" if any(not o.refused for o in here) else "refused"
+        lines.append(f"{ring:>4} {ulysses:>7} {strategy:<8} {layout:<12}{len(here):>6}{cells}  {verdict}")
+    lines += ["", *(failure(o) for o in outcomes if not o.good)]
+    passed = sum(o.good for o in outcomes)
+    return [*lines, f"{passed} of {len(outcomes)} cases pass, in {seconds:.1f} s"]
+
+
+def failure(outcome: Outcome) -> str:
+    """Why one case does not pass."""
+    if outcome.refused:
+        return f"{outcome.case}: refused: {outcome.refused}"
+    over = [(n, e, outcome.limits[n]) for n, e in outcome.errors.items() if not e <= outcome.limits[n]]
+    return f"{outcome.case}: " + ", ".join(f"{n} is off by {e:.1e} (limit {limit:.1e})" for n, e, limit in over)
