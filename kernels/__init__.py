@@ -23,6 +23,7 @@ class Problem:
     softcap: bool = False
     tiles: bool = False  # every step is a few full or causal rectangles, known before anything runs
     arch: tuple[int, int] | None = None  # a GPU's compute capability
+    queries: int | None = None  # how many a batch row has, where that is known
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Kernel:
 
     name: str
     module: str
+    told: tuple[str, ...] = ()  # devices on which it runs only when it is named: it would be slow there
+    tiles: bool = False  # it runs full and causal rectangles only
 
     def load(self) -> Any:
         return import_module(self.module)
@@ -47,8 +50,14 @@ class Kernel:
 
 # The order is the order of preference.
 TABLE = (
-    Kernel("tiled", "ringattn.kernels.tiled"),
-    Kernel("reference", "ringattn.kernels.reference"),
+    Kernel("decode", "ringattn.kernels.triton.decode", told=("cpu",)),
+    Kernel("triton", "ringattn.kernels.triton", told=("cpu",)),
+    Kernel("cudnn", "ringattn.kernels.vendor.cudnn", tiles=True),
+    Kernel("fa4", "ringattn.kernels.vendor.fa4", tiles=True),
+    Kernel("flash", "ringattn.kernels.vendor.flash", tiles=True),
+    Kernel("sdpa_cpu", "ringattn.kernels.vendor.sdpa_cpu", tiles=True),
+    Kernel("tiled", "ringattn.kernels.tiled", told=("cuda",)),
+    Kernel("reference", "ringattn.kernels.reference", told=("cuda",)),
 )
 
 
@@ -58,21 +67,16 @@ def refusals(problem: Problem) -> dict[str, str | None]:
 
 
 def select(problem: Problem, impl: str = "auto") -> Kernel:
-    """The kernel called `impl`, or with "auto" the first of the table that serves the problem."""
-    named = [k for k in TABLE if impl in ("auto", k.name)]
-    if not named:
+    """The kernel called `impl`, or with "auto" the first of the table that serves the problem and is not slow there."""
+    if impl != "auto" and impl not in (k.name for k in TABLE):
         raise ValueError(f"kernel={impl!r}: choose one of auto, {', '.join(k.name for k in TABLE)}")
-    reasons = {}
-    for kernel in named:
-        reason = kernel.refuses(problem)
-        if reason is None:
+    reasons = refusals(problem)
+    asked = [k for k in TABLE if k.name == impl or (impl == "auto" and problem.device not in k.told)]
+    for kernel in asked:
+        if reasons[kernel.name] is None:
             return kernel
-        reasons[kernel.name] = reason
-    others = (
-        ""
-        if impl == "auto"
-        else "".join(f"; {k.name} would serve" for k in TABLE if k.name != impl and k.refuses(problem) is None)
-    )
-    raise NotImplementedError(
-        f"no kernel serves {problem}: " + "; ".join(f"{n}: {why}" for n, why in reasons.items()) + others
-    )
+    why = [f"{k.name}: {reasons[k.name]}" for k in asked]
+    others = [k for k in TABLE if reasons[k.name] is None]
+    slow = " (slow on this device)"
+    why += [f"kernel={k.name!r} would serve{slow * (problem.device in k.told)}" for k in others]
+    raise NotImplementedError(f"no kernel serves {problem}: {'; '.join(why)}")

@@ -10,6 +10,7 @@ splits: rows of different lengths stay balanced and the host never waits for the
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +22,7 @@ from ringattn.kernels.partial import Partial, Streams
 from ringattn.kernels.triton.merge import merge_stack
 
 LOG2E = 1.4426950408889634
+MOST_ROWS = 64  # T * R rows of one key head in one tile; more of them are for `forward`, which walks keys once too
 
 
 @triton.jit
@@ -115,9 +117,9 @@ class Config:
 
 
 def config(head_dim: int, value_dim: int, itemsize: int) -> Config:
-    """Tiles of 32 KiB of keys and values; two in flight and three programs a multiprocessor cover the memory's latency."""
+    """Tiles of 16 KiB of keys and values, two in flight for each of three programs an SM: what an H200 streams best."""
     key_bytes = triton.next_power_of_2(2 * max(head_dim, value_dim)) * itemsize
-    return Config(block_n=min(128, max(16, 32768 // key_bytes)), warps=4, stages=3, per_sm=3)
+    return Config(block_n=min(128, max(16, 16384 // key_bytes)), warps=4, stages=3, per_sm=3)
 
 
 @lru_cache(maxsize=1024)
@@ -131,6 +133,48 @@ def choose_splits(rows: int, keys: int, slots: int) -> int:
         return ceil(rows * splits / slots) * (keys / splits + 128) + 8 * splits
 
     return min(range(1, max(1, min(128, keys // 128)) + 1), key=time)
+
+
+def refuses(problem: Any) -> str | None:
+    """Why decode is not the kernel for this problem."""
+    interpreted = not isinstance(decode_kernel, triton.JITFunction)
+    if problem.device != "cuda" and not interpreted:
+        return f"decode runs on GPUs, not on {problem.device} (there: in Triton's interpreter only)"
+    if problem.dtype not in ("bfloat16", "float16", "float32"):
+        return f"decode takes bfloat16, float16 and float32, not {problem.dtype}"
+    if max(problem.head_dim, problem.value_dim) > 256:
+        return f"decode takes head dims up to 256, got head_dim={problem.head_dim}, value_dim={problem.value_dim}"
+    if problem.queries is None:
+        return "decode is for few queries, and their number is not known"
+    rows = problem.queries * problem.heads // problem.kv_heads
+    if rows > MOST_ROWS:
+        return f"decode is for few queries: {problem.queries} make {rows} rows a key head, more than {MOST_ROWS}"
+    return None
+
+
+def attend(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    where: Intervals,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    carry: Partial | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Partial:
+    """`decode` with the signature of every kernel; a carry is one more partial in the second launch."""
+    parts = decode_splits(q_BTHD, k_BSGD, v_BSGV, where, scale, softcap, None, "lse")
+    alone = carry is None and parts.out.shape[0] == 1
+    part = Partial(parts.out[0], parts[1][0]) if alone else merge_stack(parts, carry)
+    return part if out_dtype is None else Partial(part.out.to(out_dtype), part.lse)
+
+
+def attend_backward(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of few queries: the kernels of every other shape serve here as well."""
+    from ringattn.kernels import triton as general
+
+    return general.attend_backward(*args, **options)
 
 
 def decode(
@@ -170,7 +214,8 @@ def decode_splits(
     B, T, H, D = q_BTHD.shape
     _, S, G, V = v_BSGV.shape
     rows = T * (H // G)
-    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    block_m = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
+    block_m = 16 if q_BTHD.dtype == torch.float32 else block_m  # its products run outside the tensor cores
     blocks, tile = triton.cdiv(rows, block_m), config(D, V, q_BTHD.element_size())
     splits = splits or choose_splits(B * G * blocks, S, multiprocessors(q_BTHD.device) * tile.per_sm)
     out = q_BTHD.new_empty(splits, B, T, H, V, dtype=torch.float32)

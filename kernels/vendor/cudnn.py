@@ -7,13 +7,12 @@ from torch import Tensor
 
 from ringattn.kernels.vendor.tiles import gpu_refusal, heads_first, over_tiles
 
-DIMS = range(8, 129, 8)
-
 
 def refuses(problem: Any) -> str | None:
-    if problem.arch is not None and problem.arch < (8, 0):
-        return f"cuDNN's flash attention needs compute capability 8.0, this is {problem.arch[0]}.{problem.arch[1]}"
-    return gpu_refusal(problem, "cuDNN", DIMS)
+    arch = problem.arch or (9, 0)
+    if arch < (8, 0):
+        return f"cuDNN's flash attention needs compute capability 8.0, this is {arch[0]}.{arch[1]}"
+    return gpu_refusal(problem, "cuDNN", 256 if arch >= (9, 0) else 128)
 
 
 def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -5,15 +5,13 @@ from typing import Any
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
-from ringattn.kernels.vendor.tiles import gpu_refusal, heads_first, over_tiles
-
-DIMS = range(8, 129, 8)
+from ringattn.kernels.vendor.tiles import equal_dims, gpu_refusal, heads_first, over_tiles
 
 
 def refuses(problem: Any) -> str | None:
     if problem.arch is not None and problem.arch < (9, 0):
         return f"FlashAttention-4 needs compute capability 9.0, this is {problem.arch[0]}.{problem.arch[1]}"
-    return gpu_refusal(problem, "FlashAttention-4", DIMS)
+    return equal_dims(problem, "FlashAttention-4") or gpu_refusal(problem, "FlashAttention-4", 128)
 
 
 def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

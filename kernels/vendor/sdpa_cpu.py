@@ -5,19 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.vendor.tiles import heads_first, over_tiles
+from ringattn.kernels.vendor.tiles import equal_dims, heads_first, over_tiles
 
 
 def refuses(problem: Any) -> str | None:
     if problem.device != "cpu":
         return f"sdpa_cpu runs on the CPU, not on {problem.device}"
-    if problem.softcap:
-        return "sdpa_cpu has no softcap"
-    if problem.head_dim != problem.value_dim:
-        return f"sdpa_cpu needs equal dims, got head_dim={problem.head_dim}, value_dim={problem.value_dim}"
     if not problem.tiles:
         return "these intervals are not known to be a few full or causal rectangles"
-    return None
+    return "sdpa_cpu has no softcap" if problem.softcap else equal_dims(problem, "sdpa_cpu")
 
 
 def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
