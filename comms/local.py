@@ -56,6 +56,7 @@ class Letters:
         self.sent = [(t, version(t)) for t in sent]
 
     def wait(self) -> list[Any]:
+        self.axis.open -= 1
         arrived = [self.axis.board.take((*self.key, source, self.axis.rank)) for source in self.sources]
         assert all(version(t) == before for t, before in self.sent), "a buffer was written while it was in flight"
         return arrived
@@ -74,10 +75,12 @@ class LocalAxis:
         self.board, self.name, self.group, self.size, self.rank = board, name, group, size, rank
         self.sent = 0
         self.calls = 0
+        self.open = 0  # transfers that nobody has waited for yet
 
     def swap(self, letters: dict[int, Any], sources: Sequence[int]) -> Letters:
         """Post one letter a destination; the handle gives those of the sources."""
         self.calls += 1
+        self.open += 1
         key = (self.name, self.group, self.calls)
         tensors = [t for letter in letters.values() for t in leaves(letter)]
         for destination, letter in letters.items():
@@ -147,6 +150,14 @@ class LocalMesh:
             self.made[name] = LocalAxis(self.board, name, group, self.sizes[name], self.coordinates[name])
         return self.made[name]
 
+    def check_finished(self) -> None:
+        """Every transfer must have been waited for: a handle that is dropped may never be sent on a network."""
+        for made in self.made.values():
+            if isinstance(made, LocalMesh):
+                made.check_finished()
+            else:
+                assert made.open == 0, f"{made.open} transfers on {made} were started and never waited for"
+
     def split(self, name: str, sizes: dict[str, int]) -> "LocalMesh":
         """The same ranks with axis `name` cut into these axes, the last one innermost."""
         key = (name, *sizes.items())
@@ -167,7 +178,9 @@ def run(function: Callable[..., Any], timeout: float = 60.0, **sizes: int) -> li
     def work(rank: int) -> None:
         try:
             with torch.autograd.set_multithreading_enabled(False):  # a backward pass runs in its own rank's thread
-                results[rank] = function(LocalMesh(board, sizes, rank))
+                mesh = LocalMesh(board, sizes, rank)
+                results[rank] = function(mesh)
+                mesh.check_finished()
         except BaseException as error:
             board.fail(error)
 

@@ -9,6 +9,10 @@ from torch import Tensor
 
 from ringattn.comms.axis import Chain, Done, Pending, Then
 
+# torch 2.13 renamed both; 2.11 knows only the old names
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Works:
     """Collective work in flight, and the tensors it reads and writes, which must live until it is done."""
@@ -59,9 +63,7 @@ class ProcessGroupAxis:
         x = x.contiguous()
         arrived = x.new_empty((self.size, *x.shape))
         self.sent += x.nbytes * (self.size - 1)
-        work = dist.all_gather_into_tensor(
-            arrived.flatten(0, 1) if x.dim() else arrived, x, group=self.group, async_op=True
-        )
+        work = all_gather_single(arrived.flatten(0, 1) if x.dim() else arrived, x, group=self.group, async_op=True)
         return Then(Works([work], arrived, [x]), lambda pieces: torch.cat(pieces.unbind(0), dim))
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
@@ -70,7 +72,7 @@ class ProcessGroupAxis:
         pieces = torch.stack(x.chunk(self.size, dim))
         mine = torch.empty_like(pieces[0])
         self.sent += pieces.nbytes // self.size * (self.size - 1)
-        work = dist.reduce_scatter_tensor(mine, pieces.flatten(0, 1), group=self.group, async_op=True)
+        work = reduce_scatter_single(mine, pieces.flatten(0, 1), group=self.group, async_op=True)
         return Works([work], mine, [pieces])
 
     def exclusive_scan(self, state: Sequence[Tensor], combine: Callable[..., Any], reverse: bool = False) -> Pending:

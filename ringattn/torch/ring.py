@@ -36,7 +36,7 @@ def ring_backward(
     """
     dq: Tensor | None = None
     own: tuple[Tensor, ...] = zeros(k, v)
-    keys, arriving, returning = (k, v), Done(), Done()
+    keys, arriving, returning = (k, v), Done(), []
     for i, (step, where) in enumerate(run):
         hop = axis.rotate(keys, step.hop.shift, step.hop.send, step.hop.recv) if step.hop else Done()
         if i == 0:
@@ -49,22 +49,11 @@ def ring_backward(
             grads = added(arriving.wait(), grads) or zeros(k, v)
             arriving = axis.rotate(grads, step.hop.shift, step.hop.send, step.hop.recv) if step.hop else Done()
             if step.home:
-                back = axis.rotate(grads, step.home.shift, step.home.send, step.home.recv)
-                returning = back if step.home.recv else Kept(back, returning)
+                returning.append(axis.rotate(grads, step.home.shift, step.home.send, step.home.recv))
         keys = hop.wait() or (k, v)
-    own = added(returning.wait(), own) or own
+    for transfer in returning:  # this rank's own block comes home in one of them; the others only sent
+        own = added(own, transfer.wait())
     return zeros(q)[0] if dq is None else dq, own[0], own[1]
-
-
-class Kept:
-    """A send that must be waited for, beside the transfer whose result is wanted."""
-
-    def __init__(self, sent: Any, wanted: Any):
-        self.sent, self.wanted = sent, wanted
-
-    def wait(self) -> Any:
-        self.sent.wait()
-        return self.wanted.wait()
 
 
 def zeros(*like: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,132 @@
+"""Axes of a JAX mesh, as seen by the one program that all devices run inside shard_map.
+
+XLA starts a transfer early and finishes it late by itself, so handles have nothing to wait for; what order it may choose
+is said with `jax.lax.optimization_barrier` where the loop is written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh
+
+from ringattn.comms.axis import Done
+
+AXES = ("ring", "ulysses")
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """`size` devices along the axis `name` of `mesh`; an axis that the mesh lacks has size 1."""
+
+    name: str
+    mesh: Mesh
+
+    @property
+    def size(self) -> int:
+        return axis_size(self.mesh, self.name)
+
+    @property
+    def rank(self) -> Any:
+        """The device's place on the axis: traced, since one program serves all of them."""
+        return lax.axis_index(self.name) if self.size > 1 else 0
+
+    def rotate(self, tensors: Sequence[Any], shift: int = 1, senders: Sequence[int] | None = None) -> Done:
+        """Send to rank + shift what rank - shift sends here. Who gets nothing, its sender not being named, gets zeros."""
+        ranks = range(self.size) if senders is None else senders
+        pairs = [(r, (r + shift) % self.size) for r in ranks]
+        return Done(tuple(lax.ppermute(x, self.name, pairs) for x in tensors))
+
+    def all_to_all(self, x: Any, split: int, join: int) -> Done:
+        """Cut `x` into `size` pieces along dim `split`, give piece i to rank i, join what arrives along dim `join`."""
+        return Done(x if self.size == 1 else lax.all_to_all(x, self.name, split, join, tiled=True))
+
+    def all_gather(self, x: Any, dim: int = 0) -> Done:
+        """Every rank's `x`, in rank order, joined along `dim`."""
+        return Done(x if self.size == 1 else lax.all_gather(x, self.name, axis=dim, tiled=True))
+
+    def reduce_scatter(self, x: Any, dim: int = 0) -> Done:
+        """The sum over ranks of their `x`, of which each rank gets its own piece along `dim`."""
+        return Done(x if self.size == 1 else lax.psum_scatter(x, self.name, scatter_dimension=dim, tiled=True))
+
+
+def is_mesh(x: Any) -> bool:
+    return isinstance(x, Mesh)
+
+
+def axis_size(mesh: Mesh, name: str) -> int:
+    return mesh.shape.get(name, 1)
+
+
+def platform(mesh: Mesh) -> str:
+    """The kind of device in the words of the kernel table: cpu, cuda, tpu."""
+    kind = mesh.devices.flat[0].platform
+    return {"gpu": "cuda"}.get(kind, kind)
+
+
+def init_mesh(
+    data: int = 1,
+    ring: int = 1,
+    ulysses: int = 1,
+    sequence: int | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """A Mesh with axes data, ring and ulysses over the devices; or data and sequence, which `plan` will factor.
+
+    Ulysses is innermost, where the links are fastest. `devices` are all of them unless given.
+    """
+    sizes = {"data": data, "ring": ring, "ulysses": ulysses}
+    if sequence is not None:
+        if (ring, ulysses) != (1, 1):
+            raise ValueError(
+                f"sequence={sequence} leaves ring and ulysses to the plan; leave out ring={ring}, ulysses={ulysses}"
+            )
+        sizes = {"data": data, "sequence": sequence}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}={size!r}: the number of devices along {name}, a whole number of at least 1")
+    have = jax.devices() if devices is None else list(devices)
+    need = int(np.prod(list(sizes.values())))
+    if need != len(have):
+        said = " x ".join(f"{n}={s}" for n, s in sizes.items())
+        raise ValueError(
+            f"{said} needs {need} devices, and there are {len(have)}; make the product {len(have)}, or say devices="
+        )
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=have)
+
+
+def split(mesh: Mesh, name: str, sizes: dict[str, int]) -> Mesh:
+    """The mesh with one axis cut into several, the last one innermost; the devices stay where they are."""
+    cut = {n: s for old, size in mesh.shape.items() for n, s in (sizes if old == name else {old: size}).items()}
+    kinds = [
+        kind
+        for old, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        for _ in (sizes if old == name else (old,))
+    ]
+    return Mesh(mesh.devices.reshape(tuple(cut.values())), tuple(cut), axis_types=tuple(kinds))
+
+
+def placed(mesh: Mesh) -> tuple[str, list[tuple[int, int]], Any]:
+    """A mesh's device type, the (ring, ulysses) sizes it allows, and what turns the chosen sizes into axes."""
+    names = mesh.axis_names
+    if "sequence" in names:
+        size = mesh.shape["sequence"]
+        pairs = [(size // u, u) for u in range(1, size + 1) if size % u == 0]
+
+        def bind(ring: int, ulysses: int) -> tuple[MeshAxis, MeshAxis]:
+            return axes(split(mesh, "sequence", {"ring": ring, "ulysses": ulysses}))
+
+        return platform(mesh), pairs, bind
+    if not set(AXES) & set(names):
+        raise ValueError(
+            f"the mesh has axes {names or '()'}; a plan needs 'ring' and/or 'ulysses', or 'sequence' to be factored "
+            "(ringattn.jax.init_mesh names them)"
+        )
+    return platform(mesh), [(axis_size(mesh, "ring"), axis_size(mesh, "ulysses"))], lambda ring, ulysses: axes(mesh)
+
+
+def axes(mesh: Mesh) -> tuple[MeshAxis, MeshAxis]:
+    return MeshAxis("ring", mesh), MeshAxis("ulysses", mesh)
