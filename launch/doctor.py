@@ -1,0 +1,223 @@
+"""Say what this machine has, which kernels serve on it, whether ranks can talk, and what to do about what is missing.
+
+Ends with status 1 if something that ringattn needs is broken. It starts two real processes that send each other
+tensors (gloo, and NCCL where there are two GPUs), ended after timeout=SECONDS if they hang.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Any, Literal
+
+import ringattn
+from ringattn import kernels
+from ringattn.launch import processes
+from ringattn.launch.words import option
+
+OLDEST = {"torch": (2, 11), "triton": (3, 6), "jax": (0, 10)}
+HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Options:
+    timeout: float = option(60.0, "seconds after which ranks that do not answer count as broken")
+    ranks: int = option(2, "how many processes to start")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `bad` is needed and broken, `none` is optional and absent."""
+
+    state: Literal["ok", "none", "bad"]
+    what: str
+    found: str
+    remedy: str = ""
+
+
+def run(options: Options) -> int:
+    """Print every finding with its remedy as it is made; 1 if one of them is bad."""
+    print(f"ringattn {ringattn.__version__} on {platform.system()} {platform.machine()}, {os.cpu_count()} cores\n")
+    findings = []
+    for finding in examine(options):
+        findings.append(finding)
+        print(f"  {finding.state:<5} {finding.what:<12} {finding.found}", flush=True)
+        if finding.remedy:
+            print(f"        -> {finding.remedy}", flush=True)
+    bad = [f.what for f in findings if f.state == "bad"]
+    print(f"\nbroken: {', '.join(bad)}" if bad else "\neverything that is needed works")
+    return 1 if bad else 0
+
+
+def examine(options: Options) -> Iterator[Finding]:
+    """The checks in order; what the first ones find missing, the later ones leave out."""
+    yield python()
+    torch = package("torch", needed=True)
+    yield torch
+    yield package("numpy", needed=True)
+    yield package("triton", needed=False, remedy="pip install 'ringattn[gpu]' (Linux): GPU kernels are written in it")
+    yield package("jax", needed=False, remedy="pip install 'ringattn[jax]' if you use JAX")
+    if torch.state == "bad":
+        return
+    yield from survives("gpu", gpus)
+    yield from survives("kernels", lambda: serving(devices()))
+    yield from survives("gloo", lambda: [talking("gloo", options)])
+    if devices()[-1] == "cuda":
+        yield from survives("nccl", lambda: [nccl(options)])
+
+
+def survives(what: str, check: Callable[[], Any]) -> Iterator[Finding]:
+    """A check's findings; a check that breaks is itself a finding."""
+    try:
+        yield from check()
+    except Exception as error:
+        yield Finding("bad", what, f"{type(error).__name__}: {error}", "this should not happen; please report it")
+
+
+def python() -> Finding:
+    good = sys.version_info >= (3, 11)
+    return Finding(
+        "ok" if good else "bad",
+        "python",
+        f"{platform.python_version()} ({sys.executable})",
+        "" if good else "ringattn needs Python 3.11 or newer",
+    )
+
+
+def package(name: str, needed: bool, remedy: str = "") -> Finding:
+    """Whether a package can be imported, and is new enough; it is really imported, since broken ones exist."""
+    state: Literal["none", "bad"] = "bad" if needed else "none"
+    try:
+        found = metadata.version(name)
+        import_module(name)
+    except metadata.PackageNotFoundError:
+        return Finding(state, name, "not installed", remedy or f"pip install {name}")
+    except Exception as error:
+        return Finding("bad", name, f"cannot be imported: {type(error).__name__}: {error}", f"reinstall {name}")
+    oldest = OLDEST.get(name)
+    if oldest and tuple(int(part) for part in found.split(".")[:2]) < oldest:
+        wanted = ".".join(map(str, oldest))
+        return Finding(state, name, f"{found} is too old", f"pip install '{name}>={wanted}'")
+    return Finding("ok", name, found)
+
+
+def devices() -> list[str]:
+    import torch
+
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def gpus() -> list[Finding]:
+    """Every GPU, and how each pair is linked."""
+    import torch
+
+    if not torch.cuda.is_available():
+        if shutil.which("nvidia-smi") is None:
+            return [Finding("none", "gpu", "none: attention runs on the CPU")]
+        built = (
+            f"torch {torch.__version__} is built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'}"
+        )
+        return [Finding("bad", "gpu", f"nvidia-smi is here, and torch sees no GPU; {built}",
+                        "install the torch build for this driver (nvidia-smi shows its CUDA version)")]  # fmt: skip
+    count = torch.cuda.device_count()
+    kinds: dict[str, list[int]] = {}
+    for i in range(count):
+        p = torch.cuda.get_device_properties(i)
+        kinds.setdefault(f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}", []).append(i)
+    found = [Finding("ok", "gpu", f"{len(at)} x {name}") for name, at in kinds.items()]
+    return found + ([Finding("ok", "links", links(count))] if count > 1 else [])
+
+
+def links(count: int) -> str:
+    """How the GPUs reach each other, in nvidia-smi's words if it can be asked, else whether they can directly."""
+    import torch
+
+    direct = sum(torch.cuda.can_device_access_peer(i, j) for i in range(count) for j in range(count) if i != j)
+    said = f"{direct} of {count * (count - 1)} pairs of GPUs reach each other's memory directly"
+    if shutil.which("nvidia-smi") is None:
+        return said
+    asked = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30)
+    rows = [line.split() for line in asked.stdout.splitlines() if line.startswith("GPU")]
+    kinds = sorted({cell for row in rows for cell in row[1 : count + 1] if cell != "X"})
+    return f"{said} ({', '.join(kinds)})" if kinds else said
+
+
+def serving(on: list[str]) -> list[Finding]:
+    """On each device, which kernel serves a usual problem, and why each other one does not."""
+    import torch
+
+    found = []
+    for device in on:
+        arch = torch.cuda.get_device_capability() if device == "cuda" else None
+        dtype = "bfloat16" if device == "cuda" else "float32"
+        problem = kernels.Problem(device, dtype, HEAD_DIM, HEAD_DIM, heads=32, kv_heads=8, tiles=True, arch=arch)
+        asked = f"{device}, {dtype}, head dim {HEAD_DIM}"
+        try:
+            first = kernels.select(problem).name
+            found.append(Finding("ok", "kernels", f"{first} serves {asked}"))
+        except NotImplementedError:
+            first = ""
+            found.append(Finding("bad", "kernels", f"none serves {asked}", "the lines below say what each one lacks"))
+        found += [choice(kernel, problem) for kernel in kernels.TABLE if kernel.name != first]
+    return found
+
+
+def choice(kernel: kernels.Kernel, problem: kernels.Problem) -> Finding:
+    """Why a kernel is not the one that serves."""
+    why = kernel.refuses(problem)
+    if why is None:
+        why = "would serve if named; slow here" if problem.device in kernel.told else "would serve too"
+        return Finding("ok", f"  {kernel.name}", why)
+    return Finding("none", f"  {kernel.name}", why)
+
+
+def nccl(options: Options) -> Finding:
+    """NCCL's version, and two ranks on two GPUs where there are two."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        return Finding("bad", "nccl", "this torch has none", "install a torch build for CUDA")
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    if torch.cuda.device_count() < options.ranks:
+        return Finding("ok", "nccl", f"{version}; not tried, {options.ranks} ranks need as many GPUs")
+    return talking("nccl", options, version)
+
+
+def talking(backend: str, options: Options, version: str = "") -> Finding:
+    """Real processes compute one attention together and must get what one process gets alone."""
+    settings = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_"))]
+    try:
+        worst = max(processes.run(together, options.ranks, backend, backend=backend, timeout=options.timeout))
+    except processes.RankError as error:
+        remedy = {
+            "gloo": "ranks find each other by the host's name: try GLOO_SOCKET_IFNAME=lo, and check /etc/hosts",
+            "nccl": "run again with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 shows whether the links are at fault",
+        }[backend]
+        said = f"{options.ranks} ranks do not work together: rank {error.rank}: {error.summary}"
+        return Finding("bad", backend, said, remedy)
+    detail = f"{options.ranks} processes compute one attention together, off by {worst:.0e}"
+    if worst > 1e-5:
+        return Finding("bad", backend, detail, "run ringattn verify to see which results are off")
+    parts = [version, detail, *settings]
+    return Finding("ok", backend, "; ".join(p for p in parts if p))
+
+
+def together(backend: str) -> float:
+    """|ring attention over the ranks - the same on one device|, the largest entry; 64 tokens in float32."""
+    import torch
+    import torch.distributed as dist
+
+    from ringattn import api
+
+    device = "cuda" if backend == "nccl" else "cpu"
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 64, 2, 16, generator=g).to(device) for _ in range(3))
+    plan = api.plan(api.init_mesh(ring=dist.get_world_size(), device_type=device), seq_len=64, layout="zigzag",
+                    strategy="ring")  # fmt: skip
+    out = api.attention(plan.shard(q), plan.shard(k), plan.shard(v), plan)
+    return float((plan.unshard(out) - api.attention(q, k, v)).abs().max())
