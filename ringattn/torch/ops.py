@@ -1,0 +1,226 @@
+"""Attention of one device as torch ops: `attend` over local intervals and `merge`, differentiable and compilable.
+
+    B batch   T queries   S keys   H query heads   G key/value heads   D head dim   V value dim
+
+Each is one node for torch.compile and one function for autograd. What a partial carries is float32 (float64 for
+float64 inputs), and both of its halves have gradients: that of the lse is one more term of delta.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn import kernels
+from ringattn.kernels import partial
+from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.intervals import Intervals, tiles_of
+from ringattn.kernels.partial import NEVER, Partial
+from ringattn.torch.check import of_tensors
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+    impl: str = "auto",
+    check: bool = False,
+) -> Partial:
+    """softmax(scale * q k^T) v, where query t sees the keys [begin[t], end[t]): out [B, T, H, V] and lse [B, T, H].
+
+    `begin` and `end` are integers [T] or [B, T], and neither decreases along the queries; begin >= end is an empty
+    row (out = 0, lse = -inf). `impl` names a kernel of `ringattn.kernels.TABLE`; those that run rectangles only
+    (cudnn, flash, fa4) read the intervals back to find them. `check=True` looks at every interval, which waits for
+    the device.
+
+    >>> q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 1, 8)
+    >>> causal = torch.arange(4)
+    >>> attend(q, k, k, causal * 0, causal + 1).out.shape
+    torch.Size([1, 4, 2, 8])
+    """
+    problem = of_tensors(q, k, v) or of_heads(q, k) or of_intervals(q, begin, end) or of_numbers(scale, softcap)
+    if problem is None and check:
+        problem = of_values(begin, end, k.shape[1])
+    if problem:
+        raise ValueError(problem)
+    begin, end = (x.to(torch.int32)[None] if x.dim() == 1 else x.to(torch.int32) for x in (begin, end))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return Partial(*torch.ops.ringattn.attend(q, k, v, begin, end, scale, softcap, impl))
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Attention over the union of two disjoint sets of keys, in one kernel; the same as `ringattn.merge`."""
+    return Partial(*torch.ops.ringattn.merge(a.out, a.lse, b.out, b.lse))
+
+
+def of_heads(q: Tensor, k: Tensor) -> str | None:
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if kv_heads == 0 or heads % kv_heads:
+        return f"{kv_heads} key heads do not divide {heads} query heads"
+    return None
+
+
+def of_intervals(q: Tensor, begin: Tensor, end: Tensor) -> str | None:
+    B, T = q.shape[:2]
+    for name, x in (("begin", begin), ("end", end)):
+        if x.dtype not in (torch.int32, torch.int64):
+            return f"{name} is {x.dtype}; intervals are int32 (or int64)"
+        if tuple(x.shape) not in ((T,), (1, T), (B, T)):
+            return f"{name} has shape {tuple(x.shape)}; expected ({T},) or ({B}, {T}): one number for each query of q"
+        if x.device != q.device:
+            return f"{name} is on {x.device}, q on {q.device}; put both on one device"
+    if begin.shape != end.shape:
+        return f"begin has shape {tuple(begin.shape)}, end {tuple(end.shape)}; give both the same"
+    return None
+
+
+def of_numbers(scale: float | None, softcap: float | None) -> str | None:
+    for name, x in (("scale", scale), ("softcap", softcap)):
+        if x is not None and not 0 < x < float("inf"):
+            return f"{name}={x}: must be a finite number above 0, or None"
+    return None
+
+
+def of_values(begin: Tensor, end: Tensor, keys: int) -> str | None:
+    """The first interval that is out of range or decreases."""
+    if torch.compiler.is_compiling():
+        return "check=True reads the intervals, which a compiled graph cannot; check outside torch.compile"
+    for name, x in (("begin", begin), ("end", end)):
+        rows = x.reshape(-1, x.shape[-1]).cpu()
+        outside = ((rows < 0) | (rows > keys)).nonzero()
+        if len(outside):
+            row, t = outside[0].tolist()
+            return f"{name}[{row}, {t}] = {rows[row, t]} lies outside [0, {keys}], the keys there are; clamp it"
+        falls = (rows.diff(dim=-1) < 0).nonzero()
+        if len(falls):
+            row, t = falls[0].tolist()
+            return (
+                f"{name} decreases in row {row}, from {rows[row, t]} at query {t} to {rows[row, t + 1]} at query "
+                f"{t + 1}; sort the queries by position, and let empty rows repeat their neighbour's bounds"
+            )
+    return None
+
+
+def chosen(
+    q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, softcap: float | None, impl: str
+) -> tuple[Any, Intervals]:
+    """The selected kernel's module, and the intervals, as tiles too if reading them waits for nobody or was asked."""
+    told = next((kernel.tiles for kernel in kernels.TABLE if kernel.name == impl), False)
+    tiles = tiles_of(begin.numpy(force=True), end.numpy(force=True)) if told or q.device.type == "cpu" else None
+    problem = kernels.Problem(
+        device=q.device.type,
+        dtype=str(q.dtype).removeprefix("torch."),
+        head_dim=q.shape[-1],
+        value_dim=v.shape[-1],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        softcap=softcap is not None,
+        tiles=tiles is not None,
+        arch=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        queries=q.shape[1],
+    )
+    return kernels.select(problem, impl).load(), Intervals(begin, end, tiles)
+
+
+@torch.library.custom_op("ringattn::attend", mutates_args=())
+def attend_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    scale: float,
+    softcap: float | None,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    kernel, where = chosen(q, k, v, begin, end, softcap, impl)
+    with torch.autocast(q.device.type, enabled=False):
+        part = kernel.attend(q, k, v, where, scale=scale, softcap=softcap)
+    return part.out.contiguous(), part.lse.contiguous()
+
+
+@attend_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    B, T, H, _ = q.shape
+    exact = accumulator(q)
+    return q.new_empty(B, T, H, v.shape[3], dtype=exact), q.new_empty(B, T, H, dtype=exact)
+
+
+@torch.library.custom_op("ringattn::attend_backward", mutates_args=())
+def attend_backward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    scale: float,
+    softcap: float | None,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    kernel, where = chosen(q, k, v, begin, end, softcap, impl)
+    with torch.autocast(q.device.type, enabled=False):
+        grads = kernel.attend_backward(q, k, v, where, dout, lse, delta, scale=scale, softcap=softcap)
+    dq, dk, dv = (g.to(x.dtype).contiguous() for g, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+@attend_backward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+@torch.library.custom_op("ringattn::merge", mutates_args=())
+def merge_op(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = Partial(out_a, lse_a), Partial(out_b, lse_b)
+    if out_a.is_cuda and {x.dtype for x in (*a, *b)} == {torch.float32}:
+        from ringattn.kernels.triton.merge import merge_stack
+
+        return tuple(merge_stack(Partial(b.out[None], b.lse[None]), a))
+    with torch.autocast(out_a.device.type, enabled=False):
+        out, lse = partial.merge(a, b)
+    return out.contiguous(), lse.contiguous()
+
+
+@merge_op.register_fake
+def _(out_a: Tensor, lse_a: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(out_a, memory_format=torch.contiguous_format), torch.empty_like(
+        lse_a, memory_format=torch.contiguous_format
+    )
+
+
+def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.softcap, ctx.impl = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _attend_backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+    q, k, v, begin, end, out, lse = ctx.saved_tensors
+    delta = (dout * out).sum(-1) - dlse
+    rows = (dout, lse, delta, ctx.scale, ctx.softcap, ctx.impl)
+    return *torch.ops.ringattn.attend_backward(q, k, v, begin, end, *rows), None, None, None, None, None
+
+
+def _save_merge(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _merge_backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
+    """With the weights w_a + w_b = 1: d out_x = w_x dout, d lse_b = w_b dlse + w_a w_b <dout, out_b - out_a>."""
+    out_a, lse_a, out_b, lse_b = ctx.saved_tensors
+    a, b = partial.normalise_empty(Partial(out_a, lse_a)), partial.normalise_empty(Partial(out_b, lse_b))
+    gap = torch.where(a.lse == NEVER, torch.zeros_like(a.lse), b.lse - a.lse)  # -inf - -inf is NaN
+    w_b = torch.where(a.lse == NEVER, (b.lse != NEVER).to(gap.dtype), torch.sigmoid(gap))
+    w_a = torch.where(a.lse == NEVER, torch.zeros_like(gap), 1 - w_b)
+    turn = w_a * w_b * (dout * (b.out - a.out)).sum(-1)
+    return w_a[..., None] * dout, w_a * dlse - turn, w_b[..., None] * dout, w_b * dlse + turn
+
+
+attend_op.register_autograd(_attend_backward, setup_context=_save_attend)
+merge_op.register_autograd(_merge_backward, setup_context=_save_merge)

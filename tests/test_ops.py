@@ -1,0 +1,206 @@
+"""The torch ops of one device: right gradients, also of lse; seen through by compile; wrong calls named."""
+
+import pytest
+import torch
+
+import ringattn
+from ringattn import kernels
+from ringattn.kernels import partial
+from ringattn.kernels.partial import NEVER, Partial
+from ringattn.torch import ops
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLS = ["auto", "tiled", "reference"]
+B, T, S, H, G, D, V = 2, 6, 9, 4, 2, 8, 8
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = True) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, device=DEVICE, requires_grad=grad)
+
+
+def inputs(dtype: torch.dtype = torch.float64, kind: str = "ragged") -> tuple[torch.Tensor, ...]:
+    """q, k, v, begin, end; row 0 of "ragged" sees nothing, "causal" is one tile for the kernels that need one."""
+    torch.manual_seed(0)
+    t = torch.arange(T, device=DEVICE)
+    begin, end = (t * 0, t + 4) if kind == "causal" else (torch.stack([t, t * 0]), torch.stack([t + 2 * (t > 0), t]))
+    return draw(B, T, H, D, dtype=dtype), draw(B, S, G, D, dtype=dtype), draw(B, S, G, V, dtype=dtype), begin, end
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, begin: torch.Tensor, end: torch.Tensor) -> Partial:
+    """Attention by autograd's own hand."""
+    k, v = (x.repeat_interleave(H // G, 2) for x in (k, v))
+    s = torch.einsum("bthd,bshd->bhts", q, k) * D**-0.5
+    at = torch.arange(S, device=DEVICE)
+    seen = (begin.expand(B, T)[..., None] <= at) & (at < end.expand(B, T)[..., None])
+    s = s.masked_fill(~seen[:, None], NEVER)
+    real = seen.any(-1)[:, None, :, None]
+    p = torch.where(real, s.masked_fill(~real, 0).softmax(-1), 0.0)
+    lse = torch.where(real[..., 0], s.masked_fill(~real, 0).logsumexp(-1), NEVER)
+    return Partial(torch.einsum("bhts,bshv->bthv", p, v), lse.transpose(1, 2))
+
+
+def total(part: Partial) -> torch.Tensor:
+    """A loss that weighs every output and every finite lse differently."""
+    w = torch.linspace(-1, 2, part.out.numel(), dtype=part.out.dtype, device=DEVICE).reshape(part.out.shape)
+    lse = torch.where(part.lse == NEVER, 0.0, part.lse)
+    return (part.out * w).sum() + (lse * w[..., 0].cos()).sum()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", ["ragged", "causal"])
+def test_attend_and_its_gradients_equal_dense_attention(impl: str, kind: str) -> None:
+    if DEVICE == "cuda" and impl == "auto":
+        pytest.skip("float64 on a GPU is served by name only")
+    given = inputs(kind=kind)
+    found, truth = ops.attend(*given, impl=impl), dense(*given)
+    torch.testing.assert_close(found, truth)
+    for name, a, b in zip(
+        "qkv",
+        torch.autograd.grad(total(found), given[:3]),
+        torch.autograd.grad(total(truth), given[:3]),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, msg=lambda m, name=name: f"d{name}: {m}")
+
+
+def test_a_loss_of_the_lse_alone_has_the_right_gradient() -> None:
+    given = inputs(kind="causal")
+    for part in (ops.attend(*given, impl="auto" if DEVICE == "cpu" else "tiled"),):
+        found = torch.autograd.grad(part.lse.sin().sum(), given[:2])
+        truth = torch.autograd.grad(dense(*given).lse.sin().sum(), given[:2])
+        torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "causal"])
+def test_opcheck(kind: str) -> None:
+    q, k, v, begin, end = inputs(torch.float32, kind)
+    begin, end = (x.int().reshape(-1, T) for x in (begin, end))
+    torch.library.opcheck(torch.ops.ringattn.attend, (q, k, v, begin, end, 0.3, None, "tiled"))
+    torch.library.opcheck(torch.ops.ringattn.attend, (q, k, v, begin, end, 0.3, 2.0, "auto"))
+    rows = [x.detach() for x in (draw(B, T, H, V), draw(B, T, H), draw(B, T, H))]
+    args = (q.detach(), k.detach(), v.detach(), begin, end, *(x.float() for x in rows), 0.3, None, "tiled")
+    torch.library.opcheck(torch.ops.ringattn.attend_backward, args)
+
+
+def test_opcheck_of_merge() -> None:
+    a, b = (tuple(draw(B, T, H, *s, dtype=torch.float32) for s in ((V,), ())) for _ in "ab")
+    torch.library.opcheck(torch.ops.ringattn.merge, (*a, *b))
+
+
+def test_merge_and_its_gradients_equal_the_formula() -> None:
+    torch.manual_seed(0)
+    a, b = (Partial(draw(B, T, H, V), draw(B, T, H)) for _ in "ab")
+    torch.testing.assert_close(ops.merge(a, b), partial.merge(a, b))
+    leaves = (*a, *b)
+    found = torch.autograd.grad(total(ops.merge(a, b)), leaves)
+    torch.testing.assert_close(found, torch.autograd.grad(total(partial.merge(a, b)), leaves))
+
+
+def test_merging_with_an_empty_side_gives_finite_gradients() -> None:
+    a, b = (Partial(draw(1, 3, 1, V, grad=False), draw(1, 3, 1, grad=False)) for _ in "ab")
+    a.lse[:, 0], b.lse[:, 1], a.lse[:, 2], b.lse[:, 2] = NEVER, NEVER, NEVER, NEVER
+    leaves = tuple(x.requires_grad_() for x in (*a, *b))
+    da, dlse_a, db, dlse_b = torch.autograd.grad(ops.merge(a, b).out.sum(), leaves)
+    assert da[0, :, 0, 0].tolist() == [0, 1, 0] and db[0, :, 0, 0].tolist() == [1, 0, 0]
+    assert (dlse_a == 0).all() and (dlse_b == 0).all()
+
+
+def test_compile_sees_through_attend_and_merge() -> None:
+    """One graph, no breaks, forward and backward, for two lengths."""
+    impl = "tiled"
+
+    def f(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, begin: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        half = k.shape[1] // 2
+        near = ops.attend(q, k[:, :half], v[:, :half], begin.clamp(max=half), end.clamp(max=half), impl=impl)
+        far = ops.attend(q, k[:, half:], v[:, half:], (begin - half).clamp(min=0), (end - half).clamp(min=0), impl=impl)
+        return total(ops.merge(near, far))
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=True)
+    for given in (inputs(), tuple(x.detach()[:1].requires_grad_(x.is_floating_point()) for x in inputs())):
+        torch.testing.assert_close(compiled(*given), f(*given))
+        found = torch.autograd.grad(compiled(*given), given[:3])
+        torch.testing.assert_close(found, torch.autograd.grad(f(*given), given[:3]))
+
+
+def test_checkpointing_no_grad_and_autocast_change_nothing() -> None:
+    given = inputs(torch.float32, "causal")
+    plain = ops.attend(*given, impl="tiled")
+    again = torch.utils.checkpoint.checkpoint(lambda *x: ops.attend(*x, impl="tiled"), *given, use_reentrant=False)
+    torch.testing.assert_close(again, plain, atol=0, rtol=0)
+    found = torch.autograd.grad(total(again), given[:3])
+    torch.testing.assert_close(found, torch.autograd.grad(total(plain), given[:3]), atol=0, rtol=0)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        inside = ops.attend(*given, impl="tiled")
+        grads = torch.autograd.grad(total(inside), given[:3])
+    torch.testing.assert_close(inside, plain, atol=0, rtol=0)
+    torch.testing.assert_close(grads, found, atol=0, rtol=0)
+    with torch.no_grad():
+        assert not ops.attend(*given, impl="tiled").out.requires_grad
+
+
+def test_partials_are_float32_for_half_precision() -> None:
+    part = ops.attend(*inputs(torch.bfloat16), impl="tiled")
+    assert part.out.dtype == part.lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": lambda x: x.float()}, "give all three the same dtype"),
+        ({"q": lambda x: x[..., :4]}, "head dims differ: q 4, k 8"),
+        ({"q": lambda x: x[:, :, :3]}, "2 key heads do not divide 3 query heads"),
+        ({"k": lambda x: x[:, :5]}, "k has 5 tokens"),
+        ({"begin": lambda x: x.float()}, "begin is torch.float32; intervals are int32"),
+        ({"end": lambda x: x[:, :-1]}, r"end has shape \(2, 5\); expected \(6,\) or \(2, 6\)"),
+        ({"end": lambda x: x[0]}, r"begin has shape \(2, 6\), end \(6,\)"),
+        ({"scale": -1.0}, "scale=-1.0: must be a finite number above 0"),
+        ({"impl": "fast"}, "choose one of auto"),
+        ({"check": True, "end": lambda x: x + 5}, r"end\[0, 3\] = 10 lies outside \[0, 9\]"),
+        ({"check": True, "end": lambda x: x.flip(1)}, "end decreases in row 0, from 7 at query 0 to 6 at query 1"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_a_wrong_call_says_what_is_wrong(change: dict, message: str) -> None:
+    call = dict(zip(("q", "k", "v", "begin", "end"), inputs(), strict=True))
+    for name, how in change.items():
+        call[name] = how(call[name]) if callable(how) else how
+    with pytest.raises(ValueError, match=message):
+        ops.attend(**call)
+
+
+def test_right_intervals_pass_the_check() -> None:
+    ops.attend(*inputs(), impl="tiled", check=True)
+
+
+def problem(**changes: object) -> kernels.Problem:
+    given = {"device": "cuda", "dtype": "bfloat16", "head_dim": 128, "value_dim": 128, "heads": 32, "kv_heads": 8}
+    return kernels.Problem(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def test_nothing_falls_back_to_a_slow_kernel_unasked() -> None:
+    """float64 on a GPU: only the slow ones serve, so they must be asked for by name."""
+    with pytest.raises(NotImplementedError, match=r"kernel='tiled' would serve \(slow on this device\)"):
+        kernels.select(problem(dtype="float64"))
+    assert kernels.select(problem(dtype="float64"), "tiled").name == "tiled"
+
+
+def test_a_kernel_told_that_cannot_says_why_and_who_can() -> None:
+    with pytest.raises(
+        NotImplementedError, match=r"cuDNN takes bfloat16 and float16, not float32.*'tiled' would serve"
+    ):
+        kernels.select(problem(dtype="float32", tiles=True), "cudnn")
+    with pytest.raises(NotImplementedError, match=r"take.* up to 256.*'tiled' would serve"):
+        kernels.select(problem(head_dim=512, value_dim=512), "decode")
+
+
+def test_every_kernel_says_whether_it_serves() -> None:
+    given = kernels.refusals(problem(device="cpu", dtype="float32", head_dim=64, value_dim=64, tiles=True))
+    assert list(given) == [k.name for k in kernels.TABLE]
+    assert given["sdpa_cpu"] is None and given["tiled"] is None and "CUDA" in str(given["cudnn"])
+
+
+def test_few_queries_go_to_decode() -> None:
+    pytest.importorskip("triton")
+    if ringattn.kernels.TABLE[0].refuses(problem(queries=1)) is None:
+        assert kernels.select(problem(queries=1)).name == "decode"
+    assert "few queries" in str(kernels.refusals(problem(queries=64))["decode"])

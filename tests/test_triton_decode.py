@@ -1,0 +1,205 @@
+"""Decode and the fused merges: equal to the reference, in the interpreter here and on the GPU where there is one."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ringattn.kernels import partial, reference
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.partial import NEVER, Partial, Streams
+from ringattn.kernels.triton.decode import attend, choose_splits, config, decode
+from ringattn.kernels.triton.merge import STACK, merge_into, merge_stack
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMS = ("lse", "streams")
+#        B   T  H  G    D    V    S  dtype           softcap
+CASES = [
+    (2, 1, 4, 2, 64, 64, 130, torch.float32, None),
+    (1, 1, 8, 1, 128, 128, 70, torch.float16, None),  # MQA
+    (2, 5, 6, 2, 40, 72, 150, torch.float16, None),  # dims that are no powers of two, a value dim of its own
+    (1, 16, 2, 1, 96, 32, 90, torch.float32, 30.0),  # speculative decoding
+    (1, 3, 2, 2, 256, 256, 40, torch.float16, 5.0),
+    (1, 40, 2, 1, 32, 32, 60, torch.float32, None),  # more rows than one tile holds
+]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype).to(DEVICE)
+
+
+def ragged(B: int, T: int, S: int) -> Intervals:
+    """Random monotone intervals, another one a row; some are empty, the last never is."""
+    begin, end = (torch.randint(0, high, (B, T)).sort(1).values.int() for high in (S // 3, S + 1))
+    end[:, -1] = S
+    return Intervals(torch.minimum(begin, end).to(DEVICE), end.to(DEVICE))
+
+
+def problem_of(case: tuple) -> tuple:
+    B, T, H, G, D, V, S, dtype, softcap = case
+    torch.manual_seed(sum(case[:7]))
+    q, k, v = draw(B, T, H, D, dtype=dtype), draw(B, S, G, D, dtype=dtype), draw(B, S, G, V, dtype=dtype)
+    return (q, k, v, ragged(B, T, S)), {"scale": D**-0.5, "softcap": softcap}
+
+
+def worst(got: Partial, expected: Partial) -> tuple[float, float]:
+    """The largest error of out and of lse; rows without keys must agree exactly."""
+    seen = expected.lse != NEVER
+    assert (got.lse[~seen] == NEVER).all() and (got.out[~seen] == 0).all(), "a row without keys is not (0, -inf)"
+    assert got.out.isfinite().all() and got.lse[seen].isfinite().all()
+    out, lse = (got.out.double() - expected.out).abs().max(), (got.lse - expected.lse)[seen].abs().max()
+    return out.item(), lse.item()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("splits", [None, 1, 3])
+def test_decode_equals_reference(case: tuple, splits: int | None) -> None:
+    inputs, options = problem_of(case)
+    q, k, v, where = inputs
+    expected = reference.attend(q.double(), k.double(), v.double(), where, **options)
+    out, lse = worst(decode(*inputs, splits=splits, **options), expected)
+    assert out < (2e-6 if case[7] == torch.float32 else 2e-3) and lse < 5e-6, f"{case} splits={splits}: {out} {lse}"
+
+
+@pytest.mark.parametrize("case", [CASES[0], (1, 2, 2, 1, 16, 16, 50, torch.float16, 20.0)], ids=str)
+def test_both_forms_are_equal(case: tuple) -> None:
+    inputs, options = problem_of(case)
+    a, b = (decode(*inputs, splits=3, form=form, **options) for form in FORMS)
+    out, lse = worst(a, Partial(b.out.double(), b.lse))
+    assert out < 1e-6 and lse < 1e-6, f"{case}: the forms differ by {out}, {lse}"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_of_tens_of_thousands_stay_finite(form: str) -> None:
+    q, k, v = (
+        (torch.rand(s, device=DEVICE) * 100 - 50).half() for s in ((1, 2, 2, 64), (1, 80, 1, 64), (1, 80, 1, 16))
+    )
+    where = Intervals(*(torch.tensor([x], dtype=torch.int32, device=DEVICE) for x in ([0, 30], [79, 80])))
+    got = decode(q, k, v, where, scale=64**-0.5, splits=2, form=form)
+    out, _ = worst(got, reference.attend(q.double(), k.double(), v.double(), where, scale=64**-0.5))
+    assert out < 0.03, f"{form}: error {out}"  # values up to 50 in float16 products
+
+
+def test_a_strided_cache_is_read_in_place_and_nothing_past_it() -> None:
+    """Keys and values of one interleaved cache, poisoned where no query looks."""
+    torch.manual_seed(0)
+    cache = draw(2, 100, 2, 2, 80)  # [B, S, k and v, G, D + padding]
+    cache[:, 60:], cache[..., 64:] = float("nan"), float("nan")
+    k, v = cache[:, :, 0, :, :64], cache[:, :, 1, :, :64]
+    q = draw(2, 4, 3, 64).transpose(1, 2)  # [B, T, H, D] from heads-first memory
+    where = Intervals(*(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([[0, 0, 5]], [[58, 59, 60]])))
+    expected = reference.attend(q.double(), k[:, :60].double(), v[:, :60].double(), where, scale=0.1)
+    out, lse = worst(decode(q, k, v, where, scale=0.1, splits=3), expected)
+    assert out < 2e-6 and lse < 2e-6
+
+
+def test_attend_merges_into_a_carry_and_leaves_it_alone() -> None:
+    inputs, options = problem_of(CASES[0])
+    carry = Partial(draw(2, 1, 4, 64), draw(2, 1, 4))
+    before = carry.out.clone()
+    expected = reference.attend(*inputs, carry=carry, **options)
+    got = attend(*inputs, carry=carry, out_dtype=torch.float64, **options)
+    assert got.out.dtype == torch.float64 and torch.equal(carry.out, before)
+    assert max(worst(got, expected)) < 2e-6
+
+
+def broken(B: int, T: int, H: int, V: int) -> Partial:
+    """A partial with every kind of empty row a kernel may write."""
+    part = Partial(draw(B, T, H, V), draw(B, T, H))
+    for t, mark in enumerate((NEVER, float("inf"), float("nan"))):
+        part.lse[:, t], part.out[:, t] = mark, float("nan")
+    return part
+
+
+@pytest.mark.parametrize("V", [16, 40])
+def test_merge_into_equals_the_formula(V: int) -> None:
+    torch.manual_seed(V)
+    a, b, sinks = broken(2, 7, 3, V), broken(2, 7, 3, V), draw(3)
+    a = Partial(a.out.flip(1), a.lse.flip(1))
+    expected = partial.add_sinks(partial.merge(a, b), sinks)
+    got = merge_into(a, b, sinks)
+    assert got.out.data_ptr() == a.out.data_ptr()
+    torch.testing.assert_close(got.out, expected.out, atol=1e-6, rtol=0)
+    torch.testing.assert_close(got.lse, expected.lse, atol=1e-6, rtol=0)
+
+
+def test_merge_into_a_slice_touches_nothing_else() -> None:
+    total, part = Partial(draw(1, 9, 2, 16), draw(1, 9, 2)), Partial(draw(1, 4, 2, 16), draw(1, 4, 2))
+    before, rows = Partial(*(x.clone() for x in total)), slice(3, 7)
+    merge_into(Partial(total.out[:, rows], total.lse[:, rows]), part)
+    expected = partial.merge(Partial(before.out[:, rows], before.lse[:, rows]), part)
+    torch.testing.assert_close(total.out[:, rows], expected.out, atol=1e-6, rtol=0)
+    assert torch.equal(total.out[:, :3], before.out[:, :3]) and torch.equal(total.lse[:, 7:], before.lse[:, 7:])
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, STACK + 3])
+def test_merge_stack_equals_merging_one_by_one(n: int) -> None:
+    torch.manual_seed(n)
+    parts = Partial(draw(n, 1, 3, 2, 16), draw(n, 1, 3, 2) * 5)
+    parts.lse[:, :, 0], parts.lse[n // 2, :, 1] = NEVER, float("inf")
+    carry, sinks = Partial(draw(1, 3, 2, 16), draw(1, 3, 2)), draw(2)
+    expected = Partial(*(x.double() for x in carry))
+    for i in range(n):
+        expected = partial.merge(expected, Partial(parts.out[i].double(), parts.lse[i].double()))
+    expected = Partial(*(x.float() for x in partial.add_sinks(expected, sinks)))
+    got = merge_stack(parts, carry, sinks)
+    torch.testing.assert_close(got.out, expected.out, atol=2e-6, rtol=0)
+    torch.testing.assert_close(got.lse, expected.lse, atol=2e-6, rtol=0)
+
+
+def test_merge_stack_of_statistics_is_a_tree() -> None:
+    torch.manual_seed(1)
+    total = torch.rand(3, 1, 2, 2, device=DEVICE)
+    top = draw(3, 1, 2, 2)
+    total[0, :, 0], top[0, :, 0] = 0, NEVER
+    parts = Streams(draw(3, 1, 2, 2, 16) * (total > 0)[..., None], top, total)
+    one, two, three = (Streams(*(x[i] for x in parts)) for i in range(3))
+    expected = partial.from_streams(partial.merge_streams(partial.merge_streams(one, two), three))
+    got = merge_stack(parts)
+    torch.testing.assert_close(got.out, expected.out, atol=1e-6, rtol=0)
+    torch.testing.assert_close(got.lse, expected.lse, atol=1e-6, rtol=0)
+
+
+def test_splits_fill_the_machine_in_whole_waves() -> None:
+    slots = 132 * config(128, 128, 2).per_sm  # an H200
+    for rows, keys in ((8, 131072), (64, 65536), (8, 8192)):
+        splits = choose_splits(rows, keys, slots)
+        waves = rows * splits / slots
+        assert waves <= 1 and waves > (0.9 if keys > 8192 else 0.3), f"{rows} x {keys}: {splits} splits, {waves} waves"
+    assert choose_splits(8, 100, slots) == 1 and choose_splits(4096, 1000, slots) == 1
+
+
+def test_refusals_are_named() -> None:
+    inputs, options = problem_of(CASES[0])
+    with pytest.raises(ValueError, match="form='tree'"):
+        decode(*inputs, form="tree", **options)
+    double = Partial(*(torch.zeros(1, 1, 1, 1, *s, dtype=torch.float64, device=DEVICE) for s in ((4,), ())))
+    with pytest.raises(NotImplementedError, match=r"partial\.merge"):
+        merge_stack(double)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D,V", [(32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("T", [1, 5, 16])
+def test_decode_in_bfloat16(D: int, V: int, T: int) -> None:
+    inputs, options = problem_of((2, T, 8, 2, D, V, 3000, torch.bfloat16, None))
+    q, k, v, where = inputs
+    expected = reference.attend(q.double(), k.double(), v.double(), where, **options)
+    for form in FORMS:
+        for splits in (None, 1, 13, 200):
+            got = decode(*inputs, splits=splits, form=form, **options)
+            out, lse = worst(got, expected)
+            assert out < 1e-2 and lse < 1e-5, f"{form} {splits}: {out} {lse}"
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_billion_elements() -> None:
+    """Keys whose last element lies beyond 2^31: the end of the cache is what is asked for."""
+    S = 2**31 // (8 * 128) + 4096
+    k = torch.randn(1, S, 8, 128, device=DEVICE, dtype=torch.bfloat16)
+    q = draw(1, 1, 8, 128, dtype=torch.bfloat16)
+    where = Intervals(*(torch.tensor([[x]], dtype=torch.int32, device=DEVICE) for x in (S - 512, S)))
+    tail = Intervals(where.begin * 0, where.end * 0 + 512)
+    expected = reference.attend(*(x.double() for x in (q, k[:, -512:], k[:, -512:])), tail, scale=0.1)
+    out, lse = worst(decode(q, k, k, where, scale=0.1), expected)
+    assert out < 1e-2 and lse < 1e-5

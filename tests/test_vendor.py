@@ -1,0 +1,215 @@
+"""Tiles: found exactly, run by a vendor's kernel one by one, and equal to the reference, gradients included."""
+
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringattn import kernels
+from ringattn.kernels import reference
+from ringattn.kernels.intervals import Intervals, Tile, tiles_of
+from ringattn.kernels.partial import NEVER, Partial
+from ringattn.kernels.vendor import sdpa_cpu
+from ringattn.kernels.vendor.tiles import stand_in
+from ringattn.layout import LAYOUTS, Layout, to_local
+from ringattn.spec import AttentionSpec, Docs, bounds
+
+MASKS = ("causal", "full", "strict", "docs", "prefix", "half")
+GPU_VENDORS = ("cudnn", "flash", "fa4")
+
+
+def covered(tiles: tuple[Tile, ...], T: int, S: int) -> np.ndarray:
+    """How often the tiles hold each pair."""
+    count = np.zeros((T, S), int)
+    for queries, keys, causal in tiles:
+        block = count[queries, keys]
+        assert block.size, "an empty tile"
+        block += np.tri(*block.shape, dtype=int) if causal else 1
+        assert not causal or block.shape[0] == block.shape[1], "a causal tile is a square"
+    return count
+
+
+def seen(begin: np.ndarray, end: np.ndarray, S: int) -> np.ndarray:
+    at = np.arange(S)
+    return (begin[..., None] <= at) & (at < end[..., None])
+
+
+@st.composite
+def monotone(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    T = draw(st.integers(0, 12))
+    begin, end = (np.array(sorted(draw(st.lists(st.integers(0, 9), min_size=T, max_size=T))), int) for _ in range(2))
+    return begin[None] * draw(st.integers(0, 1)), end[None]
+
+
+@given(monotone())
+@settings(max_examples=300, deadline=None)
+def test_tiles_hold_each_pair_once(intervals: tuple[np.ndarray, np.ndarray]) -> None:
+    tiles = tiles_of(*intervals)
+    assert tiles is not None
+    assert (covered(tiles, intervals[0].shape[1], 9) == seen(*intervals, 9)[0]).all(), f"{intervals}: {tiles}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("length", [48, 45])
+@pytest.mark.parametrize("docs", [None, [10, 7, 28]])
+def test_every_step_of_a_causal_ring_is_a_few_tiles(layout: str, length: int, docs: list[int] | None) -> None:
+    """Each layout's steps, documents and padding included: at most two tiles a document and piece."""
+    where = Layout(layout, length, ring=3)
+    packed = Docs.from_lengths(docs, pad_to=length) if docs else None
+    for rank in range(3):
+        begin, end = bounds(AttentionSpec(), where.positions(rank), length, docs=packed)
+        for source in range(3):
+            local = to_local(where.shard(source), begin, end)
+            tiles = tiles_of(*local)
+            assert tiles is not None and len(tiles) <= 2 * len(docs or [1]) + 2, f"{rank} sees {source}: {tiles}"
+            assert (covered(tiles, where.shard_len, where.shard_len) == seen(*local, where.shard_len)[0]).all()
+
+
+def test_what_is_not_a_few_tiles_has_none() -> None:
+    t = np.arange(300)[None]
+    assert tiles_of(np.maximum(t - 4, 0), t + 1) is None, "a window"
+    assert tiles_of(np.concatenate([t * 0, t * 0]), np.concatenate([t + 1, t])) is None, "rows that differ"
+    lengths = [3] * 100
+    packed = bounds(AttentionSpec(), t[0], 300, docs=Docs.from_lengths(lengths))
+    assert tiles_of(*packed) is None and len(tiles_of(*packed, most=100) or ()) == 100, "many documents"
+
+
+def intervals_of(mask: str, T: int, device: str = "cpu") -> Intervals:
+    t = np.arange(T)
+    begin, end = {
+        "causal": (t * 0, t + 1),
+        "full": (t * 0, t * 0 + T),
+        "strict": (t * 0, t),
+        "docs": (t // 23 * 23, t + 1),
+        "prefix": (t * 0, np.maximum(t + 1, T // 4)),
+        "half": (t * 0, np.where(t < T // 2, 0, T // 3)),
+    }[mask]
+    host = begin[None].astype(np.int32), end[None].astype(np.int32)
+    return Intervals(*(torch.from_numpy(x).to(device) for x in host), tiles_of(*host), host)
+
+
+def run(
+    module: object, mask: str, shape: tuple[int, ...], dtype: torch.dtype, only_lse: bool = False
+) -> dict[str, tuple]:
+    """(found, expected) of the partial, of a merge into a carry, and of accumulated gradients, in a vendor's dtype."""
+    B, T, H, G, D, V = shape
+    device = "cpu" if module is sdpa_cpu else "cuda"
+    torch.manual_seed(T)
+    q, k, v, dout = (
+        torch.randn(s, device=device).to(dtype) for s in ((B, T, H, D), (B, T, G, D), (B, T, G, V), (B, T, H, V))
+    )
+    dout = dout * (not only_lse)
+    where, options = intervals_of(mask, T, device), {"scale": D**-0.5}
+    exact = [x.double() for x in (q, k, v, dout)]
+    truth = reference.attend(*exact[:3], where, **options)
+    found = module.attend(q, k, v, where, **options)  # type: ignore[attr-defined]
+    carry = Partial(torch.randn_like(found.out), torch.randn_like(found.lse))
+    again = module.attend(q, k, v, where, carry=carry, **options)  # type: ignore[attr-defined]
+    truth_again = reference.attend(*exact[:3], where, carry=Partial(*(x.double() for x in carry)), **options)
+    delta = (exact[3] * truth.out).sum(-1) - torch.randn(B, T, H, device=device)
+    delta[truth.lse == NEVER] = 0
+    grads = reference.attend_backward(*exact[:3], where, exact[3], truth.lse, delta, **options)
+    start = [torch.ones(x.shape, dtype=found.out.dtype, device=device) for x in (q, k, v)]
+    rows = (dout, truth.lse.to(found.lse.dtype), delta.to(found.lse.dtype))
+    given = module.attend_backward(
+        q, k, v, where, *rows, **options, **dict(zip(("dq", "dk", "dv"), start, strict=True))
+    )  # type: ignore[attr-defined]
+    real = truth.lse != NEVER
+    assert (found.lse[~real] == NEVER).all() and (found.out[~real] == 0).all()
+    named = {"out": (found.out, truth.out), "lse": (found.lse[real], truth.lse[real])}
+    named |= {"carried out": (again.out, truth_again.out), "carried lse": (again.lse, truth_again.lse)}
+    return named | {n: (a - 1, b) for n, a, b in zip(("dq", "dk", "dv"), given, grads, strict=True)}
+
+
+def errors(pairs: dict[str, tuple]) -> dict[str, float]:
+    """The largest error of each, over the largest value (at least one)."""
+    return {n: ((a.double() - b).abs().max() / b.abs().max().clamp(min=1)).item() for n, (a, b) in pairs.items()}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", [(2, 61, 4, 2, 32, 32), (1, 70, 6, 1, 40, 40), (1, 33, 2, 2, 64, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sdpa_cpu_equals_reference(mask: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for name, error in errors(run(sdpa_cpu, mask, shape, dtype)).items():
+        assert error < (2e-6 if dtype == torch.float32 else 1e-14), f"{mask} {shape}: {name} is off by {error}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sdpa_cpu_in_half_precision(dtype: torch.dtype) -> None:
+    for name, error in errors(run(sdpa_cpu, "prefix", (1, 64, 4, 2, 32, 32), dtype)).items():
+        assert error < 8 * torch.finfo(dtype).eps, f"{name} is off by {error}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_gradient_of_the_lse_alone_gets_through(dtype: torch.dtype) -> None:
+    """dout = 0: a vendor's own delta would be zero, and with it every gradient."""
+    pairs = run(sdpa_cpu, "causal", (1, 40, 2, 2, 32, 32), dtype, only_lse=True)
+    assert pairs["dq"][1].abs().max() > 0.1
+    for name in ("dq", "dk"):
+        error = errors(pairs)[name]
+        assert error < 8 * torch.finfo(dtype).eps, f"{dtype}: {name} is off by {error}"
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-6, 1.0, 1e3])
+def test_the_stand_in_has_the_wanted_rowsum(size: float) -> None:
+    torch.manual_seed(0)
+    dout = torch.randn(2, 5, 3, 64) * size
+    delta = torch.randn(2, 5, 3) * size
+    dout[:, 0], dout[:, 1], delta[:, 1] = 0, 0, 0
+    new, out = stand_in(dout, delta)
+    torch.testing.assert_close((new.double() * out).sum(-1), delta.double(), rtol=1e-6, atol=0)
+    assert out.isfinite().all() and torch.equal(new[:, 2:], dout[:, 2:]) and (new[:, 1] == 0).all()
+
+
+def test_the_same_call_twice_gives_the_same_bits() -> None:
+    a, b = (run(sdpa_cpu, "docs", (2, 61, 4, 2, 32, 32), torch.float32) for _ in range(2))
+    assert all(torch.equal(a[name][0], b[name][0]) for name in a)
+
+
+def test_tiles_that_are_not_known_are_refused_by_name() -> None:
+    x = torch.randn(1, 4, 1, 8)
+    where = intervals_of("causal", 4)
+    with pytest.raises(NotImplementedError, match=r"tiles_of.*the triton and tiled kernels run any intervals"):
+        sdpa_cpu.attend(x, x, x, where._replace(tiles=None), scale=1.0)
+    with pytest.raises(NotImplementedError, match="has no softcap"):
+        sdpa_cpu.attend(x, x, x, where, scale=1.0, softcap=5.0)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"device": "cpu"}, "not on cpu"),
+        ({"dtype": "float32"}, "not float32"),
+        ({"softcap": True}, "softcap"),
+        ({"tiles": False}, "rectangles"),
+        ({"head_dim": 36, "value_dim": 36}, "36"),
+        ({"head_dim": 264, "value_dim": 264}, "264"),
+        ({"arch": (7, 5)}, "7.5"),
+    ],
+    ids=str,
+)
+def test_vendors_refuse_by_name(name: str, change: dict, reason: str | None) -> None:
+    fits = {"device": "cuda", "dtype": "bfloat16", "head_dim": 128, "value_dim": 128, "heads": 8, "kv_heads": 2}
+    problem = kernels.Problem(**{**fits, "tiles": True, "arch": (9, 0), **change})
+    said = kernels.refusals(problem)[name]
+    assert said is None if reason is None else reason in str(said), f"{name}, {change}: {said}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_VENDORS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", [(2, 320, 8, 2, 128, 128), (1, 200, 4, 4, 64, 64), (1, 130, 4, 1, 192, 128)], ids=str)
+def test_gpu_vendor_equals_reference(name: str, mask: str, shape: tuple[int, ...]) -> None:
+    H, G, D, V = shape[2:]
+    arch = torch.cuda.get_device_capability()
+    problem = kernels.Problem("cuda", "bfloat16", D, V, H, G, tiles=True, arch=arch)
+    if (reason := kernels.refusals(problem)[name]) is not None:
+        pytest.skip(reason)
+    module = import_module(f"ringattn.kernels.vendor.{name}")
+    for what, error in errors(run(module, mask, shape, torch.bfloat16)).items():
+        assert error < 2e-2, f"{name} {mask} {shape}: {what} is off by {error}"
