@@ -71,7 +71,9 @@ def framework(x: Any) -> Any:
 
         return ringattn.torch.attention
     if "jax" in sys.modules and isinstance(x, sys.modules["jax"].Array):
-        raise NotImplementedError("the JAX backend is not part of this version; pass torch tensors")
+        import ringattn.jax
+
+        return ringattn.jax
     raise ValueError(f"expected a torch tensor or a jax array, got {type(x).__name__}")
 
 
@@ -127,9 +129,13 @@ def plan(
         heads=heads,
         head_dim=head_dim,
         value_dim=value_dim,
+        framework="jax" if is_jax_mesh(mesh) else "torch",
         axes=bind(best.ring, best.ulysses),
         device=device,
-        report=(*describe(options, hardware), *kernel_report(shape, spec, device, dtype, kernel, best.ulysses)),
+        report=(
+            *describe(options, hardware),
+            *kernel_report(shape, spec, device, dtype, kernel, best.ulysses, is_jax_mesh(mesh)),
+        ),
     )
 
 
@@ -137,6 +143,10 @@ def placed(mesh: Any) -> tuple[str, list[tuple[int, int]], Any]:
     """A mesh's device type, the (ring, ulysses) sizes it allows, and what turns the chosen sizes into axes."""
     if mesh is None:
         return default_device(), [(1, 1)], lambda ring, ulysses: (Solo("ring"), Solo("ulysses"))
+    if is_jax_mesh(mesh):
+        from ringattn.comms.jax import placed as placed_on_jax
+
+        return placed_on_jax(mesh)
     from ringattn.comms.mesh import axis, axis_names, axis_size, split
 
     names = axis_names(mesh)
@@ -158,6 +168,10 @@ def placed(mesh: Any) -> tuple[str, list[tuple[int, int]], Any]:
     return mesh.device_type, [sizes], lambda ring, ulysses: (axis(mesh, "ring"), axis(mesh, "ulysses"))
 
 
+def is_jax_mesh(mesh: Any) -> bool:
+    return "jax" in sys.modules and isinstance(mesh, sys.modules["jax"].sharding.Mesh)
+
+
 def default_device() -> str:
     """Where tensors of a plan without a mesh are made: the GPU if torch sees one."""
     torch = sys.modules.get("torch")
@@ -165,11 +179,19 @@ def default_device() -> str:
 
 
 def kernel_report(
-    shape: Shape | None, spec: AttentionSpec, device: str, dtype: str | None, kernel: str, ulysses: int
+    shape: Shape | None,
+    spec: AttentionSpec,
+    device: str,
+    dtype: str | None,
+    kernel: str,
+    ulysses: int,
+    jax: bool = False,
 ) -> list[str]:
     """Which kernel will run and why each other one will not; an unknown name is refused here."""
-    from ringattn import kernels
+    from ringattn import kernels as for_torch
+    from ringattn.kernels import pallas as for_jax
 
+    kernels: Any = for_jax if jax else for_torch
     if shape is None:
         if kernel not in ("auto", *(k.name for k in kernels.TABLE)):
             kernels.select(kernels.Problem(device, "float32", 64, 64, 1, 1), kernel)

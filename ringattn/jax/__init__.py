@@ -1,1 +1,6 @@
-"""Attention over devices in JAX; ringattn.torch has the same names."""
+"""The JAX side: `mesh = ringattn.jax.init_mesh(ring=4, ulysses=2)`, then the same public functions as everywhere."""
+
+from ringattn.comms.jax import init_mesh
+from ringattn.jax.attention import attention, local_attention
+
+__all__ = ["attention", "init_mesh", "local_attention"]

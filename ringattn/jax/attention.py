@@ -1,0 +1,214 @@
+"""`attention` on JAX arrays: check, then under shard_map: enter, the exchange, leave.
+
+    B batch   T tokens   H query heads   G key/value heads   D head dim   V value dim
+
+The exchange is one custom_vjp around the whole ring or gather: it keeps q, k, v, out and lse, and nothing else that
+grows with the sequence.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from ringattn.comms.axis import Solo
+from ringattn.comms.jax import MeshAxis
+from ringattn.jax import ulysses
+from ringattn.jax.check import check
+from ringattn.jax.gather import gather_backward, gather_forward
+from ringattn.jax.ring import ring_backward, ring_forward
+from ringattn.jax.sharding import sequence_axes
+from ringattn.jax.steps import Mask, local_positions, route_of, score_of, sight_of
+from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.pallas.varying import axes_of, vary
+from ringattn.kernels.partial import Partial
+from ringattn.planning import Plan
+from ringattn.spec import AttentionSpec, Docs
+
+Arrays = tuple[Array, Array, Array, Array | None]  # q, k, v, sinks
+Starts = tuple[Any, Any]  # of the documents, of the keys' documents: int32 [rows, n + 1], or None
+
+
+def bare_docs(aux: tuple[int, bool], leaves: tuple[Any]) -> Docs:
+    """Docs whose starts may be traced: nothing looks at their values."""
+    docs = object.__new__(Docs)
+    (docs.starts,), (docs.length, docs.padded) = leaves, aux
+    return docs
+
+
+# Documents may be arguments of a jitted function: where they start is then traced, how many there are is not.
+jax.tree_util.register_pytree_node(Docs, lambda docs: ((docs.starts,), (docs.length, docs.padded)), bare_docs)
+
+
+@dataclass(frozen=True)
+class Call:
+    """All of a call that is not an array."""
+
+    mask: Mask
+    docs_padded: bool = False
+    key_docs_padded: bool = False
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    plan: Plan | None = None,
+    *,
+    spec: AttentionSpec | None = None,
+    docs: Docs | None = None,
+    key_docs: Docs | None = None,
+    sinks: Array | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale * q k^T) v on global arrays in the plan's order (`Plan.shard`); inside shard_map, on local ones."""
+    if plan is None:
+        plan = single_device(q.shape[1], k.shape[1], jax.default_backend())
+    if plan.framework != "jax":
+        raise ValueError("the plan was made for a torch mesh, and q is a jax array; give plan() a mesh of jax devices")
+    solo = not isinstance(plan.ring_axis, MeshAxis)
+    if solo or set(sequence_axes(plan)) & set(jax.sharding.get_abstract_mesh().manual_axes):
+        return local_attention(
+            q, k, v, plan, spec=spec, docs=docs, key_docs=key_docs, sinks=sinks, return_lse=return_lse
+        )
+    spec = AttentionSpec() if spec is None else spec
+    whole = plan.tokens.padded_length, plan.keys.tokens.padded_length
+    check((q, k, v, sinks), plan, whole, spec, docs, key_docs)
+    mesh = plan.ring_axis.mesh
+    batch, heads = other_axes(q, mesh)
+    starts = tuple(None if d is None else jnp.asarray(d.starts, jnp.int32) for d in (docs, key_docs))
+    rows = tuple(batch if s is not None and s.shape[0] > 1 else None for s in starts)
+    out, lse = program(call_of(plan, spec, docs, key_docs), mesh, batch, heads, rows)((q, k, v, sinks), starts)
+    return (out, lse) if return_lse else out
+
+
+def local_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    plan: Plan,
+    *,
+    spec: AttentionSpec | None = None,
+    docs: Docs | None = None,
+    key_docs: Docs | None = None,
+    sinks: Array | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """The same on this device's tokens, for code that is already inside shard_map over the plan's axes."""
+    spec = AttentionSpec() if spec is None else spec
+    check((q, k, v, sinks), plan, (plan.local_len, plan.keys.local_len), spec, docs, key_docs)
+    starts = tuple(None if d is None else jnp.asarray(d.starts, jnp.int32) for d in (docs, key_docs))
+    out, lse = on_device(call_of(plan, spec, docs, key_docs), (q, k, v, sinks), starts)
+    return (out, lse) if return_lse else out
+
+
+@lru_cache(maxsize=256)
+def single_device(seq_len: int, key_len: int, backend: str) -> Plan:
+    """The plan of one device: the same function, no communication."""
+    device = {"gpu": "cuda"}.get(backend, backend)
+    return Plan(seq_len, key_len=key_len, framework="jax", axes=(Solo("ring"), Solo("ulysses")), device=device)
+
+
+def call_of(plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None) -> Call:
+    """Documents that are known now decide which hops are needed; traced ones do not."""
+    known = tuple(d if d is not None and isinstance(d.starts, np.ndarray) else None for d in (docs, key_docs))
+    if (docs is None) != (known[0] is None) or (key_docs is None) != (known[1] is None):
+        known = (None, None)
+    padded = docs is not None and docs.padded
+    return Call(Mask(plan, spec, *known), padded, padded if key_docs is None else key_docs.padded)
+
+
+def other_axes(q: Array, mesh: Mesh) -> tuple[Any, Any]:
+    """What cuts the batch and the heads: as q's type says where the mesh is explicit, else the data axis the batch."""
+    if AxisType.Explicit in mesh.axis_types:
+        spec = jax.typeof(q).sharding.spec
+        return spec[0], spec[2]
+    size = mesh.shape.get("data", 1)
+    if q.shape[0] % size:
+        raise ValueError(f"data={size} does not divide a batch of {q.shape[0]}; pad the batch, or make the mesh data=1")
+    return ("data" if "data" in mesh.axis_names else None), None
+
+
+@lru_cache(maxsize=128)
+def program(call: Call, mesh: Mesh, batch: Any, heads: Any, rows: tuple[Any, Any]) -> Any:
+    """(q, k, v, sinks), starts -> out, lse on global arrays."""
+    tokens = P(batch, sequence_axes(call.mask.plan), heads)
+    specs = ((tokens, tokens, tokens, P(heads)), tuple(P(r) for r in rows))
+    return jax.jit(jax.shard_map(partial(on_device, call), mesh=mesh, in_specs=specs, out_specs=(tokens, tokens)))
+
+
+def on_device(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
+    """One device's part: its tokens in, its tokens' (out, lse) back."""
+    plan, axis = call.mask.plan, call.mask.plan.ulysses_axis
+    q, k, v, sinks = vary(arrays, axes_of(arrays, starts, jnp.int32(plan.ring_axis.rank), jnp.int32(axis.rank)))
+    real = real_tokens(plan, starts[0], call.docs_padded)
+    same_keys = plan.keys is plan and starts[1] is None
+    real_keys = real if same_keys else real_tokens(plan.keys, starts[1], call.key_docs_padded)
+    q, k, v = ulysses.enter(q, k, v, axis, real, real_keys)
+    if sinks is not None:
+        mine = sinks.shape[0] // plan.ulysses
+        sinks = lax.dynamic_slice_in_dim(sinks, axis.rank * mine, mine)
+    out, lse = exchange(call, (q, k, v, sinks), starts)
+    return ulysses.leave(out, lse, axis, real)
+
+
+def real_tokens(plan: Plan, starts: Any, docs_padded: bool) -> ulysses.Real:
+    """Which of this device's tokens are real, [1 or rows, T_local]; None when all of them are, on all devices."""
+    if not (plan.padded or docs_padded):
+        return None
+    limit = jnp.int32(plan.seq_len) if starts is None else jnp.minimum(plan.seq_len, starts[:, -1:])
+    return local_positions(plan)[None] < limit
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def exchange(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
+    """Attention of a ring shard's queries over the keys of the whole ring: (out in q's dtype, lse)."""
+    q, k, v, sinks = arrays
+    mask, axis = call.mask, call.mask.plan.ring_axis
+    score, sight = score_of(q, k, v, mask.spec, mask.plan), sight_of(mask, *starts)
+    start = None if sinks is None else sink_partial(q, sinks, v.shape[-1])
+    if mask.plan.strategy == "gather":
+        part = gather_forward(q, k, v, axis, sight, score, start)
+    else:
+        part = ring_forward(q, k, v, axis, route_of(mask), sight, score, start)
+    return part.out.astype(q.dtype), part.lse
+
+
+def exchange_fwd(call: Call, arrays: Arrays, starts: Starts) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+    out, lse = exchange(call, arrays, starts)
+    return (out, lse), (arrays, starts, out, lse)
+
+
+def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array]) -> tuple[Arrays, None]:
+    """Gradients in the dtypes of their inputs, added up in float32 on the way."""
+    (q, k, v, sinks), starts, out, lse = saved
+    dout, dlse = given
+    mask, axis = call.mask, call.mask.plan.ring_axis
+    score, sight = score_of(q, k, v, mask.spec, mask.plan), sight_of(mask, *starts)
+    delta = (dout.astype(lse.dtype) * out).sum(-1) - dlse
+    if mask.plan.strategy == "gather":
+        grads = gather_backward(q, k, v, axis, sight, score, (dout, lse, delta))
+    else:
+        grads = ring_backward(q, k, v, axis, route_of(mask), sight, score, (dout, lse, delta))
+    dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+    return (dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)), None
+
+
+exchange.defvjp(exchange_fwd, exchange_bwd)
+
+
+def sink_partial(q: Array, sinks: Array, value_dim: int) -> Partial:
+    """What every query has seen before its first key: the sink's logit, and a value of zero."""
+    out = jnp.zeros((*q.shape[:3], value_dim), accumulator(q))
+    return Partial(out, jnp.broadcast_to(sinks.astype(out.dtype), q.shape[:3]))
+
+
+def sink_gradient(sinks: Array, lse: Array, delta: Array) -> Array:
+    """d loss / d sink = -sum over the rows of exp(sink - lse) * delta: the sink is a key whose value is zero."""
+    return -(jnp.exp(sinks.astype(lse.dtype) - lse) * delta).sum((0, 1)).astype(sinks.dtype)

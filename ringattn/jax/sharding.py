@@ -1,0 +1,80 @@
+"""A sequence in the plan's order, spread over the mesh, and back. All of it is reshapes: no array of indices is made."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringattn.layout import Layout
+from ringattn.planning import Plan
+
+
+def shard(x: Array, plan: Plan, dim: int = 1) -> Array:
+    """The global array `x`, whose dim `dim` is the sequence: padded with zeros, in the plan's order, over the mesh."""
+    dim = dim % x.ndim
+    if x.shape[dim] != plan.seq_len:
+        already = plan.tokens.padded_length != plan.seq_len and x.shape[dim] == plan.tokens.padded_length
+        hint = "it is already sharded" if already else f"use plan.for_length({x.shape[dim]})"
+        raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, the plan is for {plan.seq_len}; {hint}")
+    pad = plan.tokens.padded_length - plan.seq_len
+    x = jnp.pad(x, [(0, pad if i == dim else 0) for i in range(x.ndim)]) if pad else x
+    return placed(permuted(x, plan.tokens, dim), plan, dim)
+
+
+def unshard(x: Array, plan: Plan, dim: int = 1) -> Array:
+    """The sequence in its own order, padding removed: the inverse of `shard`; differentiable."""
+    dim = dim % x.ndim
+    if x.shape[dim] != plan.tokens.padded_length:
+        raise ValueError(
+            f"dim {dim} of x has {x.shape[dim]} tokens, a sharded array of this plan {plan.tokens.padded_length} ({plan})"
+        )
+    whole = restored(x, plan.tokens, dim)
+    return jax.lax.slice_in_dim(whole, 0, plan.seq_len, axis=dim)
+
+
+def positions(plan: Plan) -> Array:
+    """The global positions of all tokens in the plan's order, over the mesh; those from `seq_len` on are padding."""
+    at = jnp.arange(plan.tokens.padded_length, dtype=jnp.int32)
+    return placed(permuted(at, plan.tokens, 0), plan, 0)
+
+
+def sequence_axes(plan: Plan) -> tuple[str, ...]:
+    """The mesh axes that cut the sequence, ring outside."""
+    return tuple(axis.name for axis in (plan.ring_axis, plan.ulysses_axis) if axis.name in axis.mesh.axis_names)
+
+
+def placed(x: Array, plan: Plan, dim: int) -> Array:
+    """`x` with its sequence over ring and ulysses, and its first dim over the mesh's data axis where that divides."""
+    mesh = plan.ring_axis.mesh
+    parts: list[Any] = [None] * x.ndim
+    parts[dim] = sequence_axes(plan)
+    if dim and x.shape[0] % mesh.shape.get("data", 1) == 0 and "data" in mesh.axis_names:
+        parts[0] = "data"
+    return jax.device_put(x, NamedSharding(mesh, P(*parts)))
+
+
+def permuted(x: Array, layout: Layout, dim: int) -> Array:
+    """`x[layout.order()]` along `dim`."""
+    return rearranged(x, layout, dim, back=False)
+
+
+def restored(x: Array, layout: Layout, dim: int) -> Array:
+    """The inverse of `permuted`."""
+    return rearranged(x, layout, dim, back=True)
+
+
+def rearranged(x: Array, layout: Layout, dim: int, back: bool) -> Array:
+    """Striped is a transpose, zigzag a permutation of 2 x ring blocks."""
+    ring, before, after = layout.ring, x.shape[:dim], x.shape[dim + 1 :]
+    if ring == 1 or layout.name == "contiguous":
+        return x
+    if layout.name == "striped":
+        grid = (ring, layout.shard_len) if back else (layout.shard_len, ring)
+        return x.reshape(*before, *grid, *after).swapaxes(dim, dim + 1).reshape(x.shape)
+    order = np.array([block for r in range(ring) for block in (r, 2 * ring - 1 - r)])
+    order = np.argsort(order) if back else order
+    return jnp.take(x.reshape(*before, 2 * ring, -1, *after), order, axis=dim).reshape(x.shape)
