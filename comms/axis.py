@@ -49,8 +49,7 @@ class Axis(Protocol):
     def rotate(self, tensors: Sequence[Any], shift: int = 1, send: bool = True, recv: bool = True) -> Pending:
         """Send to rank + shift what rank - shift sends here; the handle gives what arrived (None if not `recv`).
 
-        Every rank calls it, also one that only sends, only receives, or does neither: then the tensors are just the
-        shapes and dtypes of what others move.
+        A rank that only receives also hands over tensors: what arrives has their shapes and dtypes.
         """
 
     def all_to_all(self, x: Any, split: int, join: int) -> Pending:
@@ -65,7 +64,7 @@ class Axis(Protocol):
     def exclusive_scan(
         self, state: Sequence[Any], combine: Callable[..., Sequence[Any]], reverse: bool = False
     ) -> Pending:
-        """The states of all earlier ranks, combined in order (in reverse: of all later ones); None where there are none."""
+        """The states of all earlier ranks, combined in order (in reverse: of all later ones); None if there are none."""
 
     def exchange_words(self, words: Any) -> list[Any]:
         """Every rank's small Python value, in rank order. Blocks: for checks, not for data."""

@@ -9,6 +9,7 @@ while it was in flight is an AssertionError here instead of silent corruption on
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -51,13 +52,13 @@ class Board:
 class Letters:
     """Copies on their way; `wait` takes what arrived and checks that nobody wrote to what was sent."""
 
-    def __init__(self, axis: "LocalAxis", sources: Sequence[int], key: tuple[Any, ...], sent: Sequence[Tensor]):
-        self.axis, self.sources, self.key = axis, sources, key
+    def __init__(self, axis: "LocalAxis", keys: Sequence[tuple[Any, ...]], sent: Sequence[Tensor]):
+        self.axis, self.keys = axis, keys
         self.sent = [(t, version(t)) for t in sent]
 
     def wait(self) -> list[Any]:
         self.axis.open -= 1
-        arrived = [self.axis.board.take((*self.key, source, self.axis.rank)) for source in self.sources]
+        arrived = [self.axis.board.take(key) for key in self.keys]
         assert all(version(t) == before for t, before in self.sent), "a buffer was written while it was in flight"
         return arrived
 
@@ -74,20 +75,25 @@ class LocalAxis:
     def __init__(self, board: Board, name: str, group: tuple[Any, ...], size: int, rank: int):
         self.board, self.name, self.group, self.size, self.rank = board, name, group, size, rank
         self.sent = 0
-        self.calls = 0
+        self.counts: Counter[tuple[str, int, int]] = (
+            Counter()
+        )  # letters so far from one rank to another: they keep order
         self.open = 0  # transfers that nobody has waited for yet
 
     def swap(self, letters: dict[int, Any], sources: Sequence[int]) -> Letters:
         """Post one letter a destination; the handle gives those of the sources."""
-        self.calls += 1
         self.open += 1
-        key = (self.name, self.group, self.calls)
         tensors = [t for letter in letters.values() for t in leaves(letter)]
         for destination, letter in letters.items():
             if destination != self.rank:
                 self.sent += sum(t.nbytes for t in leaves(letter))
-            self.board.put((*key, self.rank, destination), copied(letter))
-        return Letters(self, sources, key, tensors)
+            self.board.put(self.address(self.rank, destination, "out"), copied(letter))
+        return Letters(self, [self.address(source, self.rank, "in") for source in sources], tensors)
+
+    def address(self, source: int, destination: int, way: str) -> tuple[Any, ...]:
+        """The next letter from one rank to another, as the sender and the receiver both number it."""
+        self.counts[way, source, destination] += 1
+        return self.name, self.group, source, destination, self.counts[way, source, destination]
 
     def rotate(self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True) -> Pending:
         there, here = (self.rank + shift) % self.size, (self.rank - shift) % self.size
@@ -142,7 +148,7 @@ class LocalMesh:
         self.coordinates: dict[str, int] = {}
         for name in reversed(sizes):
             rank, self.coordinates[name] = divmod(rank, sizes[name])
-        self.made: dict[Any, Any] = {}  # one object an axis: its count of calls is the address of its letters
+        self.made: dict[Any, Any] = {}  # one object an axis: it counts the letters
 
     def axis(self, name: str) -> Any:
         if name not in self.made:

@@ -86,6 +86,8 @@ class Docs:
 
     @classmethod
     def _from_rows(cls, rows: list[np.ndarray], pad_to: int | None) -> "Docs":
+        if not rows or any(len(row) < 2 for row in rows):
+            raise ValueError("no documents: every row needs at least one length (0 for an empty document)")
         totals = [int(row[-1]) for row in rows]
         length = totals[0] if pad_to is None else int(pad_to)
         if pad_to is None and len(set(totals)) > 1:

@@ -1,0 +1,127 @@
+"""Axes move what they say, in rank order; nothing in flight is written; every transfer is waited for."""
+
+import pytest
+import torch
+
+from ringattn.comms.axis import Axis, Solo
+from ringattn.comms.local import run
+from ringattn.comms.mesh import axis, init_mesh
+from ringattn.launch.processes import run as run_processes
+
+
+def exercise(a: Axis) -> None:
+    """Every operation of an axis against what it promises."""
+    n, r = a.size, a.rank
+    mine = torch.full((2, 3), float(r))
+    for shift in (1, -1, 2, n):
+        (got,) = a.rotate([mine], shift).wait()
+        assert got.eq((r - shift) % n).all()
+    # only the even ranks send to their neighbour
+    got = a.rotate([mine], 1, send=r % 2 == 0, recv=(r - 1) % n % 2 == 0).wait()
+    assert (got is None) == ((r - 1) % n % 2 == 1) and (got is None or got[0].eq((r - 1) % n).all())
+    x = torch.arange(2 * 2 * n * 3.0).reshape(2, 2 * n, 3) + 1000 * r
+    swapped = a.all_to_all(x, 1, 2).wait()
+    expected = [torch.arange(2 * 2 * n * 3.0).reshape(2, 2 * n, 3)[:, 2 * r : 2 * r + 2] + 1000 * s for s in range(n)]
+    assert torch.equal(swapped, torch.cat(expected, 2))
+    assert torch.equal(a.all_to_all(swapped, 2, 1).wait(), x)
+    assert torch.equal(a.all_gather(mine, 1).wait(), torch.cat([torch.full((2, 3), float(s)) for s in range(n)], 1))
+    total = a.reduce_scatter(torch.arange(2 * n * 2.0).reshape(2, 2 * n) * (r + 1), 1).wait()
+    assert torch.equal(total, torch.arange(2 * n * 2.0).reshape(2, 2 * n)[:, 2 * r : 2 * r + 2] * n * (n + 1) / 2)
+    assert a.exchange_words({"rank": r}) == [{"rank": s} for s in range(n)]
+    for reverse in (False, True):
+        before = a.exclusive_scan([affine(r)], compose, reverse).wait()
+        ranks = range(n - 1, r, -1) if reverse else range(r)
+        expected = None
+        for s in ranks:
+            one = [affine(s)]
+            expected = one if expected is None else compose(one, expected) if reverse else compose(expected, one)
+        assert (before is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(before[0], expected[0])
+
+
+def affine(r: int) -> torch.Tensor:
+    return torch.tensor([[1.0, r + 1.0], [0.5 * r, 2.0]])
+
+
+def compose(earlier, later):
+    """Matrix products: associative and not commutative."""
+    return [later[0] @ earlier[0]]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_threads(size):
+    run(lambda mesh: exercise(axis(mesh, "ring")), ring=size)
+
+
+def over_gloo() -> None:
+    exercise(axis(init_mesh(ring=4, device_type="cpu"), "ring"))
+
+
+def test_gloo_processes():
+    run_processes(over_gloo, 4)
+
+
+def test_an_axis_of_one_rank_gives_back_what_it_got():
+    a, x = Solo("ring"), torch.randn(2, 4)
+    assert a.rotate([x]).wait()[0] is x and a.all_to_all(x, 0, 1).wait() is x and a.all_gather(x).wait() is x
+    assert a.reduce_scatter(x).wait() is x and a.exclusive_scan([x], compose).wait() is None
+    assert a.exchange_words(3) == [3]
+
+
+def test_writing_to_a_buffer_in_flight_is_caught():
+    def one(mesh):
+        x = torch.zeros(3)
+        pending = axis(mesh, "ring").rotate([x])
+        x.add_(1)
+        pending.wait()
+
+    with pytest.raises(AssertionError, match="written while it was in flight"):
+        run(one, ring=2)
+
+
+def test_a_transfer_nobody_waits_for_is_caught():
+    with pytest.raises(AssertionError, match="never waited for"):
+        run(lambda mesh: axis(mesh, "ring").rotate([torch.zeros(3)]), ring=2)
+
+
+def test_one_failed_rank_ends_all_with_its_error():
+    def one(mesh):
+        if mesh.rank == 1:
+            raise KeyError("lost")
+        axis(mesh, "ring").rotate([torch.zeros(3)]).wait()
+
+    with pytest.raises(KeyError, match="lost"):
+        run(one, ring=3)
+
+
+def test_axes_of_a_two_dimensional_mesh_are_independent():
+    def one(mesh):
+        ring, ulysses = axis(mesh, "ring"), axis(mesh, "ulysses")
+        x = torch.tensor([10.0 * ring.rank + ulysses.rank])
+        return ring.all_gather(x).wait().tolist(), ulysses.all_gather(x).wait().tolist()
+
+    results = run(one, ring=2, ulysses=3)
+    assert results[4] == ([1.0, 11.0], [10.0, 11.0, 12.0])  # rank 4 is ring 1, ulysses 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"ring": 0}, "ring=0: the number of ranks along ring"),
+        ({"ring": 2.5}, "ring=2.5"),
+        ({"sequence": 4, "ring": 2}, "leave out ring=2"),
+    ],
+)
+def test_an_impossible_mesh_is_refused(sizes, says):
+    with pytest.raises(ValueError, match=says):
+        init_mesh(**sizes)
+
+
+def too_many() -> None:
+    init_mesh(ring=3, ulysses=2, device_type="cpu")
+
+
+def test_a_mesh_of_another_size_than_the_ranks_says_both_numbers():
+    with pytest.raises(Exception, match=r"ring=3 x ulysses=2 needs 6 ranks, and 2 were started"):
+        run_processes(too_many, 2)

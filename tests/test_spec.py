@@ -1,0 +1,81 @@
+"""A mask is an interval: bounds say exactly what the words of the spec say, and both ends never decrease."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringattn.spec import AttentionSpec, Docs, bounds
+
+
+def allowed(spec, row, T):
+    """[T, T] straight from the words."""
+    i, j = np.mgrid[:T, :T]
+    doc = np.repeat(np.arange(len(row)), row)
+    doc = np.pad(doc, (0, T - len(doc)), constant_values=-1)
+    seen = (doc[:, None] == doc) & (doc[:, None] >= 0)
+    seen &= (j <= i) if spec.causal else True
+    return seen & (i - j < spec.window) if spec.window else seen
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=3),
+    pad=st.integers(0, 5),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 12),
+)
+def test_bounds_are_the_mask_and_never_decrease(rows, pad, causal, window):
+    T = max(sum(r) for r in rows) + pad
+    if T == 0:
+        return
+    spec = AttentionSpec(causal, window if causal else None)
+    begin, end = bounds(spec, np.arange(T), T, docs=Docs.from_lengths(rows, pad_to=T))
+    assert (np.diff(begin) >= 0).all() and (np.diff(end) >= 0).all() and (begin <= end).all()
+    j = np.arange(T)
+    for row, b, e in zip(rows, begin, end, strict=True):
+        np.testing.assert_array_equal((b[:, None] <= j) & (j < e[:, None]), allowed(spec, row, T))
+
+
+def test_padding_past_the_sequence_sees_nothing():
+    begin, end = bounds(AttentionSpec(), np.arange(12), 9)
+    assert (begin[0, 9:] == end[0, 9:]).all() and (np.diff(end[0]) >= 0).all()
+
+
+def test_an_offset_places_queries_behind_cached_keys():
+    begin, end = bounds(AttentionSpec(window=4), np.arange(3), 3, key_len=10, offset=7)
+    assert begin.tolist() == [[4, 5, 6]] and end.tolist() == [[8, 9, 10]]
+
+
+def test_docs_from_lengths_and_cu_seqlens_are_equal_and_hash_alike():
+    a, b = Docs.from_lengths([3, 0, 5]), Docs.from_cu_seqlens(np.array([0, 3, 3, 8]))
+    assert a == b and hash(a) == hash(b) and a != Docs.from_lengths([3, 5, 0]) and "3 documents" in repr(a)
+    assert not a.padded and Docs.from_lengths([3], pad_to=4).padded
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: AttentionSpec(window=0), "window=0: the number of keys a query sees, at least 1"),
+        (lambda: AttentionSpec(window=-3), "window=-3"),
+        (lambda: AttentionSpec(window=2.5), "window=2.5"),
+        (lambda: AttentionSpec(causal=False, window=4), "use causal=True, or window=None"),
+        (lambda: AttentionSpec(scale=float("nan")), "scale=nan: must be a finite number above 0"),
+        (lambda: AttentionSpec(scale=-1.0), "scale=-1.0"),
+        (lambda: AttentionSpec(softcap=0.0), "softcap=0.0"),
+        (lambda: Docs.from_lengths([3, -1]), r"at least 0, got \[3, -1\]"),
+        (lambda: Docs.from_lengths([9], pad_to=8), "9 tokens do not fit in pad_to=8"),
+        (lambda: Docs.from_lengths([[3], [4]]), r"add up to \[3, 4\].*say pad_to=4"),
+        (lambda: Docs.from_lengths([]), "no documents"),
+        (lambda: Docs.from_cu_seqlens([1, 4]), "must begin with 0"),
+        (lambda: Docs.from_cu_seqlens([0, 4, 3]), "never decrease"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_numbers(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+def test_a_spec_is_frozen_and_hashable():
+    assert {AttentionSpec(): 1}[AttentionSpec()] == 1
+    with pytest.raises(AttributeError):
+        AttentionSpec().window = 3
