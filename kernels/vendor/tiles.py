@@ -108,15 +108,16 @@ def merge_rows(total: Partial, rows: slice, part: Partial) -> None:
 def stand_in(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """(dout, out) with rowsum(dout * out) = delta: out = dout * delta / |dout|^2, the shortest such row.
 
-    A row whose dout vanishes although its delta does not (only the lse was differentiated) gets a dout that is too
-    small to matter beside delta: 2^-42 of it in float32 and bfloat16; 2^-14 in float16, whose exponents end there.
+    A row whose dout vanishes although its delta does not (only the lse was differentiated) gets another dout, too
+    small to matter beside delta: 2^-30 of it (2^-60 in float64; 2^-14 in float16, whose exponents end there).
     """
-    tiny = torch.finfo(dout.dtype).tiny ** (1.0 if dout.dtype == torch.float16 else 1 / 3)
-    floor = delta.abs() * tiny
+    tiny = {torch.float64: 2.0**-60, torch.float16: 2.0**-14}.get(dout.dtype, 2.0**-30)
     norm = torch.linalg.vector_norm(dout, dim=-1, dtype=delta.dtype)
-    lift = torch.where(norm < floor, floor, torch.zeros_like(floor))
-    dout = torch.cat([dout[..., :1] + lift[..., None].to(dout.dtype), dout[..., 1:]], -1)
-    norm = torch.linalg.vector_norm(dout, dim=-1, dtype=delta.dtype)
+    least = (delta.abs() * tiny).to(dout.dtype)
+    small = norm < least
+    dout = dout.masked_fill(small[..., None], 0)
+    dout[..., 0] += torch.where(small, least, torch.zeros_like(least))
+    norm = torch.where(small, least.to(norm.dtype), norm)
     factor = torch.where(norm > 0, delta / norm / norm, torch.zeros_like(norm))
     out = torch.mul(dout, factor[..., None], out=torch.empty_like(dout))
     return dout, out
