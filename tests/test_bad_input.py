@@ -1,0 +1,195 @@
+"""A wrong call is a ValueError with the numbers and the remedy, on every rank alike, before anything is sent."""
+
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn.comms.local import run
+
+FULL = ra.AttentionSpec(causal=False)
+
+
+def tensors(T=16, H=4, G=2, D=8, B=2):
+    return [torch.randn(B, T, h, D) for h in (H, G, G)]
+
+
+def call(change=lambda q, k, v: (q, k, v), plan=None, ring=2, ulysses=2, **given):
+    """One call on four ranks with changed tensors; every rank must raise the same ValueError. Returns its text."""
+    said = []
+
+    def one(mesh):
+        made = ra.plan(mesh, seq_len=64, **(plan or {}))
+        sent = made.ring_axis.sent if made.ring > 1 else 0
+        try:
+            ra.attention(*change(*tensors()), made, **given)
+        except ValueError as error:
+            said.append(str(error))
+            assert made.ring == 1 or made.ring_axis.sent == sent, "something was sent before the error"
+        ra.attention(*tensors(), made)  # nothing is half done: the next call works
+
+    run(one, ring=ring, ulysses=ulysses)
+    assert len(said) == 4, f"{len(said)} of 4 ranks raised"
+    assert len(set(said)) == 1, said
+    return said[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "says"),
+    [
+        (lambda q, k, v: (q, k[:, :, :1].repeat(1, 1, 3, 1), v[:, :, :1].repeat(1, 1, 3, 1)), {},
+         "3 key heads do not divide 4 query heads"),
+        (lambda q, k, v: (q[:, :, :3], k[:, :, :1], v[:, :, :1]), {},
+         "ulysses=2 does not divide 3 query heads; use ulysses=1, ring=4"),
+        (lambda q, k, v: (q, k[..., :6], v), {}, "head dims differ: q 8, k 6; only v may have another"),
+        (lambda q, k, v: (q, k.half(), v), {}, "q is torch.float32, k is torch.float16"),
+        (lambda q, k, v: (q.int(), k.int(), v.int()), {}, "attention takes float16, bfloat16, float32 or float64"),
+        (lambda q, k, v: (q, k, v.to("meta")), {}, "v is on meta; put all three on one device"),
+        (lambda q, k, v: (q[0], k[0], v[0]), {}, r"expected 4 dims \[batch, tokens, heads, head_dim\]"),
+        (lambda q, k, v: (q, k[:1], v[:1]), {}, "batch sizes differ: q 2, k 1, v 1"),
+        (lambda q, k, v: (q, k, v[:, :8]), {}, "k has 16 tokens x 2 heads, v 8 x 2"),
+        (lambda q, k, v: (q[:, :15], k, v), {}, r"q has 15 tokens, a rank of this plan holds 16 .*plan.for_length"),
+        (lambda q, k, v: [x.repeat(1, 4, 1, 1) for x in (q, k, v)], {}, r"q has 64 tokens.* pass plan.shard\(x\)"),
+        (lambda *x: x, {"docs": ra.Docs.from_lengths([30, 30])},
+         r"docs: document lengths add up to 60, the sequence has 64 tokens; .*pad_to=64"),
+        (lambda *x: x, {"docs": ra.Docs.from_lengths([[64]] * 3)}, "3 rows, the batch has 2; give 1 row or 2"),
+        (lambda *x: x, {"key_docs": ra.Docs.from_lengths([64])}, "key_docs needs docs"),
+        (lambda *x: x, {"sinks": torch.zeros(3)}, r"sinks has shape \(3,\).*expected one float a query head, \(4,\)"),
+        (lambda *x: x, {"dropout": 0.1}, "dropout: attention dropout is not supported"),
+        (lambda *x: x, {"alibi_slopes": 1, "bias": 2}, "alibi_slopes: ALiBi is not supported.*bias: an additive bias"),
+        (lambda *x: x, {"causal": True}, r"causal: say spec=AttentionSpec\(causal=...\)"),
+        (lambda *x: x, {"temprature": 2}, "temprature: attention has no such argument"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_is_refused_on_all_ranks_alike(change, given, says):
+    import re
+
+    found = call(change, **given)
+    assert re.search(says, found), found
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        ({"key_len": 40}, "causal=True with 64 queries and 40 keys"),
+        ({"heads": (8, 2)}, r"q and k have 4 and 2 heads, the plan was made for heads=\(8, 2\)"),
+        ({"head_dim": 16}, "q has head dim 8, the plan was made for head_dim=16"),
+        ({"value_dim": 16}, "v has head dim 8, the plan was made for value_dim=16"),
+    ],
+)
+def test_a_call_that_is_not_the_plans_is_refused(plan, says):
+    def one(mesh):
+        made = ra.plan(mesh, seq_len=64, **plan)
+        q, k, v = tensors()
+        keys = made.keys.local_len
+        with pytest.raises(ValueError, match=says):
+            ra.attention(q, k[:, :keys], v[:, :keys], made)
+
+    run(one, ring=4)
+
+
+def test_only_one_rank_is_wrong_and_all_say_which():
+    said = []
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=64)
+        q, k, v = tensors()
+        try:
+            ra.attention(q, k[..., :6] if mesh.rank == 3 else k, v, plan)
+        except ValueError as error:
+            said.append(str(error))
+
+    run(one, ring=2, ulysses=2)
+    assert said == ["head dims differ: q 8, k 6; only v may have another (on ring rank 1 ulysses rank 1)"] * 4
+
+
+@pytest.mark.parametrize(
+    ("differ", "field"),
+    [
+        (lambda rank, mesh: ({"plan": ra.plan(mesh, seq_len=64, layout=("zigzag", "striped")[rank % 2])}, 2), "plan"),
+        (lambda rank, mesh: ({"spec": ra.AttentionSpec(window=8 + rank // 2)}, 2), "spec"),
+        (lambda rank, mesh: ({"docs": ra.Docs.from_lengths([32, 32] if rank else [30, 34])}, 2), "docs"),
+        (lambda rank, mesh: ({}, 2 + rank // 3), "q"),
+    ],
+    ids=["plan", "spec", "docs", "shape"],
+)
+def test_ranks_that_differ_are_named_with_the_field(differ, field):
+    said = []
+
+    def one(mesh):
+        given, batch = differ(mesh.rank, mesh)
+        plan = given.pop("plan", None) or ra.plan(mesh, seq_len=64)
+        with pytest.raises(ValueError) as error:
+            ra.attention(*tensors(B=batch), plan, **given)
+        said.append(str(error.value))
+
+    run(one, ring=4)
+    assert len(set(said)) == 1 and f"{field}: ring rank 0 has" in said[0] and "ring rank 3" in said[0], said[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"seq_len": 0}, "seq_len=0: a whole number of tokens"),
+        ({"seq_len": 12.5}, "seq_len=12.5"),
+        ({"strategy": "rinf"}, "strategy='rinf': choose one of auto, ring, gather, ulysses"),
+        ({"layout": "zigzack"}, "layout='zigzack': choose one of auto, contiguous, striped, zigzag"),
+        ({"kernel": "flashy"}, "kernel='flashy': choose one of auto"),
+        ({"heads": (12, 5)}, "5 key heads do not divide 12 query heads"),
+        ({"heads": (6, 6)}, "ulysses=4 does not divide 6 query heads; use ulysses=2, ring=4"),
+        ({"strategy": "ulysses"}, r"the mesh has ring=2; use init_mesh\(ulysses=8\)"),
+    ],
+)
+def test_an_impossible_plan_is_refused(given, says):
+    def one(mesh):
+        with pytest.raises(ValueError, match=says):
+            ra.plan(mesh, **{"seq_len": 64, **given})
+
+    run(one, ring=2, ulysses=4)
+
+
+def test_a_mesh_without_the_needed_axes_names_those_it_has():
+    def one(mesh):
+        with pytest.raises(ValueError, match=r"the mesh has axes \('data', 'tensor'\); a plan needs 'ring'"):
+            ra.plan(mesh, seq_len=64)
+
+    run(one, data=2, tensor=2)
+
+
+def test_a_plan_without_a_mesh_cannot_run_on_many_ranks():
+    from ringattn.planning import Plan
+
+    with pytest.raises(ValueError, match=r"no mesh to run on; make it with ringattn.plan\(mesh"):
+        ra.attention(*tensors(), Plan(64, ring=4))
+
+
+def test_what_is_not_a_tensor_is_refused():
+    with pytest.raises(ValueError, match="expected a torch tensor or a jax array, got list"):
+        ra.attention([1.0], [1.0], [1.0])
+
+
+def test_unshard_and_shard_say_what_they_expected():
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=64)
+        with pytest.raises(ValueError, match="has 16 tokens, the plan is for 64; it is already sharded"):
+            plan.shard(torch.zeros(1, 16))
+        with pytest.raises(ValueError, match=r"has 60 tokens, the plan is for 64; use plan.for_length\(60\)"):
+            plan.shard(torch.zeros(1, 60))
+        with pytest.raises(ValueError, match="has 64 tokens; a rank of this plan holds 16"):
+            plan.unshard(torch.zeros(1, 64))
+
+    run(one, ring=4)
+
+
+def test_empty_documents_and_fully_padded_ranks_give_zeros():
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=5, layout="contiguous")
+        q, k, v = (x.requires_grad_() for x in tensors(T=plan.local_len))
+        docs = ra.Docs.from_lengths([0, 3, 0], pad_to=5)
+        out, lse = ra.attention(q, k, v, plan, docs=docs, return_lse=True)
+        out.sum().backward()
+        padding = plan.positions() >= 3
+        assert out[:, padding].eq(0).all() and lse[:, padding].eq(float("-inf")).all()
+        assert all(x.grad[:, padding].eq(0).all() for x in (q, k, v))
+        return out[:, ~padding].isfinite().all()
+
+    assert all(run(one, ring=8))
