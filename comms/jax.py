@@ -1,7 +1,7 @@
 """Axes of a JAX mesh, as seen by the one program that all devices run inside shard_map.
 
-XLA starts a transfer early and finishes it late by itself, so handles have nothing to wait for; what order it may choose
-is said with `jax.lax.optimization_barrier` where the loop is written.
+XLA starts a transfer early and finishes it late by itself, so handles have nothing to wait for; which orders it may
+choose from is said with `jax.lax.optimization_barrier` where the loop is written.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class MeshAxis:
         return lax.axis_index(self.name) if self.size > 1 else 0
 
     def rotate(self, tensors: Sequence[Any], shift: int = 1, senders: Sequence[int] | None = None) -> Done:
-        """Send to rank + shift what rank - shift sends here. Who gets nothing, its sender not being named, gets zeros."""
+        """Send to rank + shift what rank - shift sends here; zeros arrive from ranks that are not among the senders."""
         ranks = range(self.size) if senders is None else senders
         pairs = [(r, (r + shift) % self.size) for r in ranks]
         return Done(tuple(lax.ppermute(x, self.name, pairs) for x in tensors))

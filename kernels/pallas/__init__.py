@@ -1,4 +1,4 @@
-"""The implementations of `attend` for JAX arrays, and which of them serves a problem. Nothing is imported until asked."""
+"""The implementations of `attend` for JAX arrays, and which of them serves a problem."""
 
 from ringattn.kernels import Kernel, Problem
 

@@ -1,4 +1,4 @@
-"""A sequence in the plan's order, spread over the mesh, and back. All of it is reshapes: no array of indices is made."""
+"""A sequence in the plan's order, spread over the mesh, and back. All of it is reshapes: no indices are stored."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringattn.layout import Layout
@@ -30,9 +30,11 @@ def unshard(x: Array, plan: Plan, dim: int = 1) -> Array:
     dim = dim % x.ndim
     if x.shape[dim] != plan.tokens.padded_length:
         raise ValueError(
-            f"dim {dim} of x has {x.shape[dim]} tokens, a sharded array of this plan {plan.tokens.padded_length} ({plan})"
+            f"dim {dim} of x has {x.shape[dim]} tokens, a sharded array of this plan has "
+            f"{plan.tokens.padded_length} ({plan})"
         )
-    whole = restored(x, plan.tokens, dim)
+    mesh = plan.ring_axis.mesh
+    whole = restored(moved(x, NamedSharding(mesh, spec_of(x, plan, dim, ()))), plan.tokens, dim)
     return jax.lax.slice_in_dim(whole, 0, plan.seq_len, axis=dim)
 
 
@@ -49,12 +51,25 @@ def sequence_axes(plan: Plan) -> tuple[str, ...]:
 
 def placed(x: Array, plan: Plan, dim: int) -> Array:
     """`x` with its sequence over ring and ulysses, and its first dim over the mesh's data axis where that divides."""
+    return moved(x, NamedSharding(plan.ring_axis.mesh, spec_of(x, plan, dim, sequence_axes(plan))))
+
+
+def spec_of(x: Array, plan: Plan, dim: int, along: tuple[str, ...]) -> P:
     mesh = plan.ring_axis.mesh
     parts: list[Any] = [None] * x.ndim
-    parts[dim] = sequence_axes(plan)
+    parts[dim] = along or None
     if dim and x.shape[0] % mesh.shape.get("data", 1) == 0 and "data" in mesh.axis_names:
         parts[0] = "data"
-    return jax.device_put(x, NamedSharding(mesh, P(*parts)))
+    return P(*parts)
+
+
+def moved(x: Array, there: NamedSharding) -> Array:
+    """`x` with this sharding: data that is at hand is moved, a traced value is told where it will be."""
+    if not isinstance(x, jax.core.Tracer):
+        return jax.device_put(x, there)
+    if AxisType.Explicit in there.mesh.axis_types:
+        return jax.reshard(x, there)
+    return jax.lax.with_sharding_constraint(x, there)
 
 
 def permuted(x: Array, layout: Layout, dim: int) -> Array:
