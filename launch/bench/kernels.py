@@ -1,0 +1,302 @@
+"""One GPU: our kernels beside cuDNN, FlashAttention 2 and 4 and FlexAttention, in one run on the same inputs.
+
+Useful work is what the mask lets through, 2 (D + V) H sum(end - begin) flops forward and 2.5 times that backward; a
+decode moves its keys and values once, and is held against a copy of the same run. Medians; random inputs. `cases`
+takes beginnings: cases=causal_32k,decode runs three.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ringattn import kernels
+from ringattn.kernels import reference
+from ringattn.kernels.intervals import Intervals, tiles_of
+from ringattn.launch.bench import table
+from ringattn.launch.bench.peers import CONTESTANTS, Inputs, Runs, of_table
+from ringattn.launch.words import nearest, option
+from ringattn.spec import AttentionSpec, Docs, bounds
+
+IMPLS = ("triton", "flex", "cudnn", "flash", "fa4")
+CPU_IMPLS = ("sdpa_cpu", "tiled")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured; `kind` says by which of the functions below."""
+
+    mask: str  # causal, full, window, docs
+    tokens: int
+    dim: int = 128
+    batch: int = 1
+    kind: str = "attention"
+
+    @property
+    def window(self) -> int | None:
+        return self.tokens // 16 if self.mask == "window" else None
+
+
+CASES = {
+    "causal_32k": Case("causal", 32768),
+    "causal_32k_d64": Case("causal", 32768, dim=64),
+    "causal_8k": Case("causal", 8192),
+    "causal_8k_d64": Case("causal", 8192, dim=64),
+    "full_16k": Case("full", 16384),
+    "full_8k": Case("full", 8192),
+    "window_64k": Case("window", 65536),
+    "docs_64k": Case("docs", 65536),
+    "decode_128k": Case("full", 131072, kind="decode"),
+    "decode_8x64k": Case("full", 65536, batch=8, kind="decode"),
+    "interval_32k": Case("causal", 32768, kind="interval"),
+    "errors_4k": Case("causal", 4096, kind="errors"),
+}
+
+
+@dataclass
+class Options:
+    cases: list[str] = option(list(CASES), "which cases, or how their names begin")
+    impls: list[str] | None = option(None, "which contestants (triton,flex,cudnn,flash,fa4; on a CPU sdpa_cpu,tiled)")
+    tokens: int | None = option(None, "another length for every case")
+    heads: int = option(32, "query heads")
+    kv_heads: int = option(8, "key heads")
+    device: str | None = option(None, "cuda or cpu (the GPU if there is one)")
+    dtype: str | None = option(None, "bfloat16 on a GPU, float32 on a CPU")
+    backward: bool = option(True, "time the backward as well")
+    rep: int = option(200, "milliseconds of repetitions for each median")
+
+    def __post_init__(self) -> None:
+        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = self.dtype or ("bfloat16" if self.device == "cuda" else "float32")
+        self.impls = self.impls or list(IMPLS if self.device == "cuda" else CPU_IMPLS)
+        for name in self.impls:
+            if name not in CONTESTANTS:
+                raise ValueError(f"impls={name}: no such contestant{nearest(name, CONTESTANTS)}")
+        for word in self.cases:
+            if not any(name.startswith(word) for name in CASES):
+                raise ValueError(f"cases={word}: no such case{nearest(word, CASES)}; there are {', '.join(CASES)}")
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    """Every chosen case, printed as it is done, and all rows at the end."""
+    rows: list[dict[str, Any]] = []
+    for name, case in CASES.items():
+        if not any(name.startswith(word) for word in options.cases):
+            continue
+        case = replace(case, tokens=options.tokens or case.tokens)
+        measure = {"attention": attention, "decode": decode, "interval": interval, "errors": errors}[case.kind]
+        new = [{"case": name, **row} for row in measure(case, options)]
+        rows += new
+        columns = list(dict.fromkeys(key for row in new for key in row))
+        print(table(new, columns) + "\n", flush=True)
+    base = {row["pass"]: row["tflops"] for row in rows if (row["case"], row.get("impl")) == ("causal_32k", "triton")}
+    for row in rows:
+        if row.get("impl") == "triton" and row.get("pass") in base and row["case"] in ("window_64k", "docs_64k"):
+            row["of_causal_32k"] = row["tflops"] / base[row["pass"]]
+            print(f"{row['case']} {row['pass']}: {row['of_causal_32k']:.3f} of causal_32k's useful TFLOP/s")
+    return rows
+
+
+def attention(case: Case, options: Options) -> list[dict[str, Any]]:
+    """Time, useful TFLOP/s and peak memory of each contestant, forward and backward."""
+    given = inputs(case, options)
+    rows: list[dict[str, Any]] = []
+    work = useful_flops(given)
+    for name in options.impls or ():
+        try:
+            runs = CONTESTANTS[name](given)
+        except NotImplementedError as error:
+            print(f"{name}: {error}")
+            continue
+        for what, function, factor in (("forward", runs.forward, 1.0), ("backward", runs.backward, 2.5)):
+            if function is None or (what == "backward" and not options.backward):
+                continue
+            memory = peak_gib(function)
+            ms = median_ms(function, options)
+            rate = work * factor / ms / 1e9
+            rows.append({"impl": name, "pass": what, "ms": ms, "tflops": rate, "peak_gib": memory})
+        del runs
+    return with_ratios(rows, "triton" if options.device == "cuda" else "tiled")
+
+
+def decode(case: Case, options: Options) -> list[dict[str, Any]]:
+    """One query a row over all keys: bytes of keys and values over time, beside a copy's bytes read and written."""
+    copy = copy_rate(options)
+    sets = [inputs(case, options, queries=1, seed=seed) for seed in range(3)]  # more than any cache holds
+    moved = sum(x.numel() * x.element_size() for x in (sets[0].k, sets[0].v))
+    rows: list[dict[str, Any]] = []
+    for name in ("decode" if n == "triton" else n for n in options.impls or ()):
+        try:
+            functions = [CONTESTANTS[name](given).forward for given in sets]
+        except NotImplementedError as error:
+            print(f"{name}: {error}")
+            continue
+        alone = median_ms(rotating(functions), options)
+        ms = graph_ms(functions) if options.device == "cuda" else alone
+        rate = moved / ms / 1e9
+        row = {"impl": name, "pass": "forward", "ms": ms, "ms_without_graph": alone}
+        rows.append({**row, "tb_per_s": rate, "copy_tb_per_s": copy, "of_copy": rate / copy})
+    return with_ratios(rows, "decode" if options.device == "cuda" else "tiled")
+
+
+def interval(case: Case, options: Options) -> list[dict[str, Any]]:
+    """What intervals cost: our kernel as it is, and compiled with the causal mask written into it."""
+    if options.device != "cuda":
+        print("interval: needs a GPU")
+        return []
+    from ringattn.kernels.triton import specialised_to_causal
+
+    given = inputs(case, options)
+    general, special = of_table("triton")(given), specialised_to_causal(given.q, given.k, given.v, given.scale)
+    rows: list[dict[str, Any]] = []
+    for _ in range(3):  # in turns: a difference of percents is smaller than the clock's drift
+        for name, function in (("intervals", general.forward), ("causal", special)):
+            rows.append({"impl": name, "pass": "forward", "ms": median_ms(function, options)})
+    times = {n: statistics.median(r["ms"] for r in rows if r["impl"] == n) for n in ("intervals", "causal")}
+    return [{"impl": n, "pass": "forward", "ms": t, "cost": t / times["causal"] - 1} for n, t in times.items()]
+
+
+def errors(case: Case, options: Options) -> list[dict[str, Any]]:
+    """Distance from float64 of out and of every gradient, |found - exact| / |exact|, on the same inputs for all."""
+    given = inputs(case, options)
+    rows: list[dict[str, Any]] = []
+    q, k, v, dout = (x.double() for x in (given.q, given.k, given.v, given.dout))
+    part = reference.attend(q, k, v, given.where, scale=given.scale)
+    rows_ = dout, part.lse, (part.out * dout).sum(-1)
+    grads = reference.attend_backward(q, k, v, given.where, *rows_, scale=given.scale)
+    truth = dict(zip(("out", "lse", "dq", "dk", "dv"), (*part, *grads), strict=True))
+    table_names = [k.name for k in kernels.TABLE]
+    for name in (n for n in options.impls or () if n in table_names):
+        try:
+            runs = of_table(name)(given)
+        except NotImplementedError as error:
+            print(f"{name}: {error}")
+            continue
+        found = dict(zip(truth, (*runs.forward(), *backward_of(runs)), strict=True))
+        rows.append(
+            {
+                "impl": name,
+                **{f"error_{n}": distance(found[n].to(given.q.dtype), truth[n]) for n in truth if n != "lse"},
+            }
+        )
+        rows[-1]["error_lse"] = (found["lse"] - truth["lse"]).abs().max().item()
+    for base in [row for row in rows if row["impl"] == "cudnn"]:
+        for row in rows:
+            row |= {f"over_cudnn_{n}": row[f"error_{n}"] / base[f"error_{n}"] for n in ("out", "dq", "dk", "dv")}
+    return rows
+
+
+def backward_of(runs: Runs) -> Any:
+    assert runs.backward is not None
+    return runs.backward()
+
+
+def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((found.double() - truth).norm() / truth.norm()).item()
+
+
+def inputs(case: Case, options: Options, queries: int | None = None, seed: int = 0) -> Inputs:
+    """Random tensors of the case, its intervals on host and device, and its tiles."""
+    dtype, T = getattr(torch, options.dtype or ""), queries or case.tokens
+    generator = torch.Generator(device=options.device).manual_seed(seed)
+
+    def draw(tokens: int, heads: int) -> torch.Tensor:
+        shape = (case.batch, tokens, heads, case.dim)
+        return torch.randn(shape, generator=generator, device=options.device, dtype=dtype)
+
+    docs = Docs.from_lengths(doc_lengths(case.tokens)) if case.mask == "docs" else None
+    spec = AttentionSpec(causal=case.mask != "full", window=case.window)
+    begin, end = (x.astype(np.int32) for x in bounds(spec, np.arange(T), case.tokens, docs=docs))
+    device = [torch.from_numpy(x).to(options.device) for x in (begin, end)]
+    where = Intervals(device[0], device[1], tiles_of(begin, end), (begin, end))
+    q, k, v, dout = draw(T, options.heads), *(draw(case.tokens, options.kv_heads) for _ in "kv"), draw(T, options.heads)
+    return Inputs(q, k, v, dout, where, case.mask, case.window, None if docs is None else docs.starts[0])
+
+
+def doc_lengths(tokens: int) -> list[int]:
+    """Lengths from 100 to 16384 with a mean near 2048 (for 65536 tokens; in proportion for others), always the same."""
+    unit = tokens / 65536
+    rng = np.random.default_rng(1)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        lengths.append(max(1, int(np.clip(rng.lognormal(np.log(2048) - 0.6, 1.1), 100, 16384) * unit)))
+    lengths[-1] -= sum(lengths) - tokens
+    return lengths
+
+
+def useful_flops(given: Inputs) -> float:
+    begin, end = given.where.host
+    pairs = float((end - begin).clip(0).sum()) * (given.q.shape[0] / begin.shape[0])
+    return 2.0 * (given.q.shape[-1] + given.v.shape[-1]) * given.q.shape[2] * pairs
+
+
+def with_ratios(rows: list[dict[str, Any]], ours: str) -> list[dict[str, Any]]:
+    """In our rows, each other contestant's time over ours: above 1, ours is faster."""
+    for row in rows:
+        if row["impl"] == ours:
+            others = (r for r in rows if r["pass"] == row["pass"] and r["impl"] != ours)
+            row |= {f"over_{other['impl']}": other["ms"] / row["ms"] for other in others}
+    return rows
+
+
+def median_ms(function: Callable[[], Any], options: Options) -> float:
+    """The median time of a call, warmed up; on a GPU with its caches emptied in between."""
+    if options.device == "cuda":
+        from triton.testing import do_bench
+
+        return float(do_bench(function, warmup=options.rep // 4, rep=options.rep, return_mode="median"))
+    function()
+    times: list[float] = []
+    while sum(times) < options.rep / 1e3 or len(times) < 3:
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def rotating(functions: list[Callable[[], Any]]) -> Callable[[], Any]:
+    turn = iter(range(10**9))
+    return lambda: functions[next(turn) % len(functions)]()
+
+
+def graph_ms(functions: list[Callable[[], Any]], replays: int = 20) -> float:
+    """The time of one call when the functions, one after the other, are replayed as a CUDA graph."""
+    for function in functions:
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    times: list[float] = []
+    with torch.cuda.graph(graph):
+        for function in functions * 2:
+            function()
+    for _ in range(replays):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / (2 * len(functions)))
+    return statistics.median(times[2:])
+
+
+def copy_rate(options: Options) -> float:
+    """TB/s of a large copy on the device, bytes read and bytes written."""
+    source = torch.randn(2**28 if options.device == "cuda" else 2**20, device=options.device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / median_ms(lambda: target.copy_(source), options) / 1e9
+
+
+def peak_gib(function: Callable[[], Any]) -> float | None:
+    """What a call allocates at its peak, beyond its inputs."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30

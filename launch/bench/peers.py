@@ -1,0 +1,202 @@
+"""Who runs in `ringattn bench kernels`: our own table of kernels, and the peers as their users call them.
+
+A contestant turns a problem into two functions without arguments, forward and backward; what it cannot run it refuses
+with a NotImplementedError, which the benchmark prints.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringattn import kernels
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.vendor.tiles import heads_first
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One attention call with its gradient: tensors as [B, T, H, D], and the mask as intervals and as a name."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    where: Intervals
+    mask: str  # causal, full, window, docs
+    window: int | None = None
+    starts: np.ndarray | None = None  # where documents start, and the total
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5
+
+
+class Runs(NamedTuple):
+    forward: Callable[[], Any]
+    backward: Callable[[], Any] | None
+
+
+def problem_of(given: Inputs) -> kernels.Problem:
+    q, k, v = given.q, given.k, given.v
+    return kernels.Problem(
+        device=q.device.type,
+        dtype=str(q.dtype).removeprefix("torch."),
+        head_dim=q.shape[-1],
+        value_dim=v.shape[-1],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        tiles=given.where.tiles is not None,
+        arch=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        queries=q.shape[1],
+    )
+
+
+def of_table(name: str) -> Callable[[Inputs], Runs]:
+    """A kernel of our own table, called as a ring step calls it, results in the dtype of q."""
+
+    def runs(given: Inputs) -> Runs:
+        kernel = next(k for k in kernels.TABLE if k.name == name)
+        if (reason := kernel.refuses(problem_of(given))) is not None:
+            raise NotImplementedError(reason)
+        module, tensors = kernel.load(), (given.q, given.k, given.v, given.where)
+
+        def forward() -> Any:
+            return module.attend(*tensors, scale=given.scale, out_dtype=given.q.dtype)
+
+        part = forward()
+
+        def backward() -> Any:
+            delta = row_delta(part.out, given.dout)
+            return module.attend_backward(*tensors, given.dout, part.lse, delta, scale=given.scale)
+
+        return Runs(forward, backward)
+
+    return runs
+
+
+def row_delta(out: Tensor, dout: Tensor) -> Tensor:
+    """rowsum(dout * out) in float32 (float64), by the project's kernel where there is a GPU."""
+    if out.is_cuda:
+        from ringattn.kernels.triton.backward import row_delta
+
+        return row_delta(out, dout)
+    return torch.linalg.vecdot(out.to(torch.promote_types(out.dtype, torch.float32)), dout.to(torch.float32))
+
+
+@lru_cache(maxsize=1)
+def compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex(given: Inputs) -> Runs:
+    """FlexAttention under torch.compile, with its own block mask, differentiated by autograd."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    if not given.q.is_cuda:
+        raise NotImplementedError("FlexAttention is compared on GPUs only")
+    q, k, v = (heads_first(x).detach().contiguous().requires_grad_() for x in (given.q, given.k, given.v))
+    T, S = q.shape[2], k.shape[2]
+    window = given.window or T
+    docs = None
+    if given.starts is not None:
+        docs = torch.from_numpy(np.searchsorted(given.starts, np.arange(T), side="right")).to(q.device)
+
+    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j
+
+    def windowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (i - j < window)
+
+    def packed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (docs[i] == docs[j])  # type: ignore[index]
+
+    rule = {"causal": causal, "window": windowed, "docs": packed}.get(given.mask)
+    mask = None if rule is None else create_block_mask(rule, None, None, T, S, device=q.device)
+    attention, dout = compiled_flex(), heads_first(given.dout).contiguous()
+
+    def forward() -> Any:
+        return attention(q, k, v, block_mask=mask, scale=given.scale, enable_gqa=True)
+
+    out = forward()
+
+    def inference() -> Any:
+        with torch.no_grad():
+            return forward()
+
+    return Runs(forward if T > 1 else inference, lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+
+
+def flash(given: Inputs) -> Runs:
+    """FlashAttention-2 as built into torch, with its own window and its own packed documents."""
+    reason = kernels.refusals(problem_of(given))["flash"]
+    if reason is not None and "rectangles" not in reason:
+        raise NotImplementedError(reason)
+    q, k, v, dout = packed_docs(given)
+    lengths, options = varlen(given), {"scale": given.scale, **window_words(given)}
+    causal = given.mask != "full"
+
+    def forward() -> Any:
+        return torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, **options)
+
+    out, lse, seed, unused, _ = forward()
+
+    def backward() -> Any:
+        return torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse, *lengths, 0.0, causal, seed, unused, **options
+        )
+
+    return Runs(forward, backward)
+
+
+def fa4(given: Inputs) -> Runs:
+    """FlashAttention-4, with its own window and its own packed documents."""
+    reason = kernels.refusals(problem_of(given))["fa4"]
+    if reason is not None and "rectangles" not in reason:
+        raise NotImplementedError(reason)
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    q, k, v, dout = packed_docs(given)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    options: dict[str, Any] = {"softmax_scale": given.scale, "causal": given.mask in ("causal", "docs")}
+    if given.starts is not None:
+        options |= dict(zip(names, varlen(given), strict=True))
+    options |= window_words(given)
+
+    def forward() -> Any:
+        return _flash_attn_fwd(q, k, v, return_lse=True, **options)
+
+    out, lse = forward()[:2]
+    return Runs(forward, lambda: _flash_attn_bwd(q, k, v, out, dout, lse, **options))
+
+
+def packed_docs(given: Inputs) -> tuple[Tensor, ...]:
+    """Packed documents as these libraries take them: tokens of the batch in one row, [tokens, H, D]."""
+    tensors = (given.q, given.k, given.v, given.dout)
+    return tensors if given.starts is None else tuple(x.flatten(0, 1) for x in tensors)
+
+
+def varlen(given: Inputs) -> tuple[Any, ...]:
+    if given.starts is None:
+        return None, None, given.q.shape[1], given.k.shape[1]
+    starts = torch.from_numpy(given.starts.astype(np.int32)).to(given.q.device)
+    longest = int(np.diff(given.starts).max())
+    return starts, starts, longest, longest
+
+
+def window_words(given: Inputs) -> dict[str, int]:
+    return {} if given.window is None else {"window_size_left": given.window - 1, "window_size_right": 0}
+
+
+CONTESTANTS: dict[str, Callable[[Inputs], Runs]] = {
+    **{name: of_table(name) for name in ("triton", "decode", "cudnn", "sdpa_cpu", "tiled")},
+    "flex": flex,
+    "flash": flash,
+    "fa4": fa4,
+}

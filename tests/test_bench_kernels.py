@@ -1,0 +1,56 @@
+"""`ringattn bench kernels` on a CPU, at sizes that take a moment: every case, its rows and its wrong calls."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ringattn.launch.bench import main
+from ringattn.launch.bench.kernels import CASES, Options, doc_lengths, inputs, useful_flops
+
+SMALL = ["tokens=96", "heads=4", "kv_heads=2", "device=cpu", "rep=1"]
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.kind != "interval"])
+def test_every_case_gives_a_line_for_each_contestant(case: str, tmp_path: Path) -> None:
+    out = tmp_path / "lines.jsonl"
+    assert main(["kernels", f"cases={case}", "impls=tiled", f"out={out}", *SMALL]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["case"] for row in rows} >= {case} and {row["impl"] for row in rows} == {"tiled"}
+    if CASES[case].kind == "attention":
+        of_case = [row for row in rows if row["case"] == case]
+        assert [row["pass"] for row in of_case] == ["forward", "backward"] and all(row["tflops"] > 0 for row in of_case)
+    if CASES[case].kind == "errors":
+        assert all(rows[0][f"error_{name}"] < 2e-6 for name in ("out", "dq", "dk", "dv", "lse"))
+
+
+def test_contestants_of_one_case_are_compared(tmp_path: Path) -> None:
+    out = tmp_path / "lines.jsonl"
+    main(["kernels", "cases=full_16k", "backward=false", f"out={out}", *SMALL])
+    sdpa, tiled = (json.loads(line) for line in out.read_text().splitlines())
+    assert tiled["over_sdpa_cpu"] == pytest.approx(sdpa["ms"] / tiled["ms"])
+
+
+def test_useful_work_counts_the_pairs_that_are_seen() -> None:
+    options = Options(heads=2, kv_heads=1, device="cpu")
+    for name, pairs in (("causal_8k", 8192 * 8193 // 2), ("full_8k", 8192**2)):
+        assert useful_flops(inputs(CASES[name], options)) == 4 * 128 * 2 * pairs
+
+
+def test_documents_are_always_the_same_and_as_long_as_said() -> None:
+    lengths = np.array(doc_lengths(65536))
+    assert lengths.sum() == 65536 and lengths.min() >= 100 and lengths.max() <= 16384 and 1700 < lengths.mean() < 2300
+    assert (lengths == doc_lengths(65536)).all()
+
+
+def test_decode_reads_all_keys_with_one_query() -> None:
+    given = inputs(CASES["decode_128k"], Options(heads=2, kv_heads=1, device="cpu"), queries=1)
+    assert given.q.shape[1] == 1 and given.where.end.tolist() == [[131072]] and given.k.dtype == torch.float32
+
+
+@pytest.mark.parametrize("word", ["cases=casual_8k", "impls=tilde", "tokens=many"])
+def test_a_wrong_word_is_one_sentence(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", word, "device=cpu"]) == 2
+    assert word.split("=")[0] in capsys.readouterr().err
