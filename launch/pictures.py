@@ -1,0 +1,243 @@
+"""The pictures of docs/how-it-works.md, each computed by the code that it explains.
+
+Layouts come from ringattn.layout, tiles from ringattn.kernels.tiled, steps from ringattn.schedule: a picture cannot
+show what the code does not do. `ringattn plot pictures` draws them all.
+"""
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from ringattn.cost import pairs
+from ringattn.kernels import tiled
+from ringattn.kernels.intervals import Intervals
+from ringattn.layout import LAYOUTS, Layout
+from ringattn.schedule import Schedule, needed
+from ringattn.spec import AttentionSpec, Docs, bounds
+
+INK, FAINT, PAPER = "#333333", "#d9d9d9", "#f4f4f4"
+RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#77aadd")
+STYLE: dict[Any, Any] = {
+    "font.size": 9, "axes.titlesize": 10, "axes.edgecolor": INK, "axes.spines.top": False, "axes.spines.right": False,
+    "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.linewidth": 0.8,
+    "svg.hashsalt": "ringattn", "savefig.facecolor": "white", "legend.frameon": False,
+}  # fmt: skip
+
+
+def masks() -> Figure:
+    """Five masks of 12 queries and keys; each row is one interval."""
+    T = 12
+    docs, padded = Docs.from_lengths([5, 3, 4]), Docs.from_lengths([5, 4], pad_to=T)
+    kinds = {
+        "causal": bounds(AttentionSpec(), np.arange(T), T),
+        "window of 4": bounds(AttentionSpec(window=4), np.arange(T), T),
+        "3 documents": bounds(AttentionSpec(), np.arange(T), T, docs=docs),
+        "3 documents, full": bounds(AttentionSpec(causal=False), np.arange(T), T, docs=docs),
+        "2 documents, padded": bounds(AttentionSpec(), np.arange(T), T, docs=padded),
+    }
+    figure, axes = panels(1, len(kinds), 10, 2.3)
+    for ax, (title, (begin, end)) in zip(axes[0], kinds.items(), strict=True):
+        grid(ax, T, T, title)
+        for t, (b, e) in enumerate(zip(begin[0], end[0], strict=True)):
+            ax.add_patch(Rectangle((b, t + 0.12), e - b, 0.76, color=RANKS[0], lw=0))
+    axes[0][0].set_ylabel("queries")
+    axes[0][0].set_xlabel("keys")
+    return figure
+
+
+def tiling() -> Figure:
+    """The tiles of 13 queries and 14 keys in blocks of 5 x 4, in the order in which they are visited."""
+    T, S, block_q, block_k = 13, 14, 5, 4
+    docs = Docs.from_lengths([6, 7], pad_to=T)
+    kinds = {
+        "all keys": bounds(AttentionSpec(causal=False), np.arange(T), T, S),
+        "causal": bounds(AttentionSpec(), np.arange(T), T, S),
+        "causal, window of 4": bounds(AttentionSpec(window=4), np.arange(T), T, S),
+        "two documents": bounds(AttentionSpec(), np.arange(T), T, S, docs, Docs.from_lengths([6, 8])),
+    }
+    figure, axes = panels(1, len(kinds), 10, 2.6)
+    for ax, (title, (begin, end)) in zip(axes[0], kinds.items(), strict=True):
+        grid(ax, T, S, title)
+        where, count = Intervals(torch.from_numpy(begin), torch.from_numpy(end)), 0
+        shade(ax, begin[0], end[0], "#a9c1dc")
+        for queries in tiled.blocks(T, block_q):
+            seen = tiled.seen_blocks(tiled.rows_of(where, queries), S, block_k)
+            for keys in tiled.blocks(S, block_k):
+                width, height = keys.stop - keys.start, queries.stop - queries.start
+                ax.add_patch(Rectangle((keys.start, queries.start), width, height, fill=False, ec=INK, lw=1))
+                if keys in seen:
+                    count += 1
+                    ax.text(keys.start + width / 2, queries.start + height / 2, str(count), ha="center", va="center")
+    axes[0][0].set_ylabel("queries, 5 at a time")
+    axes[0][0].set_xlabel("keys, 4 at a time")
+    return figure
+
+
+def merging() -> Figure:
+    """Left: what two blocks of keys weigh. Right: the weight of b over the gap of their lse, and the swapped form."""
+    figure, ((left, right),) = panels(1, 2, 9.5, 2.9, wspace=0.15)
+    s = np.array([0.2, 1.1, -0.6, 0.5, 1.6, 0.9, 2.0, 1.2])
+    weights = np.exp(s)
+    a, b = weights[:4].sum(), weights[4:].sum()
+    for first, total, name, color in ((0, a, "a", RANKS[0]), (4, b, "b", RANKS[1])):
+        left.bar(range(first, first + 4), weights[first : first + 4], color=color, width=0.8)
+        said = f"lse$_{name}$ = log {total:.1f} = {np.log(total):.2f}\n{total / (a + b):.0%} of the whole"
+        left.text(first + 1.5, 9, said, ha="center", va="center", color=color)
+    left.set(title="exp(score) of the keys in block a and block b", ylim=(0, 10.5), xticks=[], yticks=[0, 4, 8])
+    gap = np.linspace(-6, 6, 200)
+    weight = 1 / (1 + np.exp(-gap))
+    right.plot(gap, weight, color=RANKS[2], lw=2)
+    right.plot(gap, 1 - weight, color=INK, lw=1, ls="--")
+    here = np.log(b) - np.log(a)
+    right.plot([here], [b / (a + b)], "o", color=RANKS[1], ms=7)
+    right.text(here + 0.4, b / (a + b) - 0.05, "the blocks to the left", va="center", color=RANKS[1])
+    right.text(-6.1, 0.3, "sigmoid(lse$_b$ - lse$_a$)", color=RANKS[2])
+    right.text(-6.1, 0.82, "swapped: wrong")
+    right.set(title="the weight of b in the merged output", xlabel="lse$_b$ - lse$_a$", yticks=[0, 0.5, 1])
+    return figure
+
+
+def layouts() -> Figure:
+    """Who holds what, and when each of 4 ranks works: a step lasts as long as its busiest rank."""
+    ring, T = 4, 16
+    figure, axes = panels(2, len(LAYOUTS), 10, 5.2, height_ratios=[3, 1.3], hspace=0.2)
+    for name, mask, time in zip(LAYOUTS, *axes, strict=True):
+        small = Layout(name, T, ring)
+        owner = np.empty(T, int)
+        for rank in range(ring):
+            owner[small.positions(rank)] = rank
+        grid(mask, T, T, name)
+        mask.set_ylim(T, -1.8)
+        begin, end = bounds(AttentionSpec(), np.arange(T), T)
+        for t, color in enumerate(RANKS[i] for i in owner):
+            mask.add_patch(Rectangle((t, -1.6), 1, 1.1, fc=color, ec="white", lw=1))
+            mask.text(t + 0.5, -1.02, str(owner[t]), ha="center", va="center", color="white", fontsize=8)
+            mask.add_patch(Rectangle((begin[0, t], t), end[0, t] - begin[0, t], 1, fc=color, ec="white", lw=0.6))
+        timeline(time, Layout(name, 4096, ring), AttentionSpec())
+    axes[0][0].set_ylabel("queries")
+    axes[0][0].set_xlabel("keys")
+    axes[1][0].set_ylabel("rank")
+    return figure
+
+
+def timeline(ax: Axes, layout: Layout, spec: AttentionSpec) -> None:
+    """One bar a rank and step, pale where the rank waits; the clock is a rank's time if all had the same work."""
+    counts = pairs(layout, layout, spec)
+    mean, start, ring = counts.sum() / layout.ring, 0.0, layout.ring
+    for d in range(ring):
+        work = np.array([counts[r, (r - d) % ring] for r in range(ring)]) / mean
+        for rank in range(ring):
+            for width, color in ((work.max(), FAINT), (work[rank], RANKS[rank])):
+                ax.add_patch(Rectangle((start, rank + 0.1), width, 0.8, fc=color, ec="white", lw=1))
+        start += work.max()
+    ax.axvline(1, color=INK, lw=0.8, ls=":")
+    ax.set(xlim=(0, 1.8), ylim=(ring, 0), yticks=np.arange(ring) + 0.5, xticks=[0, 1])
+    ax.set_yticklabels([str(r) for r in range(ring)])
+    ax.tick_params(left=False)
+    ax.set_xlabel(f"4 steps take {start:.2f} x the ideal time")
+
+
+def ring() -> Figure:
+    """Which keys each of 4 ranks meets at each step, and which of the pairs it sees; a colour is a block of keys."""
+    size, T, dx, dy = 4, 40, 1.2, 1.42
+    kinds = (
+        ("contiguous, causal", "contiguous", AttentionSpec()),
+        ("zigzag, causal", "zigzag", AttentionSpec()),
+        ("contiguous, window of 8", "contiguous", AttentionSpec(window=8)),
+    )
+    figure, axes = panels(1, len(kinds), 10, 3.9, wspace=0.12)
+    for ax, (title, name, spec) in zip(axes[0], kinds, strict=True):
+        layout = Layout(name, T, size)
+        begin, end = bounds(spec, np.arange(T), T)
+        shards = [layout.shard(r) for r in range(size)]
+        schedule = Schedule(needed(begin, end, shards, shards))
+        blank(ax, size * dx, size * dy)
+        ax.set_title(title, pad=30)
+        for i, d in enumerate(schedule.distances):
+            if ax is axes[0][0]:
+                ax.text(-0.15, d * dy + 0.5, f"step {d}", ha="right", va="center")
+            for rank in range(size):
+                step, at = schedule.steps(rank)[i], (rank * dx, d * dy)
+                color = RANKS[step.source] if step.here else "#888888"
+                said = f"keys {step.source}" if step.here else "not sent"
+                meet(ax, at, (begin[0], end[0]), layout.positions(rank), layout.positions(step.source), color)
+                ax.text(at[0] + 0.5, at[1] - 0.04, said, ha="center", va="bottom", fontsize=7, color=color)
+        for d in set(range(size)) - set(schedule.distances):
+            ax.text(size * dx / 2 - 0.1, d * dy + 0.5, "no step: nobody sees anything", ha="center", va="center")
+        for rank in range(size):
+            ax.text(rank * dx + 0.5, -0.38, f"rank {rank}", ha="center", va="bottom", fontsize=8)
+    return figure
+
+
+def meet(
+    ax: Axes,
+    at: tuple[float, float],
+    mask: tuple[np.ndarray, np.ndarray],
+    queries: np.ndarray,
+    keys: np.ndarray,
+    color: str,
+) -> None:
+    """A unit square: a shard's queries down, the visiting keys across, the pairs that are seen in colour."""
+    (x, y), (begin, end), n = at, mask, len(keys)
+    ax.add_patch(Rectangle((x, y), 1, 1, fc=PAPER, ec=FAINT, lw=0.8))
+    local = [(int(np.searchsorted(keys, begin[q])), int(np.searchsorted(keys, end[q]))) for q in queries]
+    t = 0
+    for (low, high), rows in groupby(local):
+        height = len(list(rows))
+        if high > low:
+            ax.add_patch(Rectangle((x + low / n, y + t / n), (high - low) / n, height / n, fc=color, lw=0))
+        t += height
+
+
+def ulysses() -> Figure:
+    """Who holds which tokens of which heads: before `enter`, after it, and in a hybrid."""
+    chunks = heads = 4
+    kinds = (
+        ("a slice of the tokens,\nall heads", lambda t, h: t),
+        ("enter, ulysses=4: all tokens,\na slice of the heads", lambda t, h: h),
+        ("enter, ring=2 x ulysses=2:\na ring shard, half the heads", lambda t, h: t // 2 * 2 + h // 2),
+    )
+    figure, axes = panels(1, len(kinds), 9, 2.7)
+    for ax, (title, owner) in zip(axes[0], kinds, strict=True):
+        blank(ax, heads, chunks)
+        ax.set_aspect("equal")
+        ax.set_title(title)
+        for t in range(chunks):
+            for h in range(heads):
+                ax.add_patch(Rectangle((h, t), 1, 1, fc=RANKS[owner(t, h)], ec="white", lw=2))
+                ax.text(h + 0.5, t + 0.5, str(owner(t, h)), ha="center", va="center", color="white")
+        ax.set_xlabel("heads")
+    axes[0][0].set_ylabel("tokens")
+    return figure
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {f.__name__: f for f in (masks, tiling, merging, layouts, ring, ulysses)}
+
+
+def panels(rows: int, columns: int, width: float, height: float, **grid_options: Any) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(width, height))
+    return figure, figure.subplots(rows, columns, squeeze=False, gridspec_kw=grid_options or None)
+
+
+def blank(ax: Axes, width: float, height: float) -> None:
+    """An empty canvas whose y goes down, as rows of a matrix do."""
+    ax.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
+
+
+def grid(ax: Axes, rows: int, columns: int, title: str) -> None:
+    blank(ax, columns, rows)
+    ax.set_aspect("equal")
+    ax.set_title(title)
+    ax.add_patch(Rectangle((0, 0), columns, rows, fc=PAPER, ec=FAINT, lw=0.8))
+
+
+def shade(ax: Axes, begin: np.ndarray, end: np.ndarray, color: str) -> None:
+    for t, (b, e) in enumerate(zip(begin, end, strict=True)):
+        ax.add_patch(Rectangle((b, t), e - b, 1, color=color, lw=0))

@@ -1,0 +1,159 @@
+"""Draw: `ringattn plot pictures` the pictures of docs/how-it-works.md, `ringattn plot FILE.jsonl` benchmark lines.
+
+Benchmark lines become bars: a panel a direction and figure, a group a case, a colour an implementation. Of lines that
+measured the same thing the last one counts.
+"""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ringattn.launch.pictures import PICTURES, RANKS, STYLE, panels
+from ringattn.launch.words import option
+
+Row = dict[str, Any]
+
+# What lines are made of, by the names that suites give it: the first that is found counts.
+SERIES = ("impl", "implementation", "kernel", "name", "peer", "library", "strategy")
+PANELS = ("mode", "direction", "pass", "phase")
+METRICS = ("tflop", "gb/s", "gb_s", "gbps", "tokens/s", "tokens_s", "ratio", "mib", "bytes", "ms", "seconds")
+STAMP = ("commit", "device", "torch", "triton", "jax", "python", "cuda", "date", "time", "suite")
+
+
+@dataclass(frozen=True)
+class Options:
+    source: str = option("pictures", "pictures, or a file of benchmark lines")
+    out: str | None = option(None, "where to: a folder for pictures (docs/pictures), a file for lines (FILE.svg)")
+    metric: str | None = option(None, "which figure of the lines to draw (the first known kind, if not said)")
+
+
+def run(options: Options) -> int:
+    """Draw what was asked and print the names of the files."""
+    matplotlib.use("Agg")
+    with matplotlib.rc_context(STYLE):
+        if options.source == "pictures":
+            folder = Path(options.out or "docs/pictures")
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, draw in PICTURES.items():
+                save(draw(), folder / f"{name}.svg")
+            return 0
+        try:
+            figure = bars(read(Path(options.source)), options.metric)
+        except (OSError, ValueError) as error:
+            print(f"ringattn plot: {error}", file=sys.stderr)
+            return 2
+        save(figure, Path(options.out or Path(options.source).with_suffix(".svg")))
+    return 0
+
+
+def save(figure: Figure, path: Path) -> None:
+    metadata = {"Date": None} if path.suffix == ".svg" else None  # the same picture is the same file
+    figure.savefig(path, bbox_inches="tight", pad_inches=0.08, metadata=metadata, dpi=150)
+    print(path)
+
+
+def read(path: Path) -> list[Row]:
+    """The file's lines, each one JSON object."""
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+            if not isinstance(rows[-1], dict):
+                raise ValueError(f"{path}, line {number} is not an object: {line[:60]}")
+    if not rows:
+        raise ValueError(f"{path} has no lines")
+    return rows
+
+
+def bars(rows: list[Row], metric: str | None = None) -> Figure:
+    """Grouped bars of the rows' figures."""
+    metrics = figures_of(rows, metric)
+    series, panel = first_of(SERIES, rows), first_of(PANELS, rows)
+    named = case_names(rows, {series, panel, *metrics})
+    drawn = [
+        (f"{value}, {m}" if value else m, m, [(r, c) for r, c in named if not panel or r.get(panel) == value])
+        for m in metrics
+        for value in (distinct(r.get(panel) for r in rows) if panel else [None])
+    ]
+    drawn = [(title, m, some) for title, m, some in drawn if any(number(r.get(m)) for r, _ in some)]
+    names = distinct(str(r.get(series, "")) for r in rows)
+    cases = distinct(case for _, case in named)
+    places = [(c, n) for c in cases for n in names if any(c == d and n == str(r.get(series, "")) for r, d in named)]
+    figure, axes = panels(1, len(drawn), 2 + 4 * len(drawn), 0.8 + 0.2 * len(places) + 0.14 * len(cases), wspace=0.12)
+    for ax, (title, m, some) in zip(axes[0], drawn, strict=True):
+        groups(ax, places, {(c, str(r.get(series, ""))): float(r[m]) for r, c in some if number(r.get(m))}, names)
+        ax.set_title(title)
+        if ax is not axes[0][0]:
+            ax.set_yticklabels([])
+    if any(names):
+        handles = [matplotlib.patches.Patch(color=RANKS[i % len(RANKS)], label=n) for i, n in enumerate(names)]
+        figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=min(len(names), 6))
+    return figure
+
+
+Place = tuple[str, str]  # a case, and the name of an implementation
+
+
+def groups(ax: Axes, places: list[Place], values: dict[Place, float], names: list[str]) -> None:
+    """Horizontal bars, a group a case from top to bottom, each with its number; the same places in every panel."""
+    y, at = 0.0, dict[str, list[float]]()
+    for i, (case, name) in enumerate(places):
+        y += 0.7 if i and places[i - 1][0] != case else 0
+        at.setdefault(case, []).append(y)
+        if (case, name) in values:
+            value = values[case, name]
+            ax.barh(y, value, height=0.86, color=RANKS[names.index(name) % len(RANKS)])
+            ax.annotate(f"{value:.3g}", (value, y), (3, 0), textcoords="offset points", va="center", fontsize=7)
+        y += 1
+    ax.set_yticks([sum(ys) / len(ys) for ys in at.values()], list(at))
+    ax.set(ylim=(y - 0.2, -0.8), xlim=(0, 1.12 * max(values.values())))
+    ax.tick_params(left=False)
+
+
+def figures_of(rows: list[Row], metric: str | None) -> list[str]:
+    """The keys to draw: the one that was asked for, or all of the first known kind."""
+    keys = distinct(k for r in rows for k, v in r.items() if number(v))
+    if metric is not None:
+        if metric not in keys:
+            raise ValueError(f"no line has a number called {metric!r}; they have {', '.join(keys)}")
+        return [metric]
+    found = next((some for kind in METRICS if (some := [k for k in keys if kind in k.lower()])), None)
+    if found is None:
+        raise ValueError(f"no known figure in the lines; say metric= one of {', '.join(keys)}")
+    return found
+
+
+def case_names(rows: list[Row], taken: set[str]) -> list[tuple[Row, str]]:
+    """Each row with the name of its case: its own, or what differs between the rows apart from what was measured."""
+    if all("case" in r for r in rows):
+        return [(r, str(r["case"])) for r in rows]
+    free = [k for k in distinct(k for r in rows for k in r) if k not in taken and k not in STAMP]
+    free = [k for k in free if not any(isinstance(r.get(k), float) or kind_of_figure(k) for r in rows)]
+    differ = [k for k in free if len({str(r.get(k)) for r in rows}) > 1]
+    return [(r, " ".join(f"{k}={r[k]}" for k in differ if r.get(k) is not None)) for r in rows]
+
+
+def kind_of_figure(key: str) -> bool:
+    return any(kind in key.lower().split("_") or key.lower().startswith(kind) for kind in METRICS)
+
+
+def first_of(names: Iterable[str], rows: list[Row]) -> str:
+    return next((n for n in names if any(n in r for r in rows)), "")
+
+
+def distinct(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
