@@ -1,0 +1,392 @@
+"""Flash attention for TPUs over intervals, forward and backward, at the granularity of blocks that have work.
+
+    B batch   T queries   S keys   H query heads   G key/value heads   R = H / G   D head dim   V value dim
+
+Scores are held transposed, [keys, queries]: a query's maximum and sum lie along lanes, where they cost one vector
+operation a sublane group and meet the accumulator [V, queries] without a transpose. Exponentials are base 2, log2(e)
+being part of the float32 scale; the lse that comes in and goes out is natural.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ringattn.kernels import Problem
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.pallas.blocks import Blocks, blocks_for
+from ringattn.kernels.pallas.varying import axes_of, vary
+from ringattn.kernels.pallas.worklist import FIRST, LAST, WHOLE, WORK, Ranges, by_keys, by_queries, passing, staying
+from ringattn.kernels.partial import NEVER, Partial
+
+LOG2E = math.log2(math.e)
+NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))  # a @ b and a @ b^T
+
+
+def refuses(problem: Problem) -> str | None:
+    if problem.device not in ("tpu", "cpu"):
+        return f"is a TPU kernel (interpreted on CPUs), and the device is {problem.device}"
+    if problem.dtype not in ("float32", "bfloat16"):
+        return f"takes float32 and bfloat16, not {problem.dtype}"
+    return None
+
+
+def options(problem: Problem) -> dict[str, Any]:
+    """What the two functions are told beside the problem itself."""
+    return {"interpret": problem.device != "tpu"}
+
+
+class Score(NamedTuple):
+    """How a product becomes a base-2 score, and back."""
+
+    scale: float
+    softcap: float | None
+
+    def __call__(self, s: Array) -> Array:
+        if self.softcap is None:
+            return s * (self.scale * LOG2E)
+        return jnp.tanh(s * (self.scale / self.softcap)) * (self.softcap * LOG2E)
+
+    def slope(self, s2: Array) -> Array | float:
+        """d score / d (scale * product), from the base-2 score."""
+        return 1.0 if self.softcap is None else 1.0 - (s2 * (1 / (self.softcap * LOG2E))) ** 2
+
+
+class Call(NamedTuple):
+    """What all three kernels share: operands by heads and padded to blocks, the work, and how to run it."""
+
+    q: Array  # [B, H, T, D]
+    k: Array  # [B, G, S, D]
+    v: Array  # [B, G, S, V]
+    begin: Array  # [1 or B, 1, T]
+    end: Array
+    ranges: Ranges
+    blocks: Blocks
+    axes: frozenset[str]
+    interpret: bool
+
+    @property
+    def key_blocks(self) -> int:
+        return self.k.shape[2] // self.blocks.k
+
+    @property
+    def shared(self) -> int:
+        """How many query heads share a key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def stride(self) -> int:
+        """From a batch row's entries to the next one's; 0 where one list serves all rows."""
+        return 0 if self.begin.shape[0] == 1 else self.q.shape[2] // self.blocks.q * self.key_blocks
+
+
+class Walk(NamedTuple):
+    """One kernel's way over the blocks: what an entry says of queries and of keys, and which heads a program has."""
+
+    call: Call
+    queries_stay: bool
+
+    def entry(self, entries: Any, batch: Any, place: Any) -> Any:
+        return entries[batch * self.call.stride + place]
+
+    def query_block(self, entry: Any) -> Any:
+        return staying(entry) if self.queries_stay else passing(entry)
+
+    def key_block(self, entry: Any) -> Any:
+        return passing(entry) if self.queries_stay else staying(entry)
+
+    def spec(self, shape: tuple[int, ...], dim: int, keys: bool = False) -> pl.BlockSpec:
+        """The block of an array [B, heads, ...] whose `dim` is queries (or keys) that an entry asks for."""
+        size = self.call.blocks.k if keys else self.call.blocks.q
+        block = (1, 1, *(size if i == dim else n for i, n in enumerate(shape) if i > 1))
+
+        def index(b: Any, h: Any, place: Any, *rest: Any) -> tuple[Any, ...]:
+            *member, entries = rest  # which of the query heads that share key head h
+            entry = self.entry(entries, b, place)
+            if member:
+                head = h if keys else h * self.call.shared + member[0]
+            else:
+                head = h // self.call.shared if keys else h
+            at = self.key_block(entry) if keys else self.query_block(entry)
+            return (b, head, at, 0) if dim == 2 else (b, head, 0, at)
+
+        return pl.BlockSpec(block, index)
+
+    def intervals(self) -> pl.BlockSpec:
+        def index(b: Any, h: Any, place: Any, *rest: Any) -> tuple[Any, ...]:
+            return (b if self.call.stride else 0, 0, self.query_block(self.entry(rest[-1], b, place)))
+
+        return pl.BlockSpec((1, 1, self.call.blocks.q), index)
+
+    def run(
+        self,
+        kernel: Callable[..., None],
+        queries: list[tuple[Array, int]],
+        keys: list[tuple[Array, int]],
+        results: list[tuple[tuple[int, ...], int]],
+        scratch: list[tuple[int, ...]],
+    ) -> list[Array]:
+        """The kernel over (batch, heads, entries[, heads that share a key]): operands and results with their dims.
+
+        The kernel is given queries, keys, begin, end, results, scratch; how many entries there are is traced.
+        """
+        call = self.call
+        work = (by_queries if self.queries_stay else by_keys)(call.ranges, call.key_blocks)
+        operands = [x for x, _ in (*queries, *keys)] + [call.begin, call.end]
+        entries, count, operands = vary((work.entries.reshape(-1), work.count, operands), call.axes)
+        batch, heads = call.q.shape[0], (call.q.shape[1],) if self.queries_stay else (call.k.shape[1], call.shared)
+        kind = {"manual_axis_type": jax.typeof(operands[0]).manual_axis_type}
+        return pl.pallas_call(
+            partial(kernel, walk=self),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(batch, heads[0], count, *heads[1:]),
+                in_specs=[self.spec(x.shape, dim) for x, dim in queries]
+                + [self.spec(x.shape, dim, keys=True) for x, dim in keys]
+                + [self.intervals()] * 2,
+                out_specs=[self.spec((batch, *shape), dim, keys=not self.queries_stay) for shape, dim in results],
+                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+            ),
+            out_shape=[jax.ShapeDtypeStruct((batch, *shape), jnp.float32, **kind) for shape, _ in results],
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 2 + ("arbitrary",) * len(heads)),
+            interpret=call.interpret,
+            name=getattr(kernel, "func", kernel).__name__,
+        )(entries, *operands)
+
+
+def attend(
+    q_BTHD: Array,
+    k_BSGD: Array,
+    v_BSGV: Array,
+    where: Intervals,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    carry: Partial | None = None,
+    out_dtype: Any = None,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> Partial:
+    """softmax(scale * q k^T) v over each query's interval, beginning from `carry`."""
+    call = prepare(q_BTHD, k_BSGD, v_BSGV, where, blocks, interpret, carry)
+    (_, H, T, _), V, bq = call.q.shape, v_BSGV.shape[3], call.blocks.q
+    carried = [] if carry is None else [(columns(carry.out, bq), 3), (columns(carry.lse[..., None], bq, NEVER), 3)]
+    out, lse = Walk(call, queries_stay=True).run(
+        partial(forward_kernel, score=Score(scale, softcap), precision=precision_of(q_BTHD), carried=bool(carried)),
+        queries=[(call.q, 2), *carried],
+        keys=[(call.k, 2), (call.v.swapaxes(2, 3), 3)],
+        results=[((H, V, T), 3), ((H, 1, T), 3)],
+        scratch=[(1, bq), (8, bq), (V, bq)],
+    )
+    out, lse = (jnp.einsum("bhxt->bthx", x[..., : q_BTHD.shape[1]]) for x in (out, lse))
+    return Partial(out if out_dtype is None else out.astype(out_dtype), lse[..., 0])
+
+
+def attend_backward(
+    q_BTHD: Array,
+    k_BSGD: Array,
+    v_BSGV: Array,
+    where: Intervals,
+    dout_BTHV: Array,
+    lse_BTH: Array,
+    delta_BTH: Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    dq: Array | None = None,
+    dk: Array | None = None,
+    dv: Array | None = None,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) in float32: two kernels, of which the one that nobody asks for is not run."""
+    call = prepare(q_BTHD, k_BSGD, v_BSGV, where, blocks, interpret, (dout_BTHV, lse_BTH, delta_BTH))
+    (_, H, T, D), (_, G, S, V) = call.q.shape, call.v.shape
+    bq, bk = call.blocks
+    rows = [(columns(x[..., None], bq), 3) for x in (lse_BTH * LOG2E, delta_BTH)]
+    queries = [(call.q, 2), (by_heads(dout_BTHV, bq), 2), *rows]
+    kernel = {"score": Score(scale, softcap), "precision": precision_of(q_BTHD)}
+    (new_dq,) = Walk(call, queries_stay=True).run(
+        partial(dq_kernel, **kernel),
+        queries=queries,
+        keys=[(call.k, 2), (call.v, 2), (call.k.swapaxes(2, 3), 3)],
+        results=[((H, D, T), 3)],
+        scratch=[(D, bq)],
+    )
+    new_dk, new_dv = Walk(call, queries_stay=False).run(
+        partial(dkv_kernel, **kernel),
+        queries=queries,
+        keys=[(call.k, 2), (call.v, 2)],
+        results=[((G, S, D), 2), ((G, S, V), 2)],
+        scratch=[(bk, D), (bk, V)],
+    )
+    grads = (
+        jnp.einsum("bhdt->bthd", new_dq[..., : q_BTHD.shape[1]]),
+        jnp.einsum("bgsd->bsgd", new_dk[:, :, : k_BSGD.shape[1]]),
+        jnp.einsum("bgsv->bsgv", new_dv[:, :, : k_BSGD.shape[1]]),
+    )
+    new_dq, new_dk, new_dv = (g if old is None else old + g for g, old in zip(grads, (dq, dk, dv), strict=True))
+    return new_dq, new_dk, new_dv
+
+
+def forward_kernel(entries: Any, q: Any, *rest: Any, walk: Walk, score: Score, precision: Any, carried: bool) -> None:
+    """One block of queries meets one block of keys: the online softmax, transposed."""
+    *given, k, v_t, begin, end, out, lse, top, total, acc = rest
+    entry = entry_here(entries, walk)
+
+    @pl.when(entry & FIRST != 0)
+    def start() -> None:
+        if carried:  # (out, lse) are the statistics (out, max = lse, sum = 1)
+            top[...] = given[1][0, 0] * LOG2E
+            row = lax.broadcasted_iota(jnp.int32, total.shape, 0)
+            total[...] = jnp.where((row == 0) & (top[...] != NEVER), 1.0, 0.0)
+            acc[...] = given[0][0, 0]
+        else:
+            top[...] = jnp.full_like(top, NEVER)
+            total[...] = jnp.zeros_like(total)
+            acc[...] = jnp.zeros_like(acc)
+
+    def tile(whole: bool) -> None:
+        s = score(lax.dot_general(k[0, 0], q[0, 0], NT, precision, jnp.float32))
+        if not whole:
+            s = jnp.where(visible(s, walk.key_block(entry), begin, end), s, NEVER)
+        before = top[...]
+        now = jnp.maximum(before, s.max(0, keepdims=True))
+        safe = now if whole else jnp.where(now == NEVER, 0.0, now)
+        p, shrink = jnp.exp2(s - safe), jnp.exp2(before - safe)
+        top[...] = now
+        total[...] = total[...] * shrink + p.reshape(-1, 8, p.shape[1]).sum(0)  # eight sums, added up at the end
+        acc[...] = acc[...] * shrink + lax.dot_general(v_t[0, 0], p.astype(v_t.dtype), NN, precision, jnp.float32)
+
+    on_work(entry, tile)
+
+    @pl.when(entry & LAST != 0)
+    def finish() -> None:
+        sums = total[...].sum(0, keepdims=True)
+        seen = sums > 0
+        sums = jnp.where(seen, sums, 1.0)
+        out[0, 0] = acc[...] / sums
+        lse[0, 0] = jnp.where(seen, (top[...] + jnp.log2(sums)) * (1 / LOG2E), NEVER)
+
+
+def dq_kernel(
+    entries: Any, q: Any, dout: Any, lse2: Any, delta: Any, k: Any, v: Any, k_t: Any, begin: Any, end: Any,
+    dq: Any, acc: Any, *, walk: Walk, score: Score, precision: Any,
+) -> None:  # fmt: skip
+    """dq^T = scale * k^T ds, added up over the key blocks that pass."""
+    entry = entry_here(entries, walk)
+
+    @pl.when(entry & FIRST != 0)
+    def start() -> None:
+        acc[...] = jnp.zeros_like(acc)
+
+    def tile(whole: bool) -> None:
+        mask = None if whole else (walk.key_block(entry), begin, end)
+        _, ds = probabilities((q, k, v, dout, lse2, delta), mask, score, precision)
+        acc[...] += lax.dot_general(k_t[0, 0], ds.astype(k_t.dtype), NN, precision, jnp.float32)
+
+    on_work(entry, tile)
+
+    @pl.when(entry & LAST != 0)
+    def finish() -> None:
+        dq[0, 0] = acc[...] * score.scale
+
+
+def dkv_kernel(
+    entries: Any, q: Any, dout: Any, lse2: Any, delta: Any, k: Any, v: Any, begin: Any, end: Any,
+    dk: Any, dv: Any, acc_k: Any, acc_v: Any, *, walk: Walk, score: Score, precision: Any,
+) -> None:  # fmt: skip
+    """dk = scale * ds q and dv = p dout, added up over the query blocks that pass and the heads that share a key."""
+    entry, member = entry_here(entries, walk), pl.program_id(3)
+
+    @pl.when((entry & FIRST != 0) & (member == 0))
+    def start() -> None:
+        acc_k[...] = jnp.zeros_like(acc_k)
+        acc_v[...] = jnp.zeros_like(acc_v)
+
+    def tile(whole: bool) -> None:
+        mask = None if whole else (walk.key_block(entry), begin, end)
+        p, ds = probabilities((q, k, v, dout, lse2, delta), mask, score, precision)
+        acc_v[...] += lax.dot_general(p.astype(dout.dtype), dout[0, 0], NN, precision, jnp.float32)
+        acc_k[...] += lax.dot_general(ds.astype(q.dtype), q[0, 0], NN, precision, jnp.float32)
+
+    on_work(entry, tile)
+
+    @pl.when((entry & LAST != 0) & (member == pl.num_programs(3) - 1))
+    def finish() -> None:
+        dk[0, 0] = acc_k[...] * score.scale
+        dv[0, 0] = acc_v[...]
+
+
+def probabilities(
+    operands: tuple[Any, ...], mask: tuple[Any, Any, Any] | None, score: Score, precision: Any
+) -> tuple[Any, Any]:
+    """p = exp2(s - lse) and ds = p (v dout^T - delta), both [keys, queries]; p is exact since the lse is global."""
+    q, k, v, dout, lse2, delta = operands
+    s = score(lax.dot_general(k[0, 0], q[0, 0], NT, precision, jnp.float32))
+    p = jnp.exp2(s - lse2[0, 0])
+    if mask is not None:
+        p = jnp.where(visible(s, *mask), p, 0.0)
+    ds = p * (lax.dot_general(v[0, 0], dout[0, 0], NT, precision, jnp.float32) - delta[0, 0])
+    return p, ds * score.slope(s)
+
+
+def entry_here(entries: Any, walk: Walk) -> Any:
+    return walk.entry(entries, pl.program_id(0), pl.program_id(2))
+
+
+def on_work(entry: Any, tile: Callable[[bool], None]) -> None:
+    """Run the tile with its mask, without it where every pair is seen, or not at all."""
+    pl.when(entry & WHOLE != 0)(lambda: tile(True))
+    pl.when(entry & (WORK | WHOLE) == WORK)(lambda: tile(False))
+
+
+def visible(s: Any, key_block: Any, begin: Any, end: Any) -> Any:
+    index = lax.broadcasted_iota(jnp.int32, s.shape, 0) + key_block * s.shape[0]
+    return (begin[0] <= index) & (index < end[0])
+
+
+def prepare(
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, blocks: Blocks | None, interpret: bool, others: Any
+) -> Call:
+    """Operands by heads, padded to whole blocks; padding is a query that sees nothing and a key that nobody sees."""
+    chosen = blocks_for(q_BTHD, k_BSGD, v_BSGV, blocks)
+    axes = axes_of(q_BTHD, k_BSGD, v_BSGV, where.begin, where.end, others)
+    begin, end = (padded(x.astype(jnp.int32), 1, chosen.q) for x in (where.begin, where.end))
+    return Call(
+        by_heads(q_BTHD, chosen.q),
+        by_heads(k_BSGD, chosen.k),
+        by_heads(v_BSGV, chosen.k),
+        begin[:, None],
+        end[:, None],
+        Ranges.of(Intervals(begin, end), *chosen),
+        chosen,
+        axes,
+        interpret,
+    )
+
+
+def by_heads(x_BTHD: Array, block: int) -> Array:
+    """[B, H, T, D], T padded to whole blocks."""
+    return padded(jnp.einsum("bthd->bhtd", x_BTHD), 2, block)
+
+
+def columns(x_BTHD: Array, block: int, fill: float = 0.0) -> Array:
+    """[B, H, D, T], T padded to whole blocks."""
+    return padded(jnp.einsum("bthd->bhdt", x_BTHD), 3, block, fill)
+
+
+def padded(x: Array, dim: int, block: int, fill: float = 0.0) -> Array:
+    pad = -x.shape[dim] % block
+    return jnp.pad(x, [(0, pad if i == dim else 0) for i in range(x.ndim)], constant_values=fill) if pad else x
+
+
+def precision_of(x: Array) -> Any:
+    """Float32 operands are multiplied as such; the default would round them to bfloat16."""
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
