@@ -15,7 +15,7 @@ from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial, Streams, empty, from_streams
 
-BLOCK = 512
+BLOCK = 256
 
 
 def attend(
@@ -32,35 +32,32 @@ def attend(
     block_k: int = BLOCK,
 ) -> Partial:
     """softmax(scale * q k^T) v over each query's interval, one tile after the other, merged into `carry`."""
-    rows = []
+    part = empty(q_BTHD, v_BSGV.shape[-1])
     for queries in blocks(q_BTHD.shape[1], block_q):
-        q, inside = q_BTHD[:, queries], rows_of(where, queries)
+        inside = rows_of(where, queries)
+        q = grouped(q_BTHD[:, queries], k_BSGD) * scale
         streams = start(q, v_BSGV.shape[-1])
         for keys in seen_blocks(inside, k_BSGD.shape[1], block_k):
-            s = reference.visible_scores(q, k_BSGD[:, keys], shifted(inside, keys), scale, softcap)
-            streams = absorb(streams, s, v_BSGV[:, keys])
-        rows.append(from_streams(streams))
-    part = Partial(torch.cat([r.out for r in rows], 1), torch.cat([r.lse for r in rows], 1)) if rows else None
-    part = part or empty(q_BTHD, v_BSGV.shape[-1])
+            s = scores(q, k_BSGD[:, keys], shifted(inside, keys), softcap)
+            streams = absorb(streams, s, by_head(v_BSGV[:, keys]))
+        for whole, rows in zip(part, from_streams(streams), strict=True):
+            whole[:, queries] = ungrouped(rows, whole[:, queries])
     return reference.finish(part, carry, out_dtype)
 
 
-def start(q: Tensor, value_dim: int) -> Streams:
+def start(q_BGND: Tensor, value_dim: int) -> Streams:
     """Statistics of no keys: the maximum is -inf, both sums are zero."""
-    out, lse = empty(q, value_dim)
-    return Streams(out, lse, torch.zeros_like(lse))
+    rows = q_BGND.shape[:-1]
+    return Streams(q_BGND.new_zeros(*rows, value_dim), q_BGND.new_full(rows, NEVER), q_BGND.new_zeros(rows))
 
 
-def absorb(old: Streams, s_BGRTS: Tensor, v_BSGV: Tensor) -> Streams:
+def absorb(old: Streams, s_BGNS: Tensor, v_BGSV: Tensor) -> Streams:
     """One step of the online softmax: the statistics after one more tile of scores."""
-    B, T, H = old.max.shape
-    s = s_BGRTS.permute(0, 3, 1, 2, 4)  # [B, T, G, R, S]
-    top = torch.maximum(old.max, s.amax(-1).reshape(B, T, H))
+    top = torch.maximum(old.max, s_BGNS.amax(-1))
     safe = torch.where(top == NEVER, 0.0, top)  # a row that has still seen nothing: exp(-inf - 0) = 0
     shrink = torch.exp(old.max - safe)
-    p = torch.exp(s - safe.reshape(s.shape[:-1])[..., None])
-    new = torch.einsum("btgrs,bsgv->btgrv", p, v_BSGV.to(p.dtype)).reshape(old.out.shape)
-    return Streams(old.out * shrink[..., None] + new, top, old.sum * shrink + p.sum(-1).reshape(B, T, H))
+    p = s_BGNS.sub_(safe[..., None]).exp_()
+    return Streams(old.out * shrink[..., None] + p @ v_BGSV, top, old.sum * shrink + p.sum(-1))
 
 
 def attend_backward(
@@ -81,23 +78,60 @@ def attend_backward(
     block_k: int = BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), tile by tile: scores are computed again, and with the global lse no tile waits for another."""
-    totals = tuple(
+    dq, dk, dv = (
         torch.zeros(x.shape, dtype=accumulator(x), device=x.device) if given is None else given
         for x, given in ((q_BTHD, dq), (k_BSGD, dk), (v_BSGV, dv))
     )
     for queries in blocks(q_BTHD.shape[1], block_q):
         inside = rows_of(where, queries)
-        row = (dout_BTHV[:, queries], lse_BTH[:, queries], delta_BTH[:, queries])
+        q = grouped(q_BTHD[:, queries], k_BSGD) * scale
+        dout, lse, delta = (grouped(x[:, queries], k_BSGD) for x in (dout_BTHV, lse_BTH, delta_BTH))
+        lse = torch.where(lse == NEVER, 0.0, lse)[..., None]  # an empty row: exp(-inf - 0) = 0
+        dq_rows = torch.zeros_like(q)
         for keys in seen_blocks(inside, k_BSGD.shape[1], block_k):
-            tile = (q_BTHD[:, queries], k_BSGD[:, keys], v_BSGV[:, keys], shifted(inside, keys))
-            for total, part, at in zip(
-                totals,
-                reference.attend_backward(*tile, *row, scale=scale, softcap=softcap),
-                (queries, keys, keys),
-                strict=True,
-            ):
-                total[:, at] += part
-    return totals
+            k, v = by_head(k_BSGD[:, keys]), by_head(v_BSGV[:, keys])
+            s = scores(q, k_BSGD[:, keys], shifted(inside, keys), softcap)
+            slope = None if softcap is None else 1 - (torch.where(s == NEVER, 0.0, s) / softcap) ** 2
+            p = s.sub_(lse).exp_()
+            ds = (dout @ v.mT).sub_(delta[..., None]).mul_(p)
+            ds = ds if slope is None else ds.mul_(slope)
+            dq_rows += ds @ k
+            dk[:, keys] += (ds.mT @ q).transpose(1, 2)
+            dv[:, keys] += (p.mT @ dout).transpose(1, 2)
+        dq[:, queries] += ungrouped(dq_rows, dq[:, queries]) * scale
+    return dq, dk, dv
+
+
+def scores(q_BGND: Tensor, k_BSGD: Tensor, where: Intervals, softcap: float | None) -> Tensor:
+    """The tile q k^T (q is already scaled), softly capped, -inf outside the intervals: [B, G, N, S]."""
+    s = q_BGND @ by_head(k_BSGD).mT
+    if softcap is not None:
+        s = s.div_(softcap).tanh_().mul_(softcap)
+    S = k_BSGD.shape[1]
+    if bool((where.begin <= 0).all()) and bool((where.end >= S).all()):
+        return s  # the middle of the row block: every query sees every key
+    index = torch.arange(S, device=s.device)
+    hidden = (index < where.begin[..., None]) | (where.end[..., None] <= index)  # [B or 1, T, S]
+    s.unflatten(2, (-1, hidden.shape[1])).masked_fill_(hidden[:, None, None], NEVER)
+    return s
+
+
+def grouped(x_BTH_: Tensor, k_BSGD: Tensor) -> Tensor:
+    """[B, T, H, ...] as [B, G, R * T, ...]: the rows that share a key head lie in one matrix, in float32 or float64."""
+    x = reference.split_heads(x_BTH_, k_BSGD)
+    return x.permute(0, 2, 3, 1, *range(4, x.dim())).flatten(2, 3)
+
+
+def ungrouped(x_BGN_: Tensor, like_BTH_: Tensor) -> Tensor:
+    """The inverse of `grouped`."""
+    B, T, H = like_BTH_.shape[:3]
+    x = x_BGN_.unflatten(2, (-1, T))
+    return x.permute(0, 3, 1, 2, *range(4, x.dim())).reshape(B, T, H, *x.shape[4:])
+
+
+def by_head(x_BSGD: Tensor) -> Tensor:
+    """[B, S, G, D] as [B, G, S, D], in float32 or float64."""
+    return x_BSGD.transpose(1, 2).to(accumulator(x_BSGD))
 
 
 def blocks(length: int, size: int) -> list[slice]:
