@@ -1,0 +1,112 @@
+"""The peak memory of a rank, forward and backward, at several numbers of ranks and the same total length.
+
+Ranks are processes of this machine (gloo on CPUs, NCCL on GPUs). On a CPU the peak is the process's resident memory
+above what it had before its inputs were made; `minimal` is q, k, v, out, their gradients and the lse of its tokens.
+"""
+
+import ctypes
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ringattn.launch.bench import table
+from ringattn.launch.processes import run as run_ranks
+from ringattn.launch.words import option
+
+COLUMNS = ["ranks", "strategy", "layout", "tokens", "local", "peak_mb", "minimal_mb", "ratio"]
+
+
+@dataclass
+class Options:
+    ranks: list[int] = option([1, 2, 4, 8], "numbers of ranks")
+    tokens: int = option(32768, "tokens of the whole sequence")
+    heads: int = option(8, "query heads")
+    kv_heads: int = option(2, "key heads")
+    head_dim: int = option(64, "head dim")
+    window: int | None = option(2048, "attend to this many keys: less to compute, the same memory; none for all")
+    strategy: str = option("ring", "ring, gather or ulysses")
+    layout: str = option("zigzag", "contiguous, striped or zigzag")
+    device: str = option("cpu", "cpu or cuda")
+    timeout: float = option(600.0, "seconds for each number of ranks")
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    rows = []
+    for ranks in options.ranks:
+        backend = "nccl" if options.device == "cuda" else "gloo"
+        peaks = run_ranks(measure, ranks, options, backend=backend, timeout=options.timeout)
+        local = -(-options.tokens // ranks)
+        per_token = 2 * options.heads * 2 * options.head_dim + 2 * options.kv_heads * 2 * options.head_dim
+        itemsize = 2 if options.device == "cuda" else 4
+        minimal = (local * per_token * itemsize + local * options.heads * 4) / 2**20
+        rows.append(
+            {
+                **{k: v for k, v in asdict(options).items() if k not in ("ranks", "timeout")},
+                "suite": "memory",
+                "ranks": ranks,
+                "local": local,
+                "peak_mb": max(peaks) / 2**20,
+                "minimal_mb": minimal,
+                "ratio": max(peaks) / 2**20 / minimal,
+            }
+        )
+        print(table(rows[-1:], COLUMNS) if len(rows) == 1 else table(rows, COLUMNS).splitlines()[-1], flush=True)
+    return rows
+
+
+def measure(options: Options) -> int:
+    """One rank: the peak of one forward and backward pass, after one that warmed everything up."""
+    import ringattn as ra
+
+    sizes = {"ulysses" if options.strategy == "ulysses" else "ring": torch.distributed.get_world_size()}
+    mesh = ra.init_mesh(**sizes, device_type=options.device)
+    plan = ra.plan(mesh, seq_len=options.tokens, strategy=options.strategy, layout=options.layout)
+    step(ra.plan(mesh, seq_len=512, strategy=options.strategy, layout=options.layout), options)
+    meter = CudaMeter() if options.device == "cuda" else ResidentMeter()
+    step(plan, options)
+    return meter.peak()
+
+
+def step(plan: Any, options: Options) -> None:
+    import ringattn as ra
+
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    shapes = (options.heads, options.kv_heads, options.kv_heads)
+    q, k, v = (
+        torch.randn(1, plan.local_len, h, options.head_dim, device=options.device, dtype=dtype, requires_grad=True)
+        for h in shapes
+    )
+    out = ra.attention(q, k, v, plan, spec=ra.AttentionSpec(window=options.window))
+    out.backward(torch.ones_like(out))
+
+
+class CudaMeter:
+    def __init__(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        self.before = torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated() - self.before
+
+
+class ResidentMeter:
+    """The process's high-water mark of resident memory, reset on Linux by a write to clear_refs."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: freed tensors go back to the system at once
+        libc.malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before = self.read("VmRSS")
+
+    def peak(self) -> int:
+        return self.read("VmHWM") - self.before
+
+    @staticmethod
+    def read(field: str) -> int:
+        found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found, f"no {field} in /proc/self/status"
+        return int(found[1]) * 1024
