@@ -1,6 +1,12 @@
-"""Every python block of the README and of docs/*.md runs, in order, one namespace a file."""
+"""Every python block of the README and of docs/*.md runs, in order, one namespace a file; every picture is there.
 
+A block whose first line is `# torchrun ... NAME.py` is a script: it is started by just these words.
+"""
+
+import os
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -8,19 +14,57 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [p for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if p.exists()]
-FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
-def blocks(page: Path, language: str = "python") -> list[tuple[int, str]]:
-    """(line number, code) of every fenced block of that language."""
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """(line number, code) of every fenced python block."""
     text = page.read_text()
-    return [(text.count("\n", 0, m.start()) + 1, m[2]) for m in FENCE.finditer(text) if m[1] == language]
+    return [(text.count("\n", 0, m.start()) + 1, m[1]) for m in FENCE.finditer(text)]
+
+
+def command_of(code: str) -> list[str] | None:
+    """The words of the comment that says how to start a script; None for a block that is no script."""
+    first = code.split("\n", 1)[0]
+    return shlex.split(first[2:]) if first.startswith("# torchrun ") else None
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
 def test_code_blocks_run(page):
     module = ModuleType(f"page_{page.stem.replace('-', '_').lower()}")
-    sys.modules[module.__name__] = module
     for line, code in blocks(page):
-        exec(compile("\n" * line + code, str(page), "exec"), module.__dict__)  # a failing line has its own number
+        if command_of(code) is None:
+            exec(compile("\n" * line + code, str(page), "exec"), module.__dict__)  # errors name the page's own lines
+
+
+SCRIPTS = [(page, line, code) for page in PAGES for line, code in blocks(page) if command_of(code)]
+
+
+@pytest.mark.parametrize("page, line, code", SCRIPTS, ids=[f"{p.name}:{n}" for p, n, _ in SCRIPTS])
+def test_scripts_run_under_torchrun(page, line, code, tmp_path):
+    *_, name = words = command_of(code)
+    (tmp_path / name).write_text(code)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert "rank 0" in ended.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    missing = [to for to in LINK.findall(page.read_text()) if "://" not in to and not (page.parent / to).exists()]
+    assert not missing, f"{page.name} links to {missing}"
+
+
+def test_every_picture_can_be_drawn_and_is_shown(tmp_path):
+    pytest.importorskip("matplotlib")
+    from ringattn.launch import plot
+
+    assert plot.run(plot.Options("pictures", out=str(tmp_path))) == 0
+    kept = {p.name for p in (ROOT / "docs/pictures").iterdir()}
+    assert {p.name for p in tmp_path.iterdir()} == kept, "run `ringattn plot pictures`"
+    shown = (ROOT / "docs/how-it-works.md").read_text()
+    assert all(f"(pictures/{name})" in shown for name in kept)

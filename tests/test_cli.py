@@ -1,0 +1,233 @@
+"""The command line: every command explains itself, a wrong word is one sentence and exit status 2, results are kept."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringattn.launch import bench, doctor, oracle, verify, words
+from ringattn.launch.doctor import Finding
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def start(*argv: str) -> subprocess.CompletedProcess:
+    return subprocess.run([*argv], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_without_words_every_command_is_listed():
+    ended = start(sys.executable, "-m", "ringattn")
+    assert ended.returncode == 0
+    assert all(f"  {name} " in ended.stdout for name in words.COMMANDS)
+
+
+def test_the_installed_command_is_the_same():
+    command = Path(sys.executable).parent / "ringattn"
+    if not command.exists():
+        pytest.skip("ringattn is not installed here, a bare checkout")
+    assert start(str(command)).stdout == start(sys.executable, "-m", "ringattn").stdout
+
+
+@pytest.mark.parametrize("name", words.COMMANDS)
+def test_every_command_has_help(name, capsys):
+    assert words.main([name, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: ringattn {name}")
+    assert len(said.splitlines()) > 4
+
+
+@pytest.mark.parametrize("suite", bench.SUITES)
+def test_every_benchmark_has_help(suite, capsys):
+    assert words.main(["bench", suite, "--help"]) == 0
+    assert f"usage: ringattn bench {suite}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["plann"], "no command 'plann'; did you mean 'plan'?"),
+        (["plan", "seqlen=8"], "no option 'seqlen'; did you mean 'seq_len'?"),
+        (["plan", "seq_len=many"], "seq_len=many: expected int"),
+        (["plan", "seq_len=0"], "seq_len=0"),
+        (["plan", "ring=4", "ulysses=3"], "ulysses=3 does not divide 32 query heads; use ulysses=2, ring=6"),
+        (["plan", "sequence=4", "ring=2"], "sequence=4 leaves ring and ulysses to the plan"),
+        (["plan", "heads=3,2"], "2 key heads do not divide 3 query heads"),
+        (["plan", "heads=1,2,3"], "heads=32,8"),
+        (["plan", "device=tpu"], "choose cuda or cpu"),
+        (["plan", "window=4", "causal=false"], "has no meaning with causal=False"),
+        (["plan", "seq_len=10", "docs=4,7"], "documents of 11 tokens do not fit in pad_to=10"),
+        (["verify", "backend=mpi"], "choose threads, gloo or nccl"),
+        (["verify", "dtype=int8"], "dtype='int8'"),
+        (["verify", "kernel=magic"], "kernel='magic': choose one of auto"),
+        (["verify", "cases=nothing"], "cases=nothing matches none of causal"),
+        (["verify", "backend=gloo", "device=cuda"], "gloo does not move tensors on cuda"),
+        (["verify", "ranks=0"], "ranks=0"),
+        (["doctor", "timeout=soon"], "timeout=soon: expected float"),
+        (["plot", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["bench", "kernel"], "no suite 'kernel'; did you mean 'kernels'?"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_wrong_word_is_one_sentence(argv, said, capsys):
+    assert words.main(argv) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert not printed.out
+
+
+def test_plan_says_what_was_chosen_and_who_works_when(capsys):
+    assert words.main(["plan", "seq_len=8192", "heads=8,2", "ring=4", "device=cpu", "layout=contiguous"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("8192 tokens over ring=4 x ulysses=1: strategy ring, layout contiguous")
+    assert "kernel auto -> " in said
+    assert "175%" in said  # the last rank's share of the mean work
+
+
+def test_plan_counts_the_steps_that_nobody_needs(capsys):
+    argv = ["plan", "seq_len=8192", "heads=8,2", "ring=8", "device=cpu", "strategy=ring", "layout=contiguous"]
+    assert words.main([*argv, "window=1000"]) == 0
+    assert "6 steps skipped" in capsys.readouterr().out
+    assert words.main([*argv, "docs=1024,1024,1024,1024,1024,1024,1024,1024"]) == 0
+    assert "7 steps skipped" in capsys.readouterr().out
+
+
+def test_plan_factors_a_sequence_axis(capsys):
+    assert words.main(["plan", "seq_len=131072", "heads=32,8", "sequence=8", "device=cpu"]) == 0
+    sizes = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if line[:1] == " "]
+    assert {("8", "1"), ("4", "2"), ("2", "4"), ("1", "8")} <= {tuple(s) for s in sizes}
+
+
+def test_verify_passes_on_threads(capsys):
+    assert words.main(["verify", "ranks=2", "cases=docs_rows,cross"]) == 0
+    said = capsys.readouterr().out
+    assert "FAIL" not in said
+    assert "21 of 21 cases pass" in said  # 3 features x (6 on the ring + Ulysses)
+
+
+def test_verify_fails_when_one_rank_is_off(capsys, monkeypatch):
+    def off(case, mesh, given, kernel="auto"):
+        found = exact(case, mesh, given, kernel)
+        if mesh.rank == 1 and case.layout == "striped":
+            found["dk"] = found["dk"] * 1.0001
+        return found
+
+    exact = oracle.run
+    monkeypatch.setattr(verify.oracle, "run", off)
+    assert words.main(["verify", "ranks=2", "cases=softcap"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[3] for line in lines if line.endswith("FAIL")] == ["striped", "striped"]
+    assert any("dk is off by" in line and "out" not in line for line in lines)
+    assert lines[-1].startswith("5 of 7 cases pass")
+
+
+def test_verify_fails_when_a_kernel_refuses(capsys, monkeypatch):
+    def refuse(*_):
+        raise NotImplementedError("not on a Friday")
+
+    monkeypatch.setattr(verify.oracle, "run", refuse)
+    assert words.main(["verify", "ranks=2", "cases=short"]) == 1
+    assert "refused: not on a Friday" in capsys.readouterr().out
+
+
+def test_verify_passes_on_gloo_processes(capsys):
+    assert words.main(["verify", "backend=gloo", "ranks=2", "cases=all_at_once"]) == 0
+    assert "7 of 7 cases pass" in capsys.readouterr().out
+
+
+def test_verify_runs_in_the_ranks_of_torchrun():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = start(*torchrun, "-m", "ringattn", "verify", "cases=short")
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert ended.stdout.count("7 of 7 cases pass") == 1  # one rank speaks
+    assert "2 ranks (gloo)" in ended.stdout
+
+
+def test_doctor_finds_this_machine_sound(capsys):
+    assert words.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "ok    torch" in said
+    assert "2 processes compute one attention together" in said
+    assert "everything that is needed works" in said
+
+
+def test_doctor_ends_ranks_that_do_not_answer_and_names_a_remedy(capsys):
+    assert words.main(["doctor", "timeout=0.01"]) == 1
+    said = capsys.readouterr().out
+    assert "bad   gloo" in said
+    assert "-> " in said and "GLOO_SOCKET_IFNAME" in said
+    assert said.rstrip().endswith("broken: gloo")
+
+
+def test_doctor_stops_at_a_torch_that_is_too_old(capsys, monkeypatch):
+    monkeypatch.setitem(doctor.OLDEST, "torch", (99, 0))
+    assert words.main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "is too old" in said and "pip install 'torch>=99.0'" in said
+    assert "gloo" not in said
+
+
+def test_doctor_survives_a_check_that_breaks():
+    def breaks():
+        raise RuntimeError("the driver is gone")
+
+    (found,) = doctor.survives("gpu", breaks)
+    assert found.state == "bad" and "the driver is gone" in found.found
+    assert doctor.package("no-such-package", needed=False) == Finding(
+        "none", "no-such-package", "not installed", "pip install no-such-package"
+    )
+
+
+LINES = [
+    {"case": "causal 8K", "impl": impl, "mode": mode, "ms": 2.0, "tflops": tflops, "commit": "abc", "device": "H200"}
+    for impl, mode, tflops in [("ours", "fwd", 600.0), ("cudnn", "fwd", 599), ("ours", "bwd", 500.0)]
+]
+
+
+def written(path: Path, lines: list) -> str:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return str(path)
+
+
+def test_plot_draws_lines(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert words.main(["plot", written(tmp_path / "rows.jsonl", LINES)]) == 0
+    assert "<svg" in (tmp_path / "rows.svg").read_text()
+
+
+def test_plot_has_a_panel_a_direction_and_a_bar_a_line():
+    pytest.importorskip("matplotlib")
+    from ringattn.launch import plot
+
+    axes = plot.bars(LINES).axes
+    assert [ax.get_title() for ax in axes] == ["fwd, tflops", "bwd, tflops"]
+    assert [[round(bar.get_width()) for bar in ax.patches] for ax in axes] == [[600, 599], [500]]
+    (one,) = plot.bars([line for line in LINES if line["mode"] == "fwd"], metric="ms").axes
+    assert [bar.get_width() for bar in one.patches] == [2.0, 2.0]
+
+
+def test_plot_names_cases_by_what_differs():
+    pytest.importorskip("matplotlib")
+    from ringattn.launch import plot
+
+    rows = [{"ranks": n, "seq_len": 8192, "strategy": "ring", "peak_mib": 800 / n, "commit": "abc"} for n in (1, 2)]
+    assert [name for _, name in plot.case_names(rows, {"strategy", "peak_mib"})] == ["ranks=1", "ranks=2"]
+    assert plot.figures_of(rows, None) == ["peak_mib"]
+
+
+@pytest.mark.parametrize(
+    "lines, said",
+    [
+        ([], "has no lines"),
+        (['{"ms": 1}', "{ms"], "line 2 is not JSON"),
+        (["[1]"], "line 1 is not an object"),
+        ([{"case": "a", "apples": 3}], "no known figure in the lines; say metric= one of apples"),
+    ],
+)
+def test_plot_says_what_is_wrong_with_a_file(lines, said, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert words.main(["plot", written(tmp_path / "rows.jsonl", lines)]) == 2
+    assert said in capsys.readouterr().err
