@@ -10,7 +10,9 @@ from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 
 
-def describe(plan: Plan, spec: AttentionSpec, tensors: dict[str, Tensor | None], docs: Docs | None) -> dict[str, str]:
+def describe(
+    plan: Plan, spec: AttentionSpec | None, tensors: dict[str, Tensor | None], docs: Docs | None
+) -> dict[str, str]:
     """One call as words that are equal on all ranks: the plan's choices, the spec, shapes, dtypes, documents."""
     words = {"plan": str(plan), "spec": str(spec)}
     for name, x in tensors.items():

@@ -42,25 +42,21 @@ def attention(
     plan = single_device(q.shape[1], k.shape[1]) if plan is None else plan
     q, k, v = autocast(q, k, v)
     problem = check.problem(q, k, v, plan, spec, docs, key_docs, sinks)
-    words = ""
-    if torch.compiler.is_compiling():
-        if problem:
-            raise ValueError(problem)
-        if plan.ring * plan.ulysses > 1:
-            words = f"{plan} {spec} q {tuple(q.shape)} {q.dtype} k {tuple(k.shape)} v {tuple(v.shape)}"
-    else:
+    compiling = torch.compiler.is_compiling()  # then the ops themselves ask the other ranks, when they run
+    if compiling and problem:
+        raise ValueError(problem)
+    if not compiling:
         named = {"q": q, "k": k, "v": v, "sinks": sinks}
         agree.agree(plan, agree.describe(plan, spec, named, docs), problem)
 
     starts, key_starts = (None if d is None else torch.as_tensor(d.starts) for d in (docs, key_docs))
     crosses = plan.ulysses > 1 or plan.padded or plan.keys.padded or (docs is not None and docs.padded)
     if crosses:
-        q, k, v = torch.ops.ringattn.enter(q, k, v, starts, key_starts, plan.handle, words)
-        words = ""
+        q, k, v = torch.ops.ringattn.enter(q, k, v, starts, key_starts, plan.handle, compiling)
         if sinks is not None and plan.ulysses > 1:
             sinks = sinks.chunk(plan.ulysses)[plan.ulysses_axis.rank]
     out, lse = torch.ops.ringattn.exchange(
-        q, k, v, sinks, starts, key_starts, plan.handle, words, spec.causal, spec.window, spec.softcap, spec.scale
+        q, k, v, sinks, starts, key_starts, plan.handle, compiling, spec.causal, spec.window, spec.softcap, spec.scale
     )
     if crosses:
         out, lse = torch.ops.ringattn.leave(out, lse, starts, plan.handle)
@@ -86,12 +82,6 @@ def docs_of(starts: Tensor | None, length: int) -> Docs | None:
     return None if starts is None else Docs(starts.numpy(force=True), length)
 
 
-def say(plan: Plan, words: str) -> None:
-    """A compiled call's agreement, made when it runs."""
-    if words:
-        agree.agree(plan, {"call": words})
-
-
 def reals(plan: Plan, docs: Tensor | None, key_docs: Tensor | None, batch: int) -> tuple[ulysses.Real, ulysses.Real]:
     """The real tokens among this rank's queries and among its keys."""
     mine = docs_of(docs, plan.seq_len)
@@ -107,16 +97,17 @@ def detached(results: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
 
 @torch.library.custom_op("ringattn::enter", mutates_args=())
 def enter(
-    q: Tensor, k: Tensor, v: Tensor, docs: Tensor | None, key_docs: Tensor | None, plan: int, words: str
+    q: Tensor, k: Tensor, v: Tensor, docs: Tensor | None, key_docs: Tensor | None, plan: int, check: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     live = LIVE[plan]
-    say(live, words)
+    if check:
+        agree.agree(live, agree.describe(live, None, {"q": q, "k": k, "v": v}, docs_of(docs, live.seq_len)))
     results = ulysses.enter(q, k, v, live.ulysses_axis, *reals(live, docs, key_docs, q.shape[0]))
     return detached(results, q, k, v)  # type: ignore[return-value]
 
 
 @enter.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, docs: Any, key_docs: Any, plan: int, words: str) -> tuple[Tensor, ...]:
+def _(q: Tensor, k: Tensor, v: Tensor, docs: Any, key_docs: Any, plan: int, check: bool) -> tuple[Tensor, ...]:
     size = LIVE[plan].ulysses
     times = replicas(k.shape[2], size)
 
@@ -184,7 +175,7 @@ def exchange(
     docs: Tensor | None,
     key_docs: Tensor | None,
     plan: int,
-    words: str,
+    check: bool,
     causal: bool,
     window: int | None,
     softcap: float | None,
@@ -192,9 +183,11 @@ def exchange(
 ) -> tuple[Tensor, Tensor]:
     """Attention of a ring shard's queries over the keys of the whole ring: (out in q's dtype, lse)."""
     live, spec = LIVE[plan], AttentionSpec(causal, window, softcap, scale)
-    say(live, words)
+    packed = docs_of(docs, live.seq_len)
+    if check:
+        agree.agree(live, agree.describe(live, spec, {"q": q, "k": k, "v": v, "sinks": sinks}, packed))
     with torch.autocast(q.device.type, enabled=False):
-        mask = Mask(live, spec, docs_of(docs, live.seq_len), docs_of(key_docs, live.keys.seq_len))
+        mask = Mask(live, spec, packed, docs_of(key_docs, live.keys.seq_len))
         score, axis = score_of(q, k, v, spec, live.kernel), live.ring_axis
         start = None if sinks is None else sink_partial(q, sinks, v.shape[-1])
         if live.strategy == "gather":
