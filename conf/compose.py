@@ -1,0 +1,100 @@
+"""A configuration from words on the command line, through Hydra: `seq_len=4096 model=small strategy.ulysses=2`."""
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from ringattn.conf import schema
+from ringattn.conf.schema import GROUPS, Train
+
+USAGE = """usage: ringattn train [group=choice ...] [key=value ...]    (or torchrun ... -m ringattn.launch.train ...)
+
+Groups choose files of conf/, keys change single values; --cfg job prints the result, --multirun with a=1,2 sweeps,
+--config-dir DIR adds your own files.
+"""
+
+
+def run(words: list[str], task: Callable[[Train], int], rank: int = 0, started: bool = False) -> int:
+    """`task(config)` for the configuration that the words make (for each of them in a sweep); its exit status.
+
+    What cannot be is one sentence from rank 0 and status 2. `started` means that many ranks run this at once.
+    """
+    if "-h" in words or "--help" in words:
+        print(f"{USAGE}\n{choices()}\n\n{schema.explain()}")
+        return 0
+    problem = refuse(words, started)
+    if problem:
+        return complain(problem, rank)
+    import hydra
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    ConfigStore.instance().store("schema", Train)
+    statuses = []
+
+    def job(composed: DictConfig) -> None:
+        try:
+            config = schema.check(OmegaConf.to_object(composed))  # type: ignore[arg-type]
+        except (ValueError, OmegaConfBaseException) as error:
+            statuses.append(complain(str(error).splitlines()[0], rank))
+            return
+        statuses.append(task(config))
+
+    overrides = [w for w in words if w[:1] == "~" or ("=" in w and w[:1] != "-")]  # argparse wants them side by side
+    sys.argv = ["ringattn train", *overrides, *(w for w in words if w not in overrides)]
+    quiet = contextlib.redirect_stderr(io.StringIO()) if rank else contextlib.nullcontext()
+    with quiet:
+        hydra.main(version_base="1.3", config_path="pkg://ringattn.conf", config_name="config")(job)()
+    return max(statuses, default=0)
+
+
+def complain(problem: str, rank: int) -> int:
+    if rank == 0:
+        print(f"ringattn train: {problem}", file=sys.stderr)
+    return 2
+
+
+def refuse(words: list[str], started: bool) -> str | None:
+    """What is wrong with the words before Hydra sees them: an unknown key, also one that + would add."""
+    for word in words:
+        if word in ("-m", "--multirun") and started:
+            return "a sweep starts many runs, and the ranks of one run are already started; sweep outside torchrun"
+        if word.startswith("-"):
+            continue
+        name, equals, value = word.partition("=")
+        name = name.lstrip("+~").partition("@")[0]
+        if not name or name.startswith(("hydra.", "hydra/")) or (not equals and not word.startswith("~")):
+            continue
+        problem = schema.unknown(name) or unknown_choice(name, value, words)
+        if problem:
+            return problem
+    return None
+
+
+def unknown_choice(group: str, value: str, words: list[str]) -> str | None:
+    """Why `group=value` names no file; None where it does, and where other folders may hold it."""
+    if group not in GROUPS or "--config-dir" in words or any(w.startswith(("--config-dir=", "-cd")) for w in words):
+        return None
+    have = files(group)
+    for one in value.split(","):
+        if one not in (*have, "null"):
+            return f"{group}={one}: choose one of {', '.join(have)}{schema.nearest(one, have)}"
+    return None
+
+
+def files(group: str) -> list[str]:
+    return sorted(p.stem for p in (Path(__file__).parent / group).glob("*.yaml"))
+
+
+def choices() -> str:
+    """Every group with its files and what their first line says."""
+    lines = []
+    for group in GROUPS:
+        for name in files(group):
+            text = (Path(__file__).parent / group / f"{name}.yaml").read_text().splitlines()
+            about = next(line for line in text if line.startswith("# ") and "@package" not in line)
+            lines.append(f"  {f'{group}={name}':<28} {about[2:]}")
+    return "\n".join(lines)

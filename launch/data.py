@@ -1,0 +1,145 @@
+"""Where tokens come from: files, read only where they are needed, and the order in which a run sees them.
+
+Order is a pure function of (seed, how many sequences were seen): there is no state but that number, and resuming on
+another number of ranks reads the same sequences.
+"""
+
+import bisect
+import os
+import sysconfig
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from ringattn.conf.schema import Data
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files laid end to end as one array of tokens."""
+
+    name: str
+    files: tuple[Path, ...]
+    dtype: np.dtype = np.dtype(np.uint8)  # noqa: RUF009 (immutable)
+    ends: tuple[int, ...] = field(init=False)  # where each file ends, in tokens
+
+    def __post_init__(self) -> None:
+        sizes = [f.stat().st_size // self.dtype.itemsize for f in self.files]
+        object.__setattr__(self, "ends", tuple(accumulate(sizes)))
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens [start, start + count) as int64."""
+        pieces, i = [], bisect.bisect_right(self.ends, start)
+        while count > 0:
+            begin = self.ends[i - 1] if i else 0
+            here = min(count, self.ends[i] - start)
+            offset = (start - begin) * self.dtype.itemsize
+            piece = np.fromfile(self.files[i], self.dtype, here, offset=offset)
+            if len(piece) < here:
+                raise ValueError(f"{self.files[i]} is shorter than when the run began; do not change data meanwhile")
+            pieces.append(piece)
+            start, count, i = start + here, count - here, i + 1
+        return np.concatenate(pieces).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Sequences of `seq_len` tokens and the one after each, in an order drawn from the seed, epoch after epoch."""
+
+    corpus: Corpus
+    seq_len: int
+    seed: int
+    held_out: int
+
+    def __len__(self) -> int:
+        """Training sequences in one epoch."""
+        return self.total - self.kept
+
+    @property
+    def total(self) -> int:
+        return (len(self.corpus) - 1) // self.seq_len
+
+    @property
+    def kept(self) -> int:
+        """Sequences that are never trained on: at most half of them."""
+        return min(self.held_out, self.total // 2)
+
+    def train(self, number: int) -> np.ndarray:
+        """The `number`-th training sequence of the run, [seq_len + 1]."""
+        epoch, i = divmod(number, len(self))
+        return self.window(self.split()[self.order(epoch)[i]])
+
+    def evaluation(self, number: int) -> np.ndarray:
+        return self.window(self.split()[len(self) + number])
+
+    def window(self, index: int) -> np.ndarray:
+        return self.corpus.read(int(index) * self.seq_len, self.seq_len + 1)
+
+    def split(self) -> np.ndarray:
+        """All windows, shuffled once: the last `kept` are held out."""
+        return np.random.default_rng([self.seed, 0]).permutation(self.total)
+
+    def order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, 1, epoch]).permutation(len(self))
+
+
+def open_corpus(data: Data, vocab: int) -> Corpus:
+    """The files that the configuration names; a ValueError says what is missing."""
+    dtype = np.dtype(data.tokens or "uint8")
+    if not data.path:
+        raise ValueError("say data.path=PATH: a folder of files, or one file")
+    path = Path(sysconfig.get_paths()["stdlib"] if data.path == "stdlib" else data.path).expanduser()
+    if not path.exists():
+        raise ValueError(f"data.path={path} does not exist; name a folder of files, or one file")
+    files = [path] if path.is_file() else find(path, data.suffix)
+    corpus = Corpus("the Python standard library" if data.path == "stdlib" else str(path), tuple(files), dtype)
+    if len(corpus) == 0:
+        what = f"file ending in {data.suffix!r}" if data.suffix else "file"
+        raise ValueError(f"data.path={path} holds no {what} with anything in it; look at data.path and data.suffix")
+    if vocab < 256 and data.tokens is None:
+        raise ValueError(f"model.vocab={vocab} is too small for bytes; use model.vocab=256")
+    return corpus
+
+
+def find(folder: Path, suffix: str) -> list[Path]:
+    """The non-empty files below a folder, by name; not those of installed packages or caches, nor hidden ones."""
+    found = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [f for f in folders if f not in ("site-packages", "dist-packages", "__pycache__") and f[0] != "."]
+        found += [Path(place, n) for n in names if n.endswith(suffix) and not n.startswith(".")]
+    return sorted(f for f in found if f.is_file() and f.stat().st_size)
+
+
+def windows(corpus: Corpus, data: Data, seq_len: int, seed: int) -> Windows:
+    """The corpus cut into sequences; a ValueError where it is shorter than one to train on."""
+    cut = Windows(corpus, seq_len, seed, data.held_out)
+    if cut.total < 1:
+        raise ValueError(
+            f"{corpus.name} has {len(corpus)} tokens, one sequence takes seq_len + 1 = {seq_len + 1}; "
+            f"use seq_len={max(1, len(corpus) - 1)} or less, or more data"
+        )
+    return cut
+
+
+def check_vocabulary(tokens: np.ndarray, vocab: int) -> None:
+    top = int(tokens.max())
+    if top >= vocab:
+        raise ValueError(f"the data holds token {top}, the model has vocab={vocab}; use model.vocab={top + 1} or more")
+
+
+def unigram_entropy(corpus: Corpus, most: int = 1 << 24) -> float:
+    """-sum p log p over single tokens, in nats: the loss of a model that knows nothing but how frequent each one is.
+
+    From at most `most` tokens, in 16 evenly spaced pieces.
+    """
+    count = min(len(corpus), most) // 16
+    gaps = (len(corpus) - count) // 15
+    sample = [corpus.read(i * gaps, count) for i in range(16)] if count else [corpus.read(0, len(corpus))]
+    counts = np.bincount(np.concatenate(sample)).astype(np.float64)
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())

@@ -1,0 +1,180 @@
+"""What a run says about itself: a line while it goes, JSON lines to keep, TensorBoard and W&B on request, a picture."""
+
+import contextlib
+import json
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Dense bf16 tensor-core peaks of one GPU, flops a second, by a part of the device's name.
+PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
+MIB = 2**20
+
+
+def peak_flops(device: torch.device) -> float:
+    """What one rank could do at most: a GPU's data sheet; else what a large matrix product reaches here, measured."""
+    if device.type == "cuda":
+        known = [peak for name, peak in PEAKS.items() if name in torch.cuda.get_device_name(device)]
+        if known:
+            return known[0]
+    n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (768, torch.float32)
+    a, best = torch.randn(n, n, device=device, dtype=dtype), float("inf")
+    for _ in range(6):
+        start = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best
+
+
+class Memory:
+    """The most memory this rank has held since `reset`, in bytes: the GPU's allocator, or the process's own pages."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.before = self.now()
+
+    def reset(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            with contextlib.suppress(OSError):  # not Linux: the mark stays that of the whole process
+                Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+        self.before = self.now()
+
+    def now(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else status("VmRSS")
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else status("VmHWM")
+
+    def grown(self) -> int:
+        """The peak above what was held at `reset`."""
+        return max(0, self.peak() - self.before)
+
+
+def status(name: str) -> int:
+    """A size from /proc/self/status in bytes; where there is none, the largest the process ever was."""
+    try:
+        line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Bar:
+    """One line on the terminal that is written again and again; ten lines where it is not a terminal."""
+
+    def __init__(self, steps: int, stream: Any = None):
+        self.steps, self.stream = steps, stream or sys.stderr
+        self.live = self.stream.isatty()
+        self.every = max(1, steps // 10)
+        self.started = time.monotonic()
+        self.first: int | None = None
+
+    def show(self, step: int, row: dict[str, Any]) -> None:
+        self.first = step - 1 if self.first is None else self.first
+        if not self.live and step % self.every and step != self.steps:
+            return
+        done = round(20 * step / self.steps)
+        left = (time.monotonic() - self.started) / max(1, step - self.first) * (self.steps - step)
+        text = (
+            f"[{'#' * done}{'.' * (20 - done)}] {step}/{self.steps}  loss {row['loss']:.4f}  "
+            f"{row['tokens_per_second']:,.0f} tokens/s  "
+            f"MFU {row['mfu']:.0%}  {row['memory_mib']:,.0f} MiB  {left:.0f} s left"
+        )
+        width = shutil.get_terminal_size().columns
+        self.stream.write(f"\r{text[: width - 1]:<{width - 1}}" if self.live else f"{text}\n")
+        self.stream.flush()
+
+    def close(self) -> None:
+        if self.live:
+            self.stream.write("\n")
+
+
+class Log:
+    """metrics.jsonl in the run's folder, and TensorBoard or W&B beside it. Only rank 0 makes one."""
+
+    def __init__(self, folder: Path, tensorboard: bool = False, wandb: str | None = None):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = (folder / "metrics.jsonl").open("a")
+        self.writer: Any = None
+        self.wandb: Any = None
+        if tensorboard:
+            self.writer = optional("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
+        if wandb:
+            self.wandb = optional("wandb", "wandb").init(project=wandb, dir=str(folder), name=folder.name)
+
+    def write(self, row: dict[str, Any]) -> None:
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        numbers = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
+        if self.writer:
+            for name, value in numbers.items():
+                self.writer.add_scalar(name, value, row["step"])
+        if self.wandb:
+            self.wandb.log(numbers, step=row["step"])
+
+    def close(self) -> None:
+        self.file.close()
+        if self.writer:
+            self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def optional(module: str, package: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError:
+        raise ValueError(f"{package} is not installed; pip install {package}, or leave it out") from None
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; where a step was done again after a restart, its last row."""
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        rows[row["step"], row["kind"]] = row
+    return [rows[k] for k in sorted(rows)]
+
+
+def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float) -> Path | None:
+    """picture.png: each run's loss, and its memory a rank against the sequence length. None without matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        return None
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    for i, (name, rows) in enumerate(runs.items()):
+        steps = [r for r in rows if r["kind"] == "step"]
+        style = {"linewidth": 4, "alpha": 0.4} if i else {"zorder": 3}
+        left.plot([r["step"] for r in steps], [r["loss"] for r in steps], label=name, **style)
+        probes = [r for r in rows if r["kind"] == "memory"]
+        if probes:
+            right.plot(*columns(probes, "seq_len", "memory_mib"), marker="o", label=name)
+    left.axhline(entropy, color="grey", linestyle=":", label="entropy of single tokens")
+    left.set(xlabel="step", ylabel="loss (nats a token)", title="loss")
+    right.set(xlabel="sequence length", ylabel="MiB a rank, one step", title="memory a rank", ylim=(0, None))
+    for axes in (left, right):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+    figure.tight_layout()
+    figure.savefig(folder / "picture.png", dpi=120)
+    pyplot.close(figure)
+    return folder / "picture.png"
+
+
+def columns(rows: Sequence[dict[str, Any]], *names: str) -> list[list[Any]]:
+    return [[r[n] for r in rows] for n in names]

@@ -1,0 +1,95 @@
+"""The ranks of a training run: started here, or found started by torchrun (or anything that sets its variables).
+
+Only this file reads those variables.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringattn.launch import processes
+
+FORTNIGHT = 14 * 24 * 3600.0  # no limit, as far as a timer can say it
+
+
+def started() -> bool:
+    """Whether this process is one rank of a group that somebody else started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def attempt() -> int:
+    """How often torchrun has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def run_name() -> str | None:
+    """A name that all ranks and all attempts of one torchrun share."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"torchrun-{os.getppid()}" if name == "none" else name
+
+
+def join(device: str, timeout: float) -> torch.device:
+    """Join the process group that the environment describes, with words of this attempt only; this rank's device."""
+    where = torch.device(device)
+    if device == "cuda":
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(where)
+    store, number, ranks = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
+    dist.init_process_group(
+        backend(device),
+        store=dist.PrefixStore(f"attempt_{attempt()}", store),
+        rank=number,
+        world_size=ranks,
+        timeout=timedelta(seconds=timeout),
+        device_id=where if device == "cuda" else None,
+    )
+    return where
+
+
+def backend(device: str) -> str:
+    """Tensors on GPUs travel by NCCL; words and checkpoints, which lie on the host, by gloo."""
+    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+
+
+def local(function: Callable[..., Any], ranks: int, device: str, *args: Any) -> list[Any]:
+    """`function(*args)` on ranks that are started here. SIGTERM and Ctrl-C are passed on to them."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve the other ranks
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # nobody else may connect
+    with passed_on(signal.SIGTERM, signal.SIGINT):
+        return processes.run(function, ranks, *args, backend=backend(device), timeout=FORTNIGHT)
+
+
+@contextlib.contextmanager
+def passed_on(*signals: signal.Signals) -> Iterator[None]:
+    """Give these signals to the child processes as SIGTERM: they save, and end by themselves."""
+
+    def forward(number: int, frame: Any) -> None:
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                os.kill(child.pid, signal.SIGTERM)
+
+    before = {s: signal.signal(s, forward) for s in signals}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+def limit_waiting(mesh: Any, seconds: float) -> None:
+    """Waiting longer than this for another rank, along any axis, is an error."""
+    groups = [None, *(mesh.get_group(name) for name in mesh.mesh_dim_names)]
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -1,0 +1,179 @@
+"""Train a decoder whose sequence is spread over ranks: `ringattn train`, or `torchrun ... -m ringattn.launch.train`.
+
+This file starts the ranks and sums up; each of them runs trainer.work. Into folder/NAME/ go config.json,
+metrics.jsonl, checkpoints/ and picture.png.
+"""
+
+import dataclasses
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ringattn.conf import compose
+from ringattn.conf.schema import Strategy, Train
+from ringattn.launch import metrics, processes, torchrun
+from ringattn.launch.trainer import work
+
+BAD = (ValueError, NotImplementedError, OSError)  # what is said in one sentence, without a traceback
+
+
+def main(words: list[str] | None = None) -> int:
+    """Compose the configuration and run it where it says."""
+    words = sys.argv[1:] if words is None else words
+    rank = torchrun.rank()
+    return compose.run(words, under_torchrun if torchrun.started() else here, rank, torchrun.started())
+
+
+def here(config: Train) -> int:
+    """Start the ranks, and beside them, for the picture, one rank with the same seed."""
+    try:
+        config, ranks, device = resolved(config, None)
+        folder = new_folder(config)
+        before = time.time()
+        summary = torchrun.local(work, ranks, device, config, str(folder), before)[0]
+        if config.dry_run:
+            return 0
+        runs = {plural(ranks): folder}
+        if config.reference and ranks > 1 and not summary["stopped"] and config.resume is None:
+            runs["1 rank"] = folder / "one-rank"
+            print("the same on one rank:", file=sys.stderr)
+            torchrun.local(work, 1, device, alone(config), str(runs["1 rank"]), time.time())
+        finish(config, folder, runs, summary)
+    except processes.RankError as error:
+        kind, _, text = error.summary.partition(": ")
+        bad = kind in ("ValueError", "NotImplementedError", "OSError")
+        print(f"ringattn train: {text if bad else error}", file=sys.stderr)
+        return 2 if bad else 1
+    except BAD as error:
+        print(f"ringattn train: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def under_torchrun(config: Train) -> int:
+    """One rank among those that torchrun started; the first rank that fails tells torchrun why, the others a line."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    rank = torchrun.rank()
+    try:
+        config, _, device = resolved(config, int(os.environ["WORLD_SIZE"]))
+        torchrun.join(device, config.cluster.timeout)
+        folder = shared_folder(config)
+        if torchrun.attempt() and config.resume is None:
+            config = dataclasses.replace(config, resume="auto")
+        summary = record(work)(config, str(folder), time.time())
+        if rank == 0 and not config.dry_run:
+            finish(config, folder, {plural(dist.get_world_size()): folder}, summary or {})
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception as error:
+        bad = isinstance(error, BAD) and not isinstance(error, ConnectionError)
+        if rank == 0 or not bad:
+            where = "" if bad else f"rank {rank}: {type(error).__name__}: "
+            print(
+                f"ringattn train: {where}{str(error).splitlines()[0] if str(error) else ''}",
+                file=sys.stderr,
+                flush=True,
+            )
+        os._exit(2 if bad else 1)  # other ranks may hang in a collective: do not wait for them
+    return 0
+
+
+def resolved(config: Train, ranks: int | None) -> tuple[Train, int, str]:
+    """The configuration with every `auto` that does not need the ranks decided; how many ranks; their device."""
+    gpus = torch.cuda.device_count()
+    device = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
+    if device == "cuda" and not gpus:
+        raise ValueError("device=cuda, and torch sees no GPU here; use device=cpu")
+    if ranks is None:
+        ranks = config.nproc or (
+            gpus if device == "cuda" else math.lcm(2, config.strategy.data * config.strategy.ulysses)
+        )
+        if device == "cuda" and ranks > gpus:
+            raise ValueError(f"nproc={ranks} ranks need a GPU each, and this machine has {gpus}; use nproc={gpus}")
+    s = config.strategy
+    fixed = s.data * s.ulysses
+    ring = s.ring if s.ring is not None else ranks // fixed
+    if fixed * ring != ranks:
+        raise ValueError(
+            f"strategy.data={s.data} x ring={ring} x ulysses={s.ulysses} is {fixed * ring}, not the {ranks} ranks; "
+            f"make the product {ranks}, or start {fixed * ring} ranks"
+        )
+    precision = ("bfloat16" if device == "cuda" else "float32") if config.precision == "auto" else config.precision
+    strategy = dataclasses.replace(s, ring=ring)
+    return (
+        dataclasses.replace(config, strategy=strategy, precision=precision, device=device, nproc=ranks),
+        ranks,
+        device,
+    )
+
+
+def alone(config: Train) -> Train:
+    """The same training, the same batches, on one rank."""
+    strategy = Strategy(ring=1, kernel=config.strategy.kernel, recompute=config.strategy.recompute)
+    return dataclasses.replace(
+        config, strategy=strategy, nproc=1, batch=config.batch * config.strategy.data, save_every=0, profile=False
+    )
+
+
+def new_folder(config: Train) -> Path:
+    """Where this run writes: its name's folder, or a new one named after the time."""
+    name = config.run or torchrun.run_name() or time.strftime("%Y%m%d-%H%M%S")
+    folder, again = Path(config.folder) / name, 1
+    while config.run is None and not torchrun.started() and folder.exists():
+        folder, again = Path(config.folder) / f"{name}-{again}", again + 1
+    return folder
+
+
+def shared_folder(config: Train) -> Path:
+    """Rank 0's choice of folder, on every rank."""
+    said: list[Any] = [str(new_folder(config))]
+    dist.broadcast_object_list(said, device=torch.device("cpu"))
+    return Path(said[0])
+
+
+def plural(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)}"
+
+
+def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str, Any]) -> None:
+    """The summary, and the picture of all runs beside each other."""
+    rows = {name: metrics.read(path / "metrics.jsonl") for name, path in runs.items()}
+    main, *others = (columns_of(r) for r in rows.values())
+    if summary["stopped"]:
+        print(
+            f"stopped after step {summary['step']} of {config.steps}, saved; go on with run={folder.name} resume=auto"
+        )
+        return
+    lines = [
+        f"loss {main['loss'][0]:.4f} -> {main['loss'][-1]:.4f} in {len(main['loss'])} steps"
+        + (f", {summary['held_out']:.4f} on held-out text" if "held_out" in summary else "")
+        + f"; single tokens have an entropy of {summary['entropy']:.4f}",
+        f"{np.median(main['tokens_per_second']):,.0f} tokens/s, MFU {np.median(main['mfu']):.0%}, "
+        f"peak memory of rank 0 {max(main['memory_mib']):,.0f} MiB, first step after {summary['first_step']:.1f} s",
+    ]
+    for other in others:
+        gap = max(abs(a - b) for a, b in zip(main["loss"], other["loss"], strict=True))
+        lines.append(f"on one rank the loss is the same to {gap:.1e} at every step")
+    drawn = metrics.picture(folder, rows, summary["entropy"]) if config.picture else None
+    lines.append(f"written to {folder}" + (f", picture {drawn}" if drawn else ""))
+    print("\n".join(lines))
+
+
+def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    names = ("loss", "tokens_per_second", "mfu", "memory_mib")
+    steps = [r for r in rows if r["kind"] == "step"]
+    return dict(zip(names, metrics.columns(steps, *names), strict=True))
+
+
+if __name__ == "__main__":
+    from ringattn.launch import train  # the ranks that are started here must find the module by its name
+
+    sys.exit(train.main())

@@ -1,0 +1,321 @@
+"""What every rank of a training run does: set up, step, evaluate, save. Only rank 0 writes."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import platform
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ringattn import api
+from ringattn.comms import mesh as meshes
+from ringattn.conf.schema import Train
+from ringattn.launch import bench, data, metrics, model, torchrun
+from ringattn.launch.checkpoint import Checkpoints, complete, load
+from ringattn.planning import Plan
+from ringattn.spec import AttentionSpec
+from ringattn.torch.loss import token_mean
+
+MIB = 2**20
+
+
+@dataclass
+class Job:
+    """What a rank holds while it trains."""
+
+    config: Train
+    folder: Path
+    device: torch.device
+    plan: Plan
+    axis: Any  # the data axis
+    windows: data.Windows
+    decoder: model.Decoder
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def a_step(self) -> int:
+        """Sequences of all ranks in one step of the optimizer."""
+        return self.config.batch * self.config.accumulate * self.axis.size
+
+
+def work(config: Train, folder: str, started_at: float) -> dict[str, Any]:
+    """One rank's whole run; the process group is ready. Returns what the summary says."""
+    stop = Stop()
+    device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()) if device.type == "cpu" else 1)
+    job = prepare(config, Path(folder), device)
+    rank0 = dist.get_rank() == 0
+    if config.dry_run:
+        if rank0:
+            print(describe(job))
+        return {}
+    if rank0:
+        save_config(job)
+    checkpoints = Checkpoints(job.folder, config.keep)
+    resume(job, checkpoints)
+    log = metrics.Log(job.folder, config.tensorboard, config.wandb) if rank0 else None
+    stopped = False
+    try:
+        if config.reference and job.step == 0:
+            probe_memory(job, log)
+        stopped = loop(job, checkpoints, log, stop, started_at)
+        if not stopped:
+            evaluate(job, log)
+        checkpoints.finish()
+    finally:
+        if log:
+            log.close()
+    if config.snapshot and device.type == "cuda" and rank0:
+        torch.cuda.memory._dump_snapshot(str(job.folder / "memory.pickle"))
+    return {"stopped": stopped, "step": job.step, "entropy": data.unigram_entropy(job.windows.corpus), **job.seconds}
+
+
+def prepare(config: Train, folder: Path, device: torch.device) -> Job:
+    """The mesh, the plan, the data, the model and its optimizer."""
+    s, m = config.strategy, config.model
+    corpus = data.open_corpus(config.data, m.vocab)
+    windows = data.windows(corpus, config.data, config.seq_len, config.seed)
+    mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses, device_type=device.type)
+    torchrun.limit_waiting(mesh, config.cluster.timeout)
+    plan = api.plan(
+        mesh,
+        seq_len=config.seq_len,
+        heads=(m.heads, m.kv_heads),
+        head_dim=model.head_dim(m),
+        spec=AttentionSpec(window=m.window, softcap=m.softcap),
+        strategy=s.keys,
+        layout=s.layout,
+        kernel=s.kernel,
+        dtype=config.precision,
+    )
+    everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
+    where = torch.device("meta") if config.dry_run else device
+    decoder = model.build(
+        m, config.seed, where, None if config.dry_run else everyone, recompute=s.recompute, precision=config.precision
+    )
+    o = config.optimizer
+    matrices = [p for p in decoder.parameters() if p.dim() > 1]
+    norms = [p for p in decoder.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2))
+    if config.snapshot and device.type == "cuda":
+        torch.cuda.memory._record_memory_history()
+    return Job(config, folder, device, plan, meshes.axis(mesh, "data"), windows, decoder, optimizer)
+
+
+def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Stop", started_at: float) -> bool:
+    """Steps until the last one, or until a rank was told to stop; returns whether that was it."""
+    config, memory = job.config, metrics.Memory(job.device)
+    peak = metrics.peak_flops(job.device) * dist.get_world_size()
+    bar = metrics.Bar(config.steps) if log else None
+    flops = model.train_flops(config.model, config.seq_len) * job.a_step
+    memory.reset()
+    with profiler(job) as trace:
+        while job.step < config.steps:
+            begin = time.perf_counter()
+            loss, norm = train_step(job)
+            job.step += 1
+            seconds = time.perf_counter() - begin
+            if "first_step" not in job.seconds:
+                job.seconds["first_step"] = time.time() - started_at
+            if not math.isfinite(loss):
+                raise ValueError(f"the loss of step {job.step} is {loss}; lower optimizer.lr={config.optimizer.lr}")
+            row = {
+                "kind": "step", "step": job.step, "loss": loss, "norm": norm, "lr": job.optimizer.param_groups[0]["lr"],
+                "seconds": seconds, "tokens_per_second": job.a_step * config.seq_len / seconds,
+                "mfu": flops / seconds / peak, "memory_mib": memory.peak() / MIB,
+            }  # fmt: skip
+            if log and bar and job.step % config.log_every == 0:
+                log.write(row)
+                bar.show(job.step, row)
+            trace.step()
+            checkpoints.poll()
+            stopping = stop.agreed()
+            if stopping or (config.save_every and job.step % config.save_every == 0):
+                save(job, checkpoints)
+            if stopping:
+                break
+            if config.eval_every and job.step % config.eval_every == 0 and job.step < config.steps:
+                evaluate(job, log)
+    if bar:
+        bar.close()
+    return job.step < config.steps
+
+
+def train_step(job: Job) -> tuple[float, float]:
+    """One step of the optimizer: (the mean loss over all tokens of all ranks, the gradient's norm before clipping)."""
+    config = job.config
+    for group in job.optimizer.param_groups:
+        group["lr"] = learning_rate(config, job.step)
+    total: Tensor | float = 0.0
+    for micro in range(config.accumulate):
+        job.decoder.set_requires_gradient_sync(micro == config.accumulate - 1)  # type: ignore[operator]
+        loss = batch_loss(job, train_batch(job, micro)) / config.accumulate
+        loss.backward()
+        total = total + loss.detach()
+    norm = nn.utils.clip_grad_norm_(job.decoder.parameters(), config.optimizer.clip)
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    return float(total), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def learning_rate(config: Train, step: int) -> float:
+    """Linear warm-up, then half a cosine down to `final` of the highest rate."""
+    o = config.optimizer
+    if step < o.warmup:
+        return o.lr * (step + 1) / o.warmup
+    done = (step - o.warmup) / max(1, config.steps - 1 - o.warmup)
+    return o.lr * (o.final + (1 - o.final) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def train_batch(job: Job, micro: int) -> np.ndarray:
+    """This data rank's sequences of one micro-batch, [batch, seq_len + 1]."""
+    batch = job.config.batch
+    first = job.step * job.a_step + (micro * job.axis.size + job.axis.rank) * batch
+    return np.stack([job.windows.train(first + i) for i in range(batch)])
+
+
+def batch_loss(job: Job, tokens: np.ndarray) -> Tensor:
+    """The mean cross entropy of the next token, over all ranks; its gradient is this rank's share."""
+    data.check_vocabulary(tokens, job.config.model.vocab)
+    whole = torch.from_numpy(tokens)
+    inputs, labels = (job.plan.shard(x).to(job.device) for x in (whole[:, :-1], whole[:, 1:]))
+    logits = job.decoder(inputs, job.plan).float()
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    return token_mean(losses, job.plan, over=(job.axis,))
+
+
+@torch.no_grad()
+def evaluate(job: Job, log: metrics.Log | None) -> None:
+    """The mean loss over the sequences that are never trained on; every data rank does all of them."""
+    if not job.windows.kept:
+        return
+    losses = [float(batch_loss(job, job.windows.evaluation(i)[None])) for i in range(job.windows.kept)]
+    job.seconds["held_out"] = sum(losses) / len(losses)
+    if log:
+        log.write({"kind": "eval", "step": job.step, "loss": job.seconds["held_out"]})
+
+
+def probe_memory(job: Job, log: metrics.Log | None) -> None:
+    """How much a forward and backward pass takes at an eighth, a quarter, half of the length, and all of it."""
+    memory = metrics.Memory(job.device)
+    whole = job.plan
+    for part in (8, 8, 4, 2, 1):  # the first pass also sets up what stays
+        length = max(1, job.config.seq_len // part)
+        job.plan = whole.for_length(length)
+        memory.reset()
+        batch_loss(job, job.windows.train(0)[None, : length + 1]).backward()
+        job.optimizer.zero_grad()
+        grown = memory.grown() / MIB
+        if log:
+            log.write({"kind": "memory", "step": -part, "seq_len": length, "memory_mib": grown})
+    job.plan = whole
+
+
+def save(job: Job, checkpoints: Checkpoints) -> None:
+    """A checkpoint knows the model it is of and how many sequences were seen."""
+    state = {"model": dataclasses.asdict(job.config.model), "sequences": job.step * job.a_step, "seed": job.config.seed}
+    checkpoints.save(job.step, job.decoder, job.optimizer, state)
+
+
+def resume(job: Job, checkpoints: Checkpoints) -> None:
+    """Go on where a checkpoint ended: the weights, the moments, and the next sequence of the data."""
+    if job.config.resume is None:
+        return
+    path = Path(job.config.resume)
+    if job.config.resume == "auto":
+        found = complete(checkpoints.folder)
+        if not found:
+            return
+        path = found[-1]
+    state = load(path, job.decoder, job.optimizer, job.config.model)
+    if state["sequences"] % job.a_step:
+        raise ValueError(
+            f"{path} has seen {state['sequences']} sequences, which is no whole number of steps of {job.a_step}; "
+            "keep batch x accumulate x strategy.data a divisor"
+        )
+    job.step = state["sequences"] // job.a_step
+    if dist.get_rank() == 0:
+        print(f"goes on after step {job.step} from {path}", file=sys.stderr)
+
+
+class Stop:
+    """A SIGTERM to any rank ends the run after the current step, on all ranks alike."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.group = dist.new_group(backend="gloo")
+        signal.signal(signal.SIGTERM, self.ask)
+
+    def ask(self, number: int, frame: Any) -> None:
+        self.asked = True
+
+    def agreed(self) -> bool:
+        asked = torch.tensor(int(self.asked))
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(asked)
+
+
+def profiler(job: Job) -> Any:
+    """A trace of steps 2 to 4 of rank 0, where it was asked for; otherwise something that does nothing."""
+    if not job.config.profile or dist.get_rank() != 0:
+        return contextlib.nullcontext(Silent())
+    from torch.profiler import profile, schedule
+
+    path = str(job.folder / "trace.json")
+    return profile(
+        schedule=schedule(wait=1, warmup=0, active=3, repeat=1), on_trace_ready=lambda p: p.export_chrome_trace(path)
+    )
+
+
+class Silent:
+    def step(self) -> None: ...
+
+
+def save_config(job: Job) -> None:
+    """config.json: the resolved configuration, the versions, the commit, the plan."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "config": dataclasses.asdict(job.config),
+        "plan": str(job.plan),
+        "ranks": dist.get_world_size(),
+        "commit": bench.commit(),
+        "python": platform.python_version(),
+        **bench.machine(),
+    }
+    (job.folder / "config.json").write_text(json.dumps(about, indent=1))
+
+
+def describe(job: Job) -> str:
+    """What would be trained, in how much memory, and how it would be spread."""
+    config, m, ranks = job.config, job.config.model, dist.get_world_size()
+    weights = sum(p.numel() for p in job.decoder.parameters())
+    tokens = config.batch * job.plan.local_len
+    itemsize = 2 if config.precision == "bfloat16" else 4
+    inner, corpus = model.head_dim(m) * m.heads, job.windows.corpus
+    kept = {"none": 8 * m.dim + 3 * inner + 4 * m.hidden, "block": m.dim, "cheap": m.dim + inner}[
+        config.strategy.recompute
+    ]
+    rows = [
+        ("weights", f"{weights / 1e6:.2f} million in {m.layers} blocks"),
+        ("a step", f"{config.seq_len} tokens x {job.a_step} sequences, {job.plan.local_len} tokens of each a rank"),
+        ("data", f"{corpus.name}: {len(corpus) / 1e6:.1f} million tokens, {len(job.windows)} sequences"),
+        ("state a rank", f"{weights * 16 / ranks / MIB:.1f} MiB: float32 weights, gradients, two moments"),
+        ("kept for backward", f"about {m.layers * tokens * kept * itemsize / MIB:.1f} MiB a rank"),
+        ("flops", f"{model.train_flops(m, config.seq_len) * job.a_step:.3g} a step"),
+    ]  # fmt: skip
+    return "\n".join([*(f"{name:<18} {what}" for name, what in rows), "", job.plan.explain()])
