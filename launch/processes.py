@@ -4,6 +4,7 @@ Processes are forked from a server that has torch loaded, so a group starts in a
 that fails ends the others, and its error is raised here with its rank and traceback.
 """
 
+import math
 import multiprocessing
 import os
 import signal
@@ -27,11 +28,17 @@ class RankError(RuntimeError):
 
 
 def run(
-    function: Callable[..., Any], ranks: int, *args: Any, backend: str = "gloo", timeout: float = 120.0
+    function: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float | None = 120.0,
+    collective_timeout: float = 120.0,
 ) -> list[Any]:
     """`function(*args)` on every rank of a new process group; the ranks' results in order.
 
-    The function must be importable (no lambda). After `timeout` seconds every rank is ended and a RankError is raised.
+    The function must be importable (no lambda). After `timeout` seconds (None: never) every rank is ended and a
+    RankError is raised; a single collective that waits for `collective_timeout` seconds is an error of its rank.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "ringattn.launch.processes"])
@@ -40,7 +47,7 @@ def run(
         processes = [
             context.Process(
                 target=work,
-                args=(pairs[r][1], function, args, r, ranks, f"{folder}/store", backend, timeout),
+                args=(pairs[r][1], function, args, r, ranks, f"{folder}/store", backend, collective_timeout),
                 daemon=True,
             )
             for r in range(ranks)
@@ -49,7 +56,7 @@ def run(
             process.start()
             child.close()
         try:
-            return collect([mine for mine, _ in pairs], time.monotonic() + timeout)
+            return collect([mine for mine, _ in pairs], time.monotonic() + (timeout or math.inf))
         finally:
             for process in processes:
                 process.kill()
@@ -62,7 +69,8 @@ def collect(pipes: list[Connection], deadline: float) -> list[Any]:
     errors: dict[int, RankError] = {}
     waiting = dict(enumerate(pipes))
     while waiting:
-        ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
+        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        ready = wait(list(waiting.values()), left)
         if not ready:
             break
         for rank in [r for r, pipe in waiting.items() if pipe in ready]:
@@ -101,7 +109,7 @@ def work(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     try:
-        if backend == "nccl":
+        if "nccl" in backend:
             torch.cuda.set_device(rank)
         dist.init_process_group(
             backend,
@@ -109,7 +117,7 @@ def work(
             rank=rank,
             world_size=ranks,
             timeout=timedelta(seconds=timeout),
-            device_id=torch.device("cuda", rank) if backend == "nccl" else None,
+            device_id=torch.device("cuda", rank) if "nccl" in backend else None,
         )
         pipe.send((True, function(*args)))
         dist.barrier()

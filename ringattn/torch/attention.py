@@ -188,13 +188,15 @@ def exchange(
         agree.agree(live, agree.describe(live, spec, {"q": q, "k": k, "v": v, "sinks": sinks}, packed))
     with torch.autocast(q.device.type, enabled=False):
         mask = Mask(live, spec, packed, docs_of(key_docs, live.keys.seq_len))
-        score, axis = score_of(q, k, v, spec, live.kernel), live.ring_axis
-        start = None if sinks is None else sink_partial(q, sinks, v.shape[-1])
+        axis, start = live.ring_axis, None if sinks is None else sink_partial(q, sinks, v.shape[-1])
         if live.strategy == "gather":
             where = global_intervals(mask, axis.rank, q.device)
+            score = score_of(q, k, v, spec, live.kernel, [where])
             part = gather_forward(q, k, v, axis, live.keys.tokens, where, score, start)
         else:
-            part = ring_forward(q, k, v, axis, ring_run(mask, axis.rank, q.device), score, start)
+            run = ring_run(mask, axis.rank, q.device)
+            score = score_of(q, k, v, spec, live.kernel, [where for _, where in run])
+            part = ring_forward(q, k, v, axis, run, score, start)
     return part.out.to(q.dtype), part.lse
 
 
@@ -226,15 +228,17 @@ def exchange_backward(
     live, spec = LIVE[plan], AttentionSpec(causal, window, softcap, scale)
     with torch.autocast(q.device.type, enabled=False):
         mask = Mask(live, spec, docs_of(docs, live.seq_len), docs_of(key_docs, live.keys.seq_len))
-        score, axis = score_of(q, k, v, spec, live.kernel), live.ring_axis
-        delta = (dout.to(lse.dtype) * out).sum(-1)
+        axis, delta = live.ring_axis, (dout.to(lse.dtype) * out).sum(-1)
         delta = delta if dlse is None else delta - dlse
         rows = (dout, lse, delta)
         if live.strategy == "gather":
             where = global_intervals(mask, axis.rank, q.device)
+            score = score_of(q, k, v, spec, live.kernel, [where])
             grads = gather_backward(q, k, v, axis, live.keys.tokens, where, score, rows)
         else:
-            grads = ring_backward(q, k, v, axis, ring_run(mask, axis.rank, q.device), score, rows)
+            run = ring_run(mask, axis.rank, q.device)
+            score = score_of(q, k, v, spec, live.kernel, [where for _, where in run])
+            grads = ring_backward(q, k, v, axis, run, score, rows)
         dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
         dsinks = q.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
     return dq, dk, dv, dsinks

@@ -3,7 +3,7 @@
 Made once for a plan, a spec and its documents, and kept: every layer of a model asks for the same ones.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
-from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.layout import to_local
 from ringattn.planning import Plan
 from ringattn.schedule import Schedule, Step, needed
@@ -72,17 +72,18 @@ def global_intervals(mask: Mask, rank: int, device: torch.device) -> Intervals:
 def on_device(begin: np.ndarray, end: np.ndarray, device: torch.device) -> Intervals:
     host = begin.astype(np.int32), end.astype(np.int32)
     b, e = (torch.from_numpy(x).to(device, non_blocking=True) for x in host)
-    return Intervals(b, e, host=host)
+    return Intervals(b, e, tiles_of(*host), host)
 
 
-def score_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, impl: str) -> Score:
-    """The selected kernel, its scale and softcap filled in."""
-    module = kernels.select(problem_of(q, k, v, spec), impl).load()
+def score_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, impl: str, intervals: Iterable[Intervals]) -> Score:
+    """The kernel that serves all these intervals, its scale and softcap filled in."""
+    tiles = all(where.tiles is not None for where in intervals)
+    module = kernels.select(problem_of(q, k, v, spec, tiles), impl).load()
     given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap}
     return Score(partial(module.attend, **given), partial(module.attend_backward, **given))
 
 
-def problem_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> kernels.Problem:
+def problem_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tiles: bool) -> kernels.Problem:
     return kernels.Problem(
         device=q.device.type,
         dtype=str(q.dtype).removeprefix("torch."),
@@ -91,5 +92,6 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> kernels.
         heads=q.shape[2],
         kv_heads=k.shape[2],
         softcap=spec.softcap is not None,
+        tiles=tiles,
         arch=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
     )
