@@ -61,6 +61,7 @@ def examine(options: Options) -> Iterator[Finding]:
     yield package("numpy", needed=True)
     yield package("triton", needed=False, remedy="pip install 'ringattn[gpu]' (Linux): GPU kernels are written in it")
     yield package("jax", needed=False, remedy="pip install 'ringattn[jax]' if you use JAX")
+    yield package("hydra-core", needed=False, remedy="pip install 'ringattn[train]' for ringattn train", module="hydra")
     if torch.state == "bad":
         return
     yield from survives("gpu", gpus)
@@ -88,12 +89,12 @@ def python() -> Finding:
     )
 
 
-def package(name: str, needed: bool, remedy: str = "") -> Finding:
+def package(name: str, needed: bool, remedy: str = "", module: str = "") -> Finding:
     """Whether a package can be imported, and is new enough; it is really imported, since broken ones exist."""
     state: Literal["none", "bad"] = "bad" if needed else "none"
     try:
         found = metadata.version(name)
-        import_module(name)
+        import_module(module or name)
     except metadata.PackageNotFoundError:
         return Finding(state, name, "not installed", remedy or f"pip install {name}")
     except Exception as error:
@@ -118,11 +119,11 @@ def gpus() -> list[Finding]:
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") is None:
             return [Finding("none", "gpu", "none: attention runs on the CPU")]
-        built = (
-            f"torch {torch.__version__} is built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'}"
+        built = f"torch {torch.__version__} is built for " + (
+            f"CUDA {cuda}" if (cuda := torch.version.cuda) else "CPUs"
         )
-        return [Finding("bad", "gpu", f"nvidia-smi is here, and torch sees no GPU; {built}",
-                        "install the torch build for this driver (nvidia-smi shows its CUDA version)")]  # fmt: skip
+        remedy = "install the torch build for this driver (nvidia-smi shows its CUDA version)"
+        return [Finding("bad", "gpu", f"nvidia-smi is here, and torch sees no GPU; {built}", remedy)]
     count = torch.cuda.device_count()
     kinds: dict[str, list[int]] = {}
     for i in range(count):

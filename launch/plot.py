@@ -23,7 +23,19 @@ Row = dict[str, Any]
 # What lines are made of, by the names that suites give it: the first that is found counts.
 SERIES = ("impl", "implementation", "kernel", "name", "peer", "library", "strategy")
 PANELS = ("mode", "direction", "pass", "phase")
-METRICS = ("tflop", "gb/s", "gb_s", "gbps", "tokens/s", "tokens_s", "ratio", "mib", "bytes", "ms", "seconds")
+METRICS = (
+    "tflop",
+    "tb_per_s",
+    "gb_per_s",
+    "tokens_per_s",
+    "gb/s",
+    "tokens/s",
+    "peak",
+    "ms",
+    "seconds",
+    "bytes",
+    "ratio",
+)
 STAMP = ("commit", "device", "torch", "triton", "jax", "python", "cuda", "date", "time", "suite")
 
 
@@ -127,7 +139,7 @@ def figures_of(rows: list[Row], metric: str | None) -> list[str]:
         if metric not in keys:
             raise ValueError(f"no line has a number called {metric!r}; they have {', '.join(keys)}")
         return [metric]
-    found = next((some for kind in METRICS if (some := [k for k in keys if kind in k.lower()])), None)
+    found = next((some for kind in METRICS if (some := [k for k in keys if is_kind(kind, k)])), None)
     if found is None:
         raise ValueError(f"no known figure in the lines; say metric= one of {', '.join(keys)}")
     return found
@@ -138,13 +150,18 @@ def case_names(rows: list[Row], taken: set[str]) -> list[tuple[Row, str]]:
     if all("case" in r for r in rows):
         return [(r, str(r["case"])) for r in rows]
     free = [k for k in distinct(k for r in rows for k in r) if k not in taken and k not in STAMP]
-    free = [k for k in free if not any(isinstance(r.get(k), float) or kind_of_figure(k) for r in rows)]
+    free = [
+        k
+        for k in free
+        if not any(isinstance(r.get(k), float) or any(is_kind(kind, k) for kind in METRICS) for r in rows)
+    ]
     differ = [k for k in free if len({str(r.get(k)) for r in rows}) > 1]
     return [(r, " ".join(f"{k}={r[k]}" for k in differ if r.get(k) is not None)) for r in rows]
 
 
-def kind_of_figure(key: str) -> bool:
-    return any(kind in key.lower().split("_") or key.lower().startswith(kind) for kind in METRICS)
+def is_kind(kind: str, key: str) -> bool:
+    """Whether a key is a figure of this kind: it holds the word (but `params` does not hold `ms`)."""
+    return kind in key.lower().split("_") or (len(kind) > 2 and kind in key.lower())
 
 
 def first_of(names: Iterable[str], rows: list[Row]) -> str:

@@ -124,13 +124,22 @@ def test_verify_fails_when_one_rank_is_off(capsys, monkeypatch):
     assert lines[-1].startswith("5 of 7 cases pass")
 
 
-def test_verify_fails_when_a_kernel_refuses(capsys, monkeypatch):
-    def refuse(*_):
-        raise NotImplementedError("not on a Friday")
+@pytest.mark.parametrize(
+    "kernel, layouts, status", [("auto", ("zigzag",), 1), ("tiled", ("zigzag",), 0), ("tiled", (), 1)]
+)
+def test_only_a_kernel_that_is_named_may_refuse_and_not_everything(kernel, layouts, status, capsys, monkeypatch):
+    def fussy(case, mesh, given, kernel="auto"):
+        if not layouts or case.layout in layouts:
+            raise NotImplementedError("not on a Friday")
+        return exact(case, mesh, given, kernel)
 
-    monkeypatch.setattr(verify.oracle, "run", refuse)
-    assert words.main(["verify", "ranks=2", "cases=short"]) == 1
-    assert "refused: not on a Friday" in capsys.readouterr().out
+    exact = oracle.run
+    monkeypatch.setattr(verify.oracle, "run", fussy)
+    assert words.main(["verify", "ranks=2", "cases=short", f"kernel={kernel}"]) == status
+    refused = 2 if layouts else 7
+    said = capsys.readouterr().out
+    assert f"refused in {refused} cases: not on a Friday" in said
+    assert f"{7 - refused} of 7 cases pass" in said
 
 
 def test_verify_passes_on_gloo_processes(capsys):
