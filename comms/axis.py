@@ -64,7 +64,7 @@ class Axis(Protocol):
     def exclusive_scan(
         self, state: Sequence[Any], combine: Callable[..., Sequence[Any]], reverse: bool = False
     ) -> Pending:
-        """The states of all earlier ranks, combined in order (in reverse: of all later ones); None if there are none."""
+        """The states of all earlier ranks, combined in order (in reverse: of all later ones); else None."""
 
     def exchange_words(self, words: Any) -> list[Any]:
         """Every rank's small Python value, in rank order. Blocks: for checks, not for data."""

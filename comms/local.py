@@ -140,10 +140,8 @@ def copied(letter: Any) -> Any:
 class LocalMesh:
     """One thread's view of a mesh: axes by name, the last one innermost, as in a DeviceMesh."""
 
-    device_type = "cpu"
-
-    def __init__(self, board: Board, sizes: dict[str, int], rank: int):
-        self.board, self.sizes, self.rank = board, sizes, rank
+    def __init__(self, board: Board, sizes: dict[str, int], rank: int, device_type: str = "cpu"):
+        self.board, self.sizes, self.rank, self.device_type = board, sizes, rank, device_type
         self.axis_names = tuple(sizes)
         self.coordinates: dict[str, int] = {}
         for name in reversed(sizes):
@@ -169,14 +167,16 @@ class LocalMesh:
         key = (name, *sizes.items())
         if key not in self.made:
             cut = {old: sizes if old == name else {old: size} for old, size in self.sizes.items()}
-            self.made[key] = LocalMesh(self.board, {n: s for part in cut.values() for n, s in part.items()}, self.rank)
+            pairs = {n: s for part in cut.values() for n, s in part.items()}
+            self.made[key] = LocalMesh(self.board, pairs, self.rank, self.device_type)
         return self.made[key]
 
 
-def run(function: Callable[..., Any], timeout: float = 60.0, **sizes: int) -> list[Any]:
+def run(function: Callable[..., Any], timeout: float = 60.0, device: str = "cpu", **sizes: int) -> list[Any]:
     """`function(mesh)` on every rank of a mesh with axes of these sizes (ring=4, ulysses=2), all in this process.
 
-    Returns the ranks' results in order. The first error of any rank stops all and is raised.
+    Returns the ranks' results in order. The first error of any rank stops all and is raised. With device="cuda" all
+    ranks share one GPU.
     """
     board, count = Board(timeout), prod(sizes.values())
     results: list[Any] = [None] * count
@@ -184,7 +184,7 @@ def run(function: Callable[..., Any], timeout: float = 60.0, **sizes: int) -> li
     def work(rank: int) -> None:
         try:
             with torch.autograd.set_multithreading_enabled(False):  # a backward pass runs in its own rank's thread
-                mesh = LocalMesh(board, sizes, rank)
+                mesh = LocalMesh(board, sizes, rank, device)
                 results[rank] = function(mesh)
                 mesh.check_finished()
         except BaseException as error:
