@@ -147,6 +147,7 @@ def test_verify_passes_on_gloo_processes(capsys):
     assert "7 of 7 cases pass" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_verify_runs_in_the_ranks_of_torchrun():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ended = start(*torchrun, "-m", "ringattn", "verify", "cases=short")

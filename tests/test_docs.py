@@ -42,6 +42,7 @@ def test_code_blocks_run(page):
 SCRIPTS = [(page, line, code) for page in PAGES for line, code in blocks(page) if command_of(code)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page, line, code", SCRIPTS, ids=[f"{p.name}:{n}" for p, n, _ in SCRIPTS])
 def test_scripts_run_under_torchrun(page, line, code, tmp_path):
     *_, name = words = command_of(code)
