@@ -161,7 +161,7 @@ def test_merge_stack_of_statistics_is_a_tree() -> None:
 
 
 def test_splits_fill_the_machine_in_whole_waves() -> None:
-    slots = 132 * config(128, 128, 2).per_sm  # an H200
+    slots = 132 * config(4, 128, 128, 2).per_sm  # an H200
     for rows, keys in ((8, 131072), (64, 65536), (8, 8192)):
         splits = choose_splits(rows, keys, slots)
         waves = rows * splits / slots

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, Streams
-from ringattn.kernels.triton.merge import merge_stack
+from ringattn.kernels.triton.merge import merge_stack, power_of_2
 
 LOG2E = 1.4426950408889634
 MOST_ROWS = 64  # T * R rows of one key head in one tile; more of them are for `forward`, which walks keys once too
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "T", "S", "G", "R"])
 def decode_kernel(
     q, k, v, begin, end,  # [B, T, H, D], [B, S, G, D], [B, S, G, V], [B or 1, T] twice
     out, top, total,  # [splits, B, T, H, V], [splits, B, T, H], and with STREAMS [splits, B, T, H]
@@ -108,25 +108,29 @@ def tanh(x):
 
 @dataclass(frozen=True)
 class Config:
-    """A tile of BLOCK_N keys, `stages` of them in flight, and how many programs share a multiprocessor."""
+    """A tile of rows and keys, the stages of its pipeline, and how many programs share a multiprocessor."""
 
+    block_m: int
     block_n: int
     warps: int
     stages: int
     per_sm: int
 
 
-def config(head_dim: int, value_dim: int, itemsize: int) -> Config:
+@lru_cache(maxsize=256)
+def config(rows: int, head_dim: int, value_dim: int, itemsize: int) -> Config:
     """Tiles of 16 KiB of keys and values, two in flight for each of three programs an SM: what an H200 streams best."""
-    key_bytes = triton.next_power_of_2(2 * max(head_dim, value_dim)) * itemsize
-    return Config(block_n=min(128, max(16, 16384 // key_bytes)), warps=4, stages=3, per_sm=3)
+    block_m = 16 if itemsize == 4 else min(MOST_ROWS, max(16, power_of_2(rows)))  # float32 has no tensor cores here
+    key_bytes = power_of_2(2 * max(head_dim, value_dim)) * itemsize
+    warps = 8 if block_m > 32 or key_bytes > 1024 else 4
+    return Config(block_m, block_n=min(128, max(16, 16384 // key_bytes)), warps=warps, stages=3, per_sm=3)
 
 
 @lru_cache(maxsize=1024)
 def choose_splits(rows: int, keys: int, slots: int) -> int:
     """How many splits of `keys` keys let `rows` rows of programs, `slots` of them at once, finish first.
 
-    Time in keys: whole waves of programs, each as long as its share and a start-up worth 128 keys; a merged row costs 8.
+    Time in keys: whole waves of programs, each as long as its share and a start-up of 128 keys; a merged row costs 8.
     """
 
     def time(splits: int) -> float:
@@ -214,14 +218,13 @@ def decode_splits(
     B, T, H, D = q_BTHD.shape
     _, S, G, V = v_BSGV.shape
     rows = T * (H // G)
-    block_m = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
-    block_m = 16 if q_BTHD.dtype == torch.float32 else block_m  # its products run outside the tensor cores
-    blocks, tile = triton.cdiv(rows, block_m), config(D, V, q_BTHD.element_size())
+    tile = config(rows, D, V, q_BTHD.element_size())
+    blocks = -(-rows // tile.block_m)
     splits = splits or choose_splits(B * G * blocks, S, multiprocessors(q_BTHD.device) * tile.per_sm)
     out = q_BTHD.new_empty(splits, B, T, H, V, dtype=torch.float32)
     top = q_BTHD.new_empty(splits, B, T, H, dtype=torch.float32)
     total = torch.empty_like(top) if form == "streams" else top
-    block_d, block_v = (max(16, triton.next_power_of_2(n)) for n in (D, V))
+    block_d, block_v = (max(16, power_of_2(n)) for n in (D, V))
     if out.numel():
         decode_kernel[(G * blocks, splits, B)](
             q_BTHD, k_BSGD, v_BSGV, where.begin, where.end, out, top, total,
@@ -230,7 +233,7 @@ def decode_splits(
             scale * LOG2E if softcap is None else scale / softcap, 0.0 if softcap is None else softcap * LOG2E,
             B, T, S, G, H // G, D, V,
             STREAMS=form == "streams", SOFTCAP=softcap is not None,
-            BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_D=block_d, BLOCK_V=block_v,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=block_d, BLOCK_V=block_v,
             WHOLE_D=block_d == D, WHOLE_V=block_v == V, STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
     return Streams(out, top, total) if form == "streams" else Partial(out, top)

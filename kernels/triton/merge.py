@@ -18,7 +18,7 @@ from ringattn.kernels.partial import Partial, Streams
 STACK = 128  # how many partials one program can hold; `merge_stack` folds longer stacks first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "B", "T", "H"])
 def merge_kernel(
     out, top, total,  # [N, B, T, H, V], [N, B, T, H], and with STREAMS [N, B, T, H]
     old_out, old_lse, sinks,  # [B, T, H, V], [B, T, H] and [H], each only where its flag says so
@@ -114,15 +114,15 @@ def launch(parts: Partial | Streams, carry: Partial | None, sinks_H: Tensor | No
         raise NotImplementedError("the fused merge is float32; ringattn.kernels.partial.merge serves float64")
     if rows == 0:
         return new
-    columns = triton.next_power_of_2(V)
-    block_n = triton.next_power_of_2(n)
+    columns = power_of_2(V)
+    block_n = power_of_2(n)
     block_v = columns if new is carry else min(columns, max(16, 4096 // block_n))
-    block_r = max(1, min(triton.next_power_of_2(rows), 2048 // (block_n * block_v)))
+    block_r = max(1, min(power_of_2(rows), 2048 // (block_n * block_v)))
     total: Any = parts.sum if isinstance(parts, Streams) else top
     if total.stride() != top.stride():
         raise ValueError(f"maximum and sum must be laid out alike, got strides {top.stride()} and {total.stride()}")
     old = new if carry is None else carry
-    grid = (triton.cdiv(rows, block_r), triton.cdiv(V, block_v))
+    grid = (-(-rows // block_r), -(-V // block_v))
     merge_kernel[grid](
         out, top, total, old.out, old.lse, new.lse if sinks_H is None else sinks_H, new.out, new.lse,
         *out.stride(), *top.stride(), *old.out.stride(), *old.lse.stride(), *new.out.stride(), *new.lse.stride(),
@@ -131,3 +131,8 @@ def launch(parts: Partial | Streams, carry: Partial | None, sinks_H: Tensor | No
         BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_V=block_v, num_warps=4,
     )  # fmt: skip
     return new
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()

@@ -133,6 +133,22 @@ def flex(given: Inputs) -> Runs:
     return Runs(forward if T > 1 else inference, lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
 
 
+def cudnn(given: Inputs) -> Runs:
+    """cuDNN as it is where one call does the mask, and tile by tile where it does not."""
+    if given.mask not in ("causal", "full"):
+        return of_table("cudnn")(given)
+    if (reason := kernels.refusals(problem_of(given))["cudnn"]) is not None:
+        raise NotImplementedError(reason)
+    from ringattn.kernels.vendor import cudnn as vendor
+
+    tensors, options = (given.q, given.k, given.v), (given.mask == "causal", given.scale)
+    out, lse = vendor.forward(*tensors, *options)
+    return Runs(
+        lambda: vendor.forward(*tensors, *options),
+        lambda: vendor.backward(given.dout, *tensors, out, lse, *options),
+    )
+
+
 def flash(given: Inputs) -> Runs:
     """FlashAttention-2 as built into torch, with its own window and its own packed documents."""
     reason = kernels.refusals(problem_of(given))["flash"]
@@ -195,7 +211,8 @@ def window_words(given: Inputs) -> dict[str, int]:
 
 
 CONTESTANTS: dict[str, Callable[[Inputs], Runs]] = {
-    **{name: of_table(name) for name in ("triton", "decode", "cudnn", "sdpa_cpu", "tiled")},
+    **{name: of_table(name) for name in ("triton", "decode", "sdpa_cpu", "tiled")},
+    "cudnn": cudnn,
     "flex": flex,
     "flash": flash,
     "fa4": fa4,
