@@ -124,11 +124,11 @@ POSITIVE = ("model.dim", "model.layers", "model.heads", "model.kv_heads", "model
             "optimizer.lr", "optimizer.clip")  # fmt: skip
 
 
-def keys(kind: type = Train, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+def every_key(kind: type = Train, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
     """Every key with its full name, in the order of the dataclasses."""
     for f in dataclasses.fields(kind):
         if dataclasses.is_dataclass(f.type):
-            yield from keys(f.type, f"{prefix}{f.name}.")  # type: ignore[arg-type]
+            yield from every_key(f.type, f"{prefix}{f.name}.")  # type: ignore[arg-type]
         else:
             yield prefix + f.name, f
 
@@ -161,7 +161,7 @@ def check(config: Train) -> Train:
 
 def unknown(name: str) -> str | None:
     """Why there is no such key, with the nearest one; None for a key, a group, or a part of a key's name."""
-    names = [n for n, _ in keys()]
+    names = [n for n, _ in every_key()]
     if name in names or name in GROUPS or any(n.startswith(f"{name}.") for n in names):
         return None
     by_end = {n.rsplit(".", 1)[-1]: n for n in names}
@@ -191,5 +191,5 @@ def nearest(word: str, among: list[str]) -> str:
 
 def explain() -> str:
     """Every key with its default and meaning, as aligned lines."""
-    rows = [(f"{name}={'null' if f.default is None else f.default}", f.metadata["help"]) for name, f in keys()]
+    rows = [(f"{name}={'null' if f.default is None else f.default}", f.metadata["help"]) for name, f in every_key()]
     return "\n".join(f"  {left:<28} {right}" for left, right in rows)

@@ -113,18 +113,20 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, config:
     differ = [f"{k} is {there.get(k)} there and {here[k]} here" for k in here if there.get(k) != here[k]]
     if differ:
         raise ValueError(f"{path} holds another model: {'; '.join(differ)}")
+    reader = Reader(str(path))
+    reader.read_metadata()  # refuses a strange index before anything is changed
     start_moments(optimizer)
     whole = tensors(model, optimizer)
-    dcp.load(whole, storage_reader=Reader(str(path)))
+    dcp.load(whole, storage_reader=reader)
     torch.set_rng_state(whole["@rng"])
     return state
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    if path not in complete(path.parent):
-        raise ValueError(
-            f"{path} is not a complete checkpoint; complete ones are {[p.name for p in complete(path.parent)]}"
-        )
+    found = complete(path.parent)
+    if path not in found:
+        others = ", ".join(p.name for p in found) or "none"
+        raise ValueError(f"{path} is not a complete checkpoint; complete there: {others}")
     return json.loads((path / "state.json").read_text())
 
 

@@ -96,10 +96,11 @@ def open_corpus(data: Data, vocab: int) -> Corpus:
     path = Path(sysconfig.get_paths()["stdlib"] if data.path == "stdlib" else data.path).expanduser()
     if not path.exists():
         raise ValueError(f"data.path={path} does not exist; name a folder of files, or one file")
-    files = [path] if path.is_file() else find(path, data.suffix)
+    suffix = data.suffix or (".py" if data.path == "stdlib" else "")
+    files = [path] if path.is_file() else find(path, suffix)
     corpus = Corpus("the Python standard library" if data.path == "stdlib" else str(path), tuple(files), dtype)
     if len(corpus) == 0:
-        what = f"file ending in {data.suffix!r}" if data.suffix else "file"
+        what = f"file ending in {suffix!r}" if suffix else "file"
         raise ValueError(f"data.path={path} holds no {what} with anything in it; look at data.path and data.suffix")
     if vocab < 256 and data.tokens is None:
         raise ValueError(f"model.vocab={vocab} is too small for bytes; use model.vocab=256")

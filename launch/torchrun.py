@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import forkserver
 from typing import Any
 
 import torch
@@ -67,6 +68,9 @@ def local(function: Callable[..., Any], ranks: int, device: str, *args: Any) -> 
     """`function(*args)` on ranks that are started here. SIGTERM and Ctrl-C are passed on to them."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve the other ranks
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # nobody else may connect
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "ringattn.launch.trainer"])  # imported once, not by every rank
+    forkserver.ensure_running()
     with passed_on(signal.SIGTERM, signal.SIGINT):
         return processes.run(function, ranks, *args, backend=backend(device), timeout=FORTNIGHT)
 

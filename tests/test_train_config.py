@@ -1,0 +1,90 @@
+"""What a training run may be told: every key, and what is said about one that does not exist."""
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("hydra", reason="hydra-core is not installed (pip install 'ringattn[train]')")
+
+from ringattn.conf import compose, schema
+from ringattn.conf.schema import Model, Train
+
+
+def composed(*words: str) -> Train:
+    found = []
+    assert compose.run(list(words), lambda config: found.append(config) or 0) == 0
+    return found[0]
+
+
+def test_the_files_choose_values_and_words_change_them():
+    config = composed("model=small", "strategy=hybrid", "model.layers=2", "optimizer.lr=1e-4")
+    assert (config.model.dim, config.model.layers, config.strategy.ulysses) == (512, 2, 2)
+    assert config.optimizer.lr == 1e-4
+
+
+def test_every_file_of_every_group_composes():
+    for group in schema.GROUPS:
+        for name in compose.files(group):
+            assert isinstance(composed(f"{group}={name}"), Train)
+
+
+def test_nothing_said_is_the_schema_itself():
+    config = composed()
+    assert config == dataclasses.replace(Train(), data=config.data, strategy=config.strategy)
+    assert config.model == Model()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["strategy.rnig=2"], "no key 'strategy.rnig'; did you mean 'strategy.ring'?"),
+        (["+sp.rnig=4"], "no key 'sp.rnig'; did you mean 'strategy.ring'?"),
+        (["++model.dmi=4"], "no key 'model.dmi'; did you mean 'model.dim'?"),
+        (["seqlen=4"], "no key 'seqlen'; did you mean 'seq_len'?"),
+        (["modle=tiny"], "no key 'modle'; did you mean 'model'?"),
+        (["model=tinny"], "model=tinny: choose one of block8b, small, tiny; did you mean 'tiny'?"),
+        (["strategy.layout=zigzga"], "did you mean 'zigzag'?"),
+        (["seq_len=0"], "seq_len=0: must be above 0"),
+        (["model.heads=3"], "model.heads=3 does not divide model.dim=128"),
+        (["run=../x"], "is a name inside folder=runs"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(words, said, capsys):
+    assert compose.run(words, lambda config: 0) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_a_wrong_type_is_refused(capsys):
+    with pytest.raises(SystemExit) as end:
+        compose.run(["seq_len=abc"], lambda config: 0)
+    assert end.value.code != 0
+    assert "'abc' of type 'str' could not be converted to Integer" in capsys.readouterr().err
+
+
+def test_a_sweep_runs_every_value_and_is_refused_among_started_ranks(tmp_path, capsys):
+    seen = []
+    words = ["--multirun", "seq_len=16,32", f"folder={tmp_path}"]
+    assert compose.run(words, lambda config: seen.append(config.seq_len) or 0) == 0
+    assert seen == [16, 32]
+    assert compose.run(words, lambda config: 0, started=True) == 2
+    assert "sweep outside torchrun" in capsys.readouterr().err
+
+
+def test_only_rank_0_says_what_is_wrong(capsys):
+    assert compose.run(["seq_len=-1"], lambda config: 0, rank=1) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_help_names_every_key_and_every_file(capsys):
+    assert compose.run(["--help"], lambda config: 1) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name}=" in text for name, _ in schema.every_key())
+    assert "experiment=h200_long" in text
+
+
+def test_a_saved_configuration_is_read_back():
+    config = Train(model=Model(dim=64), seq_len=99)
+    assert schema.from_dict(dataclasses.asdict(config)) == config
+    with pytest.raises(ValueError, match=r"did you mean 'model\.dim'"):
+        schema.from_dict({"model": {"dmi": 3}})

@@ -1,0 +1,106 @@
+"""What interrupts a training run: a SIGTERM, a killed rank, a checkpoint that cannot be written. It goes on as if not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hydra", reason="hydra-core is not installed (pip install 'ringattn[train]')")
+
+from ringattn.launch import checkpoint, metrics
+
+ROOT = Path(__file__).parent.parent
+WORDS = ("experiment=smoke", "model.dim=16", "model.hidden=16", "seq_len=64", "data=files", "device=cpu",
+         f"data.path={ROOT / 'ringattn'}", "data.suffix=.py", "picture=false", "steps=30")  # fmt: skip
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+TRAIN = (sys.executable, "-m", "ringattn.launch.train")
+pytestmark = pytest.mark.slow
+
+
+def begin(*command: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        command, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def losses(folder: Path) -> list[float]:
+    return [r["loss"] for r in metrics.read(folder / "metrics.jsonl") if r["kind"] == "step"]
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, f"ended too early: {process.communicate()[0]}"
+        assert time.monotonic() < end, "nothing happened in time"
+        time.sleep(0.02)
+
+
+def steps_done(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_text().count('"kind": "step"') if path.exists() else 0
+
+
+def torchrun(*words: str, restarts: int = 0) -> tuple[str, ...]:
+    agent = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    return (*agent, f"--max-restarts={restarts}", "-m", "ringattn.launch.train", "cluster=torchrun", *words)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> list[float]:
+    folder = tmp_path_factory.mktemp("whole")
+    process = begin(*TRAIN, *WORDS, f"folder={folder}", "run=whole", "nproc=2")
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    return losses(folder / "whole")
+
+
+def test_sigterm_saves_and_ends_cleanly(tmp_path, undisturbed):
+    words = (*WORDS, f"folder={tmp_path}", "run=run", "nproc=2")
+    process = begin(*TRAIN, *words)
+    wait_for(lambda: steps_done(tmp_path / "run") >= 2, process)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    done = steps_done(tmp_path / "run")
+    assert 2 <= done < 30 and f"stopped after step {done} of 30" in said
+    assert [p.name for p in checkpoint.complete(tmp_path / "run" / "checkpoints")] == [checkpoint.name_of(done)]
+    again = begin(*TRAIN, *words, "resume=auto")
+    said = again.communicate(timeout=300)[0]
+    assert again.returncode == 0 and f"goes on after step {done}" in said
+    assert losses(tmp_path / "run") == undisturbed
+
+
+def test_a_killed_rank_under_torchrun_costs_nothing_but_time(tmp_path, undisturbed):
+    words = (*WORDS, f"folder={tmp_path}", "run=run", "save_every=3")
+    process = begin(*torchrun(*words, restarts=2))
+    wait_for(lambda: steps_done(tmp_path / "run") >= 7, process)
+    os.kill(children(process.pid)[1], signal.SIGKILL)
+    said = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, said
+    assert "goes on after step" in said
+    assert losses(tmp_path / "run") == undisturbed
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_wrong_call_under_torchrun_is_said_once(tmp_path):
+    process = begin(*torchrun(*WORDS, f"folder={tmp_path}", "strategy.data=3"))
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode != 0
+    assert said.count("make the product 2, or start 3 ranks") == 1
+    assert "Traceback" not in said.split("ChildFailedError")[0].split("torch/distributed")[0]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
+    process = begin(*TRAIN, *WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "save_every=1")
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 2 and "Traceback" not in said
+    assert "checkpoints" in said.splitlines()[-1]
