@@ -22,7 +22,7 @@ from ringattn.kernels.partial import Partial, Streams
 from ringattn.kernels.triton.merge import merge_stack, power_of_2
 
 LOG2E = 1.4426950408889634
-MOST_ROWS = 64  # T * R rows of one key head in one tile; more of them are for `forward`, which walks keys once too
+MOST_ROWS = 64  # the T * R rows of a key head that one tile takes; where there are more, `forward` is the kernel
 
 
 @triton.jit(do_not_specialize=["B", "T", "S", "G", "R"])

@@ -212,6 +212,7 @@ def window_words(given: Inputs) -> dict[str, int]:
 
 CONTESTANTS: dict[str, Callable[[Inputs], Runs]] = {
     **{name: of_table(name) for name in ("triton", "decode", "sdpa_cpu", "tiled")},
+    "cudnn_tiles": of_table("cudnn"),  # as a ring step runs it: tiles, merged, gradients added up in float32
     "cudnn": cudnn,
     "flex": flex,
     "flash": flash,
