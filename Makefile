@@ -21,7 +21,7 @@ test: $(READY)  ## run all tests that need no GPU
 	$(RUN)/python -m pytest -n 2 $(ARGS)
 
 test-fast: $(READY)  ## run the quick core of the tests
-	$(RUN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
+	$(RUN)/python -m pytest -n 2 -m 'not slow and not gpu' $(ARGS)
 
 test-gpu:  ## run the tests that need a GPU, with the python that holds torch for it
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
