@@ -2,6 +2,7 @@
 
     kernels   one GPU: our kernels beside cuDNN, FlashAttention and FlexAttention
     memory    the peak memory of a rank at 1, 2, 4, 8 ranks
+    traffic   the bytes a rank sends, counted, beside what the schedule says
 
 A suite is a module of launch/bench/ with its own Options and `run(options) -> list of rows`. Every row is printed in
 a table and, with out=FILE, appended to it as one JSON line: commit, device, versions, case, milliseconds, ratios.
@@ -17,7 +18,7 @@ from typing import Any
 
 from ringattn.launch.words import nearest, parse, usage
 
-SUITES = ("kernels", "memory")
+SUITES = ("kernels", "memory", "traffic")
 
 
 def main(argv: list[str]) -> int:
