@@ -103,14 +103,14 @@ def local(x: Tensor, plan: Any, poison: float = float("nan")) -> Tensor:
     return torch.cat([x, pad], 1)[:, plan.positions().to(x.device)]
 
 
-def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto") -> dict[str, Tensor]:
+def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto") -> dict[str, Any]:
     """out, lse and every gradient of this rank's part, through the public API; padding goes in as NaN."""
     plan = api.plan(mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy,
                     layout=case.layout, kernel=kernel)  # fmt: skip
     at = {"q": plan, "k": plan.keys, "v": plan.keys}
     leaves = {n: local(given[n], p).requires_grad_() for n, p in at.items()}
     sinks = given["sinks"].clone().requires_grad_() if case.sinks else None
-    out, lse = api.attention(*leaves.values(), plan, spec=case.spec, docs=case.docs, key_docs=case.key_docs,
+    out, lse = api.attention(leaves["q"], leaves["k"], leaves["v"], plan, spec=case.spec, docs=case.docs, key_docs=case.key_docs,
                              sinks=sinks, return_lse=True)  # fmt: skip
     # padding's own outputs get poisoned gradients: they must not count
     loss(out, lse, local(given["dout"], plan), local(given["dlse"], plan, 1.0)).backward()
@@ -118,7 +118,7 @@ def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto") -
     return found if sinks is None else {**found, "dsinks": sinks.grad}
 
 
-def errors(case: Case, mesh: Any, found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+def errors(case: Case, mesh: Any, found: dict[str, Any], truth: dict[str, Tensor]) -> dict[str, float]:
     """The relative error (norm) of each local result; inf where padding leaked or an empty row is not one."""
     plan = api.plan(mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy,
                     layout=case.layout)  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Axis, Done
+from ringattn.comms.axis import Axis, Done, Pending
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import Partial, empty
 from ringattn.torch.steps import Run, Score
@@ -36,17 +36,19 @@ def ring_backward(
     """
     dq: Tensor | None = None
     own: tuple[Tensor, ...] = zeros(k, v)
-    keys, arriving, returning = (k, v), Done(), []
+    keys = (k, v)
+    arriving: Pending = Done()
+    returning: list[Pending] = []
     for i, (step, where) in enumerate(run):
         hop = axis.rotate(keys, step.hop.shift, step.hop.send, step.hop.recv) if step.hop else Done()
         if i == 0:
             if step.work:
                 dq, *own = score.attend_backward(q, *keys, where, *rows, dq=dq, dk=own[0], dv=own[1])
         else:
-            grads = (None, None)
+            grads: Any = None
             if step.work:
                 dq, *grads = score.attend_backward(q, *keys, where, *rows, dq=dq)
-            grads = added(arriving.wait(), grads) or zeros(k, v)
+            grads = added(arriving.wait(), grads) or (zeros(k, v) if step.here else own)
             arriving = axis.rotate(grads, step.hop.shift, step.hop.send, step.hop.recv) if step.hop else Done()
             if step.home:
                 returning.append(axis.rotate(grads, step.home.shift, step.home.send, step.home.recv))
@@ -62,6 +64,6 @@ def zeros(*like: Tensor) -> tuple[Tensor, ...]:
 
 def added(a: Any, b: Any) -> Any:
     """The sum of two (dk, dv) of which either may be missing."""
-    if a is None or a[0] is None:
-        return None if b is None or b[0] is None else b
-    return a if b is None or b[0] is None else tuple(x.add_(y) for x, y in zip(a, b, strict=True))
+    if a is None or b is None:
+        return b if a is None else a
+    return tuple(x.add_(y) for x, y in zip(a, b, strict=True))
