@@ -4,6 +4,7 @@ This file starts the ranks and sums up; each of them runs trainer.work. Into fol
 metrics.jsonl, checkpoints/ and picture.png.
 """
 
+import builtins
 import dataclasses
 import math
 import os
@@ -22,6 +23,11 @@ from ringattn.launch import metrics, processes, torchrun
 from ringattn.launch.trainer import work
 
 BAD = (ValueError, NotImplementedError, OSError)  # what is said in one sentence, without a traceback
+
+
+def plain(kind: Any) -> bool:
+    """Whether an error of this type says all there is to say. A broken connection does not."""
+    return isinstance(kind, type) and issubclass(kind, BAD) and not issubclass(kind, ConnectionError)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -48,7 +54,7 @@ def here(config: Train) -> int:
         finish(config, folder, runs, summary)
     except processes.RankError as error:
         kind, _, text = error.summary.partition(": ")
-        bad = kind in ("ValueError", "NotImplementedError", "OSError")
+        bad = plain(getattr(builtins, kind, None))
         print(f"ringattn train: {text if bad else error}", file=sys.stderr)
         return 2 if bad else 1
     except BAD as error:
@@ -74,7 +80,7 @@ def under_torchrun(config: Train) -> int:
         dist.barrier()
         dist.destroy_process_group()
     except Exception as error:
-        bad = isinstance(error, BAD) and not isinstance(error, ConnectionError)
+        bad = plain(type(error))
         if rank == 0 or not bad:
             where = "" if bad else f"rank {rank}: {type(error).__name__}: "
             print(
@@ -100,6 +106,10 @@ def resolved(config: Train, ranks: int | None) -> tuple[Train, int, str]:
             raise ValueError(f"nproc={ranks} ranks need a GPU each, and this machine has {gpus}; use nproc={gpus}")
     s = config.strategy
     fixed = s.data * s.ulysses
+    if s.ring is None and ranks % fixed:
+        raise ValueError(
+            f"strategy.data={s.data} x ulysses={s.ulysses} does not divide {ranks} ranks; start a multiple of {fixed}"
+        )
     ring = s.ring if s.ring is not None else ranks // fixed
     if fixed * ring != ranks:
         raise ValueError(

@@ -14,7 +14,7 @@ from ringattn.launch import checkpoint, data, metrics, torchrun, train
 from ringattn.launch.processes import RankError
 from ringattn.launch.trainer import learning_rate, work
 
-SOURCES = str(Path(__file__).parent.parent / "ringattn")
+SOURCES = str(Path(json.__file__).parent)
 TINY = Train(
     model=Model(dim=32, layers=2, heads=4, kv_heads=2, hidden=48),
     data=Data(path=SOURCES, suffix=".py", held_out=1),
@@ -175,7 +175,8 @@ def test_a_file_of_tokens(tmp_path):
         ({"data": Data(path=SOURCES, suffix=".none")}, "holds no file ending in '.none'"),
         ({"seq_len": 10**9}, "one sequence takes seq_len + 1 = 1000000001"),
         ({"model": Model(vocab=100)}, "use model.vocab=256"),
-        ({"strategy": Strategy(data=3)}, "make the product 2"),
+        ({"strategy": Strategy(data=3)}, "strategy.data=3 x ulysses=1 does not divide 2 ranks"),
+        ({"strategy": Strategy(ring=3)}, "make the product 2, or start 3 ranks"),
         ({"strategy": Strategy(keys="ulysses")}, "strategy='ulysses' means a ring axis of size 1"),
         ({"model": Model(heads=2, kv_heads=1, dim=32), "strategy": Strategy(kernel="cudnn")}, "cuDNN"),
         ({"device": "cuda"}, "torch sees no GPU"),
