@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringattn.api import attention, init_mesh, plan
+    from ringattn.jax.aot import aot_report
     from ringattn.kernels.partial import Partial, merge
     from ringattn.planning import Plan
     from ringattn.spec import AttentionSpec, Docs
@@ -20,6 +21,7 @@ PUBLIC = {
     "Docs": "ringattn.spec",
     "Partial": "ringattn.kernels.partial",
     "Plan": "ringattn.planning",
+    "aot_report": "ringattn.jax.aot",
     "attention": "ringattn.api",
     "init_mesh": "ringattn.api",
     "merge": "ringattn.kernels.partial",
@@ -31,6 +33,7 @@ __all__ = [
     "Docs",
     "Partial",
     "Plan",
+    "aot_report",
     "attention",
     "init_mesh",
     "merge",

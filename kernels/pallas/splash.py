@@ -109,10 +109,10 @@ class Walk(NamedTuple):
         def index(b: Any, h: Any, place: Any, *rest: Any) -> tuple[Any, ...]:
             *member, entries = rest  # which of the query heads that share key head h
             entry = self.entry(entries, b, place)
-            if member:
-                head = h if keys else h * self.call.shared + member[0]
+            if member and not keys:
+                head = h * self.call.shared + member[0]
             else:
-                head = h // self.call.shared if keys else h
+                head = h // self.call.shared if keys and not member else h
             at = self.key_block(entry) if keys else self.query_block(entry)
             return (b, head, at, 0) if dim == 2 else (b, head, 0, at)
 
@@ -154,7 +154,9 @@ class Walk(NamedTuple):
                 scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
             ),
             out_shape=[jax.ShapeDtypeStruct((batch, *shape), jnp.float32, **kind) for shape, _ in results],
-            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 2 + ("arbitrary",) * len(heads)),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel",) * 2 + ("arbitrary",) * len(heads), vmem_limit_bytes=call.blocks.vmem
+            ),
             interpret=call.interpret,
             name=getattr(kernel, "func", kernel).__name__,
         )(entries, *operands)
@@ -208,7 +210,7 @@ def attend_backward(
     """(dq, dk, dv) in float32: two kernels, of which the one that nobody asks for is not run."""
     call = prepare(q_BTHD, k_BSGD, v_BSGV, where, blocks, interpret, (dout_BTHV, lse_BTH, delta_BTH))
     (_, H, T, D), (_, G, S, V) = call.q.shape, call.v.shape
-    bq, bk = call.blocks
+    bq, bk, _ = call.blocks
     rows = [(columns(x[..., None], bq), 3) for x in (lse_BTH * LOG2E, delta_BTH)]
     queries = [(call.q, 2), (by_heads(dout_BTHV, bq), 2), *rows]
     kernel = {"score": Score(scale, softcap), "precision": precision_of(q_BTHD)}
@@ -365,7 +367,7 @@ def prepare(
         by_heads(v_BSGV, chosen.k),
         begin[:, None],
         end[:, None],
-        Ranges.of(Intervals(begin, end), *chosen),
+        Ranges.of(Intervals(begin, end), chosen.q, chosen.k),
         chosen,
         axes,
         interpret,

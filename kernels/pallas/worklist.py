@@ -1,8 +1,8 @@
 """Which pairs of blocks have work, as the list of a kernel's grid steps.
 
-A kernel's innermost grid axis walks over this list and nothing else, so what nobody sees costs nothing, whatever the mask,
-also where the intervals are traced and differ from device to device. An entry is one int32, read before the blocks are
-fetched: the block that stays (whose result adds up), the block that passes, and four flags.
+A kernel's innermost grid axis walks over this list and nothing else, so what nobody sees costs nothing, whatever the
+mask, also where the intervals are traced and differ from device to device. An entry is one int32, read before the
+blocks are fetched: the block that stays (whose result adds up), the block that passes, and four flags.
 """
 
 from typing import NamedTuple

@@ -50,6 +50,7 @@ def ring_backward(
         arriving, following, dq, dk, dv = lax.optimization_barrier((arriving, following, dq, dk, dv))
         return arriving, dq, (dk, dv) if move.grads is None else (following[0] + dk, following[1] + dv)
 
+    k, v, rows = lax.optimization_barrier((k, v, rows))  # or the first hop is sent, and its room held, long before
     home = (q, k, v, sight.at(0), *rows)
     if not route.hops:
         return score.attend_backward(*home)

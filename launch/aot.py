@@ -1,0 +1,67 @@
+"""What the TPU compiler makes of a plan, without a TPU: memory, the order of hops and kernels, and which blocks fit.
+
+    ringattn aot topology=v6e:2x4 ring=8 seq_len=131072 heads=32 kv_heads=8
+    ringattn aot topology=v5e:2x4 ring=4 ulysses=2 layout=striped window=4096 blocks=1024x1024,2048x2048
+
+Needs libtpu (pip install 'ringattn[tpu]'). The devices that ring x ulysses leaves over are a data axis.
+"""
+
+import sys
+from dataclasses import dataclass
+
+from ringattn.launch.words import option
+from ringattn.planning import Plan
+from ringattn.spec import AttentionSpec
+
+
+@dataclass
+class Options:
+    topology: str = option("v6e:2x4", "a TPU topology: v4:2x2x2, v5e:2x4, v5p:2x2x2, v6e:2x4, tpu7x:2x2x2, ...")
+    seq_len: int = option(131072, "tokens, whole sequence")
+    ring: int = option(8, "devices along the ring")
+    ulysses: int = option(1, "devices along the Ulysses axis")
+    strategy: str = option("ring", "ring, gather or ulysses")
+    layout: str = option("zigzag", "contiguous, striped or zigzag")
+    heads: int = option(32, "query heads")
+    kv_heads: int = option(8, "key and value heads")
+    head_dim: int = option(128, "of queries and keys")
+    value_dim: int | None = option(None, "of values; None for the same")
+    batch: int = option(1, "sequences on each ring")
+    dtype: str = option("bfloat16", "bfloat16 or float32")
+    causal: bool = option(True, "no query sees a later key")
+    window: int | None = option(None, "the last keys a query sees")
+    softcap: float | None = option(None, "of the scores")
+    blocks: list[str] = option([], "also try these blocks of queries x keys, each alone: 512x512,1024x2048")
+    text: str | None = option(None, "also write the two scheduled programs to PATH.forward and PATH.backward")
+
+
+def run(options: Options) -> int:
+    """Print the report; 2 if what was asked cannot be."""
+    try:
+        from ringattn.jax import aot
+
+        plan = Plan(
+            options.seq_len, options.ring, options.ulysses, options.strategy, options.layout,
+            heads=(options.heads, options.kv_heads), head_dim=options.head_dim, value_dim=options.value_dim,
+        )  # fmt: skip
+        spec = AttentionSpec(options.causal, options.window, options.softcap)
+        sizes = [pair(word) for word in options.blocks]
+        report = aot.aot_report(options.topology, plan, spec=spec, batch=options.batch, dtype=options.dtype)
+        print(report)
+        for size, verdict in aot.fits(options.topology, plan, sizes, options.dtype).items() if sizes else ():
+            print(f"blocks {size}: {verdict}")
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        print(f"ringattn aot: {error}", file=sys.stderr)
+        return 2
+    if options.text:
+        for program in (report.forward, report.backward):
+            with open(f"{options.text}.{program.name}", "w") as file:
+                file.write(program.text)
+    return 0
+
+
+def pair(word: str) -> tuple[int, int]:
+    queries, x, keys = word.partition("x")
+    if not (x and queries.isdigit() and keys.isdigit()):
+        raise ValueError(f"blocks={word}: say queries x keys, as in 512x1024")
+    return int(queries), int(keys)

@@ -1,0 +1,302 @@
+"""What the TPU compiler makes of a plan, on any machine: memory, and the order of hops and kernels.
+
+The real forward and backward are compiled ahead of time for a named topology. The compiler's schedule is the text it
+returns: a hop whose start stands before a kernel, and whose end after it, flies while the kernel computes.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ringattn.comms.jax import axes
+from ringattn.jax.attention import attention
+from ringattn.jax.sharding import sequence_axes, spec_of
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.pallas import splash
+from ringattn.kernels.pallas.blocks import Blocks
+from ringattn.kernels.partial import Partial
+from ringattn.planning import Plan
+from ringattn.spec import AttentionSpec
+
+# Without this option the compiler keeps a loop's hops apart from its kernels.
+COMPILER_OPTIONS = {"xla_tpu_enable_all_experimental_scheduler_features": True}
+
+NAME = r"%([\w.-]+) = "
+KINDS = r"(collective-permute|all-gather|all-to-all|reduce-scatter|all-reduce|async)"
+HOP = re.compile(NAME + r"(.*?) " + KINDS + r"-start\(")
+DONE = re.compile(r" " + KINDS + r"-done\(.*?%([\w.-]+)\)")
+AT_ONCE = re.compile(NAME + r"(.*?) " + KINDS + r"\(")
+KERNEL = re.compile(NAME + r".* custom-call\(.*custom_call_target=\"tpu_custom_call\"")
+LOOP = re.compile(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)")
+LIMIT = re.compile(r" s32\[\]\S* constant\((\d+)\)")
+SHAPE = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\]")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One hop of the scheduled program: how often it runs, what it moves, and the kernels it flies behind."""
+
+    name: str
+    kind: str
+    times: int
+    bytes: int
+    behind: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program: bytes of device memory, and its kernels and transfers in the order they are run."""
+
+    name: str
+    arguments: int
+    outputs: int
+    temporaries: int
+    order: tuple[str, ...]
+    transfers: tuple[Transfer, ...]
+    text: str = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def sent(self) -> int:
+        return sum(t.times * t.bytes for t in self.transfers)
+
+    @property
+    def exposed(self) -> tuple[Transfer, ...]:
+        return tuple(t for t in self.transfers if not t.behind)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name}: HBM {mib(self.arguments)} arguments, {mib(self.outputs)} outputs, {mib(self.temporaries)} "
+            f"temporaries; {mib(self.sent)} sent; {len(self.exposed)} of {len(self.transfers)} transfers exposed"
+        ]
+        for t in self.transfers:
+            what = f"behind {', '.join(t.behind)}" if t.behind else "EXPOSED"
+            lines.append(f"  {t.times:>4} x {mib(t.bytes):>10}  {t.kind:<18} {what}")
+        return "\n".join([*lines, "  order: " + " ".join(self.order)])
+
+
+@dataclass(frozen=True)
+class Report:
+    """Forward and backward (which holds the forward too) of one plan on one topology."""
+
+    topology: str
+    device: str
+    devices: int
+    plan: Plan
+    forward: Program
+    backward: Program
+
+    def __str__(self) -> str:
+        head = f"{self.topology}: {self.devices} x {self.device}\n{self.plan}"
+        return f"{head}\n{self.forward}\n{self.backward}"
+
+
+def mib(n: int) -> str:
+    return f"{n / 2**20:.2f} MiB"
+
+
+def aot_report(
+    topology: str,
+    plan: Plan,
+    *,
+    spec: AttentionSpec | None = None,
+    batch: int = 1,
+    dtype: str = "bfloat16",
+) -> Report:
+    """Compile `plan` (which says heads and head_dim) for a topology such as "v6e:2x4"; needs libtpu, but no TPU."""
+    if plan.heads is None or plan.head_dim is None:
+        raise ValueError("the plan does not say what is computed; make it with heads=(query, key) and head_dim")
+    bound = place(topology, plan)
+    mesh = bound.ring_axis.mesh
+    args = arguments(bound, batch, jnp.dtype(dtype))
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, bound, spec=spec, return_lse=True)
+
+    def backward(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> Any:
+        return jax.vjp(forward, q, k, v)[1]((dout, dlse))
+
+    outs = jax.eval_shape(forward, *args)
+    cotangents = on_mesh(bound, outs)
+    return Report(
+        topology,
+        mesh.devices.flat[0].device_kind,
+        mesh.devices.size,
+        bound,
+        compiled("forward", forward, args),
+        compiled("backward", backward, [*args, *cotangents]),
+    )
+
+
+def place(topology: str, plan: Plan) -> Plan:
+    """The same plan on the devices of a topology; what ring x ulysses leaves over is a data axis."""
+    devices = topology_devices(topology)
+    need = plan.ring * plan.ulysses
+    if len(devices) % need:
+        raise ValueError(
+            f"ring={plan.ring} x ulysses={plan.ulysses} needs a multiple of {need} devices, {topology} has "
+            f"{len(devices)}; make the product {len(devices)}"
+        )
+    grid = np.array(devices).reshape(-1, plan.ring, plan.ulysses)
+    mesh = Mesh(grid, ("data", "ring", "ulysses"), axis_types=(AxisType.Auto,) * 3)
+    return dataclasses.replace(plan, framework="jax", axes=axes(mesh), device="tpu")
+
+
+def topology_devices(topology: str) -> list[Any]:
+    """The devices of a named topology, from the compiler's own description of it."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or the compiler asks the network which machine it is on,
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # and lets one process at a time ask for a description
+    from jax.experimental import topologies
+
+    words = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **words).devices)
+    except Exception as error:
+        if no_libtpu():
+            raise RuntimeError(
+                "the TPU compiler is not installed: pip install 'ringattn[tpu]' (libtpu; no TPU is needed)"
+            ) from error
+        raise ValueError(f"topology={topology!r}: {error}; try v5e:2x4, v6e:2x4, v5p:2x2x2, v4:2x2x2") from error
+
+
+def no_libtpu() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ
+
+
+def fits(topology: str, plan: Plan, blocks: Iterable[tuple[int, int]], dtype: str = "bfloat16") -> dict[str, str]:
+    """For each size of blocks (queries, keys): "fits", or what the compiler says is too much, and where."""
+    device = topology_devices(topology)[:1]
+    mesh = Mesh(np.array(device), ("alone",), axis_types=(AxisType.Auto,))
+    alone = dataclasses.replace(plan, ring=1, ulysses=1, strategy="ulysses", seq_len=8192, key_len=None)
+    q, k, v = (jax.ShapeDtypeStruct(x, jnp.dtype(dtype)) for x in shapes_of(alone, 1))
+    rows = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    index = jax.ShapeDtypeStruct(q.shape[1:2], jnp.int32)
+    dout = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
+    found = {}
+    for size in blocks:
+        given: dict[str, Any] = {"scale": 1.0, "blocks": Blocks(*size)}
+
+        def both(q: Any, k: Any, v: Any, dout: Any, lse: Any, end: Any, given: Any = given) -> Any:
+            where = Intervals(jnp.zeros_like(end)[None], end[None])
+            out = splash.attend(q, k, v, where, carry=Partial(dout.astype(jnp.float32), lse), **given)
+            return out, splash.attend_backward(q, k, v, where, dout, lse, lse, **given)
+
+        whole = jax.shard_map(both, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+        args = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+            for x in (q, k, v, dout, rows, index)
+        ]
+        try:
+            jax.jit(whole).lower(*args).compile()
+            found["x".join(map(str, size))] = "fits"
+        except jax.errors.JaxRuntimeError as error:
+            found["x".join(map(str, size))] = too_much(str(error))
+    return found
+
+
+def too_much(words: str) -> str:
+    """The compiler's complaint in one line."""
+    kernel, sizes = re.search(r"%(\w+?)[.\d]* = ", words), re.search(r"size ([\d.]+\w).*?limit ([\d.]+\w)", words)
+    if kernel and sizes:
+        return f"{kernel.group(1)} needs {sizes.group(1)} of vector memory, {sizes.group(2)} is allowed"
+    return words.splitlines()[0]
+
+
+def shapes_of(plan: Plan, batch: int) -> tuple[tuple[int, ...], ...]:
+    """Of q, k and v as global arrays."""
+    (heads, kv_heads), head_dim = plan.heads or (1, 1), plan.head_dim or 128
+    queries, keys = plan.tokens.padded_length, plan.keys.tokens.padded_length
+    value_dim = plan.value_dim or head_dim
+    return (batch, queries, heads, head_dim), (batch, keys, kv_heads, head_dim), (batch, keys, kv_heads, value_dim)
+
+
+def arguments(plan: Plan, batch: int, dtype: Any) -> list[jax.ShapeDtypeStruct]:
+    """q, k, v of the plan as shapes that know where they will be."""
+    batch *= plan.ring_axis.mesh.shape["data"]
+    shapes = [jax.ShapeDtypeStruct(x, dtype) for x in shapes_of(plan, batch)]
+    return on_mesh(plan, shapes)
+
+
+def on_mesh(plan: Plan, arrays: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
+    """The same shapes, as a plan's global arrays."""
+    mesh, along = plan.ring_axis.mesh, sequence_axes(plan)
+    where = ((x, NamedSharding(mesh, spec_of(x, plan, 1, along))) for x in arrays)
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x, there in where]
+
+
+def compiled(name: str, function: Any, args: list[jax.ShapeDtypeStruct]) -> Program:
+    done = jax.jit(function).lower(*args).compile(compiler_options=COMPILER_OPTIONS)
+    memory, text = done.memory_analysis(), done.as_text()
+    order, transfers = schedule(text)
+    return Program(
+        name, memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes, order, transfers,
+        text,
+    )  # fmt: skip
+
+
+def schedule(text: str) -> tuple[tuple[str, ...], tuple[Transfer, ...]]:
+    """The kernels and hops of a scheduled program in order, and every transfer with the kernels it flies behind."""
+    parts, entry = computations(text)
+    transfers: list[Transfer] = []
+
+    def walk(name: str, times: int) -> list[str]:
+        order: list[str] = []
+        flying: dict[str, tuple[str, int, list[str]]] = {}
+        for line in parts.get(name, ()):
+            if loop := LOOP.search(line):
+                condition, body = loop.groups()
+                limits = [int(n) for text in parts[condition] for n in LIMIT.findall(text)]
+                trips = max(limits, default=1)  # a scan counts from 0 to the one number of its condition
+                inside = walk(body, times * trips)
+                order += [f"{trips}x[", *inside, "]"] if inside else []
+                for _, _, behind in flying.values():
+                    behind += [word for word in inside if word.endswith("kernel")]
+            elif kernel := KERNEL.search(line):
+                order.append(re.sub(r"[.\d]*$", "", kernel.group(1)))
+                for _, _, behind in flying.values():
+                    behind.append(order[-1])
+            elif hop := HOP.search(line):
+                order.append("start")
+                flying[hop.group(1)] = (hop.group(3), first_bytes(hop.group(2)), [])
+            elif (done := DONE.search(line)) and done.group(2) in flying:
+                order.append("done")
+                kind, size, behind = flying.pop(done.group(2))
+                transfers.append(Transfer(done.group(2), kind, times, size, tuple(behind)))
+            elif hop := AT_ONCE.search(line):
+                order.append(hop.group(3))
+                transfers.append(Transfer(hop.group(1), hop.group(3), times, first_bytes(hop.group(2)), ()))
+        return order
+
+    return tuple(walk(entry, 1)), tuple(transfers)
+
+
+def computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of each computation of a program, by name, and the name of the one that is entered."""
+    parts: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in text.splitlines():
+        if head := re.match(r"(ENTRY )?%([\w.-]+) \(", line):
+            lines = parts.setdefault(head.group(2), [])
+            entry = head.group(2) if head.group(1) else entry
+        elif line.startswith("  "):
+            lines.append(line)
+    return parts, entry
+
+
+def first_bytes(shapes: str) -> int:
+    """The bytes of the first array of a tuple's text: what a hop sends."""
+    found = SHAPE.search(shapes)
+    if found is None:
+        return 0
+    kind, dims = found.groups()
+    bits = {"pred": 8, "bf16": 16}.get(kind) or int(kind[1:])
+    return int(np.prod([int(d) for d in dims.split(",") if d], dtype=np.int64)) * bits // 8
