@@ -122,8 +122,8 @@ def config(rows: int, head_dim: int, value_dim: int, itemsize: int) -> Config:
     """Tiles of 16 KiB of keys and values, two in flight for each of three programs an SM: what an H200 streams best."""
     block_m = 16 if itemsize == 4 else min(MOST_ROWS, max(16, power_of_2(rows)))  # float32 has no tensor cores here
     key_bytes = power_of_2(2 * max(head_dim, value_dim)) * itemsize
-    warps = 8 if block_m > 32 or key_bytes > 1024 else 4
-    return Config(block_m, block_n=min(128, max(16, 16384 // key_bytes)), warps=warps, stages=3, per_sm=3)
+    block_n, wide = min(128, max(16, 16384 // key_bytes)), key_bytes > 1024
+    return Config(block_m, block_n, warps=8 if block_m > 16 or wide else 4, stages=2 if wide else 3, per_sm=3)
 
 
 @lru_cache(maxsize=1024)
