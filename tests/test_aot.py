@@ -1,0 +1,96 @@
+"""Programs for TPUs, compiled ahead of time: every hop flies behind a kernel, and a ring gathers nothing."""
+
+from importlib.util import find_spec
+
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import ringattn as ra  # noqa: E402
+from ringattn.jax import aot  # noqa: E402
+from ringattn.launch.words import main  # noqa: E402
+
+needs_compiler = pytest.mark.skipif(
+    find_spec("libtpu") is None, reason="the TPU compiler is not installed: pip install 'ringattn[tpu]'"
+)
+
+SCHEDULED = """
+HloModule jit_f, is_scheduled=true
+
+%body.1 (p: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {
+  %start.1 = (bf16[4,8]{1,0:T(8,128)}, bf16[4,8]{1,0}, u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}
+  %forward_kernel.3 = (f32[4]{0}, f32[4]{0}) custom-call(%x), custom_call_target="tpu_custom_call"
+  %done.1 = bf16[4,8]{1,0} collective-permute-done(%start.1)
+}
+
+%condition.1 (p: (s32[], bf16[4,8])) -> pred[] {
+  %constant.1 = s32[]{:T(128)} constant(5)
+  ROOT %lt = pred[] compare(%i, %constant.1), direction=LT
+}
+
+ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
+  %while.1 = (s32[], bf16[4,8]) while(%t), condition=%condition.1, body=%body.1, metadata={op_name="while"}
+  %start.2 = (f32[4,8]{1,0}, f32[4,8]{1,0}) collective-permute-start(%y), source_target_pairs={{1,0}}
+  %done.2 = f32[4,8]{1,0} collective-permute-done(%start.2)
+  %forward_kernel.4 = f32[4]{0} custom-call(%x), custom_call_target="tpu_custom_call"
+  %all-gather.1 = bf16[32]{0} all-gather(%z), dimensions={0}
+}
+"""
+
+
+def test_the_schedule_is_read_from_the_programs_text():
+    order, transfers = aot.schedule(SCHEDULED)
+    assert " ".join(order) == "5x[ start forward_kernel done ] start done forward_kernel all-gather"
+    hidden, exposed, gather = transfers
+    assert (hidden.times, hidden.bytes, hidden.behind) == (5, 64, ("forward_kernel",))
+    assert (exposed.times, exposed.bytes, exposed.behind) == (1, 128, ())
+    assert (gather.kind, gather.bytes) == ("all-gather", 64)
+
+
+def test_a_plan_without_a_shape_is_refused():
+    with pytest.raises(ValueError, match="heads"):
+        ra.aot_report("v5e:2x4", ra.Plan(4096, ring=8))
+
+
+@pytest.mark.skipif(find_spec("libtpu") is not None, reason="the TPU compiler is installed")
+def test_without_the_compiler_the_message_says_what_to_install(capsys):
+    assert main(["aot"]) == 2
+    assert "pip install 'ringattn[tpu]'" in capsys.readouterr().err
+
+
+def test_blocks_are_written_queries_x_keys(capsys):
+    assert main(["aot", "blocks=512"]) == 2
+    assert "queries x keys" in capsys.readouterr().err
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("topology", "layout"), [("v5e:2x4", "zigzag"), ("v6e:2x4", "contiguous"), ("v5p:2x2x2", "striped")]
+)
+def test_every_hop_of_a_ring_flies_behind_a_kernel(topology, layout):
+    plan = ra.Plan(8 * 4096, 8, 1, "ring", layout, heads=(4, 1), head_dim=128)
+    report = ra.aot_report(topology, plan)
+    for program in (report.forward, report.backward):
+        assert program.transfers
+        assert not program.exposed, str(program)
+        assert {t.kind for t in program.transfers} == {"collective-permute"}
+        assert "all-gather" not in program.text
+    forward = sum(t.times for t in report.forward.transfers)
+    assert forward == 2 * 7  # keys and values, once around
+
+
+@needs_compiler
+def test_temporaries_shrink_with_the_ranks():
+    def temporaries(ring):
+        plan = ra.Plan(65536, ring, 1, "ring", "zigzag", heads=(4, 1), head_dim=128)
+        return ra.aot_report("v5e:2x4", plan).backward.temporaries
+
+    assert temporaries(8) <= 0.6 * temporaries(4)
+
+
+@needs_compiler
+def test_blocks_that_do_not_fit_are_named_with_what_they_need():
+    plan = ra.Plan(8192, heads=(2, 1), head_dim=128)
+    found = aot.fits("v5e:2x4", plan, [(512, 512), (2048, 2048)])
+    assert found["512x512"] == "fits"
+    assert "kernel needs" in found["2048x2048"]

@@ -1,0 +1,160 @@
+"""The TPU kernel equals the reference in interpret mode, and its work lists hold exactly the blocks with work."""
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+from ringattn.kernels import pallas, reference  # noqa: E402
+from ringattn.kernels.intervals import Intervals  # noqa: E402
+from ringattn.kernels.pallas import splash  # noqa: E402
+from ringattn.kernels.pallas.blocks import Blocks, blocks_for  # noqa: E402
+from ringattn.kernels.pallas.worklist import (  # noqa: E402
+    FIRST,
+    LAST,
+    WHOLE,
+    WORK,
+    Ranges,
+    by_keys,
+    by_queries,
+    passing,
+    staying,
+)
+from ringattn.kernels.partial import NEVER, Partial  # noqa: E402
+
+SMALL = Blocks(128, 128)
+
+
+def intervals(rng, rows, queries, keys):
+    """Random monotone intervals, with runs of empty rows at the front and of full ones at the back."""
+    end = np.sort(rng.integers(0, keys + 1, (rows, queries)), 1)
+    begin = np.minimum(np.sort(rng.integers(0, keys, (rows, queries)), 1), end)
+    front, back = queries // 5, queries // 3
+    begin[:, :front], end[:, :front], end[:, -back:] = 0, 0, keys
+    begin[:, -back:] = begin[:, -back:].min(1, keepdims=True)
+    return Intervals(jnp.asarray(begin, jnp.int32), jnp.asarray(end, jnp.int32))
+
+
+def normal(rng, *shape, dtype=jnp.float32):
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def worst(found, expected):
+    """The largest relative error (norm) of several arrays; infinities must be in the same places."""
+    errors = []
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape and (np.isfinite(a) == np.isfinite(b)).all() and not np.isnan(a).any()
+        a, b = (np.where(np.isfinite(x), x, 0) for x in (a, b))
+        errors.append(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
+    return max(errors)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_work_lists_hold_every_seen_pair_of_blocks_once_and_no_other(seed):
+    rng = np.random.default_rng(seed)
+    rows, queries, keys, block = int(rng.integers(1, 3)), 32, 40, 8
+    where = intervals(rng, rows, queries, keys)
+    ranges = Ranges.of(where, block, block)
+    index = np.arange(keys)
+    visible = (np.asarray(where.begin)[..., None] <= index) & (index < np.asarray(where.end)[..., None])
+    tiles = visible.reshape(rows, queries // block, block, keys // block, block)
+    for work, stays in ((by_queries(ranges, keys // block), 0), (by_keys(ranges, keys // block), 1)):
+        entries = np.asarray(work.entries)[:, : int(work.count)]
+        for row in range(rows):
+            pairs = [(int(staying(e)), int(passing(e)), int(e) & 15) for e in entries[row]]
+            if stays == 1:
+                pairs = [(k, q, flags) for q, k, flags in pairs]
+            some = {(q, k) for q, k in np.argwhere(tiles[row].any((1, 3)))}
+            every = {(q, k) for q, k in np.argwhere(tiles[row].all((1, 3)))}
+            working = [(q, k) for q, k, flags in pairs if flags & WORK]
+            assert len(working) == len(set(working))
+            assert some <= set(working)  # an interval between two seen blocks may be walked, never one outside
+            assert {(q, k) for q, k, flags in pairs if flags & WHOLE} == every
+            for flag in (FIRST, LAST):
+                marked = [pair[stays] for pair in pairs if pair[2] & flag]
+                assert sorted(marked) == list(range(queries // block if stays == 0 else keys // block))
+
+
+def test_a_masked_out_step_walks_one_entry_a_block_of_results():
+    nothing = Intervals(jnp.zeros((1, 64), jnp.int32), jnp.zeros((1, 64), jnp.int32))
+    ranges = Ranges.of(nothing, 8, 8)
+    for work, blocks in ((by_queries(ranges, 5), 8), (by_keys(ranges, 5), 5)):
+        assert int(work.count) == blocks
+        assert not (np.asarray(work.entries) & (WORK | WHOLE)).any()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim", "rows", "softcap", "carried"),
+    [(2, 2, 64, 64, 1, None, False), (4, 1, 64, 32, 2, 2.0, True), (2, 1, 128, 128, 1, None, True)],
+)
+def test_equals_the_reference(heads, kv_heads, dim, value_dim, rows, softcap, carried):
+    rng, B, T, S = np.random.default_rng(1), 2, 200, 300
+    q, k, v = normal(rng, B, T, heads, dim), normal(rng, B, S, kv_heads, dim), normal(rng, B, S, kv_heads, value_dim)
+    where = intervals(rng, rows, T, S)
+    lse = jnp.where(normal(rng, B, T, heads) > 0, normal(rng, B, T, heads), NEVER)
+    carry = Partial(jnp.where(lse[..., None] > NEVER, normal(rng, B, T, heads, value_dim), 0), lse) if carried else None
+    dout, delta = normal(rng, B, T, heads, value_dim), normal(rng, B, T, heads)
+    given = {"scale": dim**-0.5, "softcap": softcap}
+
+    def both(module, **more):
+        def run(q, k, v):
+            part = module.attend(q, k, v, where, carry=carry, **given, **more)
+            return part, module.attend_backward(q, k, v, where, dout, part.lse, delta, **given, **more)
+
+        return jax.jit(run)(q, k, v)
+
+    assert worst(both(splash, blocks=SMALL, interpret=True), both(reference)) < 1e-6
+
+
+def test_bfloat16_rounds_no_more_than_its_inputs_do():
+    rng = np.random.default_rng(2)
+    q, k, v = (normal(rng, 1, 256, h, 64, dtype=jnp.bfloat16) for h in (2, 1, 1))
+    where = Intervals(jnp.zeros((1, 256), jnp.int32), jnp.arange(1, 257, dtype=jnp.int32)[None])
+    found = splash.attend(q, k, v, where, scale=0.125, blocks=SMALL, interpret=True)
+    assert worst(found, reference.attend(q, k, v, where, scale=0.125)) < 4e-3
+
+
+def test_the_second_opinion_of_the_stock_kernel():
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as stock
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    rng = np.random.default_rng(3)
+    q, k, v = (normal(rng, 1, 256, 2, 128) for _ in range(3))
+    mask = masks.MultiHeadMask([masks.CausalMask((256, 256))] * 2)
+    kernel = stock.make_splash_mha(
+        mask, head_shards=1, q_seq_shards=1, save_residuals=True, interpret=True,
+        block_sizes=stock.BlockSizes(block_q=128, block_kv=128, block_kv_compute=128),
+    )  # fmt: skip
+    out, stats = kernel(*(jnp.einsum("thd->htd", x[0]) for x in (q * 128**-0.5, k, v)))
+    where = Intervals(jnp.zeros((1, 256), jnp.int32), jnp.arange(1, 257, dtype=jnp.int32)[None])
+    found = splash.attend(q, k, v, where, scale=128**-0.5, blocks=SMALL, interpret=True)
+    lse = stats["logsumexp"] if isinstance(stats, dict) else stats[0]
+    assert worst((found.out[0], found.lse[0]), (jnp.einsum("htd->thd", out), lse.T)) < 1e-6
+
+
+def test_works_under_vmap():
+    rng = np.random.default_rng(4)
+    q, k, v = (normal(rng, 2, 1, 100, 1, 64) for _ in range(3))
+    where = Intervals(jnp.zeros((1, 100), jnp.int32), jnp.arange(1, 101, dtype=jnp.int32)[None])
+    found = jax.vmap(lambda *x: splash.attend(*x, where, scale=1.0, interpret=True))(q, k, v)
+    one_by_one = [reference.attend(*x, where, scale=1.0) for x in zip(q, k, v, strict=True)]
+    assert worst(found, jax.tree.map(lambda *x: jnp.stack(x), *one_by_one)) < 1e-6
+
+
+def test_blocks_cover_a_length_with_little_padding():
+    q = jnp.zeros((1, 2300, 1, 64))
+    assert blocks_for(q, q[:, :5], q[:, :5], None)[:2] == (768, 128)
+    with pytest.raises(ValueError, match=r"a block of 100 keys.*multiple of 128"):
+        blocks_for(q, q, q, Blocks(128, 100))
+
+
+def test_a_platform_or_dtype_it_lacks_is_refused_with_the_reason():
+    gpu = pallas.Problem("cuda", "bfloat16", 64, 64, 1, 1)
+    assert pallas.select(pallas.Problem("tpu", "bfloat16", 64, 64, 1, 1)).name == "splash"
+    assert pallas.select(gpu).name == "reference"
+    with pytest.raises(NotImplementedError, match=r"TPU kernel.*cuda.*'reference' would serve"):
+        pallas.select(gpu, "splash")
+    with pytest.raises(NotImplementedError, match=r"not float64"):
+        pallas.select(pallas.Problem("tpu", "float64", 64, 64, 1, 1), "splash")
