@@ -123,7 +123,7 @@ def config(rows: int, head_dim: int, value_dim: int, itemsize: int) -> Config:
     block_m = 16 if itemsize == 4 else min(MOST_ROWS, max(16, power_of_2(rows)))  # float32 has no tensor cores here
     key_bytes = power_of_2(2 * max(head_dim, value_dim)) * itemsize
     block_n, wide = min(128, max(16, 16384 // key_bytes)), key_bytes > 1024
-    return Config(block_m, block_n, warps=8 if block_m > 16 or wide else 4, stages=2 if wide else 3, per_sm=3)
+    return Config(block_m, block_n, warps=8 if block_m > 16 else 4, stages=2 if wide else 3, per_sm=3)
 
 
 @lru_cache(maxsize=1024)
