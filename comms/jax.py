@@ -4,6 +4,7 @@ XLA starts a transfer early and finishes it late by itself, so handles have noth
 choose from is said with `jax.lax.optimization_barrier` where the loop is written.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,15 @@ def platform(mesh: Mesh) -> str:
     """The kind of device in the words of the kernel table: cpu, cuda, tpu."""
     kind = mesh.devices.flat[0].platform
     return {"gpu": "cuda"}.get(kind, kind)
+
+
+def generation(mesh: Mesh | None = None) -> tuple[int, int] | None:
+    """A TPU's generation, and 1 for the larger chip where there are two: v5e is (5, 0), v5p (5, 1); else None."""
+    kind = jax.devices()[0].device_kind if mesh is None else mesh.devices.flat[0].device_kind
+    number = re.match(r"TPU\s?v?(\d+)", kind)
+    if number is None:
+        return None
+    return int(number.group(1)), int(number.group(1) == "5" and not re.search(r"lite|v5e", kind))
 
 
 def init_mesh(

@@ -9,7 +9,7 @@ jnp = jax.numpy
 from ringattn.kernels import pallas, reference  # noqa: E402
 from ringattn.kernels.intervals import Intervals  # noqa: E402
 from ringattn.kernels.pallas import splash  # noqa: E402
-from ringattn.kernels.pallas.blocks import Blocks, blocks_for  # noqa: E402
+from ringattn.kernels.pallas.blocks import Blocks, Shape, blocks_for  # noqa: E402
 from ringattn.kernels.pallas.worklist import (  # noqa: E402
     FIRST,
     LAST,
@@ -143,11 +143,15 @@ def test_works_under_vmap():
     assert worst(found, jax.tree.map(lambda *x: jnp.stack(x), *one_by_one)) < 1e-6
 
 
-def test_blocks_cover_a_length_with_little_padding():
-    q = jnp.zeros((1, 2300, 1, 64))
-    assert blocks_for(q, q[:, :5], q[:, :5], None)[:2] == (768, 128)
+def test_blocks_cover_a_length_with_little_padding_and_fit_the_memory():
+    shape = Shape(128, 128, 2)
+    assert blocks_for(2300, 5, shape, (6, 0), None)[:2] == (768, 128)
+    assert blocks_for(8192, 8192, shape, (6, 0), None)[:2] == (1024, 1024)
+    assert blocks_for(8192, 8192, shape, (4, 0), None)[:2] == (1024, 512)
     with pytest.raises(ValueError, match=r"a block of 100 keys.*multiple of 128"):
-        blocks_for(q, q, q, Blocks(128, 100))
+        blocks_for(8192, 8192, shape, None, Blocks(128, 100))
+    with pytest.raises(ValueError, match=r"2816 queries x 3328 keys need about \d+ MiB.*16 MiB.*these fit: 1024x512"):
+        blocks_for(8192, 8192, shape, None, Blocks(2816, 3328))
 
 
 def test_a_platform_or_dtype_it_lacks_is_refused_with_the_reason():

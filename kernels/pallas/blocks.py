@@ -2,28 +2,59 @@
 
 from typing import NamedTuple
 
-from jax import Array
-
 LANES = 128
-MOST = {"q": 1024, "k": 1024}  # forward and backward compile with it on v4, v5e, v5p, v6e and v7x, head dims 64 to 256
+MIB = 2**20
+
+# The vector memory that one kernel may take, by generation (its number, and 1 for the larger chip of that number):
+# half of what a core has, where that leaves the compiler's usual 16 MiB.
+VMEM = {(4, 0): 16 * MIB, (5, 0): 64 * MIB, (5, 1): 32 * MIB, (6, 0): 64 * MIB, (7, 0): 32 * MIB}
+USUAL = 16 * MIB
+SIZES = ((1024, 1024), (1024, 512), (512, 512), (512, 256), (256, 256), (128, 128))
 
 
 class Blocks(NamedTuple):
-    """Queries and keys a block, each a multiple of 128, and the vector memory a kernel may take (None: as is usual)."""
+    """Queries and keys a block, each a multiple of 128, and the vector memory that the compiler is told to allow."""
 
     q: int
     k: int
-    vmem: int | None = None
+    vmem: int = USUAL
 
 
-def blocks_for(q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, blocks: Blocks | None) -> Blocks:
-    """The given blocks, checked, or the largest that divide these lengths with little padding."""
-    if blocks is None:
-        return Blocks(divided(q_BTHD.shape[1], MOST["q"]), divided(k_BSGD.shape[1], MOST["k"]))
-    for name, size in {"q": blocks.q, "k": blocks.k}.items():
+class Shape(NamedTuple):
+    """What the memory of one tile depends on."""
+
+    head_dim: int
+    value_dim: int
+    itemsize: int
+
+
+def needs(q: int, k: int, shape: Shape) -> int:
+    """About the bytes of the hungriest kernel, dK/dV: its tiles, operands and results twice, and accumulators.
+
+    Six bytes a pair of a tile for every byte of the dtype is what compiled kernels were found to take.
+    """
+    width, size = shape.head_dim + shape.value_dim, shape.itemsize
+    return 6 * size * q * k + 2 * size * width * (q + k) + 12 * width * k + 256 * q
+
+
+def blocks_for(queries: int, keys: int, shape: Shape, arch: tuple[int, int] | None, given: Blocks | None) -> Blocks:
+    """The given blocks, checked, or the largest that fit the memory and divide these lengths with little padding."""
+    limit = VMEM.get(arch, USUAL) if arch else USUAL
+    fit = [size for size in SIZES if needs(*size, shape) <= limit]
+    if given is None:
+        q, k = fit[0] if fit else SIZES[-1]
+        return Blocks(divided(queries, q), divided(keys, k), limit)
+    for name, size in {"queries": given.q, "keys": given.k}.items():
         if size < LANES or size % LANES:
-            raise ValueError(f"a block of {size} {'queries' if name == 'q' else 'keys'}: make it a multiple of {LANES}")
-    return blocks
+            raise ValueError(f"a block of {size} {name}: make it a multiple of {LANES}")
+    need = needs(given.q, given.k, shape)
+    if need > given.vmem:
+        raise ValueError(
+            f"blocks of {given.q} queries x {given.k} keys need about {need / MIB:.0f} MiB of vector memory, and "
+            f"{given.vmem / MIB:.0f} MiB are allowed; these fit: "
+            + (", ".join(f"{q}x{k}" for q, k in SIZES if needs(q, k, shape) <= given.vmem) or "none")
+        )
+    return given
 
 
 def divided(length: int, most: int) -> int:

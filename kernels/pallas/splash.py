@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ringattn.kernels import Problem
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.pallas.blocks import Blocks, blocks_for
+from ringattn.kernels.pallas.blocks import Blocks, Shape, blocks_for
 from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.kernels.pallas.worklist import FIRST, LAST, WHOLE, WORK, Ranges, by_keys, by_queries, passing, staying
 from ringattn.kernels.partial import NEVER, Partial
@@ -39,7 +39,7 @@ def refuses(problem: Problem) -> str | None:
 
 def options(problem: Problem) -> dict[str, Any]:
     """What the two functions are told beside the problem itself."""
-    return {"interpret": problem.device != "tpu"}
+    return {"interpret": problem.device != "tpu", "arch": problem.arch}
 
 
 class Score(NamedTuple):
@@ -173,10 +173,11 @@ def attend(
     carry: Partial | None = None,
     out_dtype: Any = None,
     blocks: Blocks | None = None,
+    arch: tuple[int, int] | None = None,
     interpret: bool = False,
 ) -> Partial:
     """softmax(scale * q k^T) v over each query's interval, beginning from `carry`."""
-    call = prepare(q_BTHD, k_BSGD, v_BSGV, where, blocks, interpret, carry)
+    call = prepare((q_BTHD, k_BSGD, v_BSGV), where, (blocks, arch), interpret, carry)
     (_, H, T, _), V, bq = call.q.shape, v_BSGV.shape[3], call.blocks.q
     carried = [] if carry is None else [(columns(carry.out, bq), 3), (columns(carry.lse[..., None], bq, NEVER), 3)]
     out, lse = Walk(call, queries_stay=True).run(
@@ -205,10 +206,11 @@ def attend_backward(
     dk: Array | None = None,
     dv: Array | None = None,
     blocks: Blocks | None = None,
+    arch: tuple[int, int] | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) in float32: two kernels, of which the one that nobody asks for is not run."""
-    call = prepare(q_BTHD, k_BSGD, v_BSGV, where, blocks, interpret, (dout_BTHV, lse_BTH, delta_BTH))
+    call = prepare((q_BTHD, k_BSGD, v_BSGV), where, (blocks, arch), interpret, (dout_BTHV, lse_BTH, delta_BTH))
     (_, H, T, D), (_, G, S, V) = call.q.shape, call.v.shape
     bq, bk, _ = call.blocks
     rows = [(columns(x[..., None], bq), 3) for x in (lse_BTH * LOG2E, delta_BTH)]
@@ -355,11 +357,18 @@ def visible(s: Any, key_block: Any, begin: Any, end: Any) -> Any:
 
 
 def prepare(
-    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, blocks: Blocks | None, interpret: bool, others: Any
+    operands: tuple[Array, Array, Array],
+    where: Intervals,
+    asked: tuple[Blocks | None, tuple[int, int] | None],
+    interpret: bool,
+    others: Any,
 ) -> Call:
     """Operands by heads, padded to whole blocks; padding is a query that sees nothing and a key that nobody sees."""
-    chosen = blocks_for(q_BTHD, k_BSGD, v_BSGV, blocks)
-    axes = axes_of(q_BTHD, k_BSGD, v_BSGV, where.begin, where.end, others)
+    q_BTHD, k_BSGD, v_BSGV = operands
+    blocks, arch = asked
+    shape = Shape(q_BTHD.shape[3], v_BSGV.shape[3], q_BTHD.dtype.itemsize)
+    chosen = blocks_for(q_BTHD.shape[1], k_BSGD.shape[1], shape, arch, blocks)
+    axes = axes_of(operands, where.begin, where.end, others)
     begin, end = (padded(x.astype(jnp.int32), 1, chosen.q) for x in (where.begin, where.end))
     return Call(
         by_heads(q_BTHD, chosen.q),

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ringattn.comms.jax import axes
+from ringattn.comms.jax import axes, generation
 from ringattn.jax.attention import attention
 from ringattn.jax.sharding import sequence_axes, spec_of
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.pallas import splash
-from ringattn.kernels.pallas.blocks import Blocks
+from ringattn.kernels.pallas.blocks import USUAL, VMEM, Blocks
 from ringattn.kernels.partial import Partial
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec
@@ -176,14 +176,15 @@ def fits(topology: str, plan: Plan, blocks: Iterable[tuple[int, int]], dtype: st
     """For each size of blocks (queries, keys): "fits", or what the compiler says is too much, and where."""
     device = topology_devices(topology)[:1]
     mesh = Mesh(np.array(device), ("alone",), axis_types=(AxisType.Auto,))
-    alone = dataclasses.replace(plan, ring=1, ulysses=1, strategy="ulysses", seq_len=8192, key_len=None)
+    alone = dataclasses.replace(plan, ring=1, ulysses=1, strategy="ulysses", seq_len=32768, key_len=None)
     q, k, v = (jax.ShapeDtypeStruct(x, jnp.dtype(dtype)) for x in shapes_of(alone, 1))
     rows = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     index = jax.ShapeDtypeStruct(q.shape[1:2], jnp.int32)
     dout = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
+    allowed = VMEM.get(generation(mesh) or (0, 0), USUAL)
     found = {}
     for size in blocks:
-        given: dict[str, Any] = {"scale": 1.0, "blocks": Blocks(*size)}
+        given: dict[str, Any] = {"scale": 1.0, "blocks": Blocks(*size, allowed)}
 
         def both(q: Any, k: Any, v: Any, dout: Any, lse: Any, end: Any, given: Any = given) -> Any:
             where = Intervals(jnp.zeros_like(end)[None], end[None])
@@ -198,6 +199,8 @@ def fits(topology: str, plan: Plan, blocks: Iterable[tuple[int, int]], dtype: st
         try:
             jax.jit(whole).lower(*args).compile()
             found["x".join(map(str, size))] = "fits"
+        except ValueError as error:
+            found["x".join(map(str, size))] = str(error)
         except jax.errors.JaxRuntimeError as error:
             found["x".join(map(str, size))] = too_much(str(error))
     return found

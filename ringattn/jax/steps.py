@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ringattn.comms.jax import generation
 from ringattn.kernels import pallas
 from ringattn.kernels.intervals import Intervals
 from ringattn.layout import Layout, to_local
@@ -197,5 +198,6 @@ def problem_of(q: Array, k: Array, v: Array, spec: AttentionSpec, plan: Plan) ->
         heads=q.shape[2],
         kv_heads=k.shape[2],
         softcap=spec.softcap is not None,
+        arch=generation(getattr(plan.ring_axis, "mesh", None)) if plan.device == "tpu" else None,
         queries=q.shape[1],
     )
