@@ -19,12 +19,13 @@ from ringattn import kernels
 from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.launch.bench import table
-from ringattn.launch.bench.peers import CONTESTANTS, Inputs, Runs, of_table
+from ringattn.launch.bench.peers import CONTESTANTS, Inputs, of_table
 from ringattn.launch.words import nearest, option
 from ringattn.spec import AttentionSpec, Docs, bounds
 
 IMPLS = ("triton", "flex", "cudnn", "flash", "fa4")
 CPU_IMPLS = ("sdpa_cpu", "tiled")
+OURS = ("triton", "decode", "tiled")
 
 
 @dataclass(frozen=True)
@@ -105,23 +106,33 @@ def run(options: Options) -> list[dict[str, Any]]:
 def attention(case: Case, options: Options) -> list[dict[str, Any]]:
     """Time, useful TFLOP/s and peak memory of each contestant, forward and backward."""
     given = inputs(case, options)
-    rows: list[dict[str, Any]] = []
-    work = useful_flops(given)
-    for name in options.impls or ():
-        try:
-            runs = CONTESTANTS[name](given)
-        except NotImplementedError as error:
-            print(f"{name}: {error}")
-            continue
+    work, rows = useful_flops(given), []
+
+    def measured(name: str) -> list[dict[str, Any]]:
+        runs, found = CONTESTANTS[name](given), []
         for what, function, factor in (("forward", runs.forward, 1.0), ("backward", runs.backward, 2.5)):
-            if function is None or (what == "backward" and not options.backward):
-                continue
-            memory = peak_gib(function)
-            ms = median_ms(function, options)
-            rate = work * factor / ms / 1e9
-            rows.append({"impl": name, "pass": what, "ms": ms, "tflops": rate, "peak_gib": memory})
-        del runs
+            if what == "forward" or options.backward:
+                memory, ms = peak_gib(function), median_ms(function, options)
+                rate = work * factor / ms / 1e9
+                found.append({"impl": name, "pass": what, "ms": ms, "tflops": rate, "peak_gib": memory})
+        return found
+
+    for name in options.impls or ():
+        rows += attempt(name, measured)
     return with_ratios(rows, "triton" if options.device == "cuda" else "tiled")
+
+
+def attempt(name: str, measured: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A contestant's rows; none, and a printed reason, where it refuses or where a peer's own code fails."""
+    try:
+        return measured(name)
+    except NotImplementedError as error:
+        print(f"{name}: {error}")
+    except Exception as error:
+        if name in OURS:
+            raise
+        print(f"{name} failed: {type(error).__name__}: {str(error)[:300]}")
+    return []
 
 
 def decode(case: Case, options: Options) -> list[dict[str, Any]]:
@@ -130,17 +141,17 @@ def decode(case: Case, options: Options) -> list[dict[str, Any]]:
     sets = [inputs(case, options, queries=1, seed=seed) for seed in range(3)]  # more than any cache holds
     moved = sum(x.numel() * x.element_size() for x in (sets[0].k, sets[0].v))
     rows: list[dict[str, Any]] = []
-    for name in ("decode" if n == "triton" else n for n in options.impls or ()):
-        try:
-            functions = [CONTESTANTS[name](given).forward for given in sets]
-        except NotImplementedError as error:
-            print(f"{name}: {error}")
-            continue
+
+    def measured(name: str) -> list[dict[str, Any]]:
+        functions = [CONTESTANTS[name](given).forward for given in sets]
         alone = median_ms(rotating(functions), options)
         ms = graph_ms(functions) if options.device == "cuda" else alone
         rate = moved / ms / 1e9
         row = {"impl": name, "pass": "forward", "ms": ms, "ms_without_graph": alone}
-        rows.append({**row, "tb_per_s": rate, "copy_tb_per_s": copy, "of_copy": rate / copy})
+        return [{**row, "tb_per_s": rate, "copy_tb_per_s": copy, "of_copy": rate / copy}]
+
+    for name in ("decode" if n == "triton" else n for n in options.impls or ()):
+        rows += attempt(name, measured)
     return with_ratios(rows, "decode" if options.device == "cuda" else "tiled")
 
 
@@ -170,30 +181,21 @@ def errors(case: Case, options: Options) -> list[dict[str, Any]]:
     rows_ = dout, part.lse, (part.out * dout).sum(-1)
     grads = reference.attend_backward(q, k, v, given.where, *rows_, scale=given.scale)
     truth = dict(zip(("out", "lse", "dq", "dk", "dv"), (*part, *grads), strict=True))
-    table_names = [k.name for k in kernels.TABLE]
-    for name in (n for n in options.impls or () if n in table_names):
-        try:
-            runs = of_table(name)(given)
-        except NotImplementedError as error:
-            print(f"{name}: {error}")
-            continue
-        found = dict(zip(truth, (*runs.forward(), *backward_of(runs)), strict=True))
-        rows.append(
-            {
-                "impl": name,
-                **{f"error_{n}": distance(found[n].to(given.q.dtype), truth[n]) for n in truth if n != "lse"},
-            }
-        )
-        rows[-1]["error_lse"] = (found["lse"] - truth["lse"]).abs().max().item()
+
+    def measured(name: str) -> list[dict[str, Any]]:
+        runs = of_table(name)(given)
+        found = dict(zip(truth, (*runs.forward(), *runs.backward()), strict=True))
+        row: dict[str, Any] = {"impl": name, "error_lse": (found["lse"] - truth["lse"]).abs().max().item()}
+        for n in ("out", "dq", "dk", "dv"):
+            row[f"error_{n}"] = distance(found[n].to(given.q.dtype), truth[n])
+        return [row]
+
+    for name in (n for n in options.impls or () if n in {k.name for k in kernels.TABLE}):
+        rows += attempt(name, measured)
     for base in [row for row in rows if row["impl"] == "cudnn"]:
         for row in rows:
             row |= {f"over_cudnn_{n}": row[f"error_{n}"] / base[f"error_{n}"] for n in ("out", "dq", "dk", "dv")}
     return rows
-
-
-def backward_of(runs: Runs) -> Any:
-    assert runs.backward is not None
-    return runs.backward()
 
 
 def distance(found: torch.Tensor, truth: torch.Tensor) -> float:

@@ -38,7 +38,7 @@ class Inputs:
 
 class Runs(NamedTuple):
     forward: Callable[[], Any]
-    backward: Callable[[], Any] | None
+    backward: Callable[[], Any]
 
 
 def problem_of(given: Inputs) -> kernels.Problem:
@@ -56,14 +56,21 @@ def problem_of(given: Inputs) -> kernels.Problem:
     )
 
 
+def kernel_of(name: str) -> kernels.Kernel:
+    return next(kernel for kernel in kernels.TABLE if kernel.name == name)
+
+
+def refusal(name: str, given: Inputs) -> str | None:
+    return kernel_of(name).refuses(problem_of(given))
+
+
 def of_table(name: str) -> Callable[[Inputs], Runs]:
     """A kernel of our own table, called as a ring step calls it, results in the dtype of q."""
 
     def runs(given: Inputs) -> Runs:
-        kernel = next(k for k in kernels.TABLE if k.name == name)
-        if (reason := kernel.refuses(problem_of(given))) is not None:
+        if (reason := refusal(name, given)) is not None:
             raise NotImplementedError(reason)
-        module, tensors = kernel.load(), (given.q, given.k, given.v, given.where)
+        module, tensors = kernel_of(name).load(), (given.q, given.k, given.v, given.where)
 
         def forward() -> Any:
             return module.attend(*tensors, scale=given.scale, out_dtype=given.q.dtype)
@@ -137,7 +144,7 @@ def cudnn(given: Inputs) -> Runs:
     """cuDNN as it is where one call does the mask, and tile by tile where it does not."""
     if given.mask not in ("causal", "full"):
         return of_table("cudnn")(given)
-    if (reason := kernels.refusals(problem_of(given))["cudnn"]) is not None:
+    if (reason := refusal("cudnn", given)) is not None:
         raise NotImplementedError(reason)
     from ringattn.kernels.vendor import cudnn as vendor
 
@@ -151,7 +158,7 @@ def cudnn(given: Inputs) -> Runs:
 
 def flash(given: Inputs) -> Runs:
     """FlashAttention-2 as built into torch, with its own window and its own packed documents."""
-    reason = kernels.refusals(problem_of(given))["flash"]
+    reason = refusal("flash", given)
     if reason is not None and "rectangles" not in reason:
         raise NotImplementedError(reason)
     q, k, v, dout = packed_docs(given)
@@ -173,7 +180,7 @@ def flash(given: Inputs) -> Runs:
 
 def fa4(given: Inputs) -> Runs:
     """FlashAttention-4, with its own window and its own packed documents."""
-    reason = kernels.refusals(problem_of(given))["fa4"]
+    reason = refusal("fa4", given)
     if reason is not None and "rectangles" not in reason:
         raise NotImplementedError(reason)
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
