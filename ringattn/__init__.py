@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ringattn.kernels.partial import Partial, merge
     from ringattn.planning import Plan
     from ringattn.spec import AttentionSpec, Docs
+    from ringattn.torch.cache import KVCache, decode, prefill
     from ringattn.torch.loss import token_mean
 
 __version__ = "0.1.0"
@@ -19,25 +20,31 @@ __version__ = "0.1.0"
 PUBLIC = {
     "AttentionSpec": "ringattn.spec",
     "Docs": "ringattn.spec",
+    "KVCache": "ringattn.torch.cache",
     "Partial": "ringattn.kernels.partial",
     "Plan": "ringattn.planning",
     "aot_report": "ringattn.jax.aot",
     "attention": "ringattn.api",
+    "decode": "ringattn.torch.cache",
     "init_mesh": "ringattn.api",
     "merge": "ringattn.kernels.partial",
     "plan": "ringattn.api",
+    "prefill": "ringattn.torch.cache",
     "token_mean": "ringattn.torch.loss",
 }
 __all__ = [
     "AttentionSpec",
     "Docs",
+    "KVCache",
     "Partial",
     "Plan",
     "aot_report",
     "attention",
+    "decode",
     "init_mesh",
     "merge",
     "plan",
+    "prefill",
     "token_mean",
 ]
 
