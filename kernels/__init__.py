@@ -6,6 +6,7 @@ and must equal it. `select` takes the first one of the table that does not refus
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -66,6 +67,7 @@ def refusals(problem: Problem) -> dict[str, str | None]:
     return {kernel.name: kernel.refuses(problem) for kernel in TABLE}
 
 
+@lru_cache(maxsize=1024)
 def select(problem: Problem, impl: str = "auto") -> Kernel:
     """The kernel called `impl`, or with "auto" the first of the table that serves the problem and is not slow there."""
     if impl != "auto" and impl not in (k.name for k in TABLE):
