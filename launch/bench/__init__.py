@@ -2,6 +2,7 @@
 
     kernels   one GPU: our kernels beside cuDNN, FlashAttention and FlexAttention
     memory    the peak memory of a rank at 1, 2, 4, 8 ranks
+    prefill   a prompt whole and in chunks: time and peak memory
     traffic   the bytes a rank sends, counted, beside what the schedule says
 
 A suite is a module of launch/bench/ with its own Options and `run(options) -> list of rows`. Every row is printed in
@@ -18,7 +19,7 @@ from typing import Any
 
 from ringattn.launch.words import nearest, parse, usage
 
-SUITES = ("kernels", "memory", "traffic")
+SUITES = ("kernels", "memory", "prefill", "traffic")
 
 
 def main(argv: list[str]) -> int:
