@@ -63,13 +63,12 @@ class Outcome:
 
 def run(options: Options) -> int:
     """Run the cases and print each strategy's and layout's worst errors; 0 if every one is within its limit."""
-    started = "RANK" in os.environ
-    if started:
-        options = joined(options)
     problem = wrong(options)
     if problem:
         print(f"ringattn verify: {problem}", file=sys.stderr)
         return 2
+    started = "RANK" in os.environ
+    options = joined(options) if started else options
     begun = time.perf_counter()
     try:
         outcomes = summed(options, everyone(options, started))

@@ -60,6 +60,13 @@ def test_links_lead_somewhere(page):
     assert not missing, f"{page.name} links to {missing}"
 
 
+def test_the_readme_names_every_command():
+    from ringattn.launch.words import COMMANDS
+
+    said = (ROOT / "README.md").read_text()
+    assert [name for name in COMMANDS if f"| `{name}` |" not in said] == []
+
+
 def test_every_picture_can_be_drawn_and_is_shown(tmp_path):
     pytest.importorskip("matplotlib")
     from ringattn.launch import plot
