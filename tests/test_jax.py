@@ -97,6 +97,13 @@ def test_agrees_with_torch_on_the_same_inputs():
     check(case, results(case, given), expected)
 
 
+@pytest.mark.parametrize("name", ["all_at_once-ring4x1-zigzag", "docs_rows-gather2x2-zigzag"])
+def test_the_tpu_kernel_interpreted_equals_dense_float64(name):
+    case = next(c for c in CASES if str(c) == name)
+    given = oracle.inputs(case, torch.float32)
+    check(case, results(case, given, kernel="splash"), oracle.dense(case, given))
+
+
 # Transformations: one small problem, and the same function with and without a plan.
 
 
