@@ -20,7 +20,7 @@ class Model:
     """A decoder: RoPE, grouped-query attention, SwiGLU, RMSNorm."""
 
     dim: int = key(128, "width of the residual stream")
-    layers: int = key(3, "number of blocks")
+    layers: int = key(2, "number of blocks")
     heads: int = key(4, "query heads")
     kv_heads: int = key(2, "key and value heads")
     head_dim: int | None = key(None, "size of a head; dim / heads if not said")

@@ -15,6 +15,9 @@ import numpy as np
 
 from ringattn.conf.schema import Data
 
+NOT_OURS = ("site-packages", "dist-packages", "__pycache__")
+UNLIKE_TEXT = ("test", "tests", "encodings")  # of the standard library: tables of characters, and not on every machine
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -97,7 +100,8 @@ def open_corpus(data: Data, vocab: int) -> Corpus:
     if not path.exists():
         raise ValueError(f"data.path={path} does not exist; name a folder of files, or one file")
     suffix = data.suffix or (".py" if data.path == "stdlib" else "")
-    files = [path] if path.is_file() else find(path, suffix)
+    skip = UNLIKE_TEXT if data.path == "stdlib" else ()
+    files = [path] if path.is_file() else find(path, suffix, skip)
     corpus = Corpus("the Python standard library" if data.path == "stdlib" else str(path), tuple(files), dtype)
     if len(corpus) == 0:
         what = f"file ending in {suffix!r}" if suffix else "file"
@@ -107,11 +111,11 @@ def open_corpus(data: Data, vocab: int) -> Corpus:
     return corpus
 
 
-def find(folder: Path, suffix: str) -> list[Path]:
+def find(folder: Path, suffix: str, skip: tuple[str, ...] = ()) -> list[Path]:
     """The non-empty files below a folder, by name; not those of installed packages or caches, nor hidden ones."""
     found = []
     for place, folders, names in os.walk(folder):
-        folders[:] = [f for f in folders if f not in ("site-packages", "dist-packages", "__pycache__") and f[0] != "."]
+        folders[:] = [f for f in folders if f not in (*NOT_OURS, *skip) and f[0] != "."]
         found += [Path(place, n) for n in names if n.endswith(suffix) and not n.startswith(".")]
     return sorted(f for f in found if f.is_file() and f.stat().st_size)
 

@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 from ringattn.launch import processes
 
-FORTNIGHT = 14 * 24 * 3600.0  # no limit, as far as a timer can say it
-
 
 def started() -> bool:
     """Whether this process is one rank of a group that somebody else started."""
@@ -64,15 +62,18 @@ def backend(device: str) -> str:
     return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
 
 
-def local(function: Callable[..., Any], ranks: int, device: str, *args: Any) -> list[Any]:
-    """`function(*args)` on ranks that are started here. SIGTERM and Ctrl-C are passed on to them."""
+def local(function: Callable[..., Any], ranks: int, device: str, *args: Any, patience: float = 600.0) -> list[Any]:
+    """`function(*args)` on ranks that are started here. SIGTERM and Ctrl-C are passed on to them.
+
+    The whole may take for ever; one exchange that takes longer than `patience` seconds is an error.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve the other ranks
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # nobody else may connect
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "ringattn.launch.trainer"])  # imported once, not by every rank
     forkserver.ensure_running()
     with passed_on(signal.SIGTERM, signal.SIGINT):
-        return processes.run(function, ranks, *args, backend=backend(device), timeout=FORTNIGHT)
+        return processes.run(function, ranks, *args, backend=backend(device), timeout=None, collective_timeout=patience)
 
 
 @contextlib.contextmanager

@@ -42,15 +42,15 @@ def here(config: Train) -> int:
     try:
         config, ranks, device = resolved(config, None)
         folder = new_folder(config)
-        before = time.time()
-        summary = torchrun.local(work, ranks, device, config, str(folder), before)[0]
+        before, patience = time.time(), config.cluster.timeout
+        summary = torchrun.local(work, ranks, device, config, str(folder), before, patience=patience)[0]
         if config.dry_run:
             return 0
         runs = {plural(ranks): folder}
         if config.reference and ranks > 1 and not summary["stopped"] and config.resume is None:
             runs["1 rank"] = folder / "one-rank"
             print("the same on one rank:", file=sys.stderr)
-            torchrun.local(work, 1, device, alone(config), str(runs["1 rank"]), time.time())
+            torchrun.local(work, 1, device, alone(config), str(runs["1 rank"]), time.time(), patience=patience)
         finish(config, folder, runs, summary)
     except processes.RankError as error:
         kind, _, text = error.summary.partition(": ")

@@ -63,9 +63,14 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-@lru_cache(maxsize=256)
+@torch.compiler.assume_constant_result
 def single_device(seq_len: int, key_len: int) -> Plan:
-    """The plan of one rank: the same function, no communication."""
+    """The plan of one rank: the same function, no communication. A compiled graph holds it as a constant."""
+    return kept_plan(seq_len, key_len)
+
+
+@lru_cache(maxsize=256)
+def kept_plan(seq_len: int, key_len: int) -> Plan:
     return Plan(seq_len, key_len=key_len, axes=(Solo("ring"), Solo("ulysses")))
 
 
@@ -228,19 +233,19 @@ def exchange_backward(
     live, spec = LIVE[plan], AttentionSpec(causal, window, softcap, scale)
     with torch.autocast(q.device.type, enabled=False):
         mask = Mask(live, spec, docs_of(docs, live.seq_len), docs_of(key_docs, live.keys.seq_len))
-        axis, delta = live.ring_axis, (dout.to(lse.dtype) * out).sum(-1)
-        delta = delta if dlse is None else delta - dlse
-        rows = (dout, lse, delta)
+        axis = live.ring_axis
         if live.strategy == "gather":
             where = global_intervals(mask, axis.rank, q.device)
             score = score_of(q, k, v, spec, live.kernel, [where])
+            rows = (dout, lse, score.row_delta(out, dout, dlse))
             grads = gather_backward(q, k, v, axis, live.keys.tokens, where, score, rows)
         else:
             run = ring_run(mask, axis.rank, q.device)
             score = score_of(q, k, v, spec, live.kernel, [where for _, where in run])
+            rows = (dout, lse, score.row_delta(out, dout, dlse))
             grads = ring_backward(q, k, v, axis, run, score, rows)
         dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
-        dsinks = q.new_empty(0) if sinks is None else sink_gradient(sinks, lse, delta)
+        dsinks = q.new_empty(0) if sinks is None else sink_gradient(sinks, lse, rows[2])
     return dq, dk, dv, dsinks
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ringattn import api
-from ringattn.planning import Plan
+from ringattn.planning import LIVE, Plan
 from ringattn.spec import AttentionSpec, Docs
 
 
@@ -23,6 +23,17 @@ def rope(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x_BTHD.float().chunk(2, -1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_BTHD.dtype)
+
+
+@torch.library.custom_op("ringattn::positions", mutates_args=())
+def positions_of(x: Tensor, plan: int) -> Tensor:
+    """plan.positions() on the device of x, as one node of a compiled graph; the plan comes as its handle."""
+    return LIVE[plan].positions().to(x.device, copy=True)
+
+
+@positions_of.register_fake
+def _(x: Tensor, plan: int) -> Tensor:
+    return x.new_empty(LIVE[plan].local_len, dtype=torch.int64)
 
 
 class Attention(nn.Module):
@@ -51,7 +62,7 @@ class Attention(nn.Module):
         """`positions` [T] (or [B, T]) are the plan's, or 0, 1, 2, ... without one, unless they are given."""
         B, T, _ = x_BTC.shape
         if positions is None:
-            positions = torch.arange(T, device=x_BTC.device) if plan is None else plan.positions()
+            positions = torch.arange(T, device=x_BTC.device) if plan is None else positions_of(x_BTC, plan.handle)
         cos, sin = rope_angles(positions, self.head_dim, self.theta)
         q = rope(self.q(x_BTC).view(B, T, self.heads, self.head_dim), cos, sin)
         k = rope(self.k(x_BTC).view(B, T, self.kv_heads, self.head_dim), cos, sin)

@@ -1,0 +1,206 @@
+"""What people put around attention: torch.compile, checkpointing, FSDP2, accumulation, autocast, no_grad."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ringattn as ra
+from ringattn.comms.local import run as run_threads
+from ringattn.launch.processes import run
+from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch.nn import Attention
+
+T, C = 48, 32
+DOCS = Docs.from_lengths([13, 35])
+
+
+class Small(nn.Module):
+    """Two attention layers between two matrices; `kept` uses activation checkpointing."""
+
+    def __init__(self, plan=None, kept: bool = True, docs: Docs | None = DOCS):
+        super().__init__()
+        self.plan, self.kept, self.docs = plan, kept, docs
+        self.layers = nn.ModuleList(Attention(C, 4, 2, 8, spec=AttentionSpec(window=30)) for _ in range(2))
+        self.last = nn.Linear(C, C)
+        generator = torch.Generator().manual_seed(0)  # not the global one: ranks are threads
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.1, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + (layer(x, self.plan, docs=self.docs) if self.kept else self.again(layer, x))
+        return self.last(x) + 0
+
+    def again(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(layer, x, self.plan, docs=self.docs, use_reentrant=False)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(2, 2, T, C, generator=torch.Generator().manual_seed(1))
+    return x, y
+
+
+def planned(mesh) -> ra.Plan:
+    return ra.plan(mesh, seq_len=T, heads=(4, 2), head_dim=8, layout="zigzag", strategy="ring")
+
+
+def trained(model: nn.Module, call, plan=None) -> list[Tensor]:
+    """The output and all gradients of one pass."""
+    x, y = data()
+    if plan is not None:
+        x, y = plan.shard(x), plan.shard(y)
+    model.zero_grad()
+    out = call(x)
+    F.mse_loss(out, y, reduction="sum").backward()
+    return [out.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def plain_arrays(*results: list[Tensor]) -> list[list[np.ndarray]]:
+    return [[x.numpy() for x in result] for result in results]
+
+
+def compiled_and_not(ring: int, ulysses: int, dynamic: bool | None) -> list[list[np.ndarray]]:
+    plan = planned(ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu")) if dist.is_initialized() else None
+    model = Small(plan)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    return plain_arrays(trained(model, model, plan), trained(model, compiled, plan))
+
+
+def check_close(found: list[Any], expected: list[Any], atol: float = 1e-5) -> None:
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        torch.testing.assert_close(
+            torch.as_tensor(a), torch.as_tensor(b), rtol=1e-5, atol=atol, msg=lambda m, i=i: f"result {i}: {m}"
+        )
+
+
+def test_compile_fullgraph_on_one_device():
+    torch._dynamo.reset()
+    plain, compiled = compiled_and_not(1, 1, None)
+    check_close(compiled, plain)
+
+
+def test_compile_fullgraph_on_threads():
+    """Compiling is not made for threads: one rank compiles, and meets ranks that do not."""
+    torch._dynamo.reset()
+
+    def one(mesh):
+        plan = planned(mesh)
+        model = Small(plan)
+        first = mesh.rank == 0
+        call = torch.compile(model, fullgraph=True, backend="aot_eager") if first else model
+        return trained(model, model, plan), trained(model, call, plan)
+
+    for plain, compiled in run_threads(one, ring=2):
+        check_close(compiled, plain)
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_compile_fullgraph_over_gloo(ring, ulysses):
+    for plain, compiled in run(compiled_and_not, 2, ring, ulysses, None):
+        check_close(compiled, plain)
+
+
+def test_recomputing_gives_the_same_bits():
+    def one(mesh):
+        plan = planned(mesh)
+        kept, again = Small(plan), Small(plan, kept=False)
+        return trained(kept, kept, plan), trained(again, again, plan)
+
+    for kept, again in run_threads(one, ring=2, ulysses=2):
+        assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+def sharded_steps(data_ranks: int, ring: int) -> tuple[list[float], list[np.ndarray]]:
+    """Three steps of FSDP2 over data x ring, each rank's loss its share of the mean over all tokens of all ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    from ringattn.comms.mesh import axis
+
+    mesh = ra.init_mesh(data=data_ranks, ring=ring, device_type="cpu")
+    plan = planned(mesh)
+    model = Small(plan, docs=None)
+    everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=everyone)
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_gradient_divide_factor(1.0)
+    along = axis(mesh, "data")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = data()
+    rows = slice(along.rank * 2 // data_ranks, (along.rank + 1) * 2 // data_ranks)
+    losses = []
+    for _ in range(3):
+        error = (model(plan.shard(x[rows])) - plan.shard(y[rows])).square().mean(-1)
+        loss = ra.token_mean(error, plan, over=(along,))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, plain_arrays([p.full_tensor().detach() for p in model.parameters()])[0]
+
+
+def test_fsdp2_over_data_and_ring_trains_as_one_rank():
+    ((expected, weights),) = run(sharded_steps, 1, 1, 1)
+    assert expected[2] < expected[1] < expected[0]
+    for losses, mine in run(sharded_steps, 4, 2, 2):
+        assert losses == pytest.approx(expected, abs=1e-6)
+        check_close(mine, weights, 1e-6)
+
+
+def test_gradients_of_micro_batches_add_up():
+    def one(mesh):
+        plan = planned(mesh)
+        model = Small(plan, docs=None)
+        x, y = (plan.shard(t) for t in data())
+        F.mse_loss(model(x), y, reduction="sum").backward()
+        whole = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        for row in (0, 1):
+            F.mse_loss(model(x[row : row + 1]), y[row : row + 1], reduction="sum").backward()
+        return whole, [p.grad for p in model.parameters()]
+
+    for whole, added in run_threads(one, ring=2):
+        check_close(added, whole, 1e-5)
+
+
+def test_autocast_runs_attention_in_its_dtype():
+    x, _ = data()
+    plain = Small()(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = Small()(x)
+        q = torch.randn(1, T, 4, 8, requires_grad=True)
+        out, lse = ra.attention(q, q, q, return_lse=True)
+    assert alone.dtype == torch.bfloat16 and out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    out.float().sum().backward()
+    assert q.grad.dtype == torch.float32
+
+    def one(mesh):
+        plan = planned(mesh)
+        with torch.autocast("cpu", torch.bfloat16):
+            return plan.unshard(Small(plan)(plan.shard(x)))
+
+    for out in run_threads(one, ring=2):
+        assert out.dtype == torch.bfloat16
+        assert (out - plain).norm() <= 2 * (alone - plain).norm() + 1e-3
+
+
+def test_no_grad_and_inference_mode_give_the_same_bits_and_keep_nothing():
+    def one(mesh):
+        plan = planned(mesh)
+        model, x = Small(plan), plan.shard(data()[0])
+        graded = model(x)
+        with torch.no_grad():
+            free = model(x)
+        with torch.inference_mode():
+            inferred = model(x)
+        assert graded.requires_grad and not free.requires_grad and not inferred.requires_grad
+        return graded.detach(), free, inferred.clone()
+
+    for graded, free, inferred in run_threads(one, ring=2):
+        assert torch.equal(graded, free) and torch.equal(graded, inferred)
