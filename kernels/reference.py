@@ -85,6 +85,13 @@ def plus(total: Array | None, part: Array) -> Array:
     return part if total is None else total + part
 
 
+def row_delta(out_BTHV: Array, dout_BTHV: Array, dlse_BTH: Array | None = None) -> Array:
+    """rowsum(dout * out) - dlse: all that the backward pass needs to know of out and of the lse's gradient."""
+    xp, dtype = namespace(out_BTHV), accumulator(out_BTHV)
+    delta = xp.sum(astype(dout_BTHV, dtype) * astype(out_BTHV, dtype), axis=-1)
+    return delta if dlse_BTH is None else delta - dlse_BTH
+
+
 def visible_scores(q_BTHD: Array, k_BSGD: Array, where: Intervals, scale: float, softcap: float | None) -> Array:
     """scale * q k^T, softly capped, with -inf outside each query's interval: [B, G, R, T, S]."""
     xp = namespace(q_BTHD)

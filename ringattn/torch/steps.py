@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
+from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.layout import to_local
 from ringattn.planning import Plan
@@ -23,10 +24,11 @@ Run = tuple[tuple[Step, Intervals], ...]
 
 
 class Score(NamedTuple):
-    """A kernel's two functions with everything of the spec that is not an interval already said."""
+    """A kernel's functions with everything of the spec that is not an interval already said."""
 
     attend: Callable[..., Any]
     attend_backward: Callable[..., Any]
+    row_delta: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def score_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, impl: str, in
     tiles = all(where.tiles is not None for where in intervals)
     module = kernels.select(problem_of(q, k, v, spec, tiles), impl).load()
     given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap}
-    return Score(partial(module.attend, **given), partial(module.attend_backward, **given))
+    row_delta = getattr(module, "row_delta", reference.row_delta)
+    return Score(partial(module.attend, **given), partial(module.attend_backward, **given), row_delta)
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tiles: bool) -> kernels.Problem:
