@@ -1,0 +1,307 @@
+"""Flash attention backward over intervals, from the lse over all keys: no atomics, the same bits every run.
+
+`dq` is a walk of a block of queries over the keys it sees, as in the forward. `dk, dv` is a walk of a block of keys
+over the queries that see it, all heads of its group beside each other: both ends of the intervals never decrease, so
+those queries are an interval too, found by a binary search. Scores are taken transposed there, [keys, queries], so
+that both products that follow read their left side from registers. With p = 2^(score - lse):
+
+    dv = p^T dout      ds = p * (dout v^T - delta)      dq = scale * ds k      dk = scale * ds^T q
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.triton.blocks import (
+    LOG2E,
+    Shape,
+    add_rows,
+    cells,
+    head_of,
+    launch,
+    logits,
+    matrix,
+    nth,
+    phases,
+    rows_of,
+    seen,
+    tanh,
+    tile,
+)
+from ringattn.kernels.triton.table import Table
+
+
+@triton.jit
+def delta_kernel(
+    out_ptr, dout_ptr, dlse_ptr, delta_ptr, out_st, dout_st, dlse_st, delta_st, T,
+    V: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * ROWS
+    h = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    rows = (first + tl.arange(0, ROWS)).to(tl.int64)
+    out = tile(out_ptr + b * out_st[0] + h * out_st[2], first, T, out_st[1], out_st[3], ROWS, V, WIDTH, False)
+    dout = tile(dout_ptr + b * dout_st[0] + h * dout_st[2], first, T, dout_st[1], dout_st[3], ROWS, V, WIDTH, False)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + b * dlse_st[0] + rows * dlse_st[1] + h * dlse_st[2], mask=rows < T, other=0.0)
+    tl.store(delta_ptr + b * delta_st[0] + rows * delta_st[1] + h * delta_st[2], delta, mask=rows < T)
+
+
+def row_delta(out_BTHV: Tensor, dout_BTHV: Tensor, dlse_BTH: Tensor | None = None) -> Tensor:
+    """delta = rowsum(dout * out) - dlse, float32 [B, T, H]: all that the backward needs to know of the output."""
+    B, T, H, V = out_BTHV.shape
+    delta = torch.empty(B, H, T, dtype=torch.float32, device=out_BTHV.device).transpose(1, 2)
+    tensors = (out_BTHV, dout_BTHV, delta if dlse_BTH is None else dlse_BTH, delta)
+    launch(
+        delta_kernel, (triton.cdiv(T, 32), H, B), (*tensors, *(x.stride() for x in tensors), T),
+        V=V, WIDTH=triton.next_power_of_2(V), ROWS=32, HAS_DLSE=dlse_BTH is not None,
+    )  # fmt: skip
+    return delta
+
+
+@triton.jit
+def stats_kernel(lse_ptr, delta_ptr, stats_ptr, lse_st, delta_st, T, H, room, ROWS: tl.constexpr):
+    """(log2(e) * lse, delta) side by side; (+inf, 0) for a row that saw nothing, so that its weights are 0."""
+    h = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    lse = tl.load(lse_ptr + b * lse_st[0] + rows * lse_st[1] + h * lse_st[2], mask=rows < T, other=0.0)
+    delta = tl.load(delta_ptr + b * delta_st[0] + rows * delta_st[1] + h * delta_st[2], mask=rows < T, other=0.0)
+    saw = lse > float("-inf")
+    at = stats_ptr + (b * H + h) * 2 * room + rows
+    tl.store(at, tl.where(saw, lse * LOG2E, float("inf")), mask=rows < T)
+    tl.store(at + room, tl.where(saw, delta, 0.0), mask=rows < T)
+
+
+def row_stats(lse_BTH: Tensor, delta_BTH: Tensor) -> Tensor:
+    """The two numbers a row of weights is made from, [B, H, 2, T] with rows of a multiple of 16 bytes."""
+    B, T, H = lse_BTH.shape
+    stats = torch.empty(B, H, 2, triton.cdiv(T, 4) * 4, dtype=torch.float32, device=lse_BTH.device)
+    args = (lse_BTH, delta_BTH, stats, lse_BTH.stride(), delta_BTH.stride(), T, H, stats.shape[-1])
+    launch(stats_kernel, (triton.cdiv(T, 256), H, B), args, ROWS=256)
+    return stats
+
+
+@triton.jit
+def count_below(ptr, x, T, steps):
+    """How many of ptr[0:T], which never decrease, are below each x: a binary search of `steps` steps."""
+    lo = x * 0
+    hi = lo + T
+    for _ in range(steps):
+        mid = (lo + hi) // 2
+        below = tl.load(ptr + mid, mask=lo < hi, other=0) < x
+        lo, hi = tl.where((lo < hi) & below, mid + 1, lo), tl.where(below, hi, mid)
+    return lo
+
+
+@triton.jit
+def spans_kernel(begin_ptr, end_ptr, spans_ptr, rows_st, T, S, blocks, steps, KEYS: tl.constexpr, LANES: tl.constexpr):
+    block = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    row = tl.program_id(1).to(tl.int64)
+    begin_ptr += row * rows_st
+    end_ptr += row * rows_st
+    first = block * KEYS
+    stop = tl.minimum(first + KEYS, S)
+    last = tl.load(end_ptr + T - 1)  # no query sees a key from here on: those that begin there are padding
+    lo = count_below(end_ptr, first + 1, T, steps) // 4 * 4  # the copy engine wants 16 bytes
+    hi = tl.maximum(lo, count_below(begin_ptr, tl.minimum(stop, last), T, steps))
+    full = count_below(end_ptr, stop, T, steps)
+    part = count_below(begin_ptr, first + 1, T, steps)
+    at = spans_ptr + (row * blocks + block) * 4
+    tl.store(at, lo, mask=block < blocks)
+    tl.store(at + 1, hi, mask=block < blocks)
+    tl.store(at + 2, full, mask=block < blocks)
+    tl.store(at + 3, part, mask=block < blocks)
+
+
+def spans(where: Intervals, length: int, keys: int) -> Tensor:
+    """For each block of keys the queries [lo, hi) that see any of it, and those [full, part) that see all of it."""
+    begin, end, rows_st = rows_of(where)
+    (rows, T), blocks = begin.shape, triton.cdiv(length, keys)
+    table = torch.empty(rows, blocks, 4, dtype=torch.int32, device=begin.device)
+    args = (begin, end, table, rows_st, T, length, blocks, T.bit_length())
+    launch(spans_kernel, (triton.cdiv(blocks, 32), rows), args, KEYS=keys, LANES=32)
+    return table
+
+
+@triton.jit
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, begin_ptr, end_ptr, dout_ptr, stats_ptr, spans_ptr, dk_ptr, dv_ptr,
+    q_st, k_st, v_st, rows_st, dout_st, spans_st, dk_st, dv_st, T, S, G, blocks, room, scale, unit, cap,
+    R: tl.constexpr, D: tl.constexpr, V: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_V: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, ADD_DK: tl.constexpr, ADD_DV: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    block, b, g = head_of(G, blocks, False)
+    first = block * KEYS
+    keys = first + tl.arange(0, KEYS)
+    begin_ptr += b * rows_st
+    end_ptr += b * rows_st
+    span = spans_ptr + b * spans_st + block * 4
+    lo = tl.load(span)
+    hi = tl.load(span + 1)
+    head, tail, count = phases(lo, hi, tl.load(span + 2), tl.load(span + 3), QUERIES)
+    if ADD_DK and ADD_DV:  # noqa: SIM102
+        if lo >= hi:
+            return
+    last = tl.minimum(tl.load(end_ptr + T - 1), S)
+    k, inside = cells(k_ptr + b * k_st[0] + g * k_st[2], first, last, k_st[1], k_st[3], KEYS, D, WIDTH_D)
+    k = tl.load(k, mask=inside, other=0.0)
+    v, inside = cells(v_ptr + b * v_st[0] + g * v_st[2], first, last, v_st[1], v_st[3], KEYS, V, WIDTH_V)
+    v = tl.load(v, mask=inside, other=0.0)
+
+    q_src = q_ptr + b * q_st[0] + g * R * q_st[2]
+    dout_src = dout_ptr + b * dout_st[0] + g * R * dout_st[2]
+    stats = stats_ptr + (b * G + g) * R * 2 * room
+    if TMA:
+        q_src = tl.make_tensor_descriptor(q_src, [hi, R, D], [q_st[1], q_st[2], 1], [QUERIES, 1, WIDTH_D])
+        dout_src = tl.make_tensor_descriptor(dout_src, [hi, R, V], [dout_st[1], dout_st[2], 1], [QUERIES, 1, WIDTH_V])
+        stats = tl.make_tensor_descriptor(stats, [2 * R, hi], [room, 1], [1, QUERIES])
+    dk = tl.zeros([KEYS, WIDTH_D], tl.float32)
+    dv = tl.zeros([KEYS, WIDTH_V], tl.float32)
+    for MASKED in tl.static_range(1, -1, -1):
+        tiles = head + count - tail if MASKED else tail - head
+        for i in tl.range(tiles * R):
+            t = lo + nth(i // R, head, tail, MASKED) * QUERIES
+            r = i % R
+            if TMA:
+                q = q_src.load([t, r, 0]).reshape(QUERIES, WIDTH_D)
+                lse = stats.load([2 * r, t]).reshape(QUERIES)
+            else:
+                q = tile(q_src + r * q_st[2], t, hi, q_st[1], q_st[3], QUERIES, D, WIDTH_D, False)
+                rows = t + tl.arange(0, QUERIES)
+                lse = tl.load(stats + 2 * r * room + rows, mask=rows < hi, other=float("inf"))
+            s = tl.dot(k, q.T, input_precision=PRECISION) * unit
+            if SOFTCAP:
+                bend = tanh(s)
+                s = bend * cap
+            p = tl.exp2(s - lse[None, :])
+            if MASKED:
+                here = tl.minimum(t + tl.arange(0, QUERIES), T - 1)
+                begin = tl.load(begin_ptr + here)
+                end = tl.load(end_ptr + here)
+                p = tl.where((begin[None, :] <= keys[:, None]) & (keys[:, None] < end[None, :]), p, 0.0)
+            if TMA:
+                dout = dout_src.load([t, r, 0]).reshape(QUERIES, WIDTH_V)
+            else:
+                dout = tile(dout_src + r * dout_st[2], t, hi, dout_st[1], dout_st[3], QUERIES, V, WIDTH_V, False)
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+            if TMA:
+                delta = stats.load([2 * r + 1, t]).reshape(QUERIES)
+            else:
+                delta = tl.load(stats + (2 * r + 1) * room + rows, mask=rows < hi, other=0.0)
+            minus = tl.zeros([KEYS, QUERIES], tl.float32) - delta[None, :]  # subtracted by the product: saves registers
+            ds = p * tl.dot(v, dout.T, minus, input_precision=PRECISION)
+            if SOFTCAP:
+                ds = ds * (1 - bend * bend)
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+
+    dk_ptr += b * dk_st[0] + g * dk_st[2]
+    dv_ptr += b * dv_st[0] + g * dv_st[2]
+    add_rows(dk_ptr, dk * scale, first, S, dk_st[1], dk_st[3], KEYS, D, WIDTH_D, ADD_DK)
+    add_rows(dv_ptr, dv, first, S, dv_st[1], dv_st[3], KEYS, V, WIDTH_V, ADD_DV)
+
+
+@triton.jit
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, begin_ptr, end_ptr, dout_ptr, stats_ptr, dq_ptr,
+    q_st, k_st, v_st, rows_st, dout_st, dq_st, T, H, blocks, room, scale, unit, cap,
+    R: tl.constexpr, D: tl.constexpr, V: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_V: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, ADD: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    block, b, h = head_of(H, blocks, True)
+    first = block * QUERIES
+    rows = first + tl.arange(0, QUERIES)
+    begin, end, lo, hi, head, tail, count = seen(
+        begin_ptr + b * rows_st, end_ptr + b * rows_st, first, T, QUERIES, KEYS
+    )
+    if ADD:  # noqa: SIM102
+        if lo >= hi:
+            return
+    q, inside = cells(q_ptr + b * q_st[0] + h * q_st[2], first, T, q_st[1], q_st[3], QUERIES, D, WIDTH_D)
+    q = tl.load(q, mask=inside, other=0.0)
+    dout = dout_ptr + b * dout_st[0] + h * dout_st[2]
+    dout, inside = cells(dout, first, T, dout_st[1], dout_st[3], QUERIES, V, WIDTH_V)
+    dout = tl.load(dout, mask=inside, other=0.0)
+    stats = stats_ptr + (b * H + h) * 2 * room + rows
+    lse = tl.load(stats, mask=rows < T, other=float("inf"))
+    delta = tl.load(stats + room, mask=rows < T, other=0.0)
+
+    k_src = matrix(k_ptr + b * k_st[0] + h // R * k_st[2], hi, k_st[1], KEYS, D, WIDTH_D, TMA)
+    v_src = matrix(v_ptr + b * v_st[0] + h // R * v_st[2], hi, v_st[1], KEYS, V, WIDTH_V, TMA)
+    dq = tl.zeros([QUERIES, WIDTH_D], tl.float32)
+    for MASKED in tl.static_range(1, -1, -1):
+        tiles = head + count - tail if MASKED else tail - head
+        for j in tl.range(tiles):
+            n = lo + nth(j, head, tail, MASKED) * KEYS
+            k = tile(k_src, n, hi, k_st[1], k_st[3], KEYS, D, WIDTH_D, TMA)
+            v = tile(v_src, n, hi, v_st[1], v_st[3], KEYS, V, WIDTH_V, TMA)
+            s = tl.dot(q, k.T, input_precision=PRECISION) * unit
+            if SOFTCAP:
+                bend = tanh(s)
+                s = bend * cap
+            p = tl.exp2(s - lse[:, None])
+            if MASKED:
+                keys = n + tl.arange(0, KEYS)
+                p = tl.where((begin[:, None] <= keys[None, :]) & (keys[None, :] < end[:, None]), p, 0.0)
+            dp = tl.dot(dout, v.T, input_precision=PRECISION)
+            ds = p * (dp - delta[:, None])
+            if SOFTCAP:
+                ds = ds * (1 - bend * bend)
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+    dq = tl.where((begin < end)[:, None], dq * scale, 0.0)  # whatever padding holds does not come out
+    dq_ptr += b * dq_st[0] + h * dq_st[2]
+    add_rows(dq_ptr, dq, first, T, dq_st[1], dq_st[3], QUERIES, D, WIDTH_D, ADD)
+
+
+def attend_backward(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    where: Intervals,
+    dout_BTHV: Tensor,
+    lse_BTH: Tensor,
+    delta_BTH: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    table: Table | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) in float32 from the lse over all keys, added in place to the accumulators that are given."""
+    shape = Shape.of(q_BTHD, v_BSGV)
+    B, T, S, H, G = shape[:5]
+    stats = row_stats(lse_BTH, delta_BTH)
+    room, (unit, cap), constants = stats.shape[-1], logits(scale, softcap), shape.constants(softcap, q_BTHD)
+    tiles = shape.tiles(q_BTHD, (k_BSGD, v_BSGV, dout_BTHV), table)
+    begin, end, rows_st = rows_of(where)
+    inputs = (q_BTHD, k_BSGD, v_BSGV, begin, end, dout_BTHV, stats)
+    strides = (*(x.stride() for x in inputs[:3]), rows_st, dout_BTHV.stride())
+    new_dq, new_dk, new_dv = (
+        torch.empty(x.shape, dtype=torch.float32, device=x.device) if given is None else given
+        for x, given in ((q_BTHD, dq), (k_BSGD, dk), (v_BSGV, dv))
+    )
+
+    cut = tiles.dkdv
+    blocks, table_of = triton.cdiv(S, cut.keys), spans(where, S, cut.keys)
+    strides_kv = (*strides, table_of.stride(0) if table_of.shape[0] > 1 else 0, new_dk.stride(), new_dv.stride())
+    launch(
+        dkdv_kernel, (blocks * B * G,),
+        (*inputs, table_of, new_dk, new_dv, *strides_kv, T, S, G, blocks, room, scale, unit, cap), cut, **constants,
+        QUERIES=cut.queries, KEYS=cut.keys, ADD_DK=dk is not None, ADD_DV=dv is not None, TMA=cut.tma,
+    )  # fmt: skip
+    cut = tiles.dq
+    blocks = triton.cdiv(T, cut.queries)
+    launch(
+        dq_kernel, (blocks * B * H,),
+        (*inputs, new_dq, *strides, new_dq.stride(), T, H, blocks, room, scale, unit, cap), cut, **constants,
+        QUERIES=cut.queries, KEYS=cut.keys, ADD=dq is not None, TMA=cut.tma,
+    )  # fmt: skip
+    return new_dq, new_dk, new_dv

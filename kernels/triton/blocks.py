@@ -1,0 +1,196 @@
+"""What the flash kernels share: loading a tile, the keys a block of queries sees, the soft cap, and the launch."""
+
+import contextvars
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.triton.table import Table, Tile, Tiles, architecture, entry
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x):
+    """(1 - e) / (1 + e) with e = exp(-2|x|); near 0, where that cancels, the series."""
+    a = tl.abs(x)
+    e = tl.exp2(a * (-2 * LOG2E))
+    y = x * x
+    series = a * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
+    t = tl.where(a < 0.25, series, (1 - e) / (1 + e))
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def matrix(ptr, stop, stride, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
+    """What `tile` loads from: a descriptor that ends at row `stop`, or the plain pointer."""
+    if TMA:
+        return tl.make_tensor_descriptor(ptr, [stop, COLS], [stride, 1], [ROWS, WIDTH])
+    else:
+        return ptr
+
+
+@triton.jit
+def tile(
+    source, first, stop, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows [first, first + ROWS) of a matrix as [ROWS, WIDTH]; zero from row `stop` and from column COLS on."""
+    if TMA:
+        return source.load([first, 0])
+    else:
+        at, inside = cells(source, first, stop, stride_row, stride_col, ROWS, COLS, WIDTH)
+        return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def cells(
+    ptr, first, stop, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The addresses of a tile, and which of them lie inside the matrix; 64 bits where 32 could overflow."""
+    rows = tl.arange(0, ROWS)
+    cols = tl.arange(0, WIDTH)
+    at = ptr + tl.cast(first, tl.int64) * stride_row + rows[:, None] * stride_row + cols[None, :] * stride_col
+    inside = (first + rows < stop)[:, None]
+    if COLS != WIDTH:
+        inside = inside & (cols < COLS)[None, :]
+    return at, inside
+
+
+@triton.jit
+def add_rows(
+    ptr, x, first, stop, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
+    """Writes x to rows [first, stop) of a matrix, or adds it to what is there."""
+    at, inside = cells(ptr, first, stop, stride_row, stride_col, ROWS, COLS, WIDTH)
+    if ADD:
+        x += tl.load(at, mask=inside, other=0.0)
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def seen(begin_ptr, end_ptr, first, T, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """The intervals of a block of queries, and the keys [lo, hi) that one of them sees in tiles from `lo`:
+
+    tiles [0, head) and [tail, count) are masked, every query sees all of the tiles [head, tail) between them. Rows past
+    T count as the last one. An empty row leaves no tile unmasked.
+    """
+    rows = tl.minimum(first + tl.arange(0, ROWS), T - 1)
+    begin = tl.load(begin_ptr + rows)
+    end = tl.load(end_ptr + rows)
+    real = begin < end
+    hi = tl.max(tl.where(real, end, 0), 0)
+    lo = tl.minimum(tl.min(tl.where(real, begin, 2147483647), 0), hi)
+    clear_lo = tl.max(begin, 0)
+    clear_hi = tl.min(tl.where(real, end, 0), 0)
+    head, tail, count = phases(lo, hi, clear_lo, clear_hi, KEYS)
+    return begin, end, lo, hi, head, tail, count
+
+
+@triton.jit
+def phases(lo, hi, clear_lo, clear_hi, SIZE: tl.constexpr):
+    """[lo, hi) in `count` tiles; those of [head, tail) lie within [clear_lo, clear_hi) and need no mask."""
+    count = (hi - lo + SIZE - 1) // SIZE
+    head = tl.minimum((tl.maximum(clear_lo - lo, 0) + SIZE - 1) // SIZE, count)
+    tail = tl.minimum(tl.maximum((clear_hi - lo) // SIZE, head), count)
+    return head, tail, count
+
+
+@triton.jit
+def nth(j, head, tail, MASKED: tl.constexpr):
+    """The j-th of the masked tiles (those before `head`, then those from `tail` on), or of the ones between."""
+    if MASKED:
+        return tl.where(j < head, j, j + tail - head)
+    else:
+        return head + j
+
+
+@triton.jit
+def head_of(heads, blocks, LAST_FIRST: tl.constexpr):
+    """(block, batch row, head) of this program: head by head, so that the heads of a group find its keys in the cache.
+
+    Under a causal mask the last queries and the first keys have the most work: those blocks come first.
+    """
+    pid = tl.program_id(0)
+    block = pid % blocks
+    if LAST_FIRST:
+        block = blocks - 1 - block
+    return block, (pid // blocks // heads).to(tl.int64), (pid // blocks % heads).to(tl.int64)
+
+
+def launch(
+    kernel: Any, programs: tuple[int, ...], args: tuple[Any, ...], cut: Tile | None = None, **sizes: Any
+) -> None:
+    """Runs a kernel on its first argument's device; descriptors made there find their memory in torch's pool."""
+    if 0 in programs:
+        return
+    options = {} if cut is None else {"num_warps": cut.warps, "num_stages": cut.stages}
+    if cut is not None and cut.registers:
+        options["maxnreg"] = cut.registers
+    device = args[0].device
+
+    def run() -> None:
+        triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
+        kernel[programs](*args, **sizes, **options)
+
+    with torch.cuda.device_of(args[0]):
+        contextvars.copy_context().run(run)  # the allocator is a context variable: the caller's stays as it was
+
+
+def rows_of(where: Intervals) -> tuple[Tensor, Tensor, int]:
+    """(begin, end, stride between batch rows), the stride 0 where all batch rows share one."""
+    begin, end = (x.to(torch.int32).contiguous() for x in (where.begin, where.end))
+    return begin, end, begin.stride(0) if begin.shape[0] > 1 else 0
+
+
+def logits(scale: float, softcap: float | None) -> tuple[float, float]:
+    """(unit, cap): a score in base 2 is unit * q k, or cap * tanh(unit * q k)."""
+    return (scale * LOG2E.value, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E.value)
+
+
+def describable(*tensors: Tensor) -> bool:
+    """Whether the copy engine can read these: 16-byte aligned rows whose elements lie side by side."""
+    return all(
+        x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+        for x in tensors
+    )
+
+
+class Shape(NamedTuple):
+    """B batch rows, T queries, S keys, H query heads, G key heads, head dim D, value dim V."""
+
+    B: int
+    T: int
+    S: int
+    H: int
+    G: int
+    D: int
+    V: int
+
+    @classmethod
+    def of(cls, q_BTHD: Tensor, v_BSGV: Tensor) -> "Shape":
+        B, T, H, D = q_BTHD.shape
+        return cls(B, T, v_BSGV.shape[1], H, v_BSGV.shape[2], D, v_BSGV.shape[3])
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The powers of two that hold D and V; a product of tiles needs at least 16."""
+        return max(16, triton.next_power_of_2(self.D)), max(16, triton.next_power_of_2(self.V))
+
+    def constants(self, softcap: float | None, like: Tensor) -> dict[str, Any]:
+        """The compile-time arguments that every kernel of this problem takes."""
+        wide_d, wide_v = self.widths
+        precise = "tf32x3" if like.dtype == torch.float32 and like.is_cuda and not torch.version.hip else "ieee"
+        sizes = {"R": self.H // self.G, "D": self.D, "V": self.V, "WIDTH_D": wide_d, "WIDTH_V": wide_v}
+        return {**sizes, "SOFTCAP": softcap is not None, "PRECISION": precise}
+
+    def tiles(self, q: Tensor, others: tuple[Tensor, ...], table: Table | None) -> Tiles:
+        """The table's entry; one without descriptors where the copy engine cannot read the tensors."""
+        bits, width = q.element_size() * 8, max(32, *self.widths)
+        return entry(architecture(q.device), bits, width, describable(q, *others), table)

@@ -1,0 +1,147 @@
+"""Flash attention forward over intervals: one kernel for every mask, merging into the carried partial as it goes.
+
+A program owns a block of queries of one head and walks the keys [lo, hi) that at least one of them sees, tile by tile:
+a masked head, a middle in which every query sees every key and nothing is masked, a masked tail. Statistics are kept
+in base 2: m is the running maximum of the scores, sum that of 2^(score - m), acc that of 2^(score - m) v. The carried
+partial is where they start: (m, sum, acc) = (lse, 1, out), so a ring step needs no merge of its own. Masked tiles come
+first and then the others, in one loop each: the order does not matter, and a branch in a loop costs more than a loop.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.partial import Partial
+from ringattn.kernels.triton.blocks import (
+    LN2,
+    LOG2E,
+    Shape,
+    add_rows,
+    cells,
+    head_of,
+    launch,
+    logits,
+    matrix,
+    nth,
+    phases,
+    rows_of,
+    seen,
+    tanh,
+    tile,
+)
+from ringattn.kernels.triton.table import Table
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, begin_ptr, end_ptr, old_out_ptr, old_lse_ptr, out_ptr, lse_ptr,
+    q_st, k_st, v_st, rows_st, old_out_st, old_lse_st, out_st, lse_st, T, S, H, blocks, unit, cap,
+    R: tl.constexpr, D: tl.constexpr, V: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_V: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, CARRY: tl.constexpr, IN_PLACE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    block, b, h = head_of(H, blocks, True)
+    first = block * QUERIES
+    rows = first + tl.arange(0, QUERIES)
+    real = rows < T
+    if CAUSAL:
+        begin = rows * 0
+        end = tl.minimum(rows + 1, S)
+        lo = 0
+        hi = tl.minimum(first + QUERIES, S)
+        head, tail, count = phases(lo, hi, 0, first + 1, KEYS)
+    else:
+        begin, end, lo, hi, head, tail, count = seen(
+            begin_ptr + b * rows_st, end_ptr + b * rows_st, first, T, QUERIES, KEYS
+        )
+    if IN_PLACE:  # noqa: SIM102
+        if lo >= hi:
+            return
+
+    q, inside = cells(q_ptr + b * q_st[0] + h * q_st[2], first, T, q_st[1], q_st[3], QUERIES, D, WIDTH_D)
+    q = tl.load(q, mask=inside, other=0.0)
+    at = rows.to(tl.int64)
+    if CARRY:
+        old = old_lse_ptr + b * old_lse_st[0] + at * old_lse_st[1] + h * old_lse_st[2]
+        m = tl.load(old, mask=real, other=float("-inf")) * LOG2E
+        sum = tl.where(m == float("-inf"), 0.0, 1.0)
+        old = old_out_ptr + b * old_out_st[0] + h * old_out_st[2]
+        old, inside = cells(old, first, T, old_out_st[1], old_out_st[3], QUERIES, V, WIDTH_V)
+        acc = tl.load(old, mask=inside, other=0.0).to(tl.float32)
+    else:
+        m = tl.full([QUERIES], float("-inf"), tl.float32)
+        sum = tl.zeros([QUERIES], tl.float32)
+        acc = tl.zeros([QUERIES, WIDTH_V], tl.float32)
+
+    k_src = matrix(k_ptr + b * k_st[0] + h // R * k_st[2], hi, k_st[1], KEYS, D, WIDTH_D, TMA)
+    v_src = matrix(v_ptr + b * v_st[0] + h // R * v_st[2], hi, v_st[1], KEYS, V, WIDTH_V, TMA)
+    for MASKED in tl.static_range(1, -1, -1):
+        tiles = head + count - tail if MASKED else tail - head
+        for j in tl.range(tiles):
+            n = lo + nth(j, head, tail, MASKED) * KEYS
+            k = tile(k_src, n, hi, k_st[1], k_st[3], KEYS, D, WIDTH_D, TMA)
+            s = tl.dot(q, k.T, input_precision=PRECISION)
+            if SOFTCAP:
+                s = tanh(s * unit) * cap
+                rise = 1.0
+            else:
+                rise = unit
+            if MASKED:
+                keys = n + tl.arange(0, KEYS)
+                s = tl.where((begin[:, None] <= keys[None, :]) & (keys[None, :] < end[:, None]), s, float("-inf"))
+            top = tl.maximum(m, tl.max(s, 1) * rise)
+            zero = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet: 2^(-inf - 0) = 0
+            p = tl.exp2(s * rise - zero[:, None])
+            shrink = tl.exp2(m - zero)
+            sum = sum * shrink + tl.sum(p, 1)
+            v = tile(v_src, n, hi, v_st[1], v_st[3], KEYS, V, WIDTH_V, TMA)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            m = top
+
+    total = tl.where(sum > 0, sum, 1.0)
+    lse = tl.where(sum > 0, (m + tl.log2(total)) * LN2, float("-inf"))
+    tl.store(lse_ptr + b * lse_st[0] + at * lse_st[1] + h * lse_st[2], lse, mask=real)
+    out = out_ptr + b * out_st[0] + h * out_st[2]
+    add_rows(out, acc / total[:, None], first, T, out_st[1], out_st[3], QUERIES, V, WIDTH_V, False)
+
+
+def attend(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    where: Intervals,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    carry: Partial | None = None,
+    out_dtype: torch.dtype | None = None,
+    table: Table | None = None,
+    causal: bool = False,
+) -> Partial:
+    """softmax(scale * q k^T) v over each query's interval, merged into `carry` inside the kernel.
+
+    `carry` is updated in place where its dtype allows; use what is returned. `table` holds tile sizes to use instead
+    of the built-in ones. `causal` replaces the intervals by [0, t + 1) in the kernel: a benchmark's yardstick.
+    """
+    shape = Shape.of(q_BTHD, v_BSGV)
+    B, T, H = shape.B, shape.T, shape.H
+    dtype = out_dtype or torch.float32
+    in_place = carry is not None and carry.out.dtype == dtype
+    if carry is not None:
+        out, lse = carry.out if in_place else torch.empty_like(carry.out, dtype=dtype), carry.lse
+    else:
+        out = torch.empty(B, T, H, shape.V, dtype=dtype, device=q_BTHD.device)
+        lse = torch.empty(B, H, T, dtype=torch.float32, device=q_BTHD.device).transpose(1, 2)
+    cut = shape.tiles(q_BTHD, (k_BSGD, v_BSGV), table).forward
+    begin, end, rows_st = rows_of(where)
+    blocks = triton.cdiv(T, cut.queries)
+    tensors = (q_BTHD, k_BSGD, v_BSGV, begin, end, *(carry or (out, lse)), out, lse)
+    strides = (*(x.stride() for x in tensors[:3]), rows_st, *(x.stride() for x in tensors[5:]))
+    launch(
+        forward_kernel, (blocks * B * H,), (*tensors, *strides, T, shape.S, H, blocks, *logits(scale, softcap)), cut,
+        **shape.constants(softcap, q_BTHD), QUERIES=cut.queries, KEYS=cut.keys, CARRY=carry is not None,
+        IN_PLACE=in_place, TMA=cut.tma, CAUSAL=causal,
+    )  # fmt: skip
+    return Partial(out, lse)

@@ -1,0 +1,81 @@
+"""Tile sizes per architecture, dtype and width: plain data, the same on every rank, nothing is tuned at import.
+
+An entry's key is "arch/bits/width": `width` is the larger of the head and the value dim, rounded up to a power of two.
+The sm90 entries were measured on an H200; the others are compiled for their GPU (no spills, shared memory within its
+limit) and not measured. `ringattn tune` measures on the GPU at hand and writes such a table, which `load` reads.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+WIDEST = 256
+
+
+class Tile(NamedTuple):
+    """How one kernel is cut: queries and keys a block, warps and pipeline stages, how it loads, a cap on registers."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    tma: bool = False
+    registers: int | None = None
+
+
+class Tiles(NamedTuple):
+    """The three kernels of one entry."""
+
+    forward: Tile
+    dq: Tile
+    dkdv: Tile
+
+
+Table = Mapping[str, Tiles]
+
+TABLE: Table = {
+    "sm90/16/32": Tiles(Tile(64, 128, 4, 3, True), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 3, True)),
+    "sm90/16/64": Tiles(Tile(64, 128, 4, 2, True, 168), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 3, True)),
+    "sm90/16/128": Tiles(Tile(128, 64, 8, 2, True, 128), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 2, True)),
+    "sm90/16/256": Tiles(Tile(128, 64, 8, 2, True), Tile(64, 64, 4, 2, True), Tile(32, 64, 8, 2, True)),
+    "sm90/32/32": Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    "sm90/32/64": Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    "sm90/32/128": Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    "sm90/32/256": Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    "cpu/32/256": Tiles(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
+}
+
+
+def entry(arch: str, bits: int, width: int, described: bool = True, table: Table | None = None) -> Tiles:
+    """The tiles for an architecture, dtype and width: from `table` if it has them, else from the built-in table.
+
+    Where the copy engine cannot read the tensors (`described` is False), the entry of the generation that has none.
+    """
+    key = f"{arch}/{bits}/{width}"
+    tiles = table[key] if table and key in table else TABLE[key]
+    return tiles if described or not any(tile.tma for tile in tiles) else TABLE[f"sm80/{bits}/{width}"]
+
+
+@lru_cache
+def architecture(device: torch.device) -> str:
+    """The GPU family whose entries serve this device; "cpu" is Triton's interpreter."""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip:
+        return "gfx942"
+    return {9: "sm90", 10: "sm100"}.get(torch.cuda.get_device_capability(device)[0], "sm80")
+
+
+def save(table: Table, path: str | Path) -> None:
+    rows = {key: {name: list(tile) for name, tile in tiles._asdict().items()} for key, tiles in table.items()}
+    Path(path).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def load(path: str | Path) -> Table:
+    """A table that `save` wrote."""
+    rows = json.loads(Path(path).read_text())
+    return {key: Tiles(**{name: Tile(*tile) for name, tile in tiles.items()}) for key, tiles in rows.items()}

@@ -1,0 +1,105 @@
+"""Compiles the flash kernels for GPUs that are not here, and reads what the compilers say: `compile_triton.py ARCH...`.
+
+One JSON line a kernel: its entry, registers, bytes of stack (spills) and of shared memory. It runs in a process of its
+own, because Triton's interpreter and its compiler cannot share one. A stand-in driver names the target, and a launch
+becomes a compilation, so what is compiled is exactly what `attend` would launch.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.triton import blocks
+from ringattn.kernels.triton.backward import attend_backward
+from ringattn.kernels.triton.forward import attend
+from ringattn.kernels.triton.table import TABLE
+
+# The compiler's target, and the bytes of shared memory a program may have there.
+TARGETS = {
+    "sm80": (GPUTarget("cuda", 80, 32), 101376),  # what the smaller GPUs of the family have; an A100 has 166912
+    "sm90": (GPUTarget("cuda", 90, 32), 232448),
+    "sm100": (GPUTarget("cuda", 100, 32), 232448),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 65536),
+}
+
+
+def stand_in(target: GPUTarget) -> Any:
+    """A driver without a device: it knows the target, and nothing can be launched on it."""
+    return SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda _device: 0
+    )
+
+
+def compiled(target: GPUTarget, work: Any) -> list[Any]:
+    """The kernels that `work()` would launch on the target."""
+    triton.runtime.driver.set_active(stand_in(target))
+    kernels, run = [], JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernels.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    JITFunction.run = compile_only
+    try:
+        work()
+    finally:
+        JITFunction.run = run
+    return kernels
+
+
+def resources(kernel: Any) -> dict[str, Any]:
+    """Registers, stack bytes and shared memory of a compiled kernel, from the binary itself."""
+    if "amdgcn" in kernel.asm:
+        read = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", kernel.asm["amdgcn"]))
+        registers, stack = int(read["vgpr_count"]), int(read["private_segment_fixed_size"])
+    else:
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            said = subprocess.check_output([tool, "--dump-resource-usage", file.name], text=True)
+        read = dict(re.findall(r"(REG|STACK):(\d+)", said))
+        registers, stack = int(read["REG"]), int(read["STACK"])
+    return {"kernel": kernel.metadata.name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared}
+
+
+def run_entry(key: str, table: Any, softcap: float | None = None, dims: tuple[int, int] | None = None) -> None:
+    """One attend and one attend_backward with this entry, at its full width unless `dims` says (head, value)."""
+    bits, width = (int(x) for x in key.split("/")[1:])
+    dtype = torch.bfloat16 if bits == 16 else torch.float32
+    D, V = dims or (width, width)
+    q, k, v, dout = (torch.empty(1, 512, h, d, dtype=dtype) for h, d in ((8, D), (2, D), (2, V), (8, V)))
+    stats = torch.empty(1, 8, 512).transpose(1, 2)
+    where = Intervals(*torch.zeros(2, 1, 512, dtype=torch.int32))
+    options = {"scale": 0.1, "softcap": softcap, "table": table}
+    attend(q, k, v, where, **options)
+    attend_backward(q, k, v, where, dout, stats, stats, **options)
+
+
+def main(names: list[str]) -> None:
+    for name in names:
+        arch, _, source = name.partition(":")  # sm90:sm80 compiles the entries of sm80 for sm90
+        target, limit = TARGETS[arch]
+        blocks.architecture = lambda _device, arch=arch: arch  # the tensors of this process lie on the CPU
+        for key, tiles in TABLE.items():
+            if key.startswith((source or arch) + "/"):
+                here = f"{arch}/{key.split('/', 1)[1]}"
+                for kernel in compiled(target, partial(run_entry, here, {here: tiles})):
+                    print(json.dumps({"entry": key, "target": arch, "limit": limit, **resources(kernel)}), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    main(sys.argv[1:])

@@ -1,0 +1,301 @@
+"""The Triton flash kernels equal the reference in float64: in the interpreter, and the same cases on a GPU."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from ringattn.kernels import Problem, reference
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.partial import Partial
+from ringattn.kernels.triton import attend, attend_backward, refuses, row_delta
+from ringattn.kernels.triton.table import TABLE, Tile, Tiles, load, save
+from ringattn.spec import AttentionSpec, Docs, bounds
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+SMALL = {f"cpu/{bits}/{width}": Tiles(*[Tile(32, 32, 4, 1)] * 3) for bits in (16, 32) for width in (32, 64, 128, 256)}
+DESCRIBED = {key: Tiles(*[Tile(32, 16, 4, 1, tma=True)] * 3) for key in SMALL}
+MOST = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.2e-2}  # relative error in norm: a few roundings of the dtype
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape, its intervals by name, and what is asked of the kernels."""
+
+    mask: str = "causal"
+    B: int = 1
+    T: int = 70
+    S: int = 70
+    H: int = 2
+    G: int = 1
+    D: int = 32
+    V: int = 32
+    softcap: float | None = None
+    dtype: str = "float32"
+    strided: bool = False
+
+    def __str__(self) -> str:
+        cap = f"-cap{self.softcap}" if self.softcap else ""
+        shape = f"B{self.B}-T{self.T}-S{self.S}-H{self.H}.{self.G}-D{self.D}.{self.V}"
+        return f"{self.mask}-{shape}-{self.dtype}{cap}{'-strided' * self.strided}"
+
+
+def of_spec(case: Case, docs: Docs | None = None, **spec: object) -> tuple[np.ndarray, np.ndarray]:
+    return bounds(AttentionSpec(**spec), np.arange(case.T), case.T, key_len=case.S, docs=docs, key_docs=docs)
+
+
+def intervals(case: Case) -> Intervals:
+    """The case's begin and end, [rows, T]."""
+    rng = np.random.default_rng(0)
+    t = np.arange(case.T)
+    if case.mask == "causal":
+        begin, end = of_spec(case)
+    elif case.mask == "full":
+        begin, end = of_spec(case, causal=False)
+    elif case.mask == "window":
+        begin, end = of_spec(case, window=19)
+    elif case.mask == "docs":  # several short documents in one block, one that crosses blocks, and padding
+        begin, end = of_spec(case, docs=Docs.from_lengths([3, 1, 7, 45, 2], pad_to=case.T))
+    elif case.mask == "own":  # a single key for every query
+        begin, end = np.minimum(t, case.S - 1)[None], np.minimum(t, case.S - 1)[None] + 1
+    elif case.mask == "none":
+        begin = end = np.full((1, case.T), case.S // 2)
+    elif case.mask == "late":  # whole blocks of queries see nothing, then a causal rest: a ring step of later keys
+        begin, end = np.zeros((1, case.T)), np.clip(t[None] - 40, 0, case.S)
+    elif case.mask == "striped":  # every other query gains a key, and the first sees none
+        begin, end = np.zeros((1, case.T)), (t[None] // 2).clip(0, case.S)
+    elif case.mask == "random":  # any monotone intervals, each batch row its own, some of them empty
+        begin = np.sort(rng.integers(0, case.S, (case.B, case.T)), 1)
+        end = np.sort(rng.integers(0, case.S + 1, (case.B, case.T)), 1)
+        end = np.maximum(end, begin * (rng.random((case.B, 1)) < 0.5))
+    else:
+        raise AssertionError(case.mask)
+    return Intervals(*(torch.from_numpy(np.ascontiguousarray(x).astype(np.int32)).to(DEVICE) for x in (begin, end)))
+
+
+def draw(case: Case) -> tuple[torch.Tensor, ...]:
+    """q, k, v, dout in the case's dtype; with `strided`, views of one tensor whose heads come before its tokens."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((case.T, case.H, case.D), (case.S, case.G, case.D), (case.S, case.G, case.V), (case.T, case.H, case.V))
+    drawn = [torch.randn(case.B, *shape, generator=generator) for shape in shapes]
+    if case.strided:
+        drawn = [torch.cat([x, x], -1).transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]] for x in drawn]
+    return tuple(x.to(DEVICE, getattr(torch, case.dtype)) for x in drawn)
+
+
+def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
+    """|found - truth| / |truth|; a truth that vanishes (one key has no gradient) counts as one of tenths."""
+    assert found.isfinite().all(), f"{int((~found.isfinite()).sum())} values are not finite"
+    return ((found.double() - truth).norm() / truth.norm().clamp(min=0.1 * max(1, truth.numel()) ** 0.5)).item()
+
+
+def truth_of(case: Case, where: Intervals, tensors: tuple[torch.Tensor, ...], carry: Partial | None = None) -> tuple:
+    """(partial, gradients) in float64."""
+    q, k, v, dout = (x.double() for x in tensors)
+    options = {"scale": case.D**-0.5, "softcap": case.softcap}
+    part = reference.attend(q, k, v, where, carry=carry, **options)
+    delta = (part.out * dout).sum(-1)
+    return part, reference.attend_backward(q, k, v, where, dout, part.lse, delta, **options)
+
+
+def check(case: Case, table: dict[str, Tiles] | None) -> None:
+    """Forward, lse and all three gradients against float64; empty rows give 0, -inf and 0."""
+    where, tensors = intervals(case), draw(case)
+    q, k, v, dout = tensors
+    (out, lse), grads = truth_of(case, where, tensors)
+    options = {"scale": case.D**-0.5, "softcap": case.softcap, "table": table}
+    found = attend(q, k, v, where, **options)
+    assert torch.equal(found.lse == -torch.inf, lse == -torch.inf)
+    seen = lse > -torch.inf
+    assert (found.out[~seen] == 0).all()
+    most = MOST[case.dtype]
+    assert distance(found.out, out) <= most, ("out", distance(found.out, out))
+    assert distance(found.lse[seen], lse[seen]) <= 3e-6, ("lse", distance(found.lse[seen], lse[seen]))
+    delta = row_delta(out.to(q.dtype), dout)
+    found_grads = attend_backward(q, k, v, where, dout, lse.float(), delta, **options)
+    for name, x, truth in zip(("dq", "dk", "dv"), found_grads, grads, strict=True):
+        assert x.dtype == torch.float32
+        assert distance(x, truth) <= most * 2, (name, distance(x, truth))
+
+
+CASES = [
+    Case("causal"),
+    Case("causal", T=65, S=65, H=4, G=2, dtype="float16"),
+    Case("causal", H=3, G=1, D=80, V=96),
+    Case("causal", D=192, V=128, H=1, T=40, S=40),
+    Case("full", T=33, S=97, B=2),
+    Case("full", T=1, S=70),
+    Case("full", T=40, S=1),
+    Case("window", T=100, S=100),
+    Case("window", T=100, S=100, dtype="float16", softcap=5.0),
+    Case("docs", H=4, G=2),
+    Case("docs", softcap=3.0, strided=True, B=2),
+    Case("own"),
+    Case("none", T=40, S=40),
+    Case("late", T=100, S=64),
+    Case("striped", B=2, H=4, G=1),
+    Case("random", B=2, T=101, S=130, H=4, G=2, D=40, V=48),
+    Case("random", B=2, T=75, S=60, dtype="float16", strided=True),
+]
+
+
+@pytest.mark.skipif(ON_GPU, reason="the same cases run compiled")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_reference_in_the_interpreter(case: Case) -> None:
+    check(case, SMALL)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the same cases run compiled")
+@pytest.mark.parametrize("case", [c for c in CASES if c.mask in ("causal", "docs", "random")], ids=str)
+def test_descriptors_load_what_pointers_load(case: Case) -> None:
+    check(case, DESCRIBED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_reference_on_a_gpu(case: Case, dtype: str) -> None:
+    check(replace(case, dtype=dtype), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", [key for key in TABLE if key.startswith(("sm90", "sm80"))])
+def test_every_entry_of_the_table_is_right_on_a_gpu(key: str) -> None:
+    """Each entry at its full width and with a narrower value dim; sm80's are what a newer GPU falls back on."""
+    bits, width = (int(x) for x in key.split("/")[1:])
+    major = torch.cuda.get_device_capability()[0]
+    if key.startswith("sm90") and major != 9:
+        pytest.skip(f"entries for capability 9, this GPU has {major}")
+    table = {f"sm{major}0/{bits}/{width}": TABLE[key]}
+    shape = {"B": 2, "T": 700, "S": 900, "H": 8, "G": 2, "D": width, "V": width}
+    for case in (Case("random", **shape), Case("causal", **{**shape, "S": 700, "V": width // 2})):
+        for dtype in ("bfloat16", "float16") if bits == 16 else ("float32",):
+            check(replace(case, dtype=dtype), table)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_no_less_accurate_than_cudnn(dim: int) -> None:
+    """bf16 errors against float64, on the same inputs: at most 1.5 times cuDNN's."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    case = Case("causal", T=2000, S=2000, H=8, G=2, D=dim, V=dim, dtype="bfloat16")
+    where, tensors = intervals(case), draw(case)
+    (out, _), grads = truth_of(case, where, tensors)
+    q, k, v, dout = tensors
+    ours = attend(q, k, v, where, scale=dim**-0.5, out_dtype=q.dtype)
+    found = (ours.out, *attend_backward(q, k, v, where, dout, ours.lse, row_delta(ours.out, dout), scale=dim**-0.5))
+    inputs = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        theirs = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+        theirs = (theirs, *torch.autograd.grad(theirs, inputs, dout.transpose(1, 2)))
+    for name, x, y, truth in zip(("out", "dq", "dk", "dv"), found, theirs, (out, *grads), strict=True):
+        assert distance(x, truth) <= 1.5 * distance(y.transpose(1, 2), truth), name
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_run() -> None:
+    case = Case("random", B=2, T=700, S=900, H=8, G=2, D=64, V=64, dtype="bfloat16")
+    where, (q, k, v, dout) = intervals(case), draw(case)
+    runs = []
+    for _ in range(3):
+        out, lse = attend(q, k, v, where, scale=0.1)
+        runs.append((out, lse, *attend_backward(q, k, v, where, dout, lse, row_delta(out, dout), scale=0.1)))
+    for again in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float16])
+def test_a_carried_partial_is_merged(out_dtype: torch.dtype | None) -> None:
+    """Two halves of the keys, one after the other, equal all of them; rows that only one half reaches included."""
+    case = Case("random", B=2, T=80, S=90, H=2, G=1)
+    whole, (q, k, v, dout) = intervals(case), draw(case)
+    (out, lse), _ = truth_of(case, whole, (q, k, v, dout))
+    part = None
+    for keys in (slice(0, 50), slice(50, 90)):
+        ends = (x.clip(keys.start, keys.stop) - keys.start for x in (whole.begin, whole.end))
+        last = keys.stop == 90
+        part = attend(
+            q, k[:, keys], v[:, keys], Intervals(*ends), scale=case.D**-0.5, carry=part, table=SMALL,
+            out_dtype=out_dtype if last else None,
+        )  # fmt: skip
+    assert part is not None
+    assert part.out.dtype == (out_dtype or torch.float32)
+    assert torch.equal(part.lse == -torch.inf, lse == -torch.inf)
+    assert distance(part.out, out) <= (3e-6 if out_dtype is None else 1e-3)
+
+
+def test_a_carried_partial_is_updated_in_place_and_a_fresh_one_has_no_stale_memory() -> None:
+    case = Case("late", T=100, S=64)
+    where, (q, k, v, _) = intervals(case), draw(case)
+    held = attend(q, k, v, where, scale=0.2, table=SMALL)
+    before = Partial(held.out.clone(), held.lse.clone())
+    again = attend(q, k, v, where, scale=0.2, carry=held, table=SMALL)
+    assert again.out.data_ptr() == held.out.data_ptr() and again.lse.data_ptr() == held.lse.data_ptr()
+    saw = before.lse > -torch.inf
+    torch.testing.assert_close(again.lse[saw], before.lse[saw] + np.log(2.0))
+    torch.testing.assert_close(again.out, before.out)
+
+
+def test_gradients_add_up_in_what_is_given() -> None:
+    case = Case("window", T=80, S=80, H=4, G=2)
+    where, tensors = intervals(case), draw(case)
+    q, k, v, dout = tensors
+    (out, lse), grads = truth_of(case, where, tensors)
+    given = [torch.randn(x.shape, device=DEVICE) for x in (q, k, v)]
+    before = [x.double() for x in given]
+    delta = row_delta(out.float(), dout)
+    found = attend_backward(
+        q, k, v, where, dout, lse.float(), delta, scale=case.D**-0.5, table=SMALL,
+        dq=given[0], dk=given[1], dv=given[2],
+    )  # fmt: skip
+    for x, total, start, truth in zip(found, given, before, grads, strict=True):
+        assert x.data_ptr() == total.data_ptr()
+        assert distance(x, start + truth) <= 3e-6
+
+
+def test_padding_that_holds_nan_does_not_leak() -> None:
+    """NaN in the queries, keys, values and gradients that no real row reaches changes nothing, and gets no gradient."""
+    case = Case("causal", T=70, S=70, H=2, G=1)
+    q, k, v, dout = draw(case)
+    real = 45
+    begin, end = (torch.from_numpy(x.astype(np.int32)).to(DEVICE) for x in bounds(AttentionSpec(), np.arange(70), real))
+    where = Intervals(begin, end)
+    clean = [torch.cat([x[:, :real], torch.zeros_like(x[:, real:])], 1) for x in (q, k, v, dout)]
+    (out, _), grads = truth_of(case, where, tuple(clean))
+    for x in (q, k, v, dout):
+        x[:, real:] = torch.nan
+    for table in (SMALL, DESCRIBED):
+        part = attend(q, k, v, where, scale=case.D**-0.5, table=table)
+        assert distance(part.out, out) <= 3e-6
+        delta = row_delta(part.out, dout)
+        found = attend_backward(q, k, v, where, dout, part.lse, delta, scale=case.D**-0.5, table=table)
+        for x, truth in zip(found, grads, strict=True):
+            assert (x[:, real:] == 0).all()
+            assert distance(x, truth) <= 6e-6
+
+
+def test_no_queries_or_no_keys() -> None:
+    q, k = torch.randn(1, 5, 2, 32, device=DEVICE), torch.randn(1, 0, 1, 32, device=DEVICE)
+    zeros = torch.zeros(1, 5, dtype=torch.int32, device=DEVICE)
+    part = attend(q, k, k, Intervals(zeros, zeros), scale=1.0, table=SMALL)
+    assert (part.out == 0).all() and (part.lse == -torch.inf).all()
+    dq, dk, _ = attend_backward(q, k, k, Intervals(zeros, zeros), q, part.lse, part.lse * 0, scale=1.0, table=SMALL)
+    assert (dq == 0).all() and dk.shape == k.shape
+    none = attend(q[:, :0], q[:, :, :1], q[:, :, :1], Intervals(zeros[:, :0], zeros[:, :0]), scale=1.0, table=SMALL)
+    assert none.out.shape == (1, 0, 2, 32)
+
+
+def test_refuses_by_name() -> None:
+    fits = Problem("cuda", "bfloat16", 128, 128, 8, 2)
+    assert refuses(fits) is None
+    assert "float64" in str(refuses(replace(fits, dtype="float64")))
+    assert "at most 256" in str(refuses(replace(fits, value_dim=512)))
+    assert "tpu" in str(refuses(replace(fits, device="tpu")))
+
+
+def test_a_table_survives_the_disk(tmp_path) -> None:
+    save(SMALL, tmp_path / "table.json")
+    assert load(tmp_path / "table.json") == SMALL
