@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, Streams
+from ringattn.kernels.triton.blocks import tanh
 from ringattn.kernels.triton.merge import merge_stack, power_of_2
 
 LOG2E = 1.4426950408889634
@@ -96,16 +97,6 @@ def decode_kernel(
     tl.store(out + at[:, None] * V + w[None, :], o, mask=live[:, None] & (w < V)[None, :])
 
 
-@triton.jit
-def tanh(x):
-    """tanh to float32 rounding: a series where 1 - exp(-2x) would cancel, (1 - e) / (1 + e) elsewhere."""
-    square = x * x
-    series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    e = tl.exp(-2 * tl.abs(x))
-    far = (1 - e) / (1 + e)
-    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -far, far))
-
-
 @dataclass(frozen=True)
 class Config:
     """A tile of rows and keys, the stages of its pipeline, and how many programs share a multiprocessor."""
@@ -176,9 +167,15 @@ def attend(
 
 def attend_backward(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of few queries: the kernels of every other shape serve here as well."""
-    from ringattn.kernels import triton as general
+    from ringattn.kernels.triton import backward
 
-    return general.attend_backward(*args, **options)
+    return backward.attend_backward(*args, **options)
+
+
+def row_delta(*args: Any) -> Tensor:
+    from ringattn.kernels.triton import backward
+
+    return backward.row_delta(*args)
 
 
 def decode(

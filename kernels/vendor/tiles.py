@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels import partial
+from ringattn.kernels import partial, reference
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals, Tile
 from ringattn.kernels.partial import Partial, empty
@@ -103,6 +103,15 @@ def merge_rows(total: Partial, rows: slice, part: Partial) -> None:
     new = partial.merge(mine, part)
     mine.out.copy_(new.out)
     mine.lse.copy_(new.lse)
+
+
+def row_delta(out_BTHV: Tensor, dout_BTHV: Tensor, dlse_BTH: Tensor | None = None) -> Tensor:
+    """rowsum(dout * out) - dlse, in one fused pass where there is a GPU."""
+    if out_BTHV.is_cuda and accumulator(out_BTHV) == torch.float32:
+        from ringattn.kernels.triton import backward
+
+        return backward.row_delta(out_BTHV, dout_BTHV, dlse_BTH)
+    return reference.row_delta(out_BTHV, dout_BTHV, dlse_BTH)
 
 
 def stand_in(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringattn import kernels
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.vendor.tiles import heads_first
+from ringattn.kernels.vendor.tiles import heads_first, row_delta
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,6 @@ def of_table(name: str) -> Callable[[Inputs], Runs]:
         return Runs(forward, backward)
 
     return runs
-
-
-def row_delta(out: Tensor, dout: Tensor) -> Tensor:
-    """rowsum(dout * out) in float32 (float64), by the project's kernel where there is a GPU."""
-    if out.is_cuda:
-        from ringattn.kernels.triton.backward import row_delta
-
-        return row_delta(out, dout)
-    return torch.linalg.vecdot(out.to(torch.promote_types(out.dtype, torch.float32)), dout.to(torch.float32))
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
-from ringattn.kernels import partial
+from ringattn.kernels import partial, reference
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.kernels.partial import NEVER, Partial
@@ -157,15 +157,17 @@ def attend_backward_op(
     v: Tensor,
     begin: Tensor,
     end: Tensor,
-    dout: Tensor,
+    out: Tensor,
     lse: Tensor,
-    delta: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
     scale: float,
     softcap: float | None,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel, where = chosen(q, k, v, begin, end, softcap, impl)
     with torch.autocast(q.device.type, enabled=False):
+        delta = getattr(kernel, "row_delta", reference.row_delta)(out, dout, dlse)
         grads = kernel.attend_backward(q, k, v, where, dout, lse, delta, scale=scale, softcap=softcap)
     dq, dk, dv = (g.to(x.dtype).contiguous() for g, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
@@ -201,10 +203,8 @@ def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 
 def _attend_backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    q, k, v, begin, end, out, lse = ctx.saved_tensors
-    delta = (dout * out).sum(-1) - dlse
-    rows = (dout, lse, delta, ctx.scale, ctx.softcap, ctx.impl)
-    return *torch.ops.ringattn.attend_backward(q, k, v, begin, end, *rows), None, None, None, None, None
+    grads = torch.ops.ringattn.attend_backward(*ctx.saved_tensors, dout, dlse, ctx.scale, ctx.softcap, ctx.impl)
+    return *grads, None, None, None, None, None
 
 
 def _save_merge(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:

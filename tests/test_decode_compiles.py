@@ -1,0 +1,69 @@
+"""Decode and the merges compile for every GPU without one: no spills, shared memory within the limit.
+
+The compiler and the interpreter cannot share a process, so the test runs this file as a script.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+DIMS = [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100", "gfx942"])
+def test_decode_and_merge_fit(arch: str) -> None:
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = f"{HERE.parent}{os.pathsep}{HERE}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, arch], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 4 * len(DIMS) + 4
+    for row in rows:
+        assert row["stack"] == 0 and row["shared"] <= row["limit"], f"{arch}: {row}"
+
+
+def main(arch: str) -> None:
+    """One JSON line a kernel, compiled as `decode` and the merges would launch it on `arch`."""
+    import torch
+    from compile_triton import TARGETS, compiled, resources
+
+    from ringattn.kernels.intervals import Intervals
+    from ringattn.kernels.partial import Partial, Streams
+    from ringattn.kernels.triton.decode import decode_splits
+    from ringattn.kernels.triton.merge import merge_into, merge_stack
+
+    target, limit = TARGETS[arch]
+    where = Intervals(*torch.zeros(2, 1, 16, dtype=torch.int32))
+    for D, V in DIMS:
+        for dtype in (torch.bfloat16, torch.float32):
+            q, k, v = (torch.empty(s, dtype=dtype) for s in ((1, 16, 4, D), (1, 8192, 1, D), (1, 8192, 1, V)))
+
+            def work(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> None:
+                for rows in (1, 8, 16) if q.dtype == torch.bfloat16 else (1,):  # a tile of 16, 32 and 64 rows
+                    few = where._replace(begin=where.begin[:, :rows], end=where.end[:, :rows])
+                    decode_splits(q[:, :rows], k, v, few, 0.1, 5.0 if rows == 8 else None, 4, "lse")
+
+            for kernel in compiled(target, work):
+                print(json.dumps({"dims": [D, V], "dtype": str(dtype), "limit": limit, **resources(kernel)}))
+    stack = torch.empty(128, 1, 1, 4, 256), torch.empty(128, 1, 1, 4)
+    for merge in (
+        lambda: merge_into(Partial(stack[0][0], stack[1][0]), Partial(stack[0][1], stack[1][1]), torch.empty(4)),
+        lambda: merge_stack(Partial(*stack)),
+        lambda: merge_stack(Streams(*stack, stack[1])),
+        lambda: merge_stack(Streams(*(x[:33, ..., :128] if x.dim() == 5 else x[:33] for x in (*stack, stack[1])))),
+    ):
+        for kernel in compiled(target, merge):
+            print(json.dumps({"limit": limit, **resources(kernel)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
