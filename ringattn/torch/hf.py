@@ -1,0 +1,194 @@
+"""Models of the transformers library over sequences that are spread over ranks: `prepare(model, plan)`.
+
+The prepared model takes whole sequences, the same on every rank of the plan, and does what only the whole knows:
+positions, shifted labels, padding, packed documents, and the loss that is averaged over the tokens of all ranks.
+
+    B batch   T all tokens   t this rank's tokens   V vocabulary
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ringattn import api
+from ringattn.planning import Plan
+from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch.loss import token_mean
+
+NAME = "ringattn"  # what transformers calls this attention
+IGNORED = -100  # a label that does not count
+
+
+def prepare(model: nn.Module, plan: Plan, *, over: Sequence[Any] = ()) -> nn.Module:
+    """The same model, whose `forward` takes whole sequences and computes this rank's tokens.
+
+    model(input_ids, labels=, attention_mask=, position_ids=) gives `loss`, the mean over the real tokens of all
+    ranks, and `logits` [B, t, V] of this rank's tokens (plan.unshard joins them). Its gradients are this rank's share:
+    sum them over ranks, never average. `attention_mask` [B, T] marks padding on either side; `position_ids` that start
+    again mark packed documents. `over` names further axes to average over (a data axis). Another length than the plan's
+    is spread in the same way.
+    """
+    refuse(model)
+    register()
+    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    if plan.heads is not None or plan.head_dim is not None:
+        raise ValueError("make the plan without heads and head_dim: a model's layers may differ in them")
+    inner, plans = model.forward, {plan.seq_len: plan}
+
+    def forward(
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is None:
+            raise ValueError("say input_ids or inputs_embeds: whole sequences, the same on every rank")
+        B, T = given.shape[:2]
+        local = plans[T] = plans.get(T) or plan.for_length(T)
+        where = documents(B, T, attention_mask, position_ids)
+        positions = position_ids if position_ids is not None else torch.arange(T, device=given.device)[None]
+        named = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+        shards = {name: local.shard(x, dim=1) for name, x in named.items() if x is not None}
+        output = inner(
+            **shards,
+            position_ids=local.shard(positions.expand(B, T), dim=1),
+            use_cache=False,
+            ringattn=Call(local, where),
+            **accepted(kwargs),
+        )
+        if labels is not None:
+            output.loss = mean_loss(output.logits, labels, attention_mask, local, over)
+        return output
+
+    model.forward = forward
+    return model
+
+
+@dataclass(frozen=True)
+class Call:
+    """What every attention layer of one forward pass must know; it travels with the layers' keyword arguments."""
+
+    plan: Plan
+    docs: Docs | None
+
+
+def documents(B: int, T: int, attention_mask: Tensor | None, position_ids: Tensor | None) -> Docs | None:
+    """The documents that a padding mask and the positions describe; None where every row is one whole document.
+
+    A row is cut where padding begins or ends, and where a position is not the one before plus one.
+    """
+    if attention_mask is not None and tuple(attention_mask.shape) != (B, T):
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; expected ({B}, {T}), 1 where a token is real: "
+            "masks of another kind are said by position_ids (packed documents) or by the model's configuration"
+        )
+    cuts = np.zeros((B, T), bool)
+    if attention_mask is not None:
+        real = attention_mask.bool().numpy(force=True)
+        cuts[:, 1:] |= real[:, 1:] != real[:, :-1]
+        if (cuts.sum(1) > 2).any() or ((cuts.sum(1) == 2) & real[:, 0]).any():
+            raise ValueError("attention_mask has padding between real tokens; it may stand before or after them")
+    if position_ids is not None:
+        positions = position_ids.expand(B, T).numpy(force=True)
+        cuts[:, 1:] |= np.diff(positions, axis=1) != 1
+    if not cuts.any():
+        return None
+    return Docs.from_lengths([np.diff([0, *np.flatnonzero(row), T]).tolist() for row in cuts])
+
+
+def mean_loss(logits_BtV: Tensor, labels_BT: Tensor, mask: Tensor | None, plan: Plan, over: Sequence[Any]) -> Tensor:
+    """The mean cross entropy of each token's successor, over the labels of all ranks that count."""
+    following = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
+    if mask is not None:
+        following = following.masked_fill(~mask.bool(), IGNORED)  # what padding predicts does not count
+    labels = plan.shard(following, dim=1).to(logits_BtV.device)
+    counted = plan.shard(following != IGNORED, dim=1).to(logits_BtV.device)
+    losses = F.cross_entropy(logits_BtV.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
+    return token_mean(losses.view_as(labels), plan, mask=counted, over=over)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    ringattn: Call | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: [B, H, t, D] in, [B, t, H, V] out."""
+    name = type(module).__name__
+    if ringattn is None:
+        raise ValueError(
+            f"{name} was called outside a prepared model; call model(...) after ringattn.hf.prepare(model, plan)"
+        )
+    if dropout:
+        raise ValueError(f"{name} has attention dropout {dropout}, which has no exact form over ranks; set it to 0")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    spec = AttentionSpec(causal=causal, window=sliding_window or None, softcap=softcap, scale=scaling)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = api.attention(q, k, v, ringattn.plan, spec=spec, docs=ringattn.docs, sinks=s_aux)
+    return out, None
+
+
+def no_mask(*args: Any, **kwargs: Any) -> None:
+    """The mask is in the intervals. Without this entry transformers would drop padding without a word."""
+
+
+def register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, no_mask)
+
+
+LAYERS = ("full_attention", "sliding_attention")
+ARGUMENTS = ("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch")
+
+
+def refuse(model: nn.Module) -> None:
+    """A ValueError that names what of the model cannot be spread over ranks; before any step."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        raise ValueError(f"{name} is not a transformers model")
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder; only decoder-only models are supported")
+    if not (type(model)._can_set_attn_implementation() and model._supports_attention_backend):  # type: ignore[attr-defined]
+        raise ValueError(f"{name} does not use transformers' attention interface, so its attention cannot be replaced")
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(LAYERS))
+    if others:
+        raise ValueError(f"{name} has layers of type {', '.join(others)}; supported are {', '.join(LAYERS)}")
+    mixing = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)})
+    if mixing:
+        raise ValueError(f"{name} also mixes tokens by {', '.join(mixing)}, which is not spread over ranks")
+    if getattr(text, "attention_dropout", 0.0):
+        raise ValueError(
+            f"{name} has attention_dropout={text.attention_dropout}; set it to 0, dropout is not supported"
+        )
+
+
+def accepted(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments that keep their meaning when a rank holds a part of the sequence."""
+    found = {k: v for k, v in kwargs.items() if v is not None and v is not False and k != "use_cache"}
+    unknown = sorted(set(found) - set(ARGUMENTS))
+    if unknown:
+        raise ValueError(f"a prepared model does not take {', '.join(unknown)}")
+    if found.get("output_router_logits"):
+        raise ValueError("output_router_logits adds a loss over this rank's tokens only; it is not supported")
+    return {k: v for k, v in found.items() if k != "num_items_in_batch"}

@@ -1,0 +1,194 @@
+"""Models of transformers over four ranks: logits, loss and every gradient equal the model's own on one rank."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn.comms.local import run
+from ringattn.torch import hf
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install 'ringattn[hf]')")
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+MODELS = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Mistral": {"sliding_window": 7},
+    "Gemma2": {"sliding_window": 7, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
+    "GptOss": {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1},
+}
+T = 37  # a prime: padded to the ranks
+
+
+def build(name: str, **more):
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **MODELS[name], **more})
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float()
+    with torch.no_grad():  # some start as zeros, which would hide an error
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(3, 64, (2, T), generator=torch.Generator().manual_seed(0))
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def compare(name: str, real: torch.Tensor | None = None, **given) -> None:
+    """One pass over ring=2 x ulysses=2 against the model itself; logits where `real`."""
+    model = build(name)
+    labels = given.pop("labels", batch())
+    expected = deepcopy(model)
+    own = dict(given)
+    if "position_ids" in own:
+        own["attention_mask"] = None
+    output = expected(batch(), labels=labels, use_cache=False, **own)
+    output.loss.backward()
+    copies = [deepcopy(model) for _ in range(4)]
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=T, strategy="ring", layout="zigzag")
+        mine = hf.prepare(copies[mesh.rank], plan)
+        found = mine(batch(), labels=labels, **given)
+        found.loss.backward()
+        return float(found.loss.detach()), plan.unshard(found.logits.detach()), gradients(mine)
+
+    results = run(one, ring=2, ulysses=2)
+    real = torch.ones(2, T, dtype=torch.bool) if real is None else real
+    for loss, logits, _ in results:
+        assert loss == pytest.approx(float(output.loss.detach()), abs=2e-6)
+        torch.testing.assert_close(logits[real], output.logits[real], rtol=1e-5, atol=1e-5)
+    for weight, gradient in gradients(expected).items():
+        total = sum(g[weight] for *_, g in results)
+        torch.testing.assert_close(total, gradient, rtol=1e-4, atol=2e-6, msg=lambda m, w=weight: f"{name} {w}: {m}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_loss_and_every_gradient_equal_one_rank(name):
+    compare(name)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_padding(name, side):
+    mask = torch.ones(2, T, dtype=torch.long)
+    mask[1, : T // 3] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    labels = torch.where(mask.bool(), batch(), -100)
+    labels[1, T // 3 if side == "left" else 0] = -100  # transformers also counts what padding predicts; we do not
+    compare(name, real=mask.bool(), labels=labels, attention_mask=mask)
+
+
+LENGTHS = ((20, 17), (5, 32))
+
+
+def positions() -> torch.Tensor:
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
+def test_packed_documents(name):
+    compare(name, position_ids=positions())
+
+
+def test_packed_documents_are_each_document_alone():
+    """transformers' own GptOss lets packed documents see each other; here they do not."""
+    model = build("GptOss")
+    copies = [deepcopy(model) for _ in range(4)]
+    with torch.no_grad():
+        alone = [
+            torch.cat([model(d[None]).logits[0] for d in row.split(n)]) for row, n in zip(batch(), LENGTHS, strict=True)
+        ]
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=T)
+        with torch.no_grad():
+            return plan.unshard(hf.prepare(copies[mesh.rank], plan)(batch(), position_ids=positions()).logits)
+
+    for logits in run(one, ring=4):
+        torch.testing.assert_close(logits, torch.stack(alone), rtol=1e-5, atol=1e-5)
+
+
+def test_ignored_labels_do_not_count():
+    labels = batch()
+    labels[0, :30] = -100
+    compare("Llama", labels=labels)
+
+
+def test_another_length_and_gradient_checkpointing():
+    model = build("Llama")
+    plain = deepcopy(model)
+    copies = [deepcopy(model) for _ in range(2)]
+    tokens = batch()[:, :22]
+    plain(tokens, labels=tokens, use_cache=False).loss.backward()
+
+    def one(mesh):
+        mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T))
+        mine.gradient_checkpointing_enable({"use_reentrant": False})
+        mine.train()
+        mine(tokens, labels=tokens).loss.backward()
+        return gradients(mine)
+
+    shares = run(one, ring=2)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(shares[0][name] + shares[1][name], gradient, rtol=1e-4, atol=2e-6)
+
+
+def plan_of_one():
+    return ra.plan(seq_len=T)
+
+
+def t5():
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=8)
+    )
+
+
+def mamba():
+    return transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=8, hidden_size=8, state_size=4, num_hidden_layers=1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: build("Llama", attention_dropout=0.1), "LlamaForCausalLM has attention_dropout=0.1"),
+        (lambda: torch.nn.Linear(2, 2), "Linear is not a transformers model"),
+        (t5, "T5ForConditionalGeneration is an encoder-decoder"),
+        (mamba, "MambaForCausalLM"),
+    ],
+    ids=["dropout", "linear", "t5", "mamba"],
+)
+def test_what_is_not_supported_is_refused_by_name(make, said):
+    with pytest.raises(ValueError, match=said):
+        hf.prepare(make(), plan_of_one())
+
+
+def test_bad_input_is_named():
+    model = hf.prepare(build("Llama"), plan_of_one())
+    holes = torch.ones(2, T, dtype=torch.long)
+    holes[0, 5] = 0
+    with pytest.raises(ValueError, match="padding between real tokens"):
+        model(batch(), attention_mask=holes)
+    with pytest.raises(ValueError, match="expected \\(2, 37\\)"):
+        model(batch(), attention_mask=torch.ones(2, 1, T, T))
+    with pytest.raises(ValueError, match="does not take past_key_values"):
+        model(batch(), past_key_values=object())
+    with pytest.raises(ValueError, match="say input_ids or inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="outside a prepared model"):
+        model.model(batch())
