@@ -137,7 +137,7 @@ def test_another_length_and_gradient_checkpointing():
 
     def one(mesh):
         mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T))
-        mine.gradient_checkpointing_enable({"use_reentrant": False})
+        mine.activation_checkpointing_enable({"use_reentrant": False})
         mine.train()
         mine(tokens, labels=tokens).loss.backward()
         return gradients(mine)

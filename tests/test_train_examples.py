@@ -1,0 +1,38 @@
+"""The examples run, at a small size, as they say they are run."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NEEDS = {"finetune_hf": "transformers"}
+WORDS = {"finetune_hf": ["", str(ROOT / "LICENSE"), "256", "4"], "long_layer": ["512"]}
+
+
+def test_every_example_is_run_here():
+    assert sorted(p.stem for p in (ROOT / "examples").glob("*.py")) == sorted(WORDS)
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_the_loss_falls(name):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+    script = ROOT / "examples" / f"{name}.py"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+        *WORDS[name],
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) >= 4 and losses[-1] < losses[0], done.stdout
