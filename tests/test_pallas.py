@@ -61,7 +61,7 @@ def test_work_lists_hold_every_seen_pair_of_blocks_once_and_no_other(seed):
     visible = (np.asarray(where.begin)[..., None] <= index) & (index < np.asarray(where.end)[..., None])
     tiles = visible.reshape(rows, queries // block, block, keys // block, block)
     for work, stays in ((by_queries(ranges, keys // block), 0), (by_keys(ranges, keys // block), 1)):
-        entries = np.asarray(work.entries)[:, : int(work.count)]
+        entries = np.asarray(work.entries)[:, : int(work.steps)]
         for row in range(rows):
             pairs = [(int(staying(e)), int(passing(e)), int(e) & 15) for e in entries[row]]
             if stays == 1:
@@ -81,7 +81,7 @@ def test_a_masked_out_step_walks_one_entry_a_block_of_results():
     nothing = Intervals(jnp.zeros((1, 64), jnp.int32), jnp.zeros((1, 64), jnp.int32))
     ranges = Ranges.of(nothing, 8, 8)
     for work, blocks in ((by_queries(ranges, 5), 8), (by_keys(ranges, 5), 5)):
-        assert int(work.count) == blocks
+        assert int(work.steps) == blocks
         assert not (np.asarray(work.entries) & (WORK | WHOLE)).any()
 
 

@@ -139,14 +139,15 @@ class Walk(NamedTuple):
         call = self.call
         work = (by_queries if self.queries_stay else by_keys)(call.ranges, call.key_blocks)
         operands = [x for x, _ in (*queries, *keys)] + [call.begin, call.end]
-        entries, count, operands = vary((work.entries.reshape(-1), work.count, operands), call.axes)
+        entries, steps, operands = vary((work.entries.reshape(-1), work.steps, operands), call.axes)
+        order: Any = ("parallel",) * 2 + ("arbitrary",) * (1 if self.queries_stay else 2)
         batch, heads = call.q.shape[0], (call.q.shape[1],) if self.queries_stay else (call.k.shape[1], call.shared)
         kind = {"manual_axis_type": jax.typeof(operands[0]).manual_axis_type}
         return pl.pallas_call(
             partial(kernel, walk=self),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=1,
-                grid=(batch, heads[0], count, *heads[1:]),
+                grid=(batch, heads[0], steps, *heads[1:]),
                 in_specs=[self.spec(x.shape, dim) for x, dim in queries]
                 + [self.spec(x.shape, dim, keys=True) for x, dim in keys]
                 + [self.intervals()] * 2,
@@ -154,9 +155,7 @@ class Walk(NamedTuple):
                 scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
             ),
             out_shape=[jax.ShapeDtypeStruct((batch, *shape), jnp.float32, **kind) for shape, _ in results],
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel",) * 2 + ("arbitrary",) * len(heads), vmem_limit_bytes=call.blocks.vmem
-            ),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=call.blocks.vmem),
             interpret=call.interpret,
             name=getattr(kernel, "func", kernel).__name__,
         )(entries, *operands)

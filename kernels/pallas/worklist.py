@@ -43,10 +43,10 @@ class Ranges(NamedTuple):
 
 
 class Worklist(NamedTuple):
-    """Entries [rows, most], of which the first `count` are walked; rows with fewer end in entries that do nothing."""
+    """Entries [rows, most], of which the first `steps` are walked; rows with fewer end in entries that do nothing."""
 
     entries: Array
-    count: Array
+    steps: Array
 
 
 def by_queries(ranges: Ranges, key_blocks: int) -> Worklist:

@@ -27,7 +27,7 @@ from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec
 
 # Without this option the compiler keeps a loop's hops apart from its kernels.
-COMPILER_OPTIONS = {"xla_tpu_enable_all_experimental_scheduler_features": True}
+COMPILER_OPTIONS: dict[str, str | bool] = {"xla_tpu_enable_all_experimental_scheduler_features": True}
 
 NAME = r"%([\w.-]+) = "
 KINDS = r"(collective-permute|all-gather|all-to-all|reduce-scatter|all-reduce|async)"
@@ -238,7 +238,8 @@ def on_mesh(plan: Plan, arrays: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
 
 def compiled(name: str, function: Any, args: list[jax.ShapeDtypeStruct]) -> Program:
     done = jax.jit(function).lower(*args).compile(compiler_options=COMPILER_OPTIONS)
-    memory, text = done.memory_analysis(), done.as_text()
+    memory: Any = done.memory_analysis()
+    text = done.as_text() or ""
     order, transfers = schedule(text)
     return Program(
         name, memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes, order, transfers,

@@ -82,7 +82,7 @@ def attention(
     check((q, k, v, sinks), plan, whole, spec, docs, key_docs)
     mesh = plan.ring_axis.mesh
     batch, heads = other_axes(q, mesh)
-    starts = tuple(None if d is None else jnp.asarray(d.starts, jnp.int32) for d in (docs, key_docs))
+    starts = starts_of(docs), starts_of(key_docs)
     rows = tuple(batch if s is not None and s.shape[0] > 1 else None for s in starts)
     out, lse = program(call_of(plan, spec, docs, key_docs), mesh, batch, heads, rows)((q, k, v, sinks), starts)
     return (out, lse) if return_lse else out
@@ -103,7 +103,7 @@ def local_attention(
     """The same on this device's tokens, for code that is already inside shard_map over the plan's axes."""
     spec = AttentionSpec() if spec is None else spec
     check((q, k, v, sinks), plan, (plan.local_len, plan.keys.local_len), spec, docs, key_docs)
-    starts = tuple(None if d is None else jnp.asarray(d.starts, jnp.int32) for d in (docs, key_docs))
+    starts = starts_of(docs), starts_of(key_docs)
     out, lse = on_device(call_of(plan, spec, docs, key_docs), (q, k, v, sinks), starts)
     return (out, lse) if return_lse else out
 
@@ -113,6 +113,10 @@ def single_device(seq_len: int, key_len: int, backend: str) -> Plan:
     """The plan of one device: the same function, no communication."""
     device = {"gpu": "cuda"}.get(backend, backend)
     return Plan(seq_len, key_len=key_len, framework="jax", axes=(Solo("ring"), Solo("ulysses")), device=device)
+
+
+def starts_of(docs: Docs | None) -> Array | None:
+    return None if docs is None else jnp.asarray(docs.starts, jnp.int32)
 
 
 def call_of(plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None) -> Call:

@@ -6,6 +6,7 @@ holds them together.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -69,10 +70,12 @@ def travel(legs: list[tuple[Move, list[int]]], step: Callable[..., Any], carry: 
         if len(distances) == 1:
             carry = step(move, carry, distances[0])
         else:
-            carry, _ = lax.scan(
-                lambda carry, d, move=move: (step(move, carry, d), None), carry, jnp.asarray(distances, jnp.int32)
-            )
+            carry, _ = lax.scan(partial(looped, step, move), carry, jnp.asarray(distances, jnp.int32))
     return carry
+
+
+def looped(step: Callable[..., Any], move: Move, carry: Any, distance: Array) -> tuple[Any, None]:
+    return step(move, carry, distance), None
 
 
 def rotate(axis: MeshAxis, pair: Pair, hop: Hop | None) -> Pair:

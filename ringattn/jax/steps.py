@@ -97,7 +97,8 @@ def route_of(mask: Mask) -> Route:
     schedule = Schedule(needed(begin, end, [tokens.shard(r) for r in everyone], [keys.shard(r) for r in everyone]))
     steps = [schedule.steps(r) for r in everyone]
     pairs = list(pairwise(schedule.distances))
-    sends = [{r for r in everyone if steps[r][i].hop.send} for i in range(len(pairs))]
+    hops = [[(r, steps[r][i].hop) for r in everyone] for i in range(len(pairs))]
+    sends = [{r for r, hop in at if hop is not None and hop.send} for at in hops]
     shifts = [b - a for a, b in pairs]
     joined = {s: set().union(*(sends[i] for i in range(len(pairs)) if shifts[i] == s)) for s in shifts}
     return Route(tuple(schedule.distances), tuple(Hop(s, tuple(sorted(joined[s]))) for s in shifts), plan.ring)
@@ -115,7 +116,7 @@ class Piece:
         return self.length
 
 
-def shard_of(layout: Layout, rank: Any) -> tuple[Piece, ...]:
+def shard_of(layout: Layout, rank: Any) -> tuple[Any, ...]:
     """`layout.shard(rank)` for a traced rank, from a small table of starts."""
     shards = [layout.shard(r) for r in range(layout.ring)]
     starts = jnp.asarray(np.array([[r.start for r in shard] for shard in shards], np.int32))[rank]
