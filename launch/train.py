@@ -40,6 +40,10 @@ def main(words: list[str] | None = None) -> int:
 def here(config: Train) -> int:
     """Start the ranks, and beside them, for the picture, one rank with the same seed."""
     try:
+        if config.cluster.kind == "torchrun":
+            raise ValueError(
+                "cluster=torchrun, and torchrun started nothing; say torchrun ... -m ringattn.launch.train"
+            )
         config, ranks, device = resolved(config, None)
         folder = new_folder(config)
         before, patience = time.time(), config.cluster.timeout

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringattn.conf.schema import Data, Model, Optimizer, Strategy, Train
+from ringattn.conf.schema import Cluster, Data, Model, Optimizer, Strategy, Train
 from ringattn.launch import checkpoint, data, metrics, torchrun, train
 from ringattn.launch.processes import RankError
 from ringattn.launch.trainer import learning_rate, work
@@ -173,6 +173,7 @@ def test_a_file_of_tokens(tmp_path):
         ({"data": Data(path="/nowhere")}, "does not exist"),
         ({"data": Data(path="")}, "say data.path=PATH"),
         ({"data": Data(path=SOURCES, suffix=".none")}, "holds no file ending in '.none'"),
+        ({"cluster": Cluster(kind="torchrun")}, "torchrun started nothing"),
         ({"seq_len": 10**9}, "one sequence takes seq_len + 1 = 1000000001"),
         ({"model": Model(vocab=100)}, "use model.vocab=256"),
         ({"strategy": Strategy(data=3)}, "strategy.data=3 x ulysses=1 does not divide 2 ranks"),

@@ -1,8 +1,10 @@
 """What interrupts a training run: a SIGTERM, a killed rank, a full disk. It goes on as if not."""
 
+import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -105,3 +107,40 @@ def test_a_checkpoint_that_cannot_be_written_is_said(tmp_path):
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 2 and "Traceback" not in said
     assert "checkpoints" in said.splitlines()[-1]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_two_nodes_of_torchrun_train_as_one(tmp_path, undisturbed):
+    """Two agents on one machine, as two hosts would be: one rank each, a shared folder, one rendezvous."""
+    agent = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
+             "--rdzv-id=two", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "-m", "ringattn.launch.train")  # fmt: skip
+    nodes = [begin(*agent, *WORDS, "cluster=torchrun", f"folder={tmp_path}") for _ in range(2)]
+    said = [node.communicate(timeout=300)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert losses(tmp_path / "two") == undisturbed
+
+
+def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path):
+    process = begin(*TRAIN, *WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "dry_run=true")
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    assert "32 tokens of each a rank" in said and "strategy ring, layout zigzag" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_profile_and_what_is_not_installed(tmp_path):
+    process = begin(*TRAIN, *WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "profile=true", "steps=5")
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    assert "traceEvents" in json.loads((tmp_path / "run" / "trace.json").read_text())
+    missing = begin(*TRAIN, *WORDS, f"folder={tmp_path}", "run=other", "nproc=2", "wandb=project")
+    said = missing.communicate(timeout=120)[0]
+    if importlib.util.find_spec("wandb") is None:
+        assert missing.returncode == 2 and said.strip() == (
+            "ringattn train: wandb is not installed; pip install wandb, or leave it out"
+        )
