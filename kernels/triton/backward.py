@@ -23,10 +23,10 @@ from ringattn.kernels.triton.blocks import (
     launch,
     logits,
     matrix,
-    nth,
     phases,
     rows_of,
     seen,
+    span,
     tanh,
     tile,
 )
@@ -140,10 +140,10 @@ def dkdv_kernel(
     keys = first + tl.arange(0, KEYS)
     begin_ptr += b * rows_st
     end_ptr += b * rows_st
-    span = spans_ptr + b * spans_st + block * 4
-    lo = tl.load(span)
-    hi = tl.load(span + 1)
-    head, tail, count = phases(lo, hi, tl.load(span + 2), tl.load(span + 3), QUERIES)
+    at = spans_ptr + b * spans_st + block * 4
+    lo = tl.load(at)
+    hi = tl.load(at + 1)
+    head, tail, count = phases(lo, hi, tl.load(at + 2), tl.load(at + 3), QUERIES)
     if ADD_DK and ADD_DV:  # noqa: SIM102
         if lo >= hi:
             return
@@ -162,10 +162,16 @@ def dkdv_kernel(
         stats = tl.make_tensor_descriptor(stats, [2 * R, hi], [room, 1], [1, QUERIES])
     dk = tl.zeros([KEYS, WIDTH_D], tl.float32)
     dv = tl.zeros([KEYS, WIDTH_V], tl.float32)
-    for MASKED in tl.static_range(1, -1, -1):
-        tiles = head + count - tail if MASKED else tail - head
-        for i in tl.range(tiles * R):
-            t = lo + nth(i // R, head, tail, MASKED) * QUERIES
+    for MASKED in tl.static_range(
+        1, -1, -1
+    ):  # any order will do, and two loops take fewer registers than three
+        for i in tl.range((head + count - tail) * R if MASKED else (tail - head) * R):
+            j = i // R
+            if MASKED:
+                j = tl.where(j < head, j, j + tail - head)
+            else:
+                j += head
+            t = lo + j * QUERIES
             r = i % R
             if TMA:
                 q = q_src.load([t, r, 0]).reshape(QUERIES, WIDTH_D)
@@ -234,10 +240,10 @@ def dq_kernel(
     k_src = matrix(k_ptr + b * k_st[0] + h // R * k_st[2], hi, k_st[1], KEYS, D, WIDTH_D, TMA)
     v_src = matrix(v_ptr + b * v_st[0] + h // R * v_st[2], hi, v_st[1], KEYS, V, WIDTH_V, TMA)
     dq = tl.zeros([QUERIES, WIDTH_D], tl.float32)
-    for MASKED in tl.static_range(1, -1, -1):
-        tiles = head + count - tail if MASKED else tail - head
-        for j in tl.range(tiles):
-            n = lo + nth(j, head, tail, MASKED) * KEYS
+    for PHASE in tl.static_range(3):
+        start, stop = span(PHASE, head, tail, count)
+        for i in tl.range(start, stop):
+            n = lo + i * KEYS
             k = tile(k_src, n, hi, k_st[1], k_st[3], KEYS, D, WIDTH_D, TMA)
             v = tile(v_src, n, hi, v_st[1], v_st[3], KEYS, V, WIDTH_V, TMA)
             s = tl.dot(q, k.T, input_precision=PRECISION) * unit
@@ -245,7 +251,7 @@ def dq_kernel(
                 bend = tanh(s)
                 s = bend * cap
             p = tl.exp2(s - lse[:, None])
-            if MASKED:
+            if PHASE != 1:
                 keys = n + tl.arange(0, KEYS)
                 p = tl.where((begin[:, None] <= keys[None, :]) & (keys[None, :] < end[:, None]), p, 0.0)
             dp = tl.dot(dout, v.T, input_precision=PRECISION)

@@ -103,12 +103,14 @@ def phases(lo, hi, clear_lo, clear_hi, SIZE: tl.constexpr):
 
 
 @triton.jit
-def nth(j, head, tail, MASKED: tl.constexpr):
-    """The j-th of the masked tiles (those before `head`, then those from `tail` on), or of the ones between."""
-    if MASKED:
-        return tl.where(j < head, j, j + tail - head)
+def span(PHASE: tl.constexpr, head, tail, count):
+    """The tiles of a phase: 0 the masked head, 1 the middle, 2 the masked tail."""
+    if PHASE == 0:
+        return head * 0, head
+    elif PHASE == 1:
+        return head, tail
     else:
-        return head + j
+        return tail, count
 
 
 @triton.jit

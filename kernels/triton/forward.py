@@ -3,8 +3,7 @@
 A program owns a block of queries of one head and walks the keys [lo, hi) that at least one of them sees, tile by tile:
 a masked head, a middle in which every query sees every key and nothing is masked, a masked tail. Statistics are kept
 in base 2: m is the running maximum of the scores, sum that of 2^(score - m), acc that of 2^(score - m) v. The carried
-partial is where they start: (m, sum, acc) = (lse, 1, out), so a ring step needs no merge of its own. Masked tiles come
-first and then the others, in one loop each: the order does not matter, and a branch in a loop costs more than a loop.
+partial is where they start: (m, sum, acc) = (lse, 1, out), so a ring step needs no merge of its own.
 """
 
 import torch
@@ -24,10 +23,10 @@ from ringattn.kernels.triton.blocks import (
     launch,
     logits,
     matrix,
-    nth,
     phases,
     rows_of,
     seen,
+    span,
     tanh,
     tile,
 )
@@ -77,10 +76,10 @@ def forward_kernel(
 
     k_src = matrix(k_ptr + b * k_st[0] + h // R * k_st[2], hi, k_st[1], KEYS, D, WIDTH_D, TMA)
     v_src = matrix(v_ptr + b * v_st[0] + h // R * v_st[2], hi, v_st[1], KEYS, V, WIDTH_V, TMA)
-    for MASKED in tl.static_range(1, -1, -1):
-        tiles = head + count - tail if MASKED else tail - head
-        for j in tl.range(tiles):
-            n = lo + nth(j, head, tail, MASKED) * KEYS
+    for PHASE in tl.static_range(3):
+        start, stop = span(PHASE, head, tail, count)
+        for i in tl.range(start, stop):
+            n = lo + i * KEYS
             k = tile(k_src, n, hi, k_st[1], k_st[3], KEYS, D, WIDTH_D, TMA)
             s = tl.dot(q, k.T, input_precision=PRECISION)
             if SOFTCAP:
@@ -88,7 +87,7 @@ def forward_kernel(
                 rise = 1.0
             else:
                 rise = unit
-            if MASKED:
+            if PHASE != 1:
                 keys = n + tl.arange(0, KEYS)
                 s = tl.where((begin[:, None] <= keys[None, :]) & (keys[None, :] < end[:, None]), s, float("-inf"))
             top = tl.maximum(m, tl.max(s, 1) * rise)
