@@ -3,6 +3,7 @@
     kernels   one GPU: our kernels beside cuDNN, FlashAttention and FlexAttention
     memory    the peak memory of a rank at 1, 2, 4, 8 ranks
     prefill   a prompt whole and in chunks: time and peak memory
+    ring      many ranks: time over the floor of one without communication
     traffic   the bytes a rank sends, counted, beside what the schedule says
 
 A suite is a module of launch/bench/ with its own Options and `run(options) -> list of rows`. Every row is printed in
@@ -19,7 +20,7 @@ from typing import Any
 
 from ringattn.launch.words import nearest, parse, usage
 
-SUITES = ("kernels", "memory", "prefill", "traffic")
+SUITES = ("kernels", "memory", "prefill", "ring", "traffic")
 
 
 def main(argv: list[str]) -> int:
