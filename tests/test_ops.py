@@ -63,6 +63,19 @@ def test_attend_and_its_gradients_equal_dense_attention(impl: str, kind: str) ->
         torch.testing.assert_close(a, b, msg=lambda m, name=name: f"d{name}: {m}")
 
 
+@pytest.mark.parametrize("impl", ["triton", "decode"])
+def test_the_gpu_kernels_behind_the_op(impl: str) -> None:
+    """In the interpreter where there is no GPU: forward and gradients in float32."""
+    pytest.importorskip("triton")
+    given = inputs(torch.float32)
+    exact = tuple(x.detach().double().requires_grad_() if x.is_floating_point() else x for x in given)
+    found, truth = ops.attend(*given, impl=impl), dense(*exact)
+    torch.testing.assert_close(found.out.double(), truth.out, atol=2e-6, rtol=0)
+    grads = torch.autograd.grad(total(found), given[:3])
+    for name, a, b in zip("qkv", grads, torch.autograd.grad(total(truth), exact[:3]), strict=True):
+        torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=0, msg=lambda m, name=name: f"d{name}: {m}")
+
+
 def test_a_loss_of_the_lse_alone_has_the_right_gradient() -> None:
     given = inputs(kind="causal")
     for part in (ops.attend(*given, impl="auto" if DEVICE == "cpu" else "tiled"),):
@@ -77,7 +90,7 @@ def test_opcheck(kind: str) -> None:
     begin, end = (x.int().reshape(-1, T) for x in (begin, end))
     torch.library.opcheck(torch.ops.ringattn.attend, (q, k, v, begin, end, 0.3, None, "tiled"))
     torch.library.opcheck(torch.ops.ringattn.attend, (q, k, v, begin, end, 0.3, 2.0, "auto"))
-    rows = [x.detach() for x in (draw(B, T, H, V), draw(B, T, H), draw(B, T, H))]
+    rows = [x.detach() for x in (draw(B, T, H, V), draw(B, T, H), draw(B, T, H, V), draw(B, T, H))]
     args = (q.detach(), k.detach(), v.detach(), begin, end, *(x.float() for x in rows), 0.3, None, "tiled")
     torch.library.opcheck(torch.ops.ringattn.attend_backward, args)
 
