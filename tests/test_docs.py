@@ -72,7 +72,7 @@ def test_every_picture_can_be_drawn_and_is_shown(tmp_path):
     from ringattn.launch import plot
 
     assert plot.run(plot.Options("pictures", out=str(tmp_path))) == 0
-    kept = {p.name for p in (ROOT / "docs/pictures").iterdir()}
+    kept = {p.name for p in (ROOT / "docs/pictures").glob("*.svg")}
     assert {p.name for p in tmp_path.iterdir()} == kept, "run `ringattn plot pictures`"
     shown = (ROOT / "docs/how-it-works.md").read_text()
     assert all(f"(pictures/{name})" in shown for name in kept)
