@@ -146,7 +146,7 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Sto
             checkpoints.poll()
             stopping = stop.agreed()
             if stopping or (config.save_every and job.step % config.save_every == 0):
-                save(job, checkpoints)
+                save(job, checkpoints, log)
             if stopping:
                 break
             if config.eval_every and job.step % config.eval_every == 0 and job.step < config.steps:
@@ -226,10 +226,13 @@ def probe_memory(job: Job, log: metrics.Log | None) -> None:
     job.plan = whole
 
 
-def save(job: Job, checkpoints: Checkpoints) -> None:
-    """A checkpoint knows the model it is of and how many sequences were seen."""
+def save(job: Job, checkpoints: Checkpoints, log: metrics.Log | None) -> None:
+    """A checkpoint knows the model it is of and how many sequences were seen; the log, how long training waited."""
+    begin = time.perf_counter()
     state = {"model": dataclasses.asdict(job.config.model), "sequences": job.step * job.a_step, "seed": job.config.seed}
     checkpoints.save(job.step, job.decoder, job.optimizer, state)
+    if log:
+        log.write({"kind": "save", "step": job.step, "seconds": time.perf_counter() - begin})
 
 
 def resume(job: Job, checkpoints: Checkpoints) -> None:
