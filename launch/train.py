@@ -54,7 +54,9 @@ def here(config: Train) -> int:
         if config.reference and ranks > 1 and not summary["stopped"] and config.resume is None:
             runs["1 rank"] = folder / "one-rank"
             print("the same on one rank:", file=sys.stderr)
-            torchrun.local(work, 1, device, alone(config), str(runs["1 rank"]), time.time(), patience=patience)
+            beside = alone(config), str(runs["1 rank"]), time.time()
+            if torchrun.local(work, 1, device, *beside, patience=patience)[0]["stopped"]:
+                del runs["1 rank"]
         finish(config, folder, runs, summary)
     except processes.RankError as error:
         kind, _, text = error.summary.partition(": ")
