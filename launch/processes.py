@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -34,14 +34,16 @@ def run(
     backend: str = "gloo",
     timeout: float | None = 120.0,
     collective_timeout: float = 120.0,
+    preload: Sequence[str] = (),
 ) -> list[Any]:
     """`function(*args)` on every rank of a new process group; the ranks' results in order.
 
     The function must be importable (no lambda). After `timeout` seconds (None: never) every rank is ended and a
     RankError is raised; a single collective that waits for `collective_timeout` seconds is an error of its rank.
+    The first call of a process may name modules to `preload`, which every rank then has at once.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "ringattn.launch.processes"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "ringattn.launch.processes", *preload])
     with tempfile.TemporaryDirectory(prefix="ringattn-") as folder:
         pairs = [context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ringattn.kernels.partial import Partial, merge
     from ringattn.planning import Plan
     from ringattn.spec import AttentionSpec, Docs
+    from ringattn.torch import hf, nn
     from ringattn.torch.cache import KVCache, decode, prefill
     from ringattn.torch.loss import token_mean
 
@@ -26,8 +27,10 @@ PUBLIC = {
     "aot_report": "ringattn.jax.aot",
     "attention": "ringattn.api",
     "decode": "ringattn.torch.cache",
+    "hf": "ringattn.torch.hf",
     "init_mesh": "ringattn.api",
     "merge": "ringattn.kernels.partial",
+    "nn": "ringattn.torch.nn",
     "plan": "ringattn.api",
     "prefill": "ringattn.torch.cache",
     "token_mean": "ringattn.torch.loss",
@@ -41,8 +44,10 @@ __all__ = [
     "aot_report",
     "attention",
     "decode",
+    "hf",
     "init_mesh",
     "merge",
+    "nn",
     "plan",
     "prefill",
     "token_mean",
@@ -52,7 +57,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in PUBLIC:
         raise AttributeError(f"module 'ringattn' has no attribute {name!r}")
-    value = getattr(import_module(PUBLIC[name]), name)
+    module = import_module(PUBLIC[name])
+    value = module if PUBLIC[name].endswith(f".{name}") else getattr(module, name)
     globals()[name] = value
     return value
 
