@@ -88,8 +88,10 @@ def of_table(name: str) -> Callable[[Inputs], Runs]:
 
 @lru_cache(maxsize=1)
 def compiled_flex() -> Callable[..., Any]:
+    import torch._functorch.config
     from torch.nn.attention.flex_attention import flex_attention
 
+    torch._functorch.config.donated_buffer = False  # or a backward cannot be timed twice
     return torch.compile(flex_attention, dynamic=False)
 
 
