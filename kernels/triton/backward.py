@@ -162,16 +162,10 @@ def dkdv_kernel(
         stats = tl.make_tensor_descriptor(stats, [2 * R, hi], [room, 1], [1, QUERIES])
     dk = tl.zeros([KEYS, WIDTH_D], tl.float32)
     dv = tl.zeros([KEYS, WIDTH_V], tl.float32)
-    for MASKED in tl.static_range(
-        1, -1, -1
-    ):  # any order will do, and two loops take fewer registers than three
-        for i in tl.range((head + count - tail) * R if MASKED else (tail - head) * R):
-            j = i // R
-            if MASKED:
-                j = tl.where(j < head, j, j + tail - head)
-            else:
-                j += head
-            t = lo + j * QUERIES
+    for PHASE in tl.static_range(3):
+        start, stop = span(PHASE, head, tail, count)
+        for i in tl.range(start * R, stop * R):
+            t = lo + i // R * QUERIES
             r = i % R
             if TMA:
                 q = q_src.load([t, r, 0]).reshape(QUERIES, WIDTH_D)
@@ -185,7 +179,7 @@ def dkdv_kernel(
                 bend = tanh(s)
                 s = bend * cap
             p = tl.exp2(s - lse[None, :])
-            if MASKED:
+            if PHASE != 1:
                 here = tl.minimum(t + tl.arange(0, QUERIES), T - 1)
                 begin = tl.load(begin_ptr + here)
                 end = tl.load(end_ptr + here)
@@ -195,12 +189,12 @@ def dkdv_kernel(
             else:
                 dout = tile(dout_src + r * dout_st[2], t, hi, dout_st[1], dout_st[3], QUERIES, V, WIDTH_V, False)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-            if TMA:
+            dp = tl.dot(v, dout.T, input_precision=PRECISION)
+            if TMA:  # loaded only here: registers are what bounds this kernel
                 delta = stats.load([2 * r + 1, t]).reshape(QUERIES)
             else:
                 delta = tl.load(stats + (2 * r + 1) * room + rows, mask=rows < hi, other=0.0)
-            minus = tl.zeros([KEYS, QUERIES], tl.float32) - delta[None, :]  # subtracted by the product: saves registers
-            ds = p * tl.dot(v, dout.T, minus, input_precision=PRECISION)
+            ds = p * (dp - delta[None, :])
             if SOFTCAP:
                 ds = ds * (1 - bend * bend)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
