@@ -1,5 +1,6 @@
 """Programs for TPUs, compiled ahead of time: every hop flies behind a kernel, and a ring gathers nothing."""
 
+from functools import lru_cache
 from importlib.util import find_spec
 
 import pytest
@@ -63,32 +64,35 @@ def test_blocks_are_written_queries_x_keys(capsys):
     assert "queries x keys" in capsys.readouterr().err
 
 
+@lru_cache(maxsize=8)
+def report(topology, layout, ring):
+    return ra.aot_report(topology, ra.Plan(8 * 4096, ring, 1, "ring", layout, heads=(4, 1), head_dim=128))
+
+
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "layout"), [("v5e:2x4", "zigzag"), ("v6e:2x4", "contiguous"), ("v5p:2x2x2", "striped")]
 )
 def test_every_hop_of_a_ring_flies_behind_a_kernel(topology, layout):
-    plan = ra.Plan(8 * 4096, 8, 1, "ring", layout, heads=(4, 1), head_dim=128)
-    report = ra.aot_report(topology, plan)
-    for program in (report.forward, report.backward):
+    found = report(topology, layout, ring=8)
+    for program in (found.forward, found.backward):
         assert program.transfers
         assert not program.exposed, str(program)
         assert {t.kind for t in program.transfers} == {"collective-permute"}
         assert "all-gather" not in program.text
-    forward = sum(t.times for t in report.forward.transfers)
-    assert forward == 2 * 7  # keys and values, once around
+    assert sum(t.times for t in found.forward.transfers) == 2 * 7  # keys and values, once around
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_temporaries_shrink_with_the_ranks():
-    def temporaries(ring):
-        plan = ra.Plan(65536, ring, 1, "ring", "zigzag", heads=(4, 1), head_dim=128)
-        return ra.aot_report("v5e:2x4", plan).backward.temporaries
-
-    assert temporaries(8) <= 0.6 * temporaries(4)
+    eight, four = (report("v5e:2x4", "zigzag", ring).backward for ring in (8, 4))
+    assert eight.temporaries <= 0.6 * four.temporaries
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_blocks_that_do_not_fit_are_named_with_what_they_need():
     plan = ra.Plan(8192, heads=(2, 1), head_dim=128)
     found = aot.fits("v5e:2x4", plan, [(512, 512), (2048, 4096)])
