@@ -66,7 +66,7 @@ class Data:
 class Optimizer:
     """AdamW with warm-up and a cosine."""
 
-    lr: float = key(3e-3, "highest learning rate")
+    lr: float = key(6e-3, "highest learning rate")
     final: float = key(0.1, "the last learning rate, as a part of the highest")
     warmup: int = key(5, "steps of linear warm-up")
     weight_decay: float = key(0.1, "on matrices only")

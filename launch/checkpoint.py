@@ -24,9 +24,9 @@ from ringattn.conf.schema import Model
 class Checkpoints:
     """The checkpoints of one run. Saving goes on while training does; at most one is being written at a time."""
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int, group: Any):
         self.folder, self.keep = folder / "checkpoints", keep
-        self.group = dist.new_group(backend="gloo")  # its own, so that its words do not mix with the training's
+        self.group = group  # its own, so that its words do not mix with the training's
         self.writing: tuple[int, Any] | None = None
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

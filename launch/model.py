@@ -116,7 +116,8 @@ def parts(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def initialise(part: nn.Module, name: str, seed: int, layers: int) -> None:
-    """Norms 1; matrices normal with deviation 0.02, those that end a residual branch 0.02 / sqrt(2 layers).
+    """Norms 1; matrices normal with deviation 1 / sqrt(inputs), over sqrt(2 layers) where they end a residual branch;
+    the embedding 0.5, the head 0.02 so that the first guess is even.
 
     Drawn on the CPU from a stream of each weight's own, so that no sharding, device or order changes them.
     """
@@ -128,7 +129,9 @@ def initialise(part: nn.Module, name: str, seed: int, layers: int) -> None:
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}.{own}".encode()))
         ends = own.endswith(("attention.out.weight", "mlp.down.weight"))
-        deviation = 0.02 / (2 * layers) ** 0.5 if ends else 0.02
+        deviation = {"embed": 0.5, "head": 0.02}.get(
+            name, weight.shape[1] ** -0.5 / ((2 * layers) ** 0.5 if ends else 1)
+        )
         weight.copy_(torch.empty(weight.shape).normal_(0.0, deviation, generator=generator))
 
 

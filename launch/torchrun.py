@@ -93,8 +93,12 @@ def passed_on(*signals: signal.Signals) -> Iterator[None]:
             signal.signal(s, handler)
 
 
-def limit_waiting(mesh: Any, seconds: float) -> None:
-    """Waiting longer than this for another rank, along any axis, is an error."""
-    groups = [None, *(mesh.get_group(name) for name in mesh.mesh_dim_names)]
-    for group in groups:
+def limit_waiting(seconds: float, *meshes: Any) -> None:
+    """Waiting longer than this for another rank, along any axis of these meshes, is an error."""
+    for group in (None, *(mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names)):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def words_group(seconds: float) -> Any:
+    """A group of all ranks for small things on the host, apart from the training's own exchanges."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))

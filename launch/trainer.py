@@ -54,7 +54,7 @@ class Job:
 
 def work(config: Train, folder: str, started_at: float) -> dict[str, Any]:
     """One rank's whole run; the process group is ready. Returns what the summary says."""
-    stop = Stop()
+    stop = Stop(config.cluster.timeout)
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()) if device.type == "cpu" else 1)
     job = prepare(config, Path(folder), device)
@@ -65,7 +65,7 @@ def work(config: Train, folder: str, started_at: float) -> dict[str, Any]:
         return {}
     if rank0:
         save_config(job)
-    checkpoints = Checkpoints(job.folder, config.keep)
+    checkpoints = Checkpoints(job.folder, config.keep, torchrun.words_group(config.cluster.timeout))
     resume(job, checkpoints)
     log = metrics.Log(job.folder, config.tensorboard, config.wandb) if rank0 else None
     stopped = False
@@ -90,7 +90,6 @@ def prepare(config: Train, folder: Path, device: torch.device) -> Job:
     corpus = data.open_corpus(config.data, m.vocab)
     windows = data.windows(corpus, config.data, config.seq_len, config.seed)
     mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses, device_type=device.type)
-    torchrun.limit_waiting(mesh, config.cluster.timeout)
     plan = api.plan(
         mesh,
         seq_len=config.seq_len,
@@ -103,6 +102,7 @@ def prepare(config: Train, folder: Path, device: torch.device) -> Job:
         dtype=config.precision,
     )
     everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
+    torchrun.limit_waiting(config.cluster.timeout, mesh, everyone)
     where = torch.device("meta") if config.dry_run else device
     decoder = model.build(
         m, config.seed, where, None if config.dry_run else everyone, recompute=s.recompute, precision=config.precision
@@ -259,9 +259,9 @@ def resume(job: Job, checkpoints: Checkpoints) -> None:
 class Stop:
     """A SIGTERM to any rank ends the run after the current step, on all ranks alike."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float) -> None:
         self.asked = False
-        self.group = dist.new_group(backend="gloo")
+        self.group = torchrun.words_group(patience)
         signal.signal(signal.SIGTERM, self.ask)
 
     def ask(self, number: int, frame: Any) -> None:

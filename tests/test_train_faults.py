@@ -88,6 +88,15 @@ def test_a_killed_rank_under_torchrun_costs_nothing_but_time(tmp_path, undisturb
     assert losses(tmp_path / "run") == undisturbed
 
 
+def test_a_rank_that_hangs_becomes_an_error(tmp_path):
+    process = begin(*torchrun(*WORDS, f"folder={tmp_path}", "run=run", "cluster.timeout=5"))
+    wait_for(lambda: steps_done(tmp_path / "run") >= 3, process)
+    os.kill(children(process.pid)[1], signal.SIGSTOP)
+    said = process.communicate(timeout=200)[0]  # torchrun itself takes half a minute to end a stopped process
+    assert process.returncode != 0
+    assert "ringattn train: rank 0:" in said and "Timed out waiting 5000ms" in said
+
+
 def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
