@@ -7,6 +7,7 @@ that fails ends the others, and its error is raised here with its rank and trace
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -77,7 +78,7 @@ def collect(pipes: list[Connection], deadline: float) -> list[Any]:
             break
         for rank in [r for r, pipe in waiting.items() if pipe in ready]:
             try:
-                good, value = waiting.pop(rank).recv()
+                good, value = pickle.loads(waiting.pop(rank).recv_bytes())
             except EOFError:
                 good, value = False, ("ended without a word (killed?)", "")
             if good:
@@ -121,9 +122,14 @@ def work(
             timeout=timedelta(seconds=timeout),
             device_id=torch.device("cuda", rank) if "nccl" in backend else None,
         )
-        pipe.send((True, function(*args)))
+        say(pipe, True, function(*args))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException as error:
-        pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+        say(pipe, False, (f"{type(error).__name__}: {error}", traceback.format_exc()))
         os._exit(1)
+
+
+def say(pipe: Connection, good: bool, value: Any) -> None:
+    """Plain bytes: tensors as themselves and not as handles, which would die with this process."""
+    pipe.send_bytes(pickle.dumps((good, value)))

@@ -27,7 +27,15 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; a wrong call is one sentence and exit status 2."""
+    """Run one command; a wrong call is one sentence and exit status 2, and a reader that went away is no error."""
+    try:
+        return command(argv)
+    except BrokenPipeError:
+        sys.stderr.close()  # or the interpreter complains about what it could not write
+        return 1
+
+
+def command(argv: list[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(overview())
@@ -39,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         module = import_module(f"ringattn.launch.{name}")
     except ImportError as error:
+        if (error.name or "").startswith("ringattn"):
+            raise
         print(f"ringattn {name}: {error.name or error} is not installed (pip install 'ringattn[dev]')", file=sys.stderr)
         return 2
     return module.main(words) if hasattr(module, "main") else call(name, module, words)

@@ -204,8 +204,12 @@ def kernel_report(
         heads=shape.heads // ulysses,
         kv_heads=shape.kv_heads * replicas(shape.kv_heads, ulysses) // ulysses,
         softcap=spec.softcap is not None,
+        tiles=spec.window is None,  # documents and stripes may cut a step into more pieces than rectangles
     )
     chosen = kernels.select(problem, kernel).name
-    reasons = kernels.refusals(problem)
     lines = [f"kernel {kernel} -> {chosen} ({problem.device}, {problem.dtype}, head dim {problem.head_dim})"]
-    return lines + [f"  {name}: {why or 'would serve'}" for name, why in reasons.items() if name != chosen]
+    for other in kernels.TABLE:
+        serves = "would serve, slowly: say its name" if device in other.told else "would serve"
+        if other.name != chosen:
+            lines.append(f"  {other.name}: {other.refuses(problem) or serves}")
+    return lines
