@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
+from jax import Array
+
 LANES = 128
 MIB = 2**20
 
@@ -65,3 +68,18 @@ def divided(length: int, most: int) -> int:
     """
     pieces = max(1, -(-length // most))
     return max(1, -(-length // (pieces * LANES))) * LANES
+
+
+def by_heads(x_BTHD: Array, block: int) -> Array:
+    """[B, H, T, D], T padded to whole blocks."""
+    return padded(jnp.einsum("bthd->bhtd", x_BTHD), 2, block)
+
+
+def columns(x_BTHD: Array, block: int, fill: float = 0.0) -> Array:
+    """[B, H, D, T], T padded to whole blocks."""
+    return padded(jnp.einsum("bthd->bhdt", x_BTHD), 3, block, fill)
+
+
+def padded(x: Array, dim: int, block: int, fill: float = 0.0) -> Array:
+    pad = -x.shape[dim] % block
+    return jnp.pad(x, [(0, pad if i == dim else 0) for i in range(x.ndim)], constant_values=fill) if pad else x

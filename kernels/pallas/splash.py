@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ringattn.kernels import Problem
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.pallas.blocks import Blocks, Shape, blocks_for
+from ringattn.kernels.pallas.blocks import Blocks, Shape, blocks_for, by_heads, columns, padded
 from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.kernels.pallas.worklist import FIRST, LAST, WHOLE, WORK, Ranges, by_keys, by_queries, passing, staying
 from ringattn.kernels.partial import NEVER, Partial
@@ -380,21 +380,6 @@ def prepare(
         axes,
         interpret,
     )
-
-
-def by_heads(x_BTHD: Array, block: int) -> Array:
-    """[B, H, T, D], T padded to whole blocks."""
-    return padded(jnp.einsum("bthd->bhtd", x_BTHD), 2, block)
-
-
-def columns(x_BTHD: Array, block: int, fill: float = 0.0) -> Array:
-    """[B, H, D, T], T padded to whole blocks."""
-    return padded(jnp.einsum("bthd->bhdt", x_BTHD), 3, block, fill)
-
-
-def padded(x: Array, dim: int, block: int, fill: float = 0.0) -> Array:
-    pad = -x.shape[dim] % block
-    return jnp.pad(x, [(0, pad if i == dim else 0) for i in range(x.ndim)], constant_values=fill) if pad else x
 
 
 def precision_of(x: Array) -> Any:
