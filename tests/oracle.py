@@ -110,8 +110,10 @@ def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto") -
     at = {"q": plan, "k": plan.keys, "v": plan.keys}
     leaves = {n: local(given[n], p).requires_grad_() for n, p in at.items()}
     sinks = given["sinks"].clone().requires_grad_() if case.sinks else None
-    out, lse = api.attention(leaves["q"], leaves["k"], leaves["v"], plan, spec=case.spec, docs=case.docs, key_docs=case.key_docs,
-                             sinks=sinks, return_lse=True)  # fmt: skip
+    q, k, v = leaves.values()
+    out, lse = api.attention(
+        q, k, v, plan, spec=case.spec, docs=case.docs, key_docs=case.key_docs, sinks=sinks, return_lse=True
+    )
     # padding's own outputs get poisoned gradients: they must not count
     loss(out, lse, local(given["dout"], plan), local(given["dlse"], plan, 1.0)).backward()
     found = {"out": out.detach(), "lse": lse.detach(), **{f"d{n}": x.grad for n, x in leaves.items()}}

@@ -34,7 +34,7 @@ class Options:
 def run(options: Options) -> list[dict[str, Any]]:
     backend = "nccl" if options.device == "cuda" else "gloo"
     ranks = run_ranks(measure, options.ranks, options, backend=backend, timeout=options.timeout)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for measured in zip(*ranks, strict=True):
         worst = {**measured[0], "ms": max(m["ms"] for m in measured), "peak_mb": max(m["peak_mb"] for m in measured)}
         whole = next((r for r in rows if r["tokens"] == worst["tokens"]), worst)

@@ -372,7 +372,7 @@ def attend_travelling(
                 next_inner = ulysses.rotate(inner) if j + 1 < ulysses.size else None
                 source = (ring.rank - i) % ring.size * ulysses.size + (ulysses.rank - j) % ulysses.size
                 where = cached(holder, source, before, positions, tokens, spec, first, last, q.device)
-                part = over(q, *inner, where, spec, plan.kernel, part)
+                part = over(q, inner[0], inner[1], where, spec, plan.kernel, part)
                 inner = next_inner.wait() if next_inner else None
             outer = next_outer.wait() if next_outer else None
     return part or empty(q, cache.v.shape[-1])
