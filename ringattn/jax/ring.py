@@ -59,6 +59,7 @@ def ring_backward(
     nothing = tuple(jnp.zeros(x.shape, accumulator(x)) for x in (k, v))
     carry = vary((arriving, dq, nothing), axes_of(q, k, v, rows, sight.begin))
     _, dq, grads = travel(route.backward, step, carry)
+    grads, home = lax.optimization_barrier((grads, home))  # or this work is done before there is a hop to hide
     returned = rotate(axis, grads, route.home)
     returned, own = lax.optimization_barrier((returned, score.attend_backward(*home)[1:]))
     return dq, own[0] + returned[0], own[1] + returned[1]
