@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ringattn.torch import hf, nn
     from ringattn.torch.cache import KVCache, decode, prefill
     from ringattn.torch.loss import token_mean
+    from ringattn.torch.ops import attend
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ PUBLIC = {
     "Partial": "ringattn.kernels.partial",
     "Plan": "ringattn.planning",
     "aot_report": "ringattn.jax.aot",
+    "attend": "ringattn.torch.ops",
     "attention": "ringattn.api",
     "decode": "ringattn.torch.cache",
     "hf": "ringattn.torch.hf",
@@ -42,6 +44,7 @@ __all__ = [
     "Partial",
     "Plan",
     "aot_report",
+    "attend",
     "attention",
     "decode",
     "hf",

@@ -97,4 +97,5 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tiles: bool
         softcap=spec.softcap is not None,
         tiles=tiles,
         arch=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        queries=q.shape[1],
     )
