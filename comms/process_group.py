@@ -1,6 +1,7 @@
 """An axis over a torch process group: gloo on CPUs, NCCL on GPUs."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class ProcessGroupAxis:
         self.group, self.name = group, name
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.cheap_words = dist.get_backend(group) == "gloo"
+        self.hops = hop_group(group)
         self.sent = 0
 
     def rotate(self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True) -> Pending:
@@ -42,8 +44,8 @@ class ProcessGroupAxis:
         there, here = (self.peer(self.rank + shift), self.peer(self.rank - shift))
         outgoing = [t.contiguous() for t in tensors] if send else []
         arriving = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors] if recv else []
-        ops = [dist.P2POp(dist.isend, t, there, self.group) for t in outgoing]
-        ops += [dist.P2POp(dist.irecv, t, here, self.group) for t in arriving]
+        ops = [dist.P2POp(dist.isend, t, there, self.hops) for t in outgoing]
+        ops += [dist.P2POp(dist.irecv, t, here, self.hops) for t in arriving]
         self.sent += sum(t.nbytes for t in outgoing)
         works = dist.batch_isend_irecv(ops) if ops else []
         return Works(works, tuple(arriving) if recv else None, outgoing)
@@ -88,3 +90,15 @@ class ProcessGroupAxis:
 
     def __repr__(self) -> str:
         return f"{self.name}: rank {self.rank} of {self.size} ({dist.get_backend(self.group)})"
+
+
+@lru_cache
+def hop_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group that hops use: `group`, or a twin of it under TORCH_DISTRIBUTED_DEBUG=DETAIL.
+
+    There torch compares the ranks' counts of calls at every collective, and counts hops too, of which ranks make
+    different numbers: who has nothing to send does not.
+    """
+    if dist.get_debug_level() != dist.DebugLevel.DETAIL or dist.get_backend(group) != "gloo":
+        return group
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
