@@ -140,14 +140,21 @@ def check_length(name: str, value: Any) -> None:
 
 
 def check_heads(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> None:
+    problem = heads_problem(heads, kv_heads, ulysses=ulysses, ring=ring)
+    if problem:
+        raise ValueError(problem)
+
+
+def heads_problem(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> str | None:
     """Key heads divide query heads, and the Ulysses size divides query heads (key heads are repeated if need be)."""
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"{kv_heads} key heads do not divide {heads} query heads")
+        return f"{kv_heads} key heads do not divide {heads} query heads"
     if heads % ulysses:
         best = max(u for u in range(1, ulysses + 1) if heads % u == 0 and (ring * ulysses) % u == 0)
-        raise ValueError(
+        return (
             f"ulysses={ulysses} does not divide {heads} query heads; use ulysses={best}, ring={ring * ulysses // best}"
         )
+    return None
 
 
 @dataclass(frozen=True)

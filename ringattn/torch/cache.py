@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringattn.check import of_lengths
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import (
     Partial,
@@ -241,7 +242,7 @@ def prefill(
     problem = (
         check.of_tensors(q, k, v)
         or check.of_heads(q, k, v, plan, sinks)
-        or check.of_lengths(q, k, plan, AttentionSpec(causal=False))
+        or of_lengths(q, k, plan, AttentionSpec(causal=False), (plan.local_len, plan.local_len))
         or of_cache(cache, plan, spec, start)
         or cache.problem(*(x[:, :1].expand(-1, plan.seq_len, -1, -1) for x in (k, v)))
     )

@@ -16,6 +16,7 @@ from ringattn.kernels import partial, reference
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.kernels.partial import NEVER, Partial
+from ringattn.planning import heads_problem
 from ringattn.torch.check import of_tensors
 
 
@@ -42,7 +43,12 @@ def attend(
     >>> attend(q, k, k, causal * 0, causal + 1).out.shape
     torch.Size([1, 4, 2, 8])
     """
-    problem = of_tensors(q, k, v) or of_heads(q, k) or of_intervals(q, begin, end) or of_numbers(scale, softcap)
+    problem = (
+        of_tensors(q, k, v)
+        or heads_problem(q.shape[2], k.shape[2], ulysses=1)
+        or of_intervals(q, begin, end)
+        or of_numbers(scale, softcap)
+    )
     if problem is None and check:
         problem = of_values(begin, end, k.shape[1])
     if problem:
@@ -55,13 +61,6 @@ def attend(
 def merge(a: Partial, b: Partial) -> Partial:
     """Attention over the union of two disjoint sets of keys, in one kernel; the same as `ringattn.merge`."""
     return Partial(*torch.ops.ringattn.merge(a.out, a.lse, b.out, b.lse))
-
-
-def of_heads(q: Tensor, k: Tensor) -> str | None:
-    heads, kv_heads = q.shape[2], k.shape[2]
-    if kv_heads == 0 or heads % kv_heads:
-        return f"{kv_heads} key heads do not divide {heads} query heads"
-    return None
 
 
 def of_intervals(q: Tensor, begin: Tensor, end: Tensor) -> str | None:

@@ -1,0 +1,82 @@
+"""What a call must satisfy, by shapes alone: the first thing that is wrong, as a sentence with numbers and the remedy.
+
+Every function gives None for what is right. Tensors of any framework are asked for nothing but their shape; what has a
+dtype or a device is checked in ringattn.torch and ringattn.jax.
+"""
+
+from typing import Any
+
+from ringattn.planning import Plan, heads_problem
+from ringattn.spec import AttentionSpec, Docs
+
+
+def of_shapes(q: Any, k: Any, v: Any) -> str | None:
+    """q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] go together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if len(x.shape) != 4:
+            return f"{name} has shape {tuple(x.shape)}; expected 4 dims [batch, tokens, heads, head_dim]"
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        return f"batch sizes differ: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}"
+    if k.shape[1:3] != v.shape[1:3]:
+        return f"k has {k.shape[1]} tokens x {k.shape[2]} heads, v {v.shape[1]} x {v.shape[2]}; they must be the same"
+    if q.shape[3] != k.shape[3]:
+        return f"head dims differ: q {q.shape[3]}, k {k.shape[3]}; only v may have another"
+    return None
+
+
+def of_plan(q: Any, k: Any, v: Any, plan: Plan) -> str | None:
+    """Heads that can be spread, and are those the plan was made for."""
+    heads = q.shape[2], k.shape[2]
+    if plan.heads is not None and plan.heads != heads:
+        return f"q and k have {heads[0]} and {heads[1]} heads, the plan was made for heads={plan.heads}"
+    if plan.head_dim is not None and plan.head_dim != q.shape[3]:
+        return f"q has head dim {q.shape[3]}, the plan was made for head_dim={plan.head_dim}"
+    if plan.value_dim is not None and plan.value_dim != v.shape[3]:
+        return f"v has head dim {v.shape[3]}, the plan was made for value_dim={plan.value_dim}"
+    return heads_problem(*heads, ulysses=plan.ulysses, ring=plan.ring)
+
+
+def of_sinks(sinks: Any, heads: int, floating: bool) -> str | None:
+    """One float a query head."""
+    if tuple(sinks.shape) != (heads,) or not floating:
+        return (
+            f"sinks has shape {tuple(sinks.shape)} and dtype {sinks.dtype}; expected one float a query head, ({heads},)"
+        )
+    return None
+
+
+def of_lengths(q: Any, k: Any, plan: Plan, spec: AttentionSpec, held: tuple[int, int]) -> str | None:
+    """q and k hold as many tokens as they must: what a rank holds, or in JAX outside shard_map what all hold."""
+    for name, x, part, length in (("q", q, plan, held[0]), ("k", k, plan.keys, held[1])):
+        if x.shape[1] != length:
+            whole = x.shape[1] == part.seq_len
+            remedy = "pass plan.shard(x)" if whole else f"use plan.for_length(n) for another length than {part.seq_len}"
+            holder = "a rank of this plan holds" if length == part.local_len else "this plan's order has"
+            return f"{name} has {x.shape[1]} tokens, {holder} {length} ({part}); {remedy}"
+    if spec.causal and plan.keys.seq_len != plan.seq_len:
+        return (
+            f"causal=True with {plan.seq_len} queries and {plan.keys.seq_len} keys: positions of two sequences have no "
+            "common order; use AttentionSpec(causal=False), or prefill/decode with a cache"
+        )
+    return None
+
+
+def of_docs(batch: int, plan: Plan, docs: Docs | None, key_docs: Docs | None) -> str | None:
+    """Documents that cover the sequence, in one row or in one a batch entry."""
+    if docs is None:
+        return "key_docs needs docs: document i of the queries sees document i of the keys" if key_docs else None
+    if plan.keys.seq_len != plan.seq_len and key_docs is None:
+        return f"docs with {plan.seq_len} queries and {plan.keys.seq_len} keys: also say key_docs, the keys' documents"
+    for name, packed, length in (("docs", docs, plan.seq_len), ("key_docs", key_docs, plan.keys.seq_len)):
+        if packed is None:
+            continue
+        if packed.length != length:
+            return (
+                f"{name}: document lengths add up to {packed.length}, the sequence has {length} tokens; "
+                f"if the rest is padding say Docs.from_lengths(lengths, pad_to={length})"
+            )
+        if packed.starts.shape[0] not in (1, batch):
+            return f"{name} describes {packed.starts.shape[0]} rows, the batch has {batch}; give 1 row or {batch}"
+    if key_docs is not None and key_docs.starts.shape != docs.starts.shape:
+        return f"docs and key_docs must have the same number of documents: {docs} and {key_docs}"
+    return None
