@@ -86,9 +86,9 @@ def draw(case: Case) -> tuple[torch.Tensor, ...]:
 
 
 def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """|found - truth| / |truth|; a truth that vanishes (one key has no gradient) counts as one of ones."""
+    """|found - truth| / |truth|; a truth that vanishes (one key has no gradient) counts as one of tenths."""
     assert found.isfinite().all(), f"{int((~found.isfinite()).sum())} values are not finite"
-    return ((found.double() - truth).norm() / truth.norm().clamp(min=max(1, truth.numel()) ** 0.5)).item()
+    return ((found.double() - truth).norm() / truth.norm().clamp(min=0.1 * max(1, truth.numel()) ** 0.5)).item()
 
 
 def truth_of(case: Case, where: Intervals, tensors: tuple[torch.Tensor, ...], carry: Partial | None = None) -> tuple:

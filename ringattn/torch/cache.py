@@ -340,7 +340,7 @@ def over(
     begin, end = where.host
     if not (begin < end).any():
         return part
-    return score_of(q, k, v, spec, impl, [where]).attend(q, k, v, where, carry=part)
+    return score_of(q, k, v, spec, impl, [where], few=True).attend(q, k, v, where, carry=part)
 
 
 def cached(

@@ -77,16 +77,18 @@ def on_device(begin: np.ndarray, end: np.ndarray, device: torch.device) -> Inter
     return Intervals(b, e, tiles_of(*host), host)
 
 
-def score_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, impl: str, intervals: Iterable[Intervals]) -> Score:
-    """The kernel that serves all these intervals, its scale and softcap filled in."""
+def score_of(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, impl: str, intervals: Iterable[Intervals], few: bool = False
+) -> Score:
+    """The kernel that serves all these intervals, its scale and softcap filled in. `few`: it may be decoding."""
     tiles = all(where.tiles is not None for where in intervals)
-    module = kernels.select(problem_of(q, k, v, spec, tiles), impl).load()
+    module = kernels.select(problem_of(q, k, v, spec, tiles, few), impl).load()
     given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap}
     row_delta = getattr(module, "row_delta", reference.row_delta)
     return Score(partial(module.attend, **given), partial(module.attend_backward, **given), row_delta)
 
 
-def problem_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tiles: bool) -> kernels.Problem:
+def problem_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tiles: bool, few: bool) -> kernels.Problem:
     return kernels.Problem(
         device=q.device.type,
         dtype=str(q.dtype).removeprefix("torch."),
@@ -97,5 +99,5 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tiles: bool
         softcap=spec.softcap is not None,
         tiles=tiles,
         arch=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
-        queries=q.shape[1],
+        queries=q.shape[1] if few else None,
     )
