@@ -5,7 +5,7 @@ RUN := PYTHONPATH=. OMP_NUM_THREADS=1 $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: help install test test-slow test-gpu train bench lint types
+.PHONY: help install test test-slow test-ray test-gpu train bench lint types
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -21,7 +21,10 @@ test: $(READY)  ## run the tests: no GPU needed, a few minutes
 	$(RUN)/python -m pytest -n 2 -m 'not slow and not gpu' --durations=15 $(ARGS)
 
 test-slow: $(READY)  ## run what takes long: restarts, kernels compiled for every GPU
-	$(RUN)/python -m pytest -n 2 -m 'slow and not gpu' --durations=15 $(ARGS)
+	$(RUN)/python -m pytest -n 2 -m 'slow and not gpu and not ray' --durations=15 $(ARGS)
+
+test-ray: $(READY)  ## run all that needs a Ray cluster, emulated here: minutes
+	$(RUN)/python -m pytest tests/test_ray.py --durations=5 $(ARGS)
 
 test-gpu:  ## run the tests that need a GPU, with the python that holds torch for it
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)

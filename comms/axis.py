@@ -4,11 +4,13 @@ Every operation starts at once and returns a handle; `handle.wait()` gives the r
 were handed over are in flight: they may be read, never written.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 Tensors = tuple[Any, ...]
+Parcels = Mapping[int, Sequence[Any]]  # tensors to or from each of some ranks
 
 
 class Pending(Protocol):
@@ -38,6 +40,16 @@ class Then:
         return self.finish(self.pending.wait())
 
 
+class All:
+    """Several transfers as one: a list of what each brought."""
+
+    def __init__(self, *pending: Pending):
+        self.pending = pending
+
+    def wait(self) -> list[Any]:
+        return [p.wait() for p in self.pending]
+
+
 class Axis(Protocol):
     """`size` ranks in a line that closes to a ring; this process is number `rank`."""
 
@@ -45,8 +57,22 @@ class Axis(Protocol):
     size: int
     rank: int
     cheap_words: bool  # whether exchange_words costs little beside a call
+    hosts: int  # on how many hosts the ranks lie, as many on each, in order; 0: nobody knows
 
-    def rotate(self, tensors: Sequence[Any], shift: int = 1, send: bool = True, recv: bool = True) -> Pending:
+    def move(self, out: Parcels, into: Parcels, since: Any = None, what: str = "") -> Pending:
+        """Send the tensors of `out` to their ranks, and fill those of `into` from theirs.
+
+        What rank a sends to b and what b fills from a have the same shapes in the same order. `since` is a moment of
+        this axis (`now`) at which all of them were ready: the move may start there, whatever was launched after it.
+        `what` names it in the error of a rank whose peer is lost.
+        """
+
+    def now(self) -> Any:
+        """This moment of the device's work, for `move`; None where work is done when its call returns."""
+
+    def rotate(
+        self, tensors: Sequence[Any], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
+    ) -> Pending:
         """Send to rank + shift what rank - shift sends here; the handle gives what arrived (None if not `recv`).
 
         A rank that only receives also hands over tensors: what arrives has their shapes and dtypes.
@@ -61,53 +87,66 @@ class Axis(Protocol):
     def reduce_scatter(self, x: Any, dim: int = 0) -> Pending:
         """The sum over ranks of their `x`, of which each rank gets its own piece along `dim`."""
 
-    def exclusive_scan(
-        self, state: Sequence[Any], combine: Callable[..., Sequence[Any]], reverse: bool = False
-    ) -> Pending:
-        """The states of all earlier ranks, combined in order (in reverse: of all later ones); else None."""
-
     def exchange_words(self, words: Any) -> list[Any]:
         """Every rank's small Python value, in rank order. Blocks: for checks, not for data."""
 
+    def over(self, transport: str) -> "Axis":
+        """The same ranks over that transport, if this axis has more than one: "symmetric" or "group"."""
 
-class Chain:
-    """exclusive_scan by a relay: each rank receives from its neighbour, adds its own state and passes it on."""
 
-    def __init__(self, axis: Axis, state: Sequence[Any], combine: Callable[..., Sequence[Any]], reverse: bool):
-        self.axis, self.state, self.combine, self.reverse = axis, tuple(state), combine, reverse
-        self.shift = -1 if reverse else 1
-        place = axis.size - 1 - axis.rank if reverse else axis.rank
-        self.first, self.last = place == 0, place == axis.size - 1
-        self.sent: Pending = Done()
-        self.arriving: Pending = Done()
-        if self.first:
-            self.sent = self.hop(self.state, send=not self.last)
-        else:
-            self.arriving = self.hop(self.state, recv=True)
+def meanwhile(axis: Axis, work: Callable[[], T], out: Parcels, into: Parcels, what: str = "") -> tuple[T, Pending]:
+    """`work()`, and a move that flies beside it. A device gets the work first: launching the move takes a while too."""
+    since = axis.now()
+    if since is None:
+        pending = axis.move(out, into, what=what)
+        return work(), pending
+    result = work()
+    return result, axis.move(out, into, since, what)
 
-    def hop(self, state: Sequence[Any], send: bool = False, recv: bool = False) -> Pending:
-        return self.axis.rotate(state, self.shift, send=send, recv=recv) if send or recv else Done()
 
-    def wait(self) -> Tensors | None:
-        if self.first:
-            self.sent.wait()
-            return None
-        before = self.arriving.wait()
-        if not self.last:
-            total = self.combine(self.state, before) if self.reverse else self.combine(before, self.state)
-            self.hop(total, send=True).wait()
-        return before
+def rotated(
+    axis: Axis, move: Callable[..., Pending], tensors: Sequence[Any], shift: int, send: bool, recv: bool, what: str
+) -> Pending:
+    """A rotation made of a move: to rank + shift, from rank - shift, into memory like the tensors that are sent."""
+    if shift % axis.size == 0:
+        return Done(tuple(tensors) if recv else None)
+    there, here = (axis.rank + shift) % axis.size, (axis.rank - shift) % axis.size
+    arriving = tuple(x.new_empty(x.shape) for x in tensors) if recv else None
+    pending = move({there: tensors} if send else {}, {here: arriving} if arriving else {}, what=what)
+    return Then(pending, lambda _: arriving)
+
+
+def one_ahead(transfers: Iterable[Pending]) -> Iterator[Any]:
+    """What each transfer brings, in order; the next one is under way before what came is handed over to be used.
+
+    Chained, the work between two of them runs beside both: what it needs next is coming, what it gave last is leaving.
+    """
+    flying: deque[Pending] = deque()
+    for one in transfers:
+        flying.append(one)
+        if len(flying) > 1:
+            yield flying.popleft().wait()
+    if flying:
+        yield flying.popleft().wait()
 
 
 class Solo:
     """An axis of one rank: everything arrives where it was."""
 
-    size, rank, cheap_words = 1, 0, True
+    size, rank, cheap_words, hosts = 1, 0, True, 1
 
     def __init__(self, name: str = "ring"):
         self.name = name
 
-    def rotate(self, tensors: Sequence[Any], shift: int = 1, send: bool = True, recv: bool = True) -> Pending:
+    def move(self, out: Parcels, into: Parcels, since: Any = None, what: str = "") -> Pending:
+        return Done()
+
+    def now(self) -> Any:
+        return None
+
+    def rotate(
+        self, tensors: Sequence[Any], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
+    ) -> Pending:
         return Done(tuple(tensors) if recv else None)
 
     def all_to_all(self, x: Any, split: int, join: int) -> Pending:
@@ -119,10 +158,8 @@ class Solo:
     def reduce_scatter(self, x: Any, dim: int = 0) -> Pending:
         return Done(x)
 
-    def exclusive_scan(
-        self, state: Sequence[Any], combine: Callable[..., Sequence[Any]], reverse: bool = False
-    ) -> Pending:
-        return Done(None)
-
     def exchange_words(self, words: Any) -> list[Any]:
         return [words]
+
+    def over(self, transport: str) -> "Solo":
+        return self

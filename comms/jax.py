@@ -4,6 +4,7 @@ XLA starts a transfer early and finishes it late by itself, so handles have noth
 choose from is said with `jax.lax.optimization_barrier` where the loop is written.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ringattn.comms.axis import Done
 
@@ -21,14 +22,23 @@ AXES = ("ring", "ulysses")
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """`size` devices along the axis `name` of `mesh`; an axis that the mesh lacks has size 1."""
+    """`size` devices along the axis `name` of `mesh`; an axis that the mesh lacks has size 1.
 
-    name: str
-    mesh: Mesh
+    Several names are one axis, the last one innermost; a mesh without devices serves where its program is traced.
+    """
+
+    name: str | tuple[str, ...]
+    mesh: Mesh | AbstractMesh
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes of the mesh that this one is made of."""
+        names = (self.name,) if isinstance(self.name, str) else self.name
+        return tuple(name for name in names if name in self.mesh.axis_names)
 
     @property
     def size(self) -> int:
-        return axis_size(self.mesh, self.name)
+        return math.prod(axis_size(self.mesh, name) for name in self.names)
 
     @property
     def rank(self) -> Any:
@@ -38,8 +48,16 @@ class MeshAxis:
     def rotate(self, tensors: Sequence[Any], shift: int = 1, senders: Sequence[int] | None = None) -> Done:
         """Send to rank + shift what rank - shift sends here; zeros arrive from ranks that are not among the senders."""
         ranks = range(self.size) if senders is None else senders
-        pairs = [(r, (r + shift) % self.size) for r in ranks]
-        return Done(tuple(lax.ppermute(x, self.name, pairs) for x in tensors))
+        names, places = self.in_mesh_order
+        pairs = [(places[r], places[(r + shift) % self.size]) for r in ranks]
+        return Done(tuple(lax.ppermute(x, names, pairs) for x in tensors))
+
+    @property
+    def in_mesh_order(self) -> tuple[tuple[str, ...], list[int]]:
+        """The axis as ppermute counts, which goes by the mesh's order of names: those names, and each rank's place."""
+        names = tuple(name for name in self.mesh.axis_names if name in self.names)
+        places = np.arange(self.size).reshape([axis_size(self.mesh, name) for name in names])
+        return names, places.transpose([names.index(name) for name in self.names]).ravel().tolist()
 
     def all_to_all(self, x: Any, split: int, join: int) -> Done:
         """Cut `x` into `size` pieces along dim `split`, give piece i to rank i, join what arrives along dim `join`."""
@@ -58,19 +76,26 @@ def is_mesh(x: Any) -> bool:
     return isinstance(x, Mesh)
 
 
-def axis_size(mesh: Mesh, name: str) -> int:
+def axis_size(mesh: Mesh | AbstractMesh, name: str) -> int:
     return mesh.shape.get(name, 1)
 
 
-def platform(mesh: Mesh) -> str:
+def device_of(mesh: Mesh | AbstractMesh | None) -> Any:
+    """One device of a mesh, or what stands for it in a mesh without devices; without a mesh the default device."""
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0]
+    return getattr(mesh, "abstract_device", None) or jax.devices()[0]
+
+
+def platform(mesh: Mesh | AbstractMesh) -> str:
     """The kind of device in the words of the kernel table: cpu, cuda, tpu."""
-    kind = mesh.devices.flat[0].platform
+    kind = device_of(mesh).platform
     return {"gpu": "cuda"}.get(kind, kind)
 
 
-def generation(mesh: Mesh | None = None) -> tuple[int, int] | None:
+def generation(mesh: Mesh | AbstractMesh | None = None) -> tuple[int, int] | None:
     """A TPU's generation, and 1 for the larger chip where there are two: v5e is (5, 0), v5p (5, 1); else None."""
-    kind = jax.devices()[0].device_kind if mesh is None else mesh.devices.flat[0].device_kind
+    kind = device_of(mesh).device_kind
     number = re.match(r"TPU\s?v?(\d+)", kind)
     if number is None:
         return None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Chain, Pending, Then
+from ringattn.comms.axis import Parcels, Pending, Then
 
 
 class Board:
@@ -72,8 +72,8 @@ class LocalAxis:
 
     cheap_words = True
 
-    def __init__(self, board: Board, name: str, group: tuple[Any, ...], size: int, rank: int):
-        self.board, self.name, self.group, self.size, self.rank = board, name, group, size, rank
+    def __init__(self, board: Board, name: str, group: tuple[Any, ...], size: int, rank: int, hosts: int = 1):
+        self.board, self.name, self.group, self.size, self.rank, self.hosts = board, name, group, size, rank, hosts
         self.sent = 0
         self.counts: Counter[tuple[str, int, int]] = (
             Counter()
@@ -95,7 +95,16 @@ class LocalAxis:
         self.counts[way, source, destination] += 1
         return self.name, self.group, source, destination, self.counts[way, source, destination]
 
-    def rotate(self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True) -> Pending:
+    def move(self, out: Parcels, into: Parcels, since: Any = None, what: str = "") -> Pending:
+        letters = self.swap({rank: tuple(tensors) for rank, tensors in out.items()}, list(into))
+        return Then(letters, lambda arrived: unpack(arrived, into))
+
+    def now(self) -> Any:
+        return None
+
+    def rotate(
+        self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
+    ) -> Pending:
         there, here = (self.rank + shift) % self.size, (self.rank - shift) % self.size
         letters = self.swap({there: tuple(tensors)} if send else {}, [here] if recv else [])
         return Then(letters, lambda arrived: arrived[0] if recv else None)
@@ -114,15 +123,22 @@ class LocalAxis:
         everyone = range(self.size)
         return Then(self.swap({i: pieces[i] for i in everyone}, everyone), lambda arrived: torch.stack(arrived).sum(0))
 
-    def exclusive_scan(self, state: Sequence[Tensor], combine: Callable[..., Any], reverse: bool = False) -> Pending:
-        return Chain(self, state, combine, reverse)
-
     def exchange_words(self, words: Any) -> list[Any]:
         everyone = range(self.size)
         return self.swap(dict.fromkeys(everyone, words), everyone).wait()
 
+    def over(self, transport: str) -> "LocalAxis":
+        return self
+
     def __repr__(self) -> str:
         return f"{self.name}: rank {self.rank} of {self.size} (threads)"
+
+
+def unpack(arrived: Sequence[tuple[Tensor, ...]], into: Parcels) -> None:
+    for letter, tensors in zip(arrived, into.values(), strict=True):
+        for found, x in zip(letter, tensors, strict=True):
+            assert found.shape == x.shape, f"{tuple(found.shape)} arrived where {tuple(x.shape)} was expected"
+            x.copy_(found)
 
 
 def leaves(letter: Any) -> list[Tensor]:
@@ -140,8 +156,8 @@ def copied(letter: Any) -> Any:
 class LocalMesh:
     """One thread's view of a mesh: axes by name, the last one innermost, as in a DeviceMesh."""
 
-    def __init__(self, board: Board, sizes: dict[str, int], rank: int, device_type: str = "cpu"):
-        self.board, self.sizes, self.rank, self.device_type = board, sizes, rank, device_type
+    def __init__(self, board: Board, sizes: dict[str, int], rank: int, device_type: str = "cpu", hosts: int = 1):
+        self.board, self.sizes, self.rank, self.device_type, self.hosts = board, sizes, rank, device_type, hosts
         self.axis_names = tuple(sizes)
         self.coordinates: dict[str, int] = {}
         for name in reversed(sizes):
@@ -151,7 +167,8 @@ class LocalMesh:
     def axis(self, name: str) -> Any:
         if name not in self.made:
             group = (self.axis_names, *(c for n, c in self.coordinates.items() if n != name))
-            self.made[name] = LocalAxis(self.board, name, group, self.sizes[name], self.coordinates[name])
+            place = self.sizes[name], self.coordinates[name]
+            self.made[name] = LocalAxis(self.board, name, group, *place, self.hosts)
         return self.made[name]
 
     def check_finished(self) -> None:
@@ -168,15 +185,18 @@ class LocalMesh:
         if key not in self.made:
             cut = {old: sizes if old == name else {old: size} for old, size in self.sizes.items()}
             pairs = {n: s for part in cut.values() for n, s in part.items()}
-            self.made[key] = LocalMesh(self.board, pairs, self.rank, self.device_type)
+            self.made[key] = LocalMesh(self.board, pairs, self.rank, self.device_type, self.hosts)
         return self.made[key]
 
 
-def run(function: Callable[..., Any], timeout: float = 60.0, device: str = "cpu", **sizes: int) -> list[Any]:
+def run(
+    function: Callable[..., Any], timeout: float = 60.0, device: str = "cpu", hosts: int = 1, **sizes: int
+) -> list[Any]:
     """`function(mesh)` on every rank of a mesh with axes of these sizes (ring=4, ulysses=2), all in this process.
 
     Returns the ranks' results in order. The first error of any rank stops all and is raised. With device="cuda" all
-    ranks share one GPU.
+    ranks share one GPU. `hosts` is on how many the ranks are
+    said to lie, which plans go by.
     """
     board, count = Board(timeout), prod(sizes.values())
     results: list[Any] = [None] * count
@@ -184,7 +204,7 @@ def run(function: Callable[..., Any], timeout: float = 60.0, device: str = "cpu"
     def work(rank: int) -> None:
         try:
             with torch.autograd.set_multithreading_enabled(False):  # a backward pass runs in its own rank's thread
-                mesh = LocalMesh(board, sizes, rank, device)
+                mesh = LocalMesh(board, sizes, rank, device, hosts)
                 results[rank] = function(mesh)
                 mesh.check_finished()
         except BaseException as error:

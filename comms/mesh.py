@@ -9,6 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ringattn.comms.axis import Axis, Solo
 from ringattn.comms.local import LocalMesh
 from ringattn.comms.process_group import ProcessGroupAxis
+from ringattn.comms.symmetric import shared_axis
+
+TRANSPORTS = ("auto", "symmetric", "group")
 
 
 def init_mesh(
@@ -39,7 +42,15 @@ def init_mesh(
             raise ValueError(f"{said} needs {need} ranks, and {have} were started; make the product {have}")
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() and _has_nccl() else "cpu"
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    try:
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    except ValueError as error:
+        if dist.is_initialized():
+            raise
+        raise ValueError(
+            f"no ranks were started: run this under torchrun --nproc-per-node={need}, or call "
+            "torch.distributed.init_process_group first; ringattn.comms.local.run has threads of one process for ranks"
+        ) from error
 
 
 def _has_nccl() -> bool:
@@ -58,11 +69,29 @@ def axis_size(mesh: Any, name: str) -> int:
     return mesh.sizes[name] if isinstance(mesh, LocalMesh) else mesh.size(names.index(name))
 
 
-def axis(mesh: Any, name: str) -> Axis:
-    """The axis of that name as something to send along; a Solo where the mesh has none, or one of a single rank."""
+def axis(mesh: Any, name: str, transport: str = "auto") -> Axis:
+    """The axis of that name as something to send along; a Solo where the mesh has none, or one of a single rank.
+
+    `transport` is "symmetric" (GPUs that see each other's memory) or "group" (NCCL, gloo); auto takes the first that
+    is there, and leaves to the other what goes sooner by it. Every rank must ask alike.
+    """
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport={transport!r}: choose one of {', '.join(TRANSPORTS)}")
     if axis_size(mesh, name) == 1:
         return Solo(name)
-    return mesh.axis(name) if isinstance(mesh, LocalMesh) else ProcessGroupAxis(mesh.get_group(name), name)
+    if isinstance(mesh, LocalMesh):
+        return mesh.axis(name)
+    group = mesh.get_group(name)
+    grouped = ProcessGroupAxis(group, name)
+    if transport == "group":
+        return grouped
+    shared = shared_axis(group, name, grouped if transport == "auto" else None)
+    if shared is None and transport == "symmetric":
+        raise ValueError(
+            f"transport='symmetric' needs GPUs of one host that see each other's memory, and NCCL; the {name} axis "
+            f"({dist.get_backend(group)}) has not; use transport='group'"
+        )
+    return shared or grouped
 
 
 def split(mesh: Any, name: str, sizes: dict[str, int]) -> Any:

@@ -1,14 +1,17 @@
 """An axis over a torch process group: gloo on CPUs, NCCL on GPUs."""
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+import socket
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.comms.axis import Chain, Done, Pending, Then
+from ringattn.comms.axis import Done, Parcels, Pending, Then, rotated
 
 # torch 2.13 renamed both; 2.11 knows only the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,14 +21,35 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 class Works:
     """Collective work in flight, and the tensors it reads and writes, which must live until it is done."""
 
-    def __init__(self, works: Sequence[Any], result: Any, held: Sequence[Tensor]):
-        self.works, self.result, self.held = works, result, held
+    def __init__(self, works: Sequence[Any], result: Any, held: Sequence[Tensor], lost: "Lost | None" = None):
+        self.works, self.result, self.held, self.lost = works, result, held, lost
 
     def wait(self) -> Any:
-        for work in self.works:
-            work.wait()
+        for i, work in enumerate(self.works):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                if self.lost is None:
+                    raise
+                raise self.lost.error(i, error) from error
         self.works, self.held = (), ()
         return self.result
+
+
+class Lost(NamedTuple):
+    """What to say when a peer is lost: the peers of a list of transfers, and what they were for."""
+
+    axis: "ProcessGroupAxis"
+    peers: Sequence[int]
+    what: str
+
+    def error(self, transfer: int, error: RuntimeError) -> ConnectionError:
+        """Names the peer; and the one that was lost first, if another rank has said so: its loss brings others."""
+        axis, peer = self.axis, self.peers[min(transfer, len(self.peers) - 1)]
+        why = str(error).splitlines()[0].split("] ")[-1].split(". This is")[0]
+        mine = f"{axis.name} rank {axis.rank} lost {axis.name} rank {peer}{self.what and f' ({self.what})'}: {why}"
+        first = axis.first_word(mine)
+        return ConnectionError(mine if first == mine else f"{mine}; the first loss: {first}")
 
 
 class ProcessGroupAxis:
@@ -35,20 +59,34 @@ class ProcessGroupAxis:
         self.group, self.name = group, name
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.cheap_words = dist.get_backend(group) == "gloo"
+        self.hosts = 0 if self.cheap_words else hosts_of(group)
         self.hops = hop_group(group)
+        self.far = far_group(group) if self.hosts > 1 else self.hops
         self.sent = 0
 
-    def rotate(self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True) -> Pending:
-        if shift % self.size == 0:
-            return Done(tuple(tensors) if recv else None)
-        there, here = (self.peer(self.rank + shift), self.peer(self.rank - shift))
-        outgoing = [t.contiguous() for t in tensors] if send else []
-        arriving = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors] if recv else []
-        ops = [dist.P2POp(dist.isend, t, there, self.hops) for t in outgoing]
-        ops += [dist.P2POp(dist.irecv, t, here, self.hops) for t in arriving]
-        self.sent += sum(t.nbytes for t in outgoing)
-        works = dist.batch_isend_irecv(ops) if ops else []
-        return Works(works, tuple(arriving) if recv else None, outgoing)
+    def move(self, out: Parcels, into: Parcels, since: Any = None, what: str = "") -> Pending:
+        return self.post(self.hops, out, into, since, what)
+
+    def post(self, group: dist.ProcessGroup, out: Parcels, into: Parcels, since: Any, what: str) -> Pending:
+        with beside(since):
+            outgoing = [(self.peer(rank), x.contiguous()) for rank, tensors in out.items() for x in tensors]
+            arriving = [(self.peer(rank), x, whole(x)) for rank, tensors in into.items() for x in tensors]
+            ops = [dist.P2POp(dist.isend, x, rank, group) for rank, x in outgoing]
+            ops += [dist.P2POp(dist.irecv, place, rank, group) for rank, _, place in arriving]
+            works = dist.batch_isend_irecv(ops) if ops else []
+        self.sent += sum(x.nbytes for _, x in outgoing)
+        parted = [(x, place) for _, x, place in arriving if place is not x]
+        peers = [rank for each in (out, into) for rank, tensors in each.items() for _ in tensors]
+        return Then(Works(works, parted, [x for _, x in outgoing], Lost(self, peers, what)), unpack)
+
+    def now(self) -> Any:
+        on_gpus = torch.cuda.is_available() and not self.cheap_words  # a group may also have a backend for each device
+        return torch.cuda.current_stream().record_event() if on_gpus else None
+
+    def rotate(
+        self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
+    ) -> Pending:
+        return rotated(self, partial(self.post, self.far, since=None), tensors, shift, send, recv, what)
 
     def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
         if self.size == 1:
@@ -66,7 +104,8 @@ class ProcessGroupAxis:
         arrived = x.new_empty((self.size, *x.shape))
         self.sent += x.nbytes * (self.size - 1)
         work = all_gather_single(arrived.flatten(0, 1) if x.dim() else arrived, x, group=self.group, async_op=True)
-        return Then(Works([work], arrived, [x]), lambda pieces: torch.cat(pieces.unbind(0), dim))
+        together = Works([work], arrived, [x])
+        return Then(together, lambda pieces: pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(0), dim))
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
         if self.size == 1:
@@ -77,19 +116,78 @@ class ProcessGroupAxis:
         work = reduce_scatter_single(mine, pieces.flatten(0, 1), group=self.group, async_op=True)
         return Works([work], mine, [pieces])
 
-    def exclusive_scan(self, state: Sequence[Tensor], combine: Callable[..., Any], reverse: bool = False) -> Pending:
-        return Chain(self, state, combine, reverse)
-
     def exchange_words(self, words: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, words, group=self.group)
+        try:
+            dist.all_gather_object(gathered, words, group=self.group)
+        except RuntimeError as error:
+            first = self.first_word()
+            if not first:
+                raise
+            raise ConnectionError(f"{self.name} rank {self.rank} heard of a loss before its call: {first}") from error
         return gathered
+
+    def over(self, transport: str) -> "ProcessGroupAxis":
+        return self
+
+    def first_word(self, mine: str = "") -> str:
+        """What the first rank of all said that lost another: `mine` if that is this one, or no store is left to ask."""
+        try:
+            store = dist.PrefixStore("ringattn", dist.distributed_c10d._get_default_store())
+            if not mine and not store.check(["lost"]):
+                return ""
+            return str(store.compare_set("lost", "", mine).decode())
+        except RuntimeError:
+            return mine
 
     def peer(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank % self.size)
 
     def __repr__(self) -> str:
         return f"{self.name}: rank {self.rank} of {self.size} ({dist.get_backend(self.group)})"
+
+
+def whole(x: Tensor) -> Tensor:
+    """`x` if it lies in one piece, else memory of its shape that does."""
+    return x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def unpack(parted: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for x, arrived in parted:
+        x.copy_(arrived)
+
+
+def beside(since: Any) -> AbstractContextManager[Any]:
+    """Where work that may start at that moment is launched: on a stream of its own, which waits for nothing later."""
+    if since is None:
+        return nullcontext()
+    stream = side_stream(torch.cuda.current_device())
+    stream.wait_event(since)
+    return torch.cuda.stream(stream)
+
+
+@lru_cache
+def side_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@lru_cache
+def hosts_of(group: dist.ProcessGroup) -> int:
+    """On how many machines a group's ranks lie, if as many on each and in order; else 0. Every rank must ask."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = socket.gethostname(), boot.read_text() if boot.exists() else ""
+    names: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(names, name, group=group)
+    places = [names.index(name) for name in names]
+    hosts = len(set(places))
+    size = len(names) // hosts
+    return hosts if places == [i // size * size for i in range(len(names))] else 0
+
+
+@lru_cache
+def far_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A twin of a group for what goes between hosts: NCCL would have what comes later on the same group wait for it."""
+    return twin(group, torch.device("cuda"))
 
 
 @lru_cache
@@ -101,4 +199,11 @@ def hop_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if dist.get_debug_level() != dist.DebugLevel.DETAIL or dist.get_backend(group) != "gloo":
         return group
-    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+    return twin(group, torch.device("cpu"), backend="gloo")
+
+
+def twin(group: dist.ProcessGroup, device: torch.device, **options: Any) -> dist.ProcessGroup:
+    """Another group of the same ranks, as patient as this one."""
+    patience = group._get_backend(device).options._timeout
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, timeout=patience, use_local_synchronization=True, **options)

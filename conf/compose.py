@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from ringattn.conf.schema import GROUPS, Train
 USAGE = """usage: ringattn train [group=choice ...] [key=value ...]    (or torchrun ... -m ringattn.launch.train ...)
 
 Groups choose files of conf/, keys change single values; --cfg job prints the result, --multirun with a=1,2 sweeps,
---config-dir DIR adds your own files.
+--config-dir DIR adds your own files; eval "$(ringattn train --completion)" has bash complete them.
 """
 
 
@@ -23,6 +24,11 @@ def run(words: list[str], task: Callable[[Train], int], rank: int = 0, started: 
     """
     if "-h" in words or "--help" in words:
         print(f"{USAGE}\n{choices()}\n\n{schema.explain()}")
+        return 0
+    if "--completion" in words:
+        from ringattn.conf import complete
+
+        print(complete.SCRIPT.format(python=shlex.quote(sys.executable)))
         return 0
     problem = refuse(words, started)
     if problem:
@@ -68,7 +74,7 @@ def refuse(words: list[str], started: bool) -> str | None:
         name = name.lstrip("+~").partition("@")[0]
         if not name or name.startswith(("hydra.", "hydra/")) or (not equals and not word.startswith("~")):
             continue
-        problem = schema.unknown(name) or unknown_choice(name, value, words)
+        problem = schema.unknown(name) or unknown_choice(name, value, words) or wrong_type(word, name)
         if problem:
             return problem
     return None
@@ -82,6 +88,25 @@ def unknown_choice(group: str, value: str, words: list[str]) -> str | None:
     for one in value.split(","):
         if one not in (*have, "null"):
             return f"{group}={one}: choose one of {', '.join(have)}{schema.nearest(one, have)}"
+    return None
+
+
+def wrong_type(word: str, name: str) -> str | None:
+    """Why a key cannot have the word's value; None where it can, and for what is no single value of a key."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    kinds = {key: f.type for key, f in schema.every_key()}
+    try:
+        override = OverridesParser.create().parse_override(word)
+        if name in kinds and not override.is_delete() and not override.is_sweep_override():
+            OmegaConf.update(OmegaConf.structured(Train), name, override.value())
+    except HydraException as error:
+        return f"{word}: {str(error).splitlines()[0]}; quotes around the value may help"
+    except OmegaConfBaseException:
+        return f"{word}: expected {getattr(kinds[name], '__name__', kinds[name])}"
     return None
 
 

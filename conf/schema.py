@@ -17,7 +17,7 @@ def key(default: Any, help: str) -> Any:
 
 @dataclass
 class Model:
-    """A decoder: RoPE, grouped-query attention, SwiGLU, RMSNorm."""
+    """A decoder: RoPE, grouped-query attention, SwiGLU, RMSNorm; gated linear attention in some blocks or none."""
 
     dim: int = key(128, "width of the residual stream")
     layers: int = key(2, "number of blocks")
@@ -29,6 +29,8 @@ class Model:
     rope_theta: float = key(10000.0, "base of the rotary frequencies")
     window: int | None = key(None, "how many keys a query sees; all if not said")
     softcap: float | None = key(None, "soft cap of the scores")
+    softmax_every: int = key(1, "one block in so many attends with softmax, the others with gated linear attention")
+    convolution: int = key(0, "tokens of the causal convolution of linear attention; 0 for none")
 
 
 @dataclass
@@ -41,15 +43,20 @@ class Strategy:
     keys: str = key("auto", "how keys meet queries: auto, ring, gather or ulysses")
     layout: str = key("auto", "auto, contiguous, striped or zigzag")
     kernel: str = key("auto", "auto, or the name of an attention kernel")
-    recompute: str = key("none", "in the backward pass: none, block (all of a block), or cheap (all but attention)")
+    recompute: str = key("none", "in the backward pass: none, pointwise, cheap (all but attention), block (all of it)")
 
 
 @dataclass
 class Cluster:
     """Who starts the ranks."""
 
-    kind: str = key("local", "local starts them here; torchrun finds them started")
+    kind: str = key("local", "local starts them here; torchrun finds them started; ray has Ray's workers be them")
     timeout: float = key(600.0, "seconds after which waiting for another rank is an error")
+    address: str | None = key(None, "of the Ray cluster, or auto; one is started for this run if not said")
+    failures: int = key(3, "how many failures Ray answers with another attempt; -1 for all")
+    at_least: int | None = key(None, "go on with as few ranks as this when Ray has no more; nproc if not said")
+    resize_every: float = key(60.0, "seconds between looks whether Ray could start more ranks, up to nproc")
+    placement: str = key("PACK", "Ray's ranks: PACK on few nodes, SPREAD over many, or STRICT_PACK, STRICT_SPREAD")
 
 
 @dataclass
@@ -59,6 +66,7 @@ class Data:
     path: str = key("stdlib", "a folder, or one file; stdlib: the sources of the Python standard library")
     suffix: str = key("", "of a folder, only the files whose name ends so")
     tokens: str | None = key(None, "the file holds tokens of this type (uint8, uint16, uint32, int32), not bytes")
+    documents: str = key("", "what does not see each other: files, or what this token ends (0 to 4294967295)")
     held_out: int = key(4, "sequences kept for evaluation")
 
 
@@ -87,6 +95,7 @@ class Train:
     nproc: int | None = key(None, "ranks to start here: every GPU, or 2 on a machine without, if not said")
     device: str = key("auto", "auto, cpu or cuda")
     precision: str = key("auto", "float32, or bfloat16 with float32 master weights; auto: bfloat16 on GPUs")
+    compile: bool = key(False, "fuse what is between matrix products, with torch.compile: half a minute at the start")
     seq_len: int = key(8192, "tokens of a sequence")
     batch: int = key(1, "sequences a step and data rank")
     accumulate: int = key(1, "how many such batches make one step")
@@ -113,15 +122,20 @@ GROUPS = ("model", "strategy", "cluster", "data", "experiment")
 CHOICES = {
     "strategy.keys": ("auto", "ring", "gather", "ulysses"),
     "strategy.layout": ("auto", "contiguous", "striped", "zigzag"),
-    "strategy.recompute": ("none", "block", "cheap"),
-    "cluster.kind": ("local", "torchrun"),
+    "strategy.recompute": ("none", "pointwise", "cheap", "block"),
+    "cluster.kind": ("local", "torchrun", "ray"),
+    "cluster.placement": ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
     "data.tokens": (None, "uint8", "uint16", "uint32", "int32"),
     "device": ("auto", "cpu", "cuda"),
     "precision": ("auto", "float32", "bfloat16"),
 }
-POSITIVE = ("model.dim", "model.layers", "model.heads", "model.kv_heads", "model.hidden", "model.vocab", "seq_len",
-            "batch", "accumulate", "steps", "keep", "log_every", "strategy.data", "strategy.ulysses", "cluster.timeout",
-            "optimizer.lr", "optimizer.clip")  # fmt: skip
+POSITIVE = ("model.dim", "model.layers", "model.heads", "model.kv_heads", "model.head_dim", "model.hidden",
+            "model.vocab", "model.window", "model.softcap", "model.rope_theta", "model.softmax_every", "nproc",
+            "seq_len", "batch", "accumulate", "steps", "keep", "log_every", "strategy.data", "strategy.ring",
+            "strategy.ulysses", "cluster.timeout", "cluster.resize_every", "optimizer.lr",
+            "optimizer.clip")  # fmt: skip
+NOT_NEGATIVE = ("model.convolution", "data.held_out", "optimizer.final", "optimizer.warmup", "optimizer.weight_decay",
+                "seed", "save_every", "eval_every")  # fmt: skip
 
 
 def every_key(kind: type = Train, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
@@ -147,13 +161,22 @@ def check(config: Train) -> Train:
             hint = nearest(str(get(config, name)), [str(a) for a in allowed])
             raise ValueError(f"{name}={get(config, name)}: choose one of {', '.join(map(str, allowed))}{hint}")
     for name in POSITIVE:
-        if not get(config, name) > 0:
-            raise ValueError(f"{name}={get(config, name)}: must be above 0")
+        value = get(config, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}={value}: must be above 0")
+    for name in NOT_NEGATIVE:
+        if not get(config, name) >= 0:
+            raise ValueError(f"{name}={get(config, name)}: must be 0 or above")
+    if config.data.documents not in ("", "files") and not config.data.documents.isdigit():
+        raise ValueError(f"data.documents={config.data.documents}: say files, or the number of the token that ends one")
     model = config.model
     if model.head_dim is None and model.dim % model.heads:
         raise ValueError(f"model.heads={model.heads} does not divide model.dim={model.dim}; say model.head_dim")
     if model.heads % model.kv_heads:
         raise ValueError(f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}")
+    least, most = config.cluster.at_least, config.nproc
+    if least is not None and (least < 1 or most is None or least > most):
+        raise ValueError(f"cluster.at_least={least} and nproc={most}: say both, 1 <= cluster.at_least <= nproc")
     if config.run is not None and ("/" in config.run or config.run in ("", ".", "..")):
         raise ValueError(f"run={config.run!r} is a name inside folder={config.folder}, not a path; say folder=PATH")
     return config

@@ -23,6 +23,7 @@ class Problem:
     kv_heads: int
     softcap: bool = False
     tiles: bool = False  # every step is a few full or causal rectangles, known before anything runs
+    known: bool = True  # the intervals are known before anything runs, whatever they are
     arch: tuple[int, int] | None = None  # a GPU's compute capability
     queries: int | None = None  # how many a batch row has, where that is known
 
@@ -65,23 +66,23 @@ TABLE = (
 )
 
 
-def refusals(problem: Problem) -> dict[str, str | None]:
+def refusals(problem: Problem, table: tuple[Kernel, ...] = TABLE) -> dict[str, str | None]:
     """Every kernel of the table, with its reason to refuse this problem (None: it would serve)."""
-    return {kernel.name: kernel.refuses(problem) for kernel in TABLE}
+    return {kernel.name: kernel.refuses(problem) for kernel in table}
 
 
 @lru_cache(maxsize=1024)
-def select(problem: Problem, impl: str = "auto") -> Kernel:
+def select(problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TABLE) -> Kernel:
     """The kernel called `impl`, or with "auto" the first of the table that serves the problem and is not slow there."""
-    if impl != "auto" and impl not in (k.name for k in TABLE):
-        raise ValueError(f"kernel={impl!r}: choose one of auto, {', '.join(k.name for k in TABLE)}")
-    reasons = refusals(problem)
-    asked = [k for k in TABLE if k.name == impl or (impl == "auto" and problem.device not in k.told)]
+    if impl != "auto" and impl not in (k.name for k in table):
+        raise ValueError(f"kernel={impl!r}: choose one of auto, {', '.join(k.name for k in table)}")
+    reasons = refusals(problem, table)
+    asked = [k for k in table if k.name == impl or (impl == "auto" and problem.device not in k.told)]
     for kernel in asked:
         if reasons[kernel.name] is None:
             return kernel
     why = [f"{k.name}: {reasons[k.name]}" for k in asked]
-    others = [k for k in TABLE if reasons[k.name] is None]
+    others = [k for k in table if reasons[k.name] is None]
     slow = " (slow on this device)"
     why += [f"kernel={k.name!r} would serve{slow * (problem.device in k.told)}" for k in others]
     raise NotImplementedError(f"no kernel serves {problem}: {'; '.join(why)}")

@@ -8,11 +8,28 @@ from ringattn.kernels.arrays import Array
 
 
 class Tile(NamedTuple):
-    """A rectangle of a step that a vendor kernel can run: all pairs, or the causal half of a square."""
+    """A rectangle of a step that a vendor kernel can run: all pairs, or the causal half of a square.
+
+    A kernel that takes any mask known beforehand is given its own word for one in the place of `causal`.
+    """
 
     queries: slice
     keys: slice
-    causal: bool
+    causal: Any
+
+
+class Sets(tuple):  # of tuples of tiles
+    """The same only as itself: slices have no hash, and a program's constants need one."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class Choice(NamedTuple):
+    """The tiles of a program that runs on many devices and at many steps: `sets[which]`, where `which` is traced."""
+
+    sets: Sets
+    which: Any
 
 
 class Intervals(NamedTuple):
@@ -20,12 +37,14 @@ class Intervals(NamedTuple):
 
     `begin >= end` is an empty row. `tiles` says the same as rectangles where that is possible, and is None where it is
     not. `host` holds (begin, end) as numpy arrays where the host made them, so that nobody reads the device to plan.
+    `choice` stands for `tiles` where one program serves all devices.
     """
 
     begin: Array
     end: Array
     tiles: tuple[Tile, ...] | None = None
     host: Any = None
+    choice: Choice | None = None
 
 
 def tiles_of(begin: np.ndarray, end: np.ndarray, most: int = 64) -> tuple[Tile, ...] | None:

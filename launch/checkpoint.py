@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 
 from ringattn.conf.schema import Model
 
@@ -55,8 +56,11 @@ class Checkpoints:
         self.writing = None
         try:
             future.result()
-        except Exception as error:
-            raise OSError(f"could not save step {step} in {self.folder}: {root(error)}") from error
+        except (Exception, CheckpointException) as error:
+            free = shutil.disk_usage(self.folder).free / 1e6
+            raise OSError(
+                f"could not save step {step} in {self.folder}, where {free:,.0f} MB are free: {root(error)}"
+            ) from error
         if dist.get_rank() == 0:
             whole = self.folder / name_of(step)
             shutil.rmtree(whole, ignore_errors=True)
@@ -71,9 +75,9 @@ def name_of(step: int) -> str:
 
 def root(error: BaseException) -> str:
     """The innermost reason, in one line."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        return str(next(iter(failures.values()))[0])
+    failures = [failure[0] for failure in getattr(error, "failures", {}).values()]
+    if failures:  # of several ranks: what the system said before what torch made of it
+        return str(next((f for f in failures if isinstance(f, OSError)), failures[0]))
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     return str(error)

@@ -10,6 +10,7 @@ import sysconfig
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,6 +50,28 @@ class Corpus:
             start, count, i = start + here, count - here, i + 1
         return np.concatenate(pieces).astype(np.int64)
 
+    def ends_within(self, start: int, count: int) -> np.ndarray:
+        """Where files end after 1 to `count` - 1 of the tokens from `start` on."""
+        first, last = bisect.bisect_right(self.ends, start), bisect.bisect_left(self.ends, start + count)
+        return np.array(self.ends[first:last], np.int64) - start
+
+
+class Window(NamedTuple):
+    """A sequence and the token after it, [seq_len + 1]; where documents other than the first one begin in it."""
+
+    tokens: np.ndarray
+    cuts: np.ndarray
+
+    def lengths(self, count: int) -> list[int]:
+        """The documents' parts among the first `count` tokens."""
+        return np.diff([0, *self.cuts[self.cuts < count], count]).tolist()
+
+    def predicted(self, count: int) -> np.ndarray:
+        """Whether each of `count` tokens is asked for its successor: not where another document begins."""
+        asked = np.ones(count, bool)
+        asked[self.cuts[self.cuts <= count] - 1] = False
+        return asked
+
 
 @dataclass(frozen=True)
 class Windows:
@@ -58,6 +81,7 @@ class Windows:
     seq_len: int
     seed: int
     held_out: int
+    documents: str = ""
 
     def __len__(self) -> int:
         """Training sequences in one epoch."""
@@ -72,16 +96,21 @@ class Windows:
         """Sequences that are never trained on: at most half of them."""
         return min(self.held_out, self.total // 2)
 
-    def train(self, number: int) -> np.ndarray:
-        """The `number`-th training sequence of the run, [seq_len + 1]."""
+    def train(self, number: int) -> Window:
+        """The `number`-th training sequence of the run."""
         epoch, i = divmod(number, len(self))
         return self.window(self.split()[self.order(epoch)[i]])
 
-    def evaluation(self, number: int) -> np.ndarray:
+    def evaluation(self, number: int) -> Window:
         return self.window(self.split()[len(self) + number])
 
-    def window(self, index: int) -> np.ndarray:
-        return self.corpus.read(int(index) * self.seq_len, self.seq_len + 1)
+    def window(self, index: int) -> Window:
+        start, count = int(index) * self.seq_len, self.seq_len + 1
+        tokens = self.corpus.read(start, count)
+        if self.documents == "files":
+            return Window(tokens, self.corpus.ends_within(start, count))
+        ends = np.flatnonzero(tokens[:-1] == int(self.documents)) + 1 if self.documents else np.empty(0, np.int64)
+        return Window(tokens, ends)
 
     def split(self) -> np.ndarray:
         """All windows, shuffled once: the last `kept` are held out."""
@@ -122,7 +151,7 @@ def find(folder: Path, suffix: str, skip: tuple[str, ...] = ()) -> list[Path]:
 
 def windows(corpus: Corpus, data: Data, seq_len: int, seed: int) -> Windows:
     """The corpus cut into sequences; a ValueError where it is shorter than one to train on."""
-    cut = Windows(corpus, seq_len, seed, data.held_out)
+    cut = Windows(corpus, seq_len, seed, data.held_out, data.documents)
     if cut.total < 1:
         raise ValueError(
             f"{corpus.name} has {len(corpus)} tokens, one sequence takes seq_len + 1 = {seq_len + 1}; "

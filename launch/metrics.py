@@ -1,6 +1,7 @@
 """What a run says about itself: a line while it goes, JSON lines to keep, TensorBoard and W&B on request, a picture."""
 
 import contextlib
+import dataclasses
 import json
 import resource
 import shutil
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from ringattn.conf.schema import Train
 
 # Dense bf16 tensor-core peaks of one GPU, flops a second, by a part of the device's name.
 PEAKS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
@@ -101,22 +104,30 @@ class Bar:
 
 
 class Log:
-    """metrics.jsonl in the run's folder, and TensorBoard or W&B beside it. Only rank 0 makes one."""
+    """metrics.jsonl in the run's folder, and TensorBoard or W&B beside it: `step/loss`, `eval/loss`, `save/seconds`.
 
-    def __init__(self, folder: Path, tensorboard: bool = False, wandb: str | None = None):
+    Only rank 0 makes one.
+    """
+
+    def __init__(self, folder: Path, config: Train):
         folder.mkdir(parents=True, exist_ok=True)
         self.file = (folder / "metrics.jsonl").open("a")
         self.writer: Any = None
         self.wandb: Any = None
-        if tensorboard:
+        if config.tensorboard:
             self.writer = optional("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
-        if wandb:
-            self.wandb = optional("wandb", "wandb").init(project=wandb, dir=str(folder), name=folder.name)
+        if config.wandb:
+            self.wandb = optional("wandb", "wandb").init(
+                project=config.wandb, dir=str(folder), name=folder.name, config=dataclasses.asdict(config)
+            )
 
     def write(self, row: dict[str, Any]) -> None:
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
-        numbers = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
+        if row["step"] < 0:  # a measurement before training, which has no place on a curve
+            return
+        kind = row["kind"]
+        numbers = {f"{kind}/{k}": v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
         if self.writer:
             for name, value in numbers.items():
                 self.writer.add_scalar(name, value, row["step"])

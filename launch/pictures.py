@@ -1,4 +1,4 @@
-"""The pictures of docs/how-it-works.md, each computed by the code that it explains.
+"""The pictures of docs/, each computed by the code that it explains.
 
 Layouts come from ringattn.layout, tiles from ringattn.kernels.tiled, steps from ringattn.schedule: a picture cannot
 show what the code does not do. `ringattn plot pictures` draws them all.
@@ -15,11 +15,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ringattn.cost import pairs
-from ringattn.kernels import tiled
+from ringattn.kernels import chunkwise, tiled
 from ringattn.kernels.intervals import Intervals
 from ringattn.layout import LAYOUTS, Layout
+from ringattn.planning import Plan
 from ringattn.schedule import Schedule, needed
 from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.torch.states import order
 
 INK, FAINT, PAPER = "#333333", "#d9d9d9", "#f4f4f4"
 RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#77aadd")
@@ -217,7 +219,37 @@ def ulysses() -> Figure:
     return figure
 
 
-PICTURES: dict[str, Callable[[], Figure]] = {f.__name__: f for f in (masks, tiling, merging, layouts, ring, ulysses)}
+def linear() -> Figure:
+    """Left: the product each pair of 32 tokens is in, chunks of 16. Right: a state's way past 4 zigzag ranks."""
+    T, chunk = 32, 16
+    figure, ((left, right),) = panels(1, 2, 9.5, 3.1, width_ratios=[1, 1.7], wspace=0.08)
+    grid(left, T, T, "which product a pair of tokens is in")
+    gates = torch.zeros(1, T, 1, 1)
+    halves = [after.shape[-2] for after, _ in chunkwise.decays(gates, gates, None, slice(0, T)).cuts]
+    for h in (h for h in halves if h < chunk):
+        for start in range(h, T, 2 * h):
+            left.add_patch(Rectangle((start - h, start), h, h, fc=RANKS[halves.index(h)], ec="white", lw=0.5))
+    for t in range(T):
+        left.add_patch(Rectangle((t, t), 1, 1, fc=INK, ec="white", lw=0.3))
+    left.add_patch(Rectangle((0, chunk), chunk, T - chunk, fc=FAINT, lw=0))
+    left.text(chunk / 2, T * 0.75, "by way of\nthe state", ha="center", va="center")
+    left.set(xlabel="keys", ylabel="queries")
+    plan = Plan(T, ring=4, layout="zigzag")
+    walk = order(plan)
+    blank(right, len(walk), 5)
+    right.set_title("a state's way past the segments of 4 ranks, zigzag")
+    for i, (r, _, _) in enumerate(walk):
+        right.add_patch(Rectangle((i + 0.06, r + 0.15), 0.88, 0.7, fc=RANKS[r], lw=0))
+        right.text(i + 0.5, r + 0.5, f"rank {r}", ha="center", va="center", color="white", fontsize=8)
+        if i:
+            arrow = {"arrowstyle": "->", "color": INK, "shrinkA": 1, "shrinkB": 1}
+            right.annotate("", (i + 0.06, r + 0.5), (i - 0.06, walk[i - 1][0] + 0.5), arrowprops=arrow)
+    right.text(len(walk) / 2, 4.5, "tokens, in the order of the sequence", ha="center", va="center")
+    return figure
+
+
+DRAWN = (masks, tiling, merging, layouts, ring, ulysses, linear)
+PICTURES: dict[str, Callable[[], Figure]] = {f.__name__: f for f in DRAWN}
 
 
 def panels(rows: int, columns: int, width: float, height: float, **grid_options: Any) -> tuple[Figure, Any]:

@@ -12,9 +12,10 @@ import numpy as np
 
 from ringattn import api
 from ringattn.comms.local import Board, LocalMesh
-from ringattn.cost import SAMPLED_ROWS, pairs
+from ringattn.cost import SAMPLED_ROWS, Shape, pairs
 from ringattn.launch.words import option
-from ringattn.planning import Plan
+from ringattn.planning import Plan, hardware_of, kv_heads_of_a_rank
+from ringattn.schedule import Schedule
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.steps import Mask, schedule_of
 
@@ -80,26 +81,50 @@ def planned(options: Options) -> Plan:
 
 
 def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
-    """The ring's steps as the lines of a table: the pairs each rank works on, and the blocks that move on."""
+    """The steps of the plan's route as the lines of a table: the pairs each rank works on, and how many blocks come."""
     counts = pairs(plan.tokens, plan.keys.tokens, spec, docs)
+    share = max(counts.sum() / plan.ring, 1)
+    total = counts.sum(1) / share
+    if plan.strategy == "gather":
+        return gathered(total)
     schedule = schedule_of(Mask(plan, spec, docs))
+    runs = routed(plan, schedule)
     ranks = range(plan.ring)
-    runs = [schedule.steps(r) for r in ranks]
-    share = counts.sum() / plan.ring
     lines = [
-        "steps of the ring: the share of a rank's mean work that each rank does, and how many blocks then move on"
+        f"steps of the {plan.route} route: each rank's work, of the mean rank's whole, and the blocks that come"
         + (" (sampled)" if plan.tokens.padded_length > SAMPLED_ROWS else ""),
-        "  step  " + "".join(f"{f'rank {r}':>8}" for r in ranks) + "   moves",
+        "  step  " + "".join(f"{f'rank {r}':>8}" for r in ranks) + "   blocks",
     ]
-    for i, distance in enumerate(schedule.distances):
-        work = [counts[r, (r - distance) % plan.ring] / max(share, 1) for r in ranks]
-        hops = [run[i].hop for run in runs]
-        moves = sum(h is not None and h.send for h in hops)
-        lines.append(f"  {distance:>4}  " + "".join(f"{w:>8.0%}" for w in work) + f"{moves:>8}")
+    for i in range(max(map(len, runs))):
+        here = [run[i] if i < len(run) else () for run in runs]
+        work = [sum(counts[r, block] for block in blocks) / share for r, blocks in enumerate(here)]
+        come = sum(block != r for r, blocks in enumerate(here) for block in blocks)
+        lines.append(f"  {i + 1:>4}  " + "".join(f"{w:>8.0%}" for w in work) + f"{come:>9}")
     skipped = plan.ring - len(schedule.distances)
-    total = counts.sum(1) / max(share, 1)
     lines.append("  all   " + "".join(f"{w:>8.0%}" for w in total) + (f"   {skipped} steps skipped" if skipped else ""))
-    return lines if plan.strategy != "gather" else gathered(total)
+    return lines
+
+
+def routed(plan: Plan, schedule: Schedule) -> list[list[tuple[int, ...]]]:
+    """For each rank and each of its steps: whose keys it works on."""
+    ranks, at_once = range(plan.ring), blocks_at_once(plan)
+    if plan.route == "relay":
+        return [[(step.source,) * step.work for step in schedule.steps(r)] for r in ranks]
+    if plan.route == "levels":
+        rounds = [schedule.rounds(r, plan.hosts, at_once) for r in ranks]
+        return [[visit.sources for one in each for visit in one.visits] for each in rounds]
+    return [[visit.sources for visit in schedule.visits(r, at_once)] for r in ranks]
+
+
+def blocks_at_once(plan: Plan) -> int:
+    """How many blocks a step of the direct route brings forward."""
+    heads, dim = plan.heads or (1, 1), plan.head_dim or 1
+    itemsize = 4 if plan.device == "cpu" else 2
+    shape = Shape(plan.seq_len, plan.keys.seq_len, *heads, dim, plan.value_dim or dim, itemsize)
+    kv_heads = kv_heads_of_a_rank(heads[1], plan.ulysses) // plan.groups_for(shape)
+    return plan.together or hardware_of(plan.device).blocks_at_once(
+        shape.kv_bytes(plan.keys.tokens.shard_len, kv_heads)
+    )
 
 
 def gathered(total: np.ndarray) -> list[str]:

@@ -1,4 +1,4 @@
-"""Draw: `ringattn plot pictures` the pictures of docs/how-it-works.md, `ringattn plot FILE.jsonl` benchmark lines.
+"""Draw: `ringattn plot pictures` the pictures of docs/, `ringattn plot FILE.jsonl` benchmark lines.
 
 Benchmark lines become bars: a panel a direction and figure, a group a case, a colour an implementation. Of lines that
 measured the same thing the last one counts.

@@ -36,12 +36,14 @@ def run(
     timeout: float | None = 120.0,
     collective_timeout: float = 120.0,
     preload: Sequence[str] = (),
+    grace: float = GRACE,
 ) -> list[Any]:
     """`function(*args)` on every rank of a new process group; the ranks' results in order.
 
     The function must be importable (no lambda). After `timeout` seconds (None: never) every rank is ended and a
     RankError is raised; a single collective that waits for `collective_timeout` seconds is an error of its rank.
-    The first call of a process may name modules to `preload`, which every rank then has at once.
+    The first call of a process may name modules to `preload`, which every rank then has at once. After the first
+    error the others have `grace` seconds to end by themselves.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "ringattn.launch.processes", *preload])
@@ -59,14 +61,14 @@ def run(
             process.start()
             child.close()
         try:
-            return collect([mine for mine, _ in pairs], time.monotonic() + (timeout or math.inf))
+            return collect([mine for mine, _ in pairs], time.monotonic() + (timeout or math.inf), grace)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def collect(pipes: list[Connection], deadline: float) -> list[Any]:
+def collect(pipes: list[Connection], deadline: float, grace: float = GRACE) -> list[Any]:
     """Every rank's result, or the first error once the others had a moment to say theirs."""
     results: dict[int, Any] = {}
     errors: dict[int, RankError] = {}
@@ -85,7 +87,7 @@ def collect(pipes: list[Connection], deadline: float) -> list[Any]:
                 results[rank] = value
             else:
                 errors[rank] = RankError(rank, *value)
-                deadline = min(deadline, time.monotonic() + GRACE)
+                deadline = min(deadline, time.monotonic() + grace)
     if errors:
         raise root_cause(errors)
     if waiting:

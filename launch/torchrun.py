@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from ringattn.launch import processes
 
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
 
 def started() -> bool:
     """Whether this process is one rank of a group that somebody else started."""
@@ -27,6 +29,11 @@ def started() -> bool:
 
 def rank() -> int:
     return int(os.environ.get("RANK", "0"))
+
+
+def neighbours() -> int:
+    """How many ranks there are on this machine, this one included."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
 
 
 def attempt() -> int:
@@ -46,7 +53,12 @@ def join(device: str, timeout: float) -> torch.device:
     if device == "cuda":
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(where)
-    store, number, ranks = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
+    try:
+        store, number, ranks = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise OSError(f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this machine; take another") from None
     dist.init_process_group(
         backend(device),
         store=dist.PrefixStore(f"attempt_{attempt()}", store),
@@ -69,7 +81,7 @@ def local(function: Callable[..., Any], ranks: int, device: str, *args: Any, pat
     The whole may take for ever; one exchange that takes longer than `patience` seconds is an error.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve the other ranks
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")  # nobody else may connect
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # nobody else may connect
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "ringattn.launch.trainer"])  # imported once, not by every rank
     forkserver.ensure_running()

@@ -44,6 +44,13 @@ def here(config: Train) -> int:
             raise ValueError(
                 "cluster=torchrun, and torchrun started nothing; say torchrun ... -m ringattn.launch.train"
             )
+        if config.cluster.kind == "ray":
+            from ringattn.launch import ray
+
+            summary, folder = ray.fit(config, work, new_folder)
+            if not config.dry_run:
+                finish(config, folder, {"Ray": folder}, summary)
+            return 0
         config, ranks, device = resolved(config, None)
         folder = new_folder(config)
         before, patience = time.time(), config.cluster.timeout
@@ -78,9 +85,7 @@ def under_torchrun(config: Train) -> int:
         config, _, device = resolved(config, int(os.environ["WORLD_SIZE"]))
         torchrun.join(device, config.cluster.timeout)
         folder = shared_folder(config)
-        if torchrun.attempt() and config.resume is None:
-            config = dataclasses.replace(config, resume="auto")
-        summary = record(work)(config, str(folder), time.time())
+        summary = record(work)(config, str(folder), time.time(), again=torchrun.attempt() > 0)
         if rank == 0 and not config.dry_run:
             finish(config, folder, {plural(dist.get_world_size()): folder}, summary or {})
         dist.barrier()

@@ -8,7 +8,9 @@ import os
 import platform
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ringattn import api
 from ringattn.comms import mesh as meshes
@@ -25,7 +26,7 @@ from ringattn.conf.schema import Train
 from ringattn.launch import bench, data, metrics, model, torchrun
 from ringattn.launch.checkpoint import Checkpoints, complete, load
 from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec
+from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.loss import token_mean
 
 MIB = 2**20
@@ -52,11 +53,16 @@ class Job:
         return self.config.batch * self.config.accumulate * self.axis.size
 
 
-def work(config: Train, folder: str, started_at: float) -> dict[str, Any]:
-    """One rank's whole run; the process group is ready. Returns what the summary says."""
-    stop = Stop(config.cluster.timeout)
+def work(
+    config: Train, folder: str, started_at: float, again: bool = False, asked: Callable[[], bool] | None = None
+) -> dict[str, Any]:
+    """One rank's whole run; the process group is ready. Returns what the summary says.
+
+    `again` goes on from the run's own newest checkpoint, if there is one; `asked` says whether to stop, beside SIGTERM.
+    """
+    stop = Stop(config.cluster.timeout, asked)
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()) if device.type == "cpu" else 1)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // torchrun.neighbours()) if device.type == "cpu" else 1)
     job = prepare(config, Path(folder), device)
     rank0 = dist.get_rank() == 0
     if config.dry_run:
@@ -66,8 +72,8 @@ def work(config: Train, folder: str, started_at: float) -> dict[str, Any]:
     if rank0:
         save_config(job)
     checkpoints = Checkpoints(job.folder, config.keep, torchrun.words_group(config.cluster.timeout))
-    resume(job, checkpoints)
-    log = metrics.Log(job.folder, config.tensorboard, config.wandb) if rank0 else None
+    resume(job, checkpoints, again)
+    log = metrics.Log(job.folder, config) if rank0 else None
     stopped = False
     try:
         if config.reference and job.step == 0:
@@ -105,13 +111,14 @@ def prepare(config: Train, folder: Path, device: torch.device) -> Job:
     torchrun.limit_waiting(config.cluster.timeout, mesh, everyone)
     where = torch.device("meta") if config.dry_run else device
     decoder = model.build(
-        m, config.seed, where, None if config.dry_run else everyone, recompute=s.recompute, precision=config.precision
-    )
+        m, config.seed, where, None if config.dry_run else everyone,
+        recompute=s.recompute, precision=config.precision, compile=config.compile,
+    )  # fmt: skip
     o = config.optimizer
     matrices = [p for p in decoder.parameters() if p.dim() > 1]
     norms = [p for p in decoder.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": norms, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2))
+    optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=device.type == "cuda")
     if config.snapshot and device.type == "cuda":
         torch.cuda.memory._record_memory_history()
     return Job(config, folder, device, plan, meshes.axis(mesh, "data"), windows, decoder, optimizer)
@@ -122,7 +129,6 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Sto
     config, memory = job.config, metrics.Memory(job.device)
     peak = metrics.peak_flops(job.device) * dist.get_world_size()
     bar = metrics.Bar(config.steps) if log else None
-    flops = model.train_flops(config.model, config.seq_len) * job.a_step
     memory.reset()
     with profiler(job) as trace:
         while job.step < config.steps:
@@ -134,12 +140,13 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Sto
                 job.seconds["first_step"] = time.time() - started_at
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of step {job.step} is {loss}; lower optimizer.lr={config.optimizer.lr}")
-            row = {
-                "kind": "step", "step": job.step, "loss": loss, "norm": norm, "lr": job.optimizer.param_groups[0]["lr"],
-                "seconds": seconds, "tokens_per_second": job.a_step * config.seq_len / seconds,
-                "mfu": flops / seconds / peak, "memory_mib": memory.peak() / MIB,
-            }  # fmt: skip
             if log and bar and job.step % config.log_every == 0:
+                row = {
+                    "kind": "step", "step": job.step, "loss": loss, "norm": norm,
+                    "lr": job.optimizer.param_groups[0]["lr"], "seconds": seconds,
+                    "tokens_per_second": job.a_step * config.seq_len / seconds,
+                    "mfu": step_flops(job, job.step - 1) / seconds / peak, "memory_mib": memory.peak() / MIB,
+                }  # fmt: skip
                 log.write(row)
                 bar.show(job.step, row)
             trace.step()
@@ -173,6 +180,15 @@ def train_step(job: Job) -> tuple[float, float]:
     return float(total), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
+def step_flops(job: Job, step: int) -> float:
+    """Flops of all ranks in a step, from its documents, which every rank can read."""
+    m, seq_len = job.config.model, job.config.seq_len
+    if not job.windows.documents:
+        return job.a_step * model.train_flops(m, [seq_len])
+    sequences = range(step * job.a_step, (step + 1) * job.a_step)
+    return sum(model.train_flops(m, job.windows.train(i).lengths(seq_len)) for i in sequences)
+
+
 def learning_rate(config: Train, step: int) -> float:
     """Linear warm-up, then half a cosine down to `final` of the highest rate."""
     o = config.optimizer
@@ -182,21 +198,28 @@ def learning_rate(config: Train, step: int) -> float:
     return o.lr * (o.final + (1 - o.final) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def train_batch(job: Job, micro: int) -> np.ndarray:
-    """This data rank's sequences of one micro-batch, [batch, seq_len + 1]."""
+def train_batch(job: Job, micro: int) -> list[data.Window]:
+    """This data rank's sequences of one micro-batch."""
     batch = job.config.batch
     first = job.step * job.a_step + (micro * job.axis.size + job.axis.rank) * batch
-    return np.stack([job.windows.train(first + i) for i in range(batch)])
+    return [job.windows.train(first + i) for i in range(batch)]
 
 
-def batch_loss(job: Job, tokens: np.ndarray) -> Tensor:
-    """The mean cross entropy of the next token, over all ranks; its gradient is this rank's share."""
+def batch_loss(job: Job, batch: list[data.Window]) -> Tensor:
+    """The mean cross entropy of the next token, over all ranks; its gradient is this rank's share.
+
+    Documents do not see each other, and none is asked how the next one begins.
+    """
+    tokens, plan = np.stack([w.tokens for w in batch])[:, : job.plan.seq_len + 1], job.plan
     data.check_vocabulary(tokens, job.config.model.vocab)
     whole = torch.from_numpy(tokens)
-    inputs, labels = (job.plan.shard(x).to(job.device) for x in (whole[:, :-1], whole[:, 1:]))
-    logits = job.decoder(inputs, job.plan).float()
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-    return token_mean(losses, job.plan, over=(job.axis,))
+    inputs, labels = (plan.shard(x).to(job.device) for x in (whole[:, :-1], whole[:, 1:]))
+    docs, asked = None, None
+    if job.windows.documents:
+        docs = Docs.from_lengths([w.lengths(plan.seq_len) for w in batch])
+        asked = plan.shard(torch.from_numpy(np.stack([w.predicted(plan.seq_len) for w in batch]))).to(job.device)
+    losses = job.decoder(inputs, plan, docs, labels_BT=labels)
+    return token_mean(losses, plan, mask=asked, over=(job.axis,))
 
 
 @torch.no_grad()
@@ -204,7 +227,7 @@ def evaluate(job: Job, log: metrics.Log | None) -> None:
     """The mean loss over the sequences that are never trained on; every data rank does all of them."""
     if not job.windows.kept:
         return
-    losses = [float(batch_loss(job, job.windows.evaluation(i)[None])) for i in range(job.windows.kept)]
+    losses = [float(batch_loss(job, [job.windows.evaluation(i)])) for i in range(job.windows.kept)]
     job.seconds["held_out"] = sum(losses) / len(losses)
     if log:
         log.write({"kind": "eval", "step": job.step, "loss": job.seconds["held_out"]})
@@ -218,7 +241,7 @@ def probe_memory(job: Job, log: metrics.Log | None) -> None:
         length = max(1, job.config.seq_len // part)
         job.plan = whole.for_length(length)
         memory.reset()
-        batch_loss(job, job.windows.train(0)[None, : length + 1]).backward()
+        batch_loss(job, [job.windows.train(0)]).backward()
         job.optimizer.zero_grad()
         grown = memory.grown() / MIB
         if log:
@@ -235,16 +258,12 @@ def save(job: Job, checkpoints: Checkpoints, log: metrics.Log | None) -> None:
         log.write({"kind": "save", "step": job.step, "seconds": time.perf_counter() - begin})
 
 
-def resume(job: Job, checkpoints: Checkpoints) -> None:
+def resume(job: Job, checkpoints: Checkpoints, again: bool) -> None:
     """Go on where a checkpoint ended: the weights, the moments, and the next sequence of the data."""
-    if job.config.resume is None:
+    own = complete(checkpoints.folder) if again or job.config.resume == "auto" else []
+    if not own and job.config.resume in (None, "auto"):
         return
-    path = Path(job.config.resume)
-    if job.config.resume == "auto":
-        found = complete(checkpoints.folder)
-        if not found:
-            return
-        path = found[-1]
+    path = own[-1] if own else Path(job.config.resume or "")
     state = load(path, job.decoder, job.optimizer, job.config.model)
     if state["sequences"] % job.a_step:
         raise ValueError(
@@ -257,32 +276,35 @@ def resume(job: Job, checkpoints: Checkpoints) -> None:
 
 
 class Stop:
-    """A SIGTERM to any rank ends the run after the current step, on all ranks alike."""
+    """A SIGTERM to any rank, or whoever else may ask, ends the run after the current step, on all ranks alike."""
 
-    def __init__(self, patience: float) -> None:
-        self.asked = False
+    def __init__(self, patience: float, other: Callable[[], bool] | None = None) -> None:
+        self.told, self.other = False, other
         self.group = torchrun.words_group(patience)
-        signal.signal(signal.SIGTERM, self.ask)
+        if threading.current_thread() is threading.main_thread():  # nobody else may hear signals
+            signal.signal(signal.SIGTERM, self.tell)
 
-    def ask(self, number: int, frame: Any) -> None:
-        self.asked = True
+    def tell(self, number: int, frame: Any) -> None:
+        self.told = True
 
     def agreed(self) -> bool:
-        asked = torch.tensor(int(self.asked))
+        asked = torch.tensor(int(self.told or (self.other is not None and self.other())))
         dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.group)
         return bool(asked)
 
 
 def profiler(job: Job) -> Any:
-    """A trace of steps 2 to 4 of rank 0, where it was asked for; otherwise something that does nothing."""
+    """A trace of steps 2 to 4 of rank 0 and its sums, where it was asked for; otherwise something that does nothing."""
     if not job.config.profile or dist.get_rank() != 0:
         return contextlib.nullcontext(Silent())
     from torch.profiler import profile, schedule
 
-    path = str(job.folder / "trace.json")
-    return profile(
-        schedule=schedule(wait=1, warmup=0, active=3, repeat=1), on_trace_ready=lambda p: p.export_chrome_trace(path)
-    )
+    def keep(p: Any) -> None:
+        p.export_chrome_trace(str(job.folder / "trace.json"))
+        where = f"self_{job.device.type}_time_total"
+        (job.folder / "profile.txt").write_text(p.key_averages().table(sort_by=where, row_limit=40))
+
+    return profile(schedule=schedule(wait=1, warmup=0, active=3, repeat=1), on_trace_ready=keep)
 
 
 class Silent:
@@ -291,7 +313,10 @@ class Silent:
 
 def save_config(job: Job) -> None:
     """config.json: the resolved configuration, the versions, the commit, the plan."""
-    job.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"{job.folder} cannot be made ({error.strerror}); say folder=PATH, a place to write to") from None
     about = {
         "config": dataclasses.asdict(job.config),
         "plan": str(job.plan),
@@ -310,15 +335,23 @@ def describe(job: Job) -> str:
     tokens = config.batch * job.plan.local_len
     itemsize = 2 if config.precision == "bfloat16" else 4
     inner, corpus = model.head_dim(m) * m.heads, job.windows.corpus
-    kept = {"none": 8 * m.dim + 3 * inner + 4 * m.hidden, "block": m.dim, "cheap": m.dim + inner}[
-        config.strategy.recompute
-    ]
+    keys = model.head_dim(m) * m.kv_heads
+    kept = {
+        "none": 8 * m.dim + 3 * inner + 4 * m.hidden,
+        "block": m.dim,
+        "cheap": m.dim + inner,
+        "pointwise": 3 * m.dim + 2 * inner + 2 * keys + 2 * m.hidden,
+    }[config.strategy.recompute]
+    at_work = 6 * (
+        m.dim + m.hidden
+    )  # of one block in backward: its input and output, gate, up, their product, gradients
     rows = [
         ("weights", f"{weights / 1e6:.2f} million in {m.layers} blocks"),
         ("a step", f"{config.seq_len} tokens x {job.a_step} sequences, {job.plan.local_len} tokens of each a rank"),
         ("data", f"{corpus.name}: {len(corpus) / 1e6:.1f} million tokens, {len(job.windows)} sequences"),
         ("state a rank", f"{weights * 16 / ranks / MIB:.1f} MiB: float32 weights, gradients, two moments"),
         ("kept for backward", f"about {m.layers * tokens * kept * itemsize / MIB:.1f} MiB a rank"),
-        ("flops", f"{model.train_flops(m, config.seq_len) * job.a_step:.3g} a step"),
+        ("a block at work", f"about {tokens * at_work * itemsize / MIB:.1f} MiB a rank"),
+        ("flops", f"{step_flops(job, 0):.3g} a step"),
     ]  # fmt: skip
     return "\n".join([*(f"{name:<18} {what}" for name, what in rows), "", job.plan.explain()])

@@ -46,18 +46,12 @@ def candidates(tma: bool) -> list[Any]:
     """Tiles worth a measurement; those that do not compile or fit are found out by trying."""
     from ringattn.kernels.triton.table import Tile
 
-    shapes = [
-        (64, 64, 4),
-        (64, 128, 4),
-        (128, 64, 4),
-        (128, 64, 8),
-        (64, 128, 8),
-        (128, 128, 8),
-        (32, 64, 4),
-        (64, 32, 4),
-    ]
+    narrow = [(64, 64, 4), (64, 128, 4), (128, 64, 4), (32, 64, 4), (64, 32, 4)]
+    shapes = [*narrow, (128, 64, 8), (64, 128, 8), (128, 128, 8)]
     return [
-        Tile(*shape, stages, by) for shape, stages, by in product(shapes, (2, 3), (True, False) if tma else (False,))
+        Tile(queries, keys, warps, stages, tma, registers)
+        for (queries, keys, warps), stages in product(shapes, (2, 3))
+        for registers in ((None, 128) if warps == 8 else (None,))  # 128 let two programs share a multiprocessor
     ]
 
 

@@ -1,4 +1,5 @@
 """Prove on this machine that attention over ranks equals dense float64 attention: out, lse and every gradient.
+And that gated linear attention equals its recurrence: out, the state behind the last token and every gradient.
 
     ringattn verify                                            4 ranks as threads of this process
     ringattn verify backend=gloo ranks=2 cases=docs,window     real processes, some of the cases
@@ -7,7 +8,8 @@
 
 Runs the tests' list of cases on every strategy and layout that this number of ranks allows, with NaN in the padding.
 A float32 result may be off by 2e-6 of its norm, a lower precision by twice what one device is off by, dense, in the
-same dtype. The exit status is 1 if any is off by more. A kernel that is named may refuse cases; auto may not.
+same dtype; of linear attention, whose states are rounded in every chunk, by 1e-3 in float16 and 8e-3 in bfloat16. The
+exit status is 1 if any is off by more. A kernel that is named may refuse cases; auto may not.
 """
 
 import math
@@ -26,14 +28,19 @@ from torch import Tensor
 from ringattn import kernels
 from ringattn.comms import local
 from ringattn.comms.mesh import init_mesh
-from ringattn.launch import oracle, processes
+from ringattn.kernels import linear
+from ringattn.launch import linear_oracle, oracle, processes
 from ringattn.launch.cases import FEATURES, Case
 from ringattn.launch.words import option
 from ringattn.layout import LAYOUTS
 
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 LIMITS = {"float64": 1e-12, "float32": 2e-6}
+LINEAR_LIMITS = {**LIMITS, "float16": 1e-3, "bfloat16": 8e-3}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+AnyCase = Case | linear_oracle.Case
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Options:
 class Outcome:
     """One case on all ranks: the worst error of each result over its limit, or why it did not run."""
 
-    case: Case
+    case: AnyCase
     errors: dict[str, float]
     limits: dict[str, float]
     refused: str = ""
@@ -99,8 +106,9 @@ def wrong(options: Options) -> str | None:
         return f"device={options.device!r}: choose cpu or cuda"
     if options.dtype not in DTYPES:
         return f"dtype={options.dtype!r}: choose one of {', '.join(DTYPES)}"
-    if options.kernel not in ("auto", *(kernel.name for kernel in kernels.TABLE)):
-        return f"kernel={options.kernel!r}: choose one of auto, {', '.join(kernel.name for kernel in kernels.TABLE)}"
+    known = dict.fromkeys(kernel.name for kernel in (*kernels.TABLE, *linear.TABLE))
+    if options.kernel not in ("auto", *known):
+        return f"kernel={options.kernel!r}: choose one of auto, {', '.join(known)}"
     if options.ranks < 1:
         return f"ranks={options.ranks}: at least 1"
     if (options.backend == "nccl") != (options.device == "cuda") and options.backend != "threads":
@@ -112,13 +120,14 @@ def wrong(options: Options) -> str | None:
     if options.backend == "nccl" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", options.ranks)):
         return f"ranks={options.ranks} need as many GPUs, and torch sees {torch.cuda.device_count()}"
     if not chosen(options):
-        names = ", ".join(case.name for case in FEATURES)
+        names = ", ".join(case.name for case in (*FEATURES, *linear_oracle.FEATURES))
         return f"cases={','.join(options.cases)} matches none of {names}"
     return None
 
 
-def chosen(options: Options) -> list[Case]:
-    return [c for c in placed(options.ranks) if not options.cases or any(word in str(c) for word in options.cases)]
+def chosen(options: Options) -> list[AnyCase]:
+    every: tuple[AnyCase, ...] = (*placed(options.ranks), *linear_oracle.placed(options.ranks))
+    return [c for c in every if not options.cases or any(word in str(c) for word in options.cases)]
 
 
 def placed(ranks: int) -> Iterator[Case]:
@@ -146,13 +155,13 @@ def everyone(options: Options, started: bool) -> list[list[dict[str, Any]]]:
 def threads(options: Options) -> list[list[dict[str, Any]]]:
     """All ranks in this process, on one device."""
 
-    def one(mesh: Any, case: Case) -> dict[str, Any]:
+    def one(mesh: Any, case: AnyCase) -> dict[str, Any]:
         mesh.device_type = options.device
         return one_case(options, case, mesh)
 
     by_case = []
     for case in chosen(options):
-        truth(*feature(case), options.dtype)  # once, before every thread wants it
+        truth_of(case, options)  # once, before every thread wants it
         by_case.append(local.run(partial(one, case=case), ring=case.ring, ulysses=case.ulysses))
     return [list(found) for found in zip(*by_case, strict=True)]
 
@@ -169,8 +178,25 @@ def one_process(options: Options) -> list[dict[str, Any]]:
     return found
 
 
-def one_case(options: Options, case: Case, mesh: Any) -> dict[str, Any]:
-    """One rank's errors and its share of the sinks' gradient; or why the kernel refuses, on all ranks alike."""
+def one_case(options: Options, case: AnyCase, mesh: Any) -> dict[str, Any]:
+    """One rank's errors and its share of what is the same on all; or why the kernel refuses, on all ranks alike."""
+    table = kernels.TABLE if isinstance(case, Case) else linear.TABLE
+    if options.kernel not in ("auto", *(kernel.name for kernel in table)):
+        return {"refused": f"{options.kernel}: no kernel of {'' if isinstance(case, Case) else 'linear '}attention"}
+    return (one_attention if isinstance(case, Case) else one_linear)(options, case, mesh)  # type: ignore[arg-type]
+
+
+def one_linear(options: Options, case: linear_oracle.Case, mesh: Any) -> dict[str, Any]:
+    given = linear_oracle.inputs(case.seq_len, case.gate, getattr(torch, options.dtype))
+    given = {name: None if x is None else x.to(options.device) for name, x in given.items()}
+    exact = {name: x.to(options.device) for name, x in truth_of(case, options).items()}
+    how = {"layout": case.layout, "scan": case.strategy, "kernel": options.kernel}
+    docs = linear_oracle.docs_of(case.lengths, case.seq_len)
+    errors, share = linear_oracle.errors(mesh, given, exact, docs, **how)
+    return {"errors": errors, "share": share.double().tolist()}
+
+
+def one_attention(options: Options, case: Case, mesh: Any) -> dict[str, Any]:
     given = {name: x.to(options.device) for name, x in inputs(*feature(case), options.dtype).items()}
     try:
         found = oracle.run(case, mesh, given, options.kernel)
@@ -179,6 +205,18 @@ def one_case(options: Options, case: Case, mesh: Any) -> dict[str, Any]:
     share = found.get("dsinks")
     errors = oracle.errors(case, mesh, found, truth(*feature(case), options.dtype))
     return {"errors": errors, "share": None if share is None else share.double().tolist()}
+
+
+def truth_of(case: AnyCase, options: Options) -> dict[str, Tensor]:
+    if isinstance(case, Case):
+        return truth(*feature(case), options.dtype)
+    return linear_oracle.truth(case.seq_len, case.gate, case.lengths, getattr(torch, options.dtype))
+
+
+def limits_of(case: AnyCase, options: Options) -> dict[str, float]:
+    if isinstance(case, Case):
+        return limits(*feature(case), options.dtype)
+    return dict.fromkeys(linear_oracle.RESULTS, LINEAR_LIMITS[options.dtype])
 
 
 def feature(case: Case) -> tuple[str, int]:
@@ -215,28 +253,45 @@ def off(found: Tensor, exact: Tensor) -> float:
 
 
 def summed(options: Options, ranks: list[list[dict[str, Any]]]) -> list[Outcome]:
-    """Every case's worst error over the ranks; the sinks' gradient is the sum of the ranks' shares."""
+    """Every case's worst error over the ranks; the gradient of what is the same on all is the sum of their shares."""
     outcomes = []
     for case, found in zip(chosen(options), zip(*ranks, strict=True), strict=True):
         refused = next((one["refused"] for one in found if "refused" in one), "")
         errors = {} if refused else {n: max(one["errors"][n] for one in found) for n in found[0]["errors"]}
-        if case.sinks and not refused:
+        if not refused and found[0]["share"] is not None:
+            shared = "dsinks" if isinstance(case, Case) else "dstate"
             total = torch.tensor([one["share"] for one in found], dtype=torch.float64).sum(0)
-            errors["dsinks"] = off(total, truth(*feature(case), options.dtype)["dsinks"])
-        outcomes.append(Outcome(case, errors, limits(*feature(case), options.dtype), refused))
+            errors[shared] = off(total, truth_of(case, options)[shared])
+        outcomes.append(Outcome(case, errors, limits_of(case, options), refused))
     return outcomes
 
 
 def report(options: Options, outcomes: list[Outcome], seconds: float) -> list[str]:
-    """A row a strategy, mesh and layout, then everything that failed, then the verdict."""
+    """A row a strategy, mesh and layout, of attention and of linear attention; everything that failed; the verdict."""
     where = f"{options.ranks} ranks ({options.backend}), {options.device}, {options.dtype}, kernel {options.kernel}"
-    lines = [f"worst relative errors against dense float64: {where}", ""]
-    lines.append(f"{'ring ulysses strategy layout':<34}{'cases':>6}" + "".join(f"{n:>9}" for n in RESULTS) + "  result")
+    lines = []
+    for kind, names, title in (
+        (Case, RESULTS, f"worst relative errors against dense float64: {where}"),
+        (linear_oracle.Case, linear_oracle.RESULTS, "linear attention, against its recurrence in float64"),
+    ):
+        if these := [o for o in outcomes if isinstance(o.case, kind)]:
+            lines += [title, "", *rows(these, names), ""]
+    lines += [failure(o) for o in outcomes if not o.good and not o.refused]
+    for why in dict.fromkeys(o.refused for o in outcomes if o.refused):
+        refused = sum(o.refused == why for o in outcomes)
+        lines.append(f"refused in {refused} cases: {why}")
+    passed = sum(o.good for o in outcomes)
+    return [*lines, f"{passed} of {len(outcomes)} cases pass, in {seconds:.1f} s"]
+
+
+def rows(outcomes: list[Outcome], names: tuple[str, ...]) -> list[str]:
+    """The table: the worst error of each result at each place."""
+    lines = [f"{'ring ulysses strategy layout':<34}{'cases':>6}" + "".join(f"{n:>9}" for n in names) + "  result"]
     places = dict.fromkeys((o.case.ring, o.case.ulysses, o.case.strategy, o.case.layout) for o in outcomes)
     for place in places:
         here = [o for o in outcomes if (o.case.ring, o.case.ulysses, o.case.strategy, o.case.layout) == place]
         ring, ulysses, strategy, layout = place
-        worst = [max((o.errors[n] for o in here if n in o.errors), default=None) for n in RESULTS]
+        worst = [max((o.errors[n] for o in here if n in o.errors), default=None) for n in names]
         cells = "".join(f"{'-':>9}" if w is None else f"{w:>9.1e}" for w in worst)
         refused = sum(bool(o.refused) for o in here)
         verdict = "FAIL" if any(not o.good and not o.refused for o in here) else "pass" if refused < len(here) else "-"
@@ -244,12 +299,7 @@ def report(options: Options, outcomes: list[Outcome], seconds: float) -> list[st
             f"{ring:>4} {ulysses:>7} {strategy:<8} {layout:<12}{len(here):>6}{cells}  {verdict}"
             + (f" ({refused} refused)" if refused else "")
         )
-    lines += ["", *(failure(o) for o in outcomes if not o.good and not o.refused)]
-    for why in dict.fromkeys(o.refused for o in outcomes if o.refused):
-        refused = sum(o.refused == why for o in outcomes)
-        lines.append(f"refused in {refused} cases: {why}")
-    passed = sum(o.good for o in outcomes)
-    return [*lines, f"{passed} of {len(outcomes)} cases pass, in {seconds:.1f} s"]
+    return lines
 
 
 def failure(outcome: Outcome) -> str:

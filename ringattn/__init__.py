@@ -7,13 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ringattn.api import attention, init_mesh, plan
+    from ringattn.api import KVCache, attention, decode, init_mesh, linear_attention, plan, prefill
     from ringattn.jax.aot import aot_report
     from ringattn.kernels.partial import Partial, merge
     from ringattn.planning import Plan
     from ringattn.spec import AttentionSpec, Docs
     from ringattn.torch import hf, nn
-    from ringattn.torch.cache import KVCache, decode, prefill
     from ringattn.torch.loss import token_mean
     from ringattn.torch.ops import attend
 
@@ -22,19 +21,20 @@ __version__ = "0.1.0"
 PUBLIC = {
     "AttentionSpec": "ringattn.spec",
     "Docs": "ringattn.spec",
-    "KVCache": "ringattn.torch.cache",
+    "KVCache": "ringattn.api",
     "Partial": "ringattn.kernels.partial",
     "Plan": "ringattn.planning",
     "aot_report": "ringattn.jax.aot",
     "attend": "ringattn.torch.ops",
     "attention": "ringattn.api",
-    "decode": "ringattn.torch.cache",
+    "decode": "ringattn.api",
     "hf": "ringattn.torch.hf",
     "init_mesh": "ringattn.api",
+    "linear_attention": "ringattn.api",
     "merge": "ringattn.kernels.partial",
     "nn": "ringattn.torch.nn",
     "plan": "ringattn.api",
-    "prefill": "ringattn.torch.cache",
+    "prefill": "ringattn.api",
     "token_mean": "ringattn.torch.loss",
 }
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "decode",
     "hf",
     "init_mesh",
+    "linear_attention",
     "merge",
     "nn",
     "plan",

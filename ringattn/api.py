@@ -1,11 +1,24 @@
 """The public functions: each finds the framework from its arguments and calls the function of the same name there."""
 
 import sys
+from importlib import import_module
 from typing import Any
 
+from ringattn.check import of_words
 from ringattn.comms.axis import Solo
-from ringattn.cost import Shape, replicas
-from ringattn.planning import Plan, candidates, check_heads, check_length, choose, describe, hardware_of
+from ringattn.cost import Hardware, Shape, exchanged, groups_of, replicas
+from ringattn.layout import Layout
+from ringattn.planning import (
+    Candidate,
+    Plan,
+    candidates,
+    check_heads,
+    check_length,
+    choose,
+    describe,
+    hardware_of,
+    kv_heads_of_a_rank,
+)
 from ringattn.spec import AttentionSpec, Docs
 
 REFUSED = {
@@ -44,8 +57,9 @@ def attention(
     """softmax(scale * q k^T) v over the whole sequence, exact, whichever rank holds which part of it.
 
     q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] are this rank's tokens under `plan` (see `Plan.shard`); G divides
-    H. Without a plan they are everything, on one device. Returns out [B, T, H, V] in q's dtype, and with
-    `return_lse` also lse [B, T, H], the natural log-sum-exp in float32, differentiable.
+    H. Without a plan they are everything: on one device, or, jax arrays, on the mesh that their sharding names. Returns
+    out [B, T, H, V] in q's dtype, and with `return_lse` also lse [B, T, H], the natural log-sum-exp in float32,
+    differentiable.
 
     spec      causal, window, softcap, scale; causal by default
     docs      packed documents, the same on every rank; `key_docs` those of the keys where they are another sequence
@@ -53,9 +67,91 @@ def attention(
     """
     if unknown:
         refuse(unknown)
-    return framework(q).attention(
+    problem = of_words(plan=plan, spec=spec, docs=docs, key_docs=key_docs)
+    if problem:
+        raise ValueError(problem)
+    return framework(q, k, v).attention(
         q, k, v, plan, spec=spec, docs=docs, key_docs=key_docs, sinks=sinks, return_lse=return_lse
     )
+
+
+def linear_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    log_decay: Any = None,
+    plan: Plan | None = None,
+    *,
+    initial_state: Any = None,
+    return_state: bool = False,
+    docs: Docs | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    scan: str = "auto",
+    check: bool | None = None,
+) -> Any:
+    """S_t = exp(log_decay_t) S_{t-1} + k_t^T v_t and o_t = scale * q_t S_t, over the whole sequence, exact.
+
+    q, k [B, T, H, K] and v [B, T, H, V] are this rank's tokens under `plan`, whose layout is contiguous or zigzag;
+    without a plan they are everything. Returns out [B, T, H, V] in q's dtype, and with `return_state` also the state
+    behind the last token [B, H, K, V], the same on every rank, in float32 (float64 for float64 inputs).
+
+    log_decay       [B, T, H, K] a gate a key channel, [B, T, H] one a head, None for none; natural logarithm, at most 0
+    initial_state   the state before the first token, the same on every rank; its gradient is this rank's share (of
+                    global JAX arrays: all of it)
+    docs            packed documents: where one begins the state is zero, except at the first token
+    scale           of q; 1 / sqrt(K) by default
+    kernel          auto, triton or chunkwise; in JAX auto or chunkwise
+    scan            how states go from rank to rank: auto, gather, ring or pipeline; in JAX auto or gather
+    check           look at every gate, which waits for the device; by default on CPUs only
+    """
+    found: Any  # by statements: torch.compile traces no import_module
+    if framework(q, k, v).__name__ == "ringattn.jax":
+        import ringattn.jax.linear as found
+    else:
+        import ringattn.torch.linear as found
+    return found.linear_attention(
+        q, k, v, log_decay, plan, initial_state=initial_state, return_state=return_state, docs=docs, scale=scale,
+        kernel=kernel, scan=scan, check=check,
+    )  # fmt: skip
+
+
+class KVCache:
+    """Keys and values of every token so far, spread over ranks or devices: `allocate` makes the one of the plan's kind.
+
+    What it can do is said in ringattn.torch.cache, where calls change it, and in ringattn.jax.cache, where they give
+    another one.
+    """
+
+    @staticmethod
+    def allocate(plan: Plan, **sizes: Any) -> Any:
+        """An empty cache: batch=, max_len=, kv_heads=, head_dim=, and if need be value_dim=, dtype=, block=."""
+        problem = of_words(plan=plan)
+        if problem:
+            raise ValueError(problem)
+        return import_module(f"ringattn.{plan.framework}.cache").KVCache.allocate(plan, **sizes)
+
+
+def prefill(q: Any, k: Any, v: Any, plan: Plan, cache: Any, **how: Any) -> Any:
+    """Append a chunk of the prompt to the cache and attend to everything so far: out, with JAX (out, the cache).
+
+    `how` is of ringattn.torch.inference.prefill, or ringattn.jax.inference.prefill: spec, sinks, start, move, keys.
+    """
+    return part("inference", q, k, v).prefill(q, k, v, plan, cache, **how)
+
+
+def decode(q: Any, k: Any, v: Any, cache: Any, **how: Any) -> Any:
+    """The next token or tokens, the same on every rank or device: out, with JAX (out, the cache).
+
+    `how` is of ringattn.torch.inference.decode, or ringattn.jax.inference.decode: spec, sinks, form, parents.
+    """
+    return part("inference", q, k, v).decode(q, k, v, cache, **how)
+
+
+def part(name: str, *arrays: Any) -> Any:
+    """The module of this name for these tensors' framework."""
+    kind = "jax" if framework(*arrays).__name__ == "ringattn.jax" else "torch"
+    return import_module(f"ringattn.{kind}.{name}")
 
 
 def refuse(unknown: dict[str, Any]) -> None:
@@ -64,17 +160,17 @@ def refuse(unknown: dict[str, Any]) -> None:
     raise ValueError("; ".join(said))
 
 
-def framework(x: Any) -> Any:
-    """The module of functions for this tensor's framework."""
-    if "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor):
+def framework(*arrays: Any) -> Any:
+    """The module of functions for these tensors' framework."""
+    if "torch" in sys.modules and all(isinstance(x, sys.modules["torch"].Tensor) for x in arrays):
         import ringattn.torch.attention
 
         return ringattn.torch.attention
-    if "jax" in sys.modules and isinstance(x, sys.modules["jax"].Array):
+    if "jax" in sys.modules and all(isinstance(x, sys.modules["jax"].Array) for x in arrays):
         import ringattn.jax
 
         return ringattn.jax
-    raise ValueError(f"expected a torch tensor or a jax array, got {type(x).__name__}")
+    raise ValueError(f"expected torch tensors or jax arrays, got {', '.join(type(x).__name__ for x in arrays)}")
 
 
 def init_mesh(
@@ -98,26 +194,51 @@ def plan(
     strategy: str = "auto",
     layout: str = "auto",
     kernel: str = "auto",
+    route: str = "auto",
+    hosts: int | None = None,
+    together: int | None = None,
+    transport: str = "auto",
+    backward: str = "auto",
+    groups: int | None = None,
+    docs: Docs | None = None,
     dtype: str | None = None,
 ) -> Plan:
     """How `seq_len` tokens are spread over the mesh: every choice can be given, the rest is picked by predicted time.
 
     The mesh has axes "ring" and/or "ulysses", whose sizes are then fixed, or "sequence", which is factored here; no
     mesh means one device. `heads` is (query heads, key heads). Every rank must make the same plan; `explain()` shows
-    the candidates and why this one.
+    the candidates and why this one. `docs`, if they are known, let it pick the layout that suits them.
+
+    `route` is how blocks of keys reach the ranks of a ring: "direct", from their owner to each that sees them, or
+    "relay", from rank to rank, or "levels", from host to host and there direct; auto goes by the number of `hosts` that
+    the ring lies on, one after the other with as many ranks on each, as it finds them. `together` is
+    how many blocks a step may bring on the direct route; by default as many as are small. `transport` is "symmetric"
+    (GPUs that see each other's memory: the copy engines move everything) or "group" (NCCL, gloo). `backward` is what
+    travels there on the direct route, "keys" or "queries"; auto takes what is fewer bytes. `groups` is in how many
+    groups of heads Ulysses and gather exchange, one while another is attended to; by default as many as are worth it.
     """
     spec = AttentionSpec() if spec is None else spec
     heads = (heads, heads) if isinstance(heads, int) else heads
     if heads is not None:
+        if not isinstance(heads, (tuple, list)) or len(heads) != 2:
+            raise ValueError(f"heads={heads!r}: (query heads, key heads), or one number for both")
         check_heads(*heads, ulysses=1)
-    device, ranks, bind = placed(mesh)
+    device, ranks, bind = placed(mesh, transport)
     shape = None
     if heads is not None and head_dim is not None:
         itemsize = {"float64": 8, "float32": 4}.get(dtype or ("float32" if device == "cpu" else "bfloat16"), 2)
         check_length("seq_len", seq_len)
         shape = Shape(seq_len, key_len or seq_len, *heads, head_dim, value_dim or head_dim, itemsize)
     hardware = hardware_of(device)
-    best, options = choose(candidates(ranks, heads and heads[0], strategy, layout, spec), shape, spec, hardware)
+    open_ = candidates(ranks, heads and heads[0], strategy, layout, spec, docs)
+    best, options = choose(open_, shape, spec, hardware, docs)
+    axes = bind(best.ring, best.ulysses)
+    hosts = getattr(axes[0], "hosts", 0) if hosts is None else hosts
+    if route == "auto":
+        route = way_over(hosts, best.ring)
+    sizes = shape.backward_bytes(best.ring) if shape else {"keys": 0, "queries": 1}
+    if backward == "auto":
+        backward = min(sizes, key=lambda name: sizes[name]) if route == "direct" else "keys"
     return Plan(
         seq_len=seq_len,
         key_len=key_len,
@@ -126,20 +247,62 @@ def plan(
         strategy=best.strategy,
         layout=best.layout,
         kernel=kernel,
+        route=route,
+        hosts=max(1, hosts),
+        together=together,
+        backward=backward,
+        groups=groups,
         heads=heads,
         head_dim=head_dim,
         value_dim=value_dim,
         framework="jax" if is_jax_mesh(mesh) else "torch",
-        axes=bind(best.ring, best.ulysses),
+        axes=axes,
         device=device,
         report=(
             *describe(options, hardware),
+            *way_report(axes[0], route, backward, sizes),
+            *groups_report(shape, best, groups, hardware, axes[0]),
             *kernel_report(shape, spec, device, dtype, kernel, best.ulysses, is_jax_mesh(mesh)),
         ),
     )
 
 
-def placed(mesh: Any) -> tuple[str, list[tuple[int, int]], Any]:
+def way_over(hosts: int, ring: int) -> str:
+    """The route for a ring on so many hosts (0: nobody knows)."""
+    if hosts == 1:
+        return "direct"
+    return "levels" if hosts > 1 and ring % hosts == 0 and ring > hosts else "relay"
+
+
+def way_report(axis: Any, route: str, backward: str, sizes: dict[str, int]) -> list[str]:
+    """How blocks reach the ranks of the ring, if there is one, and what travels in backward."""
+    if getattr(axis, "size", 1) == 1 or not hasattr(axis, "hosts"):
+        return []
+    by = str(axis).rpartition("(")[2].rstrip(")")
+    how = {"direct": "straight from their owners", "relay": "from rank to rank"}.get(route, "host by host")
+    mb = {name: f" ({size / 1e6:.1f} MB a block)" for name, size in sizes.items()} if sizes["keys"] else {}
+    other = "queries" if backward == "keys" else "keys"
+    travel = f"{backward}{mb.get(backward, '')} travel, not {other}{mb.get(other, '')}"
+    return [f"route {route}: blocks come {how}, over {by}; in backward {travel}"]
+
+
+def groups_report(shape: Shape | None, best: Candidate, told: int | None, hardware: Hardware, axis: Any) -> list[str]:
+    """In how many groups of heads what Ulysses and gather exchange goes, if there is any."""
+    if not hasattr(axis, "hosts") or (best.ulysses == 1 and (best.strategy != "gather" or best.ring == 1)):
+        return []
+    if shape is None and told is None:
+        return ["heads exchanged in groups: say heads and head_dim to see how many"]
+    why = "as told"
+    if shape and told is None:
+        lengths = (shape.seq_len, shape.key_len)
+        local = tuple(Layout(best.layout, n, best.ring, best.ulysses).shard_len // best.ulysses for n in lengths)
+        sent = exchanged(shape, best.ring, best.ulysses, best.strategy, (local[0], local[1]))
+        told = groups_of(sent, kv_heads_of_a_rank(shape.kv_heads, best.ulysses), hardware)
+        why = f"{sent / 1e6:.1f} MB a rank"
+    return [f"heads exchanged in {told} group{'s' * (told != 1)} ({why}): one travels while another is attended to"]
+
+
+def placed(mesh: Any, transport: str = "auto") -> tuple[str, list[tuple[int, int]], Any]:
     """A mesh's device type, the (ring, ulysses) sizes it allows, and what turns the chosen sizes into axes."""
     if mesh is None:
         return default_device(), [(1, 1)], lambda ring, ulysses: (Solo("ring"), Solo("ulysses"))
@@ -156,7 +319,7 @@ def placed(mesh: Any) -> tuple[str, list[tuple[int, int]], Any]:
 
         def bind(ring: int, ulysses: int) -> tuple[Any, Any]:
             cut = split(mesh, "sequence", {"ring": ring, "ulysses": ulysses})
-            return axis(cut, "ring"), axis(cut, "ulysses")
+            return axis(cut, "ring", transport), axis(cut, "ulysses", transport)
 
         return mesh.device_type, pairs, bind
     if not {"ring", "ulysses"} & set(names):
@@ -165,7 +328,9 @@ def placed(mesh: Any) -> tuple[str, list[tuple[int, int]], Any]:
             "(ringattn.init_mesh names them)"
         )
     sizes = axis_size(mesh, "ring"), axis_size(mesh, "ulysses")
-    return mesh.device_type, [sizes], lambda ring, ulysses: (axis(mesh, "ring"), axis(mesh, "ulysses"))
+    return mesh.device_type, [sizes], lambda ring, ulysses: (
+        axis(mesh, "ring", transport), axis(mesh, "ulysses", transport)
+    )  # fmt: skip
 
 
 def is_jax_mesh(mesh: Any) -> bool:

@@ -4,10 +4,34 @@ Every function gives None for what is right. Tensors of any framework are asked 
 dtype or a device is checked in ringattn.torch and ringattn.jax.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-from ringattn.planning import Plan, heads_problem
+import numpy as np
+
+from ringattn.planning import Plan, groups_problem, heads_problem
 from ringattn.spec import AttentionSpec, Docs
+
+PACKED = Docs, "say Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
+WORDS = {
+    "plan": (Plan, "make one with ringattn.plan(mesh, seq_len=...)"),
+    "spec": (AttentionSpec, "say AttentionSpec(causal=..., window=..., softcap=..., scale=...)"),
+    "docs": PACKED,
+    "key_docs": PACKED,
+}
+
+
+def of_words(**words: Any) -> str | None:
+    """A plan, a spec and documents are what their names say."""
+    for name, value in words.items():
+        kind, remedy = WORDS[name]
+        if value is not None and not isinstance(value, kind):
+            return f"{name} is of type {type(value).__name__}; {remedy}"
+    return None
+
+
+def of_choice(name: str, value: str, choices: Sequence[str]) -> str | None:
+    return None if value in choices else f"{name}={value!r}: choose one of {', '.join(choices)}"
 
 
 def of_shapes(q: Any, k: Any, v: Any) -> str | None:
@@ -33,7 +57,9 @@ def of_plan(q: Any, k: Any, v: Any, plan: Plan) -> str | None:
         return f"q has head dim {q.shape[3]}, the plan was made for head_dim={plan.head_dim}"
     if plan.value_dim is not None and plan.value_dim != v.shape[3]:
         return f"v has head dim {v.shape[3]}, the plan was made for value_dim={plan.value_dim}"
-    return heads_problem(*heads, ulysses=plan.ulysses, ring=plan.ring)
+    return heads_problem(*heads, ulysses=plan.ulysses, ring=plan.ring) or groups_problem(
+        plan.groups, heads[1], plan.ulysses
+    )
 
 
 def of_sinks(sinks: Any, heads: int, floating: bool) -> str | None:
@@ -80,3 +106,60 @@ def of_docs(batch: int, plan: Plan, docs: Docs | None, key_docs: Docs | None) ->
     if key_docs is not None and key_docs.starts.shape != docs.starts.shape:
         return f"docs and key_docs must have the same number of documents: {docs} and {key_docs}"
     return None
+
+
+def of_linear(
+    q: Any, k: Any, v: Any, log_decay: Any, plan: Plan, docs: Docs | None, held: int | None = None
+) -> str | None:
+    """q, k [B, T, H, K], v [B, T, H, V] and gates a key channel, a head, or none; segments in the sequence's order.
+
+    `held` is how many tokens they must have; by default what a rank holds.
+    """
+    held = plan.local_len if held is None else held
+    heads = q.shape[2:3] == k.shape[2:3]
+    if len(q.shape) == len(k.shape) == 4 and not heads:
+        return f"q has {q.shape[2]} heads, k {k.shape[2]}; every head of linear attention has its own key"
+    found = of_shapes(q, k, v)
+    if found:
+        return found
+    if q.shape[1] != k.shape[1]:
+        return f"q has {q.shape[1]} tokens, k {k.shape[1]}; linear attention is of one sequence with itself"
+    if log_decay is not None and tuple(log_decay.shape) not in (tuple(k.shape), tuple(k.shape[:3])):
+        return (
+            f"log_decay has shape {tuple(log_decay.shape)}; expected {tuple(k.shape)}, a gate for every key channel, "
+            f"or {tuple(k.shape[:3])}, one for every head"
+        )
+    if plan.layout == "striped" and plan.ring > 1:
+        return (
+            "layout='striped' deals out neighbouring tokens to different ranks, and a state would have to visit every "
+            "rank between two of them; use layout='zigzag' or 'contiguous'"
+        )
+    if plan.keys is not plan:
+        return f"the plan has {plan.seq_len} queries and {plan.keys.seq_len} keys; linear attention is of one sequence"
+    return of_lengths(q, k, plan, AttentionSpec(), (held, held)) or of_docs(q.shape[0], plan, docs, None)
+
+
+def of_state(name: str, state: Any, q: Any, v: Any, dtype: Any) -> str | None:
+    """A state [B, H, K, V] in the dtype that states have."""
+    expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    if tuple(state.shape) != expected:
+        return f"{name} has shape {tuple(state.shape)}; expected {expected}: batch, heads, key dim, value dim"
+    if state.dtype != dtype:
+        return f"{name} is {state.dtype}; the state of {q.dtype} inputs is {dtype}: pass {name}.to({dtype})"
+    return None
+
+
+def of_start(start: int | Sequence[int] | None, lengths: np.ndarray | None) -> str | None:
+    """A chunk begins where the rows of its cache end, if both are known."""
+    if start is None or lengths is None or (np.asarray(start) == lengths).all():
+        return None
+    word = "skips" if (np.asarray(start) > lengths).any() else "overlaps"
+    return f"a chunk at {start} {word} positions: the rows of the cache end at {lengths.tolist()}"
+
+
+def of_kept(name: str, x: Any, mine: Any) -> str | None:
+    """New tokens [B, n, G, D] have the shape of those that a cache keeps."""
+    if len(x.shape) == 4 and (x.shape[0], *x.shape[2:]) == (mine.shape[0], *mine.shape[2:]):
+        return None
+    B, _, G, D = mine.shape
+    return f"{name} has shape {tuple(x.shape)}; this cache takes [{B}, tokens, {G}, {D}]"

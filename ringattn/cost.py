@@ -12,16 +12,29 @@ from ringattn.spec import AttentionSpec, Docs, bounds
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates one rank really reaches: kernel flops a second, link bytes a second each way, seconds a transfer."""
+    """Rates one rank really reaches: kernel flops a second, link bytes a second each way, seconds a transfer.
+
+    `room` is how many bytes of keys a step may bring at once: few large steps fill a GPU better than many small ones.
+    Where GPUs see each other's memory there are two transports: copy engines, which these rates are of, start `engines`
+    seconds later than a process group, which brings a few MiB at `group_link` bytes a second.
+    """
 
     name: str
     flops: float
     link: float
     latency: float
+    room: int = 0
+    engines: float = 0.0
+    group_link: float = 0.0
+
+    def blocks_at_once(self, block: int) -> int:
+        """How many blocks of that many bytes a step may bring."""
+        return max(1, self.room // max(1, block))
 
 
 HARDWARE = {
-    "h200": Hardware("H200, NVLink", 550e12, 250e9, 20e-6),
+    "h200": Hardware("H200, NVLink", 550e12, 250e9, 20e-6, room=384 * 2**20, engines=25e-6, group_link=160e9),
+    "tpu": Hardware("TPU v6e, half its datasheet's rates", 459e12, 45e9, 5e-6),  # never measured here
     "cpu": Hardware("CPU, gloo", 5e10, 1e9, 300e-6),
 }
 
@@ -49,6 +62,15 @@ class Shape:
 
     def q_bytes(self, tokens: int) -> int:
         return self.batch * tokens * self.heads * (self.head_dim + self.value_dim) * self.itemsize  # q, and out back
+
+    def backward_bytes(self, ring: int) -> dict[str, int]:
+        """What one block brings about in backward, by what travels: its tensors, and gradients in float32 back."""
+        keys, tokens = self.key_len // ring, self.seq_len // ring
+        rows = self.batch * tokens * self.heads
+        return {
+            "keys": self.kv_bytes(keys, self.kv_heads) + self.kv_bytes(keys, self.kv_heads) // self.itemsize * 4,
+            "queries": self.q_bytes(tokens) + 8 * rows + 4 * rows * self.head_dim,
+        }
 
 
 @dataclass(frozen=True)
@@ -79,6 +101,27 @@ def pairs(layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | 
 def replicas(kv_heads: int, ulysses: int) -> int:
     """How often each key head is repeated so that the Ulysses size divides them."""
     return ulysses // gcd(kv_heads, ulysses)
+
+
+def exchanged(shape: Shape, ring: int, ulysses: int, strategy: str, local: tuple[int, int]) -> int:
+    """The bytes a rank sends forward that no step hides: through Ulysses and back, and of gathered keys.
+
+    `local` is how many tokens a rank holds, of the queries and of the keys.
+    """
+    kv_heads = shape.kv_heads * replicas(shape.kv_heads, ulysses)
+    block = shape.kv_bytes(local[1], kv_heads)
+    swap = (shape.q_bytes(local[0]) + block) * (ulysses - 1) // ulysses
+    return swap + (ring - 1) * block * (strategy == "gather")
+
+
+MOST_GROUPS = 4
+LATENCIES = 5  # what a group's exchange takes at least: less, and a launch more costs what it hides
+
+
+def groups_of(sent: int, kv_heads: int, hardware: Hardware) -> int:
+    """In how many groups to cut the heads of a rank, so that one group travels while another is attended to."""
+    least = int(LATENCIES * hardware.latency * hardware.link)
+    return max(n for n in range(1, MOST_GROUPS + 1) if kv_heads % n == 0 and (n == 1 or n * least <= sent))
 
 
 def predict(

@@ -11,11 +11,13 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ringattn.cost import HARDWARE, Cost, Hardware, Shape, pairs, predict
+from ringattn.cost import HARDWARE, Cost, Hardware, Shape, exchanged, groups_of, pairs, predict, replicas
 from ringattn.layout import LAYOUTS, Layout
-from ringattn.spec import AttentionSpec
+from ringattn.spec import AttentionSpec, Docs
 
 STRATEGIES = ("ring", "gather", "ulysses")
+ROUTES = ("direct", "relay", "levels")
+TRAVELLERS = ("keys", "queries")
 
 # Plans that are alive, by number: a compiled graph holds numbers and tensors, no objects.
 LIVE: "WeakValueDictionary[int, Plan]" = WeakValueDictionary()
@@ -32,6 +34,11 @@ class Plan:
     strategy: str = "ring"
     layout: str = "contiguous"
     kernel: str = "auto"
+    route: str = "direct"
+    hosts: int = 1  # on how many hosts the ring lies, for the route over levels
+    together: int | None = None  # how many blocks a step of the direct route may bring; None: as many as are small
+    backward: str = "keys"  # what travels in the backward pass of the direct route: keys or queries
+    groups: int | None = None  # of heads, one after the other through Ulysses and gather; None: as many as are worth it
     key_len: int | None = None
     heads: tuple[int, int] | None = None
     head_dim: int | None = None
@@ -40,7 +47,7 @@ class Plan:
     axes: tuple[Any, Any] | None = field(default=None, compare=False, repr=False)  # (ring, ulysses)
     device: str = field(default="cpu", compare=False, repr=False)
     report: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    agreed: set[str] = field(default_factory=set, init=False, compare=False, repr=False)  # calls all ranks made alike
+    agreed: set[Any] = field(default_factory=set, init=False, compare=False, repr=False)  # calls all ranks made alike
     handle: int = field(init=False, default=-1, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -56,8 +63,29 @@ class Plan:
             )
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout={self.layout!r}: choose one of auto, {', '.join(LAYOUTS)}")
+        if self.route not in ROUTES:
+            raise ValueError(f"route={self.route!r}: choose one of auto, {', '.join(ROUTES)}")
+        if self.route == "levels" and (self.hosts < 2 or self.ring % self.hosts):
+            raise ValueError(
+                f"route='levels' needs a ring on several hosts, with as many ranks on each; ring={self.ring} lies on "
+                f"hosts={self.hosts}; use route='direct' or 'relay'"
+            )
+        if self.backward not in TRAVELLERS:
+            raise ValueError(f"backward={self.backward!r}: choose one of auto, {', '.join(TRAVELLERS)}")
+        if self.backward == "queries" and self.route != "direct":
+            raise ValueError(f"backward='queries' goes with route='direct'; with route={self.route!r} keys travel")
+        if self.together is not None and (not isinstance(self.together, int) or self.together < 1):
+            raise ValueError(f"together={self.together!r}: how many blocks a step may bring, at least 1 (None: auto)")
+        if self.groups not in (None, 1) and self.ulysses == 1 and self.strategy != "gather":
+            raise ValueError(
+                f"groups={self.groups!r} cuts what Ulysses and gather exchange, and strategy={self.strategy!r} over "
+                "ulysses=1 does neither; leave it out"
+            )
         if self.heads is not None:
             check_heads(*self.heads, ulysses=self.ulysses, ring=self.ring)
+            problem = groups_problem(self.groups, self.heads[1], self.ulysses)
+            if problem:
+                raise ValueError(problem)
         object.__setattr__(self, "handle", next(numbers))
         LIVE[self.handle] = self
 
@@ -93,6 +121,13 @@ class Plan:
         if self.axes is None:
             raise ValueError(f"this plan for {size} ranks has no mesh to run on; make it with ringattn.plan(mesh, ...)")
         return self.axes[which]
+
+    def groups_for(self, shape: Shape) -> int:
+        """In how many groups of heads a call's exchanges go."""
+        if self.groups is not None:
+            return self.groups
+        sent = exchanged(shape, self.ring, self.ulysses, self.strategy, (self.local_len, self.keys.local_len))
+        return groups_of(sent, kv_heads_of_a_rank(shape.kv_heads, self.ulysses), hardware_of(self.device))
 
     def for_length(self, seq_len: int, key_len: int | None = None) -> "Plan":
         """The same choices for another length."""
@@ -157,6 +192,20 @@ def heads_problem(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> 
     return None
 
 
+def kv_heads_of_a_rank(kv_heads: int, ulysses: int) -> int:
+    return kv_heads * replicas(kv_heads, ulysses) // ulysses
+
+
+def groups_problem(groups: int | None, kv_heads: int, ulysses: int) -> str | None:
+    """Every group has as many key heads of each rank."""
+    here = kv_heads_of_a_rank(kv_heads, ulysses)
+    if groups is None or (isinstance(groups, int) and groups > 0 and here % groups == 0):
+        return None
+    return (
+        f"groups={groups!r} does not divide the {here} key heads that a rank attends to; leave it out, or use groups=1"
+    )
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to spread the call, and what it is predicted to cost."""
@@ -169,7 +218,12 @@ class Candidate:
 
 
 def candidates(
-    ranks: Sequence[tuple[int, int]], heads: int | None, strategy: str, layout: str, spec: AttentionSpec
+    ranks: Sequence[tuple[int, int]],
+    heads: int | None,
+    strategy: str,
+    layout: str,
+    spec: AttentionSpec,
+    docs: Docs | None = None,
 ) -> list[Candidate]:
     """Every combination that the given choices leave open; an explicit choice is never second-guessed."""
     found = []
@@ -177,7 +231,9 @@ def candidates(
         if heads is not None and heads % ulysses and len(ranks) > 1:
             continue
         names = ("ulysses",) if ring == 1 and strategy == "auto" else ("ring", "gather")
-        layouts = ("contiguous",) if ring == 1 else ("zigzag", "contiguous") if spec.causal else ("contiguous",)
+        layouts = ("contiguous",) if ring == 1 or not spec.causal else ("zigzag", "contiguous")
+        if ring > 1 and docs is not None:
+            layouts = (*layouts, "striped")  # balanced whatever the documents are
         for s in names if strategy == "auto" else (strategy,):
             if s == "ulysses" and ring > 1 and len(ranks) > 1:
                 continue
@@ -186,7 +242,7 @@ def candidates(
 
 
 def choose(
-    options: list[Candidate], shape: Shape | None, spec: AttentionSpec, hardware: Hardware
+    options: list[Candidate], shape: Shape | None, spec: AttentionSpec, hardware: Hardware, docs: Docs | None = None
 ) -> tuple[Candidate, list[Candidate]]:
     """The candidate of least predicted time, and all of them with their costs, best first.
 
@@ -198,7 +254,7 @@ def choose(
     for c in options:
         layout = Layout(c.layout, shape.seq_len, c.ring, c.ulysses)
         keys = Layout(c.layout, shape.key_len, c.ring, c.ulysses)
-        cost = predict(shape, layout, keys, pairs(layout, keys, spec), c.strategy, hardware)
+        cost = predict(shape, layout, keys, pairs(layout, keys, spec, docs), c.strategy, hardware)
         priced.append(dataclasses.replace(c, cost=cost))
     priced.sort(key=lambda c: c.cost.seconds if c.cost else 0.0)
     return priced[0], priced
@@ -222,4 +278,4 @@ def describe(options: list[Candidate], hardware: Hardware) -> list[str]:
 
 
 def hardware_of(device: str) -> Hardware:
-    return HARDWARE["h200" if device == "cuda" else "cpu"]
+    return HARDWARE[{"cuda": "h200", "tpu": "tpu"}.get(device, "cpu")]

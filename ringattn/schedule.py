@@ -1,8 +1,15 @@
 """Which shards meet at which step of a ring, and which hops nobody needs.
 
-Block j (the keys of ring rank j) starts at home and moves to higher ranks. At the step of distance d, rank r holds
-block r - d. A distance at which no rank sees anything is left out, and the hop across it is longer; a block that
-nobody further along will see is not sent on. Plain numpy: print it, test it, no device needed.
+Block j is the keys of ring rank j; at distance d, rank r meets block r - d. Two routes lead there:
+
+    relay    blocks move to higher ranks from one to the next. A distance at which no rank sees anything is left out,
+             and the hop across it is longer; a block that nobody further along will see is not sent on (`steps`)
+    direct   every block goes from its owner to each rank that sees it, and gradients straight back: no hop waits for
+             another, and several blocks may be brought for one step (`visits`)
+    levels   for ranks on several hosts: each block goes from host to host once, to the rank of the same place, and from
+             there direct to the others of the host (`rounds`)
+
+Plain numpy: print it, test it, no device needed.
 """
 
 from collections.abc import Sequence
@@ -32,6 +39,23 @@ class Step:
     work: bool  # whether this rank's queries see any of them
     hop: Hop | None  # the keys' hop to the next step, which starts before this step's work
     home: Hop | None  # finished (dk, dv) going home after this step; None when nobody's do
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What one rank does at one step of the direct route. Gradients take the same ways back after it."""
+
+    sources: tuple[int, ...]  # whose keys are here: those that its queries see any of
+    readers: tuple[int, ...]  # who else has this rank's keys at the same step
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one rank does while the blocks of one host are on its host: it holds one of them, and visits the others."""
+
+    held: int  # the block that this rank holds, and so gives to the others of its host
+    visits: tuple[Visit, ...]
+    hop: Hop | None  # the held block's hop to the next host, which starts before the visits
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +100,56 @@ class Schedule:
             steps.append(Step(source, here, bool(self.needed[rank, source]), hop, home))
         return steps
 
-    def blocks_sent(self, rank: int) -> tuple[int, int]:
+    def visits(self, rank: int, together: int = 1) -> list[Visit]:
+        """The whole run of one ring rank on the direct route, up to `together` blocks at a step.
+
+        The first step needs what is at home. A later one brings at most three times what has been worked on before,
+        so that it can hide behind that.
+        """
+        visits, done, distances = [Visit((rank,) if self.needed[rank, rank] else (), ())], 1, self.distances[1:]
+        while distances:
+            now, distances = distances[: min(together, 3 * done)], distances[min(together, 3 * done) :]
+            done += len(now)
+            sources, readers = [(rank - d) % self.ring for d in now], [(rank + d) % self.ring for d in now]
+            visits.append(Visit(
+                tuple(s for s in sources if self.needed[rank, s]), tuple(r for r in readers if self.needed[r, rank])
+            ))  # fmt: skip
+        return visits
+
+    def rounds(self, rank: int, hosts: int, together: int = 1) -> list[Round]:
+        """The whole run of one ring rank whose ring lies on so many hosts, one after the other."""
+        size = self.ring // hosts
+        host, place = divmod(rank, size)
+        found = []
+        for o in range(hosts):
+            first = (host - o) % hosts * size  # the first of the blocks that are on this host now
+            held = first + place
+            visits, done, distances = [Visit((held,) if self.needed[rank, held] else (), ())], 1, list(range(1, size))
+            while distances:
+                now, distances = distances[: min(together, 3 * done)], distances[min(together, 3 * done) :]
+                done += len(now)
+                sources = (first + (place - d) % size for d in now)
+                readers = (host * size + (place + d) % size for d in now)
+                visits.append(Visit(
+                    tuple(s for s in sources if self.needed[rank, s]), tuple(r for r in readers if self.needed[r, held])
+                ))  # fmt: skip
+            hop = None
+            if o + 1 < hosts:
+                hop = Hop(size, self.wanted(held, o + 1, hosts), self.wanted((held - size) % self.ring, o + 1, hosts))
+            found.append(Round(held, tuple(visits), hop))
+        return found
+
+    def wanted(self, block: int, start: int, hosts: int) -> bool:
+        """Whether a rank of a host that is at least `start` hops away from a block's home sees the block."""
+        size = self.ring // hosts
+        away = [(block // size + o) % hosts * size for o in range(start, hosts)]
+        return bool(any(self.needed[first : first + size, block].any() for first in away))
+
+    def blocks_sent(self, rank: int, route: str = "relay") -> tuple[int, int]:
         """How many blocks a rank sends: of keys and values (forward, and again in backward), and of gradients."""
+        if route == "direct":
+            others = np.arange(self.ring) != rank
+            return int(self.needed[others, rank].sum()), int(self.needed[rank, others].sum())
         steps = self.steps(rank)
         return sum(step.hop.send for step in steps if step.hop), sum(step.here for step in steps[1:])
 

@@ -32,8 +32,8 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         if self.window is not None:
-            if isinstance(self.window, bool) or int(self.window) != self.window or self.window < 1:
-                raise ValueError(f"window={self.window}: the number of keys a query sees, at least 1 (None for all)")
+            if isinstance(self.window, bool) or not hasattr(self.window, "__index__") or self.window < 1:
+                raise ValueError(f"window={self.window!r}: the number of keys a query sees, at least 1 (None for all)")
             if not self.causal:
                 raise ValueError(
                     f"window={self.window} counts back from the query's own position, which has no meaning with "
@@ -41,8 +41,8 @@ class AttentionSpec:
                 )
         for name in ("softcap", "scale"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value}: must be a finite number above 0, or None")
+            if value is not None and not (hasattr(value, "__float__") and math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value!r}: must be a finite number above 0, or None")
 
     def scale_for(self, head_dim: int) -> float:
         return self.scale if self.scale is not None else head_dim**-0.5

@@ -1,8 +1,9 @@
 """Compiles the flash kernels for GPUs that are not here, and reads what the compilers say: `compile_triton.py ARCH...`.
 
-One JSON line a kernel: its entry, registers, bytes of stack (spills) and of shared memory. It runs in a process of its
-own, because Triton's interpreter and its compiler cannot share one. A stand-in driver names the target, and a launch
-becomes a compilation, so what is compiled is exactly what `attend` would launch.
+One JSON line a kernel: its entry, registers, bytes of stack (spills) and of shared memory, and how often its tightest
+loop of matrix products, the one over tiles without a mask, touches a spilled register. It runs in a process of its own,
+because Triton's interpreter and its compiler cannot share one. A stand-in driver names the target, and a launch becomes
+a compilation, so what is compiled is exactly what `attend` would launch.
 """
 
 import json
@@ -22,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.triton import blocks
+from ringattn.kernels.triton import blocks, linear
 from ringattn.kernels.triton.backward import attend_backward
 from ringattn.kernels.triton.forward import attend
 from ringattn.kernels.triton.table import TABLE
@@ -64,16 +65,32 @@ def resources(kernel: Any) -> dict[str, Any]:
     """Registers, stack bytes and shared memory of a compiled kernel, from the binary itself."""
     if "amdgcn" in kernel.asm:
         read = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", kernel.asm["amdgcn"]))
-        registers, stack = int(read["vgpr_count"]), int(read["private_segment_fixed_size"])
+        registers, stack, spills = int(read["vgpr_count"]), int(read["private_segment_fixed_size"]), 0
     else:
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])
             file.flush()
             said = subprocess.check_output([tool, "--dump-resource-usage", file.name], text=True)
+            code = subprocess.check_output([tool, "--dump-sass", file.name], text=True)
         read = dict(re.findall(r"(REG|STACK):(\d+)", said))
-        registers, stack = int(read["REG"]), int(read["STACK"])
-    return {"kernel": kernel.metadata.name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared}
+        registers, stack, spills = int(read["REG"]), int(read["STACK"]), loop_spills(code)
+    found = {"registers": registers, "stack": stack, "loop_spills": spills, "shared": kernel.metadata.shared}
+    return {"kernel": kernel.metadata.name, **found}
+
+
+def loop_spills(code: str) -> int:
+    """The fewest accesses to local memory among the loops of a program that hold matrix products."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
+    at = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    loops = []
+    for i, (address, said) in enumerate(lines):
+        to = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", said)
+        if to and int(to[1], 16) < int(address, 16):
+            body = [said for _, said in lines[at[int(to[1], 16)] : i]]
+            if any("MMA" in said for said in body):
+                loops.append(sum(bool(re.search(r"\b(LDL|STL)\b", said)) for said in body))
+    return min(loops, default=0)
 
 
 def run_entry(key: str, table: Any, softcap: float | None = None, dims: tuple[int, int] | None = None) -> None:
@@ -89,16 +106,43 @@ def run_entry(key: str, table: Any, softcap: float | None = None, dims: tuple[in
     attend_backward(q, k, v, where, dout, stats, stats, **options)
 
 
+def run_linear(bits: int, dims: tuple[int, int], gate: str) -> None:
+    """The four passes of gated linear attention, with documents where gates are per channel and dims not the widest."""
+    dtype = torch.bfloat16 if bits == 16 else torch.float32
+    q, k, v, dout = (torch.empty(1, 512, 8, d, dtype=dtype) for d in (dims[0], *dims, dims[1]))
+    g = {"channel": q, "head": q[..., 0], "none": None}[gate]
+    begin = torch.zeros(1, 512, dtype=torch.int32) if gate == "channel" and dims[0] <= 128 else None
+    scan, rscan = linear.scan_states(k, v, g, begin), linear.scan_gradients(q, dout, g, begin, 0.1)
+    state = scan.end.kv
+    linear.read_out(q, k, v, g, begin, scan, state, 0.1)
+    linear.gradients(q, k, v, g, begin, scan, state, rscan, dout, state, 0.1)
+
+
+def linear_rows(arch: str) -> None:
+    target, limit = TARGETS[arch]
+    linear.architecture = lambda _device: arch
+    for bits in (16, 32):
+        for dims, gate in (((128, 128), "channel"), ((96, 80), "head"), ((64, 64), "none"), ((256, 512), "channel")):
+            for kernel in compiled(target, partial(run_linear, bits, dims, gate)):
+                row = {"entry": f"linear/{arch}/{bits}/{dims}/{gate}", "target": arch, "limit": limit, "capped": False}
+                print(json.dumps({**row, **resources(kernel)}), flush=True)
+
+
 def main(names: list[str]) -> None:
     for name in names:
         arch, _, source = name.partition(":")  # sm90:sm80 compiles the entries of sm80 for sm90
+        if arch == "linear":
+            linear_rows(source)
+            continue
         target, limit = TARGETS[arch]
         blocks.architecture = lambda _device, arch=arch: arch  # the tensors of this process lie on the CPU
         for key, tiles in TABLE.items():
             if key.startswith((source or arch) + "/"):
                 here = f"{arch}/{key.split('/', 1)[1]}"
                 for kernel in compiled(target, partial(run_entry, here, {here: tiles})):
-                    print(json.dumps({"entry": key, "target": arch, "limit": limit, **resources(kernel)}), flush=True)
+                    tile = getattr(tiles, kernel.metadata.name.removesuffix("_kernel"), None)
+                    row = {"entry": key, "target": arch, "limit": limit, "capped": bool(tile and tile.registers)}
+                    print(json.dumps({**row, **resources(kernel)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a TPU's compiler may be installed where no TPU is
 
 import pytest
 from hypothesis import settings

@@ -103,10 +103,13 @@ def local(x: Tensor, plan: Any, poison: float = float("nan")) -> Tensor:
     return torch.cat([x, pad], 1)[:, plan.positions().to(x.device)]
 
 
-def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto") -> dict[str, Any]:
-    """out, lse and every gradient of this rank's part, through the public API; padding goes in as NaN."""
+def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto", **choices: Any) -> dict[str, Any]:
+    """out, lse and every gradient of this rank's part, through the public API; padding goes in as NaN.
+
+    `choices` are further words for the plan: how blocks travel.
+    """
     plan = api.plan(mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy,
-                    layout=case.layout, kernel=kernel)  # fmt: skip
+                    layout=case.layout, kernel=kernel, **choices)  # fmt: skip
     at = {"q": plan, "k": plan.keys, "v": plan.keys}
     leaves = {n: local(given[n], p).requires_grad_() for n, p in at.items()}
     sinks = given["sinks"].clone().requires_grad_() if case.sinks else None

@@ -1,22 +1,30 @@
 """Attention over ranks equals dense float64 attention: out, lse and every gradient on every rank, every case."""
 
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 
+from ringattn import api
+from ringattn.comms.local import LocalAxis
 from ringattn.comms.local import run as run_ranks
+from ringattn.kernels import tiled
 from ringattn.launch import oracle
 from ringattn.launch.cases import CASES, FEATURES, Case
 
 LIMIT = 2e-6
 
 
-def check(case: Case, dtype: torch.dtype, limits: dict[str, float]) -> None:
+def check(case: Case, dtype: torch.dtype, limits: dict[str, float], **choices: object) -> None:
     """Run the case on threads and hold every rank's every result against the limits."""
     given = oracle.inputs(case, dtype)
     truth = oracle.dense(case, given)
 
     def one(mesh):
-        found = oracle.run(case, mesh, given)
+        found = oracle.run(case, mesh, given, **choices)
         return oracle.errors(case, mesh, found, truth), found.get("dsinks")
 
     results = run_ranks(one, ring=case.ring, ulysses=case.ulysses)
@@ -34,6 +42,112 @@ def test_equals_dense_float64(case):
     check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT))
 
 
+RINGS = [
+    c for c in CASES if c.strategy == "ring" and c.name in ("all_at_once", "cross_docs", "docs_rows", "full", "window")
+]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"route": "relay"},
+        {"together": 2},
+        {"together": 7},
+        {"backward": "queries"},
+        {"backward": "queries", "together": 3},
+        {"route": "levels", "hosts": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("case", RINGS, ids=str)
+def test_other_ways_to_bring_keys_equal_it_too(case, choices):
+    check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT), **choices)
+
+
+IN_GROUPS = [
+    (replace(c, ring=ring, ulysses=ulysses, strategy=strategy, layout=layout, heads=heads, kv_heads=kv_heads), groups)
+    for c in FEATURES
+    if c.name in ("all_at_once", "causal", "cross_docs", "docs_padded")
+    for ring, ulysses, strategy, layout, heads, kv_heads, groups in (
+        (1, 4, "ulysses", "contiguous", 16, 8, 2),
+        (1, 4, "ulysses", "contiguous", 12, 6, 3),  # key heads are repeated
+        (4, 1, "gather", "striped", 8, 4, 4),
+        (2, 2, "gather", "zigzag", 8, 4, 2),
+        (2, 2, "ring", "zigzag", 8, 4, 2),
+    )
+]
+
+
+def sent(axes: list[object]) -> int:
+    return sum(axis.sent for axis in axes)
+
+
+@pytest.mark.parametrize(("case", "groups"), IN_GROUPS, ids=str)
+def test_heads_in_groups_are_the_same_bits_and_bytes(case, groups):
+    """With our kernel: the rounding of torch's own for CPUs depends on how many heads there are."""
+    given = oracle.inputs(case, torch.float32)
+    truth = oracle.dense(case, given)
+
+    def one(mesh):
+        axes = [mesh.axis(name) for name in ("ring", "ulysses") if mesh.sizes[name] > 1]
+        whole, before = oracle.run(case, mesh, given, "tiled", groups=1), sent(axes)
+        cut = oracle.run(case, mesh, given, "tiled", groups=groups)
+        return whole, cut, before, sent(axes) - before, oracle.errors(case, mesh, cut, truth)
+
+    results = run_ranks(one, ring=case.ring, ulysses=case.ulysses)
+    for rank, (whole, cut, before, more, errors) in enumerate(results):
+        for name in errors:
+            assert torch.equal(whole[name].nan_to_num(), cut[name].nan_to_num()), f"{case} rank {rank}: {name}"
+        assert before == more and max(errors.values()) <= LIMIT, f"{case} rank {rank}: {errors}, {before} {more} bytes"
+    if case.sinks:  # which heads a rank has depends on the groups, and so does its share
+        total = sum(cut["dsinks"].double() for _, cut, *_ in results)
+        assert oracle.error(total, truth["dsinks"], float(truth["dsinks"].norm())) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strategy", "forward", "backward"),
+    [
+        ({"ulysses": 2}, "ulysses", "eee eee R ll eee R ll R ll", "ee ee R lll ee R lll R lll"),
+        ({"ring": 2}, "gather", "gg gg R gg R R", "gg gg R ss gg R ss R ss"),
+        (
+            {"ring": 2, "ulysses": 2},
+            "gather",
+            "eee eee gg eee gg R ll gg R ll R ll",
+            "ee ee gg ee gg R ss gg R ss lll R ss lll lll",
+        ),
+    ],
+)
+def test_a_group_of_heads_travels_while_another_is_attended_to(sizes, strategy, forward, backward, monkeypatch):
+    """The order in which things start: e enters, l leaves, g gathers, s scatters, for each tensor; R is the kernel."""
+    said: dict[int, str] = defaultdict(str)  # by thread: by rank
+
+    def noted(where: object, name: str, letter: Callable[..., str]) -> None:
+        function = getattr(where, name)
+
+        def call(*args: object, **options: object) -> object:
+            said[threading.get_ident()] += letter(*args)
+            return function(*args, **options)
+
+        monkeypatch.setattr(where, name, call)
+
+    noted(LocalAxis, "all_to_all", lambda axis, x, split, join: "e" if split == 2 else "l")
+    noted(LocalAxis, "all_gather", lambda *_: "g")
+    noted(LocalAxis, "reduce_scatter", lambda *_: "s")
+    noted(tiled, "attend", lambda *_: "R")
+    noted(tiled, "attend_backward", lambda *_: "R")
+
+    def one(mesh):
+        plan = api.plan(mesh, seq_len=16, strategy=strategy, kernel="tiled", groups=3)
+        q, k, v = (torch.ones(1, plan.local_len, 6, 8, requires_grad=True) for _ in "qkv")
+        out = api.attention(q, k, v, plan)
+        before = said[threading.get_ident()]
+        out.sum().backward()
+        return before, said[threading.get_ident()].removeprefix(before)
+
+    for found in run_ranks(one, **sizes):
+        assert found == (forward.replace(" ", ""), backward.replace(" ", ""))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("causal", "all_at_once")], ids=str)
 def test_low_precision_is_within_twice_the_error_of_one_device(case, dtype):
@@ -48,8 +162,6 @@ def test_low_precision_is_within_twice_the_error_of_one_device(case, dtype):
 
 @pytest.mark.parametrize("case", FEATURES, ids=lambda c: c.name)
 def test_one_device_needs_no_plan(case):
-    from ringattn import api
-
     given = oracle.inputs(case, torch.float64)
     truth = oracle.dense(case, given)
     out, lse = api.attention(

@@ -58,6 +58,8 @@ def call(change=lambda q, k, v: (q, k, v), plan=None, ring=2, ulysses=2, **given
         (lambda *x: x, {"alibi_slopes": 1, "bias": 2}, "alibi_slopes: ALiBi is not supported.*bias: an additive bias"),
         (lambda *x: x, {"causal": True}, r"causal: say spec=AttentionSpec\(causal=...\)"),
         (lambda *x: x, {"temprature": 2}, "temprature: attention has no such argument"),
+        (lambda *x: x, {"docs": [30, 34]}, r"docs is of type list; say Docs.from_lengths"),
+        (lambda *x: x, {"spec": {"causal": False}}, r"spec is of type dict; say AttentionSpec\(causal"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_is_refused_on_all_ranks_alike(change, given, says):
@@ -135,6 +137,7 @@ def test_ranks_that_differ_are_named_with_the_field(differ, field):
         ({"layout": "zigzack"}, "layout='zigzack': choose one of auto, contiguous, striped, zigzag"),
         ({"kernel": "flashy"}, "kernel='flashy': choose one of auto"),
         ({"heads": (12, 5)}, "5 key heads do not divide 12 query heads"),
+        ({"heads": "8,2"}, r"heads='8,2': \(query heads, key heads\), or one number for both"),
         ({"heads": (6, 6)}, "ulysses=4 does not divide 6 query heads; use ulysses=2, ring=4"),
         ({"strategy": "ulysses"}, r"the mesh has ring=2; use init_mesh\(ulysses=8\)"),
     ],
@@ -155,6 +158,12 @@ def test_a_mesh_without_the_needed_axes_names_those_it_has():
     run(one, data=2, tensor=2)
 
 
+def test_a_mesh_without_ranks_says_how_they_are_started(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="no ranks were started: run this under torchrun --nproc-per-node=4"):
+        ra.init_mesh(ring=4)
+
+
 def test_a_plan_without_a_mesh_cannot_run_on_many_ranks():
     from ringattn.planning import Plan
 
@@ -163,8 +172,18 @@ def test_a_plan_without_a_mesh_cannot_run_on_many_ranks():
 
 
 def test_what_is_not_a_tensor_is_refused():
-    with pytest.raises(ValueError, match="expected a torch tensor or a jax array, got list"):
+    with pytest.raises(ValueError, match="expected torch tensors or jax arrays, got list, list, list"):
         ra.attention([1.0], [1.0], [1.0])
+    q, k, _ = tensors()
+    with pytest.raises(ValueError, match="got Tensor, Tensor, NoneType"):
+        ra.attention(q, k, None)
+
+
+def test_forward_mode_is_refused_instead_of_losing_its_tangent():
+    q, k, v = tensors()
+    ra.attention(q, k, v)  # the same call was right before
+    with pytest.raises(ValueError, match="k carries a tangent of forward-mode differentiation"):
+        torch.func.jvp(lambda k: ra.attention(q, k, v), (k,), (torch.ones_like(k),))
 
 
 def test_unshard_and_shard_say_what_they_expected():

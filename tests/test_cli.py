@@ -105,7 +105,7 @@ def test_verify_passes_on_threads(capsys):
     assert words.main(["verify", "ranks=2", "cases=docs_rows,cross"]) == 0
     said = capsys.readouterr().out
     assert "FAIL" not in said
-    assert "21 of 21 cases pass" in said  # 3 features x (6 on the ring + Ulysses)
+    assert "28 of 28 cases pass" in said  # 4 features x (6 on the ring + Ulysses)
 
 
 def test_verify_fails_when_one_rank_is_off(capsys, monkeypatch):

@@ -26,7 +26,7 @@ def test_decode_and_merge_fit(arch: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 4 * len(DIMS) + 4
+    assert len(rows) == 5 * len(DIMS) + 4
     for row in rows:
         assert row["stack"] == 0 and row["shared"] <= row["limit"], f"{arch}: {row}"
 
@@ -38,11 +38,12 @@ def main(arch: str) -> None:
 
     from ringattn.kernels.intervals import Intervals
     from ringattn.kernels.partial import Partial, Streams
+    from ringattn.kernels.triton.append import append
     from ringattn.kernels.triton.decode import decode_splits
     from ringattn.kernels.triton.merge import merge_into, merge_stack
 
     target, limit = TARGETS[arch]
-    where = Intervals(*torch.zeros(2, 1, 16, dtype=torch.int32))
+    where, lengths = Intervals(*torch.zeros(2, 1, 16, dtype=torch.int32)), torch.zeros(1, dtype=torch.int64)
     for D, V in DIMS:
         for dtype in (torch.bfloat16, torch.float32):
             q, k, v = (torch.empty(s, dtype=dtype) for s in ((1, 16, 4, D), (1, 8192, 1, D), (1, 8192, 1, V)))
@@ -54,6 +55,11 @@ def main(arch: str) -> None:
 
             for kernel in compiled(target, work):
                 print(json.dumps({"dims": [D, V], "dtype": str(dtype), "limit": limit, **resources(kernel)}))
+        k, v = (torch.empty(1, 8192, 8, n, dtype=torch.bfloat16) for n in (D, V))
+        for kernel in compiled(
+            target, lambda k=k, v=v: append(k[:, :3], v[:, :3], k, v, lengths, (0, 64, 256, 64), window=9)
+        ):
+            print(json.dumps({"dims": [D, V], "limit": limit, **resources(kernel)}))
     stack = torch.empty(128, 1, 1, 4, 256), torch.empty(128, 1, 1, 4)
     for merge in (
         lambda: merge_into(Partial(stack[0][0], stack[1][0]), Partial(stack[0][1], stack[1][1]), torch.empty(4)),

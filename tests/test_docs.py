@@ -74,5 +74,5 @@ def test_every_picture_can_be_drawn_and_is_shown(tmp_path):
     assert plot.run(plot.Options("pictures", out=str(tmp_path))) == 0
     kept = {p.name for p in (ROOT / "docs/pictures").glob("*.svg")}
     assert {p.name for p in tmp_path.iterdir()} == kept, "run `ringattn plot pictures`"
-    shown = (ROOT / "docs/how-it-works.md").read_text()
+    shown = "".join((ROOT / "docs" / name).read_text() for name in ("how-it-works.md", "linear-attention.md"))
     assert all(f"(pictures/{name})" in shown for name in kept)

@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,8 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
-from ringattn.jax.steps import Mask, global_bounds, route_of  # noqa: E402
+from ringattn.jax.steps import Mask, Sight, global_bounds, route_of, score_of, table_of  # noqa: E402
+from ringattn.kernels.partial import empty  # noqa: E402
 from ringattn.launch import oracle  # noqa: E402
 from ringattn.launch.cases import CASES, FEATURES, Case  # noqa: E402
 from ringattn.spec import bounds  # noqa: E402
@@ -33,11 +36,10 @@ SOME = [CASES[i * PLACES + (5 * i) % PLACES] for i in range(len(FEATURES))]
 SOME += [case for case in CASES if case.name == "all_at_once" and case not in SOME]
 
 
-def plan_of(case: Case, kernel: str = "auto"):
+def plan_of(case: Case):
     mesh = rj.init_mesh(ring=case.ring, ulysses=case.ulysses, devices=jax.devices()[: case.ranks])
     return ra.plan(
         mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy, layout=case.layout,
-        kernel=kernel,
     )  # fmt: skip
 
 
@@ -48,9 +50,9 @@ def poisoned(x, plan):
     return jnp.where(real.reshape(1, -1, *[1] * (x.ndim - 2)), sharded, jnp.nan)
 
 
-def results(case: Case, given, kernel: str = "auto"):
+def results(case: Case, given, kernel: str = "auto", device: str = "cpu", dtype=jnp.float32):
     """out, lse and every gradient of the whole sequence, in one program."""
-    plan = plan_of(case, kernel)
+    plan = dataclasses.replace(plan_of(case), kernel=kernel, device=device)
 
     def everything(q, k, v, sinks, dout, dlse):
         def loss(q, k, v, sinks):
@@ -65,9 +67,11 @@ def results(case: Case, given, kernel: str = "auto"):
         (_, (out, lse)), grads = jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(q, k, v, sinks)
         return out, lse, *grads
 
-    found = jax.jit(everything)(*(jnp.asarray(x.numpy()) for x in given.values()))
+    kinds = (*[dtype] * 3, jnp.float32, dtype, jnp.float32)  # q, k, v, sinks, dout, dlse
+    arrays = (jnp.asarray(x.float().numpy(), kind) for x, kind in zip(given.values(), kinds, strict=True))
+    found = jax.jit(everything)(*arrays)
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")
-    return {n: torch.from_numpy(np.array(x)) for n, x in zip(names, found, strict=True)}
+    return {n: torch.from_numpy(np.array(x, np.float32)) for n, x in zip(names, found, strict=True)}
 
 
 def check(case: Case, found, truth, limit: float = LIMIT) -> None:
@@ -102,6 +106,146 @@ def test_the_tpu_kernel_interpreted_equals_dense_float64(name):
     case = next(c for c in CASES if str(c) == name)
     given = oracle.inputs(case, torch.float32)
     check(case, results(case, given, kernel="splash"), oracle.dense(case, given))
+
+
+@pytest.mark.parametrize(
+    "name", ["docs_rows-gather2x2-zigzag", "window-ring4x1-contiguous", "softcap-gather2x2-zigzag"]
+)
+def test_the_stock_kernel_is_a_second_opinion_on_any_fixed_mask(name):
+    """Interpreted, with the lse over all keys: the whole ring, and every gradient."""
+    case = next(c for c in CASES if str(c) == name)
+    given = oracle.inputs(case, torch.float32)
+    check(case, results(case, given, kernel="stock_splash"), oracle.dense(case, given))
+
+
+@pytest.fixture
+def tile_by_tile(monkeypatch):
+    """cuDNN's place taken by a dense call a tile, which knows full and causal rectangles and nothing else."""
+    from ringattn.kernels import reference, select
+    from ringattn.kernels.intervals import Intervals
+    from ringattn.kernels.vendor import jax_cudnn
+    from ringattn.kernels.vendor.jax_tiles import over_tiles
+
+    def where(T, S, causal):
+        assert not causal or T == S
+        return Intervals(jnp.zeros((1, T), int), (jnp.arange(1, T + 1) if causal else jnp.full(T, S))[None])
+
+    def forward(q, k, v, causal, scale, softcap):
+        return reference.attend(q, k, v, where(q.shape[1], k.shape[1], causal), scale=scale)
+
+    def backward(q, k, v, rows, causal, scale, softcap):
+        (dout, lse, (out,)), seen = rows, where(q.shape[1], k.shape[1], causal)
+        return reference.attend_backward(q, k, v, seen, dout, lse, (dout * out).sum(-1), scale=scale)
+
+    monkeypatch.setattr(jax_cudnn, "refuses", lambda problem: None if problem.tiles else "no tiles")
+    attend, attend_backward = over_tiles("a stand-in", forward, backward, jax_cudnn.prepare)
+    monkeypatch.setattr(jax_cudnn, "attend", attend)
+    monkeypatch.setattr(jax_cudnn, "attend_backward", attend_backward)
+    select.cache_clear()
+    yield
+    select.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["causal-ring4x1-zigzag", "causal-ring4x1-striped", "docs-ring2x2-striped", "docs-gather4x1-zigzag"],
+)
+def test_steps_cut_into_tiles_equal_dense_float64(name, tile_by_tile):
+    case = next(c for c in CASES if str(c) == name)
+    given = oracle.inputs(case, torch.float32)
+    check(case, results(case, given, kernel="cudnn", device="cuda"), oracle.dense(case, given))
+
+
+@pytest.mark.parametrize("lse_too", [False, True])
+def test_programs_for_gpus_call_cudnn(monkeypatch, lse_too):
+    """Lowered for GPUs without one: a call a tile in each branch, and the work at home is not done twice.
+
+    A stand-in for `out` is made once for all steps, and only where somebody gets the lse.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91200)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda _: False)
+    mesh = rj.init_mesh(ring=4, devices=jax.devices()[:4])
+    plan = ra.plan(mesh, seq_len=1024, heads=(4, 2), head_dim=64, layout="zigzag", strategy="ring")
+    plan = dataclasses.replace(plan, device="cuda")
+
+    def loss(q, k, v):
+        found = ra.attention(q, k, v, plan, return_lse=lse_too)
+        return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(found))
+
+    given = [jax.ShapeDtypeStruct((1, 1024, h, 64), jnp.bfloat16) for h in (4, 2, 2)]
+    lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    found = Counter(re.findall(r"@__cudnn\$fmha(\w+)\(.*?mask_type\\22: \\22(\w+)", lowered))
+    # forward: a loop that begins at home, then the last step's two kinds; backward: three steps away, then home
+    assert found == {
+        ("Softmax", "CAUSAL"): 1, ("Softmax", "NO_MASK"): 2 + 2,
+        ("SoftmaxBackward", "NO_MASK"): 3 * 2, ("SoftmaxBackward", "CAUSAL"): 1,
+    }  # fmt: skip
+    assert lowered.count("stablehlo.sqrt") == lse_too  # of a row's norm, in stand_in
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+def test_cudnn_computes_every_step_of_a_ring(layout):
+    """Four ranks' steps on one GPU, one after the other: bfloat16 costs no more than twice what it costs densely."""
+    case = Case("gpu", layout=layout, seq_len=1000, head_dim=128, value_dim=128, batch=1, lengths=[700, 300])
+    given = oracle.inputs(case, torch.bfloat16)
+    truth, dense = oracle.dense(case, given), oracle.dense(case, given, torch.bfloat16)
+    plan = ra.Plan(1000, 4, layout=layout, framework="jax", device="cuda", kernel="cudnn")
+    mask, tokens = Mask(plan, case.spec, case.docs), plan.tokens
+    shards = [np.concatenate(tokens.shard(rank)) for rank in range(4)]
+    sights = [
+        Sight(*(jnp.asarray(x, jnp.int32) for x in bounds(case.spec, at, 1000, 1000, case.docs)), tokens, rank,
+              table_of(mask))
+        for rank, at in enumerate(shards)
+    ]  # fmt: skip
+    whole = {n: jnp.asarray(x.float().numpy()) for n, x in given.items()}
+    q, k, v, dout = ([whole[n][:, at].astype(jnp.bfloat16) for at in shards] for n in ("q", "k", "v", "dout"))
+    score = score_of(q[0], k[0], v[0], case.spec, plan, tiles=True)
+    dk, dv = ([jnp.zeros(x.shape, jnp.float32) for x in k] for _ in range(2))
+    found = {n: np.zeros(x.shape, np.float32) for n, x in truth.items()}
+    for rank, at in enumerate(shards):
+        part = empty(q[rank], 128)
+        for distance in range(4):
+            source = (rank - distance) % 4
+            part = score.attend(q[rank], k[source], v[source], sights[rank].at(distance), carry=part)
+        delta = (dout[rank].astype(jnp.float32) * part.out).sum(-1) - whole["dlse"][:, at]
+        dq = jnp.zeros(q[rank].shape, jnp.float32)
+        for distance in range(4):
+            source = (rank - distance) % 4
+            dq, dk[source], dv[source] = score.attend_backward(
+                q[rank], k[source], v[source], sights[rank].at(distance), dout[rank], part.lse, delta,
+                dq=dq, dk=dk[source], dv=dv[source],
+            )  # fmt: skip
+        for name, x in (("out", part.out), ("lse", part.lse), ("dq", dq)):
+            found[name][:, at] = x
+    for name, parts in (("dk", dk), ("dv", dv)):
+        for at, x in zip(shards, parts, strict=True):
+            found[name][:, at] = x
+    for name, expected in truth.items():
+        scale = float(expected.norm())
+        off, allowed = (oracle.error(x, expected, scale) for x in (torch.from_numpy(found[name]), dense[name]))
+        assert off <= 2 * allowed + 1e-5, f"{name} is off by {off:.1e}, bfloat16 densely by {allowed:.1e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+@pytest.mark.parametrize("name", ["causal", "docs", "window", "softcap"])
+def test_over_gpus_equals_dense_float64(name, strategy):
+    """bfloat16: by cuDNN where the mask is rectangles, by the reference where it is not."""
+    feature = next(c for c in FEATURES if c.name == name)
+    devices = jax.devices("gpu")
+    case = dataclasses.replace(feature, ring=len(devices), strategy=strategy, seq_len=61 * 8, head_dim=64, value_dim=64,
+                               lengths=[400, 88] if feature.lengths else None)  # fmt: skip
+    given = oracle.inputs(case, torch.bfloat16)
+    truth, dense = oracle.dense(case, given), oracle.dense(case, given, torch.bfloat16)
+    found = results(case, given, device="cuda", dtype=jnp.bfloat16)
+    for n, expected in truth.items():
+        scale = float(torch.nan_to_num(expected, neginf=0).norm())
+        off, allowed = (oracle.error(x, expected, scale) for x in (found[n], dense[n]))
+        assert off <= 2 * allowed + 1e-5, f"{case}: {n} is off by {off:.1e}, bfloat16 densely by {allowed:.1e}"
 
 
 # Transformations: one small problem, and the same function with and without a plan.
@@ -191,6 +335,56 @@ def test_an_explicit_mesh_says_what_cuts_batch_and_heads(small):
         close(jax.jit(whole)(*small), ra.attention(*small))
 
 
+def spread(mesh, small, *spec):
+    there = jax.sharding.NamedSharding(mesh, P(*spec))
+    return [jax.device_put(x[:, :28], there) for x in small]
+
+
+def test_without_a_plan_explicit_sharding_says_where_everything_lies(small):
+    """Two axes cut the tokens, one the heads; under jit and its transformations, with sinks and documents."""
+    mesh = jax.make_mesh((2, 2, 2), ("outer", "inner", "tensor"), axis_types=(AxisType.Explicit,) * 3)
+    placed, plain = spread(mesh, small, None, ("outer", "inner"), "tensor"), [x[:, :28] for x in small]
+    docs, sinks = ra.Docs.from_lengths([10, 18]), jnp.arange(4.0)
+
+    def grads(q, k, v, sinks):
+        def loss(*x):
+            out, lse = ra.attention(*x[:3], docs=docs, sinks=x[3], return_lse=True)
+            return (out**2).sum() + lse.sum()
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(q, k, v, sinks)
+
+    with jax.set_mesh(mesh):
+        out = jax.eval_shape(ra.attention, *placed)
+        assert out.sharding.spec == P(None, ("outer", "inner"), "tensor", None)
+        lowered = jax.jit(grads).lower(*placed, jax.device_put(sinks, P("tensor")))
+        found = jax.device_get(lowered.compile()(*placed, jax.device_put(sinks, P("tensor"))))
+        assert "collective_permute" in lowered.as_text() and "all_gather" not in lowered.as_text()
+        stacked = [jnp.stack([x, 2 * x]) for x in placed]
+        several = jax.device_get(jax.jit(jax.vmap(ra.attention))(*stacked))
+    close(found, grads(*plain, sinks))
+    close(several, jnp.stack([ra.attention(*plain), ra.attention(*(2 * x for x in plain))]))
+
+
+def test_without_a_plan_data_at_hand_says_where_it_lies(small):
+    """On a mesh of automatic axes too; two axes of one size are not mistaken for each other."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    expected = ra.attention(*(x[:, :28] for x in small))
+    for spec in (("a", "b"), ("b", "a"), (None, ("b", "a")), ()):
+        out = ra.attention(*spread(mesh, small, *spec))
+        assert out.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, P(*spec)), 4)
+        close(out, expected)
+
+
+def test_without_a_plan_what_cannot_be_known_is_refused(small):
+    auto, explicit = (
+        jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2) for kind in (AxisType.Auto, AxisType.Explicit)
+    )
+    placed = spread(auto, small, None, "a")
+    expect(["('a', 'b')", "automatic", "plan", "Explicit"], lambda: jax.jit(ra.attention)(*placed))
+    expect(["lie alike", "q: batch ()", "one device", "reshard"], lambda: ra.attention(placed[0], *small[1:]))
+    expect(["head dim of q", "('b',)"], lambda: ra.attention(*spread(explicit, small, None, "a", None, "b")))
+
+
 def test_a_mesh_with_one_sequence_axis_is_factored_by_the_plan(small):
     plan = ra.plan(rj.init_mesh(data=2, sequence=4), seq_len=30, heads=(4, 2), head_dim=8)
     assert plan.ring * plan.ulysses == 4
@@ -258,11 +452,31 @@ def test_errors_say_what_to_do(small, plan):
     expect(["torch mesh"], lambda: ra.attention(q, k, v, ra.plan(seq_len=30)))
     expect(["kernel='triton'", "splash"], lambda: ra.plan(eight, seq_len=32, heads=8, head_dim=8, kernel="triton"))
     expect(["alibi", "rotary"], lambda: ra.attention(q, k, v, alibi=1))
+    uneven = [jnp.ones((2, 32, h, 8)) for h in (4, 3, 3)]
+    expect(["3 key heads do not divide 4 query heads"], lambda: ra.attention(*uneven))
+    odd = [jnp.ones((2, 32, h, 8)) for h in (3, 1, 1)]
+    free = dataclasses.replace(plan, heads=None)
+    expect(["ulysses=2", "3 query heads", "ulysses=1, ring=4"], lambda: ra.attention(*odd, free))
     expect(
         ["float64", "reference"],
         lambda: ra.plan(eight, seq_len=32, heads=8, head_dim=8, kernel="splash", dtype="float64"),
         NotImplementedError,
     )
+
+
+def test_a_kernel_that_the_platform_lacks_or_that_cannot_do_it_says_why(small, plan):
+    for kernel, why in (("cudnn", "CUDA devices, not on cpu"), ("triton", "choose one of auto, splash")):
+        kind = NotImplementedError if kernel == "cudnn" else ValueError
+        expect([why], lambda kernel=kernel: through(dataclasses.replace(plan, kernel=kernel))(*small), kind)
+    stock = dataclasses.replace(plan, kernel="stock_splash")
+    docs = ra.Docs.from_lengths([10, 20])
+    traced = jax.jit(lambda docs, *x: through(stock, docs=docs)(*x))
+    expect(["these documents are not", "'splash' would serve"], lambda: traced(docs, *small), NotImplementedError)
+    whole, tokens = [stock.shard(x) for x in small], P("data", ("ring", "ulysses"))
+    inside = jax.shard_map(
+        lambda *x: rj.local_attention(*x, stock), mesh=stock.ring_axis.mesh, in_specs=tokens, out_specs=tokens
+    )
+    expect(["check_vma=False", "kernel='splash'"], lambda: inside(*whole), NotImplementedError)
 
 
 # Processes.

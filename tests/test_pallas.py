@@ -7,7 +7,7 @@ jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
 from ringattn.kernels import pallas, reference  # noqa: E402
-from ringattn.kernels.intervals import Intervals  # noqa: E402
+from ringattn.kernels.intervals import Choice, Intervals, Sets  # noqa: E402
 from ringattn.kernels.pallas import splash  # noqa: E402
 from ringattn.kernels.pallas.blocks import Blocks, Shape, blocks_for  # noqa: E402
 from ringattn.kernels.pallas.worklist import (  # noqa: E402
@@ -22,6 +22,7 @@ from ringattn.kernels.pallas.worklist import (  # noqa: E402
     staying,
 )
 from ringattn.kernels.partial import NEVER, Partial  # noqa: E402
+from ringattn.kernels.vendor import jax_splash  # noqa: E402
 
 SMALL = Blocks(128, 128)
 
@@ -116,22 +117,21 @@ def test_bfloat16_rounds_no_more_than_its_inputs_do():
     assert worst(found, reference.attend(q, k, v, where, scale=0.125)) < 4e-3
 
 
-def test_the_second_opinion_of_the_stock_kernel():
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as stock
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+def test_the_stock_kernel_has_the_same_opinion():
+    """On random fixed intervals, two key heads for four: out, lse, and the gradients under another lse than its own."""
+    rng, rows, B, T, S, scale = np.random.default_rng(3), 2, 2, 200, 300, 64**-0.5
+    q, k, v = normal(rng, B, T, 4, 64), normal(rng, B, S, 2, 64), normal(rng, B, S, 2, 64)
+    where, dout, delta = intervals(rng, rows, T, S), normal(rng, B, T, 4, 64), normal(rng, B, T, 4)
+    sets = Sets([jax_splash.cut(np.asarray(where.begin), np.asarray(where.end), S)])
+    fixed = where._replace(choice=Choice(sets, 0))
 
-    rng = np.random.default_rng(3)
-    q, k, v = (normal(rng, 1, 256, 2, 128) for _ in range(3))
-    mask = masks.MultiHeadMask([masks.CausalMask((256, 256))] * 2)
-    kernel = stock.make_splash_mha(
-        mask, head_shards=1, q_seq_shards=1, save_residuals=True, interpret=True,
-        block_sizes=stock.BlockSizes(block_q=128, block_kv=128, block_kv_compute=128),
-    )  # fmt: skip
-    out, stats = kernel(*(jnp.einsum("thd->htd", x[0]) for x in (q * 128**-0.5, k, v)))
-    where = Intervals(jnp.zeros((1, 256), jnp.int32), jnp.arange(1, 257, dtype=jnp.int32)[None])
-    found = splash.attend(q, k, v, where, scale=128**-0.5, blocks=SMALL, interpret=True)
-    lse = stats["logsumexp"] if isinstance(stats, dict) else stats[0]
-    assert worst((found.out[0], found.lse[0]), (jnp.einsum("htd->thd", out), lse.T)) < 1e-6
+    def opinion(module, where, **more):
+        part = module.attend(q, k, v, where, scale=scale, softcap=None, interpret=True, **more)
+        rows = dout, part.lse + 0.5, delta
+        return part, module.attend_backward(q, k, v, where, *rows, scale=scale, softcap=None, interpret=True, **more)
+
+    found, expected = jax.jit(lambda: (opinion(splash, where, blocks=SMALL), opinion(jax_splash, fixed)))()
+    assert worst(found, expected) < 1e-6
 
 
 def test_works_under_vmap():

@@ -1,5 +1,8 @@
 """Partials merge: associative, commutative, `empty` is neutral, and no infinity becomes a NaN."""
 
+import itertools
+from functools import reduce
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,7 @@ import torch
 from ringattn.kernels.partial import (
     NEVER,
     Partial,
+    Streams,
     add_sinks,
     empty,
     from_streams,
@@ -53,6 +57,73 @@ def test_the_sign_the_weight_of_a_grows_with_its_own_lse():
     a = Partial(torch.ones(1, 1, 1, 1), torch.full((1, 1, 1), 2.0))
     b = Partial(torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1), 1.0))
     assert merge(a, b).out.item() == pytest.approx(np.exp(2) / (np.exp(2) + np.exp(1)))
+
+
+def streams_of(s_QN, v_NV, streams, tile, dtype):
+    """Attention of each stream's keys, tile after tile with running statistics: (O, M, L), as a rank hands it over."""
+    for keys in np.array_split(np.arange(s_QN.shape[1]), streams):
+        rows = (1, len(s_QN), 1)
+        total = Streams(torch.zeros(*rows, v_NV.shape[1], dtype=dtype), torch.full(rows, NEVER, dtype=dtype),
+                        torch.zeros(rows, dtype=dtype))  # fmt: skip
+        for at in range(0, len(keys), tile):
+            s, v = s_QN[:, keys[at : at + tile]], v_NV[keys[at : at + tile]]
+            top = s.amax(1)
+            p = torch.exp(s - top[:, None])
+            total = merge_streams(total, Streams((p @ v)[None, :, None], top[None, :, None], p.sum(1)[None, :, None]))
+        yield total
+
+
+@pytest.mark.parametrize("size", [1.0, 10.0, 50.0])
+@pytest.mark.parametrize("tile", [16, 37, 64, 256])
+@pytest.mark.parametrize("streams", [1, 2, 3, 4, 5])
+def test_both_forms_equal_dense_attention_over_any_scores_tiles_and_streams(size, tile, streams):
+    """Scores and values from (-size, size): in float32 to 1e-6 of dense float64, relative and by norm.
+
+    An lse of 50 is itself rounded by 2e-6, and so are the weights it stands for; the maximum and the sum are not.
+    """
+    g = torch.Generator().manual_seed(int(size) + tile + streams)
+    s, v = (torch.empty(shape).uniform_(-size, size, generator=g) for shape in ((9, 700), (700, 24)))
+    expected = torch.softmax(s.double(), 1) @ v.double()
+    parts = list(streams_of(s, v, streams, tile, torch.float32))
+    by_streams = from_streams(reduce(merge_streams, parts))
+    by_lse = reduce(merge, [from_streams(part) for part in parts])
+    for found, limit in ((by_streams, 1e-6), (by_lse, 1e-6 if size < 50 else 4e-6)):
+        assert found.out.isfinite().all() and found.lse.isfinite().all()
+        assert off(found.out[0, :, 0], expected) <= limit
+        assert off(found.lse[0, :, 0], torch.logsumexp(s.double(), 1)) <= 1e-6
+
+
+@pytest.mark.parametrize("size", [1.0, 10.0, 50.0])
+def test_queries_and_keys_of_any_size_merge_to_dense_attention(size):
+    """q, k and v from (-size, size): scores reach thousands, so in float64, where they keep their digits."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.empty(n, 64, dtype=torch.float64).uniform_(-size, size, generator=g) for n in (9, 700, 700))
+    s = q @ k.T / 8
+    expected = torch.softmax(s, 1) @ v
+    for streams in (2, 5):
+        parts = list(streams_of(s, v, streams, 64, torch.float64))
+        for found in (from_streams(reduce(merge_streams, parts)), reduce(merge, map(from_streams, parts))):
+            assert found.out.isfinite().all() and off(found.out[0, :, 0], expected) <= 1e-12
+
+
+@pytest.mark.parametrize("size", [1.0, 50.0])
+def test_the_order_of_ranks_does_not_matter(size):
+    """Two statistics add up to the same bits either way round; more of them, and (O, LSE), to within rounding."""
+    g = torch.Generator().manual_seed(1)
+    s, v = (torch.empty(shape).uniform_(-size, size, generator=g) for shape in ((9, 60), (60, 24)))
+    parts = list(streams_of(s, v, 4, 16, torch.float32))
+    parts.insert(2, to_streams(empty(torch.zeros(1, 9, 1, 24), 24)))  # a rank with nothing cached
+    for a, b in itertools.combinations(parts, 2):
+        assert all(torch.equal(x, y) for x, y in zip(merge_streams(a, b), merge_streams(b, a), strict=True))
+    expected = torch.softmax(s.double(), 1) @ v.double()
+    for order in itertools.permutations(parts):
+        by_streams, by_lse = from_streams(reduce(merge_streams, order)), reduce(merge, map(from_streams, order))
+        assert off(by_streams.out[0, :, 0], expected) <= 1e-6
+        assert off(by_lse.out[0, :, 0], expected) <= (1e-6 if size < 50 else 4e-6)
+
+
+def off(found, expected):
+    return float((found.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("missing", [NEVER, INF])

@@ -1,6 +1,7 @@
 """A plan is chosen honestly, says why, and every explicit choice is kept."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -77,3 +78,64 @@ def test_keys_of_another_length_are_planned_alike():
     plan = on({"ring": 4}, seq_len=100, key_len=37, layout="zigzag")[0]
     assert plan.keys.seq_len == 37 and plan.keys.layout == "zigzag" and plan.keys.local_len == 10
     assert "keys 37" in str(plan)
+
+
+@pytest.mark.parametrize(("kv_heads", "travels"), [(2, "keys"), (8, "queries")])
+def test_backward_sends_what_is_fewer_bytes_and_says_so(kv_heads, travels):
+    def one(mesh):
+        return ra.plan(mesh, seq_len=4096, heads=(8, kv_heads), head_dim=64)
+
+    for plan in run(one, ring=4):
+        assert plan.backward == travels and f"in backward {travels} (" in plan.explain()
+
+
+@pytest.mark.parametrize(("kv_heads", "groups"), [(8, 2), (16, 4), (12, 3), (4, 1), (2, 1)])
+def test_heads_are_exchanged_in_as_many_groups_as_key_heads_allow(kv_heads, groups):
+    def one(mesh, seq_len):
+        mesh.device_type = "cuda"
+        return ra.plan(mesh, seq_len=seq_len, heads=(48, kv_heads), head_dim=128).explain()
+
+    for long, short in run(lambda mesh: (one(mesh, 131072), one(mesh, 1024)), ulysses=4):
+        assert f"heads exchanged in {groups} group" in long and "heads exchanged in 1 group (" in short
+
+
+def test_groups_that_cannot_be_are_refused():
+    def one(mesh, **choices):
+        return ra.plan(mesh, seq_len=64, heads=(8, 4), head_dim=8, **choices)
+
+    with pytest.raises(ValueError, match="groups=3 does not divide the 2 key heads that a rank attends to; leave it"):
+        run(lambda mesh: one(mesh, groups=3), ulysses=2)
+    with pytest.raises(ValueError, match="groups=2 cuts what Ulysses and gather exchange"):
+        run(lambda mesh: one(mesh, groups=2, strategy="ring"), ring=2)
+
+
+@pytest.mark.parametrize(("hosts", "route"), [(0, "relay"), (1, "direct"), (2, "levels"), (4, "relay")])
+def test_the_route_goes_by_the_hosts(hosts, route):
+    assert run(lambda mesh: ra.plan(mesh, seq_len=64), ring=4, hosts=hosts)[0].route == route
+
+
+def test_documents_that_are_known_choose_the_layout():
+    def one(mesh, lengths):
+        return ra.plan(
+            mesh, seq_len=4096, heads=(8, 2), head_dim=64, docs=ra.Docs.from_lengths(lengths), strategy="ring"
+        ).layout
+
+    assert set(run(lambda mesh: one(mesh, [3000, 500, 596]), ring=4)) == {"striped"}  # balanced for any documents
+    inside = run(lambda mesh: one(mesh, 16 * [256]), ring=4)  # nothing needs to travel in one of these
+    assert set(inside) <= {"zigzag", "contiguous"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "says"),
+    [
+        ({"route": "around"}, "route='around': choose one of auto, direct, relay, levels"),
+        ({"together": 0}, "together=0: how many blocks a step may bring, at least 1"),
+        ({"backward": "values"}, "backward='values': choose one of auto, keys, queries"),
+        ({"backward": "queries", "route": "relay"}, "backward='queries' goes with route='direct'"),
+        ({"route": "levels", "hosts": 3}, "ring=2 lies on hosts=3"),
+        ({"transport": "pigeon"}, "transport='pigeon': choose one of auto, symmetric, group"),
+    ],
+)
+def test_an_unknown_way_is_refused(choice, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        run(lambda mesh: ra.plan(mesh, seq_len=64, **choice), ring=2)

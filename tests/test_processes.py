@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,14 +32,14 @@ GROUPS = {
 }
 
 
-def worst_errors(cases: list[Case], device: str = "cpu") -> list[dict[str, float]]:
-    """Every case on this process group: this rank's errors."""
+def worst_errors(cases: list[Case], device: str = "cpu", **choices: Any) -> list[dict[str, float]]:
+    """Every case on this process group: this rank's errors. `choices` are further words for the plan."""
     found = []
     for case in cases:
         mesh = ra.init_mesh(ring=case.ring, ulysses=case.ulysses, device_type=device)
         given = {n: x.to(device) for n, x in oracle.inputs(case, torch.float32).items()}
         truth = oracle.dense(case, oracle.inputs(case, torch.float32))
-        got = oracle.run(case, mesh, given)
+        got = oracle.run(case, mesh, given, **choices)
         errors = oracle.errors(case, mesh, got, truth)
         if case.sinks:
             total = got["dsinks"].double()
@@ -53,6 +54,34 @@ def test_equals_dense_float64(ranks):
     for rank, results in enumerate(run(worst_errors, ranks, GROUPS[ranks])):
         for case, errors in zip(GROUPS[ranks], results, strict=True):
             assert max(errors.values()) <= LIMIT, f"{case} rank {rank}: {errors}"
+
+
+def other_ways(cases: list[Case]) -> list[dict[str, float]]:
+    ways = (
+        {"route": "direct", "together": 3},
+        {"route": "levels", "hosts": 2},
+        {"backward": "queries", "route": "direct"},
+    )
+    return [errors for way in ways for errors in worst_errors(cases, **way)]
+
+
+def test_other_ways_to_bring_keys_equal_it_too():
+    cases = [c for c in FEW if c.ring == 4 and c.strategy == "ring"]
+    assert len(cases) > 2
+    for rank, results in enumerate(run(other_ways, 4, cases)):
+        for i, errors in enumerate(results):
+            assert max(errors.values()) <= LIMIT, f"{cases[i % len(cases)]} rank {rank}: {errors}"
+
+
+def test_heads_in_groups_equal_it_too():
+    cases = [replace(KINDS["all_at_once"], ring=2, ulysses=2, strategy=strategy) for strategy in ("ring", "gather")]
+    for rank, results in enumerate(run(in_two_groups, 4, cases)):
+        for case, errors in zip(cases, results, strict=True):
+            assert max(errors.values()) <= LIMIT, f"{case} rank {rank}: {errors}"
+
+
+def in_two_groups(cases: list[Case]) -> list[dict[str, float]]:
+    return worst_errors(cases, groups=2)
 
 
 def two_data_groups() -> float:

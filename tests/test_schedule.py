@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.comms.local import run
+from ringattn.cost import Shape
 from ringattn.launch import oracle
 from ringattn.launch.cases import CASES, Case
 from ringattn.layout import LAYOUTS, Layout
@@ -49,6 +50,55 @@ def test_a_run_of_all_ranks_meets_exactly_what_is_needed(rows):
     assert met == {(i, j) for i, j in np.argwhere(schedule.needed)}
 
 
+@given(
+    st.integers(1, 7).flatmap(
+        lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=n, max_size=n)
+    ),
+    st.integers(1, 8),
+)
+def test_visits_meet_exactly_what_is_needed_and_both_sides_know(rows, together):
+    schedule = Schedule(np.array(rows))
+    runs = [schedule.visits(r, together) for r in range(schedule.ring)]
+    assert len({len(run) for run in runs}) == 1
+    met = [(rank, source) for rank, run in enumerate(runs) for visit in run for source in visit.sources]
+    assert sorted(met) == sorted((i, j) for i, j in np.argwhere(schedule.needed))
+    for step in zip(*runs, strict=True):
+        assert all(len(visit.sources) <= together for visit in step)
+        brought = {(source, r) for r, visit in enumerate(step) for source in visit.sources if source != r}
+        assert brought == {(r, reader) for r, visit in enumerate(step) for reader in visit.readers}
+
+
+@given(
+    st.sampled_from([(1, 3), (2, 1), (2, 2), (2, 3), (3, 2)]).flatmap(
+        lambda shape: st.tuples(
+            st.just(shape[0]), st.lists(st.booleans(), min_size=(n := shape[0] * shape[1]) * n, max_size=n * n)
+        )
+    ),
+    st.integers(1, 3),
+)
+def test_rounds_meet_exactly_what_is_needed_and_cross_hosts_once(given, together):
+    hosts, cells = given
+    ring = round(len(cells) ** 0.5)
+    schedule, size = Schedule(np.array(cells).reshape(ring, ring)), ring // hosts
+    runs = [schedule.rounds(r, hosts, together) for r in range(ring)]
+    met, here = [], {(r, r) for r in range(ring)}  # (rank, the block that it holds)
+    for step in zip(*runs, strict=True):
+        for rank, one in enumerate(step):
+            first, *others = one.visits
+            met += [(rank, block) for visit in one.visits for block in visit.sources]
+            assert all((rank, block) in here for block in first.sources)
+            for i, visit in enumerate(others):
+                for block in visit.sources:  # who holds it now has this rank among its readers at the same visit
+                    holder = rank // size * size + block % size
+                    assert (holder, block) in here and rank in step[holder].visits[i + 1].readers
+        hops = [one.hop for one in step]
+        if hops[0]:
+            assert all(hop.recv == hops[(r - size) % ring].send for r, hop in enumerate(hops))
+            assert all((r, step[r].held) in here for r, hop in enumerate(hops) if hop.send)
+            here = {((r + size) % ring, step[r].held) for r, hop in enumerate(hops) if hop.send}
+    assert sorted(met) == sorted((i, j) for i, j in np.argwhere(schedule.needed))
+
+
 masks = st.tuples(
     st.sampled_from(LAYOUTS), st.integers(1, 60), st.integers(1, 5), st.none() | st.integers(1, 20),
     st.lists(st.integers(0, 20), min_size=1, max_size=6),
@@ -72,34 +122,42 @@ def test_needed_and_work_are_what_the_dense_mask_says(given):
             assert found[a, b] == block.any() and work(begin, end, shards[a], shards[b]) == block.sum()
 
 
-def sent(case: Case) -> list[tuple[int, int, tuple[int, int]]]:
+def sent(case: Case, route: str = "relay", backward: str = "keys") -> list[tuple[int, int, tuple[int, int]]]:
     """Of each ring rank: bytes sent in forward, in backward, and the schedule's count of blocks."""
     given = oracle.inputs(case, torch.float32)
 
     def one(mesh):
         import ringattn as ra
 
-        plan = ra.plan(mesh, seq_len=case.seq_len, spec=case.spec, strategy=case.strategy, layout=case.layout)
+        choices = {
+            "strategy": case.strategy,
+            "layout": case.layout,
+            "route": route,
+            "together": 2,
+            "backward": backward,
+        }
+        plan = ra.plan(mesh, seq_len=case.seq_len, spec=case.spec, **choices)
         q, k, v = (plan.shard(given[n]).requires_grad_() for n in "qkv")
         axis = plan.ring_axis
         out = ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs)
         forward = axis.sent
         out.sum().backward()
         mask = Mask(plan, case.spec, case.docs)
-        return forward, axis.sent - forward, schedule_of(mask).blocks_sent(axis.rank)
+        return forward, axis.sent - forward, schedule_of(mask).blocks_sent(axis.rank, route)
 
     return run(one, ring=case.ring)
 
 
+@pytest.mark.parametrize("route", ["direct", "relay"])
 @pytest.mark.parametrize(
     "case",
     [replace(c, key_len=None) for c in CASES if c.ulysses == 1 and c.strategy == "ring" and "cross" not in c.name],
     ids=str,
 )
-def test_bytes_sent_are_the_schedules_figure(case):
+def test_bytes_sent_are_the_schedules_figure(case, route):
     shard = Layout(case.layout, case.seq_len, case.ring).shard_len
     block = case.batch * shard * case.kv_heads * (case.head_dim + case.value_dim) * 4
-    for forward, backward, (keys, grads) in sent(case):
+    for forward, backward, (keys, grads) in sent(case, route):
         assert forward == keys * block
         assert backward == (keys + grads) * block
 
@@ -116,8 +174,21 @@ def test_a_window_sends_only_the_hops_it_reaches(window):
 def test_causal_contiguous_blocks_stop_at_the_last_rank():
     case = Case("causal", ring=4, layout="contiguous", seq_len=64)
     assert [keys for _, _, (keys, _) in sent(case)] == [1, 2, 3, 0]
+    assert [blocks for _, _, blocks in sent(case, "direct")] == [(3, 0), (2, 1), (1, 2), (0, 3)]
 
 
 def test_documents_inside_shards_send_nothing():
     case = Case("docs", ring=4, layout="contiguous", seq_len=64, lengths=[16, 8, 8, 16, 16])
     assert all(forward == backward == 0 for forward, backward, _ in sent(case))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_queries_that_travel_in_backward_send_what_the_cost_says(layout):
+    case = Case("causal", ring=4, layout=layout, seq_len=64, kv_heads=4)
+    shape = Shape(64, 64, 4, 4, case.head_dim, case.value_dim, itemsize=4, batch=case.batch)
+    rows = case.batch * 16 * case.heads
+    home = 4 * rows * case.head_dim  # dq of one block
+    away = shape.backward_bytes(4)["queries"] - home
+    assert away == 4 * rows * (case.head_dim + case.value_dim + 2)  # q, dout, lse and delta
+    for _, backward, (keys, grads) in sent(case, "direct", "queries"):
+        assert backward == grads * away + keys * home  # a rank's queries go where its gradients of keys would

@@ -3,16 +3,22 @@
 import dataclasses
 import json
 import pickle
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import ringattn as ra
 from ringattn.conf.schema import Cluster, Data, Model, Optimizer, Strategy, Train
-from ringattn.launch import checkpoint, data, metrics, torchrun, train
+from ringattn.launch import checkpoint, data, metrics, model, torchrun, train
+from ringattn.launch import ray as on_ray
+from ringattn.launch.bench import step as bench_step
 from ringattn.launch.processes import RankError
-from ringattn.launch.trainer import learning_rate, work
+from ringattn.launch.trainer import learning_rate, step_flops, work
+from ringattn.spec import bounds
 
 SOURCES = str(Path(json.__file__).parent)
 TINY = Train(
@@ -51,6 +57,8 @@ def test_the_loss_is_that_of_one_rank_whatever_the_strategy(tmp_path):
     four = over(
         4,
         {
+            "pointwise": where(recompute="pointwise", ulysses=2),
+            "cheap": where(recompute="cheap", ulysses=2),
             "zigzag": where(layout="zigzag", keys="ring"),
             "striped": where(layout="striped", keys="ring"),
             "contiguous": where(layout="contiguous", keys="ring"),
@@ -58,7 +66,6 @@ def test_the_loss_is_that_of_one_rank_whatever_the_strategy(tmp_path):
             "ulysses": where(ulysses=4, keys="ulysses"),
             "hybrid": where(ulysses=2, keys="ring"),
             "recomputed": where(recompute="block"),
-            "cheap": where(recompute="cheap", ulysses=2),
             "uneven": dataclasses.replace(TINY, seq_len=97),
             "data": where(data=2),
             "accumulated": dataclasses.replace(TINY, accumulate=2),
@@ -72,11 +79,62 @@ def test_the_loss_is_that_of_one_rank_whatever_the_strategy(tmp_path):
         assert gap <= 1e-5, f"{name}: the loss differs from one rank's by {gap:.1e}: {found} and {expected}"
 
 
+def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(tmp_path):
+    mixed = dataclasses.replace(TINY.model, softmax_every=2, convolution=3)
+    jobs = {
+        "zigzag": dataclasses.replace(where(layout="zigzag", keys="ring"), model=mixed),
+        "contiguous": dataclasses.replace(where(ulysses=2, keys="ring", layout="contiguous"), model=mixed),
+        "recomputed": dataclasses.replace(where(recompute="pointwise", ulysses=2), model=mixed),
+    }
+    expected = over(1, {"one": dataclasses.replace(TINY, model=mixed)}, tmp_path / "1")["one"]
+    assert expected[-1] < expected[0]
+    for name, found in over(4, jobs, tmp_path / "4").items():
+        assert np.abs(np.subtract(found, expected)).max() <= 1e-5, f"{name}: {found} and {expected}"
+
+
+@pytest.mark.slow
+def test_fifty_steps_on_2_4_and_8_ranks_are_those_of_one(tmp_path):
+    long = dataclasses.replace(TINY, steps=50, model=dataclasses.replace(TINY.model, layers=1))
+    one = over(1, {"one": long}, tmp_path)["one"]
+    for ranks in (2, 4, 8):
+        spread = {
+            "ring": {"keys": "ring", "layout": "zigzag"},
+            "gather": {"keys": "gather", "layout": "striped"},
+            "ulysses": {"keys": "ulysses", "ulysses": ranks, "layout": "contiguous"},
+            "hybrid": {"keys": "ring", "ulysses": 2, "layout": "contiguous"},
+        }
+        impossible = {2: "hybrid", 8: "ulysses"}.get(ranks)  # one rank a ring; more ranks than heads
+        jobs = {
+            f"{name}{ranks}": dataclasses.replace(long, strategy=Strategy(**s))
+            for name, s in spread.items()
+            if name != impossible
+        }
+        for name, found in over(ranks, jobs, tmp_path).items():
+            np.testing.assert_allclose(found, one, rtol=0, atol=1e-5, err_msg=name)
+
+
 def test_it_learns(tmp_path):
     (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 200)
     config = dataclasses.replace(TINY, data=Data(path=str(tmp_path / "text")), steps=25, optimizer=Optimizer(lr=1e-2))
     found = over(1, {"learns": config}, tmp_path)["learns"]
     assert found[-1] < 0.5 * found[0], found
+
+
+def test_a_deep_model_learns_from_its_first_steps(tmp_path):
+    """As many blocks as the experiment for GPUs, narrow, at its schedule: the rate grows as the width shrinks."""
+    pytest.importorskip("hydra", reason="hydra-core is not installed (pip install 'ringattn[train]')")
+    from ringattn.conf import compose
+
+    told = []
+    compose.run(["experiment=h200_long", "model.layers=28"], lambda config: told.append(config) or 0)
+    rate = told[0].optimizer.lr * told[0].model.dim / 64
+    deep = dataclasses.replace(
+        TINY, model=Model(dim=64, layers=28, heads=4, kv_heads=2, hidden=160), seq_len=64, steps=8,
+        optimizer=dataclasses.replace(told[0].optimizer, lr=rate),
+    )  # fmt: skip
+    found = over(1, {"deep": deep}, tmp_path)["deep"]
+    assert found[0] == pytest.approx(np.log(256), abs=0.1)
+    assert max(found[1:]) < found[0] and found[-1] < found[0] - 0.7, found
 
 
 def test_bfloat16_keeps_float32_master_weights(tmp_path):
@@ -133,6 +191,8 @@ def test_a_run_says_what_it_was(tmp_path):
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert {"loss", "lr", "tokens_per_second", "mfu", "memory_mib"} <= set(rows[0])
     assert [np.isfinite(r["loss"]) for r in rows if r["kind"] == "eval"] == [True]
+    (row,) = bench_step.run(bench_step.Options(str(tmp_path / "run"), repeats=1))
+    assert row["ranks"] == 2 and 0 < row["ratio"] < 1 and row["loss"] == losses(tmp_path / "run")[-1]
 
 
 def test_picture_shows_both_runs(tmp_path):
@@ -153,9 +213,77 @@ def test_data_is_read_across_files_and_in_an_order_of_its_own(tmp_path):
             assert bytes(corpus.read(start, count).astype(np.uint8)) == b"abcdefghij"[start : start + count]
     cut = data.windows(corpus, Data(held_out=1), seq_len=2, seed=0)
     assert (cut.total, len(cut)) == (4, 3)
-    epoch = [tuple(cut.train(i)) for i in range(3)]
-    assert len(set(epoch)) == 3 and tuple(cut.evaluation(0)) not in epoch
-    assert sorted(epoch) == sorted(tuple(cut.train(3 + i)) for i in range(3))
+    epoch = [tuple(cut.train(i).tokens) for i in range(3)]
+    assert len(set(epoch)) == 3 and tuple(cut.evaluation(0).tokens) not in epoch
+    assert sorted(epoch) == sorted(tuple(cut.train(3 + i).tokens) for i in range(3))
+
+
+def test_documents_are_files_or_what_a_token_ends(tmp_path):
+    for i, text in enumerate((b"abc", b"", b"de_g", b"ij")):
+        (tmp_path / f"{i}.txt").write_bytes(text)
+    corpus = data.open_corpus(Data(path=str(tmp_path), suffix=".txt"), 256)
+
+    def window(documents: str, index: int) -> data.Window:
+        return data.windows(corpus, Data(held_out=0, documents=documents), seq_len=4, seed=0).window(index)
+
+    assert bytes(window("files", 0).tokens.astype(np.uint8)) == b"abcde"
+    assert window("files", 0).cuts.tolist() == [3] and window("files", 1).cuts.tolist() == [3]
+    assert window("files", 0).lengths(4) == [3, 1] and window("files", 1).lengths(4) == [3, 1]
+    assert window("files", 1).predicted(4).tolist() == [True, True, False, True]
+    assert window(str(ord("_")), 1).cuts.tolist() == [2] and window("", 1).lengths(4) == [4]
+
+
+def test_flops_count_the_pairs_that_the_mask_leaves():
+    lengths = [5, 1, 9, 33]
+    for window in (None, 4, 40):
+        m = dataclasses.replace(TINY.model, window=window)
+        spec, docs = ra.AttentionSpec(window=window), ra.Docs.from_lengths(lengths)
+        begin, end = bounds(spec, np.arange(48), 48, docs=docs)
+        alone = model.train_flops(dataclasses.replace(m, window=1), [48])  # every token sees itself
+        more = int((end - begin).sum()) - 48
+        assert model.train_flops(m, lengths) == pytest.approx(alone + 12 * more * m.layers * m.dim)
+
+
+def test_a_step_counts_its_documents(tmp_path):
+    for i, size in enumerate((40, 33, 24)):
+        (tmp_path / f"{i}").write_bytes(bytes(size))
+    whole = Train(model=TINY.model, data=Data(path=str(tmp_path), held_out=0), seq_len=48, batch=2)
+    for documents, expected in (("", [[48], [48]]), ("files", [[40, 8], [25, 23]])):
+        cut = data.windows(data.open_corpus(whole.data, 256), Data(held_out=0, documents=documents), 48, 0)
+        job = SimpleNamespace(config=whole, windows=cut, a_step=2)
+        assert step_flops(job, 3) == pytest.approx(sum(model.train_flops(TINY.model, x) for x in expected))
+
+
+def test_curves_elsewhere_have_a_name_a_kind(tmp_path, monkeypatch):
+    """A stand-in for W&B, which need not be installed; the real one was tried by hand."""
+    seen = []
+    told = SimpleNamespace(log=lambda row, step: seen.append((step, row)), finish=lambda: seen.append("end"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **about: seen.append(about) or told))
+    log = metrics.Log(tmp_path, dataclasses.replace(TINY, wandb="project"))
+    log.write({"kind": "memory", "step": -8, "seq_len": 12, "memory_mib": 1.0})
+    log.write({"kind": "step", "step": 1, "loss": 3.0})
+    log.write({"kind": "eval", "step": 1, "loss": 2.0})
+    log.close()
+    about, *rows = seen
+    assert (about["project"], about["name"], about["config"]["seq_len"]) == ("project", tmp_path.name, 96)
+    assert rows == [(1, {"step/loss": 3.0}), (1, {"eval/loss": 2.0}), "end"]
+    assert [r["kind"] for r in metrics.read(tmp_path / "metrics.jsonl")] == ["memory", "eval", "step"]
+
+
+def test_packed_documents_are_as_if_each_were_alone(tmp_path):
+    import torch
+
+    rng = np.random.default_rng(0)
+    for i, size in enumerate((40, 33, 24)):
+        (tmp_path / f"{i}").write_bytes(rng.integers(0, 256, size, np.uint8).tobytes())
+    packed = Data(path=str(tmp_path), documents="files", held_out=0)
+    found = over(2, {"packed": dataclasses.replace(TINY, data=packed, seq_len=96, steps=1)}, tmp_path / "runs")[
+        "packed"
+    ]
+    decoder = model.build(TINY.model, TINY.seed, torch.device("cpu"))
+    files = [torch.tensor(list((tmp_path / f"{i}").read_bytes()))[None] for i in range(3)]
+    losses = [decoder(x[:, :-1], labels_BT=x[:, 1:]) for x in files]
+    assert found == pytest.approx([torch.cat(losses, 1).mean().item()], abs=1e-5)
 
 
 def test_a_file_of_tokens(tmp_path):
@@ -191,6 +319,21 @@ def test_bad_input_is_one_sentence_and_status_2(change, said, tmp_path, capsys):
     assert train.here(dataclasses.replace(TINY, nproc=2, folder=str(tmp_path), **change)) == 2
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error
+
+
+def test_an_elastic_run_fits_any_number_of_ranks_or_is_refused_before_it_begins():
+    told = Train(nproc=4, device="cpu", strategy=Strategy(ulysses=4), cluster=Cluster(kind="ray", at_least=1))
+    have = {"CPU": 4.0}
+    config, _ = on_ray.sized(told, have)
+    split = {ranks: train.resolved(on_ray.fitted(config, ranks), ranks)[0].strategy for ranks in (1, 2, 3, 4)}
+    assert {r: (s.ring, s.ulysses) for r, s in split.items()} == {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (1, 4)}
+    for wrong, said in (
+        (Strategy(data=2), "accumulate=2 strategy.data=1"),
+        (Strategy(ulysses=2, keys="ulysses"), "strategy.keys=ring"),
+        (Strategy(ring=2), "leave it out"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            on_ray.sized(dataclasses.replace(told, strategy=wrong), have)
 
 
 def test_the_rate_warms_up_and_falls_to_its_end():

@@ -1,13 +1,20 @@
 """What a training run may be told: every key, and what is said about one that does not exist."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("hydra", reason="hydra-core is not installed (pip install 'ringattn[train]')")
 
-from ringattn.conf import compose, schema
+from ringattn.conf import complete, compose, schema
 from ringattn.conf.schema import Model, Train
+
+ROOT = Path(__file__).parent.parent
+RUN = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True, "timeout": 60}
 
 
 def composed(*words: str) -> Train:
@@ -42,24 +49,23 @@ def test_nothing_said_is_the_schema_itself():
         (["++model.dmi=4"], "no key 'model.dmi'; did you mean 'model.dim'?"),
         (["seqlen=4"], "no key 'seqlen'; did you mean 'seq_len'?"),
         (["modle=tiny"], "no key 'modle'; did you mean 'model'?"),
-        (["model=tinny"], "model=tinny: choose one of block8b, small, tiny; did you mean 'tiny'?"),
+        (["model=tinny"], "model=tinny: choose one of block8b, hybrid, small, tiny; did you mean 'tiny'?"),
         (["strategy.layout=zigzga"], "did you mean 'zigzag'?"),
         (["seq_len=0"], "seq_len=0: must be above 0"),
         (["model.heads=3"], "model.heads=3 does not divide model.dim=128"),
         (["run=../x"], "is a name inside folder=runs"),
+        (["seq_len=abc"], "seq_len=abc: expected int"),
+        (["model.window=wide"], "model.window=wide: expected int | None"),
+        (["run=a(b"], "run=a(b: "),
+        (["nproc=0"], "nproc=0: must be above 0"),
+        (["data.held_out=-1"], "data.held_out=-1: must be 0 or above"),
+        (["+model._target_=os.system"], "no key 'model._target_'"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(words, said, capsys):
     assert compose.run(words, lambda config: 0) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
-
-
-def test_a_wrong_type_is_refused(capsys):
-    with pytest.raises(SystemExit) as end:
-        compose.run(["seq_len=abc"], lambda config: 0)
-    assert end.value.code != 0
-    assert "'abc' of type 'str' could not be converted to Integer" in capsys.readouterr().err
 
 
 def test_a_sweep_runs_every_value_and_is_refused_among_started_ranks(tmp_path, capsys):
@@ -81,6 +87,29 @@ def test_help_names_every_key_and_every_file(capsys):
     text = capsys.readouterr().out
     assert all(f"  {name}=" in text for name, _ in schema.every_key())
     assert "experiment=h200_long" in text
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("mod", ["model.", "model="]),
+        ("model=t", ["model=tiny"]),
+        ("model.l", ["model.layers="]),
+        ("cluster.ki", ["cluster.kind="]),
+        ("strategy.layout=z", ["strategy.layout=zigzag"]),
+        ("++dry_run=", ["++dry_run=true", "++dry_run=false"]),
+        ("nowhere", []),
+    ],
+)
+def test_the_shell_completes(word, found):
+    assert complete.candidates(word) == found
+
+
+def test_bash_completes(tmp_path):
+    script = subprocess.run([sys.executable, "-m", "ringattn", "train", "--completion"], **RUN).stdout
+    asked = "COMP_LINE='ringattn train strategy.layout=z'; COMP_POINT=${#COMP_LINE}; _ringattn; echo ${COMPREPLY[@]}"
+    said = subprocess.run(["bash", "-c", f"{script}\n{asked}"], **RUN)
+    assert said.stdout == "zigzag\n", said.stderr
 
 
 def test_a_saved_configuration_is_read_back():

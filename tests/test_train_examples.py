@@ -9,16 +9,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NEEDS = {"finetune_hf": "transformers"}
-WORDS = {"finetune_hf": ["", str(ROOT / "LICENSE"), "256", "4"], "long_layer": ["512"]}
+NEEDS = {"finetune_hf": "transformers", "trainer_hf": "accelerate"}
+WORDS = {
+    "finetune_hf": ["", str(ROOT / "LICENSE"), "256", "4"],
+    "long_layer": ["512"],
+    "trainer_hf": ["", str(ROOT / "LICENSE"), "256", "4"],
+}
 
 
 def test_every_example_is_run_here():
-    assert sorted(p.stem for p in (ROOT / "examples").glob("*.py")) == sorted(WORDS)
+    elsewhere = ["generate", "train_jax"]  # in tests of their own
+    assert sorted(p.stem for p in (ROOT / "examples").glob("*.py")) == sorted([*WORDS, *elsewhere])
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_the_loss_falls(name):
+def test_the_loss_falls(name, tmp_path):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
     script = ROOT / "examples" / f"{name}.py"
@@ -32,7 +37,9 @@ def test_the_loss_falls(name):
         *WORDS[name],
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    if name == "trainer_hf":  # its DistributedDataParallel crashes under DETAIL, in torch 2.13 with any model
+        environment.pop("TORCH_DISTRIBUTED_DEBUG", None)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)]
+    losses = [float(x) for x in re.findall(r": loss ([\d.]+)", done.stdout)]
     assert len(losses) >= 4 and losses[-1] < losses[0], done.stdout

@@ -1,5 +1,8 @@
 """Every entry of the table compiles for its GPU without spills and within its shared memory, on a machine without one.
 
+An entry that caps its registers, so that two programs share a multiprocessor, may spill a little outside the loop over
+the tiles that need no mask, where the time goes.
+
 The compiler cannot share a process with Triton's interpreter, so `compile_triton.py` runs in one of its own.
 """
 
@@ -15,7 +18,10 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm80", "sm90", "sm90:sm80", "sm100", "gfx942"])
+@pytest.mark.parametrize(
+    "target",
+    ["sm80", "sm90", "sm90:sm80", "sm100", "gfx942", "linear:sm80", "linear:sm90", "linear:sm100", "linear:gfx942"],
+)
 def test_entries_fit(target: str) -> None:
     pytest.importorskip("triton")
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -26,6 +32,8 @@ def test_entries_fit(target: str) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
     rows = [json.loads(line) for line in ran.stdout.splitlines()]
     kernels = {row["kernel"] for row in rows}
-    assert kernels == {"forward_kernel", "dq_kernel", "dkdv_kernel", "stats_kernel", "spans_kernel"}
-    bad = [row for row in rows if row["stack"] or row["shared"] > row["limit"]]
+    flash = {"forward_kernel", "dq_kernel", "dkdv_kernel", "stats_kernel", "spans_kernel"}
+    linear = {"states_kernel", "join_kernel", "scores_kernel", "apply_kernel", "gradients_kernel"}
+    assert kernels == (linear if target.startswith("linear") else flash)
+    bad = [r for r in rows if r["stack"] > (96 if r["capped"] else 0) or r["loop_spills"] or r["shared"] > r["limit"]]
     assert not bad, "\n".join(map(str, bad))

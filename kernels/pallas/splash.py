@@ -26,6 +26,10 @@ from ringattn.kernels.pallas.worklist import FIRST, LAST, WHOLE, WORK, Ranges, b
 from ringattn.kernels.partial import NEVER, Partial
 
 LOG2E = math.log2(math.e)
+
+# A tile is computed in pieces, so that the scores of the next ones are made while this one's exponentials are: the
+# matrix units and the others are then busy at once. Sizes by the bundles that the compiler makes of them on v6e.
+SOME_QUERIES, SOME_KEYS, AHEAD = 512, 256, 2
 NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))  # a @ b and a @ b^T
 
 
@@ -176,7 +180,7 @@ def attend(
     interpret: bool = False,
 ) -> Partial:
     """softmax(scale * q k^T) v over each query's interval, beginning from `carry`."""
-    call = prepare((q_BTHD, k_BSGD, v_BSGV), where, (blocks, arch), interpret, carry)
+    call = call_of((q_BTHD, k_BSGD, v_BSGV), where, (blocks, arch), interpret, carry)
     (_, H, T, _), V, bq = call.q.shape, v_BSGV.shape[3], call.blocks.q
     carried = [] if carry is None else [(columns(carry.out, bq), 3), (columns(carry.lse[..., None], bq, NEVER), 3)]
     out, lse = Walk(call, queries_stay=True).run(
@@ -209,11 +213,11 @@ def attend_backward(
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) in float32: two kernels, of which the one that nobody asks for is not run."""
-    call = prepare((q_BTHD, k_BSGD, v_BSGV), where, (blocks, arch), interpret, (dout_BTHV, lse_BTH, delta_BTH))
+    call = call_of((q_BTHD, k_BSGD, v_BSGV), where, (blocks, arch), interpret, (dout_BTHV, lse_BTH, delta_BTH))
     (_, H, T, D), (_, G, S, V) = call.q.shape, call.v.shape
     bq, bk, _ = call.blocks
     rows = [(columns(x[..., None], bq), 3) for x in (lse_BTH * LOG2E, delta_BTH)]
-    queries = [(call.q, 2), (by_heads(dout_BTHV, bq), 2), *rows]
+    queries = [(call.q.swapaxes(2, 3), 3), (columns(dout_BTHV, bq), 3), *rows]
     kernel = {"score": Score(scale, softcap), "precision": precision_of(q_BTHD)}
     (new_dq,) = Walk(call, queries_stay=True).run(
         partial(dq_kernel, **kernel),
@@ -226,13 +230,13 @@ def attend_backward(
         partial(dkv_kernel, **kernel),
         queries=queries,
         keys=[(call.k, 2), (call.v, 2)],
-        results=[((G, S, D), 2), ((G, S, V), 2)],
-        scratch=[(bk, D), (bk, V)],
+        results=[((G, D, S), 3), ((G, V, S), 3)],
+        scratch=[(D, bk), (V, bk)],
     )
     grads = (
         jnp.einsum("bhdt->bthd", new_dq[..., : q_BTHD.shape[1]]),
-        jnp.einsum("bgsd->bsgd", new_dk[:, :, : k_BSGD.shape[1]]),
-        jnp.einsum("bgsv->bsgv", new_dv[:, :, : k_BSGD.shape[1]]),
+        jnp.einsum("bgds->bsgd", new_dk[..., : k_BSGD.shape[1]]),
+        jnp.einsum("bgvs->bsgv", new_dv[..., : k_BSGD.shape[1]]),
     )
     new_dq, new_dk, new_dv = (g if old is None else old + g for g, old in zip(grads, (dq, dk, dv), strict=True))
     return new_dq, new_dk, new_dv
@@ -242,6 +246,7 @@ def forward_kernel(entries: Any, q: Any, *rest: Any, walk: Walk, score: Score, p
     """One block of queries meets one block of keys: the online softmax, transposed."""
     *given, k, v_t, begin, end, out, lse, top, total, acc = rest
     entry = entry_here(entries, walk)
+    first_key = walk.key_block(entry) * k.shape[2]
 
     @pl.when(entry & FIRST != 0)
     def start() -> None:
@@ -255,17 +260,26 @@ def forward_kernel(entries: Any, q: Any, *rest: Any, walk: Walk, score: Score, p
             total[...] = jnp.zeros_like(total)
             acc[...] = jnp.zeros_like(acc)
 
+    def scores(at: slice, keys: slice, whole: bool) -> Any:
+        s = score(lax.dot_general(k[0, 0, keys], q[0, 0, at], NT, precision, jnp.float32))
+        return s if whole else jnp.where(visible(s, first_key + keys.start, begin[:, :, at], end[:, :, at]), s, NEVER)
+
     def tile(whole: bool) -> None:
-        s = score(lax.dot_general(k[0, 0], q[0, 0], NT, precision, jnp.float32))
-        if not whole:
-            s = jnp.where(visible(s, walk.key_block(entry), begin, end), s, NEVER)
-        before = top[...]
-        now = jnp.maximum(before, s.max(0, keepdims=True))
-        safe = now if whole else jnp.where(now == NEVER, 0.0, now)
-        p, shrink = jnp.exp2(s - safe), jnp.exp2(before - safe)
-        top[...] = now
-        total[...] = total[...] * shrink + p.reshape(-1, 8, p.shape[1]).sum(0)  # eight sums, added up at the end
-        acc[...] = acc[...] * shrink + lax.dot_general(v_t[0, 0], p.astype(v_t.dtype), NN, precision, jnp.float32)
+        columns = pieces(k.shape[2], SOME_KEYS)
+        parts = [(at, keys) for at in pieces(q.shape[2], SOME_QUERIES) for keys in columns]
+        ready = [scores(*part, whole) for part in parts[:AHEAD]]
+        for i, (at, keys) in enumerate(parts):
+            ready += [scores(*part, whole) for part in parts[i + AHEAD : i + AHEAD + 1]]
+            if keys == columns[0]:
+                before, sums, result = top[:, at], total[:, at], acc[:, at]
+            now = jnp.maximum(before, ready[i].max(0, keepdims=True))
+            safe = now if whole else jnp.where(now == NEVER, 0.0, now)
+            p, shrink = jnp.exp2(ready[i] - safe), jnp.exp2(before - safe)
+            before, sums = now, sums * shrink + p.reshape(-1, 8, p.shape[1]).sum(0)  # eight sums, added up at the end
+            new = lax.dot_general(v_t[0, 0, :, keys], p.astype(v_t.dtype), NN, precision, jnp.float32)
+            result = result * shrink + new
+            if keys == columns[-1]:
+                top[:, at], total[:, at], acc[:, at] = before, sums, result
 
     on_work(entry, tile)
 
@@ -279,7 +293,7 @@ def forward_kernel(entries: Any, q: Any, *rest: Any, walk: Walk, score: Score, p
 
 
 def dq_kernel(
-    entries: Any, q: Any, dout: Any, lse2: Any, delta: Any, k: Any, v: Any, k_t: Any, begin: Any, end: Any,
+    entries: Any, q_t: Any, dout_t: Any, lse2: Any, delta: Any, k: Any, v: Any, k_t: Any, begin: Any, end: Any,
     dq: Any, acc: Any, *, walk: Walk, score: Score, precision: Any,
 ) -> None:  # fmt: skip
     """dq^T = scale * k^T ds, added up over the key blocks that pass."""
@@ -290,8 +304,8 @@ def dq_kernel(
         acc[...] = jnp.zeros_like(acc)
 
     def tile(whole: bool) -> None:
-        mask = None if whole else (walk.key_block(entry), begin, end)
-        _, ds = probabilities((q, k, v, dout, lse2, delta), mask, score, precision)
+        block = Block(q_t, k, v, dout_t, lse2, delta, None if whole else (walk.key_block(entry), begin, end))
+        _, ds = block.gradients(*block.scores(slice(None), slice(None), score, precision), slice(None), score)
         acc[...] += lax.dot_general(k_t[0, 0], ds.astype(k_t.dtype), NN, precision, jnp.float32)
 
     on_work(entry, tile)
@@ -302,10 +316,10 @@ def dq_kernel(
 
 
 def dkv_kernel(
-    entries: Any, q: Any, dout: Any, lse2: Any, delta: Any, k: Any, v: Any, begin: Any, end: Any,
+    entries: Any, q_t: Any, dout_t: Any, lse2: Any, delta: Any, k: Any, v: Any, begin: Any, end: Any,
     dk: Any, dv: Any, acc_k: Any, acc_v: Any, *, walk: Walk, score: Score, precision: Any,
 ) -> None:  # fmt: skip
-    """dk = scale * ds q and dv = p dout, added up over the query blocks that pass and the heads that share a key."""
+    """dk^T = scale * q^T ds^T and dv^T = dout^T p^T, over the query blocks that pass and the heads that share a key."""
     entry, member = entry_here(entries, walk), pl.program_id(3)
 
     @pl.when((entry & FIRST != 0) & (member == 0))
@@ -314,10 +328,16 @@ def dkv_kernel(
         acc_v[...] = jnp.zeros_like(acc_v)
 
     def tile(whole: bool) -> None:
-        mask = None if whole else (walk.key_block(entry), begin, end)
-        p, ds = probabilities((q, k, v, dout, lse2, delta), mask, score, precision)
-        acc_v[...] += lax.dot_general(p.astype(dout.dtype), dout[0, 0], NN, precision, jnp.float32)
-        acc_k[...] += lax.dot_general(ds.astype(q.dtype), q[0, 0], NN, precision, jnp.float32)
+        block = Block(q_t, k, v, dout_t, lse2, delta, None if whole else (walk.key_block(entry), begin, end))
+        parts = [(keys, at) for keys in pieces(k.shape[2], SOME_KEYS) for at in pieces(q_t.shape[3], SOME_KEYS)]
+        ready = [block.scores(*part, score, precision) for part in parts[:AHEAD]]
+        for i, (keys, at) in enumerate(parts):
+            ready += [block.scores(*part, score, precision) for part in parts[i + AHEAD : i + AHEAD + 1]]
+            p, ds = block.gradients(*ready[i], at, score)
+            new_v = lax.dot_general(dout_t[0, 0, :, at], p.astype(dout_t.dtype), NT, precision, jnp.float32)
+            new_k = lax.dot_general(q_t[0, 0, :, at], ds.astype(q_t.dtype), NT, precision, jnp.float32)
+            acc_v[:, keys] += new_v
+            acc_k[:, keys] += new_k
 
     on_work(entry, tile)
 
@@ -327,17 +347,33 @@ def dkv_kernel(
         dv[0, 0] = acc_v[...]
 
 
-def probabilities(
-    operands: tuple[Any, ...], mask: tuple[Any, Any, Any] | None, score: Score, precision: Any
-) -> tuple[Any, Any]:
-    """p = exp2(s - lse) and ds = p (v dout^T - delta), both [keys, queries]; p is exact since the lse is global."""
-    q, k, v, dout, lse2, delta = operands
-    s = score(lax.dot_general(k[0, 0], q[0, 0], NT, precision, jnp.float32))
-    p = jnp.exp2(s - lse2[0, 0])
-    if mask is not None:
-        p = jnp.where(visible(s, *mask), p, 0.0)
-    ds = p * (lax.dot_general(v[0, 0], dout[0, 0], NT, precision, jnp.float32) - delta[0, 0])
-    return p, ds * score.slope(s)
+class Block(NamedTuple):
+    """A pair of blocks in the backward pass; `mask` is the number of the key block, begin and end, or None."""
+
+    q_t: Any
+    k: Any
+    v: Any
+    dout_t: Any
+    lse2: Any
+    delta: Any
+    mask: tuple[Any, Any, Any] | None
+
+    def scores(self, keys: slice, at: slice, score: Score, precision: Any) -> tuple[Any, Any]:
+        """Base-2 scores, -inf where nothing is seen, and v dout^T: both [keys, queries]."""
+        s = score(lax.dot_general(self.k[0, 0, keys], self.q_t[0, 0, :, at], NN, precision, jnp.float32))
+        if self.mask is not None:
+            number, begin, end = self.mask
+            first_key = number * self.k.shape[2] + (keys.start or 0)
+            s = jnp.where(visible(s, first_key, begin[:, :, at], end[:, :, at]), s, NEVER)
+        return s, lax.dot_general(self.v[0, 0, keys], self.dout_t[0, 0, :, at], NN, precision, jnp.float32)
+
+    def gradients(self, s: Any, dp: Any, at: slice, score: Score) -> tuple[Any, Any]:
+        """p = exp2(s - lse), exact since the lse is global, and ds = p (v dout^T - delta)."""
+        p = jnp.exp2(s - self.lse2[0, 0, :, at])
+        if self.mask is not None:
+            p = jnp.where(s == NEVER, 0.0, p)
+        ds = p * (dp - self.delta[0, 0, :, at])
+        return p, ds if score.softcap is None else ds * score.slope(jnp.where(s == NEVER, 0.0, s))
 
 
 def entry_here(entries: Any, walk: Walk) -> Any:
@@ -350,12 +386,19 @@ def on_work(entry: Any, tile: Callable[[bool], None]) -> None:
     pl.when(entry & (WORK | WHOLE) == WORK)(lambda: tile(False))
 
 
-def visible(s: Any, key_block: Any, begin: Any, end: Any) -> Any:
-    index = lax.broadcasted_iota(jnp.int32, s.shape, 0) + key_block * s.shape[0]
+def visible(s: Any, first_key: Any, begin: Any, end: Any) -> Any:
+    """Which of these scores [keys, queries] count, the keys from `first_key` on; begin and end are [1, 1, queries]."""
+    index = lax.broadcasted_iota(jnp.int32, s.shape, 0) + first_key
     return (begin[0] <= index) & (index < end[0])
 
 
-def prepare(
+def pieces(length: int, most: int) -> list[slice]:
+    """A block cut into equal pieces of at most `most`, or left whole where that does not divide it."""
+    size = most if length % most == 0 else length
+    return [slice(at, at + size) for at in range(0, length, size)]
+
+
+def call_of(
     operands: tuple[Array, Array, Array],
     where: Intervals,
     asked: tuple[Blocks | None, tuple[int, int] | None],

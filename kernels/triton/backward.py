@@ -8,6 +8,9 @@ that both products that follow read their left side from registers. With p = 2^(
     dv = p^T dout      ds = p * (dout v^T - delta)      dq = scale * ds k      dk = scale * ds^T q
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -259,7 +262,14 @@ def dq_kernel(
     add_rows(dq_ptr, dq, first, T, dq_st[1], dq_st[3], QUERIES, D, WIDTH_D, ADD)
 
 
-def attend_backward(
+def attend_backward(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) in float32 from the lse over all keys, added in place to the accumulators that are given."""
+    keys, queries = halves(*inputs, **options)
+    dk, dv = keys()
+    return queries(), dk, dv
+
+
+def halves(
     q_BTHD: Tensor,
     k_BSGD: Tensor,
     v_BSGV: Tensor,
@@ -274,8 +284,8 @@ def attend_backward(
     dk: Tensor | None = None,
     dv: Tensor | None = None,
     table: Table | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in float32 from the lse over all keys, added in place to the accumulators that are given."""
+) -> tuple[Callable[[], tuple[Tensor, Tensor]], Callable[[], Tensor]]:
+    """`attend_backward` in two parts that may run in any order: what has a way to go goes first."""
     shape = Shape.of(q_BTHD, v_BSGV)
     B, T, S, H, G = shape[:5]
     stats = row_stats(lse_BTH, delta_BTH)
@@ -289,19 +299,25 @@ def attend_backward(
         for x, given in ((q_BTHD, dq), (k_BSGD, dk), (v_BSGV, dv))
     )
 
-    cut = tiles.dkdv
-    blocks, table_of = triton.cdiv(S, cut.keys), spans(where, S, cut.keys)
-    strides_kv = (*strides, table_of.stride(0) if table_of.shape[0] > 1 else 0, new_dk.stride(), new_dv.stride())
-    launch(
-        dkdv_kernel, (blocks * B * G,),
-        (*inputs, table_of, new_dk, new_dv, *strides_kv, T, S, G, blocks, room, scale, unit, cap), cut, **constants,
-        QUERIES=cut.queries, KEYS=cut.keys, ADD_DK=dk is not None, ADD_DV=dv is not None, TMA=cut.tma,
-    )  # fmt: skip
-    cut = tiles.dq
-    blocks = triton.cdiv(T, cut.queries)
-    launch(
-        dq_kernel, (blocks * B * H,),
-        (*inputs, new_dq, *strides, new_dq.stride(), T, H, blocks, room, scale, unit, cap), cut, **constants,
-        QUERIES=cut.queries, KEYS=cut.keys, ADD=dq is not None, TMA=cut.tma,
-    )  # fmt: skip
-    return new_dq, new_dk, new_dv
+    def keys() -> tuple[Tensor, Tensor]:
+        cut = tiles.dkdv
+        blocks, table_of = triton.cdiv(S, cut.keys), spans(where, S, cut.keys)
+        strides_kv = (*strides, table_of.stride(0) if table_of.shape[0] > 1 else 0, new_dk.stride(), new_dv.stride())
+        launch(
+            dkdv_kernel, (blocks * B * G,),
+            (*inputs, table_of, new_dk, new_dv, *strides_kv, T, S, G, blocks, room, scale, unit, cap), cut, **constants,
+            QUERIES=cut.queries, KEYS=cut.keys, ADD_DK=dk is not None, ADD_DV=dv is not None, TMA=cut.tma,
+        )  # fmt: skip
+        return new_dk, new_dv
+
+    def queries() -> Tensor:
+        cut = tiles.dq
+        blocks = triton.cdiv(T, cut.queries)
+        launch(
+            dq_kernel, (blocks * B * H,),
+            (*inputs, new_dq, *strides, new_dq.stride(), T, H, blocks, room, scale, unit, cap), cut, **constants,
+            QUERIES=cut.queries, KEYS=cut.keys, ADD=dq is not None, TMA=cut.tma,
+        )  # fmt: skip
+        return new_dq
+
+    return keys, queries

@@ -1,6 +1,7 @@
 """What the flash kernels share: loading a tile, the keys a block of queries sees, the soft cap, and the launch."""
 
 import contextvars
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.triton.launch import kind_of
+from ringattn.kernels.triton.launch import launch as launch_known
 from ringattn.kernels.triton.table import Table, Tile, Tiles, architecture, entry
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -130,18 +133,37 @@ def launch(
     kernel: Any, programs: tuple[int, ...], args: tuple[Any, ...], cut: Tile | None = None, **sizes: Any
 ) -> None:
     """Runs a kernel on its first argument's device; descriptors made there find their memory in torch's pool."""
-    if 0 in programs:
-        return
-    options = {} if cut is None else {"num_warps": cut.warps, "num_stages": cut.stages}
-    if cut is not None and cut.registers:
-        options["maxnreg"] = cut.registers
-    device = args[0].device
+    if 0 not in programs:
+        options = options_of(cut)
+        on_device_of(args[0], lambda: kernel[programs](*args, **sizes, **options))
+
+
+def launch_again(
+    kernel: Any, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], cut: Tile, **sizes: Any
+) -> None:
+    """`launch` of a kernel that is called often: a kind that was seen before goes straight to the compiled one."""
+    if programs:
+        constants = tuple([sizes[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]])
+        kind = (*[x.dtype for x in tensors], tensors[0].device, kind_of(numbers), constants, cut)
+        others, options = (*numbers, *constants), options_of(cut)
+        on_device_of(tensors[0], lambda: launch_known(kernel, (programs, 1, 1), tensors, others, kind, **options))
+
+
+def options_of(cut: Tile | None) -> dict[str, int]:
+    if cut is None:
+        return {}
+    options = {"num_warps": cut.warps, "num_stages": cut.stages}
+    return {**options, "maxnreg": cut.registers} if cut.registers else options
+
+
+def on_device_of(x: Tensor, start: Callable[[], None]) -> None:
+    device = x.device
 
     def run() -> None:
         triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
-        kernel[programs](*args, **sizes, **options)
+        start()
 
-    with torch.cuda.device_of(args[0]):
+    with torch.cuda.device_of(x):
         contextvars.copy_context().run(run)  # the allocator is a context variable: the caller's stays as it was
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, Streams
 from ringattn.kernels.triton.blocks import tanh
+from ringattn.kernels.triton.launch import launch
 from ringattn.kernels.triton.merge import merge_stack, power_of_2
 
 LOG2E = 1.4426950408889634
@@ -223,15 +224,20 @@ def decode_splits(
     total = torch.empty_like(top) if form == "streams" else top
     block_d, block_v = (max(16, power_of_2(n)) for n in (D, V))
     if out.numel():
-        decode_kernel[(G * blocks, splits, B)](
-            q_BTHD, k_BSGD, v_BSGV, where.begin, where.end, out, top, total,
+        strides = (
             *q_BTHD.stride(), *k_BSGD.stride(), *v_BSGV.stride(),
             where.begin.stride(0) if where.begin.shape[0] > 1 else 0, where.begin.stride(1),
-            scale * LOG2E if softcap is None else scale / softcap, 0.0 if softcap is None else softcap * LOG2E,
-            B, T, S, G, H // G, D, V,
-            STREAMS=form == "streams", SOFTCAP=softcap is not None,
-            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=block_d, BLOCK_V=block_v,
-            WHOLE_D=block_d == D, WHOLE_V=block_v == V, STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
+        constants = (
+            form == "streams", softcap is not None, tile.block_m, tile.block_n, block_d, block_v, block_d == D,
+            block_v == V, tile.stages,
+        )  # fmt: skip
+        scores = scale * LOG2E if softcap is None else scale / softcap, 0.0 if softcap is None else softcap * LOG2E
+        tensors = q_BTHD, k_BSGD, v_BSGV, where.begin, where.end, out, top, total
+        launch(
+            decode_kernel, (G * blocks, splits, B), tensors,
+            (*strides, *scores, B, T, S, G, H // G, D, V, *constants),
+            (q_BTHD.dtype, q_BTHD.device, strides, D, V, constants, tile.warps), num_warps=tile.warps,
         )  # fmt: skip
     return Streams(out, top, total) if form == "streams" else Partial(out, top)
 

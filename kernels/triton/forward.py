@@ -20,7 +20,7 @@ from ringattn.kernels.triton.blocks import (
     add_rows,
     cells,
     head_of,
-    launch,
+    launch_again,
     logits,
     matrix,
     phases,
@@ -91,7 +91,9 @@ def forward_kernel(
                 keys = n + tl.arange(0, KEYS)
                 s = tl.where((begin[:, None] <= keys[None, :]) & (keys[None, :] < end[:, None]), s, float("-inf"))
             top = tl.maximum(m, tl.max(s, 1) * rise)
-            zero = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet: 2^(-inf - 0) = 0
+            zero = top
+            if PHASE != 1:  # a row that has seen nothing yet: 2^(-inf - 0) = 0
+                zero = tl.where(top == float("-inf"), 0.0, top)
             p = tl.exp2(s * rise - zero[:, None])
             shrink = tl.exp2(m - zero)
             sum = sum * shrink + tl.sum(p, 1)
@@ -138,8 +140,8 @@ def attend(
     blocks = triton.cdiv(T, cut.queries)
     tensors = (q_BTHD, k_BSGD, v_BSGV, begin, end, *(carry or (out, lse)), out, lse)
     strides = (*(x.stride() for x in tensors[:3]), rows_st, *(x.stride() for x in tensors[5:]))
-    launch(
-        forward_kernel, (blocks * B * H,), (*tensors, *strides, T, shape.S, H, blocks, *logits(scale, softcap)), cut,
+    launch_again(
+        forward_kernel, blocks * B * H, tensors, (*strides, T, shape.S, H, blocks, *logits(scale, softcap)), cut,
         **shape.constants(softcap, q_BTHD), QUERIES=cut.queries, KEYS=cut.keys, CARRY=carry is not None,
         IN_PLACE=in_place, TMA=cut.tma, CAUSAL=causal,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.partial import Partial, Streams
+from ringattn.kernels.triton.launch import launch
 
 STACK = 128  # how many partials one program can hold; `merge_stack` folds longer stacks first
 
@@ -90,22 +91,28 @@ def merge_statistics(out_a, top_a, sum_a, out_b, top_b, sum_b):
 
 def merge_into(a: Partial, b: Partial, sinks_H: Tensor | None = None) -> Partial:
     """a <- a + b, in a's own memory: attention over both sets of keys (and a sink a head)."""
-    return launch(Partial(b.out[None], b.lse[None]), a, sinks_H, a)
+    return merge_once(Partial(b.out[None], b.lse[None]), a, sinks_H, a)
 
 
-def merge_stack(parts: Partial | Streams, carry: Partial | None = None, sinks_H: Tensor | None = None) -> Partial:
-    """The sum of the partials (or statistics) stacked along a first dim, of `carry`, and of a sink a head."""
+def merge_stack(
+    parts: Partial | Streams, carry: Partial | None = None, sinks_H: Tensor | None = None, into: Partial | None = None
+) -> Partial:
+    """The sum of the partials (or statistics) stacked along a first dim, of `carry`, and of a sink a head.
+
+    It goes `into` memory of any strides, and of any dtype for its out, where that is given.
+    """
     out, top = parts[:2]
     n = out.shape[0]
     while n > STACK:  # fold the tail, so that the last launch sees at most STACK
         keep = n - STACK
         tail = type(parts)(*(x[keep:] for x in parts))
         carry, parts, n = merge_stack(tail, carry), type(parts)(*(x[:keep] for x in parts)), keep
-    new = Partial(torch.empty_like(out[0], dtype=torch.float32), torch.empty_like(top[0], dtype=torch.float32))
-    return launch(parts, carry, sinks_H, new)
+    if into is None:
+        into = Partial(*(torch.empty(x.shape[1:], dtype=torch.float32, device=x.device) for x in (out, top)))
+    return merge_once(parts, carry, sinks_H, into)
 
 
-def launch(parts: Partial | Streams, carry: Partial | None, sinks_H: Tensor | None, new: Partial) -> Partial:
+def merge_once(parts: Partial | Streams, carry: Partial | None, sinks_H: Tensor | None, new: Partial) -> Partial:
     """One kernel over blocks of rows. When `new` is the carry, one program owns all of a row."""
     out, top = parts[:2]
     n, B, T, H, V = out.shape
@@ -122,14 +129,15 @@ def launch(parts: Partial | Streams, carry: Partial | None, sinks_H: Tensor | No
     if total.stride() != top.stride():
         raise ValueError(f"maximum and sum must be laid out alike, got strides {top.stride()} and {total.stride()}")
     old = new if carry is None else carry
-    grid = (-(-rows // block_r), -(-V // block_v))
-    merge_kernel[grid](
-        out, top, total, old.out, old.lse, new.lse if sinks_H is None else sinks_H, new.out, new.lse,
-        *out.stride(), *top.stride(), *old.out.stride(), *old.lse.stride(), *new.out.stride(), *new.lse.stride(),
-        n, B, T, H, V,
-        STREAMS=streams, CARRY=carry is not None, SINKS=sinks_H is not None,
-        BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_V=block_v, num_warps=4,
+    grid = (-(-rows // block_r), -(-V // block_v), 1)
+    tensors = out, top, total, old.out, old.lse, new.lse if sinks_H is None else sinks_H, new.out, new.lse
+    strides = (
+        *out.stride(), *top.stride(), *old.out.stride(), *old.lse.stride(), *new.out.stride(), *new.lse.stride()
     )  # fmt: skip
+    constants = streams, carry is not None, sinks_H is not None, block_n, block_r, block_v
+    dtypes = tuple([x.dtype for x in tensors])
+    kind = dtypes, out.device, strides, V, constants
+    launch(merge_kernel, grid, tensors, (*strides, n, B, T, H, V, *constants), kind, num_warps=4)
     return new
 
 

@@ -40,7 +40,7 @@ Table = Mapping[str, Tiles]
 TABLE: Table = {
     "sm90/16/32": Tiles(Tile(64, 128, 4, 2, True), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 3, True)),
     "sm90/16/64": Tiles(Tile(64, 128, 4, 2, True), Tile(64, 64, 4, 3, True), Tile(128, 64, 4, 2, True)),
-    "sm90/16/128": Tiles(Tile(64, 64, 4, 3, True), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 2, True)),
+    "sm90/16/128": Tiles(Tile(128, 64, 8, 2, True, 128), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 2, True)),
     "sm90/16/256": Tiles(Tile(128, 64, 8, 2, True), Tile(64, 64, 8, 2, True), Tile(32, 32, 8, 2, True)),
     "sm90/32/32": Tiles(Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)),
     "sm90/32/64": Tiles(Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),

@@ -4,8 +4,8 @@ A vendor's backward computes delta = rowsum(dout * out) by itself and uses `out`
 stand-in with the rowsum that we want: that makes each tile exact, and the gradient of lse comes along in delta.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,13 +41,22 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
             return Partial(*forward(*tensors, tile.causal, scale))
 
         exact = accumulator(q_BTHD)
+        dtype = out_dtype or exact
         if len(tiles) == 1 and carry is None and covers(tiles[0].queries, q_BTHD.shape[1]):
             part = run(tiles[0])
-            return Partial(part.out.to(out_dtype or exact), part.lse)
-        total = empty(q_BTHD, v_BSGV.shape[-1]) if carry is None else Partial(carry.out.clone(), carry.lse.clone())
-        for tile in tiles:
-            merge_rows(total, tile.queries, run(tile))
-        return Partial(total.out.to(out_dtype or exact), total.lse)
+            return Partial(part.out.to(dtype), part.lse)
+        total = empty(q_BTHD, v_BSGV.shape[-1]) if carry is None else Partial(carry.out.to(exact), carry.lse)
+        between = untouched([tile.queries for tile in tiles], q_BTHD.shape[1])
+        if dtype == exact or between is None:
+            for tile in tiles:
+                merge_rows(total, tile.queries, run(tile), total)
+            return Partial(total.out.to(dtype), total.lse)
+        found = Partial(torch.empty_like(total.out, dtype=dtype), torch.empty_like(total.lse))
+        for tile in tiles:  # each row is merged once, straight into the dtype that is asked for
+            merge_rows(total, tile.queries, run(tile), found)
+        for rows in between:
+            found.out[:, rows], found.lse[:, rows] = total.out[:, rows], total.lse[:, rows]
+        return found
 
     def attend_backward(
         q_BTHD: Tensor,
@@ -56,7 +65,7 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
         where: Intervals,
         dout_BTHV: Tensor,
         lse_BTH: Tensor,
-        delta_BTH: Tensor,
+        delta_BTH: Any,
         *,
         scale: float,
         softcap: float | None = None,
@@ -65,17 +74,15 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
         dv: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         tiles = tiles_or_refuse(name, where, softcap)
-        dout, out = stand_in(dout_BTHV.to(q_BTHD.dtype), delta_BTH)
-        dq, dk, dv = (
-            torch.zeros(x.shape, dtype=accumulator(x), device=x.device) if given is None else given
-            for x, given in ((q_BTHD, dq), (k_BSGD, dk), (v_BSGV, dv))
-        )
-        for queries, keys, causal in tiles:
+        dout, out = delta_BTH if isinstance(delta_BTH, StandIn) else prepare(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)[2]
+        totals = [dq, dk, dv]
+        for queries, keys, causal in sorted(tiles, key=area, reverse=True):
             tensors = q_BTHD[:, queries], k_BSGD[:, keys], v_BSGV[:, keys]
             rows = dout[:, queries], out[:, queries], lse_BTH[:, queries]
             parts = backward(rows[0], *tensors, *rows[1:], causal, scale)
-            for total, part, at in zip((dq, dk, dv), parts, (queries, keys, keys), strict=True):
-                total[:, at] += part
+            for i, (like, at) in enumerate(((q_BTHD, queries), (k_BSGD, keys), (v_BSGV, keys))):
+                totals[i] = accumulated(totals[i], parts[i], at, like)
+        dq, dk, dv = (zeros(x) if t is None else t for t, x in zip(totals, (q_BTHD, k_BSGD, v_BSGV), strict=True))
         return dq, dk, dv
 
     return attend, attend_backward
@@ -92,17 +99,62 @@ def tiles_or_refuse(name: str, where: Intervals, softcap: float | None) -> tuple
     return where.tiles
 
 
-def merge_rows(total: Partial, rows: slice, part: Partial) -> None:
-    """total[:, rows] <- total[:, rows] + part, where it lies."""
-    mine = Partial(total.out[:, rows], total.lse[:, rows])
+def merge_rows(total: Partial, rows: slice, part: Partial, into: Partial) -> None:
+    """into[:, rows] <- total[:, rows] + part."""
+    mine, new = (Partial(x.out[:, rows], x.lse[:, rows]) for x in (total, into))
     if total.out.is_cuda and total.out.dtype == torch.float32:
-        from ringattn.kernels.triton.merge import merge_into  # comes with every torch that has a GPU to run on
+        from ringattn.kernels.triton.merge import merge_into, merge_stack  # comes with every torch that has a GPU
 
-        merge_into(mine, part)
+        if into is total:
+            merge_into(mine, part)
+        else:
+            merge_stack(Partial(part.out[None], part.lse[None]), mine, into=new)
         return
-    new = partial.merge(mine, part)
-    mine.out.copy_(new.out)
-    mine.lse.copy_(new.lse)
+    found = partial.merge(mine, part)
+    new.out.copy_(found.out)
+    new.lse.copy_(found.lse)
+
+
+def untouched(queries: Sequence[slice], length: int) -> list[slice] | None:
+    """The rows between slices, none of which may overlap; None if some do."""
+    found, at = [], 0
+    for rows in sorted(queries, key=lambda rows: rows.start):
+        if rows.start < at:
+            return None
+        if rows.start > at:
+            found.append(slice(at, rows.start))
+        at = rows.stop
+    return [*found, slice(at, length)] if at < length else found
+
+
+def area(tile: Tile) -> int:
+    queries, keys, _ = tile
+    return int((queries.stop - queries.start) * (keys.stop - keys.start))
+
+
+def accumulated(total: Tensor | None, part: Tensor, at: slice, like: Tensor) -> Tensor:
+    """total[:, at] + part, where it lies; a total that is not there yet begins as the part, if that is all of it."""
+    if total is None and covers(at, like.shape[1]):
+        return part.to(accumulator(like))
+    total = zeros(like) if total is None else total
+    total[:, at] += part
+    return total
+
+
+def zeros(like: Tensor) -> Tensor:
+    return torch.zeros(like.shape, dtype=accumulator(like), device=like.device)
+
+
+class StandIn(NamedTuple):
+    """What a backward takes for delta once it is made: (dout, out) as `stand_in` gives them."""
+
+    dout: Tensor
+    out: Tensor
+
+
+def prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, StandIn]:
+    """The rows of a backward in the form that every step of it takes, made once for all of them."""
+    return dout, lse, StandIn(*stand_in(dout.to(q.dtype), delta))
 
 
 def row_delta(out_BTHV: Tensor, dout_BTHV: Tensor, dlse_BTH: Tensor | None = None) -> Tensor:
@@ -121,13 +173,17 @@ def stand_in(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     small to matter beside delta: 2^-30 of it (2^-60 in float64; 2^-14 in float16, whose exponents end there).
     """
     tiny = {torch.float64: 2.0**-60, torch.float16: 2.0**-14}.get(dout.dtype, 2.0**-30)
-    norm = torch.linalg.vector_norm(dout, dim=-1, dtype=delta.dtype)
+    if dout.is_cuda and accumulator(dout) == torch.float32:
+        from ringattn.kernels.triton import gradients
+
+        return gradients.stand_in(dout, delta, tiny)
+    norm = torch.linalg.vector_norm(dout, dim=-1, dtype=torch.float64)  # squares of small gradients leave float32
     least = (delta.abs() * tiny).to(dout.dtype)
     small = norm < least
     dout = dout.masked_fill(small[..., None], 0)
     dout[..., 0] += torch.where(small, least, torch.zeros_like(least))
     norm = torch.where(small, least.to(norm.dtype), norm)
-    factor = torch.where(norm > 0, delta / norm / norm, torch.zeros_like(norm))
+    factor = torch.where(norm > 0, delta.double() / norm / norm, torch.zeros_like(norm))
     out = torch.mul(dout, factor[..., None], out=torch.empty_like(dout))
     return dout, out
 

@@ -1,9 +1,14 @@
 """Time and measure things side by side: `ringattn bench SUITE [key=value ...]`.
 
+    decode    a token over a cache that is spread over ranks: time over that of copying it
+    jax       attention on JAX arrays over this machine's GPUs, beside its kernel alone
     kernels   one GPU: our kernels beside cuDNN, FlashAttention and FlexAttention
+    linear    one GPU: our gated linear attention beside flash-linear-attention
     memory    the peak memory of a rank at 1, 2, 4, 8 ranks
     prefill   a prompt whole and in chunks: time and peak memory
     ring      many ranks: time over the floor of one without communication
+    scan      linear attention over many ranks: time over the floor of each rank alone
+    step      a training run's step over the floor of its attention and matrix products
     traffic   the bytes a rank sends, counted, beside what the schedule says
 
 A suite is a module of launch/bench/ with its own Options and `run(options) -> list of rows`. Every row is printed in
@@ -20,7 +25,7 @@ from typing import Any
 
 from ringattn.launch.words import nearest, parse, usage
 
-SUITES = ("kernels", "memory", "prefill", "ring", "traffic")
+SUITES = ("decode", "jax", "kernels", "linear", "memory", "prefill", "ring", "scan", "step", "traffic")
 
 
 def main(argv: list[str]) -> int:

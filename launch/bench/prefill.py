@@ -1,27 +1,39 @@
 """Prefill of a whole prompt at once beside prefill in chunks: time and a rank's peak memory.
 
-Ranks are processes of this machine (gloo on CPUs, NCCL on GPUs). The peak is above the inputs and the cache, which
-both ways have: what grows with the prompt in one and with the chunk in the other.
+    ring     attention over the whole prompt, without a cache: what chunks are measured against
+    whole    prefill in one chunk
+    chunks   prefill in chunks of `chunk` tokens
+
+Ranks are processes of this machine (gloo on CPUs, NCCL on GPUs). The peak is above the inputs and the cache, which all
+ways have: what grows with the prompt in two of them and with the chunk in the third. `speed` is the ring's time over
+this one's.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ringattn.launch.bench import table
 from ringattn.launch.bench.memory import CudaMeter, ResidentMeter
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
 
-COLUMNS = ["tokens", "chunk", "ranks", "ms", "peak_mb", "over_whole"]
+COLUMNS = ["tokens", "way", "chunk", "ranks", "ms", "peak_mb", "speed", "moved"]
+ELSEWHERE = {"tokens", "chunk", "ways", "moves", "timeout", "device"}  # said by each row itself, or by its stamp
 
 
 @dataclass
 class Options:
     tokens: list[int] = option([512, 2048, 8192], "prompt lengths")
     chunk: int = option(512, "tokens a chunk")
+    ways: list[str] = option(["ring", "whole", "chunks"], "which of them")
+    moves: list[str] = option(["auto"], "what travels in chunks: auto, queries, keys; each is timed")
+    transport: str = option("auto", "auto, symmetric or group")
     ranks: int = option(2, "ranks")
     heads: int = option(8, "query heads")
     kv_heads: int = option(2, "key heads")
@@ -32,51 +44,87 @@ class Options:
 
 
 def run(options: Options) -> list[dict[str, Any]]:
+    if bad := [tokens for tokens in options.tokens if tokens > options.chunk and tokens % options.chunk]:
+        raise ValueError(f"chunk={options.chunk} does not divide tokens={bad[0]}; this benchmark takes whole chunks")
     backend = "nccl" if options.device == "cuda" else "gloo"
     ranks = run_ranks(measure, options.ranks, options, backend=backend, timeout=options.timeout)
     rows: list[dict[str, Any]] = []
     for measured in zip(*ranks, strict=True):
         worst = {**measured[0], "ms": max(m["ms"] for m in measured), "peak_mb": max(m["peak_mb"] for m in measured)}
-        whole = next((r for r in rows if r["tokens"] == worst["tokens"]), worst)
-        given = {k: v for k, v in asdict(options).items() if k not in ("tokens", "chunk", "timeout", "repeats")}
-        rows.append({"suite": "prefill", **given, **worst, "over_whole": worst["ms"] / whole["ms"]})
+        given = {name: value for name, value in asdict(options).items() if name not in ELSEWHERE}
+        rows.append({"suite": "prefill", **given, **worst})
+    for row in rows:
+        ring = next((r for r in rows if r["way"] == "ring" and r["tokens"] == row["tokens"]), None)
+        row["speed"] = ring["ms"] / row["ms"] if ring else None
     print(table(rows, COLUMNS))
     return rows
 
 
 def measure(options: Options) -> list[dict[str, Any]]:
-    """One rank: every prompt whole, then in chunks."""
+    """One rank: every prompt, in every way."""
     import ringattn as ra
 
     mesh = ra.init_mesh(ring=options.ranks, device_type=options.device)
     found = []
     for tokens in options.tokens:
-        for chunk in (tokens, min(options.chunk, tokens)):
-            plan = ra.plan(mesh, seq_len=chunk)
-            prompt = local_prompt(options, plan, tokens, chunk)
-            times = []
-            for _ in range(1 + options.repeats):  # the first one warms up
-                cache = new_cache(options, plan, tokens, prompt[0][0].dtype)
-                meter = CudaMeter() if options.device == "cuda" else ResidentMeter()
-                start = now(options.device)
-                for q, k, v in prompt:
-                    ra.prefill(q, k, v, plan.for_length(min(chunk, tokens)), cache)
-                times.append(now(options.device) - start)
-                peak = meter.peak()
-            ms = sorted(times[1:])[len(times[1:]) // 2] * 1e3
-            found.append({"tokens": tokens, "chunk": chunk, "ms": ms, "peak_mb": peak / 2**20})
+        for way, move in [(w, m) for w in options.ways for m in (options.moves if w == "chunks" else ["auto"])]:
+            chunk = min(options.chunk, tokens) if way == "chunks" else tokens
+            plan = ra.plan(mesh, seq_len=chunk, transport=options.transport)
+            prompt = local_prompt(options, plan, tokens // chunk)
+            call = one_shot if way == "ring" else partial(in_chunks, move=move)
+            ms, peak, moved = timed(call, prompt, plan, tokens, options)
+            name = f"chunks of {chunk}" if way == "chunks" else way
+            row = {"case": f"{tokens} tokens", "name": name, "tokens": tokens, "way": way, "chunk": chunk}
+            found.append({**row, "ms": ms, "peak_mb": peak, "moved": moved})
     return found
 
 
-def local_prompt(options: Options, plan: Any, tokens: int, chunk: int) -> list[list[torch.Tensor]]:
-    """This rank's part of every chunk; the length is a multiple of the chunk."""
-    if tokens % chunk:
-        raise ValueError(f"chunk={chunk} does not divide tokens={tokens}; this benchmark takes whole chunks")
+Prompt = list[list[torch.Tensor]]
+
+
+def timed(
+    call: Callable[..., str], prompt: Prompt, plan: Any, tokens: int, options: Options
+) -> tuple[float, float, str]:
+    """The median in milliseconds, the peak in MiB, and what travelled."""
+    times = []
+    for _ in range(1 + options.repeats):  # the first one warms up
+        cache = new_cache(options, plan, tokens, prompt[0][0].dtype)
+        dist.barrier()
+        start = now(options.device)
+        meter = CudaMeter() if options.device == "cuda" else ResidentMeter()
+        moved = call(prompt, plan, cache)
+        times.append(now(options.device) - start)
+        peak = meter.peak()
+    return sorted(times[1:])[len(times[1:]) // 2] * 1e3, peak / 2**20, moved
+
+
+@torch.no_grad()
+def one_shot(prompt: Prompt, plan: Any, cache: Any) -> str:
+    import ringattn as ra
+
+    [(q, k, v)] = prompt
+    ra.attention(q, k, v, plan)
+    return "keys"
+
+
+def in_chunks(prompt: Prompt, plan: Any, cache: Any, move: str = "auto") -> str:
+    """Every chunk after the other; which way the first and the last of them moved."""
+    import ringattn as ra
+
+    moved = []
+    for q, k, v in prompt:
+        moved.append(cache.moves(plan, q.shape[2]).way if move == "auto" else move)
+        ra.prefill(q, k, v, plan, cache, move=moved[-1])
+    return "-".join(dict.fromkeys((moved[0], moved[-1])))
+
+
+def local_prompt(options: Options, plan: Any, chunks: int) -> Prompt:
+    """This rank's part of every chunk."""
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     heads = (options.heads, options.kv_heads, options.kv_heads)
     return [
         [torch.randn(1, plan.local_len, h, options.head_dim, device=options.device, dtype=dtype) for h in heads]
-        for _ in range(tokens // chunk)
+        for _ in range(chunks)
     ]
 
 

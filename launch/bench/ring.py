@@ -1,24 +1,33 @@
 """Attention over ranks beside its floor: the same flops a rank, the same kernel, no communication.
 
-The floor is one causal call on every rank at once, of tokens / sqrt(ranks) tokens: as many (query, key) pairs as a
-rank has of the whole. `exposed` is the part of the time that the floor does not explain. Times are medians, of the
-slowest rank.
+The causal floor is one call on every rank at once, of tokens / sqrt(ranks) tokens: as many (query, key) pairs as a
+rank has of the whole. The floor of packed documents is the whole sequence on one device, divided by the ranks; there
+only pairs within a document count as flops. `exposed` is the part of the time that the floor does not explain. Times
+are medians, of the slowest rank. `peak` is the memory of forward and backward over q, k, v, out, their gradients and
+lse. `peers` are torch's own context_parallel with cuDNN, by how it rotates: allgather, alltoall.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ringattn.launch.bench import table
+from ringattn.launch.bench import table, timeline
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
 
-COLUMNS = ["tokens", "ranks", "ulysses", "strategy", "layout", "mode", "ms", "floor_ms", "ratio", "tflops", "exposed"]
+COLUMNS = ["tokens", "mask", "who", "strategy", "layout", "mode", "ms", "floor_ms", "ratio", "tflops", "exposed",
+           "against", "peak"]  # fmt: skip
+LONG = (65536, 1024, 8192, 2048, 16384, 4096, 1024, 2048, 8192, 4096, 2048, 1024, 8192, 4096, 2048, 1024)
+SHORT = 8 * (512, 4096, 1024, 2048, 512, 1536, 3072, 512, 1024, 2048)
+MIXES: dict[str, tuple[int, ...]] = {"long": LONG, "short": SHORT}
+FLOPS = {"forward": 4, "forward+backward": 14}  # flops of a pair, a head and a dim
 
 
 @dataclass
@@ -26,82 +35,220 @@ class Options:
     ranks: int = option(4, "ranks")
     ulysses: int = option(1, "how many of them are Ulysses ranks")
     tokens: list[int] = option([16384, 32768, 131072], "lengths of the whole sequence")
+    mask: list[str] = option(["causal"], "causal; long, short: packed documents, 131072 tokens; a number: a window")
     heads: int = option(32, "query heads")
     kv_heads: int = option(8, "key heads")
     head_dim: int = option(128, "head dim")
     strategy: str = option("auto", "ring, gather or ulysses")
-    layout: str = option("auto", "contiguous, striped or zigzag")
+    layout: list[str] = option(["auto"], "contiguous, striped or zigzag")
+    route: str = option("auto", "direct or relay")
+    together: int = option(0, "blocks a step; 0: as many as are small")
+    groups: int = option(0, "groups of heads through Ulysses and gather; 0: as many as are worth it")
+    transports: list[str] = option(["auto"], "auto, symmetric, group: each is timed")
+    peers: list[str] = option([], "allgather, alltoall: torch's context_parallel beside ours")
     kernel: str = option("auto", "the kernel of every step, and of the floor")
     device: str = option("cuda", "cuda or cpu")
+    floor: bool = option(True, "whether to time the floor too")
+    modes: list[str] = option(["forward", "forward+backward"], "forward, forward+backward")
+    graphs: bool = option(False, "capture each call in a CUDA graph and time its replays, the floor's too")
+    warmup: int = option(2, "runs that are not timed")
     repeats: int = option(10, "timed runs")
+    trace: str = option("", "a file name for a trace (.json) and a picture (.svg) of each first length and mode")
     timeout: float = option(900.0, "seconds for all")
 
 
 def run(options: Options) -> list[dict[str, Any]]:
     backend = "nccl" if options.device == "cuda" else "gloo"
     ranks = run_ranks(measure, options.ranks, options, backend=backend, timeout=options.timeout)
-    given = {k: v for k, v in asdict(options).items() if k not in ("tokens", "timeout", "strategy", "layout")}
+    names = ("ranks", "ulysses", "heads", "kv_heads", "head_dim", "groups", "kernel", "graphs", "repeats")
     rows = []
-    for measured in zip(*ranks, strict=True):
-        ms, floor = (max(m[name] for m in measured) for name in ("ms", "floor_ms"))
-        flops = measured[0]["flops"] / options.ranks
-        rows.append({
-            "suite": "ring", **given, **measured[0], "ms": ms, "floor_ms": floor, "ratio": floor / ms,
-            "tflops": flops / ms / 1e9, "exposed": 1 - floor / ms,
-        })  # fmt: skip
+    for measured in zip(*(found["rows"] for found in ranks), strict=True):
+        slowest = {n: max(m[n] for m in measured) for n in ("ms", "floor_ms", "peak") if measured[0][n] is not None}
+        row = {"suite": "ring", **{n: asdict(options)[n] for n in names}, **measured[0], **slowest}
+        row["tflops"] = row["flops"] / options.ranks / row["ms"] / 1e9
+        if row["floor_ms"] is not None:
+            row |= {"ratio": row["floor_ms"] / row["ms"], "exposed": 1 - row["floor_ms"] / row["ms"]}
+        rows.append(row)
+    compare(rows)
     print(table(rows, COLUMNS))
+    for name, spans in timeline.by_rank([found["spans"] for found in ranks]).items():
+        print(timeline.save(spans, Path(options.trace), name))
     return rows
 
 
-def measure(options: Options) -> list[dict[str, Any]]:
-    """One rank: every length, forward and forward + backward, over ranks and alone."""
+def compare(rows: list[dict[str, Any]]) -> None:
+    """`against`: how much faster than the fastest peer in the same run."""
+    for row in rows:
+        same = [r for r in rows if all(r[n] == row[n] for n in ("tokens", "mask", "mode"))]
+        theirs = [r["ms"] for r in same if r["who"].startswith("torch")]
+        if theirs and not row["who"].startswith("torch"):
+            row["against"] = min(theirs) / row["ms"]
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """One rank: every length, forward and forward + backward, over ranks and alone; and the spans of a trace."""
     import ringattn as ra
 
     mesh = ra.init_mesh(ring=options.ranks // options.ulysses, ulysses=options.ulysses, device_type=options.device)
-    found = []
-    for tokens in options.tokens:
-        plan = ra.plan(
-            mesh, seq_len=tokens, heads=(options.heads, options.kv_heads), head_dim=options.head_dim,
-            strategy=options.strategy, layout=options.layout, kernel=options.kernel,
-        )  # fmt: skip
-        alone = ra.plan(seq_len=round(tokens / options.ranks**0.5), kernel=options.kernel)
-        spread, local = calls(options, plan), calls(options, alone)
-        pairs = tokens * (tokens + 1) / 2
-        for mode, times in (("forward", 4), ("forward+backward", 14)):
-            found.append({
-                "tokens": tokens, "strategy": plan.strategy, "layout": plan.layout, "mode": mode,
-                "ms": timed(spread[mode], options), "floor_ms": timed(local[mode], options),
-                "flops": times * pairs * options.heads * options.head_dim,
-            })  # fmt: skip
+    found: dict[str, Any] = {"rows": [], "spans": {}}
+    for mask, tokens in asked_for(options):
+        case = Case.of(mask, tokens)
+        floors = floor(options, case) if options.floor else dict.fromkeys(options.modes)
+        for who, about, calls in contestants(options, mesh, case):
+            for mode in options.modes:
+                if options.device == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                ms = timed(calls[mode], options)
+                flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim
+                row = {"tokens": tokens, "mask": mask, "who": who, **about, "mode": mode, "ms": ms, "flops": flops}
+                found["rows"].append({**row, "floor_ms": floors[mode], "peak": peak(options, tokens, mode)})
+                if options.trace and (mask, tokens) == asked_for(options)[0]:
+                    found["spans"][f"{who} {tokens} {mode}"] = timeline.record(calls[mode])
     return found
 
 
-def calls(options: Options, plan: Any) -> dict[str, Callable[[], Any]]:
+def asked_for(options: Options) -> list[tuple[str, int]]:
+    """Every mask with its lengths; the documents have one."""
+    return [(m, t) for m in options.mask for t in ([131072] if m in MIXES else options.tokens)]
+
+
+class Case(NamedTuple):
+    """A mask over so many tokens, and how many (query, key) pairs it leaves."""
+
+    tokens: int
+    spec: Any
+    docs: Any
+    pairs: float
+
+    @classmethod
+    def of(cls, mask: str, tokens: int) -> "Case":
+        import ringattn as ra
+
+        if mask in MIXES:
+            docs = ra.Docs.from_lengths(MIXES[mask])
+            return cls(tokens, ra.AttentionSpec(), docs, sum(n * (n + 1) / 2 for n in MIXES[mask]))
+        window = int(mask) if mask.isdigit() else None
+        first = min(window or tokens, tokens)
+        return cls(tokens, ra.AttentionSpec(window=window), None, first * (first + 1) / 2 + (tokens - first) * first)
+
+
+def floor(options: Options, case: Case) -> dict[str, float]:
+    """Milliseconds of each mode with as many pairs as a rank has, and nobody to talk to."""
+    import ringattn as ra
+
+    whole = case.docs is not None or case.spec.window is not None
+    alone = ra.plan(seq_len=case.tokens if whole else round(case.tokens / options.ranks**0.5), kernel=options.kernel)
+    share = options.ranks if whole else 1
+    calls = ours(options, alone, case)
+    return {mode: timed(calls[mode], options) / share for mode in options.modes}
+
+
+def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, dict[str, str], Any]]:
+    """(who, what about it, what is timed), one after the other: each has the memory to itself."""
+    import ringattn as ra
+
+    for transport in options.transports:
+        for layout in options.layout:
+            plan = ra.plan(
+                mesh, seq_len=case.tokens, heads=(options.heads, options.kv_heads), head_dim=options.head_dim,
+                strategy=options.strategy, layout=layout, kernel=options.kernel, transport=transport,
+                route=options.route, together=options.together or None, groups=options.groups or None, spec=case.spec,
+                docs=case.docs,
+            )  # fmt: skip
+            about = {"strategy": plan.strategy, "layout": plan.layout, "route": plan.route}
+            yield str(plan.ring_axis).split("(")[-1].rstrip(")"), about, ours(options, plan, case)
+    for method in options.peers:
+        with torch_context_parallel(mesh["ring"], options.ranks, method, options.device):
+            yield (
+                f"torch {method}",
+                {"strategy": "ring", "layout": "zigzag", "route": method},
+                theirs(options, case.tokens),
+            )
+
+
+def ours(options: Options, plan: Any, case: Case) -> dict[str, Callable[[], Any]]:
     """What is timed: one forward pass, and one with its backward, on random data."""
     import ringattn as ra
 
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    heads = (options.heads, options.kv_heads, options.kv_heads)
-    q, k, v = (
-        torch.randn(1, plan.local_len, h, options.head_dim, device=options.device, dtype=dtype, requires_grad=True)
-        for h in heads
-    )
-    dout = torch.randn_like(q)
+    q, k, v, dout = random(options, plan.local_len)
 
     def forward() -> None:
         with torch.no_grad():
-            ra.attention(q, k, v, plan)
+            ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs)
 
     def both() -> None:
-        torch.autograd.grad(ra.attention(q, k, v, plan), (q, k, v), dout)
+        torch.autograd.grad(ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs), (q, k, v), dout)
 
     return {"forward": forward, "forward+backward": both}
 
 
+def theirs(options: Options, tokens: int) -> dict[str, Callable[[], Any]]:
+    """The same through torch's own attention, within its context_parallel."""
+    from torch.nn import functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    tensors = random(options, tokens // options.ranks)
+    q, k, v, dout = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in tensors)
+
+    def attend() -> Any:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend()
+
+    return {"forward": forward, "forward+backward": lambda: torch.autograd.grad(attend(), (q, k, v), dout.detach())}
+
+
+@contextmanager
+def torch_context_parallel(mesh: Any, ranks: int, method: str, device: str) -> Iterator[None]:
+    from torch.distributed.tensor.experimental import _attention as theirs
+    from torch.distributed.tensor.experimental import context_parallel
+
+    theirs.set_rotate_method(method)
+    with context_parallel(mesh, buffers=[torch.zeros(1, 1, 2 * ranks, 1, device=device)], buffer_seq_dims=[2]):
+        yield
+
+
+def random(options: Options, length: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v and the gradient of out, of one rank."""
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    heads = (options.heads, options.kv_heads, options.kv_heads, options.heads)
+    return tuple(
+        torch.randn(1, length, h, options.head_dim, device=options.device, dtype=dtype, requires_grad=i < 3)
+        for i, h in enumerate(heads)
+    )
+
+
+def peak(options: Options, tokens: int, mode: str) -> float | None:
+    """The most memory that was used at once, over q, k, v, out, the gradients of all four, and lse."""
+    if options.device != "cuda" or mode == "forward":
+        return None
+    local = tokens // options.ranks
+    tensors = 4 * local * (options.heads + options.kv_heads) * options.head_dim * 2  # two bytes
+    return torch.cuda.max_memory_allocated() / (tensors + 4 * local * options.heads)
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call as one CUDA graph."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
+
+
 def timed(call: Callable[[], Any], options: Options) -> float:
     """The median in milliseconds, all ranks starting together."""
-    for _ in range(2):
+    for _ in range(options.warmup):
         call()
+    call = captured(call) if options.graphs else call
     times = []
     for _ in range(options.repeats):
         if options.device == "cuda":

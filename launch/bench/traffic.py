@@ -12,7 +12,7 @@ from ringattn.comms.local import run as run_ranks
 from ringattn.launch.bench import table
 from ringattn.launch.words import option
 
-COLUMNS = ["strategy", "ring", "ulysses", "layout", "mask", "forward", "backward", "scheduled", "forward_mb"]
+COLUMNS = ["strategy", "route", "ring", "ulysses", "layout", "mask", "forward", "backward", "scheduled", "forward_mb"]
 
 
 @dataclass
@@ -31,38 +31,42 @@ def run(options: Options) -> list[dict[str, Any]]:
     causal, window, full = ra.AttentionSpec(), ra.AttentionSpec(window=options.window), ra.AttentionSpec(causal=False)
     inside = ra.Docs.from_lengths([options.tokens // options.ranks] * options.ranks, pad_to=options.tokens)
     n = options.ranks
-    cases = [
-        ("ring", n, 1, "zigzag", "causal", causal, None),
-        ("ring", n, 1, "contiguous", "causal", causal, None),
-        ("ring", n, 1, "contiguous", "full", full, None),
-        ("ring", n, 1, "contiguous", f"window {options.window}", window, None),
-        ("ring", n, 1, "zigzag", f"window {options.window}", window, None),
-        ("ring", n, 1, "contiguous", "documents inside shards", causal, inside),
-        ("ring", n // 2, 2, "zigzag", "causal", causal, None),
-        ("ulysses", 1, n, "contiguous", "causal", causal, None),
-        ("gather", n, 1, "zigzag", "causal", causal, None),
+    cases: list[tuple[Any, ...]] = [
+        (n, 1, layout, mask, spec, docs)
+        for layout, mask, spec, docs in (
+            ("zigzag", "causal", causal, None),
+            ("contiguous", "causal", causal, None),
+            ("contiguous", "full", full, None),
+            ("contiguous", f"window {options.window}", window, None),
+            ("zigzag", f"window {options.window}", window, None),
+            ("contiguous", "documents inside shards", causal, inside),
+        )
     ]
+    cases.append((n // 2, 2, "zigzag", "causal", causal, None))
+    cases = [("ring", route, *case) for route in ("direct", "relay") for case in cases]
+    cases.append(("ulysses", "direct", 1, n, "contiguous", "causal", causal, None))
+    cases.append(("gather", "direct", n, 1, "zigzag", "causal", causal, None))
     rows = [count(options, *case) for case in cases]
     print(table(rows, COLUMNS))
     return rows
 
 
 def count(
-    options: Options, strategy: str, ring: int, ulysses: int, layout: str, mask: str, spec: Any, docs: Any
+    options: Options, strategy: str, route: str, ring: int, ulysses: int, layout: str, mask: str, spec: Any, docs: Any
 ) -> dict[str, Any]:
     """One forward and backward pass on all ranks; what the busiest one sent."""
     import ringattn as ra
     from ringattn.torch.steps import Mask, schedule_of
 
     def one(mesh: Any) -> tuple[int, int, int, int]:
-        plan = ra.plan(mesh, seq_len=options.tokens, strategy=strategy, layout=layout)
+        plan = ra.plan(mesh, seq_len=options.tokens, strategy=strategy, layout=layout, route=route)
         shapes = (options.heads, options.kv_heads, options.kv_heads)
         q, k, v = (torch.randn(1, plan.local_len, h, options.head_dim, requires_grad=True) for h in shapes)
         axes = [a for a in (plan.ring_axis, plan.ulysses_axis) if a.size > 1]
         out = ra.attention(q, k, v, plan, spec=spec, docs=docs)
         forward = sum(a.sent for a in axes)
         out.sum().backward()
-        keys, grads = schedule_of(Mask(plan, spec, docs)).blocks_sent(plan.ring_axis.rank)
+        keys, grads = schedule_of(Mask(plan, spec, docs)).blocks_sent(plan.ring_axis.rank, route)
         return forward, sum(a.sent for a in axes) - forward, keys, keys + grads
 
     forward, backward, keys, both = (
@@ -71,7 +75,8 @@ def count(
     block = -(-options.tokens // ring) * max(1, options.kv_heads // ulysses) * 2 * options.head_dim * 4
     scheduled = f"{keys} + {both}" if strategy == "ring" and ulysses == 1 else None
     return {
-        "suite": "traffic", "tokens": options.tokens, "strategy": strategy, "ring": ring, "ulysses": ulysses,
+        "suite": "traffic", "tokens": options.tokens, "strategy": strategy, "route": route, "ring": ring,
+        "ulysses": ulysses,
         "layout": layout, "mask": mask, "forward": forward / block, "backward": backward / block,
         "scheduled": scheduled, "forward_mb": forward / 1e6, "backward_mb": backward / 1e6,
     }  # fmt: skip

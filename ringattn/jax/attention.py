@@ -17,14 +17,15 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from ringattn.check import of_shapes
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax import ulysses
 from ringattn.jax.check import check
 from ringattn.jax.gather import gather_backward, gather_forward
 from ringattn.jax.ring import ring_backward, ring_forward
-from ringattn.jax.sharding import sequence_axes
-from ringattn.jax.steps import Mask, local_positions, route_of, score_of, sight_of
+from ringattn.jax.sharding import placed_alike, plan_where, sequence_axes
+from ringattn.jax.steps import Mask, local_positions, route_of, step_of
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.kernels.partial import Partial
@@ -48,9 +49,11 @@ jax.tree_util.register_pytree_node(Docs, lambda docs: ((docs.starts,), (docs.len
 
 @dataclass(frozen=True)
 class Call:
-    """All of a call that is not an array."""
+    """All of a call that is not an array. Plans are equal whatever their axes, and programs over others are not."""
 
     mask: Mask
+    axes: Any
+    lse: bool = True  # somebody gets the lse, and may differentiate it
     docs_padded: bool = False
     key_docs_padded: bool = False
 
@@ -67,9 +70,18 @@ def attention(
     sinks: Array | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """softmax(scale * q k^T) v on global arrays in the plan's order (`Plan.shard`); inside shard_map, on local ones."""
+    """softmax(scale * q k^T) v on global arrays in the plan's order (`Plan.shard`); inside shard_map, on local ones.
+
+    Without a plan the arrays are in the sequence's own order, and on the mesh that their sharding names: a contiguous
+    ring over the axes that cut the tokens, none if nothing does.
+    """
+    shapes = of_shapes(q, k, v)
+    if shapes:
+        raise ValueError(shapes)
+    lying = placed_alike(q, k, v) if plan is None else None
     if plan is None:
-        plan = single_device(q.shape[1], k.shape[1], jax.default_backend())
+        lengths = q.shape[1], k.shape[1]
+        plan = plan_where(lying, *lengths) if lying else single_device(*lengths, jax.default_backend())
     if plan.framework != "jax":
         raise ValueError("the plan was made for a torch mesh, and q is a jax array; give plan() a mesh of jax devices")
     solo = not isinstance(plan.ring_axis, MeshAxis)
@@ -81,10 +93,12 @@ def attention(
     whole = plan.tokens.padded_length, plan.keys.tokens.padded_length
     check((q, k, v, sinks), plan, whole, spec, docs, key_docs)
     mesh = plan.ring_axis.mesh
-    batch, heads = other_axes(q, mesh)
+    batch, heads = (lying.batch or None, lying.heads or None) if lying else other_axes(q, mesh)
+    tokens = P(batch, sequence_axes(plan) or None, heads)
     starts = starts_of(docs), starts_of(key_docs)
-    rows = tuple(batch if s is not None and s.shape[0] > 1 else None for s in starts)
-    out, lse = program(call_of(plan, spec, docs, key_docs), mesh, batch, heads, rows)((q, k, v, sinks), starts)
+    rows = tuple(P(batch) if s is not None and s.shape[0] > 1 else P() for s in starts)
+    call = call_of(plan, spec, docs, key_docs, return_lse)
+    out, lse = program(call, mesh, tokens, rows)((q, k, v, sinks), starts)
     return (out, lse) if return_lse else out
 
 
@@ -104,7 +118,7 @@ def local_attention(
     spec = AttentionSpec() if spec is None else spec
     check((q, k, v, sinks), plan, (plan.local_len, plan.keys.local_len), spec, docs, key_docs)
     starts = starts_of(docs), starts_of(key_docs)
-    out, lse = on_device(call_of(plan, spec, docs, key_docs), (q, k, v, sinks), starts)
+    out, lse = on_device(call_of(plan, spec, docs, key_docs, return_lse), (q, k, v, sinks), starts)
     return (out, lse) if return_lse else out
 
 
@@ -119,13 +133,13 @@ def starts_of(docs: Docs | None) -> Array | None:
     return None if docs is None else jnp.asarray(docs.starts, jnp.int32)
 
 
-def call_of(plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None) -> Call:
+def call_of(plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None, lse: bool) -> Call:
     """Documents that are known now decide which hops are needed; traced ones do not."""
     known = tuple(d if d is not None and isinstance(d.starts, np.ndarray) else None for d in (docs, key_docs))
     if (docs is None) != (known[0] is None) or (key_docs is None) != (known[1] is None):
         known = (None, None)
     padded = docs is not None and docs.padded
-    return Call(Mask(plan, spec, *known), padded, padded if key_docs is None else key_docs.padded)
+    return Call(Mask(plan, spec, *known), plan.axes, lse, padded, padded if key_docs is None else key_docs.padded)
 
 
 def other_axes(q: Array, mesh: Mesh) -> tuple[Any, Any]:
@@ -140,13 +154,13 @@ def other_axes(q: Array, mesh: Mesh) -> tuple[Any, Any]:
 
 
 @lru_cache(maxsize=128)
-def program(call: Call, mesh: Mesh, batch: Any, heads: Any, rows: tuple[Any, Any]) -> Any:
-    """(q, k, v, sinks), starts -> out, lse on global arrays."""
-    tokens = P(batch, sequence_axes(call.mask.plan), heads)
-    specs = ((tokens, tokens, tokens, P(heads)), tuple(P(r) for r in rows))
-    interpreted = call.mask.plan.kernel == "splash" and call.mask.plan.device != "tpu"  # does not follow what varies
+def program(call: Call, mesh: Mesh, tokens: P, rows: tuple[P, P]) -> Any:
+    """(q, k, v, sinks), starts -> out, lse on global arrays, of which `tokens` says how q, k and v are cut."""
+    specs = ((tokens, tokens, tokens, P(tokens[2])), rows)
+    interpreted = call.mask.plan.kernel == "splash" and call.mask.plan.device != "tpu"
+    untold = interpreted or call.mask.plan.kernel == "stock_splash"  # of what varies
     whole = jax.shard_map(
-        partial(on_device, call), mesh=mesh, in_specs=specs, out_specs=(tokens, tokens), check_vma=not interpreted
+        partial(on_device, call), mesh=mesh, in_specs=specs, out_specs=(tokens, tokens), check_vma=not untold
     )
     return jax.jit(whole)
 
@@ -179,7 +193,7 @@ def exchange(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
     """Attention of a ring shard's queries over the keys of the whole ring: (out in q's dtype, lse)."""
     q, k, v, sinks = arrays
     mask, axis = call.mask, call.mask.plan.ring_axis
-    score, sight = score_of(q, k, v, mask.spec, mask.plan), sight_of(mask, *starts)
+    score, sight = step_of(q, k, v, mask, *starts)
     start = None if sinks is None else sink_partial(q, sinks, v.shape[-1])
     if mask.plan.strategy == "gather":
         part = gather_forward(q, k, v, axis, sight, score, start)
@@ -198,12 +212,14 @@ def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array])
     (q, k, v, sinks), starts, out, lse = saved
     dout, dlse = given
     mask, axis = call.mask, call.mask.plan.ring_axis
-    score, sight = score_of(q, k, v, mask.spec, mask.plan), sight_of(mask, *starts)
-    delta = (dout.astype(lse.dtype) * out).sum(-1) - dlse
+    score, sight = step_of(q, k, v, mask, *starts)
+    delta = (dout.astype(lse.dtype) * out).sum(-1)
+    delta = delta - dlse if call.lse else delta
+    rows = score.prepare(q, dout, lse, delta, None if call.lse else out)
     if mask.plan.strategy == "gather":
-        grads = gather_backward(q, k, v, axis, sight, score, (dout, lse, delta))
+        grads = gather_backward(q, k, v, axis, sight, score, rows)
     else:
-        grads = ring_backward(q, k, v, axis, route_of(mask), sight, score, (dout, lse, delta))
+        grads = ring_backward(q, k, v, axis, route_of(mask), sight, score, rows)
     dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
     return (dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)), None
 

@@ -21,7 +21,7 @@ def gather_forward(
 def gather_backward(
     q: Array, k: Array, v: Array, axis: MeshAxis, sight: Sight, score: Score, rows: tuple[Array, ...]
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in float32; `rows` are this device's dout, lse and delta."""
+    """(dq, dk, dv) in float32; `rows` are this device's dout, lse and delta, as the kernel wants them."""
     dq, dk, dv = score.attend_backward(q, *gathered(k, v, axis, sight), sight.everywhere, *rows)
     home = [axis.reduce_scatter(permuted(x, sight.keys, 1), 1) for x in (dk, dv)]
     return dq, home[0].wait(), home[1].wait()

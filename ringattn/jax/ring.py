@@ -14,7 +14,6 @@ from jax import Array, lax
 
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.steps import Hop, Move, Route, Score, Sight
-from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.kernels.partial import Partial, empty
 
@@ -39,13 +38,14 @@ def ring_forward(
 def ring_backward(
     q: Array, k: Array, v: Array, axis: MeshAxis, route: Route, sight: Sight, score: Score, rows: tuple[Array, ...]
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in float32. `rows` are this device's dout, global lse and delta.
+    """(dq, dk, dv) in float32. `rows` are this device's dout, global lse and delta, as the kernel wants them.
 
-    The work at home is done in two halves: its dq while the keys set out, its (dk, dv) while the others' return.
+    The work at home is done in two halves: its dq while the keys set out, its (dk, dv) while the others' return. What
+    cannot be halved is done while they return, which takes longer: gradients are float32.
     """
 
-    def step(move: Move, carry: tuple[Pair, Array, Pair], distance: Any) -> tuple[Pair, Array, Pair]:
-        keys, dq, grads = carry
+    def step(move: Move, carry: tuple[Pair, Any, Any], distance: Any) -> tuple[Pair, Any, Any]:
+        keys, dq, grads = carry  # the first of these steps adds to nothing, or to the dq that was made at home
         arriving, following = rotate(axis, keys, move.keys), rotate(axis, grads, move.grads)
         dq, dk, dv = score.attend_backward(q, *keys, sight.at(distance), *rows, dq=dq)
         arriving, following, dq, dk, dv = lax.optimization_barrier((arriving, following, dq, dk, dv))
@@ -55,13 +55,15 @@ def ring_backward(
     home = (q, k, v, sight.at(0), *rows)
     if not route.hops:
         return score.attend_backward(*home)
-    arriving, dq = lax.optimization_barrier((rotate(axis, (k, v), route.hops[0]), score.attend_backward(*home)[0]))
-    nothing = tuple(jnp.zeros(x.shape, accumulator(x)) for x in (k, v))
-    carry = vary((arriving, dq, nothing), axes_of(q, k, v, rows, sight.begin))
+    arriving, dq = rotate(axis, (k, v), route.hops[0]), None
+    if not score.at_once:
+        arriving, dq = lax.optimization_barrier((arriving, score.attend_backward(*home)[0]))
+    carry = vary((arriving, dq, None), axes_of(q, k, v, rows, sight.begin))
     _, dq, grads = travel(route.backward, step, carry)
     grads, home = lax.optimization_barrier((grads, home))  # or this work is done before there is a hop to hide
-    returned = rotate(axis, grads, route.home)
-    returned, own = lax.optimization_barrier((returned, score.attend_backward(*home)[1:]))
+    own = score.attend_backward(*home, dq=dq if score.at_once else None)
+    dq = own[0] if score.at_once else dq
+    returned, *own = lax.optimization_barrier((rotate(axis, grads, route.home), *own[1:]))
     return dq, own[0] + returned[0], own[1] + returned[1]
 
 
@@ -79,5 +81,5 @@ def looped(step: Callable[..., Any], move: Move, carry: Any, distance: Array) ->
     return step(move, carry, distance), None
 
 
-def rotate(axis: MeshAxis, pair: Pair, hop: Hop | None) -> Pair:
+def rotate(axis: MeshAxis, pair: Any, hop: Hop | None) -> Any:
     return pair if hop is None else axis.rotate(pair, hop.shift, hop.senders).wait()

@@ -1,14 +1,19 @@
-"""A sequence in the plan's order, spread over the mesh, and back. All of it is reshapes: no indices are stored."""
+"""A sequence in the plan's order, spread over the mesh, and back. All of it is reshapes: no indices are stored.
 
-from typing import Any
+And the other way round: the plan of arrays that are spread over a mesh already.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringattn.comms.jax import MeshAxis, platform
 from ringattn.layout import Layout
 from ringattn.planning import Plan
 
@@ -46,7 +51,7 @@ def positions(plan: Plan) -> Array:
 
 def sequence_axes(plan: Plan) -> tuple[str, ...]:
     """The mesh axes that cut the sequence, ring outside."""
-    return tuple(axis.name for axis in (plan.ring_axis, plan.ulysses_axis) if axis.name in axis.mesh.axis_names)
+    return (*plan.ring_axis.names, *plan.ulysses_axis.names)
 
 
 def placed(x: Array, plan: Plan, dim: int) -> Array:
@@ -93,3 +98,64 @@ def rearranged(x: Array, layout: Layout, dim: int, back: bool) -> Array:
     order = np.array([block for r in range(ring) for block in (r, 2 * ring - 1 - r)])
     order = np.argsort(order) if back else order
     return jnp.take(x.reshape(*before, 2 * ring, -1, *after), order, axis=dim).reshape(x.shape)
+
+
+class Placed(NamedTuple):
+    """The axes of a mesh that cut the batch, the tokens and the heads of an array [B, T, H, D]; none are ()."""
+
+    mesh: Mesh | AbstractMesh
+    batch: tuple[str, ...]
+    tokens: tuple[str, ...]
+    heads: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, tokens {self.tokens}, heads {self.heads}"
+
+
+def placed_alike(q: Array, k: Array, v: Array) -> Placed | None:
+    """Where q, k and v all lie, if that is on a mesh; None where they are on one device, or local inside shard_map."""
+    found = {name: placement(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    if len(set(found.values())) > 1:
+        said = "; ".join(f"{name}: {'one device' if at is None else at}" for name, at in found.items())
+        raise ValueError(f"without a plan, q, k and v must lie alike, and they are cut by {said}; use jax.reshard")
+    return found["q"]
+
+
+def placement(name: str, x: Array) -> Placed | None:
+    """Read from the type of `x` where that says it, and from data at hand; what only the compiler knows is refused."""
+    traced = isinstance(x, jax.core.Tracer)
+    there = jax.typeof(x).sharding if traced else x.sharding
+    if not isinstance(there, NamedSharding):
+        if there.is_fully_replicated:
+            return None
+        raise ValueError(
+            f"{name} lies on {len(there.device_set)} devices, and its sharding names no axes ({there}); put it on a "
+            "mesh with jax.device_put and a NamedSharding, or give a plan"
+        )
+    mesh = there.mesh
+    if mesh.size <= 1 or AxisType.Manual in mesh.axis_types:
+        return None
+    if traced and AxisType.Auto in mesh.axis_types:
+        raise ValueError(
+            f"what cuts {name} is not known while it is traced (jit, grad, vmap): axes of its mesh {mesh.axis_names} "
+            "are automatic; give a plan (ringattn.plan(mesh, ...)), or make the mesh with AxisType.Explicit"
+        )
+    cuts = [() if cut is None else (cut,) if isinstance(cut, str) else tuple(cut) for cut in there.spec]
+    batch, tokens, heads, dim = [*cuts, (), (), (), ()][:4]
+    if dim:
+        raise ValueError(f"the head dim of {name} is cut by {dim}; attention needs whole heads: use jax.reshard")
+    return Placed(mesh, batch, tokens, heads)
+
+
+@lru_cache(maxsize=256)
+def plan_where(placed: Placed, seq_len: int, key_len: int) -> Plan:
+    """The plan of tokens that lie in their own order: a contiguous ring over the axes that cut them."""
+    ring = MeshAxis(placed.tokens, placed.mesh)
+    return Plan(
+        seq_len,
+        ring.size,
+        key_len=key_len,
+        framework="jax",
+        axes=(ring, MeshAxis((), placed.mesh)),
+        device=platform(placed.mesh),
+    )

@@ -13,7 +13,9 @@ from jax import Array
 
 from ringattn.comms.jax import generation
 from ringattn.kernels import pallas
-from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.intervals import Choice, Intervals, Sets, Tile, tiles_of
+from ringattn.kernels.vendor import jax_splash
+from ringattn.kernels.vendor.jax_tiles import as_they_are
 from ringattn.layout import Layout, to_local
 from ringattn.planning import Plan
 from ringattn.schedule import Schedule, needed
@@ -21,10 +23,15 @@ from ringattn.spec import AttentionSpec, Docs, bounds
 
 
 class Score(NamedTuple):
-    """A kernel's two functions with everything of the spec that is not an interval already said."""
+    """A kernel's functions with everything of the spec that is not an interval already said.
+
+    `at_once`: all three gradients are one call, and who wants only some of them pays for all.
+    """
 
     attend: Callable[..., Any]
     attend_backward: Callable[..., Any]
+    prepare: Callable[..., Any]  # (q, dout, lse, delta, out) -> the rows that every step of a backward takes
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,67 @@ def global_bounds(mask: Mask, positions: Array, starts: Any, key_starts: Any) ->
     return jnp.minimum(begin, end), end
 
 
+class Table(NamedTuple):
+    """A mask as rectangles: which of a few sets of tiles each ring rank has, by what it is asked for."""
+
+    sets: tuple[tuple[Tile, ...], ...]
+    which: np.ndarray  # [distances, ranks]
+
+    def choice(self, row: Any, rank: Any) -> Choice:
+        """The sets that can be met in this row (in all rows, if it is traced), and this rank's."""
+        known = isinstance(row, int)
+        met = sorted(set(self.which[row] if known else self.which.flat))
+        renamed = np.searchsorted(met, self.which).astype(np.int32)
+        return Choice(Sets(self.sets[i] for i in met), jnp.asarray(renamed)[row, rank])
+
+
+# A choice may pass through loops and barriers: its index is a value, its sets belong to the program.
+jax.tree_util.register_pytree_node(Choice, lambda c: ((c.which,), c.sets), lambda sets, which: Choice(sets, *which))
+
+
+MOST_TILES = 256  # of all sets of a program together: each is compiled
+Cut = Callable[[np.ndarray, np.ndarray, int], tuple[Tile, ...] | None]
+
+
+def cut_of(plan: Plan) -> Cut | None:
+    """How the plan's kernel wants intervals (begin, end, keys) that are known: as which tiles; None: as they are."""
+    if plan.kernel == "stock_splash":
+        return jax_splash.cut
+    return rectangles if plan.device == "cuda" else None
+
+
+def rectangles(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Tile, ...] | None:
+    return tiles_of(begin, end)
+
+
+@lru_cache(maxsize=64)
+def table_of(mask: Mask, cut: Cut = rectangles) -> Table | None:
+    """The tiles of every ring rank: by distance on a ring, among all keys for a gather. None: there are too many."""
+    plan, keys = mask.plan, mask.plan.keys
+    held = keys.tokens.padded_length if plan.strategy == "gather" else keys.tokens.shard_len
+    at = [local_order(plan.tokens.shard(rank)) for rank in range(plan.ring)]
+    seen = [bounds(mask.spec, p, plan.seq_len, keys.seq_len, mask.docs, mask.key_docs) for p in at]
+    sets: list[tuple[Tile, ...]] = []
+    which = np.zeros((1 if plan.strategy == "gather" else plan.ring, plan.ring), np.int64)
+    for row, rank in np.ndindex(which.shape):
+        limits = seen[rank]
+        if plan.strategy != "gather":
+            limits = to_local(keys.tokens.shard((rank - row) % plan.ring), *limits)
+        tiles = cut(*limits, held)
+        if tiles is None:
+            return None
+        if tiles not in sets:
+            sets.append(tiles)
+        which[row, rank] = sets.index(tiles)
+        if sum(map(len, sets)) > MOST_TILES:
+            return None
+    return Table(tuple(sets), which)
+
+
+def local_order(shard: tuple[range, ...]) -> np.ndarray:
+    return np.concatenate([np.asarray(r) for r in shard])
+
+
 class Sight(NamedTuple):
     """What this ring rank's queries see: global intervals, and their part in any block of keys."""
 
@@ -163,34 +231,47 @@ class Sight(NamedTuple):
     end: Array
     keys: Layout
     rank: Any
+    table: Table | None = None
 
     def at(self, distance: Any) -> Intervals:
         """The local intervals among the keys of the rank `distance` steps back."""
         source = (self.rank - distance) % self.keys.ring
-        return Intervals(*to_local(shard_of(self.keys, source), self.begin, self.end))
+        choice = self.table.choice(distance, self.rank) if self.table else None
+        return Intervals(*to_local(shard_of(self.keys, source), self.begin, self.end), choice=choice)
 
     @property
     def everywhere(self) -> Intervals:
         """The intervals among all keys in their global order."""
-        return Intervals(self.begin, self.end)
+        return Intervals(self.begin, self.end, choice=self.table.choice(0, self.rank) if self.table else None)
 
 
-def sight_of(mask: Mask, starts: Any, key_starts: Any) -> Sight:
-    rank = mask.plan.ring_axis.rank
-    positions = shard_positions(mask.plan.tokens, rank)
-    return Sight(*global_bounds(mask, positions, starts, key_starts), mask.plan.keys.tokens, rank)
+def step_of(q: Array, k: Array, v: Array, mask: Mask, starts: Any, key_starts: Any) -> tuple[Score, Sight]:
+    """The kernel that scores, and what it is to score."""
+    plan = mask.plan
+    known = (starts is None or mask.docs is not None) and (key_starts is None or mask.key_docs is not None)
+    cut = cut_of(plan)
+    table = table_of(mask, cut) if cut and known else None
+    positions = shard_positions(plan.tokens, plan.ring_axis.rank)
+    seen = global_bounds(mask, positions, starts, key_starts)
+    sight = Sight(*seen, plan.keys.tokens, plan.ring_axis.rank, table)
+    return score_of(q, k, v, mask.spec, plan, tiles=table is not None, known=known), sight
 
 
-def score_of(q: Array, k: Array, v: Array, spec: AttentionSpec, plan: Plan) -> Score:
+def score_of(
+    q: Array, k: Array, v: Array, spec: AttentionSpec, plan: Plan, tiles: bool = False, known: bool = True
+) -> Score:
     """The selected kernel, its scale, its softcap and its own options filled in."""
-    problem = problem_of(q, k, v, spec, plan)
+    problem = problem_of(q, k, v, spec, plan, tiles, known)
     module = pallas.select(problem, plan.kernel).load()
     given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap}
     given |= module.options(problem) if hasattr(module, "options") else {}
-    return Score(partial(module.attend, **given), partial(module.attend_backward, **given))
+    prepare, at_once = getattr(module, "prepare", as_they_are), getattr(module, "AT_ONCE", False)
+    return Score(partial(module.attend, **given), partial(module.attend_backward, **given), prepare, at_once)
 
 
-def problem_of(q: Array, k: Array, v: Array, spec: AttentionSpec, plan: Plan) -> pallas.Problem:
+def problem_of(
+    q: Array, k: Array, v: Array, spec: AttentionSpec, plan: Plan, tiles: bool, known: bool
+) -> pallas.Problem:
     return pallas.Problem(
         device=plan.device,
         dtype=q.dtype.name,
@@ -199,6 +280,8 @@ def problem_of(q: Array, k: Array, v: Array, spec: AttentionSpec, plan: Plan) ->
         heads=q.shape[2],
         kv_heads=k.shape[2],
         softcap=spec.softcap is not None,
+        tiles=tiles,
+        known=known,
         arch=generation(getattr(plan.ring_axis, "mesh", None)) if plan.device == "tpu" else None,
         queries=q.shape[1],
     )

@@ -14,7 +14,11 @@ def describe(
     plan: Plan, spec: AttentionSpec | None, tensors: dict[str, Tensor | None], docs: Docs | None
 ) -> dict[str, str]:
     """One call as words that are equal on all ranks: the plan's choices, the spec, shapes, dtypes, documents."""
-    words = {"plan": str(plan), "spec": str(spec)}
+    words = {
+        "plan": str(plan),
+        "route": f"{plan.route} {plan.together} {plan.backward} {plan.groups}",
+        "spec": str(spec),
+    }
     for name, x in tensors.items():
         words[name] = "None" if x is None else f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
     words["docs"] = "None" if docs is None else f"{docs} #{zlib.crc32(docs.starts.tobytes()):08x}"
@@ -32,13 +36,19 @@ def agree(plan: Plan, words: dict[str, str], problem: str | None = None) -> None
             raise ValueError(problem)
         return
     text = json.dumps(words)
-    if not problem and text in plan.agreed and not (ring.cheap_words and ulysses.cheap_words):
+    if not problem and text in plan.agreed and not watched(plan):
         return
     said = ulysses.exchange_words(ring.exchange_words((text, problem)))
     everyone = {(r, u): said[u][r] for u in range(len(said)) for r in range(len(said[u]))}
     complain({place: why for place, (_, why) in everyone.items() if why}, len(everyone))
     compare({place: json.loads(one) for place, (one, _) in everyone.items()})
     plan.agreed.add(text)
+
+
+def watched(plan: Plan) -> bool:
+    """Whether every call is compared between ranks, because words cost little there."""
+    ring, ulysses = plan.ring_axis, plan.ulysses_axis
+    return bool(ring.size * ulysses.size > 1 and ring.cheap_words and ulysses.cheap_words)
 
 
 def complain(problems: dict[tuple[int, int], str], count: int) -> None:

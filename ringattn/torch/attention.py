@@ -1,28 +1,58 @@
-"""`attention` in PyTorch: check, then three torch ops: enter, the exchange, leave.
+"""`attention` in PyTorch: check, then one torch op: group by group of heads enter, attend, leave.
 
     B batch   T this rank's tokens   H query heads   G key/value heads   D head dim   V value dim
 
-The ops are registered with torch.library: torch.compile sees one node each, autograd one function each. A compiled
-graph holds tensors and numbers, so a plan goes in as its handle and documents as their starts.
+The op is registered with torch.library: torch.compile sees one node, autograd one function. A compiled graph holds
+tensors and numbers, so a plan goes in as its handle and documents as their starts.
 """
 
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Solo
-from ringattn.cost import replicas
+from ringattn.comms.axis import Pending, Solo, one_ahead
+from ringattn.cost import Shape, replicas
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.partial import Partial
-from ringattn.planning import LIVE, Plan
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.partial import NEVER, Partial
+from ringattn.planning import LIVE, Plan, hardware_of
 from ringattn.spec import AttentionSpec, Docs
-from ringattn.torch import agree, check, ulysses
+from ringattn.torch import agree, check
 from ringattn.torch.gather import gather_backward, gather_forward
-from ringattn.torch.ring import ring_backward, ring_forward
+from ringattn.torch.ring import (
+    direct_backward,
+    direct_forward,
+    levels_backward,
+    levels_forward,
+    queries_backward,
+    relay_backward,
+    relay_forward,
+)
 from ringattn.torch.sharding import real_tokens
-from ringattn.torch.steps import Mask, global_intervals, ring_run, score_of
+from ringattn.torch.steps import (
+    Entered,
+    Grads,
+    Mask,
+    Score,
+    Seen,
+    direct_run,
+    global_intervals,
+    levels_run,
+    queries_run,
+    relay_run,
+    score_of,
+)
+from ringattn.torch.ulysses import Real, cleared, enter, joined, leave, repeated, summed
+
+FORWARD: dict[str, Callable[..., Partial]] = {
+    "direct": direct_forward, "relay": relay_forward, "levels": levels_forward,
+}  # fmt: skip
+BACKWARD: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "direct": direct_backward, "relay": relay_backward, "levels": levels_backward,
+}  # fmt: skip
 
 
 def attention(
@@ -41,26 +71,48 @@ def attention(
     spec = AttentionSpec() if spec is None else spec
     plan = single_device(q.shape[1], k.shape[1]) if plan is None else plan
     q, k, v = autocast(q, k, v)
-    problem = check.problem(q, k, v, plan, spec, docs, key_docs, sinks)
-    compiling = torch.compiler.is_compiling()  # then the ops themselves ask the other ranks, when they run
-    if compiling and problem:
-        raise ValueError(problem)
+    compiling = torch.compiler.is_compiling()  # then the op itself asks the other ranks, when it runs
     if not compiling:
-        named = {"q": q, "k": k, "v": v, "sinks": sinks}
-        agree.agree(plan, agree.describe(plan, spec, named, docs), problem)
+        settle(q, k, v, plan, spec, docs, key_docs, sinks)
+    elif problem := check.problem(q, k, v, plan, spec, docs, key_docs, sinks):
+        raise ValueError(problem)
 
     starts, key_starts = (None if d is None else torch.as_tensor(d.starts) for d in (docs, key_docs))
-    crosses = plan.ulysses > 1 or plan.padded or plan.keys.padded or (docs is not None and docs.padded)
-    if crosses:
-        q, k, v = torch.ops.ringattn.enter(q, k, v, starts, key_starts, plan.handle, compiling)
-        if sinks is not None and plan.ulysses > 1:
-            sinks = sinks.chunk(plan.ulysses)[plan.ulysses_axis.rank]
-    out, lse = torch.ops.ringattn.exchange(
-        q, k, v, sinks, starts, key_starts, plan.handle, compiling, spec.causal, spec.window, spec.softcap, spec.scale
-    )
-    if crosses:
-        out, lse = torch.ops.ringattn.leave(out, lse, starts, plan.handle)
+    groups = groups_of(plan.handle, q.shape[0], q.shape[2], *k.shape[2:], v.shape[3], q.element_size())
+    out, lse, _ = torch.ops.ringattn.exchange(
+        q, k, v, sinks, starts, key_starts, plan.handle, groups, compiling,
+        spec.causal, spec.window, spec.softcap, spec.scale,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def settle(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None,
+    sinks: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise on all ranks alike if this call cannot be. A plain one whose like was right before is looked up."""
+    tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
+    kind = spec, docs, key_docs, *(x if x is None else (x.shape, x.dtype, x.device) for x in tensors.values())
+    unlike = docs is not None or key_docs is not None or any(map(check.has_tangent, (q, k, v)))
+    if not unlike and kind in plan.agreed and not agree.watched(plan):
+        return
+    problem = check.problem(q, k, v, plan, spec, docs, key_docs, sinks)
+    agree.agree(plan, agree.describe(plan, spec, tensors, docs), problem)
+    if not unlike:
+        plan.agreed.add(kind)
+
+
+@torch.compiler.assume_constant_result
+def groups_of(plan: int, batch: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, itemsize: int) -> int:
+    """In how many groups of heads a call goes. A compiled graph holds it as a constant."""
+    return kept_groups(plan, batch, heads, kv_heads, head_dim, value_dim, itemsize)
+
+
+@lru_cache(maxsize=256)
+def kept_groups(plan: int, batch: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, itemsize: int) -> int:
+    live = LIVE[plan]
+    lengths = live.seq_len, live.keys.seq_len
+    return live.groups_for(Shape(*lengths, heads, kv_heads, head_dim, value_dim, itemsize, batch))
 
 
 @torch.compiler.assume_constant_result
@@ -87,88 +139,40 @@ def docs_of(starts: Tensor | None, length: int) -> Docs | None:
     return None if starts is None else Docs(starts.numpy(force=True), length)
 
 
-def reals(plan: Plan, docs: Tensor | None, key_docs: Tensor | None, batch: int) -> tuple[ulysses.Real, ulysses.Real]:
-    """The real tokens among this rank's queries and among its keys."""
-    mine = docs_of(docs, plan.seq_len)
-    return real_tokens(plan, mine), real_tokens(
-        plan.keys, mine if plan.keys is plan else docs_of(key_docs, plan.keys.seq_len)
-    )
+class Call(NamedTuple):
+    """What one call is, apart from its tensors."""
 
+    mask: Mask
+    groups: int
+    real: Real
+    real_keys: Real
+    device: torch.device
 
-def detached(results: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """An op's results may not be its inputs: copies of those that are."""
-    return tuple(x.clone() if any(x is y for y in inputs) else x for x in results)
+    @classmethod
+    def of(
+        cls, q: Tensor, spec: AttentionSpec, docs: Tensor | None, key_docs: Tensor | None, plan: Plan, groups: int
+    ) -> "Call":
+        mask = Mask(plan, spec, docs_of(docs, plan.seq_len), docs_of(key_docs, plan.keys.seq_len))
+        starts = docs if key_docs is None and plan.keys is plan else key_docs
+        real_keys = real_tokens(plan.keys, docs_of(starts, plan.keys.seq_len))
+        return cls(mask, groups, real_tokens(plan, mask.docs), real_keys, q.device)
 
+    @property
+    def plan(self) -> Plan:
+        return self.mask.plan
 
-@torch.library.custom_op("ringattn::enter", mutates_args=())
-def enter(
-    q: Tensor, k: Tensor, v: Tensor, docs: Tensor | None, key_docs: Tensor | None, plan: int, check: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    live = LIVE[plan]
-    if check:
-        agree.agree(live, agree.describe(live, None, {"q": q, "k": k, "v": v}, docs_of(docs, live.seq_len)))
-    results = ulysses.enter(q, k, v, live.ulysses_axis, *reals(live, docs, key_docs, q.shape[0]))
-    return detached(results, q, k, v)  # type: ignore[return-value]
+    def entering(self, tensors: tuple[Tensor, ...], real: tuple[Real, ...]) -> Iterator[list[Tensor]]:
+        """The tensors of each group of heads, of the whole ring shard."""
+        axis, groups = self.plan.ulysses_axis, self.groups
+        return one_ahead(enter(tensors, real, axis, g, groups) for g in range(groups))
 
+    def own(self, sinks: Tensor) -> Tensor:
+        """This rank's sinks, [groups, h]; a view."""
+        axis = self.plan.ulysses_axis
+        return sinks.view(self.groups, axis.size, -1)[:, axis.rank]
 
-@enter.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, docs: Any, key_docs: Any, plan: int, check: bool) -> tuple[Tensor, ...]:
-    size = LIVE[plan].ulysses
-    times = replicas(k.shape[2], size)
-
-    def entered(x: Tensor, times: int) -> Tensor:
-        B, T, H, D = x.shape
-        return x.new_empty(B, T * size, H * times // size, D)
-
-    return entered(q, 1), entered(k, times), entered(v, times)
-
-
-@torch.library.custom_op("ringattn::enter_backward", mutates_args=())
-def enter_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, docs: Tensor | None, key_docs: Tensor | None, plan: int, kv_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    live = LIVE[plan]
-    reals_ = reals(live, docs, key_docs, dq.shape[0])
-    return detached(ulysses.enter_backward(dq, dk, dv, live.ulysses_axis, *reals_, kv_heads), dq, dk, dv)  # type: ignore[return-value]
-
-
-@enter_backward.register_fake
-def _(dq: Tensor, dk: Tensor, dv: Tensor, docs: Any, key_docs: Any, plan: int, kv_heads: int) -> tuple[Tensor, ...]:
-    size = LIVE[plan].ulysses
-
-    def left(x: Tensor, heads: int) -> Tensor:
-        return x.new_empty(x.shape[0], x.shape[1] // size, heads, x.shape[3])
-
-    return left(dq, dq.shape[2] * size), left(dk, kv_heads), left(dv, kv_heads)
-
-
-@torch.library.custom_op("ringattn::leave", mutates_args=())
-def leave(out: Tensor, lse: Tensor, docs: Tensor | None, plan: int) -> tuple[Tensor, Tensor]:
-    live = LIVE[plan]
-    return detached(
-        ulysses.leave(out, lse, live.ulysses_axis, real_tokens(live, docs_of(docs, live.seq_len))), out, lse
-    )  # type: ignore[return-value]
-
-
-@leave.register_fake
-def _(out: Tensor, lse: Tensor, docs: Any, plan: int) -> tuple[Tensor, Tensor]:
-    size = LIVE[plan].ulysses
-    B, T, H, V = out.shape
-    return out.new_empty(B, T // size, H * size, V), lse.new_empty(B, T // size, H * size)
-
-
-@torch.library.custom_op("ringattn::leave_backward", mutates_args=())
-def leave_backward(dout: Tensor, dlse: Tensor, docs: Tensor | None, plan: int) -> tuple[Tensor, Tensor]:
-    live = LIVE[plan]
-    real = real_tokens(live, docs_of(docs, live.seq_len))
-    return detached(ulysses.leave_backward(dout, dlse, live.ulysses_axis, real), dout, dlse)  # type: ignore[return-value]
-
-
-@leave_backward.register_fake
-def _(dout: Tensor, dlse: Tensor, docs: Any, plan: int) -> tuple[Tensor, Tensor]:
-    size = LIVE[plan].ulysses
-    B, T, H, V = dout.shape
-    return dout.new_empty(B, T * size, H // size, V), dlse.new_empty(B, T * size, H // size)
+    def score(self, intervals: Iterable[Intervals | None], q: Tensor, k: Tensor, v: Tensor) -> Score:
+        return score_of(q, k, v, self.mask.spec, self.plan.kernel, intervals)
 
 
 @torch.library.custom_op("ringattn::exchange", mutates_args=())
@@ -180,35 +184,61 @@ def exchange(
     docs: Tensor | None,
     key_docs: Tensor | None,
     plan: int,
+    groups: int,
     check: bool,
     causal: bool,
     window: int | None,
     softcap: float | None,
     scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of a ring shard's queries over the keys of the whole ring: (out in q's dtype, lse)."""
-    live, spec = LIVE[plan], AttentionSpec(causal, window, softcap, scale)
-    packed = docs_of(docs, live.seq_len)
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(out in q's dtype, lse) of this rank's queries over all keys; and what the backward pass finds entered already.
+
+    A group of heads enters, and another leaves, while one is attended to.
+    """
+    spec = AttentionSpec(causal, window, softcap, scale)
+    call = Call.of(q, spec, docs, key_docs, LIVE[plan], groups)
     if check:
-        agree.agree(live, agree.describe(live, spec, {"q": q, "k": k, "v": v, "sinks": sinks}, packed))
+        named = {"q": q, "k": k, "v": v, "sinks": sinks}
+        agree.agree(call.plan, agree.describe(call.plan, spec, named, call.mask.docs))
+    axis, kept = call.plan.ulysses_axis, []
+
+    def entering() -> Iterator[Entered]:
+        tensors = q, repeated(k, axis), repeated(v, axis)
+        for g, group in enumerate(call.entering(tensors, (call.real, call.real_keys, call.real_keys))):
+            kept.append(group)
+            yield *group, None if sinks is None else sink_partial(group[0], call.own(sinks)[g], v.shape[-1])
+
+    def leaving() -> Iterator[Pending]:
+        for part, group in zip(attended(call, entering()), kept, strict=True):
+            group += part.out.to(q.dtype), part.lse
+            yield leave(group[3:], axis)
+
     with torch.autocast(q.device.type, enabled=False):
-        mask = Mask(live, spec, packed, docs_of(key_docs, live.keys.seq_len))
-        axis, start = live.ring_axis, None if sinks is None else sink_partial(q, sinks, v.shape[-1])
-        if live.strategy == "gather":
-            where = global_intervals(mask, axis.rank, q.device)
-            score = score_of(q, k, v, spec, live.kernel, [where])
-            part = gather_forward(q, k, v, axis, live.keys.tokens, where, score, start)
-        else:
-            run = ring_run(mask, axis.rank, q.device)
-            score = score_of(q, k, v, spec, live.kernel, [where for _, where in run])
-            part = ring_forward(q, k, v, axis, run, score, start)
-    return part.out.to(q.dtype), part.lse
+        outs, lses = zip(*one_ahead(leaving()), strict=True)
+        out, lse = cleared(joined(outs), call.real), cleared(joined(lses), call.real, NEVER)
+    saved = [x.contiguous() for group in kept for x in group] if axis.size > 1 else []
+    return out.contiguous(), lse.contiguous(), saved  # as a compiled graph expects them
 
 
 @exchange.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    B, T, H, _ = q.shape
-    return q.new_empty(B, T, H, v.shape[3]), q.new_empty(B, T, H, dtype=accumulator(q))
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Any, docs: Any, key_docs: Any, plan: int, groups: int, *rest: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    B, T, H, D = q.shape
+    V, size, exact = v.shape[3], LIVE[plan].ulysses, accumulator(q)
+    h, g = H // size // groups, k.shape[2] * replicas(k.shape[2], size) // size // groups
+    saved = [] if size == 1 else [
+        x
+        for _ in range(groups)
+        for x in (
+            q.new_empty(B, T * size, h, D),
+            k.new_empty(B, k.shape[1] * size, g, D),
+            v.new_empty(B, k.shape[1] * size, g, V),
+            q.new_empty(B, T * size, h, V),
+            q.new_empty(B, T * size, h, dtype=exact),
+        )
+    ]  # fmt: skip
+    return q.new_empty(B, T, H, V), q.new_empty(B, T, H, dtype=exact), saved
 
 
 @torch.library.custom_op("ringattn::exchange_backward", mutates_args=())
@@ -221,31 +251,41 @@ def exchange_backward(
     key_docs: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    saved: list[Tensor],
     dout: Tensor,
-    dlse: Tensor | None,
+    dlse: Tensor,
     plan: int,
+    groups: int,
     causal: bool,
     window: int | None,
     softcap: float | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks) in the dtypes of their inputs, accumulated in float32 on the way."""
-    live, spec = LIVE[plan], AttentionSpec(causal, window, softcap, scale)
+    call = Call.of(q, AttentionSpec(causal, window, softcap, scale), docs, key_docs, LIVE[plan], groups)
+    axis, real, real_keys = call.plan.ulysses_axis, call.real, call.real_keys
+    tensors, reals = ((), ()) if saved else ((q, k, v, out, lse), (real, real_keys, real_keys, None, None))
+    lses, deltas = [], []
+
+    def entering() -> Iterator[Seen]:
+        for g, group in enumerate(call.entering((*tensors, dout, dlse), (*reals, real, real))):
+            group = [*saved[5 * g : 5 * g + 5], *group]
+            lses.append(group[4])
+            yield group
+
+    def leaving() -> Iterator[Pending]:
+        for dq, dk, dv, delta in gradients(call, entering()):
+            deltas.append(delta)
+            yield leave([dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)], axis)
+
     with torch.autocast(q.device.type, enabled=False):
-        mask = Mask(live, spec, docs_of(docs, live.seq_len), docs_of(key_docs, live.keys.seq_len))
-        axis = live.ring_axis
-        if live.strategy == "gather":
-            where = global_intervals(mask, axis.rank, q.device)
-            score = score_of(q, k, v, spec, live.kernel, [where])
-            rows = (dout, lse, score.row_delta(out, dout, dlse))
-            grads = gather_backward(q, k, v, axis, live.keys.tokens, where, score, rows)
-        else:
-            run = ring_run(mask, axis.rank, q.device)
-            score = score_of(q, k, v, spec, live.kernel, [where for _, where in run])
-            rows = (dout, lse, score.row_delta(out, dout, dlse))
-            grads = ring_backward(q, k, v, axis, run, score, rows)
-        dq, dk, dv = (g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
-        dsinks = q.new_empty(0) if sinks is None else sink_gradient(sinks, lse, rows[2])
+        dq, dk, dv = map(joined, zip(*one_ahead(leaving()), strict=True))
+        grads = zip((dq, summed(dk, k.shape[2]), summed(dv, k.shape[2])), (real, real_keys, real_keys), strict=True)
+        dq, dk, dv = (cleared(x, r).contiguous() for x, r in grads)
+        dsinks = q.new_empty(0) if sinks is None else torch.zeros_like(sinks)
+        if sinks is not None:
+            own = call.own(sinks).flatten()
+            call.own(dsinks).copy_(sink_gradient(own, joined(lses), joined(deltas)).view(groups, -1))
     return dq, dk, dv, dsinks
 
 
@@ -254,6 +294,54 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tupl
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     contiguous = torch.contiguous_format
     return *(torch.empty_like(x, memory_format=contiguous) for x in (q, k, v)), dsinks
+
+
+def attended(call: Call, groups: Iterable[Entered]) -> Iterator[Partial]:
+    """Attention of each group's queries over the keys of the whole ring."""
+    plan, axis = call.plan, call.plan.ring_axis
+    if plan.strategy == "gather":
+        where = global_intervals(call.mask, axis.rank, call.device)
+        yield from gather_forward(groups, axis, plan.keys.tokens, where, partial(call.score, [where]))
+        return
+    for q, k, v, start in groups:
+        run, intervals = run_of(call, k, v)
+        yield FORWARD[plan.route](q, k, v, axis, run, call.score(intervals, q, k, v), start)
+
+
+def gradients(call: Call, groups: Iterable[Seen]) -> Iterator[Grads]:
+    """dq, dk, dv and delta of each group."""
+    plan, axis = call.plan, call.plan.ring_axis
+    if plan.strategy == "gather":
+        where = global_intervals(call.mask, axis.rank, call.device)
+        yield from gather_backward(groups, axis, plan.keys.tokens, where, partial(call.score, [where]))
+        return
+    travel = queries_backward if plan.backward == "queries" else BACKWARD[plan.route]
+    for q, k, v, out, lse, dout, dlse in groups:
+        run, intervals = run_of(call, k, v, backward=True)
+        score = call.score(intervals, q, k, v)
+        delta = score.row_delta(out, dout, dlse)
+        yield *travel(q, k, v, axis, run, score, (dout, lse, delta)), delta
+
+
+def run_of(call: Call, k: Tensor, v: Tensor, backward: bool = False) -> tuple[Any, list[Intervals | None]]:
+    """What a ring rank runs on the plan's route, and all of its intervals."""
+    mask, plan, rank = call.mask, call.plan, call.plan.ring_axis.rank
+    if plan.route == "relay":
+        relay = relay_run(mask, rank, call.device)
+        return relay, [where for _, where in relay]
+    count = together(plan, k, v, backward)
+    if plan.route == "levels":
+        levels = levels_run(mask, rank, call.device, count)
+        return levels, [stop.where for level in levels for stop in level.run]
+    stops = queries_run if backward and plan.backward == "queries" else direct_run
+    run = stops(mask, rank, call.device, count)
+    return run, [stop.where for stop in run]
+
+
+def together(plan: Plan, k: Tensor, v: Tensor, backward: bool = False) -> int:
+    """How many blocks a step of the direct route brings; fewer in backward, where gradients in float32 go with them."""
+    share = 4 if backward else 1
+    return plan.together or hardware_of(k.device.type).blocks_at_once(share * (k.nbytes + v.nbytes))
 
 
 def sink_partial(q: Tensor, sinks: Tensor, value_dim: int) -> Partial:
@@ -265,42 +353,25 @@ def sink_partial(q: Tensor, sinks: Tensor, value_dim: int) -> Partial:
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """d loss / d sink = -sum over the rows of exp(sink - lse) * delta: the sink is a key whose value is zero."""
-    return -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum((0, 1)).to(sinks.dtype)
+    weight = torch.exp(sinks.to(lse.dtype) - lse).masked_fill(lse == NEVER, 0)  # padding has no sink
+    return -(weight * delta).sum((0, 1)).to(sinks.dtype)
 
 
-def _save_enter(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, k, _, docs, key_docs, ctx.plan, _ = inputs
-    ctx.kv_heads = k.shape[2]
-    ctx.save_for_backward(docs, key_docs)
+def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
+    *tensors, ctx.plan, ctx.groups, _, ctx.causal, ctx.window, ctx.softcap, ctx.scale = inputs
+    out, lse, saved = output
+    ctx.set_materialize_grads(False)  # nobody differentiates what is saved
+    ctx.save_for_backward(*tensors, out, lse, *saved)
 
 
-def _enter_backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    docs, key_docs = ctx.saved_tensors
-    given = torch.ops.ringattn.enter_backward(*grads, docs, key_docs, ctx.plan, ctx.kv_heads)
-    return *given, None, None, None, None
+def _exchange_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+    kept = ctx.saved_tensors
+    *tensors, out, lse = kept[:8]
+    dout = torch.zeros_like(out) if dout is None else dout
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    rest = (ctx.plan, ctx.groups, ctx.causal, ctx.window, ctx.softcap, ctx.scale)
+    *grads, dsinks = torch.ops.ringattn.exchange_backward(*tensors, out, lse, list(kept[8:]), dout, dlse, *rest)
+    return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 9
 
 
-def _save_leave(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, _, docs, ctx.plan = inputs
-    ctx.save_for_backward(docs)
-
-
-def _leave_backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    (docs,) = ctx.saved_tensors
-    return *torch.ops.ringattn.leave_backward(dout, dlse, docs, ctx.plan), None, None
-
-
-def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.plan, _, ctx.causal, ctx.window, ctx.softcap, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _exchange_backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-    rest = (ctx.plan, ctx.causal, ctx.window, ctx.softcap, ctx.scale)
-    *grads, dsinks = torch.ops.ringattn.exchange_backward(*ctx.saved_tensors, dout, dlse, *rest)
-    return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 8
-
-
-enter.register_autograd(_enter_backward, setup_context=_save_enter)
-leave.register_autograd(_leave_backward, setup_context=_save_leave)
 exchange.register_autograd(_exchange_backward, setup_context=_save_exchange)

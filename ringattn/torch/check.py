@@ -1,6 +1,8 @@
 """What a call must satisfy in torch: the shapes of ringattn.check, and dtypes and devices."""
 
+import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from ringattn.check import of_docs, of_lengths, of_plan, of_shapes, of_sinks
 from ringattn.planning import Plan
@@ -31,11 +33,18 @@ def of_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     for name, x in named.items():
         if not x.is_floating_point() or x.element_size() < 2:
             return f"{name} is {x.dtype}; attention takes float16, bfloat16, float32 or float64"
+        if has_tangent(x):
+            return f"{name} carries a tangent of forward-mode differentiation; gradients are there in reverse mode only"
     if len({x.dtype for x in named.values()}) > 1:
         return ", ".join(f"{n} is {x.dtype}" for n, x in named.items()) + "; give all three the same dtype"
     if len({x.device for x in named.values()}) > 1:
         return ", ".join(f"{n} is on {x.device}" for n, x in named.items()) + "; put all three on one device"
     return of_shapes(q, k, v)
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether it is differentiated in forward mode, which a torch op of ours would answer with zeros."""
+    return not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None
 
 
 def of_heads(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None) -> str | None:

@@ -1,48 +1,63 @@
-"""Gather: all keys at once, one kernel call; in backward the keys' gradients are summed and scattered home.
+"""Gather: all keys at once, one kernel call a group of heads; in backward the keys' gradients are scattered home.
 
-Simple and quick for short sequences, at the price of O(T) memory for the keys.
+The keys of the next group come, and the gradients of the last one leave, while a group is attended to. Simple and
+quick for short sequences, at the price of O(T) memory for the keys of two groups.
 """
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Axis
+from ringattn.comms.axis import All, Axis, Done, Pending, Then, one_ahead
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
 from ringattn.layout import Layout
-from ringattn.torch.steps import Score
+from ringattn.torch.steps import Entered, Grads, Score, Seen
 
 
 def gather_forward(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, layout: Layout, where: Intervals, score: Score, start: Partial | None
-) -> Partial:
+    groups: Iterable[Entered], axis: Axis, layout: Layout, where: Intervals, score: Callable[..., Score]
+) -> Iterator[Partial]:
     """Attention of this rank's queries over all keys, brought into their global order."""
-    return score.attend(q, *gathered(k, v, axis, layout), where, carry=start, out_dtype=q.dtype)
+    for q, k, v, start in one_ahead(gathered(group, axis, layout) for group in groups):
+        yield score(q, k, v).attend(q, k, v, where, carry=start, out_dtype=q.dtype)
+        del k, v  # of this group, before those of the one after the next are made room for
 
 
 def gather_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    axis: Axis,
-    layout: Layout,
-    where: Intervals,
-    score: Score,
-    rows: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in float32; `rows` are this rank's dout, lse and delta."""
-    dq, dk, dv = score.attend_backward(q, *gathered(k, v, axis, layout), where, *rows)
-    home = [axis.reduce_scatter(reordered(x, layout, layout.order()), 1) for x in (dk, dv)]
-    dk, dv = (pending.wait() for pending in home)
-    return dq, dk, dv
+    groups: Iterable[Seen], axis: Axis, layout: Layout, where: Intervals, score: Callable[..., Score]
+) -> Iterator[Grads]:
+    """(dq, dk, dv) in float32, and delta."""
+
+    def going_home() -> Iterator[Pending]:
+        for q, k, v, out, lse, dout, dlse in one_ahead(gathered(group, axis, layout) for group in groups):
+            kernel = score(q, k, v)
+            delta = kernel.row_delta(out, dout, dlse)
+            dq, *grads = kernel.attend_backward(q, k, v, where, dout, lse, delta)
+            del k, v
+            home = [axis.reduce_scatter(reordered(x, layout, back=False), 1) for x in grads]
+            del grads
+            yield All(Done(dq), *home, Done(delta))
+
+    return one_ahead(going_home())
 
 
-def gathered(k: Tensor, v: Tensor, axis: Axis, layout: Layout) -> tuple[Tensor, Tensor]:
-    pending = [axis.all_gather(x, 1) for x in (k, v)]
-    k, v = (reordered(p.wait(), layout, np.argsort(layout.order())) for p in pending)
-    return k, v
+def gathered(group: Entered | Seen, axis: Axis, layout: Layout) -> Pending:
+    """A group (q, k, v, ...) with the keys and values of all ranks."""
+    q, k, v, *rest = group
+    pending = All(axis.all_gather(k, 1), axis.all_gather(v, 1))
+    return Then(pending, lambda found: (q, *(reordered(x, layout, back=True) for x in found), *rest))
 
 
-def reordered(x: Tensor, layout: Layout, order: np.ndarray) -> Tensor:
-    return x if layout.name == "contiguous" else x.index_select(1, torch.from_numpy(order).to(x.device))
+def reordered(x: Tensor, layout: Layout, back: bool) -> Tensor:
+    """From the global order into that of the shards, or `back`."""
+    return x if layout.name == "contiguous" else x.index_select(1, order_of(layout, back, x.device))
+
+
+@lru_cache(maxsize=32)
+def order_of(layout: Layout, back: bool, device: torch.device) -> Tensor:
+    order = layout.order()
+    return torch.from_numpy(np.argsort(order) if back else order).to(device, non_blocking=True)

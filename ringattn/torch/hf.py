@@ -1,4 +1,4 @@
-"""Models of the transformers library over sequences that are spread over ranks: `prepare(model, plan)`.
+"""Models of the transformers library over sequences that are spread over ranks: `prepare(model, plan)`, `OverRanks`.
 
 The prepared model takes whole sequences, the same on every rank of the plan, and does what only the whole knows:
 positions, shifted labels, padding, packed documents, and the loss that is averaged over the tokens of all ranks.
@@ -6,6 +6,7 @@ positions, shifted labels, padding, packed documents, and the loss that is avera
     B batch   T all tokens   t this rank's tokens   V vocabulary
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ringattn import api
 from ringattn.planning import Plan
@@ -69,7 +71,52 @@ def prepare(model: nn.Module, plan: Plan, *, over: Sequence[Any] = ()) -> nn.Mod
         return output
 
     model.forward = forward
+    model.accepts_loss_kwargs = False  # type: ignore[assignment] # Trainer: the loss is a mean, of each batch by itself
+    model.averaged_over = tuple(over)  # type: ignore[assignment]
     return model
+
+
+class OverRanks:
+    """Has transformers' Trainer train a prepared model: `class LongTrainer(hf.OverRanks, Trainer): ...`.
+
+    Ranks of one plan get the same examples, and those of a data axis (`prepare(..., over=(axis,))`) different ones. DDP
+    and FSDP average gradients over all ranks: here they come out as sums of the ranks' shares.
+    """
+
+    args: Any
+    model: Any
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        output = model(**inputs)
+        share = output.loss - output.loss.detach()  # zero, with this rank's gradient
+        loss = output.loss + (self.args.world_size - 1) * share
+        return (loss, output) if return_outputs else loss
+
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
+        """The loss alone: no rank has all logits."""
+        with torch.no_grad():
+            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None  # type: ignore[attr-defined]
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        return self.loader(self.train_dataset, self.args.train_batch_size, shuffle=True)  # type: ignore[attr-defined]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        found = self.eval_dataset if eval_dataset is None else eval_dataset  # type: ignore[attr-defined]
+        found = self.eval_dataset[found] if isinstance(found, str) else found  # type: ignore[attr-defined]
+        return self.loader(found, self.args.eval_batch_size, shuffle=False)
+
+    def loader(self, dataset: Any, batch: int, shuffle: bool) -> DataLoader[Any]:
+        """Batches of the dataset: the same for all ranks of a plan, and each data rank's own."""
+        over = self.model.averaged_over
+        ranks = math.prod(axis.size for axis in over)
+        mine = 0
+        for axis in over:
+            mine = mine * axis.size + axis.rank
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, ranks, mine, shuffle=shuffle, seed=seed)
+        collate = self.data_collator  # type: ignore[attr-defined]
+        workers = self.args.dataloader_num_workers
+        return DataLoader(dataset, batch, sampler=sampler, collate_fn=collate, num_workers=workers)
 
 
 @dataclass(frozen=True)

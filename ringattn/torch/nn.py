@@ -3,19 +3,34 @@
 B batch   T this rank's tokens   C width   H query heads   G key/value heads   D head dim
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ringattn import api
 from ringattn.planning import LIVE, Plan
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch.cache import KVCache
+from ringattn.torch.inference import decode, prefill
+from ringattn.torch.nn_linear import GatedLinearAttention as GatedLinearAttention
 
 
+@torch.library.custom_op("ringattn::rope_angles", mutates_args=())
 def rope_angles(positions_T: Tensor, dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, dim / 2] of position * theta^(-2i / dim): the angles in float64, right at any length."""
+    """cos and sin [T, dim / 2] of position * theta^(-2i / dim): the angles in float64, right at any length.
+
+    One node of a compiled graph, which would otherwise work them out again for every head.
+    """
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions_T.device) / dim
     angles = positions_T.double()[..., None] * theta**-exponents
     return angles.cos().float(), angles.sin().float()
+
+
+@rope_angles.register_fake
+def _(positions_T: Tensor, dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
+    cos = positions_T.new_empty(*positions_T.shape, (dim + 1) // 2, dtype=torch.float32)
+    return cos, torch.empty_like(cos)
 
 
 def rope(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -41,7 +56,7 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        dim: int,
+        d_model: int,
         heads: int,
         kv_heads: int,
         head_dim: int,
@@ -51,20 +66,107 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim, self.theta = heads, kv_heads, head_dim, theta
         self.spec = AttentionSpec() if spec is None else spec
-        self.q = nn.Linear(dim, heads * head_dim, bias=False)
-        self.k = nn.Linear(dim, kv_heads * head_dim, bias=False)
-        self.v = nn.Linear(dim, kv_heads * head_dim, bias=False)
-        self.out = nn.Linear(heads * head_dim, dim, bias=False)
+        self.q = nn.Linear(d_model, heads * head_dim, bias=False)
+        self.k = nn.Linear(d_model, kv_heads * head_dim, bias=False)
+        self.v = nn.Linear(d_model, kv_heads * head_dim, bias=False)
+        self.out = nn.Linear(heads * head_dim, d_model, bias=False)
 
     def forward(
         self, x_BTC: Tensor, plan: Plan | None = None, positions: Tensor | None = None, docs: Docs | None = None
     ) -> Tensor:
         """`positions` [T] (or [B, T]) are the plan's, or 0, 1, 2, ... without one, unless they are given."""
-        B, T, _ = x_BTC.shape
         if positions is None:
+            T = x_BTC.shape[1]
             positions = torch.arange(T, device=x_BTC.device) if plan is None else positions_of(x_BTC, plan.handle)
+        q, k, v = self.projected(x_BTC, positions)
+        return self.out(api.attention(q, k, v, plan, spec=self.spec, docs=docs).flatten(2))
+
+    def projected(self, x_BTC: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, D], k and v [B, T, G, D], queries and keys turned to these positions."""
+        B, T, _ = x_BTC.shape
         cos, sin = rope_angles(positions, self.head_dim, self.theta)
         q = rope(self.q(x_BTC).view(B, T, self.heads, self.head_dim), cos, sin)
         k = rope(self.k(x_BTC).view(B, T, self.kv_heads, self.head_dim), cos, sin)
-        v = self.v(x_BTC).view(B, T, self.kv_heads, self.head_dim)
-        return self.out(api.attention(q, k, v, plan, spec=self.spec, docs=docs).flatten(2))
+        return q, k, self.v(x_BTC).view(B, T, self.kv_heads, self.head_dim)
+
+
+class StreamingAttention(Attention):
+    """Attention that also works on a sequence as it comes: `prefill` takes a prompt, or chunk after chunk of it,
+    `step` the next token or tokens, `reset` forgets them. All give what `forward` gives for the whole at once.
+
+    The weights are those of `Attention`, under the same names. Keys and values stay in `cache`, spread over the ranks
+    of the plan that the first chunk came with; it has room for `max_len` tokens.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        spec: AttentionSpec | None = None,
+        theta: float = 10000.0,
+        max_len: int = 4096,
+    ):
+        super().__init__(d_model, heads, kv_heads or heads, head_dim or d_model // heads, spec, theta)
+        self.max_len = max_len
+        self.cache: KVCache | None = None
+
+    @classmethod
+    def of(cls, layer: Attention, max_len: int) -> "StreamingAttention":
+        """A trained layer's weights, shared and not copied."""
+        with torch.device("meta"):
+            width = layer.q.in_features
+            made = cls(width, layer.heads, layer.kv_heads, layer.head_dim, layer.spec, layer.theta, max_len)
+        for name, part in layer.named_children():
+            setattr(made, name, part)
+        return made
+
+    @torch.no_grad()
+    def prefill(self, x_BTC: Tensor, plan: Plan | None = None) -> Tensor:
+        """The next chunk of a prompt, of which x is this rank's part under `plan` (None: one device, all of it)."""
+        self.check(x_BTC)
+        cache, T = self.cache, x_BTC.shape[1]
+        if plan is None:
+            if cache is not None and cache.ranks > 1:
+                raise ValueError(f"the cache is spread over {cache.ranks} ranks: pass the plan of this chunk too")
+            plan = api.plan(seq_len=T) if cache is None else cache.plan.for_length(T)
+        q, k, v = self.projected(x_BTC, plan.positions().to(x_BTC.device) + self.filled)
+        cache = self.allocate(k, plan) if cache is None else cache
+        out = prefill(q, k, v, plan, cache, spec=self.spec)
+        self.cache = cache  # not before: a chunk that was refused leaves nothing behind
+        return self.out(out.flatten(2))
+
+    @torch.no_grad()
+    def step(self, x_BTC: Tensor) -> Tensor:
+        """The next token or tokens, the same on every rank, and so is what comes back."""
+        self.check(x_BTC)
+        if self.cache is None:
+            raise ValueError("step before prefill: this layer has seen no prompt; call prefill(x, plan) first")
+        q, k, v = self.projected(x_BTC, torch.arange(x_BTC.shape[1], device=x_BTC.device) + self.filled)
+        return self.out(decode(q, k, v, self.cache, spec=self.spec).flatten(2))
+
+    def reset(self) -> None:
+        """Forget the sequence, and give its memory back."""
+        self.cache = None
+
+    @property
+    def filled(self) -> Any:
+        """How many tokens each batch row has seen: on the device, so that a captured step counts them too."""
+        return 0 if self.cache is None else self.cache.filled[:, None]
+
+    def check(self, x: Tensor) -> None:
+        if x.requires_grad:
+            raise ValueError(
+                "x asks for gradients, and prefill and step keep none: call them under torch.no_grad(), or train with "
+                "forward"
+            )
+        if self.cache is not None and len(x) != len(self.cache.filled):
+            raise ValueError(f"x has {len(x)} batch rows, the sequence so far {len(self.cache.filled)}; reset() first")
+
+    def allocate(self, k: Tensor, plan: Plan) -> KVCache:
+        B, _, G, D = k.shape
+        return KVCache.allocate(
+            plan, batch=B, max_len=self.max_len, kv_heads=G, head_dim=D, dtype=k.dtype, window=self.spec.window,
+            room=max(plan.seq_len, 64),
+        )  # fmt: skip

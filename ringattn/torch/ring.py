@@ -1,46 +1,241 @@
-"""The ring: keys travel, queries stay, partials merge; backward, the keys' gradients travel one hop behind them."""
+"""The ring: keys travel, queries stay, partials merge; the keys' gradients travel back to them and add up.
 
+On the direct route every block comes from its owner, several small ones at a step, and its gradients return straight
+to it: no transfer waits for another. On the relay route blocks go from rank to rank, over the shortest links, and
+their gradients follow one hop behind. What goes where is decided in `ringattn.schedule` and only carried out here.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Axis, Done, Pending
+from ringattn.comms.axis import Axis, Done, Parcels, Pending, meanwhile
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import Partial, empty
-from ringattn.torch.steps import Run, Score
+from ringattn.torch.steps import Level, Run, Score, Stop
+
+Rows = tuple[Tensor, Tensor, Tensor]  # dout, the lse over all keys, delta
+Pair = tuple[Tensor, ...]  # keys and values, or their gradients
+Halves = tuple[Callable[[], Any], Callable[[], Any]]  # one gives (dk, dv), the other dq
+END = Stop(None, 0, {}, (), ())
 
 
-def ring_forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score, start: Partial | None) -> Partial:
-    """Attention of this rank's queries over all ranks' keys. The next hop flies while this step computes.
+def direct_forward(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Sequence[Stop], score: Score, start: Partial | None,
+    ends: bool = True,
+) -> Partial:  # fmt: skip
+    """Attention of this rank's queries over all ranks' keys. The next step's keys fly while this one computes.
 
-    Accumulates in float32 from `start`; `out` of the result has the dtype of `q` unless no step had work.
+    Accumulates in float32 from `start`; `out` of the result has the dtype of `q` unless no step had work, or the
+    attention does not end here.
     """
-    part, keys = start, (k, v)
+    part: Partial | None = start
+    keys: Pair = (k, v)
+    last = max((i for i, stop in enumerate(run) if stop.where), default=-1)
+    for i, (stop, following) in enumerate(pairs(run)):
+        work: Callable[[], Partial | None] = partial(as_it_was, part)
+        if stop.where:
+            work = partial(
+                score.attend, q, *keys, stop.where, carry=part, out_dtype=q.dtype if ends and i == last else None
+            )
+        keys, out, into = room_for(following, k, v)
+        part, hop = meanwhile(axis, work, out, into, f"keys of step {i + 2} of {len(run)}, forward")
+        hop.wait()
+    return part or empty(q, v.shape[-1])
+
+
+def direct_backward(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Sequence[Stop], score: Score, rows: Rows,
+    dq: Tensor | None = None, ends: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv). A step's part of other ranks' gradients is on its way while its dq is computed.
+
+    dq is added to the one that is given, in float32; dk and dv are in float32 too, unless they end here.
+    """
+    keys: Pair = (k, v)
+    home, rows = Home(axis, k, v), score.prepare(q, *rows)
+    for i, (stop, following) in enumerate(pairs(run)):
+        if score.parted:  # what came has flown beside dq; else it may still fly beside this step
+            home.settle()
+        work: Halves = partial(as_it_was, (None, None)), partial(as_it_was, dq)
+        if stop.where:
+            work = score.halves(q, *keys, stop.where, *rows, dq=dq)
+        keys, out, into = room_for(following, k, v)
+        grads, hop = meanwhile(axis, work[0], out, into, f"keys of step {i + 2} of {len(run)}, backward")
+        home.settle()
+        home.send(stop, grads, f"gradients of step {i + 1} of {len(run)}")
+        dq = work[1]()
+        hop.wait()
+        del work, grads  # they hold what has been used, while room is made for what comes
+    home.settle(last=ends)
+    own = home.own or zeros(k, v)
+    return zeros(q, q)[0] if dq is None else dq, own[0], own[1]
+
+
+def queries_backward(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Sequence[Stop], score: Score, rows: Rows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`direct_backward` the other way round: queries and their rows travel, and dq comes home; keys stay.
+
+    Fewer bytes where there are as many key heads as query heads: dq alone is in float32, not dk and dv.
+    """
+    dk, dv = zeros(k, v)
+    home = Home(axis, q)
+    own = tuple(x.contiguous() for x in (q, *rows))
+    here = own
+    for i, (stop, following) in enumerate(pairs(run)):
+        if score.parted:
+            home.settle()
+        work: Halves = partial(as_it_was, (dk, dv)), partial(as_it_was, None)
+        if stop.where:
+            work = score.halves(here[0], k, v, stop.where, *score.prepare(*here), dk=dk, dv=dv)
+        here, out, into = room_for(following, *own)
+        dq, hop = meanwhile(axis, work[1], out, into, f"queries of step {i + 2} of {len(run)}, backward")
+        home.settle()
+        home.send(stop, (dq,), f"gradients of step {i + 1} of {len(run)}")
+        dk, dv = work[0]()
+        hop.wait()
+        del work, dq
+    home.settle(last=True)
+    return home.own[0] if home.own else zeros(q, q)[0], dk, dv
+
+
+def pairs(run: Sequence[Stop]) -> Iterable[tuple[Stop, Stop]]:
+    """Each stop and the one that follows."""
+    return zip(run, [*run[1:], END], strict=True)
+
+
+def as_it_was(x: Any) -> Any:
+    return x
+
+
+def room_for(stop: Stop, *own: Tensor) -> tuple[tuple[Tensor, ...], Parcels, Parcels]:
+    """Memory for what a stop brings, what this rank sends to others for their same stop, and what fills the memory."""
+    room = tuple(x.new_empty(x.shape[0], stop.length, *x.shape[2:]) for x in own) if stop.brought else own
+    out = dict.fromkeys(stop.readers, pieces(own, stop.own))
+    return room, out, {source: pieces(room, places) for source, places in stop.brought.items()}
+
+
+def pieces(tensors: Iterable[Tensor], places: Sequence[slice]) -> list[Tensor]:
+    return [x[:, at] for x in tensors for at in places]
+
+
+class Home:
+    """The gradients of this rank's own tensors: its own part, and what the ranks that had them send back."""
+
+    def __init__(self, axis: Axis, *like: Tensor):
+        self.axis, self.like = axis, like
+        self.own: tuple[Tensor, ...] | None = None
+        self.coming = many(0, *like)  # what each of some ranks sends, one after the other
+        self.flight: Pending = Done()
+
+    def send(self, stop: Stop, grads: tuple[Tensor, ...], what: str) -> None:
+        """Send the gradients of what a stop brought to their owners, and make room for what comes from the others."""
+        if stop.where and not stop.brought:
+            self.own = grads  # the first stop works on what is at home
+        self.coming = many(len(stop.readers), *self.like)
+        into = {r: pieces(each, stop.own) for r, *each in zip(stop.readers, *self.coming, strict=True)}
+        out = {s: pieces(grads, places) for s, places in stop.brought.items()}
+        self.flight = self.axis.move(out, into, what=what)
+
+    def settle(self, last: bool = False) -> None:
+        """Add up what has come, always in the same order; the `last` time into the dtype of the tensors."""
+        self.flight.wait()
+        if len(self.coming[0]):
+            own = self.own or [None] * len(self.like)
+            dtypes = [x.dtype if last else None for x in self.like]
+            self.own = tuple(add_up(*each) for each in zip(own, self.coming, dtypes, strict=True))
+        self.coming, self.flight = many(0, *self.like), Done()
+
+
+def many(count: int, *like: Tensor) -> tuple[Tensor, ...]:
+    """Memory for so many gradients of each tensor, stacked."""
+    return tuple(x.new_empty(count, *x.shape, dtype=accumulator(x)) for x in like)
+
+
+def add_up(own: Tensor | None, more: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """own + more[0] + more[1] + ..., in that order; in place unless another dtype is asked for."""
+    if own is None:
+        own, more = more[0], more[1:]
+    dtype = dtype or own.dtype
+    if own.is_cuda and own.is_contiguous() and own.dtype == torch.float32:
+        from ringattn.kernels.triton.gradients import add_up as in_one_pass  # comes with every torch that has a GPU
+
+        return in_one_pass(own, more, dtype)
+    for x in more:
+        own.add_(x)
+    return own.to(dtype)
+
+
+def levels_forward(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Sequence[Level], score: Score, start: Partial | None
+) -> Partial:
+    """`direct_forward` host by host: a rank holds a block of each in turn, whose next hop flies during all of them."""
+    part: Partial | None = start
+    held: Any = (k, v)
+    for i, (stops, hop, _) in enumerate(run):
+        what = f"keys of round {i + 2} of {len(run)}, forward"
+        flight = axis.rotate(held, hop.shift, hop.send, hop.recv, what) if hop else Done()
+        part = direct_forward(q, held[0], held[1], axis, stops, score, part, ends=i == len(run) - 1)
+        held = flight.wait() or (k, v)
+    return part or empty(q, v.shape[-1])
+
+
+def levels_backward(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Sequence[Level], score: Score, rows: Rows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`direct_backward` host by host: gradients add up where the block is held, and cross the hosts once each."""
+    dq: Tensor | None = None
+    own: Any = None
+    held: Any = (k, v)
+    returning: Pending = Done()
+    for i, (stops, hop, home) in enumerate(run):
+        what = f"round {i + 1} of {len(run)}, backward"
+        flight = axis.rotate(held, hop.shift, hop.send, hop.recv, what) if hop else Done()
+        dq, *grads = direct_backward(q, held[0], held[1], axis, stops, score, rows, dq, ends=False)
+        own = added(own, returning.wait()) if i else grads
+        returning = axis.rotate(grads, home.shift, home.send, home.recv, what) if home else Done()
+        held = flight.wait() or (k, v)
+    own = added(own, returning.wait())
+    return dq if dq is not None else zeros(q, q)[0], own[0], own[1]
+
+
+def relay_forward(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score, start: Partial | None
+) -> Partial:
+    """`direct_forward` by way of the neighbours. The next hop flies while this step computes."""
+    part: Partial | None = start
+    keys: Any = (k, v)
     last = max((i for i, (step, _) in enumerate(run) if step.work), default=-1)
     for i, (step, where) in enumerate(run):
-        hop = axis.rotate(keys, step.hop.shift, step.hop.send, step.hop.recv) if step.hop else Done()
+        what = f"keys of step {i + 2} of {len(run)}, forward"
+        hop = axis.rotate(keys, step.hop.shift, step.hop.send, step.hop.recv, what) if step.hop else Done()
         if step.work:
             part = score.attend(q, *keys, where, carry=part, out_dtype=q.dtype if i == last else None)
         keys = hop.wait() or (k, v)
     return part or empty(q, v.shape[-1])
 
 
-def ring_backward(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score, rows: tuple[Tensor, Tensor, Tensor]
+def relay_backward(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in float32. `rows` are this rank's dout, global lse and delta.
+    """`direct_backward` by way of the neighbours.
 
     At home a block's gradient adds up in `own`; while it travels, every rank adds its part to what arrives, and the
     last rank that sees the block sends its gradient straight home.
     """
     dq: Tensor | None = None
-    own: tuple[Tensor, ...] = zeros(k, v)
-    keys = (k, v)
+    rows = score.prepare(q, *rows)
+    own: Pair = zeros(k, v)
+    keys: Any = (k, v)
     arriving: Pending = Done()
     returning: list[Pending] = []
     for i, (step, where) in enumerate(run):
-        hop = axis.rotate(keys, step.hop.shift, step.hop.send, step.hop.recv) if step.hop else Done()
+        what = f"step {i + 1} of {len(run)}, backward"
+        hop = axis.rotate(keys, step.hop.shift, step.hop.send, step.hop.recv, what) if step.hop else Done()
         if i == 0:
             if step.work:
                 dq, *own = score.attend_backward(q, *keys, where, *rows, dq=dq, dk=own[0], dv=own[1])
@@ -49,17 +244,17 @@ def ring_backward(
             if step.work:
                 dq, *grads = score.attend_backward(q, *keys, where, *rows, dq=dq)
             grads = added(arriving.wait(), grads) or (zeros(k, v) if step.here else own)
-            arriving = axis.rotate(grads, step.hop.shift, step.hop.send, step.hop.recv) if step.hop else Done()
+            arriving = axis.rotate(grads, step.hop.shift, step.hop.send, step.hop.recv, what) if step.hop else Done()
             if step.home:
-                returning.append(axis.rotate(grads, step.home.shift, step.home.send, step.home.recv))
+                returning.append(axis.rotate(grads, step.home.shift, step.home.send, step.home.recv, what))
         keys = hop.wait() or (k, v)
     for transfer in returning:  # this rank's own block comes home in one of them; the others only sent
         own = added(own, transfer.wait())
-    return zeros(q)[0] if dq is None else dq, own[0], own[1]
+    return zeros(q, q)[0] if dq is None else dq, own[0], own[1]
 
 
-def zeros(*like: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.zeros(x.shape, dtype=accumulator(x), device=x.device) for x in like)
+def zeros(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return k.new_zeros(k.shape, dtype=accumulator(k)), v.new_zeros(v.shape, dtype=accumulator(v))
 
 
 def added(a: Any, b: Any) -> Any:

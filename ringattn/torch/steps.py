@@ -3,7 +3,7 @@
 Made once for a plan, a spec and its documents, and kept: every layer of a model asks for the same ones.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -15,12 +15,35 @@ from torch import Tensor
 from ringattn import kernels
 from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, tiles_of
-from ringattn.layout import to_local
+from ringattn.layout import Layout, Shard, to_local
 from ringattn.planning import Plan
-from ringattn.schedule import Schedule, Step, needed
+from ringattn.schedule import Hop, Schedule, Step, Visit, needed
 from ringattn.spec import AttentionSpec, Docs, bounds
 
 Run = tuple[tuple[Step, Intervals], ...]
+
+# The tensors of one group of heads, of a whole ring shard.
+Entered = Sequence[Any]  # q, k, v, and what the queries have seen already
+Seen = Sequence[Tensor]  # q, k, v, out, lse and the gradients of the latter two
+Grads = Sequence[Tensor]  # dq, dk, dv, delta
+
+
+class Stop(NamedTuple):
+    """One step of a rank's run on the direct route."""
+
+    where: Intervals | None  # of the queries among the keys that are here; None without work
+    length: int  # how many keys (or queries) are brought
+    brought: dict[int, tuple[slice, ...]]  # from whom, and where among them each of a block's ranges lies
+    readers: tuple[int, ...]  # who has this rank's block at the same step
+    own: tuple[slice, ...]  # the ranges of this rank's own block, as it sends them
+
+
+class Level(NamedTuple):
+    """One round of a rank's run over several hosts."""
+
+    run: tuple[Stop, ...]
+    hop: Hop | None  # of the block that it holds, to the next host
+    home: Hop | None  # of that block's gradient, straight to its owner; None in the first round, where that is itself
 
 
 class Score(NamedTuple):
@@ -28,6 +51,9 @@ class Score(NamedTuple):
 
     attend: Callable[..., Any]
     attend_backward: Callable[..., Any]
+    halves: Callable[..., Any]  # attend_backward as two functions: one gives (dk, dv), the other dq
+    parted: bool  # whether each of them does its own half only
+    prepare: Callable[..., Any]  # (q, dout, lse, delta) -> the rows that every step of a backward takes
     row_delta: Callable[..., Any]
 
 
@@ -55,14 +81,95 @@ def schedule_of(mask: Mask) -> Schedule:
 
 
 @lru_cache(maxsize=32)
-def ring_run(mask: Mask, rank: int, device: torch.device) -> Run:
-    """The steps of one ring rank with their intervals."""
+def relay_run(mask: Mask, rank: int, device: torch.device) -> Run:
+    """The steps of one ring rank on the relay route, with their intervals."""
     begin, end = mask.bounds(mask.plan.tokens.positions(rank))
     keys = mask.plan.keys.tokens
     return tuple(
         (step, on_device(*to_local(keys.shard(step.source), begin, end), device))
         for step in schedule_of(mask).steps(rank)
     )
+
+
+@lru_cache(maxsize=32)
+def direct_run(mask: Mask, rank: int, device: torch.device, together: int = 1) -> tuple[Stop, ...]:
+    """The stops of one ring rank, each with up to `together` blocks of keys, in the order of their positions."""
+    keys = mask.plan.keys.tokens
+    begin, end = mask.bounds(mask.plan.tokens.positions(rank))
+
+    def where(shard: Shard) -> Intervals:
+        return on_device(*to_local(shard, begin, end), device)
+
+    return stops(schedule_of(mask).visits(rank, together), keys, rank, where)
+
+
+@lru_cache(maxsize=32)
+def levels_run(mask: Mask, rank: int, device: torch.device, together: int = 1) -> tuple[Level, ...]:
+    """The rounds of one ring rank whose ring lies on several hosts."""
+    schedule, hosts, keys = schedule_of(mask), mask.plan.hosts, mask.plan.keys.tokens
+    size = schedule.ring // hosts
+    begin, end = mask.bounds(mask.plan.tokens.positions(rank))
+
+    def where(shard: Shard) -> Intervals:
+        return on_device(*to_local(shard, begin, end), device)
+
+    def holder(block: int) -> int:
+        return rank // size * size + block % size
+
+    def seen(block: int, host: int) -> bool:
+        return bool(schedule.needed[host * size : (host + 1) * size, block].any())
+
+    found = []
+    for o, one in enumerate(schedule.rounds(rank, hosts, together)):
+        home = Hop(-o * size, seen(one.held, rank // size), seen(rank, (rank // size + o) % hosts)) if o else None
+        found.append(Level(stops(one.visits, keys, rank, where, holder), one.hop, home))
+    return tuple(found)
+
+
+@lru_cache(maxsize=32)
+def queries_run(mask: Mask, rank: int, device: torch.device, together: int = 1) -> tuple[Stop, ...]:
+    """The stops of one ring rank whose keys stay, each with up to `together` blocks of queries."""
+    keys = mask.plan.keys.tokens.shard(rank)
+
+    def where(shard: Shard) -> Intervals:
+        positions = np.sort(np.concatenate([np.arange(r.start, r.stop, r.step) for r in shard]))
+        return on_device(*to_local(keys, *mask.bounds(positions)), device)
+
+    turned = Schedule(schedule_of(mask).needed.T)
+    return stops(turned.visits(rank, together), mask.plan.tokens, rank, where)
+
+
+def stops(
+    visits: Iterable[Visit],
+    layout: Layout,
+    rank: int,
+    where: Callable[[Shard], Intervals],
+    holder: Callable[[int], int] = int,
+) -> tuple[Stop, ...]:
+    """Each visit with the places of what it brings, whose ranges are put in order; `holder` has a block now."""
+    found = []
+    for i, visit in enumerate(visits):
+        ranges = sorted(((r, s) for s in visit.sources for r in layout.shard(s)), key=lambda pair: pair[0].start)
+        shard = tuple(r for r, _ in ranges)
+        brought: dict[int, tuple[slice, ...]] = {holder(s): () for s in visit.sources if i}
+        places = stripes(shard) if layout.name == "striped" else cuts(shard)
+        for (_, source), place in zip(ranges, places, strict=True):
+            if i:
+                brought[holder(source)] += (place,)
+        length = sum(map(len, shard))
+        found.append(Stop(where(shard) if shard else None, length, brought, visit.readers, cuts(layout.shard(rank))))
+    return tuple(found)
+
+
+def cuts(shard: Shard) -> tuple[slice, ...]:
+    """Where each range of a shard lies among its tokens."""
+    ends = np.cumsum([len(r) for r in shard]).tolist()
+    return tuple(slice(end - len(r), end) for r, end in zip(shard, ends, strict=True))
+
+
+def stripes(shard: Shard) -> tuple[slice, ...]:
+    """Where the tokens of each range lie among those of all, when ranges take turns."""
+    return tuple(slice(i, None, len(shard)) for i in range(len(shard)))
 
 
 @lru_cache(maxsize=32)
@@ -78,14 +185,42 @@ def on_device(begin: np.ndarray, end: np.ndarray, device: torch.device) -> Inter
 
 
 def score_of(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, impl: str, intervals: Iterable[Intervals], few: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    impl: str,
+    intervals: Iterable[Intervals | None],
+    few: bool = False,
 ) -> Score:
     """The kernel that serves all these intervals, its scale and softcap filled in. `few`: it may be decoding."""
-    tiles = all(where.tiles is not None for where in intervals)
+    tiles = all(where.tiles is not None for where in intervals if where)
     module = kernels.select(problem_of(q, k, v, spec, tiles, few), impl).load()
     given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap}
     row_delta = getattr(module, "row_delta", reference.row_delta)
-    return Score(partial(module.attend, **given), partial(module.attend_backward, **given), row_delta)
+    whole = partial(module.attend_backward, **given)
+    parted = hasattr(module, "halves")
+    halves = partial(module.halves, **given) if parted else partial(both_at_once, whole)
+    prepare = getattr(module, "prepare", as_they_are)
+    return Score(partial(module.attend, **given), whole, halves, parted, prepare, row_delta)
+
+
+def as_they_are(q: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    return rows
+
+
+def both_at_once(
+    attend_backward: Callable[..., Any], *args: Any, **options: Any
+) -> tuple[Callable[[], tuple[Tensor, Tensor]], Callable[[], Tensor]]:
+    """`halves` of a kernel that cannot part them."""
+    found: list[Tensor] = []
+
+    def run() -> list[Tensor]:
+        if not found:
+            found.extend(attend_backward(*args, **options))
+        return found
+
+    return lambda: (run()[1], run()[2]), lambda: run()[0]
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tiles: bool, few: bool) -> kernels.Problem:
@@ -98,6 +233,9 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tiles: bool
         kv_heads=k.shape[2],
         softcap=spec.softcap is not None,
         tiles=tiles,
-        arch=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        arch=arch_of(q.device) if q.is_cuda else None,
         queries=q.shape[1] if few else None,
     )
+
+
+arch_of = lru_cache(torch.cuda.get_device_capability)  # asked for in every call

@@ -1,0 +1,137 @@
+"""Copies and signals in order, without a multiprocessor and without a waiting host: what `symmetric` is made of."""
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+
+from ringattn.comms.axis import Pending
+
+OUT, IN = 0, 1  # the two lanes
+AID = 2  # a third one, which ends the waiting of the others
+
+
+class Lanes(Protocol):
+    """Two queues of copies and signals, each done in its order."""
+
+    def start(self, since: Any) -> None:
+        """Let nothing that follows start before this moment (None: all that was launched so far)."""
+
+    def copy(self, lane: int, to: int, source: int, size: int) -> None: ...
+
+    def wait(self, lane: int, flag: int) -> None:
+        """Wait until the flag at this address is 1, and make it 0."""
+
+    def set(self, lane: int, flag: int, value: int = 1) -> None: ...
+
+    def finish(self) -> Pending:
+        """What waits for all that was started."""
+
+    def now(self) -> Any: ...
+
+    def apart(self, lane: int) -> Any:
+        """A context in which torch's own work goes to this lane."""
+
+    def recorded(self) -> bool:
+        """Whether what is launched now is recorded to be run later, as often as somebody likes."""
+
+    def attach(self) -> None:
+        """Make this thread one that may use the lanes."""
+
+
+class CopyEngines:
+    """Lanes on a GPU: streams, and the driver's copies and memory operations.
+
+    Signals that follow each other go to the driver in one call. Before a lane waits, what the other one has to say is
+    said: so no order of the calls can block, even where the GPU makes one queue of both streams.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.streams = tuple(torch.cuda.Stream(device, priority=-1) for _ in range(3))
+        self.handles = [stream.cuda_stream for stream in self.streams]
+        self.unsaid: tuple[list[bytes], ...] = ([], [], [])
+        self.driver = driver()
+
+    def start(self, since: Any) -> None:
+        since = self.now() if since is None else since
+        for stream in self.streams[:AID]:
+            stream.wait_event(since)
+
+    def copy(self, lane: int, to: int, source: int, size: int) -> None:
+        self.say(lane)
+        self.driver("cuMemcpyAsync", to, source, size, self.handles[lane])
+
+    def wait(self, lane: int, flag: int) -> None:
+        self.say(1 - lane)
+        self.unsaid[lane].extend((signal(WAIT, flag, 1, UNTIL_EQUAL), signal(WRITE, flag, 0)))
+
+    def set(self, lane: int, flag: int, value: int = 1) -> None:
+        self.unsaid[lane].append(signal(WRITE, flag, value))
+        if lane == AID:
+            self.say(AID)
+
+    def say(self, lane: int) -> None:
+        unsaid = self.unsaid[lane]
+        if unsaid:
+            self.driver("cuStreamBatchMemOp_v2", self.handles[lane], len(unsaid), b"".join(unsaid), 0)
+            unsaid.clear()
+
+    def finish(self) -> Pending:
+        for lane in (OUT, IN):
+            self.say(lane)
+        return Events([stream.record_event() for stream in self.streams[:AID]])
+
+    def now(self) -> Any:
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def apart(self, lane: int) -> Any:
+        return torch.cuda.stream(self.streams[lane])
+
+    def recorded(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def attach(self) -> None:
+        torch.cuda.set_device(self.device)
+        self.streams[AID].query()  # the first call of a thread gives it the device's context
+
+
+WAIT, WRITE = 1, 2  # the driver's numbers of its memory operations
+UNTIL_EQUAL = 1
+
+
+def signal(kind: int, address: int, value: int, flags: int = 0) -> bytes:
+    """One memory operation as the driver reads it: 48 bytes."""
+    return struct.pack("<IIQQIIQQ", kind, 0, address, value, flags, 0, 0, 0)
+
+
+class Events:
+    """What the current stream waits for."""
+
+    def __init__(self, events: Sequence[Any]):
+        self.events = events
+
+    def wait(self) -> None:
+        for event in self.events:
+            torch.cuda.current_stream().wait_event(event)
+
+
+@lru_cache
+def driver() -> Callable[..., None]:
+    """The CUDA driver's functions by name; an error raises."""
+    library = ctypes.CDLL("libcuda.so.1")
+    word = ctypes.c_uint64
+    library.cuMemcpyAsync.argtypes = [word, word, ctypes.c_size_t, ctypes.c_void_p]
+    library.cuStreamBatchMemOp_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p, ctypes.c_uint]
+
+    def call(name: str, *args: Any) -> None:
+        error = getattr(library, name)(*args)
+        if error:
+            said = ctypes.c_char_p()
+            library.cuGetErrorName(error, ctypes.byref(said))
+            raise RuntimeError(f"{name}: {(said.value or b'error').decode()} ({error})")
+
+    return call

@@ -1,0 +1,368 @@
+"""An axis over GPUs that see each other's memory: copies by the copy engines, signals instead of barriers.
+
+Every rank has a window of memory that all others can read and write: for each of them two slots, and beside each slot
+two flags. What is sent goes through the slots piece by piece, so a window is small whatever travels:
+
+    sender      waits until the slot is free, copies a piece into it, sets the receiver's flag: it is full
+    receiver    waits until it is full, copies the piece out over the link, sets the sender's flag: it is free
+
+A flag goes from 0 to 1 by the other side and back to 0 by the side that waits, so it needs no numbers, and a captured
+CUDA graph may be replayed. Both sides count their pieces, so both know which slot is next. All of it is put on two
+streams of this device, in the same order on every rank: nothing runs on a multiprocessor, no host waits, and no order
+can block (even if both streams were one).
+"""
+
+import sys
+import threading
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn.comms.axis import Axis, Done, Parcels, Pending, Then, rotated
+from ringattn.comms.engines import AID, IN, OUT, CopyEngines, Lanes
+from ringattn.comms.process_group import hosts_of
+
+SLOT = 16 * 2**20  # bytes
+SLOTS = 2
+HEAD = 4096  # bytes for the flags
+MANY = 64  # pieces of one tensor from which on it is packed first
+
+Piece = tuple[int, int]  # address, bytes
+
+
+class Window:
+    """Where things lie: every rank's window as it is seen from here, by its first address."""
+
+    def __init__(self, bases: Sequence[int], rank: int):
+        self.bases, self.rank = bases, rank
+
+    @staticmethod
+    def bytes(size: int) -> int:
+        return HEAD + size * SLOTS * SLOT
+
+    def slot(self, owner: int, receiver: int, slot: int) -> int:
+        return self.bases[owner] + HEAD + (receiver * SLOTS + slot) * SLOT
+
+    def full(self, receiver: int, sender: int, slot: int) -> int:
+        return self.bases[receiver] + 8 * (sender * SLOTS + slot)
+
+    def free(self, sender: int, receiver: int, slot: int) -> int:
+        return self.bases[sender] + 8 * (receiver * SLOTS + slot) + 4
+
+
+class Peers:
+    """The two sides of the protocol, and how many pieces have gone between this rank and each other so far."""
+
+    def __init__(self, lanes: Lanes, window: Window):
+        self.lanes, self.window, self.rank = lanes, window, window.rank
+        self.gone: Counter[int] = Counter()
+        self.come: Counter[int] = Counter()
+
+    def send(self, peer: int, pieces: Sequence[Piece]) -> None:
+        slot, at = self.gone[peer] % SLOTS, 0
+        self.gone[peer] += 1
+        self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
+        for address, size in pieces:
+            self.lanes.copy(OUT, self.window.slot(self.rank, peer, slot) + at, address, size)
+            at += size
+        self.lanes.set(OUT, self.window.full(peer, self.rank, slot))
+
+    def receive(self, peer: int, pieces: Sequence[Piece]) -> None:
+        slot, at = self.come[peer] % SLOTS, 0
+        self.come[peer] += 1
+        self.lanes.wait(IN, self.window.full(self.rank, peer, slot))
+        for address, size in pieces:
+            self.lanes.copy(IN, address, self.window.slot(peer, self.rank, slot) + at, size)
+            at += size
+        self.lanes.set(IN, self.window.free(peer, self.rank, slot))
+
+
+def pieces_of(x: Tensor) -> list[Piece]:
+    """The runs of memory that a tensor is, in order."""
+    if x.is_contiguous():
+        return [(x.data_ptr(), x.nbytes)] if x.nbytes else []
+    return [piece for part in x for piece in pieces_of(part)]
+
+
+def count_pieces(x: Tensor) -> int:
+    return 1 if x.is_contiguous() else len(x) * count_pieces(x[0])
+
+
+def batches(tensors: Sequence[Tensor]) -> Iterator[list[Piece]]:
+    """The pieces of some tensors, cut and grouped so that each group fills at most a slot.
+
+    A piece that goes on where the last one ended makes one with it, if both are of one allocation: a copy may not run
+    from one into another, even where they lie side by side.
+    """
+    group: list[Piece] = []
+    room, last = SLOT, None
+    for x in tensors:
+        allocation = x.untyped_storage().data_ptr()
+        for address, size in pieces_of(x):
+            while size:
+                take = min(size, room)
+                if group and sum(group[-1]) == address and last == allocation:
+                    group[-1] = (group[-1][0], group[-1][1] + take)
+                else:
+                    group.append((address, take))
+                address, size, room, last = address + take, size - take, room - take, allocation
+                if not room:
+                    yield group
+                    group, room = [], SLOT
+    if group:
+        yield group
+
+
+class Watch:
+    """Names the rank that others wait for in vain: a thread that sees how far the lanes have come.
+
+    Lanes cannot be interrupted. When a wait takes too long all flags are set, so that whoever waits for the device may
+    go on; whatever arrived is void then, and every later use of the axis is an error.
+    """
+
+    def __init__(self, lanes: Lanes, window: Window, size: int, come: Tensor, timeout: float):
+        self.lanes, self.window, self.size, self.timeout = lanes, window, size, timeout
+        self.come = come.numpy()  # [2, size] in memory that lanes write and this process reads: counts of transfers
+        self.address = come.data_ptr()
+        self.asked: Counter[tuple[int, int]] = Counter()
+        self.open: deque[tuple[float, int, int, int, str]] = deque()
+        self.error: str | None = None
+        self.thread: threading.Thread | None = None
+
+    def expect(self, lane: int, peer: int, what: str) -> None:
+        """The lane has been asked for a transfer with that peer; here it will say that it is done."""
+        if self.lanes.recorded():
+            return
+        self.asked[lane, peer] += 1
+        number = self.asked[lane, peer]
+        self.lanes.set(lane, self.address + 4 * (lane * self.size + peer), number)
+        self.open.append((time.monotonic() + self.timeout, lane, peer, number, what))
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.run, daemon=True)
+            self.thread.start()
+
+    def check(self) -> None:
+        if self.error:
+            raise ConnectionError(self.error)
+
+    def run(self) -> None:
+        while self.error is None:
+            time.sleep(min(0.2, self.timeout / 10))
+            while self.open and self.done():
+                self.open.popleft()
+            if self.open and time.monotonic() > self.open[0][0]:
+                _, lane, peer, _, what = self.open[0]
+                way = "nothing came from" if lane == IN else "nothing was taken by"
+                self.error = (
+                    f"rank {self.window.rank} of {self.size}: {way} rank {peer} within {self.timeout:g} s"
+                    f"{what and f' ({what})'}; it died, hangs, or makes another call"
+                )
+        print(self.error, file=sys.stderr, flush=True)
+        self.lanes.attach()
+        while self.open:
+            self.release()
+            time.sleep(0.01)
+            while self.open and self.done():
+                self.open.popleft()
+
+    def done(self) -> bool:
+        _, lane, peer, number, _ = self.open[0]
+        return int(self.come[lane, peer]) >= number
+
+    def release(self) -> None:
+        for peer in range(self.size):
+            for slot in range(SLOTS):
+                self.lanes.set(AID, self.window.full(self.window.rank, peer, slot))
+                self.lanes.set(AID, self.window.free(self.window.rank, peer, slot))
+
+
+class Flight:
+    """A move in flight. What it reads and fills must live until it is waited for."""
+
+    def __init__(self, end: Pending, watch: Watch, held: Any):
+        self.end, self.watch, self.held = end, watch, held
+
+    def wait(self) -> None:
+        self.watch.check()
+        self.end.wait()
+        self.held = ()
+
+
+class SymmetricAxis:
+    """GPUs of one host in group order. Everything is made of moves; words go through the process group."""
+
+    cheap_words, hosts = False, 1
+
+    def __init__(
+        self, peers: Peers, watch: Watch, words: Callable[[Any], list[Any]], name: str = "ring", group: Any = None
+    ):
+        self.peers, self.watch, self.words, self.name, self.group = peers, watch, words, name, group
+        self.lanes, self.rank, self.size = peers.lanes, peers.rank, watch.size
+        self.sent = 0
+
+    def move(self, out: Parcels, into: Parcels, since: Any = None, what: str = "") -> Pending:
+        self.watch.check()
+        if not out and not into:
+            return Done()
+        self.lanes.start(since)
+        with self.lanes.apart(OUT):
+            outgoing = {r: [packed(x) for x in tensors] for r, tensors in out.items()}
+        with self.lanes.apart(IN):
+            arriving = {r: [(x, roomy(x)) for x in tensors] for r, tensors in into.items()}
+        steps = sorted({(r - self.rank) % self.size for r in out} | {(self.rank - r) % self.size for r in into})
+        for step in steps:  # the same order of pairs on every rank
+            there, here = (self.rank + step) % self.size, (self.rank - step) % self.size
+            sends, receives = batches(outgoing.get(there, [])), batches([place for _, place in arriving.get(here, [])])
+            for outward, inward in zip_longest(sends, receives):
+                if outward is not None:
+                    self.peers.send(there, outward)
+                if inward is not None:
+                    self.peers.receive(here, inward)
+            if there in out:
+                self.watch.expect(OUT, there, what)
+            if here in into:
+                self.watch.expect(IN, here, what)
+        self.sent += sum(x.nbytes for r, tensors in outgoing.items() if r != self.rank for x in tensors)
+        flight = Flight(self.lanes.finish(), self.watch, (outgoing, arriving))
+        parted = [(x, place) for pairs in arriving.values() for x, place in pairs if place is not x]
+        return Then(flight, lambda _: [x.copy_(place) for x, place in parted]) if parted else flight
+
+    def now(self) -> Any:
+        return self.lanes.now()
+
+    def rotate(
+        self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
+    ) -> Pending:
+        return rotated(self, self.move, tensors, shift, send, recv, what)
+
+    def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
+        pieces = x.chunk(self.size, split)
+        result = self.room(pieces[self.rank].shape, x, join)
+        places = result.chunk(self.size, join)
+        pending = self.move(self.others(pieces), self.others(places))
+        places[self.rank].copy_(pieces[self.rank])
+        return Then(pending, lambda _: result)
+
+    def all_gather(self, x: Tensor, dim: int = 0) -> Pending:
+        result = self.room(x.shape, x, dim)
+        places = result.chunk(self.size, dim)
+        pending = self.move(self.others([x] * self.size), self.others(places))
+        places[self.rank].copy_(x)
+        return Then(pending, lambda _: result)
+
+    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
+        pieces = [piece.contiguous() for piece in x.chunk(self.size, dim)]
+        arriving = [pieces[r] if r == self.rank else torch.empty_like(pieces[r]) for r in range(self.size)]
+        pending = self.move(self.others(pieces), self.others(arriving))
+        return Then(pending, lambda _: torch.stack(arriving).sum(0))
+
+    def exchange_words(self, words: Any) -> list[Any]:
+        return self.words(words)
+
+    def over(self, transport: str) -> Axis:
+        return self.group or self if transport == "group" else self
+
+    def room(self, shape: Sequence[int], like: Tensor, dim: int) -> Tensor:
+        """Memory for `size` tensors of that shape joined along `dim`."""
+        whole = [n * self.size if i == dim % len(shape) else n for i, n in enumerate(shape)]
+        return torch.empty(whole, dtype=like.dtype, device=like.device)
+
+    def others(self, tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+        """One tensor a rank, for all ranks but this one."""
+        return {r: [x] for r, x in enumerate(tensors) if r != self.rank}
+
+    def __repr__(self) -> str:
+        return f"{self.name}: rank {self.rank} of {self.size} (symmetric memory)"
+
+
+def packed(x: Tensor) -> Tensor:
+    return x.contiguous() if count_pieces(x) > MANY else x
+
+
+def roomy(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if count_pieces(x) > MANY else x
+
+
+def shared_axis(group: dist.ProcessGroup, name: str, other: Axis | None = None) -> SymmetricAxis | None:
+    """The axis of a group whose GPUs all see each other's memory; None for others. Every rank must ask.
+
+    `other` is the axis over the group itself, for what goes sooner there.
+    """
+    if dist.get_backend(group) != "nccl" or hosts_of(group) != 1:
+        return None
+    connection = connect(group)
+    return connection and SymmetricAxis(*connection, partial(gather_words, group), name, other)
+
+
+@lru_cache
+def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
+    """One window a rank and group, made once, tried out and kept: memory for a few slots, whatever will travel."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if not all(gather_words(group, reaches_all(size))):
+        return None
+    problem = None
+    try:
+        window = symmetric.empty(Window.bytes(size), dtype=torch.uint8, device=device)
+        handle = symmetric.rendezvous(window, group)
+        flags = window[:HEAD].view(torch.int32)
+        flags[::2], flags[1::2] = 0, 1  # nothing is full, everything is free
+        torch.cuda.synchronize()
+    except RuntimeError as error:  # a container may forbid what sharing memory needs
+        problem = str(error).splitlines()[0]
+    if agreed(group, problem):
+        return None
+    KEPT.append((window, handle))
+    lanes, view = CopyEngines(device), Window([int(address) for address in handle.buffer_ptrs], rank)
+    come = torch.zeros(2, size, dtype=torch.int32).pin_memory()
+    peers, watch = Peers(lanes, view), Watch(lanes, view, size, come, timeout=20.0)
+    if agreed(group, trial(SymmetricAxis(peers, watch, lambda words: [words]), device)):
+        return None
+    watch.timeout = group._get_backend(device).options._timeout.total_seconds()
+    return peers, watch
+
+
+def agreed(group: dist.ProcessGroup, problem: str | None) -> bool:
+    """Whether some rank has a problem, which all are told."""
+    problems = [p for p in gather_words(group, problem) if p]
+    if problems:
+        warnings.warn(f"NCCL moves everything, since GPU memory cannot be shared here: {problems[0]}", stacklevel=3)
+    return bool(problems)
+
+
+def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
+    """More pieces than there are slots from each rank to each other; what is wrong with what arrives."""
+    mine = torch.full((3, 2), axis.rank, dtype=torch.int32, device=device)
+    try:
+        for i in range(3):
+            arrived = axis.all_gather(mine[i]).wait().view(-1, 2).tolist()
+            if arrived != [[r, r] for r in range(axis.size)]:
+                return f"rank {axis.rank} was sent {arrived}"
+    except (RuntimeError, ConnectionError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+KEPT: list[Any] = []  # windows live as long as the process: others see them
+
+
+def reaches_all(size: int) -> bool:
+    """Whether this process's GPU can read the memory of all others that are here."""
+    here, count = torch.cuda.current_device(), torch.cuda.device_count()
+    return count >= size and all(torch.cuda.can_device_access_peer(here, i) for i in range(count) if i != here)
+
+
+def gather_words(group: dist.ProcessGroup, words: Any) -> list[Any]:
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, words, group=group)
+    return said

@@ -1,0 +1,81 @@
+"""New tokens into striped memory, and the intervals of their queries, from lengths that the device knows.
+
+    B batch   T new tokens   S rows of memory   G key/value heads   D head dim   V value dim
+
+Position p of a row lies here if `mine <= (p - origin) % round < mine + block`. The host is asked for nothing that
+changes from token to token, so that a CUDA graph of a step can be replayed for the next one.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.triton.launch import launch
+from ringattn.kernels.triton.merge import power_of_2
+
+
+@triton.jit(do_not_specialize=["T", "S", "G", "origin", "block", "round", "mine", "window"])
+def append_kernel(
+    k, v, lengths, into_k, into_v, begin, end,  # [B, T, G, D], [B, T, G, V], [B], [B, S, G, D or V], [B, T] twice
+    k_b, k_t, k_g, k_d,
+    v_b, v_t, v_g, v_v,
+    ik_b, ik_s, ik_g, ik_d,
+    iv_b, iv_s, iv_g, iv_v,
+    T, S, G, D, V,
+    origin, block, round, mine, window,  # a window of 0 is none
+    CAUSAL: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One token of one row: its key and value to where they belong, if that is here, and what its query sees."""
+    t, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + b)
+    p = length + t
+    last = p + 1 if CAUSAL else length + T
+    first = tl.where(window > 0, tl.maximum(p + 1 - window, 0), 0)
+    tl.store(begin + b * T + t, local_index(first, origin, block, round, mine).to(tl.int32))
+    tl.store(end + b * T + t, local_index(last, origin, block, round, mine).to(tl.int32))
+
+    offset = (p - origin) % round - mine
+    row = (p - origin) // round * block + offset
+    heads = tl.where((offset >= 0) & (offset < block) & (row < S), G, 0)  # of this token that are kept here
+    g, d, w = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    mask = (g < heads)[:, None] & (d < D)[None, :]
+    key = tl.load(k + b * k_b + t * k_t + g[:, None] * k_g + d[None, :] * k_d, mask=mask)
+    tl.store(into_k + b * ik_b + row * ik_s + g[:, None] * ik_g + d[None, :] * ik_d, key, mask=mask)
+    mask = (g < heads)[:, None] & (w < V)[None, :]
+    value = tl.load(v + b * v_b + t * v_t + g[:, None] * v_g + w[None, :] * v_v, mask=mask)
+    tl.store(into_v + b * iv_b + row * iv_s + g[:, None] * iv_g + w[None, :] * iv_v, value, mask=mask)
+
+
+@triton.jit
+def local_index(position, origin, block, round, mine):
+    """How many positions of this memory lie below `position`."""
+    p = tl.maximum(position - origin, 0)
+    return p // round * block + tl.minimum(tl.maximum(p % round - mine, 0), block)
+
+
+def append(
+    k_BTGD: Tensor, v_BTGV: Tensor, into_k: Tensor, into_v: Tensor, lengths_B: Tensor,
+    place: tuple[int, int, int, int], *, causal: bool = True, window: int | None = None,
+) -> Intervals:  # fmt: skip
+    """Tokens `lengths` to `lengths + T` of every row, where this memory holds them; `lengths` stays as it is.
+
+    `place` is (origin, block, round, mine), as above.
+
+    Returns the intervals of local indices that queries at these positions see. A token past the memory is dropped.
+    """
+    B, T, G, D = k_BTGD.shape
+    S, V = into_v.shape[1], v_BTGV.shape[-1]
+    where: Any = torch.empty(2, B, T, dtype=torch.int32, device=k_BTGD.device)
+    begin, end = where.unbind()
+    strides = *k_BTGD.stride(), *v_BTGV.stride(), *into_k.stride(), *into_v.stride()
+    constants = causal, power_of_2(G), power_of_2(D), power_of_2(V)
+    tensors = k_BTGD, v_BTGV, lengths_B, into_k, into_v, begin, end
+    launch(
+        append_kernel, (T, B, 1), tensors, (*strides, T, S, G, D, V, *place, window or 0, *constants),
+        (k_BTGD.dtype, k_BTGD.device, strides, D, V, constants), num_warps=4,
+    )  # fmt: skip
+    return Intervals(begin, end)

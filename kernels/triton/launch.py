@@ -1,0 +1,45 @@
+"""Launching a kernel again.
+
+Triton looks at every argument of every launch to find what it has compiled for it, which costs the host more than a
+small kernel takes. A call of a kind that was seen before goes straight to the compiled kernel.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COMPILED: dict[Any, Any] = {}
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], others: tuple[Any, ...],
+    kind: tuple[Any, ...], **options: Any,
+) -> None:  # fmt: skip
+    """kernel[grid](*tensors, *others, **options). `kind` differs where the compiler might see a difference.
+
+    That is dtypes, devices, strides, dims, constants and options. What it sees of the memory is asked here: whether
+    addresses are multiples of 16, and for AMD whether offsets fit 32 bits. Counts that it was told not to look at need
+    not be said.
+    """
+    kind = id(kernel), *kind, *[x.data_ptr() % 16 for x in tensors]
+    if torch.version.hip:
+        kind += tuple([x.untyped_storage().size() > 2147483647 for x in tensors])
+    compiled = COMPILED.get(kind)
+    if compiled is None:
+        COMPILED[kind] = kernel[grid](*tensors, *others, **options)  # None in the interpreter, which compiles nothing
+    else:
+        compiled[grid](*tensors, *others)
+
+
+def kind_of(numbers: Iterable[Any]) -> tuple[Any, ...]:
+    """What the compiler may see of numbers and of tuples of them: of a whole one whether it is 1, whether 16 divides
+    it, and whether it takes 64 bits.
+    """
+    return tuple([
+        (1 if x == 1 else 2 if x % 16 else 0) + (4 if x > 2147483647 else 0) if type(x) is int
+        else kind_of(x) if type(x) is tuple
+        else type(x)
+        for x in numbers
+    ])  # fmt: skip

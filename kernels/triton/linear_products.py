@@ -1,0 +1,299 @@
+"""The products of gated linear attention in Triton: outputs and gradients, all chunks at the same time.
+
+A chunk knows the state before it, h, and the gradient for the state behind it, dh. With b the sum of the gates from the
+chunk's start through a token, and e the sum of those behind it in the chunk:
+
+    a_ij = scale * sum_k q_ik 2^(b_i - b_j) k_jk  for j <= i        da = scale * dout v^T, likewise
+    out  = (scale * q 2^b) h + a v                                  dv = (k 2^e) dh + a^T dout
+    dq   = scale * 2^b (dout h^T) + sum_j da_ij 2^(b_i - b_j) k_j   dk = 2^e (v dh^T) + sum_i da_ij 2^(b_i - b_j) q_i
+    dg_t = what the pairs j < t <= i add to q dq, summed = sum over i >= t of (q dq - k dk) + sum_v (h dh)(behind)
+
+The decay between two tokens is split at a point between them, so that it can be multiplied into q and k before a matrix
+product. Where no channel of the chunk decays below 2^-100 any point will do for all pairs: half of the decay, and one
+product. Otherwise the chunk is cut in halves, those in halves and so on: every pair is parted at exactly one cut, the
+sums that start there are <= 0, and no gate, however strong, costs its neighbours their bits. The pair of a token with
+itself is taken apart: it has no decay, and does not cancel in dg.
+
+In dg a pair's part in q dq and its part in k dk cancel for all tokens t that are not between the two. They only do if
+both are products of the same numbers, so q and k are rounded, with their decay, before a product would cut them off.
+"""
+
+import triton
+import triton.language as tl
+
+from ringattn.kernels.triton.linear_states import (
+    CHANNEL,
+    HEAD,
+    behind,
+    gates,
+    load,
+    place,
+    seen_from_end,
+    seen_from_start,
+    store,
+    sums,
+)
+
+GENTLE = tl.constexpr(100.0)  # products of 2^50 with numbers of 16 bits, and their sums, are far from overflowing
+
+
+@triton.jit
+def passes_over(strongest_ptr, chunk, TILES: tl.constexpr, STRONG: tl.constexpr):
+    """Whether the chunk is for the other launch: one takes the chunks with a strong decay, one those without."""
+    strongest = tl.load(strongest_ptr + chunk * TILES)
+    for i in tl.static_range(1, TILES):
+        strongest = tl.minimum(strongest, tl.load(strongest_ptr + chunk * TILES + i))
+    return (strongest < -GENTLE) != STRONG
+
+
+@triton.jit
+def factors(
+    level, g_ptr, g_st, first, T, column, CHUNK: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    STRONG: tl.constexpr, FINE: tl.constexpr,
+):  # fmt: skip
+    """(of q, of k): the decay between two tokens in two factors. At level 0 for all pairs j < i, at level n for those
+    that are in one of the chunk's 2^(n-1) parts, but not in one half of it."""
+    g = gates(g_ptr, g_st, first, T, column, CHUNK, K, WIDTH, CHANNEL)
+    if STRONG:
+        i = tl.arange(0, CHUNK)[:, None]
+        j = tl.arange(0, CHUNK)[None, :]
+        half = CHUNK >> level
+        cut = i // (2 * half) * (2 * half) + half
+        between = ((cut <= j) & (j <= i)) | ((i < j) & (j < cut))  # the cut and token i
+        sum = tl.dot(between.to(tl.float32), g, input_precision=FINE)
+        return tl.exp2(tl.where(i >= cut, sum, float("-inf"))), tl.exp2(tl.where(i >= cut, float("-inf"), sum))
+    else:
+        from_middle = tl.cumsum(g, 0) - 0.5 * tl.sum(g, 0)[None, :]
+        return tl.exp2(from_middle), tl.exp2(-from_middle)
+
+
+@triton.jit
+def rounded(x, PRECISION: tl.constexpr):
+    """x as a product in tf32 sees it, to the nearest: what tensor cores are given they cut off after 10 bits."""
+    if PRECISION == "tf32":
+        return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def of_level(level, CHUNK: tl.constexpr):
+    """The pairs j < i of a level's parts."""
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
+    return (i > j) & ((i ^ j) < (2 * CHUNK >> level))
+
+
+@triton.jit
+def decay_between(g_ptr, g_st, first, T, CHUNK: tl.constexpr, GATE: tl.constexpr):
+    """From j to i for the pairs j < i, where all channels share a gate or there is none; 0 elsewhere."""
+    after = tl.arange(0, CHUNK)[:, None] > tl.arange(0, CHUNK)[None, :]
+    if GATE == HEAD:
+        g = gates(g_ptr, g_st, first, T, 0, CHUNK, 1, 1, GATE)
+        return tl.where(after, tl.exp2(tl.cumsum(tl.where(after, g, 0.0), 0)), 0.0)
+    else:
+        return tl.where(after, 1.0, 0.0)
+
+
+@triton.jit
+def related(begin_ptr, first, T, CHUNK: tl.constexpr):
+    """Whether j is of the document of i, or of a later one."""
+    tokens = first + tl.arange(0, CHUNK)
+    return tl.load(begin_ptr + tl.minimum(tokens, T - 1))[:, None] <= tokens[None, :]
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def scores_kernel(
+    q_ptr, k_ptr, g_ptr, begin_ptr, strongest_ptr, a_ptr, q_st, k_st, g_st, begin_st, T, N, H, scale,
+    K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    GATE: tl.constexpr, DOCS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    TILES: tl.constexpr, STRONG: tl.constexpr, FINE: tl.constexpr,
+):  # fmt: skip
+    """a of one chunk of one head, [B, N, H, CHUNK, CHUNK]."""
+    _, h, n, b = place(tl.program_id(0), 1, H, N)
+    chunk = (b * N + n) * H + h
+    if GATE == CHANNEL:  # noqa: SIM102
+        if passes_over(strongest_ptr, chunk, TILES, STRONG):
+            return
+    LEVELS: tl.constexpr = CHUNK.bit_length() if STRONG else 1
+    first = n * CHUNK
+    q_ptr += b * q_st[0] + h * q_st[2]
+    k_ptr += b * k_st[0] + h * k_st[2]
+    g_ptr += b * g_st[0] + h * g_st[2]
+    a = tl.zeros([CHUNK, CHUNK], tl.float32)
+    own = tl.zeros([CHUNK], tl.float32)
+    for column in tl.range(0, K, BLOCK_K, num_stages=1):
+        if GATE == CHANNEL:
+            for level in tl.range(STRONG, LEVELS, num_stages=1):
+                of_q, of_k = factors(level, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, FINE)
+                q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+                k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+                s = tl.dot(q * of_q, tl.trans(k * of_k), input_precision=PRECISION)
+                a += tl.where(of_level(level, CHUNK), s, 0.0)
+                if not STRONG:
+                    own += tl.sum(q * k, 1)
+            if STRONG:
+                q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+                k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+                own += tl.sum(q * k, 1)
+        else:
+            q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K)
+            k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K)
+            a = tl.dot(q, tl.trans(k), a, input_precision=PRECISION)
+            own += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+    if GATE != CHANNEL:
+        a = a * decay_between(g_ptr, g_st, first, T, CHUNK, GATE)
+    if DOCS:
+        a = tl.where(related(begin_ptr + b * begin_st, first, T, CHUNK), a, 0.0)
+    i = tl.arange(0, CHUNK)
+    a = tl.where(i[:, None] == i[None, :], own[:, None], a) * scale
+    store(a_ptr + chunk * (CHUNK * CHUNK), a, 0, CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, CHUNK)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def apply_kernel(
+    x_ptr, y_ptr, g_ptr, begin_ptr, a_ptr, states_ptr, out_ptr,
+    x_st, y_st, g_st, begin_st, T, N, H, scale,
+    K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    GATE: tl.constexpr, DOCS: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """A tile of a chunk's outputs, x and y being q and v; or, in reverse, of dv, with k, dout, dh and a^T."""
+    tile, h, n, b = place(tl.program_id(0), (V + BLOCK_V - 1) // BLOCK_V, H, N)
+    column_v = tile * BLOCK_V
+    first = n * CHUNK
+    x_ptr += b * x_st[0] + h * x_st[2]
+    g_ptr += b * g_st[0] + h * g_st[2]
+    begin_ptr += b * begin_st
+    chunk = (b * N + n) * H + h
+    out = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+    for column in tl.range(0, K, BLOCK_K):
+        x = load(x_ptr, first, T, column, x_st[1], x_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+        through, total = sums(gates(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, GATE), GATE)
+        if REVERSE:
+            e = behind(g_ptr, g_st, through, total, first, T, column, CHUNK, K, BLOCK_K, GATE, EXACT)
+            x = x * tl.exp2(e)
+            if DOCS:
+                x = tl.where(seen_from_end(begin_ptr, first, T, CHUNK), x, 0.0)
+        else:
+            x = x * tl.exp2(through) * scale
+            if DOCS:
+                x = tl.where(seen_from_start(begin_ptr, first, T, CHUNK), x, 0.0)
+        state = load(states_ptr + chunk * (K * V), column, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
+        out = tl.dot(x.to(DTYPE), state.to(DTYPE), out, input_precision=PRECISION)
+    y = load(y_ptr + b * y_st[0] + h * y_st[2], first, T, column_v, y_st[1], y_st[3], CHUNK, V, BLOCK_V)
+    a = load(a_ptr + chunk * (CHUNK * CHUNK), 0, CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, CHUNK)
+    out = tl.dot(tl.trans(a) if REVERSE else a, y.to(DTYPE), out, input_precision=PRECISION)
+    store(out_ptr + (b * T * H + h) * V, out, first, T, column_v, H * V, 1, CHUNK, V, BLOCK_V)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def gradients_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, g_ptr, begin_ptr, strongest_ptr, states_ptr, dstates_ptr, dq_ptr, dk_ptr, dg_ptr,
+    q_st, k_st, v_st, dout_st, g_st, begin_st, T, N, H, scale,
+    K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    GATE: tl.constexpr, DOCS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    TILES: tl.constexpr, STRONG: tl.constexpr, FINE: tl.constexpr,
+):  # fmt: skip
+    """A tile of a chunk's dq and dk, and of dg [B, T, H, K]; with one gate a head, its gradient tile by tile,
+    [B, T, H, tiles]."""
+    tile, h, n, b = place(tl.program_id(0), (K + BLOCK_K - 1) // BLOCK_K, H, N)
+    chunk = (b * N + n) * H + h
+    if GATE == CHANNEL:  # noqa: SIM102
+        if passes_over(strongest_ptr, chunk, TILES, STRONG):
+            return
+    LEVELS: tl.constexpr = CHUNK.bit_length() if STRONG else 1
+    column = tile * BLOCK_K
+    first = n * CHUNK
+    q_ptr += b * q_st[0] + h * q_st[2]
+    k_ptr += b * k_st[0] + h * k_st[2]
+    v_ptr += b * v_st[0] + h * v_st[2]
+    g_ptr += b * g_st[0] + h * g_st[2]
+    begin_ptr += b * begin_st
+    row = b * T * H + h
+    dout_ptr += b * dout_st[0] + h * dout_st[2]
+    da = tl.zeros([CHUNK, CHUNK], tl.float32)
+    own = tl.zeros([CHUNK], tl.float32)
+    old = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    new = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    passing = tl.zeros([BLOCK_K], tl.float32)
+    for column_v in tl.range(0, V, BLOCK_V):
+        v = load(v_ptr, first, T, column_v, v_st[1], v_st[3], CHUNK, V, BLOCK_V)
+        dout = load(dout_ptr, first, T, column_v, dout_st[1], dout_st[3], CHUNK, V, BLOCK_V)
+        da = tl.dot(dout, tl.trans(v), da, input_precision=PRECISION)
+        own += tl.sum(dout.to(tl.float32) * v.to(tl.float32), 1)
+        state = load(states_ptr + chunk * (K * V), column, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
+        dstate = load(dstates_ptr + chunk * (K * V), column, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
+        old = tl.dot(dout.to(DTYPE), tl.trans(state), old, input_precision=PRECISION)
+        new = tl.dot(v.to(DTYPE), tl.trans(dstate), new, input_precision=PRECISION)
+        passing += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+    da *= scale
+    own *= scale
+    if DOCS:
+        da = tl.where(related(begin_ptr, first, T, CHUNK), da, 0.0)
+
+    through, total = sums(gates(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, GATE), GATE)
+    if DOCS:
+        old = tl.where(seen_from_start(begin_ptr, first, T, CHUNK), old, 0.0)
+        new = tl.where(seen_from_end(begin_ptr, first, T, CHUNK), new, 0.0)
+        last = tl.load(begin_ptr + tl.minimum(first + CHUNK, T) - 1)
+        passing = tl.where(last < first, passing, 0.0)
+    passing *= tl.exp2(total)
+    ONCE: tl.constexpr = GATE == CHANNEL and not STRONG and not EXACT
+    if ONCE:
+        half = tl.exp2(0.5 * total)[None, :]
+        new *= half
+        old *= half * scale
+    else:
+        old *= tl.exp2(through) * scale
+        new *= tl.exp2(behind(g_ptr, g_st, through, total, first, T, column, CHUNK, K, BLOCK_K, GATE, EXACT))
+    if GATE == CHANNEL:
+        da = rounded(da, PRECISION)
+        if ONCE:  # old and new are seen from the chunk's middle, as the pairs are: the products add up
+            of_q, of_k = factors(0, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, FINE)
+            ds = tl.where(of_level(0, CHUNK), da, 0.0)
+            k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+            k = rounded(k * of_k, PRECISION)
+            passing += tl.sum(k * new, 0)
+            to_q = tl.dot(ds, k, old, input_precision=PRECISION)
+            q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+            q = rounded(q * of_q, PRECISION)
+            to_k = tl.dot(tl.trans(ds), q, new, input_precision=PRECISION)
+            pairs = q * to_q - k * to_k
+            dq, dk = of_q * to_q, of_k * to_k
+        else:
+            q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+            k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+            passing += tl.sum(k * new, 0)
+            pairs = q * old - k * new
+            dq, dk = old, new
+            for level in tl.range(STRONG, LEVELS, num_stages=1):
+                of_q, of_k = factors(level, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, FINE)
+                ds = tl.where(of_level(level, CHUNK), da, 0.0)
+                q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+                k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+                q, k = rounded(q * of_q, PRECISION), rounded(k * of_k, PRECISION)
+                to_q = tl.dot(ds, k, input_precision=PRECISION)
+                to_k = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
+                pairs += q * to_q - k * to_k
+                dq += of_q * to_q
+                dk += of_k * to_k
+        dg = tl.cumsum(pairs, 0, reverse=True) + passing[None, :]
+        store(dg_ptr + row * K, dg, first, T, column, H * K, 1, CHUNK, K, BLOCK_K)
+        q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+        k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+    else:
+        q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+        k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+        ds = da * decay_between(g_ptr, g_st, first, T, CHUNK, GATE)
+        dq = tl.dot(ds, k, old, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(ds), q, new, input_precision=PRECISION)
+        if GATE == HEAD:  # each kind of pair by itself: nothing cancels
+            after = tl.arange(0, CHUNK)[:, None] > tl.arange(0, CHUNK)[None, :]
+            pairs = tl.cumsum(ds * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0, reverse=True)
+            dg = tl.sum(tl.where(after, pairs + tl.sum(k * new, 1)[None, :], 0.0), 1)
+            dg += tl.sum(tl.where(after, 0.0, tl.sum(q * old, 1)[None, :]), 1) + tl.sum(passing, 0)
+            COUNT: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+            store(dg_ptr + row * COUNT, dg[:, None], first, T, tile, H * COUNT, 1, CHUNK, 1, 1)
+    store(dq_ptr + row * K, dq + own[:, None] * k, first, T, column, H * K, 1, CHUNK, K, BLOCK_K)
+    store(dk_ptr + row * K, dk + own[:, None] * q, first, T, column, H * K, 1, CHUNK, K, BLOCK_K)

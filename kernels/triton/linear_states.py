@@ -1,0 +1,214 @@
+"""The states of gated linear attention in Triton: what chunks leave behind, and how they follow from one another.
+
+    B batch   T tokens   H heads   K key dim   V value dim   G gates a head, K or 1
+    C tokens a chunk   N chunks   S segments of chunks
+
+Only the walk from state to state is sequential. So the sequence is cut into segments, which are walked at the same time
+from a state of zero; joining what they leave is quick, and says what the state is before each of them. A second walk
+starts there and writes down the state before every chunk. In reverse, with q and dout for k and v, the same kernels
+give the gradient for the state behind every chunk.
+
+Gates are in base 2 here, and none is below -256: 2^-256 is 0, and larger numbers would cost the sums their bits.
+"""
+
+import triton
+import triton.language as tl
+
+from ringattn.kernels.triton.blocks import LN2, LOG2E
+
+LOWEST = tl.constexpr(-256.0)
+NONE, HEAD, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # GATE: no gate, one a head, one a key channel
+
+
+@triton.jit
+def place(pid, tiles, H, N):
+    """(tile, head, chunk or segment, batch row) of a program: the tiles of one chunk beside each other, then heads."""
+    return pid % tiles, (pid // tiles % H).to(tl.int64), pid // tiles // H % N, (pid // tiles // H // N).to(tl.int64)
+
+
+@triton.jit
+def block(
+    ptr, first, stop, column, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The addresses of a tile whose upper left corner is (first, column), and which of them lie inside the matrix."""
+    rows = tl.arange(0, ROWS)
+    cols = column + tl.arange(0, WIDTH)
+    at = ptr + tl.cast(first, tl.int64) * stride_row + rows[:, None] * stride_row + cols[None, :] * stride_col
+    inside = (first + rows < stop)[:, None]
+    if COLS % WIDTH != 0:
+        inside = inside & (cols < COLS)[None, :]
+    return at, inside
+
+
+@triton.jit
+def load(
+    ptr, first, stop, column, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """A tile, 0 outside the matrix."""
+    at, inside = block(ptr, first, stop, column, stride_row, stride_col, ROWS, COLS, WIDTH)
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def store(
+    ptr, x, first, stop, column, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    at, inside = block(ptr, first, stop, column, stride_row, stride_col, ROWS, COLS, WIDTH)
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gates(
+    ptr, st, first, stop, column, ROWS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, GATE: tl.constexpr
+):  # fmt: skip
+    """The gates of some tokens in base 2, [ROWS, WIDTH] or, where channels share one, [ROWS, 1]."""
+    if GATE == CHANNEL:
+        g = load(ptr, first, stop, column, st[1], st[3], ROWS, K, WIDTH)
+    elif GATE == HEAD:
+        g = load(ptr, first, stop, 0, st[1], 0, ROWS, 1, 1)
+    else:
+        g = tl.zeros([ROWS, 1], tl.float32)
+    return tl.maximum(g.to(tl.float32) * LOG2E, LOWEST)
+
+
+@triton.jit
+def sums(g, GATE: tl.constexpr):
+    """(from the chunk's start through each token, over the whole chunk)."""
+    if GATE == CHANNEL:
+        return tl.cumsum(g, 0), tl.sum(g, 0)
+    elif GATE == NONE:
+        return g, tl.sum(g, 0)
+    else:
+        ROWS: tl.constexpr = g.shape[0]
+        i = tl.arange(0, ROWS)
+        return tl.sum(tl.where(i[:, None] >= i[None, :], tl.trans(g), 0.0), 1)[:, None], tl.sum(g, 0)
+
+
+@triton.jit
+def behind(
+    ptr, st, through, total, first, stop, column, ROWS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    GATE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The sum of the gates behind each token: taken by itself, or (16 bits do not see it) as a difference."""
+    if EXACT and GATE == CHANNEL:
+        later = gates(ptr, st, first + 1, tl.minimum(first + ROWS, stop), column, ROWS, K, WIDTH, GATE)
+        return tl.cumsum(later, 0, reverse=True)
+    elif EXACT and GATE == HEAD:
+        g = gates(ptr, st, first, stop, column, ROWS, K, WIDTH, GATE)
+        i = tl.arange(0, ROWS)
+        return tl.sum(tl.where(i[:, None] < i[None, :], tl.trans(g), 0.0), 1)[:, None]
+    else:
+        return total[None, :] - through
+
+
+@triton.jit
+def seen_from_start(begin_ptr, first, T, CHUNK: tl.constexpr):
+    """Whether a token's document began before the chunk: it sees the state that the chunk starts with."""
+    tokens = first + tl.arange(0, CHUNK)
+    return (tl.load(begin_ptr + tl.minimum(tokens, T - 1)) < first)[:, None]
+
+
+@triton.jit
+def seen_from_end(begin_ptr, first, T, CHUNK: tl.constexpr):
+    """Whether a token is of the document that the chunk ends in: it is in the state behind the chunk."""
+    last = tl.load(begin_ptr + tl.minimum(first + CHUNK, T) - 1)
+    return (first + tl.arange(0, CHUNK) >= last)[:, None]
+
+
+@triton.jit(do_not_specialize=["T", "N", "length", "S"])
+def states_kernel(
+    x_ptr, y_ptr, g_ptr, begin_ptr, starts_ptr, states_ptr, strongest_ptr, ends_ptr, decays_ptr,
+    x_st, y_st, g_st, begin_st, T, N, H, scale, length, S,
+    K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    GATE: tl.constexpr, DOCS: tl.constexpr, REVERSE: tl.constexpr, STORE: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Walks one segment with a tile of the state: x and y are k and v or, in reverse, q and dout.
+
+    With STORE it begins at `starts` and writes the state before (in reverse: behind) each chunk; without, it begins at
+    zero and writes what is left at the end, and the decay of the whole segment.
+    """
+    TILES_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    TILES_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    tile, h, s, b = place(tl.program_id(0), TILES_K * TILES_V, H, S)
+    column_k = tile // TILES_V * BLOCK_K
+    column_v = tile % TILES_V * BLOCK_V
+    x_ptr += b * x_st[0] + h * x_st[2]
+    y_ptr += b * y_st[0] + h * y_st[2]
+    g_ptr += b * g_st[0] + h * g_st[2]
+    begin_ptr += b * begin_st
+    segment = (b * S + s) * H + h
+    if STORE:
+        state = load(starts_ptr + segment * (K * V), column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
+    else:
+        state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    GATES: tl.constexpr = BLOCK_K if GATE == CHANNEL else 1
+    decay = tl.zeros([GATES], tl.float32)
+    lo = s * length
+    hi = tl.minimum(lo + length, N)
+    for i in tl.range(lo, hi):
+        n = lo + hi - 1 - i if REVERSE else i
+        first = n * CHUNK
+        if STORE:
+            chunk = (b * N + n) * H + h
+            store(states_ptr + chunk * (K * V), state, column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
+        x = load(x_ptr, first, T, column_k, x_st[1], x_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+        y = load(y_ptr, first, T, column_v, y_st[1], y_st[3], CHUNK, V, BLOCK_V)
+        g = gates(g_ptr, g_st, first, T, column_k, CHUNK, K, BLOCK_K, GATE)
+        through, total = sums(g, GATE)
+        if REVERSE:
+            x = x * tl.exp2(through) * scale
+        else:
+            ahead = behind(g_ptr, g_st, through, total, first, T, column_k, CHUNK, K, BLOCK_K, GATE, EXACT)
+            x = x * tl.exp2(ahead)
+        if STORE and not REVERSE and GATE == CHANNEL:  # noqa: SIM102
+            if column_v == 0:
+                tl.store(strongest_ptr + chunk * TILES_K + tile // TILES_V, tl.min(total, 0))
+        if DOCS:
+            x = tl.where((seen_from_start if REVERSE else seen_from_end)(begin_ptr, first, T, CHUNK), x, 0.0)
+            last = tl.load(begin_ptr + tl.minimum(first + CHUNK, T) - 1)
+            total = tl.where(last < first, total, float("-inf"))
+        state = tl.dot(tl.trans(x.to(DTYPE)), y.to(DTYPE), state * tl.exp2(total)[:, None], input_precision=PRECISION)
+        decay += total
+    if not STORE:
+        store(ends_ptr + segment * (K * V), state, column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
+        if column_v == 0:
+            if GATE == CHANNEL:
+                channels = column_k + tl.arange(0, BLOCK_K)
+                tl.store(decays_ptr + segment * K + channels, decay, mask=channels < K)
+            elif column_k == 0:
+                tl.store(decays_ptr + segment + tl.arange(0, 1), decay)
+
+
+@triton.jit(do_not_specialize=["S"])
+def join_kernel(
+    ends_ptr, decays_ptr, first_ptr, starts_ptr, end_ptr, log_decay_ptr, S, H,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    GATE: tl.constexpr, REVERSE: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """The state before each segment and behind the last (in reverse: behind each, and before the first)."""
+    row = tl.program_id(0).to(tl.int64)
+    column_k = tl.program_id(1) * BLOCK_K
+    column_v = tl.program_id(2) * BLOCK_V
+    b, h = row // H, row % H
+    channels = column_k + tl.arange(0, BLOCK_K)
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    if FIRST:
+        state += load(first_ptr + row * (K * V), column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
+    whole = tl.zeros([BLOCK_K], tl.float32)
+    for i in tl.range(0, S):
+        segment = (b * S + (S - 1 - i if REVERSE else i)) * H + h
+        store(starts_ptr + segment * (K * V), state, column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
+        if GATE == CHANNEL:
+            decay = tl.load(decays_ptr + segment * K + channels, mask=channels < K, other=0.0)
+        else:
+            decay = tl.load(decays_ptr + segment + channels * 0)
+        end = load(ends_ptr + segment * (K * V), column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
+        state = state * tl.exp2(decay)[:, None] + end
+        whole += decay
+    store(end_ptr + row * (K * V), state, column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
+    if column_v == 0:
+        if GATE == CHANNEL:
+            tl.store(log_decay_ptr + row * K + channels, whole * LN2, mask=channels < K)
+        elif column_k == 0:
+            tl.store(log_decay_ptr + row + channels * 0, whole * LN2, mask=channels == 0)

@@ -1,0 +1,174 @@
+"""JAX's stock splash attention for TPUs, where the mask is known before the program is: a second opinion on ours.
+
+It takes any fixed mask, so a step is one tile of all queries and keys, whose mask is its intervals. Its backward
+kernels take whichever lse and delta they are given, and are called as they are: the public function keeps to its own
+lse, which a ring cannot use. They are private; a test compares every gradient.
+
+It does not say what differs from device to device (so no `check_vma`), divides by the sum of a row without keys, and
+wants q multiplied by the scale beforehand, which rounds it once more where the scale is no power of two.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ringattn.kernels.intervals import Tile
+from ringattn.kernels.pallas.blocks import by_heads, divided, padded
+from ringattn.kernels.pallas.varying import axes_of
+from ringattn.kernels.partial import NEVER
+from ringattn.kernels.vendor.jax_tiles import over_tiles
+
+MOST = 512  # queries and keys a block
+
+
+def refuses(problem: Any) -> str | None:
+    if problem.device not in ("tpu", "cpu"):
+        return f"is a TPU kernel (interpreted on CPUs), and the device is {problem.device}"
+    if problem.dtype not in (("bfloat16",) if problem.device == "tpu" else ("bfloat16", "float32")):
+        return f"takes bfloat16 (on CPUs float32 too; a TPU would round it), not {problem.dtype}"
+    return None if problem.known else "its mask is fixed before the program runs, and these documents are not"
+
+
+def options(problem: Any) -> dict[str, Any]:
+    """What the two functions are told beside the problem itself."""
+    return {"interpret": problem.device != "tpu"}
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Intervals [rows, T], as a value: equal if they say the same."""
+
+    begin: bytes
+    end: bytes
+    rows: int
+
+    @property
+    def intervals(self) -> tuple[np.ndarray, np.ndarray]:
+        begin, end = (np.frombuffer(x, np.int32).reshape(self.rows, -1) for x in (self.begin, self.end))
+        return begin, end
+
+
+def cut(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Tile, ...]:
+    """The whole step as one tile, whose third part is its intervals; none where nobody sees anything."""
+    if (begin >= end).all():
+        return ()
+    first, last = (np.ascontiguousarray(x, np.int32).tobytes() for x in (begin, end))
+    return (Tile(slice(0, begin.shape[1]), slice(0, keys), Fixed(first, last, len(begin))),)
+
+
+def forward(
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, seen: Fixed, scale: float, softcap: float | None, interpret: bool
+) -> tuple[Array, Array]:
+    """One tile: out in the dtype of q, and the float32 lse [B, T, H]; a row without keys is 0, and -inf."""
+    q, k, v = operands(q_BTHD, k_BSGD, v_BSGV, scale)
+
+    def run(i: int, q: Array, k: Array, v: Array) -> Any:
+        return kernel_of(seen, i, q.shape, k.shape[1], softcap, interpret)(q, k, v)
+
+    out, (lse,) = by_rows(run, seen.rows, q, k, v)
+    some = nonempty(seen)
+    out, lse = (jnp.einsum("bht...->bth...", x)[:, : q_BTHD.shape[1]] for x in (out, lse))
+    return jnp.where(some[..., None], out, 0), jnp.where(some, lse, NEVER)
+
+
+def backward(
+    q_BTHD: Array,
+    k_BSGD: Array,
+    v_BSGV: Array,
+    rows: tuple[Array, Array, Array],
+    seen: Fixed,
+    scale: float,
+    softcap: float | None,
+    interpret: bool,
+) -> tuple[Array, Array, Array]:
+    """One tile: (dq, dk, dv) in the dtypes of q, k, v; rows are dout, the global lse and delta."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as stock
+
+    q, k, v = operands(q_BTHD, k_BSGD, v_BSGV, scale)
+    some, bq = nonempty(seen), divided(q_BTHD.shape[1], MOST)
+    dout, lse, delta = rows
+    dout = by_heads(jnp.where(some[..., None], dout, 0), bq)
+    lse, delta = jnp.where(some, lse, jnp.inf), jnp.where(some, delta, 0)  # exp(score - inf) = 0
+    lse, delta = (padded(jnp.einsum("bth->bht", x), 2, bq) for x in (lse, delta))
+
+    def run(i: int, q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array) -> Any:
+        kernel = kernel_of(seen, i, q.shape, k.shape[1], softcap, interpret)
+        given: Any = {
+            "is_mqa": False, "mask_value": stock.DEFAULT_MASK_VALUE, "attn_logits_soft_cap": softcap,
+            "mask_function": None, "interpret": interpret,
+            **dict.fromkeys(("q_layout", "k_layout", "v_layout"), stock.QKVLayout.HEAD_DIM_MINOR),
+        }  # fmt: skip
+        arrays, sizes = (q, k, v, None, None, lse, dout, delta), kernel.kwargs["block_sizes"]
+        dq = stock._splash_attention_bwd_dq(
+            *arrays, bq=sizes.block_q_dq, bkv=sizes.block_kv_dq, mask_info=kernel.dq_mask_info, **given
+        )
+        _, dk, dv = stock._splash_attention_bwd_dkv(
+            *arrays, bq=sizes.block_q_dkv, bkv=sizes.block_kv_dkv, bkv_compute=sizes.block_kv_dkv_compute,
+            mask_info=kernel.dkv_mask_info, use_fused_bwd_kernel=False, **given,
+        )  # fmt: skip
+        return dq, dk, dv
+
+    found = by_rows(run, seen.rows, q, k, v, dout, lse, delta)
+    dq, dk, dv = (
+        jnp.einsum("bhtd->bthd", g)[:, : x.shape[1]] for g, x in zip(found, (q_BTHD, k_BSGD, v_BSGV), strict=True)
+    )
+    return (dq * scale).astype(q_BTHD.dtype), dk, dv
+
+
+def operands(q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, scale: float) -> tuple[Array, Array, Array]:
+    """By heads, in whole blocks, q multiplied by the scale."""
+    if axes_of(q_BTHD, k_BSGD, v_BSGV):
+        raise NotImplementedError(
+            "kernel='stock_splash' does not say what differs from device to device; use shard_map(check_vma=False), or "
+            "kernel='splash'"
+        )
+    bq, bk = divided(q_BTHD.shape[1], MOST), divided(k_BSGD.shape[1], MOST)
+    return by_heads(q_BTHD * jnp.asarray(scale, q_BTHD.dtype), bq), by_heads(k_BSGD, bk), by_heads(v_BSGV, bk)
+
+
+def by_rows(run: Any, rows: int, *arrays: Array) -> Any:
+    """run(i, ...) over the batch, where i is the row of the intervals that a batch entry has."""
+    if rows == 1:
+        return jax.vmap(lambda *x: run(0, *x))(*arrays)
+    return jax.tree.map(lambda *x: jnp.stack(x), *(run(i, *(x[i] for x in arrays)) for i in range(rows)))
+
+
+def nonempty(seen: Fixed) -> Array:
+    """Which queries see a key at all, [rows, T, 1]."""
+    begin, end = seen.intervals
+    return jnp.asarray(begin < end)[..., None]
+
+
+def kernel_of(
+    seen: Fixed, row: int, queries: tuple[int, ...], keys: int, softcap: float | None, interpret: bool
+) -> Any:
+    """The stock kernel for one row of the intervals, its heads and tokens [H, T, D] padded to whole blocks."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as stock
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    begin, end = (np.pad(x[row], (0, queries[1] - x.shape[1]))[:, None] for x in seen.intervals)
+    if (begin >= end).all():  # it must have something to do; rows without keys are cleared afterwards
+        begin, end = np.zeros_like(begin), np.ones_like(end)
+
+    class Mask(masks.Mask):
+        """A block of it is made when it is asked for."""
+
+        shape = (queries[1], keys)
+
+        def __getitem__(self, at: tuple[slice, slice]) -> np.ndarray:
+            index = np.arange(keys)[at[1]]
+            return (begin[at[0]] <= index) & (index < end[at[0]])
+
+    bq, bk = divided(queries[1], MOST), divided(keys, MOST)
+    sizes = stock.BlockSizes(block_q=bq, block_kv=bk, block_q_dkv=bq, block_kv_dkv=bk, block_q_dq=bq, block_kv_dq=bk)
+    return stock.make_splash_mha(
+        masks.MultiHeadMask([Mask()] * queries[0]), block_sizes=sizes, head_shards=1, q_seq_shards=1,
+        save_residuals=True, attn_logits_soft_cap=softcap, interpret=interpret,
+    )  # fmt: skip
+
+
+attend, attend_backward = over_tiles("the stock splash kernel", forward, backward)

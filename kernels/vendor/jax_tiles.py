@@ -1,0 +1,129 @@
+"""Attention tile by tile on JAX arrays: partials of tiles merge, and with the global lse their gradients add up.
+
+One program serves all devices, so which tiles a step has is a `switch` among the few sets that any of them has. As in
+`tiles.py` of the torch side, except that nothing is written in place.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.intervals import Intervals, Tile
+from ringattn.kernels.pallas.varying import axes_of, vary
+from ringattn.kernels.partial import NEVER, Partial, empty, merge
+
+# (q, k, v, causal, **score) -> out [B, T, H, V], lse [B, T, H], and (q, k, v, rows, causal, **score) -> dq, dk, dv:
+# rows are what `prepare` makes of (dout, lse, delta), and score is scale, softcap and the kernel's own options.
+Forward = Callable[..., tuple[Array, Array]]
+Backward = Callable[..., tuple[Array, Array, Array]]
+
+
+def as_they_are(q: Array, dout: Array, lse: Array, delta: Array, out: Array | None = None) -> tuple[Array, ...]:
+    """The rows of a backward in the form that every step of it takes. `out`: delta is its rowsum with dout."""
+    return dout, lse, delta
+
+
+def over_tiles(
+    name: str, forward: Forward, backward: Backward, prepare: Callable[..., tuple[Any, ...]] = as_they_are
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`attend` and `attend_backward` with the signatures of `reference`, from a vendor's two functions of one tile."""
+
+    def attend(
+        q_BTHD: Array,
+        k_BSGD: Array,
+        v_BSGV: Array,
+        where: Intervals,
+        *,
+        carry: Partial | None = None,
+        out_dtype: Any = None,
+        **score: Any,
+    ) -> Partial:
+        start = empty(q_BTHD, v_BSGV.shape[-1]) if carry is None else carry
+        arrays = vary((q_BTHD, k_BSGD, v_BSGV, start), axes_of(q_BTHD, k_BSGD, v_BSGV, start, where.begin))
+        part = chosen(name, where, partial(forward_tiles, partial(forward, **score)), arrays)
+        return part if out_dtype is None else Partial(part.out.astype(out_dtype), part.lse)
+
+    def attend_backward(
+        q_BTHD: Array,
+        k_BSGD: Array,
+        v_BSGV: Array,
+        where: Intervals,
+        dout_BTHV: Array,
+        lse_BTH: Array,
+        delta_BTH: Any,
+        *,
+        dq: Array | None = None,
+        dk: Array | None = None,
+        dv: Array | None = None,
+        **score: Any,
+    ) -> tuple[Array, Array, Array]:
+        rows = prepare(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)
+        arrays: Any = (q_BTHD, k_BSGD, v_BSGV, rows, (dq, dk, dv))
+        arrays = vary(arrays, axes_of(arrays, where.begin))
+        return chosen(name, where, partial(backward_tiles, partial(backward, **score)), arrays)
+
+    return attend, attend_backward
+
+
+def chosen(name: str, where: Intervals, run: Callable[..., Any], arrays: tuple[Any, ...]) -> Any:
+    """run(tiles, *arrays) with the tiles of this device and step."""
+    if where.choice is None:
+        raise NotImplementedError(
+            f"{name} runs tiles that are known before the program is, and of these intervals none are; the reference "
+            "runs any intervals"
+        )
+    sets = where.choice.sets
+    if len(sets) == 1:
+        return run(sets[0], *arrays)
+    return lax.switch(where.choice.which, [partial(run, tiles) for tiles in sets], *arrays)
+
+
+def forward_tiles(forward: Forward, tiles: tuple[Tile, ...], q: Array, k: Array, v: Array, total: Partial) -> Partial:
+    for rows, keys, causal in tiles:
+        new = Partial(*forward(q[:, rows], k[:, keys], v[:, keys], causal))
+        if len(tiles) == 1:
+            return merge(total, Partial(around(new.out, rows, q), around(new.lse, rows, q, NEVER)))
+        new = merge(Partial(total.out[:, rows], total.lse[:, rows]), new)
+        total = Partial(put(total.out, rows, new.out), put(total.lse, rows, new.lse))
+    return total
+
+
+def backward_tiles(
+    backward: Backward, tiles: tuple[Tile, ...], q: Array, k: Array, v: Array, rows: Any, totals: tuple[Any, ...]
+) -> tuple[Array, Array, Array]:
+    for queries, keys, causal in tiles:
+        here = jax.tree.map(lambda x, at=queries: x[:, at], rows)
+        parts = backward(q[:, queries], k[:, keys], v[:, keys], here, causal)
+        ats, alone = (queries, keys, keys), len(tiles) == 1
+        totals = tuple(accumulated(*x, alone) for x in zip(totals, parts, ats, (q, k, v), strict=True))
+    missing = (jnp.zeros(x.shape, accumulator(x)) if t is None else t for t, x in zip(totals, (q, k, v), strict=True))
+    dq, dk, dv = vary(tuple(missing), axes_of(q, k, v, rows))
+    return dq, dk, dv
+
+
+def accumulated(total: Array | None, part: Array, at: slice, like: Array, alone: bool) -> Array:
+    """total[:, at] + part in float32; a total that is not there yet begins as the part, with zeros around it."""
+    part = part.astype(accumulator(like))
+    if total is None:
+        return around(part, at, like)
+    return total + around(part, at, like) if alone else put(total, at, total[:, at] + part)
+
+
+def around(part: Array, at: slice, like: Array, fill: float = 0.0) -> Array:
+    """`part` as the [:, at] of an array with as many tokens as `like`, which changes nothing elsewhere.
+
+    Adding that to a total is one pass over it. Putting the part into the total in a branch copies the total first,
+    since the other branches were given it too: that pays where there are several parts.
+    """
+    edges = [(0, 0), (at.start, like.shape[1] - at.stop)] + [(0, 0)] * (part.ndim - 2)
+    return jnp.pad(part, edges, constant_values=fill)
+
+
+def put(total: Array, at: slice, value: Array) -> Array:
+    """`total` with `value` as its [:, at]."""
+    return value if value.shape == total.shape else lax.dynamic_update_slice_in_dim(total, value, at.start, 1)

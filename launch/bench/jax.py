@@ -1,0 +1,149 @@
+"""Attention on JAX arrays over this machine's GPUs, beside what their kernel does alone.
+
+One process drives all devices. `alone` is the kernel's own rate: one call on one device, causal, of tokens /
+sqrt(ranks) tokens, which are as many (query, key) pairs as a rank has of the whole. Times are medians of runs that end
+when every device is done; TFLOP/s are a device's. `error` is that of the whole result, forward and gradients, at 2048
+tokens against dense float64.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ringattn.launch.bench import table, version
+from ringattn.launch.words import option
+
+COLUMNS = ["tokens", "ranks", "strategy", "layout", "kernel", "mode", "ms", "tflops", "alone", "ratio", "error"]
+MODES = {"forward": 4, "forward+backward": 14}  # flops of a pair, a head and a dim
+OPTIONS: dict[str, str | bool] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True
+}  # or hops wait for the work that they could fly behind
+
+
+@dataclass
+class Options:
+    ranks: int = option(0, "devices; 0: all of them")
+    ulysses: int = option(1, "how many of them are Ulysses ranks")
+    tokens: list[int] = option([32768], "lengths of the whole sequence")
+    heads: int = option(32, "query heads")
+    kv_heads: int = option(8, "key heads")
+    head_dim: int = option(128, "head dim")
+    strategy: str = option("ring", "ring, gather or ulysses")
+    layout: list[str] = option(["zigzag"], "contiguous, striped or zigzag")
+    kernel: str = option("auto", "the kernel of every step")
+    repeats: int = option(10, "timed runs")
+    check: bool = option(True, "whether to compare with dense float64 too")
+    hide: bool = option(True, "whether the compiler is asked to hide transfers")
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    import jax
+
+    import ringattn as ra
+    import ringattn.jax as rj
+
+    devices = jax.devices()[: options.ranks or None]
+    ranks = len(devices)
+    mesh = rj.init_mesh(ring=ranks // options.ulysses, ulysses=options.ulysses, devices=devices)
+    one = rj.init_mesh(ring=1, devices=devices[:1])
+    words: dict[str, Any] = {
+        "heads": (options.heads, options.kv_heads),
+        "head_dim": options.head_dim,
+        "kernel": options.kernel,
+    }
+    rows = []
+    for tokens in options.tokens:
+        alone: dict[str, float] = {}
+        for layout in options.layout:
+            plan = ra.plan(mesh, seq_len=tokens, strategy=options.strategy, layout=layout, **words)
+            times = measured(options, plan)
+            alone = alone or measured(options, ra.plan(one, seq_len=round(tokens / ranks**0.5), **words))
+            off = error(options, plan.for_length(2048)) if options.check else None
+            for mode, ms in times.items():
+                flops = MODES[mode] * tokens * (tokens + 1) / 2 * options.heads * options.head_dim / ranks
+                row = {
+                    "suite": "jax", "jax": version("jax"), "devices": devices[0].device_kind, **asdict(options),
+                    "tokens": tokens, "ranks": ranks, "strategy": plan.strategy, "layout": layout,
+                    "kernel": kernel_of(plan), "mode": mode, "ms": ms, "tflops": flops / ms / 1e9,
+                    "alone": flops / alone[mode] / 1e9, "ratio": alone[mode] / ms, "error": off,
+                }  # fmt: skip
+                rows.append(row)
+    print(table(rows, COLUMNS))
+    return rows
+
+
+def kernel_of(plan: Any) -> str:
+    """The name of the kernel that runs, from the plan's own report."""
+    lines = [line for line in plan.report if line.startswith("kernel ")]
+    return lines[0].split("-> ")[-1].split()[0] if lines else str(plan.kernel)
+
+
+def calls(options: Options, plan: Any, modes: Iterable[str]) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """What is timed, compiled, and random data for it in the plan's order."""
+    import jax
+    import jax.numpy as jnp
+
+    import ringattn as ra
+
+    heads = (options.heads, options.kv_heads, options.kv_heads, options.heads)
+    random = np.random.default_rng(0)
+    shapes = [(1, plan.seq_len, h, options.head_dim) for h in heads]
+    given = [plan.shard(jnp.asarray(random.standard_normal(s, np.float32), jnp.bfloat16)) for s in shapes]
+
+    def forward(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        return ra.attention(q, k, v, plan)
+
+    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, back = jax.vjp(lambda q, k, v: ra.attention(q, k, v, plan), q, k, v)
+        return out, *back(dout)
+
+    choices = OPTIONS if plan.device == "cuda" and options.hide else {}
+    made = {
+        name: jax.jit(f).lower(*given).compile(compiler_options=choices)
+        for name, f in {"forward": forward, "forward+backward": both}.items()
+        if name in modes
+    }
+    return made, tuple(given)
+
+
+def measured(options: Options, plan: Any) -> dict[str, float]:
+    """Milliseconds of each mode."""
+    import jax
+
+    programs, given = calls(options, plan, MODES)
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for name, program in programs.items():
+        for i in range(options.repeats + 2):
+            start = time.perf_counter()
+            jax.block_until_ready(program(*given))
+            times[name] += [(time.perf_counter() - start) * 1e3] if i > 1 else []
+        print(
+            f"{plan.seq_len} tokens, ring={plan.ring}, {name}: {statistics.median(times[name]):.3f} ms", file=sys.stderr
+        )
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def error(options: Options, plan: Any) -> float:
+    """The largest relative error (norm) of out, dq, dk, dv."""
+    import torch
+
+    from ringattn.launch import oracle
+    from ringattn.launch.cases import Case
+
+    programs, given = calls(options, plan, ["forward+backward"])
+    found = [np.asarray(plan.unshard(x), np.float64) for x in programs["forward+backward"](*given)]
+    leaves = [torch.from_numpy(np.array(plan.unshard(x), np.float64)) for x in given]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = ("q", "k", "v", "dout")
+    case = Case("bench", seq_len=plan.seq_len, heads=options.heads, kv_heads=options.kv_heads,
+                head_dim=options.head_dim, value_dim=options.head_dim, batch=1)  # fmt: skip
+    inputs = {n: x.to(device) for n, x in zip(names, leaves, strict=True)}
+    inputs |= {"sinks": torch.zeros(options.heads, device=device), "dlse": torch.zeros(*leaves[0].shape[:3]).to(device)}
+    truth = oracle.dense(case, inputs)
+    expected = [truth[n].cpu().numpy() for n in ("out", "dq", "dk", "dv")]
+    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,255 @@
+"""One GPU: our gated linear attention beside flash-linear-attention's, in one run on the same inputs.
+
+`triton` is the kernels alone, `op` the public function. A row is a pass: forward; backward; both. `tokens_per_us`
+counts tokens of all heads; `over_fla` is its time over ours. The cases `errors_*` hold the result and every gradient
+against float64, as |found - exact| / |exact|.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ringattn.kernels import chunkwise
+from ringattn.kernels.linear import TABLE
+from ringattn.launch.bench import table
+from ringattn.launch.bench.kernels import attempt, distance, median_ms, peak_gib
+from ringattn.launch.words import nearest, option
+
+NAMES = ("out", "dq", "dk", "dv", "dg")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured. `gates`: soft are a layer's, logsigmoid(x) / 16; hard ones lack the 16; extreme ones forget."""
+
+    tokens: int
+    batch: int = 1
+    heads: int = 16
+    key_dim: int = 128
+    value_dim: int = 128
+    gate: str = "channel"  # channel, head, none
+    gates: str = "soft"
+    errors: bool = False
+
+
+CASES = {
+    "32k": Case(32768),
+    "131k": Case(131072),
+    "batch8_2k_k256_v512": Case(2048, batch=8, heads=4, key_dim=256, value_dim=512),
+    "32k_hard": Case(32768, gates="hard"),
+    "32k_extreme": Case(32768, gates="extreme"),
+    "32k_head": Case(32768, gate="head"),
+    "32k_none": Case(32768, gate="none"),
+    "errors_soft": Case(2000, errors=True),
+    "errors_hard": Case(2000, gates="hard", errors=True),
+    "errors_extreme": Case(2000, gates="extreme", errors=True),
+}
+
+
+@dataclass
+class Options:
+    cases: list[str] = option(list(CASES), "which cases, or how their names begin")
+    impls: list[str] | None = option(None, "which contestants (triton,op,fla; on a CPU chunkwise,op)")
+    tokens: int | None = option(None, "another length for every case")
+    device: str | None = option(None, "cuda or cpu (the GPU if there is one)")
+    dtype: str | None = option(None, "bfloat16 on a GPU, float32 on a CPU")
+    gate_dtype: str | None = option(None, "as dtype")
+    cuts: list[str] = option(
+        [], "the triton kernels cut otherwise too: gradients=32x64x8x1 (keys x values x warps x stages)"
+    )
+    rep: int = option(200, "milliseconds of repetitions for each median")
+
+    def __post_init__(self) -> None:
+        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = self.dtype or ("bfloat16" if self.device == "cuda" else "float32")
+        self.gate_dtype = self.gate_dtype or self.dtype
+        self.impls = self.impls or (["triton", "op", "fla"] if self.device == "cuda" else ["chunkwise", "op"])
+        for name in self.impls:
+            if name not in CONTESTANTS:
+                raise ValueError(f"impls={name}: no such contestant{nearest(name, CONTESTANTS)}")
+        for said in self.cuts:
+            with recut(said):
+                pass
+        for word in self.cases:
+            if not any(name.startswith(word) for name in CASES):
+                raise ValueError(f"cases={word}: no such case{nearest(word, CASES)}; there are {', '.join(CASES)}")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    dout: Tensor
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5
+
+
+Pass = Callable[[], tuple[Any, ...]]
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    """Every chosen case, printed as it is done."""
+    rows: list[dict[str, Any]] = []
+    for name, case in CASES.items():
+        if not any(name.startswith(word) for word in options.cases):
+            continue
+        case = replace(case, tokens=options.tokens or case.tokens)
+        given = inputs(case, options)
+        measure = errors if case.errors else times
+        new = [{"case": name, "gate_dtype": options.gate_dtype, **row} for row in measure(given, options)]
+        rows += new
+        print(table(new, list(dict.fromkeys(key for row in new for key in row))) + "\n", flush=True)
+    return rows
+
+
+def times(given: Inputs, options: Options) -> list[dict[str, Any]]:
+    """Time and peak memory of each contestant, forward, backward and both together."""
+    tokens, rows = given.q.shape[0] * given.q.shape[1], []
+
+    def measured(name: str) -> list[dict[str, Any]]:
+        forward, backward = CONTESTANTS[name](given)
+        found = []
+        for what, function in (("forward", forward), ("backward", backward), ("both", lambda: (forward(), backward()))):
+            memory, ms = peak_gib(function), median_ms(function, options)  # type: ignore[arg-type]
+            found.append({"impl": name, "pass": what, "ms": ms, "tokens_per_us": tokens / ms / 1e3, "peak_gib": memory})
+        return found
+
+    rows += contest(options, measured)
+    for row in rows:
+        others = (r for r in rows if r["pass"] == row["pass"] and r["impl"] != row["impl"])
+        if row["impl"] in ("triton", "op"):
+            row |= {f"over_{other['impl']}": other["ms"] / row["ms"] for other in others}
+    return rows
+
+
+def contest(options: Options, measured: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows of every contestant, and of the triton kernels with every cut that is to be tried."""
+    rows = [row for name in options.impls or () for row in attempt(name, measured)]
+    for said in options.cuts:
+        with recut(said):
+            rows += [{**row, "impl": said} for row in attempt("triton", measured)]
+    return rows
+
+
+@contextmanager
+def recut(said: str) -> Iterator[None]:
+    """The triton kernels with one of them cut as `said`, gradients=32x64x8x1: keys, values, warps, stages."""
+    from ringattn.kernels.triton.linear import TABLE as CUTS
+    from ringattn.kernels.triton.linear import Cut, Cuts
+
+    kernel, _, sizes = said.partition("=")
+    numbers = sizes.split("x")
+    if kernel not in Cuts._fields[1:] or len(numbers) != 4 or not all(n.isdecimal() for n in numbers):
+        kinds = ", ".join(Cuts._fields[1:])
+        raise ValueError(f"cuts={said}: say one of {kinds} and keys x values x warps x stages, like states=64x128x4x2")
+    before = dict(CUTS)
+    CUTS.update({key: cuts._replace(**{kernel: Cut(*map(int, numbers))}) for key, cuts in before.items()})  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        CUTS.update(before)
+
+
+def errors(given: Inputs, options: Options) -> list[dict[str, Any]]:
+    """Distance from float64 of out and of every gradient, on the same inputs for all."""
+    q, k, v, dout = (x.double() for x in (given.q, given.k, given.v, given.dout))
+    forward, backward = passes(chunkwise, Inputs(q, k, v, None if given.g is None else given.g.double(), dout))
+    truth = dict(zip(NAMES, (*forward(), *backward()), strict=True))
+    rows: list[dict[str, Any]] = []
+
+    def measured(name: str) -> list[dict[str, Any]]:
+        forward, backward = CONTESTANTS[name](given)
+        found = dict(zip(NAMES, (*forward(), *backward()), strict=True))
+        return [{"impl": name, **{f"error_{n}": distance(found[n], truth[n]) for n in NAMES if truth[n] is not None}}]
+
+    rows += contest(options, measured)
+    for base in [row for row in rows if row["impl"] == "fla"]:
+        for row in rows:
+            row |= {f"of_fla_{n}": row[f"error_{n}"] / base[f"error_{n}"] for n in NAMES}
+    return rows
+
+
+def inputs(case: Case, options: Options) -> Inputs:
+    generator = torch.Generator(device=options.device).manual_seed(0)
+    dtype, gate_dtype = getattr(torch, options.dtype or ""), getattr(torch, options.gate_dtype or "")
+
+    def draw(*sizes: int) -> Tensor:
+        shape = (case.batch, case.tokens, case.heads, *sizes)
+        return torch.randn(shape, generator=generator, device=options.device)
+
+    q, k, v, dout = (draw(d).to(dtype) for d in (case.key_dim, case.key_dim, case.value_dim, case.value_dim))
+    g = None
+    if case.gate != "none":
+        x = draw(case.key_dim) if case.gate == "channel" else draw()
+        g = {"soft": F.logsigmoid(x) / 16, "hard": F.logsigmoid(x), "extreme": -torch.exp(3 * x)}[case.gates]
+        g = g.to(gate_dtype)
+    return Inputs(q, k, v, g, dout)
+
+
+def passes(kernels: Any, given: Inputs) -> tuple[Pass, Pass]:
+    """Forward, and backward from what the forward saved, as one device runs the four functions of a kernel."""
+    q, k, v, g, dout = given.q, given.k, given.v, given.g, given.dout
+
+    def forward() -> tuple[Any, ...]:
+        scan = kernels.scan_states(k, v, g, None)
+        return (kernels.read_out(q, k, v, g, None, scan, None, given.scale),)
+
+    scan = kernels.scan_states(k, v, g, None)
+
+    def backward() -> tuple[Any, ...]:
+        rscan = kernels.scan_gradients(q, dout, g, None, given.scale)
+        return kernels.gradients(q, k, v, g, None, scan, None, rscan, dout, None, given.scale)
+
+    return forward, backward
+
+
+def of_table(name: str) -> Callable[[Inputs], tuple[Pass, Pass]]:
+    return lambda given: passes(next(kernel for kernel in TABLE if kernel.name == name).load(), given)
+
+
+def op(given: Inputs) -> tuple[Pass, Pass]:
+    """`ra.linear_attention` with the GPU kernels where there is a GPU, differentiated by autograd."""
+    import ringattn as ra
+
+    q, k, v = (x.detach().requires_grad_() for x in (given.q, given.k, given.v))
+    g = None if given.g is None else given.g.detach().requires_grad_()
+    leaves = [x for x in (q, k, v, g) if x is not None]
+    kernel = "triton" if q.is_cuda else "auto"
+
+    def forward() -> tuple[Any, ...]:
+        return (ra.linear_attention(q, k, v, g, scale=given.scale, kernel=kernel, check=False),)
+
+    (out,) = forward()
+    return forward, lambda: torch.autograd.grad(out, leaves, given.dout, retain_graph=True)
+
+
+def fla(given: Inputs) -> tuple[Pass, Pass]:
+    """flash-linear-attention as its users call it, differentiated by autograd."""
+    from fla.ops.gla import chunk_gla
+
+    if given.g is None or given.g.dim() < 4:
+        raise NotImplementedError("chunk_gla takes one gate a key channel")
+    q, k, v, g = (x.detach().requires_grad_() for x in (given.q, given.k, given.v, given.g))
+
+    def forward() -> tuple[Any, ...]:
+        return (chunk_gla(q, k, v, g, scale=given.scale)[0],)
+
+    (out,) = forward()
+    return forward, lambda: torch.autograd.grad(out, (q, k, v, g), given.dout, retain_graph=True)
+
+
+CONTESTANTS: dict[str, Callable[[Inputs], tuple[Pass, Pass]]] = {
+    "triton": of_table("triton"),
+    "chunkwise": of_table("chunkwise"),
+    "op": op,
+    "fla": fla,
+}

@@ -1,0 +1,97 @@
+"""Gated linear attention over ranks beside its floor: each rank's tokens alone on one device, no communication.
+
+Every way in which states can travel is timed. `MB` is what the busiest rank sends in a call; it does not depend on the
+number of tokens. Times are medians, of the slowest rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ringattn.launch.bench import ring, table
+from ringattn.launch.processes import run as run_ranks
+from ringattn.launch.words import option
+
+COLUMNS = ["ranks", "tokens", "layout", "scan", "mode", "ms", "floor_ms", "ratio", "MB"]
+
+
+@dataclass
+class Options:
+    ranks: int = option(4, "ranks")
+    ulysses: int = option(1, "how many of them are Ulysses ranks")
+    tokens: list[int] = option([8192, 32768, 131072], "tokens of a rank")
+    batch: int = option(1, "sequences")
+    heads: int = option(16, "heads")
+    key_dim: int = option(128, "key dim")
+    value_dim: int = option(128, "value dim")
+    gate: str = option("channel", "channel, head or none")
+    layout: list[str] = option(["zigzag"], "contiguous or zigzag")
+    scan: list[str] = option(["auto", "gather", "ring", "pipeline"], "how states travel")
+    kernel: str = option("auto", "auto, triton or chunkwise")
+    device: str = option("cuda", "cuda or cpu")
+    repeats: int = option(10, "timed runs")
+    timeout: float = option(900.0, "seconds for all")
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    ranks = run_ranks(measure, options.ranks, options, backend=backend, timeout=options.timeout)
+    given = {n: x for n, x in asdict(options).items() if n not in ("tokens", "layout", "scan", "timeout")}
+    rows = []
+    for measured in zip(*ranks, strict=True):
+        slowest = {name: max(m[name] for m in measured) for name in ("ms", "floor_ms", "MB")}
+        row = {"suite": "scan", **given, **measured[0], **slowest}
+        rows.append({**row, "ratio": row["floor_ms"] / row["ms"]})
+    print(table(rows, COLUMNS))
+    return rows
+
+
+def measure(options: Options) -> list[dict[str, Any]]:
+    """One rank: every length, alone and then every layout and way, forward and forward + backward."""
+    import ringattn as ra
+
+    mesh = ra.init_mesh(ring=options.ranks // options.ulysses, ulysses=options.ulysses, device_type=options.device)
+    found, how = [], ring.Options(device=options.device, repeats=options.repeats)
+    for tokens in options.tokens:
+        alone = calls(options, ra.plan(seq_len=tokens), "auto")
+        floors = {mode: ring.timed(call, how) for mode, call in alone.items()}
+        for layout in options.layout:
+            plan = ra.plan(mesh, seq_len=tokens * options.ranks, layout=layout)
+            for scan in options.scan:
+                for mode, call in calls(options, plan, scan).items():
+                    before = sent(plan)
+                    call()
+                    row = {"tokens": tokens, "layout": layout, "scan": scan, "mode": mode}
+                    row |= {"MB": (sent(plan) - before) / 1e6, "floor_ms": floors[mode], "ms": ring.timed(call, how)}
+                    found.append(row)
+    return found
+
+
+def calls(options: Options, plan: Any, scan: str) -> dict[str, Callable[[], Any]]:
+    """What is timed: one forward pass, and one with its backward, on random data with gates as a layer makes them."""
+    import ringattn as ra
+
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    shape = (options.batch, plan.local_len, options.heads)
+    q, k, v, dout = (
+        torch.randn(*shape, n, device=options.device, dtype=dtype)
+        for n in (options.key_dim, options.key_dim, options.value_dim, options.value_dim)
+    )
+    gates = {"channel": (*shape, options.key_dim), "head": shape, "none": None}[options.gate]
+    g = None if gates is None else torch.nn.functional.logsigmoid(torch.randn(*gates, device=options.device)) / 16
+    leaves = [x.requires_grad_() for x in (q, k, v, g) if x is not None]
+
+    def attend() -> Any:
+        return ra.linear_attention(q, k, v, g, plan, scan=scan, kernel=options.kernel, check=False)
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend()
+
+    return {"forward": forward, "forward+backward": lambda: torch.autograd.grad(attend(), leaves, dout)}
+
+
+def sent(plan: Any) -> int:
+    return sum(getattr(axis, "sent", 0) for axis in (plan.ring_axis, plan.ulysses_axis))

@@ -1,0 +1,109 @@
+"""A step of a training run beside its floor: attention alone plus matrix products alone, nothing sent, nothing else.
+
+The attention floor is, for each layer, one causal call on every rank at once with as many (query, key) pairs as a rank
+has of the whole; the matrix floor is every product of a layer, forward and both of backward, on a rank's number of
+tokens. Times are medians, of the slowest rank; the step's own time is the median without the first two.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringattn.conf.schema import Train, from_dict
+from ringattn.launch import metrics
+from ringattn.launch.bench import table
+from ringattn.launch.processes import run as run_ranks
+from ringattn.launch.words import option
+
+COLUMNS = ["tokens", "ranks", "layers", "kernel", "recompute", "compile", "step_s", "attention_s", "products_s",
+           "ratio", "tokens_per_second", "mfu", "memory_mib", "loss"]  # fmt: skip
+
+
+@dataclass
+class Options:
+    run: str = option("", "the folder of the training run")
+    repeats: int = option(5, "timed calls")
+    timeout: float = option(600.0, "seconds for all")
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    about = json.loads((Path(options.run) / "config.json").read_text())
+    config, ranks = from_dict(about["config"]), about["ranks"]
+    m = config.model
+    if m.window is not None or m.softmax_every != 1 or config.data.documents:
+        said = f"window={m.window}, softmax_every={m.softmax_every}, documents={config.data.documents!r}"
+        raise ValueError(f"{said}: the floor is full causal attention; train without them to compare")
+    steps = [r for r in metrics.read(Path(options.run) / "metrics.jsonl") if r["kind"] == "step"]
+    if len(steps) < 3:
+        raise ValueError(f"{options.run} has {len(steps)} steps; the first two are not counted, so train 3 or more")
+    backend = "nccl" if config.device == "cuda" else "gloo"
+    floors = run_ranks(measure, ranks, config, options, ranks, backend=backend, timeout=options.timeout)
+    attention, products = (max(floor[i] for floor in floors) for i in (0, 1))
+    step = statistics.median(r["seconds"] for r in steps[2:])
+    row = {
+        "suite": "step", **asdict(config.model), **asdict(config.strategy), "ranks": ranks, "tokens": config.seq_len,
+        "batch": config.batch, "accumulate": config.accumulate, "compile": config.compile, "steps": len(steps),
+        "step_s": step, "attention_s": attention, "products_s": products, "ratio": (attention + products) / step,
+        "tokens_per_second": statistics.median(r["tokens_per_second"] for r in steps[2:]),
+        "mfu": statistics.median(r["mfu"] for r in steps[2:]), "memory_mib": max(r["memory_mib"] for r in steps),
+        "first_loss": steps[0]["loss"], "loss": steps[-1]["loss"],
+    }  # fmt: skip
+    print(table([row], COLUMNS))
+    return [row]
+
+
+def measure(config: Train, options: Options, ranks: int) -> tuple[float, float]:
+    """One rank: seconds of attention and of matrix products in one step."""
+    m, spread = config.model, ranks // config.strategy.data
+    times, size = config.batch * config.accumulate, m.head_dim or m.dim // m.heads
+    attention = timed(attended(round(config.seq_len / spread**0.5), size, config), options)
+    tokens, inner, keys = config.seq_len // spread, m.heads * size, m.kv_heads * size
+    layer = [(m.dim, inner), (m.dim, keys), (m.dim, keys), (inner, m.dim)]
+    layer += [(m.dim, m.hidden), (m.dim, m.hidden), (m.hidden, m.dim)]
+    once = {shape: timed(products(tokens, *shape, config), options) for shape in {*layer, (m.dim, m.vocab)}}
+    matrices = m.layers * sum(once[shape] for shape in layer) + once[m.dim, m.vocab]
+    return times * m.layers * attention, times * matrices
+
+
+def attended(tokens: int, size: int, config: Train) -> Callable[[], Any]:
+    """Causal attention, forward and backward, on one rank alone."""
+    import ringattn as ra
+
+    plan = ra.plan(seq_len=tokens, kernel=config.strategy.kernel)
+    heads, kv_heads = config.model.heads, config.model.kv_heads
+    q, k, v, dout = (random(config, 1, tokens, n, size) for n in (heads, kv_heads, kv_heads, heads))
+    for x in (q, k, v):
+        x.requires_grad_()
+    return lambda: torch.autograd.grad(ra.attention(q, k, v, plan), (q, k, v), dout)
+
+
+def products(tokens: int, wide: int, out: int, config: Train) -> Callable[[], Any]:
+    """y = x w^T and its two products of backward."""
+    x, w, dy = (random(config, *shape) for shape in ((tokens, wide), (out, wide), (tokens, out)))
+    return lambda: (x @ w.T, dy @ w, dy.T @ x)
+
+
+def random(config: Train, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=getattr(torch, config.precision), device=config.device)
+
+
+def timed(call: Callable[[], Any], options: Options) -> float:
+    """The median in seconds, all ranks starting together."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    seconds = []
+    for _ in range(2 + options.repeats):
+        wait()
+        dist.barrier()
+        wait()
+        start = time.perf_counter()
+        call()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:])

@@ -1,0 +1,130 @@
+"""What ran when on every rank: recorded by torch's profiler, saved as a Chrome trace and as a picture.
+
+A span is a kernel or a copy: its name, its lane, when it started and how long it took, in microseconds. Lanes are
+`attention` (kernels of the call) and `hops` (what moves between ranks).
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HOPS = ("ncclDevKernel", "Memcpy", "SendRecv", "memcpy")
+COLORS = {"attention": "#2a9d8f", "hops": "#e76f51"}
+
+
+class Span(NamedTuple):
+    name: str
+    lane: str
+    start: float
+    length: float
+
+
+def record(call: Callable[[], Any]) -> list[Span]:
+    """One call under the profiler, after all ranks have met in an all-reduce."""
+    import torch
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(2):  # the first one under a profiler is slow
+            torch.cuda.synchronize()
+            dist.barrier()
+            torch.cuda.synchronize()
+            call()
+        torch.cuda.synchronize()
+    found: list[Span] = []
+    for event in profiler.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0:
+            name = event.name()
+            lane = "hops" if any(word in name for word in HOPS) else "attention"
+            if "Memset" not in name and not name.startswith("nccl:"):
+                found.append(Span(name, lane, event.start_ns() / 1e3, event.duration_ns() / 1e3))
+    met = max(span.start for span in found if "AllReduce" in span.name)
+    return [span for span in found if span.start > met]
+
+
+def by_rank(found: Sequence[dict[str, list[Span]]]) -> dict[str, list[list[Span]]]:
+    """What every rank recorded under each name."""
+    return {name: [spans[name] for spans in found] for name in found[0]}
+
+
+def covered(spans: Sequence[Span]) -> list[tuple[float, float]]:
+    """The times at which some span runs, as intervals apart."""
+    found: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda s: s.start):
+        end = span.start + span.length
+        if found and span.start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((span.start, end))
+    return found
+
+
+def exposed(spans: Sequence[Span]) -> float:
+    """The part of the time from the first span to the last end in which something moves and nothing computes."""
+    start, end = min(s.start for s in spans), max(s.start + s.length for s in spans)
+    busy = covered([s for s in spans if s.lane == "attention"])
+    any_ = covered(spans)
+    return (sum(b - a for a, b in any_) - sum(b - a for a, b in busy)) / (end - start)
+
+
+def idle(spans: Sequence[Span]) -> float:
+    """The part of the time in which nothing computes, whatever the reason."""
+    start, end = min(s.start for s in spans), max(s.start + s.length for s in spans)
+    return 1 - sum(b - a for a, b in covered([s for s in spans if s.lane == "attention"])) / (end - start)
+
+
+def save(ranks: Sequence[Sequence[Span]], path: Path, name: str) -> str:
+    """Writes the trace and the picture beside `path`, and says what they show."""
+    slug = "-".join(name.replace("+", " ").split())
+    target = path.with_name(f"{path.stem}-{slug}")
+    target.with_suffix(".json").write_text(json.dumps(trace(ranks)))
+    draw(ranks, target.with_suffix(".svg"), name)
+    worst = max(exposed(spans) for spans in ranks), max(idle(spans) for spans in ranks)
+    return f"{target}.svg: {name}: exposed communication {worst[0]:.1%}, no attention kernel running {worst[1]:.1%}"
+
+
+def trace(ranks: Sequence[Sequence[Span]]) -> dict[str, Any]:
+    """Chrome's format: a process a rank, a thread a lane."""
+    zero = min(s.start for spans in ranks for s in spans)
+    lanes = list(COLORS)
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": r, "name": "process_name", "args": {"name": f"rank {r}"}} for r in range(len(ranks))
+    ]
+    for r in range(len(ranks)):
+        for i, lane in enumerate(lanes):
+            events.append({"ph": "M", "pid": r, "tid": i, "name": "thread_name", "args": {"name": lane}})
+    for r, spans in enumerate(ranks):
+        for s in spans:
+            place = {"pid": r, "tid": lanes.index(s.lane), "ts": s.start - zero, "dur": s.length}
+            events.append({"ph": "X", "name": s.name, "cat": s.lane, **place})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def draw(ranks: Sequence[Sequence[Span]], path: Path, title: str) -> None:
+    """Two lanes a rank over the same time: kernels above, hops below."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    zero = min(s.start for spans in ranks for s in spans)
+    figure, axes = pyplot.subplots(figsize=(10, 0.9 + 0.75 * len(ranks)))
+    ticks = []
+    for r, spans in enumerate(ranks):
+        for i, (lane, color) in enumerate(COLORS.items()):
+            y = -(3 * r + i)
+            times = covered([s for s in spans if s.lane == lane])
+            mine = [((start - zero) / 1e3, (end - start) / 1e3) for start, end in times]
+            axes.broken_barh(mine, (y - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.3)
+            ticks.append((y, f"rank {r}: {lane}" if i == 0 else lane))
+    axes.set_yticks([y for y, _ in ticks], [text for _, text in ticks])
+    axes.set_xlabel("ms")
+    axes.set_title(title, fontsize=10)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)

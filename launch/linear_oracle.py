@@ -1,0 +1,1 @@
+../tests/linear_oracle.py

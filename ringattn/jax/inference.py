@@ -1,0 +1,232 @@
+"""Attention of new tokens against a cache that is spread over devices: prefill and decode, on JAX arrays.
+
+    B batch   T new tokens   H query heads   G key/value heads   D head dim   V value dim
+
+Both take a cache and give (out, the cache with the new tokens). Lengths may be traced: a loop over tokens is one
+`lax.scan`. Both attend to intervals of what each device holds, and merge partials in the order of the devices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ringattn.check import of_choice, of_lengths, of_plan, of_shapes, of_sinks, of_start
+from ringattn.jax.cache import KVCache, below, keep, over_devices
+from ringattn.jax.check import of_dtypes
+from ringattn.jax.sharding import permuted, restored
+from ringattn.jax.steps import local_positions, score_of
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.partial import (
+    Partial,
+    Streams,
+    add_sinks,
+    empty,
+    from_streams,
+    merge,
+    merge_streams,
+    to_streams,
+)
+from ringattn.planning import Plan, hardware_of, heads_problem
+from ringattn.serving import WAYS, Heads, prefill_moves
+from ringattn.spec import AttentionSpec
+
+FORMS = {"lse": 1, "streams": 2}  # how many numbers a row has beside its output
+
+
+def prefill(
+    q: Array,
+    k: Array,
+    v: Array,
+    plan: Plan,
+    cache: KVCache,
+    *,
+    spec: AttentionSpec | None = None,
+    sinks: Array | None = None,
+    start: int | Sequence[int] | None = None,
+    move: str = "auto",
+) -> tuple[Array, KVCache]:
+    """Append a chunk of the prompt to the cache and attend to everything so far: (out [B, T, H, V], the cache).
+
+    q, k and v are global arrays in the order of `plan` (the cache's plan `for_length(chunk)`), as out is. `start` is
+    where the chunk begins, checked against the cache if given. `move` says what travels: "queries", "keys", or what
+    leaves less time exposed, as if the cache were full.
+    """
+    spec = AttentionSpec() if spec is None else spec
+    whole = plan.tokens.padded_length
+    problem = (
+        of_choice("move", move, ("auto", *WAYS))
+        or of_shapes(q, k, v)
+        or of_dtypes(q, k, v)
+        or of_plan(q, k, v, plan)
+        or (of_sinks(sinks, q.shape[2], jnp.issubdtype(sinks.dtype, jnp.floating)) if sinks is not None else None)
+        or of_lengths(q, k, plan, AttentionSpec(causal=False), (whole, whole))
+        or of_place(cache, plan, start)
+        or cache.problem(k, v, plan.seq_len)
+    )
+    if problem:
+        raise ValueError(problem)
+    if move == "auto":
+        B, _, G, D = k.shape
+        heads = Heads(q.shape[2], G, D, v.shape[-1], k.dtype.itemsize, B)
+        road = cache.stripes.ranks, plan.local_len, cache.max_len, heads
+        move = prefill_moves(*road, hardware_of(plan.device), plan.device != "cpu").way
+    cache, out = over_devices(Prefill(plan, spec, move), cache, (q, k, v), (sinks,))
+    return out, cache
+
+
+def decode(
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: KVCache,
+    *,
+    spec: AttentionSpec | None = None,
+    sinks: Array | None = None,
+    form: str = "lse",
+) -> tuple[Array, KVCache]:
+    """The next token or tokens, q, k, v [B, n, H or G, D] for every device: (out [B, n, H, V], the cache).
+
+    Each device attends to the keys it holds; the partials of all are gathered once and merged in the order of the
+    devices, as (out, lse) or with form="streams" as (out, max, sum). Several tokens see each other causally.
+    """
+    spec = AttentionSpec() if spec is None else spec
+    problem = (
+        of_choice("form", form, tuple(FORMS))
+        or of_shapes(q, k, v)
+        or of_dtypes(q, k, v)
+        or heads_problem(q.shape[2], k.shape[2], ulysses=1)
+        or (of_sinks(sinks, q.shape[2], jnp.issubdtype(sinks.dtype, jnp.floating)) if sinks is not None else None)
+        or of_tokens(q, k, cache)
+        or cache.problem(k, v, k.shape[1])
+    )
+    if problem:
+        raise ValueError(problem)
+    cache, out = over_devices(Decode(spec, form), cache, (), (q, k, v, sinks))
+    return out, cache
+
+
+def of_place(cache: KVCache, plan: Plan, start: int | Sequence[int] | None) -> str | None:
+    """Whether a chunk's plan and place are the cache's."""
+    if (plan.ring, plan.ulysses) != (cache.plan.ring, cache.plan.ulysses) or plan.axes != cache.axes:
+        return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
+    return of_start(start, cache.known)
+
+
+def of_tokens(q: Array, k: Array, cache: KVCache) -> str | None:
+    """Whether there is something to decode after, and every new token has all three."""
+    if q.shape[1] != k.shape[1]:
+        return f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
+    held = cache.known
+    if held is not None and not held.all():
+        return f"decode before prefill: the cache holds {held.tolist()} tokens; prefill a prompt first"
+    return None
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One device's part of a decode."""
+
+    spec: AttentionSpec
+    form: str
+
+    def __call__(self, cache: KVCache, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[KVCache, Array]:
+        seen = visible(self.spec, cache.lengths, jnp.arange(q.shape[1]), q.shape[1])
+        cache, _ = keep(cache, k, v)
+        part = attend_here(q, cache, self.spec, seen)
+        every = cache.line.all_gather(packed(part, self.form)[None]).wait()
+        return cache, finished(merged(every, self.form), sinks, q)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """One device's part of a chunk."""
+
+    plan: Plan
+    spec: AttentionSpec
+    move: str
+
+    def __call__(self, cache: KVCache, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[KVCache, Array]:
+        tokens, before = self.plan.seq_len, cache.lengths
+        cache, _ = keep(cache, self.everyone(k), self.everyone(v))
+        if self.move == "queries":
+            seen = visible(self.spec, before, jnp.arange(tokens), tokens)
+            part = self.scattered(attend_here(self.everyone(q), cache, self.spec, seen), cache.line)
+        else:
+            seen = visible(self.spec, before, local_positions(self.plan), tokens)
+            part = attend_travelling(q, cache, self.spec, seen)
+        return cache, finished(part, sinks, q)
+
+    def everyone(self, x: Array) -> Array:
+        """The whole chunk's tokens, in their own order."""
+        every = x
+        for axis in (self.plan.ulysses_axis, self.plan.ring_axis):
+            every = axis.all_gather(every, 1).wait()
+        return restored(every, self.plan.tokens, 1)[:, : self.plan.seq_len]
+
+    def scattered(self, whole: Partial, line: Any) -> Partial:
+        """Partials of the whole chunk on every device -> this device's tokens, merged over all devices in order."""
+        pad = self.plan.tokens.padded_length - self.plan.seq_len
+        rows = jnp.pad(packed(whole, "lse"), ((0, 0), (0, pad), (0, 0), (0, 0)))
+        rows = permuted(rows, self.plan.tokens, 1)
+        return merged(line.all_to_all(rows[None], split=2, join=0).wait(), "lse")
+
+
+def visible(spec: AttentionSpec, before: Array, at: Array, tokens: int) -> tuple[Array, Array]:
+    """The positions that the queries `at` in a chunk see, [B, T], when each row held `before` tokens."""
+    last = before[:, None] + tokens
+    position = before[:, None] + at[None].astype(jnp.int32)
+    end = jnp.minimum(position + 1, last) if spec.causal else jnp.broadcast_to(last, position.shape)
+    begin = jnp.zeros_like(end) if spec.window is None else jnp.maximum(position + 1 - spec.window, 0)
+    return jnp.where(position < last, begin, last), end
+
+
+def attend_here(q: Array, cache: KVCache, spec: AttentionSpec, seen: tuple[Array, Array]) -> Partial:
+    """Attention over the keys that this device holds."""
+    return attend_from(q, (cache.k, cache.v), cache, spec, seen, cache.line.rank, None)
+
+
+def attend_from(
+    q: Array, held: tuple[Array, Array], cache: KVCache, spec: AttentionSpec, seen: tuple[Array, Array], source: Any,
+    carry: Partial | None,
+) -> Partial:  # fmt: skip
+    """Attention over the keys that the device `source` holds, merged into `carry`."""
+    score = score_of(q, *held, spec, cache.plan, known=False)
+    where = Intervals(below(cache, seen[0], source), below(cache, seen[1], source))
+    return Partial(*score.attend(q, *held, where, carry=carry))
+
+
+def attend_travelling(q: Array, cache: KVCache, spec: AttentionSpec, seen: tuple[Array, Array]) -> Partial:
+    """Attention of this device's own queries over all devices' keys, which go round, each hop behind the compute."""
+    line, rank = cache.line, cache.line.rank
+
+    def step(carry: Any, distance: Any) -> Any:
+        held, part = carry
+        arriving = line.rotate(held).wait()
+        part = attend_from(q, held, cache, spec, seen, (rank - distance) % line.size, part)
+        return lax.optimization_barrier((arriving, part)), None
+
+    carry = (cache.k, cache.v), empty(q, cache.v.shape[-1])
+    (held, part), _ = lax.scan(step, carry, jnp.arange(line.size - 1))
+    return attend_from(q, held, cache, spec, seen, (rank + 1) % line.size, part)
+
+
+def finished(part: Partial, sinks: Array | None, q: Array) -> Array:
+    return (part if sinks is None else add_sinks(part, sinks)).out.astype(q.dtype)
+
+
+def packed(part: Partial, form: str) -> Array:
+    """A partial as one array [..., V + 1], or [..., V + 2] as streams."""
+    total = part if form == "lse" else to_streams(part)
+    return jnp.concatenate([total[0], *(x[..., None] for x in total[1:])], -1)
+
+
+def merged(stack: Array, form: str) -> Partial:
+    """Packed partials [devices, ...], merged in their order."""
+    V = stack.shape[-1] - FORMS[form]
+    if form == "lse":
+        return reduce(merge, [Partial(one[..., :V], one[..., V]) for one in stack])
+    return from_streams(reduce(merge_streams, [Streams(one[..., :V], one[..., V], one[..., V + 1]) for one in stack]))

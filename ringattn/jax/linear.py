@@ -1,0 +1,218 @@
+"""Gated linear attention on JAX arrays: each device's steps from zero, the exchange of states, each device's output.
+
+    B batch   T this device's tokens   H heads   K key dim   V value dim   P segments a device
+
+States go by one all-gather, which flies beside the products within chunks, and every device composes those before its
+own segments. All of it is differentiated by JAX: backward the gather becomes a scatter of sums, the walk runs in
+reverse, and chunks are worked out again.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ringattn.check import of_linear, of_shapes, of_state
+from ringattn.comms.jax import MeshAxis
+from ringattn.jax.attention import other_axes, real_tokens, single_device, starts_of
+from ringattn.jax.check import of_dtypes
+from ringattn.jax.sharding import placed_alike, plan_where, sequence_axes
+from ringattn.jax.steps import local_positions
+from ringattn.jax.ulysses import cleared
+from ringattn.kernels import jax_chunkwise as chunkwise
+from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.jax_chunkwise import Step
+from ringattn.kernels.pallas.varying import axes_of, vary
+from ringattn.planning import Plan
+from ringattn.segments import order, segments
+from ringattn.spec import Docs
+
+WORDS = {"kernel": ("auto", "chunkwise"), "scan": ("auto", "gather")}
+BEFORE = -(2**30)  # where the first document began, as every token sees it: before anything that is here
+
+Arrays = tuple[Array, Array, Array, Array | None, Array | None]  # q, k, v, log_decay, initial_state
+
+
+@dataclass(frozen=True)
+class Call:
+    """All of a call that is not an array. Plans are equal whatever their axes, and programs over others are not."""
+
+    plan: Plan
+    axes: Any
+    scale: float
+    return_state: bool
+    docs_padded: bool
+
+
+def linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array | None = None,
+    plan: Plan | None = None,
+    *,
+    initial_state: Array | None = None,
+    return_state: bool = False,
+    docs: Docs | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    scan: str = "auto",
+    check: bool | None = None,
+) -> Any:
+    """S_t = exp(log_decay_t) S_{t-1} + k_t^T v_t and o_t = scale * q_t S_t, on global arrays in the plan's order.
+
+    Inside shard_map over the plan's axes it takes this device's tokens. Without a plan the arrays are in the
+    sequence's own order, on the mesh that their sharding names.
+    """
+    shapes = of_shapes(q, k, v)
+    if shapes:
+        raise ValueError(shapes)
+    lying = placed_alike(q, k, v) if plan is None else None
+    if plan is None:
+        T = q.shape[1]
+        plan = plan_where(lying, T, T) if lying else single_device(T, T, jax.default_backend())
+    if plan.framework != "jax":
+        raise ValueError("the plan was made for a torch mesh, and q is a jax array; give plan() a mesh of jax devices")
+    solo = not isinstance(plan.ring_axis, MeshAxis)
+    local = solo or bool(set(sequence_axes(plan)) & set(jax.sharding.get_abstract_mesh().manual_axes))
+    arrays = q, k, v, log_decay, initial_state
+    words = {"kernel": kernel, "scan": scan}
+    held = plan.local_len if local else plan.tokens.padded_length
+    problem = problem_of(arrays, plan, docs, scale, words, held) or of_gates(log_decay, plan, docs, check)
+    if problem:
+        raise ValueError(problem)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    call = Call(plan, plan.axes, scale, return_state, docs is not None and docs.padded)
+    starts = starts_of(docs)
+    if local:
+        out, end = on_device(call, arrays, starts)
+    else:
+        mesh = plan.ring_axis.mesh
+        batch, heads = (lying.batch or None, lying.heads or None) if lying else other_axes(q, mesh)
+        tokens = P(batch, sequence_axes(plan) or None, heads)
+        rows = P(batch) if starts is not None and starts.shape[0] > 1 else P()
+        out, end = program(call, mesh, tokens, rows)(arrays, starts)
+    return (out, end) if return_state else out
+
+
+def problem_of(
+    arrays: Arrays, plan: Plan, docs: Docs | None, scale: float | None, words: dict[str, str], held: int
+) -> str | None:
+    """The first thing that is wrong with a call, as far as shapes and dtypes show it."""
+    q, k, v, log_decay, initial_state = arrays
+    found = of_linear(q, k, v, log_decay, plan, docs, held) or of_dtypes(q, k, v)
+    if found is None and scale is not None and not 0 < scale < float("inf"):
+        found = f"scale={scale}: must be a finite number above 0, or None for 1 / sqrt({q.shape[-1]})"
+    for name, word in words.items():
+        if found is None and word not in WORDS[name]:
+            found = f"{name}={word!r}: choose one of {', '.join(WORDS[name])}"
+    if found is None and initial_state is not None:
+        found = of_state("initial_state", initial_state, q, v, accumulator(q))
+    if found is None and log_decay is not None and not jnp.issubdtype(log_decay.dtype, jnp.floating):
+        found = f"log_decay is {log_decay.dtype}; expected floats"
+    return found
+
+
+def of_gates(log_decay: Array | None, plan: Plan, docs: Docs | None, check: bool | None) -> str | None:
+    """The first gate that is not a finite number of at most 0. Only gates that are at hand can be looked at."""
+    if log_decay is None or not (plan.device == "cpu" if check is None else check):
+        return None
+    if any(isinstance(x, jax.core.Tracer) for x in (log_decay, docs and docs.starts)):
+        said = "check=True: the gates or documents are traced (jit, grad, vmap), and nobody can look at them yet"
+        return said if check else None
+    real = plan.tokens.order() < (plan.seq_len if docs is None else np.minimum(plan.seq_len, docs.starts[:, -1:]))
+    bad = ~((log_decay <= 0) & (log_decay > -jnp.inf))
+    bad &= real.reshape(-1, log_decay.shape[1], *[1] * (log_decay.ndim - 2))
+    if not bool(bad.any()):
+        return None
+    at = tuple(np.argwhere(np.asarray(bad))[0].tolist())
+    return (
+        f"log_decay{list(at)} = {float(log_decay[at]):g}: a log decay is finite and at most 0, as log_sigmoid "
+        "gives it; growth overflows, and a document's border is said with docs="
+    )
+
+
+@lru_cache(maxsize=128)
+def program(call: Call, mesh: Mesh, tokens: P, rows: P) -> Any:
+    """(q, k, v, log_decay, initial_state), starts -> out, end on global arrays, of which `tokens` says how q is cut."""
+    state = P(tokens[0], tokens[2])
+    specs = ((tokens, tokens, tokens, tokens, state), rows)
+    whole = jax.shard_map(partial(on_device, call), mesh=mesh, in_specs=specs, out_specs=(tokens, state))
+    return jax.jit(whole)
+
+
+def on_device(call: Call, arrays: Arrays, starts: Any) -> tuple[Array, Array | None]:
+    """One device's part: its tokens in, its tokens' output back, and the state behind the last token of all."""
+    plan, parts = call.plan, segments(call.plan)
+    B, T = arrays[0].shape[:2]
+    ranks = jnp.int32(plan.ring_axis.rank), jnp.int32(plan.ulysses_axis.rank)
+    *tokens, start = vary(arrays, axes_of(arrays, starts, ranks))
+    real = real_tokens(plan, starts, call.docs_padded)
+    folded: Any = (None if x is None else rows_of(cleared(x, real), parts) for x in tokens)
+    q, k, v, g = folded
+    begin = None if starts is None else begins(plan, starts, B, parts)
+    if start is None:
+        start = jnp.zeros_like(k, accumulator(k), shape=(B, *k.shape[2:], v.shape[-1]))
+    steps = chunkwise.steps_of(k, v, g, begin)
+    before, end = exchange(plan, chunkwise.composed(steps), start)
+    inner = chunkwise.within(q, k, v, g, begin, call.scale)
+    outer = chunkwise.passing(q, g, begin, chunkwise.walk(steps, before)[0], call.scale)
+    out = chunkwise.joined(inner + outer, T // parts).reshape(B, T, *v.shape[2:])
+    return cleared(out, real).astype(q.dtype), everywhere(plan, end) if call.return_state else None
+
+
+def rows_of(x: Array, parts: int) -> Array:
+    """The segments of each row, as rows."""
+    return x.reshape(x.shape[0] * parts, -1, *x.shape[2:])
+
+
+def begins(plan: Plan, starts: Array, batch: int, parts: int) -> Array:
+    """Where each token's document began, counted from its segment's first token, [1 or B * P, T / P].
+
+    Padding goes on with the last document; the first document goes on with what was before the sequence.
+    """
+    at = local_positions(plan)
+    own = jnp.minimum(at, jnp.maximum(starts[:, -1:] - 1, 0))
+    i = jax.vmap(partial(jnp.searchsorted, side="right"))(starts, own) - 1
+    first = jnp.take_along_axis(starts, i, 1).reshape(len(starts), parts, -1)
+    local = jnp.where(first == 0, BEFORE, first - at.reshape(parts, -1)[:, :1])
+    if parts > 1:
+        local = jnp.broadcast_to(local, (batch, *local.shape[1:]))
+    return local.reshape(-1, local.shape[-1])
+
+
+def exchange(plan: Plan, own: Step, start: Array) -> tuple[Array, Array]:
+    """The state before each of this device's segments, [B * P, H, K, V], and the one behind all of them."""
+    if plan.ring * plan.ulysses == 1:
+        return start, own.after(start)
+    parts, walked = segments(plan), order(plan)
+    before, end = chunkwise.walk(jax.tree.map(partial(in_order, plan), own), start)
+    place = np.empty((plan.ring, plan.ulysses, parts), np.int32)
+    for i, (r, u, p) in enumerate(walked):
+        place[r, u, p] = i
+    mine = before[jnp.asarray(place)[plan.ring_axis.rank, plan.ulysses_axis.rank]]  # [P, B, H, K, V]
+    return jnp.moveaxis(mine, 0, 1).reshape(-1, *start.shape[1:]), end
+
+
+def in_order(plan: Plan, x: Array) -> Array:
+    """[B * P, ...] of every device as [segments of the sequence, B, ...]."""
+    U, parts = plan.ulysses, segments(plan)
+    every = x[None]
+    for axis in (plan.ulysses_axis, plan.ring_axis):
+        every = axis.all_gather(every).wait()
+    every = jnp.moveaxis(every.reshape(len(every), -1, parts, *x.shape[1:]), 2, 1)
+    at = np.array([(r * U + u) * parts + p for r, u, p in order(plan)])
+    return every.reshape(-1, *every.shape[2:])[at]
+
+
+def everywhere(plan: Plan, x: Array) -> Array:
+    """What all devices have alike, as a value that JAX knows to be so."""
+    names = sequence_axes(plan) if isinstance(plan.ring_axis, MeshAxis) else ()
+    first = (jnp.int32(plan.ring_axis.rank) == 0) & (jnp.int32(plan.ulysses_axis.rank) == 0)
+    return lax.psum(jnp.where(first, x, 0), names) if names else x

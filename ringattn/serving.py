@@ -1,0 +1,126 @@
+"""Where a cache's tokens lie, and which way prefill and decode send: plain Python that can be printed and tested."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ringattn.cost import Hardware
+
+BLOCK = 64  # positions that lie together on one rank
+FEWEST_KEYS = 1024  # a hop of fewer keys than this is mostly latency
+
+
+@dataclass(frozen=True)
+class Stripes:
+    """Blocks of positions dealt out to ranks in turn, from `origin` on."""
+
+    ranks: int
+    block: int
+    origin: int = 0
+
+    @property
+    def round(self) -> int:
+        return self.ranks * self.block
+
+    def below(self, position: Any, rank: Any) -> Any:
+        """How many of a rank's positions lie below `position`: the local index of a position it holds.
+
+        Numbers, or arrays that broadcast.
+        """
+        whole, rest = np.divmod(np.maximum(np.asarray(position) - self.origin, 0), self.round)
+        return whole * self.block + np.minimum(np.maximum(rest - rank * self.block, 0), self.block)
+
+    def owned(self, positions: np.ndarray, rank: int) -> np.ndarray:
+        return (positions // self.block) % self.ranks == rank
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What a token is made of."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+    batch: int = 1
+
+    @property
+    def query_bytes(self) -> int:
+        """A query on its way out, and its float32 partial on its way back."""
+        return self.batch * self.heads * (self.head_dim * self.itemsize + (self.value_dim + 1) * 4)
+
+    @property
+    def key_bytes(self) -> int:
+        return self.batch * self.kv_heads * (self.head_dim + self.value_dim) * self.itemsize
+
+    @property
+    def pair_flops(self) -> int:
+        return 2 * self.batch * self.heads * (self.head_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Which way a chunk of a prompt meets the cache, with what a rank sends either way and what nothing hides."""
+
+    way: str  # "queries" or "keys"
+    sent: dict[str, int]
+    exposed: dict[str, float]  # seconds
+
+    def __str__(self) -> str:
+        said = [f"{way}: {self.sent[way] / 1e6:.1f} MB sent, {self.exposed[way] * 1e3:.2f} ms exposed" for way in WAYS]
+        return f"{self.way} travel ({'; '.join(said)})"
+
+
+WAYS = ("queries", "keys")
+
+
+def prefill_moves(ranks: int, local: int, cached: int, heads: Heads, hardware: Hardware, hides: bool = True) -> Moves:
+    """Queries or keys, whichever leaves less time exposed, for `local` queries a rank and `cached` keys in all.
+
+    Queries are gathered before the compute and partials come back after it. Keys travel behind it, as in a ring; where
+    that hides nothing, because who sends is who computes (`hides=False`), it is fewer bytes that win.
+    """
+    hops = ranks - 1
+    held = -(-cached // ranks)
+    sent = {"queries": hops * local * heads.query_bytes, "keys": hops * held * heads.key_bytes}
+    compute = local * cached * heads.pair_flops / hardware.flops * hides
+    transfers = hops * -(-held // keys_at_once(local))
+    hidden = compute * hops / ranks
+    exposed = {
+        "queries": sent["queries"] / hardware.link + 2 * hardware.latency * (hops > 0),
+        "keys": max(0.0, sent["keys"] / hardware.link + transfers * hardware.latency - hidden),
+    }
+    way = "keys" if exposed["keys"] < exposed["queries"] else "queries"
+    return Moves(way, sent, exposed)
+
+
+def keys_at_once(local: int) -> int:
+    """How many keys a rank sends in one hop: a few times its queries, so that memory follows the chunk."""
+    return max(FEWEST_KEYS, 4 * local)
+
+
+def exchange_way(nbytes: int, ranks: int, hardware: Hardware) -> str:
+    """How partials of `nbytes` a rank become one on every rank.
+
+    gather    everybody's partials to everybody, merged there: (ranks - 1) x nbytes, one transfer
+    scatter   each rank merges its share of the rows and hands it to all: 2 x nbytes at most, two transfers
+
+    Either way every row is merged in rank order, and all ranks have the same bits.
+    """
+    gather = hardware.latency + (ranks - 1) * nbytes / hardware.link
+    scatter = 2 * hardware.latency + 2 * (ranks - 1) * nbytes / ranks / hardware.link
+    return "gather" if gather <= scatter else "scatter"
+
+
+def exchange_over(nbytes: int, ranks: int, hardware: Hardware) -> str:
+    """The transport by which partials of `nbytes` a rank arrive sooner, where there are both.
+
+    group       NCCL, which starts sooner: a token
+    symmetric   copy engines, which move faster: what is large
+    """
+    if not hardware.group_link:
+        return "group"
+    sent = (ranks - 1) * nbytes
+    return "group" if sent / hardware.group_link <= hardware.engines + sent / hardware.link else "symmetric"

@@ -1,0 +1,147 @@
+"""What the queries of a chunk see of a cache, piece of keys by piece, and where its new tokens go: on the device.
+
+Made once for a chunk and kept: every layer of a model asks for the same ones.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringattn.kernels.intervals import Intervals, tiles_of
+from ringattn.layout import Layout
+from ringattn.planning import Plan
+from ringattn.serving import Stripes
+from ringattn.spec import AttentionSpec, bounds
+from ringattn.torch.sharding import local_positions
+
+
+class Holder(NamedTuple):
+    """Memory that holds keys: how it is dealt out, and from which position to which each batch row has its keys there.
+
+    A fork has several: its own, and those of the caches that it goes on from.
+    """
+
+    stripes: Stripes
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+    def copied(self, copies: int, until: tuple[int, ...]) -> "Holder":
+        """Seen by `copies` continuations of every row, of each one up to where its own keys begin."""
+        first, last = (tuple(n for n in side for _ in range(copies)) for side in (self.first, self.last))
+        return Holder(self.stripes, first, tuple(map(min, last, until)))
+
+
+class Chunk(NamedTuple):
+    """`tokens` new ones after what each batch row held `before`, all that can be seen, and by which queries:
+
+    one rank's, given as (plan, ring rank, ulysses rank), or with None those of the whole chunk.
+    """
+
+    spec: AttentionSpec
+    tokens: int
+    before: tuple[int, ...]
+    holders: tuple[Holder, ...]
+    queries: tuple[Plan, int, int] | None = None
+
+    @property
+    def positions(self) -> np.ndarray:
+        return np.arange(self.tokens) if self.queries is None else local_positions(*self.queries)
+
+
+class Piece(NamedTuple):
+    """Some keys of a holder, by their local indices, and what is seen of each rank's; None where that is nothing."""
+
+    keys: slice
+    seen: dict[int, Intervals | None]
+
+
+@lru_cache(maxsize=32)
+def pieces_of(
+    chunk: Chunk, ranks: tuple[int, ...], most: int | None, device: torch.device, tiled: bool
+) -> tuple[tuple[Piece, ...], ...]:
+    """Each holder's pieces of at most `most` keys. `tiled`: for a kernel that asks for tiles."""
+    found = []
+    for holder in chunk.holders:
+        begin, end = seen(chunk, holder, chunk.positions, ranks)
+        low, high = reach(chunk, holder)
+        size = max(1, high - low if most is None else most)
+        cuts = [slice(at, min(at + size, high)) for at in range(low, high, size)]
+        every = list(zip(ranks, begin, end, strict=True))
+        found.append(tuple(Piece(cut, {r: within(b, e, cut, device, tiled) for r, b, e in every}) for cut in cuts))
+    return tuple(found)
+
+
+def seen(chunk: Chunk, holder: Holder, positions: np.ndarray, ranks: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The intervals of each rank's local indices that queries at these positions see, [ranks, batch rows or 1, T]."""
+    rows = list(zip(chunk.before, holder.first, holder.last, strict=True))
+    begins, ends = [], []
+    for offset, low, high in rows[:1] if len(set(rows)) == 1 else rows:
+        begin, end = bounds(chunk.spec, positions, chunk.tokens, offset + chunk.tokens, offset=offset)
+        begins.append(np.minimum(np.maximum(begin, low), high))
+        ends.append(np.minimum(np.maximum(end, low), high))
+    which = np.array(ranks)[:, None, None]
+    begin, end = (holder.stripes.below(np.concatenate(side), which) for side in (begins, ends))
+    return begin, end
+
+
+def reach(chunk: Chunk, holder: Holder) -> tuple[int, int]:
+    """From which to which local index some rank holds a key that some query of the whole chunk sees: as all say."""
+    ends = np.array([0, chunk.tokens - 1])  # intervals never go back: these two say it
+    begin, end = seen(chunk, holder, ends, tuple(range(holder.stripes.ranks)))
+    return int(begin.min()), int(end.max())
+
+
+def within(begin: np.ndarray, end: np.ndarray, keys: slice, device: torch.device, tiled: bool) -> Intervals | None:
+    """The part of these intervals that lies among some keys."""
+    size = keys.stop - keys.start
+    if begin[:, -1].max() <= keys.start and end[:, 0].min() >= keys.stop:
+        return everything(begin.shape[1], size, device)
+    host = np.clip(np.stack([begin, end]) - keys.start, 0, size).astype(np.int32)
+    if not (host[0] < host[1]).any():
+        return None
+    return on_device(host, device, tiled)
+
+
+@lru_cache(maxsize=64)
+def everything(queries: int, keys: int, device: torch.device) -> Intervals:
+    """Every query sees every key: most pieces of a long prompt."""
+    return on_device(np.stack([np.full((1, queries), edge, np.int32) for edge in (0, keys)]), device, tiled=True)
+
+
+def on_device(host: np.ndarray, device: torch.device, tiled: bool) -> Intervals:
+    begin, end = torch.from_numpy(host).to(device, non_blocking=True).unbind()
+    return Intervals(begin, end, tiles_of(*host) if tiled else None, tuple(host))
+
+
+class Landing(NamedTuple):
+    """Where new tokens go of the batch rows that are as long as each other: `source` of them to `target` here."""
+
+    rows: tuple[int, ...]
+    source: Tensor
+    target: Tensor
+
+
+@lru_cache(maxsize=32)
+def landings(
+    lengths: tuple[int, ...], n: int, order: Layout | None, stripes: Stripes, rank: int, device: torch.device
+) -> tuple[Landing, ...]:
+    """What a rank keeps of the `n` tokens after these lengths, which lie in the order of a layout's shards, if any."""
+    found = []
+    for length in sorted(set(lengths)):
+        positions = np.arange(length, length + n)
+        mine = np.flatnonzero(stripes.owned(positions, rank))
+        if len(mine):
+            source = mine if order is None else whereabouts(order)[mine]
+            host = np.stack([source, stripes.below(positions[mine], rank)])
+            rows = tuple(i for i, one in enumerate(lengths) if one == length)
+            found.append(Landing(rows, *torch.from_numpy(host).to(device, non_blocking=True)))
+    return tuple(found)
+
+
+@lru_cache(maxsize=32)
+def whereabouts(layout: Layout) -> np.ndarray:
+    """Where each position lies among all shards, one after the other."""
+    return np.argsort(layout.order())

@@ -1,0 +1,406 @@
+"""Attention of new tokens against a cache that is spread over ranks: prefill and decode.
+
+    B batch   T new tokens   H query heads   G key/value heads   D head dim   V value dim
+
+`prefill` appends a chunk of a prompt and attends; `decode` does the same for a few tokens that every rank knows. Both
+merge partials over ranks, and both attend to intervals of what each rank holds.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ringattn import kernels
+from ringattn.check import of_choice, of_lengths, of_sinks, of_start
+from ringattn.comms.axis import Axis, Done, Pending, Then, meanwhile
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.partial import (
+    Partial,
+    Streams,
+    add_sinks,
+    empty,
+    from_streams,
+    merge,
+    merge_streams,
+    to_streams,
+)
+from ringattn.planning import Plan, hardware_of, heads_problem
+from ringattn.serving import WAYS, exchange_over, exchange_way, keys_at_once
+from ringattn.spec import AttentionSpec
+from ringattn.torch import agree, check
+from ringattn.torch.cache import KVCache
+from ringattn.torch.chunk import Chunk, pieces_of
+from ringattn.torch.sharding import order_of
+from ringattn.torch.steps import Score, problem_of, score_of
+
+FORMS = {"lse": 1, "streams": 2}  # how many numbers a row has beside its output
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    cache: KVCache,
+    *,
+    spec: AttentionSpec | None = None,
+    sinks: Tensor | None = None,
+    start: int | Sequence[int] | None = None,
+    move: str = "auto",
+    keys: int | None = None,
+) -> Tensor:
+    """Append a chunk of the prompt to the cache, and attend to everything so far: out [B, T_local, H, V].
+
+    q, k and v are this rank's part of the chunk under `plan` (the cache's plan `for_length(chunk)`). `start` is where
+    the chunk begins, checked against the cache if given. `move` says what travels: "queries", "keys", or what leaves
+    less time exposed (`cache.explain` says which). `keys` cuts the other way too: at most so many of a rank's keys
+    are attended to, or sent, at once.
+    """
+    spec = AttentionSpec() if spec is None else spec
+    q, k, v = q.detach(), k.detach(), v.detach()
+    check_chunk(q, k, v, plan, cache, spec, sinks, start, {"move": move, "keys": keys})
+    before, tokens = tuple(cache.lengths.tolist()), plan.seq_len
+    way = cache.moves(plan, q.shape[2]).way if move == "auto" else move
+    gathers = way == "queries" and cache.ranks > 1
+    new, queries = everyone(torch.cat([k, v], -1), plan), everyone(q, plan) if gathers else Done()
+    k, v = new.wait().movedim(0, 1).split([k.shape[-1], v.shape[-1]], -1)
+    cache.keep(k, v, tokens, plan.tokens)
+    del new, k, v  # of all ranks: not to be held while queries attend
+    chunk = Chunk(spec, tokens, before, cache.holders())
+    if gathers:
+        whole = queries.wait().index_select(0, order_of(plan, q.device, back=True)).movedim(0, 1)
+        part = scattered(attend_cache(whole, cache, chunk, keys), plan)
+    else:
+        chunk = chunk._replace(queries=(plan, plan.ring_axis.rank, plan.ulysses_axis.rank))
+        most = keys or (keys_at_once(plan.local_len) if cache.ranks > 1 else None)
+        part = attend_travelling(q, cache, chunk, most)
+    part = part if sinks is None else add_sinks(part, sinks)
+    return part.out.to(q.dtype)
+
+
+def check_chunk(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, spec: AttentionSpec, sinks: Tensor | None,
+    start: int | Sequence[int] | None, how: dict[str, Any],
+) -> None:  # fmt: skip
+    """Raise on all ranks alike, before the cache is touched, if this chunk cannot be.
+
+    A kind of call that was found right once is looked up: then only the cache's lengths are new.
+    """
+    call = (plan, spec, *how.values(), *kinds(q, k, v, sinks))
+    if call in cache.known and not watched(plan):
+        problem = of_cache(cache, plan, spec, start) or cache.overflow(plan.seq_len)
+        if problem:
+            raise ValueError(problem)
+        return
+    problem = (
+        of_choice("move", how["move"], ("auto", *WAYS))
+        or of_keys(how["keys"])
+        or check.of_tensors(q, k, v)
+        or check.of_heads(q, k, v, plan, sinks)
+        or of_lengths(q, k, plan, AttentionSpec(causal=False), (plan.local_len, plan.local_len))
+        or of_cache(cache, plan, spec, start)
+        or cache.problem(k, v, plan.seq_len)
+    )
+    said = ", ".join(f"{name}={value}" for name, value in how.items())
+    settle(cache, plan, spec, {"q": q, "k": k, "v": v, "sinks": sinks}, said, problem)
+    cache.known[call] = False
+
+
+def kinds(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Any, ...]:
+    """What a call's tensors are, as words that can be looked up."""
+    return *((x.shape, x.dtype, x.device) for x in (q, k, v)), None if sinks is None else sinks.shape
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVCache,
+    *,
+    spec: AttentionSpec | None = None,
+    sinks: Tensor | None = None,
+    form: str = "lse",
+    parents: Sequence[int] | None = None,
+    **unknown: Any,
+) -> Tensor:
+    """The next token or tokens, the same q, k, v [B, n, H or G, D] on every rank: out [B, n, H, V] on every rank.
+
+    Each rank attends to the keys it holds; the partials of all ranks are exchanged once and merged in rank order, as
+    (out, lse) or with form="streams" as (out, max, sum). Several tokens see each other causally; `parents`, the token
+    that each one follows, may say so and nothing else.
+
+    On a GPU the host asks the device for nothing, and a call can be captured in a CUDA graph once it has been made
+    outside of one. Replays append without asking for room: what does not fit is dropped.
+    """
+    spec = AttentionSpec() if spec is None else spec
+    q, k, v = q.detach(), k.detach(), v.detach()
+    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    quick = ready(q, k, v, cache, spec, sinks, form, parents, unknown, capturing)
+    if quick:
+        return decode_quickly(q, k, v, cache, spec, sinks, form, capturing)
+    before, n = tuple(cache.lengths.tolist()), q.shape[1]
+    cache.keep(k, v, n)
+    chunk = Chunk(spec, n, before, cache.holders())
+    part = attend_cache(q, cache, chunk)
+    return merged_everywhere(packed(part, form), cache.plan, form, sinks, q.dtype)
+
+
+def ready(
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec, sinks: Tensor | None, form: str,
+    parents: Sequence[int] | None, unknown: dict[str, Any], capturing: bool,
+) -> bool:  # fmt: skip
+    """Raise on all ranks alike, before the cache is touched, if this call cannot be; else whether it can go quickly.
+
+    A kind of call that was found right once is looked up: then only the cache's lengths are new.
+    """
+    call = (spec, form, *kinds(q, k, v, sinks))
+    quick = cache.known.get(call)
+    if capturing:
+        problem = of_capture(cache, quick)
+    elif quick is not None and not unknown and parents is None and cache.window is None and not watched(cache.plan):
+        problem = of_room(cache, k.shape[1])
+    else:
+        problem = (
+            of_tree(q.shape[1], parents, unknown)
+            or of_choice("form", form, tuple(FORMS))
+            or check.of_tensors(q, k, v)
+            or heads_problem(q.shape[2], k.shape[2], ulysses=1)
+            or (None if sinks is None else of_sinks(sinks, q.shape[2], sinks.is_floating_point()))
+            or of_cache(cache, cache.plan, spec, None)
+            or of_room(cache, k.shape[1])
+            or cache.problem(k, v, k.shape[1])
+        )
+        if problem is None and q.shape[1] != k.shape[1]:
+            problem = f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
+        settle(cache, cache.plan, spec, {"q": q, "k": k, "v": v, "sinks": sinks}, f"form={form}", problem)
+        quick = cache.known[call] = is_quick(q, v, cache, spec)
+    if problem:
+        raise ValueError(problem)
+    return bool(quick)
+
+
+def is_quick(q: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec) -> bool:
+    """Whether the decode kernel serves, so that nothing of a step has to be planned on the host."""
+    problem = problem_of(q, cache.k, v, spec, tiles=False, few=True)
+    return cache.prefix is None and kernels.select(problem, cache.plan.kernel).name == "decode"
+
+
+def watched(plan: Plan) -> bool:
+    """Whether every call is compared between ranks, because words cost little there."""
+    return plan.ring * plan.ulysses > 1 and plan.ring_axis.cheap_words and plan.ulysses_axis.cheap_words
+
+
+def of_keys(keys: int | None) -> str | None:
+    return None if keys is None or keys >= 1 else f"keys={keys}: the most keys at once, at least 1"
+
+
+def of_room(cache: KVCache, n: int) -> str | None:
+    """Whether there is something to decode after, and room for what comes."""
+    lengths = cache.lengths
+    if not lengths.all():
+        return f"decode before prefill: the cache holds {lengths.tolist()} tokens; prefill a prompt first"
+    return cache.overflow(n)
+
+
+def of_capture(cache: KVCache, quick: bool | None) -> str | None:
+    if cache.window is not None:
+        return "a cache with a window moves its keys as it fills: decode on it cannot be captured"
+    if quick is None:
+        return "call decode once, like this, before it is captured: to compile it, and to agree with the other ranks"
+    if not quick:
+        return "only the decode kernel, on a cache that is no fork, can be captured: others plan on the host"
+    return None
+
+
+def of_tree(n: int, parents: Sequence[int] | None, unknown: dict[str, Any]) -> str | None:
+    """New tokens see each other causally: each follows the one before it."""
+    forks = "a query sees one interval of keys, so a tree of drafts has none: decode its branches on cache.fork()"
+    if unknown:
+        return "; ".join(f"{name}: decode has no such argument" for name in unknown) + f" ({forks})"
+    if parents is None:
+        return None
+    if len(parents) != n:
+        return f"parents has {len(parents)} entries for {n} new tokens; one for each, -1 for the first"
+    wrong = next((i for i, parent in enumerate(parents) if parent != i - 1), None)
+    return None if wrong is None else f"parents[{wrong}]={parents[wrong]} makes a tree, not a chain; {forks}"
+
+
+def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Sequence[int] | None) -> str | None:
+    """Whether a chunk's plan, spec and place are the cache's."""
+    if (plan.ring, plan.ulysses) != (cache.plan.ring, cache.plan.ulysses) or plan.axes is not cache.plan.axes:
+        return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
+    if cache.window is not None and (spec.window is None or spec.window > cache.window):
+        return f"the cache keeps a window of {cache.window} keys, the spec sees window={spec.window}"
+    return of_start(start, cache.lengths)
+
+
+def settle(
+    cache: KVCache, plan: Plan, spec: AttentionSpec, call: dict[str, Tensor | None], how: str, problem: str | None
+) -> None:
+    """Raise alike on all ranks, before the cache is touched; where words are cheap, lengths are compared too."""
+    words = {**agree.describe(plan, spec, call, None), "how": how}
+    if watched(plan):
+        words["cache"] = str(cache)
+    agree.agree(plan, words, problem)
+
+
+def everyone(x: Tensor, plan: Plan) -> Pending:
+    """Every rank's tokens, on their way: [tokens of all shards, one after the other, B, ...]."""
+    return plan.ring_axis.all_gather(plan.ulysses_axis.all_gather(x.movedim(1, 0), 0).wait(), 0)
+
+
+class Meeting:
+    """Queries that meet pieces of a cache one after the other, each merged into what was found before."""
+
+    def __init__(self, q: Tensor, cache: KVCache, spec: AttentionSpec):
+        self.q, self.cache, self.spec, self.part = q, cache, spec, None
+        problem = problem_of(q, cache.k, cache.v, spec, tiles=True, few=True)
+        self.tiled = kernels.select(problem, cache.plan.kernel).tiles  # whether the kernel is one that asks for tiles
+        self.scores: dict[bool, Score] = {}
+
+    def of(self, k: Tensor, v: Tensor, where: Intervals | None) -> None:
+        """Nothing runs where nothing is seen."""
+        if where is None:
+            return
+        rectangles = self.tiled and where.tiles is not None
+        if rectangles not in self.scores:
+            every = [where] if self.tiled else [where._replace(tiles=None)]
+            self.scores[rectangles] = score_of(self.q, k, v, self.spec, self.cache.plan.kernel, every, few=True)
+        self.part = self.scores[rectangles].attend(self.q, k, v, where, carry=self.part)
+
+    def end(self) -> Partial:
+        return self.part or empty(self.q, self.cache.v.shape[-1])
+
+
+def attend_cache(q: Tensor, cache: KVCache, chunk: Chunk, keys: int | None = None) -> Partial:
+    """Attention of a chunk's queries over the keys this rank holds, at most `keys` of them at once."""
+    meeting = Meeting(q, cache, chunk.spec)
+    plans = pieces_of(chunk, (cache.rank,), keys, q.device, meeting.tiled)
+    for pieces, (k, v) in zip(plans, cache.memory(), strict=True):
+        for piece in pieces:
+            meeting.of(k[:, piece.keys], v[:, piece.keys], piece.seen[cache.rank])
+    return meeting.end()
+
+
+def attend_travelling(q: Tensor, cache: KVCache, chunk: Chunk, keys: int | None) -> Partial:
+    """Attention of this rank's own queries over all ranks' keys: piece after piece comes by in a ring of rings."""
+    meeting = Meeting(q, cache, chunk.spec)
+    ring, ulysses = cache.plan.ring_axis, cache.plan.ulysses_axis
+    outer, inner = (ulysses, ring) if ulysses.size == 1 else (ring, ulysses)
+    plans = pieces_of(chunk, tuple(range(cache.ranks)), keys, q.device, meeting.tiled)
+    for pieces, (k, v) in zip(plans, cache.memory(), strict=True):
+        for piece in pieces:
+            coming: Pending = Done((k[:, piece.keys], v[:, piece.keys]))
+            for i in range(outer.size):
+                block = coming.wait()
+                coming = outer.rotate(block) if i + 1 < outer.size else Done()
+                for j in range(inner.size):
+                    at = {outer: (outer.rank - i) % outer.size, inner: (inner.rank - j) % inner.size}
+                    where = piece.seen[at[ring] * ulysses.size + at[ulysses]]
+                    work = partial(meeting.of, block[0], block[1], where)
+                    block = beside(inner, work, block if j + 1 < inner.size else None).wait()
+    return meeting.end()
+
+
+def beside(axis: Axis, work: Callable[[], None], tensors: tuple[Tensor, ...] | None) -> Pending:
+    """`work()`, and beside it the hop of these tensors to the next rank, if there is one: what comes from the other."""
+    if tensors is None:
+        work()
+        return Done()
+    coming = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
+    there, here = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    _, move = meanwhile(axis, work, {there: [x.contiguous() for x in tensors]}, {here: list(coming)}, "cached keys")
+    return Then(move, lambda _: coming)
+
+
+def decode_quickly(
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec, sinks: Tensor | None, form: str,
+    capturing: bool,
+) -> Tensor:  # fmt: skip
+    """Append, attend and merge in a few launches that read the lengths where they are, on the device."""
+    from ringattn.kernels.triton.append import append
+    from ringattn.kernels.triton.decode import decode_splits
+    from ringattn.kernels.triton.merge import merge_stack
+
+    n, plan = q.shape[1], cache.plan
+    cache.make_room(n)
+    where = append(k, v, cache.k, cache.v, cache.filled, cache.here, causal=spec.causal, window=spec.window)
+    keys = slice(0, cache.k.shape[1] if capturing else cache.reach(n))
+    scale = spec.scale_for(q.shape[-1])
+    parts = decode_splits(q, cache.k[:, keys], cache.v[:, keys], where, scale, spec.softcap, None, "lse")
+    cache.grow(n, capturing)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if cache.ranks == 1:
+        return merge_stack(parts, None, sinks, Partial(q.new_empty(*q.shape[:3], v.shape[-1]), lse)).out
+    rows = torch.empty(*q.shape[:3], v.shape[-1] + 1, dtype=torch.float32, device=q.device)
+    part = merge_stack(parts, into=unpacked(rows, "lse"))
+    return merged_everywhere(rows if form == "lse" else packed(part, form), plan, form, sinks, q.dtype)
+
+
+def scattered(whole: Partial, plan: Plan) -> Partial:
+    """Partials of the whole chunk on every rank -> this rank's tokens, merged over all ranks in rank order."""
+    rows = packed(whole, "lse").movedim(1, 0)  # [T, B, H, V + 1]
+    pad = plan.tokens.padded_length - plan.seq_len
+    rows = F.pad(rows, [0] * 6 + [0, pad]) if pad else rows
+    rows = rows.index_select(0, order_of(plan, rows.device))
+    for axis in (plan.ring_axis, plan.ulysses_axis):
+        if axis.size > 1:
+            stack = axis.all_to_all(rows, 0, 0).wait().unflatten(0, (axis.size, -1))
+            rows = packed(merged(stack, "lse"), "lse")
+    return unpacked(rows.movedim(0, 1), "lse")
+
+
+def merged_everywhere(rows: Tensor, plan: Plan, form: str, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The merge of all ranks' packed partials and of the sinks, the same bits on every rank."""
+    part = None
+    for axis in (plan.ulysses_axis, plan.ring_axis):
+        if axis.size > 1:
+            rows = rows if part is None else packed(part, form)
+            size = rows.nbytes, axis.size, hardware_of(plan.device)
+            exchange = gathered if exchange_way(*size) == "gather" else shared
+            part = exchange(rows, axis.over(exchange_over(*size)), form)
+    part = part or unpacked(rows, form) if form == "lse" else part or from_streams(unpacked(rows, form))
+    part = part if sinks is None else add_sinks(part, sinks)
+    return part.out.to(dtype).contiguous()
+
+
+def gathered(rows: Tensor, axis: Any, form: str) -> Partial:
+    """Everybody's rows to everybody, who merges them all."""
+    return merged(axis.all_gather(rows[None], 0).wait(), form)
+
+
+def shared(rows: Tensor, axis: Any, form: str) -> Partial:
+    """Each rank merges its share of the rows, and hands it to all."""
+    flat = rows.flatten(0, -2)[:, None, None]
+    pad = -len(flat) % axis.size
+    stack = axis.all_to_all(F.pad(flat, [0] * 6 + [0, pad]), 0, 0).wait().unflatten(0, (axis.size, -1))
+    everyone = axis.all_gather(packed(merged(stack, form), "lse"), 0).wait()[: len(flat)]
+    return unpacked(everyone.reshape(*rows.shape[:-1], -1), "lse")
+
+
+def packed(part: Partial, form: str) -> Tensor:
+    """A partial as one buffer [..., V + 1], or [..., V + 2] as streams."""
+    total = part if form == "lse" else to_streams(part)
+    return torch.cat([total[0], *(x[..., None] for x in total[1:])], -1)
+
+
+def unpacked(rows: Tensor, form: str) -> Any:
+    V = rows.shape[-1] - FORMS[form]
+    return (Partial if form == "lse" else Streams)(rows[..., :V], *rows[..., V:].unbind(-1))
+
+
+def merged(stack: Tensor, form: str) -> Partial:
+    """Packed partials [ranks, ...] merged in rank order: in one kernel on GPUs."""
+    parts = unpacked(stack, form)
+    if stack.is_cuda and stack.dtype == torch.float32:
+        from ringattn.kernels.triton.merge import merge_stack
+
+        return merge_stack(parts)
+    everyone = (type(parts)(*one) for one in zip(*(x.unbind(0) for x in parts), strict=True))
+    if form == "lse":
+        return reduce(merge, everyone)
+    return from_streams(reduce(merge_streams, everyone))

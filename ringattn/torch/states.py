@@ -1,0 +1,197 @@
+"""The exchange of linear attention: from what each segment of the sequence does to a state, the state before each.
+
+    B batch   P segments a rank   H heads   K key dim   V value dim
+
+A rank holds one segment, or two that are apart (zigzag). The bytes that travel do not depend on the sequence's length.
+Three ways, of which the one of least predicted time is taken:
+
+    gather     every rank gets every segment's state, and composes those before its own
+    ring       the state itself goes from rank to rank, each takes it past its own segment
+    pipeline   the same with the state cut along the key dim, so that a long line of ranks is busy at once
+
+Backward the gradient of the state takes the same ways in reverse. Ulysses ranks hold consecutive pieces of one ring
+shard: they gather among themselves first, and then all go round the ring alike.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringattn.comms.axis import Axis
+from ringattn.comms.scan import Relay, add_up, broadcast
+from ringattn.kernels.linear import State
+from ringattn.planning import Plan, hardware_of
+from ringattn.segments import Place, order, passes, segments
+
+WAYS = ("gather", "ring", "pipeline")
+ROOM = 2**28  # bytes that all ranks' states may take on each
+
+
+@dataclass(frozen=True)
+class Way:
+    """How states travel; `pieces` is how many the key dim is cut into."""
+
+    name: str
+    pieces: int = 1
+
+
+class Step(NamedTuple):
+    """What a segment makes of the state before it: factor * state + kv. `factor` is [B, H, K, 1]."""
+
+    factor: Tensor
+    kv: Tensor
+
+    def after(self, state: Tensor) -> Tensor:
+        return torch.addcmul(self.kv, self.factor, state)
+
+    def then(self, later: "Step") -> "Step":
+        return Step(self.factor * later.factor, later.after(self.kv))
+
+
+@dataclass(frozen=True)
+class Road:
+    """What the time of an exchange depends on."""
+
+    device: str
+    ring: int
+    ranks: int
+    passes: int
+    size: int  # bytes of a state
+    key_dim: int
+
+    def seconds(self, way: Way) -> float:
+        """Until the last rank knows its state."""
+        hardware = hardware_of(self.device)
+        if way.name == "gather":
+            return hardware.latency + (self.ranks - 1) * self.passes * self.size / hardware.link
+        hop = hardware.latency + self.size / way.pieces / hardware.link
+        return self.passes * (self.ring - 1 + way.pieces - 1) * hop
+
+
+def choose(plan: Plan, asked: str, size: int, key_dim: int) -> Way:
+    """The way that was asked for, or the one of least predicted time; a state has `size` bytes."""
+    return fastest(Road(plan.device, plan.ring, plan.ring * plan.ulysses, passes(plan), size, key_dim), asked)
+
+
+@lru_cache(maxsize=256)
+def fastest(road: Road, asked: str) -> Way:
+    cuts = [n for n in (2, 4, 8, 16, 32) if road.key_dim % n == 0] or [1]
+    options = [Way("gather"), Way("ring"), *(Way("pipeline", n) for n in cuts)]
+    if asked != "auto":
+        options = [way for way in options if way.name == asked]
+    elif road.ranks * road.passes * road.size > ROOM:
+        options = options[1:]
+    return min(options, key=road.seconds)
+
+
+class Here:
+    """One device: nothing travels."""
+
+    def __init__(self, own: State, start: Tensor | None):
+        self.start, self.own = start, own
+
+    def before(self) -> Tensor | None:
+        return self.start
+
+    @property
+    def behind(self) -> Tensor:
+        return self.own.kv if self.start is None else self.own.after(self.start)
+
+
+class Exchange:
+    """The state before each of this rank's segments, on its way: what does not need it may run before `before()`.
+
+    `own` is what each segment does, `start` [B, H, K, V] the state before the first of all, the same on every rank.
+    Backward everything runs from the last segment to the first.
+    """
+
+    def __init__(
+        self, plan: Plan, own: State, start: Tensor | None, way: Way, backward: bool = False,
+        end_everywhere: bool = False,
+    ):  # fmt: skip
+        self.plan, self.way, self.backward, self.end_everywhere = plan, way, backward, end_everywhere
+        self.P, self.rank = segments(plan), plan.ring_axis.rank
+        N, H, K, V = own.kv.shape
+        self.start = own.kv.new_zeros(N // self.P, H, K, V) if start is None else start
+        self.walk = order(plan)[::-1] if backward else order(plan)
+        self.mine = [(self.rank, plan.ulysses_axis.rank, p) for p in range(self.P)]
+        self.found: Tensor | None = None
+        shard = gathered(torch.cat([own.log_decay.expand(N, H, K)[..., None], own.kv], -1), plan.ulysses_axis)
+        if way.name == "gather":
+            self.flying: Any = plan.ring_axis.all_gather(shard[None])
+        else:
+            self.steps = {(self.rank, u, p): step for (_, u, p), step in steps_of(shard[None], self.P).items()}
+            self.flying = self.relay(0, self.start)
+
+    def before(self) -> Tensor:
+        """[B * P, H, K, V]; waits once. Then `behind` is the state behind all segments: on the rank that holds the last
+        one of the walk, and if `end_everywhere` on all."""
+        if self.found is None:
+            states = self.through_all() if self.way.name == "gather" else self.around()
+            self.found = torch.stack([states[place] for place in self.mine], 1).flatten(0, 1)
+        return self.found
+
+    def through_all(self) -> dict[Place, Tensor]:
+        """The states before all segments up to the last one of this rank, or before all."""
+        steps = steps_of(self.flying.wait(), self.P)
+        last = len(self.walk) - 1 if self.end_everywhere else max(self.walk.index(place) for place in self.mine)
+        before, self.behind = through((steps[place] for place in self.walk[: last + 1]), self.start)
+        return dict(zip(self.walk, before, strict=False))
+
+    def around(self) -> dict[Place, Tensor]:
+        """Once or, in zigzag, twice round the ring; the second time begins where the first one ended."""
+        found: dict[Place, Tensor] = {}
+        for i in range(passes(self.plan)):
+            relay = self.flying if i == 0 else self.relay(i, self.behind)
+            places = self.places(i)
+            before, self.behind = through((self.steps[place] for place in places), torch.cat(relay.wait(), 2))
+            found.update(zip(places, before, strict=True))
+        if self.end_everywhere:
+            self.behind = broadcast(self.plan.ring_axis, self.behind, self.walk[-1][0])
+        return found
+
+    def relay(self, i: int, value: Tensor) -> Relay:
+        """The state on its i-th way round the ring; `value` is what the first rank begins with."""
+        whole = reduce(Step.then, (self.steps[place] for place in self.places(i)))
+        cut = [Step(*both) for both in zip(*(x.chunk(self.way.pieces, 2) for x in whole), strict=True)]
+        pieces = [x.contiguous() for x in value.chunk(self.way.pieces, 2)]
+        reverse = i == 1 if passes(self.plan) == 2 else self.backward
+        return Relay(self.plan.ring_axis, pieces, [step.after for step in cut], reverse)
+
+    def places(self, i: int) -> list[Place]:
+        """The segments of this ring shard that the i-th way passes, in its order."""
+        shard = [place for place in self.walk if place[0] == self.rank]
+        each = len(shard) // passes(self.plan)
+        return shard[i * each : (i + 1) * each]
+
+
+def through(steps: Iterable[Step], state: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The state before each step, and behind the last."""
+    before = []
+    for step in steps:
+        before.append(state)
+        state = step.after(state)
+    return before, state
+
+
+def steps_of(every: Tensor, P: int) -> dict[Place, Step]:
+    """The segments' steps from [R, U, B * P, H, K, 1 + V], log decay and state."""
+    places = every.unflatten(2, (-1, P))
+    factor, kv = places[..., :1].exp(), places[..., 1:]
+    R, U = places.shape[:2]
+    return {(r, u, p): Step(factor[r, u, :, p], kv[r, u, :, p]) for r in range(R) for u in range(U) for p in range(P)}
+
+
+def gathered(x: Tensor, axis: Axis) -> Tensor:
+    """Every rank's `x`, stacked."""
+    return x[None] if axis.size == 1 else axis.all_gather(x[None]).wait()
+
+
+def total_at(plan: Plan, x: Tensor, way: Way, ring_rank: int) -> Tensor:
+    """The sum over all ranks; known on this ring rank, or where everything is gathered on every one."""
+    x = gathered(x, plan.ulysses_axis).sum(0)
+    return gathered(x, plan.ring_axis).sum(0) if way.name == "gather" else add_up(plan.ring_axis, x, ring_rank)

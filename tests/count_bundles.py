@@ -1,0 +1,114 @@
+"""How many instruction bundles a grid step of a TPU kernel takes, ours and the stock one's, by the compiler's own text.
+
+    python tests/count_bundles.py ours FOLDER        (or stock; needs libtpu, and no TPU)
+
+Both compute tiles of 1024 x 1024 at head dim 128 in bfloat16, on v6e. The compiler writes its last schedule to FOLDER;
+regions of it that no other long region lies in are the bodies of a grid step: with us one for tiles that are seen
+whole and one with a mask, in stock splash one for both.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+KERNELS = ("ours", "stock")
+LEAST = 2000  # bundles of a region that is a tile's
+TOKENS, BLOCK, DIM = 8192, 1024, 128
+
+
+def of(which: str, folder: Path) -> dict[str, list[int]]:
+    """{"forward": [bundles of each kind of tile], "dq": ..., "dkv": ...}, from a process of its own."""
+    folder.mkdir(parents=True)
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
+    said = subprocess.run(
+        [sys.executable, __file__, which, str(folder)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert said.returncode == 0, said.stderr[-2000:]
+    return json.loads(said.stdout.splitlines()[-1])
+
+
+def ours() -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
+    import jax.numpy as jnp
+
+    from ringattn.kernels.intervals import Intervals
+    from ringattn.kernels.pallas import splash
+    from ringattn.kernels.pallas.blocks import VMEM, Blocks
+
+    def both(q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any, end: Any) -> Any:
+        where = Intervals(jnp.zeros_like(end)[None], end[None])
+        given: dict[str, Any] = {"scale": DIM**-0.5, "blocks": Blocks(BLOCK, BLOCK, VMEM[6, 0])}
+        grads = splash.attend_backward(q, k, v, where, dout, lse, delta, **given)
+        return splash.attend(q, k, v, where, **given), grads
+
+    tensor, row = ((1, TOKENS, 1, DIM), "bfloat16"), ((1, TOKENS, 1), "float32")
+    return both, [tensor] * 4 + [row] * 2 + [((TOKENS,), "int32")]
+
+
+def stock() -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
+    import jax
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute",
+             "block_q_dq", "block_kv_dq")  # fmt: skip
+    attend = kernel.make_splash_mha(
+        masks.MultiHeadMask([masks.CausalMask((TOKENS, TOKENS))]), head_shards=1, q_seq_shards=1,
+        block_sizes=kernel.BlockSizes(**dict.fromkeys(names, BLOCK)),
+    )  # fmt: skip
+
+    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, back = jax.vjp(attend, q, k, v)
+        return out, back(dout)
+
+    return both, [((1, TOKENS, DIM), "bfloat16")] * 4
+
+
+def compile_for_v6e(both: Any, shapes: list[tuple[tuple[int, ...], str]]) -> None:
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from ringattn.jax.aot import topology_devices
+
+    mesh = Mesh(np.array(topology_devices("v6e:2x4")[:1]), ("alone",))
+    there = NamedSharding(mesh, PartitionSpec())
+    args = [jax.ShapeDtypeStruct(shape, dtype, sharding=there) for shape, dtype in shapes]
+    alone = jax.shard_map(both, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    jax.jit(alone).lower(*args).compile()
+
+
+def tiles(path: Path) -> list[int]:
+    """The lengths of the long regions that hold no other, in the order of the program."""
+    begun: dict[str, int] = {}
+    found: list[tuple[int, int]] = []
+    for line in path.read_text().splitlines():
+        number = re.match(r"\s*(0x[0-9a-f]+|0)\s", line)
+        at = int(number.group(1), 16) if number else 0
+        for word, region in re.findall(r"(Start|End) region (\d+)", line):
+            if word == "Start":
+                begun[region] = at
+            elif region in begun and at - begun[region] + 1 >= LEAST:
+                found.append((begun[region], at + 1))
+    inner = [(a, b) for a, b in found if not any((a, b) != (c, d) and a <= c and d <= b for c, d in found)]
+    return [b - a for a, b in sorted(inner)]
+
+
+def main() -> None:
+    which, folder = sys.argv[1], Path(sys.argv[2])
+    compile_for_v6e(*{"ours": ours, "stock": stock}[which]())
+    counts = {}
+    for path in sorted(folder.glob("*-final_bundles.txt")):
+        kernel = re.search(r"-(?:splash_mha_)?(fwd|forward|dq|dkv)_\w+\.\d+-\d+-final_bundles", path.name)
+        if kernel:
+            counts[{"fwd": "forward"}.get(kernel.group(1), kernel.group(1))] = tiles(path)
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The example that generates text with what `ringattn train` has saved: the same text on any number of ranks."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn.comms.local import run as run_ranks
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "generate.py"
+PROMPT, COUNT = "def main(", 40
+
+
+def started(*words, ranks=None):
+    """The words of the example, run alone or under torchrun."""
+    launcher = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *launcher, *map(str, words)]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return a_run_of("tiny", tmp_path_factory.mktemp("runs"))
+
+
+def a_run_of(model, folder):
+    """Three steps of training."""
+    pytest.importorskip("hydra", reason="hydra is not installed")
+    words = (
+        f"model={model} steps=3 save_every=3 nproc=2 seq_len=256 reference=false picture=false folder={folder} "
+        "run=small"
+    )
+    done = started("-m", "ringattn", "train", *words.split())
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "small"
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("generate_example", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_hybrid_of_linear_and_softmax_attention_generates_too(example, tmp_path):
+    test_the_text_is_what_the_whole_model_would_say(a_run_of("hybrid", tmp_path), example)
+
+
+def test_the_text_is_what_the_whole_model_would_say(trained, example):
+    """Greedy: every byte is the likeliest after all before it, as one pass over the finished text says it."""
+    prompt, cpu = torch.tensor([list(PROMPT.encode())]), torch.device("cpu")
+
+    def one(mesh):
+        decoder = example.load(trained, cpu, max_len=len(PROMPT) + COUNT)
+        plan = ra.plan(mesh, seq_len=prompt.shape[1])
+        return list(example.generate(decoder, plan, prompt, COUNT, warmth=0, chunk=3))
+
+    texts = run_ranks(one, ring=2, ulysses=2)
+    assert all(text == texts[0] for text in texts)
+    decoder = example.load(trained, cpu, max_len=1)
+    whole = torch.cat([prompt, torch.tensor([texts[0]])], 1)
+    with torch.no_grad():
+        scores = decoder(whole)[0, prompt.shape[1] - 1 : -1]
+    ahead = scores.max(-1).values - scores.gather(1, torch.tensor(texts[0])[:, None])[:, 0]
+    assert ahead.max() <= 1e-4, f"byte {ahead.argmax()} is {ahead.max()} less likely than another"
+
+
+def test_two_ranks_say_what_one_says(trained):
+    alone, spread = started(SCRIPT, trained, PROMPT, COUNT, 1.0), started(SCRIPT, trained, PROMPT, COUNT, 1.0, ranks=2)
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    assert spread.returncode == 0, spread.stderr[-3000:]
+    assert alone.stdout.startswith(PROMPT.encode()) and len(alone.stdout) == len(PROMPT) + COUNT
+    assert spread.stdout == alone.stdout
+
+
+def test_without_a_checkpoint_it_says_how_to_make_one(tmp_path):
+    done = started(SCRIPT, tmp_path / "small")
+    assert done.returncode == 1
+    assert done.stderr.decode().strip().endswith('make one: make train ARGS="run=small save_every=40"')

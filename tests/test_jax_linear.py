@@ -1,0 +1,118 @@
+"""Gated linear attention on JAX arrays equals the recurrence run token by token, over devices, with all gradients."""
+
+import numpy as np
+import pytest
+import torch
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+import ringattn as ra  # noqa: E402
+import ringattn.jax as rj  # noqa: E402
+from ringattn.kernels import jax_chunkwise  # noqa: E402
+from ringattn.launch.oracle import error  # noqa: E402
+from tests.linear_oracle import docs_of, inputs, truth  # noqa: E402
+
+T = 61  # a prime: no number of devices divides it
+LONG = 4 * 2 * 70 - 3  # segments of more than one chunk
+PACKED = ((20, 0, 11, 30), (1, 2, 50))
+FIRST_EMPTY = ((0, 33, 20), (0, 61))
+CASES = [  # where, what gates, which documents, how many tokens
+    ((1, 1, "contiguous"), "channel", FIRST_EMPTY, T),
+    ((3, 1, "contiguous"), "head", None, T),
+    ((2, 2, "zigzag"), None, PACKED, T),
+    ((2, 3, "zigzag"), "channel", PACKED, T),
+    ((1, 4, "contiguous"), "channel", ((20, 35),), T),
+    ((4, 1, "zigzag"), "channel", ((300, LONG - 300), (64, LONG - 100)), LONG),
+]
+
+
+def plan_of(ring, ulysses, layout, T=T):
+    mesh = rj.init_mesh(ring=ring, ulysses=ulysses, devices=jax.devices()[: ring * ulysses])
+    return ra.plan(mesh, seq_len=T, layout=layout)
+
+
+def poisoned(x, plan):
+    """The whole sequence in the plan's order, with NaN where the plan pads."""
+    real = (plan.positions() < plan.seq_len).reshape(1, -1, *[1] * (x.ndim - 2))
+    return jnp.where(real, plan.shard(x), jnp.nan)
+
+
+def results(plan, given, docs, **choices):
+    """out, the end state and every gradient, in one program."""
+
+    def loss(leaves):
+        tokens = {n: poisoned(leaves[n], plan) for n in "qkvg" if n in leaves}
+        out, end = ra.linear_attention(
+            tokens["q"], tokens["k"], tokens["v"], tokens.get("g"), plan,
+            initial_state=leaves["state"], return_state=True, docs=docs, **choices,
+        )  # fmt: skip
+        out = plan.unshard(out)
+        return (out * given["dout"]).sum() + (end * given["dend"]).sum(), {"out": out, "end": end}
+
+    leaves = {n: given[n] for n in (*"qkvg", "state") if n in given}
+    (_, found), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(leaves)
+    return {**found, **{f"d{n}": x for n, x in grads.items()}}
+
+
+def check(place, gate, lengths, T=T, dtype=torch.float64, limit=1e-10, **choices):
+    with jax.enable_x64(dtype == torch.float64):
+        given = {n: jnp.asarray(x.numpy()) for n, x in inputs(T, gate, dtype).items() if x is not None}
+        found = results(plan_of(*place, T), given, docs_of(lengths, T), **choices)
+    expected = truth(T, gate, lengths, dtype)
+    for name, x in expected.items():
+        value = error(torch.from_numpy(np.array(found[name])).double(), x, float(x.norm()))
+        assert value <= limit, f"{name} is off by {value:.2e} on {place}"
+
+
+@pytest.mark.parametrize(("place", "gate", "lengths", "tokens"), CASES)
+def test_equals_the_recurrence(place, gate, lengths, tokens):
+    check(place, gate, lengths, tokens)
+
+
+def test_a_few_chunks_at_a_time(monkeypatch):
+    monkeypatch.setattr(jax_chunkwise, "AT_ONCE", 2 * 6 * 2 * 2 * 64 * 8)  # two of five
+    check((2, 1, "contiguous"), "channel", None, LONG)
+
+
+def test_float32():
+    check((8, 1, "zigzag"), "channel", PACKED, dtype=torch.float32, limit=2e-6)
+
+
+def test_without_a_plan_as_in_torch():
+    given = inputs(T, "head", torch.float32)
+    arrays = [given[n] for n in "qkvg"]
+    expected = ra.linear_attention(*arrays)
+    found = ra.linear_attention(*(jnp.asarray(x.numpy()) for x in arrays))
+    assert error(torch.from_numpy(np.array(found)).double(), expected.double(), float(expected.norm())) <= 2e-6
+
+
+def test_inside_shard_map():
+    given = {n: jnp.asarray(x.numpy()) for n, x in inputs(64, "head", torch.float32).items()}
+    plan, tokens = plan_of(2, 2, "contiguous", 64), jax.sharding.PartitionSpec(None, ("ring", "ulysses"))
+    mesh, arrays = plan.ring_axis.mesh, [given[n] for n in "qkvg"]
+
+    def inner(*local):
+        return ra.linear_attention(*local, plan)
+
+    expected = ra.linear_attention(*arrays)
+    for vma in (True, False):
+        found = jax.jit(jax.shard_map(inner, mesh=mesh, in_specs=tokens, out_specs=tokens, check_vma=vma))(*arrays)
+        assert jnp.allclose(found, expected, atol=1e-5)
+
+
+def test_what_is_wrong_is_said():
+    given = {n: jnp.asarray(x.numpy()) for n, x in inputs(64, "channel", torch.float32).items()}
+    q, k, v, g = (given[n] for n in "qkvg")
+    with pytest.raises(ValueError, match=r"striped.*zigzag"):
+        ra.linear_attention(q, k, v, g, plan_of(2, 1, "striped", 64))
+    with pytest.raises(ValueError, match="scan='ring': choose one of auto, gather"):
+        ra.linear_attention(q, k, v, g, scan="ring")
+    with pytest.raises(ValueError, match=r"log_decay\[0, 3, 1, 2\] = 0.5: a log decay is finite and at most 0"):
+        ra.linear_attention(q, k, v, g.at[0, 3, 1, 2].set(0.5))
+    with pytest.raises(ValueError, match="check=True: the gates or documents are traced"):
+        jax.jit(lambda g: ra.linear_attention(q, k, v, g, check=True))(g)
+    with pytest.raises(ValueError, match="initial_state has shape"):
+        ra.linear_attention(q, k, v, g, initial_state=given["state"][:1])
+    with pytest.raises(ValueError, match="q has 64 tokens, this plan's order has 62"):
+        ra.linear_attention(q, k, v, g, plan_of(2, 1, "contiguous", 62))

@@ -1,0 +1,212 @@
+"""Gated linear attention on one device: the chunkwise form and the parallel one equal the recurrence."""
+
+import pytest
+import torch
+from hypothesis import given as forall
+from hypothesis import settings
+from hypothesis import strategies as st
+
+import ringattn as ra
+from ringattn.kernels import chunkwise
+from ringattn.kernels.linear import Kept, State, compose
+from ringattn.kernels.recurrent import parallel, recurrent
+from ringattn.launch.oracle import error
+from tests.linear_oracle import K, begins, inputs, truth
+
+T = 153  # two whole chunks and a part
+PACKED = ((30, 20, 100, 3), (64, 64, 25))  # borders inside chunks and at their edges
+GATES = ("channel", "head", None)
+
+
+def found(given, begin, start=True, passes=chunkwise, keep=False):
+    """out, end and every gradient by the functions of a kernel; `keep`: the states before all chunks."""
+    q, k, v, g, dout, dend = (given[n] for n in ("q", "k", "v", "g", "dout", "dend"))
+    state, scale = given["state"] if start else None, K**-0.5
+    own = passes.scan_states(k, v, g, begin)
+    kept = Kept(*(torch.full(sizes, torch.nan, dtype=dtype) for sizes, dtype in passes.room(k, v))) if keep else None
+    out = passes.read_out(q, k, v, g, begin, own, state, scale, kept)
+    back = passes.scan_gradients(q, dout, g, begin, scale)
+    dq, dk, dv, dg = passes.gradients(q, k, v, g, begin, kept or own, state, back, dout, dend, scale)
+    end = own.end.after(given["state"]) if start else own.end.kv
+    result = {"out": out, "end": end, "dq": dq, "dk": dk, "dv": dv, "dstate": back.end.after(dend)}
+    return result if g is None else {**result, "dg": dg}
+
+
+def check(result, expected, limit):
+    for name, x in result.items():
+        value = error(x, expected[name], float(expected[name].norm()))
+        assert value <= limit, f"{name} is off by {value:.2e} (limit {limit:.0e})"
+
+
+@pytest.mark.parametrize("lengths", [None, PACKED], ids=["one", "packed"])
+@pytest.mark.parametrize("gate", GATES)
+def test_the_parallel_form_equals_the_recurrence(gate, lengths):
+    given = inputs(T, gate)
+    leaves = {n: given[n].requires_grad_() for n in ("q", "k", "v", "g", "state") if given[n] is not None}
+    out, end = parallel(*(leaves.get(n) for n in "qkvg"), begins(lengths, T), leaves["state"], K**-0.5)
+    ((out * given["dout"]).sum() + (end * given["dend"]).sum()).backward()
+    result = {"out": out.detach(), "end": end.detach(), **{f"d{n}": x.grad for n, x in leaves.items()}}
+    check(result, truth(T, gate, lengths), 1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 2e-6)], ids=str)
+@pytest.mark.parametrize("lengths", [None, PACKED], ids=["one", "packed"])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("memory", ["kept", "again"])
+def test_the_chunkwise_form_equals_the_recurrence(gate, lengths, dtype, limit, memory, monkeypatch):
+    if memory == "again":  # one chunk at a time, and states computed again in every pass
+        monkeypatch.setattr(chunkwise, "AT_ONCE", 1)
+        monkeypatch.setattr(chunkwise, "KEPT", 0)
+    given, begin = inputs(T, gate, dtype), begins(lengths, T)
+    check(found(given, None if begin is None else begin.int()), truth(T, gate, lengths, dtype), limit)
+
+
+def test_without_a_start_state_it_is_zero():
+    given, zero = inputs(T, "channel"), torch.zeros_like(inputs(1, None)["state"])
+    with_zeros, without = (found({**given, "state": zero}, None, start) for start in (True, False))
+    for name in with_zeros:
+        assert torch.equal(with_zeros[name], without[name]), name
+
+
+@pytest.mark.parametrize("at_once", [1, chunkwise.AT_ONCE])
+@pytest.mark.parametrize("gate", GATES)
+def test_states_that_are_kept_and_states_walked_again_give_the_same_bits(gate, at_once, monkeypatch):
+    monkeypatch.setattr(chunkwise, "AT_ONCE", at_once)
+    given, begin = inputs(T, gate, torch.float32), begins(PACKED, T).int()
+    again, kept = (found(given, begin, keep=keep) for keep in (False, True))
+    for name in again:
+        assert torch.equal(again[name], kept[name]), name
+
+
+@pytest.mark.parametrize("deep", [1e-6, 30.0, 3000.0])
+@pytest.mark.parametrize("gate", ["channel", "head"])
+def test_gates_near_one_and_near_zero_lose_no_precision(gate, deep):
+    """Also where both meet: a gate of exp(-3000) must not take the bits of the sums beside it along."""
+    given = inputs(T, gate, torch.float32, deep)
+    exact = dict(truth(T, gate, None, torch.float32, deep))
+    result = found(given, None)
+    assert result["dstate"].norm() <= 1.001 * exact["dstate"].norm()
+    if deep > 1000:
+        exact.pop("dstate"), result.pop("dstate")  # below the smallest float32
+    check(result, exact, 2e-6)
+
+
+def test_a_hundred_thousand_steps():
+    """Gates near 0 and near 1, and strong ones among weak ones: float32 against float64, forward and backward."""
+    steps, kinds = 100_000, 4
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, steps, kinds, 2, generator=generator, dtype=torch.float64) for _ in range(4))
+    noise = torch.rand(1, steps, kinds, generator=generator, dtype=torch.float64)
+    g = -noise * torch.tensor([1e-7, 1e-3, 1.0, 1e3])
+    g[:, ::997, 1] = -1e4
+    q, k, v, dout, g = (x.float() for x in (q, k, v, dout, g))
+
+    def both(dtype):
+        a = [x.to(dtype) for x in (q, k, v, g)]
+        own, back = chunkwise.scan_states(*a[1:], None), chunkwise.scan_gradients(a[0], dout.to(dtype), a[3], None, 1.0)
+        out = chunkwise.read_out(*a, None, own, None, 1.0)
+        return out, own.end.kv, *chunkwise.gradients(*a, None, own, None, back, dout.to(dtype), None, 1.0)
+
+    exact = both(torch.float64)
+    out, end = recurrent(q.double(), k.double(), v.double(), g.double(), None, None, 1.0)
+    torch.testing.assert_close(exact[0], out, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(exact[1], end, rtol=1e-10, atol=1e-10)
+    for name, x, expected in zip(("out", "end", "dq", "dk", "dv", "dg"), both(torch.float32), exact, strict=True):
+        for kind in range(kinds):
+            pick = (slice(None), slice(None), kind) if name != "end" else (slice(None), kind)
+            value = error(x[pick], expected[pick], float(expected[pick].norm()))
+            assert value <= 2e-6, f"{name} of kind {kind} is off by {value:.1e}"
+
+
+@settings(max_examples=25)
+@forall(st.data())
+def test_any_lengths_and_borders(data):
+    length = data.draw(st.integers(1, 140))
+    borders = sorted(data.draw(st.sets(st.integers(1, length), max_size=4)) | {0})
+    begin = torch.tensor([max(b for b in borders if b <= t) for t in range(length)])
+    begin = torch.where(begin == 0, data.draw(st.sampled_from([0, -1, -100])), begin)[None]
+    given = inputs(length, data.draw(st.sampled_from(GATES)))
+    result = found(given, begin.int())
+    out, end = recurrent(*(given[n] for n in "qkvg"), begin, given["state"], K**-0.5)
+    check({"out": result["out"], "end": result["end"]}, {"out": out, "end": end}, 1e-10)
+
+
+def test_states_compose_in_order_and_in_any_grouping():
+    generator = torch.Generator().manual_seed(0)
+    a, b, c = (
+        State(-torch.rand(1, 2, 3, generator=generator), torch.randn(1, 2, 3, 4, generator=generator)) for _ in "abc"
+    )
+    torch.testing.assert_close(compose(compose(a, b), c), compose(a, compose(b, c)))
+    assert not torch.allclose(compose(a, b).kv, compose(b, a).kv)
+    reset = State(torch.full((1, 2, 3), float("-inf")), b.kv)
+    assert torch.equal(compose(a, reset).kv, b.kv) and compose(reset, reset).log_decay.eq(float("-inf")).all()
+
+
+def test_pieces_with_their_states_are_the_whole_and_the_invariant_holds():
+    """rowsum(S * dS) at any border = sum over all tokens behind it of q dq - k dk: nothing of the gate is lost."""
+    given = inputs(T, "channel")
+    leaves = [given[n].requires_grad_() for n in "qkvg"]
+    state, states, outs = given["state"], [], []
+    for part in (slice(0, 40), slice(40, 104), slice(104, T)):
+        out, state = ra.linear_attention(*(x[:, part] for x in leaves), initial_state=state, return_state=True)
+        state.retain_grad()
+        outs.append(out)
+        states.append((part.stop, state))
+    whole = ra.linear_attention(*leaves, initial_state=given["state"])
+    torch.testing.assert_close(torch.cat(outs, 1), whole, rtol=1e-12, atol=1e-12)
+    (torch.cat(outs, 1) * given["dout"]).sum().backward()
+    q, k = leaves[:2]
+    pairs = (q * q.grad - k * k.grad).detach()
+    for stop, s in states[:-1]:
+        torch.testing.assert_close((s * s.grad).sum(-1).detach(), pairs[:, stop:].sum(1), rtol=1e-10, atol=1e-10)
+
+
+def test_low_precision_inputs_have_float32_states():
+    given = inputs(T, "channel", torch.bfloat16)
+    q, k, v, g = (given[n].requires_grad_() for n in "qkvg")
+    out, end = ra.linear_attention(q, k, v, g, return_state=True)
+    assert out.dtype == torch.bfloat16 and end.dtype == torch.float32
+    out.float().sum().backward()
+    assert [x.grad.dtype for x in (q, k, v, g)] == [torch.bfloat16] * 3 + [torch.float32]
+
+
+CALL = {n: x.float() if x is not None else x for n, x in inputs(9, "channel").items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"log_decay": lambda g: -g}, r"log_decay\[0, 0, 0, 0\] = .*: a log decay is finite and at most 0"),
+        ({"log_decay": lambda g: g.log()}, "= nan: a log decay is finite"),
+        ({"log_decay": lambda g: g * float("inf")}, "= -inf: a log decay is finite"),
+        ({"log_decay": lambda g: g[..., :3]}, r"expected \(2, 9, 2, 8\).*or \(2, 9, 2\), one for every head"),
+        ({"log_decay": lambda g: g.int()}, "log_decay is torch.int32; expected floats"),
+        ({"log_decay": lambda g: g.to("meta")}, "log_decay is on meta, q on cpu"),
+        ({"k": lambda k: k[:, :, :1], "v": lambda v: v[:, :, :1]}, "q has 2 heads, k 1; every head"),
+        ({"k": lambda k: k[..., :4]}, "head dims differ: q 8, k 4"),
+        ({"k": lambda k: k[:, :5], "v": lambda v: v[:, :5]}, "q has 9 tokens, k 5"),
+        ({"q": lambda q: q[0]}, "q has shape .*expected 4 dims"),
+        ({"v": lambda v: v.half()}, "give all three the same dtype"),
+        ({"initial_state": lambda s: s.mT}, r"initial_state has shape \(2, 2, 12, 8\); expected \(2, 2, 8, 12\)"),
+        ({"initial_state": lambda s: s.bfloat16()}, r"initial_state is torch.bfloat16; the state of .*float32"),
+        ({"docs": lambda _: ra.Docs.from_lengths([4, 4])}, "add up to 8, the sequence has 9 tokens"),
+        ({"scale": lambda _: 0.0}, "scale=0.0: must be a finite number above 0"),
+        ({"scan": lambda _: "tree"}, "scan='tree': choose one of auto, gather, ring, pipeline"),
+        ({"kernel": lambda _: "fast"}, "kernel='fast': choose one of auto, triton, chunkwise"),
+        ({"q": lambda q: q.numpy()}, "expected torch tensors or jax arrays, got ndarray, Tensor, Tensor"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)  # fmt: skip
+def test_a_wrong_call_says_what_is_wrong(change, says):
+    call = {n: CALL[m] for n, m in (("q", "q"), ("k", "k"), ("v", "v"), ("log_decay", "g"), ("initial_state", "state"))}
+    for name, how in change.items():
+        call[name] = how(call.get(name))
+    with pytest.raises(ValueError, match=says):
+        ra.linear_attention(**call)
+
+
+def test_gates_are_looked_at_where_it_costs_nothing_and_where_it_is_asked_for():
+    q, k, v, g = (CALL[n] for n in "qkvg")
+    assert ra.linear_attention(q, k, v, -g, check=False).isfinite().all()  # growth over nine tokens
+    with pytest.raises(ValueError, match="at most 0"):
+        ra.linear_attention(q, k, v, -g, check=True)

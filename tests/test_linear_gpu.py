@@ -1,0 +1,51 @@
+"""Gated linear attention over GPUs equals the recurrence, by every way in which states travel."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn.launch.processes import run
+from ringattn.torch import linear, states
+from tests.linear_oracle import docs_of, errors, inputs, truth, worst
+
+pytestmark = pytest.mark.gpu
+T = 4 * 2 * 70 - 3  # segments of more than one chunk on four ranks
+PACKED = ((150, 250, T - 400), (64, T - 100))
+ASKED = (("channel", PACKED), ("head", None), (None, PACKED))
+PLACES = {
+    1: [(1, 1, "contiguous")],
+    2: [(2, 1, "zigzag"), (1, 2, "contiguous")],
+    4: [(4, 1, "zigzag"), (2, 2, "zigzag")],
+}
+
+
+def over_gpus(ranks: int, truths: dict[Any, dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """Each case's name: its gate and documents, this rank's errors, and its share of the start state's gradient."""
+    found = {}
+    for ring, ulysses, layout in PLACES[ranks]:
+        mesh = ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cuda")
+        for gate, lengths in ASKED:
+            given = {n: x if x is None else x.cuda() for n, x in inputs(T, gate, torch.float32).items()}
+            expected = {n: x.cuda() for n, x in truths[gate, lengths].items()}
+            for scan, kernel, linear.SHARE in product(states.WAYS, ("chunkwise", "triton"), (0.5, 0.0)):
+                how = {"layout": layout, "scan": scan, "kernel": kernel}
+                one, share = errors(mesh, given, expected, docs_of(lengths, T), **how)
+                how_kept = "walked again" if linear.SHARE == 0.0 else "kept"
+                name = f"{ring}x{ulysses} {layout} {gate} {scan} {kernel} {how_kept}"
+                found[name] = (gate, lengths), one, share.cpu().numpy()
+    return found
+
+
+@pytest.mark.parametrize("ranks", PLACES)
+def test_equals_the_recurrence(ranks):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    truths = {asked: truth(T, *asked, torch.float32) for asked in ASKED}
+    results = run(over_gpus, ranks, ranks, truths, backend="nccl", timeout=300.0)
+    for name, (asked, *_) in results[0].items():
+        of_case = [(each[name][1], torch.from_numpy(each[name][2])) for each in results]
+        for what, value in worst(of_case, truths[asked]).items():
+            assert value <= 2e-6, f"{name}: {what} is off by {value:.2e}"

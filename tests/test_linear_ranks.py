@@ -1,0 +1,421 @@
+"""Gated linear attention over ranks equals the recurrence run token by token: out, end state, all gradients."""
+
+import json
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ringattn as ra
+from ringattn.comms.local import run
+from ringattn.comms.mesh import axis
+from ringattn.comms.scan import Relay, add_up, broadcast
+from ringattn.kernels.linear import State
+from ringattn.launch import bench, verify, words
+from ringattn.launch.processes import run as run_processes
+from ringattn.planning import Plan
+from ringattn.torch import linear, states
+from tests.linear_oracle import B, H, K, V, docs_of, errors, inputs, truth, worst
+
+T = 61  # a prime: no number of ranks divides it
+LONG = 8 * 2 * 70 - 3  # segments of more than one chunk on eight ranks
+PACKED = ((20, 0, 11, 30), (1, 2, 50))
+FIRST_EMPTY = ((0, 33, 20), (0, 61))
+MESHES = [(r, 1, layout) for r in (2, 3, 4, 5, 6, 7, 8) for layout in ("contiguous", "zigzag")]
+MESHES += [(1, 4, "contiguous"), (2, 2, "contiguous"), (2, 2, "zigzag"), (2, 3, "zigzag"), (2, 4, "zigzag")]
+
+
+def check(ring, ulysses, layout, gate, lengths, scan="auto", T=T, dtype=torch.float64, limit=1e-10):
+    given, expected = inputs(T, gate, dtype), truth(T, gate, lengths, dtype)
+    docs = docs_of(lengths, T)
+    results = run(
+        lambda mesh: errors(mesh, given, expected, docs, layout=layout, scan=scan), ring=ring, ulysses=ulysses
+    )
+    for name, value in worst(results, expected).items():
+        assert value <= limit, f"{name} is off by {value:.2e}: {[e.get(name) for e, _ in results]}"
+
+
+@pytest.mark.parametrize("scan", states.WAYS)
+@pytest.mark.parametrize(("ring", "ulysses", "layout"), MESHES)
+def test_equals_the_recurrence(ring, ulysses, layout, scan):
+    check(ring, ulysses, layout, "channel", None, scan)
+    check(ring, ulysses, layout, "head", PACKED, scan)
+
+
+@pytest.mark.parametrize(("ring", "ulysses", "layout"), [(1, 1, "contiguous"), (4, 1, "zigzag"), (2, 3, "zigzag")])
+@pytest.mark.parametrize(
+    "lengths", [None, PACKED, FIRST_EMPTY, ((20, 35),)], ids=["one", "packed", "first_empty", "one_row_for_all"]
+)
+@pytest.mark.parametrize("gate", ["channel", "head", None])
+def test_every_gate_with_every_packing(ring, ulysses, layout, gate, lengths):
+    check(ring, ulysses, layout, gate, lengths)
+    check(ring, ulysses, layout, gate, lengths, dtype=torch.float32, limit=2e-6)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_segments_of_several_chunks(layout):
+    lengths = ((300, 500, LONG - 800), (64, LONG - 100))
+    check(8, 1, layout, "channel", lengths, T=LONG)
+    check(8, 1, layout, "channel", lengths, T=LONG, dtype=torch.float32, limit=2e-6)
+
+
+def test_fewer_tokens_than_ranks():
+    for layout in ("contiguous", "zigzag"):
+        check(4, 1, layout, "channel", None, T=3)
+
+
+def over_gloo(cases: list[Any]) -> list[tuple[dict[str, float], np.ndarray]]:
+    found = []
+    for ring, ulysses, layout, gate, lengths, scan in cases:
+        mesh = ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu")
+        expected = truth(T, gate, lengths)
+        choices = {"layout": layout, "scan": scan}
+        one, share = errors(mesh, inputs(T, gate), expected, docs_of(lengths, T), **choices)
+        found.append((one, share.numpy()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "meshes"), [(2, [(2, 1), (1, 2)]), (4, [(4, 1), (2, 2)])], ids=["2 ranks", "4 ranks"]
+)
+def test_equals_the_recurrence_over_gloo(ranks, meshes):
+    cases = [
+        (ring, ulysses, "zigzag" if ring > 1 else "contiguous", "channel", lengths, scan)
+        for ring, ulysses in meshes
+        for lengths in (None, PACKED)
+        for scan in states.WAYS
+    ]
+    results = run_processes(over_gloo, ranks, cases)
+    for i, case in enumerate(cases):
+        one = [(each[i][0], torch.from_numpy(each[i][1])) for each in results]
+        for name, value in worst(one, truth(T, case[3], case[4])).items():
+            assert value <= 1e-10, f"{case}: {name} is off by {value:.2e}"
+
+
+def in_triton() -> tuple[dict[str, float], np.ndarray]:
+    mesh = ra.init_mesh(ring=2, device_type="cpu")
+    given, expected = inputs(T, "channel", torch.float32), truth(T, "channel", PACKED, torch.float32)
+    one, share = errors(mesh, given, expected, docs_of(PACKED, T), layout="zigzag", kernel="triton")
+    return one, share.numpy()
+
+
+def test_the_gpu_kernels_over_ranks():
+    """In the interpreter where there is no GPU. It is not made for threads: ranks are processes."""
+    pytest.importorskip("triton")
+    results = [(one, torch.from_numpy(share)) for one, share in run_processes(in_triton, 2)]
+    for name, value in worst(results, truth(T, "channel", PACKED, torch.float32)).items():
+        assert value <= 2e-6, f"{name} is off by {value:.2e}"
+
+
+def test_bfloat16_is_within_twice_the_error_of_one_device():
+    given, expected = inputs(T, "channel", torch.bfloat16), truth(T, "channel", None, torch.bfloat16)
+    alone = worst(run(lambda mesh: errors(mesh, given, expected, None), ring=1), expected)
+    over = worst(run(lambda mesh: errors(mesh, given, expected, None, layout="zigzag"), ring=4), expected)
+    for name in alone:
+        assert over[name] <= 2 * alone[name] + 1e-6, f"{name}: {over[name]:.1e} over ranks, {alone[name]:.1e} alone"
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("scan", ["ring", "pipeline"])
+def test_bytes_a_rank_sends_do_not_depend_on_the_length(layout, scan):
+    def one(mesh, length):
+        plan = ra.plan(mesh, seq_len=length, layout=layout)
+        q, k, v, g = (torch.randn(B, plan.local_len, H, n).requires_grad_() for n in (K, K, V, K))
+        out = ra.linear_attention(q, k, v, -g.exp(), plan, scan=scan)
+        forward = plan.ring_axis.sent
+        out.sum().backward()
+        return forward, plan.ring_axis.sent - forward
+
+    rows = B * (2 if layout == "zigzag" else 1)  # sequences x segments a rank
+    counts = [run(lambda mesh, n=length: one(mesh, n), ring=4) for length in (64, 640)]
+    assert counts[0] == counts[1]
+    for forward, backward in counts[0]:
+        assert forward <= rows * H * K * (V + 1) * 4 and backward <= rows * H * K * V * 4
+    assert max(forward for forward, _ in counts[0]) == rows * H * K * V * 4  # the state itself: no decay travels
+
+
+def test_the_benchmark_counts_the_same_bytes_for_any_length(tmp_path):
+    out = tmp_path / "lines.jsonl"
+    words = "device=cpu ranks=2 tokens=64,256 heads=2 key_dim=8 value_dim=8 scan=ring,gather repeats=1"
+    assert bench.main(["scan", f"out={out}", *words.split()]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 8 and all(row["ms"] > 0 and row["floor_ms"] > 0 for row in rows)
+    assert [row["MB"] for row in rows[:4]] == [row["MB"] for row in rows[4:]]
+    assert rows[0]["scan"] == "ring" and rows[0]["MB"] == 2 * 8 * 8 * 4 / 1e6
+
+
+@pytest.mark.parametrize(
+    ("layout", "scan", "backward"),
+    [("contiguous", "gather", False), *product(("contiguous", "zigzag"), ("ring", "pipeline"), (False, True))],
+)
+def test_a_scan_over_256_ranks_equals_the_sequential_result(layout, scan, backward):
+    ranks = 256
+    plan = Plan(seq_len=2 * ranks, ring=ranks, layout=layout)
+    P, generator = states.segments(plan), torch.Generator().manual_seed(0)
+    decay = -torch.rand(ranks, P, 1, 2, generator=generator, dtype=torch.float64)
+    kv = torch.randn(ranks, P, 1, 2, 3, generator=generator, dtype=torch.float64)
+    start = torch.randn(1, 1, 2, 3, generator=generator, dtype=torch.float64)
+    state, expected = start, {}
+    for r, _, p in states.order(plan)[:: -1 if backward else 1]:
+        expected[r, p] = state
+        state = decay[r, p].exp()[None, ..., None] * state + kv[r, p][None]
+
+    def one(mesh):
+        mine = ra.plan(mesh, seq_len=2 * ranks, layout=layout)
+        r = mine.ring_axis.rank
+        way = states.choose(mine, scan, 48, 2)
+        flying = states.Exchange(mine, State(decay[r], kv[r]), start, way, backward, end_everywhere=True)
+        return flying.before(), flying.behind
+
+    for r, (before, end) in enumerate(run(one, ring=ranks)):
+        for p in range(P):
+            torch.testing.assert_close(before[p : p + 1], expected[r, p], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(end, state, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scan", states.WAYS)
+def test_states_are_on_their_way_before_anybody_waits(scan):
+    """So that what does not need them can run meanwhile; on the first rank of a ring, which waits for nobody."""
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=64, layout="contiguous")
+        own = State(-torch.rand(1, 1, 4), torch.randn(1, 1, 4, 3))
+        flying = states.Exchange(plan, own, None, states.choose(plan, scan, 48, 4))
+        sent = plan.ring_axis.sent
+        assert flying.before() is flying.before()  # and waited for once
+        return sent
+
+    sent = run(one, ring=3)
+    assert all(sent) if scan == "gather" else sent[0] == 4 * 3 * 4
+
+
+def test_segments_follow_each_other_in_the_order_of_the_sequence():
+    for ring, ulysses, layout in (*MESHES, (1, 1, "contiguous")):
+        plan = Plan(seq_len=T, ring=ring, ulysses=ulysses, layout=layout)
+        length = plan.local_len // states.segments(plan)
+        at = [plan.tokens.positions(r)[plan.local_slice(u)].reshape(-1, length)[p] for r, u, p in states.order(plan)]
+        assert np.concatenate(at).tolist() == list(range(plan.tokens.padded_length)), plan
+
+
+def test_the_way_states_travel_is_chosen_by_size():
+    few, many = Plan(seq_len=4096, ring=4, layout="zigzag"), Plan(seq_len=2**20, ring=256, layout="zigzag")
+    small, large = 16 * 128 * 128 * 4, 64 * 256 * 256 * 4
+    assert states.choose(few, "auto", small, 128).name == "gather"
+    assert states.choose(few, "auto", 2**28, 128).name in ("ring", "pipeline")  # no room for all of them
+    assert states.choose(many, "auto", large, 256).name == "pipeline"
+    assert states.choose(many, "auto", large, 255).pieces == 1  # a key dim that cannot be cut
+    for way in states.WAYS:
+        assert states.choose(few, way, small, 128).name == way
+
+
+def exercise_scans(a: Any) -> None:
+    """A relay in both directions and pieces, a broadcast and a sum to and from every rank."""
+    mine = torch.tensor([[1.0, a.rank + 1.0], [0.5 * a.rank, 2.0]])
+    for reverse in (False, True):
+        order = list(range(a.size))[:: -1 if reverse else 1]
+        expected = torch.eye(2)
+        for r in order[: order.index(a.rank)]:
+            expected = torch.tensor([[1.0, r + 1.0], [0.5 * r, 2.0]]) @ expected
+        steps: list[Callable[[Tensor], Tensor]] = [lambda x: mine @ x] * 3
+        for found in Relay(a, [torch.eye(2)] * 3, steps, reverse).wait():
+            torch.testing.assert_close(found, expected)
+    for r in range(a.size):
+        assert broadcast(a, torch.tensor([float(a.rank)]), r).item() == r
+        total = add_up(a, torch.tensor([float(a.rank)]), r)
+        assert a.rank != r or total.item() == sum(range(a.size))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_relays_broadcasts_and_sums(size):
+    run(lambda mesh: exercise_scans(axis(mesh, "ring")), ring=size)
+
+
+def scans_over_gloo() -> None:
+    exercise_scans(axis(ra.init_mesh(ring=3, device_type="cpu"), "ring"))
+
+
+def test_relays_broadcasts_and_sums_over_gloo():
+    run_processes(scans_over_gloo, 3)
+
+
+def call(plan: Plan | None, x: Tensor, again: bool = False) -> Tensor:
+    """A small model's loss: projections, linear attention, what comes out once more."""
+
+    def body(x: Tensor) -> Tensor:
+        q, k, v, g = (x * n for n in (1.0, 0.5, 2.0, 0.25))
+        out, end = ra.linear_attention(q, k, v, nn.functional.logsigmoid(g), plan, return_state=True, docs=DOCS)
+        return out + end.sum() * 0.01
+
+    return (checkpoint(body, x, use_reentrant=False) if again else body(x)).square().sum()
+
+
+DOCS = ra.Docs.from_lengths([13, 35])
+
+
+def compiled_and_not() -> list[np.ndarray]:
+    plan = None
+    if dist.is_initialized():
+        plan = ra.plan(ra.init_mesh(ring=dist.get_world_size(), device_type="cpu"), seq_len=48, layout="zigzag")
+    whole = torch.randn(1, 48, 2, 4, generator=torch.Generator().manual_seed(0))
+    x = (whole if plan is None else plan.shard(whole)).requires_grad_()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    results = []
+    for how in (lambda: call(plan, x), lambda: compiled(plan, x), lambda: call(plan, x, again=True)):
+        loss = how()
+        results += [loss.detach().numpy(), torch.autograd.grad(loss, x)[0].numpy()]
+    return results
+
+
+def test_compiling_and_recomputing_give_the_same_bits():
+    torch._dynamo.reset()
+    for loss, grad, *others in [compiled_and_not(), *run_processes(compiled_and_not, 2)]:
+        for i, (a, b) in enumerate(zip(others, (loss, grad) * 2, strict=True)):
+            assert np.array_equal(a, b), ("compiled", "compiled", "recomputed", "recomputed")[i]
+
+
+def test_opcheck():
+    q, k, v, g = (torch.randn(1, 5, 2, 4).requires_grad_() for _ in range(4))
+    state = torch.randn(1, 2, 4, 4).requires_grad_()
+    plan = ra.plan(seq_len=5)
+    for return_state, initial, gate, keep in ((True, state, -g.exp(), True), (False, None, None, False)):
+        args = (q, k, v, gate, initial, None, plan.handle, False, 0.5, "auto", "auto", return_state, keep)
+        torch.library.opcheck(torch.ops.ringattn.linear_attention, args)
+
+
+@pytest.mark.parametrize(("ring", "layout"), [(1, "contiguous"), (4, "zigzag")])
+@pytest.mark.parametrize(("dim", "kept"), [(16, True), (128, True), (129, False), (200, False)])
+def test_states_before_chunks_are_kept_where_they_are_small_beside_the_inputs(dim, kept, ring, layout):
+    """Up to half of their bytes; else the state before each segment, over ranks. Without gradients nothing is."""
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=ring * 128, layout=layout)
+        q, k, v, g = (torch.randn(1, 128, 2, dim).requires_grad_() for _ in range(4))
+        saved = []
+
+        def save(x: Tensor) -> Tensor:
+            saved.append(x.shape)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+            ra.linear_attention(q, k, v, -g.exp(), plan)
+        P = states.segments(plan)
+        assert ((P, 2, 128 // P // 64, dim, dim) in saved) == kept
+        assert ((P, 2, dim, dim) in saved) == (not kept and ring > 1)
+
+    run(one, ring=ring)
+
+
+@pytest.mark.parametrize(("ring", "layout"), [(1, "contiguous"), (4, "contiguous"), (4, "zigzag")])
+def test_kept_states_and_walked_ones_give_the_same_bits(ring, layout, monkeypatch):
+    given = inputs(LONG, "channel")
+    docs = docs_of(((300, 500, LONG - 800), (64, LONG - 100)), LONG)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=LONG, layout=layout)
+        leaves = [plan.shard(given[n]).requires_grad_() for n in "qkvg"]
+        out, end = ra.linear_attention(*leaves, plan, return_state=True, docs=docs)
+        return [x.detach() for x in (out, end)] + list(torch.autograd.grad((out.sum() + end.sum()), leaves))
+
+    kept = run(one, ring=ring)
+    monkeypatch.setattr(linear, "SHARE", 0.0)
+    for ours, others in zip(kept, run(one, ring=ring), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, others, strict=True))
+
+
+def test_a_loss_of_one_ranks_end_state_alone():
+    """A rank whose loss takes neither outputs nor the end state has its part in everybody's gradients."""
+    given = inputs(T, "channel")
+    whole = given["k"].clone().requires_grad_()
+    _, end = ra.linear_attention(given["q"], whole, given["v"], given["g"], return_state=True)
+    end.square().sum().backward()
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=T)
+        q, k, v, g = (plan.shard(given[n]).requires_grad_() for n in "qkvg")
+        out, end = ra.linear_attention(q, k, v, g, plan, return_state=True)
+        (end.square().sum() if mesh.rank == 1 else out.sum() * 0).backward()
+        return plan.unshard(k.grad)
+
+    for grad in run(one, ring=3):
+        torch.testing.assert_close(grad, whole.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_no_grad_and_autocast():
+    x = torch.randn(1, 20, 2, 4)
+    with torch.no_grad():
+        plain = ra.linear_attention(x, x, x, -x.exp())
+    assert torch.equal(plain, ra.linear_attention(x, x, x, -x.exp()))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ra.linear_attention(x, x, x, -x.exp()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "says"),
+    [
+        ("striped", {}, "layout='striped' deals out neighbouring tokens.*use layout='zigzag' or 'contiguous'"),
+        ("zigzag", {"docs": ra.Docs.from_lengths([60])}, "add up to 60, the sequence has 64 tokens"),
+        ("zigzag", {"initial_state": torch.zeros(1, 2, 4, 4)}, r"expected \(2, 2, 4, 4\): batch, heads, key dim"),
+        ("zigzag", {"scan": "tree"}, "scan='tree'"),
+    ],
+)  # fmt: skip
+def test_every_rank_raises_the_same_error(layout, change, says):
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=64, layout=layout)
+        x = torch.randn(2, 16, 2, 4)
+        with pytest.raises(ValueError, match=says) as caught:
+            ra.linear_attention(x, x, x, -x.exp(), plan, **change)
+        return str(caught.value)
+
+    assert len(set(run(one, ring=4))) == 1
+
+
+def test_one_ranks_bad_gate_is_every_ranks_error():
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=64)
+        x = torch.randn(2, 32, 2, 4)
+        g = -x.exp()
+        if mesh.rank == 1:
+            g[1, 7] = 0.5
+        with pytest.raises(ValueError, match=r"log_decay\[1, 7, 0, 0\] = 0.5: .*\(on ring rank 1\)"):
+            ra.linear_attention(x, x, x, g, plan)
+
+    run(one, ring=2)
+
+
+def test_verify_runs_linear_attention_too(capsys, monkeypatch):
+    assert words.main(["verify", "ranks=2", "cases=linear_packed,linear_head"]) == 0
+    said = capsys.readouterr().out
+    assert "18 of 18 cases pass" in said  # 2 features x 3 ways of the states x (2 on the ring + Ulysses)
+    assert "end       dq       dk       dv       dg   dstate" in said and "dsinks" not in said
+
+    def off(*args, **how):
+        errors, share = exact(*args, **how)
+        return errors, share * (1.0001 if how["scan"] == "pipeline" else 1.0)
+
+    exact = verify.linear_oracle.errors
+    monkeypatch.setattr(verify.linear_oracle, "errors", off)
+    assert words.main(["verify", "ranks=2", "cases=linear_head"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[2] for line in lines if line.endswith("FAIL")} == {"pipeline"}
+    assert any("dstate is off by" in line for line in lines) and lines[-1].startswith("6 of 9 cases pass")
+
+
+def test_a_kernel_of_attention_is_none_of_linear_attention(capsys):
+    assert words.main(["verify", "ranks=2", "cases=linear_head", "kernel=tiled"]) == 1
+    assert "refused in 9 cases: tiled: no kernel of linear attention" in capsys.readouterr().out
+
+
+def test_ranks_that_disagree_are_named():
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=64)
+        x = torch.randn(2, 32, 2, 4)
+        with pytest.raises(ValueError, match="the ranks do not make the same call: asked: ring rank 0 has"):
+            ra.linear_attention(x, x, x, -x.exp(), plan, scale=1.0 + mesh.rank)
+
+    run(one, ring=2)

@@ -1,0 +1,66 @@
+"""A rank that is killed in the middle of a call is named by all others, with the step, in time: none hangs."""
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringattn as ra
+from ringattn.launch.processes import RankError, run
+from ringattn.torch import attention
+
+RANKS, TIMEOUT = 4, 12.0
+
+
+def calls_until_one_dies(folder: str, victim: int, route: str, stays: bool) -> None:
+    """Forward and backward without end; the victim is killed in the backward pass of its fifth call.
+
+    The others write down what they are told and when. With `stays` they keep their connections open after that, as a
+    program that catches the error may: then nobody hears of the loss by the closed connection of a neighbour.
+    """
+    mesh = ra.init_mesh(ring=dist.get_world_size(), device_type="cpu")
+    plan = ra.plan(mesh, seq_len=100, route=route, layout="zigzag")
+    rank, start = dist.get_rank(), time.monotonic()
+    q, k, v = (torch.randn(1, plan.local_len, 2, 8, requires_grad=True) for _ in range(3))
+    for i in range(50):
+        if i == 4 and rank == victim:
+            attention.BACKWARD[route] = partial(with_a_deadly_kernel, attention.BACKWARD[route])
+        try:
+            start = time.monotonic()
+            ra.attention(q, k, v, plan).sum().backward()
+        except Exception as error:
+            Path(folder, str(rank)).write_text(f"{time.monotonic() - start:.1f} {type(error).__name__}: {error}")
+            break
+    while stays and len(os.listdir(folder)) < RANKS - 1 and time.monotonic() < start + 2 * TIMEOUT:
+        time.sleep(0.1)
+    raise RuntimeError("the end of this rank")
+
+
+def with_a_deadly_kernel(backward, q, k, v, axis, run, score, rows):
+    def kernel(*args, **options):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return backward(q, k, v, axis, run, score._replace(attend_backward=kernel, halves=kernel), rows)
+
+
+@pytest.mark.parametrize(
+    ("victim", "route", "stays"),
+    [(0, "direct", True), (2, "direct", False), pytest.param(0, "relay", True, marks=pytest.mark.slow)],
+)
+def test_all_others_name_it_and_the_step(victim, route, stays, tmp_path):
+    with pytest.raises(RankError):
+        run(
+            calls_until_one_dies, RANKS, str(tmp_path), victim, route, stays,
+            collective_timeout=TIMEOUT, grace=3 * TIMEOUT,
+        )  # fmt: skip
+    said = {int(p.name): p.read_text() for p in tmp_path.iterdir()}
+    assert sorted(said) == [r for r in range(RANKS) if r != victim]
+    for rank, text in said.items():
+        seconds, error = text.split(" ", 1)
+        assert float(seconds) < 1.5 * TIMEOUT, f"rank {rank}: {text}"
+        assert f"lost ring rank {victim} (" in error and "step" in error, f"rank {rank}: {text}"

@@ -1,0 +1,199 @@
+"""The gated linear attention layer: over ranks it is the layer on one device, and a stream gives what forward gives."""
+
+from copy import deepcopy
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ringattn as ra
+from ringattn.comms.local import run
+from ringattn.launch.processes import run as run_processes
+from ringattn.planning import Plan
+from ringattn.torch.halo import causal_convolution
+from ringattn.torch.nn import GatedLinearAttention
+from ringattn.torch.states import order
+
+T, C = 45, 32
+PACKED = ((20, 0, 2, 23), (1, 2, 42))
+MESHES = [(1, 1, "contiguous"), (4, 1, "zigzag"), (4, 1, "contiguous"), (2, 2, "zigzag"), (2, 3, "zigzag")]
+
+
+def layer(**choices) -> GatedLinearAttention:
+    made = GatedLinearAttention(C, heads=4, **choices).double()
+    generator = torch.Generator().manual_seed(0)  # not the global one: ranks are threads
+    for weight in made.parameters():
+        nn.init.normal_(weight, std=0.3, generator=generator)
+    return made
+
+
+def data(length: int = T) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, length, C, generator=generator, dtype=torch.float64) for _ in range(2)]
+
+
+@pytest.mark.parametrize("lengths", [None, PACKED], ids=["one", "packed"])
+@pytest.mark.parametrize("choices", [{}, {"gate": "head", "convolution": 4}, {"gate": None, "convolution": 1}], ids=str)
+@pytest.mark.parametrize(("ring", "ulysses", "place"), MESHES)
+def test_a_layer_over_ranks_is_the_layer_on_one_device(ring, ulysses, place, choices, lengths):
+    x, dout = data()
+    docs = None if lengths is None else ra.Docs.from_lengths([list(row) for row in lengths])
+    alone, whole = layer(**choices), x.clone().requires_grad_()
+    untouched = deepcopy(alone)
+    if lengths is None:
+        expected = alone(whole)
+    else:  # every document by itself
+        rows = []
+        for row, some in zip(whole, lengths, strict=True):
+            ends = np.cumsum(some)
+            rows.append(torch.cat([alone(row[None, e - n : e]) for e, n in zip(ends, some, strict=True) if n], 1))
+        expected = torch.cat(rows)
+    expected.backward(dout)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=T, layout=place)
+        mine, part = deepcopy(untouched), plan.shard(x).requires_grad_()
+        out = mine(part, plan, docs=docs)
+        out.backward(plan.shard(dout))
+        return plan.unshard(out.detach()), plan.unshard(part.grad), {n: p.grad for n, p in mine.named_parameters()}
+
+    results = run(one, ring=ring, ulysses=ulysses)
+    for out, dx, _ in results:
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(dx, whole.grad, rtol=0, atol=1e-11)
+    for name, weight in alone.named_parameters():
+        torch.testing.assert_close(sum(s[name] for *_, s in results), weight.grad, rtol=0, atol=1e-10, msg=name)
+
+
+def test_the_convolution_is_torchs_own():
+    x, weight = data()[0], torch.randn(C, 4, dtype=torch.float64)
+    expected = F.conv1d(F.pad(x.mT, (3, 0)), weight.flip(1)[:, None], groups=C).mT
+    torch.testing.assert_close(causal_convolution(x, weight), expected)
+
+
+@pytest.mark.parametrize("length", [3, 5, 9])
+def test_the_convolution_reaches_over_segments_shorter_than_itself(length):
+    x, dout = data(length)
+    weight = torch.randn(C, 6, dtype=torch.float64)
+    whole = x.clone().requires_grad_()
+    expected = causal_convolution(whole, weight)
+    expected.backward(dout)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=length, layout="zigzag")
+        part = plan.shard(x).requires_grad_()
+        out = causal_convolution(part, weight, plan)
+        out.backward(plan.shard(dout))
+        return plan.unshard(out.detach()), plan.unshard(part.grad)
+
+    for out, dx in run(one, ring=4):
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(dx, whole.grad)
+
+
+@pytest.mark.parametrize("convolution", [0, 4])
+@pytest.mark.parametrize(("ring", "ulysses", "place"), MESHES[:4])
+def test_a_stream_gives_what_forward_gives(ring, ulysses, place, convolution):
+    """A prompt in chunks (one shorter than the convolution), then steps of one, three and ten tokens; and once more."""
+    x, _ = data()
+    expected = layer(convolution=convolution)(x).detach()
+
+    def one(mesh):
+        mine = layer(convolution=convolution)
+        for _ in range(2):
+            outs, at = [], 0
+            for n in (17, 2, 12):
+                plan = ra.plan(mesh, seq_len=n, layout=place)
+                outs.append(plan.unshard(mine.prefill(plan.shard(x[:, at : at + n]), plan)))
+                at += n
+            for n in (1, 3, 10):
+                outs.append(mine.step(x[:, at : at + n]))
+                at += n
+            mine.reset()
+        return torch.cat(outs, 1)
+
+    for out in run(one, ring=ring, ulysses=ulysses):
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+def test_wrong_order_and_wrong_rows_are_errors():
+    made, (x, _) = layer(), data()
+    with pytest.raises(ValueError, match="step before prefill"):
+        made.step(x)
+    made.prefill(x)
+    state = made.state
+    with pytest.raises(ValueError, match="x has 1 batch rows, the sequence so far 2"):
+        made.step(x[:1])
+    with pytest.raises(ValueError, match="x asks for gradients"):
+        made.prefill(x.requires_grad_())
+    assert made.state is state
+    made.reset()
+    with pytest.raises(ValueError, match="step before prefill"):
+        made.step(x.detach())
+
+
+def test_an_impossible_layer_is_refused():
+    with pytest.raises(ValueError, match="gate='row': choose 'channel', 'head' or None"):
+        GatedLinearAttention(C, 4, gate="row")
+    with pytest.raises(ValueError, match=r"temperature=0.0 must be above 0"):
+        GatedLinearAttention(C, 4, temperature=0.0)
+
+
+def compiled_and_not() -> list[np.ndarray]:
+    plan = None
+    if dist.is_initialized():
+        plan = ra.plan(ra.init_mesh(ring=dist.get_world_size(), device_type="cpu"), seq_len=T, layout="zigzag")
+    x, made = data()[0], layer(convolution=4)
+    x = (x if plan is None else plan.shard(x)).requires_grad_()
+    docs = ra.Docs.from_lengths([20, 25])
+    results = []
+    for call in (made, torch.compile(made, fullgraph=True, backend="aot_eager")):
+        made.zero_grad()
+        out = call(x, plan, docs=docs)
+        out.square().sum().backward()
+        results += [out.detach().numpy(), *(p.grad.numpy() for p in made.parameters())]
+    return results
+
+
+def test_compile_fullgraph():
+    torch._dynamo.reset()
+    for results in (compiled_and_not(), *run_processes(compiled_and_not, 2)):
+        half = len(results) // 2
+        for a, b in zip(results[:half], results[half:], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+def hops(plan: Plan) -> int:
+    """From each segment of the sequence to the next: on how many axes of the mesh their ranks differ, summed."""
+    return sum((a[0] != b[0]) + (a[1] != b[1]) for a, b in pairwise(order(plan)))
+
+
+@pytest.mark.parametrize("lengths", [None, PACKED], ids=["one", "packed"])
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "place"), [(4, 1, "contiguous"), (4, 1, "zigzag"), (2, 2, "contiguous"), (2, 3, "zigzag")]
+)
+def test_the_convolution_sends_the_tokens_at_borders_and_no_others(ring, ulysses, place, lengths):
+    """Forward and backward: W - 1 tokens a border between ranks, twice where ring and Ulysses rank both change."""
+    W = 4
+    docs = None if lengths is None else ra.Docs.from_lengths([list(row) for row in lengths])
+
+    def one(mesh, length):
+        plan = ra.plan(mesh, seq_len=length, layout=place)
+        x = torch.randn(2, plan.local_len, C).requires_grad_()
+        out = causal_convolution(x, torch.randn(C, W), plan, docs=docs)
+        forward = sent(plan)
+        out.sum().backward()
+        return forward, sent(plan) - forward
+
+    def sent(plan):
+        return sum(getattr(axis, "sent", 0) for axis in (plan.ring_axis, plan.ulysses_axis))
+
+    expected = hops(Plan(seq_len=T, ring=ring, ulysses=ulysses, layout=place)) * 2 * (W - 1) * C * 4
+    for length in (T,) if docs else (T, 10 * T):
+        counts = run(lambda mesh, n=length: one(mesh, n), ring=ring, ulysses=ulysses)
+        for total in map(sum, zip(*counts, strict=True)):
+            assert total == expected

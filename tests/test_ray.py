@@ -1,0 +1,180 @@
+"""Training under Ray: a rank dies, a node dies, nodes run short; the losses are as if nothing had been."""
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn.conf.schema import Train
+from ringattn.launch import checkpoint, metrics
+from ringattn.launch import ray as on_ray
+from ringattn.launch.processes import RankError
+
+ROOT = Path(__file__).parent.parent
+WORDS = ("experiment=smoke", "model.dim=16", "model.hidden=16", "seq_len=64", "data=files", "device=cpu",
+         f"data.path={Path(json.__file__).parent}", "data.suffix=.py", "picture=false", "steps=60",
+         "save_every=5", "nproc=2", "run=run")  # fmt: skip
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+               "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.3"}  # fmt: skip
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.ray,
+    pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed (pip install 'ringattn[ray]')"),
+    pytest.mark.skipif(not find_spec("hydra"), reason="hydra-core is not installed (pip install 'ringattn[train]')"),
+]
+
+
+class Run:
+    """`ringattn train cluster=ray` in a process of its own, whose output is read as it comes."""
+
+    def __init__(self, folder: Path, *words: str):
+        self.folder, self.said = folder, folder / "said"
+        folder.mkdir(exist_ok=True)
+        self.process = subprocess.Popen(
+            (sys.executable, "-m", "ringattn.launch.train", *WORDS, "cluster=ray", f"folder={folder}", *words),
+            env={**os.environ, **ENVIRONMENT}, cwd=folder, stdout=self.said.open("w"), stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def ended(self, seconds: float = 300.0) -> str:
+        self.process.wait(timeout=seconds)
+        return self.said.read_text()
+
+    def steps(self) -> int:
+        path = self.folder / "run" / "metrics.jsonl"
+        return path.read_text().count('"kind": "step"') if path.exists() else 0
+
+    def after(self, steps: int, seconds: float = 300.0) -> None:
+        """Wait until so many steps were done since the last attempt began, counting those done twice."""
+        end, goal = time.monotonic() + seconds, self.steps() + steps
+        while self.steps() < goal:
+            assert self.process.poll() is None, f"ended too early: {self.said.read_text()}"
+            assert time.monotonic() < end, f"nothing happened in time: {self.said.read_text()}"
+            time.sleep(0.02)
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank in the newest attempt."""
+        return int(re.findall(rf"pid=(\d+)\) world_rank={rank},", self.said.read_text())[-1])
+
+    def losses(self) -> list[float]:
+        return [r["loss"] for r in metrics.read(self.folder / "run" / "metrics.jsonl") if r["kind"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> list[float]:
+    run = Run(tmp_path_factory.mktemp("whole"), "cluster=local", "save_every=0")
+    said = run.ended()
+    assert run.process.returncode == 0, said
+    return run.losses()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator:
+    """A cluster that asks everybody for its token."""
+    os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    yield made
+    made.shutdown()
+    del os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]
+
+
+@pytest.fixture
+def cluster(nodes):
+    """Four nodes on this machine: one where the driver is, three with a CPU each."""
+    while len(nodes.worker_nodes) < 3:
+        nodes.add_node(num_cpus=1)
+    return nodes
+
+
+def node_of(cluster, pid: int):
+    """The node whose raylet started a process."""
+    parent = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    return next(n for n in cluster.worker_nodes if n.all_processes["raylet"][0].process.pid == parent)
+
+
+def test_a_killed_rank_and_a_killed_node_cost_nothing_but_time(cluster, tmp_path, undisturbed):
+    run = Run(tmp_path, f"cluster.address={cluster.address}", "cluster.placement=SPREAD")
+    run.after(steps=7)
+    os.kill(run.pid(1), signal.SIGKILL)
+    run.after(steps=7)
+    cluster.remove_node(node_of(cluster, run.pid(1)), allow_graceful=False)
+    said = run.ended()
+    assert run.process.returncode == 0, said
+    assert len(set(re.findall(r"goes on after step (\d+)", said))) == 2, said
+    assert run.losses() == undisturbed
+
+
+def test_with_too_few_nodes_it_goes_on_with_fewer_ranks_and_a_sigterm_saves(cluster, tmp_path, undisturbed):
+    run = Run(tmp_path, f"cluster.address={cluster.address}", "cluster.at_least=1")
+    run.after(steps=7)
+    stays = node_of(cluster, run.pid(0))
+    for node in [n for n in cluster.worker_nodes if n is not stays]:
+        cluster.remove_node(node, allow_graceful=False)
+    run.after(steps=7)
+    run.process.send_signal(signal.SIGTERM)
+    said = run.ended()
+    assert run.process.returncode == 0, said
+    assert "worker group of size 1" in said and "goes on after step" in said
+    done = int(re.search(r"stopped after step (\d+) of 60, saved", said)[1])
+    assert checkpoint.complete(tmp_path / "run" / "checkpoints")[-1].name == checkpoint.name_of(done)
+    np.testing.assert_allclose(run.losses(), undisturbed[:done], atol=1e-5)
+
+
+def test_what_cannot_be_is_said_once_and_nobody_tries_again(cluster, tmp_path):
+    run = Run(tmp_path, f"cluster.address={cluster.address}", "data.path=/nowhere", "nproc=1")
+    said = run.ended()
+    assert run.process.returncode == 2, said
+    assert said.splitlines()[-1].startswith("ringattn train: data.path=/nowhere does not exist")
+    assert said.count("does not exist") == 1 and not re.search(r"RayTrainWorker.*Traceback", said), said
+    with pytest.raises(ValueError, match="nproc=99 ranks need a CPU each, and Ray has"):
+        on_ray.sized(Train(nproc=99, device="cpu"), {"CPU": 3.0})
+    os.environ["RAY_AUTH_TOKEN"], token = "0" * 64, os.environ["RAY_AUTH_TOKEN"]
+    stranger = Run(tmp_path / "stranger", f"cluster.address={cluster.address}")
+    os.environ["RAY_AUTH_TOKEN"] = token
+    said = stranger.ended()
+    assert stranger.process.returncode == 2 and "is the token" in said and "Traceback" not in said, said
+
+
+def jax_part(tokens: int) -> tuple[int, int, np.ndarray]:
+    """One process of a JAX program: attention over the processes of all."""
+    import jax
+
+    import ringattn as ra
+    import ringattn.jax
+
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens}")
+    mesh = ringattn.jax.init_mesh(ring=len(jax.devices()))
+    plan = ra.plan(mesh, seq_len=tokens, heads=(4, 2), head_dim=16)
+    whole = jax.jit(lambda q, k, v: plan.unshard(ra.attention(plan.shard(q), plan.shard(k), plan.shard(v), plan)))
+    return jax.process_count(), jax.device_count(), np.asarray(whole(*qkv(tokens)).addressable_data(0))
+
+
+def qkv(tokens: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((1, tokens, heads, 16)).astype(np.float32) for heads in (4, 2, 2)]
+
+
+def test_processes_of_one_jax_program(cluster, monkeypatch):
+    pytest.importorskip("jax", reason="jax is not installed")
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+    expected = ra.attention(*map(torch.from_numpy, qkv(101))).numpy()
+    for processes, devices, found in on_ray.jax_run(jax_part, 2, 101, address=cluster.address):
+        assert (processes, devices) == (2, 2)
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+    with pytest.raises(RankError, match="ValueError: tokens=0"):
+        on_ray.jax_run(jax_part, 2, 0, address=cluster.address)

@@ -1,0 +1,153 @@
+"""What prefill and decode decide without a device: where tokens lie, which way a chunk moves, how partials meet."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn.comms.local import LocalAxis, run
+from ringattn.comms.symmetric import SymmetricAxis
+from ringattn.cost import HARDWARE
+from ringattn.serving import Heads, Stripes, exchange_over, exchange_way, keys_at_once, prefill_moves
+from ringattn.torch import chunk, inference
+from ringattn.torch.cache import KVCache
+
+H200, CPU = HARDWARE["h200"], HARDWARE["cpu"]
+LLAMA = Heads(heads=32, kv_heads=8, head_dim=128, value_dim=128, itemsize=2)
+
+
+def test_positions_are_balanced_at_any_length_and_below_counts_them():
+    stripes = Stripes(4, 8)
+    for length in range(200):
+        held = [int(stripes.below(length, r)) for r in range(4)]
+        assert sum(held) == length and max(held) - min(held) <= 8
+        assert held == [int(stripes.owned(np.arange(length), r).sum()) for r in range(4)]
+
+
+def test_a_long_chunk_has_its_keys_brought_and_a_short_one_sends_its_queries():
+    """Keys hide behind the work of a long chunk; a few queries against a long cache have nothing to hide it."""
+    assert prefill_moves(4, 2048, 131072, LLAMA, H200).way == "keys"
+    assert prefill_moves(4, 4, 131072, LLAMA, H200).way == "queries"
+    assert prefill_moves(1, 2048, 131072, LLAMA, H200).exposed == {"queries": 0.0, "keys": 0.0}
+
+
+def test_where_nothing_is_hidden_fewer_bytes_win():
+    for cached in (1024, 65536):
+        moves = prefill_moves(4, 256, cached, LLAMA, CPU, hides=False)
+        assert moves.way == min(moves.sent, key=moves.sent.get)
+    assert "queries travel (queries: 19" in str(moves)
+
+
+def test_a_hop_follows_the_chunk_and_not_the_prompt():
+    assert keys_at_once(1) == 1024 and keys_at_once(4096) == 16384
+
+
+def test_small_partials_are_gathered_and_large_ones_shared_out():
+    assert exchange_way(32 * 129 * 4, 4, H200) == "gather"  # a token
+    assert exchange_way(64 * 32 * 129 * 4 * 16, 8, H200) == "scatter"  # 64 tokens of 16 rows
+    assert exchange_way(10**9, 2, H200) == "gather"  # of two ranks both send the same bytes
+
+
+def test_a_token_goes_by_what_starts_sooner_and_a_large_exchange_by_what_is_faster():
+    assert exchange_over(32 * 129 * 4, 4, H200) == "group"  # 264 us beside 289, as measured
+    assert exchange_over(2**24, 4, H200) == "symmetric"
+    assert exchange_over(2**24, 4, CPU) == "group"  # there is no other
+
+
+def test_a_decode_asks_the_axis_for_the_transport_of_its_bytes(monkeypatch):
+    asked = []
+    monkeypatch.setattr(LocalAxis, "over", lambda self, transport: asked.append(transport) or self)
+    monkeypatch.setattr(inference, "hardware_of", lambda device: H200)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=4)
+        cache = KVCache.allocate(plan, batch=1, max_len=8, kv_heads=1, head_dim=8, dtype=torch.float32)
+        x = torch.randn(1, 4, 1, 8)
+        ra.prefill(*[plan.shard(x)] * 3, plan, cache)
+        ra.decode(x[:, :1], x[:, :1], x[:, :1], cache)
+
+    run(one, ring=2)
+    assert asked == ["group"] * 2
+
+
+def test_peers_memory_hands_over_to_the_group_unless_it_was_asked_for_by_name():
+    peers, watch, group = SimpleNamespace(lanes=None, rank=0), SimpleNamespace(size=2), object()
+    auto, named = (SymmetricAxis(peers, watch, list, "ring", other) for other in (group, None))
+    assert auto.over("group") is group and auto.over("symmetric") is auto and named.over("group") is named
+
+
+@pytest.mark.parametrize("form", ["lse", "streams"])
+def test_either_exchange_gives_every_rank_the_same_bits(form, monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 7, h, d, generator=g) for h, d in ((3, 8), (1, 8), (1, 12)))
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=7)
+        cache = KVCache.allocate(
+            plan, batch=2, max_len=14, kv_heads=1, head_dim=8, value_dim=12, dtype=q.dtype, block=2
+        )
+        ra.prefill(*(plan.shard(x) for x in (q, k, v)), plan, cache)
+        return ra.decode(q, k, v, cache, form=form)
+
+    expected = ra.attention(*(torch.cat([x, x], 1).double() for x in (q, k, v)))[:, 7:]
+    for way in ("gather", "scatter"):
+        monkeypatch.setattr(inference, "exchange_way", lambda *args, way=way: way)
+        for sizes in ({"ring": 4}, {"ring": 2, "ulysses": 3}):
+            outs = run(one, **sizes)
+            assert all(torch.equal(out, outs[0]) for out in outs)
+            assert (outs[0] - expected).norm() <= 2e-6 * expected.norm()
+
+
+def test_what_travels_is_as_long_as_the_chunk_however_long_the_prompt(monkeypatch):
+    hops, move = [], LocalAxis.move
+
+    def counted(self, out, into, *args, **given):
+        hops.append(max((x.shape[1] for tensors in out.values() for x in tensors), default=0))
+        return move(self, out, into, *args, **given)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=64)
+        cache = KVCache.allocate(plan, batch=1, max_len=512, kv_heads=1, head_dim=8, dtype=torch.float32, block=4)
+        x = torch.randn(1, 32, 1, 8)
+        for _ in range(8):
+            ra.prefill(x, x, x, plan, cache, move="keys", keys=40)
+
+    monkeypatch.setattr(LocalAxis, "move", counted)
+    run(one, ring=2)
+    assert max(hops) == 40 and hops.count(40) >= 2 * 6  # 256 keys a rank at the end
+
+
+def test_a_cache_explains_what_will_be_sent():
+    plan = ra.plan(seq_len=8)
+    cache = KVCache.allocate(plan, batch=1, max_len=64, kv_heads=2, head_dim=16, dtype=torch.float32)
+    said = cache.explain(chunk=8, heads=4)
+    assert "KVCache(lengths [0] of 64, over 1 ranks)" in said
+    assert "a chunk of 8 tokens: queries travel (queries: 0.0 MB sent, 0.00 ms exposed; keys: 0.0 MB" in said
+    assert "a decoded token: partials of 0.3 kB a rank, exchanged by gather" in said
+
+
+def test_the_second_layer_finds_everything_made(monkeypatch):
+    """What a chunk sees, and where its tokens go, depends on lengths alone: made for one layer, it serves all."""
+    made = []
+    monkeypatch.setattr(chunk, "seen", lambda *args, real=chunk.seen: made.append(args) or real(*args))
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=24)
+        layers = [
+            KVCache.allocate(plan, batch=2, max_len=48, kv_heads=1, head_dim=8, dtype=torch.float32, block=4)
+            for _ in range(3)
+        ]
+        x = torch.randn(2, plan.local_len, 1, 8)
+        counts = []
+        for move in ("keys", "queries"):
+            for layer in layers:
+                ra.prefill(x, x, x, plan, layer, move=move)
+                counts.append(len(made))
+        return counts
+
+    for cached in (chunk.pieces_of, chunk.landings):
+        cached.cache_clear()
+    [counts] = run(one, ring=1)
+    assert counts[0] == counts[2] > 0 and counts[3] == counts[5] > counts[0]

@@ -1,0 +1,110 @@
+"""A layer that takes its sequence as it comes gives what it gives for the whole at once, on any number of ranks."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn.comms.local import run
+from ringattn.torch.nn import Attention, StreamingAttention
+
+MESHES = [{"ring": 1}, {"ring": 3}, {"ring": 2, "ulysses": 2}]
+
+
+def layer(window=None, max_len=64) -> StreamingAttention:
+    torch.manual_seed(0)
+    spec = ra.AttentionSpec(window=window)
+    return StreamingAttention(64, heads=4, kv_heads=2, spec=spec, max_len=max_len)
+
+
+def tokens(B=2, T=41, seed=1):
+    return torch.randn(B, T, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def off(found, expected):
+    return float((found.double() - expected.detach()).norm() / expected.detach().norm())
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("chunk", [3, 16, 41])
+def test_prefill_step_and_forward_agree(sizes, window, chunk):
+    x, whole = tokens(), layer(window)
+    expected = deepcopy(whole).double()(x.double())
+
+    def one(mesh):
+        mine, plan = deepcopy(whole), ra.plan(mesh, seq_len=41)
+        trained = plan.unshard(mine(plan.shard(x), plan)).detach()
+        outs = []
+        for at in range(0, 36, chunk):
+            n = min(chunk, 36 - at)
+            part = plan.for_length(n)
+            outs.append(part.unshard(mine.prefill(part.shard(x[:, at : at + n]), part)))
+        outs += [mine.step(x[:, 36:37]), mine.step(x[:, 37:])]  # one token, then several
+        streamed = torch.cat(outs, 1)
+        mine.reset()
+        again = plan.unshard(mine.prefill(plan.shard(x), plan))
+        return trained, streamed, again
+
+    for outs in run(one, **sizes):
+        assert [off(out, expected) <= 2e-6 for out in outs] == [True] * 3
+
+
+def test_rows_of_different_lengths_go_on_at_their_own_positions():
+    x, more, alone = tokens(), tokens(T=2, seed=2), layer()
+    alone.prefill(x)
+    alone.cache.truncate([17, 41])
+    out = alone.step(more)
+    for row, kept in enumerate((17, 41)):
+        whole = torch.cat([x[row : row + 1, :kept], more[row : row + 1]], 1)
+        assert off(out[row : row + 1], alone.double()(whole.double())[:, kept:]) <= 2e-6
+        alone.float()
+
+
+def test_the_weights_are_those_of_a_trained_layer():
+    torch.manual_seed(0)
+    trained = Attention(64, heads=4, kv_heads=2, head_dim=16)
+    streaming = StreamingAttention.of(trained, max_len=50)
+    assert streaming.state_dict().keys() == trained.state_dict().keys()
+    assert streaming.q.weight is trained.q.weight
+    x = tokens()
+    torch.testing.assert_close(streaming.prefill(x), trained(x).detach(), rtol=0, atol=1e-6)
+
+
+def test_a_prompt_goes_on_after_tokens():
+    x, alone = tokens(), layer()
+    outs = [alone.prefill(x[:, :10]), alone.step(x[:, 10:13]), alone.prefill(x[:, 13:30]), alone.step(x[:, 30:])]
+    assert off(torch.cat(outs, 1), deepcopy(alone).double()(x.double())) <= 2e-6
+
+
+def test_calls_in_the_wrong_order_are_named_and_change_nothing():
+    x, alone = tokens(), layer(max_len=43)
+    with pytest.raises(ValueError, match="step before prefill: this layer has seen no prompt"):
+        alone.step(x[:, :1])
+    with pytest.raises(ValueError, match="44 more tokens do not fit: rows hold up to 0 of max_len=43"):
+        alone.prefill(tokens(T=44))
+    assert alone.cache is None
+    alone.prefill(x)
+    for wrong, says in [
+        (lambda: alone.prefill(x), "41 more tokens do not fit: rows hold up to 41 of max_len=43"),
+        (lambda: alone.prefill(x[:1]), "x has 1 batch rows, the sequence so far 2; reset"),
+        (lambda: alone.prefill(x[:, :1], ra.plan(seq_len=1)), "the cache was allocated for another plan"),
+        (lambda: alone.step(x[:, :1].clone().requires_grad_()), "x asks for gradients, and prefill and step keep none"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            wrong()
+        assert alone.cache.lengths.tolist() == [41, 41]
+    alone.reset()
+    with pytest.raises(ValueError, match="step before prefill"):
+        alone.step(x[:, :1])
+
+
+def test_a_spread_cache_asks_for_the_plan():
+    def one(mesh):
+        mine, plan, x = layer(), ra.plan(mesh, seq_len=10), tokens(T=10)
+        mine.prefill(plan.shard(x), plan)
+        with pytest.raises(ValueError, match="spread over 2 ranks: pass the plan of this chunk too"):
+            mine.prefill(plan.shard(x))
+
+    run(one, ring=2)

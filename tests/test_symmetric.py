@@ -1,0 +1,218 @@
+"""The symmetric axis without a GPU: its lanes are threads that copy and signal in memory all ranks share."""
+
+import ctypes
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from queue import SimpleQueue
+
+import pytest
+import torch
+
+from ringattn.comms import symmetric
+from ringattn.comms.engines import AID, IN, OUT
+from ringattn.comms.local import Board, LocalAxis, LocalMesh
+from ringattn.comms.symmetric import HEAD, Peers, SymmetricAxis, Watch, Window
+from ringattn.launch import oracle
+from ringattn.launch.cases import FEATURES
+from tests.test_comms import exercise
+
+
+class Lane(threading.Thread):
+    """Does what it is handed, one thing after the other."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.queue = SimpleQueue()
+        self.start()
+
+    def run(self):
+        while True:
+            self.queue.get()()
+
+
+class ThreadLanes:
+    """The Lanes protocol on the CPU. With `one` both lanes are one queue, as two streams of a GPU may be."""
+
+    def __init__(self, one: bool = False):
+        first = Lane()
+        self.lanes = {OUT: first, IN: first if one else Lane(), AID: Lane()}
+
+    def start(self, since):
+        pass
+
+    def put(self, lane, work):
+        self.lanes[lane].queue.put(work)
+
+    def copy(self, lane, to, source, size):
+        self.put(lane, lambda: ctypes.memmove(to, source, size))
+
+    def wait(self, lane, flag):
+        word = ctypes.c_int32.from_address(flag)
+
+        def work():
+            while word.value != 1:
+                time.sleep(1e-5)
+            word.value = 0
+
+        self.put(lane, work)
+
+    def set(self, lane, flag, value=1):
+        word = ctypes.c_int32.from_address(flag)
+
+        def work():
+            word.value = value
+
+        self.put(lane, work)
+
+    def finish(self):
+        ends = [threading.Event() for _ in (OUT, IN)]
+        for lane, end in zip((OUT, IN), ends, strict=True):
+            self.put(lane, end.set)
+        return Ends(ends)
+
+    def now(self):
+        return None
+
+    def apart(self, lane):
+        return nullcontext()
+
+    def recorded(self):
+        return False
+
+    def attach(self):
+        pass
+
+
+class Ends:
+    def __init__(self, events):
+        self.events = events
+
+    def wait(self):
+        for event in self.events:
+            assert event.wait(30), "a lane never came to its end"
+
+
+class SharedMesh(LocalMesh):
+    """A mesh of threads whose ring is this axis."""
+
+    def __init__(self, ring: SymmetricAxis):
+        super().__init__(Board(), {"ring": ring.size}, ring.rank)
+        self.made["ring"] = ring
+
+
+def axes(size: int, one: bool = False, timeout: float = 60.0) -> list[SymmetricAxis]:
+    memory = [torch.full((Window.bytes(size),), 255, dtype=torch.uint8) for _ in range(size)]
+    for m in memory:
+        flags = m[:HEAD].view(torch.int32)
+        flags[::2], flags[1::2] = 0, 1
+    found, board = [], Board()
+    for rank in range(size):
+        window = Window([m.data_ptr() for m in memory], rank)
+        lanes = ThreadLanes(one)
+        come = torch.zeros(2, size, dtype=torch.int32)
+        words = LocalAxis(board, "words", (), size, rank)
+        axis = SymmetricAxis(Peers(lanes, window), Watch(lanes, window, size, come, timeout), words.exchange_words)
+        axis.memory = memory  # held: others see it
+        found.append(axis)
+    return found
+
+
+def on_ranks(function, axes):
+    """`function(axis)` on a thread a rank; the first error is raised."""
+    results, errors = [None] * len(axes), []
+
+    def work(rank):
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = function(axes[rank])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(len(axes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.fixture(params=[64, 2**20], ids=lambda slot: f"slot={slot}")
+def slot(request, monkeypatch):
+    """Slots so small that everything goes in many pieces, and slots that hold all of it."""
+    monkeypatch.setattr(symmetric, "SLOT", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["two_lanes", "one_lane"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_operation_keeps_its_promise(size, one, slot):
+    for _ in range(3):
+        on_ranks(exercise, axes(size, one))
+
+
+def test_a_move_fills_every_piece_of_a_scattered_tensor(slot):
+    def one(axis):
+        x = torch.arange(2 * 6 * 5.0).reshape(2, 6, 5) + 100 * axis.rank
+        room = torch.full((2, 12, 5), -1.0)
+        others = [r for r in range(3) if r != axis.rank]
+        into = {r: [room[:, 4 * r : 4 * r + 2], room[:, 4 * r + 2 : 4 * r + 4]] for r in others}
+        wide = x.transpose(1, 2).contiguous().transpose(1, 2)  # more runs of memory than are worth a copy each
+        axis.move({r: [wide[:, :2], x[:, 4:]] for r in others}, into).wait()
+        for r in others:
+            whole = torch.arange(2 * 6 * 5.0).reshape(2, 6, 5) + 100 * r
+            assert torch.equal(room[:, 4 * r : 4 * r + 4], torch.cat([whole[:, :2], whole[:, 4:]], 1))
+        assert room[:, 4 * axis.rank : 4 * axis.rank + 4].eq(-1).all()
+
+    on_ranks(one, axes(3))
+
+
+@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize("name", ["all_at_once", "causal", "docs_rows", "window"])
+def test_attention_equals_dense_float64(name, together, slot):
+    case = replace(next(c for c in FEATURES if c.name == name), ring=4)
+    given = oracle.inputs(case, torch.float32)
+    truth = oracle.dense(case, given)
+
+    def one(axis):
+        mesh = SharedMesh(axis)
+        return oracle.errors(case, mesh, oracle.run(case, mesh, given, together=together), truth)
+
+    for rank, errors in enumerate(on_ranks(one, axes(4))):
+        assert max(errors.values()) < 2e-6, f"rank {rank}: {errors}"
+
+
+def test_pieces_are_joined_within_an_allocation_and_never_beyond():
+    memory = bytearray(64)
+    first, second = (torch.frombuffer(memory, dtype=torch.float32, offset=at, count=8) for at in (0, 32))
+    assert first.data_ptr() + first.nbytes == second.data_ptr()
+    start = first.data_ptr()
+    assert list(symmetric.batches([first[:3], first[3:], second])) == [[(start, 32), (start + 32, 32)]]
+
+
+def test_a_trial_tells_a_window_that_works_from_one_that_does_not(slot, monkeypatch):
+    assert on_ranks(lambda axis: symmetric.trial(axis, torch.device("cpu")), axes(3)) == [None] * 3
+    monkeypatch.setattr(ThreadLanes, "copy", lambda self, lane, to, source, size: None)
+    assert all(
+        "was sent" in said for said in on_ranks(lambda axis: symmetric.trial(axis, torch.device("cpu")), axes(3))
+    )
+
+
+def test_a_rank_that_never_comes_is_named_in_time():
+    def one(axis):
+        if axis.rank == 2:
+            return None
+        start = time.monotonic()
+        x = torch.ones(4)
+        with pytest.raises(ConnectionError, match=r"rank 2 within 0.5 s \(the keys of step 2\); it died"):
+            while time.monotonic() - start < 20:
+                axis.move(
+                    {r: [x] for r in range(3) if r != axis.rank}, {2: [x.clone()]}, what="the keys of step 2"
+                ).wait()
+        return time.monotonic() - start
+
+    found = on_ranks(one, axes(3, timeout=0.5))
+    assert max(found[:2]) < 10

@@ -1,0 +1,256 @@
+"""The Triton kernels of gated linear attention equal the recurrence in float64: interpreted, and on a GPU."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton._C.libtriton.ir import INPUT_PRECISION
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from ringattn.kernels.linear import Kept
+from ringattn.kernels.recurrent import recurrent
+from ringattn.kernels.triton import linear
+from ringattn.launch.bench import linear as bench
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+MOST = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}  # relative error in norm
+NAMES = ("out", "end", "dq", "dk", "dv", "dstart", "dg")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape, its gates by name and strength, and where documents begin."""
+
+    gate: str = "channel"  # channel, head, none
+    B: int = 1
+    T: int = 70
+    H: int = 2
+    K: int = 32
+    V: int = 32
+    decay: float = 1.0  # the mean log decay of a token, below 0; "mixed": some of 1000 among weak ones
+    begins: tuple[int, ...] | None = None  # of the documents; below 0: before these tokens
+    dtype: str = "float32"
+    strided: bool = False
+    states: bool = True  # a start state, and a gradient for the end state
+
+    def __str__(self) -> str:
+        shape = f"B{self.B}-T{self.T}-H{self.H}-K{self.K}.{self.V}"
+        more = "-docs" * (self.begins is not None) + "-strided" * self.strided + "-zero" * (not self.states)
+        return f"{self.gate}-{shape}-decay{self.decay:g}-{self.dtype}{more}"
+
+
+@dataclass
+class Given:
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor | None
+    begin: torch.Tensor | None
+    start: torch.Tensor | None
+    dout: torch.Tensor
+    dend: torch.Tensor | None
+    scale: float
+
+
+def draw(case: Case) -> Given:
+    """Inputs in the case's dtype; with `strided`, views of one tensor whose heads come before its tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def laid_out(x: torch.Tensor) -> torch.Tensor:
+        if case.strided:
+            x = torch.cat([x, x], -1).transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]]
+        return x.to(DEVICE, getattr(torch, case.dtype))
+
+    B, T, H, K, V = case.B, case.T, case.H, case.K, case.V
+    g = None
+    if case.gate != "none":
+        g = -2 * case.decay * torch.rand(B, T, H, K, generator=generator)
+        g[:, ::7] *= 40 if case.decay > 5 else 1  # a token that forgets all, between tokens that do not
+        g[:, 1::7] *= 0.01
+        g = g if case.gate == "channel" else g[..., 0]
+    begin = None
+    if case.begins is not None:
+        starts = torch.tensor(case.begins)
+        begin = starts[torch.searchsorted(starts, torch.arange(T), right=True) - 1].int()[None].to(DEVICE)
+    states = [normal(B, H, K, V).to(DEVICE) if case.states else None for _ in range(2)]
+    q, k, v, dout = (laid_out(normal(B, T, H, d)) for d in (K, K, V, V))
+    return Given(q, k, v, None if g is None else laid_out(g), begin, states[0], dout, states[1], K**-0.5)
+
+
+def truth_of(x: Given) -> dict[str, torch.Tensor]:
+    """By autograd through the recurrence, token by token in float64."""
+    q, k, v = (t.double().requires_grad_() for t in (x.q, x.k, x.v))
+    g = None if x.g is None else x.g.double().requires_grad_()
+    zero = torch.zeros(x.q.shape[0], *x.q.shape[2:], x.v.shape[-1], dtype=torch.float64, device=DEVICE)
+    start = (zero if x.start is None else x.start.double()).requires_grad_()
+    out, end = recurrent(q, k, v, g, x.begin, start, x.scale)
+    loss = (out * x.dout).sum() + (end * (zero.detach() if x.dend is None else x.dend)).sum()
+    grads = torch.autograd.grad(loss, [q, k, v, start, *([] if g is None else [g])])
+    return dict(zip(NAMES, (out.detach(), end.detach(), *grads), strict=False))
+
+
+def found_by(x: Given, kernels: object = linear, keep: bool = False) -> dict[str, torch.Tensor]:
+    """The passes, one after the other, as one rank runs them; `keep`: the states before all chunks, for backward."""
+    scan = kernels.scan_states(x.k, x.v, x.g, x.begin)
+    room = kernels.room(x.k, x.v) if keep else []
+    kept = Kept(*(torch.full(sizes, torch.nan, dtype=dtype, device=DEVICE) for sizes, dtype in room)) if keep else None
+    out = kernels.read_out(x.q, x.k, x.v, x.g, x.begin, scan, x.start, x.scale, kept)
+    rscan = kernels.scan_gradients(x.q, x.dout, x.g, x.begin, x.scale)
+    rest = (x.begin, kept or scan, None if kept else x.start, rscan, x.dout, x.dend, x.scale)
+    dq, dk, dv, dg = kernels.gradients(x.q, x.k, x.v, x.g, *rest)
+    zero = torch.zeros_like(scan.end.kv)
+    end = scan.end.after(zero if x.start is None else x.start)
+    dstart = rscan.end.after(zero if x.dend is None else x.dend)
+    values = (out, end, dq, dk, dv, dstart, *([] if x.g is None else [dg]))
+    return dict(zip(NAMES, values, strict=False))
+
+
+def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
+    """|found - truth| / |truth|; a truth may vanish, as what crosses a token that forgets all."""
+    assert found.isfinite().all(), f"{int((~found.isfinite()).sum())} values are not finite"
+    return ((found.double() - truth).norm() / truth.norm().clamp(min=1e-3)).item()
+
+
+def check(case: Case) -> None:
+    given = draw(case)
+    truth, found = truth_of(given), found_by(given)
+    for name, like in zip(("out", "dq", "dk", "dv", "dg"), (given.q, given.q, given.k, given.v, given.g), strict=True):
+        assert like is None or found[name].dtype == like.dtype, name
+    errors = {name: distance(found[name], truth[name]) for name in truth}
+    most = MOST[case.dtype]
+    assert all(error <= most for error in errors.values()), errors
+
+
+DOCUMENTS = (-5, 3, 4, 40, 64)
+CASES = [
+    Case(),
+    Case("head"),
+    Case("none"),
+    Case(decay=20.0),
+    Case("head", decay=20.0),
+    Case(decay=1e-3, T=64),
+    Case(begins=DOCUMENTS),
+    Case("head", begins=DOCUMENTS, B=2),
+    Case("none", begins=(0, 33), T=65),
+    Case(begins=DOCUMENTS, decay=20.0),
+    Case(begins=(-5,), T=33),
+    Case(B=2, T=97, K=20, V=40, strided=True),
+    Case("head", T=40, K=80, V=96, H=1, strided=True),
+    Case(T=35, K=192, V=72, H=1),
+    Case(T=1, K=16, V=16),
+    Case(dtype="float16"),
+    Case("head", dtype="float16", decay=20.0),
+    Case(dtype="float16", begins=DOCUMENTS, H=1),
+    Case(states=False),
+]
+
+
+@pytest.mark.skipif(ON_GPU, reason="the same cases run compiled")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_recurrence_in_the_interpreter(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the kernels below are measured there")
+@pytest.mark.parametrize("decay", [0.6, 20.0], ids=["hard", "strong"])
+def test_what_tensor_cores_cut_off_does_not_reach_the_gates_gradient(decay: float, monkeypatch: Any) -> None:
+    """Interpreted as an H200 runs it, with products of 10 bits: a pair's two parts in dg still cancel."""
+    monkeypatch.setattr(linear, "architecture", lambda _device: "sm90")
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", cut_off(InterpreterBuilder.create_dot))
+    case = Case(T=150, K=32, V=32, H=1, decay=decay, dtype="float16")
+    given = draw(case)
+    given.g = given.g.float()
+    truth = truth_of(given)
+    errors = {name: distance(x, truth[name]) for name, x in found_by(given).items()}
+    assert errors["dg"] <= 6e-4, errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", [0.6, 20.0], ids=["hard", "strong"])
+def test_gates_in_float32_have_a_finer_gradient_than_16_bits(decay: float) -> None:
+    given = draw(Case(T=700, K=128, V=128, decay=decay, dtype="bfloat16"))
+    given.g = given.g.float()
+    assert distance(found_by(given)["dg"], truth_of(given)["dg"]) <= 8e-4
+
+
+def cut_off(dot: Any) -> Any:
+    """The interpreter's product as tensor cores compute it in tf32: the last 13 bits of a factor are not there."""
+
+    def cut(x: Any) -> Any:
+        bits = np.ascontiguousarray(x.data).view(np.uint32) & np.uint32(0xFFFFE000)
+        return TensorHandle(bits.view(np.float32), x.dtype)
+
+    def dot_of_cut(self: Any, a: Any, b: Any, acc: Any, precision: Any, most: Any) -> Any:
+        tf32 = precision == INPUT_PRECISION.TF32 and a.data.dtype == np.float32
+        return dot(self, *((cut(a), cut(b)) if tf32 else (a, b)), acc, precision, most)
+
+    return dot_of_cut
+
+
+KEEPS = [Case(begins=DOCUMENTS, decay=20.0, H=1), Case("head", T=40, H=1), Case("none", H=1, dtype="float16")]
+
+
+@pytest.mark.skipif(ON_GPU, reason="the same cases run compiled")
+@pytest.mark.parametrize("case", KEEPS, ids=str)
+def test_kept_states_and_walked_ones_give_the_same_bits_in_the_interpreter(case: Case) -> None:
+    same_bits(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", [*KEEPS, Case(T=700, K=128, V=128)], ids=str)
+def test_kept_states_and_walked_ones_give_the_same_bits_on_a_gpu(case: Case, dtype: str) -> None:
+    same_bits(replace(case, dtype=dtype))
+
+
+def same_bits(case: Case) -> None:
+    given = draw(case)
+    again, kept = found_by(given), found_by(given, keep=True)
+    for name in again:
+        assert torch.equal(again[name], kept[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "case", [*CASES, Case(T=700, K=128, V=128), Case(T=300, K=256, V=512), Case("head", T=300, K=256, V=512)], ids=str
+)
+def test_equals_the_recurrence_on_a_gpu(case: Case, dtype: str) -> None:
+    check(replace(case, dtype=dtype))
+
+
+def test_the_benchmark_tries_other_cuts_and_says_what_a_cut_is() -> None:
+    before = dict(linear.TABLE)
+    with bench.recut("states=16x32x8x3"):
+        assert {cuts.states for cuts in linear.TABLE.values()} == {linear.Cut(16, 32, 8, 3)}
+    assert before == linear.TABLE
+    for wrong in ("stats=16x16x4x1", "states=16x16x4", "states=16xbx4x1"):
+        with pytest.raises(ValueError, match=f"cuts={wrong}: say one of states, scores, apply, gradients, strong and"):
+            bench.Options(cuts=[wrong])
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    """2^18 tokens, more than 2^31 numbers a tensor: a document at the end is what it is when it stands alone."""
+    T, H, K, alone = 2**18, 68, 128, 150
+    assert T * H * K > 2**31
+    q, k, v, dout = (torch.randn(1, T, H, K, dtype=torch.bfloat16, device=DEVICE) for _ in range(4))
+    g = q.clone().abs_().neg_().mul_(0.1)
+    begin = torch.zeros(1, T, dtype=torch.int32, device=DEVICE)
+    begin[:, -alone:] = T - alone
+
+    def run(part: slice, begin: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        x = [t[:, part] for t in (q, k, v, g, dout)]
+        found = found_by(Given(*x[:4], begin, None, x[4], None, K**-0.5))
+        return tuple(found[name][:, -alone:] for name in ("out", "dq", "dk", "dv", "dg"))
+
+    torch.cuda.empty_cache()
+    whole = run(slice(0, T), begin)
+    for found, truth in zip(whole, run(slice(T - alone, T), None), strict=True):
+        assert distance(found, truth.double()) <= 8e-3
