@@ -3,7 +3,9 @@
 import contextlib
 import io
 import shlex
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +18,15 @@ Groups choose files of conf/, keys change single values; --cfg job prints the re
 --config-dir DIR adds your own files; eval "$(ringattn train --completion)" has bash complete them.
 """
 
+PATIENCE = 20.0  # seconds that a rank leaves the word to rank 0
+
 
 def run(words: list[str], task: Callable[[Train], int], rank: int = 0, started: bool = False) -> int:
     """`task(config)` for the configuration that the words make (for each of them in a sweep); its exit status.
 
     What cannot be is one sentence from rank 0 and status 2. `started` means that many ranks run this at once.
     """
+    loud = sys.stderr
     if "-h" in words or "--help" in words:
         print(f"{USAGE}\n{choices()}\n\n{schema.explain()}")
         return 0
@@ -42,25 +47,40 @@ def run(words: list[str], task: Callable[[Train], int], rank: int = 0, started: 
     statuses = []
 
     def job(composed: DictConfig) -> None:
-        try:
-            config = schema.check(OmegaConf.to_object(composed))  # type: ignore[arg-type]
-        except (ValueError, OmegaConfBaseException) as error:
-            statuses.append(complain(str(error).splitlines()[0], rank))
-            return
-        statuses.append(task(config))
+        with contextlib.redirect_stderr(loud):
+            try:
+                config = schema.check(OmegaConf.to_object(composed))  # type: ignore[arg-type]
+            except (ValueError, OmegaConfBaseException) as error:
+                statuses.append(complain(str(error).splitlines()[0], rank))
+                return
+            statuses.append(task(config))
 
     overrides = [w for w in words if w[:1] == "~" or ("=" in w and w[:1] != "-")]  # argparse wants them side by side
     sys.argv = ["ringattn train", *overrides, *(w for w in words if w not in overrides)]
     quiet = contextlib.redirect_stderr(io.StringIO()) if rank else contextlib.nullcontext()
-    with quiet:
-        hydra.main(version_base="1.3", config_path="pkg://ringattn.conf", config_name="config")(job)()
+    try:
+        with quiet:
+            hydra.main(version_base="1.3", config_path="pkg://ringattn.conf", config_name="config")(job)()
+    except SystemExit:  # Hydra has said what is wrong
+        if rank:
+            leave_to_first()
+        raise
     return max(statuses, default=0)
 
 
 def complain(problem: str, rank: int) -> int:
-    if rank == 0:
-        print(f"ringattn train: {problem}", file=sys.stderr)
+    """Say what is wrong, once: on rank 0, or where rank 0 has no complaint; the status to end with."""
+    if rank:
+        leave_to_first()
+        problem = f"rank {rank}: {problem}"
+    print(f"ringattn train: {problem}", file=sys.stderr, flush=True)
     return 2
+
+
+def leave_to_first() -> None:
+    """What is wrong is so on every rank, as a rule, and when one ends torchrun ends the others: let rank 0 be that one."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(PATIENCE)
 
 
 def refuse(words: list[str], started: bool) -> str | None:

@@ -91,14 +91,11 @@ def under_torchrun(config: Train) -> int:
         dist.barrier()
         dist.destroy_process_group()
     except Exception as error:
-        bad = plain(type(error))
-        if rank == 0 or not bad:
-            where = "" if bad else f"rank {rank}: {type(error).__name__}: "
-            print(
-                f"ringattn train: {where}{str(error).splitlines()[0] if str(error) else ''}",
-                file=sys.stderr,
-                flush=True,
-            )
+        bad, said = plain(type(error)), str(error).splitlines()[0] if str(error) else ""
+        if bad:
+            compose.complain(said, rank)
+        else:
+            print(f"ringattn train: rank {rank}: {type(error).__name__}: {said}", file=sys.stderr, flush=True)
         os._exit(2 if bad else 1)  # other ranks may hang in a collective: do not wait for them
     return 0
 

@@ -105,7 +105,10 @@ def children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_wrong_call_under_torchrun_is_said_once(tmp_path):
+def test_a_wrong_call_under_torchrun_is_said_once(tmp_path, monkeypatch):
+    late = "import os, time\nif os.environ.get('RANK') == '0': time.sleep(3)\n"  # rank 1 finds out first
+    (tmp_path / "sitecustomize.py").write_text(late)
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT}:{tmp_path}")
     process = begin(*torchrun(*WORDS, f"folder={tmp_path}", "strategy.data=3"))
     said = process.communicate(timeout=120)[0]
     assert process.returncode != 0
