@@ -20,8 +20,8 @@ from ringattn.kernels.intervals import Intervals
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.planning import Plan
 from ringattn.schedule import Schedule, needed
+from ringattn.segments import order
 from ringattn.spec import AttentionSpec, Docs, bounds
-from ringattn.torch.states import order
 
 INK, FAINT, PAPER = "#333333", "#d9d9d9", "#f4f4f4"
 RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#77aadd")

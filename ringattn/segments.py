@@ -1,10 +1,21 @@
-"""The segments of the sequence that ranks hold, and the order in which a state passes them: plain Python."""
+"""The segments of the sequence that ranks hold, the order in which a state passes them, and the way it takes.
 
+Plain Python, the same for all frameworks. Of three ways the one of least predicted time is taken:
+
+    gather     every rank gets every segment's state, and composes those before its own
+    ring       the state itself goes from rank to rank, each takes it past its own segment
+    pipeline   the same with the state cut along the key dim, so that a long line of ranks is busy at once
+"""
+
+from dataclasses import dataclass
 from functools import lru_cache
 
-from ringattn.planning import Plan
+from ringattn.planning import Plan, hardware_of
 
 Place = tuple[int, int, int]  # ring rank, Ulysses rank, which of its segments
+
+WAYS = ("gather", "ring", "pipeline")
+ROOM = 2**28  # bytes that all ranks' states may take on each
 
 
 def passes(plan: Plan) -> int:
@@ -30,3 +41,47 @@ def order(plan: Plan) -> list[Place]:
                 at, whole = (u * P + p) * length, len(shard[0])
                 starts[r, u, p] = shard[0].start + at if at < whole else shard[1].start + at - whole
     return sorted(starts, key=lambda place: starts[place])
+
+
+@dataclass(frozen=True)
+class Way:
+    """How states travel; `pieces` is how many the key dim is cut into."""
+
+    name: str
+    pieces: int = 1
+
+
+@dataclass(frozen=True)
+class Road:
+    """What the time of an exchange depends on."""
+
+    device: str
+    ring: int
+    ranks: int
+    passes: int
+    size: int  # bytes of a state
+    key_dim: int
+
+    def seconds(self, way: Way) -> float:
+        """Until the last rank knows its state."""
+        hardware = hardware_of(self.device)
+        if way.name == "gather":
+            return hardware.latency + (self.ranks - 1) * self.passes * self.size / hardware.link
+        hop = hardware.latency + self.size / way.pieces / hardware.link
+        return self.passes * (self.ring - 1 + way.pieces - 1) * hop
+
+
+def choose(plan: Plan, asked: str, size: int, key_dim: int) -> Way:
+    """The way that was asked for, or the one of least predicted time; a state has `size` bytes."""
+    return fastest(Road(plan.device, plan.ring, plan.ring * plan.ulysses, passes(plan), size, key_dim), asked)
+
+
+@lru_cache(maxsize=256)
+def fastest(road: Road, asked: str) -> Way:
+    cuts = [n for n in (2, 4, 8, 16, 32) if road.key_dim % n == 0] or [1]
+    options = [Way("gather"), Way("ring"), *(Way("pipeline", n) for n in cuts)]
+    if asked != "auto":
+        options = [way for way in options if way.name == asked]
+    elif road.ranks * road.passes * road.size > ROOM:
+        options = options[1:]
+    return min(options, key=road.seconds)

@@ -12,7 +12,7 @@ from torch import Tensor
 import ringattn as ra
 from ringattn.kernels.recurrent import recurrent
 from ringattn.launch.oracle import error, local
-from ringattn.torch.states import WAYS
+from ringattn.segments import WAYS
 
 B, H, K, V = 2, 2, 8, 12
 Lengths = tuple[tuple[int, ...], ...]

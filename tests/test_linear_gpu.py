@@ -8,7 +8,8 @@ import torch
 
 import ringattn as ra
 from ringattn.launch.processes import run
-from ringattn.torch import linear, states
+from ringattn.segments import WAYS
+from ringattn.torch import linear
 from tests.linear_oracle import docs_of, errors, inputs, truth, worst
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +31,7 @@ def over_gpus(ranks: int, truths: dict[Any, dict[str, torch.Tensor]]) -> dict[st
         for gate, lengths in ASKED:
             given = {n: x if x is None else x.cuda() for n, x in inputs(T, gate, torch.float32).items()}
             expected = {n: x.cuda() for n, x in truths[gate, lengths].items()}
-            for scan, kernel, linear.SHARE in product(states.WAYS, ("chunkwise", "triton"), (0.5, 0.0)):
+            for scan, kernel, linear.SHARE in product(WAYS, ("chunkwise", "triton"), (0.5, 0.0)):
                 how = {"layout": layout, "scan": scan, "kernel": kernel}
                 one, share = errors(mesh, given, expected, docs_of(lengths, T), **how)
                 how_kept = "walked again" if linear.SHARE == 0.0 else "kept"

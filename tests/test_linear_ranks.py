@@ -20,6 +20,7 @@ from ringattn.kernels.linear import State
 from ringattn.launch import bench, verify, words
 from ringattn.launch.processes import run as run_processes
 from ringattn.planning import Plan
+from ringattn.segments import WAYS, choose, order, segments
 from ringattn.torch import linear, states
 from tests.linear_oracle import B, H, K, V, docs_of, errors, inputs, truth, worst
 
@@ -41,7 +42,7 @@ def check(ring, ulysses, layout, gate, lengths, scan="auto", T=T, dtype=torch.fl
         assert value <= limit, f"{name} is off by {value:.2e}: {[e.get(name) for e, _ in results]}"
 
 
-@pytest.mark.parametrize("scan", states.WAYS)
+@pytest.mark.parametrize("scan", WAYS)
 @pytest.mark.parametrize(("ring", "ulysses", "layout"), MESHES)
 def test_equals_the_recurrence(ring, ulysses, layout, scan):
     check(ring, ulysses, layout, "channel", None, scan)
@@ -89,7 +90,7 @@ def test_equals_the_recurrence_over_gloo(ranks, meshes):
         (ring, ulysses, "zigzag" if ring > 1 else "contiguous", "channel", lengths, scan)
         for ring, ulysses in meshes
         for lengths in (None, PACKED)
-        for scan in states.WAYS
+        for scan in WAYS
     ]
     results = run_processes(over_gloo, ranks, cases)
     for i, case in enumerate(cases):
@@ -157,19 +158,19 @@ def test_the_benchmark_counts_the_same_bytes_for_any_length(tmp_path):
 def test_a_scan_over_256_ranks_equals_the_sequential_result(layout, scan, backward):
     ranks = 256
     plan = Plan(seq_len=2 * ranks, ring=ranks, layout=layout)
-    P, generator = states.segments(plan), torch.Generator().manual_seed(0)
+    P, generator = segments(plan), torch.Generator().manual_seed(0)
     decay = -torch.rand(ranks, P, 1, 2, generator=generator, dtype=torch.float64)
     kv = torch.randn(ranks, P, 1, 2, 3, generator=generator, dtype=torch.float64)
     start = torch.randn(1, 1, 2, 3, generator=generator, dtype=torch.float64)
     state, expected = start, {}
-    for r, _, p in states.order(plan)[:: -1 if backward else 1]:
+    for r, _, p in order(plan)[:: -1 if backward else 1]:
         expected[r, p] = state
         state = decay[r, p].exp()[None, ..., None] * state + kv[r, p][None]
 
     def one(mesh):
         mine = ra.plan(mesh, seq_len=2 * ranks, layout=layout)
         r = mine.ring_axis.rank
-        way = states.choose(mine, scan, 48, 2)
+        way = choose(mine, scan, 48, 2)
         flying = states.Exchange(mine, State(decay[r], kv[r]), start, way, backward, end_everywhere=True)
         return flying.before(), flying.behind
 
@@ -179,14 +180,14 @@ def test_a_scan_over_256_ranks_equals_the_sequential_result(layout, scan, backwa
         torch.testing.assert_close(end, state, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("scan", states.WAYS)
+@pytest.mark.parametrize("scan", WAYS)
 def test_states_are_on_their_way_before_anybody_waits(scan):
     """So that what does not need them can run meanwhile; on the first rank of a ring, which waits for nobody."""
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=64, layout="contiguous")
         own = State(-torch.rand(1, 1, 4), torch.randn(1, 1, 4, 3))
-        flying = states.Exchange(plan, own, None, states.choose(plan, scan, 48, 4))
+        flying = states.Exchange(plan, own, None, choose(plan, scan, 48, 4))
         sent = plan.ring_axis.sent
         assert flying.before() is flying.before()  # and waited for once
         return sent
@@ -198,20 +199,20 @@ def test_states_are_on_their_way_before_anybody_waits(scan):
 def test_segments_follow_each_other_in_the_order_of_the_sequence():
     for ring, ulysses, layout in (*MESHES, (1, 1, "contiguous")):
         plan = Plan(seq_len=T, ring=ring, ulysses=ulysses, layout=layout)
-        length = plan.local_len // states.segments(plan)
-        at = [plan.tokens.positions(r)[plan.local_slice(u)].reshape(-1, length)[p] for r, u, p in states.order(plan)]
+        length = plan.local_len // segments(plan)
+        at = [plan.tokens.positions(r)[plan.local_slice(u)].reshape(-1, length)[p] for r, u, p in order(plan)]
         assert np.concatenate(at).tolist() == list(range(plan.tokens.padded_length)), plan
 
 
 def test_the_way_states_travel_is_chosen_by_size():
     few, many = Plan(seq_len=4096, ring=4, layout="zigzag"), Plan(seq_len=2**20, ring=256, layout="zigzag")
     small, large = 16 * 128 * 128 * 4, 64 * 256 * 256 * 4
-    assert states.choose(few, "auto", small, 128).name == "gather"
-    assert states.choose(few, "auto", 2**28, 128).name in ("ring", "pipeline")  # no room for all of them
-    assert states.choose(many, "auto", large, 256).name == "pipeline"
-    assert states.choose(many, "auto", large, 255).pieces == 1  # a key dim that cannot be cut
-    for way in states.WAYS:
-        assert states.choose(few, way, small, 128).name == way
+    assert choose(few, "auto", small, 128).name == "gather"
+    assert choose(few, "auto", 2**28, 128).name in ("ring", "pipeline")  # no room for all of them
+    assert choose(many, "auto", large, 256).name == "pipeline"
+    assert choose(many, "auto", large, 255).pieces == 1  # a key dim that cannot be cut
+    for way in WAYS:
+        assert choose(few, way, small, 128).name == way
 
 
 def exercise_scans(a: Any) -> None:
@@ -304,7 +305,7 @@ def test_states_before_chunks_are_kept_where_they_are_small_beside_the_inputs(di
 
         with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
             ra.linear_attention(q, k, v, -g.exp(), plan)
-        P = states.segments(plan)
+        P = segments(plan)
         assert ((P, 2, 128 // P // 64, dim, dim) in saved) == kept
         assert ((P, 2, dim, dim) in saved) == (not kept and ring > 1)
 

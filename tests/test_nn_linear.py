@@ -14,9 +14,9 @@ import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch.processes import run as run_processes
 from ringattn.planning import Plan
+from ringattn.segments import order
 from ringattn.torch.halo import causal_convolution
 from ringattn.torch.nn import GatedLinearAttention
-from ringattn.torch.states import order
 
 T, C = 45, 32
 PACKED = ((20, 0, 2, 23), (1, 2, 42))

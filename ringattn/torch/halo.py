@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ringattn.comms.axis import Axis
 from ringattn.planning import LIVE, Plan
+from ringattn.segments import Place, order, segments
 from ringattn.spec import Docs
 from ringattn.torch.attention import docs_of, single_device
 from ringattn.torch.linear import begins
-from ringattn.torch.states import Place, gathered, order, segments
+from ringattn.torch.states import gathered
 
 
 def causal_convolution(

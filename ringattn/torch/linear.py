@@ -21,6 +21,7 @@ from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear import Kept, Room
 from ringattn.planning import LIVE, Plan
+from ringattn.segments import WAYS, choose, order, segments
 from ringattn.spec import Docs
 from ringattn.torch import agree, states
 from ringattn.torch.attention import autocast, docs_of, single_device
@@ -80,8 +81,8 @@ def problem(
     found = of_linear(q, k, v, log_decay, plan, docs) or of_tensors(q, k, v)
     if found is None and scale is not None and not 0 < scale < float("inf"):
         found = f"scale={scale}: must be a finite number above 0, or None for 1 / sqrt({q.shape[-1]})"
-    if found is None and scan not in ("auto", *states.WAYS):
-        found = f"scan={scan!r}: choose one of auto, {', '.join(states.WAYS)}"
+    if found is None and scan not in ("auto", *WAYS):
+        found = f"scan={scan!r}: choose one of auto, {', '.join(WAYS)}"
     if found is None and initial_state is not None:
         found = of_state("initial_state", initial_state, q, v, accumulator(q))
     for name, x in (("log_decay", log_decay), ("initial_state", initial_state)):
@@ -114,7 +115,7 @@ class Call:
         self.plan = LIVE[plan]
         self.docs = docs_of(docs, self.plan.seq_len)
         self.alone = self.plan.ring * self.plan.ulysses == 1
-        self.parts = states.segments(self.plan)
+        self.parts = segments(self.plan)
         self.batch = q.shape[0]
         self.real = real_tokens(self.plan, self.docs)
         self.place = self.plan.ring_axis.rank, self.plan.ulysses_axis.rank
@@ -122,7 +123,7 @@ class Call:
         self.kernel = selected(q, v, kernel)
         size = 8 if q.dtype == torch.float64 else 4
         bytes_a_state = q.shape[0] * q.shape[2] * q.shape[3] * v.shape[3] * size
-        self.way = states.choose(self.plan, scan, bytes_a_state, q.shape[3])
+        self.way = choose(self.plan, scan, bytes_a_state, q.shape[3])
 
     def exchange(self, own: linear.State, start: Tensor | None, **how: bool) -> states.Here | states.Exchange:
         """What is before each segment, on its way."""
@@ -178,7 +179,7 @@ def begins(
     at = local_positions(plan, ring_rank, ulysses_rank)
     own = [np.minimum(at, max(row[-1] - 1, 0)) for row in docs.starts]
     starts = np.stack([r[np.searchsorted(r, p, "right") - 1] for r, p in zip(docs.starts, own, strict=True)])
-    P = states.segments(plan)
+    P = segments(plan)
     starts, at = starts.reshape(len(starts), P, -1), at.reshape(P, -1)
     local = np.where(starts == 0, BEFORE, starts - at[:, :1])
     if P > 1 and len(local) < batch:
@@ -227,7 +228,7 @@ def _(
     kernel: str, scan: str, return_state: bool, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (B, T, H, K), V, live, dtype = q.shape, v.shape[3], LIVE[plan], accumulator(q)
-    P = states.segments(live)
+    P = segments(live)
     end = q.new_empty(B, H, K, V, dtype=dtype) if return_state else q.new_empty(0, dtype=dtype)
     folded = rows(q, P), rows(k, P), rows(v, P), None if g is None else rows(g, P)
     found = empty_states(selected(q, v, kernel), *folded) if keep else None
@@ -259,7 +260,7 @@ def backward(
     with torch.autocast(q.device.type, enabled=False):
         q, k, v, g, dout = call.folded(q, k, v, g, dout)
         back = call.kernel.scan_gradients(q, dout, g, call.begin, scale)
-        last, first = states.order(call.plan)[-1], states.order(call.plan)[0]
+        last, first = order(call.plan)[-1], order(call.plan)[0]
         if dend is not None and not call.alone:
             dend = states.total_at(call.plan, dend, call.way, last[0])
         flying = call.exchange(back.end, dend, backward=True)

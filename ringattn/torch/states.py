@@ -3,19 +3,14 @@
     B batch   P segments a rank   H heads   K key dim   V value dim
 
 A rank holds one segment, or two that are apart (zigzag). The bytes that travel do not depend on the sequence's length.
-Three ways, of which the one of least predicted time is taken:
-
-    gather     every rank gets every segment's state, and composes those before its own
-    ring       the state itself goes from rank to rank, each takes it past its own segment
-    pipeline   the same with the state cut along the key dim, so that a long line of ranks is busy at once
+The ways it may go are those of ringattn.segments.
 
 Backward the gradient of the state takes the same ways in reverse. Ulysses ranks hold consecutive pieces of one ring
 shard: they gather among themselves first, and then all go round the ring alike.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -24,19 +19,8 @@ from torch import Tensor
 from ringattn.comms.axis import Axis
 from ringattn.comms.scan import Relay, add_up, broadcast
 from ringattn.kernels.linear import State
-from ringattn.planning import Plan, hardware_of
-from ringattn.segments import Place, order, passes, segments
-
-WAYS = ("gather", "ring", "pipeline")
-ROOM = 2**28  # bytes that all ranks' states may take on each
-
-
-@dataclass(frozen=True)
-class Way:
-    """How states travel; `pieces` is how many the key dim is cut into."""
-
-    name: str
-    pieces: int = 1
+from ringattn.planning import Plan
+from ringattn.segments import Place, Way, order, passes, segments
 
 
 class Step(NamedTuple):
@@ -50,42 +34,6 @@ class Step(NamedTuple):
 
     def then(self, later: "Step") -> "Step":
         return Step(self.factor * later.factor, later.after(self.kv))
-
-
-@dataclass(frozen=True)
-class Road:
-    """What the time of an exchange depends on."""
-
-    device: str
-    ring: int
-    ranks: int
-    passes: int
-    size: int  # bytes of a state
-    key_dim: int
-
-    def seconds(self, way: Way) -> float:
-        """Until the last rank knows its state."""
-        hardware = hardware_of(self.device)
-        if way.name == "gather":
-            return hardware.latency + (self.ranks - 1) * self.passes * self.size / hardware.link
-        hop = hardware.latency + self.size / way.pieces / hardware.link
-        return self.passes * (self.ring - 1 + way.pieces - 1) * hop
-
-
-def choose(plan: Plan, asked: str, size: int, key_dim: int) -> Way:
-    """The way that was asked for, or the one of least predicted time; a state has `size` bytes."""
-    return fastest(Road(plan.device, plan.ring, plan.ring * plan.ulysses, passes(plan), size, key_dim), asked)
-
-
-@lru_cache(maxsize=256)
-def fastest(road: Road, asked: str) -> Way:
-    cuts = [n for n in (2, 4, 8, 16, 32) if road.key_dim % n == 0] or [1]
-    options = [Way("gather"), Way("ring"), *(Way("pipeline", n) for n in cuts)]
-    if asked != "auto":
-        options = [way for way in options if way.name == asked]
-    elif road.ranks * road.passes * road.size > ROOM:
-        options = options[1:]
-    return min(options, key=road.seconds)
 
 
 class Here:
