@@ -163,3 +163,57 @@ def of_kept(name: str, x: Any, mine: Any) -> str | None:
         return None
     B, _, G, D = mine.shape
     return f"{name} has shape {tuple(x.shape)}; this cache takes [{B}, tokens, {G}, {D}]"
+
+
+def of_sizes(**sizes: int) -> str | None:
+    return next((f"{name}={value}: at least 1" for name, value in sizes.items() if value < 1), None)
+
+
+def of_keys(keys: int | None) -> str | None:
+    return None if keys is None or keys >= 1 else f"keys={keys}: the most keys at once, at least 1"
+
+
+def of_filled(lengths: np.ndarray | None) -> str | None:
+    """There is something to decode after, if that is known."""
+    if lengths is None or lengths.all():
+        return None
+    return f"decode before prefill: the cache holds {lengths.tolist()} tokens; prefill a prompt first"
+
+
+def of_room(n: int, lengths: np.ndarray | None, max_len: int) -> str | None:
+    if lengths is None or int(lengths.max()) + n <= max_len:
+        return None
+    return f"{n} more tokens do not fit: rows hold up to {lengths.max()} of max_len={max_len}"
+
+
+def beside_window(n: int, window: int) -> str:
+    return f"{n} tokens at once do not fit beside a window of {window}; allocate(room={n}), or cut them"
+
+
+def of_window(kept: int | None, spec: AttentionSpec) -> str | None:
+    """A cache that keeps a window serves what sees no more."""
+    if kept is None or (spec.window is not None and spec.window <= kept):
+        return None
+    return f"the cache keeps a window of {kept} keys, the spec sees window={spec.window}"
+
+
+def of_back(new: np.ndarray | None, lengths: np.ndarray | None, first: np.ndarray | None) -> str | None:
+    """Tokens are taken back from where rows are to where they can go, if all is known."""
+    if new is None or lengths is None or first is None:
+        return None
+    if (new <= lengths).all() and (new >= first).all():
+        return None
+    return f"truncate to {new.tolist()}: the rows can go back from {lengths.tolist()} to {first.tolist()}"
+
+
+def of_tree(n: int, parents: Sequence[int] | None, unknown: dict[str, Any]) -> str | None:
+    """New tokens see each other causally: each follows the one before it."""
+    forks = "a query sees one interval of keys, so a tree of drafts has none: decode its branches on cache.fork()"
+    if unknown:
+        return "; ".join(f"{name}: decode has no such argument" for name in unknown) + f" ({forks})"
+    if parents is None:
+        return None
+    if len(parents) != n:
+        return f"parents has {len(parents)} entries for {n} new tokens; one for each, -1 for the first"
+    wrong = next((i for i, parent in enumerate(parents) if parent != i - 1), None)
+    return None if wrong is None else f"parents[{wrong}]={parents[wrong]} makes a tree, not a chain; {forks}"

@@ -96,6 +96,14 @@ def prefill_moves(ranks: int, local: int, cached: int, heads: Heads, hardware: H
     return Moves(way, sent, exposed)
 
 
+def explained(cache: Any, chunk: int, moves: Moves, nbytes: int, way: str) -> str:
+    """What a chunk of a prompt and a decoded token will send."""
+    return (
+        f"{cache}\na chunk of {chunk} tokens: {moves}\n"
+        f"a decoded token: partials of {nbytes / 1e3:.1f} kB a rank, exchanged by {way}"
+    )
+
+
 def keys_at_once(local: int) -> int:
     """How many keys a rank sends in one hop: a few times its queries, so that memory follows the chunk."""
     return max(FEWEST_KEYS, 4 * local)

@@ -120,8 +120,6 @@ def test_what_is_wrong_is_said():
         cache.append(*(jnp.repeat(x[:, :1], 9, axis=1) for x in (k, v)))
     with pytest.raises(ValueError, match="k is bfloat16, the cache float32"):
         cache.append(k.astype(jnp.bfloat16), v)
-    with pytest.raises(NotImplementedError, match="window=8: a cache of JAX arrays keeps every token; leave it out"):
-        ra.KVCache.allocate(plan, batch=2, max_len=8, kv_heads=2, head_dim=8, window=8)
     with pytest.raises(ValueError, match="the rows can go back from"):
         cache.truncate(3)
     with pytest.raises(ValueError, match="of 4 devices, in blocks of 4; this cache is of 2 devices"):

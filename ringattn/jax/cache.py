@@ -1,8 +1,12 @@
 """A cache of keys and values spread over devices, as a value: what appends returns another cache.
 
 Position p lies on device (p // block) % devices, as in ringattn.torch.cache: a device's positions are sorted, and what
-a query sees of them is one interval. A cache is a pytree whose lengths are traced: a decode loop is compiled once. Give
-it to a jitted step with `donate_argnums`, and its memory is written in place.
+a query sees of them is one interval. In a device's memory they go round: the i-th of them lies in slot i % slots. Where
+there is a slot for every token nothing ever comes round; a cache with a window has fewer, and a new key takes the slot
+of one that nobody sees any more.
+
+A cache is a pytree whose lengths are traced: a decode loop is compiled once. Give it to a jitted step with
+`donate_argnums`, and its memory is written in place.
 """
 
 from collections.abc import Sequence
@@ -17,29 +21,33 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringattn.check import of_kept
+from ringattn.check import beside_window, of_back, of_kept, of_room, of_sizes
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.sharding import sequence_axes
-from ringattn.planning import Plan
-from ringattn.serving import BLOCK, Stripes
+from ringattn.planning import Plan, hardware_of
+from ringattn.serving import BLOCK, Heads, Moves, Stripes, explained, prefill_moves
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("k", "v", "lengths"), meta_fields=("plan", "max_len", "stripes", "axes"),
-)  # fmt: skip
+    data_fields=("k", "v", "lengths", "first"),
+    meta_fields=("plan", "max_len", "stripes", "axes", "window", "most"),
+)
 @dataclass(frozen=True)
 class KVCache:
     """Keys and values of every token so far; `lengths` says how many each batch row has. Make it with `allocate`."""
 
-    k: Array  # [B, all devices' rows, G, D], cut along the second dim
+    k: Array  # [B, all devices' slots, G, D], cut along the second dim
     v: Array
     lengths: Array  # [B], int32
+    first: Array  # [B], int32: the position from which on a row's keys are kept
     plan: Plan
     max_len: int
     stripes: Stripes
     axes: Any = field(repr=False)  # plans are equal whatever their axes, and programs over others are not
+    window: int | None
+    most: int | None  # tokens of a row that need a slot at one time; None: all of them
 
     @classmethod
     def allocate(
@@ -52,32 +60,39 @@ class KVCache:
         head_dim: int,
         value_dim: int | None = None,
         dtype: Any = jnp.bfloat16,
-        block: int = BLOCK,
         window: int | None = None,
+        room: int | None = None,
+        block: int = BLOCK,
     ) -> "KVCache":
-        """An empty cache for `max_len` tokens a row, of which each device holds its share."""
-        if window is not None:
-            raise NotImplementedError(
-                f"window={window}: a cache of JAX arrays keeps every token; leave it out; a spec's window is seen"
-            )
-        for name, value in (("batch", batch), ("max_len", max_len), ("kv_heads", kv_heads), ("head_dim", head_dim)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: at least 1")
+        """An empty cache for `max_len` tokens a row, of which each device holds its share.
+
+        With a `window` only what can still be seen is kept: memory for window + `room` tokens (room: the longest chunk
+        that will be appended at once; as long as the window by default).
+        """
+        problem = of_sizes(batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim)
         if plan.framework != "jax":
-            raise ValueError("the plan was made for a torch mesh; give plan() a mesh of jax devices")
+            problem = "the plan was made for a torch mesh; give plan() a mesh of jax devices"
+        if problem:
+            raise ValueError(problem)
         stripes = Stripes(plan.ring * plan.ulysses, block)
-        rows = (batch, -(-max_len // stripes.round) * stripes.round, kv_heads)
+        most = None if window is None else window + (window if room is None else room)
+        rows = (batch, stripes.ranks * slots_for(max_len, most, stripes), kv_heads)
         there = everywhere = None
         if isinstance(plan.ring_axis, MeshAxis):
             cuts = P(None, sequence_axes(plan) or None), P()
             there, everywhere = (NamedSharding(plan.ring_axis.mesh, cut) for cut in cuts)
         k, v = (jnp.zeros((*rows, dim), dtype, device=there) for dim in (head_dim, value_dim or head_dim))
-        return cls(k, v, jnp.zeros(batch, jnp.int32, device=everywhere), plan, max_len, stripes, plan.axes)
+        lengths, first = (jnp.zeros(batch, jnp.int32, device=everywhere) for _ in range(2))
+        return cls(k, v, lengths, first, plan, max_len, stripes, plan.axes, window, most)
 
     @property
     def known(self) -> np.ndarray | None:
         """The lengths, where they are at hand; None while they are traced."""
-        return None if isinstance(self.lengths, jax.core.Tracer) else np.asarray(self.lengths)
+        return at_hand(self.lengths)
+
+    def room(self) -> Array:
+        """How many more tokens every row can take: a number, traced where lengths are."""
+        return self.max_len - self.lengths.max()
 
     @property
     def line(self) -> Any:
@@ -98,20 +113,23 @@ class KVCache:
     def truncate(self, lengths: int | Sequence[int] | Array) -> "KVCache":
         """Without the tokens from these lengths on (rejected ones, say); one number for all rows or one a row."""
         new = jnp.full_like(self.lengths, jnp.asarray(lengths, jnp.int32))
-        held = self.known
-        if held is not None and not isinstance(new, jax.core.Tracer) and bool(((new > held) | (new < 0)).any()):
-            back = np.zeros_like(held).tolist()
-            raise ValueError(f"truncate to {new.tolist()}: the rows can go back from {held.tolist()} to {back}")
+        first = self.first
+        if self.window is not None:  # the next token must still see its whole window
+            first = jnp.where(first > 0, first + self.window - 1, 0)
+        problem = of_back(at_hand(new), self.known, at_hand(first))
+        if problem:
+            raise ValueError(problem)
         return replace(self, lengths=new)
 
-    def fork(self, copies: int = 1) -> "KVCache":
-        """`copies` continuations of every row, which append their own."""
-        k, v, lengths = (jnp.repeat(x, copies, axis=0) for x in (self.k, self.v, self.lengths))
-        return replace(self, k=k, v=v, lengths=lengths)
+    def fork(self, copies: int = 1, max_len: int | None = None) -> "KVCache":
+        """`copies` continuations of every row, which append their own, to memory of their own."""
+        max_len = self.max_len if max_len is None else max_len
+        slots = slots_for(max_len, self.most, self.stripes)  # more than before only where nothing has come round
+        return replace(over_devices(Fork(copies, slots), self, (), ())[0], max_len=max_len)
 
     def state_dict(self) -> dict[str, Any]:
         """The cache's arrays, and how they are dealt out."""
-        return {"k": self.k, "v": self.v, "lengths": self.lengths, "place": self.place}
+        return {**{name: getattr(self, name) for name in ARRAYS}, "place": self.place}
 
     def load_state_dict(self, state: dict[str, Any]) -> "KVCache":
         """A cache with a state that was saved from as many devices."""
@@ -122,12 +140,23 @@ class KVCache:
             )
         if state["k"].shape != self.k.shape or state["v"].shape != self.v.shape:
             raise ValueError(f"the state holds k {tuple(state['k'].shape)}, this cache {tuple(self.k.shape)}")
-        k, v, lengths = (jax.device_put(state[n], getattr(self, n).sharding) for n in ("k", "v", "lengths"))
-        return replace(self, k=k, v=v, lengths=lengths)
+        return replace(self, **{name: jax.device_put(state[name], getattr(self, name).sharding) for name in ARRAYS})
 
     @property
     def place(self) -> tuple[int, int]:
         return self.stripes.ranks, self.stripes.block
+
+    def moves(self, plan: Plan, heads: int) -> Moves:
+        """Which way a chunk under `plan` will meet this cache, as if it were full, and what that costs."""
+        B, rows, G, D = self.k.shape
+        made_of = Heads(heads, G, D, self.v.shape[-1], self.k.dtype.itemsize, B)
+        hardware, hides = hardware_of(plan.device), plan.device != "cpu"
+        return prefill_moves(self.stripes.ranks, plan.local_len, min(self.max_len, rows), made_of, hardware, hides)
+
+    def explain(self, chunk: int, heads: int) -> str:
+        """What prefill of a chunk with so many query heads, and decode of one token, will send."""
+        nbytes = len(self.lengths) * heads * (self.v.shape[-1] + 1) * 4
+        return explained(self, chunk, self.moves(self.plan.for_length(chunk), heads), nbytes, "gather")
 
     def problem(self, k: Array, v: Array, n: int) -> str | None:
         """Why n such tokens, of which k and v are some, cannot be appended."""
@@ -136,10 +165,26 @@ class KVCache:
                 return wrong
             if x.dtype != mine.dtype:
                 return f"{name} is {x.dtype}, the cache {mine.dtype}"
-        most = 0 if self.known is None else int(self.known.max())
-        if most + n > self.max_len:
-            return f"{n} more tokens do not fit: rows hold up to {most} of max_len={self.max_len}"
-        return None
+        problem = of_room(n, self.known, self.max_len)
+        if problem is None and self.window is not None and min(self.max_len, self.window - 1 + n) > self.k.shape[1]:
+            return beside_window(n, self.window)
+        return problem
+
+    def __repr__(self) -> str:
+        lengths = "traced" if self.known is None else self.known.tolist()
+        return f"KVCache(lengths {lengths} of {self.max_len}, over {self.stripes.ranks} ranks)"
+
+
+ARRAYS = ("k", "v", "lengths", "first")
+
+
+def at_hand(x: Array) -> np.ndarray | None:
+    return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
+
+
+def slots_for(max_len: int, most: int | None, stripes: Stripes) -> int:
+    """A device's slots: whole blocks."""
+    return -(-(max_len if most is None else min(max_len, most)) // stripes.round) * stripes.block
 
 
 def below(cache: KVCache, positions: Array, rank: Any) -> Array:
@@ -151,13 +196,29 @@ def below(cache: KVCache, positions: Array, rank: Any) -> Array:
 
 def keep(cache: KVCache, k: Array, v: Array) -> tuple[KVCache, None]:
     """On one device: append, of the next tokens k and v [B, n, G, D], those that lie here."""
-    rank, n = cache.line.rank, k.shape[1]
+    rank, n, slots = cache.line.rank, k.shape[1], cache.k.shape[1]
     at = cache.lengths[:, None] + jnp.arange(n, dtype=jnp.int32)
     here = (at // cache.stripes.block % cache.stripes.ranks == rank) & (at < cache.max_len)
-    target = jnp.where(here, below(cache, at, rank), cache.k.shape[1])  # what lies behind the end is dropped
+    target = jnp.where(here, below(cache, at, rank) % slots, slots)  # what lies behind the end is dropped
     rows = jnp.arange(len(at))[:, None]
     k, v = (mine.at[rows, target].set(new, mode="drop") for mine, new in ((cache.k, k), (cache.v, v)))
-    return replace(cache, k=k, v=v, lengths=jnp.minimum(cache.lengths + n, cache.max_len)), None
+    lengths = jnp.minimum(cache.lengths + n, cache.max_len)
+    first = jnp.maximum(cache.first, lengths - slots * cache.stripes.ranks)
+    return replace(cache, k=k, v=v, lengths=lengths, first=first), None
+
+
+@dataclass(frozen=True)
+class Fork:
+    """One device's part of a fork: `copies` of every row, in memory of at least so many slots."""
+
+    copies: int
+    slots: int
+
+    def __call__(self, cache: KVCache) -> tuple[KVCache, None]:
+        more = (0, 0), (0, max(0, self.slots - cache.k.shape[1])), (0, 0), (0, 0)
+        k, v = jnp.pad(cache.k, more), jnp.pad(cache.v, more)
+        k, v, lengths, first = (jnp.repeat(x, self.copies, axis=0) for x in (k, v, cache.lengths, cache.first))
+        return replace(cache, k=k, v=v, lengths=lengths, first=first), None
 
 
 def over_devices(work: Any, cache: KVCache, cut: tuple[Any, ...], whole: tuple[Any, ...]) -> tuple[KVCache, Any]:
@@ -175,15 +236,11 @@ def program(work: Any, mesh: Mesh, names: tuple[str, ...], cuts: int) -> Any:
     tokens = P(None, names or None)
 
     def call(cache: KVCache, cut: tuple[Any, ...], whole: tuple[Any, ...]) -> tuple[KVCache, Any]:
-        def on_device(k: Array, v: Array, lengths: Array, cut: tuple[Any, ...], whole: tuple[Any, ...]) -> Any:
-            after, found = work(replace(cache, k=k, v=v, lengths=lengths), *cut, *whole)
-            return after.k, after.v, after.lengths, found
-
-        specs = (tokens, tokens, P()), tokens if cuts else P()
+        cached = jax.tree.unflatten(jax.tree.structure(cache), (tokens, tokens, P(), P()))
         inner = jax.shard_map(
-            on_device, mesh=mesh, in_specs=(*specs[0], tokens, P()), out_specs=(*specs[0], specs[1]), check_vma=False
-        )
-        k, v, lengths, found = inner(cache.k, cache.v, cache.lengths, cut, whole)
-        return replace(cache, k=k, v=v, lengths=lengths), found
+            lambda cache, cut, whole: work(cache, *cut, *whole), mesh=mesh,
+            in_specs=(cached, tokens, P()), out_specs=(cached, tokens if cuts else P()), check_vma=False,
+        )  # fmt: skip
+        return inner(cache, cut, whole)
 
     return jax.jit(call)

@@ -6,15 +6,26 @@ Both take a cache and give (out, the cache with the new tokens). Lengths may be 
 `lax.scan`. Both attend to intervals of what each device holds, and merge partials in the order of the devices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringattn.check import of_choice, of_lengths, of_plan, of_shapes, of_sinks, of_start
+from ringattn.check import (
+    of_choice,
+    of_filled,
+    of_keys,
+    of_lengths,
+    of_plan,
+    of_shapes,
+    of_sinks,
+    of_start,
+    of_tree,
+    of_window,
+)
 from ringattn.jax.cache import KVCache, below, keep, over_devices
 from ringattn.jax.check import of_dtypes
 from ringattn.jax.sharding import permuted, restored
@@ -30,11 +41,13 @@ from ringattn.kernels.partial import (
     merge_streams,
     to_streams,
 )
-from ringattn.planning import Plan, hardware_of, heads_problem
-from ringattn.serving import WAYS, Heads, prefill_moves
+from ringattn.planning import Plan, heads_problem
+from ringattn.serving import WAYS, keys_at_once
 from ringattn.spec import AttentionSpec
 
 FORMS = {"lse": 1, "streams": 2}  # how many numbers a row has beside its output
+
+Seen = tuple[Array, Array]  # the positions that each query sees: begin, end [B, T]
 
 
 def prefill(
@@ -48,33 +61,34 @@ def prefill(
     sinks: Array | None = None,
     start: int | Sequence[int] | None = None,
     move: str = "auto",
+    keys: int | None = None,
 ) -> tuple[Array, KVCache]:
     """Append a chunk of the prompt to the cache and attend to everything so far: (out [B, T, H, V], the cache).
 
     q, k and v are global arrays in the order of `plan` (the cache's plan `for_length(chunk)`), as out is. `start` is
     where the chunk begins, checked against the cache if given. `move` says what travels: "queries", "keys", or what
-    leaves less time exposed, as if the cache were full.
+    leaves less time exposed, as if the cache were full (`cache.explain` says which). `keys` cuts the other way too: at
+    most so many of a device's keys are attended to, or sent, at once.
     """
     spec = AttentionSpec() if spec is None else spec
     whole = plan.tokens.padded_length
     problem = (
         of_choice("move", move, ("auto", *WAYS))
+        or of_keys(keys)
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
         or of_plan(q, k, v, plan)
         or (of_sinks(sinks, q.shape[2], jnp.issubdtype(sinks.dtype, jnp.floating)) if sinks is not None else None)
         or of_lengths(q, k, plan, AttentionSpec(causal=False), (whole, whole))
-        or of_place(cache, plan, start)
+        or of_place(cache, plan, spec, start)
         or cache.problem(k, v, plan.seq_len)
     )
     if problem:
         raise ValueError(problem)
-    if move == "auto":
-        B, _, G, D = k.shape
-        heads = Heads(q.shape[2], G, D, v.shape[-1], k.dtype.itemsize, B)
-        road = cache.stripes.ranks, plan.local_len, cache.max_len, heads
-        move = prefill_moves(*road, hardware_of(plan.device), plan.device != "cpu").way
-    cache, out = over_devices(Prefill(plan, spec, move), cache, (q, k, v), (sinks,))
+    way = cache.moves(plan, q.shape[2]).way if move == "auto" else move
+    if way == "keys" and cache.stripes.ranks > 1:
+        keys = keys or keys_at_once(plan.local_len)
+    cache, out = over_devices(Prefill(plan, spec, way, keys), cache, (q, k, v), (sinks,))
     return out, cache
 
 
@@ -87,20 +101,24 @@ def decode(
     spec: AttentionSpec | None = None,
     sinks: Array | None = None,
     form: str = "lse",
+    parents: Sequence[int] | None = None,
+    **unknown: Any,
 ) -> tuple[Array, KVCache]:
     """The next token or tokens, q, k, v [B, n, H or G, D] for every device: (out [B, n, H, V], the cache).
 
     Each device attends to the keys it holds; the partials of all are gathered once and merged in the order of the
-    devices, as (out, lse) or with form="streams" as (out, max, sum). Several tokens see each other causally.
+    devices, as (out, lse) or with form="streams" as (out, max, sum). Several tokens see each other causally; `parents`,
+    the token that each one follows, may say so and nothing else.
     """
     spec = AttentionSpec() if spec is None else spec
     problem = (
-        of_choice("form", form, tuple(FORMS))
+        of_tree(q.shape[1], parents, unknown)
+        or of_choice("form", form, tuple(FORMS))
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
         or heads_problem(q.shape[2], k.shape[2], ulysses=1)
         or (of_sinks(sinks, q.shape[2], jnp.issubdtype(sinks.dtype, jnp.floating)) if sinks is not None else None)
-        or of_tokens(q, k, cache)
+        or of_tokens(q, k, cache, spec)
         or cache.problem(k, v, k.shape[1])
     )
     if problem:
@@ -109,21 +127,18 @@ def decode(
     return out, cache
 
 
-def of_place(cache: KVCache, plan: Plan, start: int | Sequence[int] | None) -> str | None:
-    """Whether a chunk's plan and place are the cache's."""
+def of_place(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Sequence[int] | None) -> str | None:
+    """Whether a chunk's plan, spec and place are the cache's."""
     if (plan.ring, plan.ulysses) != (cache.plan.ring, cache.plan.ulysses) or plan.axes != cache.axes:
         return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
-    return of_start(start, cache.known)
+    return of_window(cache.window, spec) or of_start(start, cache.known)
 
 
-def of_tokens(q: Array, k: Array, cache: KVCache) -> str | None:
+def of_tokens(q: Array, k: Array, cache: KVCache, spec: AttentionSpec) -> str | None:
     """Whether there is something to decode after, and every new token has all three."""
     if q.shape[1] != k.shape[1]:
         return f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
-    held = cache.known
-    if held is not None and not held.all():
-        return f"decode before prefill: the cache holds {held.tolist()} tokens; prefill a prompt first"
-    return None
+    return of_window(cache.window, spec) or of_filled(cache.known)
 
 
 @dataclass(frozen=True)
@@ -136,7 +151,7 @@ class Decode:
     def __call__(self, cache: KVCache, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[KVCache, Array]:
         seen = visible(self.spec, cache.lengths, jnp.arange(q.shape[1]), q.shape[1])
         cache, _ = keep(cache, k, v)
-        part = attend_here(q, cache, self.spec, seen)
+        part = attend_here(q, cache, self.spec, seen, None)
         every = cache.line.all_gather(packed(part, self.form)[None]).wait()
         return cache, finished(merged(every, self.form), sinks, q)
 
@@ -147,17 +162,18 @@ class Prefill:
 
     plan: Plan
     spec: AttentionSpec
-    move: str
+    way: str
+    keys: int | None
 
     def __call__(self, cache: KVCache, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[KVCache, Array]:
         tokens, before = self.plan.seq_len, cache.lengths
         cache, _ = keep(cache, self.everyone(k), self.everyone(v))
-        if self.move == "queries":
+        if self.way == "queries":
             seen = visible(self.spec, before, jnp.arange(tokens), tokens)
-            part = self.scattered(attend_here(self.everyone(q), cache, self.spec, seen), cache.line)
+            part = self.scattered(attend_here(self.everyone(q), cache, self.spec, seen, self.keys), cache.line)
         else:
             seen = visible(self.spec, before, local_positions(self.plan), tokens)
-            part = attend_travelling(q, cache, self.spec, seen)
+            part = attend_travelling(q, cache, self.spec, seen, self.keys)
         return cache, finished(part, sinks, q)
 
     def everyone(self, x: Array) -> Array:
@@ -175,7 +191,7 @@ class Prefill:
         return merged(line.all_to_all(rows[None], split=2, join=0).wait(), "lse")
 
 
-def visible(spec: AttentionSpec, before: Array, at: Array, tokens: int) -> tuple[Array, Array]:
+def visible(spec: AttentionSpec, before: Array, at: Array, tokens: int) -> Seen:
     """The positions that the queries `at` in a chunk see, [B, T], when each row held `before` tokens."""
     last = before[:, None] + tokens
     position = before[:, None] + at[None].astype(jnp.int32)
@@ -184,34 +200,76 @@ def visible(spec: AttentionSpec, before: Array, at: Array, tokens: int) -> tuple
     return jnp.where(position < last, begin, last), end
 
 
-def attend_here(q: Array, cache: KVCache, spec: AttentionSpec, seen: tuple[Array, Array]) -> Partial:
-    """Attention over the keys that this device holds."""
-    return attend_from(q, (cache.k, cache.v), cache, spec, seen, cache.line.rank, None)
+class Piece(NamedTuple):
+    """Keys and values of some slots, from `start` on; those before `low` have had their turn."""
+
+    k: Array
+    v: Array
+    low: Any
+    start: Any
 
 
-def attend_from(
-    q: Array, held: tuple[Array, Array], cache: KVCache, spec: AttentionSpec, seen: tuple[Array, Array], source: Any,
-    carry: Partial | None,
-) -> Partial:  # fmt: skip
-    """Attention over the keys that the device `source` holds, merged into `carry`."""
-    score = score_of(q, *held, spec, cache.plan, known=False)
-    where = Intervals(below(cache, seen[0], source), below(cache, seen[1], source))
-    return Partial(*score.attend(q, *held, where, carry=carry))
+def in_pieces(step: Callable[[Partial, Piece], Partial], q: Array, cache: KVCache, keys: int | None) -> Partial:
+    """`step` after step for pieces of this device's memory, of at most `keys` slots each."""
+    slots = cache.k.shape[1]
+    size = min(keys or slots, slots)
+
+    def one(part: Partial, low: Array) -> tuple[Partial, None]:
+        start = jnp.minimum(low, slots - size)
+        k, v = (lax.dynamic_slice_in_dim(x, start, size, 1) for x in (cache.k, cache.v))
+        return step(part, Piece(k, v, low, start)), None
+
+    return lax.scan(one, empty(q, cache.v.shape[-1]), jnp.arange(0, slots, size, dtype=jnp.int32))[0]
 
 
-def attend_travelling(q: Array, cache: KVCache, spec: AttentionSpec, seen: tuple[Array, Array]) -> Partial:
-    """Attention of this device's own queries over all devices' keys, which go round, each hop behind the compute."""
+def attend_here(q: Array, cache: KVCache, spec: AttentionSpec, seen: Seen, keys: int | None) -> Partial:
+    """Attention over the keys that this device holds, at most `keys` of them at once."""
+    rank = cache.line.rank
+    return in_pieces(lambda part, piece: attend_piece(part, q, piece, cache, spec, seen, rank), q, cache, keys)
+
+
+def attend_travelling(q: Array, cache: KVCache, spec: AttentionSpec, seen: Seen, keys: int | None) -> Partial:
+    """Attention of this device's own queries over all devices' keys: each piece goes round, its hops behind compute."""
     line, rank = cache.line, cache.line.rank
 
-    def step(carry: Any, distance: Any) -> Any:
+    def hop(piece: Piece, carry: Any, distance: Any) -> Any:
         held, part = carry
         arriving = line.rotate(held).wait()
-        part = attend_from(q, held, cache, spec, seen, (rank - distance) % line.size, part)
+        piece = piece._replace(k=held[0], v=held[1])
+        part = attend_piece(part, q, piece, cache, spec, seen, (rank - distance) % line.size)
         return lax.optimization_barrier((arriving, part)), None
 
-    carry = (cache.k, cache.v), empty(q, cache.v.shape[-1])
-    (held, part), _ = lax.scan(step, carry, jnp.arange(line.size - 1))
-    return attend_from(q, held, cache, spec, seen, (rank + 1) % line.size, part)
+    def round_trip(part: Partial, piece: Piece) -> Partial:
+        carry = (piece.k, piece.v), part
+        (held, part), _ = lax.scan(partial(hop, piece), carry, jnp.arange(line.size - 1))
+        piece = piece._replace(k=held[0], v=held[1])
+        return attend_piece(part, q, piece, cache, spec, seen, (rank + 1) % line.size)
+
+    return in_pieces(round_trip, q, cache, keys)
+
+
+def attend_piece(
+    part: Partial, q: Array, piece: Piece, cache: KVCache, spec: AttentionSpec, seen: Seen, source: Any
+) -> Partial:
+    """Attention over a piece of the device `source`, merged into `part`; nothing runs where nothing is seen.
+
+    What a chunk sees of a device is at most as many keys as there are slots. Counted from the start of the round in
+    which its first key lies, they lie in that round and in the next: an interval of slots in either.
+    """
+    slots, size = cache.k.shape[1], piece.k.shape[1]
+    begin, end = (below(cache, side, source) for side in seen)
+    origin = begin[:, :1] // slots * slots
+    score = score_of(q, piece.k, piece.v, spec, cache.plan, known=False)
+    for _ in range(1 if slots * cache.stripes.ranks >= cache.max_len else 2):
+        first, last = (jnp.clip(x - origin - piece.start, piece.low - piece.start, size) for x in (begin, end))
+        part = lax.cond(
+            (first < last).any(),
+            lambda part, where: Partial(*score.attend(q, piece.k, piece.v, where, carry=part)),
+            lambda part, where: part,
+            part, Intervals(first, last),
+        )  # fmt: skip
+        origin = origin + slots
+    return part
 
 
 def finished(part: Partial, sinks: Array | None, q: Array) -> Array:

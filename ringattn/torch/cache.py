@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.check import of_kept
+from ringattn.check import beside_window, of_back, of_kept, of_room, of_sizes
 from ringattn.layout import Layout
 from ringattn.planning import Plan, hardware_of
-from ringattn.serving import BLOCK, Heads, Moves, Stripes, exchange_way, prefill_moves
+from ringattn.serving import BLOCK, Heads, Moves, Stripes, exchange_way, explained, prefill_moves
 from ringattn.torch.chunk import Holder, landings
 
 STEP = 1024  # rows in which a decode's launch grows
@@ -57,9 +57,9 @@ class KVCache:
         With a `window` only what can still be seen is kept: memory for window + `room` tokens (room: the longest chunk
         that will be appended at once; as long as the window by default).
         """
-        for name, value in (("batch", batch), ("max_len", max_len), ("kv_heads", kv_heads), ("head_dim", head_dim)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: at least 1")
+        problem = of_sizes(batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim)
+        if problem:
+            raise ValueError(problem)
         ranks = plan.ring * plan.ulysses
         kept = max_len if window is None else min(max_len, window + (window if room is None else room))
         stripes = Stripes(ranks, block)
@@ -155,10 +155,9 @@ class KVCache:
         first = self.start
         if self.window is not None and self.stripes.origin:  # the next token must still see its whole window
             first = np.maximum(first, self.stripes.origin + self.window - 1)
-        if (new > self.lengths).any() or (new < first).any():
-            raise ValueError(
-                f"truncate to {new.tolist()}: the rows can go back from {self.lengths.tolist()} to {first.tolist()}"
-            )
+        problem = of_back(new, self.lengths, first)
+        if problem:
+            raise ValueError(problem)
         if (new < self.forked).any():
             raise ValueError(f"truncate to {new.tolist()}: forks share the first {self.forked.tolist()} tokens")
         self.lengths = new
@@ -218,10 +217,7 @@ class KVCache:
         moves = self.moves(self.plan.for_length(chunk), heads)
         nbytes = len(self.filled) * heads * (self.v.shape[-1] + 1) * 4
         way = exchange_way(nbytes, self.ranks, hardware_of(self.plan.device))
-        return (
-            f"{self}\na chunk of {chunk} tokens: {moves}\n"
-            f"a decoded token: partials of {nbytes / 1e3:.1f} kB a rank, exchanged by {way}"
-        )
+        return explained(self, chunk, moves, nbytes, way)
 
     def holders(self) -> tuple[Holder, ...]:
         """Where this cache's keys are: first what a fork has from before."""
@@ -252,17 +248,14 @@ class KVCache:
 
     def overflow(self, n: int) -> str | None:
         """Why n more tokens do not fit."""
-        if n > self.room():
-            return f"{n} more tokens do not fit: rows hold up to {self.lengths.max()} of max_len={self.max_len}"
-        if self.window is not None:
+        problem = of_room(n, self.lengths, self.max_len)
+        if problem is None and self.window is not None:
             seen = max(0, int(self.lengths.min()) + 1 - self.window)
             origin = seen // self.stripes.round * self.stripes.round
             top = int(self.lengths.max()) + n
             if Stripes(self.ranks, self.stripes.block, origin).below(top, 0) > self.k.shape[1]:
-                return (
-                    f"{n} tokens at once do not fit beside a window of {self.window}; allocate(room={n}), or cut them"
-                )
-        return None
+                return beside_window(n, self.window)
+        return problem
 
     def __repr__(self) -> str:
         return f"KVCache(lengths {self.lengths.tolist()} of {self.max_len}, over {self.ranks} ranks)"

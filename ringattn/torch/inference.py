@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn import kernels
-from ringattn.check import of_choice, of_lengths, of_sinks, of_start
+from ringattn.check import of_choice, of_filled, of_keys, of_lengths, of_sinks, of_start, of_tree, of_window
 from ringattn.comms.axis import Axis, Done, Pending, Then, meanwhile
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import (
@@ -162,7 +162,7 @@ def ready(
     if capturing:
         problem = of_capture(cache, quick)
     elif quick is not None and not unknown and parents is None and cache.window is None and not watched(cache.plan):
-        problem = of_room(cache, k.shape[1])
+        problem = of_filled(cache.lengths) or cache.overflow(k.shape[1])
     else:
         problem = (
             of_tree(q.shape[1], parents, unknown)
@@ -171,7 +171,7 @@ def ready(
             or heads_problem(q.shape[2], k.shape[2], ulysses=1)
             or (None if sinks is None else of_sinks(sinks, q.shape[2], sinks.is_floating_point()))
             or of_cache(cache, cache.plan, spec, None)
-            or of_room(cache, k.shape[1])
+            or of_filled(cache.lengths)
             or cache.problem(k, v, k.shape[1])
         )
         if problem is None and q.shape[1] != k.shape[1]:
@@ -194,18 +194,6 @@ def watched(plan: Plan) -> bool:
     return plan.ring * plan.ulysses > 1 and plan.ring_axis.cheap_words and plan.ulysses_axis.cheap_words
 
 
-def of_keys(keys: int | None) -> str | None:
-    return None if keys is None or keys >= 1 else f"keys={keys}: the most keys at once, at least 1"
-
-
-def of_room(cache: KVCache, n: int) -> str | None:
-    """Whether there is something to decode after, and room for what comes."""
-    lengths = cache.lengths
-    if not lengths.all():
-        return f"decode before prefill: the cache holds {lengths.tolist()} tokens; prefill a prompt first"
-    return cache.overflow(n)
-
-
 def of_capture(cache: KVCache, quick: bool | None) -> str | None:
     if cache.window is not None:
         return "a cache with a window moves its keys as it fills: decode on it cannot be captured"
@@ -216,26 +204,11 @@ def of_capture(cache: KVCache, quick: bool | None) -> str | None:
     return None
 
 
-def of_tree(n: int, parents: Sequence[int] | None, unknown: dict[str, Any]) -> str | None:
-    """New tokens see each other causally: each follows the one before it."""
-    forks = "a query sees one interval of keys, so a tree of drafts has none: decode its branches on cache.fork()"
-    if unknown:
-        return "; ".join(f"{name}: decode has no such argument" for name in unknown) + f" ({forks})"
-    if parents is None:
-        return None
-    if len(parents) != n:
-        return f"parents has {len(parents)} entries for {n} new tokens; one for each, -1 for the first"
-    wrong = next((i for i, parent in enumerate(parents) if parent != i - 1), None)
-    return None if wrong is None else f"parents[{wrong}]={parents[wrong]} makes a tree, not a chain; {forks}"
-
-
 def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Sequence[int] | None) -> str | None:
     """Whether a chunk's plan, spec and place are the cache's."""
     if (plan.ring, plan.ulysses) != (cache.plan.ring, cache.plan.ulysses) or plan.axes is not cache.plan.axes:
         return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
-    if cache.window is not None and (spec.window is None or spec.window > cache.window):
-        return f"the cache keeps a window of {cache.window} keys, the spec sees window={spec.window}"
-    return of_start(start, cache.lengths)
+    return of_window(cache.window, spec) or of_start(start, cache.lengths)
 
 
 def settle(
