@@ -18,21 +18,21 @@ def draw(B=2, T=61, H=4, G=2, D=8, V=8):
     return [torch.randn(B, T, h, d, generator=g) for h, d in ((H, D), (G, D), (G, V))]
 
 
-def cache_of(k, v, ring=1, ulysses=1, layout="auto", block=4, chunk=8):
+def cache_of(k, v, ring=1, ulysses=1, layout="auto", block=4, chunk=8, **given):
     mesh = rj.init_mesh(ring=ring, ulysses=ulysses, devices=jax.devices()[: ring * ulysses])
     plan = ra.plan(mesh, seq_len=chunk, layout=layout)
     sizes = {"batch": k.shape[0], "kv_heads": k.shape[2], "head_dim": k.shape[3], "value_dim": v.shape[3]}
-    return ra.KVCache.allocate(plan, **sizes, max_len=k.shape[1], dtype=jnp.float32, block=block)
+    return ra.KVCache.allocate(plan, **{"max_len": k.shape[1], **sizes, **given}, dtype=jnp.float32, block=block)
 
 
-def generate(tensors, chunk, steps, move="auto", form="lse", spec=None, **how):
+def generate(tensors, chunk, steps, move="auto", form="lse", spec=None, keys=None, **how):
     """Prefill in chunks, then decode the last `steps` tokens in one loop; everything of every position."""
     q, k, v = (jnp.asarray(x.numpy()) for x in tensors)
     T, cache, outs = q.shape[1], cache_of(k, v, **how), []
     for at in range(0, T - steps, chunk):
         plan = cache.plan.for_length(min(chunk, T - steps - at))
         mine = [plan.shard(x[:, at : at + plan.seq_len]) for x in (q, k, v)]
-        out, cache = ra.prefill(*mine, plan, cache, start=at, move=move, spec=spec)
+        out, cache = ra.prefill(*mine, plan, cache, start=at, move=move, spec=spec, keys=keys)
         outs.append(plan.unshard(out))
 
     def step(cache, token):
@@ -40,7 +40,9 @@ def generate(tensors, chunk, steps, move="auto", form="lse", spec=None, **how):
         return cache, out
 
     tokens = [jnp.moveaxis(x[:, T - steps :, None], 1, 0) for x in (q, k, v)]
+    slots = cache.k.shape[1]
     cache, last = jax.jit(lambda cache, tokens: jax.lax.scan(step, cache, tokens), donate_argnums=0)(cache, tokens)
+    assert cache.window is None or slots <= cache.window + chunk + cache.stripes.round
     assert cache.lengths.tolist() == [T] * len(q)
     return np.concatenate([*outs, jnp.moveaxis(last[:, :, 0], 0, 1)], 1)
 
@@ -76,6 +78,71 @@ def test_windows_and_softcap():
     check(generate(tensors, 20, 3, "keys", spec=spec, ring=2), tensors, spec)
 
 
+@pytest.mark.parametrize("place", [{"ring": 2, "move": "keys", "keys": 5}, {"ulysses": 2, "move": "queries"}], ids=str)
+def test_a_window_keeps_only_what_can_still_be_seen(place):
+    tensors, spec = draw(T=61), ra.AttentionSpec(window=9)
+    check(generate(tensors, 8, 21, spec=spec, window=9, room=8, block=2, **place), tensors, spec)
+
+
+def test_rows_of_different_lengths_keep_their_own_windows_and_go_back_as_far_as_they_are_kept():
+    q, k, v = tensors = draw(T=60)
+    spec = ra.AttentionSpec(window=6)
+    expected = ra.attention(*(x.double() for x in tensors), spec=spec)
+    q, k, v = (jnp.asarray(x.numpy()) for x in tensors)
+    cache = cache_of(k, v, window=6, room=10, block=2)
+    for at in range(0, 50, 10):
+        cache = cache.append(k[:, at : at + 10], v[:, at : at + 10])
+    assert cache.k.shape[1] == 16 and cache.first.tolist() == [34, 34]
+    for lengths in ([47, 50], [39, 49]):
+        cache = cache.truncate(lengths)
+        at, rows = np.array(lengths)[:, None] + np.arange(3), np.arange(2)[:, None]
+        out, longer = ra.decode(*(x[rows, at] for x in (q, k, v)), cache, spec=spec)
+        assert np.allclose(out, expected[rows, at], atol=1e-5)
+        assert longer.first.tolist() == [34, at[1, 2] + 1 - 16]
+    with pytest.raises(ValueError, match=r"truncate to \[38, 38\]: .* back from \[39, 49\] to \[39, 39\]"):
+        cache.truncate(38)
+
+
+@pytest.mark.parametrize("move", ["keys", "queries"])
+def test_keys_bound_what_a_chunk_needs_at_once(move):
+    q, k, v = (jnp.zeros((1, 2048, 1, 8)) for _ in range(3))
+    cache = cache_of(k, v, ring=2, chunk=128)
+
+    def needed(keys):
+        call = jax.jit(lambda *new: ra.prefill(*new, cache.plan, cache, move=move, keys=keys)[0])
+        return call.lower(*(x[:, :128] for x in (q, k, v))).compile().memory_analysis().temp_size_in_bytes
+
+    assert needed(100) < needed(1024) / 4
+
+
+def test_a_batch_and_heads_may_be_cut_too():
+    tensors, sinks = draw(T=14), torch.linspace(-1, 1, 4)
+    expected = ra.attention(*(x.double() for x in tensors), sinks=sinks.double())
+    q, k, v, sinks = (jnp.asarray(x.numpy()) for x in (*tensors, sinks))
+    mesh = jax.make_mesh((2, 2, 2), ("data", "ring", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    cut = jax.sharding.PartitionSpec("data", None, "tensor")
+    sizes = {"batch": 2, "max_len": 14, "kv_heads": 2, "head_dim": 8, "dtype": jnp.float32, "block": 4}
+    plan = ra.plan(mesh, seq_len=12)
+    cache = ra.KVCache.allocate(plan, **sizes, cut=cut)
+    out, cache = ra.prefill(*(plan.shard(x[:, :12]) for x in (q, k, v)), plan, cache, sinks=sinks)
+    last, cache = ra.decode(*(x[:, 12:] for x in (q, k, v)), cache, sinks=sinks)
+    assert cache.k.sharding.shard_shape(cache.k.shape) == (1, 8, 1, 8)
+    assert np.allclose(np.concatenate([plan.unshard(out), last], 1), expected, atol=1e-5)
+    with pytest.raises(ValueError, match="tensor=2 does not divide 3 key heads; leave it out"):
+        ra.KVCache.allocate(plan, **{**sizes, "kv_heads": 3}, cut=cut)
+    with pytest.raises(ValueError, match=r"of which .* cut the sequence; name others"):
+        ra.KVCache.allocate(plan, **sizes, cut=jax.sharding.PartitionSpec("ring", None, None))
+
+
+def test_a_cache_explains_what_will_be_sent_and_says_what_fits():
+    cache = cache_of(*(jnp.zeros((1, 64, 2, 16)) for _ in range(2)), max_len=64)
+    said = cache.explain(chunk=8, heads=4)
+    assert "KVCache(lengths [0] of 64, over 1 ranks)" in said
+    assert "a chunk of 8 tokens: queries travel (queries: 0.0 MB sent, 0.00 ms exposed; keys: 0.0 MB" in said
+    assert "a decoded token: partials of 0.3 kB a rank, exchanged by gather" in said
+    assert cache.room() == 64 and jax.jit(lambda cache: cache.room())(cache) == 64
+
+
 def test_rows_of_different_lengths_forks_and_what_was_saved():
     q, k, v = tensors = draw(T=40)
     expected = ra.attention(*(x.double() for x in tensors))
@@ -85,7 +152,8 @@ def test_rows_of_different_lengths_forks_and_what_was_saved():
     cache = cache_of(k, v, ring=4).load_state_dict(cache.state_dict())
     at = np.array([[17], [26]])
     rows = np.arange(2)[:, None]
-    fork = cache.fork(3)
+    fork = cache.fork(3, max_len=50)
+    assert fork.room() == 24 and cache.room() == 14
     out, longer = ra.decode(*(jnp.repeat(x[rows, at], 3, axis=0) for x in (q, k, v)), fork)
     assert longer.lengths.tolist() == [18] * 3 + [27] * 3 and cache.lengths.tolist() == [17, 26]
     assert np.allclose(out, expected[rows, at].repeat_interleave(3, 0), atol=1e-5)
@@ -122,5 +190,21 @@ def test_what_is_wrong_is_said():
         cache.append(k.astype(jnp.bfloat16), v)
     with pytest.raises(ValueError, match="the rows can go back from"):
         cache.truncate(3)
+    cache = cache.append(k[:, :7], v[:, :7])
+    new = [x[:, :1] for x in (q, k, v)]
+    with pytest.raises(ValueError, match=r"tree_mask: decode has no such argument .*on cache.fork\(\)"):
+        ra.decode(*new, cache, tree_mask=1)
+    with pytest.raises(ValueError, match=r"parents\[0\]=0 makes a tree, not a chain; a query sees one interval"):
+        ra.decode(*new, cache, parents=[0])
+    with pytest.raises(ValueError, match="parents has 2 entries for 1 new tokens"):
+        ra.decode(*new, cache, parents=[-1, 0])
+    ra.decode(*new, cache, parents=[-1])  # a chain may be said
+    with pytest.raises(ValueError, match="keys=0: the most keys at once, at least 1"):
+        ra.prefill(*mine, plan, cache, keys=0)
+    small = cache_of(k, v, ring=2, window=2, room=1, max_len=99, block=1)
+    with pytest.raises(ValueError, match="the cache keeps a window of 2 keys, the spec sees window=None"):
+        ra.prefill(*mine, small.plan, small)
+    with pytest.raises(ValueError, match=r"8 tokens at once do not fit beside a window of 2; allocate\(room=8\)"):
+        small.append(k, v)
     with pytest.raises(ValueError, match="of 4 devices, in blocks of 4; this cache is of 2 devices"):
         cache.load_state_dict(cache_of(k, v, ring=4).state_dict())

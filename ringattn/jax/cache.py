@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn.check import beside_window, of_back, of_kept, of_room, of_sizes
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
-from ringattn.jax.sharding import sequence_axes
+from ringattn.jax.sharding import moved, sequence_axes
 from ringattn.planning import Plan, hardware_of
 from ringattn.serving import BLOCK, Heads, Moves, Stripes, explained, prefill_moves
 
@@ -32,13 +32,13 @@ from ringattn.serving import BLOCK, Heads, Moves, Stripes, explained, prefill_mo
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("k", "v", "lengths", "first"),
-    meta_fields=("plan", "max_len", "stripes", "axes", "window", "most"),
+    meta_fields=("plan", "max_len", "stripes", "axes", "window", "most", "cut"),
 )
 @dataclass(frozen=True)
 class KVCache:
     """Keys and values of every token so far; `lengths` says how many each batch row has. Make it with `allocate`."""
 
-    k: Array  # [B, all devices' slots, G, D], cut along the second dim
+    k: Array  # [B, all devices' slots, G, D], cut along the second dim, and as `cut` says
     v: Array
     lengths: Array  # [B], int32
     first: Array  # [B], int32: the position from which on a row's keys are kept
@@ -48,6 +48,7 @@ class KVCache:
     axes: Any = field(repr=False)  # plans are equal whatever their axes, and programs over others are not
     window: int | None
     most: int | None  # tokens of a row that need a slot at one time; None: all of them
+    cut: P  # by which axes of the mesh batch and heads are cut
 
     @classmethod
     def allocate(
@@ -63,27 +64,31 @@ class KVCache:
         window: int | None = None,
         room: int | None = None,
         block: int = BLOCK,
+        cut: P | None = None,
     ) -> "KVCache":
         """An empty cache for `max_len` tokens a row, of which each device holds its share.
 
         With a `window` only what can still be seen is kept: memory for window + `room` tokens (room: the longest chunk
-        that will be appended at once; as long as the window by default).
+        that will be appended at once; as long as the window by default). `cut` names what else cuts it than the
+        sequence's axes: P("data", None, "tensor") the batch and the heads; by default data the batch, where it divides.
         """
         problem = of_sizes(batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim)
         if plan.framework != "jax":
             problem = "the plan was made for a torch mesh; give plan() a mesh of jax devices"
+        cut = usual_cut(plan, batch) if cut is None else cut
+        problem = problem or of_cut(plan, cut, batch, kv_heads)
         if problem:
             raise ValueError(problem)
         stripes = Stripes(plan.ring * plan.ulysses, block)
         most = None if window is None else window + (window if room is None else room)
         rows = (batch, stripes.ranks * slots_for(max_len, most, stripes), kv_heads)
-        there = everywhere = None
+        there = along = None
         if isinstance(plan.ring_axis, MeshAxis):
-            cuts = P(None, sequence_axes(plan) or None), P()
-            there, everywhere = (NamedSharding(plan.ring_axis.mesh, cut) for cut in cuts)
+            specs = spec_of(cut, sequence_axes(plan)), P(cut[0])
+            there, along = (NamedSharding(plan.ring_axis.mesh, spec) for spec in specs)
         k, v = (jnp.zeros((*rows, dim), dtype, device=there) for dim in (head_dim, value_dim or head_dim))
-        lengths, first = (jnp.zeros(batch, jnp.int32, device=everywhere) for _ in range(2))
-        return cls(k, v, lengths, first, plan, max_len, stripes, plan.axes, window, most)
+        lengths, first = (jnp.zeros(batch, jnp.int32, device=along) for _ in range(2))
+        return cls(k, v, lengths, first, plan, max_len, stripes, plan.axes, window, most, cut)
 
     @property
     def known(self) -> np.ndarray | None:
@@ -112,7 +117,7 @@ class KVCache:
 
     def truncate(self, lengths: int | Sequence[int] | Array) -> "KVCache":
         """Without the tokens from these lengths on (rejected ones, say); one number for all rows or one a row."""
-        new = jnp.full_like(self.lengths, jnp.asarray(lengths, jnp.int32))
+        new = jnp.zeros_like(self.lengths) + jnp.asarray(lengths, jnp.int32)
         first = self.first
         if self.window is not None:  # the next token must still see its whole window
             first = jnp.where(first > 0, first + self.window - 1, 0)
@@ -148,15 +153,22 @@ class KVCache:
 
     def moves(self, plan: Plan, heads: int) -> Moves:
         """Which way a chunk under `plan` will meet this cache, as if it were full, and what that costs."""
-        B, rows, G, D = self.k.shape
-        made_of = Heads(heads, G, D, self.v.shape[-1], self.k.dtype.itemsize, B)
+        rows, D, V = *self.k.shape[1::2], self.v.shape[-1]
+        B, G, H = self.of_a_device(heads)
+        made_of = Heads(H, G, D, V, self.k.dtype.itemsize, B)
         hardware, hides = hardware_of(plan.device), plan.device != "cpu"
         return prefill_moves(self.stripes.ranks, plan.local_len, min(self.max_len, rows), made_of, hardware, hides)
 
     def explain(self, chunk: int, heads: int) -> str:
         """What prefill of a chunk with so many query heads, and decode of one token, will send."""
-        nbytes = len(self.lengths) * heads * (self.v.shape[-1] + 1) * 4
+        B, _, H = self.of_a_device(heads)
+        nbytes = B * H * (self.v.shape[-1] + 1) * 4
         return explained(self, chunk, self.moves(self.plan.for_length(chunk), heads), nbytes, "gather")
+
+    def of_a_device(self, heads: int) -> tuple[int, int, int]:
+        """Batch rows, key heads and query heads of one device, where there are so many query heads in all."""
+        rows, cut = (devices_along(self.plan, self.cut[dim]) for dim in (0, 2))
+        return self.k.shape[0] // rows, self.k.shape[2] // cut, heads // cut
 
     def problem(self, k: Array, v: Array, n: int) -> str | None:
         """Why n such tokens, of which k and v are some, cannot be appended."""
@@ -179,7 +191,37 @@ ARRAYS = ("k", "v", "lengths", "first")
 
 
 def at_hand(x: Array) -> np.ndarray | None:
-    return None if isinstance(x, jax.core.Tracer) else np.asarray(x)
+    """The numbers, unless they are traced or lie on other hosts."""
+    here = not isinstance(x, jax.core.Tracer) and (x.is_fully_addressable or x.is_fully_replicated)
+    return np.asarray(x) if here else None
+
+
+def usual_cut(plan: Plan, batch: int) -> P:
+    """As `Plan.shard` cuts."""
+    sizes = plan.ring_axis.mesh.shape if isinstance(plan.ring_axis, MeshAxis) else {}
+    return P("data" if "data" in sizes and batch % sizes["data"] == 0 else None, None, None)
+
+
+def spec_of(cut: P, tokens: tuple[str, ...]) -> P:
+    return P(cut[0], tokens or None, cut[2])
+
+
+def of_cut(plan: Plan, cut: P, batch: int, kv_heads: int) -> str | None:
+    """Batch and heads are cut evenly, by axes of the mesh that do not cut the sequence."""
+    if len(cut) != 3 or cut[1] is not None:
+        return f"cut={cut}: three entries, for the batch, None for the sequence, and for the heads"
+    on_mesh = isinstance(plan.ring_axis, MeshAxis)
+    names, taken = (plan.ring_axis.mesh.axis_names, sequence_axes(plan)) if on_mesh else ((), ())
+    for what, number, by in (("rows of a batch", batch, cut[0]), ("key heads", kv_heads, cut[2])):
+        if not set((by,) if isinstance(by, str) else by or ()) <= set(names) - set(taken):
+            return f"cut={cut}: the mesh has axes {names}, of which {taken} cut the sequence; name others"
+        if number % devices_along(plan, by):
+            return f"cut={cut}: {by}={devices_along(plan, by)} does not divide {number} {what}; leave it out"
+    return None
+
+
+def devices_along(plan: Plan, by: Any) -> int:
+    return 1 if by is None else MeshAxis(by, plan.ring_axis.mesh).size
 
 
 def slots_for(max_len: int, most: int | None, stripes: Stripes) -> int:
@@ -228,19 +270,21 @@ def over_devices(work: Any, cache: KVCache, cut: tuple[Any, ...], whole: tuple[A
     """
     if not isinstance(cache.plan.ring_axis, MeshAxis):
         return work(cache, *cut, *whole)
-    return program(work, cache.plan.ring_axis.mesh, sequence_axes(cache.plan), len(cut))(cache, cut, whole)
+    specs = spec_of(cache.cut, sequence_axes(cache.plan)), spec_of(cache.cut, ())
+    return program(work, cache.plan.ring_axis.mesh, *specs)(cache, cut, whole)
 
 
 @lru_cache(maxsize=128)
-def program(work: Any, mesh: Mesh, names: tuple[str, ...], cuts: int) -> Any:
-    tokens = P(None, names or None)
+def program(work: Any, mesh: Mesh, tokens: P, everyone: P) -> Any:
+    rows = P(tokens[0])
 
     def call(cache: KVCache, cut: tuple[Any, ...], whole: tuple[Any, ...]) -> tuple[KVCache, Any]:
-        cached = jax.tree.unflatten(jax.tree.structure(cache), (tokens, tokens, P(), P()))
+        cached = jax.tree.unflatten(jax.tree.structure(cache), (tokens, tokens, rows, rows))
+        each = jax.tree.map(lambda x: P(tokens[2]) if x.ndim == 1 else everyone, whole)  # sinks are of heads
         inner = jax.shard_map(
             lambda cache, cut, whole: work(cache, *cut, *whole), mesh=mesh,
-            in_specs=(cached, tokens, P()), out_specs=(cached, tokens if cuts else P()), check_vma=False,
+            in_specs=(cached, tokens, each), out_specs=(cached, tokens if cut else everyone), check_vma=False,
         )  # fmt: skip
-        return inner(cache, cut, whole)
+        return inner(cache, cut, jax.tree.map(lambda x, spec: moved(x, NamedSharding(mesh, spec)), whole, each))
 
     return jax.jit(call)
