@@ -49,6 +49,7 @@ def main(name: str = "", text: str = "LICENSE", seq_len: str = "512", steps: str
         for row in trainer.state.log_history:
             if "loss" in row or "eval_loss" in row:
                 print(f"step {row['step']}: " + ", ".join(f"{k} {v}" for k, v in row.items() if "loss" in k))
+    trainer.accelerator.end_training()  # the ranks leave together
 
 
 if __name__ == "__main__":

@@ -77,9 +77,13 @@ def test_a_sweep_runs_every_value_and_is_refused_among_started_ranks(tmp_path, c
     assert "sweep outside torchrun" in capsys.readouterr().err
 
 
-def test_only_rank_0_says_what_is_wrong(capsys):
+def test_a_rank_leaves_rank_0_the_time_to_say_what_is_wrong(capsys, monkeypatch):
+    slept = []
+    monkeypatch.setattr(compose.time, "sleep", lambda seconds: slept.append((seconds, capsys.readouterr().err)))
+    monkeypatch.setattr(compose.signal, "signal", lambda *of_this_process: None)
     assert compose.run(["seq_len=-1"], lambda config: 0, rank=1) == 2
-    assert capsys.readouterr().err == ""
+    assert slept == [(compose.PATIENCE, "")]
+    assert capsys.readouterr().err == "ringattn train: rank 1: seq_len=-1: must be above 0\n"
 
 
 def test_help_names_every_key_and_every_file(capsys):
