@@ -6,11 +6,13 @@ choose from is said with `jax.lax.optimization_barrier` where the loop is writte
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -70,6 +72,46 @@ class MeshAxis:
     def reduce_scatter(self, x: Any, dim: int = 0) -> Done:
         """The sum over ranks of their `x`, of which each rank gets its own piece along `dim`."""
         return Done(x if self.size == 1 else lax.psum_scatter(x, self.name, scatter_dimension=dim, tiled=True))
+
+
+def relay(
+    axis: MeshAxis, start: Any, onward: Callable[[Any, Any], Any], reverse: bool,
+    work: Callable[[Any], Any], given: Any, made: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """What all earlier ranks made of `start` [pieces, ...], each in its turn; meanwhile `made` becomes work(given).
+
+    As in ringattn.comms.scan: `onward(i, x)` makes of piece i what goes on, while piece i + 1 arrives; `start` counts
+    on the first rank only; `reverse` begins at the last. All ranks hop at once, and what is not a rank's turn is not
+    kept. Beside each hop a share of the chunks is worked on, which the first dims of `given` and `made` count.
+    """
+    n, chunks = len(start), min((len(x) for x in jax.tree.leaves(given)), default=0)
+    place = axis.size - 1 - axis.rank if reverse else axis.rank
+    senders = range(1, axis.size) if reverse else range(axis.size - 1)
+    hops = axis.size - 1 + n - 1
+    few = max(1, -(-chunks // hops))
+    busy = -(-chunks // few)
+
+    def kept(found: Any, x: Any, t: Any) -> tuple[Any, Any]:
+        i = t - place
+        at = jnp.clip(i, 0, n - 1)
+        return at, found.at[at].set(jnp.where(i == at, x, found[at]))
+
+    def hop(carry: Any, t: Any, beside: bool) -> tuple[Any, None]:
+        x, found, made = carry
+        at, found = kept(found, x, t)
+        (arriving,) = axis.rotate((onward(at, x),), -1 if reverse else 1, senders).wait()
+        if beside:
+            # the last share may begin within the one before
+            done = work(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, t * few, few), given))
+            arriving, done = lax.optimization_barrier((arriving, done))  # see ringattn.jax.ring
+            made = jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, t * few, 0), made, done)
+        return (jnp.where(place == 0, start[jnp.minimum(t + 1, n - 1)], arriving), found, made), None
+
+    carry = start[0], start, made
+    for ticks, beside in ((jnp.arange(busy), True), (jnp.arange(busy, hops), False)):
+        carry = lax.scan(partial(hop, beside=beside), carry, ticks)[0] if len(ticks) else carry
+    x, found, made = carry
+    return kept(found, x, hops)[1], made
 
 
 def is_mesh(x: Any) -> bool:

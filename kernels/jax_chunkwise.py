@@ -9,6 +9,7 @@ chunks: each chunk's own work is done again there.
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -59,9 +60,16 @@ def steps_of(k: Array, v: Array, g: Array | None, begin: Array | None) -> Step:
     return over_chunks(step_of_chunk, chunks(k), chunks(v), gates(k, g), begins(begin))
 
 
-def within(q: Array, k: Array, v: Array, g: Array | None, begin: Array | None, scale: float) -> Array:
+def pairs(
+    q: Array, k: Array, v: Array, g: Array | None, begin: Array | None, scale: float
+) -> tuple[tuple[Array, Array, Array, Array], Array | None]:
+    """What `within` takes, [N, ...]: what has a gradient, and what has none."""
+    return (chunks(q) * scale, chunks(k), chunks(v), gates(k, g)), begins(begin)
+
+
+def within(arrays: tuple[Array, Array, Array, Array], begin: Array | None) -> Array:
     """What tokens see of their own chunks, [N, B, H, C, V]: it needs no state."""
-    return over_chunks(within_chunk, chunks(q) * scale, chunks(k), chunks(v), gates(k, g), begins(begin))
+    return over_chunks(within_chunk, *arrays, begin)
 
 
 def passing(q: Array, g: Array | None, begin: Array | None, before: Array, scale: float) -> Array:
@@ -130,8 +138,8 @@ def product(a: Array, b: Array) -> Array:
 def over_chunks(function: Callable[..., Any], *arrays: Any) -> Any:
     """`function` of each chunk, a few at a time; backward works each out again."""
     x: Array = arrays[0]
-    few = max(1, AT_ONCE // (len(AFTER) * x.size // len(x)))
-    return lax.map(jax.checkpoint(lambda each: function(*each)), arrays, batch_size=min(few, len(x)))
+    few = min(len(x), AT_ONCE // (len(AFTER) * prod(x.shape[1:])))
+    return lax.map(jax.checkpoint(lambda each: function(*each)), arrays, batch_size=max(1, few))
 
 
 def chunks(x: Array) -> Array:

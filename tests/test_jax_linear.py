@@ -106,8 +106,8 @@ def test_what_is_wrong_is_said():
     q, k, v, g = (given[n] for n in "qkvg")
     with pytest.raises(ValueError, match=r"striped.*zigzag"):
         ra.linear_attention(q, k, v, g, plan_of(2, 1, "striped", 64))
-    with pytest.raises(ValueError, match="scan='ring': choose one of auto, gather"):
-        ra.linear_attention(q, k, v, g, scan="ring")
+    with pytest.raises(ValueError, match="scan='tree': choose one of auto, gather, ring, pipeline"):
+        ra.linear_attention(q, k, v, g, scan="tree")
     with pytest.raises(ValueError, match=r"log_decay\[0, 3, 1, 2\] = 0.5: a log decay is finite and at most 0"):
         ra.linear_attention(q, k, v, g.at[0, 3, 1, 2].set(0.5))
     with pytest.raises(ValueError, match="check=True: the gates or documents are traced"):

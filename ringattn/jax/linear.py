@@ -2,9 +2,8 @@
 
     B batch   T this device's tokens   H heads   K key dim   V value dim   P segments a device
 
-States go by one all-gather, which flies beside the products within chunks, and every device composes those before its
-own segments. All of it is differentiated by JAX: backward the gather becomes a scatter of sums, the walk runs in
-reverse, and chunks are worked out again.
+The states travel beside the products within chunks (ringattn.jax.states). All of it is differentiated by JAX but the
+relays, whose backward pass is one in reverse; chunks are worked out again.
 """
 
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -23,17 +22,17 @@ from ringattn.comms.jax import MeshAxis
 from ringattn.jax.attention import other_axes, real_tokens, single_device, starts_of
 from ringattn.jax.check import of_dtypes
 from ringattn.jax.sharding import placed_alike, plan_where, sequence_axes
+from ringattn.jax.states import everywhere, exchange
 from ringattn.jax.steps import local_positions
 from ringattn.jax.ulysses import cleared
 from ringattn.kernels import jax_chunkwise as chunkwise
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.jax_chunkwise import Step
 from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.planning import Plan
-from ringattn.segments import order, segments
+from ringattn.segments import WAYS, choose, segments
 from ringattn.spec import Docs
 
-WORDS = {"kernel": ("auto", "chunkwise"), "scan": ("auto", "gather")}
+WORDS = {"kernel": ("auto", "chunkwise"), "scan": ("auto", *WAYS)}
 BEFORE = -(2**30)  # where the first document began, as every token sees it: before anything that is here
 
 Arrays = tuple[Array, Array, Array, Array | None, Array | None]  # q, k, v, log_decay, initial_state
@@ -46,6 +45,7 @@ class Call:
     plan: Plan
     axes: Any
     scale: float
+    scan: str
     return_state: bool
     docs_padded: bool
 
@@ -88,7 +88,7 @@ def linear_attention(
     if problem:
         raise ValueError(problem)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    call = Call(plan, plan.axes, scale, return_state, docs is not None and docs.padded)
+    call = Call(plan, plan.axes, scale, scan, return_state, docs is not None and docs.padded)
     starts = starts_of(docs)
     if local:
         out, end = on_device(call, arrays, starts)
@@ -160,8 +160,9 @@ def on_device(call: Call, arrays: Arrays, starts: Any) -> tuple[Array, Array | N
     if start is None:
         start = jnp.zeros_like(k, accumulator(k), shape=(B, *k.shape[2:], v.shape[-1]))
     steps = chunkwise.steps_of(k, v, g, begin)
-    before, end = exchange(plan, chunkwise.composed(steps), start)
-    inner = chunkwise.within(q, k, v, g, begin, call.scale)
+    way = choose(plan, call.scan, start.size * start.dtype.itemsize, q.shape[-1])
+    pairs = chunkwise.pairs(q, k, v, g, begin, call.scale)
+    before, end, inner = exchange(plan, way, chunkwise.composed(steps), start, chunkwise.within, pairs)
     outer = chunkwise.passing(q, g, begin, chunkwise.walk(steps, before)[0], call.scale)
     out = chunkwise.joined(inner + outer, T // parts).reshape(B, T, *v.shape[2:])
     return cleared(out, real).astype(q.dtype), everywhere(plan, end) if call.return_state else None
@@ -185,34 +186,3 @@ def begins(plan: Plan, starts: Array, batch: int, parts: int) -> Array:
     if parts > 1:
         local = jnp.broadcast_to(local, (batch, *local.shape[1:]))
     return local.reshape(-1, local.shape[-1])
-
-
-def exchange(plan: Plan, own: Step, start: Array) -> tuple[Array, Array]:
-    """The state before each of this device's segments, [B * P, H, K, V], and the one behind all of them."""
-    if plan.ring * plan.ulysses == 1:
-        return start, own.after(start)
-    parts, walked = segments(plan), order(plan)
-    before, end = chunkwise.walk(jax.tree.map(partial(in_order, plan), own), start)
-    place = np.empty((plan.ring, plan.ulysses, parts), np.int32)
-    for i, (r, u, p) in enumerate(walked):
-        place[r, u, p] = i
-    mine = before[jnp.asarray(place)[plan.ring_axis.rank, plan.ulysses_axis.rank]]  # [P, B, H, K, V]
-    return jnp.moveaxis(mine, 0, 1).reshape(-1, *start.shape[1:]), end
-
-
-def in_order(plan: Plan, x: Array) -> Array:
-    """[B * P, ...] of every device as [segments of the sequence, B, ...]."""
-    U, parts = plan.ulysses, segments(plan)
-    every = x[None]
-    for axis in (plan.ulysses_axis, plan.ring_axis):
-        every = axis.all_gather(every).wait()
-    every = jnp.moveaxis(every.reshape(len(every), -1, parts, *x.shape[1:]), 2, 1)
-    at = np.array([(r * U + u) * parts + p for r, u, p in order(plan)])
-    return every.reshape(-1, *every.shape[2:])[at]
-
-
-def everywhere(plan: Plan, x: Array) -> Array:
-    """What all devices have alike, as a value that JAX knows to be so."""
-    names = sequence_axes(plan) if isinstance(plan.ring_axis, MeshAxis) else ()
-    first = (jnp.int32(plan.ring_axis.rank) == 0) & (jnp.int32(plan.ulysses_axis.rank) == 0)
-    return lax.psum(jnp.where(first, x, 0), names) if names else x
