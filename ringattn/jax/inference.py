@@ -47,8 +47,6 @@ from ringattn.spec import AttentionSpec
 
 FORMS = {"lse": 1, "streams": 2}  # how many numbers a row has beside its output
 
-Seen = tuple[Array, Array]  # the positions that each query sees: begin, end [B, T]
-
 
 def prefill(
     q: Array,
@@ -68,7 +66,7 @@ def prefill(
     q, k and v are global arrays in the order of `plan` (the cache's plan `for_length(chunk)`), as out is. `start` is
     where the chunk begins, checked against the cache if given. `move` says what travels: "queries", "keys", or what
     leaves less time exposed, as if the cache were full (`cache.explain` says which). `keys` cuts the other way too: at
-    most so many of a device's keys are attended to, or sent, at once.
+    most so many of a device's keys are attended to, or sent, at once; by default a few times its queries.
     """
     spec = AttentionSpec() if spec is None else spec
     whole = plan.tokens.padded_length
@@ -86,9 +84,8 @@ def prefill(
     if problem:
         raise ValueError(problem)
     way = cache.moves(plan, q.shape[2]).way if move == "auto" else move
-    if way == "keys" and cache.stripes.ranks > 1:
-        keys = keys or keys_at_once(plan.local_len)
-    cache, out = over_devices(Prefill(plan, spec, way, keys), cache, (q, k, v), (sinks,))
+    work = Prefill(plan, spec, way, keys or keys_at_once(plan.local_len))
+    cache, out = over_devices(work, cache, (q, k, v), (sinks,))
     return out, cache
 
 
@@ -149,9 +146,10 @@ class Decode:
     form: str
 
     def __call__(self, cache: KVCache, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[KVCache, Array]:
-        seen = visible(self.spec, cache.lengths, jnp.arange(q.shape[1]), q.shape[1])
+        before, n = cache.lengths, q.shape[1]
         cache, _ = keep(cache, k, v)
-        part = attend_here(q, cache, self.spec, seen, None)
+        meeting = Meeting(q, cache, self.spec, before, n, jnp.arange(n))
+        part = meeting.of(Piece(cache.k, cache.v), cache.line.rank, empty(q, v.shape[-1]))
         every = cache.line.all_gather(packed(part, self.form)[None]).wait()
         return cache, finished(merged(every, self.form), sinks, q)
 
@@ -163,17 +161,16 @@ class Prefill:
     plan: Plan
     spec: AttentionSpec
     way: str
-    keys: int | None
+    keys: int
 
     def __call__(self, cache: KVCache, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[KVCache, Array]:
         tokens, before = self.plan.seq_len, cache.lengths
         cache, _ = keep(cache, self.everyone(k), self.everyone(v))
         if self.way == "queries":
-            seen = visible(self.spec, before, jnp.arange(tokens), tokens)
-            part = self.scattered(attend_here(self.everyone(q), cache, self.spec, seen, self.keys), cache.line)
+            meeting = Meeting(self.everyone(q), cache, self.spec, before, tokens, jnp.arange(tokens))
+            part = self.scattered(meeting.here(self.keys), cache.line)
         else:
-            seen = visible(self.spec, before, local_positions(self.plan), tokens)
-            part = attend_travelling(q, cache, self.spec, seen, self.keys)
+            part = Meeting(q, cache, self.spec, before, tokens, local_positions(self.plan)).travelling(self.keys)
         return cache, finished(part, sinks, q)
 
     def everyone(self, x: Array) -> Array:
@@ -191,85 +188,98 @@ class Prefill:
         return merged(line.all_to_all(rows[None], split=2, join=0).wait(), "lse")
 
 
-def visible(spec: AttentionSpec, before: Array, at: Array, tokens: int) -> Seen:
-    """The positions that the queries `at` in a chunk see, [B, T], when each row held `before` tokens."""
-    last = before[:, None] + tokens
-    position = before[:, None] + at[None].astype(jnp.int32)
-    end = jnp.minimum(position + 1, last) if spec.causal else jnp.broadcast_to(last, position.shape)
-    begin = jnp.zeros_like(end) if spec.window is None else jnp.maximum(position + 1 - spec.window, 0)
-    return jnp.where(position < last, begin, last), end
-
-
 class Piece(NamedTuple):
     """Keys and values of some slots, from `start` on; those before `low` have had their turn."""
 
     k: Array
     v: Array
-    low: Any
-    start: Any
+    low: Any = 0
+    start: Any = 0
 
 
-def in_pieces(step: Callable[[Partial, Piece], Partial], q: Array, cache: KVCache, keys: int | None) -> Partial:
-    """`step` after step for pieces of this device's memory, of at most `keys` slots each."""
-    slots = cache.k.shape[1]
-    size = min(keys or slots, slots)
+class Meeting(NamedTuple):
+    """Some queries of a chunk, and a cache that has the keys of all the chunk's tokens already."""
 
-    def one(part: Partial, low: Array) -> tuple[Partial, None]:
-        start = jnp.minimum(low, slots - size)
-        k, v = (lax.dynamic_slice_in_dim(x, start, size, 1) for x in (cache.k, cache.v))
-        return step(part, Piece(k, v, low, start)), None
+    q: Array
+    cache: KVCache
+    spec: AttentionSpec
+    before: Array  # how many tokens each batch row had
+    tokens: int
+    at: Array  # the queries' places in the chunk
 
-    return lax.scan(one, empty(q, cache.v.shape[-1]), jnp.arange(0, slots, size, dtype=jnp.int32))[0]
+    def visible(self, at: Array) -> tuple[Array, Array]:
+        """The positions that the queries `at` see, begin and end [B, T], which never go back."""
+        last = self.before[:, None] + self.tokens
+        position = self.before[:, None] + at[None].astype(jnp.int32)
+        end = jnp.minimum(position + 1, last) if self.spec.causal else jnp.broadcast_to(last, position.shape)
+        window = self.spec.window
+        begin = jnp.zeros_like(end) if window is None else jnp.maximum(position + 1 - window, 0)
+        return jnp.where(position < last, begin, last), end
 
+    def of(self, piece: Piece, source: Any, part: Partial) -> Partial:
+        """Attention over a piece of the device `source`, merged into `part`; nothing runs where nothing is seen.
 
-def attend_here(q: Array, cache: KVCache, spec: AttentionSpec, seen: Seen, keys: int | None) -> Partial:
-    """Attention over the keys that this device holds, at most `keys` of them at once."""
-    rank = cache.line.rank
-    return in_pieces(lambda part, piece: attend_piece(part, q, piece, cache, spec, seen, rank), q, cache, keys)
+        What a chunk sees of a device is at most as many keys as there are slots. Counted from the start of the round
+        in which its first key lies, they lie in that round and in the next: an interval of slots in either.
+        """
+        cache, size = self.cache, piece.k.shape[1]
+        slots = cache.k.shape[1]
+        begin, end = (below(cache, side, source) for side in self.visible(self.at))
+        origin = begin[:, :1] // slots * slots
+        score = score_of(self.q, piece.k, piece.v, self.spec, cache.plan, known=False)
+        for _ in range(1 if slots * cache.stripes.ranks >= cache.max_len else 2):
+            first, last = (jnp.clip(x - origin - piece.start, piece.low - piece.start, size) for x in (begin, end))
+            part = lax.cond(
+                (first < last).any(),
+                lambda part, where: Partial(*score.attend(self.q, piece.k, piece.v, where, carry=part)),
+                lambda part, where: part,
+                part, Intervals(first, last),
+            )  # fmt: skip
+            origin = origin + slots
+        return part
 
+    def here(self, keys: int) -> Partial:
+        """Attention over the keys that this device holds, at most `keys` of them at once."""
+        return self.in_pieces(partial(self.of, source=self.cache.line.rank), keys)
 
-def attend_travelling(q: Array, cache: KVCache, spec: AttentionSpec, seen: Seen, keys: int | None) -> Partial:
-    """Attention of this device's own queries over all devices' keys: each piece goes round, its hops behind compute."""
-    line, rank = cache.line, cache.line.rank
+    def travelling(self, keys: int) -> Partial:
+        """Attention over all devices' keys: piece after piece goes round, its hops behind the compute."""
+        line, rank = self.cache.line, self.cache.line.rank
 
-    def hop(piece: Piece, carry: Any, distance: Any) -> Any:
-        held, part = carry
-        arriving = line.rotate(held).wait()
-        piece = piece._replace(k=held[0], v=held[1])
-        part = attend_piece(part, q, piece, cache, spec, seen, (rank - distance) % line.size)
-        return lax.optimization_barrier((arriving, part)), None
+        def round_trip(piece: Piece, part: Partial) -> Partial:
+            def hop(carry: Any, distance: Any) -> Any:
+                held, part = carry
+                arriving = line.rotate(held).wait()
+                part = self.of(piece._replace(k=held[0], v=held[1]), (rank - distance) % line.size, part)
+                return lax.optimization_barrier((arriving, part)), None
 
-    def round_trip(part: Partial, piece: Piece) -> Partial:
-        carry = (piece.k, piece.v), part
-        (held, part), _ = lax.scan(partial(hop, piece), carry, jnp.arange(line.size - 1))
-        piece = piece._replace(k=held[0], v=held[1])
-        return attend_piece(part, q, piece, cache, spec, seen, (rank + 1) % line.size)
+            carry = (piece.k, piece.v), part
+            ((k, v), part), _ = lax.scan(hop, carry, jnp.arange(line.size - 1))
+            return self.of(piece._replace(k=k, v=v), (rank + 1) % line.size, part)
 
-    return in_pieces(round_trip, q, cache, keys)
+        return self.in_pieces(round_trip, keys)
 
+    def in_pieces(self, step: Callable[..., Partial], keys: int) -> Partial:
+        """`step` after step for pieces of this device's memory, of at most `keys` slots each."""
+        k, v, slots = self.cache.k, self.cache.v, self.cache.k.shape[1]
+        size = min(keys, slots)
 
-def attend_piece(
-    part: Partial, q: Array, piece: Piece, cache: KVCache, spec: AttentionSpec, seen: Seen, source: Any
-) -> Partial:
-    """Attention over a piece of the device `source`, merged into `part`; nothing runs where nothing is seen.
+        def one(i: Array, part: Partial) -> Partial:
+            start = jnp.minimum(i * size, slots - size)
+            held = [lax.dynamic_slice_in_dim(x, start, size, 1) for x in (k, v)]
+            return step(Piece(held[0], held[1], i * size, start), part=part)
 
-    What a chunk sees of a device is at most as many keys as there are slots. Counted from the start of the round in
-    which its first key lies, they lie in that round and in the next: an interval of slots in either.
-    """
-    slots, size = cache.k.shape[1], piece.k.shape[1]
-    begin, end = (below(cache, side, source) for side in seen)
-    origin = begin[:, :1] // slots * slots
-    score = score_of(q, piece.k, piece.v, spec, cache.plan, known=False)
-    for _ in range(1 if slots * cache.stripes.ranks >= cache.max_len else 2):
-        first, last = (jnp.clip(x - origin - piece.start, piece.low - piece.start, size) for x in (begin, end))
-        part = lax.cond(
-            (first < last).any(),
-            lambda part, where: Partial(*score.attend(q, piece.k, piece.v, where, carry=part)),
-            lambda part, where: part,
-            part, Intervals(first, last),
-        )  # fmt: skip
-        origin = origin + slots
-    return part
+        low, high = self.reach()
+        return lax.fori_loop(low // size, -(-high // size), one, empty(self.q, v.shape[-1]))
+
+    def reach(self) -> tuple[Array, Array]:
+        """From which to which slot some device has a key that some query of the whole chunk sees: as all say."""
+        cache, slots = self.cache, self.cache.k.shape[1]
+        begin, end = self.visible(jnp.array([0, self.tokens - 1]))
+        low, high = below(cache, begin, cache.stripes.ranks - 1).min(), below(cache, end, 0).max()
+        if cache.cut[0] is not None:  # a hop is one for all rows of the batch
+            low, high = lax.pmin(low, cache.cut[0]), lax.pmax(high, cache.cut[0])
+        return jnp.where(high > slots, 0, low), jnp.minimum(high, slots)
 
 
 def finished(part: Partial, sinks: Array | None, q: Array) -> Array:
