@@ -7,10 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ringattn.api import KVCache, attention, decode, init_mesh, linear_attention, plan, prefill
+    from ringattn.api import attention, decode, init_mesh, linear_attention, plan, prefill
     from ringattn.jax.aot import aot_report
     from ringattn.kernels.partial import Partial, merge
     from ringattn.planning import Plan
+    from ringattn.serving import KVCache
     from ringattn.spec import AttentionSpec, Docs
     from ringattn.torch import hf, nn
     from ringattn.torch.loss import token_mean
@@ -21,7 +22,7 @@ __version__ = "0.1.0"
 PUBLIC = {
     "AttentionSpec": "ringattn.spec",
     "Docs": "ringattn.spec",
-    "KVCache": "ringattn.api",
+    "KVCache": "ringattn.serving",
     "Partial": "ringattn.kernels.partial",
     "Plan": "ringattn.planning",
     "aot_report": "ringattn.jax.aot",

@@ -1,6 +1,7 @@
 """The public functions: each finds the framework from its arguments and calls the function of the same name there."""
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +20,7 @@ from ringattn.planning import (
     hardware_of,
     kv_heads_of_a_rank,
 )
+from ringattn.serving import KVCache
 from ringattn.spec import AttentionSpec, Docs
 
 REFUSED = {
@@ -116,36 +118,52 @@ def linear_attention(
     )  # fmt: skip
 
 
-class KVCache:
-    """Keys and values of every token so far, spread over ranks or devices: `allocate` makes the one of the plan's kind.
-
-    What it can do is said in ringattn.torch.cache, where calls change it, and in ringattn.jax.cache, where they give
-    another one.
-    """
-
-    @staticmethod
-    def allocate(plan: Plan, **sizes: Any) -> Any:
-        """An empty cache: batch=, max_len=, kv_heads=, head_dim=, and if need be value_dim=, dtype=, block=."""
-        problem = of_words(plan=plan)
-        if problem:
-            raise ValueError(problem)
-        return import_module(f"ringattn.{plan.framework}.cache").KVCache.allocate(plan, **sizes)
-
-
-def prefill(q: Any, k: Any, v: Any, plan: Plan, cache: Any, **how: Any) -> Any:
+def prefill(
+    q: Any,
+    k: Any,
+    v: Any,
+    plan: Plan,
+    cache: KVCache,
+    *,
+    spec: AttentionSpec | None = None,
+    sinks: Any = None,
+    start: int | Sequence[int] | None = None,
+    move: str = "auto",
+    keys: int | None = None,
+) -> Any:
     """Append a chunk of the prompt to the cache and attend to everything so far: out, with JAX (out, the cache).
 
-    `how` is of ringattn.torch.inference.prefill, or ringattn.jax.inference.prefill: spec, sinks, start, move, keys.
+    q, k and v are this rank's part of the chunk under `plan`, which is the cache's plan `for_length(chunk)`.
+
+    start     where the chunk begins, one number or one a row: checked against the cache
+    move      what travels: "queries", "keys", or what leaves less time exposed (`cache.explain` says which)
+    keys      at most so many of a rank's keys are attended to, or sent, at once
     """
-    return part("inference", q, k, v).prefill(q, k, v, plan, cache, **how)
+    return part("inference", q, k, v).prefill(
+        q, k, v, plan, cache, spec=spec, sinks=sinks, start=start, move=move, keys=keys
+    )
 
 
-def decode(q: Any, k: Any, v: Any, cache: Any, **how: Any) -> Any:
+def decode(
+    q: Any,
+    k: Any,
+    v: Any,
+    cache: KVCache,
+    *,
+    spec: AttentionSpec | None = None,
+    sinks: Any = None,
+    form: str = "lse",
+    parents: Sequence[int] | None = None,
+    **unknown: Any,
+) -> Any:
     """The next token or tokens, the same on every rank or device: out, with JAX (out, the cache).
 
-    `how` is of ringattn.torch.inference.decode, or ringattn.jax.inference.decode: spec, sinks, form, parents.
+    form      how partials are merged: "lse" as (out, lse), "streams" as (out, max, sum)
+    parents   the token that each new one follows; a chain, as they see each other causally
     """
-    return part("inference", q, k, v).decode(q, k, v, cache, **how)
+    return part("inference", q, k, v).decode(
+        q, k, v, cache, spec=spec, sinks=sinks, form=form, parents=parents, **unknown
+    )
 
 
 def part(name: str, *arrays: Any) -> Any:

@@ -1,14 +1,60 @@
 """Where a cache's tokens lie, and which way prefill and decode send: plain Python that can be printed and tested."""
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
+from ringattn.check import of_words
 from ringattn.cost import Hardware
 
 BLOCK = 64  # positions that lie together on one rank
 FEWEST_KEYS = 1024  # a hop of fewer keys than this is mostly latency
+
+
+class KVCache:
+    """Keys and values of every token so far, spread over ranks or devices.
+
+    `allocate` makes the one of the plan's framework: ringattn.torch.cache's, which calls change, or
+    ringattn.jax.cache's, a value of which they give another. Both also have append, truncate, fork, room, explain,
+    state_dict and load_state_dict.
+    """
+
+    plan: Any
+    lengths: Any  # how many tokens each batch row has
+
+    @classmethod
+    def allocate(
+        cls,
+        plan: Any,
+        *,
+        batch: int,
+        max_len: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: Any = None,
+        window: int | None = None,
+        room: int | None = None,
+        block: int = BLOCK,
+        **more: Any,
+    ) -> Any:
+        """An empty cache for `max_len` tokens a row, of which each rank holds its share; bfloat16 by default.
+
+        With a `window` only what can still be seen is kept: memory for window + `room` tokens (room: the longest chunk
+        that will be appended at once; as long as the window by default). `more` is of JAX: cut=.
+        """
+        problem = of_words(plan=plan)
+        if problem:
+            raise ValueError(problem)
+        if dtype is not None:
+            more["dtype"] = dtype
+        kind = import_module(f"ringattn.{plan.framework}.cache").KVCache
+        return kind.allocate(
+            plan, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+            window=window, room=room, block=block, **more,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,16 @@ def test_a_cache_explains_what_will_be_sent():
     assert "a decoded token: partials of 0.3 kB a rank, exchanged by gather" in said
 
 
+def test_a_cache_is_a_kv_cache_and_takes_what_its_framework_takes():
+    sizes = {"batch": 1, "max_len": 64, "kv_heads": 2, "head_dim": 16}
+    cache = ra.KVCache.allocate(ra.plan(seq_len=8), **sizes)
+    assert isinstance(cache, ra.KVCache) and type(cache) is KVCache and cache.k.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="unexpected keyword argument 'size'"):
+        ra.KVCache.allocate(ra.plan(seq_len=8), **sizes, size=3)
+    with pytest.raises(ValueError, match="plan is of type int"):
+        ra.KVCache.allocate(3, **sizes)
+
+
 def test_the_second_layer_finds_everything_made(monkeypatch):
     """What a chunk sees, and where its tokens go, depends on lengths alone: made for one layer, it serves all."""
     made = []

@@ -21,6 +21,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringattn import serving
 from ringattn.check import beside_window, of_back, of_kept, of_room, of_sizes
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
@@ -35,7 +36,7 @@ from ringattn.serving import BLOCK, Heads, Moves, Stripes, explained, prefill_mo
     meta_fields=("plan", "max_len", "stripes", "axes", "window", "most", "cut"),
 )
 @dataclass(frozen=True)
-class KVCache:
+class KVCache(serving.KVCache):
     """Keys and values of every token so far; `lengths` says how many each batch row has. Make it with `allocate`."""
 
     k: Array  # [B, all devices' slots, G, D], cut along the second dim, and as `cut` says
@@ -51,7 +52,7 @@ class KVCache:
     cut: P  # by which axes of the mesh batch and heads are cut
 
     @classmethod
-    def allocate(
+    def allocate(  # type: ignore[override]  # the base's takes what either framework takes
         cls,
         plan: Plan,
         *,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringattn import serving
 from ringattn.check import beside_window, of_back, of_kept, of_room, of_sizes
 from ringattn.layout import Layout
 from ringattn.planning import Plan, hardware_of
@@ -21,7 +22,7 @@ from ringattn.torch.chunk import Holder, landings
 STEP = 1024  # rows in which a decode's launch grows
 
 
-class KVCache:
+class KVCache(serving.KVCache):
     """Keys and values of every token so far; `lengths` says how many each batch row has. Make it with `allocate`."""
 
     def __init__(
@@ -38,7 +39,7 @@ class KVCache:
         self.forked = np.zeros_like(lengths)  # up to where others share these keys
 
     @classmethod
-    def allocate(
+    def allocate(  # type: ignore[override]  # the base's takes what either framework takes
         cls,
         plan: Plan,
         *,
