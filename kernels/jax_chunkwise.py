@@ -77,16 +77,16 @@ def passing(q: Array, g: Array | None, begin: Array | None, before: Array, scale
     return over_chunks(passing_chunk, chunks(q) * scale, gates(q, g), begins(begin), before)
 
 
-def composed(steps: Step) -> Step:
-    """All steps of the first dim, one after the other."""
-    first = jax.tree.map(lambda x: x[0], steps)
-    rest = jax.tree.map(lambda x: x[1:], steps)
-    return lax.scan(lambda done, step: (done.then(step), None), first, rest)[0]
+def composed(steps: Step, reverse: bool = False) -> Step:
+    """All steps of the first dim, one after the other; in reverse the last one comes first."""
+    nothing = vary(Step(jnp.ones_like(steps.factor[0]), jnp.zeros_like(steps.kv[0])), axes_of(steps))
+    return lax.scan(lambda done, step: (done.then(step), None), nothing, steps, reverse=reverse)[0]
 
 
-def walk(steps: Step, start: Array) -> tuple[Array, Array]:
+def walk(steps: Step, start: Array, reverse: bool = False) -> tuple[Array, Array]:
     """The state before each step, and the one behind the last."""
-    end, before = lax.scan(lambda state, step: (step.after(state), state), vary(start, axes_of(steps, start)), steps)
+    start = vary(start, axes_of(steps, start))
+    end, before = lax.scan(lambda state, step: (step.after(state), state), start, steps, reverse=reverse)
     return before, end
 
 

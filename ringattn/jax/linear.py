@@ -22,7 +22,7 @@ from ringattn.comms.jax import MeshAxis
 from ringattn.jax.attention import other_axes, real_tokens, single_device, starts_of
 from ringattn.jax.check import of_dtypes
 from ringattn.jax.sharding import placed_alike, plan_where, sequence_axes
-from ringattn.jax.states import everywhere, exchange
+from ringattn.jax.states import exchange
 from ringattn.jax.steps import local_positions
 from ringattn.jax.ulysses import cleared
 from ringattn.kernels import jax_chunkwise as chunkwise
@@ -162,10 +162,10 @@ def on_device(call: Call, arrays: Arrays, starts: Any) -> tuple[Array, Array | N
     steps = chunkwise.steps_of(k, v, g, begin)
     way = choose(plan, call.scan, start.size * start.dtype.itemsize, q.shape[-1])
     pairs = chunkwise.pairs(q, k, v, g, begin, call.scale)
-    before, end, inner = exchange(plan, way, chunkwise.composed(steps), start, chunkwise.within, pairs)
-    outer = chunkwise.passing(q, g, begin, chunkwise.walk(steps, before)[0], call.scale)
+    before, end, inner = exchange(plan, way, steps, start, chunkwise.within, pairs)
+    outer = chunkwise.passing(q, g, begin, before, call.scale)
     out = chunkwise.joined(inner + outer, T // parts).reshape(B, T, *v.shape[2:])
-    return cleared(out, real).astype(q.dtype), everywhere(plan, end) if call.return_state else None
+    return cleared(out, real).astype(q.dtype), end if call.return_state else None
 
 
 def rows_of(x: Array, parts: int) -> Array:
