@@ -118,7 +118,7 @@ class KVCache(serving.KVCache):
 
     def truncate(self, lengths: int | Sequence[int] | Array) -> "KVCache":
         """Without the tokens from these lengths on (rejected ones, say); one number for all rows or one a row."""
-        new = jnp.zeros_like(self.lengths) + jnp.asarray(lengths, jnp.int32)
+        new = jnp.zeros_like(self.lengths) + jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), self.lengths.shape)
         first = self.first
         if self.window is not None:  # the next token must still see its whole window
             first = jnp.where(first > 0, first + self.window - 1, 0)
