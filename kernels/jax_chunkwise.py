@@ -21,7 +21,7 @@ from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.pallas.varying import axes_of, vary
 
 CHUNK = 64
-AT_ONCE = 2**22  # numbers in one tensor of the working set
+AT_ONCE = 2**20  # numbers in one tensor of the working set
 
 
 def cuts() -> tuple[np.ndarray, np.ndarray, np.ndarray]:

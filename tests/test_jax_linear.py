@@ -1,5 +1,8 @@
 """Gated linear attention on JAX arrays equals the recurrence run token by token, over devices, with all gradients."""
 
+import re
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -17,13 +20,17 @@ T = 61  # a prime: no number of devices divides it
 LONG = 4 * 2 * 70 - 3  # segments of more than one chunk
 PACKED = ((20, 0, 11, 30), (1, 2, 50))
 FIRST_EMPTY = ((0, 33, 20), (0, 61))
-CASES = [  # where, what gates, which documents, how many tokens
-    ((1, 1, "contiguous"), "channel", FIRST_EMPTY, T),
-    ((3, 1, "contiguous"), "head", None, T),
-    ((2, 2, "zigzag"), None, PACKED, T),
-    ((2, 3, "zigzag"), "channel", PACKED, T),
-    ((1, 4, "contiguous"), "channel", ((20, 35),), T),
-    ((4, 1, "zigzag"), "channel", ((300, LONG - 300), (64, LONG - 100)), LONG),
+CASES = [  # where, what gates, which documents, how many tokens, how states travel
+    ((1, 1, "contiguous"), "channel", FIRST_EMPTY, T, "auto"),
+    ((3, 1, "contiguous"), "head", None, T, "gather"),
+    ((2, 2, "zigzag"), None, PACKED, T, "gather"),
+    ((2, 3, "zigzag"), "channel", PACKED, T, "gather"),
+    ((1, 4, "contiguous"), "channel", ((20, 35),), T, "ring"),
+    ((4, 1, "zigzag"), "channel", ((300, LONG - 300), (64, LONG - 100)), LONG, "gather"),
+    ((8, 1, "contiguous"), "channel", ((300, LONG - 300), (64, LONG - 100)), LONG, "ring"),
+    ((2, 3, "zigzag"), "channel", PACKED, T, "ring"),
+    ((4, 2, "zigzag"), "head", PACKED, T, "pipeline"),
+    ((4, 1, "zigzag"), None, None, LONG, "pipeline"),
 ]
 
 
@@ -65,9 +72,54 @@ def check(place, gate, lengths, T=T, dtype=torch.float64, limit=1e-10, **choices
         assert value <= limit, f"{name} is off by {value:.2e} on {place}"
 
 
-@pytest.mark.parametrize(("place", "gate", "lengths", "tokens"), CASES)
-def test_equals_the_recurrence(place, gate, lengths, tokens):
-    check(place, gate, lengths, tokens)
+@pytest.mark.parametrize(("place", "gate", "lengths", "tokens", "scan"), CASES)
+def test_equals_the_recurrence(place, gate, lengths, tokens, scan):
+    check(place, gate, lengths, tokens, scan=scan)
+
+
+def trained(ring, tokens, scan):
+    """The loss and all gradients as a program for `ring` devices, not run."""
+    plan = plan_of(ring, 1, "contiguous", tokens)
+    there = jax.sharding.NamedSharding(plan.ring_axis.mesh, jax.sharding.PartitionSpec(None, "ring"))
+    shapes = [jax.ShapeDtypeStruct((1, tokens, 2, 16), jnp.float32, sharding=there)] * 4
+
+    def loss(*leaves):
+        return ra.linear_attention(*leaves, plan, scan=scan).sum()
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3))).lower(*shapes)
+
+
+@pytest.mark.parametrize("scan", ["ring", "pipeline"])
+def test_a_relay_gathers_nothing_and_no_state_travels_twice(scan):
+    tokens = 8 * 64 * 56  # 56 chunks a device, which 7 hops and 8 hops divide: all of them have work beside them
+    text = trained(8, tokens, scan).compile().as_text()
+    hops = re.findall(r"= f32\[([\d,]+)\]\S* collective-permute\(", text)
+    pieces = 2 if scan == "pipeline" else 1
+    assert hops == [f"1,2,{16 // pieces},16"] * 2, "one loop forward, one backward"
+    assert "all-gather" not in text
+
+
+def test_temporaries_fall_as_devices_are_added(monkeypatch):
+    monkeypatch.setattr(jax_chunkwise, "AT_ONCE", 2**14)
+    two, eight = (trained(n, 2**14, "ring").compile().memory_analysis().temp_size_in_bytes for n in (2, 8))
+    assert eight < two / 4 * 1.5  # a hop's share of the chunks is there twice
+
+
+def test_what_is_kept_for_backward_are_the_inputs_and_one_state_a_chunk():
+    plan, T, K = plan_of(4, 1, "zigzag", 4 * 512), 4 * 512, 32
+    tokens = [jax.ShapeDtypeStruct((1, T, 2, K), jnp.bfloat16)] * 4
+    kept = jax.eval_shape(lambda *x: jax.vjp(lambda *x: ra.linear_attention(*x, plan, scan="ring"), *x)[1], *tokens)
+    numbers = [x.size for x in jax.tree.leaves(kept) if x.size > 2**14]
+    assert sorted(numbers) == sorted([T * 2 * K] * 4 + [T // 64 * 2 * K * K])
+
+
+def test_large_states_of_many_devices_are_not_gathered():
+    """As in torch: the same prediction decides."""
+    plan = plan_of(8, 1, "zigzag", 1024)
+    for heads, dim, word in ((2, 64, "all_gather"), (128, 256, "collective_permute")):
+        tokens = [jax.ShapeDtypeStruct((1, 1024, heads, dim), jnp.bfloat16)] * 4
+        text = jax.jit(lambda *x: ra.linear_attention(*x, plan)).lower(*tokens).as_text()
+        assert [w for w in ("all_gather", "collective_permute") if w in text] == [word]
 
 
 def test_a_few_chunks_at_a_time(monkeypatch):
@@ -92,12 +144,14 @@ def test_inside_shard_map():
     plan, tokens = plan_of(2, 2, "contiguous", 64), jax.sharding.PartitionSpec(None, ("ring", "ulysses"))
     mesh, arrays = plan.ring_axis.mesh, [given[n] for n in "qkvg"]
 
-    def inner(*local):
-        return ra.linear_attention(*local, plan)
+    def inner(scan, *local):
+        return ra.linear_attention(*local, plan, scan=scan)
 
     expected = ra.linear_attention(*arrays)
-    for vma in (True, False):
-        found = jax.jit(jax.shard_map(inner, mesh=mesh, in_specs=tokens, out_specs=tokens, check_vma=vma))(*arrays)
+    for vma, scan in ((True, "gather"), (False, "ring")):
+        found = jax.jit(
+            jax.shard_map(partial(inner, scan), mesh=mesh, in_specs=tokens, out_specs=tokens, check_vma=vma)
+        )(*arrays)
         assert jnp.allclose(found, expected, atol=1e-5)
 
 

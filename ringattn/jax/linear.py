@@ -22,7 +22,7 @@ from ringattn.comms.jax import MeshAxis
 from ringattn.jax.attention import other_axes, real_tokens, single_device, starts_of
 from ringattn.jax.check import of_dtypes
 from ringattn.jax.sharding import placed_alike, plan_where, sequence_axes
-from ringattn.jax.states import exchange
+from ringattn.jax.states import KEPT, exchange
 from ringattn.jax.steps import local_positions
 from ringattn.jax.ulysses import cleared
 from ringattn.kernels import jax_chunkwise as chunkwise
@@ -91,7 +91,7 @@ def linear_attention(
     call = Call(plan, plan.axes, scale, scan, return_state, docs is not None and docs.padded)
     starts = starts_of(docs)
     if local:
-        out, end = on_device(call, arrays, starts)
+        out, end = recomputed(call)(arrays, starts)
     else:
         mesh = plan.ring_axis.mesh
         batch, heads = (lying.batch or None, lying.heads or None) if lying else other_axes(q, mesh)
@@ -143,8 +143,13 @@ def program(call: Call, mesh: Mesh, tokens: P, rows: P) -> Any:
     """(q, k, v, log_decay, initial_state), starts -> out, end on global arrays, of which `tokens` says how q is cut."""
     state = P(tokens[0], tokens[2])
     specs = ((tokens, tokens, tokens, tokens, state), rows)
-    whole = jax.shard_map(partial(on_device, call), mesh=mesh, in_specs=specs, out_specs=(tokens, state))
+    whole = jax.shard_map(recomputed(call), mesh=mesh, in_specs=specs, out_specs=(tokens, state))
     return jax.jit(whole)
+
+
+def recomputed(call: Call) -> Any:
+    """`on_device`, of which the inputs and the states before chunks are kept for backward, and nothing else."""
+    return jax.checkpoint(partial(on_device, call), policy=jax.checkpoint_policies.save_only_these_names(KEPT))
 
 
 def on_device(call: Call, arrays: Arrays, starts: Any) -> tuple[Array, Array | None]:

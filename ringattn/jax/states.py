@@ -75,12 +75,13 @@ def states(call: Exchange, steps: Step, start: Array, arrays: Any, fixed: Any) -
     ring, ulysses, _ = call.walk[-1]
     here = (plan.ring_axis.rank == ring) & (plan.ulysses_axis.rank == ulysses)
     before, _ = walk(steps, before, call.reverse)
-    return checkpoint_name(before, KEPT), jnp.where(here, end, 0), made
+    return before, jnp.where(here, end, 0), made
 
 
 def forward(call: Exchange, steps: Step, start: Array, arrays: Any, fixed: Any) -> tuple[Any, Any]:
-    found = states(call, steps, start, arrays, fixed)
-    return found, (steps.factor, found[0], arrays, fixed)
+    before, end, made = states(call, steps, start, arrays, fixed)
+    before = checkpoint_name(before, KEPT)
+    return (before, end, made), (steps.factor, before, arrays, fixed)
 
 
 def backward(call: Exchange, saved: Any, given: Any) -> tuple[Step, Array, Any, None]:
