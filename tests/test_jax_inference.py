@@ -115,16 +115,18 @@ def test_keys_bound_what_a_chunk_needs_at_once(move):
     assert needed(100) < needed(1024) / 4
 
 
-def test_a_batch_and_heads_may_be_cut_too():
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_batch_and_heads_may_be_cut_too(kind):
     tensors, sinks = draw(T=14), torch.linspace(-1, 1, 4)
     expected = ra.attention(*(x.double() for x in tensors), sinks=sinks.double())
     q, k, v, sinks = (jnp.asarray(x.numpy()) for x in (*tensors, sinks))
-    mesh = jax.make_mesh((2, 2, 2), ("data", "ring", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "ring", "tensor"), axis_types=(jax.sharding.AxisType[kind],) * 3)
     cut = jax.sharding.PartitionSpec("data", None, "tensor")
     sizes = {"batch": 2, "max_len": 14, "kv_heads": 2, "head_dim": 8, "dtype": jnp.float32, "block": 4}
     plan = ra.plan(mesh, seq_len=12)
     cache = ra.KVCache.allocate(plan, **sizes, cut=cut)
-    out, cache = ra.prefill(*(plan.shard(x[:, :12]) for x in (q, k, v)), plan, cache, sinks=sinks)
+    mine = [jax.device_put(plan.shard(x[:, :12]), cache.k.sharding) for x in (q, k, v)]
+    out, cache = ra.prefill(*mine, plan, cache, sinks=sinks)
     last, cache = ra.decode(*(x[:, 12:] for x in (q, k, v)), cache, sinks=sinks)
     assert cache.k.sharding.shard_shape(cache.k.shape) == (1, 8, 1, 8)
     assert np.allclose(np.concatenate([plan.unshard(out), last], 1), expected, atol=1e-5)
