@@ -78,7 +78,7 @@ def complain(problem: str, rank: int) -> int:
 
 
 def leave_to_first() -> None:
-    """What is wrong is so on every rank, as a rule, and when one ends torchrun ends the others: let rank 0 be that one."""
+    """Wait for rank 0 to speak and end, whereupon torchrun ends this one: what is wrong is so on all, as a rule."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(PATIENCE)
 
