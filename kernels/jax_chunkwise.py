@@ -1,11 +1,10 @@
-"""Gated linear attention of one device in jax.numpy, chunk by chunk; every gradient is JAX's own.
+"""Gated linear attention of one device in jax.numpy, chunk by chunk; gradients are JAX's own.
 
     B batch   T tokens   H heads   N chunks   C tokens a chunk   K key dim   V value dim   G gates a head, K or 1
 
 Pairs within a chunk are parted at the cuts of ringattn.kernels.chunkwise: every exponent is a sum of gates, at most 0,
 and none is a difference, so that no gradient of a gate is one either. What a chunk does to the state before it is a
-factor and a summand; factors are 0 where a document began. Kept for backward are the inputs and the states between
-chunks: each chunk's own work is done again there.
+factor and a summand; factors are 0 where a document began. Backward each chunk's own work is done again.
 """
 
 from collections.abc import Callable

@@ -104,7 +104,7 @@ def linear_attention(
     docs            packed documents: where one begins the state is zero, except at the first token
     scale           of q; 1 / sqrt(K) by default
     kernel          auto, triton or chunkwise; in JAX auto or chunkwise
-    scan            how states go from rank to rank: auto, gather, ring or pipeline; in JAX auto or gather
+    scan            how states go from rank to rank: auto, gather, ring or pipeline
     check           look at every gate, which waits for the device; by default on CPUs only
     """
     found: Any  # by statements: torch.compile traces no import_module

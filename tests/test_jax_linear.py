@@ -29,8 +29,7 @@ CASES = [  # where, what gates, which documents, how many tokens, how states tra
     ((4, 1, "zigzag"), "channel", ((300, LONG - 300), (64, LONG - 100)), LONG, "gather"),
     ((8, 1, "contiguous"), "channel", ((300, LONG - 300), (64, LONG - 100)), LONG, "ring"),
     ((2, 3, "zigzag"), "channel", PACKED, T, "ring"),
-    ((4, 2, "zigzag"), "head", PACKED, T, "pipeline"),
-    ((4, 1, "zigzag"), None, None, LONG, "pipeline"),
+    ((4, 2, "zigzag"), "head", ((300, LONG - 300), (64, LONG - 100)), LONG, "pipeline"),
 ]
 
 

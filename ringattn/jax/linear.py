@@ -2,8 +2,8 @@
 
     B batch   T this device's tokens   H heads   K key dim   V value dim   P segments a device
 
-The states travel beside the products within chunks (ringattn.jax.states). All of it is differentiated by JAX but the
-relays, whose backward pass is one in reverse; chunks are worked out again.
+The states travel beside the products within chunks (ringattn.jax.states). Kept for backward are the inputs and the
+state before each chunk; all else is worked out again, chunk by chunk.
 """
 
 from dataclasses import dataclass

@@ -64,18 +64,17 @@ def states(call: Exchange, steps: Step, start: Array, arrays: Any, fixed: Any) -
     `start` is the same on every device, and so it is in reverse: every device gets the sum of those ends.
     """
     plan = call.plan
-    own = composed(steps, call.reverse)
     if plan.ring * plan.ulysses == 1:
-        before, end, made = start, own.after(start), call.work(arrays, fixed)
-    elif call.way.name == "gather" or plan.ring == 1:
+        return *walk(steps, start, call.reverse), call.work(arrays, fixed)
+    own = composed(steps, call.reverse)
+    if call.way.name == "gather" or plan.ring == 1:
         before, end = through_all(call, own, start)
         made = call.work(arrays, fixed)
     else:
         before, end, made = around(call, own, start, (arrays, fixed))
     ring, ulysses, _ = call.walk[-1]
     here = (plan.ring_axis.rank == ring) & (plan.ulysses_axis.rank == ulysses)
-    before, _ = walk(steps, before, call.reverse)
-    return before, jnp.where(here, end, 0), made
+    return walk(steps, before, call.reverse)[0], jnp.where(here, end, 0), made
 
 
 def forward(call: Exchange, steps: Step, start: Array, arrays: Any, fixed: Any) -> tuple[Any, Any]:
