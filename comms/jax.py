@@ -84,7 +84,7 @@ def relay(
     on the first rank only; `reverse` begins at the last. All ranks hop at once, and what is not a rank's turn is not
     kept. Beside each hop a share of the chunks is worked on, which the first dims of `given` and `made` count.
     """
-    n, chunks = len(start), min((len(x) for x in jax.tree.leaves(given)), default=0)
+    n, chunks = len(start), len(jax.tree.leaves(given)[0])
     place = axis.size - 1 - axis.rank if reverse else axis.rank
     senders = range(1, axis.size) if reverse else range(axis.size - 1)
     hops = axis.size - 1 + n - 1
@@ -100,8 +100,7 @@ def relay(
         x, found, made = carry
         at, found = kept(found, x, t)
         (arriving,) = axis.rotate((onward(at, x),), -1 if reverse else 1, senders).wait()
-        if beside:
-            # the last share may begin within the one before
+        if beside:  # the last share may begin within the one before
             done = work(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, t * few, few), given))
             arriving, done = lax.optimization_barrier((arriving, done))  # see ringattn.jax.ring
             made = jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, t * few, 0), made, done)

@@ -1,6 +1,7 @@
 """Values that go along an axis from rank to rank: a scan, and sending to all and adding up from all by trees.
 
-All three are made of `rotate` alone, so every kind of axis has them.
+All three are made of `rotate` alone, so every kind of axis has them on which each rank runs a program of its own; for
+the one program of a JAX mesh there is `ringattn.comms.jax.relay`.
 """
 
 from collections.abc import Callable, Sequence
