@@ -33,7 +33,7 @@ def run(
     ranks: int,
     *args: Any,
     backend: str = "gloo",
-    timeout: float | None = 120.0,
+    timeout: float | None = 600.0,
     collective_timeout: float = 120.0,
     preload: Sequence[str] = (),
     grace: float = GRACE,

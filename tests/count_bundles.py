@@ -27,7 +27,7 @@ def of(which: str, folder: Path) -> dict[str, list[int]]:
     environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
     said = subprocess.run(
-        [sys.executable, __file__, which, str(folder)], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, __file__, which, str(folder)], env=environment, capture_output=True, text=True, timeout=600
     )
     assert said.returncode == 0, said.stderr[-2000:]
     return json.loads(said.stdout.splitlines()[-1])

@@ -16,7 +16,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def start(*argv: str) -> subprocess.CompletedProcess:
-    return subprocess.run([*argv], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*argv], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def test_without_words_every_command_is_listed():

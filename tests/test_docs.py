@@ -49,7 +49,7 @@ def test_scripts_run_under_torchrun(page, line, code, tmp_path):
     (tmp_path / name).write_text(code)
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-4000:]
     assert "rank 0" in ended.stdout
 

@@ -22,7 +22,7 @@ def started(*words, ranks=None):
     launcher = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, *launcher, *map(str, words)]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, timeout=240)
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, timeout=600)
 
 
 @pytest.fixture(scope="module")

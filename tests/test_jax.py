@@ -519,7 +519,7 @@ def test_two_processes_of_two_devices_each():
         for i in range(2)
     ]  # fmt: skip
     try:
-        said = [w.communicate(timeout=120) for w in workers]
+        said = [w.communicate(timeout=600) for w in workers]
     finally:
         for w in workers:
             w.kill()

@@ -47,7 +47,7 @@ class Run:
             env={**os.environ, **ENVIRONMENT}, cwd=folder, stdout=self.said.open("w"), stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def ended(self, seconds: float = 300.0) -> str:
+    def ended(self, seconds: float = 900.0) -> str:
         self.process.wait(timeout=seconds)
         return self.said.read_text()
 
@@ -55,7 +55,7 @@ class Run:
         path = self.folder / "run" / "metrics.jsonl"
         return path.read_text().count('"kind": "step"') if path.exists() else 0
 
-    def after(self, steps: int, seconds: float = 300.0) -> None:
+    def after(self, steps: int, seconds: float = 900.0) -> None:
         """Wait until so many steps were done since the last attempt began, counting those done twice."""
         end, goal = time.monotonic() + seconds, self.steps() + steps
         while self.steps() < goal:

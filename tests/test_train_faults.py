@@ -24,6 +24,7 @@ WORDS = ("experiment=smoke", "model.dim=16", "model.hidden=16", "seq_len=64", "d
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 TRAIN = (sys.executable, "-m", "ringattn.launch.train")
 pytestmark = pytest.mark.slow
+PATIENCE = 600.0  # seconds: a busy machine is no fault of ours
 
 
 def begin(*command: str) -> subprocess.Popen:
@@ -36,7 +37,7 @@ def losses(folder: Path) -> list[float]:
     return [r["loss"] for r in metrics.read(folder / "metrics.jsonl") if r["kind"] == "step"]
 
 
-def wait_for(condition, process: subprocess.Popen, seconds: float = 120.0) -> None:
+def wait_for(condition, process: subprocess.Popen, seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, f"ended too early: {process.communicate()[0]}"
@@ -58,7 +59,7 @@ def torchrun(*words: str, restarts: int = 0) -> tuple[str, ...]:
 def undisturbed(tmp_path_factory) -> list[float]:
     folder = tmp_path_factory.mktemp("whole")
     process = begin(*TRAIN, *WORDS, f"folder={folder}", "run=whole", "nproc=2")
-    said = process.communicate(timeout=300)[0]
+    said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0, said
     return losses(folder / "whole")
 
@@ -68,13 +69,13 @@ def test_sigterm_saves_and_ends_cleanly(tmp_path, undisturbed):
     process = begin(*TRAIN, *words)
     wait_for(lambda: steps_done(tmp_path / "run") >= 2, process)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0, said
     done = steps_done(tmp_path / "run")
     assert 2 <= done < 30 and f"stopped after step {done} of 30" in said
     assert [p.name for p in checkpoint.complete(tmp_path / "run" / "checkpoints")] == [checkpoint.name_of(done)]
     again = begin(*TRAIN, *words, "resume=auto")
-    said = again.communicate(timeout=300)[0]
+    said = again.communicate(timeout=PATIENCE)[0]
     assert again.returncode == 0 and f"goes on after step {done}" in said
     assert losses(tmp_path / "run") == undisturbed
 
@@ -84,7 +85,7 @@ def test_a_killed_rank_under_torchrun_costs_nothing_but_time(tmp_path, undisturb
     process = begin(*torchrun(*words, restarts=2))
     wait_for(lambda: steps_done(tmp_path / "run") >= 7, process)
     os.kill(children(process.pid)[1], signal.SIGKILL)
-    said = process.communicate(timeout=300)[0]
+    said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0, said
     assert "goes on after step" in said
     assert losses(tmp_path / "run") == undisturbed
@@ -94,7 +95,7 @@ def test_a_rank_that_hangs_becomes_an_error(tmp_path):
     process = begin(*torchrun(*WORDS, f"folder={tmp_path}", "run=run", "cluster.timeout=5"))
     wait_for(lambda: steps_done(tmp_path / "run") >= 3, process)
     os.kill(children(process.pid)[1], signal.SIGSTOP)
-    said = process.communicate(timeout=200)[0]  # torchrun itself takes half a minute to end a stopped process
+    said = process.communicate(timeout=PATIENCE)[0]  # torchrun itself takes half a minute to end a stopped process
     assert process.returncode != 0
     # a collective's own time-out, or under TORCH_DISTRIBUTED_DEBUG=DETAIL the barrier before it, which names the rank
     assert "Timed out waiting 5000ms" in said or "Ranks 1 failed to pass monitoredBarrier in 5000 ms" in said
@@ -110,7 +111,7 @@ def test_a_wrong_call_under_torchrun_is_said_once(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(late)
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT}:{tmp_path}")
     process = begin(*torchrun(*WORDS, f"folder={tmp_path}", "strategy.data=3"))
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode != 0
     assert said.count("strategy.data=3 x ulysses=1 does not divide 2 ranks") == 1
     assert "Traceback" not in said.split("ChildFailedError")[0].split("torch/distributed")[0]
@@ -120,7 +121,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
     process = begin(*TRAIN, *WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "save_every=1")
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 2 and "Traceback" not in said
     assert "checkpoints" in said.splitlines()[-1]
 
@@ -132,7 +133,7 @@ def test_a_full_disk_is_said(tmp_path):
         pytest.skip("this machine does not let us mount a small disk")
     words = (*WORDS, "model.dim=128", "model.hidden=256", f"folder={tmp_path}", "run=run", "nproc=2", "save_every=1")
     process = begin("unshare", "-rm", "sh", "-c", f"{mount} && exec {shlex.join((*TRAIN, *words))}")
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 2 and "Traceback" not in said
     assert "could not save step" in said and "where 0 MB are free" in said
 
@@ -144,12 +145,12 @@ def test_a_port_in_use_is_said(tmp_path):
         agent = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1",
                  f"--master-port={taken.getsockname()[1]}", "-m", "ringattn.launch.train")  # fmt: skip
         process = begin(*agent, *WORDS, "cluster=torchrun", f"folder={tmp_path}", "cluster.timeout=10")
-        said = process.communicate(timeout=120)[0]
+        said = process.communicate(timeout=PATIENCE)[0]
         assert process.returncode != 0 and "EADDRINUSE" in said  # torchrun's own words: it listens for its ranks
         port = str(taken.getsockname()[1])
         alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         process = begin("env", *(f"{k}={v}" for k, v in alone.items()), *TRAIN, *WORDS, f"folder={tmp_path}")
-        said = process.communicate(timeout=120)[0]
+        said = process.communicate(timeout=PATIENCE)[0]
     assert (process.returncode, said) == (
         2,
         f"ringattn train: MASTER_PORT={port} is in use on this machine; take another\n",
@@ -193,14 +194,14 @@ def test_two_nodes_of_torchrun_train_as_one(tmp_path, undisturbed, hosts):
                 f"folder={tmp_path}")  # fmt: skip
 
     nodes = [begin(*enter, *agent(i, address)) for i, (enter, address) in enumerate(hosts)]
-    said = [node.communicate(timeout=300)[0] for node in nodes]
+    said = [node.communicate(timeout=PATIENCE)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     assert losses(tmp_path / "two") == undisturbed
 
 
 def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path):
     process = begin(*TRAIN, *WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "dry_run=true")
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0, said
     assert "32 tokens of each a rank" in said and "strategy ring, layout zigzag" in said
     assert not (tmp_path / "run").exists()
@@ -208,11 +209,11 @@ def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path):
 
 def test_a_profile_and_what_is_not_installed(tmp_path):
     process = begin(*TRAIN, *WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "profile=true", "steps=5")
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0, said
     assert "traceEvents" in json.loads((tmp_path / "run" / "trace.json").read_text())
     missing = begin(*TRAIN, *WORDS, f"folder={tmp_path}", "run=other", "nproc=2", "wandb=project")
-    said = missing.communicate(timeout=120)[0]
+    said = missing.communicate(timeout=PATIENCE)[0]
     if importlib.util.find_spec("wandb") is None:
         assert missing.returncode == 2 and "Traceback" not in said
         assert said.endswith("ringattn train: wandb is not installed; pip install wandb, or leave it out\n")
