@@ -78,11 +78,10 @@ def test_a_sweep_runs_every_value_and_is_refused_among_started_ranks(tmp_path, c
 
 
 def test_a_rank_leaves_rank_0_the_time_to_say_what_is_wrong(capsys, monkeypatch):
-    slept = []
-    monkeypatch.setattr(compose.time, "sleep", lambda seconds: slept.append((seconds, capsys.readouterr().err)))
-    monkeypatch.setattr(compose.signal, "signal", lambda *of_this_process: None)
+    waited = []
+    monkeypatch.setattr(compose, "leave_to_first", lambda: waited.append(capsys.readouterr().err))
     assert compose.run(["seq_len=-1"], lambda config: 0, rank=1) == 2
-    assert slept == [(compose.PATIENCE, "")]
+    assert waited == [""]
     assert capsys.readouterr().err == "ringattn train: rank 1: seq_len=-1: must be above 0\n"
 
 
