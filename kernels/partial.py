@@ -7,6 +7,7 @@ Merging is associative and commutative, and `empty` is its neutral element, so k
 blocks and any order. Written once for torch and jax.numpy.
 """
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 from ringattn.kernels.arrays import Array, accumulator, astype, full, namespace
@@ -27,6 +28,9 @@ class Streams(NamedTuple):
     out: Array
     max: Array
     sum: Array
+
+
+FORMS: dict[str, Any] = {"lse": Partial, "streams": Streams}  # in which a result travels
 
 
 def empty(q: Array, value_dim: int, dtype: Any = None) -> Partial:
@@ -89,6 +93,24 @@ def merge_streams(a: Streams, b: Streams) -> Streams:
     scale_a, scale_b = xp.exp(a.max - safe), xp.exp(b.max - safe)
     out = a.out * scale_a[..., None] + b.out * scale_b[..., None]
     return Streams(out, top, a.sum * scale_a + b.sum * scale_b)
+
+
+def packed(part: Partial, form: str) -> Array:
+    """A partial as one array to send: [..., V + 1], or [..., V + 2] as streams."""
+    whole = part if form == "lse" else to_streams(part)
+    return namespace(part.out).concatenate([whole[0], *(x[..., None] for x in whole[1:])], -1)
+
+
+def unpacked(rows: Array, form: str) -> Any:
+    """The Partial, or the Streams, of what was packed."""
+    V = rows.shape[-1] - len(FORMS[form]._fields) + 1
+    return FORMS[form](rows[..., :V], *(rows[..., i] for i in range(V, rows.shape[-1])))
+
+
+def merge_packed(stack: Array, form: str) -> Partial:
+    """Packed partials [ranks, ...], merged in the order of the ranks."""
+    parts = [unpacked(one, form) for one in stack]
+    return reduce(merge, parts) if form == "lse" else from_streams(reduce(merge_streams, parts))
 
 
 def sigmoid(x: Array) -> Array:

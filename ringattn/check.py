@@ -139,6 +139,12 @@ def of_linear(
     return of_lengths(q, k, plan, AttentionSpec(), (held, held)) or of_docs(q.shape[0], plan, docs, None)
 
 
+def of_scale(scale: float | None, key_dim: int) -> str | None:
+    if scale is None or 0 < scale < float("inf"):
+        return None
+    return f"scale={scale}: must be a finite number above 0, or None for 1 / sqrt({key_dim})"
+
+
 def of_state(name: str, state: Any, q: Any, v: Any, dtype: Any) -> str | None:
     """A state [B, H, K, V] in the dtype that states have."""
     expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])

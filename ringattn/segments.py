@@ -15,6 +15,7 @@ from ringattn.planning import Plan, hardware_of
 Place = tuple[int, int, int]  # ring rank, Ulysses rank, which of its segments
 
 WAYS = ("gather", "ring", "pipeline")
+BEFORE = -(2**30)  # where the first document began, as every token sees it: before anything that is here
 ROOM = 2**28  # bytes that all ranks' states may take on each
 
 

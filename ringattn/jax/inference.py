@@ -8,7 +8,7 @@ Both take a cache and give (out, the cache with the new tokens). Lengths may be 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -31,21 +31,10 @@ from ringattn.jax.check import of_dtypes
 from ringattn.jax.sharding import permuted, restored
 from ringattn.jax.steps import local_positions, score_of
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import (
-    Partial,
-    Streams,
-    add_sinks,
-    empty,
-    from_streams,
-    merge,
-    merge_streams,
-    to_streams,
-)
+from ringattn.kernels.partial import FORMS, Partial, add_sinks, empty, merge_packed, packed
 from ringattn.planning import Plan, heads_problem
 from ringattn.serving import WAYS, keys_at_once
 from ringattn.spec import AttentionSpec
-
-FORMS = {"lse": 1, "streams": 2}  # how many numbers a row has beside its output
 
 
 def prefill(
@@ -151,7 +140,7 @@ class Decode:
         meeting = Meeting(q, cache, self.spec, before, n, jnp.arange(n))
         part = meeting.of(Piece(cache.k, cache.v), cache.line.rank, empty(q, v.shape[-1]))
         every = cache.line.all_gather(packed(part, self.form)[None]).wait()
-        return cache, finished(merged(every, self.form), sinks, q)
+        return cache, finished(merge_packed(every, self.form), sinks, q)
 
 
 @dataclass(frozen=True)
@@ -185,7 +174,7 @@ class Prefill:
         pad = self.plan.tokens.padded_length - self.plan.seq_len
         rows = jnp.pad(packed(whole, "lse"), ((0, 0), (0, pad), (0, 0), (0, 0)))
         rows = permuted(rows, self.plan.tokens, 1)
-        return merged(line.all_to_all(rows[None], split=2, join=0).wait(), "lse")
+        return merge_packed(line.all_to_all(rows[None], split=2, join=0).wait(), "lse")
 
 
 class Piece(NamedTuple):
@@ -284,17 +273,3 @@ class Meeting(NamedTuple):
 
 def finished(part: Partial, sinks: Array | None, q: Array) -> Array:
     return (part if sinks is None else add_sinks(part, sinks)).out.astype(q.dtype)
-
-
-def packed(part: Partial, form: str) -> Array:
-    """A partial as one array [..., V + 1], or [..., V + 2] as streams."""
-    total = part if form == "lse" else to_streams(part)
-    return jnp.concatenate([total[0], *(x[..., None] for x in total[1:])], -1)
-
-
-def merged(stack: Array, form: str) -> Partial:
-    """Packed partials [devices, ...], merged in their order."""
-    V = stack.shape[-1] - FORMS[form]
-    if form == "lse":
-        return reduce(merge, [Partial(one[..., :V], one[..., V]) for one in stack])
-    return from_streams(reduce(merge_streams, [Streams(one[..., :V], one[..., V], one[..., V + 1]) for one in stack]))

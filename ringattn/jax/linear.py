@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ringattn.check import of_linear, of_shapes, of_state
+from ringattn.check import of_choice, of_linear, of_scale, of_shapes, of_state
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.attention import other_axes, real_tokens, single_device, starts_of
 from ringattn.jax.check import of_dtypes
@@ -29,11 +29,10 @@ from ringattn.kernels import jax_chunkwise as chunkwise
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.planning import Plan
-from ringattn.segments import WAYS, choose, segments
+from ringattn.segments import BEFORE, WAYS, choose, segments
 from ringattn.spec import Docs
 
 WORDS = {"kernel": ("auto", "chunkwise"), "scan": ("auto", *WAYS)}
-BEFORE = -(2**30)  # where the first document began, as every token sees it: before anything that is here
 
 Arrays = tuple[Array, Array, Array, Array | None, Array | None]  # q, k, v, log_decay, initial_state
 
@@ -106,12 +105,9 @@ def problem_of(
 ) -> str | None:
     """The first thing that is wrong with a call, as far as shapes and dtypes show it."""
     q, k, v, log_decay, initial_state = arrays
-    found = of_linear(q, k, v, log_decay, plan, docs, held) or of_dtypes(q, k, v)
-    if found is None and scale is not None and not 0 < scale < float("inf"):
-        found = f"scale={scale}: must be a finite number above 0, or None for 1 / sqrt({q.shape[-1]})"
+    found = of_linear(q, k, v, log_decay, plan, docs, held) or of_dtypes(q, k, v) or of_scale(scale, q.shape[-1])
     for name, word in words.items():
-        if found is None and word not in WORDS[name]:
-            found = f"{name}={word!r}: choose one of {', '.join(WORDS[name])}"
+        found = found or of_choice(name, word, WORDS[name])
     if found is None and initial_state is not None:
         found = of_state("initial_state", initial_state, q, v, accumulator(q))
     if found is None and log_decay is not None and not jnp.issubdtype(log_decay.dtype, jnp.floating):

@@ -7,7 +7,7 @@ merge partials over ranks, and both attend to intervals of what each rank holds.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +18,7 @@ from ringattn import kernels
 from ringattn.check import of_choice, of_filled, of_keys, of_lengths, of_sinks, of_start, of_tree, of_window
 from ringattn.comms.axis import Axis, Done, Pending, Then, meanwhile
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import (
-    Partial,
-    Streams,
-    add_sinks,
-    empty,
-    from_streams,
-    merge,
-    merge_streams,
-    to_streams,
-)
+from ringattn.kernels.partial import FORMS, Partial, add_sinks, empty, from_streams, merge_packed, packed, unpacked
 from ringattn.planning import Plan, hardware_of, heads_problem
 from ringattn.serving import WAYS, exchange_over, exchange_way, keys_at_once
 from ringattn.spec import AttentionSpec
@@ -36,8 +27,6 @@ from ringattn.torch.cache import KVCache
 from ringattn.torch.chunk import Chunk, pieces_of
 from ringattn.torch.sharding import order_of
 from ringattn.torch.steps import Score, problem_of, score_of
-
-FORMS = {"lse": 1, "streams": 2}  # how many numbers a row has beside its output
 
 
 def prefill(
@@ -355,25 +344,10 @@ def shared(rows: Tensor, axis: Any, form: str) -> Partial:
     return unpacked(everyone.reshape(*rows.shape[:-1], -1), "lse")
 
 
-def packed(part: Partial, form: str) -> Tensor:
-    """A partial as one buffer [..., V + 1], or [..., V + 2] as streams."""
-    total = part if form == "lse" else to_streams(part)
-    return torch.cat([total[0], *(x[..., None] for x in total[1:])], -1)
-
-
-def unpacked(rows: Tensor, form: str) -> Any:
-    V = rows.shape[-1] - FORMS[form]
-    return (Partial if form == "lse" else Streams)(rows[..., :V], *rows[..., V:].unbind(-1))
-
-
 def merged(stack: Tensor, form: str) -> Partial:
     """Packed partials [ranks, ...] merged in rank order: in one kernel on GPUs."""
-    parts = unpacked(stack, form)
     if stack.is_cuda and stack.dtype == torch.float32:
         from ringattn.kernels.triton.merge import merge_stack
 
-        return merge_stack(parts)
-    everyone = (type(parts)(*one) for one in zip(*(x.unbind(0) for x in parts), strict=True))
-    if form == "lse":
-        return reduce(merge, everyone)
-    return from_streams(reduce(merge_streams, everyone))
+        return merge_stack(unpacked(stack, form))
+    return merge_packed(stack, form)

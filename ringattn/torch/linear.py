@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
-from ringattn.check import of_linear, of_state
+from ringattn.check import of_choice, of_linear, of_scale, of_state
 from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear import Kept, Room
 from ringattn.planning import LIVE, Plan
-from ringattn.segments import WAYS, choose, order, segments
+from ringattn.segments import BEFORE, WAYS, choose, order, segments
 from ringattn.spec import Docs
 from ringattn.torch import agree, states
 from ringattn.torch.attention import autocast, docs_of, single_device
@@ -30,7 +30,6 @@ from ringattn.torch.sharding import local_positions, real_tokens
 from ringattn.torch.ulysses import Real, cleared
 
 SHARE = 0.5  # of the bytes of q, k, v and the gates: states of up to so many are kept for backward
-BEFORE = -(2**30)  # where the first document began, as every token sees it: before anything that is here
 
 
 def linear_attention(
@@ -78,11 +77,12 @@ def problem(
     docs: Docs | None, scale: float | None, scan: str,
 ) -> str | None:  # fmt: skip
     """The first thing that is wrong with a call, as far as shapes, dtypes and devices show it."""
-    found = of_linear(q, k, v, log_decay, plan, docs) or of_tensors(q, k, v)
-    if found is None and scale is not None and not 0 < scale < float("inf"):
-        found = f"scale={scale}: must be a finite number above 0, or None for 1 / sqrt({q.shape[-1]})"
-    if found is None and scan not in ("auto", *WAYS):
-        found = f"scan={scan!r}: choose one of auto, {', '.join(WAYS)}"
+    found = (
+        of_linear(q, k, v, log_decay, plan, docs)
+        or of_tensors(q, k, v)
+        or of_scale(scale, q.shape[-1])
+        or of_choice("scan", scan, ("auto", *WAYS))
+    )
     if found is None and initial_state is not None:
         found = of_state("initial_state", initial_state, q, v, accumulator(q))
     for name, x in (("log_decay", log_decay), ("initial_state", initial_state)):
