@@ -1,0 +1,303 @@
+"""The JAX backend under JAX's transformations, on every kind of mesh, over processes; and what it refuses."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+from jax.sharding import AxisType  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import ringattn as ra  # noqa: E402
+import ringattn.jax as rj  # noqa: E402
+from ringattn.jax.steps import Mask, global_bounds, route_of  # noqa: E402
+from ringattn.launch.cases import FEATURES  # noqa: E402
+from ringattn.spec import bounds  # noqa: E402
+
+LIMIT = 5e-6
+
+
+@pytest.fixture(scope="module")
+def small():
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=(2, 30, h, 8)), jnp.float32) for h in (4, 2, 2)]
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return ra.plan(rj.init_mesh(data=2, ring=2, ulysses=2), seq_len=30, heads=(4, 2), head_dim=8, strategy="ring")
+
+
+def through(plan, **given):
+    return lambda q, k, v: plan.unshard(ra.attention(*map(plan.shard, (q, k, v)), plan, **given))
+
+
+def close(found, expected, limit=LIMIT):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert float(jnp.linalg.norm(a - b)) <= limit * float(jnp.linalg.norm(b))
+
+
+def test_runs_without_jit_and_over_a_data_axis(small, plan):
+    close(through(plan)(*small), ra.attention(*small))
+    assert plan.positions().sharding.spec == P(("ring", "ulysses"))
+
+
+def test_documents_may_be_traced(small, plan):
+    docs = ra.Docs.from_lengths([[10, 5, 15], [3, 20, 7]])
+    found = jax.jit(lambda docs, *x: through(plan, docs=docs)(*x))(docs, *small)
+    close(found, ra.attention(*small, docs=docs))
+
+
+def test_vmap_over_a_batch_of_batches_with_gradients(small, plan):
+    more = [jnp.stack([x, 2 * x, x + 1]) for x in small]
+
+    def grads(f):
+        return jax.jit(jax.vmap(jax.grad(lambda *x: (f(*x) ** 2).sum(), argnums=(0, 1, 2))))(*more)
+
+    close(grads(through(plan)), grads(ra.attention))
+
+
+def test_checkpointed_layers_in_a_scan(small, plan):
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(3, 8, 8)) * 0.3, jnp.float32)
+
+    def train(f):
+        @jax.checkpoint
+        def layer(x, w):
+            return x + f(x @ w, x[:, :, :2], x[:, :, 2:]), None
+
+        return jax.jit(jax.grad(lambda ws: (jax.lax.scan(layer, small[0], ws)[0] ** 2).sum()))(weights)
+
+    close(train(through(plan)), train(ra.attention))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map_it_takes_local_arrays(small, plan, check_vma):
+    tokens, sinks = P("data", ("ring", "ulysses")), jnp.arange(4.0)
+    inside = jax.shard_map(
+        lambda q, k, v, s: rj.local_attention(q, k, v, plan, sinks=s),
+        mesh=plan.ring_axis.mesh, in_specs=(tokens, tokens, tokens, P()), out_specs=tokens, check_vma=check_vma,
+    )  # fmt: skip
+
+    def grads(f):
+        return jax.jit(jax.grad(lambda *x: (f(*x) ** 2).sum(), argnums=(0, 1, 2, 3)))(*small, sinks)
+
+    def whole(q, k, v, s):
+        return plan.unshard(inside(*map(plan.shard, (q, k, v)), s))
+
+    close(grads(whole), grads(lambda q, k, v, s: ra.attention(q, k, v, sinks=s)))
+
+
+def test_an_explicit_mesh_says_what_cuts_batch_and_heads(small):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "ring", "tensor"), axis_types=(AxisType.Explicit,) * 3)
+    plan = ra.plan(mesh, seq_len=30, heads=(4, 2), head_dim=8)
+    with jax.set_mesh(mesh):
+
+        def whole(*x):
+            q, k, v = (jax.reshard(plan.shard(y), P("data", "ring", "tensor")) for y in x)
+            out = ra.attention(q, k, v, plan)
+            assert jax.typeof(out).sharding.spec == P("data", "ring", "tensor", None)
+            return plan.unshard(out)
+
+        close(jax.jit(whole)(*small), ra.attention(*small))
+
+
+def spread(mesh, small, *spec):
+    there = jax.sharding.NamedSharding(mesh, P(*spec))
+    return [jax.device_put(x[:, :28], there) for x in small]
+
+
+def test_without_a_plan_explicit_sharding_says_where_everything_lies(small):
+    """Two axes cut the tokens, one the heads; under jit and its transformations, with sinks and documents."""
+    mesh = jax.make_mesh((2, 2, 2), ("outer", "inner", "tensor"), axis_types=(AxisType.Explicit,) * 3)
+    placed, plain = spread(mesh, small, None, ("outer", "inner"), "tensor"), [x[:, :28] for x in small]
+    docs, sinks = ra.Docs.from_lengths([10, 18]), jnp.arange(4.0)
+
+    def grads(q, k, v, sinks):
+        def loss(*x):
+            out, lse = ra.attention(*x[:3], docs=docs, sinks=x[3], return_lse=True)
+            return (out**2).sum() + lse.sum()
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(q, k, v, sinks)
+
+    with jax.set_mesh(mesh):
+        out = jax.eval_shape(ra.attention, *placed)
+        assert out.sharding.spec == P(None, ("outer", "inner"), "tensor", None)
+        lowered = jax.jit(grads).lower(*placed, jax.device_put(sinks, P("tensor")))
+        found = jax.device_get(lowered.compile()(*placed, jax.device_put(sinks, P("tensor"))))
+        assert "collective_permute" in lowered.as_text() and "all_gather" not in lowered.as_text()
+        stacked = [jnp.stack([x, 2 * x]) for x in placed]
+        several = jax.device_get(jax.jit(jax.vmap(ra.attention))(*stacked))
+    close(found, grads(*plain, sinks))
+    close(several, jnp.stack([ra.attention(*plain), ra.attention(*(2 * x for x in plain))]))
+
+
+def test_without_a_plan_data_at_hand_says_where_it_lies(small):
+    """On a mesh of automatic axes too; two axes of one size are not mistaken for each other."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    expected = ra.attention(*(x[:, :28] for x in small))
+    for spec in (("a", "b"), ("b", "a"), (None, ("b", "a")), ()):
+        out = ra.attention(*spread(mesh, small, *spec))
+        assert out.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, P(*spec)), 4)
+        close(out, expected)
+
+
+def test_without_a_plan_what_cannot_be_known_is_refused(small):
+    auto, explicit = (
+        jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2) for kind in (AxisType.Auto, AxisType.Explicit)
+    )
+    placed = spread(auto, small, None, "a")
+    expect(["('a', 'b')", "automatic", "plan", "Explicit"], lambda: jax.jit(ra.attention)(*placed))
+    expect(["lie alike", "q: batch ()", "one device", "reshard"], lambda: ra.attention(placed[0], *small[1:]))
+    expect(["head dim of q", "('b',)"], lambda: ra.attention(*spread(explicit, small, None, "a", None, "b")))
+
+
+def test_a_mesh_with_one_sequence_axis_is_factored_by_the_plan(small):
+    plan = ra.plan(rj.init_mesh(data=2, sequence=4), seq_len=30, heads=(4, 2), head_dim=8)
+    assert plan.ring * plan.ulysses == 4
+    close(through(plan)(*small), ra.attention(*small))
+
+
+def test_shard_and_unshard_are_inverse_in_every_layout():
+    x = jnp.arange(2 * 30).reshape(2, 30)
+    for layout in ("contiguous", "striped", "zigzag"):
+        plan = ra.plan(rj.init_mesh(ring=4, ulysses=2), seq_len=30, layout=layout)
+        whole = plan.shard(x)
+        order = plan.tokens.order()
+        assert (np.asarray(plan.positions()) == order).all()
+        assert (np.asarray(whole)[:, order < 30] == np.asarray(x)[:, order[order < 30]]).all()
+        assert (plan.unshard(whole) == x).all()
+
+
+# Decisions: made in Python, before anything runs.
+
+
+def test_traced_bounds_equal_the_specs_own():
+    for case in FEATURES:
+        plan = ra.Plan(case.seq_len, key_len=case.key_len)
+        at = np.arange(case.seq_len + 3)
+        docs, key_docs = case.docs, case.key_docs
+        expected = bounds(case.spec, at, case.seq_len, case.key_len, docs, key_docs)
+        starts = [None if d is None else d.starts for d in (docs, key_docs)]
+        found = global_bounds(Mask(plan, case.spec), jnp.asarray(at, jnp.int32), *starts)
+        for a, b in zip(found, expected, strict=True):
+            assert (np.broadcast_to(a, b.shape) == b).all(), case.name
+
+
+def test_a_window_stops_the_ring_early():
+    window, causal = ra.AttentionSpec(window=4), ra.AttentionSpec()
+    place = ra.Plan(64, ring=8, layout="contiguous", framework="jax")
+    assert route_of(Mask(place, window)).distances == (0, 1)
+    assert route_of(Mask(dataclasses.replace(place, layout="zigzag"), window)).distances == (0, 1, 7)
+    assert route_of(Mask(place, causal)).hops[0].senders == tuple(range(7))  # the last rank's keys are nobody's
+    docs = ra.Docs.from_lengths([8] * 8)
+    assert route_of(Mask(place, causal, docs)).hops == ()
+
+
+# Errors.
+
+
+def expect(words, call, kind=ValueError):
+    with pytest.raises(kind) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+
+
+def test_errors_say_what_to_do(small, plan):
+    q, k, v = small
+    sharded = [plan.shard(x) for x in small]
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    expect(["('x',)", "'ring'"], lambda: ra.plan(mesh, seq_len=30))
+    expect(["30 tokens", "32", "plan.shard(x)"], lambda: ra.attention(q, k, v, plan))
+    expect(["already sharded"], lambda: plan.shard(sharded[0]))
+    eight = rj.init_mesh(ulysses=8)
+    expect(["ulysses=8", "12 query heads", "ulysses=4, ring=2"], lambda: ra.plan(eight, seq_len=32, heads=(12, 4)))
+    expect(["needs 3 devices", "8"], lambda: rj.init_mesh(ring=3))
+    expect(["data=2", "batch of 1"], lambda: ra.attention(*(x[:1] for x in sharded), plan))
+    expect(["same dtype"], lambda: ra.attention(sharded[0].astype(jnp.bfloat16), *sharded[1:], plan))
+    expect(["torch mesh"], lambda: ra.attention(q, k, v, ra.plan(seq_len=30)))
+    expect(["kernel='triton'", "splash"], lambda: ra.plan(eight, seq_len=32, heads=8, head_dim=8, kernel="triton"))
+    expect(["alibi", "rotary"], lambda: ra.attention(q, k, v, alibi=1))
+    uneven = [jnp.ones((2, 32, h, 8)) for h in (4, 3, 3)]
+    expect(["3 key heads do not divide 4 query heads"], lambda: ra.attention(*uneven))
+    odd = [jnp.ones((2, 32, h, 8)) for h in (3, 1, 1)]
+    free = dataclasses.replace(plan, heads=None)
+    expect(["ulysses=2", "3 query heads", "ulysses=1, ring=4"], lambda: ra.attention(*odd, free))
+    expect(
+        ["float64", "reference"],
+        lambda: ra.plan(eight, seq_len=32, heads=8, head_dim=8, kernel="splash", dtype="float64"),
+        NotImplementedError,
+    )
+
+
+def test_a_kernel_that_the_platform_lacks_or_that_cannot_do_it_says_why(small, plan):
+    for kernel, why in (("cudnn", "CUDA devices, not on cpu"), ("triton", "choose one of auto, splash")):
+        kind = NotImplementedError if kernel == "cudnn" else ValueError
+        expect([why], lambda kernel=kernel: through(dataclasses.replace(plan, kernel=kernel))(*small), kind)
+    stock = dataclasses.replace(plan, kernel="stock_splash")
+    docs = ra.Docs.from_lengths([10, 20])
+    traced = jax.jit(lambda docs, *x: through(stock, docs=docs)(*x))
+    expect(["these documents are not", "'splash' would serve"], lambda: traced(docs, *small), NotImplementedError)
+    whole, tokens = [stock.shard(x) for x in small], P("data", ("ring", "ulysses"))
+    inside = jax.shard_map(
+        lambda *x: rj.local_attention(*x, stock), mesh=stock.ring_axis.mesh, in_specs=tokens, out_specs=tokens
+    )
+    expect(["check_vma=False", "kernel='splash'"], lambda: inside(*whole), NotImplementedError)
+
+
+# Processes.
+
+WORKER = """
+import json, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+import jax.numpy as jnp, numpy as np
+import ringattn as ra, ringattn.jax as rj
+
+plan = ra.plan(rj.init_mesh(ring=2, ulysses=2), seq_len=30, heads=(4, 2), head_dim=8, strategy="ring")
+rng = np.random.default_rng(0)
+x = [rng.normal(size=(2, 30, h, 8)).astype(np.float32) for h in (4, 2, 2)]
+
+def whole(q, k, v):
+    return plan.unshard(ra.attention(*map(plan.shard, (q, k, v)), plan))
+
+def grads(f):
+    return jax.jit(jax.value_and_grad(lambda *x: (f(*x) ** 2).sum(), argnums=(0, 1, 2)))(*x)
+
+def error(a, b):
+    a, b = (np.asarray(y.addressable_data(0)) for y in (a, b))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+print(json.dumps(jax.tree.leaves(jax.tree.map(error, grads(whole), grads(ra.attention)))))
+"""
+
+
+def test_two_processes_of_two_devices_each():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
+    workers = [
+        subprocess.Popen([sys.executable, "-c", WORKER, address, str(i)], env=environment, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        said = [w.communicate(timeout=600) for w in workers]
+    finally:
+        for w in workers:
+            w.kill()
+    for worker, (out, err) in zip(workers, said, strict=True):
+        assert worker.returncode == 0, err[-2000:]
+        assert max(json.loads(out.splitlines()[-1])) <= LIMIT
