@@ -48,7 +48,7 @@ class Cuts(NamedTuple):
         return cls(chunk, cut, cut, cut, cut, cut)
 
 
-FAST = Cuts(64, Cut(64, 128, 4, 2), Cut(32, 64, 4, 1), Cut(32, 128, 4, 2), Cut(32, 64, 4, 1), Cut(16, 32, 8, 1))
+FAST = Cuts(64, Cut(64, 128, 4, 2), Cut(64, 64, 4, 1), Cut(32, 128, 4, 2), Cut(32, 64, 4, 1), Cut(16, 32, 8, 1))
 SMALL = Cuts.alike(32, Cut(32, 32, 4, 1))
 SINGLE = SMALL._replace(gradients=Cut(16, 32, 4, 1), strong=Cut(16, 16, 4, 1))
 

@@ -28,6 +28,8 @@ from ringattn.kernels.triton.linear_states import (
     gates,
     load,
     place,
+    product,
+    rounded,
     seen_from_end,
     seen_from_start,
     store,
@@ -65,15 +67,6 @@ def factors(
     else:
         from_middle = tl.cumsum(g, 0) - 0.5 * tl.sum(g, 0)[None, :]
         return tl.exp2(from_middle), tl.exp2(-from_middle)
-
-
-@triton.jit
-def rounded(x, PRECISION: tl.constexpr):
-    """x as a product in tf32 sees it, to the nearest: what tensor cores are given they cut off after 10 bits."""
-    if PRECISION == "tf32":
-        return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    else:
-        return x
 
 
 @triton.jit
@@ -128,7 +121,7 @@ def scores_kernel(
                 of_q, of_k = factors(level, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, FINE)
                 q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
                 k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
-                s = tl.dot(q * of_q, tl.trans(k * of_k), input_precision=PRECISION)
+                s = product(q * of_q, tl.trans(k * of_k), tl.zeros([CHUNK, CHUNK], tl.float32), PRECISION)
                 a += tl.where(of_level(level, CHUNK), s, 0.0)
                 if not STRONG:
                     own += tl.sum(q * k, 1)
@@ -139,7 +132,7 @@ def scores_kernel(
         else:
             q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K)
             k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K)
-            a = tl.dot(q, tl.trans(k), a, input_precision=PRECISION)
+            a = product(q, tl.trans(k), a, PRECISION)
             own += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
     if GATE != CHANNEL:
         a = a * decay_between(g_ptr, g_st, first, T, CHUNK, GATE)
@@ -180,10 +173,10 @@ def apply_kernel(
             if DOCS:
                 x = tl.where(seen_from_start(begin_ptr, first, T, CHUNK), x, 0.0)
         state = load(states_ptr + chunk * (K * V), column, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
-        out = tl.dot(x.to(DTYPE), state.to(DTYPE), out, input_precision=PRECISION)
+        out = product(x.to(DTYPE), state.to(DTYPE), out, PRECISION)
     y = load(y_ptr + b * y_st[0] + h * y_st[2], first, T, column_v, y_st[1], y_st[3], CHUNK, V, BLOCK_V)
     a = load(a_ptr + chunk * (CHUNK * CHUNK), 0, CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, CHUNK)
-    out = tl.dot(tl.trans(a) if REVERSE else a, y.to(DTYPE), out, input_precision=PRECISION)
+    out = product(tl.trans(a) if REVERSE else a, y.to(DTYPE), out, PRECISION)
     store(out_ptr + (b * T * H + h) * V, out, first, T, column_v, H * V, 1, CHUNK, V, BLOCK_V)
 
 
@@ -220,12 +213,12 @@ def gradients_kernel(
     for column_v in tl.range(0, V, BLOCK_V):
         v = load(v_ptr, first, T, column_v, v_st[1], v_st[3], CHUNK, V, BLOCK_V)
         dout = load(dout_ptr, first, T, column_v, dout_st[1], dout_st[3], CHUNK, V, BLOCK_V)
-        da = tl.dot(dout, tl.trans(v), da, input_precision=PRECISION)
+        da = product(dout, tl.trans(v), da, PRECISION)
         own += tl.sum(dout.to(tl.float32) * v.to(tl.float32), 1)
         state = load(states_ptr + chunk * (K * V), column, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
         dstate = load(dstates_ptr + chunk * (K * V), column, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
-        old = tl.dot(dout.to(DTYPE), tl.trans(state), old, input_precision=PRECISION)
-        new = tl.dot(v.to(DTYPE), tl.trans(dstate), new, input_precision=PRECISION)
+        old = product(dout.to(DTYPE), tl.trans(state), old, PRECISION)
+        new = product(v.to(DTYPE), tl.trans(dstate), new, PRECISION)
         passing += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
     da *= scale
     own *= scale
@@ -286,8 +279,8 @@ def gradients_kernel(
         q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
         k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
         ds = da * decay_between(g_ptr, g_st, first, T, CHUNK, GATE)
-        dq = tl.dot(ds, k, old, input_precision=PRECISION)
-        dk = tl.dot(tl.trans(ds), q, new, input_precision=PRECISION)
+        dq = product(ds, k, old, PRECISION)
+        dk = product(tl.trans(ds), q, new, PRECISION)
         if GATE == HEAD:  # each kind of pair by itself: nothing cancels
             after = tl.arange(0, CHUNK)[:, None] > tl.arange(0, CHUNK)[None, :]
             pairs = tl.cumsum(ds * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0, reverse=True)

@@ -85,6 +85,21 @@ def sums(g, GATE: tl.constexpr):
 
 
 @triton.jit
+def rounded(x, PRECISION: tl.constexpr):
+    """x as a product in tf32 sees it, to the nearest: what tensor cores are given they cut off after 10 bits."""
+    if PRECISION == "tf32" and x.dtype == tl.float32:
+        return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def product(x, y, sum, PRECISION: tl.constexpr):
+    """x y + sum."""
+    return tl.dot(rounded(x, PRECISION), rounded(y, PRECISION), sum, input_precision=PRECISION)
+
+
+@triton.jit
 def behind(
     ptr, st, through, total, first, stop, column, ROWS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     GATE: tl.constexpr, EXACT: tl.constexpr,
@@ -168,7 +183,7 @@ def states_kernel(
             x = tl.where((seen_from_start if REVERSE else seen_from_end)(begin_ptr, first, T, CHUNK), x, 0.0)
             last = tl.load(begin_ptr + tl.minimum(first + CHUNK, T) - 1)
             total = tl.where(last < first, total, float("-inf"))
-        state = tl.dot(tl.trans(x.to(DTYPE)), y.to(DTYPE), state * tl.exp2(total)[:, None], input_precision=PRECISION)
+        state = product(tl.trans(x.to(DTYPE)), y.to(DTYPE), state * tl.exp2(total)[:, None], PRECISION)
         decay += total
     if not STORE:
         store(ends_ptr + segment * (K * V), state, column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)

@@ -2,7 +2,9 @@
 
 The attention floor is, for each layer, one causal call on every rank at once with as many (query, key) pairs as a rank
 has of the whole; the matrix floor is every product of a layer, forward and both of backward, on a rank's number of
-tokens. Times are medians, of the slowest rank; the step's own time is the median without the first two.
+tokens. Times are means of calls in a row for a second, of the slowest rank: a step keeps a GPU busy for seconds, and
+it does not hold the clocks of a single call for so long. `burst` is the ratio to single calls with a pause before each.
+The step's own time is the median without the first two.
 """
 
 import json
@@ -23,13 +25,14 @@ from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "ranks", "layers", "kernel", "recompute", "compile", "step_s", "attention_s", "products_s",
-           "ratio", "tokens_per_second", "mfu", "memory_mib", "loss"]  # fmt: skip
+           "ratio", "burst", "tokens_per_second", "mfu", "memory_mib", "loss"]  # fmt: skip
 
 
 @dataclass
 class Options:
     run: str = option("", "the folder of the training run")
-    repeats: int = option(5, "timed calls")
+    seconds: float = option(1.0, "how long calls are made in a row")
+    repeats: int = option(5, "single calls")
     timeout: float = option(600.0, "seconds for all")
 
 
@@ -45,12 +48,13 @@ def run(options: Options) -> list[dict[str, Any]]:
         raise ValueError(f"{options.run} has {len(steps)} steps; the first two are not counted, so train 3 or more")
     backend = "nccl" if config.device == "cuda" else "gloo"
     floors = run_ranks(measure, ranks, config, options, ranks, backend=backend, timeout=options.timeout)
-    attention, products = (max(floor[i] for floor in floors) for i in (0, 1))
+    attention, products, *burst = (max(floor[i] for floor in floors) for i in range(4))
     step = statistics.median(r["seconds"] for r in steps[2:])
     row = {
         "suite": "step", **asdict(config.model), **asdict(config.strategy), "ranks": ranks, "tokens": config.seq_len,
         "batch": config.batch, "accumulate": config.accumulate, "compile": config.compile, "steps": len(steps),
         "step_s": step, "attention_s": attention, "products_s": products, "ratio": (attention + products) / step,
+        "burst": sum(burst) / step,
         "tokens_per_second": statistics.median(r["tokens_per_second"] for r in steps[2:]),
         "mfu": statistics.median(r["mfu"] for r in steps[2:]), "memory_mib": max(r["memory_mib"] for r in steps),
         "first_loss": steps[0]["loss"], "loss": steps[-1]["loss"],
@@ -59,17 +63,21 @@ def run(options: Options) -> list[dict[str, Any]]:
     return [row]
 
 
-def measure(config: Train, options: Options, ranks: int) -> tuple[float, float]:
-    """One rank: seconds of attention and of matrix products in one step."""
+def measure(config: Train, options: Options, ranks: int) -> tuple[float, ...]:
+    """One rank: seconds of attention and of matrix products in one step, by calls in a row and by single ones."""
     m, spread = config.model, ranks // config.strategy.data
     times, size = config.batch * config.accumulate, m.head_dim or m.dim // m.heads
-    attention = timed(attended(round(config.seq_len / spread**0.5), size, config), options)
     tokens, inner, keys = config.seq_len // spread, m.heads * size, m.kv_heads * size
     layer = [(m.dim, inner), (m.dim, keys), (m.dim, keys), (inner, m.dim)]
     layer += [(m.dim, m.hidden), (m.dim, m.hidden), (m.hidden, m.dim)]
-    once = {shape: timed(products(tokens, *shape, config), options) for shape in {*layer, (m.dim, m.vocab)}}
-    matrices = m.layers * sum(once[shape] for shape in layer) + once[m.dim, m.vocab]
-    return times * m.layers * attention, times * matrices
+    calls = {shape: products(tokens, *shape, config) for shape in {*layer, (m.dim, m.vocab)}}
+    attend = attended(round(config.seq_len / spread**0.5), size, config)
+    found: list[float] = []
+    for timed in (in_a_row, singly):
+        once = {shape: timed(call, options) for shape, call in calls.items()}
+        matrices = m.layers * sum(once[shape] for shape in layer) + once[m.dim, m.vocab]
+        found += [times * m.layers * timed(attend, options), times * matrices]
+    return tuple(found)
 
 
 def attended(tokens: int, size: int, config: Train) -> Callable[[], Any]:
@@ -94,16 +102,25 @@ def random(config: Train, *shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=getattr(torch, config.precision), device=config.device)
 
 
-def timed(call: Callable[[], Any], options: Options) -> float:
-    """The median in seconds, all ranks starting together."""
+def in_a_row(call: Callable[[], Any], options: Options) -> float:
+    """Seconds a call, of calls without a pause, all ranks starting together."""
+    once = singly(call, options)
+    count = max(2, round(options.seconds / once))
+    return together(lambda: [call() for _ in range(count)]) / count
+
+
+def singly(call: Callable[[], Any], options: Options) -> float:
+    """The median in seconds of single calls, all ranks starting together."""
+    return statistics.median([together(call) for _ in range(2 + options.repeats)][2:])
+
+
+def together(call: Callable[[], Any]) -> float:
+    """Seconds from when all ranks start until this one is done."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    seconds = []
-    for _ in range(2 + options.repeats):
-        wait()
-        dist.barrier()
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[2:])
+    wait()
+    dist.barrier()
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start
