@@ -296,7 +296,7 @@ def shared_axis(group: dist.ProcessGroup, name: str, other: Axis | None = None) 
 
     `other` is the axis over the group itself, for what goes sooner there.
     """
-    if dist.get_backend(group) != "nccl" or hosts_of(group) != 1:
+    if "nccl" not in dist.get_backend(group) or hosts_of(group) != 1:  # it may also have gloo, for CPUs
         return None
     connection = connect(group)
     return connection and SymmetricAxis(*connection, partial(gather_words, group), name, other)

@@ -96,6 +96,8 @@ def prepare(config: Train, folder: Path, device: torch.device) -> Job:
     corpus = data.open_corpus(config.data, m.vocab)
     windows = data.windows(corpus, config.data, config.seq_len, config.seed)
     mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses, device_type=device.type)
+    everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
+    torchrun.limit_waiting(config.cluster.timeout, mesh, everyone)
     plan = api.plan(
         mesh,
         seq_len=config.seq_len,
@@ -107,8 +109,6 @@ def prepare(config: Train, folder: Path, device: torch.device) -> Job:
         kernel=s.kernel,
         dtype=config.precision,
     )
-    everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
-    torchrun.limit_waiting(config.cluster.timeout, mesh, everyone)
     where = torch.device("meta") if config.dry_run else device
     decoder = model.build(
         m, config.seed, where, None if config.dry_run else everyone,

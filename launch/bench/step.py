@@ -106,7 +106,12 @@ def in_a_row(call: Callable[[], Any], options: Options) -> float:
     """Seconds a call, of calls without a pause, all ranks starting together."""
     once = singly(call, options)
     count = max(2, round(options.seconds / once))
-    return together(lambda: [call() for _ in range(count)]) / count
+
+    def all_of_them() -> None:
+        for _ in range(count):
+            call()
+
+    return together(all_of_them) / count
 
 
 def singly(call: Callable[[], Any], options: Options) -> float:
