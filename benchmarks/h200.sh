@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The figures of this folder that need H200s, each with the command that makes it:
 #
-#     benchmarks/h200.sh OUT kernels linear        # any of the names below; one GPU, or four, as it says
+#     benchmarks/h200.sh OUT kernels linear            # any of the names below; one GPU, or four, as it says
+#     RANKS=2 benchmarks/h200.sh OUT ring prefill      # on two instead of four
 #
 # Every name writes OUT/NAME.jsonl. Ratios within one run are evidence, single times are not.
 set -uo pipefail
@@ -11,40 +12,41 @@ OUT=$1
 shift
 mkdir -p "$OUT"
 
+R=${RANKS:-4}
 bench() { python3 -m ringattn bench "$1" out="$OUT/$name.jsonl" "${@:2}"; }
 
 # one GPU
 kernels() { bench kernels; }
 linear() { # beside flash-linear-attention, if it is installed
     bench linear cases=errors gate_dtype=float32
-    bench linear cases=32k,131k,batch8
+    bench linear # flash-linear-attention tries its kernels out for a minute or two
 }
 
 # four GPUs
-ring() { bench ring tokens=16384,32768,131072; }
-documents() { bench ring tokens=131072 mask=long && bench ring tokens=131072 mask=short; }
-window() { bench ring tokens=131072 mask=4096; }
-peers() { bench ring tokens=16384,32768,131072 kernel=cudnn peers=allgather,alltoall; }
+ring() { bench ring ranks=$R tokens=16384,32768,131072; }
+documents() { bench ring ranks=$R tokens=131072 mask=long && bench ring ranks=$R tokens=131072 mask=short; }
+window() { bench ring ranks=$R tokens=131072 mask=4096; }
+peers() { bench ring ranks=$R tokens=16384,32768,131072 kernel=cudnn peers=allgather,alltoall; }
 groups() { # Ulysses and gather, whole and by groups of heads
     for n in 1 2 4; do
-        bench ring ulysses=4 strategy=ulysses tokens=32768,131072 groups=$n floor=false
-        bench ring strategy=gather tokens=16384,32768 kernel=cudnn groups=$n
+        bench ring ranks=$R ulysses=$R strategy=ulysses tokens=32768,131072 groups=$n floor=false
+        bench ring ranks=$R strategy=gather tokens=16384,32768 kernel=cudnn groups=$n
     done
 }
-graphs() { bench ring tokens=16384 transports=group,symmetric graphs=true; }
-memory() { bench ring tokens=262144,524288,1048576 modes=forward+backward floor=false repeats=1 warmup=1; }
+graphs() { bench ring ranks=$R tokens=16384 transports=group,symmetric graphs=true; }
+memory() { bench ring ranks=$R tokens=262144,524288,1048576 modes=forward+backward floor=false repeats=1 warmup=1; }
 prefill() {
-    bench prefill device=cuda ranks=4 heads=32 kv_heads=8 head_dim=128 tokens=8192,32768,131072 chunk=8192
+    bench prefill device=cuda ranks=$R heads=32 kv_heads=8 head_dim=128 tokens=8192,32768,131072 chunk=8192
 }
-decode() { bench decode transports=auto,group,symmetric; }
-scan() { bench scan tokens=8192,131072,262144 kernel=triton; }
-jax() { bench jax kernel=cudnn; }
-train() { # 28 blocks of the 8-billion shape, and their floor
-    python3 -m ringattn train experiment=h200_long model.layers=28 nproc=4 steps=8 picture=false folder="$OUT" run=long
+decode() { bench decode ranks=$R transports=auto,group,symmetric; }
+scan() { bench scan ranks=$R tokens=8192,131072,262144; }
+jax() { bench jax ranks=$R kernel=cudnn; }
+train() { # 7 blocks a GPU of the 8-billion shape, and their floor
+    python3 -m ringattn train experiment=h200_long model.layers=$((7 * R)) nproc=$R steps=8 picture=false folder="$OUT" run=long
     bench step run="$OUT/long"
 }
 million() {
-    python3 -m ringattn train experiment=million nproc=4 picture=false folder="$OUT" run=million
+    python3 -m ringattn train experiment=million nproc=$R picture=false folder="$OUT" run=million
 }
 
 for name in "$@"; do

@@ -78,9 +78,7 @@ def compose(earlier: State, later: State) -> State:
 
 
 TABLE = (
-    # on GPUs too it must be named: there it has been right for heads of 128, 16 bits and a gate a channel, and its
-    # other cases have only been interpreted and compiled
-    Kernel("triton", "ringattn.kernels.triton.linear", told=("cpu", "cuda")),
+    Kernel("triton", "ringattn.kernels.triton.linear", told=("cpu",)),
     Kernel("chunkwise", "ringattn.kernels.chunkwise"),
 )
 

@@ -233,7 +233,7 @@ def plan(
     how many blocks a step may bring on the direct route; by default as many as are small. `transport` is "symmetric"
     (GPUs that see each other's memory: the copy engines move everything) or "group" (NCCL, gloo). `backward` is what
     travels there on the direct route, "keys" or "queries"; auto takes what is fewer bytes. `groups` is in how many
-    groups of heads Ulysses and gather exchange, one while another is attended to; by default as many as are worth it.
+    groups of heads Ulysses and gather exchange, one while another is attended to; by default as many as save time.
     """
     spec = AttentionSpec() if spec is None else spec
     heads = (heads, heads) if isinstance(heads, int) else heads
@@ -315,7 +315,8 @@ def groups_report(shape: Shape | None, best: Candidate, told: int | None, hardwa
         lengths = (shape.seq_len, shape.key_len)
         local = tuple(Layout(best.layout, n, best.ring, best.ulysses).shard_len // best.ulysses for n in lengths)
         sent = exchanged(shape, best.ring, best.ulysses, best.strategy, (local[0], local[1]))
-        told = groups_of(sent, kv_heads_of_a_rank(shape.kv_heads, best.ulysses), hardware)
+        kv_heads = kv_heads_of_a_rank(shape.kv_heads, best.ulysses)
+        told = groups_of(shape, sent, best.ring * best.ulysses, kv_heads, hardware)
         why = f"{sent / 1e6:.1f} MB a rank"
     return [f"heads exchanged in {told} group{'s' * (told != 1)} ({why}): one travels while another is attended to"]
 

@@ -115,13 +115,18 @@ def exchanged(shape: Shape, ring: int, ulysses: int, strategy: str, local: tuple
 
 
 MOST_GROUPS = 4
-LATENCIES = 5  # what a group's exchange takes at least: less, and a launch more costs what it hides
+MORE_LATENCIES, MORE_WORK = 15, 0.0065  # what a group more costs, that in parts of the attention: 2 H200s, 32K and 131K
 
 
-def groups_of(sent: int, kv_heads: int, hardware: Hardware) -> int:
-    """In how many groups to cut the heads of a rank, so that one group travels while another is attended to."""
-    least = int(LATENCIES * hardware.latency * hardware.link)
-    return max(n for n in range(1, MOST_GROUPS + 1) if kv_heads % n == 0 and (n == 1 or n * least <= sent))
+def groups_of(shape: Shape, sent: int, ranks: int, kv_heads: int, hardware: Hardware) -> int:
+    """In how many groups to cut the heads of a rank, so that one group travels while another is attended to.
+
+    Each costs launches, and a GPU is filled less well by smaller ones.
+    """
+    attending = shape.flops_a_pair * shape.seq_len * shape.key_len / 2 / ranks / hardware.flops
+    more = MORE_LATENCIES * hardware.latency + MORE_WORK * attending
+    possible = [n for n in range(1, MOST_GROUPS + 1) if kv_heads % n == 0]
+    return min(possible, key=lambda n: sent / hardware.link / n + n * more)
 
 
 def predict(

@@ -127,7 +127,8 @@ class Plan:
         if self.groups is not None:
             return self.groups
         sent = exchanged(shape, self.ring, self.ulysses, self.strategy, (self.local_len, self.keys.local_len))
-        return groups_of(sent, kv_heads_of_a_rank(shape.kv_heads, self.ulysses), hardware_of(self.device))
+        kv_heads = kv_heads_of_a_rank(shape.kv_heads, self.ulysses)
+        return groups_of(shape, sent, self.ring * self.ulysses, kv_heads, hardware_of(self.device))
 
     def for_length(self, seq_len: int, key_len: int | None = None) -> "Plan":
         """The same choices for another length."""

@@ -180,6 +180,18 @@ def test_a_call_can_be_captured_in_a_cuda_graph(transport):
     assert run_processes(captured, 2, transport, backend="nccl", timeout=120) == [0.0, 0.0]
 
 
+def axis_of_training() -> str:
+    """Its groups have gloo for what lies on hosts, beside NCCL."""
+    import ringattn as ra
+
+    return str(ra.plan(ra.init_mesh(ring=2, device_type="cuda"), seq_len=64).ring_axis)
+
+
+def test_shared_memory_is_found_where_groups_have_gloo_too():
+    need(2)
+    assert all("symmetric memory" in said for said in run_processes(axis_of_training, 2, backend="cpu:gloo,cuda:nccl"))
+
+
 def one_dies(folder: str, victim: int, transport: str) -> None:
     """Calls without end; one rank is killed between two of them, the others write down their error and when."""
     import ringattn as ra

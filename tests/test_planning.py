@@ -89,14 +89,21 @@ def test_backward_sends_what_is_fewer_bytes_and_says_so(kv_heads, travels):
         assert plan.backward == travels and f"in backward {travels} (" in plan.explain()
 
 
-@pytest.mark.parametrize(("kv_heads", "groups"), [(8, 2), (16, 4), (12, 3), (4, 1), (2, 1)])
-def test_heads_are_exchanged_in_as_many_groups_as_key_heads_allow(kv_heads, groups):
+@pytest.mark.parametrize(("kv_heads", "groups", "far"), [(8, 2, 2), (16, 2, 4), (12, 3, 3), (4, 1, 1), (2, 1, 1)])
+def test_heads_are_exchanged_in_as_many_groups_as_save_time(kv_heads, groups, far, monkeypatch):
     def one(mesh, seq_len):
         mesh.device_type = "cuda"
         return ra.plan(mesh, seq_len=seq_len, heads=(48, kv_heads), head_dim=128).explain()
 
-    for long, short in run(lambda mesh: (one(mesh, 131072), one(mesh, 1024)), ulysses=4):
-        assert f"heads exchanged in {groups} group" in long and "heads exchanged in 1 group (" in short
+    def explained(seq_len):
+        return run(lambda mesh: one(mesh, seq_len), ulysses=4)[0]
+
+    assert f"heads exchanged in {groups} group" in explained(131072)
+    assert "heads exchanged in 1 group (" in explained(16384)
+    slow = dataclasses.replace(HARDWARE["h200"], link=25e9)
+    monkeypatch.setitem(HARDWARE, "h200", slow)
+    assert f"heads exchanged in {far} group" in explained(131072)
+    assert "heads exchanged in 1 group (" in explained(1024)
 
 
 def test_groups_that_cannot_be_are_refused():

@@ -53,7 +53,7 @@ CASES = {
 
 @dataclass
 class Options:
-    cases: list[str] = option(list(CASES), "which cases, or how their names begin")
+    cases: list[str] = option(list(CASES), "which cases; or how their names begin")
     impls: list[str] | None = option(None, "which contestants (triton,op,fla; on a CPU chunkwise,op)")
     tokens: int | None = option(None, "another length for every case")
     device: str | None = option(None, "cuda or cpu (the GPU if there is one)")
@@ -76,7 +76,7 @@ class Options:
             with recut(said):
                 pass
         for word in self.cases:
-            if not any(name.startswith(word) for name in CASES):
+            if not chosen([word]):
                 raise ValueError(f"cases={word}: no such case{nearest(word, CASES)}; there are {', '.join(CASES)}")
 
 
@@ -99,9 +99,8 @@ Pass = Callable[[], tuple[Any, ...]]
 def run(options: Options) -> list[dict[str, Any]]:
     """Every chosen case, printed as it is done."""
     rows: list[dict[str, Any]] = []
-    for name, case in CASES.items():
-        if not any(name.startswith(word) for word in options.cases):
-            continue
+    for name in chosen(options.cases):
+        case = CASES[name]
         case = replace(case, tokens=options.tokens or case.tokens)
         given = inputs(case, options)
         measure = errors if case.errors else times
@@ -109,6 +108,11 @@ def run(options: Options) -> list[dict[str, Any]]:
         rows += new
         print(table(new, list(dict.fromkeys(key for row in new for key in row))) + "\n", flush=True)
     return rows
+
+
+def chosen(words: list[str]) -> list[str]:
+    """The cases of these names; a word that is none stands for all that begin with it."""
+    return [n for n in CASES if any(n == w or (w not in CASES and n.startswith(w)) for w in words)]
 
 
 def times(given: Inputs, options: Options) -> list[dict[str, Any]]:
@@ -217,16 +221,15 @@ def of_table(name: str) -> Callable[[Inputs], tuple[Pass, Pass]]:
 
 
 def op(given: Inputs) -> tuple[Pass, Pass]:
-    """`ra.linear_attention` with the GPU kernels where there is a GPU, differentiated by autograd."""
+    """`ra.linear_attention` as its users call it, differentiated by autograd."""
     import ringattn as ra
 
     q, k, v = (x.detach().requires_grad_() for x in (given.q, given.k, given.v))
     g = None if given.g is None else given.g.detach().requires_grad_()
     leaves = [x for x in (q, k, v, g) if x is not None]
-    kernel = "triton" if q.is_cuda else "auto"
 
     def forward() -> tuple[Any, ...]:
-        return (ra.linear_attention(q, k, v, g, scale=given.scale, kernel=kernel, check=False),)
+        return (ra.linear_attention(q, k, v, g, scale=given.scale, check=False),)
 
     (out,) = forward()
     return forward, lambda: torch.autograd.grad(out, leaves, given.dout, retain_graph=True)

@@ -43,7 +43,7 @@ class Options:
     layout: list[str] = option(["auto"], "contiguous, striped or zigzag")
     route: str = option("auto", "direct or relay")
     together: int = option(0, "blocks a step; 0: as many as are small")
-    groups: int = option(0, "groups of heads through Ulysses and gather; 0: as many as are worth it")
+    groups: int = option(0, "groups of heads through Ulysses and gather; 0: as many as save time")
     transports: list[str] = option(["auto"], "auto, symmetric, group: each is timed")
     peers: list[str] = option([], "allgather, alltoall: torch's context_parallel beside ours")
     kernel: str = option("auto", "the kernel of every step, and of the floor")
@@ -156,7 +156,8 @@ def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, 
                 docs=case.docs,
             )  # fmt: skip
             about = {"strategy": plan.strategy, "layout": plan.layout, "route": plan.route}
-            yield str(plan.ring_axis).split("(")[-1].rstrip(")"), about, ours(options, plan, case)
+            axis = plan.ring_axis if plan.ring > 1 else plan.ulysses_axis
+            yield str(axis).split("(")[-1].rstrip(")"), about, ours(options, plan, case)
     for method in options.peers:
         with torch_context_parallel(mesh["ring"], options.ranks, method, options.device):
             yield (

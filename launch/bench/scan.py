@@ -38,7 +38,7 @@ class Options:
 def run(options: Options) -> list[dict[str, Any]]:
     backend = "nccl" if options.device == "cuda" else "gloo"
     ranks = run_ranks(measure, options.ranks, options, backend=backend, timeout=options.timeout)
-    given = {n: x for n, x in asdict(options).items() if n not in ("tokens", "layout", "scan", "timeout")}
+    given = {n: x for n, x in asdict(options).items() if n not in ("tokens", "layout", "scan", "timeout", "device")}
     rows = []
     for measured in zip(*ranks, strict=True):
         slowest = {name: max(m[name] for m in measured) for name in ("ms", "floor_ms", "MB")}
