@@ -6,8 +6,6 @@ Position p of a row lies here if `mine <= (p - origin) % round < mine + block`. 
 changes from token to token, so that a CUDA graph of a step can be replayed for the next one.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -69,8 +67,8 @@ def append(
     """
     B, T, G, D = k_BTGD.shape
     S, V = into_v.shape[1], v_BTGV.shape[-1]
-    where: Any = torch.empty(2, B, T, dtype=torch.int32, device=k_BTGD.device)
-    begin, end = where.unbind()
+    device = k_BTGD.device
+    begin, end = (torch.empty(B, T, dtype=torch.int32, device=device), torch.empty(B, T, dtype=torch.int32, device=device))
     strides = *k_BTGD.stride(), *v_BTGV.stride(), *into_k.stride(), *into_v.stride()
     constants = causal, power_of_2(G), power_of_2(D), power_of_2(V)
     tensors = k_BTGD, v_BTGV, lengths_B, into_k, into_v, begin, end

@@ -215,14 +215,12 @@ def decode_splits(
         raise ValueError(f"form={form!r}: choose lse or streams")
     B, T, H, D = q_BTHD.shape
     _, S, G, V = v_BSGV.shape
-    rows = T * (H // G)
-    tile = config(rows, D, V, q_BTHD.element_size())
-    blocks = -(-rows // tile.block_m)
-    splits = splits or choose_splits(B * G * blocks, S, multiprocessors(q_BTHD.device) * tile.per_sm)
-    out = q_BTHD.new_empty(splits, B, T, H, V, dtype=torch.float32)
-    top = q_BTHD.new_empty(splits, B, T, H, dtype=torch.float32)
+    tile, blocks = blocks_of(q_BTHD, v_BSGV)
+    splits = splits or splits_for(q_BTHD, v_BSGV, S)
+    out = torch.empty(splits, B, T, H, V, dtype=torch.float32, device=q_BTHD.device)
+    top = torch.empty(splits, B, T, H, dtype=torch.float32, device=q_BTHD.device)
     total = torch.empty_like(top) if form == "streams" else top
-    block_d, block_v = (max(16, power_of_2(n)) for n in (D, V))
+    block_d, block_v = power_of_2(max(16, D)), power_of_2(max(16, V))
     if out.numel():
         strides = (
             *q_BTHD.stride(), *k_BSGD.stride(), *v_BSGV.stride(),
@@ -242,6 +240,22 @@ def decode_splits(
     return Streams(out, top, total) if form == "streams" else Partial(out, top)
 
 
+def blocks_of(q_BTHD: Tensor, v_BSGV: Tensor) -> tuple[Config, int]:
+    """The tile, and how many of them the rows of a key head are."""
+    _, T, H, D = q_BTHD.shape
+    rows = T * (H // v_BSGV.shape[2])
+    tile = config(rows, D, v_BSGV.shape[3], q_BTHD.element_size())
+    return tile, -(-rows // tile.block_m)
+
+
+def splits_for(q_BTHD: Tensor, v_BSGV: Tensor, keys: int) -> int:
+    """How many splits serve best where at most the first `keys` keys are seen."""
+    tile, blocks = blocks_of(q_BTHD, v_BSGV)
+    programs = q_BTHD.shape[0] * v_BSGV.shape[2] * blocks
+    return choose_splits(programs, keys, multiprocessors(q_BTHD.device) * tile.per_sm)
+
+
+@lru_cache
 def multiprocessors(device: torch.device) -> int:
     """How many programs run at once, times one; a machine without a GPU interprets them one by one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -23,7 +23,7 @@ def launch(
     addresses are multiples of 16, and for AMD whether offsets fit 32 bits. Counts that it was told not to look at need
     not be said.
     """
-    kind = id(kernel), *kind, *[x.data_ptr() % 16 for x in tensors]
+    kind = id(kernel), kind, *[x.data_ptr() % 16 for x in tensors]
     if torch.version.hip:
         kind += tuple([x.untyped_storage().size() > 2147483647 for x in tensors])
     compiled = COMPILED.get(kind)

@@ -108,7 +108,6 @@ def scores_kernel(
     if GATE == CHANNEL:  # noqa: SIM102
         if passes_over(strongest_ptr, chunk, TILES, STRONG):
             return
-    LEVELS: tl.constexpr = CHUNK.bit_length() if STRONG else 1
     first = n * CHUNK
     q_ptr += b * q_st[0] + h * q_st[2]
     k_ptr += b * k_st[0] + h * k_st[2]
@@ -116,30 +115,28 @@ def scores_kernel(
     a = tl.zeros([CHUNK, CHUNK], tl.float32)
     own = tl.zeros([CHUNK], tl.float32)
     for column in tl.range(0, K, BLOCK_K, num_stages=1):
-        if GATE == CHANNEL:
-            for level in tl.range(STRONG, LEVELS, num_stages=1):
+        if STRONG:
+            for level in tl.range(1, CHUNK.bit_length(), num_stages=1):
                 of_q, of_k = factors(level, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, FINE)
-                q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
-                k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
-                s = product(q * of_q, tl.trans(k * of_k), tl.zeros([CHUNK, CHUNK], tl.float32), PRECISION)
+                q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32) * of_q
+                k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32) * of_k
+                s = product(q, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), PRECISION)
                 a += tl.where(of_level(level, CHUNK), s, 0.0)
-                if not STRONG:
-                    own += tl.sum(q * k, 1)
-            if STRONG:
-                q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
-                k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
-                own += tl.sum(q * k, 1)
-        else:
-            q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K)
-            k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K)
+        q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K)
+        k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K)
+        if GATE == CHANNEL and not STRONG:  # of a token with itself the factors cancel
+            of_q, of_k = factors(0, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, FINE)
+            q, k = q.to(tl.float32) * of_q, k.to(tl.float32) * of_k
+        if not STRONG:
             a = product(q, tl.trans(k), a, PRECISION)
-            own += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+        own += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
     if GATE != CHANNEL:
         a = a * decay_between(g_ptr, g_st, first, T, CHUNK, GATE)
     if DOCS:
         a = tl.where(related(begin_ptr + b * begin_st, first, T, CHUNK), a, 0.0)
-    i = tl.arange(0, CHUNK)
-    a = tl.where(i[:, None] == i[None, :], own[:, None], a) * scale
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
+    a = tl.where(i > j, a, tl.where(i == j, own[:, None], 0.0)) * scale
     store(a_ptr + chunk * (CHUNK * CHUNK), a, 0, CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, CHUNK)
 
 

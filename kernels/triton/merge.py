@@ -95,11 +95,12 @@ def merge_into(a: Partial, b: Partial, sinks_H: Tensor | None = None) -> Partial
 
 
 def merge_stack(
-    parts: Partial | Streams, carry: Partial | None = None, sinks_H: Tensor | None = None, into: Partial | None = None
-) -> Partial:
+    parts: Partial | Streams, carry: Partial | None = None, sinks_H: Tensor | None = None, into: Partial | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Partial:  # fmt: skip
     """The sum of the partials (or statistics) stacked along a first dim, of `carry`, and of a sink a head.
 
-    It goes `into` memory of any strides, and of any dtype for its out, where that is given.
+    It goes `into` memory of any strides, and of any dtype for its out, where that is given; else its out has `dtype`.
     """
     out, top = parts[:2]
     n = out.shape[0]
@@ -108,7 +109,8 @@ def merge_stack(
         tail = type(parts)(*(x[keep:] for x in parts))
         carry, parts, n = merge_stack(tail, carry), type(parts)(*(x[:keep] for x in parts)), keep
     if into is None:
-        into = Partial(*(torch.empty(x.shape[1:], dtype=torch.float32, device=x.device) for x in (out, top)))
+        lse = torch.empty(top.shape[1:], dtype=torch.float32, device=top.device)
+        into = Partial(torch.empty(out.shape[1:], dtype=dtype, device=out.device), lse)
     return merge_once(parts, carry, sinks_H, into)
 
 

@@ -93,7 +93,7 @@ class KVCache(serving.KVCache):
 
     def room(self) -> int:
         """How many more tokens every row can take."""
-        return self.max_len - int(self.lengths.max())
+        return self.max_len - max(self.lengths.tolist())
 
     @property
     def here(self) -> tuple[int, int, int, int]:
@@ -131,7 +131,8 @@ class KVCache(serving.KVCache):
 
     def reach(self, n: int) -> int:
         """How many local rows can hold a key once n more tokens have come: whole steps, since launches plan with it."""
-        whole, rest = divmod(int(self.host_lengths.max()) + n - self.stripes.origin, self.stripes.round)
+        longest = max(self.host_lengths.tolist())  # of a few numbers sooner than numpy's
+        whole, rest = divmod(longest + n - self.stripes.origin, self.stripes.round)
         top = (whole + (rest > 0)) * self.stripes.block
         return min(self.k.shape[1], -(-top // STEP) * STEP)
 

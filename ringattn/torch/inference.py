@@ -28,6 +28,8 @@ from ringattn.torch.chunk import Chunk, pieces_of
 from ringattn.torch.sharding import order_of
 from ringattn.torch.steps import Score, problem_of, score_of
 
+CAUSAL = AttentionSpec()
+
 
 def prefill(
     q: Tensor,
@@ -101,7 +103,8 @@ def check_chunk(
 
 def kinds(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Any, ...]:
     """What a call's tensors are, as words that can be looked up."""
-    return *((x.shape, x.dtype, x.device) for x in (q, k, v)), None if sinks is None else sinks.shape
+    dtypes, devices = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
+    return q.shape, k.shape, v.shape, dtypes, devices, None if sinks is None else sinks.shape
 
 
 def decode(
@@ -125,12 +128,12 @@ def decode(
     On a GPU the host asks the device for nothing, and a call can be captured in a CUDA graph once it has been made
     outside of one. Replays append without asking for room: what does not fit is dropped.
     """
-    spec = AttentionSpec() if spec is None else spec
-    q, k, v = q.detach(), k.detach(), v.detach()
+    spec = CAUSAL if spec is None else spec
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
     quick = ready(q, k, v, cache, spec, sinks, form, parents, unknown, capturing)
     if quick:
         return decode_quickly(q, k, v, cache, spec, sinks, form, capturing)
+    q, k, v = q.detach(), k.detach(), v.detach()
     before, n = tuple(cache.lengths.tolist()), q.shape[1]
     cache.keep(k, v, n)
     chunk = Chunk(spec, n, before, cache.holders())
@@ -284,23 +287,20 @@ def decode_quickly(
     capturing: bool,
 ) -> Tensor:  # fmt: skip
     """Append, attend and merge in a few launches that read the lengths where they are, on the device."""
-    from ringattn.kernels.triton.append import append
-    from ringattn.kernels.triton.decode import decode_splits
-    from ringattn.kernels.triton.merge import merge_stack
+    from ringattn.kernels.triton import append, decode, merge
 
-    n, plan = q.shape[1], cache.plan
+    n = q.shape[1]
     cache.make_room(n)
-    where = append(k, v, cache.k, cache.v, cache.filled, cache.here, causal=spec.causal, window=spec.window)
-    keys = slice(0, cache.k.shape[1] if capturing else cache.reach(n))
+    where = append.append(k, v, cache.k, cache.v, cache.filled, cache.here, causal=spec.causal, window=spec.window)
+    splits = decode.splits_for(q, cache.v, cache.v.shape[1] if capturing else cache.reach(n))
     scale = spec.scale_for(q.shape[-1])
-    parts = decode_splits(q, cache.k[:, keys], cache.v[:, keys], where, scale, spec.softcap, None, "lse")
+    parts = decode.decode_splits(q, cache.k, cache.v, where, scale, spec.softcap, splits, "lse")
     cache.grow(n, capturing)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if cache.ranks == 1:
-        return merge_stack(parts, None, sinks, Partial(q.new_empty(*q.shape[:3], v.shape[-1]), lse)).out
+        return merge.merge_stack(parts, None, sinks, dtype=q.dtype).out
     rows = torch.empty(*q.shape[:3], v.shape[-1] + 1, dtype=torch.float32, device=q.device)
-    part = merge_stack(parts, into=unpacked(rows, "lse"))
-    return merged_everywhere(rows if form == "lse" else packed(part, form), plan, form, sinks, q.dtype)
+    part = merge.merge_stack(parts, into=unpacked(rows, "lse"))
+    return merged_everywhere(rows if form == "lse" else packed(part, form), cache.plan, form, sinks, q.dtype)
 
 
 def scattered(whole: Partial, plan: Plan) -> Partial:
@@ -318,21 +318,19 @@ def scattered(whole: Partial, plan: Plan) -> Partial:
 
 def merged_everywhere(rows: Tensor, plan: Plan, form: str, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The merge of all ranks' packed partials and of the sinks, the same bits on every rank."""
-    part = None
-    for axis in (plan.ulysses_axis, plan.ring_axis):
-        if axis.size > 1:
-            rows = rows if part is None else packed(part, form)
-            size = rows.nbytes, axis.size, hardware_of(plan.device)
-            exchange = gathered if exchange_way(*size) == "gather" else shared
-            part = exchange(rows, axis.over(exchange_over(*size)), form)
+    part, axes = None, [axis for axis in (plan.ulysses_axis, plan.ring_axis) if axis.size > 1]
+    for axis in axes:
+        rows = rows if part is None else packed(part, form)
+        size = rows.nbytes, axis.size, hardware_of(plan.device)
+        over = axis.over(exchange_over(*size))
+        if exchange_way(*size) == "gather":
+            last = axis is axes[-1] and sinks is None
+            part = merged(over.all_gather(rows[None], 0).wait(), form, dtype if last else torch.float32)
+        else:
+            part = shared(rows, over, form)
     part = part or unpacked(rows, form) if form == "lse" else part or from_streams(unpacked(rows, form))
     part = part if sinks is None else add_sinks(part, sinks)
     return part.out.to(dtype).contiguous()
-
-
-def gathered(rows: Tensor, axis: Any, form: str) -> Partial:
-    """Everybody's rows to everybody, who merges them all."""
-    return merged(axis.all_gather(rows[None], 0).wait(), form)
 
 
 def shared(rows: Tensor, axis: Any, form: str) -> Partial:
@@ -344,10 +342,10 @@ def shared(rows: Tensor, axis: Any, form: str) -> Partial:
     return unpacked(everyone.reshape(*rows.shape[:-1], -1), "lse")
 
 
-def merged(stack: Tensor, form: str) -> Partial:
-    """Packed partials [ranks, ...] merged in rank order: in one kernel on GPUs."""
+def merged(stack: Tensor, form: str, dtype: torch.dtype = torch.float32) -> Partial:
+    """Packed partials [ranks, ...] merged in rank order: in one kernel on GPUs, which makes an out of `dtype`."""
     if stack.is_cuda and stack.dtype == torch.float32:
         from ringattn.kernels.triton.merge import merge_stack
 
-        return merge_stack(unpacked(stack, form))
+        return merge_stack(unpacked(stack, form), dtype=dtype)
     return merge_packed(stack, form)
