@@ -168,8 +168,8 @@ def decode(
 
 def part(name: str, *arrays: Any) -> Any:
     """The module of this name for these tensors' framework."""
-    kind = "jax" if framework(*arrays).__name__ == "ringattn.jax" else "torch"
-    return import_module(f"ringattn.{kind}.{name}")
+    where = f"ringattn.{kind(*arrays)}.{name}"
+    return sys.modules.get(where) or import_module(where)
 
 
 def refuse(unknown: dict[str, Any]) -> None:
@@ -180,14 +180,20 @@ def refuse(unknown: dict[str, Any]) -> None:
 
 def framework(*arrays: Any) -> Any:
     """The module of functions for these tensors' framework."""
-    if "torch" in sys.modules and all(isinstance(x, sys.modules["torch"].Tensor) for x in arrays):
+    if kind(*arrays) == "torch":
         import ringattn.torch.attention
 
         return ringattn.torch.attention
-    if "jax" in sys.modules and all(isinstance(x, sys.modules["jax"].Array) for x in arrays):
-        import ringattn.jax
+    import ringattn.jax
 
-        return ringattn.jax
+    return ringattn.jax
+
+
+def kind(*arrays: Any) -> str:
+    """Whose arrays these are: "torch" or "jax"."""
+    for name, array in (("torch", "Tensor"), ("jax", "Array")):
+        if name in sys.modules and all([isinstance(x, getattr(sys.modules[name], array)) for x in arrays]):
+            return name
     raise ValueError(f"expected torch tensors or jax arrays, got {', '.join(type(x).__name__ for x in arrays)}")
 
 

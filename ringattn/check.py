@@ -181,13 +181,13 @@ def of_keys(keys: int | None) -> str | None:
 
 def of_filled(lengths: np.ndarray | None) -> str | None:
     """There is something to decode after, if that is known."""
-    if lengths is None or lengths.all():
+    if lengths is None or all(lengths.tolist()):  # of a few numbers sooner than numpy's
         return None
     return f"decode before prefill: the cache holds {lengths.tolist()} tokens; prefill a prompt first"
 
 
 def of_room(n: int, lengths: np.ndarray | None, max_len: int) -> str | None:
-    if lengths is None or int(lengths.max()) + n <= max_len:
+    if lengths is None or max(lengths.tolist()) + n <= max_len:
         return None
     return f"{n} more tokens do not fit: rows hold up to {lengths.max()} of max_len={max_len}"
 

@@ -145,6 +145,8 @@ def test_merge_stack_equals_merging_one_by_one(n: int) -> None:
     got = merge_stack(parts, carry, sinks)
     torch.testing.assert_close(got.out, expected.out, atol=2e-6, rtol=0)
     torch.testing.assert_close(got.lse, expected.lse, atol=2e-6, rtol=0)
+    rounded = merge_stack(parts, carry, sinks, dtype=torch.float16)
+    assert torch.equal(rounded.out, got.out.half()) and torch.equal(rounded.lse, got.lse)
 
 
 def test_merge_stack_of_statistics_is_a_tree() -> None:

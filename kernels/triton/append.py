@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.triton.launch import launch
-from ringattn.kernels.triton.merge import power_of_2
+from ringattn.kernels.triton.launch import launch, power_of_2
 
 
 @triton.jit(do_not_specialize=["T", "S", "G", "origin", "block", "round", "mine", "window"])
@@ -67,8 +66,8 @@ def append(
     """
     B, T, G, D = k_BTGD.shape
     S, V = into_v.shape[1], v_BTGV.shape[-1]
-    device = k_BTGD.device
-    begin, end = (torch.empty(B, T, dtype=torch.int32, device=device), torch.empty(B, T, dtype=torch.int32, device=device))
+    begin = torch.empty(B, T, dtype=torch.int32, device=k_BTGD.device)
+    end = torch.empty(B, T, dtype=torch.int32, device=k_BTGD.device)
     strides = *k_BTGD.stride(), *v_BTGV.stride(), *into_k.stride(), *into_v.stride()
     constants = causal, power_of_2(G), power_of_2(D), power_of_2(V)
     tensors = k_BTGD, v_BTGV, lengths_B, into_k, into_v, begin, end

@@ -33,6 +33,7 @@ from ringattn.kernels.triton.blocks import (
     tanh,
     tile,
 )
+from ringattn.kernels.triton.launch import cdiv, power_of_2
 from ringattn.kernels.triton.table import Table
 
 
@@ -59,8 +60,8 @@ def row_delta(out_BTHV: Tensor, dout_BTHV: Tensor, dlse_BTH: Tensor | None = Non
     delta = torch.empty(B, H, T, dtype=torch.float32, device=out_BTHV.device).transpose(1, 2)
     tensors = (out_BTHV, dout_BTHV, delta if dlse_BTH is None else dlse_BTH, delta)
     launch(
-        delta_kernel, (triton.cdiv(T, 32), H, B), (*tensors, *(x.stride() for x in tensors), T),
-        V=V, WIDTH=triton.next_power_of_2(V), ROWS=32, HAS_DLSE=dlse_BTH is not None,
+        delta_kernel, (cdiv(T, 32), H, B), tensors, (*[x.stride() for x in tensors], T),
+        V=V, WIDTH=power_of_2(V), ROWS=32, HAS_DLSE=dlse_BTH is not None,
     )  # fmt: skip
     return delta
 
@@ -82,9 +83,9 @@ def stats_kernel(lse_ptr, delta_ptr, stats_ptr, lse_st, delta_st, T, H, room, RO
 def row_stats(lse_BTH: Tensor, delta_BTH: Tensor) -> Tensor:
     """The two numbers a row of weights is made from, [B, H, 2, T] with rows of a multiple of 16 bytes."""
     B, T, H = lse_BTH.shape
-    stats = torch.empty(B, H, 2, triton.cdiv(T, 4) * 4, dtype=torch.float32, device=lse_BTH.device)
-    args = (lse_BTH, delta_BTH, stats, lse_BTH.stride(), delta_BTH.stride(), T, H, stats.shape[-1])
-    launch(stats_kernel, (triton.cdiv(T, 256), H, B), args, ROWS=256)
+    stats = torch.empty(B, H, 2, cdiv(T, 4) * 4, dtype=torch.float32, device=lse_BTH.device)
+    numbers = (lse_BTH.stride(), delta_BTH.stride(), T, H, stats.shape[-1])
+    launch(stats_kernel, (cdiv(T, 256), H, B), (lse_BTH, delta_BTH, stats), numbers, ROWS=256)
     return stats
 
 
@@ -123,10 +124,10 @@ def spans_kernel(begin_ptr, end_ptr, spans_ptr, rows_st, T, S, blocks, steps, KE
 def spans(where: Intervals, length: int, keys: int) -> Tensor:
     """For each block of keys the queries [lo, hi) that see any of it, and those [full, part) that see all of it."""
     begin, end, rows_st = rows_of(where)
-    (rows, T), blocks = begin.shape, triton.cdiv(length, keys)
+    (rows, T), blocks = begin.shape, cdiv(length, keys)
     table = torch.empty(rows, blocks, 4, dtype=torch.int32, device=begin.device)
-    args = (begin, end, table, rows_st, T, length, blocks, T.bit_length())
-    launch(spans_kernel, (triton.cdiv(blocks, 32), rows), args, KEYS=keys, LANES=32)
+    numbers = (rows_st, T, length, blocks, T.bit_length())
+    launch(spans_kernel, (cdiv(blocks, 32), rows), (begin, end, table), numbers, KEYS=keys, LANES=32)
     return table
 
 
@@ -301,22 +302,22 @@ def halves(
 
     def keys() -> tuple[Tensor, Tensor]:
         cut = tiles.dkdv
-        blocks, table_of = triton.cdiv(S, cut.keys), spans(where, S, cut.keys)
+        blocks, table_of = cdiv(S, cut.keys), spans(where, S, cut.keys)
         strides_kv = (*strides, table_of.stride(0) if table_of.shape[0] > 1 else 0, new_dk.stride(), new_dv.stride())
         launch(
             dkdv_kernel, (blocks * B * G,),
-            (*inputs, table_of, new_dk, new_dv, *strides_kv, T, S, G, blocks, room, scale, unit, cap), cut, **constants,
-            QUERIES=cut.queries, KEYS=cut.keys, ADD_DK=dk is not None, ADD_DV=dv is not None, TMA=cut.tma,
+            (*inputs, table_of, new_dk, new_dv), (*strides_kv, T, S, G, blocks, room, scale, unit, cap), cut,
+            **constants, QUERIES=cut.queries, KEYS=cut.keys, ADD_DK=dk is not None, ADD_DV=dv is not None, TMA=cut.tma,
         )  # fmt: skip
         return new_dk, new_dv
 
     def queries() -> Tensor:
         cut = tiles.dq
-        blocks = triton.cdiv(T, cut.queries)
+        blocks = cdiv(T, cut.queries)
         launch(
             dq_kernel, (blocks * B * H,),
-            (*inputs, new_dq, *strides, new_dq.stride(), T, H, blocks, room, scale, unit, cap), cut, **constants,
-            QUERIES=cut.queries, KEYS=cut.keys, ADD=dq is not None, TMA=cut.tma,
+            (*inputs, new_dq), (*strides, new_dq.stride(), T, H, blocks, room, scale, unit, cap), cut,
+            **constants, QUERIES=cut.queries, KEYS=cut.keys, ADD=dq is not None, TMA=cut.tma,
         )  # fmt: skip
         return new_dq
 

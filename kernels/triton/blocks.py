@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.triton.launch import kind_of
+from ringattn.kernels.triton.launch import kind_of, power_of_2
 from ringattn.kernels.triton.launch import launch as launch_known
-from ringattn.kernels.triton.table import Table, Tile, Tiles, architecture, entry
+from ringattn.kernels.triton.table import Table, Tiles, architecture, entry
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -130,30 +130,25 @@ def head_of(heads, blocks, LAST_FIRST: tl.constexpr):
 
 
 def launch(
-    kernel: Any, programs: tuple[int, ...], args: tuple[Any, ...], cut: Tile | None = None, **sizes: Any
-) -> None:
-    """Runs a kernel on its first argument's device; descriptors made there find their memory in torch's pool."""
+    kernel: Any, programs: tuple[int, ...], tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], cut: Any = None,
+    **sizes: Any,
+) -> None:  # fmt: skip
+    """kernel[programs](*tensors, *numbers, **sizes) on their device, with the warps, stages and registers of `cut`.
+
+    Descriptors made there find their memory in torch's pool.
+    """
     if 0 not in programs:
-        options = options_of(cut)
-        on_device_of(args[0], lambda: kernel[programs](*args, **sizes, **options))
-
-
-def launch_again(
-    kernel: Any, programs: int, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], cut: Tile, **sizes: Any
-) -> None:
-    """`launch` of a kernel that is called often: a kind that was seen before goes straight to the compiled one."""
-    if programs:
         constants = tuple([sizes[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]])
         kind = (*[x.dtype for x in tensors], tensors[0].device, kind_of(numbers), constants, cut)
-        others, options = (*numbers, *constants), options_of(cut)
-        on_device_of(tensors[0], lambda: launch_known(kernel, (programs, 1, 1), tensors, others, kind, **options))
+        grid, others, options = (*programs, 1, 1)[:3], (*numbers, *constants), options_of(cut)
+        on_device_of(tensors[0], lambda: launch_known(kernel, grid, tensors, others, kind, **options))
 
 
-def options_of(cut: Tile | None) -> dict[str, int]:
+def options_of(cut: Any) -> dict[str, int]:
     if cut is None:
         return {}
-    options = {"num_warps": cut.warps, "num_stages": cut.stages}
-    return {**options, "maxnreg": cut.registers} if cut.registers else options
+    options, registers = {"num_warps": cut.warps, "num_stages": cut.stages}, getattr(cut, "registers", None)
+    return {**options, "maxnreg": registers} if registers else options
 
 
 def on_device_of(x: Tensor, start: Callable[[], None]) -> None:
@@ -205,7 +200,7 @@ class Shape(NamedTuple):
     @property
     def widths(self) -> tuple[int, int]:
         """The powers of two that hold D and V; a product of tiles needs at least 16."""
-        return max(16, triton.next_power_of_2(self.D)), max(16, triton.next_power_of_2(self.V))
+        return max(16, power_of_2(self.D)), max(16, power_of_2(self.V))
 
     def constants(self, softcap: float | None, like: Tensor) -> dict[str, Any]:
         """The compile-time arguments that every kernel of this problem takes."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, Streams
 from ringattn.kernels.triton.blocks import tanh
-from ringattn.kernels.triton.launch import launch
-from ringattn.kernels.triton.merge import merge_stack, power_of_2
+from ringattn.kernels.triton.launch import launch, power_of_2
+from ringattn.kernels.triton.merge import merge_stack
 
 LOG2E = 1.4426950408889634
 MOST_ROWS = 64  # the T * R rows of a key head that one tile takes; where there are more, `forward` is the kernel

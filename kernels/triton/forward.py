@@ -20,7 +20,7 @@ from ringattn.kernels.triton.blocks import (
     add_rows,
     cells,
     head_of,
-    launch_again,
+    launch,
     logits,
     matrix,
     phases,
@@ -30,6 +30,7 @@ from ringattn.kernels.triton.blocks import (
     tanh,
     tile,
 )
+from ringattn.kernels.triton.launch import cdiv
 from ringattn.kernels.triton.table import Table
 
 
@@ -137,11 +138,11 @@ def attend(
         lse = torch.empty(B, H, T, dtype=torch.float32, device=q_BTHD.device).transpose(1, 2)
     cut = shape.tiles(q_BTHD, (k_BSGD, v_BSGV), table).forward
     begin, end, rows_st = rows_of(where)
-    blocks = triton.cdiv(T, cut.queries)
+    blocks = cdiv(T, cut.queries)
     tensors = (q_BTHD, k_BSGD, v_BSGV, begin, end, *(carry or (out, lse)), out, lse)
     strides = (*(x.stride() for x in tensors[:3]), rows_st, *(x.stride() for x in tensors[5:]))
-    launch_again(
-        forward_kernel, blocks * B * H, tensors, (*strides, T, shape.S, H, blocks, *logits(scale, softcap)), cut,
+    launch(
+        forward_kernel, (blocks * B * H,), tensors, (*strides, T, shape.S, H, blocks, *logits(scale, softcap)), cut,
         **shape.constants(softcap, q_BTHD), QUERIES=cut.queries, KEYS=cut.keys, CARRY=carry is not None,
         IN_PLACE=in_place, TMA=cut.tma, CAUSAL=causal,
     )  # fmt: skip

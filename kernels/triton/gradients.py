@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.triton.blocks import launch
+from ringattn.kernels.triton.launch import cdiv, power_of_2
 
 
 @triton.jit
@@ -22,7 +23,7 @@ def add_up(own: Tensor, more: Tensor, dtype: torch.dtype) -> Tensor:
     """own + more[0] + more[1] + ..., in that order, in `dtype`; all contiguous, in float32."""
     out = own if dtype == own.dtype else torch.empty(own.shape, dtype=dtype, device=own.device)
     size = own.numel()
-    launch(add_kernel, (triton.cdiv(size, 2048),), (own, more, out, size, more.shape[0]), BLOCK=2048)
+    launch(add_kernel, (cdiv(size, 2048),), (own, more, out), (size, more.shape[0]), BLOCK=2048)
     return out
 
 
@@ -62,9 +63,9 @@ def stand_in(dout_BTHV: Tensor, delta_BTH: Tensor, tiny: float) -> tuple[Tensor,
     B, T, H, V = dout_BTHV.shape
     new, out = (torch.empty(B, T, H, V, dtype=dout_BTHV.dtype, device=dout_BTHV.device) for _ in range(2))
     tensors = (dout_BTHV, delta_BTH, new, out)
-    strides = (x.stride() for x in tensors[:3])
+    strides = [x.stride() for x in tensors[:3]]
     launch(
-        stand_in_kernel, (triton.cdiv(T * H, 32), B), (*tensors, *strides, T, H, tiny),
-        V=V, WIDTH=triton.next_power_of_2(V), ROWS=32,
+        stand_in_kernel, (cdiv(T * H, 32), B), tensors, (*strides, T, H, tiny),
+        V=V, WIDTH=power_of_2(V), ROWS=32,
     )  # fmt: skip
     return new, out

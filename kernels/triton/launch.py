@@ -14,14 +14,14 @@ COMPILED: dict[Any, Any] = {}
 
 
 def launch(
-    kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], others: tuple[Any, ...],
+    kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor, ...], others: tuple[Any, ...],
     kind: tuple[Any, ...], **options: Any,
 ) -> None:  # fmt: skip
     """kernel[grid](*tensors, *others, **options). `kind` differs where the compiler might see a difference.
 
     That is dtypes, devices, strides, dims, constants and options. What it sees of the memory is asked here: whether
     addresses are multiples of 16, and for AMD whether offsets fit 32 bits. Counts that it was told not to look at need
-    not be said.
+    not be said. A grid is three numbers.
     """
     kind = id(kernel), kind, *[x.data_ptr() % 16 for x in tensors]
     if torch.version.hip:
@@ -43,3 +43,12 @@ def kind_of(numbers: Iterable[Any]) -> tuple[Any, ...]:
         else type(x)
         for x in numbers
     ])  # fmt: skip
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The least one that is not below n. (Triton's own functions of numbers take the host microseconds.)"""
+    return 1 << (n - 1).bit_length()

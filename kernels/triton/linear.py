@@ -8,7 +8,6 @@ chunks in any case.
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from ringattn.kernels import Problem
 from ringattn.kernels.linear import Kept, Later, Room, Scan, State, now
 from ringattn.kernels.triton import cannot_run
 from ringattn.kernels.triton.blocks import launch
+from ringattn.kernels.triton.launch import cdiv, power_of_2
 from ringattn.kernels.triton.linear_products import apply_kernel, gradients_kernel, scores_kernel
 from ringattn.kernels.triton.linear_states import CHANNEL, HEAD, NONE, join_kernel, states_kernel
 from ringattn.kernels.triton.table import architecture
@@ -49,6 +49,7 @@ class Cuts(NamedTuple):
 
 
 FAST = Cuts(64, Cut(64, 128, 4, 2), Cut(64, 64, 4, 1), Cut(32, 128, 4, 2), Cut(32, 64, 4, 1), Cut(16, 32, 8, 1))
+JOIN = Cut(16, 64, 2, 3)
 SMALL = Cuts.alike(32, Cut(32, 32, 4, 1))
 SINGLE = SMALL._replace(gradients=Cut(16, 32, 4, 1), strong=Cut(16, 16, 4, 1))
 
@@ -136,7 +137,7 @@ class Call:
         self.gate = NONE if g is None else CHANNEL if g.dim() == 4 else HEAD
         arch = architecture(k.device)
         self.cuts = entry(f"{arch}/{8 * k.element_size()}", max(self.K, self.V))
-        self.N = triton.cdiv(self.T, self.cuts.chunk)
+        self.N = cdiv(self.T, self.cuts.chunk)
         self.chunks = self.B * self.N * self.H
         self.begin = None if begin is None else begin.to(torch.int32).contiguous()
         # A state, and scores, can pass float16's range.
@@ -145,13 +146,13 @@ class Call:
 
     def tile(self, cut: Cut) -> tuple[int, int]:
         """(keys, values) a tile: the cut's, or the powers of two that hold them all; a product needs at least 16."""
-        held_k, held_v = (max(16, triton.next_power_of_2(x)) for x in (self.K, self.V))
+        held_k, held_v = (max(16, power_of_2(x)) for x in (self.K, self.V))
         return min(cut.keys, held_k), min(cut.values, held_v)
 
     def tiles(self, cut: Cut) -> tuple[int, int]:
         """How many tiles hold the key channels and the value channels."""
         block_k, block_v = self.tile(cut)
-        return triton.cdiv(self.K, block_k), triton.cdiv(self.V, block_v)
+        return cdiv(self.K, block_k), cdiv(self.V, block_v)
 
     def launch(
         self, kernel: Any, programs: int, cut: Cut, inputs: tuple[Tensor, ...], others: tuple[Tensor, ...],
@@ -162,14 +163,13 @@ class Call:
         g_st = (0,) * 4 if g is None else (*g.stride(), 0)[:4]
         begin_st = 0 if begin is None or begin.shape[0] == 1 else begin.stride(0)
         docs = inputs[0] if begin is None else begin
-        args = (*inputs, inputs[0] if g is None else g, docs, *others, *(x.stride() for x in inputs), g_st, begin_st)
-        bits = 8 * inputs[0].element_size()
+        tensors = (*inputs, inputs[0] if g is None else g, docs, *others)
+        strides, bits = (*[x.stride() for x in inputs], g_st, begin_st), 8 * inputs[0].element_size()
         launch(
-            kernel, (programs,), (*args, self.T, self.N, self.H, *numbers),
+            kernel, (programs,), tensors, (*strides, self.T, self.N, self.H, *numbers), cut,
             K=self.K, V=self.V, CHUNK=self.cuts.chunk, BLOCK_K=block_k, BLOCK_V=block_v, GATE=self.gate.value,
             DOCS=begin is not None, EXACT=bits == 32, PRECISION=self.fine if bits == 32 else self.quick,
-            DTYPE=tl.bfloat16 if self.inner == torch.bfloat16 else tl.float32,
-            num_warps=cut.warps, num_stages=cut.stages, **flags,
+            DTYPE=tl.bfloat16 if self.inner == torch.bfloat16 else tl.float32, **flags,
         )  # fmt: skip
 
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -178,7 +178,7 @@ class Call:
     def scan(self, x: Tensor, y: Tensor, scale: float, reverse: bool) -> Scan:
         """All segments walked at the same time from a state of zero, and joined."""
         tiles_k, tiles_v = self.tiles(self.cuts.states)
-        S = max(1, min(self.N, triton.cdiv(PROGRAMS, self.B * self.H * tiles_k * tiles_v)))
+        S = max(1, min(self.N, cdiv(PROGRAMS, self.B * self.H * tiles_k * tiles_v)))
         ends, before = (self.empty(self.B, S, self.H, self.K, self.V) for _ in range(2))
         saved = Segments(ends, self.empty(self.B, S, self.H, self.K if self.gate == CHANNEL else 1), before)
         self.walk(x, y, saved, before, None, None, scale, reverse)
@@ -214,7 +214,7 @@ class Call:
         writes = (before if states is None else states, before if strongest is None else strongest)
         self.launch(
             states_kernel, self.B * S * self.H * tiles_k * tiles_v, cut,
-            (x, y), (before, *writes, saved.ends, saved.decays), scale, triton.cdiv(self.N, S), S,
+            (x, y), (before, *writes, saved.ends, saved.decays), scale, cdiv(self.N, S), S,
             REVERSE=reverse, STORE=states is not None,
         )  # fmt: skip
 
@@ -223,10 +223,10 @@ class Call:
         end, S = self.empty(self.B, self.H, self.K, self.V), before.shape[1]
         log_decay = self.empty(self.B, self.H, saved.decays.shape[-1])
         launch(
-            join_kernel, (self.B * self.H, triton.cdiv(self.K, 16), triton.cdiv(self.V, 64)),
-            (saved.ends, saved.decays, end if first is None else first, before, end, log_decay, S, self.H),
-            K=self.K, V=self.V, BLOCK_K=16, BLOCK_V=64, GATE=self.gate.value, REVERSE=reverse, FIRST=first is not None,
-            num_warps=2,
+            join_kernel, (self.B * self.H, cdiv(self.K, JOIN.keys), cdiv(self.V, JOIN.values)),
+            (saved.ends, saved.decays, end if first is None else first, before, end, log_decay), (S, self.H),
+            JOIN, K=self.K, V=self.V, BLOCK_K=JOIN.keys, BLOCK_V=JOIN.values, GATE=self.gate.value, REVERSE=reverse,
+            FIRST=first is not None,
         )  # fmt: skip
         return State(log_decay, end)
 

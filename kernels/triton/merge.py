@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.partial import Partial, Streams
-from ringattn.kernels.triton.launch import launch
+from ringattn.kernels.triton.launch import launch, power_of_2
 
 STACK = 128  # how many partials one program can hold; `merge_stack` folds longer stacks first
 
@@ -141,8 +141,3 @@ def merge_once(parts: Partial | Streams, carry: Partial | None, sinks_H: Tensor 
     kind = dtypes, out.device, strides, V, constants
     launch(merge_kernel, grid, tensors, (*strides, n, B, T, H, V, *constants), kind, num_warps=4)
     return new
-
-
-def power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()

@@ -93,7 +93,7 @@ class KVCache(serving.KVCache):
 
     def room(self) -> int:
         """How many more tokens every row can take."""
-        return self.max_len - max(self.lengths.tolist())
+        return self.max_len - int(self.lengths.max())
 
     @property
     def here(self) -> tuple[int, int, int, int]:
