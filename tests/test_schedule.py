@@ -1,5 +1,6 @@
 """The schedule: every needed meeting happens once, nothing travels that nobody needs, and bytes are what it says."""
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.cost import Shape
 from ringattn.launch import oracle
@@ -15,7 +17,8 @@ from ringattn.launch.cases import CASES, Case
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.schedule import Schedule, needed, work
 from ringattn.spec import AttentionSpec, Docs, bounds
-from ringattn.torch.steps import Mask, schedule_of
+from ringattn.torch import attention as torch_attention
+from ringattn.torch.steps import Mask, schedule_of, score_of
 
 
 @given(
@@ -192,3 +195,37 @@ def test_queries_that_travel_in_backward_send_what_the_cost_says(layout):
     assert away == 4 * rows * (case.head_dim + case.value_dim + 2)  # q, dout, lse and delta
     for _, backward, (keys, grads) in sent(case, "direct", "queries"):
         assert backward == grads * away + keys * home  # a rank's queries go where its gradients of keys would
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8])  # keys travel in backward, or queries
+def test_the_last_gradients_fly_beside_work_at_home(kv_heads, monkeypatch):
+    """Where one call makes all gradients: the work at home comes last."""
+    events = {}
+
+    def noting(what, function):
+        def noted(*args, **options):
+            events.setdefault(threading.get_ident(), []).append(options.get("what") or what)
+            return function(*args, **options)
+
+        return noted
+
+    def watched(*args):
+        score = score_of(*args)
+        return score._replace(halves=noting("work", score.halves))
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=64, heads=(8, kv_heads), head_dim=8, kernel="sdpa_cpu", strategy="ring")
+        assert plan.layout == "zigzag" and plan.backward == ("keys" if kv_heads == 2 else "queries")
+        plan.ring_axis.move = noting("a move", plan.ring_axis.move)
+        q, k, v = (plan.shard(x).requires_grad_() for x in given)
+        ra.attention(q, k, v, plan).sum().backward()
+        return [plan.unshard(x.grad) for x in (q, k, v)], events[threading.get_ident()]
+
+    monkeypatch.setattr(torch_attention, "score_of", watched)
+    given = [torch.randn(1, 64, h, 8) for h in (8, kv_heads, kv_heads)]
+    leaves = [x.clone().requires_grad_() for x in given]
+    ra.attention(*leaves).sum().backward()
+    for grads, (*_, before, last, _) in run(one, ring=4):
+        assert before == "gradients of step 3 of 4" and last == "work"
+        for found, leaf in zip(grads, leaves, strict=True):
+            torch.testing.assert_close(found, leaf.grad, atol=1e-5, rtol=1e-5)

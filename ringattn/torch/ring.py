@@ -55,9 +55,12 @@ def direct_backward(
 
     dq is added to the one that is given, in float32; dk and dv are in float32 too, unless they end here.
     """
-    keys: Pair = (k, v)
-    home, rows = Home(axis, k, v), score.prepare(q, *rows)
-    for i, (stop, following) in enumerate(pairs(run)):
+    home, order = Home(axis, k, v), in_order(run, score)
+    keys, out, into = room_for(order[0], k, v)
+    hop = axis.move(out, into, what=f"keys of step 1 of {len(run)}, backward")
+    rows = score.prepare(q, *rows)
+    hop.wait()
+    for i, (stop, following) in enumerate(pairs(order)):
         if score.parted:  # what came has flown beside dq; else it may still fly beside this step
             home.settle()
         work: Halves = partial(as_it_was, (None, None)), partial(as_it_was, dq)
@@ -65,7 +68,6 @@ def direct_backward(
             work = score.halves(q, *keys, stop.where, *rows, dq=dq)
         keys, out, into = room_for(following, k, v)
         grads, hop = meanwhile(axis, work[0], out, into, f"keys of step {i + 2} of {len(run)}, backward")
-        home.settle()
         home.send(stop, grads, f"gradients of step {i + 1} of {len(run)}")
         dq = work[1]()
         hop.wait()
@@ -83,10 +85,11 @@ def queries_backward(
     Fewer bytes where there are as many key heads as query heads: dq alone is in float32, not dk and dv.
     """
     dk, dv = zeros(k, v)
-    home = Home(axis, q)
+    home, order = Home(axis, q), in_order(run, score)
     own = tuple(x.contiguous() for x in (q, *rows))
-    here = own
-    for i, (stop, following) in enumerate(pairs(run)):
+    here, out, into = room_for(order[0], *own)
+    axis.move(out, into, what=f"queries of step 1 of {len(run)}, backward").wait()
+    for i, (stop, following) in enumerate(pairs(order)):
         if score.parted:
             home.settle()
         work: Halves = partial(as_it_was, (dk, dv)), partial(as_it_was, None)
@@ -94,13 +97,20 @@ def queries_backward(
             work = score.halves(here[0], k, v, stop.where, *score.prepare(*here), dk=dk, dv=dv)
         here, out, into = room_for(following, *own)
         dq, hop = meanwhile(axis, work[1], out, into, f"queries of step {i + 2} of {len(run)}, backward")
-        home.settle()
         home.send(stop, (dq,), f"gradients of step {i + 1} of {len(run)}")
         dk, dv = work[0]()
         hop.wait()
         del work, dq
     home.settle(last=True)
     return home.own[0] if home.own else zeros(q, q)[0], dk, dv
+
+
+def in_order(run: Sequence[Stop], score: Score) -> Sequence[Stop]:
+    """Backward: home first, beside which the next keys come.
+
+    Where one call makes all gradients, home last, beside which the last gradients, of twice the bytes, go to theirs.
+    """
+    return run if score.parted else (*run[1:], run[0])
 
 
 def pairs(run: Sequence[Stop]) -> Iterable[tuple[Stop, Stop]]:
@@ -134,8 +144,12 @@ class Home:
 
     def send(self, stop: Stop, grads: tuple[Tensor, ...], what: str) -> None:
         """Send the gradients of what a stop brought to their owners, and make room for what comes from the others."""
-        if stop.where and not stop.brought:
-            self.own = grads  # the first stop works on what is at home
+        if not stop.brought and not stop.readers:  # nothing moved: it worked on what is at home, if at all
+            if stop.where:
+                more = self.own or [None] * len(grads)
+                self.own = tuple(x if y is None else add_up(x, y[None], None) for x, y in zip(grads, more, strict=True))
+            return
+        self.settle()
         self.coming = many(len(stop.readers), *self.like)
         into = {r: pieces(each, stop.own) for r, *each in zip(stop.readers, *self.coming, strict=True)}
         out = {s: pieces(grads, places) for s, places in stop.brought.items()}
