@@ -142,7 +142,8 @@ class Call:
         self.begin = None if begin is None else begin.to(torch.int32).contiguous()
         # A state, and scores, can pass float16's range.
         self.inner = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
-        self.fine, self.quick = ("ieee", "ieee") if arch in ("cpu", "gfx942") else ("tf32x3", "tf32")
+        self.exact = self.dtype == torch.float32
+        self.precision = "ieee" if arch in ("cpu", "gfx942") else "tf32x3" if self.exact else "tf32"
 
     def tile(self, cut: Cut) -> tuple[int, int]:
         """(keys, values) a tile: the cut's, or the powers of two that hold them all; a product needs at least 16."""
@@ -164,11 +165,11 @@ class Call:
         begin_st = 0 if begin is None or begin.shape[0] == 1 else begin.stride(0)
         docs = inputs[0] if begin is None else begin
         tensors = (*inputs, inputs[0] if g is None else g, docs, *others)
-        strides, bits = (*[x.stride() for x in inputs], g_st, begin_st), 8 * inputs[0].element_size()
+        strides = (*[x.stride() for x in inputs], g_st, begin_st)
         launch(
             kernel, (programs,), tensors, (*strides, self.T, self.N, self.H, *numbers), cut,
             K=self.K, V=self.V, CHUNK=self.cuts.chunk, BLOCK_K=block_k, BLOCK_V=block_v, GATE=self.gate.value,
-            DOCS=begin is not None, EXACT=bits == 32, PRECISION=self.fine if bits == 32 else self.quick,
+            DOCS=begin is not None, EXACT=self.exact, PRECISION=self.precision,
             DTYPE=tl.bfloat16 if self.inner == torch.bfloat16 else tl.float32, **flags,
         )  # fmt: skip
 
@@ -240,7 +241,7 @@ class Call:
         for strong, cut in self.both(self.cuts.scores):
             self.launch(
                 scores_kernel, self.chunks, cut, (q, k), (strongest, a), scale,
-                TILES=strongest.shape[-1], STRONG=strong, FINE=self.fine,
+                TILES=strongest.shape[-1], STRONG=strong,
             )  # fmt: skip
         return a
 
@@ -267,7 +268,7 @@ class Call:
             self.launch(
                 gradients_kernel, self.chunks * self.tiles(cut)[0], cut, (q, k, v, dout),
                 (strongest, states, dstates, dq, dk, dg), scale,
-                TILES=strongest.shape[-1], STRONG=strong, FINE=self.fine,
+                TILES=strongest.shape[-1], STRONG=strong,
             )  # fmt: skip
         return dq, dk, None if g is None else dg if g.dim() == 4 else dg.sum(-1).to(g.dtype)
 

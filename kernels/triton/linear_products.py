@@ -51,7 +51,7 @@ def passes_over(strongest_ptr, chunk, TILES: tl.constexpr, STRONG: tl.constexpr)
 @triton.jit
 def factors(
     level, g_ptr, g_st, first, T, column, CHUNK: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
-    STRONG: tl.constexpr, FINE: tl.constexpr,
+    STRONG: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(of q, of k): the decay between two tokens in two factors. At level 0 for all pairs j < i, at level n for those
     that are in one of the chunk's 2^(n-1) parts, but not in one half of it."""
@@ -62,7 +62,7 @@ def factors(
         half = CHUNK >> level
         cut = i // (2 * half) * (2 * half) + half
         between = ((cut <= j) & (j <= i)) | ((i < j) & (j < cut))  # the cut and token i
-        sum = tl.dot(between.to(tl.float32), g, input_precision=FINE)
+        sum = tl.dot(between.to(tl.float32), rounded(g, PRECISION), input_precision=PRECISION)
         return tl.exp2(tl.where(i >= cut, sum, float("-inf"))), tl.exp2(tl.where(i >= cut, float("-inf"), sum))
     else:
         from_middle = tl.cumsum(g, 0) - 0.5 * tl.sum(g, 0)[None, :]
@@ -100,7 +100,7 @@ def scores_kernel(
     q_ptr, k_ptr, g_ptr, begin_ptr, strongest_ptr, a_ptr, q_st, k_st, g_st, begin_st, T, N, H, scale,
     K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     GATE: tl.constexpr, DOCS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
-    TILES: tl.constexpr, STRONG: tl.constexpr, FINE: tl.constexpr,
+    TILES: tl.constexpr, STRONG: tl.constexpr,
 ):  # fmt: skip
     """a of one chunk of one head, [B, N, H, CHUNK, CHUNK]."""
     _, h, n, b = place(tl.program_id(0), 1, H, N)
@@ -117,7 +117,7 @@ def scores_kernel(
     for column in tl.range(0, K, BLOCK_K, num_stages=1):
         if STRONG:
             for level in tl.range(1, CHUNK.bit_length(), num_stages=1):
-                of_q, of_k = factors(level, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, FINE)
+                of_q, of_k = factors(level, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, PRECISION)
                 q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32) * of_q
                 k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32) * of_k
                 s = product(q, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), PRECISION)
@@ -125,7 +125,7 @@ def scores_kernel(
         q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K)
         k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K)
         if GATE == CHANNEL and not STRONG:  # of a token with itself the factors cancel
-            of_q, of_k = factors(0, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, FINE)
+            of_q, of_k = factors(0, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, PRECISION)
             q, k = q.to(tl.float32) * of_q, k.to(tl.float32) * of_k
         if not STRONG:
             a = product(q, tl.trans(k), a, PRECISION)
@@ -183,7 +183,7 @@ def gradients_kernel(
     q_st, k_st, v_st, dout_st, g_st, begin_st, T, N, H, scale,
     K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     GATE: tl.constexpr, DOCS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
-    TILES: tl.constexpr, STRONG: tl.constexpr, FINE: tl.constexpr,
+    TILES: tl.constexpr, STRONG: tl.constexpr,
 ):  # fmt: skip
     """A tile of a chunk's dq and dk, and of dg [B, T, H, K]; with one gate a head, its gradient tile by tile,
     [B, T, H, tiles]."""
@@ -240,7 +240,7 @@ def gradients_kernel(
     if GATE == CHANNEL:
         da = rounded(da, PRECISION)
         if ONCE:  # old and new are seen from the chunk's middle, as the pairs are: the products add up
-            of_q, of_k = factors(0, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, FINE)
+            of_q, of_k = factors(0, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, PRECISION)
             ds = tl.where(of_level(0, CHUNK), da, 0.0)
             k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
             k = rounded(k * of_k, PRECISION)
@@ -258,7 +258,7 @@ def gradients_kernel(
             pairs = q * old - k * new
             dq, dk = old, new
             for level in tl.range(STRONG, LEVELS, num_stages=1):
-                of_q, of_k = factors(level, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, FINE)
+                of_q, of_k = factors(level, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, PRECISION)
                 ds = tl.where(of_level(level, CHUNK), da, 0.0)
                 q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
                 k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
