@@ -27,9 +27,9 @@ ring() { bench ring ranks=$R tokens=16384,32768,131072; }
 documents() { bench ring ranks=$R tokens=131072 mask=long && bench ring ranks=$R tokens=131072 mask=short; }
 window() { bench ring ranks=$R tokens=131072 mask=4096; }
 peers() { bench ring ranks=$R tokens=16384,32768,131072 kernel=cudnn peers=allgather,alltoall; }
-groups() { # Ulysses and gather, whole and by groups of heads
+groups() { # Ulysses and gather, whole and by groups of heads, through both transports
     for n in 1 2 4; do
-        bench ring ranks=$R ulysses=$R strategy=ulysses tokens=32768,131072 groups=$n floor=false
+        bench ring ranks=$R ulysses=$R strategy=ulysses tokens=32768,131072 groups=$n transports=symmetric,group
         bench ring ranks=$R strategy=gather tokens=16384,32768 kernel=cudnn groups=$n
     done
 }
