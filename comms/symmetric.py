@@ -35,6 +35,8 @@ SLOTS = 2
 HEAD = 4096  # bytes for the flags
 MANY = 64  # pieces of one tensor from which on it is packed first
 
+KEPT: list[Any] = []  # windows live as long as the process: others see them
+
 Piece = tuple[int, int]  # address, bytes
 
 
@@ -351,9 +353,6 @@ def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
     except (RuntimeError, ConnectionError) as error:
         return str(error).splitlines()[0]
     return None
-
-
-KEPT: list[Any] = []  # windows live as long as the process: others see them
 
 
 def reaches_all(size: int) -> bool:

@@ -50,10 +50,10 @@ class Kernel:
         return check(problem) if check else None
 
 
-# The order is the order of preference. On an H200 (benchmarks/kernels-h200.jsonl) cuDNN's tiles beat ours by 16% at 8K
-# tokens and 23% at 32K forward, by 5% and 16% backward, at head dim 128; at 64 and on packed documents they do not. A
-# ring step pays a merge besides, and the backward three times the memory in passing: so auto takes ours, for every mask
-# alike, and the vendors run when they are named.
+# The order is the order of preference. On an H200 (benchmarks/kernels-h200.jsonl) cuDNN is faster than ours on what is
+# few rectangles, by 17 to 26% at head dim 128 and 2 to 15% at 64, and slower on packed documents. A ring step pays a
+# merge besides, and the backward three times the memory in passing: so auto takes ours, for every mask alike, and the
+# vendors run when they are named.
 TABLE = (
     Kernel("decode", "ringattn.kernels.triton.decode", told=("cpu",)),
     Kernel("triton", "ringattn.kernels.triton", told=("cpu",)),

@@ -136,9 +136,7 @@ def predict(
     ulysses, ring = layout.multiple, layout.ring
     second_a_pair = shape.flops_a_pair / ulysses / hardware.flops
     kv_heads = shape.kv_heads * replicas(shape.kv_heads, ulysses)
-    local = key_layout.shard_len // ulysses
-    swapped = shape.q_bytes(layout.shard_len // ulysses) + shape.kv_bytes(local, kv_heads)
-    swap = swapped * (ulysses - 1) // ulysses
+    swap = exchanged(shape, ring, ulysses, "ulysses", (layout.shard_len // ulysses, key_layout.shard_len // ulysses))
     block = shape.kv_bytes(key_layout.shard_len, kv_heads // ulysses)
     d, r = np.mgrid[:ring, :ring]
     steps = counts[r, (r - d) % ring]  # [distance, rank]

@@ -12,7 +12,7 @@ Block j is the keys of ring rank j; at distance d, rank r meets block r - d. Two
 Plain numpy: print it, test it, no device needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -103,13 +103,10 @@ class Schedule:
     def visits(self, rank: int, together: int = 1) -> list[Visit]:
         """The whole run of one ring rank on the direct route, up to `together` blocks at a step.
 
-        The first step needs what is at home. A later one brings at most three times what has been worked on before,
-        so that it can hide behind that.
+        The first step needs what is at home.
         """
-        visits, done, distances = [Visit((rank,) if self.needed[rank, rank] else (), ())], 1, self.distances[1:]
-        while distances:
-            now, distances = distances[: min(together, 3 * done)], distances[min(together, 3 * done) :]
-            done += len(now)
+        visits = [Visit((rank,) if self.needed[rank, rank] else (), ())]
+        for now in growing(self.distances[1:], together):
             sources, readers = [(rank - d) % self.ring for d in now], [(rank + d) % self.ring for d in now]
             visits.append(Visit(
                 tuple(s for s in sources if self.needed[rank, s]), tuple(r for r in readers if self.needed[r, rank])
@@ -124,10 +121,8 @@ class Schedule:
         for o in range(hosts):
             first = (host - o) % hosts * size  # the first of the blocks that are on this host now
             held = first + place
-            visits, done, distances = [Visit((held,) if self.needed[rank, held] else (), ())], 1, list(range(1, size))
-            while distances:
-                now, distances = distances[: min(together, 3 * done)], distances[min(together, 3 * done) :]
-                done += len(now)
+            visits = [Visit((held,) if self.needed[rank, held] else (), ())]
+            for now in growing(range(1, size), together):
                 sources = (first + (place - d) % size for d in now)
                 readers = (host * size + (place + d) % size for d in now)
                 visits.append(Visit(
@@ -152,6 +147,15 @@ class Schedule:
             return int(self.needed[others, rank].sum()), int(self.needed[rank, others].sum())
         steps = self.steps(rank)
         return sum(step.hop.send for step in steps if step.hop), sum(step.here for step in steps[1:])
+
+
+def growing(distances: Sequence[int], together: int) -> Iterator[Sequence[int]]:
+    """What each step brings: at most three times what has been worked on before, so that it can hide behind that."""
+    done = 0
+    while done < len(distances):
+        now = distances[done : done + min(together, 3 * (done + 1))]
+        done += len(now)
+        yield now
 
 
 def needed(begin: np.ndarray, end: np.ndarray, queries: Sequence[Shard], keys: Sequence[Shard]) -> np.ndarray:

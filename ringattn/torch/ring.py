@@ -35,7 +35,7 @@ def direct_forward(
     part: Partial | None = start
     keys: Pair = (k, v)
     last = max((i for i, stop in enumerate(run) if stop.where), default=-1)
-    for i, (stop, following) in enumerate(pairs(run)):
+    for i, (stop, following) in enumerate(with_next(run)):
         work: Callable[[], Partial | None] = partial(as_it_was, part)
         if stop.where:
             work = partial(
@@ -60,7 +60,7 @@ def direct_backward(
     hop = axis.move(out, into, what=f"keys of step 1 of {len(run)}, backward")
     rows = score.prepare(q, *rows)
     hop.wait()
-    for i, (stop, following) in enumerate(pairs(order)):
+    for i, (stop, following) in enumerate(with_next(order)):
         if score.parted:  # what came has flown beside dq; else it may still fly beside this step
             home.settle()
         work: Halves = partial(as_it_was, (None, None)), partial(as_it_was, dq)
@@ -89,7 +89,7 @@ def queries_backward(
     own = tuple(x.contiguous() for x in (q, *rows))
     here, out, into = room_for(order[0], *own)
     axis.move(out, into, what=f"queries of step 1 of {len(run)}, backward").wait()
-    for i, (stop, following) in enumerate(pairs(order)):
+    for i, (stop, following) in enumerate(with_next(order)):
         if score.parted:
             home.settle()
         work: Halves = partial(as_it_was, (dk, dv)), partial(as_it_was, None)
@@ -113,7 +113,7 @@ def in_order(run: Sequence[Stop], score: Score) -> Sequence[Stop]:
     return run if score.parted else (*run[1:], run[0])
 
 
-def pairs(run: Sequence[Stop]) -> Iterable[tuple[Stop, Stop]]:
+def with_next(run: Sequence[Stop]) -> Iterable[tuple[Stop, Stop]]:
     """Each stop and the one that follows."""
     return zip(run, [*run[1:], END], strict=True)
 
@@ -210,10 +210,10 @@ def levels_backward(
         what = f"round {i + 1} of {len(run)}, backward"
         flight = axis.rotate(held, hop.shift, hop.send, hop.recv, what) if hop else Done()
         dq, *grads = direct_backward(q, held[0], held[1], axis, stops, score, rows, dq, ends=False)
-        own = added(own, returning.wait()) if i else grads
+        own = add_into(own, returning.wait()) if i else grads
         returning = axis.rotate(grads, home.shift, home.send, home.recv, what) if home else Done()
         held = flight.wait() or (k, v)
-    own = added(own, returning.wait())
+    own = add_into(own, returning.wait())
     return dq if dq is not None else zeros(q, q)[0], own[0], own[1]
 
 
@@ -257,13 +257,13 @@ def relay_backward(
             grads: Any = None
             if step.work:
                 dq, *grads = score.attend_backward(q, *keys, where, *rows, dq=dq)
-            grads = added(arriving.wait(), grads) or (zeros(k, v) if step.here else own)
+            grads = add_into(arriving.wait(), grads) or (zeros(k, v) if step.here else own)
             arriving = axis.rotate(grads, step.hop.shift, step.hop.send, step.hop.recv, what) if step.hop else Done()
             if step.home:
                 returning.append(axis.rotate(grads, step.home.shift, step.home.send, step.home.recv, what))
         keys = hop.wait() or (k, v)
     for transfer in returning:  # this rank's own block comes home in one of them; the others only sent
-        own = added(own, transfer.wait())
+        own = add_into(own, transfer.wait())
     return zeros(q, q)[0] if dq is None else dq, own[0], own[1]
 
 
@@ -271,8 +271,8 @@ def zeros(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k.new_zeros(k.shape, dtype=accumulator(k)), v.new_zeros(v.shape, dtype=accumulator(v))
 
 
-def added(a: Any, b: Any) -> Any:
-    """The sum of two (dk, dv) of which either may be missing."""
+def add_into(a: Any, b: Any) -> Any:
+    """The sum of two (dk, dv), in the first one, of which either may be missing."""
     if a is None or b is None:
         return b if a is None else a
     return tuple(x.add_(y) for x, y in zip(a, b, strict=True))
