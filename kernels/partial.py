@@ -44,7 +44,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     """Attention over the union of two disjoint sets of keys.
 
     exp(lse_b) / (exp(lse_a) + exp(lse_b)) = sigmoid(lse_b - lse_a) is the weight of b, so
-    out = out_a - sigmoid(lse_b - lse_a) * (out_a - out_b). An infinite lse of either sign is an empty side.
+    out = out_a - sigmoid(lse_b - lse_a) * (out_a - out_b). Only an lse of -inf is an empty side: NaN stays NaN.
     """
     a, b = normalise_empty(a), normalise_empty(b)
     xp = namespace(a.out)
@@ -56,11 +56,9 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def normalise_empty(part: Partial) -> Partial:
-    """Rows without keys as zeros and -inf, whatever their kernel wrote there (some write NaN, some lse = +inf)."""
+    """Zeros where the lse is -inf, whatever their kernel wrote there."""
     xp = namespace(part.out)
-    seen = xp.isfinite(part.lse)
-    out = xp.where(seen[..., None], part.out, xp.zeros_like(part.out))
-    return Partial(out, xp.where(seen, part.lse, xp.full_like(part.lse, NEVER)))
+    return Partial(xp.where((part.lse == NEVER)[..., None], xp.zeros_like(part.out), part.out), part.lse)
 
 
 def add_sinks(part: Partial, sinks_H: Array) -> Partial:
@@ -79,7 +77,7 @@ def to_streams(part: Partial) -> Streams:
 def from_streams(streams: Streams) -> Partial:
     """Statistics as (out / sum, max + log(sum)); an empty row (sum = 0) becomes zeros and -inf."""
     xp = namespace(streams.out)
-    seen = streams.sum > 0
+    seen = streams.sum != 0  # so is NaN
     total = xp.where(seen, streams.sum, xp.ones_like(streams.sum))
     lse = xp.where(seen, streams.max + xp.log(total), xp.full_like(streams.max, NEVER))
     return Partial(streams.out / total[..., None], lse)

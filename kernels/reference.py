@@ -31,7 +31,7 @@ def attend(
     top = xp.where(top == NEVER, xp.zeros_like(top), top)
     p = xp.exp(s - top)
     total = xp.sum(p, axis=-1, keepdims=True)
-    seen = total > 0
+    seen = total != 0  # so is NaN
     p = p / xp.where(seen, total, xp.ones_like(total))
     lse = xp.where(seen, top + xp.log(xp.where(seen, total, xp.ones_like(total))), xp.full_like(total, NEVER))
     out = xp.einsum("bgrts,bsgv->btgrv", p, astype(v_BSGV, p.dtype))

@@ -4,7 +4,7 @@ Queries are cut into chunks of `block_q` and keys into chunks of `block_k` (neit
 one query chunk the key chunks come one after the other, and three statistics are carried: the running maximum of the
 scores, the running sum of exp(score - maximum), and the running sum of exp(score - maximum) * v. Whenever a chunk
 raises the maximum, what was summed before is scaled down by exp(old maximum - new maximum). Memory is one tile of
-scores, whatever the lengths. This is also what runs on CPUs.
+scores, whatever the lengths. On CPUs it serves what torch's own kernel does not.
 """
 
 import torch

@@ -112,17 +112,23 @@ def start_moments(optimizer: torch.optim.Optimizer) -> None:
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, config: Model) -> dict[str, Any]:
     """Everything back where it was; returns the saved state. A checkpoint of another model is refused first."""
-    state = read_state(path)
-    there, here = state["model"], asdict(config)
-    differ = [f"{k} is {there.get(k)} there and {here[k]} here" for k in here if there.get(k) != here[k]]
-    if differ:
-        raise ValueError(f"{path} holds another model: {'; '.join(differ)}")
+    state = matching(path, config)
     reader = Reader(str(path))
     reader.read_metadata()  # refuses a strange index before anything is changed
     start_moments(optimizer)
     whole = tensors(model, optimizer)
     dcp.load(whole, storage_reader=reader)
     torch.set_rng_state(whole["@rng"])
+    return state
+
+
+def matching(path: Path, config: Model) -> dict[str, Any]:
+    """The saved state of a checkpoint of this model; a ValueError for any other."""
+    state = read_state(path)
+    there, here = state["model"], asdict(config)
+    differ = [f"{k} is {there.get(k)} there and {here[k]} here" for k in here if there.get(k) != here[k]]
+    if differ:
+        raise ValueError(f"{path} holds another model: {'; '.join(differ)}")
     return state
 
 

@@ -5,7 +5,6 @@ measured the same thing the last one counts.
 """
 
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,11 +55,7 @@ def run(options: Options) -> int:
             for name, draw in PICTURES.items():
                 save(draw(), folder / f"{name}.svg")
             return 0
-        try:
-            figure = bars(read(Path(options.source)), options.metric)
-        except (OSError, ValueError) as error:
-            print(f"ringattn plot: {error}", file=sys.stderr)
-            return 2
+        figure = bars(read(Path(options.source)), options.metric)
         save(figure, Path(options.out or Path(options.source).with_suffix(".svg")))
     return 0
 
@@ -135,6 +130,8 @@ def groups(ax: Axes, places: list[Place], values: dict[Place, float], names: lis
 def figures_of(rows: list[Row], metric: str | None) -> list[str]:
     """The keys to draw: the one that was asked for, or all of the first known kind."""
     keys = distinct(k for r in rows for k, v in r.items() if number(v))
+    if not keys:
+        raise ValueError("there is nothing to draw: the lines hold no numbers")
     if metric is not None:
         if metric not in keys:
             raise ValueError(f"no line has a number called {metric!r}; they have {', '.join(keys)}")

@@ -4,6 +4,7 @@ Processes are forked from a server that has torch loaded, so a group starts in a
 that fails ends the others, and its error is raised here with its rank and traceback.
 """
 
+import builtins
 import math
 import multiprocessing
 import os
@@ -18,6 +19,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 GRACE = 1.5  # seconds the others have to end by themselves after the first error
+MOST = max(64, 4 * (os.cpu_count() or 1))  # ranks on one machine
+BAD = (ValueError, NotImplementedError, OSError)  # what is said in one sentence, without a traceback
 
 
 class RankError(RuntimeError):
@@ -26,6 +29,20 @@ class RankError(RuntimeError):
     def __init__(self, rank: int, summary: str, details: str = ""):
         super().__init__(f"rank {rank}: {summary}" + (f"\n{details}" if details else ""))
         self.rank, self.summary, self.details = rank, summary, details
+
+
+def sentence(error: BaseException) -> str | None:
+    """All there is to say of a wrong call's error, raised here or on a rank; None for one that needs its traceback.
+
+    A broken connection does.
+    """
+    kind, text = type(error), str(error)
+    if isinstance(error, RankError):
+        name, _, text = error.summary.partition(": ")
+        kind = getattr(builtins, name, None)  # type: ignore[assignment]
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("ringattn"):
+        return f"{error.name} is not installed (pip install 'ringattn[dev]')"
+    return text if isinstance(kind, type) and issubclass(kind, BAD) and not issubclass(kind, ConnectionError) else None
 
 
 def run(
@@ -45,6 +62,8 @@ def run(
     The first call of a process may name modules to `preload`, which every rank then has at once. After the first
     error the others have `grace` seconds to end by themselves.
     """
+    if not 1 <= ranks <= MOST:
+        raise ValueError(f"{ranks} ranks, each a process here: on this machine there can be 1 to {MOST}")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "ringattn.launch.processes", *preload])
     with tempfile.TemporaryDirectory(prefix="ringattn-") as folder:

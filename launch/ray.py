@@ -176,7 +176,7 @@ def one_rank(told: dict[str, Any]) -> None:
     """A worker's whole run. A problem that says all there is to say goes to the board, and then nobody tries again."""
     import ray
 
-    from ringattn.launch.train import plain, resolved
+    from ringattn.launch.train import resolved
 
     board = told["board"]
     if ray.get(board.read.remote("problem")):
@@ -193,7 +193,7 @@ def one_rank(told: dict[str, Any]) -> None:
             asked=lambda: dist.get_rank() == 0 and asked(board.read.remote("stopping")),
         )
     except Exception as error:
-        if not plain(type(error)):
+        if processes.sentence(error) is None:
             raise
         ray.get(board.say.remote(str(error)))
         if over_nccl():

@@ -4,7 +4,6 @@ This file starts the ranks and sums up; each of them runs trainer.work. Into fol
 metrics.jsonl, checkpoints/ and picture.png.
 """
 
-import builtins
 import dataclasses
 import math
 import os
@@ -21,13 +20,6 @@ from ringattn.conf import compose
 from ringattn.conf.schema import Strategy, Train
 from ringattn.launch import metrics, processes, torchrun
 from ringattn.launch.trainer import work
-
-BAD = (ValueError, NotImplementedError, OSError)  # what is said in one sentence, without a traceback
-
-
-def plain(kind: Any) -> bool:
-    """Whether an error of this type says all there is to say. A broken connection does not."""
-    return isinstance(kind, type) and issubclass(kind, BAD) and not issubclass(kind, ConnectionError)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -65,14 +57,10 @@ def here(config: Train) -> int:
             if torchrun.local(work, 1, device, *beside, patience=patience)[0]["stopped"]:
                 del runs["1 rank"]
         finish(config, folder, runs, summary)
-    except processes.RankError as error:
-        kind, _, text = error.summary.partition(": ")
-        bad = plain(getattr(builtins, kind, None))
-        print(f"ringattn train: {text if bad else error}", file=sys.stderr)
-        return 2 if bad else 1
-    except BAD as error:
-        print(f"ringattn train: {error}", file=sys.stderr)
-        return 2
+    except (processes.RankError, *processes.BAD) as error:
+        said = processes.sentence(error)
+        print(f"ringattn train: {said or error}", file=sys.stderr)
+        return 1 if said is None else 2
     return 0
 
 
@@ -91,12 +79,12 @@ def under_torchrun(config: Train) -> int:
         dist.barrier()
         dist.destroy_process_group()
     except Exception as error:
-        bad, said = plain(type(error)), str(error).splitlines()[0] if str(error) else ""
-        if bad:
+        bad, said = processes.sentence(error), str(error).splitlines()[0] if str(error) else ""
+        if bad is not None:
             compose.complain(said, rank)
         else:
             print(f"ringattn train: rank {rank}: {type(error).__name__}: {said}", file=sys.stderr, flush=True)
-        os._exit(2 if bad else 1)  # other ranks may hang in a collective: do not wait for them
+        os._exit(1 if bad is None else 2)  # other ranks may hang in a collective: do not wait for them
     return 0
 
 
@@ -107,9 +95,8 @@ def resolved(config: Train, ranks: int | None) -> tuple[Train, int, str]:
     if device == "cuda" and not gpus:
         raise ValueError("device=cuda, and torch sees no GPU here; use device=cpu")
     if ranks is None:
-        ranks = config.nproc or (
-            gpus if device == "cuda" else math.lcm(2, config.strategy.data * config.strategy.ulysses)
-        )
+        said = config.strategy.data * config.strategy.ulysses * (config.strategy.ring or 1)
+        ranks = config.nproc or (gpus if device == "cuda" else said if config.strategy.ring else math.lcm(2, said))
         if device == "cuda" and ranks > gpus:
             raise ValueError(f"nproc={ranks} ranks need a GPU each, and this machine has {gpus}; use nproc={gpus}")
     s = config.strategy

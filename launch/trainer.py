@@ -24,7 +24,7 @@ from ringattn import api
 from ringattn.comms import mesh as meshes
 from ringattn.conf.schema import Train
 from ringattn.launch import bench, data, metrics, model, torchrun
-from ringattn.launch.checkpoint import Checkpoints, complete, load
+from ringattn.launch.checkpoint import Checkpoints, complete, load, matching
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.loss import token_mean
@@ -66,6 +66,8 @@ def work(
     job = prepare(config, Path(folder), device)
     rank0 = dist.get_rank() == 0
     if config.dry_run:
+        if config.resume not in (None, "auto"):
+            matching(Path(config.resume), config.model)
         if rank0:
             print(describe(job))
         return {}
@@ -334,17 +336,8 @@ def describe(job: Job) -> str:
     weights = sum(p.numel() for p in job.decoder.parameters())
     tokens = config.batch * job.plan.local_len
     itemsize = 2 if config.precision == "bfloat16" else 4
-    inner, corpus = model.head_dim(m) * m.heads, job.windows.corpus
-    keys = model.head_dim(m) * m.kv_heads
-    kept = {
-        "none": 8 * m.dim + 3 * inner + 4 * m.hidden,
-        "block": m.dim,
-        "cheap": m.dim + inner,
-        "pointwise": 3 * m.dim + 2 * inner + 2 * keys + 2 * m.hidden,
-    }[config.strategy.recompute]
-    at_work = 6 * (
-        m.dim + m.hidden
-    )  # of one block in backward: its input and output, gate, up, their product, gradients
+    kept, at_work = model.numbers_kept(m, config.strategy.recompute)
+    corpus = job.windows.corpus
     rows = [
         ("weights", f"{weights / 1e6:.2f} million in {m.layers} blocks"),
         ("a step", f"{config.seq_len} tokens x {job.a_step} sequences, {job.plan.local_len} tokens of each a rank"),

@@ -1,8 +1,8 @@
 """The command line: `ringattn NAME key=value ...`, the same words for every command, without Hydra.
 
 A command is a module of this folder with a docstring, a dataclass `Options` whose fields are its keys (a field's
-metadata says what it means), and `run(options) -> int | None`; `bench`, which has suites, brings a `main(words)` of
-its own. Nothing else is registered anywhere.
+metadata says what it means), and `run(options) -> int | None`, whose ValueErrors are what is said of a wrong call;
+`bench`, which has suites, brings a `main(words)` of its own. Nothing else is registered anywhere.
 """
 
 import ast
@@ -11,8 +11,11 @@ import difflib
 import sys
 import types
 import typing
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
+
+from ringattn.launch.processes import sentence
 
 COMMANDS = {
     "train": "train a model whose sequence is spread over ranks",
@@ -44,27 +47,29 @@ def command(argv: list[str] | None) -> int:
     if name not in COMMANDS:
         print(f"ringattn: no command {name!r}{nearest(name, COMMANDS)}\n\n{overview()}", file=sys.stderr)
         return 2
-    try:
-        module = import_module(f"ringattn.launch.{name}")
-    except ImportError as error:
-        if (error.name or "").startswith("ringattn"):
-            raise
-        print(f"ringattn {name}: {error.name or error} is not installed (pip install 'ringattn[dev]')", file=sys.stderr)
-        return 2
-    return module.main(words) if hasattr(module, "main") else call(name, module, words)
+    return answer(name, lambda: call(name, import_module(f"ringattn.launch.{name}"), words))
 
 
-def call(name: str, module: types.ModuleType, words: list[str]) -> int:
+def call(name: str, module: types.ModuleType, words: list[str]) -> int | None:
     """Parse the words into the module's Options and run it; --help explains them."""
+    if hasattr(module, "main"):
+        return module.main(words)
     if any(w in ("-h", "--help") for w in words):
         print(usage(name, module))
         return 0
+    return module.run(parse(words, module.Options))
+
+
+def answer(name: str, work: Callable[[], int | None]) -> int:
+    """The exit status of `work`; of a wrong call 2, after its sentence."""
     try:
-        options = parse(words, module.Options)
-    except ValueError as error:
-        print(f"ringattn {name}: {error}", file=sys.stderr)
+        return work() or 0
+    except Exception as error:
+        said = sentence(error)
+        if said is None:
+            raise
+        print(f"ringattn {name}: {said}", file=sys.stderr)
         return 2
-    return module.run(options) or 0
 
 
 def overview() -> str:
@@ -78,27 +83,61 @@ def usage(name: str, module: types.ModuleType) -> str:
     return "\n".join([f"usage: ringattn {name} [key=value ...]", "", (module.__doc__ or "").strip(), "", *rows])
 
 
-def option(default: Any, help: str) -> Any:
-    """A field of an `Options` dataclass: its default and the line that --help shows."""
+def option(default: Any, help: str, least: int | None = None, among: tuple[str, ...] = ()) -> Any:
+    """A field of an `Options` dataclass: its default, the line that --help shows, and what its values can be.
+
+    Numbers are above 0 if nothing else is said by `least` or by a default of 0.
+    """
+    metadata = {"help": help, "least": least, "among": among}
     if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: default, metadata={"help": help})
-    return dataclasses.field(default=default, metadata={"help": help})
+        return dataclasses.field(default_factory=lambda: default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def parse(words: list[str], options: type) -> Any:
-    """An `Options` from key=value words; a bare word sets the first field. Unknown keys and wrong types are refused."""
+    """An `Options` from key=value words; a bare word sets the first field. Keys that are unknown or said twice, wrong
+    types and values that cannot be are refused."""
     fields = {f.name: f for f in dataclasses.fields(options)}
     hints = typing.get_type_hints(options)
     given = {}
     for word in words:
         key, equals, text = word.partition("=")
-        if not equals and not word.startswith("-"):
-            key, text = next(iter(fields)), word
         key = key.lstrip("-").replace("-", "_")
+        if not equals and not word.startswith("-"):
+            key, text = bare(word, fields, hints), word
         if key not in fields:
             raise ValueError(f"no option {key!r}{nearest(key, fields)}; the options are {', '.join(fields)}")
-        given[key] = convert(key, text if equals or not word.startswith("-") else "true", hints[key])
+        if key in given:
+            raise ValueError(f"{key} is said twice; say it once")
+        if word.startswith("-") and not equals:
+            if hints[key] is not bool:
+                raise ValueError(f"{word} has no value; say {key}={show(default_of(fields[key]))}, or another")
+            text = "true"
+        given[key] = convert(key, text, hints[key])
+        allow(fields[key], given[key])
     return options(**given)
+
+
+def bare(word: str, fields: dict[str, Any], hints: dict[str, Any]) -> str:
+    """The first field's name, where a word without a key can be its value."""
+    first = next(iter(fields))
+    try:
+        convert(first, word, hints[first])
+    except ValueError:
+        raise ValueError(f"{word!r} is not KEY=VALUE; the options are {', '.join(fields)}") from None
+    return first
+
+
+def allow(field: dataclasses.Field[Any], value: Any) -> None:
+    """A ValueError for a value that the field, or an element that its list, cannot have."""
+    least, among = field.metadata.get("least"), field.metadata.get("among")
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if among and one is not None and one not in among:
+            raise ValueError(f"{field.name}={one}: choose one of {', '.join(among)}{nearest(str(one), among)}")
+        if isinstance(one, int | float) and not isinstance(one, bool):
+            lowest = least if least is not None else int(default_of(field) != 0)
+            if one < lowest and not (isinstance(one, float) and one > 0):
+                raise ValueError(f"{field.name}={one}: must be {'above 0' if lowest else '0 or more'}")
 
 
 def convert(key: str, text: str, hint: Any) -> Any:

@@ -5,20 +5,23 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from ringattn.check import of_words
+from ringattn.check import kind, of_arrays, of_choice, of_unknown, of_words
 from ringattn.comms.axis import Solo
 from ringattn.cost import Hardware, Shape, exchanged, groups_of, replicas
 from ringattn.layout import Layout
 from ringattn.planning import (
+    TRANSPORTS,
     Candidate,
     Plan,
     candidates,
     check_heads,
-    check_length,
     choose,
     describe,
+    dtype_name,
     hardware_of,
+    heads_of,
     kv_heads_of_a_rank,
+    size_of,
 )
 from ringattn.serving import KVCache
 from ringattn.spec import AttentionSpec, Docs
@@ -67,12 +70,14 @@ def attention(
     docs      packed documents, the same on every rank; `key_docs` those of the keys where they are another sequence
     sinks     [H], a logit a head that takes part in the softmax with a value of zero
     """
-    if unknown:
-        refuse(unknown)
-    problem = of_words(plan=plan, spec=spec, docs=docs, key_docs=key_docs)
+    problem = (
+        of_unknown("attention", unknown, REFUSED)
+        or of_words(plan=plan, spec=spec, docs=docs, key_docs=key_docs)
+        or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
+    )
     if problem:
-        raise ValueError(problem)
-    return framework(q, k, v).attention(
+        refuse(problem, plan)
+    return framework(q).attention(
         q, k, v, plan, spec=spec, docs=docs, key_docs=key_docs, sinks=sinks, return_lse=return_lse
     )
 
@@ -107,8 +112,12 @@ def linear_attention(
     scan            how states go from rank to rank: auto, gather, ring or pipeline
     check           look at every gate, which waits for the device; by default on CPUs only
     """
+    optional = {"log_decay": log_decay, "initial_state": initial_state}
+    problem = of_words(plan=plan, docs=docs) or of_arrays({"q": q, "k": k, "v": v}, optional, plan)
+    if problem:
+        refuse(problem, plan)
     found: Any  # by statements: torch.compile traces no import_module
-    if framework(q, k, v).__name__ == "ringattn.jax":
+    if framework(q).__name__ == "ringattn.jax":
         import ringattn.jax.linear as found
     else:
         import ringattn.torch.linear as found
@@ -139,9 +148,12 @@ def prefill(
     move      what travels: "queries", "keys", or what leaves less time exposed (`cache.explain` says which)
     keys      at most so many of a rank's keys are attended to, or sent, at once
     """
-    return part("inference", q, k, v).prefill(
-        q, k, v, plan, cache, spec=spec, sinks=sinks, start=start, move=move, keys=keys
+    problem = (
+        of_cached(plan, cache) or of_words(spec=spec) or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
     )
+    if problem:
+        refuse(problem, getattr(cache, "plan", plan))
+    return part("inference", q).prefill(q, k, v, plan, cache, spec=spec, sinks=sinks, start=start, move=move, keys=keys)
 
 
 def decode(
@@ -161,40 +173,49 @@ def decode(
     form      how partials are merged: "lse" as (out, lse), "streams" as (out, max, sum)
     parents   the token that each new one follows; a chain, as they see each other causally
     """
-    return part("inference", q, k, v).decode(
-        q, k, v, cache, spec=spec, sinks=sinks, form=form, parents=parents, **unknown
+    plan = getattr(cache, "plan", None)
+    problem = (
+        of_cached(plan, cache) or of_words(spec=spec) or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
     )
+    if problem:
+        refuse(problem, plan)
+    return part("inference", q).decode(q, k, v, cache, spec=spec, sinks=sinks, form=form, parents=parents, **unknown)
 
 
-def part(name: str, *arrays: Any) -> Any:
-    """The module of this name for these tensors' framework."""
-    where = f"ringattn.{kind(*arrays)}.{name}"
+def part(name: str, array: Any) -> Any:
+    """The module of this name for this tensor's framework."""
+    where = f"ringattn.{kind(array)}.{name}"
     return sys.modules.get(where) or import_module(where)
 
 
-def refuse(unknown: dict[str, Any]) -> None:
-    """Name every argument that attention does not take, and what to use instead."""
-    said = [f"{name}: {REFUSED.get(name, 'attention has no such argument')}" for name in unknown]
-    raise ValueError("; ".join(said))
+def refuse(problem: str, plan: Any) -> None:
+    """Raise what is wrong with a call; on all ranks of a torch plan alike, where only some of them may know."""
+    if isinstance(plan, Plan) and plan.framework == "torch" and plan.axes is not None:
+        from ringattn.torch import agree
+
+        agree.agree(plan, {}, problem)
+    raise ValueError(problem)
 
 
-def framework(*arrays: Any) -> Any:
-    """The module of functions for these tensors' framework."""
-    if kind(*arrays) == "torch":
+def of_cached(plan: Any, cache: Any) -> str | None:
+    """A plan and a cache are what their names say."""
+    if not isinstance(cache, KVCache):
+        swapped = "; plan comes before cache" * isinstance(cache, Plan)
+        return f"cache is of type {type(cache).__name__}; make one with KVCache.allocate(plan, ...){swapped}"
+    if not isinstance(plan, Plan):
+        return f"plan is of type {type(plan).__name__}; use the cache's plan.for_length(n)"
+    return None
+
+
+def framework(array: Any) -> Any:
+    """The module of functions for this tensor's framework."""
+    if kind(array) == "torch":
         import ringattn.torch.attention
 
         return ringattn.torch.attention
     import ringattn.jax
 
     return ringattn.jax
-
-
-def kind(*arrays: Any) -> str:
-    """Whose arrays these are: "torch" or "jax"."""
-    for name, array in (("torch", "Tensor"), ("jax", "Array")):
-        if name in sys.modules and all([isinstance(x, getattr(sys.modules[name], array)) for x in arrays]):
-            return name
-    raise ValueError(f"expected torch tensors or jax arrays, got {', '.join(type(x).__name__ for x in arrays)}")
 
 
 def init_mesh(
@@ -241,22 +262,31 @@ def plan(
     travels there on the direct route, "keys" or "queries"; auto takes what is fewer bytes. `groups` is in how many
     groups of heads Ulysses and gather exchange, one while another is attended to; by default as many as save time.
     """
+    problem = of_words(spec=spec, docs=docs) or of_choice("transport", transport, TRANSPORTS)
+    if problem:
+        raise ValueError(problem)
     spec = AttentionSpec() if spec is None else spec
-    heads = (heads, heads) if isinstance(heads, int) else heads
+    seq_len, key_len = size_of("seq_len", seq_len), size_of("key_len", key_len)
+    head_dim, value_dim = size_of("head_dim", head_dim), size_of("value_dim", value_dim)
+    together, groups = size_of("together", together), size_of("groups", groups)
+    hosts = None if hosts is None else size_of("hosts", hosts)
+    heads = heads_of(heads)
     if heads is not None:
-        if not isinstance(heads, (tuple, list)) or len(heads) != 2:
-            raise ValueError(f"heads={heads!r}: (query heads, key heads), or one number for both")
         check_heads(*heads, ulysses=1)
+    dtype = None if dtype is None else dtype_name(dtype)
+    if docs is not None and docs.length != seq_len:
+        raise ValueError(f"docs: document lengths add up to {docs.length}, and seq_len={seq_len}; make them the same")
     device, ranks, bind = placed(mesh, transport)
     shape = None
     if heads is not None and head_dim is not None:
         itemsize = {"float64": 8, "float32": 4}.get(dtype or ("float32" if device == "cpu" else "bfloat16"), 2)
-        check_length("seq_len", seq_len)
         shape = Shape(seq_len, key_len or seq_len, *heads, head_dim, value_dim or head_dim, itemsize)
     hardware = hardware_of(device)
     open_ = candidates(ranks, heads and heads[0], strategy, layout, spec, docs)
     best, options = choose(open_, shape, spec, hardware, docs)
     axes = bind(best.ring, best.ulysses)
+    if hosts is not None and best.ring % hosts:
+        raise ValueError(f"hosts={hosts} for ring={best.ring}: as many ranks lie on each host; say one that divides it")
     hosts = getattr(axes[0], "hosts", 0) if hosts is None else hosts
     if route == "auto":
         route = way_over(hosts, best.ring)
@@ -335,6 +365,8 @@ def placed(mesh: Any, transport: str = "auto") -> tuple[str, list[tuple[int, int
         from ringattn.comms.jax import placed as placed_on_jax
 
         return placed_on_jax(mesh)
+    if not hasattr(mesh, "device_type"):
+        raise ValueError(f"mesh={mesh!r} is of type {type(mesh).__name__}; make one with ringattn.init_mesh(ring=...)")
     from ringattn.comms.mesh import axis, axis_names, axis_size, split
 
     names = axis_names(mesh)

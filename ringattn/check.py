@@ -4,13 +4,15 @@ Every function gives None for what is right. Tensors of any framework are asked 
 dtype or a device is checked in ringattn.torch and ringattn.jax.
 """
 
+import sys
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from ringattn.planning import Plan, groups_problem, heads_problem
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.planning import Plan, dtype_name, groups_problem, heads_problem
+from ringattn.spec import AttentionSpec, Docs, whole
 
 PACKED = Docs, "say Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
 WORDS = {
@@ -21,12 +23,49 @@ WORDS = {
 }
 
 
-def of_words(**words: Any) -> str | None:
+def of_words(required: bool = False, **words: Any) -> str | None:
     """A plan, a spec and documents are what their names say."""
     for name, value in words.items():
         kind, remedy = WORDS[name]
-        if value is not None and not isinstance(value, kind):
+        if (value is not None or required) and not isinstance(value, kind):
             return f"{name} is of type {type(value).__name__}; {remedy}"
+    return None
+
+
+def of_unknown(function: str, unknown: dict[str, Any], instead: dict[str, str]) -> str | None:
+    """Every argument that a function does not take, and what to use instead."""
+    return "; ".join(f"{name}: {instead.get(name, f'{function} has no such argument')}" for name in unknown) or None
+
+
+def kind(x: Any) -> str | None:
+    """Whose array this is: "torch" or "jax", or nobody's."""
+    for name, array in (("torch", "Tensor"), ("jax", "Array")):
+        if name in sys.modules and isinstance(x, getattr(sys.modules[name], array)):
+            return name
+    return None
+
+
+def of_arrays(arrays: dict[str, Any], optional: dict[str, Any], plan: Plan | None = None) -> str | None:
+    """All are tensors of one framework, which is the plan's; those that may not be left out have 4 dims."""
+    kinds = [kind(x) for x in arrays.values()]
+    if kinds[0] is None or kinds.count(kinds[0]) < len(kinds):
+        return f"expected torch tensors or jax arrays, got {', '.join(type(x).__name__ for x in arrays.values())}"
+    what = {"torch": "a torch tensor", "jax": "a jax array"}[kinds[0]]
+    for name, x in optional.items():
+        if x is not None and kind(x) != kinds[0]:
+            return f"{name} is of type {type(x).__name__}; it must be {what}, as {next(iter(arrays))} is"
+    if plan is not None and plan.framework != kinds[0]:
+        devices = {"torch": "a torch mesh, or none", "jax": "a mesh of jax devices"}[kinds[0]]
+        return (
+            f"the plan was made for a {plan.framework} mesh, and {next(iter(arrays))} is {what}; give plan() {devices}"
+        )
+    return of_dims(**arrays)
+
+
+def of_dims(**arrays: Any) -> str | None:
+    for name, x in arrays.items():
+        if len(x.shape) != 4:
+            return f"{name} has shape {tuple(x.shape)}; expected 4 dims [batch, tokens, heads, head_dim]"
     return None
 
 
@@ -36,16 +75,22 @@ def of_choice(name: str, value: str, choices: Sequence[str]) -> str | None:
 
 def of_shapes(q: Any, k: Any, v: Any) -> str | None:
     """q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] go together."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if len(x.shape) != 4:
-            return f"{name} has shape {tuple(x.shape)}; expected 4 dims [batch, tokens, heads, head_dim]"
+    if found := of_dims(q=q, k=k, v=v):
+        return found
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         return f"batch sizes differ: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}"
     if k.shape[1:3] != v.shape[1:3]:
         return f"k has {k.shape[1]} tokens x {k.shape[2]} heads, v {v.shape[1]} x {v.shape[2]}; they must be the same"
     if q.shape[3] != k.shape[3]:
         return f"head dims differ: q {q.shape[3]}, k {k.shape[3]}; only v may have another"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if 0 in x.shape[2:]:
+            return f"{name} has shape {tuple(x.shape)}; heads and head dim must be at least 1"
     return None
+
+
+def of_batch(q: Any) -> str | None:
+    return None if q.shape[0] else f"q has shape {tuple(q.shape)}; the batch must be at least 1"
 
 
 def of_plan(q: Any, k: Any, v: Any, plan: Plan) -> str | None:
@@ -119,7 +164,7 @@ def of_linear(
     heads = q.shape[2:3] == k.shape[2:3]
     if len(q.shape) == len(k.shape) == 4 and not heads:
         return f"q has {q.shape[2]} heads, k {k.shape[2]}; every head of linear attention has its own key"
-    found = of_shapes(q, k, v)
+    found = of_shapes(q, k, v) or of_batch(q)
     if found:
         return found
     if q.shape[1] != k.shape[1]:
@@ -140,9 +185,9 @@ def of_linear(
 
 
 def of_scale(scale: float | None, key_dim: int) -> str | None:
-    if scale is None or 0 < scale < float("inf"):
+    if scale is None or (isinstance(scale, Real) and 0 < scale < float("inf")):
         return None
-    return f"scale={scale}: must be a finite number above 0, or None for 1 / sqrt({key_dim})"
+    return f"scale={scale!r}: must be a finite number above 0 (no array), or None for 1 / sqrt({key_dim})"
 
 
 def of_state(name: str, state: Any, q: Any, v: Any, dtype: Any) -> str | None:
@@ -151,13 +196,25 @@ def of_state(name: str, state: Any, q: Any, v: Any, dtype: Any) -> str | None:
     if tuple(state.shape) != expected:
         return f"{name} has shape {tuple(state.shape)}; expected {expected}: batch, heads, key dim, value dim"
     if state.dtype != dtype:
-        return f"{name} is {state.dtype}; the state of {q.dtype} inputs is {dtype}: pass {name}.to({dtype})"
+        return f"{name} is {state.dtype}; the state of {q.dtype} inputs is {dtype_name(dtype)}: cast it to that"
     return None
+
+
+def each(given: Any, rows: int) -> list[int] | None:
+    """A whole number for each row, from one for all or one a row; None for what is neither."""
+    given = given.tolist() if hasattr(given, "tolist") else given
+    many = list(given) if isinstance(given, (list, tuple)) else [given] * rows
+    found = [n for n in map(whole, many) if n is not None]
+    return found if len(found) == len(many) == rows else None
 
 
 def of_start(start: int | Sequence[int] | None, lengths: np.ndarray | None) -> str | None:
     """A chunk begins where the rows of its cache end, if both are known."""
-    if start is None or lengths is None or (np.asarray(start) == lengths).all():
+    if start is None or lengths is None:
+        return None
+    if each(start, len(lengths)) is None:
+        return f"start={start!r}: where the chunk begins, one whole number, or one for each of {len(lengths)} rows"
+    if (np.asarray(start) == lengths).all():
         return None
     word = "skips" if (np.asarray(start) > lengths).any() else "overlaps"
     return f"a chunk at {start} {word} positions: the rows of the cache end at {lengths.tolist()}"
@@ -171,12 +228,53 @@ def of_kept(name: str, x: Any, mine: Any) -> str | None:
     return f"{name} has shape {tuple(x.shape)}; this cache takes [{B}, tokens, {G}, {D}]"
 
 
-def of_sizes(**sizes: int) -> str | None:
-    return next((f"{name}={value}: at least 1" for name, value in sizes.items() if value < 1), None)
+def of_pair(k: Any, v: Any) -> str | None:
+    """New tokens have a key and a value each, and there are some."""
+    if k.shape[1] == v.shape[1] > 0:
+        return None
+    return f"k has {k.shape[1]} tokens, v {v.shape[1]}; every new token has both, and there must be at least one"
 
 
-def of_keys(keys: int | None) -> str | None:
-    return None if keys is None or keys >= 1 else f"keys={keys}: the most keys at once, at least 1"
+def of_sizes(**sizes: Any) -> str | None:
+    """Whole numbers of at least 1."""
+    wrong = (name for name, value in sizes.items() if (whole(value) or 0) < 1)
+    return next((f"{name}={sizes[name]!r}: at least 1, a whole number" for name in wrong), None)
+
+
+def of_memory(room: Any, **sizes: Any) -> str | None:
+    """The sizes of a cache; value_dim, window and room may be left out."""
+    found = of_sizes(**{n: x for n, x in sizes.items() if x is not None or n not in ("value_dim", "window")})
+    if found is None and room is not None and (whole(room) is None or room < 0):
+        return f"room={room!r}: the longest chunk that will be appended at once, a whole number"
+    return found
+
+
+def of_fork(copies: Any, max_len: Any, lengths: np.ndarray | None) -> str | None:
+    """Some copies, in which what the rows hold has room."""
+    found = of_sizes(copies=copies, max_len=max_len)
+    if found is None and lengths is not None and max_len < lengths.max():
+        return f"max_len={max_len}: the rows hold up to {lengths.max()} tokens already; say more, or truncate first"
+    return found
+
+
+def of_saved(state: Any, *names: str) -> str | None:
+    """A state has all that a cache of this framework saves."""
+    missing = [name for name in names if not isinstance(state, dict) or name not in state]
+    return f"the state has no {', '.join(missing)}; pass what state_dict() of such a cache gave" if missing else None
+
+
+def of_truncated(given: Any, rows: int) -> str | None:
+    return (
+        None
+        if each(given, rows) is not None
+        else f"truncate to {given!r}: one whole number, or one for each of {rows} rows"
+    )
+
+
+def of_keys(keys: Any) -> str | None:
+    return (
+        None if keys is None or (whole(keys) or 0) >= 1 else f"keys={keys!r}: the most keys at once, at least 1, whole"
+    )
 
 
 def of_filled(lengths: np.ndarray | None) -> str | None:
@@ -216,9 +314,12 @@ def of_tree(n: int, parents: Sequence[int] | None, unknown: dict[str, Any]) -> s
     """New tokens see each other causally: each follows the one before it."""
     forks = "a query sees one interval of keys, so a tree of drafts has none: decode its branches on cache.fork()"
     if unknown:
-        return "; ".join(f"{name}: decode has no such argument" for name in unknown) + f" ({forks})"
+        return f"{of_unknown('decode', unknown, {})} ({forks})"
     if parents is None:
         return None
+    parents = parents.tolist() if hasattr(parents, "tolist") else parents
+    if not isinstance(parents, (list, tuple)):
+        return f"parents={parents!r}: a list of {n}, the token that each new one follows, -1 for the first"
     if len(parents) != n:
         return f"parents has {len(parents)} entries for {n} new tokens; one for each, -1 for the first"
     wrong = next((i for i, parent in enumerate(parents) if parent != i - 1), None)

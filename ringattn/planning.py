@@ -7,17 +7,31 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 from ringattn.cost import HARDWARE, Cost, Hardware, Shape, exchanged, groups_of, pairs, predict, replicas
 from ringattn.layout import LAYOUTS, Layout
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.spec import AttentionSpec, Docs, whole
 
 STRATEGIES = ("ring", "gather", "ulysses")
 ROUTES = ("direct", "relay", "levels")
 TRAVELLERS = ("keys", "queries")
+TRANSPORTS = ("auto", "symmetric", "group")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+SIZES = {
+    "seq_len": "a whole number of tokens, at least 1",
+    "key_len": "a whole number of tokens, at least 1",
+    "ring": "how many ranks the ring has, at least 1",
+    "ulysses": "how many ranks heads are spread over, at least 1",
+    "hosts": "on how many hosts the ring lies, at least 1 (None: as found)",
+    "together": "how many blocks a step may bring, at least 1 (None: auto)",
+    "groups": "in how many groups heads are exchanged, at least 1 (None: auto)",
+    "head_dim": "the size of a head, a whole number, at least 1",
+    "value_dim": "the size of a value, a whole number, at least 1 (None: head_dim)",
+}
+NEEDED = ("seq_len", "ring", "ulysses", "hosts")  # the others may be None
 
 # Plans that are alive, by number: a compiled graph holds numbers and tensors, no objects.
 LIVE: "WeakValueDictionary[int, Plan]" = WeakValueDictionary()
@@ -51,9 +65,9 @@ class Plan:
     handle: int = field(init=False, default=-1, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_length("seq_len", self.seq_len)
-        if self.key_len is not None:
-            check_length("key_len", self.key_len)
+        for name in SIZES:
+            object.__setattr__(self, name, size_of(name, getattr(self, name)))
+        object.__setattr__(self, "heads", heads_of(self.heads))
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r}: choose one of auto, {', '.join(STRATEGIES)}")
         if self.strategy == "ulysses" and self.ring > 1:
@@ -74,8 +88,6 @@ class Plan:
             raise ValueError(f"backward={self.backward!r}: choose one of auto, {', '.join(TRAVELLERS)}")
         if self.backward == "queries" and self.route != "direct":
             raise ValueError(f"backward='queries' goes with route='direct'; with route={self.route!r} keys travel")
-        if self.together is not None and (not isinstance(self.together, int) or self.together < 1):
-            raise ValueError(f"together={self.together!r}: how many blocks a step may bring, at least 1 (None: auto)")
         if self.groups not in (None, 1) and self.ulysses == 1 and self.strategy != "gather":
             raise ValueError(
                 f"groups={self.groups!r} cuts what Ulysses and gather exchange, and strategy={self.strategy!r} over "
@@ -88,6 +100,21 @@ class Plan:
                 raise ValueError(problem)
         object.__setattr__(self, "handle", next(numbers))
         LIVE[self.handle] = self
+
+    def __copy__(self) -> "Plan":
+        """An equal plan with a handle of its own, on the same axes."""
+        return dataclasses.replace(self)
+
+    def __deepcopy__(self, memo: Any) -> "Plan":
+        return dataclasses.replace(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Handles are a process's own, and axes are where they were made: a plan for one rank is made again."""
+        if self.axes is not None and self.ring * self.ulysses > 1:
+            raise TypeError(
+                f"a plan on a mesh cannot be pickled ({self}): make the plan on every rank, with ringattn.plan"
+            )
+        return partial(Plan, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}), ()
 
     @cached_property
     def tokens(self) -> Layout:
@@ -170,9 +197,34 @@ class Plan:
         )
 
 
-def check_length(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r}: a whole number of tokens, at least 1")
+def size_of(name: str, value: Any) -> Any:
+    """The size as an int, from anything that is one, also numpy's ints; None where that says to choose."""
+    if value is None and name not in NEEDED:
+        return None
+    size = whole(value)
+    if size is None or size < 1:
+        raise ValueError(f"{name}={value!r}: {SIZES[name]}")
+    return size
+
+
+def heads_of(heads: Any) -> tuple[int, int] | None:
+    """(query heads, key heads) from a pair, from one number for both, or None."""
+    if heads is None:
+        return None
+    pair = heads if isinstance(heads, (tuple, list)) else (heads, heads)
+    query, key = map(whole, pair) if len(pair) == 2 else (None, None)
+    if query is None or key is None:
+        raise ValueError(f"heads={heads!r}: (query heads, key heads), or one number for both")
+    return query, key
+
+
+def dtype_name(dtype: Any) -> str:
+    """What a dtype of torch, JAX or numpy, or a string, is called; a ValueError for what attention does not take."""
+    bare = dtype if isinstance(dtype, type) else getattr(dtype, "dtype", dtype)  # jnp.float32 is no dtype but has one
+    name = getattr(bare, "__name__", None) or getattr(bare, "name", None) or str(bare).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
+    return str(name)
 
 
 def check_heads(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> None:
@@ -239,6 +291,12 @@ def candidates(
             if s == "ulysses" and ring > 1 and len(ranks) > 1:
                 continue
             found += [Candidate(ring, ulysses, s, one) for one in (layouts if layout == "auto" else (layout,))]
+    if not found:
+        size = ranks[0][0] * ranks[0][1]
+        raise ValueError(
+            f"strategy={strategy!r} over {size} ranks needs query heads that {size} divides, and there are {heads}; "
+            "use strategy='ring', 'gather' or 'auto'"
+        )
     return found
 
 

@@ -24,6 +24,11 @@ class KVCache:
     plan: Any
     lengths: Any  # how many tokens each batch row has
 
+    def __init__(self, *given: Any, **more: Any):
+        raise TypeError(
+            "a cache is made with KVCache.allocate(plan, batch=..., max_len=..., kv_heads=..., head_dim=...)"
+        )
+
     @classmethod
     def allocate(
         cls,
@@ -45,7 +50,7 @@ class KVCache:
         With a `window` only what can still be seen is kept: memory for window + `room` tokens (room: the longest chunk
         that will be appended at once; as long as the window by default). `more` is of JAX: cut=.
         """
-        problem = of_words(plan=plan)
+        problem = of_words(required=True, plan=plan)
         if problem:
             raise ValueError(problem)
         if dtype is not None:

@@ -5,9 +5,11 @@ never decrease along the sequence. Plain numpy: what is decided here can be prin
 """
 
 import math
-from collections.abc import Sequence
+import operator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         if self.window is not None:
-            if isinstance(self.window, bool) or not hasattr(self.window, "__index__") or self.window < 1:
+            if isinstance(self.window, bool) or not isinstance(self.window, Integral) or self.window < 1:
                 raise ValueError(f"window={self.window!r}: the number of keys a query sees, at least 1 (None for all)")
             if not self.causal:
                 raise ValueError(
@@ -41,8 +43,8 @@ class AttentionSpec:
                 )
         for name in ("softcap", "scale"):
             value = getattr(self, name)
-            if value is not None and not (hasattr(value, "__float__") and math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value!r}: must be a finite number above 0, or None")
+            if value is not None and not (isinstance(value, Real) and 0 < float(value) < math.inf):
+                raise ValueError(f"{name}={value!r}: must be a finite number above 0 (no array), or None")
 
     def scale_for(self, head_dim: int) -> float:
         return self.scale if self.scale is not None else head_dim**-0.5
@@ -60,36 +62,41 @@ class Docs:
         self.padded = bool((starts[:, -1] < length).any())  # whether some row ends in padding
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[Any], pad_to: int | None = None) -> "Docs":
-        """Documents of these lengths, in order; a list of lists for a batch. `pad_to` is the length with padding.
+    def from_lengths(cls, lengths: Any, pad_to: int | None = None) -> "Docs":
+        """Documents of these lengths, in order, as a list, array or tensor; a list of lists, or 2-d, for a batch.
+
+        `pad_to` is the length with padding.
 
         >>> Docs.from_lengths([3, 5]).starts.tolist()
         [[0, 3, 8]]
         """
-        rows = lengths if len(lengths) and hasattr(lengths[0], "__len__") else [lengths]
+        rows = rows_of("document lengths", lengths)
         for row in rows:
-            if any(int(n) != n or n < 0 for n in row):
-                raise ValueError(f"document lengths must be whole numbers of at least 0, got {list(row)}")
-        return cls._from_rows([np.concatenate([[0], np.cumsum(np.asarray(row, np.int64))]) for row in rows], pad_to)
+            if not all(map(is_count, row)):
+                raise ValueError(f"document lengths must be whole numbers of at least 0, got {row}")
+        return cls._from_rows([list(accumulate(map(int, row), initial=0)) for row in rows], pad_to)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, pad_to: int | None = None) -> "Docs":
         """Documents from cumulative lengths [0, n1, n1 + n2, ...], as a list, array or tensor; 2-d for a batch."""
-        if hasattr(cu_seqlens, "tolist"):
-            cu_seqlens = cu_seqlens.tolist()
-        rows = cu_seqlens if len(cu_seqlens) and hasattr(cu_seqlens[0], "__len__") else [cu_seqlens]
-        starts = [np.asarray(row, np.int64) for row in rows]
-        for row in starts:
-            if row.ndim != 1 or len(row) < 1 or row[0] != 0 or (np.diff(row) < 0).any():
-                raise ValueError(f"cu_seqlens must begin with 0 and never decrease, got {row.tolist()}")
-        return cls._from_rows(starts, pad_to)
+        rows = rows_of("cu_seqlens", cu_seqlens)
+        for row in rows:
+            if not all(map(is_count, row)) or row[:1] != [0] or row != sorted(row):
+                raise ValueError(f"cu_seqlens must begin with 0 and never decrease, in whole numbers, got {row}")
+        return cls._from_rows([list(map(int, row)) for row in rows], pad_to)
 
     @classmethod
-    def _from_rows(cls, rows: list[np.ndarray], pad_to: int | None) -> "Docs":
+    def _from_rows(cls, rows: list[list[int]], pad_to: int | None) -> "Docs":
         if not rows or any(len(row) < 2 for row in rows):
             raise ValueError("no documents: every row needs at least one length (0 for an empty document)")
-        totals = [int(row[-1]) for row in rows]
-        length = totals[0] if pad_to is None else int(pad_to)
+        totals = [row[-1] for row in rows]
+        length = totals[0] if pad_to is None else whole(pad_to)
+        if length is None:
+            raise ValueError(
+                f"pad_to={pad_to!r}: the length with padding, a whole number of tokens (None for no padding)"
+            )
+        if max(length, *totals) >= 2**63:
+            raise ValueError(f"documents of {max(length, *totals)} tokens: positions are counted in 64 bits")
         if pad_to is None and len(set(totals)) > 1:
             raise ValueError(
                 f"the rows' document lengths add up to {totals}, not to one length; say pad_to={max(totals)} (or more) "
@@ -98,7 +105,7 @@ class Docs:
         if max(totals) > length:
             raise ValueError(f"documents of {max(totals)} tokens do not fit in pad_to={length}")
         width = max(len(row) for row in rows)
-        return cls(np.stack([np.pad(row, (0, width - len(row)), mode="edge") for row in rows]), length)
+        return cls(np.array([row + [row[-1]] * (width - len(row)) for row in rows], np.int64), length)
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
@@ -119,6 +126,32 @@ class Docs:
         found = [np.searchsorted(row, positions, side="right") - 1 for row in self.starts]
         n = self.starts.shape[1] - 1
         return np.stack([np.where(positions < row[-1], i, n) for row, i in zip(self.starts, found, strict=True)])
+
+
+def whole(value: Any) -> int | None:
+    """The int that a value is: Python's, numpy's, or an array of one; None for what is none."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # every tensor has an __index__, also one of floats
+        return None
+
+
+def is_count(n: Any) -> bool:
+    """Whether it is a whole number of at least 0, as an int or a float."""
+    return isinstance(n, (int, float)) and 0 <= n < 2**63 and int(n) == n
+
+
+def rows_of(name: str, given: Any) -> list[list[Any]]:
+    """One row of numbers, or one a batch entry, from lists, arrays and tensors."""
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    if not isinstance(given, (list, tuple)):
+        raise ValueError(f"{name} must be a list, array or tensor of whole numbers, got {given!r}")
+    given = [x.tolist() if hasattr(x, "tolist") else x for x in given]
+    batch = given and all(isinstance(x, (list, tuple)) for x in given)
+    return [list(row) for row in given] if batch else [given]
 
 
 def bounds(

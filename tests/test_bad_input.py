@@ -1,5 +1,7 @@
 """A wrong call is a ValueError with the numbers and the remedy, on every rank alike, before anything is sent."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 
@@ -87,6 +89,105 @@ def test_a_call_that_is_not_the_plans_is_refused(plan, says):
             ra.attention(q, k[:, :keys], v[:, :keys], made)
 
     run(one, ring=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (lambda: {"docs": [8, 8]}, "docs is of type list"),
+        (lambda: {"dropout": 0.1}, "dropout: attention dropout is not supported"),
+        (lambda: {"sinks": [0.0] * 4}, "sinks is of type list; it must be a torch tensor, as q is"),
+        (lambda: {"sinks": torch.zeros(4).numpy()}, "sinks is of type ndarray"),
+        (lambda: {"spec": {}}, "spec is of type dict"),
+        (lambda: {"v": None}, "expected torch tensors or jax arrays, got Tensor, Tensor, NoneType"),
+        (lambda: {"v": torch.zeros(16)}, r"v has shape \(16,\); expected 4 dims"),
+        (
+            lambda: {"v": jnp.zeros((2, 16, 2, 8))},
+            "expected torch tensors or jax arrays, got Tensor, Tensor, ArrayImpl",
+        ),
+    ],
+)
+def test_words_that_one_rank_alone_says_are_refused_on_all(given, says):
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=32)
+        q, k, v = tensors()
+        with pytest.raises(ValueError, match=rf"{says}.*\(on ring rank 1\)"):
+            ra.attention(**{"q": q, "k": k, "v": v, "plan": plan, **(given() if mesh.rank else {})})
+        ra.attention(q, k, v, plan)
+
+    run(one, ring=2, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"log_decay": -0.5}, "log_decay is of type float; it must be a torch tensor, as q is"),
+        ({"log_decay": [-0.5]}, "log_decay is of type list"),
+        ({"log_decay": ra.plan(seq_len=16)}, "log_decay is of type Plan"),
+        ({"initial_state": 0}, "initial_state is of type int"),
+        ({"initial_state": torch.zeros(2, 4, 8, 8).numpy()}, "initial_state is of type ndarray"),
+        ({"docs": [6, 10]}, "docs is of type list; say Docs.from_lengths"),
+        ({"plan": "x"}, r"plan is of type str; make one with ringattn.plan\(mesh"),
+        ({"kernel": None}, "kernel=None: choose one of auto, triton, chunkwise"),
+        ({"scan": None}, "scan=None: choose one of auto, gather, ring, pipeline"),
+        ({"scale": torch.tensor(0.5)}, r"scale=tensor\(0.5000\): must be a finite number above 0 \(no array\)"),
+        ({"scale": "x"}, "scale='x'"),
+        ({"q": torch.zeros(3)}, r"q has shape \(3,\); expected 4 dims"),
+        ({"q": torch.zeros(())}, r"q has shape \(\); expected 4 dims"),
+        ({name: torch.zeros(2, 16, 4, 0) for name in "qk"}, r"q has shape \(2, 16, 4, 0\); heads and head dim must be"),
+        ({name: torch.zeros(0, 16, 4, 8) for name in "qkv"}, "the batch must be at least 1"),
+        ({name: torch.zeros(2, 16, 4, 8, device="meta") for name in "qkv"}, "q, k and v are on meta"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("sizes", [{}, {"ring": 2}], ids=str)
+def test_a_wrong_linear_call_is_refused(given, says, sizes):
+    def one(mesh):
+        x = torch.randn(2, 16, 4, 8)
+        plan = ra.plan(mesh, seq_len=32) if sizes else None
+        with pytest.raises(ValueError, match=says):
+            ra.linear_attention(**{"q": x, "k": x, "v": x, "plan": plan, **given})
+
+    run(one, **sizes, timeout=20) if sizes else one(None)
+
+
+@pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ((), r"q has shape \(\); expected 4 dims"),
+        ((3,), r"q has shape \(3,\); expected 4 dims"),
+        ((2, 16, 4, 0), "heads and head dim must be at least 1"),
+        ((0, 16, 4, 8), "the batch must be at least 1"),
+        ((2, 0, 4, 8), "seq_len=0"),
+    ],
+)
+def test_empty_jax_arrays_are_refused(function, shape, says):
+    with pytest.raises(ValueError, match=says):
+        function(*[jnp.zeros(shape)] * 3)
+
+
+def test_a_state_of_another_dtype_is_named_alike_in_both_frameworks():
+    x = torch.zeros(2, 16, 4, 8)
+    for a, state in (
+        (x, x.new_zeros(2, 4, 8, 8).bfloat16()),
+        (jnp.asarray(x.numpy()), jnp.zeros((2, 4, 8, 8), jnp.bfloat16)),
+    ):
+        with pytest.raises(ValueError, match=r"bfloat16; the state of .*float32 inputs is float32: cast it to that"):
+            ra.linear_attention(a, a, a, initial_state=state)
+
+
+def test_sparse_and_meta_tensors_are_refused():
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="q, k and v are on meta, where there are no numbers"):
+        ra.attention(*(x.to("meta") for x in (q, k, v)))
+    with pytest.raises(ValueError, match=r"q, k and v are on torch.sparse_coo; give dense tensors"):
+        ra.attention(*(x.to_sparse() for x in (q, k, v)))
+
+
+def test_a_plan_of_the_other_framework_is_refused():
+    plan = ra.plan(jax.sharding.Mesh(jax.devices()[:1], ("ring",)), seq_len=16)
+    with pytest.raises(ValueError, match="the plan was made for a jax mesh, and q is a torch tensor; give plan"):
+        ra.attention(*tensors(), plan)
 
 
 def test_only_one_rank_is_wrong_and_all_say_which():

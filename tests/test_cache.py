@@ -257,6 +257,10 @@ def test_large_scores_merge_over_ranks_without_nan(size):
             assert off(out, expected) <= 1e-5 and out.isfinite().all()
 
 
+def halved(state):
+    return {name: x.half() if name in ("k", "v") else x for name, x in state.items()}
+
+
 def bad(mesh):
     q, k, v = draw(T=16)
     plan = ra.plan(mesh, seq_len=16)
@@ -301,6 +305,26 @@ def bad(mesh):
         (lambda: cache.truncate(17), r"truncate to \[17, 17\]: .* back from \[16, 16\] to \[0, 0\]"),
         (lambda: prefill(*mine, ra.plan(mesh, seq_len=16), cache), "the cache was allocated for another plan"),
         (lambda: KVCache.allocate(plan, **{**allocate, "max_len": 0}), "max_len=0: at least 1"),
+        (lambda: decode(*new, cache, sinks=torch.zeros(4, device="meta")), "sinks is on meta, q on cpu"),
+        (lambda: decode(*new, cache, sinks=torch.zeros(4).int()), "sinks has shape .* and dtype torch.int32"),
+        (lambda: prefill(*mine, plan, cache, sinks=torch.zeros(4, device="meta")), "sinks is on meta, q on cpu"),
+        (lambda: prefill(*mine, plan, cache, keys=1.5), "keys=1.5: the most keys at once, at least 1"),
+        (lambda: prefill(*mine, plan, cache, start=[0, 0, 0]), r"start=\[0, 0, 0\]: .* one for each of 2 rows"),
+        (lambda: prefill(*mine, plan, cache, start="0"), "start='0': where the chunk begins, one whole number"),
+        (lambda: decode(*new, cache, parents=3), "parents=3: a list of 1, the token that each new one follows"),
+        (lambda: decode(*(x[:, :0] for x in new), cache), "k has 0 tokens, v 0; .* there must be at least one"),
+        (lambda: cache.append(k[:, :2], v[:, :3]), "k has 2 tokens, v 3; every new token has both"),
+        (lambda: cache.append(k[0], v[0]), r"k has shape \(16, 2, 8\); expected 4 dims"),
+        (lambda: cache.truncate(2.7), "truncate to 2.7: one whole number, or one for each of 2 rows"),
+        (lambda: cache.truncate("3"), "truncate to '3'"),
+        (lambda: cache.truncate(True), "truncate to True"),
+        (lambda: cache.truncate([3, 3, 3]), r"truncate to \[3, 3, 3\]"),
+        (lambda: cache.fork("2"), "copies='2': at least 1, a whole number"),
+        (lambda: cache.fork(2.0), "copies=2.0"),
+        (lambda: cache.fork(0), "copies=0"),
+        (lambda: cache.fork(2, max_len=10), "max_len=10: the rows hold up to 16 tokens already"),
+        (lambda: cache.load_state_dict({"k": 1}), "the state has no v, lengths, origin, place; pass what state_dict"),
+        (lambda: cache.load_state_dict(halved(cache.state_dict())), "the state is of torch.float16, this cache of"),
     ]:
         with pytest.raises(ValueError, match=says):
             call()
@@ -318,6 +342,28 @@ def bad(mesh):
 
 def test_bad_input_leaves_the_cache_as_it_was():
     run(bad, ring=2)
+
+
+def test_sinks_of_another_kind_are_refused_after_a_good_call_of_that_shape():
+    q, k, v = draw(T=16)
+    plan = ra.plan(seq_len=16)
+    cache = KVCache.allocate(plan, batch=2, max_len=24, kv_heads=2, head_dim=8, dtype=q.dtype)
+    prefill(q, k, v, plan, cache, sinks=torch.zeros(4))
+    new = [x[:, :1] for x in (q, k, v)]
+    decode(*new, cache, sinks=torch.zeros(4))
+    for sinks in (torch.zeros(4, device="meta"), torch.zeros(4).int()):
+        with pytest.raises(ValueError, match="sinks "):
+            decode(*new, cache, sinks=sinks)
+    assert cache.lengths.tolist() == [17, 17]
+
+
+def test_a_kernel_that_cannot_is_refused_before_the_cache_grows():
+    q, k, v = draw(T=16)
+    plan = ra.plan(seq_len=16, kernel="sdpa_cpu")
+    cache = KVCache.allocate(plan, batch=2, max_len=24, kv_heads=2, head_dim=8, dtype=q.dtype)
+    with pytest.raises(NotImplementedError, match="no kernel serves"):
+        prefill(q, k, v, plan, cache, spec=ra.AttentionSpec(softcap=3.0))
+    assert cache.lengths.tolist() == [0, 0]
 
 
 def test_ranks_that_disagree_about_the_length_are_named():

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ringattn.launch import bench, doctor, oracle, verify, words
 from ringattn.launch.doctor import Finding
@@ -43,7 +44,8 @@ def test_every_command_has_help(name, capsys):
 @pytest.mark.parametrize("suite", bench.SUITES)
 def test_every_benchmark_has_help(suite, capsys):
     assert words.main(["bench", suite, "--help"]) == 0
-    assert f"usage: ringattn bench {suite}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"usage: ringattn bench {suite}" in said and "  out=None " in said
 
 
 @pytest.mark.parametrize(
@@ -67,8 +69,25 @@ def test_every_benchmark_has_help(suite, capsys):
         (["verify", "backend=gloo", "device=cuda"], "gloo does not move tensors on cuda"),
         (["verify", "ranks=0"], "ranks=0"),
         (["doctor", "timeout=soon"], "timeout=soon: expected float"),
+        (["plan", "ring=-1"], "ring=-1: must be above 0"),
+        (["plan", "ring=100000"], "100000 ranks; a plan is shown for 1024 at most"),
+        (["plan", "--seq_len", "100"], "--seq_len has no value; say seq_len=131072"),
+        (["plan", "seq_len=5", "--seq-len=6"], "seq_len is said twice"),
+        (["doctor", "foo"], "'foo' is not KEY=VALUE; the options are timeout, ranks"),
+        (["verify", "backend=gloo", "ranks=100000"], "100000 ranks, each a process here"),
         (["plot", "nowhere.jsonl"], "nowhere.jsonl"),
         (["bench", "kernel"], "no suite 'kernel'; did you mean 'kernels'?"),
+        (["bench", "kernels", "heads=3"], "8 key heads do not divide 3 query heads"),
+        (["bench", "memory", "ranks=1,0"], "ranks=0: must be above 0"),
+        (["bench", "memory", "ranks=2", "tokens=64", "strategy=foo"], "strategy='foo': choose one of"),
+        (["bench", "prefill", "chunk=3", "tokens=4"], "chunk=3 does not divide tokens=4"),
+        (["bench", "ring", "mask=foo"], "mask=foo: choose causal"),
+        (["bench", "ring", "modes=back"], "modes=back: choose one of forward, forward+backward"),
+        (["bench", "ring", "device=cpu", "ranks=9999", "tokens=64"], "9999 ranks, each a process here"),
+        (["bench", "scan", "out=a", "out=b"], "out is said twice"),
+        (["bench", "step"], "say the folder of a training run"),
+        (["bench", "step", "run=nowhere"], "run=nowhere: no config.json there"),
+        (["bench", "traffic", "ranks=1"], "ranks=1: there can be 2 to"),
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -79,11 +98,21 @@ def test_a_wrong_word_is_one_sentence(argv, said, capsys):
     assert not printed.out
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("suite", ["decode", "kernels", "linear", "memory", "prefill", "ring", "scan"])
+def test_without_a_gpu_a_benchmark_says_how_it_runs(suite, capsys):
+    assert words.main(["bench", suite, "device=cuda"]) == 2
+    assert "torch sees no GPU here; on a CPU say device=cpu tokens=1024" in capsys.readouterr().err
+    if suite not in ("memory", "prefill"):  # whose own sizes are a CPU's
+        assert words.main(["bench", suite, "device=cpu"]) == 2
+        assert "the lengths are a GPU's; on a CPU say device=cpu tokens=1024" in capsys.readouterr().err
+
+
 def test_plan_says_what_was_chosen_and_who_works_when(capsys):
     assert words.main(["plan", "seq_len=8192", "heads=8,2", "ring=4", "device=cpu", "layout=contiguous"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("8192 tokens over ring=4 x ulysses=1: strategy ring, layout contiguous")
-    assert "kernel auto -> " in said
+    assert "kernel auto -> " in said and "threads" not in said
     assert "175%" in said  # the last rank's share of the mean work
 
 
@@ -234,6 +263,7 @@ def test_plot_names_cases_by_what_differs():
         ([], "has no lines"),
         (['{"ms": 1}', "{ms"], "line 2 is not JSON"),
         (["[1]"], "line 1 is not an object"),
+        ([{"case": "a"}], "there is nothing to draw: the lines hold no numbers"),
         ([{"case": "a", "apples": 3}], "no known figure in the lines; say metric= one of apples"),
     ],
 )

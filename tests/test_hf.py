@@ -1,5 +1,6 @@
 """Models of transformers over four ranks: logits, loss and every gradient equal the model's own on one rank."""
 
+import pickle
 from copy import deepcopy
 
 import pytest
@@ -176,6 +177,58 @@ def mamba():
 def test_what_is_not_supported_is_refused_by_name(make, said):
     with pytest.raises(ValueError, match=said):
         hf.prepare(make(), plan_of_one())
+
+
+def test_a_copy_runs_its_own_weights():
+    """As the average of weights does, or the reference of a preference loss."""
+    tokens = batch()
+    model = hf.prepare(build("Llama"), plan_of_one())
+    with torch.no_grad():
+        expected = model(tokens, labels=tokens)
+        copy = deepcopy(model)
+        torch.testing.assert_close(copy(tokens, labels=tokens).loss, expected.loss)
+        for weight in copy.parameters():
+            weight.zero_()
+        assert not copy(tokens).logits.any()
+        torch.testing.assert_close(model(tokens).logits, expected.logits)
+    with pytest.raises(TypeError, match="save its state_dict"):
+        pickle.dumps(model)
+
+
+@pytest.mark.parametrize(
+    ("plan", "over", "said"),
+    [
+        (lambda: None, (), "plan is of type NoneType; say ringattn.plan"),
+        (lambda: "ring", (), "plan is of type str"),
+        (lambda: ra.plan(seq_len=T, heads=(4, 2), head_dim=8), (), "make the plan without heads and head_dim"),
+        (plan_of_one, "data", "over='data': say axes"),
+        (plan_of_one, ("data",), "say axes"),
+    ],
+)
+def test_a_refused_model_is_as_it_was(plan, over, said):
+    model = build("Llama")
+    with pytest.raises(ValueError, match=said):
+        hf.prepare(model, plan(), over=over)
+    assert model.config._attn_implementation == "eager"
+    hf.prepare(model, plan_of_one())(batch())
+    with pytest.raises(ValueError, match="this LlamaForCausalLM is already prepared"):
+        hf.prepare(model, plan_of_one())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"input_ids": [[1, 2]]}, "input_ids is of type list; say torch.tensor"),
+        ({"input_ids": torch.ones(5, dtype=torch.long)}, r"input_ids has shape \(5,\); expected \[batch, tokens\]"),
+        ({"inputs_embeds": torch.ones(2, T)}, r"expected \[batch, tokens, width\]"),
+        ({"input_ids": batch(), "labels": [1]}, r"labels is of type list; expected a tensor of shape \(2, 37\)"),
+        ({"input_ids": batch(), "labels": batch()[:, 1:]}, r"labels has shape \(2, 36\); expected .*\(2, 37\)"),
+        ({"input_ids": batch(), "position_ids": torch.arange(T)}, r"position_ids has shape \(37,\)"),
+    ],
+)
+def test_what_is_no_whole_sequence_is_named(given, said):
+    with pytest.raises(ValueError, match=said):
+        hf.prepare(build("Llama"), plan_of_one())(**given)
 
 
 def test_bad_input_is_named():

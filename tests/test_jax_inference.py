@@ -192,7 +192,21 @@ def test_what_is_wrong_is_said():
         cache.append(k.astype(jnp.bfloat16), v)
     with pytest.raises(ValueError, match="the rows can go back from"):
         cache.truncate(3)
+    for call, says in [
+        (lambda: cache.append(k[:, :2], v[:, :3]), "k has 2 tokens, v 3; every new token has both"),
+        (lambda: cache.truncate(2.7), "truncate to 2.7: one whole number"),
+        (lambda: cache.truncate(jnp.float32(2.7)), "truncate to .*one whole number"),
+        (lambda: cache.fork(0), "copies=0: at least 1"),
+        (lambda: ra.prefill(*mine, plan, cache, start="0"), "start='0': where the chunk begins"),
+        (lambda: ra.prefill(*mine, plan, cache, keys=1.5), "keys=1.5: the most keys at once"),
+        (lambda: ra.decode(q, k, v, cache, parents=3), "parents=3: a list of 8"),
+        (lambda: cache.load_state_dict(None), "the state has no k, v, lengths, first, place"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            call()
     cache = cache.append(k[:, :7], v[:, :7])
+    with pytest.raises(ValueError, match="max_len=3: the rows hold up to 7 tokens already"):
+        cache.fork(2, max_len=3)
     new = [x[:, :1] for x in (q, k, v)]
     with pytest.raises(ValueError, match=r"tree_mask: decode has no such argument .*on cache.fork\(\)"):
         ra.decode(*new, cache, tree_mask=1)

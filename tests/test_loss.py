@@ -47,6 +47,28 @@ def test_no_real_token_at_all_is_zero_and_not_nan():
     assert ra.token_mean(torch.rand(1, 4), plan, mask=torch.zeros(1, 4)).item() == 0
 
 
+def test_a_mask_of_one_row_counts_for_every_row():
+    losses, mask = torch.rand(8, 16), torch.arange(16)[None] < 5
+    for given in (mask, mask[0], mask.expand(8, 16)):
+        found = ra.token_mean(losses, ra.plan(seq_len=16), mask=given)
+        torch.testing.assert_close(found, losses[:, :5].mean())
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3), (1, 2, 4)])
+def test_a_mask_of_another_shape_is_refused(shape):
+    with pytest.raises(ValueError, match=rf"mask has shape \({shape[0]}, .*, losses \(2, 4\)"):
+        ra.token_mean(torch.rand(2, 4), ra.plan(seq_len=4), mask=torch.ones(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_adds_up_in_float32_or_float64(dtype):
+    losses = torch.full((1, 131072), 10.0, dtype=dtype, requires_grad=True)
+    mean = ra.token_mean(losses, ra.plan(seq_len=131072))
+    mean.backward()
+    assert mean.item() == 10 and mean.dtype == (dtype if dtype == torch.float64 else torch.float32)
+    assert losses.grad.dtype == dtype and losses.grad.eq(torch.tensor(1 / 131072, dtype=dtype)).all()
+
+
 def test_a_wrong_length_is_refused():
     with pytest.raises(ValueError, match="losses has 5 tokens, a rank of this plan holds 4"):
         ra.token_mean(torch.rand(1, 5), ra.plan(seq_len=4))

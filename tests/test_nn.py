@@ -2,12 +2,13 @@
 
 from copy import deepcopy
 
+import pytest
 import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.spec import AttentionSpec
-from ringattn.torch.nn import Attention, rope, rope_angles
+from ringattn.torch.nn import Attention, StreamingAttention, rope, rope_angles
 
 
 def test_rope_products_depend_on_the_distance_alone():
@@ -54,3 +55,26 @@ def test_a_layer_over_ranks_is_the_layer_on_one_device():
         torch.testing.assert_close(dx, whole.grad, rtol=0, atol=1e-6)
     for name, weight in alone.named_parameters():
         torch.testing.assert_close(sum(shares[name] for *_, shares in results), weight.grad, rtol=0, atol=1e-5)
+
+
+X = torch.zeros(2, 6, 32)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: Attention(32, 4, 2, 7), "head_dim=7 is odd; rotary positions turn pairs"),
+        (lambda: Attention(32, 4, 2, 0), "heads of size 0"),
+        (lambda: Attention(32, 4, 3, 8), "heads=4 and kv_heads=3: kv_heads must divide heads"),
+        (lambda: StreamingAttention(32, 64), "d_model=32 and heads=64 make heads of size 0"),
+        (lambda: StreamingAttention(32, 0), "heads=0: must be 1 or more"),
+        (lambda: layer()(X[0]), r"x has shape \(6, 32\); expected \[batch, tokens, 32\]"),
+        (lambda: layer()(X[..., :8]), r"x has shape \(2, 6, 8\); expected \[batch, tokens, 32\]"),
+        (lambda: layer()(X, ra.plan(seq_len=5)), "x has 6 tokens, a rank of this plan holds 5"),
+        (lambda: layer()(X, positions=torch.arange(5)), r"positions have shape \(5,\); x has 2 rows of 6 tokens"),
+        (lambda: StreamingAttention(32, 4).prefill(X, ra.plan(seq_len=5)), "x has 6 tokens, a rank of this plan holds"),
+    ],
+)
+def test_what_does_not_fit_is_named(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()

@@ -130,6 +130,14 @@ def test_wrong_order_and_wrong_rows_are_errors():
         made.step(x[:1])
     with pytest.raises(ValueError, match="x asks for gradients"):
         made.prefill(x.requires_grad_())
+    with pytest.raises(ValueError, match="x has no tokens"):
+        made.step(x.detach()[:, :0])
+    with pytest.raises(ValueError, match=r"x has shape \(45, 32\); expected \[batch, tokens, 32\]"):
+        made.step(x[0])
+    with pytest.raises(ValueError, match="x has 45 tokens, a rank of this plan holds 44"):
+        made(x, ra.plan(seq_len=44))
+    with pytest.raises(ValueError, match="heads=0: must be 1 or more"):
+        GatedLinearAttention(C, 0)
     assert made.state is state
     made.reset()
     with pytest.raises(ValueError, match="step before prefill"):

@@ -1,4 +1,4 @@
-"""Partials merge: associative, commutative, `empty` is neutral, and no infinity becomes a NaN."""
+"""Partials merge: associative, commutative, `empty` is neutral; an empty side makes no NaN, and none disappears."""
 
 import itertools
 from functools import reduce
@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+import ringattn as ra
+from ringattn.comms.local import run
 from ringattn.kernels.partial import (
     NEVER,
     Partial,
@@ -20,7 +22,7 @@ from ringattn.kernels.partial import (
     to_streams,
 )
 
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 
 
 def attention_over(keys: slice, seed: int = 0, size: float = 1.0) -> Partial:
@@ -126,16 +128,40 @@ def off(found, expected):
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("missing", [NEVER, INF])
-@pytest.mark.parametrize("garbage", [0.0, float("nan"), INF])
-def test_an_infinite_lse_of_either_sign_is_an_empty_side(missing, garbage):
+@pytest.mark.parametrize("garbage", [0.0, NAN, INF])
+def test_an_lse_of_minus_infinity_is_an_empty_side(garbage):
     a = attention_over(slice(0, 12))
-    nothing = Partial(torch.full_like(a.out, garbage), torch.full_like(a.lse, missing))
+    nothing = Partial(torch.full_like(a.out, garbage), torch.full_like(a.lse, NEVER))
     close(merge(a, nothing), a)
     close(merge(nothing, a), a)
     both = merge(nothing, nothing)
     assert both.out.eq(0).all() and both.lse.eq(NEVER).all()
     close(normalise_empty(nothing), both)
+
+
+@pytest.mark.parametrize("lse", [NAN, INF])
+def test_a_side_that_is_nan_is_not_empty(lse):
+    """FlashAttention-2 writes lse = +inf beside an out of NaN."""
+    a = attention_over(slice(0, 12))
+    bad = Partial(a.out * NAN, torch.full_like(a.lse, lse))
+    for other in (a, bad, empty(a.out, 3)):
+        for pair in ((bad, other), (other, bad)):
+            merged = merge(*pair)
+            assert merged.out.isnan().all() and not merged.lse.isfinite().any()
+            assert from_streams(merge_streams(*map(to_streams, pair))).out.isnan().all()
+
+
+@pytest.mark.parametrize("kernel", ["auto", "tiled", "reference"])
+def test_a_key_of_nan_reaches_every_query_that_sees_it_on_a_ring_as_on_one_device(kernel):
+    q, k, v = torch.randn(3, 1, 64, 2, 8).unbind()
+    k[:, 3] = NAN
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=64, kernel=kernel)
+        return plan.unshard(ra.attention(plan.shard(q), plan.shard(k), plan.shard(v), plan))
+
+    for out in (ra.attention(q, k, v), *run(one, ring=4)):
+        assert out[:, :3].isfinite().all() and out[:, 3:].isnan().all()
 
 
 def test_streams_keep_empty_rows_empty():
@@ -151,6 +177,8 @@ def test_sinks_are_one_more_key_with_a_value_of_zero():
     got = add_sinks(a, sinks)
     torch.testing.assert_close(got.lse, torch.logaddexp(a.lse, sinks.expand_as(a.lse)))
     torch.testing.assert_close(got.out, a.out * torch.exp(a.lse - got.lse)[..., None])
+    close(add_sinks(a, sinks + NEVER), a)
+    assert add_sinks(a, sinks * NAN).out.isnan().all()
 
 
 def test_the_same_words_work_on_jax_arrays():

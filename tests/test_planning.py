@@ -1,14 +1,23 @@
 """A plan is chosen honestly, says why, and every explicit choice is kept."""
 
+import copy
 import dataclasses
+import pickle
 import re
+import subprocess
+import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.cost import HARDWARE, Shape, pairs, predict
 from ringattn.layout import Layout
+from ringattn.planning import Plan
 
 
 def on(sizes, **given):
@@ -121,6 +130,95 @@ def test_the_route_goes_by_the_hosts(hosts, route):
     assert run(lambda mesh: ra.plan(mesh, seq_len=64), ring=4, hosts=hosts)[0].route == route
 
 
+@pytest.mark.parametrize("of", [lambda x: x, np.int64, torch.tensor], ids=["int", "numpy", "tensor"])
+def test_sizes_may_be_any_whole_numbers(of):
+    plan = ra.plan(seq_len=of(64), heads=[of(4), 2], head_dim=of(8))
+    assert plan == ra.plan(seq_len=64, heads=(4, 2), head_dim=8) and hash(plan) and plan.heads == (4, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float64", torch.float64, np.float64, np.dtype("float64"), jnp.float64])
+def test_dtypes_of_every_framework_are_known_by_their_names(dtype):
+    assert "(cpu, float64, head dim 8)" in ra.plan(seq_len=64, heads=4, head_dim=8, dtype=dtype).explain()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
+def test_a_copied_plan_is_one_of_its_own(copied):
+    plan = ra.plan(seq_len=16)
+    other = copied(plan)
+    assert other == plan and other.handle != plan.handle
+    x = torch.randn(1, 16, 2, 8)
+    del plan
+    assert torch.equal(ra.attention(x, x, x, other), ra.attention(x, x, x))
+
+
+def test_a_pickled_plan_is_not_another_plan_of_another_process(tmp_path):
+    (tmp_path / "plan").write_bytes(pickle.dumps(ra.plan(seq_len=16)))
+    code = f"""if True:
+        import pickle, ringattn as ra
+        first = ra.plan(seq_len=48)
+        other = pickle.load(open({str(tmp_path / "plan")!r}, "rb"))
+        from ringattn.planning import LIVE
+        assert LIVE[other.handle] is other and LIVE[first.handle] is first
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_plan_on_ranks_is_copied_with_its_axes_and_never_pickled():
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=16)
+        assert copy.deepcopy(plan).axes is plan.axes
+        with pytest.raises(TypeError, match=r"a plan on a mesh cannot be pickled .*: make the plan on every rank"):
+            pickle.dumps(plan)
+
+    run(one, ring=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"dtype": "bf16"}, "dtype='bf16': choose one of float16, bfloat16, float32, float64"),
+        ({"dtype": torch.int8}, "dtype=torch.int8: choose one of"),
+        ({"head_dim": 0}, "head_dim=0: the size of a head"),
+        ({"head_dim": 8.5}, "head_dim=8.5: the size of a head"),
+        ({"value_dim": -1}, "value_dim=-1: the size of a value"),
+        ({"heads": True}, "heads=True: (query heads, key heads)"),
+        ({"heads": ("8", "2")}, "heads=('8', '2'): (query heads, key heads)"),
+        ({"hosts": -1}, "hosts=-1: on how many hosts the ring lies"),
+        ({"hosts": "a"}, "hosts='a': on how many hosts"),
+        ({"transport": "pigeon"}, "transport='pigeon': choose one of auto, symmetric, group"),
+        ({"docs": [8, 8]}, "docs is of type list; say Docs.from_lengths"),
+        ({"docs": ra.Docs.from_lengths([8])}, "docs: document lengths add up to 8, and seq_len=16"),
+        ({"spec": {}}, "spec is of type dict; say AttentionSpec"),
+        ({"mesh": 4}, "mesh=4 is of type int; make one with ringattn.init_mesh"),
+        ({"mesh": "ring"}, "mesh='ring' is of type str"),
+        ({"mesh": (2, 2)}, "mesh=(2, 2) is of type tuple"),
+        ({"mesh": jax.sharding.Mesh(jax.devices()[:1], ("ring",)), "transport": "pigeon"}, "transport='pigeon'"),
+        ({"together": 1.5}, "together=1.5"),
+        ({"groups": True}, "groups=True"),
+    ],
+)  # fmt: skip
+def test_what_no_plan_can_be_made_of_is_refused(given, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        ra.plan(**{"seq_len": 16, **given})
+
+
+@pytest.mark.parametrize("sizes", [{"ring": 0}, {"ring": -1}, {"ulysses": "2"}, {"key_len": 0}], ids=str)
+def test_no_plan_has_sizes_below_one(sizes):
+    [(name, size)] = sizes.items()
+    with pytest.raises(ValueError, match=f"{name}={size!r}: .*at least 1"):
+        Plan(16, **sizes)
+
+
+def test_ulysses_alone_on_a_sequence_axis_needs_heads_for_all_ranks():
+    def one(mesh):
+        with pytest.raises(
+            ValueError, match="over 4 ranks needs query heads that 4 divides, and there are 3; use strat"
+        ):
+            ra.plan(mesh, seq_len=16, heads=3, strategy="ulysses")
+
+    run(one, sequence=4)
+
+
 def test_documents_that_are_known_choose_the_layout():
     def one(mesh, lengths):
         return ra.plan(
@@ -139,7 +237,7 @@ def test_documents_that_are_known_choose_the_layout():
         ({"together": 0}, "together=0: how many blocks a step may bring, at least 1"),
         ({"backward": "values"}, "backward='values': choose one of auto, keys, queries"),
         ({"backward": "queries", "route": "relay"}, "backward='queries' goes with route='direct'"),
-        ({"route": "levels", "hosts": 3}, "ring=2 lies on hosts=3"),
+        ({"route": "levels", "hosts": 3}, "hosts=3 for ring=2: as many ranks lie on each host"),
         ({"transport": "pigeon"}, "transport='pigeon': choose one of auto, symmetric, group"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ringattn import kernels
 from ringattn.kernels import reference, tiled
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import Partial, merge
+from ringattn.kernels.partial import Partial, empty, merge
 
 
 def problem(T=13, S=17, H=4, G=2, D=8, V=6, B=2, seed=0, dtype=torch.float64):
@@ -130,6 +130,35 @@ def test_no_keys_at_all():
     for module in (reference, tiled):
         part = module.attend(q, k[:, :0], v[:, :0], where, scale=0.3)
         assert part.out.eq(0).all() and part.lse.eq(-np.inf).all()
+
+
+def check_bad_rows(part, nothing):
+    out, lse = (np.asarray(x) for x in part)
+    assert np.isnan(out[~nothing]).all() and not np.isfinite(lse[~nothing]).any()
+    assert (out[nothing] == 0).all() and (lse[nothing] == -np.inf).all()
+
+
+@pytest.mark.parametrize("size", [np.nan, 1e30])
+@pytest.mark.parametrize("module", [reference, tiled])
+def test_nan_and_overflowing_scores_are_not_empty_rows(module, size):
+    q, k, v, where = problem(dtype=torch.float32)
+    carry = module.attend(q, k, v, where, scale=0.3)
+    q, k, nothing = q.abs() * size, k.abs() * size, (where.begin == where.end).numpy()
+    for before in (None, carry):
+        part = module.attend(q, k, v, where, scale=0.3, carry=before)
+        check_bad_rows(part, nothing)
+    dq = module.attend_backward(q, k, v, where, part.out, part.lse, part.lse, scale=0.3)[0]
+    assert dq[torch.from_numpy(~nothing)].isnan().all()
+
+
+@pytest.mark.parametrize("size", [np.nan, 1e30])
+def test_nan_and_overflowing_scores_are_not_empty_rows_in_jax(size):
+    jnp = pytest.importorskip("jax").numpy
+    q, k, v, where = problem(dtype=torch.float32)
+    q, k, v, *at = (jnp.asarray(x.numpy()) for x in (q.abs() * size, k.abs() * size, v, *where[:2]))
+    part = reference.attend(q, k, v, Intervals(*at), scale=0.3)
+    for found in (part, merge(part, empty(q, v.shape[-1]))):
+        check_bad_rows(found, np.asarray(at[0] == at[1]))
 
 
 def test_merging_a_split_is_the_whole():

@@ -1,7 +1,10 @@
 """What prefill and decode decide without a device: where tokens lie, which way a chunk moves, how partials meet."""
 
+import re
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -134,8 +137,75 @@ def test_a_cache_is_a_kv_cache_and_takes_what_its_framework_takes():
     assert isinstance(cache, ra.KVCache) and type(cache) is KVCache and cache.k.dtype == torch.bfloat16
     with pytest.raises(TypeError, match="unexpected keyword argument 'size'"):
         ra.KVCache.allocate(ra.plan(seq_len=8), **sizes, size=3)
-    with pytest.raises(ValueError, match="plan is of type int"):
-        ra.KVCache.allocate(3, **sizes)
+    for plan, kind in ((3, "int"), (None, "NoneType")):
+        for allocate in (ra.KVCache.allocate, KVCache.allocate):
+            with pytest.raises(ValueError, match=f"plan is of type {kind}; make one with ringattn.plan"):
+                allocate(plan, **sizes)
+    with pytest.raises(TypeError, match=r"a cache is made with KVCache.allocate\(plan, batch="):
+        ra.KVCache()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"dtype": torch.int8}, "dtype=torch.int8: choose one of float16, bfloat16, float32, float64"),
+        ({"window": 0}, "window=0: at least 1, a whole number"),
+        ({"window": 4, "room": -1}, "room=-1: the longest chunk"),
+        ({"block": 0}, "block=0: at least 1"),
+        ({"value_dim": 0}, "value_dim=0: at least 1"),
+        ({"value_dim": -1}, "value_dim=-1"),
+        ({"batch": 2.0}, "batch=2.0: at least 1, a whole number"),
+        ({"batch": True}, "batch=True"),
+        ({"batch": None}, "batch=None"),
+        ({"max_len": "64"}, "max_len='64'"),
+    ],
+)
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_memory_of_no_size_is_refused(given, says, framework):
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("ring",)) if framework == "jax" else None
+    with pytest.raises(ValueError, match=re.escape(says)):
+        ra.KVCache.allocate(
+            ra.plan(mesh, seq_len=8), **{"batch": 1, "max_len": 64, "kv_heads": 2, "head_dim": 16, **given}
+        )
+
+
+def test_what_is_no_cache_or_of_the_other_framework_is_refused():
+    x = torch.randn(1, 8, 2, 16)
+    plan, on_jax = (ra.plan(mesh, seq_len=8) for mesh in (None, jax.sharding.Mesh(jax.devices()[:1], ("ring",))))
+    sizes = {"batch": 1, "max_len": 64, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+    cache, jax_cache = (ra.KVCache.allocate(one, **sizes) for one in (plan, on_jax))
+    y = jnp.asarray(x.numpy())
+    for call, says in [
+        (lambda: ra.decode(x, x, x, None), "cache is of type NoneType; make one with KVCache.allocate"),
+        (lambda: ra.prefill(x, x, x, plan, None), "cache is of type NoneType"),
+        (lambda: ra.prefill(x, x, x, None, cache), "plan is of type NoneType; use the cache's plan"),
+        (lambda: ra.prefill(x, x, x, cache, plan), "cache is of type Plan; .* plan comes before cache"),
+        (lambda: ra.decode(y, y, y, cache), "made for a torch mesh, and q is a jax array"),
+        (lambda: ra.decode(x, x, x, jax_cache), "made for a jax mesh, and q is a torch tensor"),
+        (lambda: ra.prefill(y, y, y, plan, cache), "made for a torch mesh, and q is a jax array"),
+        (lambda: cache.append(y, y), "made for a torch mesh, and k is a jax array"),
+        (lambda: jax_cache.append(x, x), "made for a jax mesh, and k is a torch tensor"),
+        (lambda: ra.decode(x, x, x, cache, sinks=[0.0, 0.0]), "sinks is of type list; it must be a torch tensor"),
+        (lambda: ra.decode(x, x, x, cache, spec={}), "spec is of type dict; say AttentionSpec"),
+        (lambda: cache.load_state_dict(jax_cache.state_dict()), "the state has no origin"),
+        (lambda: jax_cache.load_state_dict(cache.state_dict()), "the state has no first"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            call()
+
+
+def test_a_prefill_that_one_rank_alone_gets_wrong_is_refused_on_all():
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=16)
+        x = torch.randn(1, 8, 2, 16)
+        cache = KVCache.allocate(plan, batch=1, max_len=64, kv_heads=2, head_dim=16, dtype=x.dtype)
+        for given in ({"sinks": [0.0, 0.0]}, {"spec": {}}, {"keys": 1.5}, {"start": "0"}, {"plan": None}):
+            said = {"plan": plan, **(given if mesh.rank else {})}
+            with pytest.raises(ValueError, match=r"on ring rank 1"):
+                ra.prefill(x, x, x, said.pop("plan"), cache, **said)
+        assert cache.lengths.tolist() == [0]
+
+    run(one, ring=2, timeout=20)
 
 
 def test_the_second_layer_finds_everything_made(monkeypatch):

@@ -1,7 +1,9 @@
 """A mask is an interval: bounds say exactly what the words of the spec say, and both ends never decrease."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,10 +64,27 @@ def test_docs_from_lengths_and_cu_seqlens_are_equal_and_hash_alike():
         (lambda: AttentionSpec(scale=float("nan")), "scale=nan: must be a finite number above 0"),
         (lambda: AttentionSpec(scale=-1.0), "scale=-1.0"),
         (lambda: AttentionSpec(softcap=0.0), "softcap=0.0"),
+        (
+            lambda: AttentionSpec(scale=np.array(0.5)),
+            r"scale=array\(0.5\): must be a finite number above 0 \(no array\)",
+        ),
+        (lambda: AttentionSpec(window=np.array(5)), r"window=array\(5\)"),
         (lambda: Docs.from_lengths([3, -1]), r"at least 0, got \[3, -1\]"),
         (lambda: Docs.from_lengths([9], pad_to=8), "9 tokens do not fit in pad_to=8"),
         (lambda: Docs.from_lengths([[3], [4]]), r"add up to \[3, 4\].*say pad_to=4"),
         (lambda: Docs.from_lengths([]), "no documents"),
+        (lambda: Docs.from_lengths(None), "must be a list, array or tensor of whole numbers, got None"),
+        (lambda: Docs.from_lengths(16), "must be a list, array or tensor of whole numbers, got 16"),
+        (lambda: Docs.from_lengths("88"), "got '88'"),
+        (lambda: Docs.from_lengths([8, [8]]), r"at least 0, got \[8, \[8\]\]"),
+        (lambda: Docs.from_lengths([float("inf"), 1]), r"at least 0, got \[inf, 1\]"),
+        (
+            lambda: Docs.from_lengths([2**62, 2**62]),
+            "documents of 9223372036854775808 tokens: positions are counted in",
+        ),
+        (lambda: Docs.from_lengths([8, 8], pad_to=16.7), "pad_to=16.7: the length with padding, a whole number"),
+        (lambda: Docs.from_lengths([8, 8], pad_to="16"), "pad_to='16'"),
+        (lambda: Docs.from_cu_seqlens([0, 7.9, 16]), r"in whole numbers, got \[0, 7.9, 16\]"),
         (lambda: Docs.from_cu_seqlens([1, 4]), "must begin with 0"),
         (lambda: Docs.from_cu_seqlens([0, 4, 3]), "never decrease"),
     ],
@@ -73,6 +92,14 @@ def test_docs_from_lengths_and_cu_seqlens_are_equal_and_hash_alike():
 def test_what_cannot_be_is_refused_with_the_numbers(make, says):
     with pytest.raises(ValueError, match=says):
         make()
+
+
+def test_lengths_come_as_lists_arrays_and_tensors():
+    expected = Docs.from_lengths([3, 5])
+    for array in (np.array, torch.tensor, jnp.array):
+        assert Docs.from_lengths(array([3, 5])) == Docs.from_lengths([array(3), array(5)]) == expected
+        assert Docs.from_lengths(array([[3, 5], [4, 4]])) == Docs.from_lengths([[3, 5], [4, 4]])
+        assert Docs.from_cu_seqlens(array([0, 3, 8])) == expected
 
 
 def test_a_spec_is_frozen_and_hashable():

@@ -11,9 +11,11 @@ import pytest
 pytest.importorskip("hydra", reason="hydra-core is not installed (pip install 'ringattn[train]')")
 
 from ringattn.conf import complete, compose, schema
-from ringattn.conf.schema import Model, Train
+from ringattn.conf.schema import Data, Model, Strategy, Train
+from ringattn.launch import train
 
 ROOT = Path(__file__).parent.parent
+FILES = Data(path=str(ROOT / "conf"))
 RUN = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True, "timeout": 60}
 
 
@@ -59,6 +61,7 @@ def test_nothing_said_is_the_schema_itself():
         (["run=a(b"], "run=a(b: "),
         (["nproc=0"], "nproc=0: must be above 0"),
         (["data.held_out=-1"], "data.held_out=-1: must be 0 or above"),
+        (["seq_len=5", "+seq_len=6"], "seq_len is said twice"),
         (["+model._target_=os.system"], "no key 'model._target_'"),
     ],
 )
@@ -66,6 +69,25 @@ def test_what_cannot_be_is_one_sentence(words, said, capsys):
     assert compose.run(words, lambda config: 0) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_as_many_ranks_start_as_the_strategy_says():
+    def ranks(**said):
+        return train.resolved(Train(device="cpu", strategy=Strategy(**said)), None)[1]
+
+    assert [ranks(), ranks(ulysses=3), ranks(ring=1, ulysses=3), ranks(ring=1)] == [2, 6, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [
+        ({"nproc": 9999}, "9999 ranks, each a process here"),
+        ({"nproc": 1, "resume": "nowhere"}, "nowhere is not a complete checkpoint"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_would(choices, said, capsys):
+    assert train.here(Train(device="cpu", dry_run=True, seq_len=64, data=FILES, **choices)) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_sweep_runs_every_value_and_is_refused_among_started_ranks(tmp_path, capsys):

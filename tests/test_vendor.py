@@ -169,6 +169,19 @@ def test_the_same_call_twice_gives_the_same_bits() -> None:
     assert all(torch.equal(a[name][0], b[name][0]) for name in a)
 
 
+def test_inputs_whose_last_dim_is_not_contiguous_give_the_same() -> None:
+    torch.manual_seed(0)
+    where, options = intervals_of("prefix", 61), {"scale": 0.3}
+    q, k, v, dout = torch.randn(1, 61, 4, 40, 4).unbind(-1)
+    for strided in ((q, k, v, dout), (q, k, torch.ones(1, 61, 4, 1).expand(1, 61, 4, 40), dout)):
+        found, truth = [], []
+        for results, x in ((found, strided), (truth, [x.contiguous() for x in strided])):
+            part = sdpa_cpu.attend(*x[:3], where, **options)
+            results += part
+            results += sdpa_cpu.attend_backward(*x[:3], where, x[3], part.lse, part.lse, **options)
+        assert all(map(torch.equal, found, truth))
+
+
 def test_tiles_that_are_not_known_are_refused_by_name() -> None:
     x = torch.randn(1, 4, 1, 8)
     where = intervals_of("causal", 4)

@@ -286,7 +286,7 @@ def forward_kernel(entries: Any, q: Any, *rest: Any, walk: Walk, score: Score, p
     @pl.when(entry & LAST != 0)
     def finish() -> None:
         sums = total[...].sum(0, keepdims=True)
-        seen = sums > 0
+        seen = sums != 0
         sums = jnp.where(seen, sums, 1.0)
         out[0, 0] = acc[...] / sums
         lse[0, 0] = jnp.where(seen, (top[...] + jnp.log2(sums)) * (1 / LOG2E), NEVER)

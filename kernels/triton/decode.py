@@ -86,7 +86,7 @@ def decode_kernel(
         z = z * shrink + tl.sum(p, 1)
         m = new
 
-    some = z > 0
+    some = z != 0
     m = m * 0.6931471805599453
     at = ((split * B + b) * T + t) * (G * R) + h
     if STREAMS:

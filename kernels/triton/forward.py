@@ -102,8 +102,8 @@ def forward_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
             m = top
 
-    total = tl.where(sum > 0, sum, 1.0)
-    lse = tl.where(sum > 0, (m + tl.log2(total)) * LN2, float("-inf"))
+    total = tl.where(sum != 0, sum, 1.0)
+    lse = tl.where(sum != 0, (m + tl.log2(total)) * LN2, float("-inf"))
     tl.store(lse_ptr + b * lse_st[0] + at * lse_st[1] + h * lse_st[2], lse, mask=real)
     out = out_ptr + b * out_st[0] + h * out_st[2]
     add_rows(out, acc / total[:, None], first, T, out_st[1], out_st[3], QUERIES, V, WIDTH_V, False)

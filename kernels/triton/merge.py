@@ -3,7 +3,7 @@
     (O, LSE)    weights exp(lse - max lse), found first, then one weighted mean
     (O, M, L)   a tree: two statistics at a time are brought to the larger maximum and added
 
-The same meaning as `ringattn.kernels.partial`: an infinite or NaN lse marks an empty side, whatever its out holds.
+The same meaning as `ringattn.kernels.partial`: an lse of -inf marks an empty side, whatever its out holds.
 """
 
 from typing import Any
@@ -43,8 +43,7 @@ def merge_kernel(
     here = (n < N) & live[None, :]
     at = n * top_n + (b * top_b + t * top_t + h * top_h)[None, :]
     m = tl.load(top + at, mask=here, other=float("-inf")).to(tl.float32)
-    empty = (m != m) | (tl.abs(m) == float("inf"))
-    m = tl.where(empty, float("-inf"), m)
+    empty = m == float("-inf")
     o_at = (n * out_n + (b * out_b + t * out_t + h * out_h)[None, :])[:, :, None] + (column * out_v)[None, None, :]
     o = tl.load(out + o_at, mask=(here & ~empty)[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32)
     if STREAMS:
@@ -61,17 +60,16 @@ def merge_kernel(
         z = tl.broadcast_to(tl.sum(w, 0)[:, None], (BLOCK_R, BLOCK_V))
     if CARRY:
         lse = tl.load(old_lse + b * lse_b + t * lse_t + h * lse_h, mask=live, other=float("-inf")).to(tl.float32)
-        seen = live & (tl.abs(lse) != float("inf")) & (lse == lse)
+        seen = live & (lse != float("-inf"))
         old_at = (b * old_b + t * old_t + h * old_h)[:, None] + (column * old_v)[None, :]
         old = tl.load(old_out + old_at, mask=seen[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        one, lse = tl.where(seen, 1.0, 0.0), tl.where(seen, lse, float("-inf"))
+        one = tl.where(seen, 1.0, 0.0)
         o, m, z = merge_statistics(o, m, z, old, lse[:, None], one[:, None])
     if SINKS:
         sink = tl.load(sinks + h, mask=live, other=float("-inf")).to(tl.float32)
-        seen = (tl.abs(sink) != float("inf")) & (sink == sink)
-        one, sink = tl.where(seen, 1.0, 0.0), tl.where(seen, sink, float("-inf"))
+        one = tl.where(sink != float("-inf"), 1.0, 0.0)
         o, m, z = merge_statistics(o, m, z, tl.zeros_like(o), sink[:, None], one[:, None])
-    some = z > 0
+    some = z != 0  # so is NaN
     o = tl.where(some, o / tl.where(some, z, 1.0), 0.0)
     new_at = (b * new_b + t * new_t + h * new_h)[:, None] + (column * new_v)[None, :]
     tl.store(new_out + new_at, o.to(new_out.dtype.element_ty), mask=live[:, None] & inside[None, :])

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
+from ringattn.kernels.partial import NEVER
 from ringattn.kernels.vendor.tiles import equal_dims, gpu_refusal, heads_first, over_tiles, prepare, row_delta
 
 
@@ -16,7 +18,7 @@ def refuses(problem: Any) -> str | None:
 
 def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = _flash_attn_fwd(q_BTHD, k_BSGD, v_BSGV, softmax_scale=scale, causal=causal, return_lse=True)[:2]
-    return out, heads_first(lse)
+    return out, heads_first(lse.masked_fill(lse == NEVER, torch.nan))  # it writes -inf for NaN; no row here is empty
 
 
 def backward(

@@ -35,6 +35,7 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
         out_dtype: torch.dtype | None = None,
     ) -> Partial:
         tiles = tiles_or_refuse(name, where, softcap)
+        q_BTHD, k_BSGD, v_BSGV = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV))
 
         def run(tile: Tile) -> Partial:
             tensors = q_BTHD[:, tile.queries], k_BSGD[:, tile.keys], v_BSGV[:, tile.keys]
@@ -75,6 +76,7 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
     ) -> tuple[Tensor, Tensor, Tensor]:
         tiles = tiles_or_refuse(name, where, softcap)
         dout, out = delta_BTH if isinstance(delta_BTH, StandIn) else prepare(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)[2]
+        q_BTHD, k_BSGD, v_BSGV, dout, out = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV, dout, out))
         totals = [dq, dk, dv]
         for queries, keys, causal in sorted(tiles, key=area, reverse=True):
             tensors = q_BTHD[:, queries], k_BSGD[:, keys], v_BSGV[:, keys]
@@ -86,6 +88,11 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
         return dq, dk, dv
 
     return attend, attend_backward
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """`x` with its last dim contiguous, which vendors take for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def tiles_or_refuse(name: str, where: Intervals, softcap: float | None) -> tuple[Tile, ...]:

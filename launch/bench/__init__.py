@@ -15,6 +15,7 @@ A suite is a module of launch/bench/ with its own Options and `run(options) -> l
 a table and, with out=FILE, appended to it as one JSON line: commit, device, versions, case, milliseconds, ratios.
 """
 
+import dataclasses
 import json
 import platform
 import subprocess
@@ -23,7 +24,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from ringattn.launch.words import nearest, parse, usage
+from ringattn.launch.words import answer, default_of, nearest, parse, usage
 
 SUITES = ("decode", "jax", "kernels", "linear", "memory", "prefill", "ring", "scan", "step", "traffic")
 
@@ -36,21 +37,44 @@ def main(argv: list[str]) -> int:
     if argv[0] not in SUITES:
         print(f"ringattn bench: no suite {argv[0]!r}{nearest(argv[0], SUITES)} ({', '.join(SUITES)})", file=sys.stderr)
         return 2
-    suite = import_module(f"ringattn.launch.bench.{argv[0]}")
-    words = argv[1:]
+    return answer(f"bench {argv[0]}", lambda: measure(argv[0], argv[1:]))
+
+
+def measure(name: str, words: list[str]) -> None:
+    """Run a suite, and keep its rows where that was asked for."""
+    suite = import_module(f"ringattn.launch.bench.{name}")
     if any(w in ("-h", "--help") for w in words):
-        print(usage(f"bench {argv[0]}", suite))
-        return 0
-    out = next((w.removeprefix("out=") for w in words if w.startswith("out=")), None)
-    try:
-        options = parse([w for w in words if not w.startswith("out=")], suite.Options)
-    except ValueError as error:
-        print(f"ringattn bench {argv[0]}: {error}", file=sys.stderr)
-        return 2
+        print(usage(f"bench {name}", suite))
+        print("  out=None".ljust(34) + "  a file that the rows are appended to, one JSON line each")
+        return
+    outs = [w.removeprefix("out=") for w in words if w.startswith("out=")]
+    if len(outs) > 1:
+        raise ValueError("out is said twice; say it once")
+    options = parse([w for w in words if not w.startswith("out=")], suite.Options)
+    fits(options)
     rows = suite.run(options)
-    if out:
-        write(rows, out)
-    return 0
+    if outs:
+        write(rows, outs[0])
+
+
+def fits(options: Any) -> None:
+    """A ValueError for heads that do not divide, for GPUs that are not here, and for a GPU's sizes on a CPU."""
+    import torch
+
+    fields = {f.name: f for f in dataclasses.fields(options)}
+    if "kv_heads" in fields and options.heads % options.kv_heads:
+        raise ValueError(f"{options.kv_heads} key heads do not divide {options.heads} query heads")
+    if "device" not in fields:
+        return
+    gpus, ranks = torch.cuda.device_count(), getattr(options, "ranks", 1)
+    most = max(ranks, default=1) if isinstance(ranks, list) else ranks
+    if options.device == "cuda" and not gpus:
+        raise ValueError("device=cuda, and torch sees no GPU here; on a CPU say device=cpu tokens=1024")
+    if options.device == "cuda" and most > gpus:
+        raise ValueError(f"ranks={most} need a GPU each, and torch sees {gpus} here; say ranks={gpus}")
+    of_gpus = default_of(fields["device"]) != "cpu" and options.tokens == default_of(fields["tokens"])
+    if options.device == "cpu" and of_gpus:
+        raise ValueError("without tokens= the lengths are a GPU's; on a CPU say device=cpu tokens=1024")
 
 
 def write(rows: list[dict[str, Any]], path: str) -> None:

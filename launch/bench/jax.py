@@ -23,6 +23,7 @@ MODES = {"forward": 4, "forward+backward": 14}  # flops of a pair, a head and a 
 OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_latency_hiding_scheduler": True
 }  # or hops wait for the work that they could fly behind
+LONGEST_ON_CPU = 2048
 
 
 @dataclass
@@ -49,6 +50,14 @@ def run(options: Options) -> list[dict[str, Any]]:
 
     devices = jax.devices()[: options.ranks or None]
     ranks = len(devices)
+    if ranks < options.ranks or ranks % options.ulysses:
+        raise ValueError(
+            f"ranks={options.ranks} and ulysses={options.ulysses}, and jax sees {len(jax.devices())} device(s)"
+        )
+    if devices[0].platform == "cpu" and max(options.tokens) > LONGEST_ON_CPU:
+        raise ValueError(
+            f"jax sees no GPU, and on a CPU tokens= is {LONGEST_ON_CPU} at most; say also heads=4 kv_heads=2"
+        )
     mesh = rj.init_mesh(ring=ranks // options.ulysses, ulysses=options.ulysses, devices=devices)
     one = rj.init_mesh(ring=1, devices=devices[:1])
     words: dict[str, Any] = {

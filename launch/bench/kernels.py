@@ -26,6 +26,7 @@ from ringattn.spec import AttentionSpec, Docs, bounds
 IMPLS = ("triton", "flex", "cudnn", "flash", "fa4")
 CPU_IMPLS = ("sdpa_cpu", "tiled")
 OURS = ("triton", "decode", "tiled")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Options:
     tokens: int | None = option(None, "another length for every case")
     heads: int = option(32, "query heads")
     kv_heads: int = option(8, "key heads")
-    device: str | None = option(None, "cuda or cpu (the GPU if there is one)")
-    dtype: str | None = option(None, "bfloat16 on a GPU, float32 on a CPU")
+    device: str | None = option(None, "cuda or cpu (the GPU if there is one)", among=("cuda", "cpu"))
+    dtype: str | None = option(None, "bfloat16 on a GPU, float32 on a CPU", among=DTYPES)
     backward: bool = option(True, "time the backward as well")
     rep: int = option(200, "milliseconds of repetitions for each median")
 

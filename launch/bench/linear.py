@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ringattn.kernels import chunkwise
 from ringattn.kernels.linear import TABLE
 from ringattn.launch.bench import table
-from ringattn.launch.bench.kernels import attempt, distance, median_ms, peak_gib
+from ringattn.launch.bench.kernels import DTYPES, attempt, distance, median_ms, peak_gib
 from ringattn.launch.words import nearest, option
 
 NAMES = ("out", "dq", "dk", "dv", "dg")
@@ -56,9 +56,9 @@ class Options:
     cases: list[str] = option(list(CASES), "which cases; or how their names begin")
     impls: list[str] | None = option(None, "which contestants (triton,op,fla; on a CPU chunkwise,op)")
     tokens: int | None = option(None, "another length for every case")
-    device: str | None = option(None, "cuda or cpu (the GPU if there is one)")
-    dtype: str | None = option(None, "bfloat16 on a GPU, float32 on a CPU")
-    gate_dtype: str | None = option(None, "as dtype")
+    device: str | None = option(None, "cuda or cpu (the GPU if there is one)", among=("cuda", "cpu"))
+    dtype: str | None = option(None, "bfloat16 on a GPU, float32 on a CPU", among=DTYPES)
+    gate_dtype: str | None = option(None, "as dtype", among=DTYPES)
     cuts: list[str] = option(
         [], "the triton kernels cut otherwise too: gradients=32x64x8x1 (keys x values x warps x stages)"
     )

@@ -25,21 +25,23 @@ from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "way", "chunk", "ranks", "ms", "peak_mb", "speed", "moved"]
 ELSEWHERE = {"tokens", "chunk", "ways", "moves", "timeout", "device"}  # said by each row itself, or by its stamp
+WAYS = ("ring", "whole", "chunks")
+MOVES = ("auto", "queries", "keys")
 
 
 @dataclass
 class Options:
     tokens: list[int] = option([512, 2048, 8192], "prompt lengths")
     chunk: int = option(512, "tokens a chunk")
-    ways: list[str] = option(["ring", "whole", "chunks"], "which of them")
-    moves: list[str] = option(["auto"], "what travels in chunks: auto, queries, keys; each is timed")
+    ways: list[str] = option(list(WAYS), "which of them", among=WAYS)
+    moves: list[str] = option(["auto"], "what travels in chunks: auto, queries, keys; each is timed", among=MOVES)
     transport: str = option("auto", "auto, symmetric or group")
     ranks: int = option(2, "ranks")
     heads: int = option(8, "query heads")
     kv_heads: int = option(2, "key heads")
     head_dim: int = option(64, "head dim")
     repeats: int = option(3, "timed runs, of which the median counts")
-    device: str = option("cpu", "cpu or cuda")
+    device: str = option("cpu", "cpu or cuda", among=("cpu", "cuda"))
     timeout: float = option(600.0, "seconds for all")
 
 

@@ -39,22 +39,29 @@ class Options:
     heads: int = option(32, "query heads")
     kv_heads: int = option(8, "key heads")
     head_dim: int = option(128, "head dim")
-    strategy: str = option("auto", "ring, gather or ulysses")
+    strategy: str = option("auto", "auto, ring, gather or ulysses")
     layout: list[str] = option(["auto"], "contiguous, striped or zigzag")
-    route: str = option("auto", "direct or relay")
+    route: str = option("auto", "auto, direct, relay or levels")
     together: int = option(0, "blocks a step; 0: as many as are small")
     groups: int = option(0, "groups of heads through Ulysses and gather; 0: as many as save time")
     transports: list[str] = option(["auto"], "auto, symmetric, group: each is timed")
-    peers: list[str] = option([], "allgather, alltoall: torch's context_parallel beside ours")
+    peers: list[str] = option(
+        [], "allgather, alltoall: torch's context_parallel beside ours", among=("allgather", "alltoall")
+    )
     kernel: str = option("auto", "the kernel of every step, and of the floor")
-    device: str = option("cuda", "cuda or cpu")
+    device: str = option("cuda", "cuda or cpu", among=("cuda", "cpu"))
     floor: bool = option(True, "whether to time the floor too")
-    modes: list[str] = option(["forward", "forward+backward"], "forward, forward+backward")
+    modes: list[str] = option(list(FLOPS), "forward, forward+backward", among=tuple(FLOPS))
     graphs: bool = option(False, "capture each call in a CUDA graph and time its replays, the floor's too")
-    warmup: int = option(2, "runs that are not timed")
+    warmup: int = option(2, "runs that are not timed", least=0)
     repeats: int = option(10, "timed runs")
     trace: str = option("", "a file name for a trace (.json) and a picture (.svg) of each first length and mode")
     timeout: float = option(900.0, "seconds for all")
+
+    def __post_init__(self) -> None:
+        for mask in self.mask:
+            if mask not in ("causal", *MIXES) and not (mask.isdigit() and int(mask)):
+                raise ValueError(f"mask={mask}: choose causal, long, short, or a number, which is a window")
 
 
 def run(options: Options) -> list[dict[str, Any]]:

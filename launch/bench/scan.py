@@ -26,11 +26,11 @@ class Options:
     heads: int = option(16, "heads")
     key_dim: int = option(128, "key dim")
     value_dim: int = option(128, "value dim")
-    gate: str = option("channel", "channel, head or none")
+    gate: str = option("channel", "channel, head or none", among=("channel", "head", "none"))
     layout: list[str] = option(["zigzag"], "contiguous or zigzag")
     scan: list[str] = option(["auto", "gather", "ring", "pipeline"], "how states travel")
     kernel: str = option("auto", "auto, triton or chunkwise")
-    device: str = option("cuda", "cuda or cpu")
+    device: str = option("cuda", "cuda or cpu", among=("cuda", "cpu"))
     repeats: int = option(10, "timed runs")
     timeout: float = option(900.0, "seconds for all")
 

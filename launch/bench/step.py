@@ -37,8 +37,15 @@ class Options:
 
 
 def run(options: Options) -> list[dict[str, Any]]:
-    about = json.loads((Path(options.run) / "config.json").read_text())
+    written = Path(options.run) / "config.json"
+    if not options.run or not written.is_file():
+        raise ValueError(
+            f"run={options.run}: no {written.name} there; say the folder of a training run, as in runs/NAME"
+        )
+    about = json.loads(written.read_text())
     config, ranks = from_dict(about["config"]), about["ranks"]
+    if config.device == "cuda" and torch.cuda.device_count() < ranks:
+        raise ValueError(f"{options.run} ran on {ranks} GPUs, and torch sees {torch.cuda.device_count()} here")
     m = config.model
     if m.window is not None or m.softmax_every != 1 or config.data.documents:
         said = f"window={m.window}, softmax_every={m.softmax_every}, documents={config.data.documents!r}"

@@ -10,6 +10,7 @@ import torch
 
 from ringattn.comms.local import run as run_ranks
 from ringattn.launch.bench import table
+from ringattn.launch.processes import MOST
 from ringattn.launch.words import option
 
 COLUMNS = ["strategy", "route", "ring", "ulysses", "layout", "mask", "forward", "backward", "scheduled", "forward_mb"]
@@ -28,6 +29,8 @@ class Options:
 def run(options: Options) -> list[dict[str, Any]]:
     import ringattn as ra
 
+    if not 2 <= options.ranks <= min(MOST, options.tokens):
+        raise ValueError(f"ranks={options.ranks}: there can be 2 to {MOST}, and no more than tokens={options.tokens}")
     causal, window, full = ra.AttentionSpec(), ra.AttentionSpec(window=options.window), ra.AttentionSpec(causal=False)
     inside = ra.Docs.from_lengths([options.tokens // options.ranks] * options.ranks, pad_to=options.tokens)
     n = options.ranks

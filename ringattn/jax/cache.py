@@ -22,11 +22,23 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringattn import serving
-from ringattn.check import beside_window, of_back, of_kept, of_room, of_sizes
+from ringattn.check import (
+    beside_window,
+    of_arrays,
+    of_back,
+    of_fork,
+    of_kept,
+    of_memory,
+    of_pair,
+    of_room,
+    of_saved,
+    of_truncated,
+    of_words,
+)
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.sharding import moved, sequence_axes
-from ringattn.planning import Plan, hardware_of
+from ringattn.planning import Plan, dtype_name, hardware_of
 from ringattn.serving import BLOCK, Heads, Moves, Stripes, explained, prefill_moves
 
 
@@ -73,13 +85,19 @@ class KVCache(serving.KVCache):
         that will be appended at once; as long as the window by default). `cut` names what else cuts it than the
         sequence's axes: P("data", None, "tensor") the batch and the heads; by default data the batch, where it divides.
         """
-        problem = of_sizes(batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim)
-        if plan.framework != "jax":
+        problem = of_words(required=True, plan=plan) or of_memory(
+            room, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+            window=window, block=block,
+        )  # fmt: skip
+        if problem is None and plan.framework != "jax":
             problem = "the plan was made for a torch mesh; give plan() a mesh of jax devices"
-        cut = usual_cut(plan, batch) if cut is None else cut
-        problem = problem or of_cut(plan, cut, batch, kv_heads)
         if problem:
             raise ValueError(problem)
+        cut = usual_cut(plan, batch) if cut is None else cut
+        problem = of_cut(plan, cut, batch, kv_heads)
+        if problem:
+            raise ValueError(problem)
+        dtype = dtype_name(dtype)
         stripes = Stripes(plan.ring * plan.ulysses, block)
         most = None if window is None else window + (window if room is None else room)
         rows = (batch, stripes.ranks * slots_for(max_len, most, stripes), kv_heads)
@@ -111,13 +129,17 @@ class KVCache(serving.KVCache):
 
         Where lengths are traced, what does not fit is dropped.
         """
-        problem = self.problem(k, v, k.shape[1])
+        problem = of_arrays({"k": k, "v": v}, {}, self.plan) or self.problem(k, v, k.shape[1])
         if problem:
             raise ValueError(problem)
         return over_devices(keep, self, (), (k, v))[0]
 
     def truncate(self, lengths: int | Sequence[int] | Array) -> "KVCache":
         """Without the tokens from these lengths on (rejected ones, say); one number for all rows or one a row."""
+        counted = isinstance(lengths, Array) and jnp.issubdtype(lengths.dtype, jnp.integer)  # and perhaps traced
+        problem = None if counted else of_truncated(lengths, len(self.lengths))
+        if problem:
+            raise ValueError(problem)
         new = jnp.zeros_like(self.lengths) + jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), self.lengths.shape)
         first = self.first
         if self.window is not None:  # the next token must still see its whole window
@@ -130,6 +152,9 @@ class KVCache(serving.KVCache):
     def fork(self, copies: int = 1, max_len: int | None = None) -> "KVCache":
         """`copies` continuations of every row, which append their own, to memory of their own."""
         max_len = self.max_len if max_len is None else max_len
+        problem = of_fork(copies, max_len, self.known)
+        if problem:
+            raise ValueError(problem)
         slots = slots_for(max_len, self.most, self.stripes)  # more than before only where nothing has come round
         return replace(over_devices(Fork(copies, slots), self, (), ())[0], max_len=max_len)
 
@@ -139,6 +164,9 @@ class KVCache(serving.KVCache):
 
     def load_state_dict(self, state: dict[str, Any]) -> "KVCache":
         """A cache with a state that was saved from as many devices."""
+        problem = of_saved(state, *ARRAYS, "place")
+        if problem:
+            raise ValueError(problem)
         if tuple(state["place"]) != self.place:
             names = "{} devices, in blocks of {}"
             raise ValueError(
@@ -146,6 +174,8 @@ class KVCache(serving.KVCache):
             )
         if state["k"].shape != self.k.shape or state["v"].shape != self.v.shape:
             raise ValueError(f"the state holds k {tuple(state['k'].shape)}, this cache {tuple(self.k.shape)}")
+        if (state["k"].dtype, state["v"].dtype) != (self.k.dtype, self.v.dtype):
+            raise ValueError(f"the state is of {state['k'].dtype}, this cache of {self.k.dtype}; allocate it with that")
         return replace(self, **{name: jax.device_put(state[name], getattr(self, name).sharding) for name in ARRAYS})
 
     @property
@@ -178,7 +208,7 @@ class KVCache(serving.KVCache):
                 return wrong
             if x.dtype != mine.dtype:
                 return f"{name} is {x.dtype}, the cache {mine.dtype}"
-        problem = of_room(n, self.known, self.max_len)
+        problem = of_pair(k, v) or of_room(n, self.known, self.max_len)
         if problem is None and self.window is not None and min(self.max_len, self.window - 1 + n) > self.k.shape[1]:
             return beside_window(n, self.window)
         return problem
@@ -209,7 +239,7 @@ def spec_of(cut: P, tokens: tuple[str, ...]) -> P:
 
 def of_cut(plan: Plan, cut: P, batch: int, kv_heads: int) -> str | None:
     """Batch and heads are cut evenly, by axes of the mesh that do not cut the sequence."""
-    if len(cut) != 3 or cut[1] is not None:
+    if not isinstance(cut, (P, tuple)) or len(cut) != 3 or cut[1] is not None:
         return f"cut={cut}: three entries, for the batch, None for the sequence, and for the heads"
     on_mesh = isinstance(plan.ring_axis, MeshAxis)
     names, taken = (plan.ring_axis.mesh.axis_names, sequence_axes(plan)) if on_mesh else ((), ())

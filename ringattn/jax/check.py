@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from ringattn.check import of_docs, of_lengths, of_plan, of_shapes, of_sinks
+from ringattn.check import of_batch, of_docs, of_lengths, of_plan, of_shapes, of_sinks
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 
@@ -21,6 +21,7 @@ def check(
     problem = (
         of_dtypes(q, k, v)
         or of_shapes(q, k, v)
+        or of_batch(q)
         or of_plan(q, k, v, plan)
         or (of_sinks(sinks, q.shape[2], jnp.issubdtype(sinks.dtype, jnp.floating)) if sinks is not None else None)
         or of_lengths(q, k, plan, spec, lengths)

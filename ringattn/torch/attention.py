@@ -129,7 +129,7 @@ def kept_plan(seq_len: int, key_len: int) -> Plan:
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under torch.autocast, inputs in its dtype, as torch's own attention takes them."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)

@@ -13,9 +13,22 @@ import torch
 from torch import Tensor
 
 from ringattn import serving
-from ringattn.check import beside_window, of_back, of_kept, of_room, of_sizes
+from ringattn.check import (
+    beside_window,
+    each,
+    of_arrays,
+    of_back,
+    of_fork,
+    of_kept,
+    of_memory,
+    of_pair,
+    of_room,
+    of_saved,
+    of_truncated,
+    of_words,
+)
 from ringattn.layout import Layout
-from ringattn.planning import Plan, hardware_of
+from ringattn.planning import Plan, dtype_name, hardware_of
 from ringattn.serving import BLOCK, Heads, Moves, Stripes, exchange_way, explained, prefill_moves
 from ringattn.torch.chunk import Holder, landings
 
@@ -58,9 +71,13 @@ class KVCache(serving.KVCache):
         With a `window` only what can still be seen is kept: memory for window + `room` tokens (room: the longest chunk
         that will be appended at once; as long as the window by default).
         """
-        problem = of_sizes(batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim)
+        problem = of_words(required=True, plan=plan) or of_memory(
+            room, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+            window=window, block=block,
+        )  # fmt: skip
         if problem:
             raise ValueError(problem)
+        dtype = getattr(torch, dtype_name(dtype))
         ranks = plan.ring * plan.ulysses
         kept = max_len if window is None else min(max_len, window + (window if room is None else room))
         stripes = Stripes(ranks, block)
@@ -103,7 +120,7 @@ class KVCache(serving.KVCache):
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Take in the next tokens, the same k and v [B, n, G, D] on every rank; each rank keeps its own."""
-        problem = self.problem(k, v, k.shape[1])
+        problem = of_arrays({"k": k, "v": v}, {}, self.plan) or self.problem(k, v, k.shape[1])
         if problem:
             raise ValueError(problem)
         self.keep(k, v, k.shape[1])
@@ -153,7 +170,10 @@ class KVCache(serving.KVCache):
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
         """Forget the tokens from these lengths on (rejected ones, say); one number for all rows or one a row."""
-        new = np.broadcast_to(np.asarray(lengths, np.int64), self.lengths.shape).copy()
+        problem = of_truncated(lengths, len(self.lengths))
+        if problem:
+            raise ValueError(problem)
+        new = np.array(each(lengths, len(self.lengths)), np.int64)
         first = self.start
         if self.window is not None and self.stripes.origin:  # the next token must still see its whole window
             first = np.maximum(first, self.stripes.origin + self.window - 1)
@@ -170,8 +190,11 @@ class KVCache(serving.KVCache):
             raise NotImplementedError(
                 "a cache with a window moves its keys and cannot share them; allocate another one"
             )
-        lengths = self.lengths.repeat(copies)
         max_len = self.max_len if max_len is None else max_len
+        problem = of_fork(copies, max_len, self.lengths)
+        if problem:
+            raise ValueError(problem)
+        lengths = self.lengths.repeat(copies)
         origin = int(lengths.min()) // self.stripes.round * self.stripes.round
         stripes = Stripes(self.ranks, self.stripes.block, origin)
         local = -(-(max_len - origin) // stripes.round) * stripes.block
@@ -188,6 +211,9 @@ class KVCache(serving.KVCache):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a part that was saved by the same rank of a plan of as many ranks."""
+        problem = of_saved(state, "k", "v", "lengths", "origin", "place")
+        if problem:
+            raise ValueError(problem)
         if tuple(state["place"]) != self.place:
             names = "rank {}, of {} ranks, in blocks of {}"
             raise ValueError(
@@ -195,6 +221,8 @@ class KVCache(serving.KVCache):
             )
         if state["k"].shape != self.k.shape or state["v"].shape != self.v.shape:
             raise ValueError(f"the state holds k {tuple(state['k'].shape)}, this cache {tuple(self.k.shape)}")
+        if (state["k"].dtype, state["v"].dtype) != (self.k.dtype, self.v.dtype):
+            raise ValueError(f"the state is of {state['k'].dtype}, this cache of {self.k.dtype}; allocate it with that")
         self.k.copy_(state["k"])
         self.v.copy_(state["v"])
         self.lengths = state["lengths"].numpy().copy()
@@ -246,7 +274,7 @@ class KVCache(serving.KVCache):
                 return wrong
             if x.dtype != mine.dtype or x.device != mine.device:
                 return f"{name} is {x.dtype} on {x.device}, the cache {mine.dtype} on {mine.device}"
-        return self.overflow(n)
+        return of_pair(k, v) or self.overflow(n)
 
     def overflow(self, n: int) -> str | None:
         """Why n more tokens do not fit."""

@@ -39,6 +39,9 @@ def of_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return ", ".join(f"{n} is {x.dtype}" for n, x in named.items()) + "; give all three the same dtype"
     if len({x.device for x in named.values()}) > 1:
         return ", ".join(f"{n} is on {x.device}" for n, x in named.items()) + "; put all three on one device"
+    if q.is_meta or q.layout != torch.strided:
+        where = "meta, where there are no numbers" if q.is_meta else q.layout
+        return f"q, k and v are on {where}; give dense tensors on a device"
     return of_shapes(q, k, v)
 
 
@@ -48,9 +51,13 @@ def has_tangent(x: Tensor) -> bool:
 
 
 def of_heads(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None) -> str | None:
-    found = of_plan(q, k, v, plan)
-    if found is None and sinks is not None:
-        found = of_sinks(sinks, q.shape[2], sinks.is_floating_point())
-        if found is None and sinks.device != q.device:
-            return f"sinks is on {sinks.device}, q on {q.device}; put both on one device"
+    return of_plan(q, k, v, plan) or of_sinks_of(q, sinks)
+
+
+def of_sinks_of(q: Tensor, sinks: Tensor | None) -> str | None:
+    if sinks is None:
+        return None
+    found = of_sinks(sinks, q.shape[2], sinks.is_floating_point())
+    if found is None and sinks.device != q.device:
+        return f"sinks is on {sinks.device}, q on {q.device}; put both on one device"
     return found

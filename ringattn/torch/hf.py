@@ -9,6 +9,7 @@ positions, shifted labels, padding, packed documents, and the loss that is avera
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -35,45 +36,62 @@ def prepare(model: nn.Module, plan: Plan, *, over: Sequence[Any] = ()) -> nn.Mod
     again mark packed documents. `over` names further axes to average over (a data axis). Another length than the plan's
     is spread in the same way.
     """
-    refuse(model)
+    refuse(model, plan, over)
     register()
     model.set_attn_implementation(NAME)  # type: ignore[operator]
-    if plan.heads is not None or plan.head_dim is not None:
-        raise ValueError("make the plan without heads and head_dim: a model's layers may differ in them")
-    inner, plans = model.forward, {plan.seq_len: plan}
-
-    def forward(
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if given is None:
-            raise ValueError("say input_ids or inputs_embeds: whole sequences, the same on every rank")
-        B, T = given.shape[:2]
-        local = plans[T] = plans.get(T) or plan.for_length(T)
-        where = documents(B, T, attention_mask, position_ids)
-        positions = position_ids if position_ids is not None else torch.arange(T, device=given.device)[None]
-        named = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
-        shards = {name: local.shard(x, dim=1) for name, x in named.items() if x is not None}
-        output = inner(
-            **shards,
-            position_ids=local.shard(positions.expand(B, T), dim=1),
-            use_cache=False,
-            ringattn=Call(local, where),
-            **accepted(kwargs),
-        )
-        if labels is not None:
-            output.loss = mean_loss(output.logits, labels, attention_mask, local, over)
-        return output
-
-    model.forward = forward
+    model.ringattn = Spread({plan.seq_len: plan}, tuple(over))  # type: ignore[assignment]
+    model.local_forward = model.forward  # type: ignore[assignment]
+    model.forward = MethodType(forward, model)  # not a closure: a copy of the model runs its own weights
     model.accepts_loss_kwargs = False  # type: ignore[assignment] # Trainer: the loss is a mean, of each batch by itself
-    model.averaged_over = tuple(over)  # type: ignore[assignment]
     return model
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where a prepared model's sequences lie, by length, and the axes that its loss is also averaged over."""
+
+    plans: dict[int, Plan]
+    over: tuple[Any, ...]
+
+    def local(self, T: int) -> Plan:
+        (first, *_) = self.plans.values()
+        if T not in self.plans:
+            self.plans[T] = first.for_length(T)
+        return self.plans[T]
+
+    def __deepcopy__(self, memo: Any) -> "Spread":
+        return self  # a copy of the model has the same ranks
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a prepared model belongs to its ranks; save its state_dict() or save_pretrained(FOLDER)")
+
+
+def forward(
+    self: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    labels: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """What a prepared model does with whole sequences."""
+    B, T = sizes(input_ids, inputs_embeds, position_ids, labels)
+    plan, device = self.ringattn.local(T), (input_ids if inputs_embeds is None else inputs_embeds).device  # type: ignore[union-attr]
+    where = documents(B, T, attention_mask, position_ids)
+    positions = position_ids if position_ids is not None else torch.arange(T, device=device)[None]
+    named = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+    shards = {name: plan.shard(x, dim=1) for name, x in named.items() if x is not None}
+    output = self.local_forward(
+        **shards,
+        position_ids=plan.shard(positions.expand(B, T), dim=1),
+        use_cache=False,
+        ringattn=Call(plan, where),
+        **accepted(kwargs),
+    )
+    if labels is not None:
+        output.loss = mean_loss(output.logits, labels, attention_mask, plan, self.ringattn.over)
+    return output
 
 
 class OverRanks:
@@ -107,7 +125,7 @@ class OverRanks:
 
     def loader(self, dataset: Any, batch: int, shuffle: bool) -> DataLoader[Any]:
         """Batches of the dataset: the same for all ranks of a plan, and each data rank's own."""
-        over = self.model.averaged_over
+        over = self.model.ringattn.over
         ranks = math.prod(axis.size for axis in over)
         mine = 0
         for axis in over:
@@ -125,6 +143,25 @@ class Call:
 
     plan: Plan
     docs: Docs | None
+
+
+def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, labels: Any) -> tuple[int, int]:
+    """(B, T) of what was given; a ValueError about what is no tensor of that shape."""
+    name, given = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+    if given is None:
+        raise ValueError("say input_ids or inputs_embeds: whole sequences, the same on every rank")
+    dims = 2 if inputs_embeds is None else 3
+    if not isinstance(given, Tensor):
+        raise ValueError(f"{name} is of type {type(given).__name__}; say torch.tensor({name})")
+    if given.dim() != dims:
+        kind = "[batch, tokens]" if dims == 2 else "[batch, tokens, width]"
+        raise ValueError(f"{name} has shape {tuple(given.shape)}; expected {kind}")
+    B, T = given.shape[:2]
+    for other, x, rows in (("labels", labels, (B,)), ("position_ids", position_ids, (B, 1))):
+        if x is not None and (not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != T or x.shape[0] not in rows):
+            found = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is of type {type(x).__name__}"
+            raise ValueError(f"{other} {found}; expected a tensor of shape ({B}, {T}), whole as {name} is")
+    return B, T
 
 
 def documents(B: int, T: int, attention_mask: Tensor | None, position_ids: Tensor | None) -> Docs | None:
@@ -208,9 +245,23 @@ LAYERS = ("full_attention", "sliding_attention")
 ARGUMENTS = ("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch")
 
 
-def refuse(model: nn.Module) -> None:
-    """A ValueError that names what of the model cannot be spread over ranks; before any step."""
-    name, config = type(model).__name__, getattr(model, "config", None)
+def refuse(model: nn.Module, plan: Any, over: Any) -> None:
+    """A ValueError that names what cannot be, before anything of the model is changed."""
+    name = type(model).__name__
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan is of type {type(plan).__name__}; say ringattn.plan(mesh, seq_len=...)")
+    if plan.heads is not None or plan.head_dim is not None:
+        raise ValueError("make the plan without heads and head_dim: a model's layers may differ in them")
+    if not isinstance(over, list | tuple) or not all(hasattr(axis, "rank") for axis in over):
+        raise ValueError(f"over={over!r}: say axes, as in over=(ringattn.comms.mesh.axis(mesh, 'data'),)")
+    if hasattr(model, "ringattn"):
+        raise ValueError(f"this {name} is already prepared; prepare a new model, or a copy made before")
+    refuse_model(model, name)
+
+
+def refuse_model(model: nn.Module, name: str) -> None:
+    """A ValueError that names what of the model cannot be spread over ranks."""
+    config = getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
         raise ValueError(f"{name} is not a transformers model")
     text = config.get_text_config()

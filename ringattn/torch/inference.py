@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn import kernels
-from ringattn.check import of_choice, of_filled, of_keys, of_lengths, of_sinks, of_start, of_tree, of_window
+from ringattn.check import of_choice, of_filled, of_keys, of_lengths, of_start, of_tree, of_window
 from ringattn.comms.axis import Axis, Done, Pending, Then, meanwhile
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import FORMS, Partial, add_sinks, empty, from_streams, merge_packed, packed, unpacked
@@ -23,6 +23,7 @@ from ringattn.planning import Plan, hardware_of, heads_problem
 from ringattn.serving import WAYS, exchange_over, exchange_way, keys_at_once
 from ringattn.spec import AttentionSpec
 from ringattn.torch import agree, check
+from ringattn.torch.agree import watched
 from ringattn.torch.cache import KVCache
 from ringattn.torch.chunk import Chunk, pieces_of
 from ringattn.torch.sharding import order_of
@@ -98,13 +99,15 @@ def check_chunk(
     )
     said = ", ".join(f"{name}={value}" for name, value in how.items())
     settle(cache, plan, spec, {"q": q, "k": k, "v": v, "sinks": sinks}, said, problem)
+    kernel_for(q, cache, spec)
     cache.known[call] = False
 
 
 def kinds(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Any, ...]:
     """What a call's tensors are, as words that can be looked up."""
     dtypes, devices = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
-    return q.shape, k.shape, v.shape, dtypes, devices, None if sinks is None else sinks.shape
+    more = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
+    return q.shape, k.shape, v.shape, dtypes, devices, more
 
 
 def decode(
@@ -161,7 +164,7 @@ def ready(
             or of_choice("form", form, tuple(FORMS))
             or check.of_tensors(q, k, v)
             or heads_problem(q.shape[2], k.shape[2], ulysses=1)
-            or (None if sinks is None else of_sinks(sinks, q.shape[2], sinks.is_floating_point()))
+            or check.of_sinks_of(q, sinks)
             or of_cache(cache, cache.plan, spec, None)
             or of_filled(cache.lengths)
             or cache.problem(k, v, k.shape[1])
@@ -179,11 +182,6 @@ def is_quick(q: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec) -> bool:
     """Whether the decode kernel serves, so that nothing of a step has to be planned on the host."""
     problem = problem_of(q, cache.k, v, spec, tiles=False, few=True)
     return cache.prefix is None and kernels.select(problem, cache.plan.kernel).name == "decode"
-
-
-def watched(plan: Plan) -> bool:
-    """Whether every call is compared between ranks, because words cost little there."""
-    return plan.ring * plan.ulysses > 1 and plan.ring_axis.cheap_words and plan.ulysses_axis.cheap_words
 
 
 def of_capture(cache: KVCache, quick: bool | None) -> str | None:
@@ -218,13 +216,17 @@ def everyone(x: Tensor, plan: Plan) -> Pending:
     return plan.ring_axis.all_gather(plan.ulysses_axis.all_gather(x.movedim(1, 0), 0).wait(), 0)
 
 
+def kernel_for(q: Tensor, cache: KVCache, spec: AttentionSpec) -> kernels.Kernel:
+    """What attends to a cache; NotImplementedError with every reason where nothing can."""
+    return kernels.select(problem_of(q, cache.k, cache.v, spec, tiles=True, few=True), cache.plan.kernel)
+
+
 class Meeting:
     """Queries that meet pieces of a cache one after the other, each merged into what was found before."""
 
     def __init__(self, q: Tensor, cache: KVCache, spec: AttentionSpec):
         self.q, self.cache, self.spec, self.part = q, cache, spec, None
-        problem = problem_of(q, cache.k, cache.v, spec, tiles=True, few=True)
-        self.tiled = kernels.select(problem, cache.plan.kernel).tiles  # whether the kernel is one that asks for tiles
+        self.tiled = kernel_for(q, cache, spec).tiles  # whether the kernel is one that asks for tiles
         self.scores: dict[bool, Score] = {}
 
     def of(self, k: Tensor, v: Tensor, where: Intervals | None) -> None:
@@ -321,14 +323,15 @@ def merged_everywhere(rows: Tensor, plan: Plan, form: str, sinks: Tensor | None,
     part, axes = None, [axis for axis in (plan.ulysses_axis, plan.ring_axis) if axis.size > 1]
     for axis in axes:
         rows = rows if part is None else packed(part, form)
-        size = rows.nbytes, axis.size, hardware_of(plan.device)
-        over = axis.over(exchange_over(*size))
-        if exchange_way(*size) == "gather":
+        road = rows.nbytes, axis.size, hardware_of(plan.device)
+        over = axis.over(exchange_over(*road))
+        if exchange_way(*road) == "gather":
             last = axis is axes[-1] and sinks is None
             part = merged(over.all_gather(rows[None], 0).wait(), form, dtype if last else torch.float32)
         else:
             part = shared(rows, over, form)
-    part = part or unpacked(rows, form) if form == "lse" else part or from_streams(unpacked(rows, form))
+    if part is None:  # one rank
+        part = unpacked(rows, form) if form == "lse" else from_streams(unpacked(rows, form))
     part = part if sinks is None else add_sinks(part, sinks)
     return part.out.to(dtype).contiguous()
 

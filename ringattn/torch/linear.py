@@ -51,7 +51,7 @@ def linear_attention(
     plan = single_device(q.shape[1], q.shape[1]) if plan is None else plan
     q, k, v = autocast(q, k, v)
     compiling = torch.compiler.is_compiling()
-    found = problem(q, k, v, log_decay, plan, initial_state, docs, scale, scan)
+    found = problem(q, k, v, log_decay, plan, initial_state, docs, scale, kernel, scan)
     look = q.device.type == "cpu" if check is None else check
     if found is None and log_decay is not None and look and not compiling:
         found = of_gates(log_decay, real_tokens(plan, docs))
@@ -74,13 +74,14 @@ def linear_attention(
 
 def problem(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, plan: Plan, initial_state: Tensor | None,
-    docs: Docs | None, scale: float | None, scan: str,
+    docs: Docs | None, scale: float | None, kernel: str, scan: str,
 ) -> str | None:  # fmt: skip
     """The first thing that is wrong with a call, as far as shapes, dtypes and devices show it."""
     found = (
         of_linear(q, k, v, log_decay, plan, docs)
         or of_tensors(q, k, v)
         or of_scale(scale, q.shape[-1])
+        or of_choice("kernel", kernel, ("auto", *(one.name for one in linear.TABLE)))
         or of_choice("scan", scan, ("auto", *WAYS))
     )
     if found is None and initial_state is not None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.kernels.arrays import accumulator
 from ringattn.planning import Plan
 from ringattn.spec import Docs
 from ringattn.torch.sharding import real_tokens
@@ -27,13 +28,22 @@ def token_mean(
     """
     if losses_BT.shape[1] != plan.local_len:
         raise ValueError(f"losses has {losses_BT.shape[1]} tokens, a rank of this plan holds {plan.local_len} ({plan})")
-    counted = torch.ones_like(losses_BT, dtype=torch.bool) if mask is None else mask.bool()
-    real = real_tokens(plan, docs)
-    counted = counted if real is None else counted & real
-    mine = torch.where(counted, losses_BT, 0.0).sum()
+    counted = torch.ones_like(losses_BT, dtype=torch.bool)
+    for name, chosen in (("mask", mask), ("docs", real_tokens(plan, docs))):
+        if chosen is not None:
+            counted = counted & expanded(name, chosen.bool(), losses_BT)
+    mine = torch.where(counted, losses_BT, 0.0).sum(dtype=accumulator(losses_BT))
     total = torch.stack([mine.detach().double(), counted.sum().double()])[None]
     for axis in (plan.ulysses_axis, plan.ring_axis, *over):
         total = axis.all_gather(total).wait().sum(0, keepdim=True)
     everyone, count = total[0].unbind()
     share = mine / count.clamp(min=1).to(mine.dtype)
     return share + ((everyone / count.clamp(min=1)).to(mine.dtype) - share).detach()
+
+
+def expanded(name: str, x: Tensor, like: Tensor) -> Tensor:
+    try:
+        return x.expand(like.shape)
+    except RuntimeError:
+        shapes = f"{name} has shape {tuple(x.shape)}, losses {tuple(like.shape)}"
+        raise ValueError(f"{shapes}: {name} must have that shape, or 1 where it says the same for all") from None

@@ -14,6 +14,7 @@ from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.cache import KVCache
 from ringattn.torch.inference import decode, prefill
 from ringattn.torch.nn_linear import GatedLinearAttention as GatedLinearAttention
+from ringattn.torch.nn_linear import check_input, check_stream, head_size
 
 
 @torch.library.custom_op("ringattn::rope_angles", mutates_args=())
@@ -64,7 +65,11 @@ class Attention(nn.Module):
         theta: float = 10000.0,
     ):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim, self.theta = heads, kv_heads, head_dim, theta
+        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"heads={heads} and kv_heads={kv_heads}: kv_heads must divide heads")
+        if head_size(d_model, heads, head_dim) % 2:
+            raise ValueError(f"head_dim={head_dim} is odd; rotary positions turn pairs, so it must be even")
+        self.d_model, self.heads, self.kv_heads, self.head_dim, self.theta = d_model, heads, kv_heads, head_dim, theta
         self.spec = AttentionSpec() if spec is None else spec
         self.q = nn.Linear(d_model, heads * head_dim, bias=False)
         self.k = nn.Linear(d_model, kv_heads * head_dim, bias=False)
@@ -75,9 +80,12 @@ class Attention(nn.Module):
         self, x_BTC: Tensor, plan: Plan | None = None, positions: Tensor | None = None, docs: Docs | None = None
     ) -> Tensor:
         """`positions` [T] (or [B, T]) are the plan's, or 0, 1, 2, ... without one, unless they are given."""
+        check_input(x_BTC, self.d_model, plan)
+        T = x_BTC.shape[1]
         if positions is None:
-            T = x_BTC.shape[1]
             positions = torch.arange(T, device=x_BTC.device) if plan is None else positions_of(x_BTC, plan.handle)
+        elif tuple(positions.shape) not in ((T,), (1, T), (len(x_BTC), T)):
+            raise ValueError(f"positions have shape {tuple(positions.shape)}; x has {len(x_BTC)} rows of {T} tokens")
         q, k, v = self.projected(x_BTC, positions)
         return self.out(api.attention(q, k, v, plan, spec=self.spec, docs=docs).flatten(2))
 
@@ -108,7 +116,7 @@ class StreamingAttention(Attention):
         theta: float = 10000.0,
         max_len: int = 4096,
     ):
-        super().__init__(d_model, heads, kv_heads or heads, head_dim or d_model // heads, spec, theta)
+        super().__init__(d_model, heads, kv_heads or heads, head_size(d_model, heads, head_dim), spec, theta)
         self.max_len = max_len
         self.cache: KVCache | None = None
 
@@ -125,7 +133,7 @@ class StreamingAttention(Attention):
     @torch.no_grad()
     def prefill(self, x_BTC: Tensor, plan: Plan | None = None) -> Tensor:
         """The next chunk of a prompt, of which x is this rank's part under `plan` (None: one device, all of it)."""
-        self.check(x_BTC)
+        self.check(x_BTC, plan)
         cache, T = self.cache, x_BTC.shape[1]
         if plan is None:
             if cache is not None and cache.ranks > 1:
@@ -155,14 +163,8 @@ class StreamingAttention(Attention):
         """How many tokens each batch row has seen: on the device, so that a captured step counts them too."""
         return 0 if self.cache is None else self.cache.filled[:, None]
 
-    def check(self, x: Tensor) -> None:
-        if x.requires_grad:
-            raise ValueError(
-                "x asks for gradients, and prefill and step keep none: call them under torch.no_grad(), or train with "
-                "forward"
-            )
-        if self.cache is not None and len(x) != len(self.cache.filled):
-            raise ValueError(f"x has {len(x)} batch rows, the sequence so far {len(self.cache.filled)}; reset() first")
+    def check(self, x: Tensor, plan: Plan | None = None) -> None:
+        check_stream(x, self.d_model, None if self.cache is None else len(self.cache.filled), plan)
 
     def allocate(self, k: Tensor, plan: Plan) -> KVCache:
         B, _, G, D = k.shape

@@ -17,6 +17,41 @@ from ringattn.torch.halo import causal_convolution, last_tokens
 FEW = 8  # tokens that `step` takes one by one
 
 
+def head_size(d_model: int, heads: int, said: int | None = None) -> int:
+    """The size of a head: as said, or its share of d_model."""
+    if heads < 1:
+        raise ValueError(f"heads={heads}: must be 1 or more")
+    size = d_model // heads if said is None else said
+    if size < 1:
+        raise ValueError(f"d_model={d_model} and heads={heads} make heads of size {size}; it must be 1 or more")
+    return size
+
+
+def check_input(x: Tensor, d_model: int, plan: Plan | None = None) -> None:
+    """A ValueError for what is not a rank's [batch, tokens, d_model]; a compiled graph leaves lengths to the ops."""
+    if x.dim() != 3 or x.shape[2] != d_model:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected [batch, tokens, {d_model}]")
+    if plan is not None and not torch.compiler.is_compiling() and x.shape[1] != plan.local_len:
+        raise ValueError(
+            f"x has {x.shape[1]} tokens, a rank of this plan holds {plan.local_len}; pass plan.shard(x), and for "
+            "another length plan.for_length(n)"
+        )
+
+
+def check_stream(x: Tensor, d_model: int, rows: int | None, plan: Plan | None = None) -> None:
+    """A ValueError for what cannot go on a sequence of so many batch rows (None: it begins here)."""
+    check_input(x, d_model, plan)
+    if not x.shape[1]:
+        raise ValueError("x has no tokens; a chunk or a step has 1 or more")
+    if x.requires_grad:
+        raise ValueError(
+            "x asks for gradients, and prefill and step keep none: call them under torch.no_grad(), or train with "
+            "forward"
+        )
+    if rows is not None and len(x) != rows:
+        raise ValueError(f"x has {len(x)} batch rows, the sequence so far {rows}; reset() first")
+
+
 class GatedLinearAttention(nn.Module):
     """out(swish(w x) * norm(linear_attention(qkv(x), log decay))), of which this rank has its plan's tokens.
 
@@ -44,10 +79,10 @@ class GatedLinearAttention(nn.Module):
             raise ValueError(f"gate={gate!r}: choose 'channel', 'head' or None")
         if temperature <= 0 or convolution < 0:
             raise ValueError(f"temperature={temperature} must be above 0, convolution={convolution} at least 0")
-        self.heads, self.gate, self.temperature, self.convolution = heads, gate, temperature, convolution
-        self.kernel = kernel
-        self.key_dim = key_dim or max(1, d_model // heads // 2)
-        self.value_dim = value_dim or d_model // heads
+        self.d_model, self.heads, self.gate, self.temperature = d_model, heads, gate, temperature
+        self.convolution, self.kernel = convolution, kernel
+        self.value_dim = head_size(d_model, heads, value_dim)
+        self.key_dim = head_size(d_model, heads, max(1, d_model // heads // 2) if key_dim is None else key_dim)
         keys, values = heads * self.key_dim, heads * self.value_dim
         self.qkv = nn.Linear(d_model, 2 * keys + values, bias=False)
         if gate:
@@ -65,6 +100,7 @@ class GatedLinearAttention(nn.Module):
         self, x_BTC: Tensor, plan: Plan | None = None, positions: Tensor | None = None, docs: Docs | None = None
     ) -> Tensor:
         """This rank's tokens of the layer's output. `positions` are not needed: order is in the state."""
+        check_input(x_BTC, self.d_model, plan)
         mixed = self.qkv(x_BTC)
         if self.convolution:
             mixed = F.silu(causal_convolution(mixed, self.mix, plan, docs))
@@ -74,7 +110,7 @@ class GatedLinearAttention(nn.Module):
     @torch.no_grad()
     def prefill(self, x_BTC: Tensor, plan: Plan | None = None) -> Tensor:
         """The next chunk of a prompt, of which x is this rank's part under `plan` (None: one device, all of it)."""
-        self.check(x_BTC)
+        self.check(x_BTC, plan)
         plan = single_device(x_BTC.shape[1], x_BTC.shape[1]) if plan is None else plan
         mixed, tail = self.qkv(x_BTC), self.tail
         if self.convolution:
@@ -109,14 +145,8 @@ class GatedLinearAttention(nn.Module):
         """Forget the sequence."""
         self.state, self.tail = None, None
 
-    def check(self, x: Tensor) -> None:
-        if x.requires_grad:
-            raise ValueError(
-                "x asks for gradients, and prefill and step keep none: call them under torch.no_grad(), or train with "
-                "forward"
-            )
-        if self.state is not None and len(x) != len(self.state):
-            raise ValueError(f"x has {len(x)} batch rows, the sequence so far {len(self.state)}; reset() first")
+    def check(self, x: Tensor, plan: Plan | None = None) -> None:
+        check_stream(x, self.d_model, None if self.state is None else len(self.state), plan)
 
     def parted(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k [B, T, H, K] and v [B, T, H, V]."""
