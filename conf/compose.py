@@ -85,7 +85,6 @@ def leave_to_first() -> None:
 
 def refuse(words: list[str], started: bool) -> str | None:
     """What is wrong with the words before Hydra sees them: an unknown key, also one that + would add."""
-    said = set()
     for word in words:
         if word in ("-m", "--multirun") and started:
             return "a sweep starts many runs, and the ranks of one run are already started; sweep outside torchrun"
@@ -98,9 +97,6 @@ def refuse(words: list[str], started: bool) -> str | None:
         problem = schema.unknown(name) or unknown_choice(name, value, words) or wrong_type(word, name)
         if problem:
             return problem
-        if equals and name in said:
-            return f"{name} is said twice; say it once"
-        said.add(name)
     return None
 
 

@@ -61,7 +61,6 @@ def test_nothing_said_is_the_schema_itself():
         (["run=a(b"], "run=a(b: "),
         (["nproc=0"], "nproc=0: must be above 0"),
         (["data.held_out=-1"], "data.held_out=-1: must be 0 or above"),
-        (["seq_len=5", "+seq_len=6"], "seq_len is said twice"),
         (["+model._target_=os.system"], "no key 'model._target_'"),
     ],
 )
