@@ -264,17 +264,17 @@ def of_saved(state: Any, *names: str) -> str | None:
 
 
 def of_truncated(given: Any, rows: int) -> str | None:
-    return (
-        None
-        if each(given, rows) is not None
-        else f"truncate to {given!r}: one whole number, or one for each of {rows} rows"
-    )
+    """One length for all rows, or one a row."""
+    if each(given, rows) is not None:
+        return None
+    return f"truncate to {given!r}: one whole number, or one for each of {rows} rows"
 
 
 def of_keys(keys: Any) -> str | None:
-    return (
-        None if keys is None or (whole(keys) or 0) >= 1 else f"keys={keys!r}: the most keys at once, at least 1, whole"
-    )
+    """How many keys at once, if that is said."""
+    if keys is None or (whole(keys) or 0) >= 1:
+        return None
+    return f"keys={keys!r}: the most keys at once, at least 1, a whole number"
 
 
 def of_filled(lengths: np.ndarray | None) -> str | None:

@@ -52,7 +52,7 @@ def prefill(
     less time exposed (`cache.explain` says which). `keys` cuts the other way too: at most so many of a rank's keys
     are attended to, or sent, at once.
     """
-    spec = AttentionSpec() if spec is None else spec
+    spec = CAUSAL if spec is None else spec
     q, k, v = q.detach(), k.detach(), v.detach()
     check_chunk(q, k, v, plan, cache, spec, sinks, start, {"move": move, "keys": keys})
     before, tokens = tuple(cache.lengths.tolist()), plan.seq_len
