@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from ringattn.cost import pairs
+from ringattn.cost import seen_pairs
 from ringattn.kernels import chunkwise, tiled
 from ringattn.kernels.intervals import Intervals
 from ringattn.layout import LAYOUTS, Layout
@@ -130,7 +130,7 @@ def layouts() -> Figure:
 
 def timeline(ax: Axes, layout: Layout, spec: AttentionSpec) -> None:
     """One bar a rank and step, pale where the rank waits; the clock is a rank's time if all had the same work."""
-    counts = pairs(layout, layout, spec)
+    counts = seen_pairs(layout, layout, spec)
     mean, start, ring = counts.sum() / layout.ring, 0.0, layout.ring
     for d in range(ring):
         work = np.array([counts[r, (r - d) % ring] for r in range(ring)]) / mean

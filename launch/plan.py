@@ -11,7 +11,7 @@ import numpy as np
 
 from ringattn import api
 from ringattn.comms.local import Board, LocalMesh
-from ringattn.cost import SAMPLED_ROWS, Shape, pairs
+from ringattn.cost import SAMPLED_ROWS, Shape, seen_pairs
 from ringattn.launch.words import option
 from ringattn.planning import Plan, hardware_of, kv_heads_of_a_rank
 from ringattn.schedule import Schedule
@@ -81,7 +81,7 @@ def planned(options: Options) -> Plan:
 
 def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
     """The steps of the plan's route as the lines of a table: the pairs each rank works on, and how many blocks come."""
-    counts = pairs(plan.tokens, plan.keys.tokens, spec, docs)
+    counts = seen_pairs(plan.tokens, plan.keys.tokens, spec, docs)
     share = max(counts.sum() / plan.ring, 1)
     total = counts.sum(1) / share
     if plan.strategy == "gather":

@@ -1,12 +1,11 @@
 """What a plan moves and computes, and about how long that takes on known hardware. Plain Python and numpy."""
 
+import math
 from dataclasses import dataclass
-from math import gcd
 
 import numpy as np
 
 from ringattn.layout import Layout
-from ringattn.schedule import work
 from ringattn.spec import AttentionSpec, Docs, bounds
 
 
@@ -23,6 +22,7 @@ class Hardware:
     flops: float
     link: float
     latency: float
+    memory: float  # bytes a second, read or written
     room: int = 0
     engines: float = 0.0
     group_link: float = 0.0
@@ -33,9 +33,9 @@ class Hardware:
 
 
 HARDWARE = {
-    "h200": Hardware("H200, NVLink", 550e12, 250e9, 20e-6, room=384 * 2**20, engines=25e-6, group_link=160e9),
-    "tpu": Hardware("TPU v6e, half its datasheet's rates", 459e12, 45e9, 5e-6),  # never measured here
-    "cpu": Hardware("CPU, gloo", 5e10, 1e9, 300e-6),
+    "h200": Hardware("H200, NVLink", 550e12, 250e9, 20e-6, 4e12, room=384 * 2**20, engines=25e-6, group_link=160e9),
+    "tpu": Hardware("TPU v6e, half its datasheet's rates", 459e12, 45e9, 5e-6, 0.8e12),  # never measured here
+    "cpu": Hardware("CPU, gloo", 5e10, 1e9, 300e-6, 1e10),
 }
 
 
@@ -86,21 +86,37 @@ class Cost:
 SAMPLED_ROWS = 65536
 
 
-def pairs(layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None) -> np.ndarray:
+def seen_pairs(layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None) -> np.ndarray:
     """[rank, block]: how many (query, key) pairs of two ring shards are seen, from at most SAMPLED_ROWS queries."""
     every = max(1, layout.padded_length // SAMPLED_ROWS)
     begin, end = bounds(spec, np.arange(layout.padded_length), layout.length, key_layout.length, docs)
-    counts = np.zeros((layout.ring, layout.ring))
-    for i in range(layout.ring):
-        sample = tuple(r[::every] for r in layout.shard(i))
-        for j in range(layout.ring):
-            counts[i, j] = work(begin, end, sample, key_layout.shard(j)) * every
-    return counts
+    sample = np.stack([np.concatenate([r[::every] for r in layout.shard(rank)]) for rank in range(layout.ring)])
+    return every * (keys_below(key_layout, end[:, sample]) - keys_below(key_layout, begin[:, sample]))
+
+
+def keys_below(layout: Layout, positions: np.ndarray) -> np.ndarray:
+    """[rank, block]: how many keys of a block lie below positions [..., rank, n], added up over a rank's positions.
+
+    Keys are dealt out in pieces of neighbours, in laps: one piece to each rank, in zigzag one more on the way back.
+    """
+    pieces = sorted((r.start, rank) for rank in range(layout.ring) for r in layout.shard(rank))
+    owners = np.array([rank for _, rank in pieces])
+    first = layout.shard(0)[0]
+    size = len(first) if first.step == 1 else 1
+    ranks, shape = np.arange(layout.ring), (layout.ring, len(owners))
+    lap, rest = np.divmod(positions, size * len(owners))
+    piece, over = np.divmod(rest, size)
+    at = (piece + len(owners) * ranks[:, None]).ravel()
+    within = np.bincount(at, minlength=math.prod(shape)).reshape(shape)  # positions in each piece
+    cut = np.bincount(at, over.ravel(), minlength=math.prod(shape)).reshape(shape)  # keys below them in that piece
+    beyond = within.sum(1, keepdims=True) - within.cumsum(1)  # positions in later pieces of the lap
+    laps = np.moveaxis(lap, -2, 0).reshape(layout.ring, -1).sum(1, keepdims=True)
+    return (size * (laps + beyond) + cut) @ np.equal.outer(owners, ranks)
 
 
 def replicas(kv_heads: int, ulysses: int) -> int:
     """How often each key head is repeated so that the Ulysses size divides them."""
-    return ulysses // gcd(kv_heads, ulysses)
+    return ulysses // math.gcd(kv_heads, ulysses)
 
 
 def exchanged(shape: Shape, ring: int, ulysses: int, strategy: str, local: tuple[int, int]) -> int:

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ringattn.cost import HARDWARE, Cost, Hardware, Shape, exchanged, groups_of, pairs, predict, replicas
+from ringattn.cost import HARDWARE, Cost, Hardware, Shape, exchanged, groups_of, predict, replicas, seen_pairs
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.spec import AttentionSpec, Docs, whole
 
@@ -313,7 +313,7 @@ def choose(
     for c in options:
         layout = Layout(c.layout, shape.seq_len, c.ring, c.ulysses)
         keys = Layout(c.layout, shape.key_len, c.ring, c.ulysses)
-        cost = predict(shape, layout, keys, pairs(layout, keys, spec, docs), c.strategy, hardware)
+        cost = predict(shape, layout, keys, seen_pairs(layout, keys, spec, docs), c.strategy, hardware)
         priced.append(dataclasses.replace(c, cost=cost))
     priced.sort(key=lambda c: c.cost.seconds if c.cost else 0.0)
     return priced[0], priced

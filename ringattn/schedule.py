@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ringattn.layout import Shard, count_below, to_local
+from ringattn.layout import Shard
 
 
 @dataclass(frozen=True)
@@ -159,31 +159,32 @@ def growing(distances: Sequence[int], together: int) -> Iterator[Sequence[int]]:
 
 
 def needed(begin: np.ndarray, end: np.ndarray, queries: Sequence[Shard], keys: Sequence[Shard]) -> np.ndarray:
-    """[i, j]: whether some query of shard i sees a key of shard j; `begin`, `end` are [rows, T] for all positions."""
-    return np.array([[shard_sees(begin, end, shard, block) for block in keys] for shard in queries])
+    """[i, j]: whether some query of shard i sees a key of shard j; `begin`, `end` are [rows, T] for all positions.
+
+    All shards are of one layout each.
+    """
+    blocks = [block for shard in keys for block in shard]
+    found = [
+        [sees(b[at], e[at], blocks) for b, e in zip(begin, end, strict=True) for at in slices(shard)]
+        for shard in queries
+    ]
+    return np.any(found, axis=1).reshape(len(queries), len(keys), -1).any(axis=2)
 
 
-def shard_sees(begin: np.ndarray, end: np.ndarray, queries: Shard, keys: Shard) -> bool:
-    return any(
-        sees(b[at], e[at], block) for b, e in zip(begin, end, strict=True) for at in slices(queries) for block in keys
-    )
-
-
-def sees(begin: np.ndarray, end: np.ndarray, keys: range) -> bool:
-    """Whether one of these rows, whose ends never decrease, sees one of the keys: two binary searches."""
-    first, last = np.searchsorted(end, keys.start, "right"), np.searchsorted(begin, keys.stop, "left")
-    b, e = begin[first:last], end[first:last]
-    if keys.step == 1:
-        return bool((b < e).any())
-    wide = e - b >= keys.step  # such an interval holds one of every `step` positions
-    return bool(wide.any() or (count_below((keys,), e) > count_below((keys,), b)).any())
+def sees(begin: np.ndarray, end: np.ndarray, blocks: Sequence[range]) -> np.ndarray:
+    """[block]: whether one of these rows, whose ends never decrease, sees one of its keys."""
+    starts, step = np.array([block.start for block in blocks]), blocks[0].step
+    if step == 1:
+        first = np.searchsorted(end, starts, "right")
+        last = np.searchsorted(begin, [block.stop for block in blocks], "left")
+        some = np.cumsum(np.append(0, begin < end))
+        return some[last] > some[first]
+    at = begin % step  # stripes: each interval, or the first `step` of its keys, marks two laps of all stripes
+    marks = np.bincount(at, minlength=2 * step + 1)
+    marks -= np.bincount(at + np.minimum(end - begin, step), minlength=2 * step + 1)
+    covered = marks.cumsum()
+    return covered[starts] + covered[starts + step] > 0
 
 
 def slices(shard: Shard) -> list[slice]:
     return [slice(r.start, r.stop, r.step) for r in shard]
-
-
-def work(begin: np.ndarray, end: np.ndarray, queries: Shard, keys: Shard) -> int:
-    """The number of (query, key) pairs of two shards that are seen: the work of their step."""
-    local = (to_local(keys, begin[:, at], end[:, at]) for at in slices(queries))
-    return sum(int(np.maximum(high - low, 0).sum()) for low, high in local)

@@ -15,7 +15,7 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.cost import HARDWARE, Shape, pairs, predict
+from ringattn.cost import HARDWARE, Shape, predict, seen_pairs
 from ringattn.layout import Layout
 from ringattn.planning import Plan
 
@@ -70,7 +70,7 @@ def test_predicted_work_is_exact_and_zigzag_balances_it():
     spec = ra.AttentionSpec()
     for name, worst in (("zigzag", 1.0), ("contiguous", 1.75), ("striped", 1.01)):
         layout = Layout(name, 1024, 4)
-        counts = pairs(layout, layout, spec)
+        counts = seen_pairs(layout, layout, spec)
         assert counts.sum() == 1024 * 1025 / 2
         cost = predict(Shape(1024, 1024, 8, 2, 64, 64), layout, layout, counts, "ring", HARDWARE["h200"])
         assert cost.imbalance == pytest.approx(worst, abs=0.01)
@@ -79,7 +79,7 @@ def test_predicted_work_is_exact_and_zigzag_balances_it():
 def test_predicted_bytes_are_the_bytes_of_the_blocks():
     layout = Layout("zigzag", 1024, 4)
     shape = Shape(1024, 1024, 8, 2, 64, 32, itemsize=2, batch=3)
-    cost = predict(shape, layout, layout, pairs(layout, layout, ra.AttentionSpec()), "ring", HARDWARE["h200"])
+    cost = predict(shape, layout, layout, seen_pairs(layout, layout, ra.AttentionSpec()), "ring", HARDWARE["h200"])
     assert cost.sent == 3 * (3 * 256 * 2 * (64 + 32) * 2)
 
 

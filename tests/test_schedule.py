@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.cost import Shape
+from ringattn.cost import Shape, seen_pairs
 from ringattn.launch import oracle
 from ringattn.launch.cases import CASES, Case
 from ringattn.layout import LAYOUTS, Layout
-from ringattn.schedule import Schedule, needed, work
+from ringattn.schedule import Schedule, needed
 from ringattn.spec import AttentionSpec, Docs, bounds
 from ringattn.torch import attention as torch_attention
 from ringattn.torch.steps import Mask, schedule_of, score_of
@@ -109,7 +109,7 @@ masks = st.tuples(
 
 
 @given(masks)
-def test_needed_and_work_are_what_the_dense_mask_says(given):
+def test_needed_blocks_and_seen_pairs_are_what_the_dense_mask_says(given):
     name, T, ring, window, lengths = given
     spec, layout = AttentionSpec(window=window), Layout(name, T, ring)
     lengths = [n for i, n in enumerate(lengths) if sum(lengths[: i + 1]) <= T]
@@ -118,11 +118,11 @@ def test_needed_and_work_are_what_the_dense_mask_says(given):
     j = np.arange(layout.padded_length)
     dense = (begin[0][:, None] <= j) & (j < end[0][:, None])
     shards = [layout.shard(r) for r in range(ring)]
-    found = needed(begin, end, shards, shards)
+    found, pairs = needed(begin, end, shards, shards), seen_pairs(layout, layout, spec, docs)
     for a in range(ring):
         for b in range(ring):
             block = dense[np.ix_(layout.positions(a), layout.positions(b))]
-            assert found[a, b] == block.any() and work(begin, end, shards[a], shards[b]) == block.sum()
+            assert found[a, b] == block.any() and pairs[a, b] == block.sum()
 
 
 def sent(case: Case, route: str = "relay", backward: str = "keys") -> list[tuple[int, int, tuple[int, int]]]:
