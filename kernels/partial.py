@@ -105,10 +105,10 @@ def unpacked(rows: Array, form: str) -> Any:
     return FORMS[form](rows[..., :V], *(rows[..., i] for i in range(V, rows.shape[-1])))
 
 
-def merge_packed(stack: Array, form: str) -> Partial:
-    """Packed partials [ranks, ...], merged in the order of the ranks."""
-    parts = [unpacked(one, form) for one in stack]
-    return reduce(merge, parts) if form == "lse" else from_streams(reduce(merge_streams, parts))
+def merge_stack(stack: Any) -> Partial:
+    """Partials, or streams, stacked along a first dim, merged in their order."""
+    parts = [type(stack)(*one) for one in zip(*stack, strict=True)]
+    return reduce(merge, parts) if isinstance(stack, Partial) else from_streams(reduce(merge_streams, parts))
 
 
 def sigmoid(x: Array) -> Array:

@@ -11,6 +11,7 @@ from ringattn.cost import Hardware
 
 BLOCK = 64  # positions that lie together on one rank
 FEWEST_KEYS = 1024  # a hop of fewer keys than this is mostly latency
+FILLING = 65536  # rows of queries, of all heads, that keep a GPU busy
 
 
 class KVCache:
@@ -99,8 +100,12 @@ class Heads:
 
     @property
     def query_bytes(self) -> int:
-        """A query on its way out, and its float32 partial on its way back."""
-        return self.batch * self.heads * (self.head_dim * self.itemsize + (self.value_dim + 1) * 4)
+        return self.batch * self.heads * self.head_dim * self.itemsize
+
+    @property
+    def partial_bytes(self) -> int:
+        """What a query has found, in float32."""
+        return self.batch * self.heads * (self.value_dim + 1) * 4
 
     @property
     def key_bytes(self) -> int:
@@ -127,22 +132,32 @@ class Moves:
 WAYS = ("queries", "keys")
 
 
-def prefill_moves(ranks: int, local: int, cached: int, heads: Heads, hardware: Hardware, hides: bool = True) -> Moves:
+def prefill_moves(
+    ranks: int, local: int, cached: int, heads: Heads, hardware: Hardware, hides: bool = True, beside: bool = True
+) -> Moves:
     """Queries or keys, whichever leaves less time exposed, for `local` queries a rank and `cached` keys in all.
 
-    Queries are gathered before the compute and partials come back after it. Keys travel behind it, as in a ring; where
-    that hides nothing, because who sends is who computes (`hides=False`), it is fewer bytes that win.
+    What travels is hidden by the compute beside it, but for the first queries, and, unless they travel `beside` it, all
+    queries. A piece of keys has each query's partial read and written once more. Where nothing is hidden, because who
+    sends is who computes (`hides=False`), it is fewer bytes that win.
     """
-    hops = ranks - 1
-    held = -(-cached // ranks)
-    sent = {"queries": hops * local * heads.query_bytes, "keys": hops * held * heads.key_bytes}
-    compute = local * cached * heads.pair_flops / hardware.flops * hides
-    transfers = hops * -(-held // keys_at_once(local))
-    hidden = compute * hops / ranks
-    exposed = {
-        "queries": sent["queries"] / hardware.link + 2 * hardware.latency * (hops > 0),
-        "keys": max(0.0, sent["keys"] / hardware.link + transfers * hardware.latency - hidden),
-    }
+    hops, held, partials = ranks - 1, -(-cached // ranks), local * heads.partial_bytes
+    asked = hops * local * heads.query_bytes
+    sent = {"queries": asked + hops * partials, "keys": hops * held * heads.key_bytes}
+    hidden = local * cached * heads.pair_flops / hardware.flops * hops / ranks * hides
+    merged = 2 * ranks * partials / hardware.memory * hides * (hops > 0)
+    pieces = -(-held // keys_at_once(local))
+    steps = -(-hops // queries_at_once(local * heads.batch * heads.heads))
+
+    def flight(nbytes: float, transfers: int) -> float:
+        return nbytes / hardware.link + transfers * hardware.latency
+
+    gathered = flight(sent["queries"], 2 * min(1, hops))
+    if beside:
+        first = asked / max(1, steps)
+        gathered = flight(first, min(1, hops)) + max(0.0, flight(sent["queries"] - first, 2 * steps - 1) - hidden)
+    travelled = max(0.0, flight(sent["keys"], hops * pieces) - hidden)
+    exposed = {"queries": gathered + merged, "keys": travelled + pieces * merged}
     way = "keys" if exposed["keys"] < exposed["queries"] else "queries"
     return Moves(way, sent, exposed)
 
@@ -158,6 +173,11 @@ def explained(cache: Any, chunk: int, moves: Moves, nbytes: int, way: str) -> st
 def keys_at_once(local: int) -> int:
     """How many keys a rank sends in one hop: a few times its queries, so that memory follows the chunk."""
     return max(FEWEST_KEYS, 4 * local)
+
+
+def queries_at_once(rows: int) -> int:
+    """How many ranks' queries, of so many rows each, a step takes: few of them together, so that they fill a GPU."""
+    return max(1, FILLING // max(1, rows))
 
 
 def exchange_way(nbytes: int, ranks: int, hardware: Hardware) -> str:

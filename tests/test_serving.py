@@ -29,11 +29,45 @@ def test_positions_are_balanced_at_any_length_and_below_counts_them():
         assert held == [int(stripes.owned(np.arange(length), r).sum()) for r in range(4)]
 
 
-def test_a_long_chunk_has_its_keys_brought_and_a_short_one_sends_its_queries():
-    """Keys hide behind the work of a long chunk; a few queries against a long cache have nothing to hide it."""
-    assert prefill_moves(4, 2048, 131072, LLAMA, H200).way == "keys"
+def test_keys_travel_while_they_are_few_and_queries_once_there_are_many():
+    """A piece of keys has all partials read and written once more; of queries only the first are waited for."""
+    assert prefill_moves(4, 2048, 16384, LLAMA, H200).way == "keys"
+    assert prefill_moves(4, 2048, 131072, LLAMA, H200).way == "queries"
     assert prefill_moves(4, 4, 131072, LLAMA, H200).way == "queries"
     assert prefill_moves(1, 2048, 131072, LLAMA, H200).exposed == {"queries": 0.0, "keys": 0.0}
+
+
+def test_queries_that_are_gathered_first_hide_behind_nothing():
+    moves, gathered = (prefill_moves(4, 2048, 131072, LLAMA, H200, beside=beside) for beside in (True, False))
+    assert gathered.exposed["queries"] > gathered.sent["queries"] / H200.link > 3 * moves.exposed["queries"]
+    assert gathered.sent == moves.sent and gathered.way == "keys"
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+@pytest.mark.parametrize("together", [1, 2, 8])
+@pytest.mark.parametrize("sizes", [{"ring": 4}, {"ulysses": 3}, {"ring": 3, "ulysses": 2}], ids=str)
+def test_queries_come_one_by_one_or_together_and_find_the_same(sizes, together, layout, monkeypatch):
+    """Rows of different lengths, padded chunks, a window; a rank's queries are a step of their own, or several are."""
+    monkeypatch.setattr(inference, "queries_at_once", lambda rows: together)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 41, h, d, generator=g) for h, d in ((6, 8), (6, 8), (6, 12)))
+    spec = ra.AttentionSpec(window=19)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=10, layout=layout)
+        cache = KVCache.allocate(
+            plan, batch=2, max_len=50, kv_heads=6, head_dim=8, value_dim=12, dtype=q.dtype, block=2
+        )
+        outs = []
+        for at in range(0, 41, 10):
+            chunk = plan.for_length(min(10, 41 - at))
+            mine = [chunk.shard(x[:, at : at + 10]) for x in (q, k, v)]
+            outs.append(chunk.unshard(ra.prefill(*mine, chunk, cache, spec=spec, move="queries")))
+        return torch.cat(outs, 1)
+
+    expected = ra.attention(*(x.double() for x in (q, k, v)), spec=spec)
+    for out in run(one, **sizes):
+        assert (out - expected).norm() <= 2e-6 * expected.norm()
 
 
 def test_where_nothing_is_hidden_fewer_bytes_win():

@@ -188,7 +188,8 @@ class KVCache(serving.KVCache):
         B, G, H = self.of_a_device(heads)
         made_of = Heads(H, G, D, V, self.k.dtype.itemsize, B)
         hardware, hides = hardware_of(plan.device), plan.device != "cpu"
-        return prefill_moves(self.stripes.ranks, plan.local_len, min(self.max_len, rows), made_of, hardware, hides)
+        cached = min(self.max_len, rows)
+        return prefill_moves(self.stripes.ranks, plan.local_len, cached, made_of, hardware, hides, beside=False)
 
     def explain(self, chunk: int, heads: int) -> str:
         """What prefill of a chunk with so many query heads, and decode of one token, will send."""

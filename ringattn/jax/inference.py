@@ -31,7 +31,7 @@ from ringattn.jax.check import of_dtypes
 from ringattn.jax.sharding import permuted, restored
 from ringattn.jax.steps import local_positions, score_of
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import FORMS, Partial, add_sinks, empty, merge_packed, packed
+from ringattn.kernels.partial import FORMS, Partial, add_sinks, empty, merge_stack, packed, unpacked
 from ringattn.planning import Plan, heads_problem
 from ringattn.serving import WAYS, keys_at_once
 from ringattn.spec import AttentionSpec
@@ -140,7 +140,7 @@ class Decode:
         meeting = Meeting(q, cache, self.spec, before, n, jnp.arange(n))
         part = meeting.of(Piece(cache.k, cache.v), cache.line.rank, empty(q, v.shape[-1]))
         every = cache.line.all_gather(packed(part, self.form)[None]).wait()
-        return cache, finished(merge_packed(every, self.form), sinks, q)
+        return cache, finished(merge_stack(unpacked(every, self.form)), sinks, q)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Prefill:
         pad = self.plan.tokens.padded_length - self.plan.seq_len
         rows = jnp.pad(packed(whole, "lse"), ((0, 0), (0, pad), (0, 0), (0, 0)))
         rows = permuted(rows, self.plan.tokens, 1)
-        return merge_packed(line.all_to_all(rows[None], split=2, join=0).wait(), "lse")
+        return merge_stack(unpacked(line.all_to_all(rows[None], split=2, join=0).wait(), "lse"))
 
 
 class Piece(NamedTuple):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.intervals import Intervals, tiles_of
-from ringattn.layout import Layout
-from ringattn.planning import Plan
+from ringattn.layout import Layout, Shard
+from ringattn.schedule import Schedule
 from ringattn.serving import Stripes
 from ringattn.spec import AttentionSpec, bounds
-from ringattn.torch.sharding import local_positions
+from ringattn.torch.steps import Stop, in_order, stops
 
 
 class Holder(NamedTuple):
@@ -35,20 +35,20 @@ class Holder(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """`tokens` new ones after what each batch row held `before`, all that can be seen, and by which queries:
+    """`tokens` new ones after what each batch row held `before`, all that can be seen, and which of them ask.
 
-    one rank's, given as (plan, ring rank, ulysses rank), or with None those of the whole chunk.
+    Those of a shard, or with None all; from `tokens` on they are padding.
     """
 
     spec: AttentionSpec
     tokens: int
     before: tuple[int, ...]
     holders: tuple[Holder, ...]
-    queries: tuple[Plan, int, int] | None = None
+    queries: Shard | None = None
 
     @property
     def positions(self) -> np.ndarray:
-        return np.arange(self.tokens) if self.queries is None else local_positions(*self.queries)
+        return np.arange(self.tokens) if self.queries is None else in_order(self.queries)
 
 
 class Piece(NamedTuple):
@@ -114,6 +114,21 @@ def everything(queries: int, keys: int, device: torch.device) -> Intervals:
 def on_device(host: np.ndarray, device: torch.device, tiled: bool) -> Intervals:
     begin, end = torch.from_numpy(host).to(device, non_blocking=True).unbind()
     return Intervals(begin, end, tiles_of(*host) if tiled else None, tuple(host))
+
+
+@lru_cache(maxsize=32)
+def guests_of(blocks: Layout, rank: int, together: int) -> tuple[Stop, ...]:
+    """Everyone's queries, as they come to one rank: first its own, then up to `together` blocks at a time."""
+    everyone = Schedule(np.ones((blocks.ring, blocks.ring), bool))
+    return stops(everyone.visits(rank, together), blocks, rank, lambda shard: None)
+
+
+def part_of(shard: Shard, some: slice) -> Shard:
+    """Of a shard the tokens with these local indices."""
+    ends = np.cumsum([len(r) for r in shard]).tolist()
+    starts = [end - len(r) for r, end in zip(shard, ends, strict=True)]
+    cut = (r[max(0, some.start - at) : max(0, some.stop - at)] for r, at in zip(shard, starts, strict=True))
+    return tuple(r for r in cut if r)
 
 
 class Landing(NamedTuple):

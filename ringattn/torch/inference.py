@@ -18,15 +18,26 @@ from ringattn import kernels
 from ringattn.check import of_choice, of_filled, of_keys, of_lengths, of_start, of_tree, of_window
 from ringattn.comms.axis import Axis, Done, Pending, Then, meanwhile
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import FORMS, Partial, add_sinks, empty, from_streams, merge_packed, packed, unpacked
+from ringattn.kernels.partial import (
+    FORMS,
+    Partial,
+    Streams,
+    add_sinks,
+    empty,
+    from_streams,
+    merge_stack,
+    packed,
+    unpacked,
+)
+from ringattn.layout import Layout
 from ringattn.planning import Plan, hardware_of, heads_problem
-from ringattn.serving import WAYS, exchange_over, exchange_way, keys_at_once
+from ringattn.serving import WAYS, exchange_over, exchange_way, keys_at_once, queries_at_once
 from ringattn.spec import AttentionSpec
 from ringattn.torch import agree, check
 from ringattn.torch.agree import watched
 from ringattn.torch.cache import KVCache
-from ringattn.torch.chunk import Chunk, pieces_of
-from ringattn.torch.sharding import order_of
+from ringattn.torch.chunk import Chunk, guests_of, part_of, pieces_of
+from ringattn.torch.ring import pieces, room_for, with_next
 from ringattn.torch.steps import Score, problem_of, score_of
 
 CAUSAL = AttentionSpec()
@@ -57,19 +68,17 @@ def prefill(
     check_chunk(q, k, v, plan, cache, spec, sinks, start, {"move": move, "keys": keys})
     before, tokens = tuple(cache.lengths.tolist()), plan.seq_len
     way = cache.moves(plan, q.shape[2]).way if move == "auto" else move
-    gathers = way == "queries" and cache.ranks > 1
-    new, queries = everyone(torch.cat([k, v], -1), plan), everyone(q, plan) if gathers else Done()
+    new = everyone(torch.cat([k, v], -1), plan)
+    guests = Guests(q, plan) if way == "queries" and cache.ranks > 1 else None
     k, v = new.wait().movedim(0, 1).split([k.shape[-1], v.shape[-1]], -1)
     cache.keep(k, v, tokens, plan.tokens)
     del new, k, v  # of all ranks: not to be held while queries attend
     chunk = Chunk(spec, tokens, before, cache.holders())
-    if gathers:
-        whole = queries.wait().index_select(0, order_of(plan, q.device, back=True)).movedim(0, 1)
-        part = scattered(attend_cache(whole, cache, chunk, keys), plan)
+    if guests:
+        part = guests.attend(cache, chunk, keys, q.dtype if sinks is None else torch.float32)
     else:
-        chunk = chunk._replace(queries=(plan, plan.ring_axis.rank, plan.ulysses_axis.rank))
         most = keys or (keys_at_once(plan.local_len) if cache.ranks > 1 else None)
-        part = attend_travelling(q, cache, chunk, most)
+        part = attend_travelling(q, plan, cache, chunk, most)
     part = part if sinks is None else add_sinks(part, sinks)
     return part.out.to(q.dtype)
 
@@ -247,20 +256,70 @@ def attend_cache(q: Tensor, cache: KVCache, chunk: Chunk, keys: int | None = Non
     """Attention of a chunk's queries over the keys this rank holds, at most `keys` of them at once."""
     meeting = Meeting(q, cache, chunk.spec)
     plans = pieces_of(chunk, (cache.rank,), keys, q.device, meeting.tiled)
-    for pieces, (k, v) in zip(plans, cache.memory(), strict=True):
-        for piece in pieces:
+    for cuts, (k, v) in zip(plans, cache.memory(), strict=True):
+        for piece in cuts:
             meeting.of(k[:, piece.keys], v[:, piece.keys], piece.seen[cache.rank])
     return meeting.end()
 
 
-def attend_travelling(q: Tensor, cache: KVCache, chunk: Chunk, keys: int | None) -> Partial:
+class Guests:
+    """Everyone's queries, who come to the keys of this rank block after block, and whose partials go home again.
+
+    The next block is on its way while one attends, and so are the partials of the one before. Those at home attend
+    last: beside them the last guests leave. Where a plan has both axes a block is of a whole ring rank.
+    """
+
+    def __init__(self, q: Tensor, plan: Plan):
+        self.axis, self.within = plan.ring_axis, plan.ulysses_axis
+        blocks = plan.tokens
+        if self.axis.size == 1:
+            self.axis, self.within = self.within, self.axis
+            blocks = Layout("contiguous", plan.tokens.padded_length, plan.ulysses)
+        self.q = self.within.all_gather(q, 1).wait().contiguous()
+        rows = self.q.shape[0] * self.q.shape[1] * self.q.shape[2]
+        at_home, *self.run = guests_of(blocks, self.axis.rank, queries_at_once(rows))
+        self.run.append(at_home)
+        self.here, out, into = room_for(self.run[0], self.q)
+        self.coming = self.axis.move(out, into, what=f"queries of step 1 of {len(self.run)}, prefill")
+
+    def attend(self, cache: KVCache, chunk: Chunk, keys: int | None, dtype: torch.dtype) -> Partial:
+        """This rank's partial over the keys of all, merged in rank order; its out may be of `dtype`."""
+        whole = empty(self.q.expand(self.axis.size, *self.q.shape).flatten(0, 1), cache.v.shape[-1])
+        found = Partial(*(x.unflatten(0, (self.axis.size, -1)) for x in whole))  # by the rank that has the keys
+        leaving: Pending = Done()
+        self.coming.wait()
+        for i, (stop, following) in enumerate(with_next(self.run)):
+            say = f"step {i + 1} of {len(self.run)}, prefill"
+            asking = chunk._replace(queries=stop.shard)
+            work = partial(attend_cache, self.here[0], cache, asking, keys)
+            self.here, out, into = room_for(following, self.q)
+            part, self.coming = meanwhile(self.axis, work, out, into, f"queries after {say}")
+            leaving.wait()
+            if stop.readers or stop.brought:
+                home = {r: pieces([x[r] for x in found], stop.own) for r in stop.readers}
+                away = {r: pieces(part, places) for r, places in stop.brought.items()}
+                leaving = self.axis.move(away, home, what=f"partials of {say}")
+            else:
+                for x, mine in zip(found, part, strict=True):
+                    x[self.axis.rank].copy_(mine)
+            self.coming.wait()
+            del work, part
+        if self.within.size == 1:
+            return merged(found, dtype)
+        rows = packed(merged(found), "lse").movedim(1, 0)  # [T, B, H, V + 1]
+        stack = self.within.all_to_all(rows, 0, 0).wait().unflatten(0, (self.within.size, -1))
+        return merged(unpacked(stack.movedim(1, 2), "lse"), dtype)
+
+
+def attend_travelling(q: Tensor, plan: Plan, cache: KVCache, chunk: Chunk, keys: int | None) -> Partial:
     """Attention of this rank's own queries over all ranks' keys: piece after piece comes by in a ring of rings."""
     meeting = Meeting(q, cache, chunk.spec)
-    ring, ulysses = cache.plan.ring_axis, cache.plan.ulysses_axis
+    ring, ulysses = plan.ring_axis, plan.ulysses_axis
     outer, inner = (ulysses, ring) if ulysses.size == 1 else (ring, ulysses)
+    chunk = chunk._replace(queries=part_of(plan.tokens.shard(ring.rank), plan.local_slice(ulysses.rank)))
     plans = pieces_of(chunk, tuple(range(cache.ranks)), keys, q.device, meeting.tiled)
-    for pieces, (k, v) in zip(plans, cache.memory(), strict=True):
-        for piece in pieces:
+    for cuts, (k, v) in zip(plans, cache.memory(), strict=True):
+        for piece in cuts:
             coming: Pending = Done((k[:, piece.keys], v[:, piece.keys]))
             for i in range(outer.size):
                 block = coming.wait()
@@ -305,19 +364,6 @@ def decode_quickly(
     return merged_everywhere(rows if form == "lse" else packed(part, form), cache.plan, form, sinks, q.dtype)
 
 
-def scattered(whole: Partial, plan: Plan) -> Partial:
-    """Partials of the whole chunk on every rank -> this rank's tokens, merged over all ranks in rank order."""
-    rows = packed(whole, "lse").movedim(1, 0)  # [T, B, H, V + 1]
-    pad = plan.tokens.padded_length - plan.seq_len
-    rows = F.pad(rows, [0] * 6 + [0, pad]) if pad else rows
-    rows = rows.index_select(0, order_of(plan, rows.device))
-    for axis in (plan.ring_axis, plan.ulysses_axis):
-        if axis.size > 1:
-            stack = axis.all_to_all(rows, 0, 0).wait().unflatten(0, (axis.size, -1))
-            rows = packed(merged(stack, "lse"), "lse")
-    return unpacked(rows.movedim(0, 1), "lse")
-
-
 def merged_everywhere(rows: Tensor, plan: Plan, form: str, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The merge of all ranks' packed partials and of the sinks, the same bits on every rank."""
     part, axes = None, [axis for axis in (plan.ulysses_axis, plan.ring_axis) if axis.size > 1]
@@ -327,7 +373,7 @@ def merged_everywhere(rows: Tensor, plan: Plan, form: str, sinks: Tensor | None,
         over = axis.over(exchange_over(*road))
         if exchange_way(*road) == "gather":
             last = axis is axes[-1] and sinks is None
-            part = merged(over.all_gather(rows[None], 0).wait(), form, dtype if last else torch.float32)
+            part = merged(unpacked(over.all_gather(rows[None], 0).wait(), form), dtype if last else torch.float32)
         else:
             part = shared(rows, over, form)
     if part is None:  # one rank
@@ -341,14 +387,14 @@ def shared(rows: Tensor, axis: Any, form: str) -> Partial:
     flat = rows.flatten(0, -2)[:, None, None]
     pad = -len(flat) % axis.size
     stack = axis.all_to_all(F.pad(flat, [0] * 6 + [0, pad]), 0, 0).wait().unflatten(0, (axis.size, -1))
-    everyone = axis.all_gather(packed(merged(stack, form), "lse"), 0).wait()[: len(flat)]
+    everyone = axis.all_gather(packed(merged(unpacked(stack, form)), "lse"), 0).wait()[: len(flat)]
     return unpacked(everyone.reshape(*rows.shape[:-1], -1), "lse")
 
 
-def merged(stack: Tensor, form: str, dtype: torch.dtype = torch.float32) -> Partial:
-    """Packed partials [ranks, ...] merged in rank order: in one kernel on GPUs, which makes an out of `dtype`."""
-    if stack.is_cuda and stack.dtype == torch.float32:
-        from ringattn.kernels.triton.merge import merge_stack
+def merged(stack: Partial | Streams, dtype: torch.dtype = torch.float32) -> Partial:
+    """Stacked partials [ranks, ...] merged in rank order: in one kernel on GPUs, which makes an out of `dtype`."""
+    if stack.out.is_cuda and stack.out.dtype == torch.float32:
+        from ringattn.kernels.triton import merge
 
-        return merge_stack(unpacked(stack, form), dtype=dtype)
-    return merge_packed(stack, form)
+        return merge.merge_stack(stack, dtype=dtype)
+    return merge_stack(stack)

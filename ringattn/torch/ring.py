@@ -20,7 +20,7 @@ from ringattn.torch.steps import Level, Run, Score, Stop
 Rows = tuple[Tensor, Tensor, Tensor]  # dout, the lse over all keys, delta
 Pair = tuple[Tensor, ...]  # keys and values, or their gradients
 Halves = tuple[Callable[[], Any], Callable[[], Any]]  # one gives (dk, dv), the other dq
-END = Stop(None, 0, {}, (), ())
+END = Stop(None, (), {}, (), ())
 
 
 def direct_forward(

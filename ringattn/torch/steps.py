@@ -32,10 +32,14 @@ class Stop(NamedTuple):
     """One step of a rank's run on the direct route."""
 
     where: Intervals | None  # of the queries among the keys that are here; None without work
-    length: int  # how many keys (or queries) are brought
+    shard: Shard  # the positions of the keys (or queries) that are here
     brought: dict[int, tuple[slice, ...]]  # from whom, and where among them each of a block's ranges lies
     readers: tuple[int, ...]  # who has this rank's block at the same step
     own: tuple[slice, ...]  # the ranges of this rank's own block, as it sends them
+
+    @property
+    def length(self) -> int:
+        return sum(map(len, self.shard))
 
 
 class Level(NamedTuple):
@@ -132,8 +136,7 @@ def queries_run(mask: Mask, rank: int, device: torch.device, together: int = 1) 
     keys = mask.plan.keys.tokens.shard(rank)
 
     def where(shard: Shard) -> Intervals:
-        positions = np.sort(np.concatenate([np.arange(r.start, r.stop, r.step) for r in shard]))
-        return on_device(*to_local(keys, *mask.bounds(positions)), device)
+        return on_device(*to_local(keys, *mask.bounds(in_order(shard))), device)
 
     turned = Schedule(schedule_of(mask).needed.T)
     return stops(turned.visits(rank, together), mask.plan.tokens, rank, where)
@@ -143,7 +146,7 @@ def stops(
     visits: Iterable[Visit],
     layout: Layout,
     rank: int,
-    where: Callable[[Shard], Intervals],
+    where: Callable[[Shard], Intervals | None],
     holder: Callable[[int], int] = int,
 ) -> tuple[Stop, ...]:
     """Each visit with the places of what it brings, whose ranges are put in order; `holder` has a block now."""
@@ -156,9 +159,13 @@ def stops(
         for (_, source), place in zip(ranges, places, strict=True):
             if i:
                 brought[holder(source)] += (place,)
-        length = sum(map(len, shard))
-        found.append(Stop(where(shard) if shard else None, length, brought, visit.readers, cuts(layout.shard(rank))))
+        found.append(Stop(where(shard) if shard else None, shard, brought, visit.readers, cuts(layout.shard(rank))))
     return tuple(found)
+
+
+def in_order(shard: Shard) -> np.ndarray:
+    """The positions of a shard, of which ranges may take turns."""
+    return np.sort(np.concatenate([np.arange(r.start, r.stop, r.step) for r in shard]))
 
 
 def cuts(shard: Shard) -> tuple[slice, ...]:
