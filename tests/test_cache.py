@@ -24,10 +24,13 @@ def off(found, expected):
     return float((found.double() - expected).norm() / expected.norm())
 
 
-def generate(mesh, q, k, v, chunk, steps, new=1, block=4, move="auto", form="lse", kernel="auto", keys=None, **given):
+def generate(
+    mesh, q, k, v, chunk, steps, new=1, block=4, move="auto", form="lse", kernel="auto", keys=None,
+    transport="auto", **given,
+):  # fmt: skip
     """Prefill in chunks, then decode `new` tokens at a time for the last `steps`; everything of every position."""
     T = q.shape[1]
-    base = ra.plan(mesh, seq_len=chunk, kernel=kernel)
+    base = ra.plan(mesh, seq_len=chunk, kernel=kernel, transport=transport)
     cache = KVCache.allocate(
         base, batch=q.shape[0], max_len=T, kv_heads=k.shape[2], head_dim=k.shape[3], value_dim=v.shape[3],
         dtype=q.dtype, block=block, window=given.get("spec", ra.AttentionSpec()).window, room=max(chunk, new),
@@ -398,6 +401,27 @@ def test_chunks_then_tokens_on_a_gpu(move, given):
             call = partial(generate, q=q, k=k, v=v, chunk=130, steps=40, new=2, block=16, move=move, form=form)
             for out in run(partial(call, sinks=sinks.cuda(), keys=50, **given), device="cuda", ring=2, ulysses=2):
                 assert off(out.cpu(), expected) <= limit, f"{dtype} {form}: {off(out.cpu(), expected)}"
+
+
+def over_gpus(transport, move):
+    """One rank: chunks whose queries come block by block, and tokens; how far off everything is."""
+    ranks = torch.distributed.get_world_size()
+    low = [x.bfloat16() for x in draw(B=1, T=17300, H=8, G=2, D=64, V=64)]
+    q, k, v = (x.cuda() for x in low)
+    mesh = ra.init_mesh(ring=ranks, device_type="cuda")
+    with torch.no_grad():
+        found = generate(mesh, q, k, v, 8192, 20, 2, 64, move, transport=transport)
+        return off(found, ra.attention(*(x.float() for x in (q, k, v))).double())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("move", ["queries", "keys"])
+@pytest.mark.parametrize("transport", ["group", "symmetric"])
+def test_chunks_then_tokens_over_gpus(transport, move):
+    ranks = min(4, torch.cuda.device_count())
+    if ranks < 2:
+        pytest.skip("needs 2 GPUs")
+    assert max(run_processes(over_gpus, ranks, transport, move, backend="nccl", timeout=120)) <= 1e-2
 
 
 def a_captured_decode(transport, new):
