@@ -12,6 +12,8 @@ T = TypeVar("T")
 Tensors = tuple[Any, ...]
 Parcels = Mapping[int, Sequence[Any]]  # tensors to or from each of some ranks
 
+TRANSPORTS = ("auto", "symmetric", "group")
+
 
 class Pending(Protocol):
     """A transfer in flight."""
@@ -56,6 +58,7 @@ class Axis(Protocol):
     name: str
     size: int
     rank: int
+    by: str  # what carries the bytes, in words
     cheap_words: bool  # whether exchange_words costs little beside a call
     hosts: int  # on how many hosts the ranks lie, as many on each, in order; 0: nobody knows
 
@@ -133,7 +136,7 @@ def one_ahead(transfers: Iterable[Pending]) -> Iterator[Any]:
 class Solo:
     """An axis of one rank: everything arrives where it was."""
 
-    size, rank, cheap_words, hosts = 1, 0, True, 1
+    size, rank, by, cheap_words, hosts = 1, 0, "nothing", True, 1
 
     def __init__(self, name: str = "ring"):
         self.name = name

@@ -19,8 +19,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ringattn.comms.axis import Done
 
-AXES = ("ring", "ulysses")
-
 
 @dataclass(frozen=True)
 class MeshAxis:
@@ -117,6 +115,10 @@ def is_mesh(x: Any) -> bool:
     return isinstance(x, Mesh)
 
 
+def axis_names(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    return mesh.axis_names
+
+
 def axis_size(mesh: Mesh | AbstractMesh, name: str) -> int:
     return mesh.shape.get(name, 1)
 
@@ -183,25 +185,6 @@ def split(mesh: Mesh, name: str, sizes: dict[str, int]) -> Mesh:
         for _ in (sizes if old == name else (old,))
     ]
     return Mesh(mesh.devices.reshape(tuple(cut.values())), tuple(cut), axis_types=tuple(kinds))
-
-
-def placed(mesh: Mesh) -> tuple[str, list[tuple[int, int]], Any]:
-    """A mesh's device type, the (ring, ulysses) sizes it allows, and what turns the chosen sizes into axes."""
-    names = mesh.axis_names
-    if "sequence" in names:
-        size = mesh.shape["sequence"]
-        pairs = [(size // u, u) for u in range(1, size + 1) if size % u == 0]
-
-        def bind(ring: int, ulysses: int) -> tuple[MeshAxis, MeshAxis]:
-            return axes(split(mesh, "sequence", {"ring": ring, "ulysses": ulysses}))
-
-        return platform(mesh), pairs, bind
-    if not set(AXES) & set(names):
-        raise ValueError(
-            f"the mesh has axes {names or '()'}; a plan needs 'ring' and/or 'ulysses', or 'sequence' to be factored "
-            "(ringattn.jax.init_mesh names them)"
-        )
-    return platform(mesh), [(axis_size(mesh, "ring"), axis_size(mesh, "ulysses"))], lambda ring, ulysses: axes(mesh)
 
 
 def axes(mesh: Mesh) -> tuple[MeshAxis, MeshAxis]:

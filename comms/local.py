@@ -70,7 +70,7 @@ def version(t: Tensor) -> int:
 class LocalAxis:
     """One thread's place on an axis. `sent` counts the bytes this rank has handed to others."""
 
-    cheap_words = True
+    by, cheap_words = "threads", True
 
     def __init__(self, board: Board, name: str, group: tuple[Any, ...], size: int, rank: int, hosts: int = 1):
         self.board, self.name, self.group, self.size, self.rank, self.hosts = board, name, group, size, rank, hosts
@@ -131,7 +131,7 @@ class LocalAxis:
         return self
 
     def __repr__(self) -> str:
-        return f"{self.name}: rank {self.rank} of {self.size} (threads)"
+        return f"{self.name}: rank {self.rank} of {self.size} ({self.by})"
 
 
 def unpack(arrived: Sequence[tuple[Tensor, ...]], into: Parcels) -> None:

@@ -11,8 +11,6 @@ from ringattn.comms.local import LocalMesh
 from ringattn.comms.process_group import ProcessGroupAxis
 from ringattn.comms.symmetric import shared_axis
 
-TRANSPORTS = ("auto", "symmetric", "group")
-
 
 def init_mesh(
     data: int = 1, ring: int = 1, ulysses: int = 1, sequence: int | None = None, device_type: str | None = None
@@ -75,8 +73,6 @@ def axis(mesh: Any, name: str, transport: str = "auto") -> Axis:
     `transport` is "symmetric" (GPUs that see each other's memory) or "group" (NCCL, gloo); auto takes the first that
     is there, and leaves to the other what goes sooner by it. Every rank must ask alike.
     """
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport={transport!r}: choose one of {', '.join(TRANSPORTS)}")
     if axis_size(mesh, name) == 1:
         return Solo(name)
     if isinstance(mesh, LocalMesh):
@@ -92,6 +88,10 @@ def axis(mesh: Any, name: str, transport: str = "auto") -> Axis:
             f"({dist.get_backend(group)}) has not; use transport='group'"
         )
     return shared or grouped
+
+
+def axes(mesh: Any, transport: str = "auto") -> tuple[Axis, Axis]:
+    return axis(mesh, "ring", transport), axis(mesh, "ulysses", transport)
 
 
 def split(mesh: Any, name: str, sizes: dict[str, int]) -> Any:

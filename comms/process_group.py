@@ -58,7 +58,8 @@ class ProcessGroupAxis:
     def __init__(self, group: dist.ProcessGroup, name: str = "ring"):
         self.group, self.name = group, name
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.cheap_words = dist.get_backend(group) == "gloo"
+        self.by: str = dist.get_backend(group)
+        self.cheap_words = self.by == "gloo"
         self.hosts = 0 if self.cheap_words else hosts_of(group)
         self.hops = hop_group(group)
         self.far = far_group(group) if self.hosts > 1 else self.hops
@@ -144,7 +145,7 @@ class ProcessGroupAxis:
         return dist.get_global_rank(self.group, rank % self.size)
 
     def __repr__(self) -> str:
-        return f"{self.name}: rank {self.rank} of {self.size} ({dist.get_backend(self.group)})"
+        return f"{self.name}: rank {self.rank} of {self.size} ({self.by})"
 
 
 def whole(x: Tensor) -> Tensor:

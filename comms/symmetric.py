@@ -201,7 +201,7 @@ class Flight:
 class SymmetricAxis:
     """GPUs of one host in group order. Everything is made of moves; words go through the process group."""
 
-    cheap_words, hosts = False, 1
+    by, cheap_words, hosts = "symmetric memory", False, 1
 
     def __init__(
         self, peers: Peers, watch: Watch, words: Callable[[Any], list[Any]], name: str = "ring", group: Any = None
@@ -282,7 +282,7 @@ class SymmetricAxis:
         return {r: [x] for r, x in enumerate(tensors) if r != self.rank}
 
     def __repr__(self) -> str:
-        return f"{self.name}: rank {self.rank} of {self.size} (symmetric memory)"
+        return f"{self.name}: rank {self.rank} of {self.size} ({self.by})"
 
 
 def packed(x: Tensor) -> Tensor:

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringattn import api
-from ringattn.comms.local import Board, LocalMesh
-from ringattn.cost import SAMPLED_ROWS, Shape, seen_pairs
+from ringattn.cost import SAMPLED_ROWS, seen_pairs
 from ringattn.launch.words import option
-from ringattn.planning import Plan, hardware_of, kv_heads_of_a_rank
+from ringattn.planning import Place, Plan, factored, hardware_of, kv_heads_of_a_rank
 from ringattn.schedule import Schedule
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.steps import Mask, schedule_of
@@ -43,16 +42,17 @@ class Options:
 
 def run(options: Options) -> int:
     """Print the plan and its steps."""
-    plan, spec = planned(options), AttentionSpec(causal=options.causal, window=options.window)
+    spec = AttentionSpec(causal=options.causal, window=options.window)
     docs = None if options.docs is None else Docs.from_lengths(options.docs, pad_to=options.seq_len)
-    print(plan.explain().replace(", over threads", ""))  # the mesh is not there, and only looks like one of threads
+    plan = planned(options, spec, docs)
+    print(plan.explain())
     if plan.ring > 1:
         print("\n".join(["", *steps(plan, spec, docs)]))
     return 0
 
 
-def planned(options: Options) -> Plan:
-    """The plan that rank 0 of such a mesh would make."""
+def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
+    """The plan that the ranks of such a mesh would make."""
     if options.sequence is not None and (options.ring, options.ulysses) != (1, 1):
         raise ValueError(f"sequence={options.sequence} leaves ring and ulysses to the plan; leave them out")
     if (ranks := options.sequence or options.ring * options.ulysses) > MOST:
@@ -61,20 +61,20 @@ def planned(options: Options) -> Plan:
         raise ValueError(f"heads={options.heads}: say query heads and key heads, as in heads=32,8")
     if options.device not in ("cuda", "cpu"):
         raise ValueError(f"device={options.device!r}: choose cuda or cpu")
-    sizes = {"ring": options.ring, "ulysses": options.ulysses}
-    mesh = LocalMesh(Board(), {"sequence": options.sequence} if options.sequence else sizes, rank=0)
-    mesh.device_type = options.device
+    sizes = factored(options.sequence) if options.sequence else [(options.ring, options.ulysses)]
     return api.plan(
-        mesh,
+        Place(options.device, sizes, lambda ring, ulysses: None),
         seq_len=options.seq_len,
         key_len=options.key_len,
         heads=(options.heads[0], options.heads[-1]),
         head_dim=options.head_dim,
         value_dim=options.value_dim,
-        spec=AttentionSpec(causal=options.causal, window=options.window),
+        spec=spec,
+        docs=docs,
         strategy=options.strategy,
         layout=options.layout,
         kernel=options.kernel,
+        hosts=1,
         dtype=options.dtype,
     )
 
@@ -117,13 +117,11 @@ def routed(plan: Plan, schedule: Schedule) -> list[list[tuple[int, ...]]]:
 
 def blocks_at_once(plan: Plan) -> int:
     """How many blocks a step of the direct route brings forward."""
-    heads, dim = plan.heads or (1, 1), plan.head_dim or 1
-    itemsize = 4 if plan.device == "cpu" else 2
-    shape = Shape(plan.seq_len, plan.keys.seq_len, *heads, dim, plan.value_dim or dim, itemsize)
-    kv_heads = kv_heads_of_a_rank(heads[1], plan.ulysses) // plan.groups_for(shape)
-    return plan.together or hardware_of(plan.device).blocks_at_once(
-        shape.kv_bytes(plan.keys.tokens.shard_len, kv_heads)
-    )
+    shape = plan.shape(itemsize=4 if plan.device == "cpu" else 2)
+    if plan.together or shape is None:
+        return plan.together or 1
+    kv_heads = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) // plan.groups_for(shape)
+    return hardware_of(plan.device).blocks_at_once(shape.kv_bytes(plan.keys.tokens.shard_len, kv_heads))
 
 
 def gathered(total: np.ndarray) -> list[str]:

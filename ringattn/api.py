@@ -2,26 +2,27 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from ringattn.check import kind, of_arrays, of_choice, of_unknown, of_words
-from ringattn.comms.axis import Solo
-from ringattn.cost import Hardware, Shape, exchanged, groups_of, replicas
-from ringattn.layout import Layout
+from ringattn.comms.axis import TRANSPORTS, Solo
+from ringattn.cost import Shape
 from ringattn.planning import (
-    TRANSPORTS,
-    Candidate,
+    Place,
     Plan,
     candidates,
-    check_heads,
-    choose,
-    describe,
+    candidates_report,
     dtype_name,
+    factored,
+    groups_report,
     hardware_of,
-    heads_of,
     kv_heads_of_a_rank,
-    size_of,
+    priced,
+    route_over,
+    route_report,
 )
 from ringattn.serving import KVCache
 from ringattn.spec import AttentionSpec, Docs
@@ -266,128 +267,74 @@ def plan(
     if problem:
         raise ValueError(problem)
     spec = AttentionSpec() if spec is None else spec
-    seq_len, key_len = size_of("seq_len", seq_len), size_of("key_len", key_len)
-    head_dim, value_dim = size_of("head_dim", head_dim), size_of("value_dim", value_dim)
-    together, groups = size_of("together", together), size_of("groups", groups)
-    hosts = None if hosts is None else size_of("hosts", hosts)
-    heads = heads_of(heads)
-    if heads is not None:
-        check_heads(*heads, ulysses=1)
-    dtype = None if dtype is None else dtype_name(dtype)
-    if docs is not None and docs.length != seq_len:
-        raise ValueError(f"docs: document lengths add up to {docs.length}, and seq_len={seq_len}; make them the same")
-    device, ranks, bind = placed(mesh, transport)
-    shape = None
-    if heads is not None and head_dim is not None:
-        itemsize = {"float64": 8, "float32": 4}.get(dtype or ("float32" if device == "cpu" else "bfloat16"), 2)
-        shape = Shape(seq_len, key_len or seq_len, *heads, head_dim, value_dim or head_dim, itemsize)
-    hardware = hardware_of(device)
-    open_ = candidates(ranks, heads and heads[0], strategy, layout, spec, docs)
-    best, options = choose(open_, shape, spec, hardware, docs)
-    axes = bind(best.ring, best.ulysses)
-    if hosts is not None and best.ring % hosts:
-        raise ValueError(f"hosts={hosts} for ring={best.ring}: as many ranks lie on each host; say one that divides it")
-    hosts = getattr(axes[0], "hosts", 0) if hosts is None else hosts
-    if route == "auto":
-        route = way_over(hosts, best.ring)
-    sizes = shape.backward_bytes(best.ring) if shape else {"keys": 0, "queries": 1}
-    if backward == "auto":
-        backward = min(sizes, key=lambda name: sizes[name]) if route == "direct" else "keys"
-    return Plan(
-        seq_len=seq_len,
+    place = place_of(mesh, transport)
+    device = place.device
+    whole = Plan(
+        seq_len,
         key_len=key_len,
-        ring=best.ring,
-        ulysses=best.ulysses,
-        strategy=best.strategy,
-        layout=best.layout,
-        kernel=kernel,
-        route=route,
-        hosts=max(1, hosts),
-        together=together,
-        backward=backward,
-        groups=groups,
-        heads=heads,
+        heads=heads,  # type: ignore[arg-type]  # one number for both becomes a pair there
         head_dim=head_dim,
         value_dim=value_dim,
-        framework="jax" if is_jax_mesh(mesh) else "torch",
-        axes=axes,
+        kernel=kernel,
+        framework=place.framework,
         device=device,
-        report=(
-            *describe(options, hardware),
-            *way_report(axes[0], route, backward, sizes),
-            *groups_report(shape, best, groups, hardware, axes[0]),
-            *kernel_report(shape, spec, device, dtype, kernel, best.ulysses, is_jax_mesh(mesh)),
-        ),
     )
+    if docs is not None and docs.length != whole.seq_len:
+        raise ValueError(f"docs: document lengths add up to {docs.length}, and seq_len={seq_len}; make them the same")
+    dtype = ("float32" if device == "cpu" else "bfloat16") if dtype is None else dtype_name(dtype)
+    shape = whole.shape({"float64": 8, "float32": 4}.get(dtype, 2))
+    options = candidates(whole, place.sizes, strategy, layout, spec, docs)
+    if shape is None:
+        best, report = options[0], ["no prediction: say heads=(query, key) and head_dim to compare candidates"]
+    else:
+        costs = priced(options, shape, spec, hardware_of(device), docs)
+        best, report = costs[0][0], candidates_report(costs, hardware_of(device))
+    axes = place.bind(best.ring, best.ulysses)
+    if hosts is None and axes:
+        hosts = getattr(axes[0], "hosts", 0) or None  # None: nobody knows
+    best = replace(best, axes=axes, hosts=1 if hosts is None else hosts, together=together, groups=groups)
+    if route == "auto":
+        route = "relay" if hosts is None else route_over(best.hosts, best.ring)
+    sizes = shape.backward_bytes(best.ring) if shape else None
+    if backward == "auto":
+        backward = min(sizes, key=lambda name: sizes[name]) if sizes and route == "direct" else "keys"
+    best = replace(best, route=route, backward=backward)
+    report += [*route_report(best, sizes), *groups_report(best, shape), *kernel_report(best, shape, spec, dtype)]
+    return replace(best, report=tuple(report))
 
 
-def way_over(hosts: int, ring: int) -> str:
-    """The route for a ring on so many hosts (0: nobody knows)."""
-    if hosts == 1:
-        return "direct"
-    return "levels" if hosts > 1 and ring % hosts == 0 and ring > hosts else "relay"
-
-
-def way_report(axis: Any, route: str, backward: str, sizes: dict[str, int]) -> list[str]:
-    """How blocks reach the ranks of the ring, if there is one, and what travels in backward."""
-    if getattr(axis, "size", 1) == 1 or not hasattr(axis, "hosts"):
-        return []
-    by = str(axis).rpartition("(")[2].rstrip(")")
-    how = {"direct": "straight from their owners", "relay": "from rank to rank"}.get(route, "host by host")
-    mb = {name: f" ({size / 1e6:.1f} MB a block)" for name, size in sizes.items()} if sizes["keys"] else {}
-    other = "queries" if backward == "keys" else "keys"
-    travel = f"{backward}{mb.get(backward, '')} travel, not {other}{mb.get(other, '')}"
-    return [f"route {route}: blocks come {how}, over {by}; in backward {travel}"]
-
-
-def groups_report(shape: Shape | None, best: Candidate, told: int | None, hardware: Hardware, axis: Any) -> list[str]:
-    """In how many groups of heads what Ulysses and gather exchange goes, if there is any."""
-    if not hasattr(axis, "hosts") or (best.ulysses == 1 and (best.strategy != "gather" or best.ring == 1)):
-        return []
-    if shape is None and told is None:
-        return ["heads exchanged in groups: say heads and head_dim to see how many"]
-    why = "as told"
-    if shape and told is None:
-        lengths = (shape.seq_len, shape.key_len)
-        local = tuple(Layout(best.layout, n, best.ring, best.ulysses).shard_len // best.ulysses for n in lengths)
-        sent = exchanged(shape, best.ring, best.ulysses, best.strategy, (local[0], local[1]))
-        kv_heads = kv_heads_of_a_rank(shape.kv_heads, best.ulysses)
-        told = groups_of(shape, sent, best.ring * best.ulysses, kv_heads, hardware)
-        why = f"{sent / 1e6:.1f} MB a rank"
-    return [f"heads exchanged in {told} group{'s' * (told != 1)} ({why}): one travels while another is attended to"]
-
-
-def placed(mesh: Any, transport: str = "auto") -> tuple[str, list[tuple[int, int]], Any]:
-    """A mesh's device type, the (ring, ulysses) sizes it allows, and what turns the chosen sizes into axes."""
+def place_of(mesh: Any, transport: str = "auto") -> Place:
+    """Where a mesh is: its device, the sizes it allows, and its axes once they are chosen."""
+    if isinstance(mesh, Place):
+        return mesh
     if mesh is None:
-        return default_device(), [(1, 1)], lambda ring, ulysses: (Solo("ring"), Solo("ulysses"))
+        return Place(default_device(), [(1, 1)], lambda ring, ulysses: (Solo("ring"), Solo("ulysses")))
+    meshes: Any
     if is_jax_mesh(mesh):
-        from ringattn.comms.jax import placed as placed_on_jax
+        from ringattn.comms import jax as meshes
 
-        return placed_on_jax(mesh)
-    if not hasattr(mesh, "device_type"):
+        device, framework, axes = meshes.platform(mesh), "jax", meshes.axes
+    elif hasattr(mesh, "device_type"):
+        from ringattn.comms import mesh as meshes
+
+        device, framework, axes = mesh.device_type, "torch", partial(meshes.axes, transport=transport)
+    else:
         raise ValueError(f"mesh={mesh!r} is of type {type(mesh).__name__}; make one with ringattn.init_mesh(ring=...)")
-    from ringattn.comms.mesh import axis, axis_names, axis_size, split
-
-    names = axis_names(mesh)
+    names = tuple(meshes.axis_names(mesh))
     if "sequence" in names:
-        size = axis_size(mesh, "sequence")
-        pairs = [(size // u, u) for u in range(1, size + 1) if size % u == 0]
+        sizes = factored(meshes.axis_size(mesh, "sequence"))
 
         def bind(ring: int, ulysses: int) -> tuple[Any, Any]:
-            cut = split(mesh, "sequence", {"ring": ring, "ulysses": ulysses})
-            return axis(cut, "ring", transport), axis(cut, "ulysses", transport)
+            return axes(meshes.split(mesh, "sequence", {"ring": ring, "ulysses": ulysses}))
 
-        return mesh.device_type, pairs, bind
+        return Place(device, sizes, bind, framework)
     if not {"ring", "ulysses"} & set(names):
         raise ValueError(
             f"the mesh has axes {names or '()'}; a plan needs 'ring' and/or 'ulysses', or 'sequence' to be factored "
-            "(ringattn.init_mesh names them)"
+            f"(ringattn{'.jax' if framework == 'jax' else ''}.init_mesh names them)"
         )
-    sizes = axis_size(mesh, "ring"), axis_size(mesh, "ulysses")
-    return mesh.device_type, [sizes], lambda ring, ulysses: (
-        axis(mesh, "ring", transport), axis(mesh, "ulysses", transport)
-    )  # fmt: skip
+    fixed = meshes.axis_size(mesh, "ring"), meshes.axis_size(mesh, "ulysses")
+    return Place(device, [fixed], lambda ring, ulysses: axes(mesh), framework)
 
 
 def is_jax_mesh(mesh: Any) -> bool:
@@ -400,36 +347,29 @@ def default_device() -> str:
     return "cuda" if torch is not None and torch.cuda.is_available() else "cpu"
 
 
-def kernel_report(
-    shape: Shape | None,
-    spec: AttentionSpec,
-    device: str,
-    dtype: str | None,
-    kernel: str,
-    ulysses: int,
-    jax: bool = False,
-) -> list[str]:
+def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: str) -> list[str]:
     """Which kernel will run and why each other one will not; an unknown name is refused here."""
     from ringattn import kernels as for_torch
     from ringattn.kernels import pallas as for_jax
 
-    kernels: Any = for_jax if jax else for_torch
+    kernels: Any = for_jax if plan.framework == "jax" else for_torch
+    device, kernel = plan.device, plan.kernel
     if shape is None:
         if kernel not in ("auto", *(k.name for k in kernels.TABLE)):
             kernels.select(kernels.Problem(device, "float32", 64, 64, 1, 1), kernel)
         return [f"kernel {kernel}: say heads and head_dim to see which one that is"]
     problem = kernels.Problem(
         device=device,
-        dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
+        dtype=dtype,
         head_dim=shape.head_dim,
         value_dim=shape.value_dim,
-        heads=shape.heads // ulysses,
-        kv_heads=shape.kv_heads * replicas(shape.kv_heads, ulysses) // ulysses,
+        heads=shape.heads // plan.ulysses,
+        kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
         softcap=spec.softcap is not None,
         tiles=spec.window is None,  # documents and stripes may cut a step into more pieces than rectangles
     )
     chosen = kernels.select(problem, kernel).name
-    lines = [f"kernel {kernel} -> {chosen} ({problem.device}, {problem.dtype}, head dim {problem.head_dim})"]
+    lines = [f"kernel {kernel} -> {chosen} ({device}, {dtype}, head dim {problem.head_dim})"]
     for other in kernels.TABLE:
         serves = "would serve, slowly: say its name" if device in other.told else "would serve"
         if other.name != chosen:

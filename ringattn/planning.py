@@ -5,10 +5,10 @@ Frozen and hashable. It knows the axes it runs on only as objects with a size an
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from ringattn.cost import HARDWARE, Cost, Hardware, Shape, exchanged, groups_of, predict, replicas, seen_pairs
@@ -18,7 +18,6 @@ from ringattn.spec import AttentionSpec, Docs, whole
 STRATEGIES = ("ring", "gather", "ulysses")
 ROUTES = ("direct", "relay", "levels")
 TRAVELLERS = ("keys", "queries")
-TRANSPORTS = ("auto", "symmetric", "group")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SIZES = {
     "seq_len": "a whole number of tokens, at least 1",
@@ -79,10 +78,14 @@ class Plan:
             raise ValueError(f"layout={self.layout!r}: choose one of auto, {', '.join(LAYOUTS)}")
         if self.route not in ROUTES:
             raise ValueError(f"route={self.route!r}: choose one of auto, {', '.join(ROUTES)}")
-        if self.route == "levels" and (self.hosts < 2 or self.ring % self.hosts):
+        if self.ring % self.hosts:
             raise ValueError(
-                f"route='levels' needs a ring on several hosts, with as many ranks on each; ring={self.ring} lies on "
-                f"hosts={self.hosts}; use route='direct' or 'relay'"
+                f"hosts={self.hosts} for ring={self.ring}: as many ranks lie on each host; say one that divides it"
+            )
+        if self.route == "levels" and self.hosts < 2:
+            raise ValueError(
+                f"route='levels' needs a ring on several hosts, and ring={self.ring} lies on one; use route='direct' "
+                "or 'relay'"
             )
         if self.backward not in TRAVELLERS:
             raise ValueError(f"backward={self.backward!r}: choose one of auto, {', '.join(TRAVELLERS)}")
@@ -103,10 +106,10 @@ class Plan:
 
     def __copy__(self) -> "Plan":
         """An equal plan with a handle of its own, on the same axes."""
-        return dataclasses.replace(self)
+        return replace(self)
 
     def __deepcopy__(self, memo: Any) -> "Plan":
-        return dataclasses.replace(self)
+        return replace(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Handles are a process's own, and axes are where they were made: a plan for one rank is made again."""
@@ -149,17 +152,33 @@ class Plan:
             raise ValueError(f"this plan for {size} ranks has no mesh to run on; make it with ringattn.plan(mesh, ...)")
         return self.axes[which]
 
+    def shape(self, itemsize: int) -> Shape | None:
+        """A call of this plan with numbers of so many bytes, if its heads are known."""
+        if self.heads is None or self.head_dim is None:
+            return None
+        value_dim = self.value_dim or self.head_dim
+        return Shape(self.seq_len, self.keys.seq_len, *self.heads, self.head_dim, value_dim, itemsize)
+
+    @property
+    def swaps(self) -> bool:
+        """Whether heads are exchanged, through Ulysses or gathered, and so can be in groups."""
+        return self.ulysses > 1 or (self.strategy == "gather" and self.ring > 1)
+
+    def exchanged(self, shape: Shape) -> int:
+        """The bytes a rank sends forward that no step hides."""
+        return exchanged(shape, self.ring, self.ulysses, self.strategy, (self.local_len, self.keys.local_len))
+
     def groups_for(self, shape: Shape) -> int:
         """In how many groups of heads a call's exchanges go."""
         if self.groups is not None:
             return self.groups
-        sent = exchanged(shape, self.ring, self.ulysses, self.strategy, (self.local_len, self.keys.local_len))
         kv_heads = kv_heads_of_a_rank(shape.kv_heads, self.ulysses)
-        return groups_of(shape, sent, self.ring * self.ulysses, kv_heads, hardware_of(self.device))
+        ranks, hardware = self.ring * self.ulysses, hardware_of(self.device)
+        return groups_of(shape, self.exchanged(shape), ranks, kv_heads, hardware)
 
     def for_length(self, seq_len: int, key_len: int | None = None) -> "Plan":
         """The same choices for another length."""
-        return dataclasses.replace(self, seq_len=seq_len, key_len=key_len)
+        return replace(self, seq_len=seq_len, key_len=key_len)
 
     def local_slice(self, ulysses_rank: int) -> slice:
         """Which part of its ring shard a Ulysses rank holds."""
@@ -259,81 +278,108 @@ def groups_problem(groups: int | None, kv_heads: int, ulysses: int) -> str | Non
     )
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One way to spread the call, and what it is predicted to cost."""
+class Place(NamedTuple):
+    """Where a plan is for: whose speeds count, the (ring, ulysses) sizes there can be, and how they become axes."""
 
-    ring: int
-    ulysses: int
-    strategy: str
-    layout: str
-    cost: Cost | None = None
+    device: str
+    sizes: Sequence[tuple[int, int]]
+    bind: Callable[[int, int], tuple[Any, Any] | None]
+    framework: str = "torch"
+
+
+def factored(size: int) -> list[tuple[int, int]]:
+    """Every (ring, ulysses) of so many ranks."""
+    return [(size // u, u) for u in range(1, size + 1) if size % u == 0]
 
 
 def candidates(
-    ranks: Sequence[tuple[int, int]],
-    heads: int | None,
+    whole: Plan,
+    sizes: Sequence[tuple[int, int]],
     strategy: str,
     layout: str,
     spec: AttentionSpec,
     docs: Docs | None = None,
-) -> list[Candidate]:
-    """Every combination that the given choices leave open; an explicit choice is never second-guessed."""
+) -> list[Plan]:
+    """Every spreading of a plan for one rank that the given choices leave open; none of them is second-guessed."""
     found = []
-    for ring, ulysses in ranks:
-        if heads is not None and heads % ulysses and len(ranks) > 1:
+    for ring, ulysses in sizes:
+        if len(sizes) > 1 and (
+            (whole.heads is not None and whole.heads[0] % ulysses) or (strategy == "ulysses" and ring > 1)
+        ):
             continue
-        names = ("ulysses",) if ring == 1 and strategy == "auto" else ("ring", "gather")
+        names = ("ulysses",) if ring == 1 else ("ring", "gather")
         layouts = ("contiguous",) if ring == 1 or not spec.causal else ("zigzag", "contiguous")
         if ring > 1 and docs is not None:
             layouts = (*layouts, "striped")  # balanced whatever the documents are
-        for s in names if strategy == "auto" else (strategy,):
-            if s == "ulysses" and ring > 1 and len(ranks) > 1:
-                continue
-            found += [Candidate(ring, ulysses, s, one) for one in (layouts if layout == "auto" else (layout,))]
+        found += [
+            replace(whole, ring=ring, ulysses=ulysses, strategy=s, layout=one)
+            for s in (names if strategy == "auto" else (strategy,))
+            for one in (layouts if layout == "auto" else (layout,))
+        ]
     if not found:
-        size = ranks[0][0] * ranks[0][1]
+        size = sizes[0][0] * sizes[0][1]
         raise ValueError(
-            f"strategy={strategy!r} over {size} ranks needs query heads that {size} divides, and there are {heads}; "
-            "use strategy='ring', 'gather' or 'auto'"
+            f"strategy={strategy!r} over {size} ranks needs query heads that {size} divides, and there are "
+            f"{whole.heads and whole.heads[0]}; use strategy='ring', 'gather' or 'auto'"
         )
     return found
 
 
-def choose(
-    options: list[Candidate], shape: Shape | None, spec: AttentionSpec, hardware: Hardware, docs: Docs | None = None
-) -> tuple[Candidate, list[Candidate]]:
-    """The candidate of least predicted time, and all of them with their costs, best first.
-
-    Without a shape nothing can be predicted, and the first one is taken: ring, zigzag if causal.
-    """
-    if shape is None:
-        return options[0], options
-    priced = []
-    for c in options:
-        layout = Layout(c.layout, shape.seq_len, c.ring, c.ulysses)
-        keys = Layout(c.layout, shape.key_len, c.ring, c.ulysses)
-        cost = predict(shape, layout, keys, seen_pairs(layout, keys, spec, docs), c.strategy, hardware)
-        priced.append(dataclasses.replace(c, cost=cost))
-    priced.sort(key=lambda c: c.cost.seconds if c.cost else 0.0)
-    return priced[0], priced
+def priced(
+    options: list[Plan], shape: Shape, spec: AttentionSpec, hardware: Hardware, docs: Docs | None = None
+) -> list[tuple[Plan, Cost]]:
+    """The candidates with what they are predicted to cost, that of least time first."""
+    found = []
+    for plan in options:
+        layouts = plan.tokens, plan.keys.tokens
+        counts = seen_pairs(*layouts, spec, docs)
+        found.append((plan, predict(shape, *layouts, counts, plan.strategy, hardware)))
+    return sorted(found, key=lambda one: one[1].seconds)
 
 
-def describe(options: list[Candidate], hardware: Hardware) -> list[str]:
+def candidates_report(options: list[tuple[Plan, Cost]], hardware: Hardware) -> list[str]:
     """The candidates as the lines of a table."""
-    if options[0].cost is None:
-        return ["no prediction: say heads=(query, key) and head_dim to compare candidates"]
-    lines = [
+    return [
         f"predicted forward on {hardware.name}:",
         "  ring ulysses strategy layout      ms      exposed ms  MB sent  imbalance",
+        *(
+            f"  {plan.ring:>4} {plan.ulysses:>7} {plan.strategy:<8} {plan.layout:<10} {cost.seconds * 1e3:>8.3f} "
+            f"{cost.exposed * 1e3:>11.3f} {cost.sent / 1e6:>8.1f} {cost.imbalance:>9.2f}"
+            for plan, cost in options
+        ),
     ]
-    for c in options:
-        if c.cost:
-            lines.append(
-                f"  {c.ring:>4} {c.ulysses:>7} {c.strategy:<8} {c.layout:<10} {c.cost.seconds * 1e3:>8.3f} "
-                f"{c.cost.exposed * 1e3:>11.3f} {c.cost.sent / 1e6:>8.1f} {c.cost.imbalance:>9.2f}"
-            )
-    return lines
+
+
+def route_over(hosts: int, ring: int) -> str:
+    """The route for a ring on so many hosts."""
+    if hosts == 1:
+        return "direct"
+    return "levels" if ring > hosts else "relay"
+
+
+def route_report(plan: Plan, sizes: dict[str, int] | None) -> list[str]:
+    """How blocks reach the ranks of a torch ring, and what travels in backward; `sizes` are a block's bytes there."""
+    if plan.ring == 1 or plan.framework != "torch":
+        return []
+    how = {"direct": "straight from their owners", "relay": "from rank to rank"}.get(plan.route, "host by host")
+    over = f", over {plan.axes[0].by}" if plan.axes else ""
+    mb = {name: f" ({sizes[name] / 1e6:.1f} MB a block)" if sizes else "" for name in TRAVELLERS}
+    other = "queries" if plan.backward == "keys" else "keys"
+    travel = f"{plan.backward}{mb[plan.backward]} travel, not {other}{mb[other]}"
+    return [f"route {plan.route}: blocks come {how}{over}; in backward {travel}"]
+
+
+def groups_report(plan: Plan, shape: Shape | None) -> list[str]:
+    """In how many groups of heads what Ulysses and gather exchange goes, if torch exchanges any."""
+    if plan.framework != "torch" or not plan.swaps:
+        return []
+    if plan.groups is not None:
+        groups, why = plan.groups, "as told"
+    elif shape is not None:
+        groups, why = plan.groups_for(shape), f"{plan.exchanged(shape) / 1e6:.1f} MB a rank"
+    else:
+        return ["heads exchanged in groups: say heads and head_dim to see how many"]
+    return [f"heads exchanged in {groups} group{'s' * (groups != 1)} ({why}): one travels while another is attended to"]
 
 
 def hardware_of(device: str) -> Hardware:

@@ -124,6 +124,11 @@ def test_plan_counts_the_steps_that_nobody_needs(capsys):
     assert "7 steps skipped" in capsys.readouterr().out
 
 
+def test_plan_picks_the_layout_that_suits_the_documents(capsys):
+    assert words.main(["plan", "seq_len=8192", "ring=4", "device=cpu", "docs=4000,200"]) == 0
+    assert "layout striped" in capsys.readouterr().out.splitlines()[0]
+
+
 def test_plan_factors_a_sequence_axis(capsys):
     assert words.main(["plan", "seq_len=131072", "heads=32,8", "sequence=8", "device=cpu"]) == 0
     sizes = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if line[:1] == " "]
