@@ -58,7 +58,7 @@ class Piece(NamedTuple):
     seen: dict[int, Intervals | None]
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def pieces_of(
     chunk: Chunk, ranks: tuple[int, ...], most: int | None, device: torch.device, tiled: bool
 ) -> tuple[tuple[Piece, ...], ...]:

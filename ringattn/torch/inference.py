@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ringattn import kernels
 from ringattn.check import of_choice, of_filled, of_keys, of_lengths, of_start, of_tree, of_window
 from ringattn.comms.axis import Axis, Done, Pending, Then, meanwhile
+from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import (
     FORMS,
@@ -284,8 +285,9 @@ class Guests:
 
     def attend(self, cache: KVCache, chunk: Chunk, keys: int | None, dtype: torch.dtype) -> Partial:
         """This rank's partial over the keys of all, merged in rank order; its out may be of `dtype`."""
-        whole = empty(self.q.expand(self.axis.size, *self.q.shape).flatten(0, 1), cache.v.shape[-1])
-        found = Partial(*(x.unflatten(0, (self.axis.size, -1)) for x in whole))  # by the rank that has the keys
+        rows = (self.axis.size, *self.q.shape[:3])  # by the rank that has the keys
+        room = partial(torch.empty, dtype=accumulator(self.q), device=self.q.device)
+        found = Partial(room(*rows, cache.v.shape[-1]), room(rows))
         leaving: Pending = Done()
         self.coming.wait()
         for i, (stop, following) in enumerate(with_next(self.run)):
@@ -306,8 +308,8 @@ class Guests:
             del work, part
         if self.within.size == 1:
             return merged(found, dtype)
-        rows = packed(merged(found), "lse").movedim(1, 0)  # [T, B, H, V + 1]
-        stack = self.within.all_to_all(rows, 0, 0).wait().unflatten(0, (self.within.size, -1))
+        share = packed(merged(found), "lse").movedim(1, 0)  # [T, B, H, V + 1]
+        stack = self.within.all_to_all(share, 0, 0).wait().unflatten(0, (self.within.size, -1))
         return merged(unpacked(stack.movedim(1, 2), "lse"), dtype)
 
 
