@@ -22,16 +22,30 @@ from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.nn import Attention, GatedLinearAttention
 
+AT_ONCE = 2**30  # numbers of a gate, where memory comes first
+
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x))"""
+    """down(silu(gate(x)) * up(x)); of so many tokens at once that a gate has at most `at_once` numbers, if it is said.
 
-    def __init__(self, dim: int, hidden: int):
+    Such pieces are computed once more in the backward pass, each when its turn comes.
+    """
+
+    def __init__(self, dim: int, hidden: int, at_once: int | None = None):
         super().__init__()
         self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
+        self.at_once = at_once
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        if self.at_once is None:
+            return self.of(x_BTC)
+        tokens = max(1, self.at_once // (self.gate.out_features * len(x_BTC)))
+        if x_BTC.shape[1] <= tokens:
+            return self.of(x_BTC)
+        return torch.cat([checkpoint(self.of, x, use_reentrant=False) for x in x_BTC.split(tokens, 1)], 1)
+
+    def of(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
@@ -43,7 +57,7 @@ class Block(nn.Module):
         self.recompute = recompute
         self.attention_norm, self.mlp_norm = nn.RMSNorm(model.dim), nn.RMSNorm(model.dim)
         self.attention = linear_attention(model) if linear else softmax_attention(model)
-        self.mlp = SwiGLU(model.dim, model.hidden)
+        self.mlp = SwiGLU(model.dim, model.hidden, AT_ONCE if recompute in ("cheap", "block") else None)
 
     def forward(self, x: Tensor, plan: Plan | None, positions: Tensor | None, docs: Docs | None = None) -> Tensor:
         if self.recompute == "none" or not torch.is_grad_enabled():
@@ -83,8 +97,8 @@ def keep(recompute: str) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def numbers_kept(model: Model, recompute: str) -> tuple[int, int]:
-    """Of a token, about: how many numbers a block keeps for its backward pass, and how many it has at work there."""
+def numbers_kept(model: Model, recompute: str, tokens: int) -> tuple[int, int]:
+    """About: how many numbers a block keeps for its backward pass, and how many it has at work there."""
     dim, hidden = model.dim, model.hidden
     inner, keys = head_dim(model) * model.heads, head_dim(model) * model.kv_heads
     kept = {
@@ -93,7 +107,8 @@ def numbers_kept(model: Model, recompute: str) -> tuple[int, int]:
         "cheap": dim + inner,
         "block": dim,
     }[recompute]
-    return kept, 6 * (dim + hidden)  # its input and output, gate, up, their product, and the gradients of these
+    gate = tokens * hidden if recompute in ("none", "pointwise") else min(tokens * hidden, AT_ONCE)
+    return tokens * kept, 6 * (tokens * dim + gate)  # input and output, gate, up, their product, and their gradients
 
 
 class Head(nn.Linear):

@@ -336,15 +336,15 @@ def describe(job: Job) -> str:
     weights = sum(p.numel() for p in job.decoder.parameters())
     tokens = config.batch * job.plan.local_len
     itemsize = 2 if config.precision == "bfloat16" else 4
-    kept, at_work = model.numbers_kept(m, config.strategy.recompute)
+    kept, at_work = model.numbers_kept(m, config.strategy.recompute, tokens)
     corpus = job.windows.corpus
     rows = [
         ("weights", f"{weights / 1e6:.2f} million in {m.layers} blocks"),
         ("a step", f"{config.seq_len} tokens x {job.a_step} sequences, {job.plan.local_len} tokens of each a rank"),
         ("data", f"{corpus.name}: {len(corpus) / 1e6:.1f} million tokens, {len(job.windows)} sequences"),
         ("state a rank", f"{weights * 16 / ranks / MIB:.1f} MiB: float32 weights, gradients, two moments"),
-        ("kept for backward", f"about {m.layers * tokens * kept * itemsize / MIB:.1f} MiB a rank"),
-        ("a block at work", f"about {tokens * at_work * itemsize / MIB:.1f} MiB a rank"),
+        ("kept for backward", f"about {m.layers * kept * itemsize / MIB:.1f} MiB a rank"),
+        ("a block at work", f"about {at_work * itemsize / MIB:.1f} MiB a rank"),
         ("flops", f"{step_flops(job, 0):.3g} a step"),
     ]  # fmt: skip
     return "\n".join([*(f"{name:<18} {what}" for name, what in rows), "", job.plan.explain()])

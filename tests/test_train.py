@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import ringattn as ra
 from ringattn.conf.schema import Cluster, Data, Model, Optimizer, Strategy, Train
@@ -79,6 +80,23 @@ def test_the_loss_is_that_of_one_rank_whatever_the_strategy(tmp_path):
         assert gap <= 1e-5, f"{name}: the loss differs from one rank's by {gap:.1e}: {found} and {expected}"
 
 
+def test_a_long_sequence_passes_the_mlp_in_pieces(monkeypatch):
+    torch.manual_seed(0)
+    whole, cut = model.SwiGLU(8, 24), model.SwiGLU(8, 24, at_once=2 * 5 * 24)
+    cut.load_state_dict(whole.state_dict())
+    lengths, of = [], model.SwiGLU.of
+    monkeypatch.setattr(model.SwiGLU, "of", lambda self, x: lengths.append(x.shape[1]) or of(self, x))
+    x = torch.randn(2, 17, 8, requires_grad=True)
+    (expected, *grads), (found, *others) = (
+        (out, *torch.autograd.grad(out.pow(2).sum(), (x, *mlp.parameters())))
+        for mlp in (whole, cut)
+        for out in [mlp(x)]
+    )
+    assert torch.allclose(found, expected, atol=1e-6) and lengths == [17, 5, 5, 5, 2, 2, 5, 5, 5]
+    for a, b in zip(grads, others, strict=True):
+        assert (a - b).norm() <= 2e-6 * a.norm()
+
+
 def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(tmp_path):
     mixed = dataclasses.replace(TINY.model, softmax_every=2, convolution=3)
     jobs = {
@@ -122,7 +140,7 @@ def test_it_learns(tmp_path):
 
 def test_a_deep_model_learns_from_its_first_steps(tmp_path):
     """As many blocks as the experiment for GPUs, narrow, at its schedule: the rate grows as the width shrinks."""
-    pytest.importorskip("hydra", reason="hydra-core is not installed (pip install 'ringattn[train]')")
+    pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
     from ringattn.conf import compose
 
     told = []
