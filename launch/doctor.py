@@ -59,9 +59,13 @@ def examine(options: Options) -> Iterator[Finding]:
     torch = package("torch", needed=True)
     yield torch
     yield package("numpy", needed=True)
-    yield package("triton", needed=False, remedy="pip install 'ringattn[gpu]' (Linux): GPU kernels are written in it")
-    yield package("jax", needed=False, remedy="pip install 'ringattn[jax]' if you use JAX")
-    yield package("hydra-core", needed=False, remedy="pip install 'ringattn[train]' for ringattn train", module="hydra")
+    yield package(
+        "triton", needed=False, remedy="pip install '.[gpu]' in the checkout (Linux): GPU kernels are written in it"
+    )
+    yield package("jax", needed=False, remedy="pip install '.[jax]' in the checkout if you use JAX")
+    yield package(
+        "hydra-core", needed=False, remedy="pip install '.[train]' in the checkout for ringattn train", module="hydra"
+    )
     if torch.state == "bad":
         return
     yield from survives("gpu", gpus)

@@ -41,7 +41,7 @@ def sentence(error: BaseException) -> str | None:
         name, _, text = error.summary.partition(": ")
         kind = getattr(builtins, name, None)  # type: ignore[assignment]
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("ringattn"):
-        return f"{error.name} is not installed (pip install 'ringattn[dev]')"
+        return f"{error.name} is not installed (in the checkout: pip install '.[dev]')"
     return text if isinstance(kind, type) and issubclass(kind, BAD) and not issubclass(kind, ConnectionError) else None
 
 

@@ -10,7 +10,7 @@ import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.torch import hf
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install 'ringattn[hf]')")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'ringattn[hf]')")
-pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'ringattn[hf]')")
+pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
+pytest.importorskip("accelerate", reason="accelerate is not installed (pip install '.[hf]')")
 
 pytestmark = pytest.mark.slow
 

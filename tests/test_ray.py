@@ -31,8 +31,8 @@ ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERE
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.ray,
-    pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed (pip install 'ringattn[ray]')"),
-    pytest.mark.skipif(not find_spec("hydra"), reason="hydra-core is not installed (pip install 'ringattn[train]')"),
+    pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed (pip install '.[ray]')"),
+    pytest.mark.skipif(not find_spec("hydra"), reason="hydra-core is not installed (pip install '.[train]')"),
 ]
 
 

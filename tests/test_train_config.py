@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("hydra", reason="hydra-core is not installed (pip install 'ringattn[train]')")
+pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
 
 from ringattn.conf import complete, compose, schema
 from ringattn.conf.schema import Data, Model, Strategy, Train

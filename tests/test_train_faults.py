@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("hydra", reason="hydra-core is not installed (pip install 'ringattn[train]')")
+pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
 
 from ringattn.launch import checkpoint, metrics
 
