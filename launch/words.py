@@ -57,7 +57,7 @@ def call(name: str, module: types.ModuleType, words: list[str]) -> int | None:
     if any(w in ("-h", "--help") for w in words):
         print(usage(name, module))
         return 0
-    return module.run(parse(words, module.Options))
+    return module.run(module.Options(**values(words, module.Options)))
 
 
 def answer(name: str, work: Callable[[], int | None]) -> int:
@@ -94,9 +94,11 @@ def option(default: Any, help: str, least: int | None = None, among: tuple[str, 
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def parse(words: list[str], options: type) -> Any:
-    """An `Options` from key=value words; a bare word sets the first field. Keys that are unknown or said twice, wrong
-    types and values that cannot be are refused."""
+def values(words: list[str], options: type) -> dict[str, Any]:
+    """What key=value words say of the fields of an `Options`; a bare word is the first field's.
+
+    Keys that are unknown or said twice, wrong types and values that cannot be are refused.
+    """
     fields = {f.name: f for f in dataclasses.fields(options)}
     hints = typing.get_type_hints(options)
     given = {}
@@ -115,7 +117,7 @@ def parse(words: list[str], options: type) -> Any:
             text = "true"
         given[key] = convert(key, text, hints[key])
         allow(fields[key], given[key])
-    return options(**given)
+    return given
 
 
 def bare(word: str, fields: dict[str, Any], hints: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,14 @@ def test_without_a_gpu_a_benchmark_says_how_it_runs(suite, capsys):
     if suite not in ("memory", "prefill"):  # whose own sizes are a CPU's
         assert words.main(["bench", suite, "device=cpu"]) == 2
         assert "the lengths are a GPU's; on a CPU say device=cpu tokens=1024" in capsys.readouterr().err
+
+
+def test_a_benchmark_runs_a_gpus_sizes_on_a_cpu_where_they_were_said(monkeypatch):
+    ring = import_module("ringattn.launch.bench.ring")
+    monkeypatch.setattr(ring, "run", lambda options: ran.append(options.tokens))
+    ran: list[list[int]] = []
+    assert words.main(["bench", "ring", "device=cpu", "tokens=16384,32768,131072"]) == 0
+    assert ran == [ring.Options().tokens]
 
 
 def test_plan_says_what_was_chosen_and_who_works_when(capsys):

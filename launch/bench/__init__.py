@@ -24,7 +24,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from ringattn.launch.words import answer, default_of, nearest, parse, usage
+from ringattn.launch.words import answer, default_of, nearest, usage, values
 
 SUITES = ("decode", "jax", "kernels", "linear", "memory", "prefill", "ring", "scan", "step", "traffic")
 
@@ -50,15 +50,16 @@ def measure(name: str, words: list[str]) -> None:
     outs = [w.removeprefix("out=") for w in words if w.startswith("out=")]
     if len(outs) > 1:
         raise ValueError("out is said twice; say it once")
-    options = parse([w for w in words if not w.startswith("out=")], suite.Options)
-    fits(options)
+    said = values([w for w in words if not w.startswith("out=")], suite.Options)
+    options = suite.Options(**said)
+    fits(options, sized="tokens" in said)
     rows = suite.run(options)
     if outs:
         write(rows, outs[0])
 
 
-def fits(options: Any) -> None:
-    """A ValueError for heads that do not divide, for GPUs that are not here, and for a GPU's sizes on a CPU."""
+def fits(options: Any, sized: bool) -> None:
+    """A ValueError for heads that do not divide, GPUs that are not here, and a GPU's sizes on a CPU if none were said."""
     import torch
 
     fields = {f.name: f for f in dataclasses.fields(options)}
@@ -72,8 +73,7 @@ def fits(options: Any) -> None:
         raise ValueError("device=cuda, and torch sees no GPU here; on a CPU say device=cpu tokens=1024")
     if options.device == "cuda" and most > gpus:
         raise ValueError(f"ranks={most} need a GPU each, and torch sees {gpus} here; say ranks={gpus}")
-    of_gpus = default_of(fields["device"]) != "cpu" and options.tokens == default_of(fields["tokens"])
-    if options.device == "cpu" and of_gpus:
+    if options.device == "cpu" and default_of(fields["device"]) != "cpu" and not sized:
         raise ValueError("without tokens= the lengths are a GPU's; on a CPU say device=cpu tokens=1024")
 
 
