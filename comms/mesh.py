@@ -1,5 +1,6 @@
 """Names and builds the mesh: data outermost, ring, and ulysses innermost, where the links are fastest."""
 
+from math import prod
 from typing import Any
 
 import torch
@@ -30,9 +31,7 @@ def init_mesh(
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name}={size!r}: the number of ranks along {name}, a whole number of at least 1")
-    need = 1
-    for size in sizes.values():
-        need *= size
+    need = prod(sizes.values())
     if dist.is_initialized():
         have = dist.get_world_size()
         if need != have:
@@ -98,10 +97,6 @@ def split(mesh: Any, name: str, sizes: dict[str, int]) -> Any:
     """The mesh with one axis cut into several, the last one innermost. Every rank must call it."""
     if isinstance(mesh, LocalMesh):
         return mesh.split(name, sizes)
-    pairs = [
-        p
-        for old in axis_names(mesh)
-        for p in (sizes.items() if old == name else [(old, mesh.size(axis_names(mesh).index(old)))])
-    ]
-    names, shape = zip(*pairs, strict=True)
-    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(shape), mesh_dim_names=names)
+    cut = {old: sizes if old == name else {old: axis_size(mesh, old)} for old in axis_names(mesh)}
+    shape = {n: s for part in cut.values() for n, s in part.items()}
+    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(*shape.values()), mesh_dim_names=tuple(shape))

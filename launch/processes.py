@@ -67,20 +67,20 @@ def run(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "ringattn.launch.processes", *preload])
     with tempfile.TemporaryDirectory(prefix="ringattn-") as folder:
-        pairs = [context.Pipe(duplex=False) for _ in range(ranks)]
+        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
             context.Process(
                 target=work,
-                args=(pairs[r][1], function, args, r, ranks, f"{folder}/store", backend, collective_timeout),
+                args=(pipes[r][1], function, args, r, ranks, f"{folder}/store", backend, collective_timeout),
                 daemon=True,
             )
             for r in range(ranks)
         ]
-        for process, (_, child) in zip(processes, pairs, strict=True):
+        for process, (_, child) in zip(processes, pipes, strict=True):
             process.start()
             child.close()
         try:
-            return collect([mine for mine, _ in pairs], time.monotonic() + (timeout or math.inf), grace)
+            return collect([mine for mine, _ in pipes], time.monotonic() + (timeout or math.inf), grace)
         finally:
             for process in processes:
                 process.kill()

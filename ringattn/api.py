@@ -269,7 +269,7 @@ def plan(
     spec = AttentionSpec() if spec is None else spec
     place = place_of(mesh, transport)
     device = place.device
-    whole = Plan(
+    alone = Plan(
         seq_len,
         key_len=key_len,
         heads=heads,  # type: ignore[arg-type]  # one number for both becomes a pair there
@@ -279,11 +279,11 @@ def plan(
         framework=place.framework,
         device=device,
     )
-    if docs is not None and docs.length != whole.seq_len:
+    if docs is not None and docs.length != alone.seq_len:
         raise ValueError(f"docs: document lengths add up to {docs.length}, and seq_len={seq_len}; make them the same")
     dtype = ("float32" if device == "cpu" else "bfloat16") if dtype is None else dtype_name(dtype)
-    shape = whole.shape({"float64": 8, "float32": 4}.get(dtype, 2))
-    options = candidates(whole, place.sizes, strategy, layout, spec, docs)
+    shape = alone.shape({"float64": 8, "float32": 4}.get(dtype, 2))
+    options = candidates(alone, place.sizes, strategy, layout, spec, docs)
     if shape is None:
         best, report = options[0], ["no prediction: say heads=(query, key) and head_dim to compare candidates"]
     else:

@@ -120,8 +120,8 @@ def of_lengths(q: Any, k: Any, plan: Plan, spec: AttentionSpec, held: tuple[int,
     """q and k hold as many tokens as they must: what a rank holds, or in JAX outside shard_map what all hold."""
     for name, x, part, length in (("q", q, plan, held[0]), ("k", k, plan.keys, held[1])):
         if x.shape[1] != length:
-            whole = x.shape[1] == part.seq_len
-            remedy = "pass plan.shard(x)" if whole else f"use plan.for_length(n) for another length than {part.seq_len}"
+            uncut = x.shape[1] == part.seq_len
+            remedy = "pass plan.shard(x)" if uncut else f"use plan.for_length(n) for another length than {part.seq_len}"
             holder = "a rank of this plan holds" if length == part.local_len else "this plan's order has"
             return f"{name} has {x.shape[1]} tokens, {holder} {length} ({part}); {remedy}"
     if spec.causal and plan.keys.seq_len != plan.seq_len:

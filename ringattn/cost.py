@@ -65,10 +65,10 @@ class Shape:
 
     def backward_bytes(self, ring: int) -> dict[str, int]:
         """What one block brings about in backward, by what travels: its tensors, and gradients in float32 back."""
-        keys, tokens = self.key_len // ring, self.seq_len // ring
+        tokens, block = self.seq_len // ring, self.kv_bytes(self.key_len // ring, self.kv_heads)
         rows = self.batch * tokens * self.heads
         return {
-            "keys": self.kv_bytes(keys, self.kv_heads) + self.kv_bytes(keys, self.kv_heads) // self.itemsize * 4,
+            "keys": block + block // self.itemsize * 4,
             "queries": self.q_bytes(tokens) + 8 * rows + 4 * rows * self.head_dim,
         }
 

@@ -293,7 +293,7 @@ def factored(size: int) -> list[tuple[int, int]]:
 
 
 def candidates(
-    whole: Plan,
+    alone: Plan,
     sizes: Sequence[tuple[int, int]],
     strategy: str,
     layout: str,
@@ -304,7 +304,7 @@ def candidates(
     found = []
     for ring, ulysses in sizes:
         if len(sizes) > 1 and (
-            (whole.heads is not None and whole.heads[0] % ulysses) or (strategy == "ulysses" and ring > 1)
+            (alone.heads is not None and alone.heads[0] % ulysses) or (strategy == "ulysses" and ring > 1)
         ):
             continue
         names = ("ulysses",) if ring == 1 else ("ring", "gather")
@@ -312,7 +312,7 @@ def candidates(
         if ring > 1 and docs is not None:
             layouts = (*layouts, "striped")  # balanced whatever the documents are
         found += [
-            replace(whole, ring=ring, ulysses=ulysses, strategy=s, layout=one)
+            replace(alone, ring=ring, ulysses=ulysses, strategy=s, layout=one)
             for s in (names if strategy == "auto" else (strategy,))
             for one in (layouts if layout == "auto" else (layout,))
         ]
@@ -320,7 +320,7 @@ def candidates(
         size = sizes[0][0] * sizes[0][1]
         raise ValueError(
             f"strategy={strategy!r} over {size} ranks needs query heads that {size} divides, and there are "
-            f"{whole.heads and whole.heads[0]}; use strategy='ring', 'gather' or 'auto'"
+            f"{alone.heads and alone.heads[0]}; use strategy='ring', 'gather' or 'auto'"
         )
     return found
 

@@ -1,6 +1,6 @@
 """Which shards meet at which step of a ring, and which hops nobody needs.
 
-Block j is the keys of ring rank j; at distance d, rank r meets block r - d. Two routes lead there:
+Block j is the keys of ring rank j; at distance d, rank r meets block r - d. Three routes lead there:
 
     relay    blocks move to higher ranks from one to the next. A distance at which no rank sees anything is left out,
              and the hop across it is longer; a block that nobody further along will see is not sent on (`steps`)

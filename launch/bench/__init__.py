@@ -20,6 +20,8 @@ import json
 import platform
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,7 @@ def measure(name: str, words: list[str]) -> None:
 
 
 def fits(options: Any, sized: bool) -> None:
-    """A ValueError for heads that do not divide, GPUs that are not here, and a GPU's sizes on a CPU if none were said."""
+    """A ValueError for heads that do not divide, missing GPUs, and a GPU's sizes on a CPU if none were said."""
     import torch
 
     fields = {f.name: f for f in dataclasses.fields(options)}
@@ -95,6 +97,32 @@ def cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def meet() -> None:
+    """All ranks come here, and their devices have done all that was asked of them."""
+    import torch.distributed as dist
+
+    finish()
+    dist.barrier()
+    finish()
+
+
+def finish() -> None:
+    """Wait for the GPU, if this process uses one."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def together(call: Callable[[], Any]) -> float:
+    """Seconds from when all ranks start until this one is done."""
+    meet()
+    start = time.perf_counter()
+    call()
+    finish()
+    return time.perf_counter() - start
 
 
 def commit() -> str:

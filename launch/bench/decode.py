@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ringattn.launch.bench import table
+from ringattn.launch.bench import meet, table
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
 
@@ -70,8 +69,8 @@ def measure(options: Options) -> list[dict[str, Any]]:
     rate = copy_rate(options.device)
     found = []
     for tokens in options.tokens:
-        spread = [(t, ra.plan(mesh, seq_len=1, transport=t)) for t in options.transports]
-        for transport, plan in [*spread, ("none", ra.plan(seq_len=1))][: None if options.alone else len(spread)]:
+        plans = [(t, ra.plan(mesh, seq_len=1, transport=t)) for t in options.transports]
+        for transport, plan in [*plans, *[("none", ra.plan(seq_len=1))] * options.alone]:
             ranks = plan.ring
             nbytes = 2 * options.batch * tokens * options.kv_heads * options.head_dim * itemsize(options.device)
             step = steps(options, plan, tokens)
@@ -123,7 +122,7 @@ def timed(call: Callable[[], Any], calls: int, options: Options) -> float:
     """Microseconds of one of `calls` calls in a row, the median over repeats; all ranks start together."""
     times = []
     for _ in range(2 + options.repeats):
-        meet(options.device)
+        meet()
         times.append(elapsed(call, calls, options.device) / calls)
     return statistics.median(times[2:])
 
@@ -142,14 +141,6 @@ def elapsed(call: Callable[[], Any], calls: int, device: str) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) * 1e3
-
-
-def meet(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def copy_rate(device: str) -> float:

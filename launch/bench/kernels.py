@@ -179,8 +179,8 @@ def errors(case: Case, options: Options) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     q, k, v, dout = (x.double() for x in (given.q, given.k, given.v, given.dout))
     part = reference.attend(q, k, v, given.where, scale=given.scale)
-    rows_ = dout, part.lse, (part.out * dout).sum(-1)
-    grads = reference.attend_backward(q, k, v, given.where, *rows_, scale=given.scale)
+    known = dout, part.lse, (part.out * dout).sum(-1)
+    grads = reference.attend_backward(q, k, v, given.where, *known, scale=given.scale)
     truth = dict(zip(("out", "lse", "dq", "dk", "dv"), (*part, *grads), strict=True))
 
     def measured(name: str) -> list[dict[str, Any]]:

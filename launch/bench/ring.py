@@ -8,7 +8,6 @@ lse. `peers` are torch's own context_parallel with cuDNN, by how it rotates: all
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,9 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from ringattn.launch.bench import table, timeline
+from ringattn.launch.bench import meet, table, timeline, together
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
 
@@ -164,7 +162,7 @@ def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, 
             )  # fmt: skip
             about = {"strategy": plan.strategy, "layout": plan.layout, "route": plan.route}
             axis = plan.ring_axis if plan.ring > 1 else plan.ulysses_axis
-            yield str(axis).split("(")[-1].rstrip(")"), about, ours(options, plan, case)
+            yield axis.by, about, ours(options, plan, case)
     for method in options.peers:
         with torch_context_parallel(mesh["ring"], options.ranks, method, options.device):
             yield (
@@ -211,10 +209,9 @@ def theirs(options: Options, tokens: int) -> dict[str, Callable[[], Any]]:
 
 @contextmanager
 def torch_context_parallel(mesh: Any, ranks: int, method: str, device: str) -> Iterator[None]:
-    from torch.distributed.tensor.experimental import _attention as theirs
-    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental import _attention, context_parallel
 
-    theirs.set_rotate_method(method)
+    _attention.set_rotate_method(method)
     with context_parallel(mesh, buffers=[torch.zeros(1, 1, 2 * ranks, 1, device=device)], buffer_seq_dims=[2]):
         yield
 
@@ -244,9 +241,7 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
+    meet()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         call()
     return graph.replay
@@ -257,16 +252,4 @@ def timed(call: Callable[[], Any], options: Options) -> float:
     for _ in range(options.warmup):
         call()
     call = captured(call) if options.graphs else call
-    times = []
-    for _ in range(options.repeats):
-        if options.device == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        if options.device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        if options.device == "cuda":
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+    return statistics.median(together(call) * 1e3 for _ in range(options.repeats))

@@ -9,18 +9,16 @@ The step's own time is the median without the first two.
 
 import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ringattn.conf.schema import Train, from_dict
 from ringattn.launch import metrics
-from ringattn.launch.bench import table
+from ringattn.launch.bench import table, together
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
 
@@ -74,8 +72,8 @@ def measure(config: Train, options: Options, ranks: int) -> tuple[float, ...]:
     """One rank: seconds of attention and of matrix products in one step, by calls in a row and by single ones."""
     m, spread = config.model, ranks // config.strategy.data
     times, size = config.batch * config.accumulate, m.head_dim or m.dim // m.heads
-    tokens, inner, keys = config.seq_len // spread, m.heads * size, m.kv_heads * size
-    layer = [(m.dim, inner), (m.dim, keys), (m.dim, keys), (inner, m.dim)]
+    tokens, inner, kv = config.seq_len // spread, m.heads * size, m.kv_heads * size
+    layer = [(m.dim, inner), (m.dim, kv), (m.dim, kv), (inner, m.dim)]
     layer += [(m.dim, m.hidden), (m.dim, m.hidden), (m.hidden, m.dim)]
     calls = {shape: products(tokens, *shape, config) for shape in {*layer, (m.dim, m.vocab)}}
     attend = attended(round(config.seq_len / spread**0.5), size, config)
@@ -124,15 +122,3 @@ def in_a_row(call: Callable[[], Any], options: Options) -> float:
 def singly(call: Callable[[], Any], options: Options) -> float:
     """The median in seconds of single calls, all ranks starting together."""
     return statistics.median([together(call) for _ in range(2 + options.repeats)][2:])
-
-
-def together(call: Callable[[], Any]) -> float:
-    """Seconds from when all ranks start until this one is done."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    wait()
-    dist.barrier()
-    wait()
-    start = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - start

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ringattn.launch.bench import meet
+
 HOPS = ("ncclDevKernel", "Memcpy", "SendRecv", "memcpy")
 COLORS = {"attention": "#2a9d8f", "hops": "#e76f51"}
 
@@ -23,14 +25,11 @@ class Span(NamedTuple):
 def record(call: Callable[[], Any]) -> list[Span]:
     """One call under the profiler, after all ranks have met in an all-reduce."""
     import torch
-    import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(2):  # the first one under a profiler is slow
-            torch.cuda.synchronize()
-            dist.barrier()
-            torch.cuda.synchronize()
+            meet()
             call()
         torch.cuda.synchronize()
     found: list[Span] = []
@@ -64,9 +63,7 @@ def covered(spans: Sequence[Span]) -> list[tuple[float, float]]:
 def exposed(spans: Sequence[Span]) -> float:
     """The part of the time from the first span to the last end in which something moves and nothing computes."""
     start, end = min(s.start for s in spans), max(s.start + s.length for s in spans)
-    busy = covered([s for s in spans if s.lane == "attention"])
-    any_ = covered(spans)
-    return (sum(b - a for a, b in any_) - sum(b - a for a, b in busy)) / (end - start)
+    return idle(spans) - 1 + sum(b - a for a, b in covered(spans)) / (end - start)
 
 
 def idle(spans: Sequence[Span]) -> float:

@@ -69,14 +69,14 @@ def count(
         out = ra.attention(q, k, v, plan, spec=spec, docs=docs)
         forward = sum(a.sent for a in axes)
         out.sum().backward()
-        keys, grads = schedule_of(Mask(plan, spec, docs)).blocks_sent(plan.ring_axis.rank, route)
-        return forward, sum(a.sent for a in axes) - forward, keys, keys + grads
+        blocks, grads = schedule_of(Mask(plan, spec, docs)).blocks_sent(plan.ring_axis.rank, route)
+        return forward, sum(a.sent for a in axes) - forward, blocks, blocks + grads
 
-    forward, backward, keys, both = (
+    forward, backward, blocks, both = (
         max(column) for column in zip(*run_ranks(one, ring=ring, ulysses=ulysses), strict=True)
     )
     block = -(-options.tokens // ring) * max(1, options.kv_heads // ulysses) * 2 * options.head_dim * 4
-    scheduled = f"{keys} + {both}" if strategy == "ring" and ulysses == 1 else None
+    scheduled = f"{blocks} + {both}" if strategy == "ring" and ulysses == 1 else None
     return {
         "suite": "traffic", "tokens": options.tokens, "strategy": strategy, "route": route, "ring": ring,
         "ulysses": ulysses,
