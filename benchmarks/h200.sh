@@ -46,7 +46,7 @@ train() { # 7 blocks a GPU of the 8-billion shape, and their floor
     bench step run="$OUT/long"
 }
 million() {
-    python3 -m ringattn train experiment=million nproc=$R picture=false folder="$OUT" run=million
+    python3 -m ringattn train experiment=million model.layers=$R nproc=$R picture=false folder="$OUT" run=million
 }
 
 for name in "$@"; do
