@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringattn import api
-from ringattn.cost import SAMPLED_ROWS, seen_pairs
+from ringattn.cost import SAMPLED_ROWS, kv_heads_of_a_rank, seen_pairs
 from ringattn.launch.words import option
-from ringattn.planning import Place, Plan, factored, hardware_of, kv_heads_of_a_rank
+from ringattn.planning import Place, Plan, factored, hardware_of
 from ringattn.schedule import Schedule
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.steps import Mask, schedule_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from ringattn.check import kind, of_arrays, of_choice, of_unknown, of_words
 from ringattn.comms.axis import TRANSPORTS, Solo
-from ringattn.cost import Shape
+from ringattn.cost import Shape, kv_heads_of_a_rank
 from ringattn.planning import (
     Place,
     Plan,
@@ -19,7 +19,6 @@ from ringattn.planning import (
     factored,
     groups_report,
     hardware_of,
-    kv_heads_of_a_rank,
     priced,
     route_over,
     route_report,
@@ -118,7 +117,7 @@ def linear_attention(
     if problem:
         refuse(problem, plan)
     found: Any  # by statements: torch.compile traces no import_module
-    if framework(q).__name__ == "ringattn.jax":
+    if kind(q) == "jax":
         import ringattn.jax.linear as found
     else:
         import ringattn.torch.linear as found

@@ -119,6 +119,10 @@ def replicas(kv_heads: int, ulysses: int) -> int:
     return ulysses // math.gcd(kv_heads, ulysses)
 
 
+def kv_heads_of_a_rank(kv_heads: int, ulysses: int) -> int:
+    return kv_heads * replicas(kv_heads, ulysses) // ulysses
+
+
 def exchanged(shape: Shape, ring: int, ulysses: int, strategy: str, local: tuple[int, int]) -> int:
     """The bytes a rank sends forward that no step hides: through Ulysses and back, and of gathered keys.
 
@@ -151,23 +155,19 @@ def predict(
     """The forward time: Ulysses' exchanges, then steps whose hops hide behind their work (gather: nothing hides)."""
     ulysses, ring = layout.multiple, layout.ring
     second_a_pair = shape.flops_a_pair / ulysses / hardware.flops
-    kv_heads = shape.kv_heads * replicas(shape.kv_heads, ulysses)
     swap = exchanged(shape, ring, ulysses, "ulysses", (layout.shard_len // ulysses, key_layout.shard_len // ulysses))
-    block = shape.kv_bytes(key_layout.shard_len, kv_heads // ulysses)
-    d, r = np.mgrid[:ring, :ring]
-    steps = counts[r, (r - d) % ring]  # [distance, rank]
-    used = [i for i in range(ring) if i == 0 or steps[i].any()]
-    busy = steps[used].max(axis=1) * second_a_pair
-    hops = len(used) - 1
+    block = shape.kv_bytes(key_layout.shard_len, kv_heads_of_a_rank(shape.kv_heads, ulysses))
+    per_rank = counts.sum(axis=1)
     if strategy == "gather":
-        hops, hop = ring - 1, (ring - 1) * block / hardware.link + hardware.latency * (ring > 1)
-        body = hop + steps.sum(axis=0).max() * second_a_pair
+        hops = ring - 1
+        body = hops * block / hardware.link + hardware.latency * (ring > 1) + per_rank.max() * second_a_pair
     else:
-        hop = block / hardware.link + hardware.latency
-        body = sum(max(float(b), hop) for b in busy[:-1]) + float(busy[-1])
+        d, r = np.mgrid[:ring, :ring]
+        steps = counts[r, (r - d) % ring]  # [distance, rank]
+        *hidden, last = (steps[i].max() * second_a_pair for i in range(ring) if i == 0 or steps[i].any())
+        hops, hop = len(hidden), block / hardware.link + hardware.latency
+        body = sum(max(busy, hop) for busy in hidden) + last
     exchange = 2 * (swap / 2 / hardware.link + hardware.latency) if ulysses > 1 else 0.0
-    ideal = counts.sum() / ring * second_a_pair
-    seconds = exchange + body
-    per_rank = steps.sum(axis=0)
-    imbalance = float(per_rank.max() / max(per_rank.mean(), 1.0))
-    return Cost(seconds, seconds - ideal, int(swap + hops * block), imbalance)
+    seconds = float(exchange + body)
+    exposed = seconds - float(per_rank.mean()) * second_a_pair
+    return Cost(seconds, exposed, int(swap + hops * block), float(per_rank.max() / max(per_rank.mean(), 1.0)))

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from ringattn.cost import HARDWARE, Cost, Hardware, Shape, exchanged, groups_of, predict, replicas, seen_pairs
+from ringattn.cost import HARDWARE, Cost, Hardware, Shape, exchanged, groups_of, kv_heads_of_a_rank, predict, seen_pairs
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.spec import AttentionSpec, Docs, whole
 
@@ -262,10 +262,6 @@ def heads_problem(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> 
             f"ulysses={ulysses} does not divide {heads} query heads; use ulysses={best}, ring={ring * ulysses // best}"
         )
     return None
-
-
-def kv_heads_of_a_rank(kv_heads: int, ulysses: int) -> int:
-    return kv_heads * replicas(kv_heads, ulysses) // ulysses
 
 
 def groups_problem(groups: int | None, kv_heads: int, ulysses: int) -> str | None:
