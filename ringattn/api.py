@@ -251,16 +251,17 @@ def plan(
     """How `seq_len` tokens are spread over the mesh: every choice can be given, the rest is picked by predicted time.
 
     The mesh has axes "ring" and/or "ulysses", whose sizes are then fixed, or "sequence", which is factored here; no
-    mesh means one device. `heads` is (query heads, key heads). Every rank must make the same plan; `explain()` shows
+    mesh means one device, and a `planning.Place` ranks that need not be there. `heads` is (query heads, key heads). Every rank must make the same plan; `explain()` shows
     the candidates and why this one. `docs`, if they are known, let it pick the layout that suits them.
 
-    `route` is how blocks of keys reach the ranks of a ring: "direct", from their owner to each that sees them, or
-    "relay", from rank to rank, or "levels", from host to host and there direct; auto goes by the number of `hosts` that
-    the ring lies on, one after the other with as many ranks on each, as it finds them. `together` is
-    how many blocks a step may bring on the direct route; by default as many as are small. `transport` is "symmetric"
-    (GPUs that see each other's memory: the copy engines move everything) or "group" (NCCL, gloo). `backward` is what
-    travels there on the direct route, "keys" or "queries"; auto takes what is fewer bytes. `groups` is in how many
-    groups of heads Ulysses and gather exchange, one while another is attended to; by default as many as save time.
+    route      how blocks of keys reach the ranks of a ring: "direct", from their owner to each that sees them, "relay",
+               from rank to rank, or "levels", from host to host and there direct; auto goes by `hosts`
+    hosts      how many the ring lies on, one after the other with as many ranks on each; by default as found
+    together   how many blocks a step may bring on the direct route; by default as many as are small
+    transport  "symmetric" (GPUs that see each other's memory: copy engines move everything) or "group" (NCCL, gloo)
+    backward   what travels in backward on the direct route, "keys" or "queries"; auto takes what is fewer bytes
+    groups     in how many groups of heads Ulysses and gather exchange, one while another is attended to; by default as
+               many as save time
     """
     problem = of_words(spec=spec, docs=docs) or of_choice("transport", transport, TRANSPORTS)
     if problem:

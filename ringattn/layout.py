@@ -8,7 +8,6 @@ position is a sum of clipped divisions: the same as searchsorted, without the ar
     zigzag       0 0 1 1 1 1 0 0      rank r holds block r from the front and block r from the back
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -70,8 +69,3 @@ def count_below(shard: Shard, position: Any) -> Any:
 def to_local(shard: Shard, begin: Any, end: Any) -> tuple[Any, Any]:
     """The interval of a shard's local indices that lies in each global interval [begin, end)."""
     return count_below(shard, begin), count_below(shard, end)
-
-
-def pad_length(shards: Sequence[Shard], length: int) -> list[int]:
-    """How many of each shard's tokens are padding."""
-    return [sum(len(r) for r in shard) - int(count_below(shard, np.int64(length))) for shard in shards]

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -131,6 +132,13 @@ def test_plan_counts_the_steps_that_nobody_needs(capsys):
     assert "6 steps skipped" in capsys.readouterr().out
     assert words.main([*argv, "docs=1024,1024,1024,1024,1024,1024,1024,1024"]) == 0
     assert "7 steps skipped" in capsys.readouterr().out
+
+
+def test_plan_counts_what_512_ranks_do_in_seconds(capsys):
+    start = time.perf_counter()
+    assert words.main(["plan", "ring=512", "strategy=ring", "docs=60000,70000"]) == 0
+    assert time.perf_counter() - start < 20  # two minutes where each pair of ranks is counted by itself
+    assert "rank 511" in capsys.readouterr().out
 
 
 def test_plan_picks_the_layout_that_suits_the_documents(capsys):
