@@ -251,8 +251,9 @@ def plan(
     """How `seq_len` tokens are spread over the mesh: every choice can be given, the rest is picked by predicted time.
 
     The mesh has axes "ring" and/or "ulysses", whose sizes are then fixed, or "sequence", which is factored here; no
-    mesh means one device, and a `planning.Place` ranks that need not be there. `heads` is (query heads, key heads). Every rank must make the same plan; `explain()` shows
-    the candidates and why this one. `docs`, if they are known, let it pick the layout that suits them.
+    mesh means one device, and a `planning.Place` ranks that need not be there. `heads` is (query heads, key heads).
+    Every rank must make the same plan; `explain()` shows the candidates and why this one. `docs`, if they are known,
+    let it pick the layout that suits them.
 
     route      how blocks of keys reach the ranks of a ring: "direct", from their owner to each that sees them, "relay",
                from rank to rank, or "levels", from host to host and there direct; auto goes by `hosts`
