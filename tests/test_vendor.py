@@ -143,6 +143,34 @@ def test_sdpa_cpu_in_half_precision(dtype: torch.dtype) -> None:
         assert error < 8 * torch.finfo(dtype).eps, f"{name} is off by {error}"
 
 
+def carried(module: object, mask: str, dtype: torch.dtype) -> list[Partial]:
+    """A second step after a causal one whose out was carried in the inputs' dtype, and in float32."""
+    device = "cpu" if module is sdpa_cpu else "cuda"
+    torch.manual_seed(0)
+    q, k, v, more_k, more_v = (torch.randn(1, 160, h, 64, device=device).to(dtype) for h in (4, 2, 2, 2, 2))
+    options = {"scale": 0.125}
+    found = []
+    for first in (dtype, None):
+        carry = module.attend(q, k, v, intervals_of("causal", 160, device), out_dtype=first, **options)  # type: ignore[attr-defined]
+        assert carry.out.dtype == (first or torch.float32)
+        for last in (dtype, None):
+            where = intervals_of(mask, 160, device)
+            before = Partial(*(x.clone() for x in carry))
+            found.append(module.attend(q, more_k, more_v, where, carry=before, out_dtype=last, **options))  # type: ignore[attr-defined]
+    return found
+
+
+def same(parts: list[Partial]) -> bool:
+    return all(
+        torch.equal(a, b) and a.dtype == b.dtype for i in (0, 1) for a, b in zip(parts[i], parts[i + 2], strict=True)
+    )
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_first_step_is_carried_as_its_kernel_rounded_it_and_nothing_is_lost(mask: str) -> None:
+    assert same(carried(sdpa_cpu, mask, torch.bfloat16))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_gradient_of_the_lse_alone_gets_through(dtype: torch.dtype) -> None:
     """dout = 0: a vendor's own delta would be zero, and with it every gradient."""
@@ -226,3 +254,4 @@ def test_gpu_vendor_equals_reference(name: str, mask: str, shape: tuple[int, ...
     module = import_module(f"ringattn.kernels.vendor.{name}")
     for what, error in errors(run(module, mask, shape, torch.bfloat16)).items():
         assert error < 2e-2, f"{name} {mask} {shape}: {what} is off by {error}"
+    assert same(carried(module, mask, torch.bfloat16))

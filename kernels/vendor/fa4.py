@@ -7,7 +7,7 @@ from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
 from ringattn.kernels.partial import NEVER
-from ringattn.kernels.vendor.tiles import equal_dims, gpu_refusal, heads_first, over_tiles, prepare, row_delta
+from ringattn.kernels.vendor.tiles import equal_dims, gpu_refusal, heads_first, over_tiles, prepare, rounds, row_delta
 
 
 def refuses(problem: Any) -> str | None:
@@ -37,5 +37,5 @@ def backward(
     return dq, dk, dv
 
 
-__all__ = ["attend", "attend_backward", "prepare", "refuses", "row_delta"]
+__all__ = ["attend", "attend_backward", "prepare", "refuses", "rounds", "row_delta"]
 attend, attend_backward = over_tiles("FlashAttention-4", forward, backward)

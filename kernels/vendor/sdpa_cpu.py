@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.vendor.tiles import equal_dims, heads_first, over_tiles, prepare, row_delta
+from ringattn.kernels.vendor.tiles import equal_dims, heads_first, over_tiles, prepare, rounds, row_delta
 
 
 def refuses(problem: Any) -> str | None:
@@ -38,5 +38,5 @@ def backward(
     return dq, dk, dv
 
 
-__all__ = ["attend", "attend_backward", "prepare", "refuses", "row_delta"]
+__all__ = ["attend", "attend_backward", "prepare", "refuses", "rounds", "row_delta"]
 attend, attend_backward = over_tiles("sdpa_cpu", forward, backward)

@@ -19,6 +19,8 @@ from ringattn.kernels.partial import Partial, empty
 Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
+rounds = True  # what a tile finds has the dtype of q: as such it may be carried on, and nothing is lost
+
 
 def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """`attend` and `attend_backward` with the signatures of `reference`, from a vendor's two functions of one tile."""
@@ -46,9 +48,10 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
         if len(tiles) == 1 and carry is None and covers(tiles[0].queries, q_BTHD.shape[1]):
             part = run(tiles[0])
             return Partial(part.out.to(dtype), part.lse)
-        total = empty(q_BTHD, v_BSGV.shape[-1]) if carry is None else Partial(carry.out.to(exact), carry.lse)
+        total = carry or empty(q_BTHD, v_BSGV.shape[-1])
         between = untouched([tile.queries for tile in tiles], q_BTHD.shape[1])
-        if dtype == exact or between is None:
+        if total.out.dtype == dtype == exact or between is None:
+            total = Partial(total.out.to(exact), total.lse)
             for tile in tiles:
                 merge_rows(total, tile.queries, run(tile), total)
             return Partial(total.out.to(dtype), total.lse)
@@ -109,7 +112,7 @@ def tiles_or_refuse(name: str, where: Intervals, softcap: float | None) -> tuple
 def merge_rows(total: Partial, rows: slice, part: Partial, into: Partial) -> None:
     """into[:, rows] <- total[:, rows] + part."""
     mine, new = (Partial(x.out[:, rows], x.lse[:, rows]) for x in (total, into))
-    if total.out.is_cuda and total.out.dtype == torch.float32:
+    if total.out.is_cuda and total.lse.dtype == torch.float32:
         from ringattn.kernels.triton.merge import merge_into, merge_stack  # comes with every torch that has a GPU
 
         if into is total:
@@ -117,7 +120,7 @@ def merge_rows(total: Partial, rows: slice, part: Partial, into: Partial) -> Non
         else:
             merge_stack(Partial(part.out[None], part.lse[None]), mine, into=new)
         return
-    found = partial.merge(mine, part)
+    found = partial.merge(*(Partial(x.out.to(x.lse.dtype), x.lse) for x in (mine, part)))
     new.out.copy_(found.out)
     new.lse.copy_(found.lse)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ringattn.comms.axis import Axis, Done, Parcels, Pending, meanwhile
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import Partial, empty
-from ringattn.torch.steps import Level, Run, Score, Stop
+from ringattn.torch.steps import Level, Run, Score, Stop, carried_in
 
 Rows = tuple[Tensor, Tensor, Tensor]  # dout, the lse over all keys, delta
 Pair = tuple[Tensor, ...]  # keys and values, or their gradients
@@ -38,9 +38,8 @@ def direct_forward(
     for i, (stop, following) in enumerate(with_next(run)):
         work: Callable[[], Partial | None] = partial(as_it_was, part)
         if stop.where:
-            work = partial(
-                score.attend, q, *keys, stop.where, carry=part, out_dtype=q.dtype if ends and i == last else None
-            )
+            dtype = carried_in(q, score, stop.where, part, ends and i == last)
+            work = partial(score.attend, q, *keys, stop.where, carry=part, out_dtype=dtype)
         keys, out, into = room_for(following, k, v)
         part, hop = meanwhile(axis, work, out, into, f"keys of step {i + 2} of {len(run)}, forward")
         hop.wait()
@@ -228,7 +227,8 @@ def relay_forward(
         what = f"keys of step {i + 2} of {len(run)}, forward"
         hop = axis.rotate(keys, step.hop.shift, step.hop.send, step.hop.recv, what) if step.hop else Done()
         if step.work:
-            part = score.attend(q, *keys, where, carry=part, out_dtype=q.dtype if i == last else None)
+            dtype = carried_in(q, score, where, part, i == last)
+            part = score.attend(q, *keys, where, carry=part, out_dtype=dtype)
         keys = hop.wait() or (k, v)
     return part or empty(q, v.shape[-1])
 

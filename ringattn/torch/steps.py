@@ -57,6 +57,7 @@ class Score(NamedTuple):
     attend_backward: Callable[..., Any]
     halves: Callable[..., Any]  # attend_backward as two functions: one gives (dk, dv), the other dq
     parted: bool  # whether each of them does its own half only
+    rounds: bool  # whether what a tile finds is in the inputs' dtype from the start
     prepare: Callable[..., Any]  # (q, dout, lse, delta) -> the rows that every step of a backward takes
     row_delta: Callable[..., Any]
 
@@ -209,7 +210,14 @@ def score_of(
     parted = hasattr(module, "halves")
     halves = partial(module.halves, **given) if parted else partial(both_at_once, whole)
     prepare = getattr(module, "prepare", as_they_are)
-    return Score(partial(module.attend, **given), whole, halves, parted, prepare, row_delta)
+    rounds = getattr(module, "rounds", False)
+    return Score(partial(module.attend, **given), whole, halves, parted, rounds, prepare, row_delta)
+
+
+def carried_in(q: Tensor, score: Score, where: Intervals, carry: Any, ends: bool) -> torch.dtype | None:
+    """The dtype for the out of a step: q's where the attention ends, and where the kernel had rounded to it anyway."""
+    alone = carry is None and score.rounds and len(where.tiles or ()) == 1
+    return q.dtype if ends or alone else None
 
 
 def as_they_are(q: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
