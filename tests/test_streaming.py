@@ -100,6 +100,42 @@ def test_calls_in_the_wrong_order_are_named_and_change_nothing():
         alone.step(x[:, :1])
 
 
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_beside_a_window_chunks_may_grow(sizes):
+    x, whole = tokens(T=400), layer(window=16, max_len=400)
+    expected = deepcopy(whole).double()(x.double())
+
+    def one(mesh):
+        mine, plan, outs = deepcopy(whole), ra.plan(mesh, seq_len=10), []
+        for at, n in ((0, 10), (10, 300), (310, 7)):
+            part = plan.for_length(n)
+            outs.append(part.unshard(mine.prefill(part.shard(x[:, at : at + n]), part)))
+        outs += [mine.step(x[:, t : t + 1]) for t in range(317, 320)] + [mine.step(x[:, 320:])]
+        return torch.cat(outs, 1)
+
+    for out in run(one, **sizes):
+        assert off(out, expected) <= 2e-6
+
+
+def test_a_longer_step_beside_a_window_takes_more_memory_and_a_refused_one_none():
+    x, alone = tokens(T=300), layer(window=16, max_len=300)
+    outs = [alone.prefill(x[:, :10]), alone.step(x[:, 10:250])]
+    assert off(torch.cat(outs, 1), deepcopy(alone).double()(x[:, :250].double())) <= 2e-6
+    cache = alone.cache
+    with pytest.raises(ValueError, match="300 more tokens do not fit: rows hold up to 250 of max_len=300"):
+        alone.prefill(x)
+    assert alone.cache is cache
+
+
+def test_what_sees_later_tokens_is_for_forward():
+    torch.manual_seed(0)
+    both = StreamingAttention(64, heads=4, kv_heads=2, spec=ra.AttentionSpec(causal=False))
+    assert both(tokens()).shape == tokens().shape
+    for call in (both.prefill, both.step):
+        with pytest.raises(ValueError, match=r"causal=False: .* call forward on the whole sequence"):
+            call(tokens())
+
+
 def test_a_spread_cache_asks_for_the_plan():
     def one(mesh):
         mine, plan, x = layer(), ra.plan(mesh, seq_len=10), tokens(T=10)

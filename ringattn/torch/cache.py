@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ringattn import serving
 from ringattn.check import (
@@ -279,13 +280,27 @@ class KVCache(serving.KVCache):
     def overflow(self, n: int) -> str | None:
         """Why n more tokens do not fit."""
         problem = of_room(n, self.lengths, self.max_len)
-        if problem is None and self.window is not None:
-            seen = max(0, int(self.lengths.min()) + 1 - self.window)
-            origin = seen // self.stripes.round * self.stripes.round
-            top = int(self.lengths.max()) + n
-            if Stripes(self.ranks, self.stripes.block, origin).below(top, 0) > self.k.shape[1]:
-                return beside_window(n, self.window)
+        if problem is None and self.window is not None and not self.fits(n):
+            return beside_window(n, self.window)
         return problem
+
+    def fits(self, n: int) -> bool:
+        """Whether there is memory for n tokens at once beside what can still be seen."""
+        if self.window is None:
+            return True
+        seen = max(0, int(self.lengths.min()) + 1 - self.window)
+        origin = seen // self.stripes.round * self.stripes.round
+        top = int(self.lengths.max()) + n
+        return bool(Stripes(self.ranks, self.stripes.block, origin).below(top, 0) <= self.k.shape[1])
+
+    def for_chunk(self, n: int) -> "KVCache":
+        """This cache, or where n tokens at once do not fit beside its window, one with its keys and more memory."""
+        if self.fits(n) or n > self.room():
+            return self
+        rounds = -(-(int(self.lengths.max()) + n - self.stripes.origin) // self.stripes.round)
+        more = rounds * self.stripes.block - self.k.shape[1]
+        k, v = (F.pad(x, [0, 0, 0, 0, 0, more]) for x in (self.k, self.v))
+        return KVCache(self.plan, k, v, self.lengths, self.max_len, self.stripes, self.window)
 
     def __repr__(self) -> str:
         return f"KVCache(lengths {self.lengths.tolist()} of {self.max_len}, over {self.ranks} ranks)"

@@ -62,7 +62,7 @@ def prefill(
     q, k and v are this rank's part of the chunk under `plan` (the cache's plan `for_length(chunk)`). `start` is where
     the chunk begins, checked against the cache if given. `move` says what travels: "queries", "keys", or what leaves
     less time exposed (`cache.explain` says which). `keys` cuts the other way too: at most so many of a rank's keys
-    are attended to, or sent, at once.
+    are attended to, or sent, at once. Nothing is differentiable: a cache keeps keys without their graph.
     """
     spec = CAUSAL if spec is None else spec
     q, k, v = q.detach(), k.detach(), v.detach()
@@ -136,7 +136,7 @@ def decode(
 
     Each rank attends to the keys it holds; the partials of all ranks are exchanged once and merged in rank order, as
     (out, lse) or with form="streams" as (out, max, sum). Several tokens see each other causally; `parents`, the token
-    that each one follows, may say so and nothing else.
+    that each one follows, may say so and nothing else. Nothing is differentiable, as in `prefill`.
 
     On a GPU the host asks the device for nothing, and a call can be captured in a CUDA graph once it has been made
     outside of one. Replays append without asking for room: what does not fit is dropped.

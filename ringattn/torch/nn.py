@@ -103,7 +103,10 @@ class StreamingAttention(Attention):
     `step` the next token or tokens, `reset` forgets them. All give what `forward` gives for the whole at once.
 
     The weights are those of `Attention`, under the same names. Keys and values stay in `cache`, spread over the ranks
-    of the plan that the first chunk came with; it has room for `max_len` tokens.
+    of the plan that the first chunk came with; it has room for `max_len` tokens, or with a window for what can still be
+    seen and the longest chunk so far.
+
+    Only `forward` is differentiable, and only `forward` takes a spec that is not causal.
     """
 
     def __init__(
@@ -140,7 +143,7 @@ class StreamingAttention(Attention):
                 raise ValueError(f"the cache is spread over {cache.ranks} ranks: pass the plan of this chunk too")
             plan = api.plan(seq_len=T) if cache is None else cache.plan.for_length(T)
         q, k, v = self.projected(x_BTC, plan.positions().to(x_BTC.device) + self.filled)
-        cache = self.allocate(k, plan) if cache is None else cache
+        cache = self.allocate(k, plan) if cache is None else cache.for_chunk(plan.seq_len)
         out = prefill(q, k, v, plan, cache, spec=self.spec)
         self.cache = cache  # not before: a chunk that was refused leaves nothing behind
         return self.out(out.flatten(2))
@@ -152,7 +155,10 @@ class StreamingAttention(Attention):
         if self.cache is None:
             raise ValueError("step before prefill: this layer has seen no prompt; call prefill(x, plan) first")
         q, k, v = self.projected(x_BTC, torch.arange(x_BTC.shape[1], device=x_BTC.device) + self.filled)
-        return self.out(decode(q, k, v, self.cache, spec=self.spec).flatten(2))
+        cache = self.cache.for_chunk(x_BTC.shape[1])
+        out = decode(q, k, v, cache, spec=self.spec)
+        self.cache = cache
+        return self.out(out.flatten(2))
 
     def reset(self) -> None:
         """Forget the sequence, and give its memory back."""
@@ -164,6 +170,11 @@ class StreamingAttention(Attention):
         return 0 if self.cache is None else self.cache.filled[:, None]
 
     def check(self, x: Tensor, plan: Plan | None = None) -> None:
+        if not self.spec.causal:
+            raise ValueError(
+                "the layer's spec has causal=False: its tokens see those that have not come yet, so prefill and step "
+                "have no answer; call forward on the whole sequence"
+            )
         check_stream(x, self.d_model, None if self.cache is None else len(self.cache.filled), plan)
 
     def allocate(self, k: Tensor, plan: Plan) -> KVCache:

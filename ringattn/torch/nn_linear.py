@@ -58,8 +58,8 @@ class GatedLinearAttention(nn.Module):
     The log decay is logsigmoid(up(down(x))) / temperature, a gate a key channel (gate="channel") or a head ("head"),
     or there is none (None). With `convolution` = W > 0, q, k and v first pass a causal convolution over W tokens.
 
-    `forward` is for training. `prefill`, `step` and `reset` work on a sequence as it comes, as those of
-    `StreamingAttention` do, and keep the state, which is the same on every rank.
+    `forward` is for training: nothing else is differentiable. `prefill`, `step` and `reset` work on a sequence as it
+    comes, as those of `StreamingAttention` do, and keep the state, which is the same on every rank.
     """
 
     def __init__(
