@@ -137,7 +137,26 @@ def open_corpus(data: Data, vocab: int) -> Corpus:
         raise ValueError(f"data.path={path} holds no {what} with anything in it; look at data.path and data.suffix")
     if vocab < 256 and data.tokens is None:
         raise ValueError(f"model.vocab={vocab} is too small for bytes; use model.vocab=256")
+    if data.tokens is not None:
+        check_tokens(corpus)
     return corpus
+
+
+def check_tokens(corpus: Corpus) -> None:
+    """A ValueError for a file that holds something else than the integers, or not a whole number of them."""
+    for file in corpus.files:
+        size = file.stat().st_size
+        if size % corpus.dtype.itemsize:
+            raise ValueError(
+                f"{file} has {size} bytes, which is no whole number of {corpus.dtype} tokens; "
+                "say data.tokens=TYPE as it was written, or write the file again"
+            )
+        with file.open("rb") as opened:
+            if opened.read(6) == b"\x93NUMPY":
+                raise ValueError(
+                    f"{file} begins with NumPy's header, and a file of tokens is flat integers; "
+                    f"write it by numpy.load(FILE).astype({str(corpus.dtype)!r}).tofile(OTHER)"
+                )
 
 
 def find(folder: Path, suffix: str, skip: tuple[str, ...] = ()) -> list[Path]:

@@ -313,6 +313,16 @@ def test_a_file_of_tokens(tmp_path):
     assert data.unigram_entropy(corpus) == pytest.approx(np.log(992), abs=1e-6)  # 16 pieces of 62 tokens
 
 
+def test_a_file_that_is_not_flat_tokens_is_refused(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
+    with pytest.raises(ValueError, match=r"a\.npy begins with NumPy's header.*astype\('uint16'\)\.tofile\(OTHER\)"):
+        data.open_corpus(Data(path=str(tmp_path / "a.npy"), tokens="uint16"), 1000)
+    (tmp_path / "odd").write_bytes(bytes(101))
+    with pytest.raises(ValueError, match=r"odd has 101 bytes, which is no whole number of uint16 tokens"):
+        data.open_corpus(Data(path=str(tmp_path / "odd"), tokens="uint16"), 1000)
+    assert len(data.open_corpus(Data(path=str(tmp_path / "odd")), 256)) == 101
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
