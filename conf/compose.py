@@ -1,15 +1,21 @@
-"""A configuration from words on the command line, through Hydra: `seq_len=4096 model=small strategy.ulysses=2`."""
+"""A configuration from words on the command line, through Hydra: `seq_len=4096 model=small strategy.ulysses=2`.
 
-import contextlib
-import io
+Hydra composes values and does nothing else here. What it would call by name, callbacks, launchers, sweepers, log
+handlers, is never made, and whatever asks for it is refused: a configuration file chooses values and runs no code.
+"""
+
+import argparse
+import itertools
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
-from ringattn.conf import schema
+from ringattn.conf import refusals, schema
+from ringattn.conf.refusals import files
 from ringattn.conf.schema import GROUPS, Train
 
 USAGE = """usage: ringattn train [group=choice ...] [key=value ...]    (or torchrun ... -m ringattn.launch.train ...)
@@ -26,7 +32,6 @@ def run(words: list[str], task: Callable[[Train], int], rank: int = 0, started: 
 
     What cannot be is one sentence from rank 0 and status 2. `started` means that many ranks run this at once.
     """
-    loud = sys.stderr
     if "-h" in words or "--help" in words:
         print(f"{USAGE}\n{choices()}\n\n{schema.explain()}")
         return 0
@@ -35,37 +40,24 @@ def run(words: list[str], task: Callable[[Train], int], rank: int = 0, started: 
 
         print(complete.SCRIPT.format(python=shlex.quote(sys.executable)))
         return 0
-    problem = refuse(words, started)
-    if problem:
-        return complain(problem, rank)
-    import hydra
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    ConfigStore.instance().store("schema", Train)
-    statuses = []
-
-    def job(composed: DictConfig) -> None:
-        with contextlib.redirect_stderr(loud):
-            try:
-                config = schema.check(OmegaConf.to_object(composed))  # type: ignore[arg-type]
-            except (ValueError, OmegaConfBaseException) as error:
-                statuses.append(complain(str(error).splitlines()[0], rank))
-                return
-            statuses.append(task(config))
-
-    overrides = [w for w in words if w[:1] == "~" or ("=" in w and w[:1] != "-")]  # argparse wants them side by side
-    sys.argv = ["ringattn train", *overrides, *(w for w in words if w not in overrides)]
-    quiet = contextlib.redirect_stderr(io.StringIO()) if rank else contextlib.nullcontext()
     try:
-        with quiet:
-            hydra.main(version_base="1.3", config_path="pkg://ringattn.conf", config_name="config")(job)()
-    except SystemExit:  # Hydra has said what is wrong
-        if rank:
-            leave_to_first()
-        raise
-    return max(statuses, default=0)
+        asked = options(words)
+        if asked.multirun and started:
+            raise ValueError(
+                "a sweep starts many runs, and the ranks of one run are already started; sweep outside torchrun"
+            )
+        configs = composed(asked)
+    except ModuleNotFoundError as error:
+        if error.name not in ("hydra", "omegaconf", "yaml"):
+            raise
+        return complain("Hydra is not installed; in the checkout: pip install '.[train]'", rank)
+    except ValueError as error:
+        return complain(str(error), rank)
+    if asked.cfg:
+        for config in configs if rank == 0 else ():
+            print(as_yaml(config), end="")
+        return 0
+    return max(task(config) for config in configs)
 
 
 def complain(problem: str, rank: int) -> int:
@@ -83,55 +75,90 @@ def leave_to_first() -> None:
     time.sleep(PATIENCE)
 
 
-def refuse(words: list[str], started: bool) -> str | None:
-    """What is wrong with the words before Hydra sees them: an unknown key, also one that + would add."""
-    for word in words:
-        if word in ("-m", "--multirun") and started:
-            return "a sweep starts many runs, and the ranks of one run are already started; sweep outside torchrun"
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def options(words: list[str]) -> argparse.Namespace:
+    """The few options, and in `words` all else. Hydra's own options are not taken: some of them run code."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=["job"])
+    parser.add_argument("-cd", "--config-dir", type=Path)
+    asked, rest = parser.parse_known_args(words)
+    asked.words = rest
+    for word in asked.words:
         if word.startswith("-"):
-            continue
-        name, equals, value = word.partition("=")
-        name = name.lstrip("+~").partition("@")[0]
-        if not name or name.startswith(("hydra.", "hydra/")) or (not equals and not word.startswith("~")):
-            continue
-        problem = schema.unknown(name) or unknown_choice(name, value, words) or wrong_type(word, name)
-        if problem:
-            return problem
-    return None
+            known = ("--multirun", "--cfg", "--config-dir", "--help", "--completion")
+            raise ValueError(f"no option {word}{schema.nearest(word, list(known))}; the options are {', '.join(known)}")
+    if asked.config_dir is not None and not asked.config_dir.is_dir():
+        raise ValueError(f"--config-dir {asked.config_dir}: there is no such folder")
+    return asked
 
 
-def unknown_choice(group: str, value: str, words: list[str]) -> str | None:
-    """Why `group=value` names no file; None where it does, and where other folders may hold it."""
-    if group not in GROUPS or "--config-dir" in words or any(w.startswith(("--config-dir=", "-cd")) for w in words):
-        return None
-    have = files(group)
-    for one in value.split(","):
-        if one not in (*have, "null"):
-            return f"{group}={one}: choose one of {', '.join(have)}{schema.nearest(one, have)}"
-    return None
-
-
-def wrong_type(word: str, name: str) -> str | None:
-    """Why a key cannot have the word's value; None where it can, and for what is no single value of a key."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+def composed(asked: argparse.Namespace) -> list[Train]:
+    """Every configuration that is asked for, checked; a ValueError with one sentence if one of them cannot be."""
+    from hydra import initialize_config_module
+    from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
-    kinds = {key: f.type for key, f in schema.every_key()}
-    try:
-        override = OverridesParser.create().parse_override(word)
-        if name in kinds and not override.is_delete() and not override.is_sweep_override():
-            OmegaConf.update(OmegaConf.structured(Train), name, override.value())
-    except HydraException as error:
-        return f"{word}: {str(error).splitlines()[0]}; quotes around the value may help"
-    except OmegaConfBaseException:
-        return f"{word}: expected {getattr(kinds[name], '__name__', kinds[name])}"
-    return None
+    ConfigStore.instance().store("schema", Train)
+    with initialize_config_module("ringattn.conf", job_name="train", version_base="1.3"):
+        try:
+            return [compose(words, asked.config_dir) for words in each(asked)]
+        except (HydraException, OmegaConfBaseException, YAMLError) as error:
+            raise ValueError(refusals.explain(error)) from error
+        except KeyError as error:  # a variable of the environment that Hydra was told to copy
+            raise ValueError(f"hydra.job.env_copy: {refusals.NOT_HYDRA}") from error
 
 
-def files(group: str) -> list[str]:
-    return sorted(p.stem for p in (Path(__file__).parent / group).glob("*.yaml"))
+def each(asked: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+    """The words of every run: in a sweep all combinations of the values that a word lists."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    axes: list[list[str]] = []
+    for word in asked.words:
+        problem = refusals.of_word(word, parser, asked)
+        if problem:
+            raise ValueError(problem)
+        override = parser.parse_overrides([word])[0]
+        several = override.is_sweep_override()
+        axes.append(
+            [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()] if several else [word]
+        )
+    return itertools.product(*axes)
+
+
+def compose(words: tuple[str, ...], folder: Path | None) -> Train:
+    """One configuration, checked, of our files and the folder's."""
+    import hydra
+    from omegaconf import DictConfig, OmegaConf
+
+    def own(composed: DictConfig) -> dict[str, Any]:
+        """Hydra's own settings, but what it notes there about these very words."""
+        found: Any = OmegaConf.to_container(composed.hydra)
+        found["job"].pop("override_dirname")
+        return {k: v for k, v in found.items() if k not in ("overrides", "runtime", "searchpath")}
+
+    place = [] if folder is None else [f"hydra.searchpath=[{refusals.quoted(f'file://{folder.resolve()}')}]"]
+    result = hydra.compose("config", [*place, *words], return_hydra_config=True)
+    usual = own(hydra.compose("config", place, return_hydra_config=True))
+    for name, value in own(result).items():
+        if value != usual.get(name):
+            raise ValueError(f"hydra.{name}: {refusals.NOT_HYDRA}")
+    del result.hydra
+    return schema.check(OmegaConf.to_object(result))  # type: ignore[arg-type]
+
+
+def as_yaml(config: Train) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def choices() -> str:

@@ -187,11 +187,16 @@ def unknown(name: str) -> str | None:
     names = [n for n, _ in every_key()]
     if name in names or name in GROUPS or any(n.startswith(f"{name}.") for n in names):
         return None
+    section, dot, end = name.rpartition(".")
+    inside = [n.removeprefix(f"{section}.") for n in names if dot and n.startswith(f"{section}.")]
     by_end = {n.rsplit(".", 1)[-1]: n for n in names}
-    close = difflib.get_close_matches(name, [*names, *GROUPS], 1, 0.7)
-    if not close:
-        close = [by_end[end] for end in difflib.get_close_matches(name.rsplit(".", 1)[-1], by_end, 1)]
-    return f"no key {name!r}" + (f"; did you mean {close[0]!r}?" if close else "; --help lists the keys")
+    if inside:
+        close = [f"{section}.{e}" for e in difflib.get_close_matches(end, inside, 1)]
+    else:
+        close = difflib.get_close_matches(name, names if dot else [*names, *GROUPS], 1, 0.7)
+    close = close or [by_end[e] for e in difflib.get_close_matches(end, by_end, 1)]
+    rest = f"{section} has {', '.join(inside)}" if inside else "--help lists the keys"
+    return f"no key {name!r}; " + (f"did you mean {close[0]!r}?" if close else rest)
 
 
 def from_dict(values: Mapping[str, Any], kind: type = Train, prefix: str = "") -> Any:

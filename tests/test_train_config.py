@@ -62,12 +62,103 @@ def test_nothing_said_is_the_schema_itself():
         (["nproc=0"], "nproc=0: must be above 0"),
         (["data.held_out=-1"], "data.held_out=-1: must be 0 or above"),
         (["+model._target_=os.system"], "no key 'model._target_'"),
+        (["+model.foo=3"], "no key 'model.foo'; model has dim, layers, "),
+        (["optimizer=adam"], "optimizer=adam: optimizer is no key; its keys are optimizer.lr, "),
+        (["optimizer={lrr:3}"], "no key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
+        (["seq_len"], "seq_len has no value; say seq_len=8192, or another"),
+        (["seqlen"], "no key 'seqlen'; did you mean 'seq_len'?"),
+        (["model"], "model has no value; choose one of block8b, hybrid, small, tiny"),
+        (["~optimizer.lr"], "~optimizer.lr: nothing can be taken away; say optimizer.lr=VALUE"),
+        (["model=tiny,small"], "model=tiny,small: several values are a sweep; add --multirun"),
+        (["-m", "model=tiny,smal"], "model=smal: choose one of block8b, hybrid, small, tiny; did you mean 'small'?"),
+        (["seq_len=${nowhere}"], "Interpolation key 'nowhere' not found"),
+        (["--config-dir", "/nope"], "--config-dir /nope: there is no such folder"),
+        (["--cfgg", "job"], "no option --cfgg; did you mean '--cfg'?"),
+        (["--experimental-rerun", "x"], "no option --experimental-rerun"),
+        (["hydra.verbose=true"], "hydra.verbose=true: Hydra's own settings cannot be changed here"),
+        (["+hydra.callbacks.x._target_=m.C"], "Hydra's own settings cannot be changed here"),
+        (["hydra/launcher=basic"], "Hydra's own settings cannot be changed here"),
+        (["hydra.searchpath=[pkg://m]"], "Hydra's own settings cannot be changed here"),
+        (["+model@hydra.callbacks.x=tiny"], "Hydra's own settings cannot be changed here"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(words, said, capsys):
     assert compose.run(words, lambda config: 0) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("optimizer: {lrr: 3}", "experiment/mine.yaml: no key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
+        ("seqlen: 3", "experiment/mine.yaml: no key 'seqlen'; did you mean 'seq_len'?"),
+        ("seq_len: abc", "experiment/mine.yaml: seq_len: expected int; Value 'abc'"),
+        ("optimizer: adam", "experiment/mine.yaml: Merge error: str is not a subclass of Optimizer"),
+        ("seq_len: [1", "experiment/mine.yaml, line 3: expected ',' or ']'"),
+        ("defaults: [override /model: tinny]", "there is no model=tinny; did you mean 'tiny'?"),
+        ("model: {_target_: os.system}", "experiment/mine.yaml: no key 'model._target_'; model has dim, "),
+        ("hydra: {job: {chdir: true}}", "hydra.job: Hydra's own settings cannot be changed here"),
+        ("hydra: {job: {env_copy: [NOWHERE_AT_ALL]}}", "hydra.job.env_copy: Hydra's own settings"),
+    ],
+)
+def test_what_a_file_of_your_own_may_not_say_is_one_sentence(text, said, tmp_path, capsys):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
+    words = ["--config-dir", str(tmp_path)]
+    assert compose.run([*words, "experiment=mine"], lambda config: 0) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert compose.run([*words, "experiment=min"], lambda config: 0) == 2
+    assert capsys.readouterr().err.endswith("choose one of h200_long, million, mine, smoke; did you mean 'mine'?\n")
+    (tmp_path / "experiment" / "mine.yaml").write_text("# in the wrong place\nseq_len: 3\n")
+    assert compose.run([*words, "experiment=mine"], lambda config: 0) == 2
+    assert "experiment/mine.yaml: its first line must be # @package _global_" in capsys.readouterr().err
+
+
+def test_a_file_of_your_own_is_taken(tmp_path):
+    folder = tmp_path / "it's mine, all"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "wide.yaml").write_text("dim: 64\n")
+    assert composed("--config-dir", str(folder), "model=wide").model.dim == 64
+    assert composed(f"--config-dir={folder}", "model=tiny").model.dim == 128
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# @package _global_\nhydra: {callbacks: {x: {_target_: ringattn_test_evil.Cb}}}\n",
+        '# @package _global_\nhydra: {job_logging: {formatters: {f: {"()": ringattn_test_evil.boom}}}}\n',
+        "# @package hydra.callbacks\nx: {_target_: ringattn_test_evil.Cb}\n",
+    ],
+)
+def test_a_configuration_runs_no_code(text, tmp_path, monkeypatch, capsys):
+    """Whatever Hydra would call by name is refused, and the module that holds it is never even imported."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "evil2.yaml").write_text(text)
+    ran = tmp_path / "ran"
+    (tmp_path / "ringattn_test_evil.py").write_text(
+        f"open({str(ran)!r}, 'w')\nfrom hydra.experimental.callback import Callback as Cb\nboom = print\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["--config-dir", str(tmp_path), "experiment=evil2", "dry_run=true"]
+    assert compose.run(words, lambda config: 0) == 2
+    assert "Hydra's own settings cannot be changed here, for they can run code" in capsys.readouterr().err
+    assert not ran.exists()
+
+
+def test_without_hydra_the_remedy_is_said(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    assert compose.run(["seq_len=4"], lambda config: 0) == 2
+    assert capsys.readouterr().err == (
+        "ringattn train: Hydra is not installed; in the checkout: pip install '.[train]'\n"
+    )
+
+
+def test_the_result_is_printed_and_nothing_runs(capsys):
+    assert compose.run(["--cfg", "job", "model=small", "seq_len=16"], lambda config: 1) == 0
+    text = capsys.readouterr().out
+    assert "seq_len: 16\n" in text and "  dim: 512\n" in text and "hydra" not in text
 
 
 def test_as_many_ranks_start_as_the_strategy_says():
