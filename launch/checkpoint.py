@@ -9,6 +9,7 @@ A checkpoint holds whole tensors in pieces, so any number of ranks can read it.
 import json
 import pickle
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,55 +19,95 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
+from torch.distributed.tensor import DTensor
 
 from ringattn.conf.schema import Model
 
 
 class Checkpoints:
-    """The checkpoints of one run. Saving goes on while training does; at most one is being written at a time."""
+    """The checkpoints of one run. Saving goes on while training does; at most one is being written at a time.
+
+    Training waits only while its tensors are copied into buffers that are kept; a thread does everything else.
+    """
 
     def __init__(self, folder: Path, keep: int, group: Any):
         self.folder, self.keep = folder / "checkpoints", keep
         self.group = group  # its own, so that its words do not mix with the training's
-        self.writing: tuple[int, Any] | None = None
+        self.writing: tuple[int, Future[None]] | None = None
+        self.thread = ThreadPoolExecutor(1, "checkpoints")
+        self.copies: dict[str, Tensor] = {}
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Copy everything now, write it while training goes on. `state` is small and goes into JSON."""
         self.finish()
-        part = self.folder / f"{name_of(step)}.part"
+        self.copy(tensors(model, optimizer))
+        self.writing = step, self.thread.submit(self.write, step, {"step": step, **state})
+
+    @torch.no_grad()
+    def copy(self, whole: dict[str, Tensor]) -> None:
+        """Into memory of the host that stays, pinned where it comes from a GPU."""
+        on_gpu = False
+        for name, tensor in whole.items():
+            own = part_of(tensor)
+            if name not in self.copies:
+                buffer = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
+                spread = isinstance(tensor, DTensor)
+                self.copies[name] = DTensor(buffer, tensor._spec, requires_grad=False) if spread else buffer  # type: ignore[attr-defined]
+            part_of(self.copies[name]).copy_(own, non_blocking=True)
+            on_gpu = on_gpu or own.is_cuda
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+
+    def write(self, step: int, state: dict[str, Any]) -> None:
+        """The copies into a folder, every rank its part; visible under its name when all of it is there."""
+        part, whole = self.folder / f"{name_of(step)}.part", self.folder / name_of(step)
+        said: list[str | None] = [None]
         if dist.get_rank() == 0:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            (part / "state.json").write_text(json.dumps({"step": step, **state}, indent=1))
-        dist.barrier(self.group)
-        copies = {n: t if t.is_cuda else t.clone() for n, t in tensors(model, optimizer).items()}
-        future = dcp.async_save(copies, checkpoint_id=str(part), process_group=self.group)
-        self.writing = step, future
+            try:
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir(parents=True)
+                (part / "state.json").write_text(json.dumps(state, indent=1))
+            except OSError as error:
+                said = [str(error)]
+        try:
+            dist.broadcast_object_list(said, group=self.group, device=torch.device("cpu"))
+            if said[0] is not None:
+                raise OSError(said[0])
+            dcp.save(self.copies, checkpoint_id=str(part), process_group=self.group)
+        except (Exception, CheckpointException) as error:
+            if dist.get_rank() == 0:
+                shutil.rmtree(part, ignore_errors=True)
+            raise OSError(f"could not save step {step} in {self.folder}{room(self.folder)}: {root(error)}") from error
+        if dist.get_rank() == 0:
+            shutil.rmtree(whole, ignore_errors=True)
+            part.rename(whole)
+            for old in complete(self.folder)[: -self.keep]:
+                shutil.rmtree(old, ignore_errors=True)
 
     def poll(self) -> None:
-        """Make a finished checkpoint visible."""
+        """Raise what went wrong with a checkpoint that has ended."""
         if self.writing and self.writing[1].done():
             self.finish()
 
     def finish(self) -> None:
         """Wait for the one that is being written; raise what went wrong."""
-        if self.writing is None:
-            return
-        step, future = self.writing
-        self.writing = None
-        try:
+        if self.writing is not None:
+            (_, future), self.writing = self.writing, None
             future.result()
-        except (Exception, CheckpointException) as error:
-            free = shutil.disk_usage(self.folder).free / 1e6
-            raise OSError(
-                f"could not save step {step} in {self.folder}, where {free:,.0f} MB are free: {root(error)}"
-            ) from error
-        if dist.get_rank() == 0:
-            whole = self.folder / name_of(step)
-            shutil.rmtree(whole, ignore_errors=True)
-            (self.folder / f"{name_of(step)}.part").rename(whole)
-            for old in complete(self.folder)[: -self.keep]:
-                shutil.rmtree(old, ignore_errors=True)
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def room(folder: Path) -> str:
+    """How much fits where a folder is, and what to do if it is little."""
+    try:
+        free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.is_dir())).free / 1e6
+    except OSError:
+        return ""
+    return f", where {free:,.0f} MB are free (free space, or say folder=PATH)"
 
 
 def name_of(step: int) -> str:

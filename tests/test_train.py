@@ -1,16 +1,21 @@
 """Training: the loss does not depend on the ranks, a checkpoint goes on anywhere, and nothing half-written is read."""
 
+import contextlib
 import dataclasses
+import errno
 import json
 import pickle
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import ringattn as ra
 from ringattn.conf.schema import Cluster, Data, Model, Optimizer, Strategy, Train
@@ -200,6 +205,58 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
 
 def losses_after_auto(folder: Path) -> int:
     return len(over(1, {"saved": dataclasses.replace(TINY, resume="auto")}, folder)["saved"])
+
+
+def test_training_waits_for_a_copy_and_nothing_else(tmp_path, monkeypatch):
+    """What torch does to save takes as long as it likes beside the training; the copies lie in memory that is kept."""
+    one = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(one.parameters())
+    checkpoint.start_moments(optimizer)
+    may, saved = threading.Event(), checkpoint.dcp.save
+    monkeypatch.setattr(checkpoint.dcp, "save", lambda *args, **more: may.wait() and saved(*args, **more))
+    with alone():
+        checkpoints = checkpoint.Checkpoints(tmp_path, 2, None)
+        checkpoints.save(1, one, optimizer, {"model": {}})
+        where = {name: copy.data_ptr() for name, copy in checkpoints.copies.items()}
+        assert checkpoint.complete(checkpoints.folder) == []
+        before = one.weight.detach().clone()
+        with torch.no_grad():
+            one.weight.zero_()  # the training goes on
+        may.set()
+        checkpoints.save(2, one, optimizer, {"model": {}})
+        assert where == {name: copy.data_ptr() for name, copy in checkpoints.copies.items()}
+        checkpoints.finish()
+        for step, expected in ((1, before), (2, torch.zeros(64, 64))):
+            found = {"weight": torch.empty(64, 64)}
+            checkpoint.dcp.load(found, checkpoint_id=str(checkpoints.folder / checkpoint.name_of(step)))
+            assert torch.equal(found["weight"], expected)
+
+
+def test_a_disk_without_room_is_said_with_what_to_do_and_nothing_half_written_stays(tmp_path, monkeypatch):
+    one = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(one.parameters())
+
+    def full(*args, checkpoint_id, **more):
+        (Path(checkpoint_id) / "__0_0.distcp").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.dcp, "save", full)
+    with alone():
+        checkpoints = checkpoint.Checkpoints(tmp_path, 2, None)
+        checkpoints.save(7, one, optimizer, {})
+        with pytest.raises(OSError, match=r"save step 7 in .*, where .* MB are free \(free space, or say folder"):
+            checkpoints.finish()
+        assert list(checkpoints.folder.iterdir()) == []
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_run_says_what_it_was(tmp_path):
