@@ -230,8 +230,9 @@ def test_the_benchmark_tries_other_cuts_and_says_what_a_cut_is() -> None:
     with bench.recut("states=16x32x8x3"):
         assert {cuts.states for cuts in linear.TABLE.values()} == {linear.Cut(16, 32, 8, 3)}
     assert before == linear.TABLE
+    kernels = "states, scores, apply, gradients, strong, strong_scores"
     for wrong in ("stats=16x16x4x1", "states=16x16x4", "states=16xbx4x1"):
-        with pytest.raises(ValueError, match=f"cuts={wrong}: say one of states, scores, apply, gradients, strong and"):
+        with pytest.raises(ValueError, match=f"cuts={wrong}: say one of {kernels} and"):
             bench.Options(cuts=[wrong])
 
 

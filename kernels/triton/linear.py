@@ -21,6 +21,7 @@ from ringattn.kernels.triton.linear_states import CHANNEL, HEAD, NONE, join_kern
 from ringattn.kernels.triton.table import architecture
 
 WIDEST_KEY, WIDEST_VALUE = 256, 512
+PART = 4  # tokens; pairs within as many are multiplied out where decays are strong
 PROGRAMS = 1024  # the walks that a GPU is given at a time
 
 
@@ -34,7 +35,7 @@ class Cut(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """One entry of the table: tokens a chunk, and the kernels; `strong` for chunks whose gates decay strongly."""
+    """One entry of the table: tokens a chunk, and the kernels; gradients and scores once more for strong decays."""
 
     chunk: int
     states: Cut
@@ -42,16 +43,20 @@ class Cuts(NamedTuple):
     apply: Cut
     gradients: Cut
     strong: Cut
+    strong_scores: Cut
 
     @classmethod
     def alike(cls, chunk: int, cut: Cut) -> "Cuts":
-        return cls(chunk, cut, cut, cut, cut, cut)
+        return cls(chunk, *[cut] * 6)
 
 
-FAST = Cuts(64, Cut(64, 128, 4, 2), Cut(64, 64, 4, 1), Cut(32, 128, 4, 2), Cut(32, 64, 4, 1), Cut(16, 32, 8, 1))
+FAST = Cuts(
+    64, Cut(64, 128, 4, 2), Cut(64, 64, 4, 1), Cut(32, 128, 4, 2), Cut(32, 64, 4, 1), Cut(32, 64, 8, 1),
+    Cut(32, 64, 4, 1),
+)  # fmt: skip
 JOIN = Cut(16, 64, 2, 3)
 SMALL = Cuts.alike(32, Cut(32, 32, 4, 1))
-SINGLE = SMALL._replace(gradients=Cut(16, 32, 4, 1), strong=Cut(16, 16, 4, 1))
+SINGLE = SMALL._replace(gradients=Cut(16, 32, 4, 1), strong=Cut(16, 16, 4, 1), strong_scores=Cut(16, 16, 4, 1))
 
 # By architecture and bits of a number, as in table.py; "/wide" for heads of more than 128 channels, where they want
 # another cut. sm90/16 was measured on an H200, the others are only compiled.
@@ -231,17 +236,17 @@ class Call:
         )  # fmt: skip
         return State(log_decay, end)
 
-    def both(self, cut: Cut) -> list[tuple[bool, Cut]]:
+    def both(self, cut: Cut, strong: Cut) -> list[tuple[bool, Cut]]:
         """The launches of a kernel that passes over chunks: without strong decays and, where there can be, with."""
-        return [(False, cut), (True, self.cuts.strong)][: 2 if self.gate == CHANNEL else 1]
+        return [(False, cut), (True, strong)][: 2 if self.gate == CHANNEL else 1]
 
     def scores(self, q: Tensor, k: Tensor, strongest: Tensor, scale: float) -> Tensor:
         """scale * (q_i . decay from j to i . k_j) for the pairs j <= i of each chunk, [B, N, H, C, C]."""
         a = self.empty(self.B, self.N, self.H, self.cuts.chunk, self.cuts.chunk, dtype=self.inner)
-        for strong, cut in self.both(self.cuts.scores):
+        for strong, cut in self.both(self.cuts.scores, self.cuts.strong_scores):
             self.launch(
                 scores_kernel, self.chunks, cut, (q, k), (strongest, a), scale,
-                TILES=strongest.shape[-1], STRONG=strong,
+                TILES=strongest.shape[-1], PART=PART, STRONG=strong,
             )  # fmt: skip
         return a
 
@@ -264,11 +269,11 @@ class Call:
             dg = self.empty(*q.shape, dtype=g.dtype)
         elif self.gate == HEAD:  # every tile of channels has its part
             dg = self.empty(*q.shape[:3], tiles)
-        for strong, cut in self.both(self.cuts.gradients):
+        for strong, cut in self.both(self.cuts.gradients, self.cuts.strong):
             self.launch(
                 gradients_kernel, self.chunks * self.tiles(cut)[0], cut, (q, k, v, dout),
                 (strongest, states, dstates, dq, dk, dg), scale,
-                TILES=strongest.shape[-1], STRONG=strong,
+                TILES=strongest.shape[-1], PART=PART, STRONG=strong,
             )  # fmt: skip
         return dq, dk, None if g is None else dg if g.dim() == 4 else dg.sum(-1).to(g.dtype)
 

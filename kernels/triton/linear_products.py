@@ -10,9 +10,11 @@ chunk's start through a token, and e the sum of those behind it in the chunk:
 
 The decay between two tokens is split at a point between them, so that it can be multiplied into q and k before a matrix
 product. Where no channel of the chunk decays below 2^-100 any point will do for all pairs: half of the decay, and one
-product. Otherwise the chunk is cut in halves, those in halves and so on: every pair is parted at exactly one cut, the
-sums that start there are <= 0, and no gate, however strong, costs its neighbours their bits. The pair of a token with
-itself is taken apart: it has no decay, and does not cancel in dg.
+product. Otherwise the chunk is cut in halves, those in halves and so on, down to parts of a few tokens: every pair of
+two parts is separated by exactly one cut, and one product serves all pairs of the cuts of one size, of rows that are of
+q behind their cut and of k before it. Pairs within a part are multiplied out. All factors are products of gates, at
+most 1, and no gate, however strong, costs its neighbours their bits. The pair of a token with itself is taken apart: it
+has no decay, and does not cancel in dg.
 
 In dg a pair's part in q dq and its part in k dk cancel for all tokens t that are not between the two. They only do if
 both are products of the same numbers, so q and k are rounded, with their decay, before a product would cut them off.
@@ -21,9 +23,11 @@ both are products of the same numbers, so q and k are rounded, with their decay,
 import triton
 import triton.language as tl
 
+from ringattn.kernels.triton.blocks import LOG2E
 from ringattn.kernels.triton.linear_states import (
     CHANNEL,
     HEAD,
+    LOWEST,
     behind,
     gates,
     load,
@@ -49,32 +53,79 @@ def passes_over(strongest_ptr, chunk, TILES: tl.constexpr, STRONG: tl.constexpr)
 
 
 @triton.jit
-def factors(
-    level, g_ptr, g_st, first, T, column, CHUNK: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
-    STRONG: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """(of q, of k): the decay between two tokens in two factors. At level 0 for all pairs j < i, at level n for those
-    that are in one of the chunk's 2^(n-1) parts, but not in one half of it."""
+def from_middle(g_ptr, g_st, first, T, column, CHUNK: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr):
+    """(of q, of k): the decay between any two tokens of a chunk without strong ones, in two factors."""
     g = gates(g_ptr, g_st, first, T, column, CHUNK, K, WIDTH, CHANNEL)
-    if STRONG:
-        i = tl.arange(0, CHUNK)[:, None]
-        j = tl.arange(0, CHUNK)[None, :]
-        half = CHUNK >> level
-        cut = i // (2 * half) * (2 * half) + half
-        between = ((cut <= j) & (j <= i)) | ((i < j) & (j < cut))  # the cut and token i
-        sum = tl.dot(between.to(tl.float32), rounded(g, PRECISION), input_precision=PRECISION)
-        return tl.exp2(tl.where(i >= cut, sum, float("-inf"))), tl.exp2(tl.where(i >= cut, float("-inf"), sum))
-    else:
-        from_middle = tl.cumsum(g, 0) - 0.5 * tl.sum(g, 0)[None, :]
-        return tl.exp2(from_middle), tl.exp2(-from_middle)
+    b = tl.cumsum(g, 0) - 0.5 * tl.sum(g, 0)[None, :]
+    return tl.exp2(b), tl.exp2(-b)
 
 
 @triton.jit
-def of_level(level, CHUNK: tl.constexpr):
-    """The pairs j < i of a level's parts."""
-    i = tl.arange(0, CHUNK)[:, None]
-    j = tl.arange(0, CHUNK)[None, :]
-    return (i > j) & ((i ^ j) < (2 * CHUNK >> level))
+def nth(
+    i, ptr, st, first, T, column, PART: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The i-th token of each part, [PARTS, 1, WIDTH]; or of several i, [1, N, 1], [PARTS, N, WIDTH]."""
+    rows = i + PART * tl.arange(0, PARTS)[:, None, None]
+    cols = column + tl.arange(0, WIDTH)[None, None, :]
+    inside = first + rows < T
+    if K % WIDTH != 0:
+        inside = inside & (cols < K)
+    at = ptr + tl.cast(first, tl.int64) * st[1] + rows * st[1] + cols * st[3]
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def nth_decay(
+    i, g_ptr, g_st, first, T, column, PART: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """What the i-th token of each part leaves of what was before it."""
+    g = nth(i, g_ptr, g_st, first, T, column, PART, PARTS, K, WIDTH)
+    return tl.exp2(tl.maximum(g * LOG2E, LOWEST))
+
+
+@triton.jit
+def passed(i, decay, through, ahead, total):
+    """What is left from a part's start through each token, behind each to the part's end, and over it: now with i."""
+    t = tl.arange(0, through.shape[1])[None, :, None]
+    return through * tl.where(t >= i, decay, 1.0), ahead * tl.where(t < i, decay, 1.0), total * decay
+
+
+@triton.jit
+def doubled(level, through, ahead, total):
+    """The same within pieces of 2^(level + 1) parts, from what is left within their halves."""
+    PARTS: tl.constexpr = total.shape[0]
+    WIDTH: tl.constexpr = total.shape[2]
+    half = 1 << level
+    other = tl.broadcast_to(tl.arange(0, PARTS)[:, None] ^ half, [PARTS, WIDTH])
+    beside = tl.gather(tl.reshape(total, [PARTS, WIDTH]), other, 0)[:, None, :]
+    late = tl.arange(0, PARTS)[:, None, None] & half != 0
+    return through * tl.where(late, beside, 1.0), ahead * tl.where(late, 1.0, beside), total * beside
+
+
+@triton.jit
+def cut_at(level, through, ahead):
+    """[CHUNK, WIDTH]: `through` behind the cuts between halves of 2^level parts, `ahead` before them."""
+    late = tl.arange(0, through.shape[0])[:, None, None] & (1 << level) != 0
+    return tl.reshape(tl.where(late, through, ahead), [through.shape[0] * through.shape[1], through.shape[2]])
+
+
+@triton.jit
+def across(size, CHUNK: tl.constexpr):
+    """Whether just the cut between two halves of so many tokens lies between i and j."""
+    return (tl.arange(0, CHUNK)[:, None] // size ^ tl.arange(0, CHUNK)[None, :] // size) == 1
+
+
+@triton.jit
+def earlier(CHUNK: tl.constexpr):
+    """j < i."""
+    return tl.arange(0, CHUNK)[:, None] > tl.arange(0, CHUNK)[None, :]
+
+
+@triton.jit
+def column_of(x, i):
+    """x[:, :, i], kept as an axis."""
+    N: tl.constexpr = x.shape[2]
+    return tl.sum(tl.where(tl.arange(0, N)[None, None, :] == i, x, 0.0), 2)[:, :, None]
 
 
 @triton.jit
@@ -100,7 +151,7 @@ def scores_kernel(
     q_ptr, k_ptr, g_ptr, begin_ptr, strongest_ptr, a_ptr, q_st, k_st, g_st, begin_st, T, N, H, scale,
     K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     GATE: tl.constexpr, DOCS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
-    TILES: tl.constexpr, STRONG: tl.constexpr,
+    TILES: tl.constexpr, PART: tl.constexpr, STRONG: tl.constexpr,
 ):  # fmt: skip
     """a of one chunk of one head, [B, N, H, CHUNK, CHUNK]."""
     _, h, n, b = place(tl.program_id(0), 1, H, N)
@@ -114,29 +165,44 @@ def scores_kernel(
     g_ptr += b * g_st[0] + h * g_st[2]
     a = tl.zeros([CHUNK, CHUNK], tl.float32)
     own = tl.zeros([CHUNK], tl.float32)
+    PARTS: tl.constexpr = CHUNK // PART
+    near = tl.zeros([PARTS, PART, PART], tl.float32)  # j, i
     for column in tl.range(0, K, BLOCK_K, num_stages=1):
         if STRONG:
-            for level in tl.range(1, CHUNK.bit_length(), num_stages=1):
-                of_q, of_k = factors(level, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, PRECISION)
-                q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32) * of_q
-                k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32) * of_k
-                s = product(q, tl.trans(k), tl.zeros([CHUNK, CHUNK], tl.float32), PRECISION)
-                a += tl.where(of_level(level, CHUNK), s, 0.0)
-        q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K)
-        k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K)
-        if GATE == CHANNEL and not STRONG:  # of a token with itself the factors cancel
-            of_q, of_k = factors(0, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, PRECISION)
-            q, k = q.to(tl.float32) * of_q, k.to(tl.float32) * of_k
-        if not STRONG:
+            t = tl.arange(0, PART)[None, :, None]
+            q = nth(t, q_ptr, q_st, first, T, column, PART, PARTS, K, BLOCK_K)
+            k = nth(t, k_ptr, k_st, first, T, column, PART, PARTS, K, BLOCK_K)
+            total = tl.full([PARTS, 1, BLOCK_K], 1.0, tl.float32)
+            for i in tl.static_range(PART):
+                decay = nth_decay(i, g_ptr, g_st, first, T, column, PART, PARTS, K, BLOCK_K)
+                q, k, total = passed(i, decay, q, k, total)
+                q_i = nth(i, q_ptr, q_st, first, T, column, PART, PARTS, K, BLOCK_K)
+                near += tl.where(tl.arange(0, PART)[None, None, :] == i, tl.sum(k * q_i, 2)[:, :, None], 0.0)
+            for level in tl.range(0, PARTS.bit_length() - 1, num_stages=1):
+                x = rounded(cut_at(level, q, k), PRECISION)
+                s = tl.dot(x, tl.trans(x), a, input_precision=PRECISION)
+                a = tl.where(across(PART << level, CHUNK), s, a)
+                q, k, total = doubled(level, q, k, total)
+        else:
+            q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K)
+            k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K)
+            own += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)  # the factors of a token with itself cancel
+            if GATE == CHANNEL:
+                of_q, of_k = from_middle(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K)
+                q, k = q.to(tl.float32) * of_q, k.to(tl.float32) * of_k
             a = product(q, tl.trans(k), a, PRECISION)
-        own += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
+    if STRONG:
+        near = tl.broadcast_to(tl.permute(near, (0, 2, 1))[:, :, None, :], [PARTS, PART, PARTS, PART])
+        a = tl.where(i // PART == j // PART, tl.reshape(near, [CHUNK, CHUNK]), a)
     if GATE != CHANNEL:
         a = a * decay_between(g_ptr, g_st, first, T, CHUNK, GATE)
     if DOCS:
         a = tl.where(related(begin_ptr + b * begin_st, first, T, CHUNK), a, 0.0)
-    i = tl.arange(0, CHUNK)[:, None]
-    j = tl.arange(0, CHUNK)[None, :]
-    a = tl.where(i > j, a, tl.where(i == j, own[:, None], 0.0)) * scale
+    if not STRONG:
+        a = tl.where(i == j, own[:, None], a)
+    a = tl.where(i >= j, a, 0.0) * scale
     store(a_ptr + chunk * (CHUNK * CHUNK), a, 0, CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, CHUNK)
 
 
@@ -183,7 +249,7 @@ def gradients_kernel(
     q_st, k_st, v_st, dout_st, g_st, begin_st, T, N, H, scale,
     K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     GATE: tl.constexpr, DOCS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
-    TILES: tl.constexpr, STRONG: tl.constexpr,
+    TILES: tl.constexpr, PART: tl.constexpr, STRONG: tl.constexpr,
 ):  # fmt: skip
     """A tile of a chunk's dq and dk, and of dg [B, T, H, K]; with one gate a head, its gradient tile by tile,
     [B, T, H, tiles]."""
@@ -192,7 +258,7 @@ def gradients_kernel(
     if GATE == CHANNEL:  # noqa: SIM102
         if passes_over(strongest_ptr, chunk, TILES, STRONG):
             return
-    LEVELS: tl.constexpr = CHUNK.bit_length() if STRONG else 1
+    PARTS: tl.constexpr = CHUNK // PART
     column = tile * BLOCK_K
     first = n * CHUNK
     q_ptr += b * q_st[0] + h * q_st[2]
@@ -240,8 +306,8 @@ def gradients_kernel(
     if GATE == CHANNEL:
         da = rounded(da, PRECISION)
         if ONCE:  # old and new are seen from the chunk's middle, as the pairs are: the products add up
-            of_q, of_k = factors(0, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, PRECISION)
-            ds = tl.where(of_level(0, CHUNK), da, 0.0)
+            of_q, of_k = from_middle(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K)
+            ds = tl.where(earlier(CHUNK), da, 0.0)
             k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
             k = rounded(k * of_k, PRECISION)
             passing += tl.sum(k * new, 0)
@@ -255,16 +321,48 @@ def gradients_kernel(
             q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
             k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
             passing += tl.sum(k * new, 0)
-            pairs = q * old - k * new
             dq, dk = old, new
-            for level in tl.range(STRONG, LEVELS, num_stages=1):
-                of_q, of_k = factors(level, g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, STRONG, PRECISION)
-                ds = tl.where(of_level(level, CHUNK), da, 0.0)
-                q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
-                k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+            da = tl.where(earlier(CHUNK), da, 0.0)
+            if STRONG:
+                i = tl.arange(0, CHUNK)[:, None]
+                t = tl.arange(0, PART)[None, :, None]
+                da += tl.trans(da)
+                near = tl.where(i // PART == tl.arange(0, CHUNK)[None, :] // PART, da, 0.0)
+                near = tl.sum(tl.reshape(near, [PARTS, PART, PARTS, PART]), 2)
+                near_k = tl.zeros([PARTS, PART, BLOCK_K], tl.float32)
+                for n in tl.static_range(PART - 1, 0, -1):
+                    q_n = nth(n, q_ptr, q_st, first, T, column, PART, PARTS, K, BLOCK_K)
+                    near_k += tl.where(t < n, column_of(near, n) * q_n, 0.0)
+                    near_k *= tl.where(t < n, nth_decay(n, g_ptr, g_st, first, T, column, PART, PARTS, K, BLOCK_K), 1.0)
+                dk += tl.reshape(near_k, [CHUNK, BLOCK_K])
+                near_q = tl.zeros([PARTS, PART, BLOCK_K], tl.float32)
+                through = tl.full([PARTS, PART, BLOCK_K], 1.0, tl.float32)
+                ahead, total = through, tl.full([PARTS, 1, BLOCK_K], 1.0, tl.float32)
+                for n in tl.static_range(PART):
+                    decay = nth_decay(n, g_ptr, g_st, first, T, column, PART, PARTS, K, BLOCK_K)
+                    through, ahead, total = passed(n, decay, through, ahead, total)
+                    k_n = nth(n, k_ptr, k_st, first, T, column, PART, PARTS, K, BLOCK_K)
+                    near_q *= tl.where(t >= n, decay, 1.0)
+                    near_q += tl.where(t > n, column_of(near, n) * k_n, 0.0)
+                dq += tl.reshape(near_q, [CHUNK, BLOCK_K])
+                pairs = q * dq - k * dk
+                for level in tl.range(0, PARTS.bit_length() - 1, num_stages=1):
+                    late = i & (PART << level) != 0
+                    decays = cut_at(level, through, ahead)
+                    q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+                    k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
+                    x = rounded(tl.where(late, q, k) * decays, PRECISION)
+                    to = tl.dot(tl.where(across(PART << level, CHUNK), da, 0.0), x, input_precision=PRECISION)
+                    pairs += tl.where(late, x, -x) * to
+                    dq += tl.where(late, decays * to, 0.0)
+                    dk += tl.where(late, 0.0, decays * to)
+                    through, ahead, total = doubled(level, through, ahead, total)
+            else:
+                pairs = q * old - k * new
+                of_q, of_k = from_middle(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K)
                 q, k = rounded(q * of_q, PRECISION), rounded(k * of_k, PRECISION)
-                to_q = tl.dot(ds, k, input_precision=PRECISION)
-                to_k = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
+                to_q = tl.dot(da, k, input_precision=PRECISION)
+                to_k = tl.dot(tl.trans(da), q, input_precision=PRECISION)
                 pairs += q * to_q - k * to_k
                 dq += of_q * to_q
                 dk += of_k * to_k
