@@ -9,8 +9,8 @@ A checkpoint holds whole tensors in pieces, so any number of ranks can read it.
 import json
 import pickle
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 from torch.distributed.tensor import DTensor
-
-from ringattn.conf.schema import Model
 
 
 class Checkpoints:
@@ -81,7 +79,7 @@ class Checkpoints:
         if dist.get_rank() == 0:
             shutil.rmtree(whole, ignore_errors=True)
             part.rename(whole)
-            for old in complete(self.folder)[: -self.keep]:
+            for old in [p for p in complete(self.folder) if p.name <= whole.name][: -self.keep]:
                 shutil.rmtree(old, ignore_errors=True)
 
     def poll(self) -> None:
@@ -151,34 +149,63 @@ def start_moments(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[weight] = {"step": torch.zeros(()), **zeros}
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, config: Model) -> dict[str, Any]:
-    """Everything back where it was; returns the saved state. A checkpoint of another model is refused first."""
-    state = matching(path, config)
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]) -> dict[str, Any]:
+    """Everything back where it was; returns the saved state. A checkpoint of another training is refused first."""
+    state = matching(path, about)
     reader = Reader(str(path))
-    reader.read_metadata()  # refuses a strange index before anything is changed
-    start_moments(optimizer)
-    whole = tensors(model, optimizer)
-    dcp.load(whole, storage_reader=reader)
+    try:
+        reader.read_metadata()  # refuses a strange index before anything is changed
+        start_moments(optimizer)
+        whole = tensors(model, optimizer)
+        dcp.load(whole, storage_reader=reader)
+    except (Exception, CheckpointException) as error:
+        raise ValueError(unreadable(path, root(error))) from error
     torch.set_rng_state(whole["@rng"])
     return state
 
 
-def matching(path: Path, config: Model) -> dict[str, Any]:
-    """The saved state of a checkpoint of this model; a ValueError for any other."""
+def matching(path: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The saved state of a checkpoint of this training (trainer.about); a ValueError for any other.
+
+    What an older checkpoint does not say is not asked.
+    """
     state = read_state(path)
-    there, here = state["model"], asdict(config)
-    differ = [f"{k} is {there.get(k)} there and {here[k]} here" for k in here if there.get(k) != here[k]]
+    differ = list(differences(state, about))
     if differ:
-        raise ValueError(f"{path} holds another model: {'; '.join(differ)}")
+        raise ValueError(f"{path} is of another training: {'; '.join(differ)}; say the same, or start another run=NAME")
     return state
+
+
+def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, own in here.items():
+        other = there.get(key, own)
+        if isinstance(own, dict):
+            yield from differences(other, own, f"{prefix}{key}.")
+        elif other != own:
+            yield f"{prefix}{key} is {other!r} there and {own!r} here"
 
 
 def read_state(path: Path) -> dict[str, Any]:
     found = complete(path.parent)
     if path not in found:
+        below = complete(path / "checkpoints") or complete(path)
+        if below:
+            raise ValueError(f"{path} is a folder above checkpoints; say resume={below[-1]}")
         others = ", ".join(p.name for p in found) or "none"
         raise ValueError(f"{path} is not a complete checkpoint; complete there: {others}")
-    return json.loads((path / "state.json").read_text())
+    try:
+        state = json.loads((path / "state.json").read_text())
+        _ = state["model"], state["sequences"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(unreadable(path, f"state.json: {type(error).__name__} {error}")) from None
+    return state
+
+
+def unreadable(path: Path, why: str) -> str:
+    """What to say of a checkpoint that is broken."""
+    older = [str(p) for p in complete(path.parent) if p.name < path.name]
+    instead = f"say resume=PATH to go on from an older one: {', '.join(older)}" if older else "there is no older one"
+    return f"{path} cannot be read ({' '.join(why.split())}); {instead}"
 
 
 class Reader(dcp.FileSystemReader):

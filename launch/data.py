@@ -7,6 +7,7 @@ another number of ranks reads the same sequences.
 import bisect
 import os
 import sysconfig
+import zlib
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -185,14 +186,21 @@ def check_vocabulary(tokens: np.ndarray, vocab: int) -> None:
         raise ValueError(f"the data holds token {top}, the model has vocab={vocab}; use model.vocab={top + 1} or more")
 
 
-def unigram_entropy(corpus: Corpus, most: int = 1 << 24) -> float:
-    """-sum p log p over single tokens, in nats: the loss of a model that knows nothing but how frequent each one is.
-
-    From at most `most` tokens, in 16 evenly spaced pieces.
-    """
+def sample(corpus: Corpus, most: int) -> np.ndarray:
+    """At most `most` tokens, in 16 evenly spaced pieces."""
     count = min(len(corpus), most) // 16
     gaps = (len(corpus) - count) // 15
-    sample = [corpus.read(i * gaps, count) for i in range(16)] if count else [corpus.read(0, len(corpus))]
-    counts = np.bincount(np.concatenate(sample)).astype(np.float64)
+    pieces = [corpus.read(i * gaps, count) for i in range(16)] if count else [corpus.read(0, len(corpus))]
+    return np.concatenate(pieces)
+
+
+def checksum(corpus: Corpus, most: int = 1 << 16) -> int:
+    """A number that other data has another one of, as good as always."""
+    return zlib.crc32(sample(corpus, most).astype("<i8").tobytes())
+
+
+def unigram_entropy(corpus: Corpus, most: int = 1 << 24) -> float:
+    """-sum p log p over single tokens, in nats: the loss of a model that knows nothing but how frequent each one is."""
+    counts = np.bincount(sample(corpus, most)).astype(np.float64)
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())

@@ -57,6 +57,8 @@ def here(config: Train) -> int:
             if torchrun.local(work, 1, device, *beside, patience=patience)[0]["stopped"]:
                 del runs["1 rank"]
         finish(config, folder, runs, summary)
+    except torchrun.Stopped:
+        print("stopped before the first step; there is nothing to save")
     except (processes.RankError, *processes.BAD) as error:
         said = processes.sentence(error)
         print(f"ringattn train: {said or error}", file=sys.stderr)
@@ -150,24 +152,33 @@ def plural(ranks: int) -> str:
 
 def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str, Any]) -> None:
     """The summary, and the picture of all runs beside each other."""
-    rows = {name: metrics.read(path / "metrics.jsonl") for name, path in runs.items()}
+    rows = {
+        name: [row for row in metrics.read(path / "metrics.jsonl") if row["step"] <= summary["step"]]
+        for name, path in runs.items()
+    }  # those beyond are of an attempt that went further, and was given up
     main, *others = (columns_of(r) for r in rows.values())
     if summary["stopped"]:
         print(
             f"stopped after step {summary['step']} of {config.steps}, saved; go on with run={folder.name} resume=auto"
         )
         return
+    if not main["loss"]:
+        print(f"nothing to train: already at step {summary['step']} of {config.steps}; say steps=N to go on")
+        return
+    trained = "first_step" in summary
     lines = [
         f"loss {main['loss'][0]:.4f} -> {main['loss'][-1]:.4f} in {len(main['loss'])} steps"
         + (f", {summary['held_out']:.4f} on held-out text" if "held_out" in summary else "")
         + f"; single tokens have an entropy of {summary['entropy']:.4f}",
         f"{np.median(main['tokens_per_second']):,.0f} tokens/s, MFU {np.median(main['mfu']):.0%}, "
-        f"peak memory of rank 0 {max(main['memory_mib']):,.0f} MiB, first step after {summary['first_step']:.1f} s",
+        f"peak memory of rank 0 {max(main['memory_mib']):,.0f} MiB"
+        + (f", first step after {summary['first_step']:.1f} s" if trained else "; nothing was left to train"),
     ]
     for other in others:
         gap = max(abs(a - b) for a, b in zip(main["loss"], other["loss"], strict=True))
         lines.append(f"on one rank the loss is the same to {gap:.1e} at every step")
-    drawn = metrics.picture(folder, rows, summary["entropy"]) if config.picture else None
+    new = trained or not (folder / "picture.png").exists()
+    drawn = metrics.picture(folder, rows, summary["entropy"]) if config.picture and new else None
     lines.append(f"written to {folder}" + (f", picture {drawn}" if drawn else ""))
     print("\n".join(lines))
 

@@ -67,7 +67,7 @@ def work(
     rank0 = dist.get_rank() == 0
     if config.dry_run:
         if config.resume not in (None, "auto"):
-            matching(Path(config.resume), config.model)
+            matching(Path(config.resume), about(job))
         if rank0:
             print(describe(job))
         return {}
@@ -144,7 +144,7 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Sto
                     checkpoints.copy(tensors(job.decoder, job.optimizer))  # only so that no step waits for the memory
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of step {job.step} is {loss}; lower optimizer.lr={config.optimizer.lr}")
-            if log and bar and job.step % config.log_every == 0:
+            if log and bar and (job.step % config.log_every == 0 or job.step == config.steps):
                 row = {
                     "kind": "step", "step": job.step, "loss": loss, "norm": norm,
                     "lr": job.optimizer.param_groups[0]["lr"], "seconds": seconds,
@@ -254,12 +254,27 @@ def probe_memory(job: Job, log: metrics.Log | None) -> None:
 
 
 def save(job: Job, checkpoints: Checkpoints, log: metrics.Log | None) -> None:
-    """A checkpoint knows the model it is of and how many sequences were seen; the log, how long training waited."""
+    """A checkpoint knows what it is of and how many sequences were seen; the log, how long training waited."""
     begin = time.perf_counter()
-    state = {"model": dataclasses.asdict(job.config.model), "sequences": job.step * job.a_step, "seed": job.config.seed}
-    checkpoints.save(job.step, job.decoder, job.optimizer, state)
+    seen = {"sequences": job.step * job.a_step, "steps": job.config.steps}
+    checkpoints.save(job.step, job.decoder, job.optimizer, {**about(job), **seen})
     if log:
         log.write({"kind": "save", "step": job.step, "seconds": time.perf_counter() - begin})
+
+
+def about(job: Job) -> dict[str, Any]:
+    """What must stay the same where a run goes on: the model, what decides the order of the data, and the data."""
+    config, corpus = job.config, job.windows.corpus
+    return {
+        "model": dataclasses.asdict(config.model),
+        "seed": config.seed,
+        "seq_len": config.seq_len,
+        "data": {
+            "documents": config.data.documents,
+            "held_out": config.data.held_out,
+            "tokens": f"{len(corpus)} with checksum {data.checksum(corpus):08x}",  # wherever they lie now
+        },
+    }
 
 
 def resume(job: Job, checkpoints: Checkpoints, again: bool) -> None:
@@ -267,8 +282,8 @@ def resume(job: Job, checkpoints: Checkpoints, again: bool) -> None:
     own = complete(checkpoints.folder) if again or job.config.resume == "auto" else []
     if not own and job.config.resume in (None, "auto"):
         return
-    path = own[-1] if own else Path(job.config.resume or "")
-    state = load(path, job.decoder, job.optimizer, job.config.model)
+    path, steps = own[-1] if own else Path(job.config.resume or ""), job.config.steps
+    state = load(path, job.decoder, job.optimizer, about(job))
     if state["sequences"] % job.a_step:
         raise ValueError(
             f"{path} has seen {state['sequences']} sequences, which is no whole number of steps of {job.a_step}; "
@@ -276,7 +291,10 @@ def resume(job: Job, checkpoints: Checkpoints, again: bool) -> None:
         )
     job.step = state["sequences"] // job.a_step
     if dist.get_rank() == 0:
-        print(f"goes on after step {job.step} from {path}", file=sys.stderr)
+        at = f"already at step {job.step} of {steps}:" if job.step >= steps else f"goes on after step {job.step} from"
+        print(f"{at} {path}", file=sys.stderr)
+        if job.step < steps != state.get("steps", steps):
+            print(f"steps was {state['steps']} there and is {steps}: the rate falls to its end there", file=sys.stderr)
 
 
 class Stop:
@@ -287,6 +305,7 @@ class Stop:
         self.group = torchrun.words_group(patience)
         if threading.current_thread() is threading.main_thread():  # nobody else may hear signals
             signal.signal(signal.SIGTERM, self.tell)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # one that came before is heard now
 
     def tell(self, number: int, frame: Any) -> None:
         self.told = True

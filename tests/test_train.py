@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import json
 import pickle
+import re
 import sys
 import threading
 import time
@@ -189,7 +190,12 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
             over(1, {"again": dataclasses.replace(config, resume=str(path))}, tmp_path)
         return raised.value.summary
 
-    assert "dim is 32 there and 64 here" in message(dataclasses.replace(TINY, model=Model(dim=64)))
+    assert "model.dim is 32 there and 64 here" in message(dataclasses.replace(TINY, model=Model(dim=64)))
+    assert "seed is 0 there and 7 here; say the same" in message(dataclasses.replace(TINY, seed=7))
+    assert "seq_len is 96 there and 48 here" in message(dataclasses.replace(TINY, seq_len=48))
+    assert "data.held_out is 1 there and 2 here" in message(with_data(held_out=2))
+    assert "data.documents is '' there and 'files' here" in message(with_data(documents="files"))
+    assert re.search(r"data.tokens is '\d+ with checksum \w+' there and '\d+ with", message(with_data(suffix="r.py")))
     assert "no whole number of steps of 3" in message(dataclasses.replace(TINY, batch=3))
     index = (path / ".metadata").read_bytes()
     (path / ".metadata").write_bytes(pickle.dumps(print))
@@ -201,6 +207,69 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
     path.rename(half)
     assert checkpoint.complete(half.parent) == []
     assert losses_after_auto(tmp_path) == 5  # nothing to go on from: a new start
+
+
+def with_data(**choices) -> Train:
+    return dataclasses.replace(TINY, data=dataclasses.replace(TINY.data, **choices))
+
+
+def test_a_broken_checkpoint_is_named_with_the_older_ones_on_every_rank(tmp_path):
+    over(2, {"saved": dataclasses.replace(TINY, save_every=1, keep=3)}, tmp_path)
+    older, newest = (tmp_path / "saved" / "checkpoints" / f"step-0000000{i}" for i in (4, 5))
+    again = train.resolved(dataclasses.replace(TINY, resume="auto"), 2)[0]
+
+    def said() -> str:
+        first, second = torchrun.local(refused, 2, "cpu", again, str(tmp_path / "saved"))
+        assert first == second and "\n" not in first and str(older) in first
+        return first
+
+    part = newest / "__1_0.distcp"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:1000])
+    assert f"{newest} cannot be read (" in said()
+    part.unlink()
+    assert "No such file or directory" in said()
+    part.write_bytes(whole)
+    (newest / "state.json").write_text('{"step": 5}')
+    assert "state.json: KeyError 'model'" in said()
+    (newest / "state.json").write_text("{")
+    assert "state.json: JSONDecodeError" in said()
+    with pytest.raises(ValueError, match=f"say resume={newest}"):
+        checkpoint.read_state(tmp_path / "saved")
+
+
+def refused(config: Train, folder: str) -> str:
+    """What a rank says that cannot go on."""
+    try:
+        work(config, folder, time.time())
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_checkpoint_from_before_it_knew_its_data_goes_on(tmp_path):
+    over(1, {"saved": dataclasses.replace(TINY, save_every=3, steps=3)}, tmp_path)
+    path = tmp_path / "saved" / "checkpoints" / "step-00000003" / "state.json"
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({name: saved[name] for name in ("step", "model", "sequences", "seed")}))
+    assert len(over(1, {"saved": dataclasses.replace(TINY, resume="auto")}, tmp_path)["saved"]) == 5
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
+    """Also one that a longer run of before left rows behind; and the last step is in the log, however few are."""
+    config = dataclasses.replace(
+        TINY, device="cpu", nproc=1, folder=str(tmp_path), run="run", save_every=2, log_every=9, steps=4, picture=False
+    )
+    assert train.here(config) == 0
+    assert "in 1 steps" in capsys.readouterr().out
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert [r["step"] for r in rows if r["kind"] == "step"] == [4]
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "step", "step": 8, "loss": 77.0}) + "\n")
+    for more in ({}, {"run": "other", "resume": str(tmp_path / "run" / "checkpoints" / "step-00000004")}):
+        assert train.here(dataclasses.replace(config, **{"resume": "auto", **more})) == 0
+        said = capsys.readouterr().out
+        assert "77.0" not in said and ("nothing was left to train" in said or "already at step 4 of 4" in said)
 
 
 def losses_after_auto(folder: Path) -> int:
