@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +14,9 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 pytest.importorskip("accelerate", reason="accelerate is not installed (pip install '.[hf]')")
 
-pytestmark = pytest.mark.slow
-
 
 def trained(data: int, batch: int, folder: str) -> list[float]:
-    """One rank: the losses of six steps and of an evaluation, with gradients from two batches a step.
+    """One rank: the losses of six steps, of an evaluation and of a prediction, with gradients from two batches a step.
 
     Without data ranks, transformers' own Trainer and model.
     """
@@ -51,9 +50,11 @@ def trained(data: int, batch: int, folder: str) -> list[float]:
     kind = LongTrainer if data else Trainer
     trainer = kind(model=model, args=args, train_dataset=examples[:-4], eval_dataset=examples[-4:])
     trainer.train()
-    return [row.get("loss", row.get("eval_loss")) for row in trainer.state.log_history[:-1]]
+    losses = [row.get("loss", row.get("eval_loss")) for row in trainer.state.log_history[:-1]]
+    return [*losses, trainer.predict(examples[-4:]).metrics["test_loss"]]
 
 
+@pytest.mark.slow
 def test_losses_over_ring_and_data_ranks_are_those_of_one(tmp_path: Path) -> None:
     """In a process of its own: DistributedDataParallel does not survive TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     script = (
@@ -66,6 +67,84 @@ def test_losses_over_ring_and_data_ranks_are_those_of_one(tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     plain, *ours = json.loads(done.stdout.splitlines()[-1])
-    assert len(plain) == 7 and plain[5] < plain[0]
+    assert len(plain) == 8 and plain[5] < plain[0]
     for found in ours:
         np.testing.assert_allclose(found, plain, atol=1e-5)
+
+
+def examples(n: int = 7) -> list[dict]:
+    """Each says which it is, and has a column that the model does not know."""
+    rows = torch.arange(n)[:, None].expand(n, 10)
+    return [{"input_ids": x, "labels": x, "text_id": x[0]} for x in rows]
+
+
+def trainer_of(folder: Path, dataset=None, over=(), **said):
+    """A trainer on this rank alone, which notes what its model is given."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    import ringattn as ra
+    from ringattn.torch import hf
+
+    class LongTrainer(hf.OverRanks, Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen.append(inputs["input_ids"][:, 0].tolist())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    seen: list[list[int]] = []
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, num_hidden_layers=1, **shape))
+    model = hf.prepare(model, ra.plan(seq_len=10), over=over)
+    said = {"num_train_epochs": 3, "per_device_train_batch_size": 2, "save_strategy": "no", **said}
+    args = TrainingArguments(str(folder), use_cpu=True, report_to="none", disable_tqdm=True, **said)
+    trainer = LongTrainer(model=model, args=args, train_dataset=examples() if dataset is None else dataset)
+    trainer.seen = seen
+    return trainer
+
+
+def test_every_epoch_has_its_own_order_and_a_restart_goes_on_with_it(tmp_path: Path) -> None:
+    whole = trainer_of(tmp_path, save_strategy="steps", save_steps=6)
+    whole.train()
+    epochs = [[i for batch in whole.seen[at : at + 4] for i in batch] for at in (0, 4, 8)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    again = trainer_of(tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert again.seen == whole.seen[6:]
+
+
+def test_what_is_said_of_loading_holds(tmp_path: Path) -> None:
+    ordered = trainer_of(tmp_path, train_sampling_strategy="sequential", num_train_epochs=1, dataloader_drop_last=True)
+    ordered.train()
+    assert ordered.seen == [[0, 1], [2, 3], [4, 5]]  # and nobody asked the model about text_id
+    said = {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True, "multiprocessing_context": "spawn"}
+    loader = trainer_of(
+        tmp_path, **{f"dataloader_{name}": value for name, value in said.items()}
+    ).get_train_dataloader()
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 3, True)
+    assert loader.multiprocessing_context.get_start_method() == "spawn"
+    assert "text_id" in next(iter(trainer_of(tmp_path, remove_unused_columns=False).get_train_dataloader()))
+    with pytest.raises(
+        ValueError, match="train_sampling_strategy='group_by_length' deals out examples by their lengths"
+    ):
+        trainer_of(tmp_path, train_sampling_strategy="group_by_length").train()
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Examples without a length, which begin elsewhere in every epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(examples()[self.epoch :])
+
+
+def test_a_stream_is_read_by_all_ranks_of_a_plan_and_not_dealt_out(tmp_path: Path) -> None:
+    streaming = trainer_of(tmp_path, Stream(), max_steps=6, dataloader_drop_last=True)
+    streaming.train()
+    assert streaming.seen == [[0, 1], [2, 3], [4, 5], [1, 2], [3, 4], [5, 6]]
+    two = SimpleNamespace(size=2, rank=0)
+    with pytest.raises(ValueError, match=r"Stream is an IterableDataset, .* cannot be dealt out to 2 data ranks"):
+        trainer_of(tmp_path, Stream(), (two,), max_steps=1).get_train_dataloader()

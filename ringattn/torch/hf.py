@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ringattn import api
 from ringattn.planning import Plan
@@ -116,25 +116,56 @@ class OverRanks:
             return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None  # type: ignore[attr-defined]
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        return self.loader(self.train_dataset, self.args.train_batch_size, shuffle=True)  # type: ignore[attr-defined]
+        way = self.args.train_sampling_strategy
+        if way not in ("random", "sequential"):
+            raise ValueError(
+                f"train_sampling_strategy={way!r} deals out examples by their lengths, others to each rank, and the "
+                "ranks of a plan need the same: say 'random' or 'sequential'"
+            )
+        return self.loader(self.train_dataset, self.args.train_batch_size, way == "random")  # type: ignore[attr-defined]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         found = self.eval_dataset if eval_dataset is None else eval_dataset  # type: ignore[attr-defined]
         found = self.eval_dataset[found] if isinstance(found, str) else found  # type: ignore[attr-defined]
-        return self.loader(found, self.args.eval_batch_size, shuffle=False)
+        return self.loader(found, self.args.eval_batch_size)
 
-    def loader(self, dataset: Any, batch: int, shuffle: bool) -> DataLoader[Any]:
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        return self.loader(test_dataset, self.args.eval_batch_size)
+
+    def loader(self, dataset: Any, batch: int, shuffle: bool = False) -> DataLoader[Any]:
         """Batches of the dataset: the same for all ranks of a plan, and each data rank's own."""
         over = self.model.ringattn.over
         ranks = math.prod(axis.size for axis in over)
         mine = 0
         for axis in over:
             mine = mine * axis.size + axis.rank
+        said = {name: getattr(self.args, f"dataloader_{name}") for name in LOADING}
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        sampler: DistributedSampler[Any] = DistributedSampler(dataset, ranks, mine, shuffle=shuffle, seed=seed)
-        collate = self.data_collator  # type: ignore[attr-defined]
-        workers = self.args.dataloader_num_workers
-        return DataLoader(dataset, batch, sampler=sampler, collate_fn=collate, num_workers=workers)
+        sampler: Any = None
+        if not isinstance(dataset, IterableDataset):
+            sampler = DistributedSampler(dataset, ranks, mine, shuffle, seed, said["drop_last"])
+        elif ranks > 1:
+            raise ValueError(
+                f"{type(dataset).__name__} is an IterableDataset, which every rank reads for itself: it cannot be "
+                f"dealt out to {ranks} data ranks; give a dataset with a length, or make a mesh without a data axis"
+            )
+        collate = self._get_collator_with_removed_columns(self.data_collator)  # type: ignore[attr-defined]
+        loader: Any = DataLoader(dataset, batch, sampler=sampler, collate_fn=collate, **said)
+        ordered = dataset if sampler is None else sampler
+        if hasattr(ordered, "set_epoch"):  # Trainer tells the loader, or where a restart skips batches what makes them
+            loader.set_epoch = loader.batch_sampler.set_epoch = ordered.set_epoch
+        return loader
+
+
+LOADING = (  # what Trainer's dataloader_ arguments say of a DataLoader
+    "drop_last",
+    "num_workers",
+    "pin_memory",
+    "persistent_workers",
+    "prefetch_factor",
+    "multiprocessing_context",
+    "in_order",
+)
 
 
 @dataclass(frozen=True)
