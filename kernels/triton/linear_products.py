@@ -110,9 +110,9 @@ def cut_at(level, through, ahead):
 
 
 @triton.jit
-def across(size, CHUNK: tl.constexpr):
-    """Whether just the cut between two halves of so many tokens lies between i and j."""
-    return (tl.arange(0, CHUNK)[:, None] // size ^ tl.arange(0, CHUNK)[None, :] // size) == 1
+def across(size, CHUNK: tl.constexpr, CUTS: tl.constexpr = 1):
+    """Whether just the cut between two halves of so many tokens lies between i and j; or, with CUTS = 0, none."""
+    return (tl.arange(0, CHUNK)[:, None] // size ^ tl.arange(0, CHUNK)[None, :] // size) == CUTS
 
 
 @triton.jit
@@ -186,20 +186,20 @@ def scores_kernel(
         else:
             q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K)
             k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K)
-            own += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)  # the factors of a token with itself cancel
-            if GATE == CHANNEL:
+            if GATE == CHANNEL:  # of a token with itself the factors cancel
                 of_q, of_k = from_middle(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K)
                 q, k = q.to(tl.float32) * of_q, k.to(tl.float32) * of_k
             a = product(q, tl.trans(k), a, PRECISION)
-    i = tl.arange(0, CHUNK)[:, None]
-    j = tl.arange(0, CHUNK)[None, :]
+            own += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
     if STRONG:
         near = tl.broadcast_to(tl.permute(near, (0, 2, 1))[:, :, None, :], [PARTS, PART, PARTS, PART])
-        a = tl.where(i // PART == j // PART, tl.reshape(near, [CHUNK, CHUNK]), a)
+        a = tl.where(across(PART, CHUNK, 0), tl.reshape(near, [CHUNK, CHUNK]), a)
     if GATE != CHANNEL:
         a = a * decay_between(g_ptr, g_st, first, T, CHUNK, GATE)
     if DOCS:
         a = tl.where(related(begin_ptr + b * begin_st, first, T, CHUNK), a, 0.0)
+    i = tl.arange(0, CHUNK)[:, None]
+    j = tl.arange(0, CHUNK)[None, :]
     if not STRONG:
         a = tl.where(i == j, own[:, None], a)
     a = tl.where(i >= j, a, 0.0) * scale
@@ -327,7 +327,7 @@ def gradients_kernel(
                 i = tl.arange(0, CHUNK)[:, None]
                 t = tl.arange(0, PART)[None, :, None]
                 da += tl.trans(da)
-                near = tl.where(i // PART == tl.arange(0, CHUNK)[None, :] // PART, da, 0.0)
+                near = tl.where(across(PART, CHUNK, 0), da, 0.0)
                 near = tl.sum(tl.reshape(near, [PARTS, PART, PARTS, PART]), 2)
                 near_k = tl.zeros([PARTS, PART, BLOCK_K], tl.float32)
                 for n in tl.static_range(PART - 1, 0, -1):
