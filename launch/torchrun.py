@@ -84,24 +84,54 @@ def local(function: Callable[..., Any], ranks: int, device: str, *args: Any, pat
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # nobody else may connect
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "ringattn.launch.trainer"])  # imported once, not by every rank
-    forkserver.ensure_running()
-    with passed_on(signal.SIGTERM, signal.SIGINT):
+    with passed_on(signal.SIGTERM, signal.SIGINT) as ranks_begin:
+        serve(context)
+        ranks_begin()
         return processes.run(function, ranks, *args, backend=backend(device), timeout=None, collective_timeout=patience)
 
 
+class Stopped(Exception):
+    """A signal came before there was a rank to stop."""
+
+
+def serve(context: Any) -> None:
+    """Wait for the fork server, whose imports take seconds. Its ranks keep a SIGTERM for the one that will listen."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # inherited; trainer.Stop lifts it
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    first = context.Process(target=os.getpid)
+    first.start()
+    first.join()
+
+
 @contextlib.contextmanager
-def passed_on(*signals: signal.Signals) -> Iterator[None]:
-    """Give these signals to the child processes as SIGTERM: they save, and end by themselves."""
+def passed_on(*signals: signal.Signals) -> Iterator[Callable[[], None]]:
+    """Give these signals to the child processes as SIGTERM: they save, and end by themselves.
+
+    Until the function that this gives is called there are none, and a signal is `Stopped`.
+    """
+    ranks = False
+
+    def begin() -> None:
+        nonlocal ranks
+        ranks = True
 
     def forward(number: int, frame: Any) -> None:
+        if not ranks:
+            raise Stopped
         for child in multiprocessing.active_children():
             if child.pid is not None:
-                os.kill(child.pid, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGTERM)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)  # and again: a rank may have been starting just then
 
-    before = {s: signal.signal(s, forward) for s in signals}
+    before = {s: signal.signal(s, forward) for s in (*signals, signal.SIGALRM)}
     try:
-        yield
+        yield begin
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for s, handler in before.items():
             signal.signal(s, handler)
 

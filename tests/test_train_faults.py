@@ -80,6 +80,23 @@ def test_sigterm_saves_and_ends_cleanly(tmp_path, undisturbed):
     assert losses(tmp_path / "run") == undisturbed
 
 
+@pytest.mark.parametrize("delay", [0.0, 1.0, 2.0, 3.0, 4.0, 6.0])
+def test_sigterm_during_the_start_ends_the_run(tmp_path, delay):
+    """Before there is a rank, while ranks are starting, and before they have anything to stop."""
+    process = begin(*TRAIN, *WORDS, "steps=3000", f"folder={tmp_path}", "run=run", "nproc=2")
+    wait_for(lambda: children(process.pid), process)
+    time.sleep(delay)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == 0, said
+    done = steps_done(tmp_path / "run")
+    assert done < 3000
+    sentence = (
+        f"stopped after step {done} of 3000" if done else "stopped before the first step; there is nothing to save"
+    )
+    assert sentence in said and "Traceback" not in said
+
+
 def test_a_killed_rank_under_torchrun_costs_nothing_but_time(tmp_path, undisturbed):
     words = (*WORDS, f"folder={tmp_path}", "run=run", "save_every=3")
     process = begin(*torchrun(*words, restarts=2))
