@@ -263,6 +263,19 @@ def of_saved(state: Any, *names: str) -> str | None:
     return f"the state has no {', '.join(missing)}; pass what state_dict() of such a cache gave" if missing else None
 
 
+def of_loaded(state: dict[str, Any], cache: Any, lengths: np.ndarray | None) -> str | None:
+    """A saved state is of a cache like this one, with the same window, and its rows fit, if they are known."""
+    if state["window"] != cache.window:
+        return f"the state is of a cache with window={state['window']}, this one's is {cache.window}; allocate it so"
+    if state["k"].shape != cache.k.shape or state["v"].shape != cache.v.shape:
+        return f"the state holds k {tuple(state['k'].shape)}, this cache {tuple(cache.k.shape)}"
+    if (state["k"].dtype, state["v"].dtype) != (cache.k.dtype, cache.v.dtype):
+        return f"the state is of {state['k'].dtype}, this cache of {cache.k.dtype}; allocate it with that"
+    if lengths is not None and lengths.max() > cache.max_len:
+        return f"the state's rows hold up to {lengths.max()} tokens, this cache max_len={cache.max_len}; allocate more"
+    return None
+
+
 def of_truncated(given: Any, rows: int) -> str | None:
     """One length for all rows, or one a row."""
     if each(given, rows) is not None:

@@ -326,7 +326,10 @@ def bad(mesh):
         (lambda: cache.fork(2.0), "copies=2.0"),
         (lambda: cache.fork(0), "copies=0"),
         (lambda: cache.fork(2, max_len=10), "max_len=10: the rows hold up to 16 tokens already"),
-        (lambda: cache.load_state_dict({"k": 1}), "the state has no v, lengths, origin, place; pass what state_dict"),
+        (
+            lambda: cache.load_state_dict({"k": 1}),
+            "the state has no v, lengths, origin, place, window; pass what",
+        ),
         (lambda: cache.load_state_dict(halved(cache.state_dict())), "the state is of torch.float16, this cache of"),
     ]:
         with pytest.raises(ValueError, match=says):
@@ -345,6 +348,40 @@ def bad(mesh):
 
 def test_bad_input_leaves_the_cache_as_it_was():
     run(bad, ring=2)
+
+
+def cache_of(n: int = 0, max_len: int = 128, **given) -> KVCache:
+    """On one rank, with n tokens."""
+    plan = ra.plan(seq_len=8)
+    cache = KVCache.allocate(plan, batch=1, max_len=max_len, kv_heads=2, head_dim=8, dtype=torch.float32, **given)
+    for _ in range(n // 8):
+        cache.append(*(torch.randn(1, 8, 2, 8) for _ in range(2)))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("state", "cache", "says"),
+    [
+        ({"window": 64, "room": 64}, {"window": 120, "room": 8}, "with window=64, this one's is 120"),
+        ({"window": 64, "room": 64}, {"max_len": 192}, "with window=64, this one's is None"),
+        ({}, {"max_len": 100}, "the state's rows hold up to 120 tokens, this cache max_len=100"),
+    ],
+)
+def test_a_state_of_another_cache_is_not_loaded(state, cache, says):
+    full, other = cache_of(120, **{"max_len": 192, **state} if state else state), cache_of(**cache)
+    assert full.k.shape == other.k.shape  # that alone would let it pass
+    with pytest.raises(ValueError, match=says):
+        other.load_state_dict(full.state_dict())
+    assert other.lengths.tolist() == [0]
+
+
+def test_nothing_is_loaded_over_keys_that_forks_share():
+    state, cache = cache_of(16).state_dict(), cache_of(16)
+    kept, fork = cache.k.clone(), cache.fork(2)
+    for shared in (cache, fork):
+        with pytest.raises(ValueError, match="this cache and a fork share keys"):
+            shared.load_state_dict(state)
+    assert torch.equal(cache.k, kept)
 
 
 def test_sinks_of_another_kind_are_refused_after_a_good_call_of_that_shape():

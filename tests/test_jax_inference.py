@@ -161,6 +161,26 @@ def test_rows_of_different_lengths_forks_and_what_was_saved():
     assert np.allclose(out, expected[rows, at].repeat_interleave(3, 0), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("state", "cache", "says"),
+    [
+        ({"window": 16, "room": 16}, {"window": 28, "room": 4}, "with window=16, this one has window=28"),
+        ({"window": 16, "room": 16}, {"max_len": 32}, "with window=16, this one has window=None"),
+        ({}, {"max_len": 58}, "the state's rows hold up to 60 tokens, this cache has max_len=58"),
+    ],
+)
+def test_a_state_of_another_cache_is_not_loaded(state, cache, says):
+    k, v = (jnp.asarray(x.numpy()) for x in draw(T=60)[1:])
+    full, other = cache_of(k, v, ring=2, **state), cache_of(k, v, ring=2, **cache)
+    for at in range(0, 60, 10):
+        full = full.append(k[:, at : at + 10], v[:, at : at + 10])
+    assert full.k.shape == other.k.shape  # that alone would let it pass
+    with pytest.raises(ValueError, match=says):
+        other.load_state_dict(
+            {name: np.asarray(x) if hasattr(x, "shape") else x for name, x in full.state_dict().items()}
+        )
+
+
 def test_sinks_take_part():
     tensors, sinks = draw(T=12), torch.linspace(-1, 1, 4)
     expected = ra.attention(*(x.double() for x in tensors), sinks=sinks.double())
@@ -200,7 +220,7 @@ def test_what_is_wrong_is_said():
         (lambda: ra.prefill(*mine, plan, cache, start="0"), "start='0': where the chunk begins"),
         (lambda: ra.prefill(*mine, plan, cache, keys=1.5), "keys=1.5: the most keys at once"),
         (lambda: ra.decode(q, k, v, cache, parents=3), "parents=3: a list of 8"),
-        (lambda: cache.load_state_dict(None), "the state has no k, v, lengths, first, place"),
+        (lambda: cache.load_state_dict(None), "the state has no k, v, lengths, first, place, window"),
     ]:
         with pytest.raises(ValueError, match=says):
             call()

@@ -28,6 +28,7 @@ from ringattn.check import (
     of_back,
     of_fork,
     of_kept,
+    of_loaded,
     of_memory,
     of_pair,
     of_room,
@@ -160,11 +161,11 @@ class KVCache(serving.KVCache):
 
     def state_dict(self) -> dict[str, Any]:
         """The cache's arrays, and how they are dealt out."""
-        return {**{name: getattr(self, name) for name in ARRAYS}, "place": self.place}
+        return {**{name: getattr(self, name) for name in ARRAYS}, "place": self.place, "window": self.window}
 
     def load_state_dict(self, state: dict[str, Any]) -> "KVCache":
         """A cache with a state that was saved from as many devices."""
-        problem = of_saved(state, *ARRAYS, "place")
+        problem = of_saved(state, *ARRAYS, "place", "window")
         if problem:
             raise ValueError(problem)
         if tuple(state["place"]) != self.place:
@@ -172,10 +173,9 @@ class KVCache(serving.KVCache):
             raise ValueError(
                 f"the state is of {names.format(*state['place'])}; this cache is of {names.format(*self.place)}"
             )
-        if state["k"].shape != self.k.shape or state["v"].shape != self.v.shape:
-            raise ValueError(f"the state holds k {tuple(state['k'].shape)}, this cache {tuple(self.k.shape)}")
-        if (state["k"].dtype, state["v"].dtype) != (self.k.dtype, self.v.dtype):
-            raise ValueError(f"the state is of {state['k'].dtype}, this cache of {self.k.dtype}; allocate it with that")
+        problem = of_loaded(state, self, at_hand(jnp.asarray(state["lengths"])))
+        if problem:
+            raise ValueError(problem)
         return replace(self, **{name: jax.device_put(state[name], getattr(self, name).sharding) for name in ARRAYS})
 
     @property

@@ -21,6 +21,7 @@ from ringattn.check import (
     of_back,
     of_fork,
     of_kept,
+    of_loaded,
     of_memory,
     of_pair,
     of_room,
@@ -207,12 +208,16 @@ class KVCache(serving.KVCache):
         """This rank's part of the cache."""
         if self.prefix is not None:
             raise NotImplementedError("a fork shares its keys with another cache: save that one and append again")
-        lengths = torch.from_numpy(self.lengths.copy())
-        return {"k": self.k, "v": self.v, "lengths": lengths, "origin": self.stripes.origin, "place": self.place}
+        lengths, origin = torch.from_numpy(self.lengths.copy()), self.stripes.origin
+        return {
+            "k": self.k, "v": self.v, "lengths": lengths, "origin": origin, "place": self.place, "window": self.window,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a part that was saved by the same rank of a plan of as many ranks."""
-        problem = of_saved(state, "k", "v", "lengths", "origin", "place")
+        if self.prefix is not None or self.forked.any():
+            raise ValueError("this cache and a fork share keys, which would change for both; allocate another cache")
+        problem = of_saved(state, "k", "v", "lengths", "origin", "place", "window")
         if problem:
             raise ValueError(problem)
         if tuple(state["place"]) != self.place:
@@ -220,10 +225,9 @@ class KVCache(serving.KVCache):
             raise ValueError(
                 f"the state is of {names.format(*state['place'])}; this cache is of {names.format(*self.place)}"
             )
-        if state["k"].shape != self.k.shape or state["v"].shape != self.v.shape:
-            raise ValueError(f"the state holds k {tuple(state['k'].shape)}, this cache {tuple(self.k.shape)}")
-        if (state["k"].dtype, state["v"].dtype) != (self.k.dtype, self.v.dtype):
-            raise ValueError(f"the state is of {state['k'].dtype}, this cache of {self.k.dtype}; allocate it with that")
+        problem = of_loaded(state, self, state["lengths"].numpy())
+        if problem:
+            raise ValueError(problem)
         self.k.copy_(state["k"])
         self.v.copy_(state["v"])
         self.lengths = state["lengths"].numpy().copy()
