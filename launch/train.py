@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ringattn.conf import compose
 from ringattn.conf.schema import Strategy, Train
 from ringattn.launch import metrics, processes, torchrun
+from ringattn.launch.checkpoint import complete
 from ringattn.launch.trainer import work
 
 
@@ -31,6 +32,7 @@ def main(words: list[str] | None = None) -> int:
 
 def here(config: Train) -> int:
     """Start the ranks, and beside them, for the picture, one rank with the same seed."""
+    folder: Path | None = None
     try:
         if config.cluster.kind == "torchrun":
             raise ValueError(
@@ -62,6 +64,8 @@ def here(config: Train) -> int:
     except (processes.RankError, *processes.BAD) as error:
         said = processes.sentence(error)
         print(f"ringattn train: {said or error}", file=sys.stderr)
+        if said is None and folder is not None and complete(folder / "checkpoints"):
+            print(f"go on with run={folder.name} resume=auto", file=sys.stderr)
         return 1 if said is None else 2
     return 0
 
@@ -179,6 +183,8 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
         lines.append(f"on one rank the loss is the same to {gap:.1e} at every step")
     new = trained or not (folder / "picture.png").exists()
     drawn = metrics.picture(folder, rows, summary["entropy"]) if config.picture and new else None
+    if config.picture and new and drawn is None:
+        lines.append("no picture: matplotlib is not installed (in the checkout: pip install '.[train]')")
     lines.append(f"written to {folder}" + (f", picture {drawn}" if drawn else ""))
     print("\n".join(lines))
 

@@ -108,6 +108,31 @@ def test_a_killed_rank_under_torchrun_costs_nothing_but_time(tmp_path, undisturb
     assert losses(tmp_path / "run") == undisturbed
 
 
+def test_a_killed_rank_here_says_how_to_go_on(tmp_path, undisturbed):
+    words = (*WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "save_every=3")
+    process = begin(*TRAIN, *words)
+    wait_for(lambda: steps_done(tmp_path / "run") >= 7, process)
+    ranks = [rank for server in children(process.pid) for rank in children(server)]
+    os.kill(ranks[-1], signal.SIGKILL)
+    said = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == 1
+    assert said.endswith("\ngo on with run=run resume=auto\n"), said
+    again = begin(*TRAIN, *words, "resume=auto")
+    said = again.communicate(timeout=PATIENCE)[0]
+    assert again.returncode == 0 and "goes on after step" in said
+    assert losses(tmp_path / "run") == undisturbed
+
+
+def test_a_picture_that_cannot_be_drawn_is_said(tmp_path, monkeypatch):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT}:{tmp_path}")
+    words = (*WORDS, f"folder={tmp_path}", "run=run", "nproc=1", "steps=2", "picture=true")
+    process = begin(*TRAIN, *words)
+    said = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == 0 and "\nno picture: matplotlib is not installed" in said, said
+    assert not (tmp_path / "run" / "picture.png").exists()
+
+
 def test_a_rank_that_hangs_becomes_an_error(tmp_path):
     process = begin(*torchrun(*WORDS, f"folder={tmp_path}", "run=run", "cluster.timeout=5"))
     wait_for(lambda: steps_done(tmp_path / "run") >= 3, process)
