@@ -54,10 +54,15 @@ def run(words: list[str], task: Callable[[Train], int], rank: int = 0, started: 
     except ValueError as error:
         return complain(str(error), rank)
     if asked.cfg:
-        for config in configs if rank == 0 else ():
+        for _, config in configs if rank == 0 else ():
             print(as_yaml(config), end="")
         return 0
-    return max(task(config) for config in configs)
+    statuses = []
+    for swept, config in configs:
+        if swept:
+            print(f"{swept}:", file=sys.stderr, flush=True)
+        statuses.append(task(config))
+    return max(statuses)
 
 
 def complain(problem: str, rank: int) -> int:
@@ -97,8 +102,11 @@ def options(words: list[str]) -> argparse.Namespace:
     return asked
 
 
-def composed(asked: argparse.Namespace) -> list[Train]:
-    """Every configuration that is asked for, checked; a ValueError with one sentence if one of them cannot be."""
+def composed(asked: argparse.Namespace) -> list[tuple[str, Train]]:
+    """Every configuration that is asked for, checked, and what a sweep says of it alone; the runs have a name each.
+
+    A ValueError with one sentence if one of them cannot be.
+    """
     from hydra import initialize_config_module
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
@@ -108,11 +116,16 @@ def composed(asked: argparse.Namespace) -> list[Train]:
     ConfigStore.instance().store("schema", Train)
     with initialize_config_module("ringattn.conf", job_name="train", version_base="1.3"):
         try:
-            return [compose(words, asked.config_dir) for words in each(asked)]
+            runs = [(words, compose(words, asked.config_dir)) for words in each(asked)]
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise ValueError(refusals.explain(error)) from error
         except KeyError as error:  # a variable of the environment that Hydra was told to copy
             raise ValueError(f"hydra.job.env_copy: {refusals.NOT_HYDRA}") from error
+    names = [config.run for _, config in runs]
+    for i, name in enumerate(names):
+        if name is not None and names.count(name) > 1:
+            runs[i][1].run = f"{name}-{i}"
+    return [(" ".join(w for w in words if w not in asked.words), config) for words, config in runs]
 
 
 def each(asked: argparse.Namespace) -> Iterator[tuple[str, ...]]:

@@ -116,10 +116,11 @@ def root(error: BaseException) -> str:
     """The innermost reason, in one line."""
     failures = [failure[0] for failure in getattr(error, "failures", {}).values()]
     if failures:  # of several ranks: what the system said before what torch made of it
-        return str(next((f for f in failures if isinstance(f, OSError)), failures[0]))
+        error = next((f for f in failures if isinstance(f, OSError)), failures[0])
+        return str(error) or type(error).__name__
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    return str(error)
+    return str(error) or type(error).__name__
 
 
 def complete(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ringattn.conf.schema import Cluster, Strategy, Train
-from ringattn.launch import checkpoint, processes, torchrun
+from ringattn.launch import processes, torchrun
 
 PASSED_ON = (
     "GLOO_",
@@ -58,8 +58,6 @@ def fit(config: Train, work: Callable[..., Any], choose_folder: Callable[[Train]
     try:
         config, gpus = sized(config, ray.cluster_resources())
         folder = choose_folder(config).absolute()
-        if config.resume is None and checkpoint.complete(folder / "checkpoints"):
-            raise ValueError(f"{folder} holds checkpoints; say resume=auto to go on from them, or another run=NAME")
         board = on_this_node(ray, Board)
         told = {"config": config, "work": work, "folder": str(folder), "started": time.time(), "board": board}
         with stopping(lambda: board.stop.remote()):

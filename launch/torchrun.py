@@ -70,6 +70,14 @@ def join(device: str, timeout: float) -> torch.device:
     return where
 
 
+def notes() -> Any:
+    """The meeting place's store as all attempts see it."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def backend(device: str) -> str:
     """Tensors on GPUs travel by NCCL; words and checkpoints, which lie on the host, by gloo."""
     return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

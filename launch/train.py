@@ -140,14 +140,32 @@ def new_folder(config: Train) -> Path:
     folder, again = Path(config.folder) / name, 1
     while config.run is None and not torchrun.started() and folder.exists():
         folder, again = Path(config.folder) / f"{name}-{again}", again + 1
+    own = folder / "checkpoints"
+    goes_on = config.resume is not None and (
+        config.resume == "auto" or Path(config.resume).absolute().parent == own.absolute()
+    )
+    log = folder / "metrics.jsonl"
+    if not goes_on and torchrun.attempt() == 0 and (complete(own) or (log.is_file() and log.stat().st_size)):
+        raise ValueError(f"{folder} holds a run; say resume=auto to go on, or another run=NAME")
     return folder
 
 
 def shared_folder(config: Train) -> Path:
-    """Rank 0's choice of folder, on every rank."""
-    said: list[Any] = [str(new_folder(config))]
-    dist.broadcast_object_list(said, device=torch.device("cpu"))
-    return Path(said[0])
+    """Rank 0's choice of folder, on every rank. What it refuses, the attempts after this one refuse too."""
+    said = {"folder": "", "problem": ""}
+    if dist.get_rank() == 0:
+        refused, notes = "refused", torchrun.notes()
+        try:
+            said["problem"] = notes.get(refused).decode() if notes.check([refused]) else ""
+            said["folder"] = str(new_folder(config))
+        except ValueError as error:
+            said["problem"] = str(error)
+            notes.set(refused, str(error))
+    sent = [said]
+    dist.broadcast_object_list(sent, device=torch.device("cpu"))
+    if sent[0]["problem"]:
+        raise ValueError(sent[0]["problem"])
+    return Path(sent[0]["folder"])
 
 
 def plural(ranks: int) -> str:

@@ -294,7 +294,7 @@ def resume(job: Job, checkpoints: Checkpoints, again: bool) -> None:
         at = f"already at step {job.step} of {steps}:" if job.step >= steps else f"goes on after step {job.step} from"
         print(f"{at} {path}", file=sys.stderr)
         if job.step < steps != state.get("steps", steps):
-            print(f"steps was {state['steps']} there and is {steps}: the rate falls to its end there", file=sys.stderr)
+            print(f"steps was {state['steps']} before: the rate now falls to its end at {steps}", file=sys.stderr)
 
 
 class Stop:

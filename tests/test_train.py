@@ -4,9 +4,12 @@ import contextlib
 import dataclasses
 import errno
 import json
+import os
 import pickle
 import re
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -326,6 +329,65 @@ def alone() -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_run_never_writes_into_anothers_folder(tmp_path, capsys):
+    config = dataclasses.replace(TINY, device="cpu", nproc=1, folder=str(tmp_path), run="run", steps=2, picture=False)
+    assert train.here(config) == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    capsys.readouterr()
+    elsewhere = {"resume": str(tmp_path / "other" / "checkpoints" / "step-00000001")}
+    for more in ({}, elsewhere, {"cluster": Cluster(kind="ray")}):
+        if "cluster" in more:  # whose driver asks the same function
+            with pytest.raises(ValueError, match="holds a run"):
+                train.new_folder(dataclasses.replace(config, **more))
+            continue
+        assert train.here(dataclasses.replace(config, **more)) == 2
+        said = f"ringattn train: {tmp_path}/run holds a run; say resume=auto to go on, or another run=NAME\n"
+        assert capsys.readouterr().err == said
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert train.here(dataclasses.replace(config, resume="auto")) == 0
+
+
+@pytest.mark.slow
+def test_restarts_of_torchrun_refuse_what_the_first_attempt_did_and_go_on_with_their_own(tmp_path):
+    """A refusal is a failure for torchrun, which starts the ranks again: they must not take it for their own run."""
+    words = ("model.dim=32", "seq_len=96", f"folder={tmp_path}", "device=cpu", "picture=false", "steps=3",
+             "data=files", "data.suffix=.py", f"data.path={SOURCES}", "data.held_out=1", "run=run")  # fmt: skip
+    agent = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    where = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent.parent}:{tmp_path}", "OMP_NUM_THREADS": "1"}
+
+    def run() -> tuple[int, str]:
+        command = (*agent, "-m", "ringattn.launch.train", "cluster=torchrun", *words)
+        done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=600)
+        return done.returncode, done.stdout + done.stderr
+
+    killed = "import os, ringattn.launch.trainer as t\nof = t.train_step\ndef once(job):\n    if job.step == 2 and "
+    killed += "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(9)\n    return of(job)\nt.train_step = once\n"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os\nif 'RANK' in os.environ:\n{textwrap.indent(killed, '    ')}"
+    )
+    status, said = run()  # dies before anything was saved, and starts again in its own folder
+    assert status == 0 and "in 3 steps" in said, said
+    (tmp_path / "sitecustomize.py").unlink()
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    status, said = run()
+    assert status != 0 and said.count("holds a run; say resume=auto") == 2, said
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_each_run_of_a_sweep_has_a_folder_of_its_own_and_says_which_it_is(capsys):
+    pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
+    from ringattn.conf import compose
+
+    def names(*words: str) -> list[str | None]:
+        found: list[str | None] = []
+        assert compose.run(["--multirun", *words], lambda config: found.append(config.run) or 0) == 0
+        return found
+
+    assert names("run=sw", "optimizer.lr=1e-3,3e-3") == ["sw-0", "sw-1"]
+    assert capsys.readouterr().err == "optimizer.lr=0.001:\noptimizer.lr=0.003:\n"
+    assert names("run=a,b") == ["a", "b"] and names("run=a", "steps=3") == ["a"] and names("steps=3,4") == [None] * 2
 
 
 def test_a_run_says_what_it_was(tmp_path):
