@@ -1,18 +1,19 @@
 """Train a transformers model on one long sequence that is spread over ranks, its weights cut by FSDP2.
 
-torchrun --nproc-per-node 2 examples/finetune_hf.py            # a tiny random Llama on this file's own bytes
-torchrun --nproc-per-node 8 examples/finetune_hf.py MODEL TEXT 131072
+torchrun --nproc-per-node 8 examples/finetune_hf.py MODEL TEXT 131072     # nothing said: a tiny Llama on this file
 """
 
-import os
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+try:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+except ImportError:
+    sys.exit("transformers is not installed; in the checkout: pip install '.[hf]'")
 import ringattn as ra
 from ringattn.torch import hf
 
@@ -30,9 +31,9 @@ def load(name: str | None, text: Path) -> tuple[torch.nn.Module, torch.Tensor]:
 
 def main(name: str | None = None, text: str = __file__, seq_len: str = "2048", steps: str = "10") -> None:
     where = "cuda" if torch.cuda.is_available() else "cpu"
-    if where == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
+    if where == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     mesh = ra.init_mesh(ring=dist.get_world_size(), device_type=where)
     model, tokens = load(name, Path(text))
     tokens = tokens[:, : int(seq_len)].to(where)

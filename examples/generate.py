@@ -4,11 +4,13 @@ make train ARGS="run=small save_every=40"
 torchrun --nproc-per-node 2 examples/generate.py runs/small "def main(" 200 0.7
 """
 
+import math
 import os
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +64,19 @@ def generate(decoder: Decoder, plan: ra.Plan, prompt: Tensor, count: int, warmth
         yield int(last)
 
 
+def number(kind: type, word: str) -> Any:
+    """A word as a number that is not negative."""
+    try:
+        value = kind(word)
+    except ValueError:
+        value = -1
+    if not 0 <= value < math.inf:
+        sys.exit(f"{word!r} is no number that can be here: generate.py RUN PROMPT HOW_MANY_BYTES WARMTH")
+    return value
+
+
 def main(run: str = "runs/small", prompt: str = "def main(", count: str = "200", warmth: str = "0") -> None:
+    length, heat = number(int, count), number(float, warmth)
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     spread = "RANK" in os.environ  # started by torchrun
     if device.type == "cuda":
@@ -73,12 +87,12 @@ def main(run: str = "runs/small", prompt: str = "def main(", count: str = "200",
     if text.shape[1] < 2:
         sys.exit("the prompt needs two bytes or more")
     mesh = ra.init_mesh(ring=dist.get_world_size(), device_type=device.type) if spread else None
-    decoder = load(Path(run), device, text.shape[1] + int(count))
+    decoder = load(Path(run), device, text.shape[1] + length)
     plan = ra.plan(mesh, seq_len=text.shape[1])
     out = sys.stdout.buffer
     if not spread or dist.get_rank() == 0:
         out.write(prompt.encode())
-    for byte in generate(decoder, plan, text, int(count), float(warmth), chunk=512):
+    for byte in generate(decoder, plan, text, length, heat, chunk=512):
         if not spread or dist.get_rank() == 0:
             out.write(bytes([byte]))
             out.flush()
@@ -87,4 +101,4 @@ def main(run: str = "runs/small", prompt: str = "def main(", count: str = "200",
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(__doc__.strip()) if {"-h", "--help"} & {*sys.argv} else main(*sys.argv[1:])

@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
 
+try:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.trainer import PrinterCallback, Trainer, TrainingArguments
+except ImportError:
+    sys.exit("transformers is not installed; in the checkout: pip install '.[hf]'")
 import ringattn as ra
 from ringattn.torch import hf
 

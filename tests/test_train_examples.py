@@ -22,6 +22,34 @@ def test_every_example_is_run_here():
     assert sorted(p.stem for p in (ROOT / "examples").glob("*.py")) == sorted([*WORDS, *elsewhere])
 
 
+@pytest.mark.parametrize("name", sorted(NEEDS))
+def test_without_transformers_an_example_says_what_to_install(name, tmp_path):
+    (tmp_path / "transformers.py").write_text("raise ImportError('not here')")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1
+    assert done.stderr == "transformers is not installed; in the checkout: pip install '.[hf]'\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--help"], "make train ARGS="),
+        (["run", "prompt", "20", "warm"], "'warm' is no number that can be here: generate.py RUN PROMPT"),
+        (["run", "prompt", "many"], "'many' is no number that can be here"),
+        (["run", "prompt", "20", "nan"], "'nan' is no number that can be here"),
+        (["run", "prompt", "20", "0.7"], "run holds no checkpoint yet"),
+    ],
+)
+def test_generate_explains_itself(words, said, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "examples" / "generate.py"), *words]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == (words[0] != "--help")
+
+
 @pytest.mark.parametrize("name", WORDS)
 def test_the_loss_falls(name, tmp_path):
     if name in NEEDS:
