@@ -83,12 +83,15 @@ def usage(name: str, module: types.ModuleType) -> str:
     return "\n".join([f"usage: ringattn {name} [key=value ...]", "", (module.__doc__ or "").strip(), "", *rows])
 
 
-def option(default: Any, help: str, least: int | None = None, among: tuple[str, ...] = ()) -> Any:
+def option(
+    default: Any, help: str, least: int | None = None, among: tuple[str, ...] = (), alone: str | None = None
+) -> Any:
     """A field of an `Options` dataclass: its default, the line that --help shows, and what its values can be.
 
-    Numbers are above 0 if nothing else is said by `least` or by a default of 0.
+    Numbers are above 0 if nothing else is said by `least` or by a default of 0. `alone` is what --key without a value
+    means.
     """
-    metadata = {"help": help, "least": least, "among": among}
+    metadata = {"help": help, "least": least, "among": among, "alone": alone}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -112,9 +115,10 @@ def values(words: list[str], options: type) -> dict[str, Any]:
         if key in given:
             raise ValueError(f"{key} is said twice; say it once")
         if word.startswith("-") and not equals:
-            if hints[key] is not bool:
+            alone = "true" if hints[key] is bool else fields[key].metadata.get("alone")
+            if alone is None:
                 raise ValueError(f"{word} has no value; say {key}={show(default_of(fields[key]))}, or another")
-            text = "true"
+            text = alone
         given[key] = convert(key, text, hints[key])
         allow(fields[key], given[key])
     return given

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ringattn.launch import words
 from ringattn.launch.bench import ring, timeline
 from ringattn.launch.bench.timeline import Span
 
@@ -40,7 +41,23 @@ def test_pairs_are_counted_right(mask):
     elif mask == "7":
         assert case.pairs == sum(min(t + 1, 7) for t in range(64)) and case.spec.window == 7
     else:
-        assert case.docs.length == 131072 and case.pairs == sum(n * (n + 1) / 2 for n in ring.MIXES[mask])
+        whole = ring.Case.of(mask, 131072)
+        assert whole.pairs == sum(n * (n + 1) / 2 for n in ring.MIXES[mask]) and whole.docs.length == 131072
+        assert case.docs.length == 64 and case.pairs == 64 * 65 / 2  # of the first document
+
+
+def test_documents_fill_what_tokens_say():
+    assert ring.mixed(ring.SHORT, 5000) == [512, 4096, 392]
+    assert ring.mixed(ring.LONG, 200000)[:17] == [*ring.LONG, ring.LONG[0]]
+    assert ring.asked_for(ring.Options(tokens=[64, 96], mask=["causal", "short"])) == [
+        ("causal", 64), ("causal", 96), ("short", 96),
+    ]  # fmt: skip
+
+
+def test_words_that_are_wrong_or_without_a_value(capsys):
+    assert ring.Options(**words.values(["--trace"], ring.Options)).trace == "trace.json"
+    assert words.main(["bench", "ring", "device=cpu", "tokens=64", "ranks=2", "ulysses=3"]) == 2
+    assert "ulysses=3 does not divide ranks=2" in capsys.readouterr().err
 
 
 def test_it_runs_on_the_cpu_and_says_how_far_from_the_floor():
@@ -52,3 +69,19 @@ def test_it_runs_on_the_cpu_and_says_how_far_from_the_floor():
     assert [(r["mask"], r["mode"]) for r in rows] == [(m, x) for m in ("causal", "20") for x in options.modes]
     for row in rows:
         assert row["ratio"] == pytest.approx(row["floor_ms"] / row["ms"]) and row["route"] == "direct"
+
+
+def test_a_trace_on_the_cpu_shows_kernels_and_hops(tmp_path, capsys):
+    options = ring.Options(
+        ranks=2, tokens=[512], heads=2, kv_heads=1, head_dim=8, device="cpu", repeats=1, warmup=0, strategy="ring",
+        floor=False, trace=str(tmp_path / "t.json"),
+    )  # fmt: skip
+    rows = ring.run(options)
+    assert [row["mode"] for row in rows] == options.modes and "no attention kernel running" in capsys.readouterr().out
+    assert len(list(tmp_path.glob("*.svg"))) == 2
+    for trace in tmp_path.glob("*.json"):
+        spans = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+        for rank in (0, 1):
+            mine = [e for e in spans if e["pid"] == rank]
+            assert {e["name"] for e in mine if e["cat"] == "hops"} >= {"gloo:send", "gloo:recv"}
+            assert any("scaled_dot_product" in e["name"] for e in mine if e["cat"] == "attention")

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ COLUMNS = ["tokens", "mask", "who", "strategy", "layout", "mode", "ms", "floor_m
            "against", "peak"]  # fmt: skip
 LONG = (65536, 1024, 8192, 2048, 16384, 4096, 1024, 2048, 8192, 4096, 2048, 1024, 8192, 4096, 2048, 1024)
 SHORT = 8 * (512, 4096, 1024, 2048, 512, 1536, 3072, 512, 1024, 2048)
-MIXES: dict[str, tuple[int, ...]] = {"long": LONG, "short": SHORT}
+MIXES: dict[str, tuple[int, ...]] = {"long": LONG, "short": SHORT}  # of 131072 tokens
 FLOPS = {"forward": 4, "forward+backward": 14}  # flops of a pair, a head and a dim
 
 
@@ -33,7 +34,9 @@ class Options:
     ranks: int = option(4, "ranks")
     ulysses: int = option(1, "how many of them are Ulysses ranks")
     tokens: list[int] = option([16384, 32768, 131072], "lengths of the whole sequence")
-    mask: list[str] = option(["causal"], "causal; long, short: packed documents, 131072 tokens; a number: a window")
+    mask: list[str] = option(
+        ["causal"], "causal; long, short: packed documents, of the most tokens; a number: a window"
+    )
     heads: int = option(32, "query heads")
     kv_heads: int = option(8, "key heads")
     head_dim: int = option(128, "head dim")
@@ -53,10 +56,14 @@ class Options:
     graphs: bool = option(False, "capture each call in a CUDA graph and time its replays, the floor's too")
     warmup: int = option(2, "runs that are not timed", least=0)
     repeats: int = option(10, "timed runs")
-    trace: str = option("", "a file name for a trace (.json) and a picture (.svg) of each first length and mode")
+    trace: str = option(
+        "", "a file name for a trace (.json) and a picture (.svg) of each first length and mode", alone="trace.json"
+    )
     timeout: float = option(900.0, "seconds for all")
 
     def __post_init__(self) -> None:
+        if self.ranks % self.ulysses:
+            raise ValueError(f"ulysses={self.ulysses} does not divide ranks={self.ranks}")
         for mask in self.mask:
             if mask not in ("causal", *MIXES) and not (mask.isdigit() and int(mask)):
                 raise ValueError(f"mask={mask}: choose causal, long, short, or a number, which is a window")
@@ -113,8 +120,18 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def asked_for(options: Options) -> list[tuple[str, int]]:
-    """Every mask with its lengths; the documents have one."""
-    return [(m, t) for m in options.mask for t in ([131072] if m in MIXES else options.tokens)]
+    """Every mask with its lengths; documents fill the longest."""
+    return [(m, t) for m in options.mask for t in ([max(options.tokens)] if m in MIXES else options.tokens)]
+
+
+def mixed(lengths: tuple[int, ...], tokens: int) -> list[int]:
+    """Documents of these lengths, over and over, that have so many tokens in all; the last one is cut."""
+    found: list[int] = []
+    for n in cycle(lengths):
+        found.append(min(n, tokens - sum(found)))
+        if sum(found) == tokens:
+            break
+    return found
 
 
 class Case(NamedTuple):
@@ -130,8 +147,9 @@ class Case(NamedTuple):
         import ringattn as ra
 
         if mask in MIXES:
-            docs = ra.Docs.from_lengths(MIXES[mask])
-            return cls(tokens, ra.AttentionSpec(), docs, sum(n * (n + 1) / 2 for n in MIXES[mask]))
+            lengths = mixed(MIXES[mask], tokens)
+            docs = ra.Docs.from_lengths(lengths)
+            return cls(tokens, ra.AttentionSpec(), docs, sum(n * (n + 1) / 2 for n in lengths))
         window = int(mask) if mask.isdigit() else None
         first = min(window or tokens, tokens)
         return cls(tokens, ra.AttentionSpec(window=window), None, first * (first + 1) / 2 + (tokens - first) * first)

@@ -1,7 +1,8 @@
 """What ran when on every rank: recorded by torch's profiler, saved as a Chrome trace and as a picture.
 
-A span is a kernel or a copy: its name, its lane, when it started and how long it took, in microseconds. Lanes are
-`attention` (kernels of the call) and `hops` (what moves between ranks).
+A span is a kernel or a copy, on a CPU an operation of torch or a message of gloo: its name, its lane, when it started
+and how long it took, in microseconds. Lanes are `attention` (kernels of the call) and `hops` (what moves between ranks;
+on a CPU from when it is asked for to when it is waited for).
 """
 
 import json
@@ -9,9 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ringattn.launch.bench import meet
+from ringattn.launch.bench import finish, meet
 
 HOPS = ("ncclDevKernel", "Memcpy", "SendRecv", "memcpy")
+MEETING = ("AllReduce", "gloo:barrier")  # a barrier, over NCCL and over gloo
 COLORS = {"attention": "#2a9d8f", "hops": "#e76f51"}
 
 
@@ -27,20 +29,34 @@ def record(call: Callable[[], Any]) -> list[Span]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    gpu = torch.cuda.is_initialized()
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu]) as profiler:
         for _ in range(2):  # the first one under a profiler is slow
             meet()
             call()
-        torch.cuda.synchronize()
+        finish()
+    device = torch.autograd.DeviceType.CUDA if gpu else torch.autograd.DeviceType.CPU
     found: list[Span] = []
     for event in profiler.profiler.kineto_results.events():
-        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0:
+        if event.device_type() == device and event.duration_ns() > 0:
             name = event.name()
-            lane = "hops" if any(word in name for word in HOPS) else "attention"
-            if "Memset" not in name and not name.startswith("nccl:"):
+            lane = lane_of(name) if gpu else lane_on_cpu(name)
+            if lane:
                 found.append(Span(name, lane, event.start_ns() / 1e3, event.duration_ns() / 1e3))
-    met = max(span.start for span in found if "AllReduce" in span.name)
+    met = max(span.start for span in found if any(word in span.name for word in MEETING))
     return [span for span in found if span.start > met]
+
+
+def lane_of(name: str) -> str | None:
+    """The lane of what ran on a GPU; None for what is in neither."""
+    if "Memset" in name or name.startswith("nccl:"):
+        return None
+    return "hops" if any(word in name for word in HOPS) else "attention"
+
+
+def lane_on_cpu(name: str) -> str | None:
+    """The same on a CPU, where gloo sends and torch's operations compute."""
+    return {"gloo": "hops", "aten": "attention"}.get(name.partition(":")[0])
 
 
 def by_rank(found: Sequence[dict[str, list[Span]]]) -> dict[str, list[list[Span]]]:
