@@ -12,7 +12,7 @@ pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.
 
 from ringattn.conf import complete, compose, schema
 from ringattn.conf.schema import Data, Model, Strategy, Train
-from ringattn.launch import train
+from ringattn.launch import bench, train, words
 
 ROOT = Path(__file__).parent.parent
 FILES = Data(path=str(ROOT / "conf"))
@@ -220,11 +220,34 @@ def test_the_shell_completes(word, found):
     assert complete.candidates(word) == found
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("ringattn", [f"{name} " for name in words.COMMANDS]),
+        ("ringattn  tr", ["train "]),
+        ("ringattn train model=t", ["model=tiny"]),
+        ("ringattn bench ri", ["ring "]),
+        ("ringattn bench ring ran", ["ranks="]),
+        ("ringattn bench nothing ran", []),
+        ("ringattn plan ring=2 seq", ["seq_len=", "sequence="]),
+        ("ringattn nothing ", []),
+    ],
+)
+def test_the_shell_completes_every_command(line, found):
+    assert complete.after(line) == found
+
+
+def test_every_command_has_keys_to_complete():
+    commands = [name for name in words.COMMANDS if name not in ("train", "bench")]
+    assert all(complete.after(f"ringattn {name} ") for name in [*commands, *(f"bench {s}" for s in bench.SUITES)])
+
+
 def test_bash_completes(tmp_path):
     script = subprocess.run([sys.executable, "-m", "ringattn", "train", "--completion"], **RUN).stdout
-    asked = "COMP_LINE='ringattn train strategy.layout=z'; COMP_POINT=${#COMP_LINE}; _ringattn; echo ${COMPREPLY[@]}"
-    said = subprocess.run(["bash", "-c", f"{script}\n{asked}"], **RUN)
-    assert said.stdout == "zigzag\n", said.stderr
+    for line, found in {"ringattn train strategy.layout=z": "zigzag", "ringattn plan se": "seq_len= sequence="}.items():
+        asked = f"COMP_LINE='{line}'; COMP_POINT=${{#COMP_LINE}}; _ringattn; echo ${{COMPREPLY[@]}}"
+        said = subprocess.run(["bash", "-c", f"{script}\n{asked}"], **RUN)
+        assert said.stdout == f"{found}\n", said.stderr
 
 
 def test_a_saved_configuration_is_read_back():
