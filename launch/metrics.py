@@ -1,8 +1,10 @@
 """What a run says about itself: a line while it goes, JSON lines to keep, TensorBoard and W&B on request, a picture."""
 
 import contextlib
+import ctypes
 import dataclasses
 import json
+import os
 import resource
 import shutil
 import sys
@@ -49,6 +51,8 @@ class Memory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
+            with contextlib.suppress(OSError, AttributeError):  # what was freed goes back, where the C library can
+                ctypes.CDLL(None).malloc_trim(0)
             with contextlib.suppress(OSError):  # not Linux: the mark stays that of the whole process
                 Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
         self.before = self.now()
@@ -71,6 +75,16 @@ def status(name: str) -> int:
         return int(line.split()[1]) * 1024
     except (OSError, StopIteration):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def process_began() -> float:
+    """When this process was started, as `time.time` counts; now, where nothing says so."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        lived = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.time() - max(0.0, lived)
+    except (OSError, ValueError, IndexError):
+        return time.time()
 
 
 class Bar:

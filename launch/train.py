@@ -26,11 +26,16 @@ from ringattn.launch.trainer import work
 def main(words: list[str] | None = None) -> int:
     """Compose the configuration and run it where it says."""
     words = sys.argv[1:] if words is None else words
-    rank = torchrun.rank()
-    return compose.run(words, under_torchrun if torchrun.started() else here, rank, torchrun.started())
+    rank, started = torchrun.rank(), torchrun.started()
+    begun = iter([metrics.process_began()])  # the second run of a sweep begins when its turn comes
+
+    def task(config: Train) -> int:
+        return (under_torchrun if started else here)(config, next(begun, None))
+
+    return compose.run(words, task, rank, started)
 
 
-def here(config: Train) -> int:
+def here(config: Train, began: float | None = None) -> int:
     """Start the ranks, and beside them, for the picture, one rank with the same seed."""
     folder: Path | None = None
     try:
@@ -47,8 +52,8 @@ def here(config: Train) -> int:
             return 0
         config, ranks, device = resolved(config, None)
         folder = new_folder(config)
-        before, patience = time.time(), config.cluster.timeout
-        summary = torchrun.local(work, ranks, device, config, str(folder), before, patience=patience)[0]
+        patience, told = config.cluster.timeout, (config, str(folder), began or time.time())
+        summary = torchrun.local(work, ranks, device, *told, patience=patience)[0]
         if config.dry_run:
             return 0
         runs = {plural(ranks): folder}
@@ -70,7 +75,7 @@ def here(config: Train) -> int:
     return 0
 
 
-def under_torchrun(config: Train) -> int:
+def under_torchrun(config: Train, began: float | None = None) -> int:
     """One rank among those that torchrun started; the first rank that fails tells torchrun why, the others a line."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -79,7 +84,7 @@ def under_torchrun(config: Train) -> int:
         config, _, device = resolved(config, int(os.environ["WORLD_SIZE"]))
         torchrun.join(device, config.cluster.timeout)
         folder = shared_folder(config)
-        summary = record(work)(config, str(folder), time.time(), again=torchrun.attempt() > 0)
+        summary = record(work)(config, str(folder), began or time.time(), again=torchrun.attempt() > 0)
         if rank == 0 and not config.dry_run:
             finish(config, folder, {plural(dist.get_world_size()): folder}, summary or {})
         dist.barrier()
@@ -135,7 +140,7 @@ def alone(config: Train) -> Train:
 
 
 def new_folder(config: Train) -> Path:
-    """Where this run writes: its name's folder, or a new one named after the time."""
+    """Where this run writes: its name's folder, or a new one named after the time. Never into another run's."""
     name = config.run or torchrun.run_name() or time.strftime("%Y%m%d-%H%M%S")
     folder, again = Path(config.folder) / name, 1
     while config.run is None and not torchrun.started() and folder.exists():

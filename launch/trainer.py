@@ -78,12 +78,13 @@ def work(
     log = metrics.Log(job.folder, config) if rank0 else None
     stopped = False
     try:
-        if config.reference and job.step == 0:
-            probe_memory(job, log)
+        begun = job.step
         stopped = loop(job, checkpoints, log, stop, started_at)
+        checkpoints.finish()
         if not stopped:
             evaluate(job, log)
-        checkpoints.finish()
+            if config.reference and job.step > begun:
+                probe_memory(job, log)
     finally:
         if log:
             log.close()
@@ -238,10 +239,13 @@ def evaluate(job: Job, log: metrics.Log | None) -> None:
 
 
 def probe_memory(job: Job, log: metrics.Log | None) -> None:
-    """How much a forward and backward pass takes at an eighth, a quarter, half of the length, and all of it."""
+    """How much a forward and backward pass takes at an eighth, a quarter, half of the length, and all of it.
+
+    After the last step, so that the first one need not wait; what is only set up once is there by then.
+    """
     memory = metrics.Memory(job.device)
     whole = job.plan
-    for part in (8, 8, 4, 2, 1):  # the first pass also sets up what stays
+    for part in (8, 4, 2, 1):
         length = max(1, job.config.seq_len // part)
         job.plan = whole.for_length(length)
         memory.reset()

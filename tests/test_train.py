@@ -401,6 +401,21 @@ def test_a_run_says_what_it_was(tmp_path):
     assert row["ranks"] == 2 and 0 < row["ratio"] < 1 and row["loss"] == losses(tmp_path / "run")[-1]
 
 
+def test_the_first_step_waits_for_no_measurement_of_memory(tmp_path):
+    over(1, {"run": dataclasses.replace(TINY, reference=True, steps=2)}, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["kind"] for r in rows] == ["step", "step", "eval", *["memory"] * 4]
+    assert [r["seq_len"] for r in rows[3:]] == [12, 24, 48, 96]
+
+
+def test_the_clock_starts_with_the_process():
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("no /proc")
+    lived = time.time() - metrics.process_began()
+    time.sleep(0.3)
+    assert lived > 0.1 and time.time() - metrics.process_began() == pytest.approx(lived + 0.3, abs=0.2)
+
+
 def test_picture_shows_both_runs(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     rows = [{"kind": "step", "step": i, "loss": 3.0 - i} for i in range(3)]
