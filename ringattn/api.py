@@ -26,25 +26,6 @@ from ringattn.planning import (
 from ringattn.serving import KVCache
 from ringattn.spec import AttentionSpec, Docs
 
-REFUSED = {
-    "dropout": "attention dropout is not supported: it has no exact form over ranks",
-    "dropout_p": "attention dropout is not supported: it has no exact form over ranks",
-    "alibi_slopes": "ALiBi is not supported: use rotary positions (plan.positions())",
-    "alibi": "ALiBi is not supported: use rotary positions (plan.positions())",
-    "bias": "an additive bias is not supported: masks are intervals (causal, window, docs)",
-    "attn_bias": "an additive bias is not supported: masks are intervals (causal, window, docs)",
-    "attn_mask": "an arbitrary mask is not supported: masks are intervals (causal, window, docs)",
-    "mask": "an arbitrary mask is not supported: masks are intervals (causal, window, docs)",
-    "is_causal": "say spec=AttentionSpec(causal=...)",
-    "causal": "say spec=AttentionSpec(causal=...)",
-    "window": "say spec=AttentionSpec(window=...)",
-    "window_size": "say spec=AttentionSpec(window=...)",
-    "softcap": "say spec=AttentionSpec(softcap=...)",
-    "scale": "say spec=AttentionSpec(scale=...)",
-    "softmax_scale": "say spec=AttentionSpec(scale=...)",
-    "cu_seqlens": "say docs=Docs.from_cu_seqlens(...)",
-}
-
 
 def attention(
     q: Any,
@@ -71,7 +52,7 @@ def attention(
     sinks     [H], a logit a head that takes part in the softmax with a value of zero
     """
     problem = (
-        of_unknown("attention", unknown, REFUSED)
+        of_unknown("attention", unknown, "spec", "docs")
         or of_words(plan=plan, spec=spec, docs=docs, key_docs=key_docs)
         or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
     )
@@ -96,6 +77,7 @@ def linear_attention(
     kernel: str = "auto",
     scan: str = "auto",
     check: bool | None = None,
+    **unknown: Any,
 ) -> Any:
     """S_t = exp(log_decay_t) S_{t-1} + k_t^T v_t and o_t = scale * q_t S_t, over the whole sequence, exact.
 
@@ -113,7 +95,11 @@ def linear_attention(
     check           look at every gate, which waits for the device; by default on CPUs only
     """
     optional = {"log_decay": log_decay, "initial_state": initial_state}
-    problem = of_words(plan=plan, docs=docs) or of_arrays({"q": q, "k": k, "v": v}, optional, plan)
+    problem = (
+        of_unknown("linear_attention", unknown, "docs")
+        or of_words(plan=plan, docs=docs)
+        or of_arrays({"q": q, "k": k, "v": v}, optional, plan)
+    )
     if problem:
         refuse(problem, plan)
     found: Any  # by statements: torch.compile traces no import_module
@@ -139,17 +125,22 @@ def prefill(
     start: int | Sequence[int] | None = None,
     move: str = "auto",
     keys: int | None = None,
+    **unknown: Any,
 ) -> Any:
     """Append a chunk of the prompt to the cache and attend to everything so far: out, with JAX (out, the cache).
 
-    q, k and v are this rank's part of the chunk under `plan`, which is the cache's plan `for_length(chunk)`.
+    q, k and v are this rank's part of the chunk under `plan`, which is the cache's plan `for_length(chunk)`. Nothing is
+    differentiable.
 
     start     where the chunk begins, one number or one a row: checked against the cache
     move      what travels: "queries", "keys", or what leaves less time exposed (`cache.explain` says which)
     keys      at most so many of a rank's keys are attended to, or sent, at once
     """
     problem = (
-        of_cached(plan, cache) or of_words(spec=spec) or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
+        of_unknown("prefill", unknown, "spec")
+        or of_cached(plan, cache)
+        or of_words(spec=spec)
+        or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
     )
     if problem:
         refuse(problem, getattr(cache, "plan", plan))
@@ -168,7 +159,7 @@ def decode(
     parents: Sequence[int] | None = None,
     **unknown: Any,
 ) -> Any:
-    """The next token or tokens, the same on every rank or device: out, with JAX (out, the cache).
+    """The next token or tokens, the same on every rank or device: out, with JAX (out, the cache). Not differentiable.
 
     form      how partials are merged: "lse" as (out, lse), "streams" as (out, max, sum)
     parents   the token that each new one follows; a chain, as they see each other causally

@@ -32,9 +32,42 @@ def of_words(required: bool = False, **words: Any) -> str | None:
     return None
 
 
-def of_unknown(function: str, unknown: dict[str, Any], instead: dict[str, str]) -> str | None:
-    """Every argument that a function does not take, and what to use instead."""
-    return "; ".join(f"{name}: {instead.get(name, f'{function} has no such argument')}" for name in unknown) or None
+NO_DROPOUT = "attention dropout is not supported: it has no exact form over ranks"
+NO_ALIBI = "ALiBi is not supported: use rotary positions (plan.positions())"
+NO_BIAS = "an additive bias is not supported: masks are intervals (causal, window, docs)"
+NO_MASK = "an arbitrary mask is not supported: masks are intervals (causal, window, docs)"
+REFUSED = {  # other libraries' arguments
+    "dropout": NO_DROPOUT,
+    "dropout_p": NO_DROPOUT,
+    "alibi_slopes": NO_ALIBI,
+    "alibi": NO_ALIBI,
+    "bias": NO_BIAS,
+    "attn_bias": NO_BIAS,
+    "attn_mask": NO_MASK,
+    "mask": NO_MASK,
+}
+INSTEAD = {  # of those, what an argument of ours says
+    "spec": {
+        "is_causal": "say spec=AttentionSpec(causal=...)",
+        "causal": "say spec=AttentionSpec(causal=...)",
+        "window": "say spec=AttentionSpec(window=...)",
+        "window_size": "say spec=AttentionSpec(window=...)",
+        "softcap": "say spec=AttentionSpec(softcap=...)",
+        "scale": "say spec=AttentionSpec(scale=...)",
+        "softmax_scale": "say spec=AttentionSpec(scale=...)",
+    },
+    "docs": {"cu_seqlens": "say docs=Docs.from_cu_seqlens(...)"},
+}
+
+
+def of_unknown(function: str, unknown: dict[str, Any], *takes: str, why: str = "") -> str | None:
+    """Every argument that a function does not take, and what to use instead: of what it `takes`, if that says it."""
+    if not unknown:
+        return None
+    known = dict(REFUSED)
+    for argument in takes:
+        known |= INSTEAD[argument]
+    return "; ".join(f"{name}: {known.get(name, f'{function} has no such argument{why}')}" for name in unknown)
 
 
 def kind(x: Any) -> str | None:
@@ -327,7 +360,7 @@ def of_tree(n: int, parents: Sequence[int] | None, unknown: dict[str, Any]) -> s
     """New tokens see each other causally: each follows the one before it."""
     forks = "a query sees one interval of keys, so a tree of drafts has none: decode its branches on cache.fork()"
     if unknown:
-        return f"{of_unknown('decode', unknown, {})} ({forks})"
+        return of_unknown("decode", unknown, "spec", why=f" ({forks})")
     if parents is None:
         return None
     parents = parents.tolist() if hasattr(parents, "tolist") else parents

@@ -375,6 +375,22 @@ def test_a_state_of_another_cache_is_not_loaded(state, cache, says):
     assert other.lengths.tolist() == [0]
 
 
+@pytest.mark.parametrize("name", ["attention", "linear_attention", "prefill", "decode"])
+def test_every_function_refuses_unknown_words_alike(name):
+    cache, x = cache_of(8), torch.zeros(1, 8, 2, 8)
+    where = {"prefill": (cache.plan, cache), "decode": (cache,)}.get(name, ())
+    spec = f"{name} has no such argument" if name == "linear_attention" else r"say spec=AttentionSpec\(causal=...\)"
+    for word, says in [
+        ("dropout", "dropout: attention dropout is not supported: it has no exact form over ranks"),
+        ("bias", "bias: an additive bias is not supported: masks are intervals"),
+        ("temprature", f"temprature: {name} has no such argument"),
+        ("is_causal", f"is_causal: {spec}"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            getattr(ra, name)(x, x, x, *where, **{word: 0.1})
+    assert cache.lengths.tolist() == [8]
+
+
 def test_nothing_is_loaded_over_keys_that_forks_share():
     state, cache = cache_of(16).state_dict(), cache_of(16)
     kept, fork = cache.k.clone(), cache.fork(2)
