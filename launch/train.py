@@ -19,8 +19,6 @@ import torch.distributed as dist
 from ringattn.conf import compose
 from ringattn.conf.schema import Strategy, Train
 from ringattn.launch import metrics, processes, torchrun
-from ringattn.launch.checkpoint import complete
-from ringattn.launch.trainer import work
 
 
 def main(words: list[str] | None = None) -> int:
@@ -33,6 +31,13 @@ def main(words: list[str] | None = None) -> int:
         return (under_torchrun if started else here)(config, next(begun, None))
 
     return compose.run(words, task, rank, started)
+
+
+def work(*told: Any, **more: Any) -> dict[str, Any]:
+    """trainer.work. A process that only starts ranks does not import it: that takes longer than torch."""
+    from ringattn.launch import trainer
+
+    return trainer.work(*told, **more)
 
 
 def here(config: Train, began: float | None = None) -> int:
@@ -69,7 +74,7 @@ def here(config: Train, began: float | None = None) -> int:
     except (processes.RankError, *processes.BAD) as error:
         said = processes.sentence(error)
         print(f"ringattn train: {said or error}", file=sys.stderr)
-        if said is None and folder is not None and complete(folder / "checkpoints"):
+        if said is None and folder is not None and checkpoints_of(folder):
             print(f"go on with run={folder.name} resume=auto", file=sys.stderr)
         return 1 if said is None else 2
     return 0
@@ -145,14 +150,21 @@ def new_folder(config: Train) -> Path:
     folder, again = Path(config.folder) / name, 1
     while config.run is None and not torchrun.started() and folder.exists():
         folder, again = Path(config.folder) / f"{name}-{again}", again + 1
-    own = folder / "checkpoints"
-    goes_on = config.resume is not None and (
-        config.resume == "auto" or Path(config.resume).absolute().parent == own.absolute()
-    )
-    log = folder / "metrics.jsonl"
-    if not goes_on and torchrun.attempt() == 0 and (complete(own) or (log.is_file() and log.stat().st_size)):
+    log, own, resume = folder / "metrics.jsonl", folder / "checkpoints", config.resume
+    goes_on = resume is not None and (resume == "auto" or Path(resume).absolute().parent == own.absolute())
+    taken = (log.is_file() and log.stat().st_size) or checkpoints_of(folder)
+    if taken and not goes_on and torchrun.attempt() == 0:
         raise ValueError(f"{folder} holds a run; say resume=auto to go on, or another run=NAME")
     return folder
+
+
+def checkpoints_of(folder: Path) -> list[Path]:
+    """A run's complete checkpoints."""
+    if not (folder / "checkpoints").is_dir():
+        return []
+    from ringattn.launch.checkpoint import complete
+
+    return complete(folder / "checkpoints")
 
 
 def shared_folder(config: Train) -> Path:
