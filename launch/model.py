@@ -23,6 +23,7 @@ from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.nn import Attention, GatedLinearAttention
 
 AT_ONCE = 2**30  # numbers of a gate, where memory comes first
+LOGITS = 2**28  # of so many numbers at once
 
 
 class SwiGLU(nn.Module):
@@ -117,7 +118,7 @@ class Head(nn.Linear):
     def forward(self, x_BTC: Tensor, labels_BT: Tensor | None = None) -> Tensor:
         if labels_BT is None:
             return super().forward(x_BTC)
-        at_once = max(1, 2**28 // (self.out_features * len(x_BTC)))
+        at_once = max(1, LOGITS // (self.out_features * len(x_BTC)))
         if labels_BT.shape[1] <= at_once:
             return self.losses(x_BTC, labels_BT)
         pieces = zip(x_BTC.split(at_once, 1), labels_BT.split(at_once, 1), strict=True)
@@ -200,7 +201,7 @@ def initialise(part: nn.Module, name: str, seed: int, layers: int, shard: tuple[
     Drawn on the CPU from a stream of each weight's own, so that no sharding, device or order changes them; and only the
     rows that rank `shard[0]` of `shard[1]` keeps.
     """
-    if not name:
+    if not name or next(part.parameters()).is_meta:  # nothing to draw for
         return
     for own, weight in part.named_parameters():
         if weight.dim() == 1:

@@ -58,7 +58,8 @@ def here(config: Train, began: float | None = None) -> int:
         config, ranks, device = resolved(config, None)
         folder = new_folder(config)
         patience, told = config.cluster.timeout, (config, str(folder), began or time.time())
-        summary = torchrun.local(work, ranks, device, *told, patience=patience)[0]
+        there = device == "cpu" or ranks <= torch.cuda.device_count()  # not so in a dry run only
+        summary = torchrun.local(work, ranks, device if there else "cpu", *told, patience=patience)[0]
         if config.dry_run:
             return 0
         runs = {plural(ranks): folder}
@@ -87,7 +88,7 @@ def under_torchrun(config: Train, began: float | None = None) -> int:
     rank = torchrun.rank()
     try:
         config, _, device = resolved(config, int(os.environ["WORLD_SIZE"]))
-        torchrun.join(device, config.cluster.timeout)
+        torchrun.join(device if torch.cuda.device_count() else "cpu", config.cluster.timeout)
         folder = shared_folder(config)
         summary = record(work)(config, str(folder), began or time.time(), again=torchrun.attempt() > 0)
         if rank == 0 and not config.dry_run:
@@ -108,12 +109,13 @@ def resolved(config: Train, ranks: int | None) -> tuple[Train, int, str]:
     """The configuration with every `auto` that does not need the ranks decided; how many ranks; their device."""
     gpus = torch.cuda.device_count()
     device = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
-    if device == "cuda" and not gpus:
-        raise ValueError("device=cuda, and torch sees no GPU here; use device=cpu")
+    if device == "cuda" and not gpus and not config.dry_run:
+        raise ValueError("device=cuda, and torch sees no GPU here; use device=cpu, or dry_run=true to look first")
     if ranks is None:
         said = config.strategy.data * config.strategy.ulysses * (config.strategy.ring or 1)
-        ranks = config.nproc or (gpus if device == "cuda" else said if config.strategy.ring else math.lcm(2, said))
-        if device == "cuda" and ranks > gpus:
+        there = gpus if device == "cuda" else 0
+        ranks = config.nproc or there or (said if config.strategy.ring else math.lcm(2, said))
+        if device == "cuda" and ranks > gpus and not config.dry_run:
             raise ValueError(f"nproc={ranks} ranks need a GPU each, and this machine has {gpus}; use nproc={gpus}")
     s = config.strategy
     fixed = s.data * s.ulysses

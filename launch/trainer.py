@@ -25,7 +25,7 @@ from ringattn.comms import mesh as meshes
 from ringattn.conf.schema import Train
 from ringattn.launch import bench, data, metrics, model, torchrun
 from ringattn.launch.checkpoint import Checkpoints, complete, load, matching, tensors
-from ringattn.planning import Plan
+from ringattn.planning import Place, Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.loss import token_mean
 
@@ -61,7 +61,8 @@ def work(
     `again` goes on from the run's own newest checkpoint, if there is one; `asked` says whether to stop, beside SIGTERM.
     """
     stop = Stop(config.cluster.timeout, asked)
-    device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
+    over_gpus = "nccl" in dist.get_backend_config()  # a dry run may be for GPUs that are not here
+    device = torch.device("cuda", torch.cuda.current_device()) if over_gpus else torch.device("cpu")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // torchrun.neighbours()) if device.type == "cpu" else 1)
     job = prepare(config, Path(folder), device)
     rank0 = dist.get_rank() == 0
@@ -101,8 +102,9 @@ def prepare(config: Train, folder: Path, device: torch.device) -> Job:
     mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses, device_type=device.type)
     everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
     torchrun.limit_waiting(config.cluster.timeout, mesh, everyone)
+    there = device.type == config.device
     plan = api.plan(
-        mesh,
+        mesh if there else Place(config.device, [(s.ring or 1, s.ulysses)], lambda ring, ulysses: None),
         seq_len=config.seq_len,
         heads=(m.heads, m.kv_heads),
         head_dim=model.head_dim(m),
@@ -110,6 +112,7 @@ def prepare(config: Train, folder: Path, device: torch.device) -> Job:
         strategy=s.keys,
         layout=s.layout,
         kernel=s.kernel,
+        hosts=None if there else 1,
         dtype=config.precision,
     )
     where = torch.device("meta") if config.dry_run else device
@@ -363,13 +366,17 @@ def describe(job: Job) -> str:
     itemsize = 2 if config.precision == "bfloat16" else 4
     kept, at_work = model.numbers_kept(m, config.strategy.recompute, tokens)
     corpus = job.windows.corpus
+    logits = config.batch * min(job.plan.local_len, max(1, model.LOGITS // (m.vocab * config.batch))) * m.vocab
+    there = job.device.type == config.device
     rows = [
+        ("ranks", f"{ranks} on {config.device}, {config.precision}" + ("" if there else ", which need not be here")),
         ("weights", f"{weights / 1e6:.2f} million in {m.layers} blocks"),
         ("a step", f"{config.seq_len} tokens x {job.a_step} sequences, {job.plan.local_len} tokens of each a rank"),
         ("data", f"{corpus.name}: {len(corpus) / 1e6:.1f} million tokens, {len(job.windows)} sequences"),
         ("state a rank", f"{weights * 16 / ranks / MIB:.1f} MiB: float32 weights, gradients, two moments"),
         ("kept for backward", f"about {m.layers * kept * itemsize / MIB:.1f} MiB a rank"),
         ("a block at work", f"about {at_work * itemsize / MIB:.1f} MiB a rank"),
+        ("logits at work", f"about {logits * 12 / MIB:.1f} MiB a rank: with softmax and gradient, in float32"),
         ("flops", f"{step_flops(job, 0):.3g} a step"),
     ]  # fmt: skip
     return "\n".join([*(f"{name:<18} {what}" for name, what in rows), "", job.plan.explain()])

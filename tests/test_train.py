@@ -408,6 +408,18 @@ def test_the_first_step_waits_for_no_measurement_of_memory(tmp_path):
     assert [r["seq_len"] for r in rows[3:]] == [12, 24, 48, 96]
 
 
+def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path, capfd):
+    """In their type and with their speeds, as `ringattn plan` does; more weights than this machine could hold."""
+    big = Model(dim=8192, layers=80, heads=64, kv_heads=8, hidden=28672, vocab=128256)
+    config = dataclasses.replace(TINY, model=big, seq_len=32768, folder=str(tmp_path), device="cuda", nproc=4)
+    kernel = Strategy(kernel="cudnn", recompute="block")
+    assert train.here(dataclasses.replace(config, strategy=kernel, dry_run=True)) == 0
+    said = capfd.readouterr().out
+    assert "4 on cuda, bfloat16" in said and "predicted forward on H200" in said and "kernel cudnn -> cudnn" in said
+    assert "route direct" in said and list(tmp_path.iterdir()) == []
+    assert f"logits at work     about {2093 * 128256 * 12 / 2**20:.1f} MiB" in said  # of 2093 tokens at once
+
+
 def test_the_clock_starts_with_the_process():
     if not Path("/proc/self/stat").exists():
         pytest.skip("no /proc")
