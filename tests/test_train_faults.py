@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -177,7 +178,7 @@ def test_a_full_disk_is_said(tmp_path):
     process = begin("unshare", "-rm", "sh", "-c", f"{mount} && exec {shlex.join((*TRAIN, *words))}")
     said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 2 and "Traceback" not in said
-    assert "could not save step" in said and "where 0 MB are free" in said
+    assert "could not save step" in said and re.search(r"where [0-2] MB are free", said), said  # its part is gone again
 
 
 def test_a_port_in_use_is_said(tmp_path):
