@@ -176,7 +176,7 @@ def decode(
 def part(name: str, array: Any) -> Any:
     """The module of this name for this tensor's framework."""
     where = f"ringattn.{kind(array)}.{name}"
-    return sys.modules.get(where) or import_module(where)
+    return import_module(where)  # and not from sys.modules, where another thread may have it half imported
 
 
 def refuse(problem: str, plan: Any) -> None:

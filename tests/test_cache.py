@@ -1,5 +1,7 @@
 """Prefill in chunks and decode over ranks equal attention over everything at once, at every position."""
 
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -389,6 +391,29 @@ def test_every_function_refuses_unknown_words_alike(name):
         with pytest.raises(ValueError, match=says):
             getattr(ra, name)(x, x, x, *where, **{word: 0.1})
     assert cache.lengths.tolist() == [8]
+
+
+HALF_IMPORTED = """
+import sys, threading, torch
+from ringattn import api
+
+def late():
+    while "ringattn.torch.inference" not in sys.modules:
+        pass
+    assert hasattr(api.part("inference", torch.zeros(1)), "prefill")
+    print("whole")
+
+sys.setswitchinterval(1e-6)
+second = threading.Thread(target=late)
+second.start()
+api.part("inference", torch.zeros(1))
+second.join()
+"""
+
+
+def test_a_thread_waits_for_what_another_one_is_importing():
+    done = subprocess.run([sys.executable, "-c", HALF_IMPORTED], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "whole", done.stderr
 
 
 def test_nothing_is_loaded_over_keys_that_forks_share():
