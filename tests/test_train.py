@@ -417,7 +417,7 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path, capfd):
     said = capfd.readouterr().out
     assert "4 on cuda, bfloat16" in said and "predicted forward on H200" in said and "kernel cudnn -> cudnn" in said
     assert "route direct" in said and list(tmp_path.iterdir()) == []
-    assert f"logits at work     about {2093 * 128256 * 12 / 2**20:.1f} MiB" in said  # of 2093 tokens at once
+    assert f"logits at work     about {2092 * 128256 * 12 / 2**20:.1f} MiB" in said  # of 2092 tokens at once
 
 
 def test_the_clock_starts_with_the_process():
