@@ -22,6 +22,14 @@ def test_exposed_is_what_moves_while_nothing_computes():
     assert timeline.idle(SPANS) == pytest.approx(5 / 20)
 
 
+def test_names_tell_hops_from_kernels():
+    hops = "ncclDevKernel_SendRecv(...)", "Memcpy PtoP (Device -> Device)"
+    assert [timeline.lane_of(n) for n in (*hops, "_forward_kernel")] == ["hops", "hops", "attention"]
+    assert timeline.lane_of("Memset (Device)") is timeline.lane_of("nccl:send 0->1") is None
+    found = [timeline.lane_on_cpu(n) for n in ("gloo:send", "aten::mul", "c10d::send", "ringattn::exchange")]
+    assert found == ["hops", "attention", None, None]
+
+
 def test_a_trace_and_a_picture_of_all_ranks(tmp_path):
     said = timeline.save([SPANS, SPANS], tmp_path / "ring.json", "ours 64 forward+backward")
     assert "exposed communication 20.0%" in said
