@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 class Checkpoints:
     """The checkpoints of one run. Saving goes on while training does; at most one is being written at a time.
 
-    Training waits only while its tensors are copied into buffers that are kept; a thread does everything else.
+    Training waits only while its tensors are copied into buffers that are kept; a thread does everything else. From a
+    GPU they are copied while the next step runs, up to where it would change them.
     """
 
     def __init__(self, folder: Path, keep: int, group: Any):
@@ -34,30 +35,40 @@ class Checkpoints:
         self.writing: tuple[int, Future[None]] | None = None
         self.thread = ThreadPoolExecutor(1, "checkpoints")
         self.copies: dict[str, Tensor] = {}
+        self.copied: Any = None  # what a GPU says when it has copied
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Copy everything now, write it while training goes on. `state` is small and goes into JSON."""
         self.finish()
-        self.copy(tensors(model, optimizer))
+        self.copy(model, optimizer)
         self.writing = step, self.thread.submit(self.write, step, {"step": step, **state})
 
     @torch.no_grad()
-    def copy(self, whole: dict[str, Tensor]) -> None:
+    def copy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Into memory of the host that stays, pinned where it comes from a GPU."""
-        on_gpu = False
+        whole = tensors(model, optimizer)
+        gpus = [t.device for t in whole.values() if t.is_cuda]
+        aside = torch.cuda.Stream(gpus[0]) if gpus else None
+        if aside is not None:
+            aside.wait_stream(torch.cuda.current_stream())
         for name, tensor in whole.items():
             own = part_of(tensor)
             if name not in self.copies:
                 buffer = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
                 spread = isinstance(tensor, DTensor)
                 self.copies[name] = DTensor(buffer, tensor._spec, requires_grad=False) if spread else buffer  # type: ignore[attr-defined]
-            part_of(self.copies[name]).copy_(own, non_blocking=True)
-            on_gpu = on_gpu or own.is_cuda
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+            with torch.cuda.stream(aside):
+                part_of(self.copies[name]).copy_(own, non_blocking=True)
+        if aside is not None:
+            if self.copied is None:
+                optimizer.register_step_pre_hook(lambda *_: torch.cuda.current_stream().wait_event(self.copied))
+            self.copied = aside.record_event()
 
     def write(self, step: int, state: dict[str, Any]) -> None:
         """The copies into a folder, every rank its part; visible under its name when all of it is there."""
+        if self.copied is not None:
+            torch.cuda.set_device(self.copied.device)  # this thread's, which would else take the first GPU
+            self.copied.synchronize()
         part, whole = self.folder / f"{name_of(step)}.part", self.folder / name_of(step)
         said: list[str | None] = [None]
         if dist.get_rank() == 0:
@@ -146,8 +157,9 @@ def start_moments(optimizer: torch.optim.Optimizer) -> None:
     """AdamW's moments before its first step, so that there is something to load into."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
+            counted = weight.device if group["fused"] else None  # where fused AdamW looks for its steps
             zeros = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
-            optimizer.state[weight] = {"step": torch.zeros(()), **zeros}
+            optimizer.state[weight] = {"step": torch.zeros((), device=counted), **zeros}
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]) -> dict[str, Any]:

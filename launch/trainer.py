@@ -24,7 +24,7 @@ from ringattn import api
 from ringattn.comms import mesh as meshes
 from ringattn.conf.schema import Train
 from ringattn.launch import bench, data, metrics, model, torchrun
-from ringattn.launch.checkpoint import Checkpoints, complete, load, matching, tensors
+from ringattn.launch.checkpoint import Checkpoints, complete, load, matching
 from ringattn.planning import Place, Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.loss import token_mean
@@ -145,7 +145,7 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Sto
             if "first_step" not in job.seconds:
                 job.seconds["first_step"] = time.time() - started_at
                 if config.save_every:
-                    checkpoints.copy(tensors(job.decoder, job.optimizer))  # only so that no step waits for the memory
+                    checkpoints.copy(job.decoder, job.optimizer)  # only so that no step waits for the memory
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of step {job.step} is {loss}; lower optimizer.lr={config.optimizer.lr}")
             if log and bar and (job.step % config.log_every == 0 or job.step == config.steps):

@@ -184,6 +184,21 @@ def test_a_checkpoint_goes_on_on_any_number_of_ranks(tmp_path):
     assert rest == saved[3:]  # the same ranks: the same bits
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_checkpoint_of_a_gpu_is_of_its_step_and_goes_on(tmp_path):
+    """Copied while the next step runs: no later step may be in it."""
+    config = dataclasses.replace(
+        TINY, device="cuda", nproc=1, folder=str(tmp_path), picture=False, save_every=1, keep=9
+    )
+    assert train.here(dataclasses.replace(config, run="whole")) == 0
+    whole = losses(tmp_path / "whole")
+    for step in (1, 2, 4):
+        path = tmp_path / "whole" / "checkpoints" / checkpoint.name_of(step)
+        assert train.here(dataclasses.replace(config, run=f"from{step}", resume=str(path))) == 0
+        np.testing.assert_allclose(losses(tmp_path / f"from{step}"), whole[step:], atol=1e-3)
+
+
 def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
     over(1, {"saved": dataclasses.replace(TINY, save_every=5)}, tmp_path)
     path = tmp_path / "saved" / "checkpoints" / "step-00000005"
