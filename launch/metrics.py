@@ -136,8 +136,13 @@ class Log:
             )
 
     def write(self, row: dict[str, Any]) -> None:
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise OSError(
+                f"could not write {self.file.name} ({error.strerror}); free space, or say folder=PATH"
+            ) from None
         if row["step"] < 0:  # a measurement before training, which has no place on a curve
             return
         kind = row["kind"]
@@ -149,7 +154,8 @@ class Log:
             self.wandb.log(numbers, step=row["step"])
 
     def close(self) -> None:
-        self.file.close()
+        with contextlib.suppress(OSError):  # every row was written when it came
+            self.file.close()
         if self.writer:
             self.writer.close()
         if self.wandb:

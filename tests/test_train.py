@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import io
 import json
 import os
 import pickle
@@ -423,16 +424,23 @@ def test_the_first_step_waits_for_no_measurement_of_memory(tmp_path):
     assert [r["seq_len"] for r in rows[3:]] == [12, 24, 48, 96]
 
 
-def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path, capfd):
+def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path):
     """In their type and with their speeds, as `ringattn plan` does; more weights than this machine could hold."""
     big = Model(dim=8192, layers=80, heads=64, kv_heads=8, hidden=28672, vocab=128256)
     config = dataclasses.replace(TINY, model=big, seq_len=32768, folder=str(tmp_path), device="cuda", nproc=4)
-    kernel = Strategy(kernel="cudnn", recompute="block")
-    assert train.here(dataclasses.replace(config, strategy=kernel, dry_run=True)) == 0
-    said = capfd.readouterr().out
+    config = dataclasses.replace(config, strategy=Strategy(kernel="cudnn", recompute="block"), dry_run=True)
+    assert train.here(config) == 0
+    said = torchrun.local(printed, 4, "cpu", train.resolved(config, None)[0], str(tmp_path))[0]
     assert "4 on cuda, bfloat16" in said and "predicted forward on H200" in said and "kernel cudnn -> cudnn" in said
     assert "route direct" in said and list(tmp_path.iterdir()) == []
     assert f"logits at work     about {2092 * 128256 * 12 / 2**20:.1f} MiB" in said  # of 2092 tokens at once
+
+
+def printed(config: Train, folder: str) -> str:
+    """What a rank prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        work(config, folder, time.time())
+    return said.getvalue()
 
 
 def test_the_clock_starts_with_the_process():
@@ -516,6 +524,15 @@ def test_curves_elsewhere_have_a_name_a_kind(tmp_path, monkeypatch):
     assert (about["project"], about["name"], about["config"]["seq_len"]) == ("project", tmp_path.name, 96)
     assert rows == [(1, {"step/loss": 3.0}), (1, {"eval/loss": 2.0}), "end"]
     assert [r["kind"] for r in metrics.read(tmp_path / "metrics.jsonl")] == ["memory", "eval", "step"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_log_that_cannot_be_written_is_said_with_what_to_do(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log = metrics.Log(tmp_path, TINY)
+    with pytest.raises(OSError, match=r"metrics\.jsonl \(No space left on device\); free space, or say folder=PATH"):
+        log.write({"kind": "step", "step": 1})
+    log.close()
 
 
 def test_packed_documents_are_as_if_each_were_alone(tmp_path):
