@@ -71,7 +71,8 @@ def here(config: Train, began: float | None = None) -> int:
                 del runs["1 rank"]
         finish(config, folder, runs, summary)
     except torchrun.Stopped:
-        print("stopped before the first step; there is nothing to save")
+        print("stopped before the first step; there is nothing to save", flush=True)
+        os._exit(0)  # an ordinary end would wait for the fork server's imports; it ends by itself
     except (processes.RankError, *processes.BAD) as error:
         said = processes.sentence(error)
         print(f"ringattn train: {said or error}", file=sys.stderr)
