@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,train]'
 	@touch $@
 
-test: $(READY)  ## run the tests: no GPU needed, a few minutes
+test: $(READY)  ## run the tests: no GPU needed, ten minutes on two cores
 	$(RUN)/python -m pytest -n 2 -m 'not slow and not gpu' --durations=15 $(ARGS)
 
 test-slow: $(READY)  ## run what takes long: restarts, kernels compiled for every GPU
