@@ -131,7 +131,7 @@ def column_of(x, i):
 @triton.jit
 def decay_between(g_ptr, g_st, first, T, CHUNK: tl.constexpr, GATE: tl.constexpr):
     """From j to i for the pairs j < i, where all channels share a gate or there is none; 0 elsewhere."""
-    after = tl.arange(0, CHUNK)[:, None] > tl.arange(0, CHUNK)[None, :]
+    after = earlier(CHUNK)
     if GATE == HEAD:
         g = gates(g_ptr, g_st, first, T, 0, CHUNK, 1, 1, GATE)
         return tl.where(after, tl.exp2(tl.cumsum(tl.where(after, g, 0.0), 0)), 0.0)
