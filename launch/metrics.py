@@ -143,7 +143,7 @@ class Log:
             raise OSError(
                 f"could not write {self.file.name} ({error.strerror}); free space, or say folder=PATH"
             ) from None
-        if row["step"] < 0:  # a measurement before training, which has no place on a curve
+        if row["step"] < 0:  # a measurement of memory, which has no place on a curve
             return
         kind = row["kind"]
         numbers = {f"{kind}/{k}": v for k, v in row.items() if isinstance(v, int | float) and k != "step"}

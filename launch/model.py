@@ -6,7 +6,7 @@ B batch   T this rank's tokens   C width   V vocabulary
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -27,10 +27,7 @@ LOGITS = 2**28  # of so many numbers at once
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)); of so many tokens at once that a gate has at most `at_once` numbers, if it is said.
-
-    Such pieces are computed once more in the backward pass, each when its turn comes.
-    """
+    """down(silu(gate(x)) * up(x)); of so many tokens at once that a gate has `at_once` numbers at most, if told."""
 
     def __init__(self, dim: int, hidden: int, at_once: int | None = None):
         super().__init__()
@@ -41,13 +38,23 @@ class SwiGLU(nn.Module):
     def forward(self, x_BTC: Tensor) -> Tensor:
         if self.at_once is None:
             return self.of(x_BTC)
-        tokens = max(1, self.at_once // (self.gate.out_features * len(x_BTC)))
-        if x_BTC.shape[1] <= tokens:
-            return self.of(x_BTC)
-        return torch.cat([checkpoint(self.of, x, use_reentrant=False) for x in x_BTC.split(tokens, 1)], 1)
+        return in_pieces(self.of, tokens_at_once(self.at_once, self.gate.out_features, len(x_BTC)), x_BTC)
 
     def of(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def tokens_at_once(numbers: int, width: int, batch: int) -> int:
+    """Of how many tokens a tensor of that width has at most so many numbers."""
+    return max(1, numbers // (width * batch))
+
+
+def in_pieces(function: Callable[..., Tensor], tokens: int, *given: Tensor) -> Tensor:
+    """`function` of so many tokens at once. Backward computes each piece again, when its turn comes."""
+    if given[0].shape[1] <= tokens:
+        return function(*given)
+    pieces = zip(*(x.split(tokens, 1) for x in given), strict=True)
+    return torch.cat([checkpoint(function, *piece, use_reentrant=False) for piece in pieces], 1)
 
 
 class Block(nn.Module):
@@ -118,11 +125,7 @@ class Head(nn.Linear):
     def forward(self, x_BTC: Tensor, labels_BT: Tensor | None = None) -> Tensor:
         if labels_BT is None:
             return super().forward(x_BTC)
-        at_once = max(1, LOGITS // (self.out_features * len(x_BTC)))
-        if labels_BT.shape[1] <= at_once:
-            return self.losses(x_BTC, labels_BT)
-        pieces = zip(x_BTC.split(at_once, 1), labels_BT.split(at_once, 1), strict=True)
-        return torch.cat([checkpoint(self.losses, *piece, use_reentrant=False) for piece in pieces], 1)
+        return in_pieces(self.losses, tokens_at_once(LOGITS, self.out_features, len(x_BTC)), x_BTC, labels_BT)
 
     def losses(self, x_BTC: Tensor, labels_BT: Tensor) -> Tensor:
         logits = super().forward(x_BTC).float()

@@ -366,7 +366,8 @@ def describe(job: Job) -> str:
     itemsize = 2 if config.precision == "bfloat16" else 4
     kept, at_work = model.numbers_kept(m, config.strategy.recompute, tokens)
     corpus = job.windows.corpus
-    logits = config.batch * min(job.plan.local_len, max(1, model.LOGITS // (m.vocab * config.batch))) * m.vocab
+    at_once = min(job.plan.local_len, model.tokens_at_once(model.LOGITS, m.vocab, config.batch))
+    logits = config.batch * at_once * m.vocab
     there = job.device.type == config.device
     rows = [
         ("ranks", f"{ranks} on {config.device}, {config.precision}" + ("" if there else ", which need not be here")),

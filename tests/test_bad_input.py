@@ -313,3 +313,21 @@ def test_empty_documents_and_fully_padded_ranks_give_zeros():
         return out[:, ~padding].isfinite().all()
 
     assert all(run(one, ring=8))
+
+
+@pytest.mark.parametrize("name", ["attention", "linear_attention", "prefill", "decode"])
+def test_every_function_refuses_unknown_words_alike(name):
+    plan, x = ra.plan(seq_len=8), torch.zeros(1, 8, 2, 8)
+    cache = ra.KVCache.allocate(plan, batch=1, max_len=16, kv_heads=2, head_dim=8, dtype=x.dtype)
+    cache.append(x, x)
+    where = {"prefill": (plan, cache), "decode": (cache,)}.get(name, ())
+    spec = f"{name} has no such argument" if name == "linear_attention" else r"say spec=AttentionSpec\(causal=...\)"
+    for word, says in [
+        ("dropout", "dropout: attention dropout is not supported: it has no exact form over ranks"),
+        ("bias", "bias: an additive bias is not supported: masks are intervals"),
+        ("temprature", f"temprature: {name} has no such argument"),
+        ("is_causal", f"is_causal: {spec}"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            getattr(ra, name)(x, x, x, *where, **{word: 0.1})
+    assert cache.lengths.tolist() == [8]

@@ -1,5 +1,7 @@
 """What people put around attention: torch.compile, checkpointing, FSDP2, accumulation, autocast, no_grad."""
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -204,3 +206,26 @@ def test_no_grad_and_inference_mode_give_the_same_bits_and_keep_nothing():
 
     for graded, free, inferred in run_threads(one, ring=2):
         assert torch.equal(graded, free) and torch.equal(graded, inferred)
+
+
+HALF_IMPORTED = """
+import sys, threading, torch
+from ringattn import api
+
+def late():
+    while "ringattn.torch.inference" not in sys.modules:
+        pass
+    assert hasattr(api.part("inference", torch.zeros(1)), "prefill")
+    print("whole")
+
+sys.setswitchinterval(1e-6)
+second = threading.Thread(target=late)
+second.start()
+api.part("inference", torch.zeros(1))
+second.join()
+"""
+
+
+def test_a_thread_waits_for_what_another_one_is_importing():
+    done = subprocess.run([sys.executable, "-c", HALF_IMPORTED], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "whole", done.stderr

@@ -15,7 +15,7 @@ from ringattn.layout import Layout, Shard
 from ringattn.schedule import Schedule
 from ringattn.serving import Stripes
 from ringattn.spec import AttentionSpec, bounds
-from ringattn.torch.steps import Stop, in_order, stops
+from ringattn.torch.steps import Stop, sorted_positions, stops
 
 
 class Holder(NamedTuple):
@@ -48,7 +48,7 @@ class Chunk(NamedTuple):
 
     @property
     def positions(self) -> np.ndarray:
-        return np.arange(self.tokens) if self.queries is None else in_order(self.queries)
+        return np.arange(self.tokens) if self.queries is None else sorted_positions(self.queries)
 
 
 class Piece(NamedTuple):

@@ -137,7 +137,7 @@ def queries_run(mask: Mask, rank: int, device: torch.device, together: int = 1) 
     keys = mask.plan.keys.tokens.shard(rank)
 
     def where(shard: Shard) -> Intervals:
-        return on_device(*to_local(keys, *mask.bounds(in_order(shard))), device)
+        return on_device(*to_local(keys, *mask.bounds(sorted_positions(shard))), device)
 
     turned = Schedule(schedule_of(mask).needed.T)
     return stops(turned.visits(rank, together), mask.plan.tokens, rank, where)
@@ -164,7 +164,7 @@ def stops(
     return tuple(found)
 
 
-def in_order(shard: Shard) -> np.ndarray:
+def sorted_positions(shard: Shard) -> np.ndarray:
     """The positions of a shard, of which ranges may take turns."""
     return np.sort(np.concatenate([np.arange(r.start, r.stop, r.step) for r in shard]))
 

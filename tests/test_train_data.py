@@ -1,0 +1,56 @@
+"""What models train on: files, documents and flat tokens, read in an order that the seed alone decides."""
+
+import numpy as np
+import pytest
+
+from ringattn.conf.schema import Data
+from ringattn.launch import data
+
+
+def test_data_is_read_across_files_and_in_an_order_of_its_own(tmp_path):
+    for i, text in enumerate((b"abc", b"", b"defgh", b"ij")):
+        (tmp_path / f"{i}.txt").write_bytes(text)
+    corpus = data.open_corpus(Data(path=str(tmp_path), suffix=".txt"), 256)
+    assert len(corpus) == 10
+    for start in range(10):
+        for count in range(1, 11 - start):
+            assert bytes(corpus.read(start, count).astype(np.uint8)) == b"abcdefghij"[start : start + count]
+    cut = data.windows(corpus, Data(held_out=1), seq_len=2, seed=0)
+    assert (cut.total, len(cut)) == (4, 3)
+    epoch = [tuple(cut.train(i).tokens) for i in range(3)]
+    assert len(set(epoch)) == 3 and tuple(cut.evaluation(0).tokens) not in epoch
+    assert sorted(epoch) == sorted(tuple(cut.train(3 + i).tokens) for i in range(3))
+
+
+def test_documents_are_files_or_what_a_token_ends(tmp_path):
+    for i, text in enumerate((b"abc", b"", b"de_g", b"ij")):
+        (tmp_path / f"{i}.txt").write_bytes(text)
+    corpus = data.open_corpus(Data(path=str(tmp_path), suffix=".txt"), 256)
+
+    def window(documents: str, index: int) -> data.Window:
+        return data.windows(corpus, Data(held_out=0, documents=documents), seq_len=4, seed=0).window(index)
+
+    assert bytes(window("files", 0).tokens.astype(np.uint8)) == b"abcde"
+    assert window("files", 0).cuts.tolist() == [3] and window("files", 1).cuts.tolist() == [3]
+    assert window("files", 0).lengths(4) == [3, 1] and window("files", 1).lengths(4) == [3, 1]
+    assert window("files", 1).predicted(4).tolist() == [True, True, False, True]
+    assert window(str(ord("_")), 1).cuts.tolist() == [2] and window("", 1).lengths(4) == [4]
+
+
+def test_a_file_of_tokens(tmp_path):
+    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "tokens")
+    corpus = data.open_corpus(Data(path=str(tmp_path / "tokens"), tokens="uint16"), 1000)
+    assert corpus.read(997, 3).tolist() == [997, 998, 999]
+    with pytest.raises(ValueError, match=r"use model\.vocab=1000"):
+        data.check_vocabulary(corpus.read(0, 1000), 500)
+    assert data.unigram_entropy(corpus) == pytest.approx(np.log(992), abs=1e-6)  # 16 pieces of 62 tokens
+
+
+def test_a_file_that_is_not_flat_tokens_is_refused(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
+    with pytest.raises(ValueError, match=r"a\.npy begins with NumPy's header.*astype\('uint16'\)\.tofile\(OTHER\)"):
+        data.open_corpus(Data(path=str(tmp_path / "a.npy"), tokens="uint16"), 1000)
+    (tmp_path / "odd").write_bytes(bytes(101))
+    with pytest.raises(ValueError, match=r"odd has 101 bytes, which is no whole number of uint16 tokens"):
+        data.open_corpus(Data(path=str(tmp_path / "odd"), tokens="uint16"), 1000)
+    assert len(data.open_corpus(Data(path=str(tmp_path / "odd")), 256)) == 101

@@ -1,0 +1,273 @@
+"""What a run leaves in its folder: a checkpoint goes on anywhere; nothing half-written or of another run is read."""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ringattn.conf.schema import Cluster, Model, Train
+from ringattn.launch import checkpoint, metrics, torchrun, train
+from ringattn.launch.bench import step as bench_step
+from ringattn.launch.processes import RankError
+from ringattn.launch.trainer import work
+from tests.training import SOURCES, TINY, losses, over
+
+
+def test_a_checkpoint_goes_on_on_any_number_of_ranks(tmp_path):
+    whole = over(2, {"whole": TINY}, tmp_path)["whole"]
+    saved = over(4, {"saved": dataclasses.replace(TINY, save_every=1, keep=3)}, tmp_path)["saved"]
+    folder = tmp_path / "saved" / "checkpoints"
+    assert [p.name for p in checkpoint.complete(folder)] == ["step-00000003", "step-00000004", "step-00000005"]
+    assert not list(folder.glob("*.part"))
+    later = dataclasses.replace(TINY, resume=str(folder / "step-00000003"))
+    for ranks in (1, 2, 4):
+        rest = over(ranks, {f"on{ranks}": later}, tmp_path)[f"on{ranks}"]
+        np.testing.assert_allclose(rest, whole[3:], atol=1e-5)
+    assert rest == saved[3:]  # the same ranks: the same bits
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_checkpoint_of_a_gpu_is_of_its_step_and_goes_on(tmp_path):
+    """Copied while the next step runs: no later step may be in it."""
+    config = dataclasses.replace(
+        TINY, device="cuda", nproc=1, folder=str(tmp_path), picture=False, save_every=1, keep=9
+    )
+    assert train.here(dataclasses.replace(config, run="whole")) == 0
+    whole = losses(tmp_path / "whole")
+    for step in (1, 2, 4):
+        path = tmp_path / "whole" / "checkpoints" / checkpoint.name_of(step)
+        assert train.here(dataclasses.replace(config, run=f"from{step}", resume=str(path))) == 0
+        np.testing.assert_allclose(losses(tmp_path / f"from{step}"), whole[step:], atol=1e-3)
+
+
+def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
+    over(1, {"saved": dataclasses.replace(TINY, save_every=5)}, tmp_path)
+    path = tmp_path / "saved" / "checkpoints" / "step-00000005"
+
+    def message(config: Train) -> str:
+        with pytest.raises(RankError) as raised:
+            over(1, {"again": dataclasses.replace(config, resume=str(path))}, tmp_path)
+        return raised.value.summary
+
+    assert "model.dim is 32 there and 64 here" in message(dataclasses.replace(TINY, model=Model(dim=64)))
+    assert "seed is 0 there and 7 here; say the same" in message(dataclasses.replace(TINY, seed=7))
+    assert "seq_len is 96 there and 48 here" in message(dataclasses.replace(TINY, seq_len=48))
+    assert "data.held_out is 1 there and 2 here" in message(with_data(held_out=2))
+    assert "data.documents is '' there and 'files' here" in message(with_data(documents="files"))
+    assert re.search(r"data.tokens is '\d+ with checksum \w+' there and '\d+ with", message(with_data(suffix="r.py")))
+    assert "no whole number of steps of 3" in message(dataclasses.replace(TINY, batch=3))
+    index = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(pickle.dumps(print))
+    assert "asks for builtins.print, which no index needs" in message(TINY)
+    (path / ".metadata").unlink()
+    assert "is not a complete checkpoint; complete there: none" in message(TINY)
+    (path / ".metadata").write_bytes(index)
+    half = path.with_name("step-00000009.part")
+    path.rename(half)
+    assert checkpoint.complete(half.parent) == []
+    assert losses_after_auto(tmp_path) == 5  # nothing to go on from: a new start
+
+
+def test_a_broken_checkpoint_is_named_with_the_older_ones_on_every_rank(tmp_path):
+    over(2, {"saved": dataclasses.replace(TINY, save_every=1, keep=3)}, tmp_path)
+    older, newest = (tmp_path / "saved" / "checkpoints" / f"step-0000000{i}" for i in (4, 5))
+    again = train.resolved(dataclasses.replace(TINY, resume="auto"), 2)[0]
+
+    def said() -> str:
+        first, second = torchrun.local(refused, 2, "cpu", again, str(tmp_path / "saved"))
+        assert first == second and "\n" not in first and str(older) in first
+        return first
+
+    part = newest / "__1_0.distcp"
+    whole = part.read_bytes()
+    part.write_bytes(whole[:1000])
+    assert f"{newest} cannot be read (" in said()
+    part.unlink()
+    assert "No such file or directory" in said()
+    part.write_bytes(whole)
+    (newest / "state.json").write_text('{"step": 5}')
+    assert "state.json: KeyError 'model'" in said()
+    (newest / "state.json").write_text("{")
+    assert "state.json: JSONDecodeError" in said()
+    with pytest.raises(ValueError, match=f"say resume={newest}"):
+        checkpoint.read_state(tmp_path / "saved")
+
+
+def test_a_checkpoint_from_before_it_knew_its_data_goes_on(tmp_path):
+    over(1, {"saved": dataclasses.replace(TINY, save_every=3, steps=3)}, tmp_path)
+    path = tmp_path / "saved" / "checkpoints" / "step-00000003" / "state.json"
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({name: saved[name] for name in ("step", "model", "sequences", "seed")}))
+    assert len(over(1, {"saved": dataclasses.replace(TINY, resume="auto")}, tmp_path)["saved"]) == 5
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
+    """Also one that a longer run of before left rows behind; and the last step is in the log, however few are."""
+    config = dataclasses.replace(
+        TINY, device="cpu", nproc=1, folder=str(tmp_path), run="run", save_every=2, log_every=9, steps=4, picture=False
+    )
+    assert train.here(config) == 0
+    assert "in 1 steps" in capsys.readouterr().out
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert [r["step"] for r in rows if r["kind"] == "step"] == [4]
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "step", "step": 8, "loss": 77.0}) + "\n")
+    for more in ({}, {"run": "other", "resume": str(tmp_path / "run" / "checkpoints" / "step-00000004")}):
+        assert train.here(dataclasses.replace(config, **{"resume": "auto", **more})) == 0
+        said = capsys.readouterr().out
+        assert "77.0" not in said and ("nothing was left to train" in said or "already at step 4 of 4" in said)
+
+
+def losses_after_auto(folder: Path) -> int:
+    return len(over(1, {"saved": dataclasses.replace(TINY, resume="auto")}, folder)["saved"])
+
+
+def test_training_waits_for_a_copy_and_nothing_else(tmp_path, monkeypatch):
+    """What torch does to save takes as long as it likes beside the training; the copies lie in memory that is kept."""
+    one = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(one.parameters())
+    checkpoint.start_moments(optimizer)
+    may, saved = threading.Event(), checkpoint.dcp.save
+    monkeypatch.setattr(checkpoint.dcp, "save", lambda *args, **more: may.wait() and saved(*args, **more))
+    with alone():
+        checkpoints = checkpoint.Checkpoints(tmp_path, 2, None)
+        checkpoints.save(1, one, optimizer, {"model": {}})
+        where = {name: copy.data_ptr() for name, copy in checkpoints.copies.items()}
+        assert checkpoint.complete(checkpoints.folder) == []
+        before = one.weight.detach().clone()
+        with torch.no_grad():
+            one.weight.zero_()  # the training goes on
+        may.set()
+        checkpoints.save(2, one, optimizer, {"model": {}})
+        assert where == {name: copy.data_ptr() for name, copy in checkpoints.copies.items()}
+        checkpoints.finish()
+        for step, expected in ((1, before), (2, torch.zeros(64, 64))):
+            found = {"weight": torch.empty(64, 64)}
+            checkpoint.dcp.load(found, checkpoint_id=str(checkpoints.folder / checkpoint.name_of(step)))
+            assert torch.equal(found["weight"], expected)
+
+
+def test_a_disk_without_room_is_said_with_what_to_do_and_nothing_half_written_stays(tmp_path, monkeypatch):
+    one = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(one.parameters())
+
+    def full(*args, checkpoint_id, **more):
+        (Path(checkpoint_id) / "__0_0.distcp").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.dcp, "save", full)
+    with alone():
+        checkpoints = checkpoint.Checkpoints(tmp_path, 2, None)
+        checkpoints.save(7, one, optimizer, {})
+        with pytest.raises(OSError, match=r"save step 7 in .*, where .* MB are free \(free space, or say folder"):
+            checkpoints.finish()
+        assert list(checkpoints.folder.iterdir()) == []
+
+
+def test_a_run_never_writes_into_anothers_folder(tmp_path, capsys):
+    config = dataclasses.replace(TINY, device="cpu", nproc=1, folder=str(tmp_path), run="run", steps=2, picture=False)
+    assert train.here(config) == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    capsys.readouterr()
+    elsewhere = {"resume": str(tmp_path / "other" / "checkpoints" / "step-00000001")}
+    for more in ({}, elsewhere, {"cluster": Cluster(kind="ray")}):
+        if "cluster" in more:  # whose driver asks the same function
+            with pytest.raises(ValueError, match="holds a run"):
+                train.new_folder(dataclasses.replace(config, **more))
+            continue
+        assert train.here(dataclasses.replace(config, **more)) == 2
+        said = f"ringattn train: {tmp_path}/run holds a run; say resume=auto to go on, or another run=NAME\n"
+        assert capsys.readouterr().err == said
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert train.here(dataclasses.replace(config, resume="auto")) == 0
+
+
+@pytest.mark.slow
+def test_restarts_of_torchrun_refuse_what_the_first_attempt_did_and_go_on_with_their_own(tmp_path):
+    """A refusal is a failure for torchrun, which starts the ranks again: they must not take it for their own run."""
+    words = ("model.dim=32", "seq_len=96", f"folder={tmp_path}", "device=cpu", "picture=false", "steps=3",
+             "data=files", "data.suffix=.py", f"data.path={SOURCES}", "data.held_out=1", "run=run")  # fmt: skip
+    agent = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    where = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent.parent}:{tmp_path}", "OMP_NUM_THREADS": "1"}
+
+    def run() -> tuple[int, str]:
+        command = (*agent, "-m", "ringattn.launch.train", "cluster=torchrun", *words)
+        done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=600)
+        return done.returncode, done.stdout + done.stderr
+
+    killed = "import os, ringattn.launch.trainer as t\nof = t.train_step\ndef once(job):\n    if job.step == 2 and "
+    killed += "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(9)\n    return of(job)\nt.train_step = once\n"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os\nif 'RANK' in os.environ:\n{textwrap.indent(killed, '    ')}"
+    )
+    status, said = run()  # dies before anything was saved, and starts again in its own folder
+    assert status == 0 and "in 3 steps" in said, said
+    (tmp_path / "sitecustomize.py").unlink()
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    status, said = run()
+    assert status != 0 and said.count("holds a run; say resume=auto") == 2, said
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_each_run_of_a_sweep_has_a_folder_of_its_own_and_says_which_it_is(capsys):
+    pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
+    from ringattn.conf import compose
+
+    def names(*words: str) -> list[str | None]:
+        found: list[str | None] = []
+        assert compose.run(["--multirun", *words], lambda config: found.append(config.run) or 0) == 0
+        return found
+
+    assert names("run=sw", "optimizer.lr=1e-3,3e-3") == ["sw-0", "sw-1"]
+    assert capsys.readouterr().err == "optimizer.lr=0.001:\noptimizer.lr=0.003:\n"
+    assert names("run=a,b") == ["a", "b"] and names("run=a", "steps=3") == ["a"] and names("steps=3,4") == [None] * 2
+
+
+def test_a_run_says_what_it_was(tmp_path):
+    over(2, {"run": TINY}, tmp_path)
+    about = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert about["ranks"] == 2 and about["config"]["seq_len"] == 96 and about["torch"]
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert {"loss", "lr", "tokens_per_second", "mfu", "memory_mib"} <= set(rows[0])
+    assert [np.isfinite(r["loss"]) for r in rows if r["kind"] == "eval"] == [True]
+    (row,) = bench_step.run(bench_step.Options(str(tmp_path / "run"), repeats=1))
+    assert row["ranks"] == 2 and 0 < row["ratio"] < 1 and row["loss"] == losses(tmp_path / "run")[-1]
+
+
+def with_data(**choices) -> Train:
+    return dataclasses.replace(TINY, data=dataclasses.replace(TINY.data, **choices))
+
+
+def refused(config: Train, folder: str) -> str:
+    """What a rank says that cannot go on."""
+    try:
+        work(config, folder, time.time())
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
