@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.linear import Kept, Later, Room, Scan, State, now
+from ringattn.kernels.linear import Later, Room, Scan, State, now
 
 CHUNK = 64
 AT_ONCE = 2**18  # numbers in one tensor of the working set
@@ -53,13 +53,13 @@ def scan_gradients(q: Tensor, dout: Tensor, g: Tensor | None, begin: Tensor | No
 
 def room(k: Tensor, v: Tensor) -> Room:
     """For the states before all chunks, [B, H, N, K, V]."""
-    (B, T, H, K), dtype = k.shape, accumulator(k)
-    return [((B, H, -(-T // CHUNK), K, v.shape[-1]), dtype), ((0,), dtype)]
+    B, T, H, K = k.shape
+    return (B, H, -(-T // CHUNK), K, v.shape[-1]), accumulator(k)
 
 
 def read_out(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan, start_kv: Later,
-    scale: float, kept: Kept | None = None,
+    scale: float, kept: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """out [B, T, H, V] in q's dtype: in each chunk the products within, and q against the state before it."""
     out = q.new_empty(*q.shape[:3], v.shape[-1])
@@ -69,26 +69,26 @@ def read_out(
         own = scan.saved[n] if scan.saved else own_states(ks, vs, d)
         before, state = walk(own, state)
         if kept is not None:
-            kept.states[:, :, of_chunks(p)] = before
+            kept[:, :, of_chunks(p)] = before
         put(out, p, weights(qs, ks, d) @ vs + (qs * d.from_start) @ before)
     return out
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan | Kept, start_kv: Later,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan | Tensor, start_kv: Later,
     rscan: Scan, dout: Tensor, dend_kv: Later, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dg) in the dtypes and shapes of their inputs; `dend_kv`: of the state behind the last token."""
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dg = None if g is None else torch.empty_like(g, memory_format=torch.contiguous_format)
     parts = pieces(q, v)
-    starts = [] if isinstance(scan, Kept) else before_pieces(k, v, g, begin, scan, start_kv)
+    starts = [] if isinstance(scan, Tensor) else before_pieces(k, v, g, begin, scan, start_kv)
     dstate = now(dend_kv)
     for n, p in reversed(list(enumerate(parts))):
         d, qs, ks = decays(k, g, begin, p), chunks(q, p) * scale, chunks(k, p)
         vs, douts = chunks(v, p), chunks(dout, p)
-        if isinstance(scan, Kept):
-            before = scan.states[:, :, of_chunks(p)].contiguous()  # other strides, other bits
+        if isinstance(scan, Tensor):
+            before = scan[:, :, of_chunks(p)].contiguous()  # other strides, other bits
         else:
             before, _ = walk(scan.saved[n] if scan.saved else own_states(ks, vs, d), starts[n])
         own = rscan.saved[len(parts) - 1 - n] if rscan.saved else own_gradients(qs, douts, d)

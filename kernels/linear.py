@@ -11,9 +11,9 @@ Every implementation has the same functions, and must equal `recurrent`. What ra
     read_out(q, k, v, g, begin, scan, start_kv, scale[, kept]) -> out     given the state before the first token
     scan_gradients(q, dout, g, begin, scale) -> Scan             the start state's gradient, if the end state has none
     gradients(q, k, v, g, begin, scan, start_kv, rscan, dout, dend_kv, scale) -> dq, dk, dv, dg
-    room(k, v) -> Room                                           what a Kept takes
+    room(k, v) -> Room                                           for the states before all chunks
 
-Backward wants the state before every chunk once more. `read_out` writes them into `kept`, if it is given one, and
+Backward wants the state before every chunk once more. `read_out` writes them into `kept`, if it is given that room, and
 `gradients` takes that in the place of the scan: nothing is walked again, and it gives the same bits.
 
 q, k [B, T, H, K], v [B, T, H, V]; g [B, T, H, K], [B, T, H] or None (no decay). `begin` [1 or B, T] int32 or None: the
@@ -62,14 +62,7 @@ class Scan(NamedTuple):
     saved: Any = None
 
 
-class Kept(NamedTuple):
-    """The state before each chunk, and what else a kernel knows of chunks, from `read_out` to `gradients`."""
-
-    states: Tensor
-    more: Tensor
-
-
-Room = list[tuple[tuple[int, ...], Any]]  # the size and dtype of each tensor of a Kept
+Room = tuple[tuple[int, ...], Any]  # the size and dtype of the states before all chunks
 
 
 def compose(earlier: State, later: State) -> State:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn.kernels import chunkwise
-from ringattn.kernels.linear import Kept, State, compose
+from ringattn.kernels.linear import State, compose
 from ringattn.kernels.recurrent import parallel, recurrent
 from ringattn.launch.oracle import error
 from tests.linear_oracle import K, begins, inputs, truth
@@ -23,10 +23,11 @@ def found(given, begin, start=True, passes=chunkwise, keep=False):
     q, k, v, g, dout, dend = (given[n] for n in ("q", "k", "v", "g", "dout", "dend"))
     state, scale = given["state"] if start else None, K**-0.5
     own = passes.scan_states(k, v, g, begin)
-    kept = Kept(*(torch.full(sizes, torch.nan, dtype=dtype) for sizes, dtype in passes.room(k, v))) if keep else None
+    sizes, dtype = passes.room(k, v)
+    kept = torch.full(sizes, torch.nan, dtype=dtype) if keep else None
     out = passes.read_out(q, k, v, g, begin, own, state, scale, kept)
     back = passes.scan_gradients(q, dout, g, begin, scale)
-    dq, dk, dv, dg = passes.gradients(q, k, v, g, begin, kept or own, state, back, dout, dend, scale)
+    dq, dk, dv, dg = passes.gradients(q, k, v, g, begin, kept if keep else own, state, back, dout, dend, scale)
     end = own.end.after(given["state"]) if start else own.end.kv
     result = {"out": out, "end": end, "dq": dq, "dk": dk, "dv": dv, "dstate": back.end.after(dend)}
     return result if g is None else {**result, "dg": dg}

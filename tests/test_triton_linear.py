@@ -9,7 +9,6 @@ import torch
 from triton._C.libtriton.ir import INPUT_PRECISION
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from ringattn.kernels.linear import Kept
 from ringattn.kernels.recurrent import recurrent
 from ringattn.kernels.triton import linear
 from ringattn.launch.bench import linear as bench
@@ -98,11 +97,11 @@ def truth_of(x: Given) -> dict[str, torch.Tensor]:
 def found_by(x: Given, kernels: object = linear, keep: bool = False) -> dict[str, torch.Tensor]:
     """The passes, one after the other, as one rank runs them; `keep`: the states before all chunks, for backward."""
     scan = kernels.scan_states(x.k, x.v, x.g, x.begin)
-    room = kernels.room(x.k, x.v) if keep else []
-    kept = Kept(*(torch.full(sizes, torch.nan, dtype=dtype, device=DEVICE) for sizes, dtype in room)) if keep else None
+    sizes, dtype = kernels.room(x.k, x.v)
+    kept = torch.full(sizes, torch.nan, dtype=dtype, device=DEVICE) if keep else None
     out = kernels.read_out(x.q, x.k, x.v, x.g, x.begin, scan, x.start, x.scale, kept)
     rscan = kernels.scan_gradients(x.q, x.dout, x.g, x.begin, x.scale)
-    rest = (x.begin, kept or scan, None if kept else x.start, rscan, x.dout, x.dend, x.scale)
+    rest = (x.begin, kept if keep else scan, None if keep else x.start, rscan, x.dout, x.dend, x.scale)
     dq, dk, dv, dg = kernels.gradients(x.q, x.k, x.v, x.g, *rest)
     zero = torch.zeros_like(scan.end.kv)
     end = scan.end.after(zero if x.start is None else x.start)

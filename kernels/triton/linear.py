@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels import Problem
-from ringattn.kernels.linear import Kept, Later, Room, Scan, State, now
+from ringattn.kernels.linear import Later, Room, Scan, State, now
 from ringattn.kernels.triton import cannot_run
 from ringattn.kernels.triton.blocks import launch
 from ringattn.kernels.triton.launch import cdiv, power_of_2
@@ -82,14 +82,14 @@ def entry(key: str, width: int) -> Cuts:
 
 
 class Segments(NamedTuple):
-    """What a scan saves, float32: of each segment the state it leaves from zero, its decay, and the state before it.
+    """What a scan saves, float32: the state before each segment (of gradients: behind it) if it is zero before all.
 
-    In a scan of gradients: behind it. `before` is for a start state (an end state's gradient) of zero.
+    And what the gates leave of the state before them all, base 2, and the strongest decay of a channel in each chunk.
     """
 
-    ends: Tensor  # [B, S, H, K, V]
-    decays: Tensor  # [B, S, H, G], base 2
     before: Tensor  # [B, S, H, K, V]
+    passed: Tensor  # [B, S, H, G]
+    strongest: Tensor  # [B, N, H, tiles of channels]; of a channel's own gates only
 
 
 def scan_states(k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None) -> Scan:
@@ -103,32 +103,30 @@ def scan_gradients(q: Tensor, dout: Tensor, g: Tensor | None, begin: Tensor | No
 
 
 def room(k: Tensor, v: Tensor) -> Room:
-    """For the states before all chunks, [B, N, H, K, V], and for their strongest decays."""
+    """For the states before all chunks, [B, N, H, K, V]."""
     return Call(k, v, None, None).room()
 
 
 def read_out(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan, start_kv: Later,
-    scale: float, kept: Kept | None = None,
+    scale: float, kept: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """out [B, T, H, V] in q's dtype: in each chunk the products within, and q against the state before it."""
     call = Call(k, v, g, begin)
-    states, strongest = call.states(k, v, scan.saved, now(start_kv), 1.0, reverse=False, kept=kept)
-    return call.apply(q, v, call.scores(q, k, strongest, scale), states, scale, reverse=False)
+    a = call.scores(q, k, scan.saved.strongest, scale)  # while the state before the first token may be on its way
+    states = call.states(k, v, scan.saved, now(start_kv), 1.0, reverse=False, kept=kept)
+    return call.apply(q, v, a, states, scale, reverse=False)
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan | Kept, start_kv: Later,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan | Tensor, start_kv: Later,
     rscan: Scan, dout: Tensor, dend_kv: Later, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dg) in the dtypes and shapes of their inputs; `dend_kv`: of the state behind the last token."""
-    call = Call(k, v, g, begin)
-    if isinstance(scan, Kept):
-        states, strongest = scan
-    else:
-        states, strongest = call.states(k, v, scan.saved, now(start_kv), 1.0, reverse=False)
+    call, strongest = Call(k, v, g, begin), rscan.saved.strongest
+    states = scan if isinstance(scan, Tensor) else call.states(k, v, scan.saved, now(start_kv), 1.0, reverse=False)
     a = call.scores(q, k, strongest, scale)  # while the gradient of the end state may be on its way
-    dstates, _ = call.states(q, dout, rscan.saved, now(dend_kv), scale, reverse=True)
+    dstates = call.states(q, dout, rscan.saved, now(dend_kv), scale, reverse=True)
     dv = call.apply(k, dout, a, dstates, 1.0, reverse=True)
     dq, dk, dg = call.gradients(q, k, v, dout, states, dstates, strongest, scale)
     return dq, dk, dv, dg
@@ -184,58 +182,46 @@ class Call:
 
     def scan(self, x: Tensor, y: Tensor, scale: float, reverse: bool) -> Scan:
         """All segments walked at the same time from a state of zero, and joined."""
-        tiles_k, tiles_v = self.tiles(self.cuts.states)
+        (tiles_k, tiles_v), G = self.tiles(self.cuts.states), self.K if self.gate == CHANNEL else 1
         S = max(1, min(self.N, cdiv(PROGRAMS, self.B * self.H * tiles_k * tiles_v)))
         ends, before = (self.empty(self.B, S, self.H, self.K, self.V) for _ in range(2))
-        saved = Segments(ends, self.empty(self.B, S, self.H, self.K if self.gate == CHANNEL else 1), before)
-        self.walk(x, y, saved, before, None, None, scale, reverse)
-        return Scan(self.join(saved, None, before, reverse), saved)
+        decays, passed = (self.empty(self.B, S, self.H, G) for _ in range(2))
+        strongest = self.empty(self.B, self.N, self.H, tiles_k)
+        self.walk(x, y, (x, before, passed, x, ends, decays, strongest), S, scale, reverse)
+        whole = State(self.empty(self.B, self.H, G), self.empty(self.B, self.H, self.K, self.V))
+        launch(
+            join_kernel, (self.B * self.H, cdiv(self.K, JOIN.keys), cdiv(self.V, JOIN.values)),
+            (ends, decays, before, passed, whole.kv, whole.log_decay), (S, self.H), JOIN,
+            K=self.K, V=self.V, BLOCK_K=JOIN.keys, BLOCK_V=JOIN.values, GATE=self.gate.value, REVERSE=reverse,
+        )  # fmt: skip
+        return Scan(whole, Segments(before, passed, strongest))
 
     def room(self) -> Room:
-        """The sizes and dtypes of what `states` finds."""
-        chunks = (self.B, self.N, self.H)
-        return [((*chunks, self.K, self.V), self.inner), ((*chunks, self.tiles(self.cuts.states)[0]), torch.float32)]
+        """The size and dtype of what `states` finds."""
+        return (self.B, self.N, self.H, self.K, self.V), self.inner
 
     def states(
         self, x: Tensor, y: Tensor, saved: Segments, first: Tensor | None, scale: float, reverse: bool,
-        kept: Kept | None = None,
-    ) -> Kept:  # fmt: skip
-        """The state before each chunk (in reverse: behind), [B, N, H, K, V], if `first` is the one before them all.
-
-        And the strongest decay of a channel across each chunk, [B, N, H, tiles of channels], not in reverse.
-        """
-        before = saved.before
-        if first is not None:
-            before = torch.empty_like(before)
-            self.join(saved, first.float().contiguous(), before, reverse)
-        found = kept or Kept(*(self.empty(*sizes, dtype=dtype) for sizes, dtype in self.room()))
-        self.walk(x, y, saved, before, *found, scale, reverse)
+        kept: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The state before each chunk (in reverse: behind), [B, N, H, K, V], if `first` is the one before them all."""
+        sizes, dtype = self.room()
+        found = self.empty(*sizes, dtype=dtype) if kept is None else kept
+        begins = x if first is None else first.float().contiguous()
+        others = (begins, saved.before, saved.passed, found, saved.before, saved.passed, saved.strongest)
+        self.walk(x, y, others, saved.before.shape[1], scale, reverse, STORE=True, FIRST=first is not None)
         return found
 
     def walk(
-        self, x: Tensor, y: Tensor, saved: Segments, before: Tensor, states: Tensor | None, strongest: Tensor | None,
-        scale: float, reverse: bool,
+        self, x: Tensor, y: Tensor, others: tuple[Tensor, ...], S: int, scale: float, reverse: bool,
+        STORE: bool = False, FIRST: bool = False,
     ) -> None:  # fmt: skip
-        cut, S = self.cuts.states, before.shape[1]
-        tiles_k, tiles_v = self.tiles(cut)
-        writes = (before if states is None else states, before if strongest is None else strongest)
+        """Over the chunks of every segment; tensors that this walk has no use for stand in for themselves."""
+        tiles_k, tiles_v = self.tiles(self.cuts.states)
         self.launch(
-            states_kernel, self.B * S * self.H * tiles_k * tiles_v, cut,
-            (x, y), (before, *writes, saved.ends, saved.decays), scale, cdiv(self.N, S), S,
-            REVERSE=reverse, STORE=states is not None,
+            states_kernel, self.B * S * self.H * tiles_k * tiles_v, self.cuts.states, (x, y), others,
+            scale, cdiv(self.N, S), S, REVERSE=reverse, STORE=STORE, FIRST=FIRST,
         )  # fmt: skip
-
-    def join(self, saved: Segments, first: Tensor | None, before: Tensor, reverse: bool) -> State:
-        """Writes the state before each segment to `before`; what all of them do to the state."""
-        end, S = self.empty(self.B, self.H, self.K, self.V), before.shape[1]
-        log_decay = self.empty(self.B, self.H, saved.decays.shape[-1])
-        launch(
-            join_kernel, (self.B * self.H, cdiv(self.K, JOIN.keys), cdiv(self.V, JOIN.values)),
-            (saved.ends, saved.decays, end if first is None else first, before, end, log_decay), (S, self.H),
-            JOIN, K=self.K, V=self.V, BLOCK_K=JOIN.keys, BLOCK_V=JOIN.values, GATE=self.gate.value, REVERSE=reverse,
-            FIRST=first is not None,
-        )  # fmt: skip
-        return State(log_decay, end)
 
     def both(self, cut: Cut, strong: Cut) -> list[tuple[bool, Cut]]:
         """The launches of a kernel that passes over chunks: without strong decays and, where there can be, with."""

@@ -5,7 +5,8 @@
 
 Only the walk from state to state is sequential. So the sequence is cut into segments, which are walked at the same time
 from a state of zero; joining what they leave is quick, and says what the state is before each of them. A second walk
-starts there and writes down the state before every chunk. In reverse, with q and dout for k and v, the same kernels
+starts there and writes down the state before every chunk; what the state before the first token adds to each segment's
+is what the gates leave of it, so that state may come late. In reverse, with q and dout for k and v, the same kernels
 give the gradient for the state behind every chunk.
 
 Gates are in base 2 here, and none is below -256: 2^-256 is 0, and larger numbers would cost the sums their bits.
@@ -55,6 +56,25 @@ def store(
 ):  # fmt: skip
     at, inside = block(ptr, first, stop, column, stride_row, stride_col, ROWS, COLS, WIDTH)
     tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_decays(ptr, segment, column, K: tl.constexpr, WIDTH: tl.constexpr, GATE: tl.constexpr):
+    """The decays of a segment's channels, [WIDTH] or, where channels share one, [1]."""
+    if GATE == CHANNEL:
+        channels = column + tl.arange(0, WIDTH)
+        return tl.load(ptr + segment * K + channels, mask=channels < K, other=0.0)
+    else:
+        return tl.load(ptr + segment + tl.arange(0, 1))
+
+
+@triton.jit
+def store_decays(ptr, x, segment, column, K: tl.constexpr, WIDTH: tl.constexpr, GATE: tl.constexpr):
+    if GATE == CHANNEL:
+        channels = column + tl.arange(0, WIDTH)
+        tl.store(ptr + segment * K + channels, x, mask=channels < K)
+    elif column == 0:
+        tl.store(ptr + segment + tl.arange(0, 1), x)
 
 
 @triton.jit
@@ -132,16 +152,17 @@ def seen_from_end(begin_ptr, first, T, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "length", "S"])
 def states_kernel(
-    x_ptr, y_ptr, g_ptr, begin_ptr, starts_ptr, states_ptr, strongest_ptr, ends_ptr, decays_ptr,
+    x_ptr, y_ptr, g_ptr, begin_ptr, first_ptr, before_ptr, passed_ptr, states_ptr, ends_ptr, decays_ptr, strongest_ptr,
     x_st, y_st, g_st, begin_st, T, N, H, scale, length, S,
     K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    GATE: tl.constexpr, DOCS: tl.constexpr, REVERSE: tl.constexpr, STORE: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    GATE: tl.constexpr, DOCS: tl.constexpr, REVERSE: tl.constexpr, STORE: tl.constexpr, FIRST: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Walks one segment with a tile of the state: x and y are k and v or, in reverse, q and dout.
 
-    With STORE it begins at `starts` and writes the state before (in reverse: behind) each chunk; without, it begins at
-    zero and writes what is left at the end, and the decay of the whole segment.
+    With STORE it begins at `before`, with FIRST at what `passed` leaves of `first` besides, and writes the state before
+    (in reverse: behind) each chunk. Without, it begins at zero and writes what is left at the end, the decay of the
+    whole segment and, of each chunk, that of the channel that decays the most.
     """
     TILES_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     TILES_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -153,11 +174,14 @@ def states_kernel(
     g_ptr += b * g_st[0] + h * g_st[2]
     begin_ptr += b * begin_st
     segment = (b * S + s) * H + h
+    GATES: tl.constexpr = BLOCK_K if GATE == CHANNEL else 1
     if STORE:
-        state = load(starts_ptr + segment * (K * V), column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
+        state = load(before_ptr + segment * (K * V), column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
     else:
         state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
-    GATES: tl.constexpr = BLOCK_K if GATE == CHANNEL else 1
+    if FIRST:
+        start = load(first_ptr + (b * H + h) * (K * V), column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
+        state += tl.exp2(load_decays(passed_ptr, segment, column_k, K, BLOCK_K, GATE))[:, None] * start
     decay = tl.zeros([GATES], tl.float32)
     lo = s * length
     hi = tl.minimum(lo + length, N)
@@ -176,9 +200,9 @@ def states_kernel(
         else:
             ahead = behind(g_ptr, g_st, through, total, first, T, column_k, CHUNK, K, BLOCK_K, GATE, EXACT)
             x = x * tl.exp2(ahead)
-        if STORE and not REVERSE and GATE == CHANNEL:  # noqa: SIM102
+        if not STORE and GATE == CHANNEL:  # noqa: SIM102
             if column_v == 0:
-                tl.store(strongest_ptr + chunk * TILES_K + tile // TILES_V, tl.min(total, 0))
+                tl.store(strongest_ptr + ((b * N + n) * H + h) * TILES_K + tile // TILES_V, tl.min(total, 0))
         if DOCS:
             x = tl.where((seen_from_start if REVERSE else seen_from_end)(begin_ptr, first, T, CHUNK), x, 0.0)
             last = tl.load(begin_ptr + tl.minimum(first + CHUNK, T) - 1)
@@ -188,42 +212,34 @@ def states_kernel(
     if not STORE:
         store(ends_ptr + segment * (K * V), state, column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
         if column_v == 0:
-            if GATE == CHANNEL:
-                channels = column_k + tl.arange(0, BLOCK_K)
-                tl.store(decays_ptr + segment * K + channels, decay, mask=channels < K)
-            elif column_k == 0:
-                tl.store(decays_ptr + segment + tl.arange(0, 1), decay)
+            store_decays(decays_ptr, decay, segment, column_k, K, BLOCK_K, GATE)
 
 
 @triton.jit(do_not_specialize=["S"])
 def join_kernel(
-    ends_ptr, decays_ptr, first_ptr, starts_ptr, end_ptr, log_decay_ptr, S, H,
+    ends_ptr, decays_ptr, before_ptr, passed_ptr, end_ptr, log_decay_ptr, S, H,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    GATE: tl.constexpr, REVERSE: tl.constexpr, FIRST: tl.constexpr,
+    GATE: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """The state before each segment and behind the last (in reverse: behind each, and before the first)."""
+    """The state before each segment and behind the last (in reverse: behind each, and before the first), from zero.
+
+    And the decay from the first segment's start (in reverse: from the last one's end) to there.
+    """
     row = tl.program_id(0).to(tl.int64)
     column_k = tl.program_id(1) * BLOCK_K
     column_v = tl.program_id(2) * BLOCK_V
     b, h = row // H, row % H
-    channels = column_k + tl.arange(0, BLOCK_K)
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
-    if FIRST:
-        state += load(first_ptr + row * (K * V), column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
-    whole = tl.zeros([BLOCK_K], tl.float32)
+    passed = tl.zeros([BLOCK_K if GATE == CHANNEL else 1], tl.float32)
     for i in tl.range(0, S):
         segment = (b * S + (S - 1 - i if REVERSE else i)) * H + h
-        store(starts_ptr + segment * (K * V), state, column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
-        if GATE == CHANNEL:
-            decay = tl.load(decays_ptr + segment * K + channels, mask=channels < K, other=0.0)
-        else:
-            decay = tl.load(decays_ptr + segment + channels * 0)
+        store(before_ptr + segment * (K * V), state, column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
+        if column_v == 0:
+            store_decays(passed_ptr, passed, segment, column_k, K, BLOCK_K, GATE)
+        decay = load_decays(decays_ptr, segment, column_k, K, BLOCK_K, GATE)
         end = load(ends_ptr + segment * (K * V), column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
         state = state * tl.exp2(decay)[:, None] + end
-        whole += decay
+        passed += decay
     store(end_ptr + row * (K * V), state, column_k, K, column_v, V, 1, BLOCK_K, V, BLOCK_V)
     if column_v == 0:
-        if GATE == CHANNEL:
-            tl.store(log_decay_ptr + row * K + channels, whole * LN2, mask=channels < K)
-        elif column_k == 0:
-            tl.store(log_decay_ptr + row + channels * 0, whole * LN2, mask=channels == 0)
+        store_decays(log_decay_ptr, passed * LN2, row, column_k, K, BLOCK_K, GATE)

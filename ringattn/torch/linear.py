@@ -19,7 +19,7 @@ from ringattn import kernels
 from ringattn.check import of_choice, of_linear, of_scale, of_state
 from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.linear import Kept, Room
+from ringattn.kernels.linear import Room
 from ringattn.planning import LIVE, Plan
 from ringattn.segments import BEFORE, WAYS, choose, order, segments
 from ringattn.spec import Docs
@@ -158,13 +158,12 @@ def rows(x: Tensor, parts: int) -> Tensor:
     return x.unflatten(1, (parts, -1)).flatten(0, 1)
 
 
-def empty_states(kernel: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Kept | None:
+def empty_states(kernel: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Tensor | None:
     """Room for the states before all chunks, if they are small beside the inputs, which backward needs in any case."""
     room: Room = kernel.room(k, v)
-    size = sum(prod(sizes) * dtype.itemsize for sizes, dtype in room)
-    if size > SHARE * sum(prod(x.shape) * x.itemsize for x in (q, k, v, g) if x is not None):
-        return None
-    return Kept(*(q.new_empty(sizes, dtype=dtype) for sizes, dtype in room))
+    sizes, dtype = room
+    inputs = sum(prod(x.shape) * x.itemsize for x in (q, k, v, g) if x is not None)
+    return q.new_empty(sizes, dtype=dtype) if prod(sizes) * dtype.itemsize <= SHARE * inputs else None
 
 
 @lru_cache(maxsize=32)
@@ -203,9 +202,9 @@ def forward(
     scan: str,
     return_state: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, the state behind the last token), and for backward, if it will want them: the state before each of this
-    rank's segments, or those before each chunk and what else is kept with them."""
+    rank's segments, or those before each chunk."""
     call = Call(q, v, docs, plan, kernel, scan)
     if check:
         named = {"q": q, "k": k, "v": v, "log_decay": g, "initial_state": initial}
@@ -219,8 +218,8 @@ def forward(
         start, nothing = flying.before(), own.end.kv.new_empty
         start = start if keep and kept is None and not call.alone else None
         end = flying.behind if return_state else nothing(0)
-    found = kept or (nothing(0), nothing(0))
-    return call.whole(out).contiguous(), end, nothing(0) if start is None else start, *found
+    start, kept = (nothing(0) if x is None else x for x in (start, kept))
+    return call.whole(out).contiguous(), end, start, kept
 
 
 @forward.register_fake
@@ -235,7 +234,7 @@ def _(
     found = empty_states(selected(q, v, kernel), *folded) if keep else None
     walked = keep and found is None and live.ring * live.ulysses > 1
     start = q.new_empty(B * P, H, K, V, dtype=dtype) if walked else q.new_empty(0, dtype=dtype)
-    return q.new_empty(B, T, H, V), end, start, *(found or (q.new_empty(0, dtype=dtype), q.new_empty(0, dtype=dtype)))
+    return q.new_empty(B, T, H, V), end, start, q.new_empty(0, dtype=dtype) if found is None else found
 
 
 @torch.library.custom_op("ringattn::linear_attention_backward", mutates_args=())
@@ -247,8 +246,7 @@ def backward(
     initial: Tensor | None,
     docs: Tensor | None,
     start: Tensor,
-    before_chunks: Tensor,
-    more: Tensor,
+    kept: Tensor,
     dout: Tensor,
     dend: Tensor | None,
     plan: int,
@@ -265,8 +263,8 @@ def backward(
         if dend is not None and not call.alone:
             dend = states.total_at(call.plan, dend, call.way, last[0])
         flying = call.exchange(back.end, dend, backward=True)
-        own = Kept(before_chunks, more)
-        if not before_chunks.numel():  # walked again, while the gradients of the states are on their way
+        own = kept
+        if not kept.numel():  # walked again, while the gradients of the states are on their way
             own = call.kernel.scan_states(k, v, g, call.begin)
         before = initial if call.alone else start
         dq, dk, dv, dg = call.kernel.gradients(q, k, v, g, call.begin, own, before, back, dout, flying.before, scale)
