@@ -249,6 +249,22 @@ def test_caches(test, sizes):
     run(test, **sizes)
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_state_stays_as_it_was_saved(window):
+    _, k, v = draw(T=40)
+    spec = {"max_len": 40, "kv_heads": 2, "head_dim": 8, "dtype": k.dtype, "window": window, "room": 5, "block": 2}
+    cache = KVCache.allocate(ra.plan(seq_len=5), batch=2, **spec)
+    for at in range(0, 15, 5):
+        cache.append(k[:, at : at + 5], v[:, at : at + 5])
+    kept, origin, state = (cache.k.clone(), cache.v.clone()), cache.stripes.origin, cache.state_dict()
+    cache.truncate(12)
+    for at in range(15, 40, 5):  # other tokens; with a window, over memory that moves
+        cache.append(k[:, at : at + 5], v[:, at : at + 5])
+    cache.load_state_dict(state)
+    assert torch.equal(cache.k, kept[0]) and torch.equal(cache.v, kept[1])
+    assert cache.lengths.tolist() == [15, 15] and cache.stripes.origin == origin
+
+
 @pytest.mark.parametrize("size", [1.0, 10.0, 50.0])
 def test_large_scores_merge_over_ranks_without_nan(size):
     q, k, v = (

@@ -205,13 +205,12 @@ class KVCache(serving.KVCache):
         return KVCache(self.plan, k, v, lengths, max_len, stripes, prefix=self)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the cache."""
+        """This rank's part of the cache, in memory of its own: what happens to the cache does not change it."""
         if self.prefix is not None:
             raise NotImplementedError("a fork shares its keys with another cache: save that one and append again")
         lengths, origin = torch.from_numpy(self.lengths.copy()), self.stripes.origin
-        return {
-            "k": self.k, "v": self.v, "lengths": lengths, "origin": origin, "place": self.place, "window": self.window,
-        }  # fmt: skip
+        k, v = self.k.clone(), self.v.clone()
+        return {"k": k, "v": v, "lengths": lengths, "origin": origin, "place": self.place, "window": self.window}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a part that was saved by the same rank of a plan of as many ranks."""
