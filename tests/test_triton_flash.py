@@ -286,8 +286,16 @@ def test_no_queries_or_no_keys() -> None:
     assert (part.out == 0).all() and (part.lse == -torch.inf).all()
     dq, dk, _ = attend_backward(q, k, k, Intervals(zeros, zeros), q, part.lse, part.lse * 0, scale=1.0, table=SMALL)
     assert (dq == 0).all() and dk.shape == k.shape
-    none = attend(q[:, :0], q[:, :, :1], q[:, :, :1], Intervals(zeros[:, :0], zeros[:, :0]), scale=1.0, table=SMALL)
-    assert none.out.shape == (1, 0, 2, 32)
+    none, k, where = q[:, :0], q[:, :, :1], Intervals(zeros[:, :0], zeros[:, :0])
+    for table in (SMALL, DESCRIBED):
+        part = attend(none, k, k, where, scale=1.0, table=table)
+        assert part.out.shape == (1, 0, 2, 32)
+        inputs = (none, k, k, where, none, part.lse, part.lse)
+        dq, dk, dv = attend_backward(*inputs, scale=1.0, table=table)
+        assert dq.shape == none.shape and (dk == 0).all() and (dv == 0).all()
+        given = torch.ones(2, *k.shape, device=DEVICE)
+        dk, dv = attend_backward(*inputs, scale=1.0, table=table, dk=given[0], dv=given[1])[1:]
+        assert (dk == 1).all() and (dv == 1).all()
 
 
 def test_refuses_by_name() -> None:

@@ -109,7 +109,8 @@ def spans_kernel(begin_ptr, end_ptr, spans_ptr, rows_st, T, S, blocks, steps, KE
     end_ptr += row * rows_st
     first = block * KEYS
     stop = tl.minimum(first + KEYS, S)
-    last = tl.load(end_ptr + T - 1)  # no query sees a key from here on: those that begin there are padding
+    # no query sees a key from here on: those that begin there are padding
+    last = tl.load(end_ptr + T - 1, mask=T > 0, other=0)
     lo = count_below(end_ptr, first + 1, T, steps) // 4 * 4  # the copy engine wants 16 bytes
     hi = tl.maximum(lo, count_below(begin_ptr, tl.minimum(stop, last), T, steps))
     full = count_below(end_ptr, stop, T, steps)
@@ -151,7 +152,7 @@ def dkdv_kernel(
     if ADD_DK and ADD_DV:  # noqa: SIM102
         if lo >= hi:
             return
-    last = tl.minimum(tl.load(end_ptr + T - 1), S)
+    last = tl.minimum(tl.load(end_ptr + T - 1, mask=T > 0, other=0), S)
     k, inside = cells(k_ptr + b * k_st[0] + g * k_st[2], first, last, k_st[1], k_st[3], KEYS, D, WIDTH_D)
     k = tl.load(k, mask=inside, other=0.0)
     v, inside = cells(v_ptr + b * v_st[0] + g * v_st[2], first, last, v_st[1], v_st[3], KEYS, V, WIDTH_V)
