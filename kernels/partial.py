@@ -68,6 +68,14 @@ def add_sinks(part: Partial, sinks_H: Array) -> Partial:
     return merge(part, Partial(xp.zeros_like(part.out), lse))
 
 
+def sink_gradient(sinks_H: Array, lse_BTH: Array, delta_BTH: Array) -> Array:
+    """d loss / d sink = -sum over the rows of exp(sink - lse) * delta: a key whose value is zero. Padding has none."""
+    xp = namespace(lse_BTH)
+    weight = xp.exp(astype(sinks_H, lse_BTH.dtype) - lse_BTH)
+    weight = xp.where(lse_BTH == NEVER, xp.zeros_like(weight), weight)  # -inf - -inf is NaN
+    return astype(-(weight * delta_BTH).sum((0, 1)), sinks_H.dtype)
+
+
 def to_streams(part: Partial) -> Streams:
     """(out, lse) as statistics whose running maximum is the lse and whose sum is one (zero for an empty row)."""
     xp = namespace(part.out)

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,18 @@ def test_documents_may_be_traced(small, plan):
     docs = ra.Docs.from_lengths([[10, 5, 15], [3, 20, 7]])
     found = jax.jit(lambda docs, *x: through(plan, docs=docs)(*x))(docs, *small)
     close(found, ra.attention(*small, docs=docs))
+
+
+def test_a_sink_that_nobody_sees_has_no_gradient_beside_padding(small, plan):
+    docs = ra.Docs.from_lengths([10, 15], pad_to=30)
+
+    def loss(attention, sinks):
+        return (attention(sinks)(*small) ** 2).sum()
+
+    sinks = jnp.asarray([-jnp.inf, -1.0, 0.0, 1.0])
+    found = jax.grad(partial(loss, lambda s: through(plan, docs=docs, sinks=s)))(sinks)
+    assert found[0] == 0
+    close(found, jax.grad(partial(loss, lambda s: partial(ra.attention, docs=docs, sinks=s)))(sinks))
 
 
 def test_vmap_over_a_batch_of_batches_with_gradients(small, plan):

@@ -19,6 +19,7 @@ from ringattn.kernels.partial import (
     merge,
     merge_streams,
     normalise_empty,
+    sink_gradient,
     to_streams,
 )
 
@@ -179,6 +180,14 @@ def test_sinks_are_one_more_key_with_a_value_of_zero():
     torch.testing.assert_close(got.out, a.out * torch.exp(a.lse - got.lse)[..., None])
     close(add_sinks(a, sinks + NEVER), a)
     assert add_sinks(a, sinks * NAN).out.isnan().all()
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax.numpy"])
+def test_a_sink_that_nobody_sees_and_padding_have_no_gradient(framework):
+    xp = pytest.importorskip(framework)
+    sinks, lse = np.float32([-INF, 0.5]), np.float32([[[-INF, 0.5], [2.0, 1.5], [-INF, -INF]]])
+    found = sink_gradient(*(xp.asarray(x) for x in (sinks, lse, np.full_like(lse, 3.0))))
+    np.testing.assert_allclose(np.asarray(found), [0.0, -3 - 3 * np.exp(-1)], rtol=1e-6)
 
 
 def test_the_same_words_work_on_jax_arrays():

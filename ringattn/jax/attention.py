@@ -28,7 +28,7 @@ from ringattn.jax.sharding import placed_alike, plan_where, sequence_axes
 from ringattn.jax.steps import Mask, local_positions, route_of, step_of
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.pallas.varying import axes_of, vary
-from ringattn.kernels.partial import Partial
+from ringattn.kernels.partial import Partial, sink_gradient
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 
@@ -231,8 +231,3 @@ def sink_partial(q: Array, sinks: Array, value_dim: int) -> Partial:
     """What every query has seen before its first key: the sink's logit, and a value of zero."""
     out = jnp.zeros((*q.shape[:3], value_dim), accumulator(q))
     return Partial(out, jnp.broadcast_to(sinks.astype(out.dtype), q.shape[:3]))
-
-
-def sink_gradient(sinks: Array, lse: Array, delta: Array) -> Array:
-    """d loss / d sink = -sum over the rows of exp(sink - lse) * delta: the sink is a key whose value is zero."""
-    return -(jnp.exp(sinks.astype(lse.dtype) - lse) * delta).sum((0, 1)).astype(sinks.dtype)
