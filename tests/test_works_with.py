@@ -1,5 +1,6 @@
 """What people put around attention: torch.compile, checkpointing, FSDP2, accumulation, autocast, no_grad."""
 
+import gc
 import subprocess
 import sys
 from typing import Any
@@ -16,10 +17,12 @@ import ringattn as ra
 from ringattn.comms.local import run as run_threads
 from ringattn.launch.processes import run
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch.halo import causal_convolution
 from ringattn.torch.nn import Attention
 
 T, C = 48, 32
 DOCS = Docs.from_lengths([13, 35])
+LAYER = Attention(8, 2, 2, 4)
 
 
 class Small(nn.Module):
@@ -106,6 +109,45 @@ def test_compile_fullgraph_on_threads():
 def test_compile_fullgraph_over_gloo(ring, ulysses):
     for plain, compiled in run(compiled_and_not, 2, ring, ulysses, None):
         check_close(compiled, plain)
+
+
+def attended(x: Tensor, plan: ra.Plan) -> Tensor:
+    return ra.attention(x, x, x, plan)
+
+
+def scanned(x: Tensor, plan: ra.Plan) -> Tensor:
+    return ra.linear_attention(x, x, x, None, plan)
+
+
+def convolved(x: Tensor, plan: ra.Plan) -> Tensor:
+    return causal_convolution(x.flatten(2), x.new_ones(x.shape[2] * x.shape[3], 3), plan)
+
+
+def layered(x: Tensor, plan: ra.Plan) -> Tensor:
+    return LAYER(x.flatten(2), plan)
+
+
+@pytest.mark.parametrize("function", [attended, scanned, convolved])
+def test_backward_needs_nobody_to_keep_the_plan(function):
+    def one(mesh):
+        x = torch.ones(1, 4, 2, 8, requires_grad=True)
+        loss = function(x, ra.plan(mesh, seq_len=8)).sum()
+        gc.collect()
+        loss.backward()
+
+    run_threads(one, ring=2)
+
+
+@pytest.mark.parametrize("function", [attended, scanned, convolved, layered])
+def test_a_compiled_function_takes_one_plan_after_another(function):
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for length in (4, 4, 6):
+        x = torch.ones(1, length, 2, 4, requires_grad=True)
+        loss = compiled(x, ra.plan(seq_len=length)).sum()
+        gc.collect()
+        loss.backward()
+        assert x.grad.isfinite().all()
 
 
 def test_recomputing_gives_the_same_bits():

@@ -54,6 +54,8 @@ BACKWARD: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
     "direct": direct_backward, "relay": relay_backward, "levels": levels_backward,
 }  # fmt: skip
 
+HELD: dict[int, Plan] = {}  # those that compiled graphs were made with, by number
+
 
 def attention(
     q: Tensor,
@@ -70,6 +72,7 @@ def attention(
     """softmax(scale * q k^T) v over the whole sequence, of which this rank holds its plan's part."""
     spec = AttentionSpec() if spec is None else spec
     plan = single_device(q.shape[1], k.shape[1]) if plan is None else plan
+    handle = handle_of(plan)
     q, k, v = autocast(q, k, v)
     compiling = torch.compiler.is_compiling()  # then the op itself asks the other ranks, when it runs
     if not compiling:
@@ -78,9 +81,9 @@ def attention(
         raise ValueError(problem)
 
     starts, key_starts = (None if d is None else torch.as_tensor(d.starts) for d in (docs, key_docs))
-    groups = groups_of(plan.handle, q.shape[0], q.shape[2], *k.shape[2:], v.shape[3], q.element_size())
+    groups = groups_of(handle, q.shape[0], q.shape[2], *k.shape[2:], v.shape[3], q.element_size())
     out, lse, _ = torch.ops.ringattn.exchange(
-        q, k, v, sinks, starts, key_starts, plan.handle, groups, compiling,
+        q, k, v, sinks, starts, key_starts, handle, groups, compiling,
         spec.causal, spec.window, spec.softcap, spec.scale,
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -124,6 +127,22 @@ def single_device(seq_len: int, key_len: int) -> Plan:
 @lru_cache(maxsize=256)
 def kept_plan(seq_len: int, key_len: int) -> Plan:
     return Plan(seq_len, key_len=key_len, axes=(Solo("ring"), Solo("ulysses")))
+
+
+def handle_of(plan: Plan) -> int:
+    """The plan's number, for an op."""
+    return held(hash(plan.handle)) if torch.compiler.is_compiling() else plan.handle  # a hash is no symbol
+
+
+@torch.compiler.assume_constant_result
+def held(plan: int) -> int:
+    """A number that a compiled graph holds as a constant; from here on the plan lives as long as the process.
+
+    What the plan works out once is worked out here: Python 3.11 takes a lock for that, which is not traced.
+    """
+    HELD[plan] = live = LIVE[plan]
+    _ = live.local_len, live.keys.local_len
+    return plan
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -358,7 +377,8 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    *tensors, ctx.plan, ctx.groups, _, ctx.causal, ctx.window, ctx.softcap, ctx.scale = inputs
+    *tensors, plan, ctx.groups, _, ctx.causal, ctx.window, ctx.softcap, ctx.scale = inputs
+    ctx.plan = LIVE[plan]  # the plan and not its number: the caller may have let go of it before backward
     out, lse, saved = output
     ctx.set_materialize_grads(False)  # nobody differentiates what is saved
     ctx.save_for_backward(*tensors, out, lse, *saved)
@@ -369,7 +389,7 @@ def _exchange_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: An
     *tensors, out, lse = kept[:8]
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = torch.zeros_like(lse) if dlse is None else dlse
-    rest = (ctx.plan, ctx.groups, ctx.causal, ctx.window, ctx.softcap, ctx.scale)
+    rest = (ctx.plan.handle, ctx.groups, ctx.causal, ctx.window, ctx.softcap, ctx.scale)
     *grads, dsinks = torch.ops.ringattn.exchange_backward(*tensors, out, lse, list(kept[8:]), dout, dlse, *rest)
     return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 9
 

@@ -13,7 +13,7 @@ from ringattn.comms.axis import Axis
 from ringattn.planning import LIVE, Plan
 from ringattn.segments import Place, order, segments
 from ringattn.spec import Docs
-from ringattn.torch.attention import docs_of, single_device
+from ringattn.torch.attention import docs_of, handle_of, single_device
 from ringattn.torch.linear import begins
 from ringattn.torch.states import gathered
 
@@ -26,11 +26,12 @@ def causal_convolution(
     `first` [B, W - 1, C] are the tokens before the sequence, the same on every rank; zeros if not given.
     """
     plan = single_device(x_BTC.shape[1], x_BTC.shape[1]) if plan is None else plan
+    handle = handle_of(plan)
     P, W = segments(plan), weight_CW.shape[1]
-    halo = torch.ops.ringattn.tokens_before(x_BTC, first, plan.handle, W - 1)
+    halo = torch.ops.ringattn.tokens_before(x_BTC, first, handle, W - 1)
     rows = torch.cat([halo, x_BTC.unflatten(1, (P, -1))], 2).flatten(0, 1)  # [B * P, W - 1 + T / P, C]
     length = rows.shape[1] - (W - 1)
-    begin = None if docs is None else torch.ops.ringattn.begins(x_BTC, torch.as_tensor(docs.starts), plan.handle)
+    begin = None if docs is None else torch.ops.ringattn.begins(x_BTC, torch.as_tensor(docs.starts), handle)
     at = torch.arange(length, device=x_BTC.device)
     y = rows[:, W - 1 :] * weight_CW[:, 0]
     for i in range(1, W):
@@ -173,12 +174,12 @@ def mine(plan: Plan) -> list[Place]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, _, ctx.plan, _ = inputs
-    ctx.length = x.shape[1]
+    x, _, plan, _ = inputs
+    ctx.plan, ctx.length = LIVE[plan], x.shape[1]
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return torch.ops.ringattn.tokens_before_backward(grad, ctx.plan, ctx.length), None, None, None
+    return torch.ops.ringattn.tokens_before_backward(grad, ctx.plan.handle, ctx.length), None, None, None
 
 
 tokens_before.register_autograd(_backward, setup_context=_save)

@@ -24,7 +24,7 @@ from ringattn.planning import LIVE, Plan
 from ringattn.segments import BEFORE, WAYS, choose, order, segments
 from ringattn.spec import Docs
 from ringattn.torch import agree, states
-from ringattn.torch.attention import autocast, docs_of, single_device
+from ringattn.torch.attention import autocast, docs_of, handle_of, single_device
 from ringattn.torch.check import of_tensors
 from ringattn.torch.sharding import local_positions, real_tokens
 from ringattn.torch.ulysses import Real, cleared
@@ -49,6 +49,7 @@ def linear_attention(
 ) -> Any:
     """S_t = exp(log_decay_t) S_{t-1} + k_t^T v_t and o_t = scale * q_t S_t; this rank holds its plan's tokens."""
     plan = single_device(q.shape[1], q.shape[1]) if plan is None else plan
+    handle = handle_of(plan)
     q, k, v = autocast(q, k, v)
     compiling = torch.compiler.is_compiling()
     found = problem(q, k, v, log_decay, plan, initial_state, docs, scale, kernel, scan)
@@ -67,7 +68,7 @@ def linear_attention(
         x.requires_grad for x in (q, k, v, log_decay, initial_state) if x is not None
     )
     out, end, *_ = torch.ops.ringattn.linear_attention(
-        q, k, v, log_decay, initial_state, starts, plan.handle, compiling, scale, kernel, scan, return_state, keep
+        q, k, v, log_decay, initial_state, starts, handle, compiling, scale, kernel, scan, return_state, keep
     )
     return (out, end) if return_state else out
 
@@ -290,7 +291,8 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.plan, _, ctx.scale, ctx.kernel, ctx.scan, ctx.return_state, _ = inputs
+    *tensors, plan, _, ctx.scale, ctx.kernel, ctx.scan, ctx.return_state, _ = inputs
+    ctx.plan = LIVE[plan]
     ctx.save_for_backward(*tensors, *output[2:])
     ctx.set_materialize_grads(False)  # no zeros as large as the states
 
@@ -303,7 +305,7 @@ def _backward(ctx: Any, dout: Tensor | None, dend: Tensor | None, *_: Any) -> tu
     elif dend is None:  # not used here, but perhaps on another rank
         dend = q.new_zeros(q.shape[0], *q.shape[2:], v.shape[3], dtype=accumulator(q))
     dq, dk, dv, dg, dinitial = torch.ops.ringattn.linear_attention_backward(
-        q, k, v, g, initial, docs, *kept, dout, dend, ctx.plan, ctx.scale, ctx.kernel, ctx.scan
+        q, k, v, g, initial, docs, *kept, dout, dend, ctx.plan.handle, ctx.scale, ctx.kernel, ctx.scan
     )
     return dq, dk, dv, None if g is None else dg, None if initial is None else dinitial, *[None] * 8
 
