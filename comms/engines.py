@@ -83,10 +83,10 @@ class CopyEngines:
     def finish(self) -> Pending:
         for lane in (OUT, IN):
             self.say(lane)
-        return Events([stream.record_event() for stream in self.streams[:AID]])
+        return Events([stream.record_event() for stream in self.streams[:AID]], self.device)
 
     def now(self) -> Any:
-        return torch.cuda.current_stream(self.device).record_event()
+        return current_stream(self.device).record_event()
 
     def apart(self, lane: int) -> Any:
         return torch.cuda.stream(self.streams[lane])
@@ -111,12 +111,18 @@ def signal(kind: int, address: int, value: int, flags: int = 0) -> bytes:
 class Events:
     """What the current stream waits for."""
 
-    def __init__(self, events: Sequence[Any]):
-        self.events = events
+    def __init__(self, events: Sequence[Any], device: torch.device):
+        self.events, self.device = events, device
 
     def wait(self) -> None:
+        stream = current_stream(self.device)
         for event in self.events:
-            torch.cuda.current_stream().wait_event(event)
+            stream.wait_event(event)
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """torch's, which looks a device up slowly and a number at once."""
+    return torch.cuda.current_stream(device.index)
 
 
 @lru_cache

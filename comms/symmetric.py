@@ -33,7 +33,7 @@ from ringattn.comms.process_group import hosts_of
 SLOT = 16 * 2**20  # bytes
 SLOTS = 2
 HEAD = 4096  # bytes for the flags
-MANY = 64  # pieces of one tensor from which on it is packed first
+MANY = 8  # pieces: a tensor of more is packed first, which takes the host less time than as many copies
 
 KEPT: list[Any] = []  # windows live as long as the process: others see them
 
@@ -69,21 +69,23 @@ class Peers:
         self.come: Counter[int] = Counter()
 
     def send(self, peer: int, pieces: Sequence[Piece]) -> None:
-        slot, at = self.gone[peer] % SLOTS, 0
+        slot = self.gone[peer] % SLOTS
         self.gone[peer] += 1
+        to = self.window.slot(self.rank, peer, slot)
         self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
         for address, size in pieces:
-            self.lanes.copy(OUT, self.window.slot(self.rank, peer, slot) + at, address, size)
-            at += size
+            self.lanes.copy(OUT, to, address, size)
+            to += size
         self.lanes.set(OUT, self.window.full(peer, self.rank, slot))
 
     def receive(self, peer: int, pieces: Sequence[Piece]) -> None:
-        slot, at = self.come[peer] % SLOTS, 0
+        slot = self.come[peer] % SLOTS
         self.come[peer] += 1
+        source = self.window.slot(peer, self.rank, slot)
         self.lanes.wait(IN, self.window.full(self.rank, peer, slot))
         for address, size in pieces:
-            self.lanes.copy(IN, address, self.window.slot(peer, self.rank, slot) + at, size)
-            at += size
+            self.lanes.copy(IN, address, source, size)
+            source += size
         self.lanes.set(IN, self.window.free(peer, self.rank, slot))
 
 
@@ -94,33 +96,49 @@ def pieces_of(x: Tensor) -> list[Piece]:
     return [piece for part in x for piece in pieces_of(part)]
 
 
+def is_few(x: Tensor) -> bool:
+    """Whether a tensor lies in so few pieces that they are moved as they are; others are packed first."""
+    return x.is_contiguous() or count_pieces(x) <= MANY
+
+
 def count_pieces(x: Tensor) -> int:
     return 1 if x.is_contiguous() else len(x) * count_pieces(x[0])
 
 
 def batches(tensors: Sequence[Tensor]) -> Iterator[list[Piece]]:
-    """The pieces of some tensors, cut and grouped so that each group fills at most a slot.
-
-    A piece that goes on where the last one ended makes one with it, if both are of one allocation: a copy may not run
-    from one into another, even where they lie side by side.
-    """
+    """The pieces of some tensors, cut and grouped so that each group fills at most a slot."""
     group: list[Piece] = []
-    room, last = SLOT, None
-    for x in tensors:
-        allocation = x.untyped_storage().data_ptr()
-        for address, size in pieces_of(x):
-            while size:
-                take = min(size, room)
-                if group and sum(group[-1]) == address and last == allocation:
-                    group[-1] = (group[-1][0], group[-1][1] + take)
-                else:
-                    group.append((address, take))
-                address, size, room, last = address + take, size - take, room - take, allocation
-                if not room:
-                    yield group
-                    group, room = [], SLOT
+    room = SLOT
+    for address, size in joined(tensors):
+        while size >= room:
+            yield [*group, (address, room)]
+            address, size, group, room = address + room, size - room, [], SLOT
+        if size:
+            group.append((address, size))
+            room -= size
     if group:
         yield group
+
+
+def joined(tensors: Sequence[Tensor]) -> list[Piece]:
+    """The pieces of some tensors; one that goes on where the last one ended makes one with it.
+
+    But for those of two allocations: a copy may not run from one into another, even where they lie side by side.
+    """
+    found: list[Piece] = []
+    end, last = 0, None
+    for x in tensors:
+        for address, size in pieces_of(x):
+            if address == end and allocation(x) == allocation(last):
+                found[-1] = found[-1][0], found[-1][1] + size
+            else:
+                found.append((address, size))
+            end, last = address + size, x
+    return found
+
+
+def allocation(x: Any) -> int:
+    return int(x.untyped_storage().data_ptr())
 
 
 class Watch:
@@ -215,15 +233,15 @@ class SymmetricAxis:
         if not out and not into:
             return Done()
         self.lanes.start(since)
-        with self.lanes.apart(OUT):
-            outgoing = {r: [packed(x) for x in tensors] for r, tensors in out.items()}
-        with self.lanes.apart(IN):
-            arriving = {r: [(x, roomy(x)) for x in tensors] for r, tensors in into.items()}
+        leaving = {id(tensors): [x if is_few(x) else self.packed(x) for x in tensors] for tensors in out.values()}
+        batched = {key: list(batches(tensors)) for key, tensors in leaving.items()}  # once for all who get the same
+        sends = {r: batched[id(tensors)] for r, tensors in out.items()}
+        arriving = {r: [x if is_few(x) else self.roomy(x) for x in tensors] for r, tensors in into.items()}
+        receives = {r: list(batches(tensors)) for r, tensors in arriving.items()}
         steps = sorted({(r - self.rank) % self.size for r in out} | {(self.rank - r) % self.size for r in into})
         for step in steps:  # the same order of pairs on every rank
             there, here = (self.rank + step) % self.size, (self.rank - step) % self.size
-            sends, receives = batches(outgoing.get(there, [])), batches([place for _, place in arriving.get(here, [])])
-            for outward, inward in zip_longest(sends, receives):
+            for outward, inward in zip_longest(sends.get(there, ()), receives.get(here, ())):
                 if outward is not None:
                     self.peers.send(there, outward)
                 if inward is not None:
@@ -232,10 +250,10 @@ class SymmetricAxis:
                 self.watch.expect(OUT, there, what)
             if here in into:
                 self.watch.expect(IN, here, what)
-        self.sent += sum(x.nbytes for r, tensors in outgoing.items() if r != self.rank for x in tensors)
-        flight = Flight(self.lanes.finish(), self.watch, (outgoing, arriving))
-        parted = [(x, place) for pairs in arriving.values() for x, place in pairs if place is not x]
-        return Then(flight, lambda _: [x.copy_(place) for x, place in parted]) if parted else flight
+        self.sent += sum(size for groups in sends.values() for group in groups for _, size in group)
+        flight = Flight(self.lanes.finish(), self.watch, (leaving, arriving))
+        parted = [(x, y) for r in into for x, y in zip(into[r], arriving[r], strict=True) if x is not y]
+        return Then(flight, lambda _: [x.copy_(y) for x, y in parted]) if parted else flight
 
     def now(self) -> Any:
         return self.lanes.now()
@@ -272,6 +290,14 @@ class SymmetricAxis:
     def over(self, transport: str) -> Axis:
         return self.group or self if transport == "group" else self
 
+    def packed(self, x: Tensor) -> Tensor:
+        with self.lanes.apart(OUT):
+            return x.contiguous()
+
+    def roomy(self, x: Tensor) -> Tensor:
+        with self.lanes.apart(IN):
+            return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
     def room(self, shape: Sequence[int], like: Tensor, dim: int) -> Tensor:
         """Memory for `size` tensors of that shape joined along `dim`."""
         whole = [n * self.size if i == dim % len(shape) else n for i, n in enumerate(shape)]
@@ -283,14 +309,6 @@ class SymmetricAxis:
 
     def __repr__(self) -> str:
         return f"{self.name}: rank {self.rank} of {self.size} ({self.by})"
-
-
-def packed(x: Tensor) -> Tensor:
-    return x.contiguous() if count_pieces(x) > MANY else x
-
-
-def roomy(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if count_pieces(x) > MANY else x
 
 
 def shared_axis(group: dist.ProcessGroup, name: str, other: Axis | None = None) -> SymmetricAxis | None:
