@@ -9,6 +9,7 @@ import ringattn as ra
 from ringattn.comms.local import run
 
 FULL = ra.AttentionSpec(causal=False)
+HALVES = ra.Docs.from_lengths([32, 32])
 
 
 def tensors(T=16, H=4, G=2, D=8, B=2):
@@ -211,9 +212,13 @@ def test_only_one_rank_is_wrong_and_all_say_which():
         (lambda rank, mesh: ({"plan": ra.plan(mesh, seq_len=64, layout=("zigzag", "striped")[rank % 2])}, 2), "plan"),
         (lambda rank, mesh: ({"spec": ra.AttentionSpec(window=8 + rank // 2)}, 2), "spec"),
         (lambda rank, mesh: ({"docs": ra.Docs.from_lengths([32, 32] if rank else [30, 34])}, 2), "docs"),
+        (
+            lambda rank, mesh: ({"docs": HALVES, "key_docs": ra.Docs.from_lengths([30 + rank, 34 - rank])}, 2),
+            "key_docs",
+        ),
         (lambda rank, mesh: ({}, 2 + rank // 3), "q"),
     ],
-    ids=["plan", "spec", "docs", "shape"],
+    ids=["plan", "spec", "docs", "key_docs", "shape"],
 )
 def test_ranks_that_differ_are_named_with_the_field(differ, field):
     said = []

@@ -1,6 +1,5 @@
 """What every rank must say alike before anything is sent, and the error that names who did not."""
 
-import json
 import zlib
 from typing import Any
 
@@ -9,10 +8,18 @@ from torch import Tensor
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 
+MOST = 1024  # kinds of calls that a plan remembers
+
+Words = dict[str, str]
+
 
 def describe(
-    plan: Plan, spec: AttentionSpec | None, tensors: dict[str, Tensor | None], docs: Docs | None
-) -> dict[str, str]:
+    plan: Plan,
+    spec: AttentionSpec | None,
+    tensors: dict[str, Tensor | None],
+    docs: Docs | None,
+    key_docs: Docs | None = None,
+) -> Words:
     """One call as words that are equal on all ranks: the plan's choices, the spec, shapes, dtypes, documents."""
     words = {
         "plan": str(plan),
@@ -21,28 +28,51 @@ def describe(
     }
     for name, x in tensors.items():
         words[name] = "None" if x is None else f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-    words["docs"] = "None" if docs is None else f"{docs} #{zlib.crc32(docs.starts.tobytes()):08x}"
+    for name, one in (("docs", docs), ("key_docs", key_docs)):
+        words[name] = "None" if one is None else f"{one} #{zlib.crc32(one.starts.tobytes()):08x}"
     return words
 
 
-def agree(plan: Plan, words: dict[str, str], problem: str | None = None) -> None:
+def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
     """Raise on all ranks alike if one of them has a problem, or if their words differ; says which ranks and fields.
 
-    Where words travel cheaply (gloo, threads) every call is checked; elsewhere the first one of each kind.
+    Where words travel cheaply (gloo, threads) every call is compared. Elsewhere the first one of each kind is, and one
+    is of another's kind if only their documents differ. What is wrong later with one rank's call alone is raised there
+    alone, since the others may not stop to listen; documents that then differ between ranks are not noticed.
     """
     ring, ulysses = plan.ring_axis, plan.ulysses_axis
-    if ring.size * ulysses.size == 1:
+    alone, kind = ring.size * ulysses.size == 1, kind_of(words)
+    if problem and (alone or plan.agreed):
+        raise ValueError(problem)
+    if alone or kind in plan.agreed:
+        return
+    try:
+        said = ulysses.exchange_words(ring.exchange_words((words, problem)))
+    except (RuntimeError, OSError) as error:
         if problem:
-            raise ValueError(problem)
-        return
-    text = json.dumps(words)
-    if not problem and text in plan.agreed and not watched(plan):
-        return
-    said = ulysses.exchange_words(ring.exchange_words((text, problem)))
+            raise ValueError(problem) from error
+        raise
     everyone = {(r, u): said[u][r] for u in range(len(said)) for r in range(len(said[u]))}
     complain({place: why for place, (_, why) in everyone.items() if why}, len(everyone))
-    compare({place: json.loads(one) for place, (one, _) in everyone.items()})
-    plan.agreed.add(text)
+    compare({place: one for place, (one, _) in everyone.items()})
+    remember(plan, kind)
+
+
+def kind_of(words: Words) -> tuple[Any, ...]:
+    """A call's words without its documents, which every batch has others of: only whether it has any."""
+    return tuple((name, word == "None" if name in ("docs", "key_docs") else word) for name, word in words.items())
+
+
+def remember(plan: Plan, kind: Any) -> None:
+    """Calls of this kind need not be compared again, where that costs more than looking them up.
+
+    All ranks forget at once when there are too many: those that compare must be the same.
+    """
+    if watched(plan):
+        return
+    if len(plan.agreed) >= MOST:
+        plan.agreed.clear()
+    plan.agreed.add(kind)
 
 
 def watched(plan: Plan) -> bool:
@@ -59,7 +89,7 @@ def complain(problems: dict[tuple[int, int], str], count: int) -> None:
         raise ValueError(why + where)
 
 
-def compare(everyone: dict[tuple[int, int], dict[str, str]]) -> None:
+def compare(everyone: dict[tuple[int, int], Words]) -> None:
     first = next(iter(everyone))
     lines = []
     for name, expected in everyone[first].items():

@@ -97,12 +97,12 @@ def settle(
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
     kind = spec, docs, key_docs, *(x if x is None else (x.shape, x.dtype, x.device) for x in tensors.values())
     unlike = docs is not None or key_docs is not None or any(map(check.has_tangent, (q, k, v)))
-    if not unlike and kind in plan.agreed and not agree.watched(plan):
+    if not unlike and kind in plan.agreed:
         return
     problem = check.problem(q, k, v, plan, spec, docs, key_docs, sinks)
-    agree.agree(plan, agree.describe(plan, spec, tensors, docs), problem)
+    agree.agree(plan, agree.describe(plan, spec, tensors, docs, key_docs), problem)
     if not unlike:
-        plan.agreed.add(kind)
+        agree.remember(plan, kind)
 
 
 @torch.compiler.assume_constant_result
@@ -218,7 +218,7 @@ def exchange(
     call = Call.of(q, spec, docs, key_docs, LIVE[plan], groups)
     if check:
         named = {"q": q, "k": k, "v": v, "sinks": sinks}
-        agree.agree(call.plan, agree.describe(call.plan, spec, named, call.mask.docs))
+        agree.agree(call.plan, agree.describe(call.plan, spec, named, call.mask.docs, call.mask.key_docs))
     axis, kept = call.plan.ulysses_axis, []
 
     def entering() -> Iterator[Entered]:

@@ -1,0 +1,110 @@
+"""Where words between ranks are dear (NCCL), calls are compared when they are new, and an error is never waited for."""
+
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn.comms.local import LocalAxis, run
+from ringattn.torch import agree
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[object]:
+    """What ranks say to each other, which they are made to find dear."""
+    found: list[object] = []
+    exchange = LocalAxis.exchange_words
+
+    def noted(axis, words):
+        found.append(words)
+        return exchange(axis, words)
+
+    monkeypatch.setattr(LocalAxis, "cheap_words", False)
+    monkeypatch.setattr(LocalAxis, "exchange_words", noted)
+    return found
+
+
+def qkv(tokens: int = 8, batch: int = 1) -> list[torch.Tensor]:
+    return [torch.ones(batch, tokens, 2, 8) for _ in range(3)]
+
+
+def lengths(step: int) -> ra.Docs:
+    return ra.Docs.from_lengths([step + 1, 15 - step])
+
+
+@pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
+def test_new_documents_are_no_new_kind_of_call(function, said):
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=16)
+        for step in range(15):
+            function(*qkv(), plan=plan, docs=lengths(step))
+        assert len(plan.agreed) == 1
+
+    run(one, ring=2)
+    assert len(said) == 2  # each rank once
+
+
+def test_documents_after_none_are_a_new_kind(said):
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=16)
+        ra.attention(*qkv(), plan)
+        with pytest.raises(ValueError, match=r"docs: ring rank 0 has Docs.* ring rank 1 has Docs"):
+            ra.attention(*qkv(), plan, docs=lengths(mesh.rank))
+
+    run(one, ring=2)
+
+
+def test_a_plan_remembers_so_many_kinds_and_no_more(said, monkeypatch):
+    monkeypatch.setattr(agree, "MOST", 5)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=16)
+        for batch in range(1, 12):
+            ra.attention(*qkv(batch=batch), plan)
+            assert len(plan.agreed) <= 5
+
+    run(one, ring=2)
+
+
+def test_a_plan_remembers_nothing_where_all_is_compared():
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=16)
+        for step in range(3):
+            ra.attention(*qkv(), plan, docs=lengths(step))
+            ra.attention(*qkv(), plan)
+        assert not plan.agreed
+
+    run(one, ring=2)
+
+
+def test_a_rank_whose_later_call_is_wrong_raises_at_once(said):
+    """The others, which made this call before, do not stop to hear of it."""
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=16)
+        ra.attention(*qkv(), plan)
+        if mesh.rank:
+            with pytest.raises(ValueError, match="q has 9 tokens, a rank of this plan holds 8"):
+                ra.attention(*qkv(9), plan)
+            with pytest.raises(ValueError, match="docs is of type list"):
+                ra.attention(*qkv(), plan, docs=[8, 8])
+        ra.attention(*qkv(), plan)
+
+    run(one, ring=2, timeout=20)
+    assert len(said) == 2
+
+
+def test_a_problem_is_told_where_nobody_hears_it(monkeypatch):
+    def lost(axis, words):
+        raise ConnectionError("a rank is lost")
+
+    monkeypatch.setattr(LocalAxis, "exchange_words", lost)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=16)
+        with pytest.raises(ValueError, match="q has 9 tokens") as error:
+            ra.attention(*qkv(9), plan)
+        assert str(error.value.__cause__) == "a rank is lost"
+        with pytest.raises(ConnectionError, match="a rank is lost"):
+            ra.attention(*qkv(), plan)
+
+    run(one, ring=2)
