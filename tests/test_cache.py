@@ -249,6 +249,28 @@ def test_caches(test, sizes):
     run(test, **sizes)
 
 
+def test_keys_are_free_again_once_the_forks_that_share_them_are_gone():
+    _, k, v = draw(T=20)
+    cache = KVCache.allocate(ra.plan(seq_len=20), batch=2, max_len=40, kv_heads=2, head_dim=8, dtype=k.dtype)
+    cache.append(k, v)
+    cache.truncate([7, 16])
+    first = cache.fork(3)
+    cache.append(k[:, :4], v[:, :4])
+    second = cache.fork()
+    assert cache.shared.tolist() == [11, 20]
+    del second
+    assert cache.shared.tolist() == first.lengths[::3].tolist() == [7, 16]
+    cache.truncate([7, 18])
+    with pytest.raises(ValueError, match=r"forks share the first \[7, 16\] tokens; let go of them first"):
+        cache.truncate(6)
+    beyond = first.fork()
+    del first  # another fork goes on from it
+    assert cache.shared.tolist() == [7, 16]
+    del beyond
+    cache.truncate(6)
+    assert cache.lengths.tolist() == [6, 6]
+
+
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_state_stays_as_it_was_saved(window):
     _, k, v = draw(T=40)

@@ -7,6 +7,7 @@ what a query sees of them is one interval, as everywhere. What attends to it is 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ class KVCache(serving.KVCache):
         self.lengths = lengths
         self.known: dict[Any, bool] = {}  # calls that were found right, and whether the quick way serves them
         self.start = lengths.copy() if prefix else np.zeros_like(lengths)  # what lies before belongs to the prefix
-        self.forked = np.zeros_like(lengths)  # up to where others share these keys
+        self.forks: WeakSet[KVCache] = WeakSet()  # which share these keys for as long as somebody has them
 
     @classmethod
     def allocate(  # type: ignore[override]  # the base's takes what either framework takes
@@ -182,12 +183,17 @@ class KVCache(serving.KVCache):
         problem = of_back(new, self.lengths, first)
         if problem:
             raise ValueError(problem)
-        if (new < self.forked).any():
-            raise ValueError(f"truncate to {new.tolist()}: forks share the first {self.forked.tolist()} tokens")
+        if (new < self.shared).any():
+            shared = self.shared.tolist()
+            raise ValueError(f"truncate to {new.tolist()}: forks share the first {shared} tokens; let go of them first")
         self.lengths = new
 
     def fork(self, copies: int = 1, max_len: int | None = None) -> "KVCache":
-        """`copies` continuations of every row that share its keys so far and append their own."""
+        """`copies` continuations of every row that share its keys so far and append their own.
+
+        A call that attends finds a single row's keys where they are. Several rows' it copies for each continuation,
+        into memory that it holds only meanwhile. Until the fork is let go of, the keys that it shares stay.
+        """
         if self.window is not None:
             raise NotImplementedError(
                 "a cache with a window moves its keys and cannot share them; allocate another one"
@@ -201,8 +207,15 @@ class KVCache(serving.KVCache):
         stripes = Stripes(self.ranks, self.stripes.block, origin)
         local = -(-(max_len - origin) // stripes.round) * stripes.block
         k, v = (x.new_zeros(len(lengths), max(local, 0), *x.shape[2:]) for x in (self.k, self.v))
-        self.forked = np.maximum(self.forked, self.lengths)
-        return KVCache(self.plan, k, v, lengths, max_len, stripes, prefix=self)
+        fork = KVCache(self.plan, k, v, lengths, max_len, stripes, prefix=self)
+        self.forks.add(fork)
+        return fork
+
+    @property
+    def shared(self) -> np.ndarray:
+        """How many of each row's first tokens are also those of forks."""
+        ends = [fork.start.reshape(len(self.start), -1)[:, 0] for fork in self.forks]
+        return np.max([np.zeros_like(self.start), *ends], axis=0)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the cache, in memory of its own: what happens to the cache does not change it."""
@@ -214,7 +227,7 @@ class KVCache(serving.KVCache):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a part that was saved by the same rank of a plan of as many ranks."""
-        if self.prefix is not None or self.forked.any():
+        if self.prefix is not None or self.shared.any():
             raise ValueError("this cache and a fork share keys, which would change for both; allocate another cache")
         problem = of_saved(state, "k", "v", "lengths", "origin", "place", "window")
         if problem:
@@ -269,6 +282,7 @@ class KVCache(serving.KVCache):
                 k, v = (x[:, None].expand(-1, copies, -1, -1, -1).flatten(0, 1) for x in pair)
                 yield k, v
         most = int(self.stripes.below(int(self.lengths.max()), 0))  # rank 0 holds the most: the same on all ranks
+        most = -(-most // self.stripes.block) * self.stripes.block
         yield self.k[:, :most], self.v[:, :most]
 
     def problem(self, k: Tensor, v: Tensor, n: int) -> str | None:
