@@ -66,23 +66,20 @@ def run(
         raise ValueError(f"{ranks} ranks, each a process here: on this machine there can be 1 to {MOST}")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "ringattn.launch.processes", *preload])
+    pipes, started = [], []
     with tempfile.TemporaryDirectory(prefix="ringattn-") as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
-        processes = [
-            context.Process(
-                target=work,
-                args=(pipes[r][1], function, args, r, ranks, f"{folder}/store", backend, collective_timeout),
-                daemon=True,
-            )
-            for r in range(ranks)
-        ]
-        for process, (_, child) in zip(processes, pipes, strict=True):
-            process.start()
-            child.close()
         try:
-            return collect([mine for mine, _ in pipes], time.monotonic() + (timeout or math.inf), grace)
+            for rank in range(ranks):
+                mine, child = context.Pipe(duplex=False)
+                given = (child, function, args, rank, ranks, f"{folder}/store", backend, collective_timeout)
+                process = context.Process(target=work, args=given, daemon=True)
+                process.start()
+                child.close()
+                pipes.append(mine)
+                started.append(process)
+            return collect(pipes, time.monotonic() + (timeout or math.inf), grace)
         finally:
-            for process in processes:
+            for process in started:
                 process.kill()
                 process.join()
 
