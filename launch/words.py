@@ -93,7 +93,7 @@ def option(
     """
     metadata = {"help": help, "least": least, "among": among, "alone": alone}
     if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: default, metadata=metadata)
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
