@@ -52,26 +52,34 @@ class Chunk(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some keys of a holder, by their local indices, and what is seen of each rank's; None where that is nothing."""
+    """Some local indices of a holder, and what is seen of the keys that each of some groups of ranks has there."""
 
     keys: slice
-    seen: dict[int, Intervals | None]
+    seen: tuple[Intervals | None, ...]
+
+
+Groups = tuple[tuple[int, ...], ...]  # ranks whose keys lie together, in the order of their positions
 
 
 @lru_cache(maxsize=256)
 def pieces_of(
-    chunk: Chunk, ranks: tuple[int, ...], most: int | None, device: torch.device, tiled: bool
+    chunk: Chunk, groups: Groups, most: int | None, device: torch.device, tiled: bool
 ) -> tuple[tuple[Piece, ...], ...]:
-    """Each holder's pieces of at most `most` keys. `tiled`: for a kernel that asks for tiles."""
+    """Each holder's pieces, of at most `most` keys a rank. `tiled`: for a kernel that asks for tiles."""
     found = []
     for holder in chunk.holders:
-        begin, end = seen(chunk, holder, chunk.positions, ranks)
-        low, high = reach(chunk, holder)
-        size = max(1, high - low if most is None else most)
-        cuts = [slice(at, min(at + size, high)) for at in range(low, high, size)]
-        every = list(zip(ranks, begin, end, strict=True))
-        found.append(tuple(Piece(cut, {r: within(b, e, cut, device, tiled) for r, b, e in every}) for cut in cuts))
+        sides = [seen(chunk, holder, chunk.positions, ranks) for ranks in groups]
+        cuts = cuts_of(*reach(chunk, holder), most, holder.stripes.block)
+        found.append(tuple(Piece(cut, tuple(within(*side, cut, device, tiled) for side in sides)) for cut in cuts))
     return tuple(found)
+
+
+def cuts_of(low: int, high: int, most: int | None, block: int) -> list[slice]:
+    """Slices of local indices, each of whole blocks or within one: there the ranks' keys follow one another."""
+    low, high = low // block * block, -(-high // block) * block
+    size = max(block, high - low) if most is None else most
+    size = size // block * block or max(n for n in range(1, size + 1) if block % n == 0)
+    return [slice(at, min(at + size, high)) for at in range(low, high, size)]
 
 
 def seen(chunk: Chunk, holder: Holder, positions: np.ndarray, ranks: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -95,11 +103,11 @@ def reach(chunk: Chunk, holder: Holder) -> tuple[int, int]:
 
 
 def within(begin: np.ndarray, end: np.ndarray, keys: slice, device: torch.device, tiled: bool) -> Intervals | None:
-    """The part of these intervals that lies among some keys."""
+    """The part of some ranks' intervals, [ranks, rows, T], that lies among these keys of theirs, taken together."""
     size = keys.stop - keys.start
-    if begin[:, -1].max() <= keys.start and end[:, 0].min() >= keys.stop:
-        return everything(begin.shape[1], size, device)
-    host = np.clip(np.stack([begin, end]) - keys.start, 0, size).astype(np.int32)
+    if begin[..., -1].max() <= keys.start and end[..., 0].min() >= keys.stop:
+        return everything(begin.shape[-1], len(begin) * size, device)
+    host = np.clip(np.stack([begin, end]) - keys.start, 0, size).sum(1).astype(np.int32)
     if not (host[0] < host[1]).any():
         return None
     return on_device(host, device, tiled)

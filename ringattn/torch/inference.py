@@ -6,9 +6,9 @@
 merge partials over ranks, and both attend to intervals of what each rank holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ringattn import kernels
 from ringattn.check import of_choice, of_filled, of_keys, of_lengths, of_start, of_tree, of_window
-from ringattn.comms.axis import Axis, Done, Pending, Then, meanwhile
+from ringattn.comms.axis import Axis, Done, Pending, meanwhile
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import (
@@ -77,9 +77,10 @@ def prefill(
     chunk = Chunk(spec, tokens, before, cache.holders())
     if guests:
         part = guests.attend(cache, chunk, keys, q.dtype if sinks is None else torch.float32)
+    elif cache.ranks > 1:
+        part = attend_travelling(q, plan, cache, chunk, keys or keys_at_once(plan.local_len))
     else:
-        most = keys or (keys_at_once(plan.local_len) if cache.ranks > 1 else None)
-        part = attend_travelling(q, plan, cache, chunk, most)
+        part = attend_cache(q, cache, chunk._replace(queries=plan.tokens.shard(0)), keys)
     part = part if sinks is None else add_sinks(part, sinks)
     return part.out.to(q.dtype)
 
@@ -231,6 +232,13 @@ def kernel_for(q: Tensor, cache: KVCache, spec: AttentionSpec) -> kernels.Kernel
     return kernels.select(problem_of(q, cache.k, cache.v, spec, tiles=True, few=True), cache.plan.kernel)
 
 
+class Visit(NamedTuple):
+    """Keys and values [B, ..., G, D or V], in the order of their positions, and what is seen of them, if anything."""
+
+    kept: Sequence[Tensor]
+    where: Intervals | None
+
+
 class Meeting:
     """Queries that meet pieces of a cache one after the other, each merged into what was found before."""
 
@@ -239,15 +247,16 @@ class Meeting:
         self.tiled = kernel_for(q, cache, spec).tiles  # whether the kernel is one that asks for tiles
         self.scores: dict[bool, Score] = {}
 
-    def of(self, k: Tensor, v: Tensor, where: Intervals | None) -> None:
-        """Nothing runs where nothing is seen."""
-        if where is None:
-            return
-        rectangles = self.tiled and where.tiles is not None
-        if rectangles not in self.scores:
-            every = [where] if self.tiled else [where._replace(tiles=None)]
-            self.scores[rectangles] = score_of(self.q, k, v, self.spec, self.cache.plan.kernel, every, few=True)
-        self.part = self.scores[rectangles].attend(self.q, k, v, where, carry=self.part)
+    def of(self, visits: Iterable[Visit]) -> None:
+        for kept, where in visits:
+            if where is None:
+                continue
+            k, v = (x.flatten(1, -3) for x in kept)
+            rectangles = self.tiled and where.tiles is not None
+            if rectangles not in self.scores:
+                every = [where] if self.tiled else [where._replace(tiles=None)]
+                self.scores[rectangles] = score_of(self.q, k, v, self.spec, self.cache.plan.kernel, every, few=True)
+            self.part = self.scores[rectangles].attend(self.q, k, v, where, carry=self.part)
 
     def end(self) -> Partial:
         return self.part or empty(self.q, self.cache.v.shape[-1])
@@ -256,11 +265,16 @@ class Meeting:
 def attend_cache(q: Tensor, cache: KVCache, chunk: Chunk, keys: int | None = None) -> Partial:
     """Attention of a chunk's queries over the keys this rank holds, at most `keys` of them at once."""
     meeting = Meeting(q, cache, chunk.spec)
-    plans = pieces_of(chunk, (cache.rank,), keys, q.device, meeting.tiled)
+    plans = pieces_of(chunk, ((cache.rank,),), keys, q.device, meeting.tiled)
     for cuts, (k, v) in zip(plans, cache.memory(), strict=True):
         for piece in cuts:
-            meeting.of(k[:, piece.keys], v[:, piece.keys], piece.seen[cache.rank])
+            meeting.of([Visit((k[:, piece.keys], v[:, piece.keys]), *piece.seen)])
     return meeting.end()
+
+
+def axes_of(plan: Plan) -> tuple[Axis, Axis]:
+    """The axis along which queries or keys travel block by block, and the one within a block, if the plan has two."""
+    return (plan.ring_axis, plan.ulysses_axis) if plan.ring > 1 else (plan.ulysses_axis, plan.ring_axis)
 
 
 class Guests:
@@ -271,11 +285,8 @@ class Guests:
     """
 
     def __init__(self, q: Tensor, plan: Plan):
-        self.axis, self.within = plan.ring_axis, plan.ulysses_axis
-        blocks = plan.tokens
-        if self.axis.size == 1:
-            self.axis, self.within = self.within, self.axis
-            blocks = Layout("contiguous", plan.tokens.padded_length, plan.ulysses)
+        self.axis, self.within = axes_of(plan)
+        blocks = plan.tokens if plan.ring > 1 else Layout("contiguous", plan.tokens.padded_length, plan.ulysses)
         self.q = self.within.all_gather(q, 1).wait().contiguous()
         rows = self.q.shape[0] * self.q.shape[1] * self.q.shape[2]
         at_home, *self.run = guests_of(blocks, self.axis.rank, queries_at_once(rows))
@@ -313,36 +324,37 @@ class Guests:
         return merged(unpacked(stack.movedim(1, 2), "lse"), dtype)
 
 
-def attend_travelling(q: Tensor, plan: Plan, cache: KVCache, chunk: Chunk, keys: int | None) -> Partial:
-    """Attention of this rank's own queries over all ranks' keys: piece after piece comes by in a ring of rings."""
+def attend_travelling(q: Tensor, plan: Plan, cache: KVCache, chunk: Chunk, keys: int) -> Partial:
+    """Attention of this rank's own queries over all ranks' keys, of which a piece of at most `keys` comes from each.
+
+    They come all at once, beside the work on the piece that is here and on the others of the piece before. Where a plan
+    has both axes, "here" is a whole ring rank.
+    """
     meeting = Meeting(q, cache, chunk.spec)
-    ring, ulysses = plan.ring_axis, plan.ulysses_axis
-    outer, inner = (ulysses, ring) if ulysses.size == 1 else (ring, ulysses)
-    chunk = chunk._replace(queries=part_of(plan.tokens.shard(ring.rank), plan.local_slice(ulysses.rank)))
-    plans = pieces_of(chunk, tuple(range(cache.ranks)), keys, q.device, meeting.tiled)
-    for cuts, (k, v) in zip(plans, cache.memory(), strict=True):
-        for piece in cuts:
-            coming: Pending = Done((k[:, piece.keys], v[:, piece.keys]))
-            for i in range(outer.size):
-                block = coming.wait()
-                coming = outer.rotate(block) if i + 1 < outer.size else Done()
-                for j in range(inner.size):
-                    at = {outer: (outer.rank - i) % outer.size, inner: (inner.rank - j) % inner.size}
-                    where = piece.seen[at[ring] * ulysses.size + at[ulysses]]
-                    work = partial(meeting.of, block[0], block[1], where)
-                    block = beside(inner, work, block if j + 1 < inner.size else None).wait()
+    axis, inner = axes_of(plan)
+    here = range(axis.rank * inner.size, (axis.rank + 1) * inner.size)
+    groups = tuple(here), tuple(r for r in range(cache.ranks) if r not in here)
+    shard = plan.tokens.shard(plan.ring_axis.rank)
+    chunk = chunk._replace(queries=part_of(shard, plan.local_slice(plan.ulysses_axis.rank)))
+    plans = pieces_of(chunk, groups, keys, q.device, meeting.tiled)
+    sources = [r for r in range(axis.size) if r != axis.rank]
+    visits: list[Visit] = []
+    for piece, kept in ((piece, kept) for cuts, kept in zip(plans, cache.memory(), strict=True) for piece in cuts):
+        mine = [in_blocks(x[:, piece.keys], cache.stripes.block, inner) for x in kept]
+        room = [x.new_empty(*x.shape[:2], len(sources), *x.shape[2:]) for x in mine]
+        into = {r: [x[:, :, i] for x in room] for i, r in enumerate(sources)}
+        work = partial(meeting.of, [*visits, Visit(mine, piece.seen[0])])
+        _, coming = meanwhile(axis, work, dict.fromkeys(sources, mine), into, "cached keys")
+        coming.wait()
+        visits = [Visit(room, piece.seen[1])]
+    meeting.of(visits)
     return meeting.end()
 
 
-def beside(axis: Axis, work: Callable[[], None], tensors: tuple[Tensor, ...] | None) -> Pending:
-    """`work()`, and beside it the hop of these tensors to the next rank, if there is one: what comes from the other."""
-    if tensors is None:
-        work()
-        return Done()
-    coming = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
-    there, here = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-    _, move = meanwhile(axis, work, {there: [x.contiguous() for x in tensors]}, {here: list(coming)}, "cached keys")
-    return Then(move, lambda _: coming)
+def in_blocks(x: Tensor, block: int, inner: Axis) -> Tensor:
+    """[B, keys, G, D] as [B, blocks, ranks of the inner axis, keys of a block, G, D]: in the order of positions."""
+    x = x.unflatten(1, (-1, min(block, x.shape[1])))
+    return x[:, :, None] if inner.size == 1 else inner.all_gather(x[:, :, None], 2).wait()
 
 
 def decode_quickly(
