@@ -20,6 +20,7 @@ from ringattn.conf import compose
 from ringattn.conf.schema import Model, Train
 from ringattn.launch import data
 from ringattn.launch.model import build, head_dim
+from ringattn.launch.train import resolved
 from ringattn.launch.trainer import learning_rate
 
 Weights = dict[str, Array]
@@ -81,13 +82,34 @@ class Fixed:
         self.value = value
 
 
+def devices_for(ranks: int | None) -> list[Any]:
+    """As many devices as ranks, or all that there are. A CPU is told how many to be."""
+    if ranks:
+        jax.config.update("jax_num_cpu_devices", ranks)
+    devices = jax.devices()
+    if len(devices) < (ranks or 1):
+        raise ValueError(
+            f"nproc={ranks} ranks need a device each, and JAX has {len(devices)}; use nproc={len(devices)}"
+        )
+    return devices[:ranks]
+
+
+def said(config: Train) -> int:
+    """Train; of what cannot be, one sentence."""
+    try:
+        return train(config)
+    except ValueError as error:
+        sys.exit(f"train_jax.py: {error}")
+
+
 def train(config: Train) -> int:
     """Every step of the run, one line each."""
     m, s = config.model, config.strategy
     if m.softmax_every != 1 or config.data.documents or config.accumulate != 1 or s.data != 1:
         raise ValueError("this example trains softmax attention on whole sequences, without accumulate= or data=")
-    devices = jax.devices()[: config.nproc]
-    mesh = ringattn.jax.init_mesh(ring=len(devices) // s.ulysses, ulysses=s.ulysses, devices=devices)
+    devices = devices_for(config.nproc)
+    s = resolved(config, len(devices))[0].strategy
+    mesh = ringattn.jax.init_mesh(ring=s.ring, ulysses=s.ulysses, devices=devices)
     plan = ra.plan(mesh, seq_len=config.seq_len, heads=(m.heads, m.kv_heads), head_dim=head_dim(m), strategy=s.keys,
                    layout=s.layout, dtype="float32")  # fmt: skip
     windows = data.windows(data.open_corpus(config.data, m.vocab), config.data, config.seq_len, config.seed)
@@ -113,4 +135,4 @@ def train(config: Train) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(compose.run(sys.argv[1:], train))
+    sys.exit(configured.run(sys.argv[1:], said))

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,33 +14,51 @@ pytest.importorskip("jax")
 pytest.importorskip("hydra")
 
 ROOT = Path(__file__).parent.parent
-WORDS = [
-    "experiment=smoke",
-    "steps=20",
-    "nproc=2",
-    "data.path=" + str(ROOT / "LICENSE"),
-    "seq_len=250",
-    "picture=false",
-]
+EXAMPLE = ROOT / "examples" / "train_jax.py"
+WORDS = ["data.path=" + str(ROOT / "LICENSE"), "seq_len=250", "picture=false"]
+
+
+def documented():
+    """What the example and docs/jax.md say to type."""
+    (line,) = re.findall(r"^python examples/train_jax.py (.*)$", EXAMPLE.read_text(), re.MULTILINE)
+    assert f"python examples/train_jax.py {line}\n" in (ROOT / "docs" / "jax.md").read_text()
+    return line.split()
+
+
+def start(command, folder):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+    environment.pop("XLA_FLAGS", None)  # which the tests of JAX set: a machine has one CPU device
+    return subprocess.run(
+        [sys.executable, *command], env=environment, cwd=folder, capture_output=True, text=True, timeout=600
+    )
 
 
 def run(command, folder):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, cwd=folder, capture_output=True, text=True, timeout=600
-    )
+    done = start(command, folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def test_twenty_losses_equal_torchs(tmp_path):
-    said = run([str(ROOT / "examples" / "train_jax.py"), *WORDS], tmp_path)
+    words = [*documented(), *WORDS]
+    said = run([str(EXAMPLE), *words], tmp_path)
     found = [float(x) for x in re.findall(r"loss (\S+)", said)]
-    run(["-m", "ringattn", "train", *WORDS, f"folder={tmp_path}", "run=torch"], tmp_path)
+    run(["-m", "ringattn", "train", *words, f"folder={tmp_path}", "run=torch"], tmp_path)
     (log,) = (tmp_path / "torch").rglob("*.jsonl")
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     expected = [row["loss"] for row in rows if row["kind"] == "step"]
     assert len(found) == len(expected) == 20
     assert expected[-1] < expected[0] - 0.5
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= 1e-4
+
+
+def test_what_cannot_be_is_one_sentence(tmp_path, monkeypatch):
+    done = start([str(EXAMPLE), "experiment=smoke", "strategy=hybrid", "nproc=3"], tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1].startswith("train_jax.py: strategy.data=1 x ulysses=2 does not divide 3 ranks")
+    example = runpy.run_path(str(EXAMPLE))
+    monkeypatch.setattr(example["jax"].config, "update", lambda name, value: None)
+    monkeypatch.setattr(example["jax"], "devices", lambda: ["GPU 0", "GPU 1"])
+    assert example["devices_for"](1) == ["GPU 0"] and example["devices_for"](None) == ["GPU 0", "GPU 1"]
+    with pytest.raises(ValueError, match="nproc=3 ranks need a device each, and JAX has 2; use nproc=2"):
+        example["devices_for"](3)
