@@ -16,9 +16,8 @@ from jax import Array
 
 import ringattn as ra
 import ringattn.jax
-from ringattn.conf import compose
 from ringattn.conf.schema import Model, Train
-from ringattn.launch import data
+from ringattn.launch import configured, data
 from ringattn.launch.model import build, head_dim
 from ringattn.launch.train import resolved
 from ringattn.launch.trainer import learning_rate

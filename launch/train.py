@@ -16,9 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ringattn.conf import compose
 from ringattn.conf.schema import Strategy, Train
-from ringattn.launch import metrics, processes, torchrun
+from ringattn.launch import configured, metrics, processes, torchrun
 
 
 def main(words: list[str] | None = None) -> int:
@@ -30,7 +29,7 @@ def main(words: list[str] | None = None) -> int:
     def task(config: Train) -> int:
         return (under_torchrun if started else here)(config, next(begun, None))
 
-    return compose.run(words, task, rank, started)
+    return configured.run(words, task, rank, started)
 
 
 def work(*told: Any, **more: Any) -> dict[str, Any]:
@@ -99,7 +98,7 @@ def under_torchrun(config: Train, began: float | None = None) -> int:
     except Exception as error:
         bad, said = processes.sentence(error), str(error).splitlines()[0] if str(error) else ""
         if bad is not None:
-            compose.complain(said, rank)
+            configured.complain(said, rank)
         else:
             print(f"ringattn train: rank {rank}: {type(error).__name__}: {said}", file=sys.stderr, flush=True)
         os._exit(1 if bad is None else 2)  # other ranks may hang in a collective: do not wait for them

@@ -111,10 +111,10 @@ def test_it_learns(tmp_path):
 def test_a_deep_model_learns_from_its_first_steps(tmp_path):
     """As many blocks as the experiment for GPUs, narrow, at its schedule: the rate grows as the width shrinks."""
     pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
-    from ringattn.conf import compose
+    from ringattn.launch import configured
 
     told = []
-    compose.run(["experiment=h200_long", "model.layers=28"], lambda config: told.append(config) or 0)
+    configured.run(["experiment=h200_long", "model.layers=28"], lambda config: told.append(config) or 0)
     rate = told[0].optimizer.lr * told[0].model.dim / 64
     deep = dataclasses.replace(
         TINY, model=Model(dim=64, layers=28, heads=4, kv_heads=2, hidden=160), seq_len=64, steps=8,

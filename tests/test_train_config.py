@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
 
-from ringattn.conf import complete, compose, schema
+from ringattn.conf import compose, schema
 from ringattn.conf.schema import Data, Model, Strategy, Train
-from ringattn.launch import bench, train, words
+from ringattn.launch import bench, complete, configured, train, words
 
 ROOT = Path(__file__).parent.parent
 FILES = Data(path=str(ROOT / "conf"))
@@ -21,7 +21,7 @@ RUN = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_out
 
 def composed(*words: str) -> Train:
     found = []
-    assert compose.run(list(words), lambda config: found.append(config) or 0) == 0
+    assert configured.run(list(words), lambda config: found.append(config) or 0) == 0
     return found[0]
 
 
@@ -83,7 +83,7 @@ def test_nothing_said_is_the_schema_itself():
     ],
 )
 def test_what_cannot_be_is_one_sentence(words, said, capsys):
-    assert compose.run(words, lambda config: 0) == 2
+    assert configured.run(words, lambda config: 0) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
@@ -106,13 +106,13 @@ def test_what_a_file_of_your_own_may_not_say_is_one_sentence(text, said, tmp_pat
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
     words = ["--config-dir", str(tmp_path)]
-    assert compose.run([*words, "experiment=mine"], lambda config: 0) == 2
+    assert configured.run([*words, "experiment=mine"], lambda config: 0) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
-    assert compose.run([*words, "experiment=min"], lambda config: 0) == 2
+    assert configured.run([*words, "experiment=min"], lambda config: 0) == 2
     assert capsys.readouterr().err.endswith("choose one of h200_long, million, mine, smoke; did you mean 'mine'?\n")
     (tmp_path / "experiment" / "mine.yaml").write_text("# in the wrong place\nseq_len: 3\n")
-    assert compose.run([*words, "experiment=mine"], lambda config: 0) == 2
+    assert configured.run([*words, "experiment=mine"], lambda config: 0) == 2
     assert "experiment/mine.yaml: its first line must be # @package _global_" in capsys.readouterr().err
 
 
@@ -142,21 +142,21 @@ def test_a_configuration_runs_no_code(text, tmp_path, monkeypatch, capsys):
     )
     monkeypatch.syspath_prepend(tmp_path)
     words = ["--config-dir", str(tmp_path), "experiment=evil2", "dry_run=true"]
-    assert compose.run(words, lambda config: 0) == 2
+    assert configured.run(words, lambda config: 0) == 2
     assert "Hydra's own settings cannot be changed here, for they can run code" in capsys.readouterr().err
     assert not ran.exists()
 
 
 def test_without_hydra_the_remedy_is_said(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "hydra", None)
-    assert compose.run(["seq_len=4"], lambda config: 0) == 2
+    assert configured.run(["seq_len=4"], lambda config: 0) == 2
     assert capsys.readouterr().err == (
         "ringattn train: Hydra is not installed; in the checkout: pip install '.[train]'\n"
     )
 
 
 def test_the_result_is_printed_and_nothing_runs(capsys):
-    assert compose.run(["--cfg", "job", "model=small", "seq_len=16"], lambda config: 1) == 0
+    assert configured.run(["--cfg", "job", "model=small", "seq_len=16"], lambda config: 1) == 0
     text = capsys.readouterr().out
     assert "seq_len: 16\n" in text and "  dim: 512\n" in text and "hydra" not in text
 
@@ -183,22 +183,22 @@ def test_a_dry_run_refuses_what_a_run_would(choices, said, capsys):
 def test_a_sweep_runs_every_value_and_is_refused_among_started_ranks(tmp_path, capsys):
     seen = []
     words = ["--multirun", "seq_len=16,32", f"folder={tmp_path}"]
-    assert compose.run(words, lambda config: seen.append(config.seq_len) or 0) == 0
+    assert configured.run(words, lambda config: seen.append(config.seq_len) or 0) == 0
     assert seen == [16, 32]
-    assert compose.run(words, lambda config: 0, started=True) == 2
+    assert configured.run(words, lambda config: 0, started=True) == 2
     assert "sweep outside torchrun" in capsys.readouterr().err
 
 
 def test_a_rank_leaves_rank_0_the_time_to_say_what_is_wrong(capsys, monkeypatch):
     waited = []
-    monkeypatch.setattr(compose, "leave_to_first", lambda: waited.append(capsys.readouterr().err))
-    assert compose.run(["seq_len=-1"], lambda config: 0, rank=1) == 2
+    monkeypatch.setattr(configured, "leave_to_first", lambda: waited.append(capsys.readouterr().err))
+    assert configured.run(["seq_len=-1"], lambda config: 0, rank=1) == 2
     assert waited == [""]
     assert capsys.readouterr().err == "ringattn train: rank 1: seq_len=-1: must be above 0\n"
 
 
 def test_help_names_every_key_and_every_file(capsys):
-    assert compose.run(["--help"], lambda config: 1) == 0
+    assert configured.run(["--help"], lambda config: 1) == 0
     text = capsys.readouterr().out
     assert all(f"  {name}=" in text for name, _ in schema.every_key())
     assert "experiment=h200_long" in text

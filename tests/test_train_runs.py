@@ -227,11 +227,11 @@ def test_restarts_of_torchrun_refuse_what_the_first_attempt_did_and_go_on_with_t
 
 def test_each_run_of_a_sweep_has_a_folder_of_its_own_and_says_which_it_is(capsys):
     pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
-    from ringattn.conf import compose
+    from ringattn.launch import configured
 
     def names(*words: str) -> list[str | None]:
         found: list[str | None] = []
-        assert compose.run(["--multirun", *words], lambda config: found.append(config.run) or 0) == 0
+        assert configured.run(["--multirun", *words], lambda config: found.append(config.run) or 0) == 0
         return found
 
     assert names("run=sw", "optimizer.lr=1e-3,3e-3") == ["sw-0", "sw-1"]

@@ -14,7 +14,7 @@ from ringattn.launch import bench, words
 SCRIPT = """_ringattn() {{
     local line="${{COMP_LINE:0:COMP_POINT}}"
     local word="${{line##* }}"
-    mapfile -t COMPREPLY < <({python} -m ringattn.conf.complete "$line" 2>/dev/null)
+    mapfile -t COMPREPLY < <({python} -m ringattn.launch.complete "$line" 2>/dev/null)
     if [[ $word == *=* && $COMP_WORDBREAKS == *=* ]]; then COMPREPLY=("${{COMPREPLY[@]#*=}}"); fi
 }}
 complete -o nospace -o default -F _ringattn ringattn"""

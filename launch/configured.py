@@ -1,0 +1,71 @@
+"""A command whose words make a configuration, as `ringattn train` is: it runs, or one sentence says why not."""
+
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from ringattn.conf import compose, schema
+from ringattn.conf.schema import Train
+
+USAGE = """usage: ringattn train [group=choice ...] [key=value ...]    (or torchrun ... -m ringattn.launch.train ...)
+
+Groups choose files of conf/, keys change single values; --cfg job prints the result, --multirun with a=1,2 sweeps,
+--config-dir DIR adds your own files; eval "$(ringattn train --completion)" has bash complete them.
+"""
+
+PATIENCE = 20.0  # seconds that a rank leaves the word to rank 0
+
+
+def run(words: list[str], task: Callable[[Train], int], rank: int = 0, started: bool = False) -> int:
+    """`task(config)` for the configuration that the words make (for each of them in a sweep); its exit status.
+
+    What cannot be is one sentence from rank 0 and status 2. `started` means that many ranks run this at once.
+    """
+    if "-h" in words or "--help" in words:
+        print(f"{USAGE}\n{compose.choices()}\n\n{schema.explain()}")
+        return 0
+    if "--completion" in words:
+        from ringattn.launch import complete
+
+        print(complete.SCRIPT.format(python=shlex.quote(sys.executable)))
+        return 0
+    try:
+        asked = compose.options(words)
+        if asked.multirun and started:
+            raise ValueError(
+                "a sweep starts many runs, and the ranks of one run are already started; sweep outside torchrun"
+            )
+        configs = compose.composed(asked)
+    except ModuleNotFoundError as error:
+        if error.name not in ("hydra", "omegaconf", "yaml"):
+            raise
+        return complain("Hydra is not installed; in the checkout: pip install '.[train]'", rank)
+    except ValueError as error:
+        return complain(str(error), rank)
+    if asked.cfg:
+        for _, config in configs if rank == 0 else ():
+            print(compose.as_yaml(config), end="")
+        return 0
+    statuses = []
+    for swept, config in configs:
+        if swept:
+            print(f"{swept}:", file=sys.stderr, flush=True)
+        statuses.append(task(config))
+    return max(statuses)
+
+
+def complain(problem: str, rank: int) -> int:
+    """Say what is wrong, once: on rank 0, or where rank 0 has no complaint; the status to end with."""
+    if rank:
+        leave_to_first()
+        problem = f"rank {rank}: {problem}"
+    print(f"ringattn train: {problem}", file=sys.stderr, flush=True)
+    return 2
+
+
+def leave_to_first() -> None:
+    """Wait for rank 0 to speak and end, whereupon torchrun ends this one: what is wrong is so on all, as a rule."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(PATIENCE)
