@@ -3,6 +3,9 @@
 import gc
 import subprocess
 import sys
+import threading
+import weakref
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -11,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn.comms.local import run as run_threads
+from ringattn.kernels import tiled
 from ringattn.launch.processes import run
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.halo import causal_convolution
@@ -234,20 +239,60 @@ def test_autocast_runs_attention_in_its_dtype():
         assert (out - plain).norm() <= 2 * (alone - plain).norm() + 1e-3
 
 
+class Kept(TorchDispatchMode):
+    """How many tensors our ops gave back for a backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.ringattn.exchange.default:
+            self.counts.append(len(found[2]))
+        return found
+
+
 def test_no_grad_and_inference_mode_give_the_same_bits_and_keep_nothing():
     def one(mesh):
         plan = planned(mesh)
         model, x = Small(plan), plan.shard(data()[0])
-        graded = model(x)
-        with torch.no_grad():
-            free = model(x)
-        with torch.inference_mode():
-            inferred = model(x)
+        with Kept() as kept:
+            graded = model(x)
+            with torch.no_grad():
+                free = model(x)
+            with torch.inference_mode():
+                inferred = model(x)
+            frozen = model.requires_grad_(False)(x)
         assert graded.requires_grad and not free.requires_grad and not inferred.requires_grad
-        return graded.detach(), free, inferred.clone()
+        return kept.counts, graded.detach(), free, inferred.clone(), frozen
 
-    for graded, free, inferred in run_threads(one, ring=2):
-        assert torch.equal(graded, free) and torch.equal(graded, inferred)
+    for counts, graded, *others in run_threads(one, ring=2, ulysses=2):
+        assert counts == [5, 5, 0, 0, 0, 0, 0, 0]
+        assert all(torch.equal(graded, other) for other in others)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_without_gradients_a_group_of_heads_is_dropped_once_it_left(grad, monkeypatch):
+    seen: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # by thread: by rank
+    alive: dict[int, list[int]] = defaultdict(list)
+    attend = tiled.attend
+
+    def noted(q, *rest, **options):
+        me = threading.get_ident()
+        alive[me].append(sum(group() is not None for group in seen[me]))
+        seen[me].append(weakref.ref(q))
+        return attend(q, *rest, **options)
+
+    monkeypatch.setattr(tiled, "attend", noted)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=16, kernel="tiled", groups=4)
+        q, k, v = (torch.ones(1, plan.local_len, 8, 8, requires_grad=grad) for _ in "qkv")
+        ra.attention(q, k, v, plan)
+
+    run_threads(one, ulysses=2)
+    assert list(alive.values()) == [[0, 1, 2, 3] if grad else [0, 0, 0, 0]] * 2
 
 
 HALF_IMPORTED = """

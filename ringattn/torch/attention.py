@@ -82,8 +82,9 @@ def attention(
 
     starts, key_starts = (None if d is None else torch.as_tensor(d.starts) for d in (docs, key_docs))
     groups = groups_of(handle, q.shape[0], q.shape[2], *k.shape[2:], v.shape[3], q.element_size())
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks) if x is not None)
     out, lse, _ = torch.ops.ringattn.exchange(
-        q, k, v, sinks, starts, key_starts, handle, groups, compiling,
+        q, k, v, sinks, starts, key_starts, handle, groups, compiling, keep,
         spec.causal, spec.window, spec.softcap, spec.scale,
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -205,12 +206,13 @@ def exchange(
     plan: int,
     groups: int,
     check: bool,
+    keep: bool,
     causal: bool,
     window: int | None,
     softcap: float | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(out in q's dtype, lse) of this rank's queries over all keys; and what the backward pass finds entered already.
+    """(out in q's dtype, lse) of this rank's queries over all keys; to `keep`, what backward finds entered already.
 
     A group of heads enters, and another leaves, while one is attended to.
     """
@@ -220,33 +222,39 @@ def exchange(
         named = {"q": q, "k": k, "v": v, "sinks": sinks}
         agree.agree(call.plan, agree.describe(call.plan, spec, named, call.mask.docs, call.mask.key_docs))
     axis, kept = call.plan.ulysses_axis, []
+    keep = keep and axis.size > 1
 
     def entering() -> Iterator[Entered]:
         tensors = q, repeated(k, axis), repeated(v, axis)
         for g, group in enumerate(call.entering(tensors, (call.real, call.real_keys, call.real_keys))):
-            kept.append(group)
+            if keep:
+                kept.append(group)
             yield *group, None if sinks is None else sink_partial(group[0], call.own(sinks)[g], v.shape[-1])
+            del group
 
     def leaving() -> Iterator[Pending]:
-        for part, group in zip(attended(call, entering()), kept, strict=True):
-            group += part.out.to(q.dtype), part.lse
-            yield leave(group[3:], axis)
+        for g, part in enumerate(attended(call, entering())):
+            results = [part.out.to(q.dtype), part.lse]
+            if keep:
+                kept[g] += results
+            yield leave(results, axis)
 
     with torch.autocast(q.device.type, enabled=False):
         outs, lses = zip(*one_ahead(leaving()), strict=True)
         out, lse = cleared(joined(outs), call.real), cleared(joined(lses), call.real, NEVER)
-    saved = [x.contiguous() for group in kept for x in group] if axis.size > 1 else []
+    saved = [x.contiguous() for group in kept for x in group]
     return out.contiguous(), lse.contiguous(), saved  # as a compiled graph expects them
 
 
 @exchange.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Any, docs: Any, key_docs: Any, plan: int, groups: int, *rest: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Any, docs: Any, key_docs: Any, plan: int, groups: int, check: bool,
+    keep: bool, *rest: Any,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     B, T, H, D = q.shape
     V, size, exact = v.shape[3], LIVE[plan].ulysses, accumulator(q)
     h, g = H // size // groups, k.shape[2] * replicas(k.shape[2], size) // size // groups
-    saved = [] if size == 1 else [
+    saved = [] if size == 1 or not keep else [
         x
         for _ in range(groups)
         for x in (
@@ -325,6 +333,7 @@ def attended(call: Call, groups: Iterable[Entered]) -> Iterator[Partial]:
     for q, k, v, start in groups:
         run, intervals = run_of(call, k, v)
         yield FORWARD[plan.route](q, k, v, axis, run, call.score(intervals, q, k, v), start)
+        del q, k, v, start  # before the group after the next is made room for
 
 
 def gradients(call: Call, groups: Iterable[Seen]) -> Iterator[Grads]:
@@ -377,7 +386,7 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    *tensors, plan, ctx.groups, _, ctx.causal, ctx.window, ctx.softcap, ctx.scale = inputs
+    *tensors, plan, ctx.groups, _, _, ctx.causal, ctx.window, ctx.softcap, ctx.scale = inputs
     ctx.plan = LIVE[plan]  # the plan and not its number: the caller may have let go of it before backward
     out, lse, saved = output
     ctx.set_materialize_grads(False)  # nobody differentiates what is saved
@@ -391,7 +400,7 @@ def _exchange_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: An
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     rest = (ctx.plan.handle, ctx.groups, ctx.causal, ctx.window, ctx.softcap, ctx.scale)
     *grads, dsinks = torch.ops.ringattn.exchange_backward(*tensors, out, lse, list(kept[8:]), dout, dlse, *rest)
-    return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 9
+    return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 10
 
 
 exchange.register_autograd(_exchange_backward, setup_context=_save_exchange)
