@@ -10,94 +10,187 @@ from ringattn.torch.inference import decode, prefill
 from tests.test_cache import draw
 
 
-def halved(state):
-    return {name: x.half() if name in ("k", "v") else x for name, x in state.items()}
+class Filled:
+    """A cache with 16 tokens in each of two rows, room for 8 more, and the pieces that calls are made of."""
+
+    def __init__(self, mesh):
+        self.mesh, self.plan = mesh, ra.plan(mesh, seq_len=16)
+        self.qkv = self.q, self.k, self.v = draw(T=16)
+        self.mine = [self.plan.shard(x) for x in self.qkv]
+        self.new = [x[:, :1] for x in self.qkv]
+        self.cache = self.allocate()
+        prefill(*self.mine, self.plan, self.cache, start=0)
+
+    def allocate(self, **given) -> KVCache:
+        sizes = {"batch": 2, "max_len": 24, "kv_heads": 2, "head_dim": 8, "dtype": self.q.dtype, **given}
+        return KVCache.allocate(self.plan, **sizes)
+
+    def prefill(self, *qkv, plan=None, **more):
+        return prefill(*(qkv or self.mine), plan or self.plan, self.cache, **more)
+
+    def decode(self, *qkv, **more):
+        return decode(*(qkv or self.new), self.cache, **more)
+
+    def halved(self) -> dict:
+        state = self.cache.state_dict()
+        return {**state, "k": state["k"].half(), "v": state["v"].half()}
 
 
-def bad(mesh):
-    q, k, v = draw(T=16)
-    plan = ra.plan(mesh, seq_len=16)
-    allocate = {"batch": 2, "max_len": 24, "kv_heads": 2, "head_dim": 8, "dtype": q.dtype}
-    cache = KVCache.allocate(plan, **allocate)
-    new = [x[:, :1] for x in (q, k, v)]
-    with pytest.raises(ValueError, match=r"decode before prefill: the cache holds \[0, 0\] tokens"):
-        decode(*new, cache)
-    mine = [plan.shard(x) for x in (q, k, v)]
-    prefill(*mine, plan, cache, start=0)
-    state = (cache.k.clone(), cache.lengths.copy())
-    for call, says in [
-        (lambda: prefill(*mine, plan, cache), "16 more tokens do not fit: rows hold up to 16 of max_len=24"),
-        (lambda: prefill(*mine, plan, cache, start=17), r"a chunk at 17 skips positions: .* end at \[16, 16\]"),
-        (lambda: prefill(*mine, plan, cache, start=3), "a chunk at 3 overlaps positions"),
-        (lambda: decode(*(x[:1] for x in new), cache), r"k has shape .*this cache takes \[2, tokens, 2, 8\]"),
-        (lambda: decode(*(x.double() for x in new), cache), "k is torch.float64 on cpu, the cache torch.float32"),
-        (lambda: decode(*new, cache, tree_mask=1), r"tree_mask: decode has no such argument .*on cache.fork\(\)"),
-        (
-            lambda: decode(*new, cache, parents=[0]),
-            r"parents\[0\]=0 makes a tree, not a chain; a query sees one interval",
-        ),
-        (lambda: decode(*new, cache, parents=[-1, 0]), "parents has 2 entries for 1 new tokens"),
-        (lambda: decode(q[:, :1, :3], *new[1:], cache), "2 key heads do not divide 3 query heads"),
-        (lambda: decode(new[0], *(x[:, :, :1] for x in new[1:]), cache), r"k has shape .*; this cache takes \[2, tok"),
-        (lambda: decode(q[:, :2], *new[1:], cache), "q has 2 tokens, k and v 1"),
-        (lambda: decode(*new, cache, sinks=torch.zeros(3)), r"sinks has shape \(3,\)"),
-        (
-            lambda: decode(*(x[:, :9] for x in (q, k, v)), cache),
-            "9 more tokens do not fit: rows hold up to 16 of max_len",
-        ),
-        (
-            lambda: prefill(*(x.double() for x in mine), plan, cache),
-            "k is torch.float64 on cpu, the cache torch.float32",
-        ),
-        (lambda: prefill(q, k, v, plan, cache), "q has 16 tokens, a rank of this plan holds 8"),
-        (lambda: prefill(*mine, plan, cache, keys=0), "keys=0: the most keys at once, at least 1"),
-        (lambda: cache.truncate(-1), r"truncate to \[-1, -1\]"),
-        (lambda: cache.append(k[:, :9], v[:, :9]), "9 more tokens do not fit"),
-        (lambda: decode(*new, cache, form="oml"), "form='oml': choose one of lse, streams"),
-        (lambda: prefill(*mine, plan, cache, move="all"), "move='all': choose one of auto, queries, keys"),
-        (lambda: cache.truncate(17), r"truncate to \[17, 17\]: .* back from \[16, 16\] to \[0, 0\]"),
-        (lambda: prefill(*mine, ra.plan(mesh, seq_len=16), cache), "the cache was allocated for another plan"),
-        (lambda: KVCache.allocate(plan, **{**allocate, "max_len": 0}), "max_len=0: at least 1"),
-        (lambda: decode(*new, cache, sinks=torch.zeros(4, device="meta")), "sinks is on meta, q on cpu"),
-        (lambda: decode(*new, cache, sinks=torch.zeros(4).int()), "sinks has shape .* and dtype torch.int32"),
-        (lambda: prefill(*mine, plan, cache, sinks=torch.zeros(4, device="meta")), "sinks is on meta, q on cpu"),
-        (lambda: prefill(*mine, plan, cache, keys=1.5), "keys=1.5: the most keys at once, at least 1"),
-        (lambda: prefill(*mine, plan, cache, start=[0, 0, 0]), r"start=\[0, 0, 0\]: .* one for each of 2 rows"),
-        (lambda: prefill(*mine, plan, cache, start="0"), "start='0': where the chunk begins, one whole number"),
-        (lambda: decode(*new, cache, parents=3), "parents=3: a list of 1, the token that each new one follows"),
-        (lambda: decode(*(x[:, :0] for x in new), cache), "k has 0 tokens, v 0; .* there must be at least one"),
-        (lambda: cache.append(k[:, :2], v[:, :3]), "k has 2 tokens, v 3; every new token has both"),
-        (lambda: cache.append(k[0], v[0]), r"k has shape \(16, 2, 8\); expected 4 dims"),
-        (lambda: cache.truncate(2.7), "truncate to 2.7: one whole number, or one for each of 2 rows"),
-        (lambda: cache.truncate("3"), "truncate to '3'"),
-        (lambda: cache.truncate(True), "truncate to True"),
-        (lambda: cache.truncate([3, 3, 3]), r"truncate to \[3, 3, 3\]"),
-        (lambda: cache.fork("2"), "copies='2': at least 1, a whole number"),
-        (lambda: cache.fork(2.0), "copies=2.0"),
-        (lambda: cache.fork(0), "copies=0"),
-        (lambda: cache.fork(2, max_len=10), "max_len=10: the rows hold up to 16 tokens already"),
-        (
-            lambda: cache.load_state_dict({"k": 1}),
-            "the state has no v, lengths, origin, place, window; pass what",
-        ),
-        (lambda: cache.load_state_dict(halved(cache.state_dict())), "the state is of torch.float16, this cache of"),
-    ]:
+REFUSED = [
+    ("prefill: no room", lambda x: x.prefill(), "16 more tokens do not fit: rows hold up to 16 of max_len=24"),
+    ("prefill: a gap", lambda x: x.prefill(start=17), r"a chunk at 17 skips positions: .* end at \[16, 16\]"),
+    ("prefill: an overlap", lambda x: x.prefill(start=3), "a chunk at 3 overlaps positions"),
+    (
+        "prefill: starts of 3 rows",
+        lambda x: x.prefill(start=[0, 0, 0]),
+        r"start=\[0, 0, 0\]: .* one for each of 2 rows",
+    ),
+    ("prefill: start as text", lambda x: x.prefill(start="0"), "start='0': where the chunk begins, one whole number"),
+    (
+        "prefill: another dtype",
+        lambda x: x.prefill(*(y.double() for y in x.mine)),
+        "k is torch.float64 on cpu, the cache torch.float32",
+    ),
+    ("prefill: not sharded", lambda x: x.prefill(*x.qkv), "q has 16 tokens, a rank of this plan holds 8"),
+    ("prefill: no keys at once", lambda x: x.prefill(keys=0), "keys=0: the most keys at once, at least 1"),
+    ("prefill: keys in halves", lambda x: x.prefill(keys=1.5), "keys=1.5: the most keys at once, at least 1"),
+    ("prefill: move", lambda x: x.prefill(move="all"), "move='all': choose one of auto, queries, keys"),
+    (
+        "prefill: another plan",
+        lambda x: x.prefill(plan=ra.plan(x.mesh, seq_len=16)),
+        "the cache was allocated for another plan",
+    ),
+    (
+        "prefill: sinks elsewhere",
+        lambda x: x.prefill(sinks=torch.zeros(4, device="meta")),
+        "sinks is on meta, q on cpu",
+    ),
+    (
+        "decode: one row",
+        lambda x: x.decode(*(y[:1] for y in x.new)),
+        r"k has shape .*this cache takes \[2, tokens, 2, 8\]",
+    ),
+    (
+        "decode: another dtype",
+        lambda x: x.decode(*(y.double() for y in x.new)),
+        "k is torch.float64 on cpu, the cache torch.float32",
+    ),
+    (
+        "decode: tree_mask",
+        lambda x: x.decode(tree_mask=1),
+        r"tree_mask: decode has no such argument .*on cache.fork\(\)",
+    ),
+    (
+        "decode: a tree",
+        lambda x: x.decode(parents=[0]),
+        r"parents\[0\]=0 makes a tree, not a chain; a query sees one interval",
+    ),
+    ("decode: too many parents", lambda x: x.decode(parents=[-1, 0]), "parents has 2 entries for 1 new tokens"),
+    (
+        "decode: parents that are no list",
+        lambda x: x.decode(parents=3),
+        "parents=3: a list of 1, the token that each new one follows",
+    ),
+    (
+        "decode: 3 query heads",
+        lambda x: x.decode(x.q[:, :1, :3], *x.new[1:]),
+        "2 key heads do not divide 3 query heads",
+    ),
+    (
+        "decode: 1 key head",
+        lambda x: x.decode(x.new[0], *(y[:, :, :1] for y in x.new[1:])),
+        r"k has shape .*; this cache takes \[2, tok",
+    ),
+    ("decode: more queries", lambda x: x.decode(x.q[:, :2], *x.new[1:]), "q has 2 tokens, k and v 1"),
+    (
+        "decode: no room",
+        lambda x: x.decode(*(y[:, :9] for y in x.qkv)),
+        "9 more tokens do not fit: rows hold up to 16 of max_len",
+    ),
+    (
+        "decode: no tokens",
+        lambda x: x.decode(*(y[:, :0] for y in x.new)),
+        "k has 0 tokens, v 0; .* there must be at least one",
+    ),
+    ("decode: form", lambda x: x.decode(form="oml"), "form='oml': choose one of lse, streams"),
+    ("decode: 3 sinks", lambda x: x.decode(sinks=torch.zeros(3)), r"sinks has shape \(3,\)"),
+    ("decode: whole sinks", lambda x: x.decode(sinks=torch.zeros(4).int()), "sinks has shape .* and dtype torch.int32"),
+    ("decode: sinks elsewhere", lambda x: x.decode(sinks=torch.zeros(4, device="meta")), "sinks is on meta, q on cpu"),
+    ("append: no room", lambda x: x.cache.append(x.k[:, :9], x.v[:, :9]), "9 more tokens do not fit"),
+    (
+        "append: more values",
+        lambda x: x.cache.append(x.k[:, :2], x.v[:, :3]),
+        "k has 2 tokens, v 3; every new token has both",
+    ),
+    ("append: 3 dims", lambda x: x.cache.append(x.k[0], x.v[0]), r"k has shape \(16, 2, 8\); expected 4 dims"),
+    ("truncate: below 0", lambda x: x.cache.truncate(-1), r"truncate to \[-1, -1\]"),
+    (
+        "truncate: forwards",
+        lambda x: x.cache.truncate(17),
+        r"truncate to \[17, 17\]: .* back from \[16, 16\] to \[0, 0\]",
+    ),
+    (
+        "truncate: a part",
+        lambda x: x.cache.truncate(2.7),
+        "truncate to 2.7: one whole number, or one for each of 2 rows",
+    ),
+    ("truncate: text", lambda x: x.cache.truncate("3"), "truncate to '3'"),
+    ("truncate: True", lambda x: x.cache.truncate(True), "truncate to True"),
+    ("truncate: 3 rows", lambda x: x.cache.truncate([3, 3, 3]), r"truncate to \[3, 3, 3\]"),
+    ("fork: text", lambda x: x.cache.fork("2"), "copies='2': at least 1, a whole number"),
+    ("fork: a part", lambda x: x.cache.fork(2.0), "copies=2.0"),
+    ("fork: none", lambda x: x.cache.fork(0), "copies=0"),
+    ("fork: no room", lambda x: x.cache.fork(2, max_len=10), "max_len=10: the rows hold up to 16 tokens already"),
+    (
+        "load: no state",
+        lambda x: x.cache.load_state_dict({"k": 1}),
+        "the state has no v, lengths, origin, place, window; pass what",
+    ),
+    (
+        "load: another dtype",
+        lambda x: x.cache.load_state_dict(x.halved()),
+        "the state is of torch.float16, this cache of",
+    ),
+    (
+        "load: other blocks",
+        lambda x: x.cache.load_state_dict(x.allocate(block=4).state_dict()),
+        r"the state is of rank \d, of 2 ranks, in blocks of 4; this cache is of rank \d, of 2 ranks, in blocks of 64",
+    ),
+    ("allocate: no room", lambda x: x.allocate(max_len=0), "max_len=0: at least 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_bad_input_leaves_the_cache_as_it_was(call, says):
+    def one(mesh):
+        given = Filled(mesh)
+        cache, before = given.cache, given.cache.state_dict()
         with pytest.raises(ValueError, match=says):
-            call()
-        assert torch.equal(cache.k[:, :4], state[0][:, :4]) and (cache.lengths == state[1]).all()
-    decode(*new, cache, parents=[-1])  # a chain may be said
-    other = KVCache.allocate(plan, **allocate, block=4)
-    with pytest.raises(
-        ValueError, match=r"the state is of rank \d, of 2 ranks, in blocks of 64; this cache is of rank"
-    ):
-        other.load_state_dict(cache.state_dict())
-    small = KVCache.allocate(plan, **{**allocate, "max_len": 99}, window=4, room=4)
+            call(given)
+        assert torch.equal(cache.k, before["k"]) and torch.equal(cache.v, before["v"])
+        assert cache.lengths.tolist() == before["lengths"].tolist() == [16, 16]
+
+    run(one, ring=2)
+
+
+def test_decode_before_prefill_is_refused():
+    cache, new = cache_of(), (torch.randn(1, 1, 2, 8) for _ in range(3))
+    with pytest.raises(ValueError, match=r"decode before prefill: the cache holds \[0\] tokens"):
+        decode(*new, cache)
+
+
+def test_a_spec_without_the_caches_window_is_refused():
+    cache, new = cache_of(window=4, room=8), [torch.randn(1, 8, 2, 8) for _ in range(3)]
     with pytest.raises(ValueError, match="the cache keeps a window of 4 keys, the spec sees window=None"):
-        prefill(*mine, plan, small)
+        prefill(*new, cache.plan, cache)
 
 
-def test_bad_input_leaves_the_cache_as_it_was():
-    run(bad, ring=2)
+def test_parents_may_say_a_chain():
+    def one(mesh):
+        given = Filled(mesh)
+        assert torch.equal(given.decode(parents=[-1]), Filled(mesh).decode())
+
+    run(one, ring=2)
 
 
 def cache_of(n: int = 0, max_len: int = 128, **given) -> KVCache:
