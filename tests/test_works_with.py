@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from ringattn.kernels import tiled
 from ringattn.launch.processes import run
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.halo import causal_convolution
-from ringattn.torch.nn import Attention
+from ringattn.torch.nn import Attention, StreamingAttention
 
 T, C = 48, 32
 DOCS = Docs.from_lengths([13, 35])
@@ -141,6 +142,22 @@ def test_backward_needs_nobody_to_keep_the_plan(function):
         loss.backward()
 
     run_threads(one, ring=2)
+
+
+@pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
+def test_what_is_padding_is_known_where_the_tensors_are(function):
+    """A plan without a mesh is made for the default device, a call without a plan for CPUs."""
+    x, docs = torch.randn(1, 8, 2, 8), ra.Docs.from_lengths([3, 2], pad_to=8)
+    elsewhere = replace(ra.plan(seq_len=8), device="meta")
+    assert torch.equal(function(x, x, x, plan=elsewhere, docs=docs), function(x, x, x, docs=docs))
+    losses = torch.rand(1, 8)
+    assert ra.token_mean(losses, elsewhere, docs=docs) == ra.token_mean(losses, ra.plan(seq_len=8), docs=docs)
+
+
+def test_a_layers_cache_is_where_the_layer_is():
+    layer, elsewhere = StreamingAttention(32, heads=4), replace(ra.plan(seq_len=8), device="meta")
+    cache = layer.allocate(torch.zeros(1, 8, 4, 8), elsewhere)
+    assert cache.k.device == cache.filled.device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("function", [attended, scanned, convolved, layered])

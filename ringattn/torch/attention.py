@@ -174,8 +174,8 @@ class Call(NamedTuple):
     ) -> "Call":
         mask = Mask(plan, spec, docs_of(docs, plan.seq_len), docs_of(key_docs, plan.keys.seq_len))
         starts = docs if key_docs is None and plan.keys is plan else key_docs
-        real_keys = real_tokens(plan.keys, docs_of(starts, plan.keys.seq_len))
-        return cls(mask, groups, real_tokens(plan, mask.docs), real_keys, q.device)
+        real_keys = real_tokens(plan.keys, docs_of(starts, plan.keys.seq_len), q.device)
+        return cls(mask, groups, real_tokens(plan, mask.docs, q.device), real_keys, q.device)
 
     @property
     def plan(self) -> Plan:

@@ -55,7 +55,7 @@ def linear_attention(
     found = problem(q, k, v, log_decay, plan, initial_state, docs, scale, kernel, scan)
     look = q.device.type == "cpu" if check is None else check
     if found is None and log_decay is not None and look and not compiling:
-        found = of_gates(log_decay, real_tokens(plan, docs))
+        found = of_gates(log_decay, real_tokens(plan, docs, q.device))
     if compiling and found:
         raise ValueError(found)
     if not compiling:
@@ -119,7 +119,7 @@ class Call:
         self.alone = self.plan.ring * self.plan.ulysses == 1
         self.parts = segments(self.plan)
         self.batch = q.shape[0]
-        self.real = real_tokens(self.plan, self.docs)
+        self.real = real_tokens(self.plan, self.docs, q.device)
         self.place = self.plan.ring_axis.rank, self.plan.ulysses_axis.rank
         self.begin = begins(self.plan, self.docs, *self.place, q.shape[0], q.device)
         self.kernel = selected(q, v, kernel)

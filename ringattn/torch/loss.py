@@ -29,7 +29,7 @@ def token_mean(
     if losses_BT.shape[1] != plan.local_len:
         raise ValueError(f"losses has {losses_BT.shape[1]} tokens, a rank of this plan holds {plan.local_len} ({plan})")
     counted = torch.ones_like(losses_BT, dtype=torch.bool)
-    for name, chosen in (("mask", mask), ("docs", real_tokens(plan, docs))):
+    for name, chosen in (("mask", mask), ("docs", real_tokens(plan, docs, losses_BT.device))):
         if chosen is not None:
             counted = counted & expanded(name, chosen.bool(), losses_BT)
     mine = torch.where(counted, losses_BT, 0.0).sum(dtype=accumulator(losses_BT))

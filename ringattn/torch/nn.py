@@ -3,6 +3,7 @@
 B batch   T this rank's tokens   C width   H query heads   G key/value heads   D head dim
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -180,7 +181,8 @@ class StreamingAttention(Attention):
 
     def allocate(self, k: Tensor, plan: Plan) -> KVCache:
         B, _, G, D = k.shape
+        here = replace(plan, device=k.device.type)  # a plan without a mesh does not know where the layer is
         return KVCache.allocate(
-            plan, batch=B, max_len=self.max_len, kv_heads=G, head_dim=D, dtype=k.dtype, window=self.spec.window,
+            here, batch=B, max_len=self.max_len, kv_heads=G, head_dim=D, dtype=k.dtype, window=self.spec.window,
             room=max(plan.seq_len, 64),
         )  # fmt: skip

@@ -90,13 +90,15 @@ def check_whole(x: Tensor, plan: Plan, dim: int) -> None:
         raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, the plan is for {plan.seq_len}{hint}")
 
 
-def real_tokens(plan: Plan, docs: Docs | None = None) -> Tensor | None:
+def real_tokens(plan: Plan, docs: Docs | None, device: torch.device) -> Tensor | None:
     """Which of this rank's tokens are real, [1 or rows, T_local]; None when all of them are."""
-    return _real_tokens(plan, docs, plan.ring_axis.rank, plan.ulysses_axis.rank, plan.device)
+    return _real_tokens(plan, docs, plan.ring_axis.rank, plan.ulysses_axis.rank, device)
 
 
 @lru_cache(maxsize=64)
-def _real_tokens(plan: Plan, docs: Docs | None, ring_rank: int, ulysses_rank: int, device: str) -> Tensor | None:
+def _real_tokens(
+    plan: Plan, docs: Docs | None, ring_rank: int, ulysses_rank: int, device: torch.device
+) -> Tensor | None:
     at = local_positions(plan, ring_rank, ulysses_rank)
     limit = np.minimum(plan.seq_len, docs.starts[:, -1:] if docs is not None else plan.seq_len)
     real = at[None] < np.reshape(limit, (-1, 1))
