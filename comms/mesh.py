@@ -6,11 +6,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ringattn.comms.axis import Axis, Solo
 from ringattn.comms.local import LocalMesh
 from ringattn.comms.process_group import ProcessGroupAxis
 from ringattn.comms.symmetric import shared_axis
+
+SPLIT: Any = WeakIdKeyDictionary()  # what each mesh was cut into
 
 
 def init_mesh(
@@ -94,9 +97,17 @@ def axes(mesh: Any, transport: str = "auto") -> tuple[Axis, Axis]:
 
 
 def split(mesh: Any, name: str, sizes: dict[str, int]) -> Any:
-    """The mesh with one axis cut into several, the last one innermost. Every rank must call it."""
+    """The mesh with one axis cut into several, the last one innermost: the same one each time. Every rank must ask."""
     if isinstance(mesh, LocalMesh):
         return mesh.split(name, sizes)
-    cut = {old: sizes if old == name else {old: axis_size(mesh, old)} for old in axis_names(mesh)}
-    shape = {n: s for part in cut.values() for n, s in part.items()}
+    made, how = SPLIT.setdefault(mesh, {}), (name, *sizes.items())
+    if how not in made:
+        made[how] = cut(mesh, name, sizes)
+    return made[how]
+
+
+def cut(mesh: DeviceMesh, name: str, sizes: dict[str, int]) -> DeviceMesh:
+    """A mesh like this one with groups of its own, which live as long as the process."""
+    parts = [sizes if old == name else {old: axis_size(mesh, old)} for old in axis_names(mesh)]
+    shape = {n: s for part in parts for n, s in part.items()}
     return DeviceMesh(mesh.device_type, mesh.mesh.reshape(*shape.values()), mesh_dim_names=tuple(shape))

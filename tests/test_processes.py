@@ -111,6 +111,20 @@ def test_a_sequence_axis_is_factored_by_the_plan():
     assert len(set(plans)) == 1 and plans[0].startswith("64 tokens over ring=")
 
 
+def groups_after_each_plan() -> list[int]:
+    mesh = ra.init_mesh(sequence=4, device_type="cpu")
+    found = []
+    for length in (64, 64, 80):
+        ra.plan(mesh, seq_len=length, heads=(2, 2), head_dim=8)
+        found.append(len(dist.distributed_c10d._world.pg_map))
+    return found
+
+
+def test_plans_of_one_mesh_make_its_groups_once():
+    for found in run(groups_after_each_plan, 4):
+        assert len(set(found)) == 1, found
+
+
 def one_rank_has_a_longer_q() -> None:
     mesh = ra.init_mesh(ring=4, device_type="cpu")
     plan = ra.plan(mesh, seq_len=64)
