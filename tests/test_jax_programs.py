@@ -21,10 +21,13 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
 from ringattn.jax.steps import Mask, global_bounds, route_of  # noqa: E402
+from ringattn.kernels import Problem  # noqa: E402
+from ringattn.kernels.vendor import jax_cudnn  # noqa: E402
 from ringattn.launch.cases import FEATURES  # noqa: E402
 from ringattn.spec import bounds  # noqa: E402
 
 LIMIT = 5e-6
+FITS_CUDNN = Problem("cuda", "bfloat16", 128, 128, heads=8, kv_heads=2, tiles=True, arch=(9, 0))
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +268,24 @@ def test_a_kernel_that_the_platform_lacks_or_that_cannot_do_it_says_why(small, p
         lambda *x: rj.local_attention(*x, stock), mesh=stock.ring_axis.mesh, in_specs=tokens, out_specs=tokens
     )
     expect(["check_vma=False", "kernel='splash'"], lambda: inside(*whole), NotImplementedError)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, None),
+        ({"device": "tpu"}, "cuDNN runs on CUDA devices, not on tpu"),
+        ({"arch": (7, 5)}, "cuDNN needs compute capability 8.0, this is 7.5"),
+        ({"dtype": "float32"}, "cuDNN takes bfloat16 and float16, not float32"),
+        ({"softcap": True}, "cuDNN has no softcap"),
+        ({"arch": (8, 0), "head_dim": 256}, "cuDNN takes head dims that 8 divides, up to 128, got 256"),
+        ({"value_dim": 64}, "cuDNN needs equal dims, got head_dim=128, value_dim=64"),
+        ({"tiles": False}, "these intervals are not known to be a few full or causal rectangles"),
+    ],
+    ids=str,
+)
+def test_cudnn_says_what_it_cannot(change, why):
+    assert jax_cudnn.refuses(dataclasses.replace(FITS_CUDNN, **change)) == why
 
 
 # Processes.

@@ -1,18 +1,10 @@
 """cuDNN's fused attention, as torch calls it."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ringattn.kernels.vendor.tiles import gpu_refusal, heads_first, over_tiles, prepare, rounds, row_delta
-
-
-def refuses(problem: Any) -> str | None:
-    arch = problem.arch or (9, 0)
-    if arch < (8, 0):
-        return f"cuDNN's flash attention needs compute capability 8.0, this is {arch[0]}.{arch[1]}"
-    return gpu_refusal(problem, "cuDNN", 256 if arch >= (9, 0) else 128)
+from ringattn.kernels.vendor import cudnn_refusal as refuses
+from ringattn.kernels.vendor.tiles import heads_first, over_tiles, prepare, rounds, row_delta
 
 
 def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

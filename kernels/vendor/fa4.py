@@ -1,19 +1,18 @@
 """FlashAttention-4 (`pip install flash-attn-4`), where it is installed."""
 
-from typing import Any
-
 import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
+from ringattn.kernels import Problem
 from ringattn.kernels.partial import NEVER
-from ringattn.kernels.vendor.tiles import equal_dims, gpu_refusal, heads_first, over_tiles, prepare, rounds, row_delta
+from ringattn.kernels.vendor import equal_dims, gpu_refusal
+from ringattn.kernels.vendor.tiles import heads_first, over_tiles, prepare, rounds, row_delta
 
 
-def refuses(problem: Any) -> str | None:
-    if problem.arch is not None and problem.arch < (9, 0):
-        return f"FlashAttention-4 needs compute capability 9.0, this is {problem.arch[0]}.{problem.arch[1]}"
-    return equal_dims(problem, "FlashAttention-4") or gpu_refusal(problem, "FlashAttention-4", 128)
+def refuses(problem: Problem) -> str | None:
+    name = "FlashAttention-4"
+    return gpu_refusal(problem, name, (9, 0), 128) or equal_dims(problem, name)
 
 
 def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

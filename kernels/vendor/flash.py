@@ -1,17 +1,16 @@
 """FlashAttention-2 as it is built into torch."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ringattn.kernels.vendor.tiles import equal_dims, gpu_refusal, heads_first, over_tiles, prepare, rounds, row_delta
+from ringattn.kernels import Problem
+from ringattn.kernels.vendor import equal_dims, gpu_refusal
+from ringattn.kernels.vendor.tiles import heads_first, over_tiles, prepare, rounds, row_delta
 
 
-def refuses(problem: Any) -> str | None:
-    if problem.arch is not None and problem.arch < (8, 0):
-        return f"FlashAttention-2 needs compute capability 8.0, this is {problem.arch[0]}.{problem.arch[1]}"
-    return equal_dims(problem, "FlashAttention-2") or gpu_refusal(problem, "FlashAttention-2", 256)
+def refuses(problem: Problem) -> str | None:
+    name = "FlashAttention-2"
+    return gpu_refusal(problem, name, (8, 0), 256) or equal_dims(problem, name)
 
 
 def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

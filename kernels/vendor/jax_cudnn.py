@@ -7,32 +7,20 @@ lse over all keys, and an `out` whose rowsum with dout is the delta that we want
 Where nobody gets the lse, the call's own `out` is that one, and none is made up.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
+from ringattn.kernels import Problem
+from ringattn.kernels.vendor import cudnn_refusal, equal_dims
 from ringattn.kernels.vendor.jax_tiles import over_tiles
 
 AT_ONCE = True  # one call makes dq, dk and dv
 
 
-def refuses(problem: Any) -> str | None:
-    if problem.device != "cuda":
-        return f"cuDNN runs on CUDA devices, not on {problem.device}"
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"cuDNN takes bfloat16 and float16, not {problem.dtype}"
-    if problem.softcap:
-        return "cuDNN has no softcap"
-    arch = problem.arch or (9, 0)
-    if arch < (8, 0):
-        return f"cuDNN's flash attention needs compute capability 8.0, this is {arch[0]}.{arch[1]}"
-    largest = 256 if arch >= (9, 0) else 128
-    if problem.head_dim != problem.value_dim:
-        return f"cuDNN needs equal dims, got head_dim={problem.head_dim}, value_dim={problem.value_dim}"
-    if problem.head_dim % 8 or problem.head_dim > largest:
-        return f"cuDNN takes head dims that 8 divides, up to {largest}, got {problem.head_dim}"
-    return None if problem.tiles else "these intervals are not known to be a few full or causal rectangles"
+def refuses(problem: Problem) -> str | None:
+    return cudnn_refusal(problem) or equal_dims(problem, "cuDNN")
 
 
 class StandIn(NamedTuple):

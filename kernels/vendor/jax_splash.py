@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ringattn.kernels import Problem
 from ringattn.kernels.intervals import Tile
 from ringattn.kernels.pallas.blocks import by_heads, divided, padded
 from ringattn.kernels.pallas.varying import axes_of
@@ -25,7 +26,7 @@ from ringattn.kernels.vendor.jax_tiles import over_tiles
 MOST = 512  # queries and keys a block
 
 
-def refuses(problem: Any) -> str | None:
+def refuses(problem: Problem) -> str | None:
     if problem.device not in ("tpu", "cpu"):
         return f"is a TPU kernel (interpreted on CPUs), and the device is {problem.device}"
     if problem.dtype not in (("bfloat16",) if problem.device == "tpu" else ("bfloat16", "float32")):
@@ -33,7 +34,7 @@ def refuses(problem: Any) -> str | None:
     return None if problem.known else "its mask is fixed before the program runs, and these documents are not"
 
 
-def options(problem: Any) -> dict[str, Any]:
+def options(problem: Problem) -> dict[str, Any]:
     """What the two functions are told beside the problem itself."""
     return {"interpret": problem.device != "tpu"}
 

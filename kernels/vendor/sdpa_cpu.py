@@ -1,14 +1,14 @@
 """torch's own flash attention for CPUs: the tiles of a step on the machine that has no GPU, in every float dtype."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ringattn.kernels.vendor.tiles import equal_dims, heads_first, over_tiles, prepare, rounds, row_delta
+from ringattn.kernels import Problem
+from ringattn.kernels.vendor import equal_dims
+from ringattn.kernels.vendor.tiles import heads_first, over_tiles, prepare, rounds, row_delta
 
 
-def refuses(problem: Any) -> str | None:
+def refuses(problem: Problem) -> str | None:
     if problem.device != "cpu":
         return f"sdpa_cpu runs on the CPU, not on {problem.device}"
     if not problem.tiles:

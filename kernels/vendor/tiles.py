@@ -205,23 +205,3 @@ def covers(queries: slice, length: int) -> bool:
 def heads_first(x_BTHD: Tensor) -> Tensor:
     """[B, T, H, ...] as [B, H, T, ...], and back."""
     return x_BTHD.transpose(1, 2)
-
-
-def gpu_refusal(problem: Any, name: str, largest: int) -> str | None:
-    """What every GPU vendor here refuses: other devices and dtypes, softcap, unknown tiles, dims it has no code for."""
-    if problem.device != "cuda":
-        return f"{name} runs on CUDA devices, not on {problem.device}"
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"{name} takes bfloat16 and float16, not {problem.dtype}"
-    if problem.softcap:
-        return f"{name} has no softcap"
-    for dim in (problem.head_dim, problem.value_dim):
-        if dim % 8 or dim > largest:
-            return f"{name} takes head dims that 8 divides, up to {largest}, got {dim}"
-    return None if problem.tiles else "these intervals are not known to be a few full or causal rectangles"
-
-
-def equal_dims(problem: Any, name: str) -> str | None:
-    if problem.head_dim == problem.value_dim:
-        return None
-    return f"{name} needs equal dims, got head_dim={problem.head_dim}, value_dim={problem.value_dim}"
