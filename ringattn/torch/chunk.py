@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.kernels.intervals import Intervals, tiles_of
+from ringattn.kernels.intervals import Intervals, Tile, tiles_of
 from ringattn.layout import Layout, Shard
 from ringattn.schedule import Schedule
 from ringattn.serving import Stripes
@@ -59,6 +59,19 @@ class Piece(NamedTuple):
 
 
 Groups = tuple[tuple[int, ...], ...]  # ranks whose keys lie together, in the order of their positions
+OwnPiece = tuple[slice, Intervals | None]  # some of the chunk's tokens, and what is seen of them
+
+
+def own_pieces(chunk: Chunk, most: int, device: torch.device, tiled: bool) -> tuple[OwnPiece, ...]:
+    """The chunk's own tokens, at most so many at once: the same in every row, and for every chunk as long."""
+    return alone(chunk._replace(before=(), holders=()), most, device, tiled)
+
+
+@lru_cache(maxsize=32)
+def alone(chunk: Chunk, most: int, device: torch.device, tiled: bool) -> tuple[OwnPiece, ...]:
+    begin, end = (x.reshape(1, 1, -1) for x in bounds(chunk.spec, chunk.positions, chunk.tokens, chunk.tokens))
+    cuts = [slice(at, min(at + most, chunk.tokens)) for at in range(0, chunk.tokens, most)]
+    return tuple((cut, within(begin, end, cut, device, tiled)) for cut in cuts)
 
 
 @lru_cache(maxsize=256)
@@ -111,6 +124,11 @@ def within(begin: np.ndarray, end: np.ndarray, keys: slice, device: torch.device
     if not (host[0] < host[1]).any():
         return None
     return on_device(host, device, tiled)
+
+
+def in_any_order(where: Intervals | None, keys: int) -> bool:
+    """Whether it does not matter how so many keys lie: all queries see all of them, or none."""
+    return where is None or where.tiles == (Tile(slice(0, where.begin.shape[1]), slice(0, keys), False),)
 
 
 @lru_cache(maxsize=64)
@@ -168,3 +186,9 @@ def landings(
 def whereabouts(layout: Layout) -> np.ndarray:
     """Where each position lies among all shards, one after the other."""
     return np.argsort(layout.order())
+
+
+@lru_cache(maxsize=32)
+def whereabouts_on(device: torch.device, layout: Layout, n: int) -> Tensor:
+    """The same of the first n positions, on the device."""
+    return torch.from_numpy(whereabouts(layout)[:n]).to(device)

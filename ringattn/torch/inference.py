@@ -8,6 +8,7 @@ merge partials over ranks, and both attend to intervals of what each rank holds.
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ from ringattn.spec import AttentionSpec
 from ringattn.torch import agree, check
 from ringattn.torch.agree import watched
 from ringattn.torch.cache import KVCache
-from ringattn.torch.chunk import Chunk, guests_of, part_of, pieces_of
+from ringattn.torch.chunk import Chunk, guests_of, in_any_order, own_pieces, part_of, pieces_of, whereabouts_on
 from ringattn.torch.ring import pieces, room_for, with_next
 from ringattn.torch.steps import Score, problem_of, score_of
 
@@ -67,20 +68,21 @@ def prefill(
     spec = CAUSAL if spec is None else spec
     q, k, v = q.detach(), k.detach(), v.detach()
     check_chunk(q, k, v, plan, cache, spec, sinks, start, {"move": move, "keys": keys})
-    before, tokens = tuple(cache.lengths.tolist()), plan.seq_len
+    chunk = Chunk(spec, plan.seq_len, tuple(cache.lengths.tolist()), cache.holders())
     way = cache.moves(plan, q.shape[2]).way if move == "auto" else move
     new = everyone(torch.cat([k, v], -1), plan)
-    guests = Guests(q, plan) if way == "queries" and cache.ranks > 1 else None
-    k, v = new.wait().movedim(0, 1).split([k.shape[-1], v.shape[-1]], -1)
-    cache.keep(k, v, tokens, plan.tokens)
-    del new, k, v  # of all ranks: not to be held while queries attend
-    chunk = Chunk(spec, tokens, before, cache.holders())
-    if guests:
-        part = guests.attend(cache, chunk, keys, q.dtype if sinks is None else torch.float32)
-    elif cache.ranks > 1:
-        part = attend_travelling(q, plan, cache, chunk, keys or keys_at_once(plan.local_len))
+    if way == "keys" and cache.ranks > 1:
+        part = attend_travelling(q, new, plan, cache, chunk, keys or keys_at_once(plan.local_len))
     else:
-        part = attend_cache(q, cache, chunk._replace(queries=plan.tokens.shard(0)), keys)
+        guests = Guests(q, plan) if cache.ranks > 1 else None
+        k, v = parted(new.wait(), cache)
+        cache.keep(k, v, plan.seq_len, plan.tokens)
+        del new, k, v  # of all ranks: not to be held while queries attend
+        chunk = chunk._replace(holders=cache.holders())
+        if guests:
+            part = guests.attend(cache, chunk, keys, q.dtype if sinks is None else torch.float32)
+        else:
+            part = attend_cache(q, cache, chunk._replace(queries=plan.tokens.shard(0)), keys)
     part = part if sinks is None else add_sinks(part, sinks)
     return part.out.to(q.dtype)
 
@@ -227,13 +229,19 @@ def everyone(x: Tensor, plan: Plan) -> Pending:
     return plan.ring_axis.all_gather(plan.ulysses_axis.all_gather(x.movedim(1, 0), 0).wait(), 0)
 
 
+def parted(new: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    """k and v, [B, tokens, G, D or V], of what `everyone` brought."""
+    k, v = new.movedim(0, 1).split([cache.k.shape[-1], cache.v.shape[-1]], -1)
+    return k, v
+
+
 def kernel_for(q: Tensor, cache: KVCache, spec: AttentionSpec) -> kernels.Kernel:
     """What attends to a cache; NotImplementedError with every reason where nothing can."""
     return kernels.select(problem_of(q, cache.k, cache.v, spec, tiles=True, few=True), cache.plan.kernel)
 
 
 class Visit(NamedTuple):
-    """Keys and values [B, ..., G, D or V], in the order of their positions, and what is seen of them, if anything."""
+    """Keys and values, [B, ..., G, D or V], in the order of their positions, and what is seen of them, if anything."""
 
     kept: Sequence[Tensor]
     where: Intervals | None
@@ -324,11 +332,11 @@ class Guests:
         return merged(unpacked(stack.movedim(1, 2), "lse"), dtype)
 
 
-def attend_travelling(q: Tensor, plan: Plan, cache: KVCache, chunk: Chunk, keys: int) -> Partial:
-    """Attention of this rank's own queries over all ranks' keys, of which a piece of at most `keys` comes from each.
+def attend_travelling(q: Tensor, new: Pending, plan: Plan, cache: KVCache, chunk: Chunk, keys: int) -> Partial:
+    """Attention of this rank's own queries over all ranks' keys, and then over the chunk's, which the cache then keeps.
 
-    They come all at once, beside the work on the piece that is here and on the others of the piece before. Where a plan
-    has both axes, "here" is a whole ring rank.
+    Of each rank at most `keys` come at a time, from all at once, beside the work on as many that are here and on those
+    that came before. Where a plan has both axes, "here" is a whole ring rank.
     """
     meeting = Meeting(q, cache, chunk.spec)
     axis, inner = axes_of(plan)
@@ -341,18 +349,27 @@ def attend_travelling(q: Tensor, plan: Plan, cache: KVCache, chunk: Chunk, keys:
     visits: list[Visit] = []
     for piece, kept in ((piece, kept) for cuts, kept in zip(plans, cache.memory(), strict=True) for piece in cuts):
         mine = [in_blocks(x[:, piece.keys], cache.stripes.block, inner) for x in kept]
-        room = [x.new_empty(*x.shape[:2], len(sources), *x.shape[2:]) for x in mine]
-        into = {r: [x[:, :, i] for x in room] for i, r in enumerate(sources)}
+        room = [x.new_empty(x.shape[0], len(sources), *x.shape[1:]) for x in mine]
+        into = {r: [x[:, i] for x in room] for i, r in enumerate(sources)}
         work = partial(meeting.of, [*visits, Visit(mine, piece.seen[0])])
         _, coming = meanwhile(axis, work, dict.fromkeys(sources, mine), into, "cached keys")
         coming.wait()
-        visits = [Visit(room, piece.seen[1])]
-    meeting.of(visits)
+        visits = [in_order(room, piece.seen[1])]
+    k, v = parted(new.wait().index_select(0, whereabouts_on(q.device, plan.tokens, chunk.tokens)), cache)
+    own = own_pieces(chunk, keys * cache.ranks, q.device, meeting.tiled)
+    meeting.of([*visits, *(Visit((k[:, cut], v[:, cut]), where) for cut, where in own)])
+    cache.keep(k, v, chunk.tokens)
     return meeting.end()
 
 
+def in_order(room: Sequence[Tensor], where: Intervals | None) -> Visit:
+    """A visit of what came, [B, sources, blocks, ...]: brought into the order of positions where that matters."""
+    keys = prod(room[0].shape[1:-2])
+    return Visit(room if in_any_order(where, keys) else [x.transpose(1, 2) for x in room], where)
+
+
 def in_blocks(x: Tensor, block: int, inner: Axis) -> Tensor:
-    """[B, keys, G, D] as [B, blocks, ranks of the inner axis, keys of a block, G, D]: in the order of positions."""
+    """[B, keys, G, D] as [B, blocks, inner ranks, keys of a block, G, D]: the keys of inner ranks too, in order."""
     x = x.unflatten(1, (-1, min(block, x.shape[1])))
     return x[:, :, None] if inner.size == 1 else inner.all_gather(x[:, :, None], 2).wait()
 
