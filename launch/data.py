@@ -9,6 +9,7 @@ import os
 import sysconfig
 import zlib
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -115,10 +116,18 @@ class Windows:
 
     def split(self) -> np.ndarray:
         """All windows, shuffled once: the last `kept` are held out."""
-        return np.random.default_rng([self.seed, 0]).permutation(self.total)
+        return shuffled(self.total, self.seed, 0)
 
     def order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, 1, epoch]).permutation(len(self))
+        return shuffled(len(self), self.seed, 1, epoch)
+
+
+@lru_cache(maxsize=4)
+def shuffled(count: int, *seed: int) -> np.ndarray:
+    """The numbers below `count` in an order that the seed alone decides; drawn once, and nobody's to change."""
+    order = np.random.default_rng(seed).permutation(count)
+    order.flags.writeable = False
+    return order
 
 
 def open_corpus(data: Data, vocab: int) -> Corpus:
@@ -195,7 +204,7 @@ def sample(corpus: Corpus, most: int) -> np.ndarray:
 
 
 def checksum(corpus: Corpus, most: int = 1 << 16) -> int:
-    """A number that other data has another one of, as good as always."""
+    """A checksum of a sample; other data almost surely has another."""
     return zlib.crc32(sample(corpus, most).astype("<i8").tobytes())
 
 
