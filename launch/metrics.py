@@ -88,28 +88,26 @@ def process_began() -> float:
 
 
 class Bar:
-    """One line on the terminal that is written again and again; ten lines where it is not a terminal."""
+    """One line on the terminal that is written again and again; a line each time where it is not a terminal."""
 
     def __init__(self, steps: int, stream: Any = None):
         self.steps, self.stream = steps, stream or sys.stderr
         self.live = self.stream.isatty()
-        self.every = max(1, steps // 10)
         self.started = time.monotonic()
         self.first: int | None = None
 
     def show(self, step: int, row: dict[str, Any]) -> None:
         self.first = step - 1 if self.first is None else self.first
-        if not self.live and step % self.every and step != self.steps:
-            return
-        done = round(20 * step / self.steps)
         left = (time.monotonic() - self.started) / max(1, step - self.first) * (self.steps - step)
         text = (
-            f"[{'#' * done}{'.' * (20 - done)}] {step}/{self.steps}  loss {row['loss']:.4f}  "
-            f"{row['tokens_per_second']:,.0f} tokens/s  "
+            f"{step}/{self.steps}  loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s  "
             f"MFU {row['mfu']:.0%}  {row['memory_mib']:,.0f} MiB  {left:.0f} s left"
         )
-        width = shutil.get_terminal_size().columns
-        self.stream.write(f"\r{text[: width - 1]:<{width - 1}}" if self.live else f"{text}\n")
+        width = shutil.get_terminal_size().columns - 1
+        cells = max(0, min(20, width - len(text) - 3))  # the bar takes what the numbers leave
+        done = round(cells * step / self.steps)
+        text = f"[{'#' * done}{'.' * (cells - done)}] {text}"
+        self.stream.write(f"\r{text[:width]:<{width}}" if self.live else f"{text}\n")
         self.stream.flush()
 
     def close(self) -> None:
@@ -169,8 +167,16 @@ def optional(module: str, package: str) -> Any:
         raise ValueError(f"{package} is not installed; pip install {package}, or leave it out") from None
 
 
+def cut(path: Path, step: int) -> None:
+    """Take out the rows of what is done again after `step`: later steps, and what was measured at the end."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(line for line in lines if 0 <= json.loads(line)["step"] <= step))
+    part.replace(path)
+
+
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; where a step was done again after a restart, its last row."""
+    """The rows of metrics.jsonl in the order of their steps; of those of the same step and kind, the last."""
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -197,7 +203,12 @@ def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float)
             right.plot(*columns(probes, "seq_len", "memory_mib"), marker="o", label=name)
     left.axhline(entropy, color="grey", linestyle=":", label="entropy of single tokens")
     left.set(xlabel="step", ylabel="loss (nats a token)", title="loss")
-    right.set(xlabel="sequence length", ylabel="MiB a rank, one step", title="memory a rank", ylim=(0, None))
+    right.set(
+        xlabel="sequence length",
+        ylabel="MiB a rank, beside what it held before",
+        title="memory that one pass adds",
+        ylim=(0, None),
+    )
     for axes in (left, right):
         if axes.get_legend_handles_labels()[0]:
             axes.legend()

@@ -58,16 +58,13 @@ def here(config: Train, began: float | None = None) -> int:
         folder = new_folder(config)
         patience, told = config.cluster.timeout, (config, str(folder), began or time.time())
         there = device == "cpu" or ranks <= torch.cuda.device_count()  # not so in a dry run only
+        announce(config, folder)
         summary = torchrun.local(work, ranks, device if there else "cpu", *told, patience=patience)[0]
         if config.dry_run:
             return 0
         runs = {plural(ranks): folder}
         if config.reference and ranks > 1 and not summary["stopped"] and config.resume is None:
-            runs["1 rank"] = folder / "one-rank"
-            print("the same on one rank:", file=sys.stderr)
-            beside = alone(config), str(runs["1 rank"]), time.time()
-            if torchrun.local(work, 1, device, *beside, patience=patience)[0]["stopped"]:
-                del runs["1 rank"]
+            runs |= compared(config, folder / "one-rank", device)
         finish(config, folder, runs, summary)
     except torchrun.Stopped:
         print("stopped before the first step; there is nothing to save", flush=True)
@@ -81,6 +78,28 @@ def here(config: Train, began: float | None = None) -> int:
     return 0
 
 
+def announce(config: Train, folder: Path) -> None:
+    """What begins now, and where it writes."""
+    if not config.dry_run:
+        what = f"{config.model.layers} blocks of width {config.model.dim} on {config.data.path}"
+        where = f"sequences of {config.seq_len:,} tokens over {plural(config.nproc or 1)} on {config.device}"
+        print(f"trains {what}, {where}; writes to {folder}", file=sys.stderr)
+
+
+def compared(config: Train, folder: Path, device: str) -> dict[str, Path]:
+    """The same training on one rank, by its name, if it came to its end; one that was stopped is said."""
+    print("the same on one rank:", file=sys.stderr)
+    told = alone(config), str(folder), time.time()
+    try:
+        summary = torchrun.local(work, 1, device, *told, patience=config.cluster.timeout)[0]
+    except torchrun.Stopped:
+        summary = {"stopped": True, "step": 0}
+    if summary["stopped"]:
+        print(f"the comparison was stopped after step {summary['step']}")
+        return {}
+    return {"1 rank": folder}
+
+
 def under_torchrun(config: Train, began: float | None = None) -> int:
     """One rank among those that torchrun started; the first rank that fails tells torchrun why, the others a line."""
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -90,6 +109,8 @@ def under_torchrun(config: Train, began: float | None = None) -> int:
         config, _, device = resolved(config, int(os.environ["WORLD_SIZE"]))
         torchrun.join(device if torch.cuda.device_count() else "cpu", config.cluster.timeout)
         folder = shared_folder(config)
+        if rank == 0:
+            announce(config, folder)
         summary = record(work)(config, str(folder), began or time.time(), again=torchrun.attempt() > 0)
         if rank == 0 and not config.dry_run:
             finish(config, folder, {plural(dist.get_world_size()): folder}, summary or {})
@@ -139,11 +160,10 @@ def resolved(config: Train, ranks: int | None) -> tuple[Train, int, str]:
 
 
 def alone(config: Train) -> Train:
-    """The same training, the same batches, on one rank."""
+    """The same training, the same batches, on one rank; no checkpoint is made, also when it is stopped."""
     strategy = Strategy(ring=1, kernel=config.strategy.kernel, recompute=config.strategy.recompute)
-    return dataclasses.replace(
-        config, strategy=strategy, nproc=1, batch=config.batch * config.strategy.data, save_every=0, profile=False
-    )
+    batch = config.batch * config.strategy.data
+    return dataclasses.replace(config, strategy=strategy, nproc=1, batch=batch, save_every=0, keep=0, profile=False)
 
 
 def new_folder(config: Train) -> Path:
@@ -212,7 +232,7 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
         + (f", {summary['held_out']:.4f} on held-out text" if "held_out" in summary else "")
         + f"; single tokens have an entropy of {summary['entropy']:.4f}",
         f"{np.median(main['tokens_per_second']):,.0f} tokens/s, MFU {np.median(main['mfu']):.0%}, "
-        f"peak memory of rank 0 {max(main['memory_mib']):,.0f} MiB"
+        f"rank 0 held {max(main['memory_mib']):,.0f} MiB at most"
         + (f", first step after {summary['first_step']:.1f} s" if trained else "; nothing was left to train"),
     ]
     for other in others:
@@ -223,6 +243,8 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
     if config.picture and new and drawn is None:
         lines.append("no picture: matplotlib is not installed (in the checkout: pip install '.[train]')")
     lines.append(f"written to {folder}" + (f", picture {drawn}" if drawn else ""))
+    if not checkpoints_of(folder):
+        lines.append("no weights were kept; save_every=N saves them every N steps and at the end")
     print("\n".join(lines))
 
 

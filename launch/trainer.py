@@ -76,6 +76,8 @@ def work(
         save_config(job)
     checkpoints = Checkpoints(job.folder, config.keep, torchrun.words_group(config.cluster.timeout))
     resume(job, checkpoints, again)
+    if rank0 and job.step < config.steps:
+        metrics.cut(job.folder / "metrics.jsonl", job.step)
     log = metrics.Log(job.folder, config) if rank0 else None
     stopped = False
     try:
@@ -160,7 +162,7 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Sto
             trace.step()
             checkpoints.poll()
             stopping = stop.agreed()
-            if stopping or (config.save_every and job.step % config.save_every == 0):
+            if config.keep and (stopping or due(config, job.step)):
                 save(job, checkpoints, log)
             if stopping:
                 break
@@ -169,6 +171,11 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Sto
     if bar:
         bar.close()
     return job.step < config.steps
+
+
+def due(config: Train, step: int) -> bool:
+    """Whether a checkpoint is made after this step: every so many, and after the last one."""
+    return bool(config.save_every) and (step % config.save_every == 0 or step == config.steps)
 
 
 def train_step(job: Job) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import io
 import json
 import os
 import pickle
@@ -120,10 +121,13 @@ def test_a_checkpoint_from_before_it_knew_its_data_goes_on(tmp_path):
 def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
     """Also one that a longer run of before left rows behind; and the last step is in the log, however few are."""
     config = dataclasses.replace(
-        TINY, device="cpu", nproc=1, folder=str(tmp_path), run="run", save_every=2, log_every=9, steps=4, picture=False
+        TINY, device="cpu", nproc=1, folder=str(tmp_path), run="run", save_every=3, log_every=9, steps=4, picture=False
     )
     assert train.here(config) == 0
-    assert "in 1 steps" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "in 1 steps" in said.out and "no weights" not in said.out
+    assert f"sequences of 96 tokens over 1 rank on cpu; writes to {tmp_path}/run\n" in said.err
+    assert [p.name for p in train.checkpoints_of(tmp_path / "run")] == ["step-00000003", "step-00000004"]
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert [r["step"] for r in rows if r["kind"] == "step"] == [4]
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
@@ -132,6 +136,56 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
         assert train.here(dataclasses.replace(config, **{"resume": "auto", **more})) == 0
         said = capsys.readouterr().out
         assert "77.0" not in said and ("nothing was left to train" in said or "already at step 4 of 4" in said)
+
+
+def test_a_run_without_checkpoints_says_so_last(tmp_path, capsys):
+    config = dataclasses.replace(TINY, device="cpu", nproc=1, folder=str(tmp_path), steps=1, picture=False)
+    assert train.here(config) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "no weights were kept; save_every=N saves them every N steps and at the end"
+
+
+def test_a_run_that_goes_on_has_one_line_a_step(tmp_path):
+    """Steps after the checkpoint are done again, and so is what was measured at the end."""
+    config = dataclasses.replace(TINY, save_every=2, keep=9, reference=True, steps=3)
+    over(1, {"run": config}, tmp_path)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000003"
+    newest.rename(newest.with_suffix(".part"))
+    over(1, {"run": dataclasses.replace(config, resume="auto", steps=4)}, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for kind, steps in {"step": [1, 2, 3, 4], "save": [2, 4], "eval": [4], "memory": [-8, -4, -2, -1]}.items():
+        assert [row["step"] for row in rows if row["kind"] == kind] == steps
+
+
+def test_a_comparison_that_is_stopped_is_said_and_saves_nothing(tmp_path, monkeypatch, capsys):
+    beside = train.alone(dataclasses.replace(TINY, save_every=1))
+    summary = torchrun.local(stopped_at_once, 1, "cpu", train.resolved(beside, 1)[0], str(tmp_path))[0]
+    assert summary["stopped"] and (tmp_path / "metrics.jsonl").exists() and train.checkpoints_of(tmp_path) == []
+
+    def unready(*told, **more):
+        raise torchrun.Stopped
+
+    for local, step in ((lambda *told, **more: [summary], 1), (unready, 0)):
+        monkeypatch.setattr(torchrun, "local", local)
+        assert train.compared(TINY, tmp_path, "cpu") == {}
+        assert capsys.readouterr().out == f"the comparison was stopped after step {step}\n"
+
+
+def stopped_at_once(config: Train, folder: str) -> dict:
+    return work(config, folder, time.time(), asked=lambda: True)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_every_step_is_a_line_of_80_columns(live, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = io.StringIO()
+    stream.isatty = lambda: live
+    bar = metrics.Bar(100, stream)
+    for step in (1, 2, 100):
+        bar.show(step, {"loss": 12.3456, "tokens_per_second": 1e5 * step, "mfu": 0.5, "memory_mib": 104761.0})
+    lines = re.findall(r"[^\r\n]+", stream.getvalue())
+    assert [re.findall(r"\d+/100 ", line) for line in lines] == [["1/100 "], ["2/100 "], ["100/100 "]]
+    assert all(len(line) <= 79 and "s left" in line for line in lines) and lines[0].startswith("[...")
 
 
 def losses_after_auto(folder: Path) -> int:
