@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringattn.kernels import Problem
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, Streams
 from ringattn.kernels.triton.blocks import tanh
@@ -131,7 +132,7 @@ def choose_splits(rows: int, keys: int, slots: int) -> int:
     return min(range(1, max(1, min(128, keys // 128)) + 1), key=time)
 
 
-def refuses(problem: Any) -> str | None:
+def refuses(problem: Problem) -> str | None:
     """Why decode is not the kernel for this problem."""
     interpreted = not isinstance(decode_kernel, triton.JITFunction)
     if problem.device != "cuda" and not interpreted:
@@ -257,5 +258,5 @@ def splits_for(q_BTHD: Tensor, v_BSGV: Tensor, keys: int) -> int:
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at once, times one; a machine without a GPU interprets them one by one."""
+    """The GPU's multiprocessors; 1 for the interpreter, which runs programs one by one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

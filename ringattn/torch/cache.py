@@ -150,7 +150,10 @@ class KVCache(serving.KVCache):
             self.host_lengths = self.host_lengths + n
 
     def reach(self, n: int) -> int:
-        """How many local rows can hold a key once n more tokens have come: whole steps, since launches plan with it."""
+        """How many local rows a decode must plan for.
+
+        Those that can hold a key after n more tokens, rounded up to STEP so that the launch seldom changes.
+        """
         longest = max(self.host_lengths.tolist())  # of a few numbers sooner than numpy's
         whole, rest = divmod(longest + n - self.stripes.origin, self.stripes.round)
         top = (whole + (rest > 0)) * self.stripes.block
