@@ -111,10 +111,6 @@ def relay(
     return kept(found, x, hops)[1], made
 
 
-def is_mesh(x: Any) -> bool:
-    return isinstance(x, Mesh)
-
-
 def axis_names(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     return mesh.axis_names
 

@@ -3,7 +3,7 @@
 from ringattn import kernels
 from ringattn.kernels import Kernel, Problem
 
-__all__ = ["TABLE", "Kernel", "Problem", "refusals", "select"]
+__all__ = ["TABLE", "Kernel", "Problem", "select"]
 
 # The order is the order of preference.
 TABLE = (
@@ -12,11 +12,6 @@ TABLE = (
     Kernel("cudnn", "ringattn.kernels.vendor.jax_cudnn", tiles=True),
     Kernel("reference", "ringattn.kernels.reference"),
 )
-
-
-def refusals(problem: Problem) -> dict[str, str | None]:
-    """`ringattn.kernels.refusals`, of this table."""
-    return kernels.refusals(problem, TABLE)
 
 
 def select(problem: Problem, impl: str = "auto") -> Kernel:
