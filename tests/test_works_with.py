@@ -135,13 +135,12 @@ def layered(x: Tensor, plan: ra.Plan) -> Tensor:
 
 @pytest.mark.parametrize("function", [attended, scanned, convolved])
 def test_backward_needs_nobody_to_keep_the_plan(function):
-    def one(mesh):
-        x = torch.ones(1, 4, 2, 8, requires_grad=True)
-        loss = function(x, ra.plan(mesh, seq_len=8)).sum()
+    x = torch.ones(1, 4, 2, 8, requires_grad=True)
+    for _ in range(2):  # what is worked out for the first plan is found for the second one, which is its equal
+        loss = function(x, ra.plan(seq_len=4)).sum()
         gc.collect()
         loss.backward()
-
-    run_threads(one, ring=2)
+    assert x.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
