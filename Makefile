@@ -14,13 +14,14 @@ install: $(READY)  ## make .venv with everything the tests and the training need
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,train]'
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
+	  --config-settings editable_mode=compat --editable '.[dev,train]'  # compat: found beside a clone of that name, too
 	@touch $@
 
-test: $(READY)  ## run the tests: no GPU needed, ten minutes on two cores
+test: $(READY)  ## run the tests: no GPU needed, about ten minutes on two cores
 	$(RUN)/python -m pytest -n 2 -m 'not slow and not gpu' --durations=15 $(ARGS)
 
-test-slow: $(READY)  ## run what takes long: restarts, kernels compiled for every GPU
+test-slow: $(READY)  ## run what takes long, ten minutes more: restarts, kernels compiled for every GPU
 	$(RUN)/python -m pytest -n 2 -m 'slow and not gpu and not ray' --durations=15 $(ARGS)
 
 test-ray: $(READY)  ## run all that needs a Ray cluster, emulated here: minutes
