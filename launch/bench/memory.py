@@ -1,7 +1,7 @@
 """The peak memory of a rank, forward and backward, at several numbers of ranks and the same total length.
 
 Ranks are processes of this machine (gloo on CPUs, NCCL on GPUs). On a CPU the peak is the process's resident memory
-above what it had before its inputs were made; `minimal` is q, k, v, out, their gradients and the lse of its tokens.
+above what it had before its inputs were made; `minimal_mib` is q, k, v, out, their gradients and the lse of its tokens.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from ringattn.launch.bench import table
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
 
-COLUMNS = ["ranks", "strategy", "layout", "tokens", "local", "peak_mb", "minimal_mb", "ratio"]
+COLUMNS = ["ranks", "strategy", "layout", "tokens", "local", "peak_mib", "minimal_mib", "ratio"]
 
 
 @dataclass
@@ -48,8 +48,8 @@ def run(options: Options) -> list[dict[str, Any]]:
                 "suite": "memory",
                 "ranks": ranks,
                 "local": local,
-                "peak_mb": max(peaks) / 2**20,
-                "minimal_mb": minimal,
+                "peak_mib": max(peaks) / 2**20,
+                "minimal_mib": minimal,
                 "ratio": max(peaks) / 2**20 / minimal,
             }
         )

@@ -23,7 +23,7 @@ from ringattn.launch.bench.memory import CudaMeter, ResidentMeter
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
 
-COLUMNS = ["tokens", "way", "chunk", "ranks", "ms", "peak_mb", "speed", "moved"]
+COLUMNS = ["tokens", "way", "chunk", "ranks", "ms", "peak_mib", "speed", "moved"]
 ELSEWHERE = {"tokens", "chunk", "ways", "moves", "timeout", "device"}  # said by each row itself, or by its stamp
 WAYS = ("ring", "whole", "chunks")
 MOVES = ("auto", "queries", "keys")
@@ -52,7 +52,7 @@ def run(options: Options) -> list[dict[str, Any]]:
     ranks = run_ranks(measure, options.ranks, options, backend=backend, timeout=options.timeout)
     rows: list[dict[str, Any]] = []
     for measured in zip(*ranks, strict=True):
-        worst = {**measured[0], "ms": max(m["ms"] for m in measured), "peak_mb": max(m["peak_mb"] for m in measured)}
+        worst = {**measured[0], "ms": max(m["ms"] for m in measured), "peak_mib": max(m["peak_mib"] for m in measured)}
         given = {name: value for name, value in asdict(options).items() if name not in ELSEWHERE}
         rows.append({"suite": "prefill", **given, **worst})
     for row in rows:
@@ -77,7 +77,7 @@ def measure(options: Options) -> list[dict[str, Any]]:
             ms, peak, moved = timed(call, prompt, plan, tokens, options)
             name = f"chunks of {chunk}" if way == "chunks" else way
             row = {"case": f"{tokens} tokens", "name": name, "tokens": tokens, "way": way, "chunk": chunk}
-            found.append({**row, "ms": ms, "peak_mb": peak, "moved": moved})
+            found.append({**row, "ms": ms, "peak_mib": peak, "moved": moved})
     return found
 
 

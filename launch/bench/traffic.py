@@ -1,6 +1,7 @@
 """The bytes a rank hands to others, forward and backward, counted while they are sent, beside the schedule's figure.
 
-Ranks are threads of this process. The busiest rank is shown, in blocks: the keys and values of one ring shard.
+Ranks are threads of this process. The busiest rank is shown, in blocks: the keys and values of one ring shard;
+`_mb` are millions of bytes.
 """
 
 from dataclasses import dataclass
