@@ -138,15 +138,18 @@ def prefill_moves(
     """Queries or keys, whichever leaves less time exposed, for `local` queries a rank and `cached` keys in all.
 
     What travels is hidden by the compute beside it, but for the first queries, and, unless they travel `beside` it, all
-    queries. A piece of keys has each query's partial read and written once more. Where nothing is hidden, because who
+    queries. Keys then come from all others at once, but for the chunk's, which every rank is sent anyway; else from one
+    after the other. Each time each query's partial is read and written once more. Where nothing is hidden, because who
     sends is who computes (`hides=False`), it is fewer bytes that win.
     """
-    hops, held, partials = ranks - 1, -(-cached // ranks), local * heads.partial_bytes
+    hops, partials = ranks - 1, local * heads.partial_bytes
+    held = -(-max(0, cached - ranks * local * beside) // ranks)
     asked = hops * local * heads.query_bytes
     sent = {"queries": asked + hops * partials, "keys": hops * held * heads.key_bytes}
     hidden = local * cached * heads.pair_flops / hardware.flops * hops / ranks * hides
-    merged = 2 * ranks * partials / hardware.memory * hides * (hops > 0)
+    merged = 2 * partials / hardware.memory * hides * (hops > 0)
     pieces = -(-held // keys_at_once(local))
+    transfers, visits = (min(1, hops) * pieces, 2 * pieces) if beside else (hops * pieces, ranks * pieces)
     steps = -(-hops // queries_at_once(local * heads.batch * heads.heads))
 
     def flight(nbytes: float, transfers: int) -> float:
@@ -156,8 +159,8 @@ def prefill_moves(
     if beside:
         first = asked / max(1, steps)
         gathered = flight(first, min(1, hops)) + max(0.0, flight(sent["queries"] - first, 2 * steps - 1) - hidden)
-    travelled = max(0.0, flight(sent["keys"], hops * pieces) - hidden)
-    exposed = {"queries": gathered + merged, "keys": travelled + pieces * merged}
+    travelled = max(0.0, flight(sent["keys"], transfers) - hidden)
+    exposed = {"queries": gathered + ranks * merged, "keys": travelled + visits * merged}
     way = "keys" if exposed["keys"] < exposed["queries"] else "queries"
     return Moves(way, sent, exposed)
 

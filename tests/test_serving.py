@@ -32,7 +32,7 @@ def test_positions_are_balanced_at_any_length_and_below_counts_them():
 def test_keys_travel_while_they_are_few_and_queries_once_there_are_many():
     """A piece of keys has all partials read and written once more; of queries only the first are waited for."""
     assert prefill_moves(4, 2048, 16384, LLAMA, H200).way == "keys"
-    assert prefill_moves(4, 2048, 131072, LLAMA, H200).way == "queries"
+    assert prefill_moves(4, 2048, 2**20, LLAMA, H200).way == "queries"
     assert prefill_moves(4, 4, 131072, LLAMA, H200).way == "queries"
     assert prefill_moves(1, 2048, 131072, LLAMA, H200).exposed == {"queries": 0.0, "keys": 0.0}
 
@@ -40,7 +40,13 @@ def test_keys_travel_while_they_are_few_and_queries_once_there_are_many():
 def test_queries_that_are_gathered_first_hide_behind_nothing():
     moves, gathered = (prefill_moves(4, 2048, 131072, LLAMA, H200, beside=beside) for beside in (True, False))
     assert gathered.exposed["queries"] > gathered.sent["queries"] / H200.link > 3 * moves.exposed["queries"]
-    assert gathered.sent == moves.sent and gathered.way == "keys"
+    assert gathered.sent["queries"] == moves.sent["queries"] and gathered.way == "keys"
+
+
+def test_the_chunks_own_keys_which_all_are_sent_anyway_do_not_travel_again():
+    first, second = (prefill_moves(4, 2048, n * 8192, LLAMA, H200) for n in (1, 2))
+    assert (first.sent["keys"], first.exposed["keys"]) == (0, 0.0)
+    assert second.sent["keys"] == 3 * 2048 * LLAMA.key_bytes
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
