@@ -105,20 +105,6 @@ def keep(recompute: str) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def numbers_kept(model: Model, recompute: str, tokens: int) -> tuple[int, int]:
-    """About: how many numbers a block keeps for its backward pass, and how many it has at work there."""
-    dim, hidden = model.dim, model.hidden
-    inner, keys = head_dim(model) * model.heads, head_dim(model) * model.kv_heads
-    kept = {
-        "none": 8 * dim + 3 * inner + 4 * hidden,
-        "pointwise": 3 * dim + 2 * inner + 2 * keys + 2 * hidden,
-        "cheap": dim + inner,
-        "block": dim,
-    }[recompute]
-    gate = tokens * hidden if recompute in ("none", "pointwise") else min(tokens * hidden, AT_ONCE)
-    return tokens * kept, 6 * (tokens * dim + gate)  # input and output, gate, up, their product, and their gradients
-
-
 class Head(nn.Linear):
     """Logits; or the cross entropy of given labels, of so many tokens at once that their logits take a GiB at most."""
 

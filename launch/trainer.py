@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ringattn import api
 from ringattn.comms import mesh as meshes
 from ringattn.conf.schema import Train
-from ringattn.launch import bench, data, metrics, model, torchrun
+from ringattn.launch import bench, data, estimate, metrics, model, torchrun
 from ringattn.launch.checkpoint import Checkpoints, complete, load, matching
 from ringattn.planning import Place, Plan
 from ringattn.spec import AttentionSpec, Docs
@@ -369,22 +369,30 @@ def describe(job: Job) -> str:
     """What would be trained, in how much memory, and how it would be spread."""
     config, m, ranks = job.config, job.config.model, dist.get_world_size()
     weights = sum(p.numel() for p in job.decoder.parameters())
-    tokens = config.batch * job.plan.local_len
-    itemsize = 2 if config.precision == "bfloat16" else 4
-    kept, at_work = model.numbers_kept(m, config.strategy.recompute, tokens)
+    memory = estimate.needs(config, job.decoder, job.plan.local_len, ranks)
     corpus = job.windows.corpus
-    at_once = min(job.plan.local_len, model.tokens_at_once(model.LOGITS, m.vocab, config.batch))
-    logits = config.batch * at_once * m.vocab
     there = job.device.type == config.device
     rows = [
         ("ranks", f"{ranks} on {config.device}, {config.precision}" + ("" if there else ", which need not be here")),
         ("weights", f"{weights / 1e6:.2f} million in {m.layers} blocks"),
         ("a step", f"{config.seq_len} tokens x {job.a_step} sequences, {job.plan.local_len} tokens of each a rank"),
         ("data", f"{corpus.name}: {len(corpus) / 1e6:.1f} million tokens, {len(job.windows)} sequences"),
-        ("state a rank", f"{weights * 16 / ranks / MIB:.1f} MiB: float32 weights, gradients, two moments"),
-        ("kept for backward", f"about {m.layers * kept * itemsize / MIB:.1f} MiB a rank"),
-        ("a block at work", f"about {at_work * itemsize / MIB:.1f} MiB a rank"),
-        ("logits at work", f"about {logits * 12 / MIB:.1f} MiB a rank: with softmax and gradient, in float32"),
+        ("state", f"{gib(memory.state)} a rank: float32 weights, gradients, two moments"),
+        ("kept for backward", f"about {gib(memory.kept)} a rank"),
+        ("a block at work", f"about {gib(memory.block_at_work)} a rank"),
+        ("logits at work", f"about {gib(memory.head_at_work)} a rank: in float32, with softmax, gradient and weights"),
+        ("memory", f"about {gib(memory.most)} a rank at most, as these do not meet{has(config.device)}"),
         ("flops", f"{step_flops(job, 0):.3g} a step"),
     ]  # fmt: skip
     return "\n".join([*(f"{name:<18} {what}" for name, what in rows), "", job.plan.explain()])
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB"
+
+
+def has(device: str) -> str:
+    """How much a GPU of this machine has, if it is one of them that is asked about."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return ""
+    return f"; a GPU here has {gib(torch.cuda.get_device_properties(0).total_memory)}"

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -15,11 +16,14 @@ import torch
 
 import ringattn as ra
 from ringattn.conf.schema import Cluster, Data, Model, Optimizer, Strategy, Train
-from ringattn.launch import data, metrics, model, torchrun, train
+from ringattn.launch import data, estimate, metrics, model, torchrun, train
 from ringattn.launch import ray as on_ray
 from ringattn.launch.trainer import learning_rate, step_flops, work
 from ringattn.spec import bounds
 from tests.training import SOURCES, TINY, over, where
+
+ROWS = Path(__file__).parent.parent / "benchmarks" / "train-h200.jsonl"
+MEASURED = [json.loads(line) for line in ROWS.read_text().splitlines()]
 
 
 def test_the_loss_is_that_of_one_rank_whatever_the_strategy(tmp_path):
@@ -148,7 +152,16 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path):
     said = torchrun.local(printed, 4, "cpu", train.resolved(config, None)[0], str(tmp_path))[0]
     assert "4 on cuda, bfloat16" in said and "predicted forward on H200" in said and "kernel cudnn -> cudnn" in said
     assert "route direct" in said and list(tmp_path.iterdir()) == []
-    assert f"logits at work     about {2092 * 128256 * 12 / 2**20:.1f} MiB" in said  # of 2092 tokens at once
+    assert re.search(r"memory             about [\d.]+ GiB a rank at most", said)
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['layers']} blocks, {row['tokens']} tokens")
+def test_a_dry_run_foresees_the_memory_that_was_measured(row):
+    m = Model(head_dim=128, **{k: row[k] for k in ("dim", "layers", "heads", "kv_heads", "hidden", "vocab")})
+    config = Train(model=m, precision="bfloat16", strategy=Strategy(kernel=row["kernel"], recompute=row["recompute"]))
+    decoder = model.build(m, 0, torch.device("meta"))
+    found = estimate.needs(config, decoder, row["tokens"] // row["ranks"], row["ranks"])
+    assert found.most / 2**20 == pytest.approx(row["memory_mib"], rel=0.2)
 
 
 def test_the_clock_starts_with_the_process():
