@@ -52,7 +52,8 @@ def merge(a: Partial, b: Partial) -> Partial:
     gap = xp.where(nothing, xp.zeros_like(a.lse), b.lse - a.lse)  # -inf - -inf is NaN
     weight = sigmoid(gap)[..., None]
     out = a.out - weight * (a.out - b.out)
-    return Partial(out, xp.logaddexp(a.lse, b.lse))
+    lse_a, lse_b = (xp.where(nothing, xp.zeros_like(x), x) for x in (a.lse, b.lse))  # at -inf twice its gradient is NaN
+    return Partial(out, xp.where(nothing, xp.full_like(a.lse, NEVER), xp.logaddexp(lse_a, lse_b)))
 
 
 def normalise_empty(part: Partial) -> Partial:
@@ -120,5 +121,6 @@ def merge_stack(stack: Any) -> Partial:
 
 
 def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)), for both frameworks; exact at both infinities."""
-    return 1 / (1 + namespace(x).exp(-x))
+    """1 / (1 + exp(-x)), for both frameworks; exact at both infinities, where its gradient is zero."""
+    xp = namespace(x)
+    return xp.exp(-xp.logaddexp(xp.zeros_like(x), -x))  # exp(-x) alone overflows, and 0 * inf is NaN

@@ -165,6 +165,32 @@ def test_a_key_of_nan_reaches_every_query_that_sees_it_on_a_ring_as_on_one_devic
         assert out[:, :3].isfinite().all() and out[:, 3:].isnan().all()
 
 
+GAPS = [(0.0, 100.0), (0.0, -100.0), (0.0, 1000.0), (0.0, -1000.0), (0.0, NEVER), (NEVER, 0.0), (NEVER, NEVER)]
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize(("lse_a", "lse_b"), GAPS)
+def test_merging_lets_through_finite_gradients_whatever_lies_between_two_sides(lse_a, lse_b, framework):
+    """Of sum(3 out + lse): the side that counts has all of it, the other has none."""
+    out_a, out_b = np.float32([[[[1.0, 2.0]]]]), np.float32([[[[5.0, 7.0]]]])
+    given = out_a, np.float32([[[lse_a]]]), out_b, np.float32([[[lse_b]]])
+    if framework == "torch":
+        leaves = [torch.tensor(x, requires_grad=True) for x in given]
+        found = merge(Partial(*leaves[:2]), Partial(*leaves[2:]))
+        grads = torch.autograd.grad(3 * found.out.sum() + found.lse.sum(), leaves)
+    else:
+        jax = pytest.importorskip("jax")
+
+        def loss(oa, la, ob, lb):
+            merged = merge(Partial(oa, la), Partial(ob, lb))
+            return 3 * merged.out.sum() + merged.lse.sum()
+
+        grads = jax.grad(loss, (0, 1, 2, 3))(*map(jax.numpy.asarray, given))
+    a, b = float(lse_a > lse_b), float(lse_b > lse_a)
+    for grad, expected in zip(grads, (3 * a, a, 3 * b, b), strict=True):
+        np.testing.assert_allclose(np.asarray(grad), np.full(grad.shape, expected), atol=1e-30)
+
+
 def test_streams_keep_empty_rows_empty():
     none = empty(torch.zeros(1, 5, 2, 3), 3)
     assert from_streams(to_streams(none)).lse.eq(NEVER).all()
