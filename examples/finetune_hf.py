@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 8 examples/finetune_hf.py MODEL TEXT 131072     # nothing said: a tiny Llama on this file
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -30,6 +31,8 @@ def load(name: str | None, text: Path) -> tuple[torch.nn.Module, torch.Tensor]:
 
 
 def main(name: str | None = None, text: str = __file__, seq_len: str = "2048", steps: str = "10") -> None:
+    if not Path(text).is_file():
+        sys.exit(f"{text} is no file: finetune_hf.py MODEL TEXT SEQ_LEN STEPS")
     where = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group()
     if where == "cuda":
@@ -56,4 +59,9 @@ def main(name: str | None = None, text: str = __file__, seq_len: str = "2048", s
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)
+    elif "RANK" not in os.environ:
+        sys.exit(f"ranks are started by torchrun, as here:\n\n{__doc__}")
+    else:
+        main(*sys.argv[1:])

@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 examples/long_layer.py 4096
 """
 
+import os
 import sys
 
 import torch
@@ -37,4 +38,9 @@ def main(tokens: str = "4096") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)
+    elif "RANK" not in os.environ:
+        sys.exit(f"ranks are started by torchrun, as here:\n\n{__doc__}")
+    else:
+        main(*sys.argv[1:])

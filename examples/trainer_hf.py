@@ -1,9 +1,10 @@
 """Fine-tune a transformers model with its Trainer, on sequences that are spread over ranks.
 
 torchrun --nproc-per-node 2 examples/trainer_hf.py               # a tiny random Llama on this library's own license
-torchrun --nproc-per-node 8 examples/trainer_hf.py MODEL TEXT 131072
+torchrun --nproc-per-node 8 examples/trainer_hf.py MODEL TEXT 131072      # SEQ_LEN; then STEPS and OUT, a folder
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -16,6 +17,8 @@ except ImportError:
     sys.exit("transformers is not installed; in the checkout: pip install '.[hf]'")
 import ringattn as ra
 from ringattn.torch import hf
+
+OWN = str(Path(__file__).parent.parent / "LICENSE")
 
 
 class LongTrainer(hf.OverRanks, Trainer):
@@ -33,7 +36,9 @@ def load(name: str, text: str) -> tuple[torch.nn.Module, torch.Tensor]:
     return model, torch.tensor(list(text.encode()))
 
 
-def main(name: str = "", text: str = "LICENSE", seq_len: str = "512", steps: str = "10", out: str = "runs/hf") -> None:
+def main(name: str = "", text: str = OWN, seq_len: str = "512", steps: str = "10", out: str = "runs/hf") -> None:
+    if not Path(text).is_file():
+        sys.exit(f"{text} is no file: trainer_hf.py MODEL TEXT SEQ_LEN STEPS OUT")
     args = TrainingArguments(
         out, max_steps=int(steps), per_device_train_batch_size=1, gradient_accumulation_steps=2, logging_steps=1,
         learning_rate=1e-5 if name else 3e-3, bf16=torch.cuda.is_available(), use_cpu=not torch.cuda.is_available(),
@@ -56,4 +61,9 @@ def main(name: str = "", text: str = "LICENSE", seq_len: str = "512", steps: str
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)
+    elif "RANK" not in os.environ:
+        sys.exit(f"ranks are started by torchrun, as here:\n\n{__doc__}")
+    else:
+        main(*sys.argv[1:])

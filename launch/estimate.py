@@ -11,8 +11,8 @@ from ringattn.launch import model
 
 STATE = 16  # bytes of a weight, its gradient and its two moments, in float32
 GRADIENT = 4  # of them, what is not there yet where backward begins
-# Attention and its backward, over q, k, v, out and their gradients (benchmarks/ring-h200.jsonl): cuDNN widens keys to all
-# query heads, and each call's gradients come beside their sum.
+# Attention and its backward, over q, k, v, out and their gradients (benchmarks/ring-h200.jsonl). cuDNN widens keys to
+# all query heads, and each call's gradients come beside their sum.
 ATTENTION = {"cudnn": 3.0}
 OTHERS = 1.9
 

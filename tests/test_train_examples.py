@@ -13,7 +13,7 @@ NEEDS = {"finetune_hf": "transformers", "trainer_hf": "accelerate"}
 WORDS = {
     "finetune_hf": ["", str(ROOT / "LICENSE"), "256", "4"],
     "long_layer": ["512"],
-    "trainer_hf": ["", str(ROOT / "LICENSE"), "256", "4"],
+    "trainer_hf": [],  # from any folder: its own text
 }
 
 
@@ -48,6 +48,22 @@ def test_generate_explains_itself(words, said, tmp_path):
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
     assert done.returncode == (words[0] != "--help")
+
+
+@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("word", ["--help", "", "nowhere"])
+def test_an_example_explains_itself(name, word, tmp_path):
+    """Asked to, without torchrun, and of a text that is not there."""
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+    elif word == "nowhere":
+        pytest.skip("reads no text")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **({"RANK": "0"} if word == "nowhere" else {})}
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *(["", word] if word == "nowhere" else [word])]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    said = {"--help": f"examples/{name}.py", "": "ranks are started by torchrun", "nowhere": "nowhere is no file: "}
+    assert said[word] in done.stdout + done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == (word != "--help")
 
 
 @pytest.mark.parametrize("name", WORDS)
