@@ -12,10 +12,10 @@ import numpy as np
 from ringattn import api
 from ringattn.cost import SAMPLED_ROWS, kv_heads_of_a_rank, seen_pairs
 from ringattn.launch.words import option
+from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Place, Plan, factored, hardware_of
 from ringattn.schedule import Schedule
 from ringattn.spec import AttentionSpec, Docs
-from ringattn.torch.steps import Mask, schedule_of
 
 MOST = 1024  # ranks: what each pair of them works on is counted
 

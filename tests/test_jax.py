@@ -14,10 +14,11 @@ jnp = jax.numpy
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
-from ringattn.jax.steps import Mask, Sight, score_of, table_of  # noqa: E402
+from ringattn.jax.steps import Sight, score_of, table_of  # noqa: E402
 from ringattn.kernels.partial import empty  # noqa: E402
 from ringattn.launch import oracle  # noqa: E402
 from ringattn.launch.cases import CASES, FEATURES, Case  # noqa: E402
+from ringattn.mask import Mask  # noqa: E402
 from ringattn.spec import bounds  # noqa: E402
 
 LIMIT = 5e-6

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # each may import those before it
-PLAIN = ["spec", "layout", "schedule", "cost", "planning", "check", "serving", "segments"]
+PLAIN = ["spec", "layout", "schedule", "cost", "planning", "mask", "check", "serving", "segments"]
 
 
 def imports(path: Path) -> set[str]:

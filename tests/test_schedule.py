@@ -15,10 +15,11 @@ from ringattn.cost import Shape, seen_pairs
 from ringattn.launch import oracle
 from ringattn.launch.cases import CASES, Case
 from ringattn.layout import LAYOUTS, Layout
+from ringattn.mask import Mask, schedule_of
 from ringattn.schedule import Schedule, needed
 from ringattn.spec import AttentionSpec, Docs, bounds
 from ringattn.torch import attention as torch_attention
-from ringattn.torch.steps import Mask, schedule_of, score_of
+from ringattn.torch.steps import score_of
 
 
 @given(

@@ -60,7 +60,7 @@ def count(
 ) -> dict[str, Any]:
     """One forward and backward pass on all ranks; what the busiest one sent."""
     import ringattn as ra
-    from ringattn.torch.steps import Mask, schedule_of
+    from ringattn.mask import Mask, schedule_of
 
     def one(mesh: Any) -> tuple[int, int, int, int]:
         plan = ra.plan(mesh, seq_len=options.tokens, strategy=strategy, layout=layout, route=route)

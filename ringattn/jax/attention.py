@@ -25,10 +25,11 @@ from ringattn.jax.check import check
 from ringattn.jax.gather import gather_backward, gather_forward
 from ringattn.jax.ring import ring_backward, ring_forward
 from ringattn.jax.sharding import placed_alike, plan_where, sequence_axes
-from ringattn.jax.steps import Mask, local_positions, route_of, step_of
+from ringattn.jax.steps import local_positions, route_of, step_of
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.kernels.partial import Partial, sink_gradient
+from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 

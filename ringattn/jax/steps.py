@@ -17,9 +17,9 @@ from ringattn.kernels.intervals import Choice, Intervals, Sets, Tile, tiles_of
 from ringattn.kernels.vendor import jax_splash
 from ringattn.kernels.vendor.jax_tiles import as_they_are
 from ringattn.layout import Layout, to_local
+from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan
-from ringattn.schedule import Schedule, needed
-from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.spec import AttentionSpec
 
 
 class Score(NamedTuple):
@@ -32,16 +32,6 @@ class Score(NamedTuple):
     attend_backward: Callable[..., Any]
     prepare: Callable[..., Any]  # (q, dout, lse, delta, out) -> the rows that every step of a backward takes
     at_once: bool = False
-
-
-@dataclass(frozen=True)
-class Mask:
-    """All that decides who sees whom and is known when the program is made; traced documents are not."""
-
-    plan: Plan
-    spec: AttentionSpec
-    docs: Docs | None = None
-    key_docs: Docs | None = None
 
 
 class Hop(NamedTuple):
@@ -97,18 +87,14 @@ def runs(distances: tuple[int, ...], moves: list[Move]) -> list[tuple[Move, list
 @lru_cache(maxsize=64)
 def route_of(mask: Mask) -> Route:
     """Distances at which nobody sees anything are left out, and a hop that nobody needs on the way is not sent."""
-    plan, everyone = mask.plan, range(mask.plan.ring)
-    tokens, keys = plan.tokens, plan.keys.tokens
-    at = np.arange(tokens.padded_length)
-    begin, end = bounds(mask.spec, at, plan.seq_len, plan.keys.seq_len, mask.docs, mask.key_docs)
-    schedule = Schedule(needed(begin, end, [tokens.shard(r) for r in everyone], [keys.shard(r) for r in everyone]))
+    schedule, everyone = schedule_of(mask), range(mask.plan.ring)
     steps = [schedule.steps(r) for r in everyone]
     pairs = list(pairwise(schedule.distances))
     hops = [[(r, steps[r][i].hop) for r in everyone] for i in range(len(pairs))]
     sends = [{r for r, hop in at if hop is not None and hop.send} for at in hops]
     shifts = [b - a for a, b in pairs]
     joined = {s: set().union(*(sends[i] for i in range(len(pairs)) if shifts[i] == s)) for s in shifts}
-    return Route(tuple(schedule.distances), tuple(Hop(s, tuple(sorted(joined[s]))) for s in shifts), plan.ring)
+    return Route(tuple(schedule.distances), tuple(Hop(s, tuple(sorted(joined[s]))) for s in shifts), schedule.ring)
 
 
 @dataclass(frozen=True)
@@ -201,8 +187,7 @@ def table_of(mask: Mask, cut: Cut = rectangles) -> Table | None:
     """The tiles of every ring rank: by distance on a ring, among all keys for a gather. None: there are too many."""
     plan, keys = mask.plan, mask.plan.keys
     held = keys.tokens.padded_length if plan.strategy == "gather" else keys.tokens.shard_len
-    at = [local_order(plan.tokens.shard(rank)) for rank in range(plan.ring)]
-    seen = [bounds(mask.spec, p, plan.seq_len, keys.seq_len, mask.docs, mask.key_docs) for p in at]
+    seen = [mask.bounds(plan.tokens.positions(rank)) for rank in range(plan.ring)]
     sets: list[tuple[Tile, ...]] = []
     which = np.zeros((1 if plan.strategy == "gather" else plan.ring, plan.ring), np.int64)
     for row, rank in np.ndindex(which.shape):
@@ -218,10 +203,6 @@ def table_of(mask: Mask, cut: Cut = rectangles) -> Table | None:
         if sum(map(len, sets)) > MOST_TILES:
             return None
     return Table(tuple(sets), which)
-
-
-def local_order(shard: tuple[range, ...]) -> np.ndarray:
-    return np.concatenate([np.asarray(r) for r in shard])
 
 
 class Sight(NamedTuple):

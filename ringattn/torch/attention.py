@@ -18,6 +18,7 @@ from ringattn.cost import Shape, replicas
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial
+from ringattn.mask import Mask
 from ringattn.planning import LIVE, Plan, hardware_of
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
@@ -35,7 +36,6 @@ from ringattn.torch.sharding import real_tokens
 from ringattn.torch.steps import (
     Entered,
     Grads,
-    Mask,
     Score,
     Seen,
     direct_run,

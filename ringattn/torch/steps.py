@@ -4,7 +4,6 @@ Made once for a plan, a spec and its documents, and kept: every layer of a model
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -16,9 +15,9 @@ from ringattn import kernels
 from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.layout import Layout, Shard, to_local
-from ringattn.planning import Plan
-from ringattn.schedule import Hop, Schedule, Step, Visit, needed
-from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.mask import Mask, schedule_of
+from ringattn.schedule import Hop, Schedule, Step, Visit
+from ringattn.spec import AttentionSpec
 
 Run = tuple[tuple[Step, Intervals], ...]
 
@@ -60,29 +59,6 @@ class Score(NamedTuple):
     rounds: bool  # whether what a tile finds is in the inputs' dtype from the start
     prepare: Callable[..., Any]  # (q, dout, lse, delta) -> the rows that every step of a backward takes
     row_delta: Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Mask:
-    """All that decides who sees whom."""
-
-    plan: Plan
-    spec: AttentionSpec
-    docs: Docs | None = None
-    key_docs: Docs | None = None
-
-    def bounds(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        plan = self.plan
-        return bounds(self.spec, positions, plan.seq_len, plan.keys.seq_len, self.docs, self.key_docs)
-
-
-@lru_cache(maxsize=32)
-def schedule_of(mask: Mask) -> Schedule:
-    """Who needs whose keys, the same on every rank."""
-    tokens, keys = mask.plan.tokens, mask.plan.keys.tokens
-    begin, end = mask.bounds(np.arange(tokens.padded_length))
-    everyone = range(tokens.ring)
-    return Schedule(needed(begin, end, [tokens.shard(r) for r in everyone], [keys.shard(r) for r in everyone]))
 
 
 @lru_cache(maxsize=32)
