@@ -17,12 +17,13 @@ from ringattn.comms.axis import Pending, Solo, one_ahead
 from ringattn.cost import Shape, replicas
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import NEVER, Partial
+from ringattn.kernels.partial import NEVER, Partial, sink_gradient
 from ringattn.mask import Mask
 from ringattn.planning import LIVE, Plan, hardware_of
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
 from ringattn.torch.gather import gather_backward, gather_forward
+from ringattn.torch.library import differentiate, fake, op
 from ringattn.torch.ring import (
     direct_backward,
     direct_forward,
@@ -195,7 +196,7 @@ class Call(NamedTuple):
         return score_of(q, k, v, self.mask.spec, self.plan.kernel, intervals)
 
 
-@torch.library.custom_op("ringattn::exchange", mutates_args=())
+@op("exchange")
 def exchange(
     q: Tensor,
     k: Tensor,
@@ -246,7 +247,7 @@ def exchange(
     return out.contiguous(), lse.contiguous(), saved  # as a compiled graph expects them
 
 
-@exchange.register_fake
+@fake("exchange")
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Any, docs: Any, key_docs: Any, plan: int, groups: int, check: bool,
     keep: bool, *rest: Any,
@@ -268,7 +269,7 @@ def _(
     return q.new_empty(B, T, H, V), q.new_empty(B, T, H, dtype=exact), saved
 
 
-@torch.library.custom_op("ringattn::exchange_backward", mutates_args=())
+@op("exchange_backward")
 def exchange_backward(
     q: Tensor,
     k: Tensor,
@@ -316,7 +317,7 @@ def exchange_backward(
     return dq, dk, dv, dsinks
 
 
-@exchange_backward.register_fake
+@fake("exchange_backward")
 def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     contiguous = torch.contiguous_format
@@ -379,12 +380,6 @@ def sink_partial(q: Tensor, sinks: Tensor, value_dim: int) -> Partial:
     return Partial(out, sinks.to(out.dtype).expand(B, T, H).clone())
 
 
-def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """d loss / d sink = -sum over the rows of exp(sink - lse) * delta: the sink is a key whose value is zero."""
-    weight = torch.exp(sinks.to(lse.dtype) - lse).masked_fill(lse == NEVER, 0)  # padding has no sink
-    return -(weight * delta).sum((0, 1)).to(sinks.dtype)
-
-
 def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
     *tensors, plan, ctx.groups, _, _, ctx.causal, ctx.window, ctx.softcap, ctx.scale = inputs
     ctx.plan = LIVE[plan]  # the plan and not its number: the caller may have let go of it before backward
@@ -393,7 +388,7 @@ def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(*tensors, out, lse, *saved)
 
 
-def _exchange_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _exchange_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     kept = ctx.saved_tensors
     *tensors, out, lse = kept[:8]
     dout = torch.zeros_like(out) if dout is None else dout
@@ -403,4 +398,4 @@ def _exchange_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: An
     return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 10
 
 
-exchange.register_autograd(_exchange_backward, setup_context=_save_exchange)
+differentiate("exchange", _save_exchange, _exchange_backward, shown=2)

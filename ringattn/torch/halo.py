@@ -14,6 +14,7 @@ from ringattn.planning import LIVE, Plan
 from ringattn.segments import Place, order, segments
 from ringattn.spec import Docs
 from ringattn.torch.attention import docs_of, handle_of, single_device
+from ringattn.torch.library import differentiate, fake, op
 from ringattn.torch.linear import begins
 from ringattn.torch.states import gathered
 
@@ -100,7 +101,7 @@ def moved(axis: Axis, ways: list[tuple[Tail, int, int]], given: dict[Tail, Tenso
     return found
 
 
-@torch.library.custom_op("ringattn::tokens_before", mutates_args=())
+@op("tokens_before")
 def tokens_before(x: Tensor, first: Tensor | None, plan: int, count: int) -> Tensor:
     """[B, P, count, C]: the tokens just before each segment; `first`, or zeros, before the sequence."""
     live = LIVE[plan]
@@ -115,12 +116,12 @@ def tokens_before(x: Tensor, first: Tensor | None, plan: int, count: int) -> Ten
     return torch.stack(halos, 1)
 
 
-@tokens_before.register_fake
+@fake("tokens_before")
 def _(x: Tensor, first: Tensor | None, plan: int, count: int) -> Tensor:
     return x.new_empty(len(x), segments(LIVE[plan]), count, x.shape[2])
 
 
-@torch.library.custom_op("ringattn::tokens_before_backward", mutates_args=())
+@op("tokens_before_backward")
 def tokens_before_backward(grad: Tensor, plan: int, length: int) -> Tensor:
     """The gradients of all halos, brought to the tokens they are of."""
     live = LIVE[plan]
@@ -137,12 +138,12 @@ def tokens_before_backward(grad: Tensor, plan: int, length: int) -> Tensor:
     return dx.flatten(1, 2)
 
 
-@tokens_before_backward.register_fake
+@fake("tokens_before_backward")
 def _(grad: Tensor, plan: int, length: int) -> Tensor:
     return grad.new_empty(len(grad), length, grad.shape[3])
 
 
-@torch.library.custom_op("ringattn::begins", mutates_args=())
+@op("begins")
 def begins_of(x: Tensor, docs: Tensor, plan: int) -> Tensor:
     """`begins` on the device of x, as one node of a compiled graph."""
     live = LIVE[plan]
@@ -152,7 +153,7 @@ def begins_of(x: Tensor, docs: Tensor, plan: int) -> Tensor:
     return found.clone()
 
 
-@begins_of.register_fake
+@fake("begins")
 def _(x: Tensor, docs: Tensor, plan: int) -> Tensor:
     P = segments(LIVE[plan])
     rows = len(docs) if P == 1 or len(docs) == len(x) else len(x)
@@ -182,4 +183,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return torch.ops.ringattn.tokens_before_backward(grad, ctx.plan.handle, ctx.length), None, None, None
 
 
-tokens_before.register_autograd(_backward, setup_context=_save)
+differentiate("tokens_before", _save, _backward)

@@ -26,6 +26,7 @@ from ringattn.spec import Docs
 from ringattn.torch import agree, states
 from ringattn.torch.attention import autocast, docs_of, handle_of, single_device
 from ringattn.torch.check import of_tensors
+from ringattn.torch.library import differentiate, fake, op
 from ringattn.torch.sharding import local_positions, real_tokens
 from ringattn.torch.ulysses import Real, cleared
 
@@ -188,7 +189,7 @@ def begins(
     return torch.from_numpy(local.reshape(-1, at.shape[1]).astype(np.int32)).to(device)
 
 
-@torch.library.custom_op("ringattn::linear_attention", mutates_args=())
+@op("linear_attention")
 def forward(
     q: Tensor,
     k: Tensor,
@@ -223,7 +224,7 @@ def forward(
     return call.whole(out).contiguous(), end, start, kept
 
 
-@forward.register_fake
+@fake("linear_attention")
 def _(
     q: Tensor, k: Tensor, v: Tensor, g: Any, initial: Any, docs: Any, plan: int, check: bool, scale: float,
     kernel: str, scan: str, return_state: bool, keep: bool,
@@ -238,7 +239,7 @@ def _(
     return q.new_empty(B, T, H, V), end, start, q.new_empty(0, dtype=dtype) if found is None else found
 
 
-@torch.library.custom_op("ringattn::linear_attention_backward", mutates_args=())
+@op("linear_attention_backward")
 def backward(
     q: Tensor,
     k: Tensor,
@@ -279,7 +280,7 @@ def backward(
     return dq, dk, dv, dg, dinitial
 
 
-@backward.register_fake
+@fake("linear_attention_backward")
 def _(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial: Tensor | None, docs: Any, start: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -297,7 +298,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)  # no zeros as large as the states
 
 
-def _backward(ctx: Any, dout: Tensor | None, dend: Tensor | None, *_: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, dout: Tensor | None, dend: Tensor | None) -> tuple[Any, ...]:
     q, k, v, g, initial, docs, *kept = ctx.saved_tensors
     dout = torch.zeros_like(v) if dout is None else dout
     if not ctx.return_state:
@@ -310,4 +311,4 @@ def _backward(ctx: Any, dout: Tensor | None, dend: Tensor | None, *_: Any) -> tu
     return dq, dk, dv, None if g is None else dg, None if initial is None else dinitial, *[None] * 8
 
 
-forward.register_autograd(_backward, setup_context=_save)
+differentiate("linear_attention", _save, _backward, shown=2)
