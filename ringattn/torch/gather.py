@@ -5,16 +5,14 @@ quick for short sequences, at the price of O(T) memory for the keys of two group
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from ringattn.comms.axis import All, Axis, Done, Pending, Then, one_ahead
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
 from ringattn.layout import Layout
+from ringattn.torch.sharding import order_of
 from ringattn.torch.steps import Entered, Grads, Score, Seen
 
 
@@ -54,10 +52,4 @@ def gathered(group: Entered | Seen, axis: Axis, layout: Layout) -> Pending:
 
 def reordered(x: Tensor, layout: Layout, back: bool) -> Tensor:
     """From the global order into that of the shards, or `back`."""
-    return x if layout.name == "contiguous" else x.index_select(1, order_of(layout, back, x.device))
-
-
-@lru_cache(maxsize=32)
-def order_of(layout: Layout, back: bool, device: torch.device) -> Tensor:
-    order = layout.order()
-    return torch.from_numpy(np.argsort(order) if back else order).to(device, non_blocking=True)
+    return x if layout.name == "contiguous" else x.index_select(1, order_of(layout, x.device, back))

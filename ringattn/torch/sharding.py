@@ -52,27 +52,23 @@ class Unshard(torch.autograd.Function):
         ctx.plan, ctx.dim = plan, dim
         ring_shard = plan.ulysses_axis.all_gather(x, dim).wait()
         everything = plan.ring_axis.all_gather(ring_shard, dim).wait()
-        return everything.index_select(dim, order_of(plan, x.device, back=True))
+        return everything.index_select(dim, order_of(plan.tokens, x.device, back=True)[: plan.seq_len])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         plan, dim = ctx.plan, ctx.dim
         pad = plan.tokens.padded_length - plan.seq_len
         grad = F.pad(grad, [0, 0] * (grad.dim() - 1 - dim) + [0, pad]) if pad else grad
-        sharded = grad.index_select(dim, order_of(plan, grad.device))
+        sharded = grad.index_select(dim, order_of(plan.tokens, grad.device))
         ring_shard = plan.ring_axis.reduce_scatter(sharded, dim).wait()
         return plan.ulysses_axis.reduce_scatter(ring_shard, dim).wait(), None, None
 
 
-def order_of(plan: Plan, device: torch.device, back: bool = False) -> Tensor:
-    """The positions of all shards one after the other, padding included; or where each real position is in there."""
-    return _order_of(plan.tokens, device, back)
-
-
 @lru_cache(maxsize=32)
-def _order_of(tokens: Layout, device: torch.device, back: bool) -> Tensor:
-    order = tokens.order()
-    return torch.from_numpy(np.argsort(order)[: tokens.length] if back else order).to(device, non_blocking=True)
+def order_of(layout: Layout, device: torch.device, back: bool = False) -> Tensor:
+    """The positions of all shards one after the other, padding included; `back`: where each position is in there."""
+    order = layout.order()
+    return torch.from_numpy(np.argsort(order) if back else order).to(device, non_blocking=True)
 
 
 def unshard(x: Tensor, plan: Plan, dim: int = 1) -> Tensor:
