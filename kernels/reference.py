@@ -36,7 +36,7 @@ def attend(
     lse = xp.where(seen, top + xp.log(xp.where(seen, total, xp.ones_like(total))), xp.full_like(total, NEVER))
     out = xp.einsum("bgrts,bsgv->btgrv", p, astype(v_BSGV, p.dtype))
     B, T, H = q_BTHD.shape[:3]
-    part = Partial(out.reshape(B, T, H, -1), xp.einsum("bgrt->btgr", lse[..., 0]).reshape(B, T, H))
+    part = Partial(out.reshape(B, T, H, v_BSGV.shape[-1]), xp.einsum("bgrt->btgr", lse[..., 0]).reshape(B, T, H))
     return finish(part, carry, out_dtype)
 
 

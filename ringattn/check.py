@@ -102,8 +102,10 @@ def of_dims(**arrays: Any) -> str | None:
     return None
 
 
-def of_choice(name: str, value: str, choices: Sequence[str]) -> str | None:
-    return None if value in choices else f"{name}={value!r}: choose one of {', '.join(choices)}"
+def of_choice(name: str, value: Any, choices: Sequence[str]) -> str | None:
+    if isinstance(value, str) and value in choices:
+        return None
+    return f"{name}={value!r}: choose one of {', '.join(choices)}"
 
 
 def of_shapes(q: Any, k: Any, v: Any) -> str | None:

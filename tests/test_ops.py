@@ -168,7 +168,13 @@ def test_partials_are_float32_for_half_precision() -> None:
         ({"end": lambda x: x[0]}, r"begin has shape \(2, 6\), end \(6,\)"),
         ({"scale": -1.0}, "scale=-1.0: must be a finite number above 0"),
         ({"impl": "fast"}, "choose one of auto"),
+        ({"scale": "x"}, "scale='x': must be a finite number above 0"),
+        ({"impl": None}, "impl=None: choose one of auto"),
+        ({"begin": lambda x: x.tolist()}, "begin is of type list; it must be a torch tensor"),
+        ({"end": lambda x: x.numpy(force=True)}, "end is of type ndarray; it must be a torch tensor"),
+        ({"q": lambda x: x.numpy(force=True)}, "q is of type ndarray; it must be a torch tensor"),
         ({"check": True, "end": lambda x: x + 5}, r"end\[0, 3\] = 10 lies outside \[0, 9\]"),
+        ({"check": True, "end": lambda x: x + 2**32}, r"end\[0, 0\] = 4294967296 lies outside \[0, 9\]"),
         ({"check": True, "end": lambda x: x.flip(1)}, "end decreases in row 0, from 7 at query 0 to 6 at query 1"),
     ],
     ids=lambda x: str(x)[:30],
@@ -183,6 +189,22 @@ def test_a_wrong_call_says_what_is_wrong(change: dict, message: str) -> None:
 
 def test_right_intervals_pass_the_check() -> None:
     ops.attend(*inputs(), impl="tiled", check=True)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="elsewhere looking would wait for the device")
+@pytest.mark.parametrize("change", [-3, 50])
+def test_on_a_cpu_intervals_that_leave_the_keys_are_refused_unasked(change: int) -> None:
+    """A kernel there reads what is not its own, which may end the process."""
+    q, k, v, begin, end = inputs(torch.float32, "causal")
+    with pytest.raises(ValueError, match=rf"begin\[0, 0\] = {change} lies outside \[0, 9\], .*; clamp it"):
+        ops.attend(q, k, v, begin + change, end + max(change, 0))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_no_queries_give_no_rows(impl: str) -> None:
+    q, k, v, begin, end = inputs(torch.float32)
+    part = ops.attend(q[:, :0], k, v, begin[:, :0], end[:, :0], impl=impl)
+    assert part.out.shape == (B, 0, H, V) and part.lse.shape == (B, 0, H)
 
 
 def problem(**changes: object) -> kernels.Problem:

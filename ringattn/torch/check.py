@@ -1,5 +1,7 @@
 """What a call must satisfy in torch: the shapes of ringattn.check, and dtypes and devices."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
@@ -26,6 +28,12 @@ def problem(
         or of_lengths(q, k, plan, spec, (plan.local_len, plan.keys.local_len))
         or of_docs(q.shape[0], plan, docs, key_docs)
     )
+
+
+def of_types(**tensors: Any) -> str | None:
+    """All are tensors."""
+    wrong = ((name, type(x).__name__) for name, x in tensors.items() if not isinstance(x, Tensor))
+    return next((f"{name} is of type {found}; it must be a torch tensor" for name, found in wrong), None)
 
 
 def of_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -6,18 +6,20 @@ Each is one node for torch.compile and one function for autograd. What a partial
 float64 inputs), and both of its halves have gradients: that of the lse is one more term of delta.
 """
 
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringattn import kernels
+from ringattn.check import of_choice
 from ringattn.kernels import partial, reference
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.kernels.partial import NEVER, Partial
 from ringattn.planning import heads_problem
-from ringattn.torch.check import of_tensors
+from ringattn.torch.check import of_tensors, of_types
 
 
 def attend(
@@ -29,14 +31,15 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     impl: str = "auto",
-    check: bool = False,
+    check: bool | None = None,
 ) -> Partial:
     """softmax(scale * q k^T) v, where query t sees the keys [begin[t], end[t]): out [B, T, H, V] and lse [B, T, H].
 
     `begin` and `end` are integers [T] or [B, T], and neither decreases along the queries; begin >= end is an empty
     row (out = 0, lse = -inf). `impl` names a kernel of `ringattn.kernels.TABLE`; those that run rectangles only
     (cudnn, flash, fa4) read the intervals back to find them. `check=True` looks at every interval, which waits for
-    the device.
+    the device; by default that is done on CPUs only. Intervals that leave the keys, and that nobody looked at, may end
+    the process.
 
     >>> q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 1, 8)
     >>> causal = torch.arange(4)
@@ -44,13 +47,14 @@ def attend(
     torch.Size([1, 4, 2, 8])
     """
     problem = (
-        of_tensors(q, k, v)
+        of_types(q=q, k=k, v=v, begin=begin, end=end)
+        or of_tensors(q, k, v)
         or heads_problem(q.shape[2], k.shape[2], ulysses=1)
         or of_intervals(q, begin, end)
         or of_numbers(scale, softcap)
+        or of_choice("impl", impl, ("auto", *(kernel.name for kernel in kernels.TABLE)))
+        or of_values(begin, end, k.shape[1], check)
     )
-    if problem is None and check:
-        problem = of_values(begin, end, k.shape[1])
     if problem:
         raise ValueError(problem)
     begin, end = (x.to(torch.int32)[None] if x.dim() == 1 else x.to(torch.int32) for x in (begin, end))
@@ -79,17 +83,20 @@ def of_intervals(q: Tensor, begin: Tensor, end: Tensor) -> str | None:
 
 def of_numbers(scale: float | None, softcap: float | None) -> str | None:
     for name, x in (("scale", scale), ("softcap", softcap)):
-        if x is not None and not 0 < x < float("inf"):
-            return f"{name}={x}: must be a finite number above 0, or None"
+        if x is not None and not (isinstance(x, Real) and 0 < x < float("inf")):
+            return f"{name}={x!r}: must be a finite number above 0, or None"
     return None
 
 
-def of_values(begin: Tensor, end: Tensor, keys: int) -> str | None:
-    """The first interval that is out of range or decreases."""
-    if torch.compiler.is_compiling():
+def of_values(begin: Tensor, end: Tensor, keys: int, check: bool | None) -> str | None:
+    """The first interval that is out of range or decreases, if they are to be looked at."""
+    compiling = torch.compiler.is_compiling()
+    if not (begin.is_cpu and not compiling if check is None else check):
+        return None
+    if compiling:
         return "check=True reads the intervals, which a compiled graph cannot; check outside torch.compile"
     for name, x in (("begin", begin), ("end", end)):
-        rows = x.reshape(-1, x.shape[-1]).cpu()
+        rows = torch.atleast_2d(x).cpu()
         outside = ((rows < 0) | (rows > keys)).nonzero()
         if len(outside):
             row, t = outside[0].tolist()
