@@ -122,7 +122,7 @@ def gpus() -> list[Finding]:
 
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") is None:
-            return [Finding("none", "gpu", "none: attention runs on the CPU")]
+            return [Finding("none", "gpu", "not here; attention runs on the CPU")]
         built = f"torch {torch.__version__} is built for " + (
             f"CUDA {cuda}" if (cuda := torch.version.cuda) else "CPUs"
         )

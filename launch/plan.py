@@ -43,6 +43,8 @@ class Options:
 def run(options: Options) -> int:
     """Print the plan and its steps."""
     spec = AttentionSpec(causal=options.causal, window=options.window)
+    if options.docs is not None and sum(options.docs) > options.seq_len:
+        raise ValueError(f"docs= hold {sum(options.docs)} tokens, more than seq_len={options.seq_len}")
     docs = None if options.docs is None else Docs.from_lengths(options.docs, pad_to=options.seq_len)
     plan = planned(options, spec, docs)
     print(plan.explain())
@@ -60,7 +62,7 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
     if len(options.heads) not in (1, 2):
         raise ValueError(f"heads={options.heads}: say query heads and key heads, as in heads=32,8")
     if options.device not in ("cuda", "cpu"):
-        raise ValueError(f"device={options.device!r}: choose cuda or cpu")
+        raise ValueError(f"device={options.device!r}: choose cuda, for GPUs, or cpu")
     sizes = factored(options.sequence) if options.sequence else [(options.ring, options.ulysses)]
     return api.plan(
         Place(options.device, sizes, lambda ring, ulysses: None),

@@ -1,7 +1,7 @@
 """Draw: `ringattn plot pictures` the pictures of docs/, `ringattn plot FILE.jsonl` benchmark lines.
 
 Benchmark lines become bars: a panel a direction and figure, a group a case, a colour an implementation. Of lines that
-measured the same thing the last one counts.
+measured the same thing the last one counts. The metrics.jsonl of a training run becomes a line over its steps.
 """
 
 import json
@@ -20,7 +20,7 @@ from ringattn.launch.words import option
 Row = dict[str, Any]
 
 # What lines are made of, by the names that suites give it: the first that is found counts.
-SERIES = ("impl", "implementation", "kernel", "name", "peer", "library", "strategy")
+SERIES = ("impl", "implementation", "who", "kernel", "name", "peer", "library", "strategy")
 PANELS = ("mode", "direction", "pass", "phase")
 METRICS = (
     "tflop",
@@ -31,11 +31,41 @@ METRICS = (
     "tokens/s",
     "peak",
     "ms",
+    "us",
     "seconds",
     "bytes",
+    "mb",
     "ratio",
 )
 STAMP = ("commit", "device", "torch", "triton", "jax", "python", "cuda", "date", "time", "suite")
+HOW = ("repeats", "steps", "graphs", "note")  # it was measured, which makes it no other case
+WORDS = {
+    "tflops": "TFLOP/s",
+    "tb_per_s": "TB/s",
+    "copy_tb_per_s": "TB/s of a copy",
+    "tokens_per_second": "tokens/s",
+    "tokens_per_us": "tokens a microsecond",
+    "peak": "peak memory over what it must hold",
+    "peak_mb": "peak memory, MiB",  # of rows from before it was called peak_mib
+    "peak_mib": "peak memory, MiB",
+    "peak_gib": "peak memory, GiB",
+    "memory_mib": "memory of a rank, MiB",
+    "ms": "milliseconds",
+    "floor_ms": "floor, milliseconds",
+    "us": "microseconds",
+    "floor_us": "floor, microseconds",
+    "limit_us": "limit, microseconds",
+    "MB": "MB sent",
+    "forward_mb": "MB sent forward",
+    "backward_mb": "MB sent backward",
+    "ratio": "of the floor",
+    "loss": "loss, nats a token",
+    "norm": "norm of the gradient",
+    "lr": "learning rate",
+    "mfu": "MFU",
+}
+KINDS = {"step": "trained", "eval": "held out", "save": "saved"}  # rows of a training run
+OWN = Path("docs/pictures")
 
 
 @dataclass(frozen=True)
@@ -50,12 +80,15 @@ def run(options: Options) -> int:
     matplotlib.use("Agg")
     with matplotlib.rc_context(STYLE):
         if options.source == "pictures":
-            folder = Path(options.out or "docs/pictures")
+            folder = Path(options.out or OWN)
+            if options.out is None and not folder.is_dir():
+                raise ValueError(f"{OWN} is a folder of the checkout, and not here; say out=FOLDER")
             folder.mkdir(parents=True, exist_ok=True)
             for name, draw in PICTURES.items():
                 save(draw(), folder / f"{name}.svg")
             return 0
-        figure = bars(read(Path(options.source)), options.metric)
+        rows = read(Path(options.source))
+        figure = (curve if all("kind" in r and "step" in r for r in rows) else bars)(rows, options.metric)
         save(figure, Path(options.out or Path(options.source).with_suffix(".svg")))
     return 0
 
@@ -68,7 +101,9 @@ def save(figure: Figure, path: Path) -> None:
 
 def read(path: Path) -> list[Row]:
     """The file's lines, each one JSON object."""
-    rows = []
+    rows: list[Row] = []
+    if not path.is_file():
+        raise ValueError(f"{path} is no file; say pictures, or a file of benchmark lines")
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line.strip():
             try:
@@ -83,12 +118,17 @@ def read(path: Path) -> list[Row]:
 
 
 def bars(rows: list[Row], metric: str | None = None) -> Figure:
-    """Grouped bars of the rows' figures."""
+    """Grouped bars of the rows' figures; rows that have none are left out."""
     metrics = figures_of(rows, metric)
+    rows = [r for r in rows if any(number(r.get(m)) for m in metrics)]
     series, panel = first_of(SERIES, rows), first_of(PANELS, rows)
     named = case_names(rows, {series, panel, *metrics})
     drawn = [
-        (f"{value}, {m}" if value else m, m, [(r, c) for r, c in named if not panel or r.get(panel) == value])
+        (
+            f"{value}, {WORDS.get(m, m)}" if value else WORDS.get(m, m),
+            m,
+            [(r, c) for r, c in named if not panel or r.get(panel) == value],
+        )
         for m in metrics
         for value in (distinct(r.get(panel) for r in rows) if panel else [None])
     ]
@@ -103,8 +143,25 @@ def bars(rows: list[Row], metric: str | None = None) -> Figure:
         if ax is not axes[0][0]:
             ax.set_yticklabels([])
     if any(names):
-        handles = [matplotlib.patches.Patch(color=RANKS[i % len(RANKS)], label=n) for i, n in enumerate(names)]
+        handles = [
+            matplotlib.patches.Patch(color=RANKS[i % len(RANKS)], label=n or "not said") for i, n in enumerate(names)
+        ]
         figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=min(len(names), 6))
+    return figure
+
+
+def curve(rows: list[Row], metric: str | None = None) -> Figure:
+    """One figure of a training run over its steps, the loss if no other is asked for."""
+    (name,) = figures_of(rows, metric or "loss")
+    figure, ((ax,),) = panels(1, 1, 7, 3.5)
+    rows = [r for r in rows if r["step"] >= 0 and number(r.get(name))]
+    for color, kind in zip(RANKS, distinct(r["kind"] for r in rows), strict=False):
+        points = sorted((r["step"], r[name]) for r in rows if r["kind"] == kind)
+        marker = "o" if len(points) == 1 else None
+        ax.plot(*zip(*points, strict=True), color=color, marker=marker, label=KINDS.get(kind, kind))
+    ax.set(xlabel="step", ylabel=WORDS.get(name, name))
+    ax.locator_params("x", integer=True)
+    ax.legend()
     return figure
 
 
@@ -120,7 +177,14 @@ def groups(ax: Axes, places: list[Place], values: dict[Place, float], names: lis
         if (case, name) in values:
             value = values[case, name]
             ax.barh(y, value, height=0.86, color=RANKS[names.index(name) % len(RANKS)])
-            ax.annotate(f"{value:.3g}", (value, y), (3, 0), textcoords="offset points", va="center", fontsize=7)
+            ax.annotate(
+                f"{value:,.0f}" if value >= 1000 else f"{value:.3g}",
+                (value, y),
+                (3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7,
+            )
         y += 1
     ax.set_yticks([sum(ys) / len(ys) for ys in at.values()], list(at))
     ax.set(ylim=(y - 0.2, -0.8), xlim=(0, 1.12 * max(values.values())))
@@ -146,13 +210,13 @@ def case_names(rows: list[Row], taken: set[str]) -> list[tuple[Row, str]]:
     """Each row with the name of its case: its own, or what differs between the rows apart from what was measured."""
     if all("case" in r for r in rows):
         return [(r, str(r["case"])) for r in rows]
-    free = [k for k in distinct(k for r in rows for k in r) if k not in taken and k not in STAMP]
+    free = [k for k in distinct(k for r in rows for k in r) if k not in taken and k not in (*STAMP, *HOW)]
     free = [
         k
         for k in free
         if not any(isinstance(r.get(k), float) or any(is_kind(kind, k) for kind in METRICS) for r in rows)
     ]
-    differ = [k for k in free if len({str(r.get(k)) for r in rows}) > 1]
+    differ = [k for k in free if len({str(r[k]) for r in rows if k in r}) > 1]
     return [(r, " ".join(f"{k}={r[k]}" for k in differ if r.get(k) is not None)) for r in rows]
 
 

@@ -103,7 +103,7 @@ def wrong(options: Options) -> str | None:
     if options.backend not in ("threads", "gloo", "nccl"):
         return f"backend={options.backend!r}: choose threads, gloo or nccl"
     if options.device not in ("cpu", "cuda"):
-        return f"device={options.device!r}: choose cpu or cuda"
+        return f"device={options.device!r}: choose cpu, or cuda for GPUs"
     if options.dtype not in DTYPES:
         return f"dtype={options.dtype!r}: choose one of {', '.join(DTYPES)}"
     known = dict.fromkeys(kernel.name for kernel in (*kernels.TABLE, *linear.TABLE))

@@ -61,9 +61,9 @@ def test_every_benchmark_has_help(suite, capsys):
         (["plan", "sequence=4", "ring=2"], "sequence=4 leaves ring and ulysses to the plan"),
         (["plan", "heads=3,2"], "2 key heads do not divide 3 query heads"),
         (["plan", "heads=1,2,3"], "heads=32,8"),
-        (["plan", "device=tpu"], "choose cuda or cpu"),
+        (["plan", "device=gpu"], "choose cuda, for GPUs, or cpu"),
         (["plan", "window=4", "causal=false"], "has no meaning with causal=False"),
-        (["plan", "seq_len=10", "docs=4,7"], "documents of 11 tokens do not fit in pad_to=10"),
+        (["plan", "seq_len=10", "docs=4,7"], "docs= hold 11 tokens, more than seq_len=10"),
         (["verify", "backend=mpi"], "choose threads, gloo or nccl"),
         (["verify", "dtype=int8"], "dtype='int8'"),
         (["verify", "kernel=magic"], "kernel='magic': choose one of auto"),
@@ -77,7 +77,8 @@ def test_every_benchmark_has_help(suite, capsys):
         (["plan", "seq_len=5", "--seq-len=6"], "seq_len is said twice"),
         (["doctor", "foo"], "'foo' is not KEY=VALUE; the options are timeout, ranks"),
         (["verify", "backend=gloo", "ranks=100000"], "100000 ranks, each a process here"),
-        (["plot", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["verify", "device=gpu"], "choose cpu, or cuda for GPUs"),
+        (["plot", "nowhere.jsonl"], "nowhere.jsonl is no file; say pictures, or a file of benchmark lines"),
         (["bench", "kernel"], "no suite 'kernel'; did you mean 'kernels'?"),
         (["bench", "kernels", "heads=3"], "8 key heads do not divide 3 query heads"),
         (["bench", "memory", "ranks=1,0"], "ranks=0: must be above 0"),
@@ -107,7 +108,24 @@ def test_without_a_gpu_a_benchmark_says_how_it_runs(suite, capsys):
     assert "torch sees no GPU here; on a CPU say device=cpu tokens=1024" in capsys.readouterr().err
     if suite not in ("memory", "prefill"):  # whose own sizes are a CPU's
         assert words.main(["bench", suite, "device=cpu"]) == 2
-        assert "the lengths are a GPU's; on a CPU say device=cpu tokens=1024" in capsys.readouterr().err
+        more = "" if suite in ("kernels", "linear") else " ranks=2 repeats=2"
+        assert f"the lengths are a GPU's; on a CPU say device=cpu tokens=1024{more}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("decode", "kv_heads=2"),
+        ("prefill", "kv_heads=2", "chunk=64"),
+        ("ring", "kv_heads=2"),
+        ("scan", "scan=ring"),
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_a_benchmark_says_each_row_as_it_comes(argv):
+    small = ("heads=4", "device=cpu", "tokens=64", "ranks=2", "repeats=1")
+    ended = start(sys.executable, "-m", "ringattn", "bench", *argv, *small)
+    assert 0 < ended.stderr.count("tokens=64") == len(ended.stdout.splitlines()) - 1, ended.stderr
 
 
 def test_a_benchmark_runs_a_gpus_sizes_on_a_cpu_where_they_were_said(monkeypatch):
@@ -264,17 +282,53 @@ def test_plot_has_a_panel_a_direction_and_a_bar_a_line():
     from ringattn.launch import plot
 
     axes = plot.bars(LINES).axes
-    assert [ax.get_title() for ax in axes] == ["fwd, tflops", "bwd, tflops"]
+    assert [ax.get_title() for ax in axes] == ["fwd, TFLOP/s", "bwd, TFLOP/s"]
     assert [[round(bar.get_width()) for bar in ax.patches] for ax in axes] == [[600, 599], [500]]
     (one,) = plot.bars([line for line in LINES if line["mode"] == "fwd"], metric="ms").axes
     assert [bar.get_width() for bar in one.patches] == [2.0, 2.0]
+
+
+def test_plot_leaves_out_what_has_no_bar(tmp_path):
+    pytest.importorskip("matplotlib")
+    from ringattn.launch import plot
+
+    more = {"case": "errors", "impl": "fa4", "error_out": 0.002}
+    figure = plot.bars([*LINES, more])
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["ours", "cudnn"]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["causal 8K"]
+
+
+def test_plot_draws_a_run_as_a_line_over_its_steps(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from ringattn.launch import plot
+
+    rows = [{"kind": "step", "step": i, "loss": 3.0 - i, "mfu": 0.5} for i in (2, 1)]
+    rows += [{"kind": "eval", "step": 2, "loss": 1.5}, {"kind": "memory", "step": -8, "memory_mib": 3.0}]
+    (ax,) = plot.curve(rows).axes
+    assert [list(line.get_xydata().ravel()) for line in ax.lines] == [[1, 2.0, 2, 1.0], [2, 1.5]]
+    assert ax.get_ylabel() == "loss, nats a token"
+    monkeypatch.setattr(plot, "curve", lambda rows, metric: drawn.append(len(rows)) or plot.panels(1, 1, 2, 2)[0])
+    drawn: list[int] = []
+    assert words.main(["plot", written(tmp_path / "metrics.jsonl", rows)]) == 0 and drawn == [4]
+
+
+def test_plot_makes_no_folder_that_it_was_not_told_of(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert words.main(["plot", "pictures"]) == 2
+    assert "docs/pictures is a folder of the checkout, and not here; say out=FOLDER" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_plot_names_cases_by_what_differs():
     pytest.importorskip("matplotlib")
     from ringattn.launch import plot
 
-    rows = [{"ranks": n, "seq_len": 8192, "strategy": "ring", "peak_mib": 800 / n, "commit": "abc"} for n in (1, 2)]
+    rows = [
+        {"ranks": n, "seq_len": 8192, "strategy": "ring", "peak_mib": 800 / n, "commit": "abc", "repeats": n, "note": n}
+        for n in (1, 2)
+    ]
     assert [name for _, name in plot.case_names(rows, {"strategy", "peak_mib"})] == ["ranks=1", "ranks=2"]
     assert plot.figures_of(rows, None) == ["peak_mib"]
 

@@ -69,14 +69,15 @@ def fits(options: Any, sized: bool) -> None:
         raise ValueError(f"{options.kv_heads} key heads do not divide {options.heads} query heads")
     if "device" not in fields:
         return
+    small = " ".join(["device=cpu tokens=1024", *(f"{name}=2" for name in ("ranks", "repeats") if name in fields)])
     gpus, ranks = torch.cuda.device_count(), getattr(options, "ranks", 1)
     most = max(ranks, default=1) if isinstance(ranks, list) else ranks
     if options.device == "cuda" and not gpus:
-        raise ValueError("device=cuda, and torch sees no GPU here; on a CPU say device=cpu tokens=1024")
+        raise ValueError(f"device=cuda, and torch sees no GPU here; on a CPU say {small}")
     if options.device == "cuda" and most > gpus:
         raise ValueError(f"ranks={most} need a GPU each, and torch sees {gpus} here; say ranks={gpus}")
     if options.device == "cpu" and default_of(fields["device"]) != "cpu" and not sized:
-        raise ValueError("without tokens= the lengths are a GPU's; on a CPU say device=cpu tokens=1024")
+        raise ValueError(f"without tokens= the lengths are a GPU's; on a CPU say {small}")
 
 
 def write(rows: list[dict[str, Any]], path: str) -> None:
@@ -97,6 +98,15 @@ def cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def told(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, which rank 0 says to stderr as it comes: the table has to wait for all of them."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        print("  ".join(f"{name}={cell(value)}" for name, value in row.items()), file=sys.stderr, flush=True)
+    return row
 
 
 def meet() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ringattn.launch.bench import meet, table
+from ringattn.launch.bench import meet, table, told
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
 
@@ -77,7 +77,8 @@ def measure(options: Options) -> list[dict[str, Any]]:
             for mode in ("call", "row", "graph") if options.device == "cuda" else ("call", "row"):
                 us = timed(captured(step) if mode == "graph" else step, 1 if mode == "call" else CALLS, options)
                 row = {"tokens": tokens, "ranks": ranks, "transport": transport, "mode": mode, "us": us}
-                found.append({**row, "copy_tb_per_s": rate / 1e12, "floor_us": nbytes / ranks / rate * 1e6})
+                more = {"copy_tb_per_s": rate / 1e12, "floor_us": nbytes / ranks / rate * 1e6}
+                found.append(told({**row, **more}))
     return found
 
 

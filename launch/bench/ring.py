@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringattn.launch.bench import meet, table, timeline, together
+from ringattn.launch.bench import meet, table, timeline, together, told
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
 
@@ -113,7 +113,8 @@ def measure(options: Options) -> dict[str, Any]:
                 ms = timed(calls[mode], options)
                 flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim
                 row = {"tokens": tokens, "mask": mask, "who": who, **about, "mode": mode, "ms": ms, "flops": flops}
-                found["rows"].append({**row, "floor_ms": floors[mode], "peak": peak(options, tokens, mode)})
+                more = {"floor_ms": floors[mode], "peak": peak(options, tokens, mode)}
+                found["rows"].append(told({**row, **more}))
                 if options.trace and (mask, tokens) == asked_for(options)[0]:
                     found["spans"][f"{who} {tokens} {mode}"] = timeline.record(calls[mode])
     return found

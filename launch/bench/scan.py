@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ringattn.launch.bench import ring, table
+from ringattn.launch.bench import ring, table, told
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
 
@@ -65,7 +65,7 @@ def measure(options: Options) -> list[dict[str, Any]]:
                     call()
                     row = {"tokens": tokens, "layout": layout, "scan": scan, "mode": mode}
                     row |= {"MB": (sent(plan) - before) / 1e6, "floor_ms": floors[mode], "ms": ring.timed(call, how)}
-                    found.append(row)
+                    found.append(told(row))
     return found
 
 
