@@ -176,6 +176,10 @@ class Plan:
         ranks, hardware = self.ring * self.ulysses, hardware_of(self.device)
         return groups_of(shape, self.exchanged(shape), ranks, kv_heads, hardware)
 
+    def blocks_at_once(self, nbytes: int) -> int:
+        """How many blocks of that many bytes a step of the direct route brings."""
+        return self.together or hardware_of(self.device).blocks_at_once(nbytes)
+
     def for_length(self, seq_len: int, key_len: int | None = None) -> "Plan":
         """The same choices for another length."""
         return replace(self, seq_len=seq_len, key_len=key_len)

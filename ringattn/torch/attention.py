@@ -19,7 +19,7 @@ from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial, sink_gradient
 from ringattn.mask import Mask
-from ringattn.planning import LIVE, Plan, hardware_of
+from ringattn.planning import LIVE, Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
 from ringattn.torch.gather import gather_backward, gather_forward
@@ -370,7 +370,7 @@ def run_of(call: Call, k: Tensor, v: Tensor, backward: bool = False) -> tuple[An
 def together(plan: Plan, k: Tensor, v: Tensor, backward: bool = False) -> int:
     """How many blocks a step of the direct route brings; fewer in backward, where gradients in float32 go with them."""
     share = 4 if backward else 1
-    return plan.together or hardware_of(k.device.type).blocks_at_once(share * (k.nbytes + v.nbytes))
+    return plan.blocks_at_once(share * (k.nbytes + v.nbytes))
 
 
 def sink_partial(q: Tensor, sinks: Tensor, value_dim: int) -> Partial:
