@@ -13,7 +13,7 @@ from ringattn import api
 from ringattn.cost import SAMPLED_ROWS, kv_heads_of_a_rank, seen_pairs
 from ringattn.launch.words import option
 from ringattn.mask import Mask, schedule_of
-from ringattn.planning import Place, Plan, factored, hardware_of
+from ringattn.planning import Plan, Target, factored, hardware_of
 from ringattn.schedule import Schedule
 from ringattn.spec import AttentionSpec, Docs
 
@@ -65,7 +65,7 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
         raise ValueError(f"device={options.device!r}: choose cuda, for GPUs, or cpu")
     sizes = factored(options.sequence) if options.sequence else [(options.ring, options.ulysses)]
     return api.plan(
-        Place(options.device, sizes, lambda ring, ulysses: None),
+        Target(options.device, sizes, lambda ring, ulysses: None),
         seq_len=options.seq_len,
         key_len=options.key_len,
         heads=(options.heads[0], options.heads[-1]),

@@ -25,7 +25,7 @@ from ringattn.comms import mesh as meshes
 from ringattn.conf.schema import Train
 from ringattn.launch import bench, data, estimate, metrics, model, torchrun
 from ringattn.launch.checkpoint import Checkpoints, complete, load, matching
-from ringattn.planning import Place, Plan
+from ringattn.planning import Plan, Target
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.loss import token_mean
 
@@ -106,7 +106,7 @@ def prepare(config: Train, folder: Path, device: torch.device) -> Job:
     torchrun.limit_waiting(config.cluster.timeout, mesh, everyone)
     there = device.type == config.device
     plan = api.plan(
-        mesh if there else Place(config.device, [(s.ring or 1, s.ulysses)], lambda ring, ulysses: None),
+        mesh if there else Target(config.device, [(s.ring or 1, s.ulysses)], lambda ring, ulysses: None),
         seq_len=config.seq_len,
         heads=(m.heads, m.kv_heads),
         head_dim=model.head_dim(m),

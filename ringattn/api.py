@@ -11,8 +11,8 @@ from ringattn.check import kind, of_arrays, of_choice, of_unknown, of_words
 from ringattn.comms.axis import TRANSPORTS, Solo
 from ringattn.cost import Shape, kv_heads_of_a_rank
 from ringattn.planning import (
-    Place,
     Plan,
+    Target,
     candidates,
     candidates_report,
     dtype_name,
@@ -242,7 +242,7 @@ def plan(
     """How `seq_len` tokens are spread over the mesh: every choice can be given, the rest is picked by predicted time.
 
     The mesh has axes "ring" and/or "ulysses", whose sizes are then fixed, or "sequence", which is factored here; no
-    mesh means one device, and a `planning.Place` ranks that need not be there. `heads` is (query heads, key heads).
+    mesh means one device, and a `planning.Target` ranks that need not be there. `heads` is (query heads, key heads).
     Every rank must make the same plan; `explain()` shows the candidates and why this one. `docs`, if they are known,
     let it pick the layout that suits them.
 
@@ -259,8 +259,8 @@ def plan(
     if problem:
         raise ValueError(problem)
     spec = AttentionSpec() if spec is None else spec
-    place = place_of(mesh, transport)
-    device = place.device
+    target = target_of(mesh, transport)
+    device = target.device
     alone = Plan(
         seq_len,
         key_len=key_len,
@@ -268,20 +268,20 @@ def plan(
         head_dim=head_dim,
         value_dim=value_dim,
         kernel=kernel,
-        framework=place.framework,
+        framework=target.framework,
         device=device,
     )
     if docs is not None and docs.length != alone.seq_len:
         raise ValueError(f"docs: document lengths add up to {docs.length}, and seq_len={seq_len}; make them the same")
     dtype = ("float32" if device == "cpu" else "bfloat16") if dtype is None else dtype_name(dtype)
     shape = alone.shape({"float64": 8, "float32": 4}.get(dtype, 2))
-    options = candidates(alone, place.sizes, strategy, layout, spec, docs)
+    options = candidates(alone, target.sizes, strategy, layout, spec, docs)
     if shape is None:
         best, report = options[0], ["no prediction: say heads=(query, key) and head_dim to compare candidates"]
     else:
         costs = priced(options, shape, spec, hardware_of(device), docs)
         best, report = costs[0][0], candidates_report(costs, hardware_of(device))
-    axes = place.bind(best.ring, best.ulysses)
+    axes = target.bind(best.ring, best.ulysses)
     if hosts is None and axes:
         hosts = getattr(axes[0], "hosts", 0) or None  # None: nobody knows
     best = replace(best, axes=axes, hosts=1 if hosts is None else hosts, together=together, groups=groups)
@@ -295,12 +295,12 @@ def plan(
     return replace(best, report=tuple(report))
 
 
-def place_of(mesh: Any, transport: str = "auto") -> Place:
+def target_of(mesh: Any, transport: str = "auto") -> Target:
     """Where a mesh is: its device, the sizes it allows, and its axes once they are chosen."""
-    if isinstance(mesh, Place):
+    if isinstance(mesh, Target):
         return mesh
     if mesh is None:
-        return Place(default_device(), [(1, 1)], lambda ring, ulysses: (Solo("ring"), Solo("ulysses")))
+        return Target(default_device(), [(1, 1)], lambda ring, ulysses: (Solo("ring"), Solo("ulysses")))
     meshes: Any
     if is_jax_mesh(mesh):
         from ringattn.comms import jax as meshes
@@ -319,14 +319,14 @@ def place_of(mesh: Any, transport: str = "auto") -> Place:
         def bind(ring: int, ulysses: int) -> tuple[Any, Any]:
             return axes(meshes.split(mesh, "sequence", {"ring": ring, "ulysses": ulysses}))
 
-        return Place(device, sizes, bind, framework)
+        return Target(device, sizes, bind, framework)
     if not {"ring", "ulysses"} & set(names):
         raise ValueError(
             f"the mesh has axes {names or '()'}; a plan needs 'ring' and/or 'ulysses', or 'sequence' to be factored "
             f"(ringattn{'.jax' if framework == 'jax' else ''}.init_mesh names them)"
         )
     fixed = meshes.axis_size(mesh, "ring"), meshes.axis_size(mesh, "ulysses")
-    return Place(device, [fixed], lambda ring, ulysses: axes(mesh), framework)
+    return Target(device, [fixed], lambda ring, ulysses: axes(mesh), framework)
 
 
 def is_jax_mesh(mesh: Any) -> bool:

@@ -270,15 +270,17 @@ def heads_problem(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> 
 
 def groups_problem(groups: int | None, kv_heads: int, ulysses: int) -> str | None:
     """Every group has as many key heads of each rank."""
+    if groups is None:
+        return None
     here = kv_heads_of_a_rank(kv_heads, ulysses)
-    if groups is None or (isinstance(groups, int) and groups > 0 and here % groups == 0):
+    if isinstance(groups, int) and groups > 0 and here % groups == 0:
         return None
     return (
         f"groups={groups!r} does not divide the {here} key heads that a rank attends to; leave it out, or use groups=1"
     )
 
 
-class Place(NamedTuple):
+class Target(NamedTuple):
     """Where a plan is for: whose speeds count, the (ring, ulysses) sizes there can be, and how they become axes."""
 
     device: str
