@@ -332,3 +332,19 @@ second.join()
 def test_a_thread_waits_for_what_another_one_is_importing():
     done = subprocess.run([sys.executable, "-c", HALF_IMPORTED], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "whole", done.stderr
+
+
+@pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_compiled_function_takes_batches_and_lengths_as_they_come(function, dynamic):
+    """Without a plan, and nothing was called eagerly before; with one, any batch."""
+    torch._dynamo.reset()
+    plan, options = ra.plan(seq_len=24), {"fullgraph": True, "backend": "aot_eager", "dynamic": dynamic}
+    alone = torch.compile(lambda x: function(x, x, x), **options)
+    planned = torch.compile(lambda x: function(x, x, x, plan=plan), **options)
+    for batch, length in ((1, 16), (2, 16), (3, 17), (3, 40)):
+        x = torch.randn(batch, length, 2, 8, requires_grad=True)
+        (grad,) = torch.autograd.grad(alone(x).square().sum(), x)
+        torch.testing.assert_close(grad, torch.autograd.grad(function(x, x, x).square().sum(), x)[0])
+        x = torch.randn(batch, 24, 2, 8)
+        torch.testing.assert_close(planned(x), function(x, x, x, plan=plan))

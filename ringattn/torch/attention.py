@@ -72,7 +72,7 @@ def attention(
 ) -> Any:
     """softmax(scale * q k^T) v over the whole sequence, of which this rank holds its plan's part."""
     spec = AttentionSpec() if spec is None else spec
-    plan = single_device(q.shape[1], k.shape[1]) if plan is None else plan
+    plan = whole_on_one(q, k) if plan is None else plan
     handle = handle_of(plan)
     q, k, v = autocast(q, k, v)
     compiling = torch.compiler.is_compiling()  # then the op itself asks the other ranks, when it runs
@@ -82,7 +82,7 @@ def attention(
         raise ValueError(problem)
 
     starts, key_starts = (None if d is None else torch.as_tensor(d.starts) for d in (docs, key_docs))
-    groups = groups_of(handle, q.shape[0], q.shape[2], *k.shape[2:], v.shape[3], q.element_size())
+    groups = groups_of(handle, hash(q.shape[0]), q.shape[2], *k.shape[2:], v.shape[3], q.itemsize) if plan.swaps else 1
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks) if x is not None)
     out, lse, _ = torch.ops.ringattn.exchange(
         q, k, v, sinks, starts, key_starts, handle, groups, compiling, keep,
@@ -107,7 +107,7 @@ def settle(
         agree.remember(plan, kind)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # of numbers that are no symbols: a hash is none
 def groups_of(plan: int, batch: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, itemsize: int) -> int:
     """In how many groups of heads a call goes. A compiled graph holds it as a constant."""
     return kept_groups(plan, batch, heads, kv_heads, head_dim, value_dim, itemsize)
@@ -131,9 +131,37 @@ def kept_plan(seq_len: int, key_len: int) -> Plan:
     return Plan(seq_len, key_len=key_len, axes=(Solo("ring"), Solo("ulysses")))
 
 
-def handle_of(plan: Plan) -> int:
-    """The plan's number, for an op."""
-    return held(hash(plan.handle)) if torch.compiler.is_compiling() else plan.handle  # a hash is no symbol
+class Alone:
+    """What stands for one device's plan while a graph is traced: lengths may be symbols there."""
+
+    ring = ulysses = 1
+    layout, swaps = "contiguous", False
+    heads = head_dim = value_dim = groups = None
+
+    def __init__(self, seq_len: int, key_len: int):
+        self.seq_len = self.local_len = seq_len
+        self.keys = self if key_len == seq_len else Alone(key_len, key_len)
+
+
+def whole_on_one(q: Tensor, k: Tensor) -> Any:
+    """The plan of one device that holds all of these tokens."""
+    return (Alone if torch.compiler.is_compiling() else kept_plan)(q.shape[1], k.shape[1])
+
+
+def handle_of(plan: Any) -> int:
+    """The plan's number, for an op; -1 for that of one device, which it finds by the tensors' lengths."""
+    if not torch.compiler.is_compiling():
+        return int(plan.handle)
+    return -1 if isinstance(plan, Alone) else held(hash(plan.handle))  # a hash is no symbol
+
+
+def numbered(plan: int, seq_len: int, key_len: int) -> Plan:
+    return kept_plan(seq_len, key_len) if plan == -1 else LIVE[plan]
+
+
+def spread(plan: int) -> Any:
+    """What can be asked of it where lengths may be symbols: over which ranks, and how."""
+    return Alone(0, 0) if plan == -1 else LIVE[plan]
 
 
 @torch.compiler.assume_constant_result
@@ -218,7 +246,7 @@ def exchange(
     A group of heads enters, and another leaves, while one is attended to.
     """
     spec = AttentionSpec(causal, window, softcap, scale)
-    call = Call.of(q, spec, docs, key_docs, LIVE[plan], groups)
+    call = Call.of(q, spec, docs, key_docs, numbered(plan, q.shape[1], k.shape[1]), groups)
     if check:
         named = {"q": q, "k": k, "v": v, "sinks": sinks}
         agree.agree(call.plan, agree.describe(call.plan, spec, named, call.mask.docs, call.mask.key_docs))
@@ -253,7 +281,7 @@ def _(
     keep: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     B, T, H, D = q.shape
-    V, size, exact = v.shape[3], LIVE[plan].ulysses, accumulator(q)
+    V, size, exact = v.shape[3], spread(plan).ulysses, accumulator(q)
     h, g = H // size // groups, k.shape[2] * replicas(k.shape[2], size) // size // groups
     saved = [] if size == 1 or not keep else [
         x
@@ -290,7 +318,8 @@ def exchange_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks) in the dtypes of their inputs, accumulated in float32 on the way."""
-    call = Call.of(q, AttentionSpec(causal, window, softcap, scale), docs, key_docs, LIVE[plan], groups)
+    live = numbered(plan, q.shape[1], k.shape[1])
+    call = Call.of(q, AttentionSpec(causal, window, softcap, scale), docs, key_docs, live, groups)
     axis, real, real_keys = call.plan.ulysses_axis, call.real, call.real_keys
     tensors, reals = ((), ()) if saved else ((q, k, v, out, lse), (real, real_keys, real_keys, None, None))
     lses, deltas = [], []
@@ -381,8 +410,8 @@ def sink_partial(q: Tensor, sinks: Tensor, value_dim: int) -> Partial:
 
 
 def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    *tensors, plan, ctx.groups, _, _, ctx.causal, ctx.window, ctx.softcap, ctx.scale = inputs
-    ctx.plan = LIVE[plan]  # the plan and not its number: the caller may have let go of it before backward
+    *tensors, ctx.handle, ctx.groups, _, _, ctx.causal, ctx.window, ctx.softcap, ctx.scale = inputs
+    ctx.plan = LIVE.get(ctx.handle)  # lives until backward, which finds it by its number: the caller may let go of it
     out, lse, saved = output
     ctx.set_materialize_grads(False)  # nobody differentiates what is saved
     ctx.save_for_backward(*tensors, out, lse, *saved)
@@ -393,7 +422,7 @@ def _exchange_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tu
     *tensors, out, lse = kept[:8]
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = torch.zeros_like(lse) if dlse is None else dlse
-    rest = (ctx.plan.handle, ctx.groups, ctx.causal, ctx.window, ctx.softcap, ctx.scale)
+    rest = (ctx.handle, ctx.groups, ctx.causal, ctx.window, ctx.softcap, ctx.scale)
     *grads, dsinks = torch.ops.ringattn.exchange_backward(*tensors, out, lse, list(kept[8:]), dout, dlse, *rest)
     return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 10
 

@@ -13,7 +13,7 @@ from ringattn.comms.axis import Axis
 from ringattn.planning import LIVE, Plan
 from ringattn.segments import Place, order, segments
 from ringattn.spec import Docs
-from ringattn.torch.attention import docs_of, handle_of, single_device
+from ringattn.torch.attention import docs_of, handle_of, numbered, spread, whole_on_one
 from ringattn.torch.library import differentiate, fake, op
 from ringattn.torch.linear import begins
 from ringattn.torch.states import gathered
@@ -26,7 +26,7 @@ def causal_convolution(
 
     `first` [B, W - 1, C] are the tokens before the sequence, the same on every rank; zeros if not given.
     """
-    plan = single_device(x_BTC.shape[1], x_BTC.shape[1]) if plan is None else plan
+    plan = whole_on_one(x_BTC, x_BTC) if plan is None else plan
     handle = handle_of(plan)
     P, W = segments(plan), weight_CW.shape[1]
     halo = torch.ops.ringattn.tokens_before(x_BTC, first, handle, W - 1)
@@ -104,7 +104,7 @@ def moved(axis: Axis, ways: list[tuple[Tail, int, int]], given: dict[Tail, Tenso
 @op("tokens_before")
 def tokens_before(x: Tensor, first: Tensor | None, plan: int, count: int) -> Tensor:
     """[B, P, count, C]: the tokens just before each segment; `first`, or zeros, before the sequence."""
-    live = LIVE[plan]
+    live = numbered(plan, x.shape[1], x.shape[1])
     ways, rows = tails(live, count), x.unflatten(1, (segments(live), -1))
     length = rows.shape[2]
     found = carried(live, ways, {w: rows[:, w.source[2], length - w.tokens :] for w in ways if here(live, w.source)}, x)
@@ -118,13 +118,13 @@ def tokens_before(x: Tensor, first: Tensor | None, plan: int, count: int) -> Ten
 
 @fake("tokens_before")
 def _(x: Tensor, first: Tensor | None, plan: int, count: int) -> Tensor:
-    return x.new_empty(len(x), segments(LIVE[plan]), count, x.shape[2])
+    return x.new_empty(len(x), segments(spread(plan)), count, x.shape[2])
 
 
 @op("tokens_before_backward")
 def tokens_before_backward(grad: Tensor, plan: int, length: int) -> Tensor:
     """The gradients of all halos, brought to the tokens they are of."""
-    live = LIVE[plan]
+    live = numbered(plan, length, length)
     B, P, count, C = grad.shape
     ways, given = tails(live, count), {}
     for place in mine(live):
@@ -146,7 +146,7 @@ def _(grad: Tensor, plan: int, length: int) -> Tensor:
 @op("begins")
 def begins_of(x: Tensor, docs: Tensor, plan: int) -> Tensor:
     """`begins` on the device of x, as one node of a compiled graph."""
-    live = LIVE[plan]
+    live = numbered(plan, x.shape[1], x.shape[1])
     ranks = live.ring_axis.rank, live.ulysses_axis.rank
     found = begins(live, docs_of(docs, live.seq_len), *ranks, len(x), x.device)
     assert found is not None
@@ -155,7 +155,7 @@ def begins_of(x: Tensor, docs: Tensor, plan: int) -> Tensor:
 
 @fake("begins")
 def _(x: Tensor, docs: Tensor, plan: int) -> Tensor:
-    P = segments(LIVE[plan])
+    P = segments(spread(plan))
     rows = len(docs) if P == 1 or len(docs) == len(x) else len(x)
     return x.new_empty(rows * P, x.shape[1] // P, dtype=torch.int32)
 
@@ -175,12 +175,12 @@ def mine(plan: Plan) -> list[Place]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, _, plan, _ = inputs
-    ctx.plan, ctx.length = LIVE[plan], x.shape[1]
+    x, _, ctx.handle, _ = inputs
+    ctx.plan, ctx.length = LIVE.get(ctx.handle), x.shape[1]  # as in attention
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return torch.ops.ringattn.tokens_before_backward(grad, ctx.plan.handle, ctx.length), None, None, None
+    return torch.ops.ringattn.tokens_before_backward(grad, ctx.handle, ctx.length), None, None, None
 
 
 differentiate("tokens_before", _save, _backward)

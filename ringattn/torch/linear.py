@@ -24,7 +24,7 @@ from ringattn.planning import LIVE, Plan
 from ringattn.segments import BEFORE, WAYS, choose, order, segments
 from ringattn.spec import Docs
 from ringattn.torch import agree, states
-from ringattn.torch.attention import autocast, docs_of, handle_of, single_device
+from ringattn.torch.attention import autocast, docs_of, handle_of, numbered, spread, whole_on_one
 from ringattn.torch.check import of_tensors
 from ringattn.torch.library import differentiate, fake, op
 from ringattn.torch.sharding import local_positions, real_tokens
@@ -49,7 +49,7 @@ def linear_attention(
     check: bool | None = None,
 ) -> Any:
     """S_t = exp(log_decay_t) S_{t-1} + k_t^T v_t and o_t = scale * q_t S_t; this rank holds its plan's tokens."""
-    plan = single_device(q.shape[1], q.shape[1]) if plan is None else plan
+    plan = whole_on_one(q, q) if plan is None else plan
     handle = handle_of(plan)
     q, k, v = autocast(q, k, v)
     compiling = torch.compiler.is_compiling()
@@ -115,7 +115,7 @@ class Call:
     """What an op knows of its call beside the tensors."""
 
     def __init__(self, q: Tensor, v: Tensor, docs: Tensor | None, plan: int, kernel: str, scan: str):
-        self.plan = LIVE[plan]
+        self.plan = numbered(plan, q.shape[1], q.shape[1])
         self.docs = docs_of(docs, self.plan.seq_len)
         self.alone = self.plan.ring * self.plan.ulysses == 1
         self.parts = segments(self.plan)
@@ -229,7 +229,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, g: Any, initial: Any, docs: Any, plan: int, check: bool, scale: float,
     kernel: str, scan: str, return_state: bool, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    (B, T, H, K), V, live, dtype = q.shape, v.shape[3], LIVE[plan], accumulator(q)
+    (B, T, H, K), V, live, dtype = q.shape, v.shape[3], spread(plan), accumulator(q)
     P = segments(live)
     end = q.new_empty(B, H, K, V, dtype=dtype) if return_state else q.new_empty(0, dtype=dtype)
     folded = rows(q, P), rows(k, P), rows(v, P), None if g is None else rows(g, P)
@@ -292,8 +292,8 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, plan, _, ctx.scale, ctx.kernel, ctx.scan, ctx.return_state, _ = inputs
-    ctx.plan = LIVE[plan]
+    *tensors, ctx.handle, _, ctx.scale, ctx.kernel, ctx.scan, ctx.return_state, _ = inputs
+    ctx.plan = LIVE.get(ctx.handle)  # as in attention
     ctx.save_for_backward(*tensors, *output[2:])
     ctx.set_materialize_grads(False)  # no zeros as large as the states
 
@@ -306,7 +306,7 @@ def _backward(ctx: Any, dout: Tensor | None, dend: Tensor | None) -> tuple[Any, 
     elif dend is None:  # not used here, but perhaps on another rank
         dend = q.new_zeros(q.shape[0], *q.shape[2:], v.shape[3], dtype=accumulator(q))
     dq, dk, dv, dg, dinitial = torch.ops.ringattn.linear_attention_backward(
-        q, k, v, g, initial, docs, *kept, dout, dend, ctx.plan.handle, ctx.scale, ctx.kernel, ctx.scan
+        q, k, v, g, initial, docs, *kept, dout, dend, ctx.handle, ctx.scale, ctx.kernel, ctx.scan
     )
     return dq, dk, dv, None if g is None else dg, None if initial is None else dinitial, *[None] * 8
 
