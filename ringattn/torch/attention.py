@@ -2,8 +2,8 @@
 
     B batch   T this rank's tokens   H query heads   G key/value heads   D head dim   V value dim
 
-The op is registered with torch.library: torch.compile sees one node, autograd one function. A compiled graph holds
-tensors and numbers, so a plan goes in as its handle and documents as their starts.
+The op is one of torch's library (ringattn.torch.library), and plans and documents go in as numbers
+(ringattn.torch.handles).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Pending, Solo, one_ahead
+from ringattn.comms.axis import Pending, one_ahead
 from ringattn.cost import Shape, replicas
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
@@ -23,6 +23,7 @@ from ringattn.planning import LIVE, Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
 from ringattn.torch.gather import gather_backward, gather_forward
+from ringattn.torch.handles import docs_of, handle_of, numbered, spread, whole_on_one
 from ringattn.torch.library import differentiate, fake, op
 from ringattn.torch.ring import (
     direct_backward,
@@ -54,8 +55,6 @@ FORWARD: dict[str, Callable[..., Partial]] = {
 BACKWARD: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
     "direct": direct_backward, "relay": relay_backward, "levels": levels_backward,
 }  # fmt: skip
-
-HELD: dict[int, Plan] = {}  # those that compiled graphs were made with, by number
 
 
 def attention(
@@ -120,61 +119,6 @@ def kept_groups(plan: int, batch: int, heads: int, kv_heads: int, head_dim: int,
     return live.groups_for(Shape(*lengths, heads, kv_heads, head_dim, value_dim, itemsize, batch))
 
 
-@torch.compiler.assume_constant_result
-def single_device(seq_len: int, key_len: int) -> Plan:
-    """The plan of one rank: the same function, no communication. A compiled graph holds it as a constant."""
-    return kept_plan(seq_len, key_len)
-
-
-@lru_cache(maxsize=256)
-def kept_plan(seq_len: int, key_len: int) -> Plan:
-    return Plan(seq_len, key_len=key_len, axes=(Solo("ring"), Solo("ulysses")))
-
-
-class Alone:
-    """What stands for one device's plan while a graph is traced: lengths may be symbols there."""
-
-    ring = ulysses = 1
-    layout, swaps = "contiguous", False
-    heads = head_dim = value_dim = groups = None
-
-    def __init__(self, seq_len: int, key_len: int):
-        self.seq_len = self.local_len = seq_len
-        self.keys = self if key_len == seq_len else Alone(key_len, key_len)
-
-
-def whole_on_one(q: Tensor, k: Tensor) -> Any:
-    """The plan of one device that holds all of these tokens."""
-    return (Alone if torch.compiler.is_compiling() else kept_plan)(q.shape[1], k.shape[1])
-
-
-def handle_of(plan: Any) -> int:
-    """The plan's number, for an op; -1 for that of one device, which it finds by the tensors' lengths."""
-    if not torch.compiler.is_compiling():
-        return int(plan.handle)
-    return -1 if isinstance(plan, Alone) else held(hash(plan.handle))  # a hash is no symbol
-
-
-def numbered(plan: int, seq_len: int, key_len: int) -> Plan:
-    return kept_plan(seq_len, key_len) if plan == -1 else LIVE[plan]
-
-
-def spread(plan: int) -> Any:
-    """What can be asked of it where lengths may be symbols: over which ranks, and how."""
-    return Alone(0, 0) if plan == -1 else LIVE[plan]
-
-
-@torch.compiler.assume_constant_result
-def held(plan: int) -> int:
-    """A number that a compiled graph holds as a constant; from here on the plan lives as long as the process.
-
-    What the plan works out once is worked out here: Python 3.11 takes a lock for that, which is not traced.
-    """
-    HELD[plan] = live = LIVE[plan]
-    _ = live.local_len, live.keys.local_len
-    return plan
-
-
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under torch.autocast, inputs in its dtype, as torch's own attention takes them."""
     device = tensors[0].device.type
@@ -182,10 +126,6 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-
-
-def docs_of(starts: Tensor | None, length: int) -> Docs | None:
-    return None if starts is None else Docs(starts.numpy(force=True), length)
 
 
 class Call(NamedTuple):

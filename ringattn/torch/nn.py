@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ringattn import api
 from ringattn.planning import LIVE, Plan
 from ringattn.spec import AttentionSpec, Docs
-from ringattn.torch.attention import handle_of
 from ringattn.torch.cache import KVCache
+from ringattn.torch.handles import handle_of
 from ringattn.torch.inference import decode, prefill
 from ringattn.torch.nn_linear import GatedLinearAttention as GatedLinearAttention
 from ringattn.torch.nn_linear import check_input, check_stream, head_size

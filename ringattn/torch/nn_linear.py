@@ -11,8 +11,8 @@ from ringattn import api
 from ringattn.kernels.recurrent import recurrent
 from ringattn.planning import Plan
 from ringattn.spec import Docs
-from ringattn.torch.attention import single_device
 from ringattn.torch.halo import causal_convolution, last_tokens
+from ringattn.torch.handles import whole_on_one
 
 FEW = 8  # tokens that `step` takes one by one
 
@@ -111,7 +111,7 @@ class GatedLinearAttention(nn.Module):
     def prefill(self, x_BTC: Tensor, plan: Plan | None = None) -> Tensor:
         """The next chunk of a prompt, of which x is this rank's part under `plan` (None: one device, all of it)."""
         self.check(x_BTC, plan)
-        plan = single_device(x_BTC.shape[1], x_BTC.shape[1]) if plan is None else plan
+        plan = whole_on_one(x_BTC, x_BTC) if plan is None else plan
         mixed, tail = self.qkv(x_BTC), self.tail
         if self.convolution:
             tail = last_tokens(mixed, plan, self.convolution - 1, self.tail)
