@@ -32,6 +32,8 @@ def of_words(required: bool = False, **words: Any) -> str | None:
     return None
 
 
+FORKS = "a query sees one interval of keys, so a tree of drafts has none: decode its branches on cache.fork()"
+NO_TREE = f"decode has no such argument ({FORKS})"
 NO_DROPOUT = "attention dropout is not supported: it has no exact form over ranks"
 NO_ALIBI = "ALiBi is not supported: use rotary positions (plan.positions())"
 NO_BIAS = "an additive bias is not supported: masks are intervals (causal, window, docs)"
@@ -57,17 +59,18 @@ INSTEAD = {  # of those, what an argument of ours says
         "softmax_scale": "say spec=AttentionSpec(scale=...)",
     },
     "docs": {"cu_seqlens": "say docs=Docs.from_cu_seqlens(...)"},
+    "parents": {"tree": NO_TREE, "tree_mask": NO_TREE, "tree_attention_mask": NO_TREE},
 }
 
 
-def of_unknown(function: str, unknown: dict[str, Any], *takes: str, why: str = "") -> str | None:
+def of_unknown(function: str, unknown: dict[str, Any], *takes: str) -> str | None:
     """Every argument that a function does not take, and what to use instead: of what it `takes`, if that says it."""
     if not unknown:
         return None
     known = dict(REFUSED)
     for argument in takes:
         known |= INSTEAD[argument]
-    return "; ".join(f"{name}: {known.get(name, f'{function} has no such argument{why}')}" for name in unknown)
+    return "; ".join(f"{name}: {known.get(name, f'{function} has no such argument')}" for name in unknown)
 
 
 def kind(x: Any) -> str | None:
@@ -306,7 +309,11 @@ def of_loaded(state: dict[str, Any], cache: Any, lengths: np.ndarray | None) -> 
         return f"the state holds k {tuple(state['k'].shape)}, this cache {tuple(cache.k.shape)}"
     if (state["k"].dtype, state["v"].dtype) != (cache.k.dtype, cache.v.dtype):
         return f"the state is of {state['k'].dtype}, this cache of {cache.k.dtype}; allocate it with that"
-    if lengths is not None and lengths.max() > cache.max_len:
+    if lengths is None:
+        return None
+    if lengths.shape != tuple(cache.lengths.shape) or lengths.dtype.kind != "i" or lengths.min() < 0:
+        return f"the state's lengths are {lengths.tolist()}; expected a whole number of at least 0 for each row"
+    if lengths.max() > cache.max_len:
         return f"the state's rows hold up to {lengths.max()} tokens, this cache max_len={cache.max_len}; allocate more"
     return None
 
@@ -360,9 +367,8 @@ def of_back(new: np.ndarray | None, lengths: np.ndarray | None, first: np.ndarra
 
 def of_tree(n: int, parents: Sequence[int] | None, unknown: dict[str, Any]) -> str | None:
     """New tokens see each other causally: each follows the one before it."""
-    forks = "a query sees one interval of keys, so a tree of drafts has none: decode its branches on cache.fork()"
     if unknown:
-        return of_unknown("decode", unknown, "spec", why=f" ({forks})")
+        return of_unknown("decode", unknown, "spec", "parents")
     if parents is None:
         return None
     parents = parents.tolist() if hasattr(parents, "tolist") else parents
@@ -371,4 +377,4 @@ def of_tree(n: int, parents: Sequence[int] | None, unknown: dict[str, Any]) -> s
     if len(parents) != n:
         return f"parents has {len(parents)} entries for {n} new tokens; one for each, -1 for the first"
     wrong = next((i for i, parent in enumerate(parents) if parent != i - 1), None)
-    return None if wrong is None else f"parents[{wrong}]={parents[wrong]} makes a tree, not a chain; {forks}"
+    return None if wrong is None else f"parents[{wrong}]={parents[wrong]} makes a tree, not a chain; {FORKS}"

@@ -33,9 +33,13 @@ class AttentionSpec:
     scale: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.causal, (bool, np.bool_)):
+            raise ValueError(f"causal={self.causal!r}: say True or False")
         if self.window is not None:
             if isinstance(self.window, bool) or not isinstance(self.window, Integral) or self.window < 1:
                 raise ValueError(f"window={self.window!r}: the number of keys a query sees, at least 1 (None for all)")
+            if self.window >= 2**63:
+                raise ValueError(f"window={self.window}: positions are counted in 64 bits; say None for all keys")
             if not self.causal:
                 raise ValueError(
                     f"window={self.window} counts back from the query's own position, which has no meaning with "

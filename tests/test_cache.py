@@ -296,3 +296,38 @@ def test_large_scores_merge_over_ranks_without_nan(size):
     for form in ("lse", "streams"):
         for out in run(partial(generate, q=q, k=k, v=v, chunk=16, steps=17, form=form), ring=4):
             assert off(out, expected) <= 1e-5 and out.isfinite().all()
+
+
+def test_a_fork_copies_what_it_shares_and_nothing_that_came_later():
+    plan = ra.plan(seq_len=8)
+    cache = KVCache.allocate(plan, batch=2, max_len=64, kv_heads=2, head_dim=8, dtype=torch.float32, block=4)
+    q, k, v = draw(T=40)
+    cache.append(k[:, :10], v[:, :10])
+    fork, alike = cache.fork(3), cache.fork(3)
+    new = [x[:, 10:12].repeat_interleave(3, 0) for x in (q, k, v)]
+    expected = decode(*new, alike)
+    cache.append(k[:, 10:], v[:, 10:])
+    assert [len(k[0]) for k, _ in fork.memory()] == [12, 4]  # in whole blocks
+    assert torch.equal(decode(*new, fork), expected)
+
+
+def test_sizes_may_be_tensors_of_one_number():
+    plan, (q, k, v) = ra.plan(seq_len=16), draw(T=16)
+    sizes = {"batch": 2, "max_len": 64, "kv_heads": 2, "head_dim": 8, "window": 16, "block": 4}
+    given = KVCache.allocate(plan, dtype=q.dtype, **{name: torch.tensor(n) for name, n in sizes.items()})
+    same, spec = KVCache.allocate(plan, dtype=q.dtype, **sizes), ra.AttentionSpec(window=16)
+    expected = prefill(q, k, v, plan, same, spec=spec, keys=3)
+    assert torch.equal(prefill(q, k, v, plan, given, spec=spec, keys=torch.tensor(3)), expected)
+    assert str(given) == str(same) and (given.window, given.stripes) == (same.window, same.stripes)
+    plain = KVCache.allocate(plan, batch=2, max_len=64, kv_heads=2, head_dim=8)
+    assert str(plain.fork(torch.tensor(2), max_len=torch.tensor(32))) == str(plain.fork(2, max_len=32))
+
+
+def test_a_cache_keeps_no_graph_and_what_attends_to_it_has_none():
+    plan, sinks = ra.plan(seq_len=16), torch.zeros(4, requires_grad=True)
+    q, k, v = (x.requires_grad_() for x in draw(T=16))
+    cache = KVCache.allocate(plan, batch=2, max_len=64, kv_heads=2, head_dim=8, dtype=q.dtype)
+    cache.append(k, v)
+    assert not cache.k.requires_grad and not cache.v.requires_grad
+    assert not prefill(q, k, v, plan, cache, sinks=sinks).requires_grad
+    assert not decode(*(x[:, :1] for x in (q, k, v)), cache, sinks=sinks).requires_grad

@@ -35,6 +35,9 @@ class Filled:
         state = self.cache.state_dict()
         return {**state, "k": state["k"].half(), "v": state["v"].half()}
 
+    def load(self, lengths: list) -> None:
+        self.cache.load_state_dict({**self.cache.state_dict(), "lengths": torch.tensor(lengths)})
+
 
 REFUSED = [
     ("prefill: no room", lambda x: x.prefill(), "16 more tokens do not fit: rows hold up to 16 of max_len=24"),
@@ -54,6 +57,8 @@ REFUSED = [
     ("prefill: not sharded", lambda x: x.prefill(*x.qkv), "q has 16 tokens, a rank of this plan holds 8"),
     ("prefill: no keys at once", lambda x: x.prefill(keys=0), "keys=0: the most keys at once, at least 1"),
     ("prefill: keys in halves", lambda x: x.prefill(keys=1.5), "keys=1.5: the most keys at once, at least 1"),
+    ("prefill: a list of keys", lambda x: x.prefill(keys=[1]), r"keys=\[1\]: the most keys at once, at least 1"),
+    ("prefill: a list of moves", lambda x: x.prefill(move=[]), r"move=\[\]: choose one of auto, queries, keys"),
     ("prefill: move", lambda x: x.prefill(move="all"), "move='all': choose one of auto, queries, keys"),
     (
         "prefill: another plan",
@@ -113,6 +118,9 @@ REFUSED = [
         "k has 0 tokens, v 0; .* there must be at least one",
     ),
     ("decode: form", lambda x: x.decode(form="oml"), "form='oml': choose one of lse, streams"),
+    ("decode: a list of forms", lambda x: x.decode(form=["lse"]), r"form=\['lse'\]: choose one of lse, streams"),
+    ("decode: docs", lambda x: x.decode(docs=1), "docs: decode has no such argument$"),
+    ("decode: lse", lambda x: x.decode(return_lse=True), "return_lse: decode has no such argument$"),
     ("decode: 3 sinks", lambda x: x.decode(sinks=torch.zeros(3)), r"sinks has shape \(3,\)"),
     ("decode: whole sinks", lambda x: x.decode(sinks=torch.zeros(4).int()), "sinks has shape .* and dtype torch.int32"),
     ("decode: sinks elsewhere", lambda x: x.decode(sinks=torch.zeros(4, device="meta")), "sinks is on meta, q on cpu"),
@@ -136,6 +144,7 @@ REFUSED = [
     ),
     ("truncate: text", lambda x: x.cache.truncate("3"), "truncate to '3'"),
     ("truncate: True", lambda x: x.cache.truncate(True), "truncate to True"),
+    ("truncate: beyond 64 bits", lambda x: x.cache.truncate(2**70), r"truncate to \[11805.*can go back from"),
     ("truncate: 3 rows", lambda x: x.cache.truncate([3, 3, 3]), r"truncate to \[3, 3, 3\]"),
     ("fork: text", lambda x: x.cache.fork("2"), "copies='2': at least 1, a whole number"),
     ("fork: a part", lambda x: x.cache.fork(2.0), "copies=2.0"),
@@ -151,6 +160,13 @@ REFUSED = [
         lambda x: x.cache.load_state_dict(x.halved()),
         "the state is of torch.float16, this cache of",
     ),
+    (
+        "load: a length below 0",
+        lambda x: x.load([16, -1]),
+        r"the state's lengths are \[16, -1\]; expected a whole number",
+    ),
+    ("load: lengths in halves", lambda x: x.load([16.0, 1.5]), r"the state's lengths are \[16.0, 1.5\]"),
+    ("load: one length", lambda x: x.load([16]), r"the state's lengths are \[16\]; .* for each row"),
     (
         "load: other blocks",
         lambda x: x.cache.load_state_dict(x.allocate(block=4).state_dict()),
@@ -238,6 +254,26 @@ def test_sinks_of_another_kind_are_refused_after_a_good_call_of_that_shape():
         with pytest.raises(ValueError, match="sinks "):
             decode(*new, cache, sinks=sinks)
     assert cache.lengths.tolist() == [17, 17]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+def test_forward_mode_is_refused_also_after_a_good_call_of_that_shape(name):
+    plan = ra.plan(seq_len=16)
+    given = dict(zip("qkv", draw(T=16), strict=True)) | {"sinks": torch.zeros(4)}
+    cache = KVCache.allocate(plan, batch=2, max_len=64, kv_heads=2, head_dim=8, dtype=torch.float32)
+
+    def fill(**given):
+        return prefill(**given, plan=plan, cache=cache)
+
+    def step(q, k, v, sinks):
+        return decode(q[:, :1], k[:, :1], v[:, :1], cache, sinks=sinks)
+
+    for call in (fill, step):
+        call(**given)
+        lengths = cache.lengths.tolist()
+        with pytest.raises(ValueError, match=f"{name} carries a tangent of forward-mode differentiation"):
+            torch.func.jvp(lambda x, call=call: call(**{**given, name: x}), (given[name],), (given[name],))
+        assert cache.lengths.tolist() == lengths
 
 
 def test_a_kernel_that_cannot_is_refused_before_the_cache_grows():

@@ -33,6 +33,7 @@ from ringattn.check import (
 from ringattn.layout import Layout
 from ringattn.planning import Plan, dtype_name, hardware_of
 from ringattn.serving import BLOCK, Heads, Moves, Stripes, exchange_way, explained, prefill_moves
+from ringattn.spec import whole
 from ringattn.torch.chunk import Holder, landings
 
 STEP = 1024  # rows in which a decode's launch grows
@@ -80,6 +81,8 @@ class KVCache(serving.KVCache):
         )  # fmt: skip
         if problem:
             raise ValueError(problem)
+        sizes: Any = map(whole, (batch, max_len, kv_heads, head_dim, value_dim, window, room, block))
+        batch, max_len, kv_heads, head_dim, value_dim, window, room, block = sizes
         dtype = getattr(torch, dtype_name(dtype))
         ranks = plan.ring * plan.ulysses
         kept = max_len if window is None else min(max_len, window + (window if room is None else room))
@@ -126,7 +129,7 @@ class KVCache(serving.KVCache):
         problem = of_arrays({"k": k, "v": v}, {}, self.plan) or self.problem(k, v, k.shape[1])
         if problem:
             raise ValueError(problem)
-        self.keep(k, v, k.shape[1])
+        self.keep(k.detach(), v.detach(), k.shape[1])
 
     def keep(self, k: Tensor, v: Tensor, n: int, order: Layout | None = None) -> None:
         """Append without a question: of the next n tokens, which lie in the order of a layout's shards, if any."""
@@ -179,7 +182,7 @@ class KVCache(serving.KVCache):
         problem = of_truncated(lengths, len(self.lengths))
         if problem:
             raise ValueError(problem)
-        new = np.array(each(lengths, len(self.lengths)), np.int64)
+        new = np.array(each(lengths, len(self.lengths)))  # of any size: the check is of_back's
         first = self.start
         if self.window is not None and self.stripes.origin:  # the next token must still see its whole window
             first = np.maximum(first, self.stripes.origin + self.window - 1)
@@ -205,6 +208,8 @@ class KVCache(serving.KVCache):
         problem = of_fork(copies, max_len, self.lengths)
         if problem:
             raise ValueError(problem)
+        sizes: Any = whole(copies), whole(max_len)
+        copies, max_len = sizes
         lengths = self.lengths.repeat(copies)
         origin = int(lengths.min()) // self.stripes.round * self.stripes.round
         stripes = Stripes(self.ranks, self.stripes.block, origin)
@@ -240,12 +245,13 @@ class KVCache(serving.KVCache):
             raise ValueError(
                 f"the state is of {names.format(*state['place'])}; this cache is of {names.format(*self.place)}"
             )
-        problem = of_loaded(state, self, state["lengths"].numpy())
+        lengths = torch.as_tensor(state["lengths"]).numpy(force=True)
+        problem = of_loaded(state, self, lengths)
         if problem:
             raise ValueError(problem)
         self.k.copy_(state["k"])
         self.v.copy_(state["v"])
-        self.lengths = state["lengths"].numpy().copy()
+        self.lengths = lengths.astype(np.int64)
         self.stripes = Stripes(self.ranks, self.stripes.block, state["origin"])
 
     @property
@@ -277,14 +283,15 @@ class KVCache(serving.KVCache):
         copies = len(mine.first) // len(self.prefix.lengths)
         return (*(one.copied(copies, mine.first) for one in self.prefix.holders()), mine)
 
-    def memory(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """k and v of each of the holders."""
+    def memory(self, until: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """k and v of each of the holders, of those positions below `until` if it is said."""
         if self.prefix is not None:
             copies = len(self.k) // len(self.prefix.k)
-            for pair in self.prefix.memory():
+            for pair in self.prefix.memory(int(self.start.max())):
                 k, v = (x[:, None].expand(-1, copies, -1, -1, -1).flatten(0, 1) for x in pair)
                 yield k, v
-        most = int(self.stripes.below(int(self.lengths.max()), 0))  # rank 0 holds the most: the same on all ranks
+        until = int(self.lengths.max()) if until is None else until
+        most = int(self.stripes.below(until, 0))  # rank 0 holds the most: the same on all ranks
         most = -(-most // self.stripes.block) * self.stripes.block
         yield self.k[:, :most], self.v[:, :most]
 

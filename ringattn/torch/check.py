@@ -41,8 +41,8 @@ def of_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     for name, x in named.items():
         if not x.is_floating_point() or x.element_size() < 2:
             return f"{name} is {x.dtype}; attention takes float16, bfloat16, float32 or float64"
-        if has_tangent(x):
-            return f"{name} carries a tangent of forward-mode differentiation; gradients are there in reverse mode only"
+    if found := of_tangents(**named):
+        return found
     if len({x.dtype for x in named.values()}) > 1:
         return ", ".join(f"{n} is {x.dtype}" for n, x in named.items()) + "; give all three the same dtype"
     if len({x.device for x in named.values()}) > 1:
@@ -58,6 +58,19 @@ def has_tangent(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None
 
 
+def have_tangents(*tensors: Tensor | None) -> bool:
+    """Whether one of them, where it is there, is differentiated in forward mode."""
+    return any(x is not None and has_tangent(x) for x in tensors)
+
+
+def of_tangents(**tensors: Tensor | None) -> str | None:
+    """None of them, where it is there, is differentiated in forward mode."""
+    for name, x in tensors.items():
+        if have_tangents(x):
+            return f"{name} carries a tangent of forward-mode differentiation; gradients are there in reverse mode only"
+    return None
+
+
 def of_heads(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None) -> str | None:
     return of_plan(q, k, v, plan) or of_sinks_of(q, sinks)
 
@@ -67,5 +80,5 @@ def of_sinks_of(q: Tensor, sinks: Tensor | None) -> str | None:
         return None
     found = of_sinks(sinks, q.shape[2], sinks.is_floating_point())
     if found is None and sinks.device != q.device:
-        return f"sinks is on {sinks.device}, q on {q.device}; put both on one device"
-    return found
+        found = f"sinks is on {sinks.device}, q on {q.device}; put both on one device"
+    return found or of_tangents(sinks=sinks)

@@ -34,7 +34,7 @@ from ringattn.kernels.partial import (
 from ringattn.layout import Layout
 from ringattn.planning import Plan, hardware_of, heads_problem
 from ringattn.serving import WAYS, exchange_over, exchange_way, keys_at_once, queries_at_once
-from ringattn.spec import AttentionSpec
+from ringattn.spec import AttentionSpec, whole
 from ringattn.torch import agree, check
 from ringattn.torch.agree import watched
 from ringattn.torch.cache import KVCache
@@ -66,8 +66,8 @@ def prefill(
     are attended to, or sent, at once. Nothing is differentiable: a cache keeps keys without their graph.
     """
     spec = CAUSAL if spec is None else spec
-    q, k, v = q.detach(), k.detach(), v.detach()
-    check_chunk(q, k, v, plan, cache, spec, sinks, start, {"move": move, "keys": keys})
+    check_chunk(q, k, v, plan, cache, spec, sinks, start, move, keys)
+    q, k, v, keys = q.detach(), k.detach(), v.detach(), whole(keys)
     chunk = Chunk(spec, plan.seq_len, tuple(cache.lengths.tolist()), cache.holders())
     way = cache.moves(plan, q.shape[2]).way if move == "auto" else move
     new = everyone(torch.cat([k, v], -1), plan)
@@ -83,35 +83,34 @@ def prefill(
             part = guests.attend(cache, chunk, keys, q.dtype if sinks is None else torch.float32)
         else:
             part = attend_cache(q, cache, chunk._replace(queries=plan.tokens.shard(0)), keys)
-    part = part if sinks is None else add_sinks(part, sinks)
+    part = part if sinks is None else add_sinks(part, sinks.detach())
     return part.out.to(q.dtype)
 
 
 def check_chunk(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, spec: AttentionSpec, sinks: Tensor | None,
-    start: int | Sequence[int] | None, how: dict[str, Any],
+    start: int | Sequence[int] | None, move: str, keys: int | None,
 ) -> None:  # fmt: skip
     """Raise on all ranks alike, before the cache is touched, if this chunk cannot be.
 
     A kind of call that was found right once is looked up: then only the cache's lengths are new.
     """
-    call = (plan, spec, *how.values(), *kinds(q, k, v, sinks))
-    if call in cache.known and not watched(plan):
+    problem = of_choice("move", move, ("auto", *WAYS)) or of_keys(keys)
+    call = (plan, spec, move, whole(keys), *kinds(q, k, v, sinks))
+    if problem is None and call in cache.known and not watched(plan):
         problem = of_cache(cache, plan, spec, start) or cache.overflow(plan.seq_len)
         if problem:
             raise ValueError(problem)
         return
     problem = (
-        of_choice("move", how["move"], ("auto", *WAYS))
-        or of_keys(how["keys"])
+        problem
         or check.of_tensors(q, k, v)
         or check.of_heads(q, k, v, plan, sinks)
         or of_lengths(q, k, plan, AttentionSpec(causal=False), (plan.local_len, plan.local_len))
         or of_cache(cache, plan, spec, start)
         or cache.problem(k, v, plan.seq_len)
     )
-    said = ", ".join(f"{name}={value}" for name, value in how.items())
-    settle(cache, plan, spec, {"q": q, "k": k, "v": v, "sinks": sinks}, said, problem)
+    settle(cache, plan, spec, {"q": q, "k": k, "v": v, "sinks": sinks}, f"move={move}, keys={whole(keys)}", problem)
     kernel_for(q, cache, spec)
     cache.known[call] = False
 
@@ -120,7 +119,7 @@ def kinds(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Any, .
     """What a call's tensors are, as words that can be looked up."""
     dtypes, devices = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
     more = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
-    return q.shape, k.shape, v.shape, dtypes, devices, more
+    return q.shape, k.shape, v.shape, dtypes, devices, more, check.have_tangents(q, k, v, sinks)
 
 
 def decode(
@@ -165,16 +164,17 @@ def ready(
 
     A kind of call that was found right once is looked up: then only the cache's lengths are new.
     """
+    problem = of_choice("form", form, tuple(FORMS))
     call = (spec, form, *kinds(q, k, v, sinks))
-    quick = cache.known.get(call)
+    quick = None if problem else cache.known.get(call)
     if capturing:
-        problem = of_capture(cache, quick)
+        problem = problem or of_capture(cache, quick)
     elif quick is not None and not unknown and parents is None and cache.window is None and not watched(cache.plan):
         problem = of_filled(cache.lengths) or cache.overflow(k.shape[1])
     else:
         problem = (
-            of_tree(q.shape[1], parents, unknown)
-            or of_choice("form", form, tuple(FORMS))
+            problem
+            or of_tree(q.shape[1], parents, unknown)
             or check.of_tensors(q, k, v)
             or heads_problem(q.shape[2], k.shape[2], ulysses=1)
             or check.of_sinks_of(q, sinks)
@@ -409,7 +409,7 @@ def merged_everywhere(rows: Tensor, plan: Plan, form: str, sinks: Tensor | None,
             part = shared(rows, over, form)
     if part is None:  # one rank
         part = unpacked(rows, form) if form == "lse" else from_streams(unpacked(rows, form))
-    part = part if sinks is None else add_sinks(part, sinks)
+    part = part if sinks is None else add_sinks(part, sinks.detach())
     return part.out.to(dtype).contiguous()
 
 
