@@ -14,17 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ringattn.check import of_shapes
-from ringattn.comms.axis import Solo
-from ringattn.comms.jax import MeshAxis
 from ringattn.jax import ulysses
 from ringattn.jax.check import check
 from ringattn.jax.gather import gather_backward, gather_forward
 from ringattn.jax.ring import ring_backward, ring_forward
-from ringattn.jax.sharding import placed_alike, plan_where, sequence_axes
+from ringattn.jax.sharding import cut_of_tokens, located
 from ringattn.jax.steps import local_positions, route_of, step_of
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.pallas.varying import axes_of, vary
@@ -76,30 +73,19 @@ def attention(
     Without a plan the arrays are in the sequence's own order, and on the mesh that their sharding names: a contiguous
     ring over the axes that cut the tokens, none if nothing does.
     """
-    shapes = of_shapes(q, k, v)
-    if shapes:
-        raise ValueError(shapes)
-    lying = placed_alike(q, k, v) if plan is None else None
-    if plan is None:
-        lengths = q.shape[1], k.shape[1]
-        plan = plan_where(lying, *lengths) if lying else single_device(*lengths, jax.default_backend())
-    if plan.framework != "jax":
-        raise ValueError("the plan was made for a torch mesh, and q is a jax array; give plan() a mesh of jax devices")
-    solo = not isinstance(plan.ring_axis, MeshAxis)
-    if solo or set(sequence_axes(plan)) & set(jax.sharding.get_abstract_mesh().manual_axes):
+    plan, lying, inside = located(q, k, v, plan)
+    if inside:
         return local_attention(
             q, k, v, plan, spec=spec, docs=docs, key_docs=key_docs, sinks=sinks, return_lse=return_lse
         )
     spec = AttentionSpec() if spec is None else spec
     whole = plan.tokens.padded_length, plan.keys.tokens.padded_length
     check((q, k, v, sinks), plan, whole, spec, docs, key_docs)
-    mesh = plan.ring_axis.mesh
-    batch, heads = (lying.batch or None, lying.heads or None) if lying else other_axes(q, mesh)
-    tokens = P(batch, sequence_axes(plan) or None, heads)
+    tokens = cut_of_tokens(q, plan, lying)
     starts = starts_of(docs), starts_of(key_docs)
-    rows = tuple(P(batch) if s is not None and s.shape[0] > 1 else P() for s in starts)
+    rows = tuple(P(tokens[0]) if s is not None and s.shape[0] > 1 else P() for s in starts)
     call = call_of(plan, spec, docs, key_docs, return_lse)
-    out, lse = program(call, mesh, tokens, rows)((q, k, v, sinks), starts)
+    out, lse = program(call, plan.ring_axis.mesh, tokens, rows)((q, k, v, sinks), starts)
     return (out, lse) if return_lse else out
 
 
@@ -123,13 +109,6 @@ def local_attention(
     return (out, lse) if return_lse else out
 
 
-@lru_cache(maxsize=256)
-def single_device(seq_len: int, key_len: int, backend: str) -> Plan:
-    """The plan of one device: the same function, no communication."""
-    device = {"gpu": "cuda"}.get(backend, backend)
-    return Plan(seq_len, key_len=key_len, framework="jax", axes=(Solo("ring"), Solo("ulysses")), device=device)
-
-
 def starts_of(docs: Docs | None) -> Array | None:
     return None if docs is None else jnp.asarray(docs.starts, jnp.int32)
 
@@ -141,17 +120,6 @@ def call_of(plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs |
         known = (None, None)
     padded = docs is not None and docs.padded
     return Call(Mask(plan, spec, *known), plan.axes, lse, padded, padded if key_docs is None else key_docs.padded)
-
-
-def other_axes(q: Array, mesh: Mesh) -> tuple[Any, Any]:
-    """What cuts the batch and the heads: as q's type says where the mesh is explicit, else the data axis the batch."""
-    if AxisType.Explicit in mesh.axis_types:
-        spec = jax.typeof(q).sharding.spec
-        return spec[0], spec[2]
-    size = mesh.shape.get("data", 1)
-    if q.shape[0] % size:
-        raise ValueError(f"data={size} does not divide a batch of {q.shape[0]}; pad the batch, or make the mesh data=1")
-    return ("data" if "data" in mesh.axis_names else None), None
 
 
 @lru_cache(maxsize=128)

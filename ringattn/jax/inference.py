@@ -21,13 +21,12 @@ from ringattn.check import (
     of_lengths,
     of_plan,
     of_shapes,
-    of_sinks,
     of_start,
     of_tree,
     of_window,
 )
 from ringattn.jax.cache import KVCache, below, keep, over_devices
-from ringattn.jax.check import of_dtypes
+from ringattn.jax.check import of_dtypes, of_sinks_of
 from ringattn.jax.sharding import permuted, restored
 from ringattn.jax.steps import local_positions, score_of
 from ringattn.kernels.intervals import Intervals
@@ -65,7 +64,7 @@ def prefill(
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
         or of_plan(q, k, v, plan)
-        or (of_sinks(sinks, q.shape[2], jnp.issubdtype(sinks.dtype, jnp.floating)) if sinks is not None else None)
+        or of_sinks_of(q, sinks)
         or of_lengths(q, k, plan, AttentionSpec(causal=False), (whole, whole))
         or of_place(cache, plan, spec, start)
         or cache.problem(k, v, plan.seq_len)
@@ -103,7 +102,7 @@ def decode(
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
         or heads_problem(q.shape[2], k.shape[2], ulysses=1)
-        or (of_sinks(sinks, q.shape[2], jnp.issubdtype(sinks.dtype, jnp.floating)) if sinks is not None else None)
+        or of_sinks_of(q, sinks)
         or of_tokens(q, k, cache, spec)
         or cache.problem(k, v, k.shape[1])
     )
@@ -114,7 +113,7 @@ def decode(
 
 
 def of_place(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Sequence[int] | None) -> str | None:
-    """Whether a chunk's plan, spec and place are the cache's."""
+    """Why this chunk cannot go on this cache, or None."""
     if (plan.ring, plan.ulysses) != (cache.plan.ring, cache.plan.ulysses) or plan.axes != cache.axes:
         return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
     return of_window(cache.window, spec) or of_start(start, cache.known)

@@ -17,11 +17,10 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ringattn.check import of_choice, of_linear, of_scale, of_shapes, of_state
-from ringattn.comms.jax import MeshAxis
-from ringattn.jax.attention import other_axes, real_tokens, single_device, starts_of
+from ringattn.check import of_choice, of_linear, of_scale, of_state
+from ringattn.jax.attention import real_tokens, starts_of
 from ringattn.jax.check import of_dtypes
-from ringattn.jax.sharding import placed_alike, plan_where, sequence_axes
+from ringattn.jax.sharding import cut_of_tokens, located
 from ringattn.jax.states import KEPT, exchange
 from ringattn.jax.steps import local_positions
 from ringattn.jax.ulysses import cleared
@@ -69,34 +68,22 @@ def linear_attention(
     Inside shard_map over the plan's axes it takes this device's tokens. Without a plan the arrays are in the
     sequence's own order, on the mesh that their sharding names.
     """
-    shapes = of_shapes(q, k, v)
-    if shapes:
-        raise ValueError(shapes)
-    lying = placed_alike(q, k, v) if plan is None else None
-    if plan is None:
-        T = q.shape[1]
-        plan = plan_where(lying, T, T) if lying else single_device(T, T, jax.default_backend())
-    if plan.framework != "jax":
-        raise ValueError("the plan was made for a torch mesh, and q is a jax array; give plan() a mesh of jax devices")
-    solo = not isinstance(plan.ring_axis, MeshAxis)
-    local = solo or bool(set(sequence_axes(plan)) & set(jax.sharding.get_abstract_mesh().manual_axes))
+    plan, lying, inside = located(q, k, v, plan)
     arrays = q, k, v, log_decay, initial_state
     words = {"kernel": kernel, "scan": scan}
-    held = plan.local_len if local else plan.tokens.padded_length
+    held = plan.local_len if inside else plan.tokens.padded_length
     problem = problem_of(arrays, plan, docs, scale, words, held) or of_gates(log_decay, plan, docs, check)
     if problem:
         raise ValueError(problem)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     call = Call(plan, plan.axes, scale, scan, return_state, docs is not None and docs.padded)
     starts = starts_of(docs)
-    if local:
+    if inside:
         out, end = recomputed(call)(arrays, starts)
     else:
-        mesh = plan.ring_axis.mesh
-        batch, heads = (lying.batch or None, lying.heads or None) if lying else other_axes(q, mesh)
-        tokens = P(batch, sequence_axes(plan) or None, heads)
-        rows = P(batch) if starts is not None and starts.shape[0] > 1 else P()
-        out, end = program(call, mesh, tokens, rows)(arrays, starts)
+        tokens = cut_of_tokens(q, plan, lying)
+        rows = P(tokens[0]) if starts is not None and starts.shape[0] > 1 else P()
+        out, end = program(call, plan.ring_axis.mesh, tokens, rows)(arrays, starts)
     return (out, end) if return_state else out
 
 

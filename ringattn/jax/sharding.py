@@ -1,6 +1,6 @@
 """A sequence in the plan's order, spread over the mesh, and back. All of it is reshapes: no indices are stored.
 
-And the other way round: the plan of arrays that are spread over a mesh already.
+And the other way round: the plan of arrays that are spread over a mesh already, or lie on one device.
 """
 
 from functools import lru_cache
@@ -13,6 +13,8 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ringattn.check import of_shapes
+from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis, platform
 from ringattn.layout import Layout
 from ringattn.planning import Plan
@@ -145,6 +147,46 @@ def placement(name: str, x: Array) -> Placed | None:
     if dim:
         raise ValueError(f"the head dim of {name} is cut by {dim}; attention needs whole heads: use jax.reshard")
     return Placed(mesh, batch, tokens, heads)
+
+
+def located(q: Array, k: Array, v: Array, plan: Plan | None) -> tuple[Plan, Placed | None, bool]:
+    """The plan of a call; where its arrays lie, if nobody gave one; whether they are one device's part."""
+    shapes = of_shapes(q, k, v)
+    if shapes:
+        raise ValueError(shapes)
+    lying = placed_alike(q, k, v) if plan is None else None
+    if plan is None:
+        lengths = q.shape[1], k.shape[1]
+        plan = plan_where(lying, *lengths) if lying else single_device(*lengths, jax.default_backend())
+    if plan.framework != "jax":
+        raise ValueError("the plan was made for a torch mesh, and q is a jax array; give plan() a mesh of jax devices")
+    solo = not isinstance(plan.ring_axis, MeshAxis)
+    inside = solo or bool(set(sequence_axes(plan)) & set(jax.sharding.get_abstract_mesh().manual_axes))
+    return plan, lying, inside
+
+
+def cut_of_tokens(q: Array, plan: Plan, lying: Placed | None) -> P:
+    """By which axes of the mesh q is cut, [B, T, H], and so k and v."""
+    batch, heads = (lying.batch or None, lying.heads or None) if lying else other_axes(q, plan.ring_axis.mesh)
+    return P(batch, sequence_axes(plan) or None, heads)
+
+
+def other_axes(q: Array, mesh: Mesh) -> tuple[Any, Any]:
+    """What cuts the batch and the heads: as q's type says where the mesh is explicit, else the data axis the batch."""
+    if AxisType.Explicit in mesh.axis_types:
+        spec = jax.typeof(q).sharding.spec
+        return spec[0], spec[2]
+    size = mesh.shape.get("data", 1)
+    if q.shape[0] % size:
+        raise ValueError(f"data={size} does not divide a batch of {q.shape[0]}; pad the batch, or make the mesh data=1")
+    return ("data" if "data" in mesh.axis_names else None), None
+
+
+@lru_cache(maxsize=256)
+def single_device(seq_len: int, key_len: int, backend: str) -> Plan:
+    """The plan of one device: the same function, no communication."""
+    device = {"gpu": "cuda"}.get(backend, backend)
+    return Plan(seq_len, key_len=key_len, framework="jax", axes=(Solo("ring"), Solo("ulysses")), device=device)
 
 
 @lru_cache(maxsize=256)
