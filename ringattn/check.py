@@ -170,22 +170,29 @@ def of_lengths(q: Any, k: Any, plan: Plan, spec: AttentionSpec, held: tuple[int,
     return None
 
 
+def of_packed(name: str, packed: Docs | None, length: int, batch: int) -> str | None:
+    """Documents, if there are some, that cover so many tokens, in one row or in one a batch entry."""
+    if packed is None:
+        return None
+    if packed.length != length:
+        return (
+            f"{name}: document lengths add up to {packed.length}, the sequence has {length} tokens; "
+            f"if the rest is padding say Docs.from_lengths(lengths, pad_to={length})"
+        )
+    if packed.starts.shape[0] not in (1, batch):
+        return f"{name} describes {packed.starts.shape[0]} rows, the batch has {batch}; give 1 row or {batch}"
+    return None
+
+
 def of_docs(batch: int, plan: Plan, docs: Docs | None, key_docs: Docs | None) -> str | None:
     """Documents that cover the sequence, in one row or in one a batch entry."""
     if docs is None:
         return "key_docs needs docs: document i of the queries sees document i of the keys" if key_docs else None
     if plan.keys.seq_len != plan.seq_len and key_docs is None:
         return f"docs with {plan.seq_len} queries and {plan.keys.seq_len} keys: also say key_docs, the keys' documents"
-    for name, packed, length in (("docs", docs, plan.seq_len), ("key_docs", key_docs, plan.keys.seq_len)):
-        if packed is None:
-            continue
-        if packed.length != length:
-            return (
-                f"{name}: document lengths add up to {packed.length}, the sequence has {length} tokens; "
-                f"if the rest is padding say Docs.from_lengths(lengths, pad_to={length})"
-            )
-        if packed.starts.shape[0] not in (1, batch):
-            return f"{name} describes {packed.starts.shape[0]} rows, the batch has {batch}; give 1 row or {batch}"
+    found = of_packed("docs", docs, plan.seq_len, batch) or of_packed("key_docs", key_docs, plan.keys.seq_len, batch)
+    if found:
+        return found
     if key_docs is not None and key_docs.starts.shape != docs.starts.shape:
         return f"docs and key_docs must have the same number of documents: {docs} and {key_docs}"
     return None

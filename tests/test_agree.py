@@ -53,6 +53,15 @@ def test_documents_after_none_are_a_new_kind(said):
     run(one, ring=2)
 
 
+def test_ranks_that_think_of_other_hosts_are_named():
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=32, route="levels", hosts=2 + 2 * (mesh.rank // 2))
+        with pytest.raises(ValueError, match=r"route: ring rank 0 has levels 2 .*, .*3 has levels 4"):
+            ra.attention(*qkv(), plan)
+
+    run(one, ring=4, timeout=20)
+
+
 def test_a_plan_remembers_so_many_kinds_and_no_more(said, monkeypatch):
     monkeypatch.setattr(agree, "MOST", 5)
 

@@ -290,6 +290,8 @@ def test_forward_mode_is_refused_instead_of_losing_its_tangent():
     ra.attention(q, k, v)  # the same call was right before
     with pytest.raises(ValueError, match="k carries a tangent of forward-mode differentiation"):
         torch.func.jvp(lambda k: ra.attention(q, k, v), (k,), (torch.ones_like(k),))
+    with pytest.raises(ValueError, match="sinks carries a tangent of forward-mode differentiation"):
+        torch.func.jvp(lambda sinks: ra.attention(q, k, v, sinks=sinks), (torch.zeros(4),), (torch.ones(4),))
 
 
 def test_unshard_and_shard_say_what_they_expected():
@@ -303,6 +305,37 @@ def test_unshard_and_shard_say_what_they_expected():
             plan.unshard(torch.zeros(1, 64))
 
     run(one, ring=4)
+
+
+@pytest.mark.parametrize(
+    ("x", "dim", "says"),
+    [
+        (torch.zeros(16), 1, r"dim=1: x has shape \(16,\); say which of its 1 dims is the sequence"),
+        (torch.zeros(1, 16), 5, r"dim=5: x has shape \(1, 16\)"),
+        (torch.zeros(1, 16), "1", "dim='1'"),
+        ([1] * 16, 1, "x is of type list; it must be a torch tensor"),
+        (torch.zeros(1, 16).numpy(), 1, "x is of type ndarray"),
+        (None, 1, "x is of type NoneType"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+@pytest.mark.parametrize("name", ["shard", "unshard"])
+def test_only_a_tensor_with_that_dim_is_sharded(name, x, dim, says):
+    with pytest.raises(ValueError, match=says):
+        getattr(ra.plan(seq_len=16), name)(x, dim)
+
+
+def test_ranks_unshard_the_same():
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=8)
+        x = torch.ones(1, 4, 3, dtype=(torch.float16, torch.bfloat16)[mesh.rank])
+        with pytest.raises(ValueError, match=r"x: ring rank 0 has \(1, 4, 3\) float16, ring rank 1 has .* bfloat16"):
+            plan.unshard(x)
+        with pytest.raises(ValueError, match=r"x is of type NoneType; .* \(on ring rank 1\)"):
+            plan.unshard(None if mesh.rank else x)
+        assert plan.unshard(x.float()).shape == (1, 8, 3)
+
+    run(one, ring=2, timeout=20)
 
 
 def test_empty_documents_and_fully_padded_ranks_give_zeros():

@@ -44,7 +44,7 @@ def test_averages_over_a_data_axis_too():
 
 def test_no_real_token_at_all_is_zero_and_not_nan():
     plan = ra.plan(seq_len=4)
-    assert ra.token_mean(torch.rand(1, 4), plan, mask=torch.zeros(1, 4)).item() == 0
+    assert ra.token_mean(torch.rand(1, 4), plan, mask=torch.zeros(1, 4, dtype=torch.int64)).item() == 0
 
 
 def test_a_mask_of_one_row_counts_for_every_row():
@@ -57,7 +57,7 @@ def test_a_mask_of_one_row_counts_for_every_row():
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3), (1, 2, 4)])
 def test_a_mask_of_another_shape_is_refused(shape):
     with pytest.raises(ValueError, match=rf"mask has shape \({shape[0]}, .*, losses \(2, 4\)"):
-        ra.token_mean(torch.rand(2, 4), ra.plan(seq_len=4), mask=torch.ones(shape))
+        ra.token_mean(torch.rand(2, 4), ra.plan(seq_len=4), mask=torch.ones(shape) > 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -69,6 +69,34 @@ def test_adds_up_in_float32_or_float64(dtype):
     assert losses.grad.dtype == dtype and losses.grad.eq(torch.tensor(1 / 131072, dtype=dtype)).all()
 
 
-def test_a_wrong_length_is_refused():
-    with pytest.raises(ValueError, match="losses has 5 tokens, a rank of this plan holds 4"):
-        ra.token_mean(torch.rand(1, 5), ra.plan(seq_len=4))
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"losses_BT": torch.rand(1, 9)}, "losses has 9 tokens, a rank of this plan holds 4"),
+        ({"losses_BT": torch.rand(4).mean()}, r"losses has shape \(\) .*expected a float for each token"),
+        ({"losses_BT": torch.ones(1, 4).int()}, "losses has shape .* dtype torch.int32; expected a float"),
+        ({"losses_BT": [0.5] * 4}, "losses is of type list; it must be a torch tensor"),
+        ({"docs": [8]}, "docs is of type list; say Docs.from_lengths"),
+        ({"docs": ra.Docs.from_lengths([6])}, "docs: document lengths add up to 6, the sequence has 8 tokens"),
+        ({"docs": ra.Docs.from_lengths([[8]] * 3)}, "docs describes 3 rows, the batch has 2"),
+        ({"mask": [True] * 4}, "mask is of type list; it must be a torch tensor"),
+        ({"mask": torch.full((2, 4), 0.25)}, r"mask is torch.float32: .* give bools \(mask > 0\) or integers"),
+        ({"mask": torch.ones(2, 4, device="meta").bool()}, "mask is on meta, losses on cpu"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_what_one_rank_says_wrongly_is_refused_on_all(given, says):
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=8)
+        call = {"losses_BT": torch.rand(2, 4), "plan": plan}
+        with pytest.raises(ValueError, match=rf"{says}.*\(on ring rank 1\)"):
+            ra.token_mean(**call | (given if mesh.rank else {}))
+        ra.token_mean(**call)
+
+    run(one, ring=2, timeout=20)
+
+
+@pytest.mark.parametrize("plan", [None, "x"])
+def test_what_is_no_plan_is_refused(plan):
+    with pytest.raises(ValueError, match=r"plan is of type .*; make one with ringattn.plan\(mesh"):
+        ra.token_mean(torch.rand(1, 4), plan)

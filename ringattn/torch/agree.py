@@ -23,7 +23,7 @@ def describe(
     """One call as words that are equal on all ranks: the plan's choices, the spec, shapes, dtypes, documents."""
     words = {
         "plan": str(plan),
-        "route": f"{plan.route} {plan.together} {plan.backward} {plan.groups}",
+        "route": f"{plan.route} {plan.hosts} {plan.together} {plan.backward} {plan.groups}",
         "spec": str(spec),
     }
     for name, x in tensors.items():

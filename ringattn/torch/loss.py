@@ -6,9 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.check import of_packed, of_words
 from ringattn.kernels.arrays import accumulator
 from ringattn.planning import Plan
 from ringattn.spec import Docs
+from ringattn.torch.agree import agree
+from ringattn.torch.check import of_types
 from ringattn.torch.sharding import real_tokens
 
 
@@ -23,15 +26,18 @@ def token_mean(
     """sum of the real tokens' losses over all ranks / number of real tokens over all ranks.
 
     Every rank gets the same value. Its gradient is this rank's share, so gradients are summed over ranks, never
-    averaged. Padding does not count, nor do tokens where `mask` is False (labels to ignore); what a token that does not
-    count holds, even NaN, does not matter. `over` names further axes (comms.mesh.axis(mesh, "data")) to average over.
+    averaged. Padding does not count, nor do tokens where `mask`, of bools or integers, is 0 (labels to ignore); what a
+    token that does not count holds, even NaN, does not matter. `over` names further axes to average over
+    (comms.mesh.axis(mesh, "data")).
     """
-    if losses_BT.shape[1] != plan.local_len:
-        raise ValueError(f"losses has {losses_BT.shape[1]} tokens, a rank of this plan holds {plan.local_len} ({plan})")
+    problem = of_words(required=True, plan=plan)
+    if problem:
+        raise ValueError(problem)
+    agree(plan, {"call": "token_mean"}, of_losses(losses_BT, plan, mask, docs))
     counted = torch.ones_like(losses_BT, dtype=torch.bool)
-    for name, chosen in (("mask", mask), ("docs", real_tokens(plan, docs, losses_BT.device))):
+    for chosen in (mask, real_tokens(plan, docs, losses_BT.device)):
         if chosen is not None:
-            counted = counted & expanded(name, chosen.bool(), losses_BT)
+            counted = counted & chosen.bool()
     mine = torch.where(counted, losses_BT, 0.0).sum(dtype=accumulator(losses_BT))
     total = torch.stack([mine.detach().double(), counted.sum().double()])[None]
     for axis in (plan.ulysses_axis, plan.ring_axis, *over):
@@ -41,9 +47,26 @@ def token_mean(
     return share + ((everyone / count.clamp(min=1)).to(mine.dtype) - share).detach()
 
 
-def expanded(name: str, x: Tensor, like: Tensor) -> Tensor:
-    try:
-        return x.expand(like.shape)
-    except RuntimeError:
-        shapes = f"{name} has shape {tuple(x.shape)}, losses {tuple(like.shape)}"
-        raise ValueError(f"{shapes}: {name} must have that shape, or 1 where it says the same for all") from None
+def of_losses(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | None) -> str | None:
+    """A loss for each of this rank's tokens, and which of them count."""
+    if found := of_types(losses=losses_BT) or of_words(docs=docs):
+        return found
+    shape = tuple(losses_BT.shape)
+    if len(shape) != 2 or not losses_BT.is_floating_point():
+        return f"losses has shape {shape} and dtype {losses_BT.dtype}; expected a float for each token, [batch, tokens]"
+    if shape[1] != plan.local_len:
+        return f"losses has {shape[1]} tokens, a rank of this plan holds {plan.local_len} ({plan})"
+    return of_packed("docs", docs, plan.seq_len, shape[0]) or (None if mask is None else of_mask(mask, losses_BT))
+
+
+def of_mask(mask: Tensor, like: Tensor) -> str | None:
+    if found := of_types(mask=mask):
+        return found
+    if mask.is_floating_point() or mask.is_complex():
+        return f"mask is {mask.dtype}: a token counts or does not, so give bools (mask > 0) or integers"
+    if mask.device != like.device:
+        return f"mask is on {mask.device}, losses on {like.device}; put both on one device"
+    if mask.dim() > 2 or any(m not in (1, n) for m, n in zip(mask.shape[::-1], like.shape[::-1], strict=False)):
+        shapes = f"mask has shape {tuple(mask.shape)}, losses {tuple(like.shape)}"
+        return f"{shapes}: mask must have that shape, or 1 where it says the same for all"
+    return None

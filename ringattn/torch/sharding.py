@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from ringattn.layout import Layout
 from ringattn.planning import Plan
 from ringattn.spec import Docs
+from ringattn.torch.agree import agree, describe
+from ringattn.torch.check import of_types
 
 
 def positions(plan: Plan) -> Tensor:
@@ -73,17 +75,27 @@ def order_of(layout: Layout, device: torch.device, back: bool = False) -> Tensor
 
 def unshard(x: Tensor, plan: Plan, dim: int = 1) -> Tensor:
     """The whole sequence from every rank's part: the inverse of `shard`, padding removed; differentiable."""
-    if x.shape[dim] != plan.local_len:
-        raise ValueError(
-            f"dim {dim} of x has {x.shape[dim]} tokens; a rank of this plan holds {plan.local_len} ({plan})"
-        )
+    problem = of_dim(x, dim)
+    if problem is None and x.shape[dim] != plan.local_len:
+        problem = f"dim {dim} of x has {x.shape[dim]} tokens; a rank of this plan holds {plan.local_len} ({plan})"
+    agree(plan, {} if problem else describe(plan, None, {"x": x}, None) | {"dim": str(dim % x.dim())}, problem)
     return Unshard.apply(x, plan, dim % x.dim())
 
 
 def check_whole(x: Tensor, plan: Plan, dim: int) -> None:
+    if problem := of_dim(x, dim):
+        raise ValueError(problem)
     if x.shape[dim] != plan.seq_len:
         hint = "; it is already sharded" if x.shape[dim] == plan.local_len else f"; use plan.for_length({x.shape[dim]})"
         raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, the plan is for {plan.seq_len}{hint}")
+
+
+def of_dim(x: Tensor, dim: int) -> str | None:
+    """A tensor that has this dim."""
+    found = of_types(x=x)
+    if found is None and not (isinstance(dim, int) and -x.dim() <= dim < x.dim()):
+        return f"dim={dim!r}: x has shape {tuple(x.shape)}; say which of its {x.dim()} dims is the sequence"
+    return found
 
 
 def real_tokens(plan: Plan, docs: Docs | None, device: torch.device) -> Tensor | None:
