@@ -20,11 +20,10 @@ from torch import Tensor
 from ringattn.kernels import Problem
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, Streams
-from ringattn.kernels.triton.blocks import tanh
+from ringattn.kernels.triton.blocks import LN2, logits, tanh
 from ringattn.kernels.triton.launch import launch, power_of_2
 from ringattn.kernels.triton.merge import merge_stack
 
-LOG2E = 1.4426950408889634
 MOST_ROWS = 64  # the T * R rows of a key head that one tile takes; where there are more, `forward` is the kernel
 
 
@@ -88,7 +87,7 @@ def decode_kernel(
         m = new
 
     some = z != 0
-    m = m * 0.6931471805599453
+    m = m * LN2
     at = ((split * B + b) * T + t) * (G * R) + h
     if STREAMS:
         tl.store(total + at, z, mask=live)
@@ -231,11 +230,10 @@ def decode_splits(
             form == "streams", softcap is not None, tile.block_m, tile.block_n, block_d, block_v, block_d == D,
             block_v == V, tile.stages,
         )  # fmt: skip
-        scores = scale * LOG2E if softcap is None else scale / softcap, 0.0 if softcap is None else softcap * LOG2E
         tensors = q_BTHD, k_BSGD, v_BSGV, where.begin, where.end, out, top, total
         launch(
             decode_kernel, (G * blocks, splits, B), tensors,
-            (*strides, *scores, B, T, S, G, H // G, D, V, *constants),
+            (*strides, *logits(scale, softcap), B, T, S, G, H // G, D, V, *constants),
             (q_BTHD.dtype, q_BTHD.device, strides, D, V, constants, tile.warps), num_warps=tile.warps,
         )  # fmt: skip
     return Streams(out, top, total) if form == "streams" else Partial(out, top)
