@@ -1,7 +1,21 @@
 """One device, no ranks: the implementations of `attend`, and which of them serves a problem.
 
 Every implementation has the same two functions, attend and attend_backward, with the signatures of `reference.py`,
-and must equal it. `select` takes the first one of the table that does not refuse, and can say why the others did.
+and must equal it. Its module may have more:
+
+    refuses(problem)                  why it cannot serve a problem, or None
+    prepare(q, dout, lse, delta)      these rows as every step of a backward takes them, made once; JAX: and `out`, or
+                                      None, of which delta is the rowsum with dout
+
+    row_delta(out, dout, dlse)        torch: rowsum(dout * out) - dlse, where it has a quicker way than `reference`
+    halves(as attend_backward)        torch: two functions, one gives (dk, dv), the other dq; without it no gradient is
+                                      made alone
+    rounds = True                     torch: what one tile finds is in the dtype of q, and loses nothing if carried so
+
+    options(problem)                  JAX: more keyword arguments for both functions
+    parted = False                    JAX: no gradient is made alone; who wants one pays for all three
+
+`select` takes the first one of the table that does not refuse, and can say why the others did.
 """
 
 from collections.abc import Callable

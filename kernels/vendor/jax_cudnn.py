@@ -16,7 +16,7 @@ from ringattn.kernels import Problem
 from ringattn.kernels.vendor import cudnn_refusal, equal_dims
 from ringattn.kernels.vendor.jax_tiles import over_tiles
 
-AT_ONCE = True  # one call makes dq, dk and dv
+parted = False  # one call makes dq, dk and dv
 
 
 def refuses(problem: Problem) -> str | None:

@@ -23,15 +23,12 @@ from ringattn.spec import AttentionSpec
 
 
 class Score(NamedTuple):
-    """A kernel's functions with everything of the spec that is not an interval already said.
-
-    `at_once`: all three gradients are one call, and who wants only some of them pays for all.
-    """
+    """A kernel's functions with everything of the spec that is not an interval already said."""
 
     attend: Callable[..., Any]
     attend_backward: Callable[..., Any]
     prepare: Callable[..., Any]  # (q, dout, lse, delta, out) -> the rows that every step of a backward takes
-    at_once: bool = False
+    parted: bool = True  # whether who wants only some gradients pays for those only
 
 
 class Hop(NamedTuple):
@@ -246,8 +243,8 @@ def score_of(
     module = pallas.select(problem, plan.kernel).load()
     given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap}
     given |= module.options(problem) if hasattr(module, "options") else {}
-    prepare, at_once = getattr(module, "prepare", as_they_are), getattr(module, "AT_ONCE", False)
-    return Score(partial(module.attend, **given), partial(module.attend_backward, **given), prepare, at_once)
+    prepare, parted = getattr(module, "prepare", as_they_are), getattr(module, "parted", True)
+    return Score(partial(module.attend, **given), partial(module.attend_backward, **given), prepare, parted)
 
 
 def problem_of(
