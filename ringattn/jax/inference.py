@@ -66,7 +66,7 @@ def prefill(
         or of_plan(q, k, v, plan)
         or of_sinks_of(q, sinks)
         or of_lengths(q, k, plan, AttentionSpec(causal=False), (whole, whole))
-        or of_place(cache, plan, spec, start)
+        or of_cache(cache, plan, spec, start)
         or cache.problem(k, v, plan.seq_len)
     )
     if problem:
@@ -112,7 +112,7 @@ def decode(
     return out, cache
 
 
-def of_place(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Sequence[int] | None) -> str | None:
+def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Sequence[int] | None) -> str | None:
     """Why this chunk cannot go on this cache, or None."""
     if (plan.ring, plan.ulysses) != (cache.plan.ring, cache.plan.ulysses) or plan.axes != cache.axes:
         return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"

@@ -105,9 +105,9 @@ def queries_backward(
 
 
 def in_order(run: Sequence[Stop], score: Score) -> Sequence[Stop]:
-    """Backward: home first, beside which the next keys come.
+    """Parted kernels: home first, to hide the first hop.
 
-    Where one call makes all gradients, home last, beside which the last gradients, of twice the bytes, go to theirs.
+    Others: home last, to hide the last gradients, which are twice the bytes.
     """
     return run if score.parted else (*run[1:], run[0])
 
