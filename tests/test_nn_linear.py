@@ -151,6 +151,33 @@ def test_an_impossible_layer_is_refused():
         GatedLinearAttention(C, 4, temperature=0.0)
 
 
+@pytest.mark.parametrize("convolution", [0, 3])
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"docs": [T]}, "docs is of type list; say Docs.from_lengths"),
+        ({"docs": ra.Docs.from_lengths([[T]] * 3)}, "docs describes 3 rows, the batch has 2"),
+        ({"docs": ra.Docs.from_lengths([T - 1])}, "docs: document lengths add up to 44, the sequence has 45 tokens"),
+        ({"plan": "x"}, r"plan is of type str; make one with ringattn.plan\(mesh"),
+    ],
+    ids=str,
+)
+def test_a_plan_and_documents_that_are_none_are_refused(given, says, convolution):
+    with pytest.raises(ValueError, match=says):
+        layer(convolution=convolution)(data()[0], **given)
+
+
+def test_a_step_that_failed_leaves_the_sequence_as_it_was(monkeypatch):
+    made, (x, _) = layer(convolution=3), data()
+    expected = layer(convolution=3)(x).detach()
+    made.prefill(x[:, :40])
+    with monkeypatch.context() as broken:
+        broken.setattr("ringattn.torch.nn_linear.recurrent", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            made.step(x[:, 40:42])
+    torch.testing.assert_close(made.step(x[:, 40:42]), expected[:, 40:42], rtol=0, atol=1e-12)
+
+
 def compiled_and_not() -> list[np.ndarray]:
     plan = None
     if dist.is_initialized():

@@ -13,6 +13,7 @@ from ringattn import api
 from ringattn.planning import LIVE, Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.cache import KVCache
+from ringattn.torch.check import of_types
 from ringattn.torch.handles import handle_of
 from ringattn.torch.inference import decode, prefill
 from ringattn.torch.nn_linear import GatedLinearAttention as GatedLinearAttention
@@ -86,6 +87,8 @@ class Attention(nn.Module):
         T = x_BTC.shape[1]
         if positions is None:
             positions = torch.arange(T, device=x_BTC.device) if plan is None else positions_of(x_BTC, handle_of(plan))
+        elif found := of_types(positions=positions):
+            raise ValueError(found)
         elif tuple(positions.shape) not in ((T,), (1, T), (len(x_BTC), T)):
             raise ValueError(f"positions have shape {tuple(positions.shape)}; x has {len(x_BTC)} rows of {T} tokens")
         q, k, v = self.projected(x_BTC, positions)

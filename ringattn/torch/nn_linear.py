@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringattn import api
+from ringattn.check import of_packed, of_words
 from ringattn.kernels.recurrent import recurrent
 from ringattn.planning import Plan
 from ringattn.spec import Docs
+from ringattn.torch.check import of_types
 from ringattn.torch.halo import causal_convolution, last_tokens
 from ringattn.torch.handles import whole_on_one
 
@@ -27,15 +29,25 @@ def head_size(d_model: int, heads: int, said: int | None = None) -> int:
     return size
 
 
-def check_input(x: Tensor, d_model: int, plan: Plan | None = None) -> None:
-    """A ValueError for what is not a rank's [batch, tokens, d_model]; a compiled graph leaves lengths to the ops."""
+def check_input(x: Tensor, d_model: int, plan: Plan | None = None, docs: Docs | None = None) -> None:
+    """A ValueError for what is not a rank's [batch, tokens, d_model], or whose documents are of another sequence."""
+    problem = of_types(x=x) or of_words(plan=plan, docs=docs) or of_input(x, d_model, plan, docs)
+    if problem:
+        raise ValueError(problem)
+
+
+def of_input(x: Tensor, d_model: int, plan: Plan | None, docs: Docs | None) -> str | None:
+    """Its shape; a compiled graph leaves lengths to the ops."""
     if x.dim() != 3 or x.shape[2] != d_model:
-        raise ValueError(f"x has shape {tuple(x.shape)}; expected [batch, tokens, {d_model}]")
-    if plan is not None and not torch.compiler.is_compiling() and x.shape[1] != plan.local_len:
-        raise ValueError(
+        return f"x has shape {tuple(x.shape)}; expected [batch, tokens, {d_model}]"
+    if torch.compiler.is_compiling():
+        return None
+    if plan is not None and x.shape[1] != plan.local_len:
+        return (
             f"x has {x.shape[1]} tokens, a rank of this plan holds {plan.local_len}; pass plan.shard(x), and for "
             "another length plan.for_length(n)"
         )
+    return of_packed("docs", docs, x.shape[1] if plan is None else plan.seq_len, len(x))
 
 
 def check_stream(x: Tensor, d_model: int, rows: int | None, plan: Plan | None = None) -> None:
@@ -100,7 +112,7 @@ class GatedLinearAttention(nn.Module):
         self, x_BTC: Tensor, plan: Plan | None = None, positions: Tensor | None = None, docs: Docs | None = None
     ) -> Tensor:
         """This rank's tokens of the layer's output. `positions` are not needed: order is in the state."""
-        check_input(x_BTC, self.d_model, plan)
+        check_input(x_BTC, self.d_model, plan, docs)
         mixed = self.qkv(x_BTC)
         if self.convolution:
             mixed = F.silu(causal_convolution(mixed, self.mix, plan, docs))
@@ -131,14 +143,15 @@ class GatedLinearAttention(nn.Module):
             raise ValueError("step before prefill: this layer has seen no prompt; call prefill(x, plan) first")
         if x_BTC.shape[1] > FEW:
             return self.prefill(x_BTC)
-        mixed = self.qkv(x_BTC)
+        mixed, tail = self.qkv(x_BTC), self.tail
         if self.convolution:
-            assert self.tail is not None
-            rows = torch.cat([self.tail, mixed], 1)
-            self.tail = rows[:, x_BTC.shape[1] :]
+            assert tail is not None
+            rows = torch.cat([tail, mixed], 1)
+            tail = rows[:, x_BTC.shape[1] :]
             mixed = F.silu(F.conv1d(rows.mT, self.mix.flip(1)[:, None], groups=rows.shape[2]).mT)
         q, k, v = self.parted(mixed)
-        out, self.state = recurrent(q, k, v, self.log_decay(x_BTC), None, self.state, self.key_dim**-0.5)
+        out, state = recurrent(q, k, v, self.log_decay(x_BTC), None, self.state, self.key_dim**-0.5)
+        self.state, self.tail = state, tail  # not before: a step that failed leaves nothing behind
         return self.finished(out.to(x_BTC.dtype), x_BTC)
 
     def reset(self) -> None:
