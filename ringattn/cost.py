@@ -89,9 +89,10 @@ SAMPLED_ROWS = 65536
 def seen_pairs(layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None) -> np.ndarray:
     """[rank, block]: how many (query, key) pairs of two ring shards are seen, from at most SAMPLED_ROWS queries."""
     every = max(1, layout.padded_length // SAMPLED_ROWS)
-    begin, end = bounds(spec, np.arange(layout.padded_length), layout.length, key_layout.length, docs)
     sample = np.stack([np.concatenate([r[::every] for r in layout.shard(rank)]) for rank in range(layout.ring)])
-    return every * (keys_below(key_layout, end[:, sample]) - keys_below(key_layout, begin[:, sample]))
+    sides = bounds(spec, sample.ravel(), layout.length, key_layout.length, docs)
+    begin, end = (side.reshape(-1, *sample.shape) for side in sides)
+    return every * (keys_below(key_layout, end) - keys_below(key_layout, begin))
 
 
 def keys_below(layout: Layout, positions: np.ndarray) -> np.ndarray:

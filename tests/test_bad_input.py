@@ -256,6 +256,16 @@ def test_an_impossible_plan_is_refused(given, says):
     run(one, ring=2, ulysses=4)
 
 
+def test_no_length_is_too_long_to_plan():
+    """Positions are sampled: an array of all would take 64 GiB."""
+
+    def one(mesh):
+        return ra.plan(mesh, seq_len=2**33, heads=(8, 2), head_dim=64).explain()
+
+    first, second = run(one, ring=2)
+    assert first == second and "ring     zigzag" in first
+
+
 def test_a_mesh_without_the_needed_axes_names_those_it_has():
     def one(mesh):
         with pytest.raises(ValueError, match=r"the mesh has axes \('data', 'tensor'\); a plan needs 'ring'"):
