@@ -5,7 +5,7 @@ The YAML files beside this one only choose values. Nothing here needs Hydra: `Tr
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +104,7 @@ class Train:
     folder: str = key("runs", "where runs are kept")
     run: str | None = key(None, "this run's name; the time if not said")
     resume: str | None = key(None, "auto: from this run's newest checkpoint; or a checkpoint's folder")
-    save_every: int = key(0, "steps between checkpoints; 0 for none but the one that a SIGTERM asks for")
+    save_every: int = key(0, "steps between checkpoints, the last step's beside them; 0: only when a SIGTERM asks")
     keep: int = key(2, "checkpoints kept")
     eval_every: int = key(0, "steps between evaluations; 0 for one at the end")
     log_every: int = key(1, "steps between lines of the log")
@@ -212,8 +212,13 @@ def from_dict(values: Mapping[str, Any], kind: type = Train, prefix: str = "") -
     })  # fmt: skip
 
 
-def nearest(word: str, among: list[str]) -> str:
-    close = difflib.get_close_matches(word, among, 1)
+ALSO = {"gpu": "cuda"}  # what some call it
+
+
+def nearest(word: str, among: Iterable[str]) -> str:
+    """What was probably meant, as the end of a sentence."""
+    names = list(among)
+    close = [ALSO[word]] if ALSO.get(word) in names else difflib.get_close_matches(word, names, 1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -46,7 +46,6 @@ WORDS = {
     "tokens_per_second": "tokens/s",
     "tokens_per_us": "tokens a microsecond",
     "peak": "peak memory over what it must hold",
-    "peak_mb": "peak memory, MiB",  # of rows from before it was called peak_mib
     "peak_mib": "peak memory, MiB",
     "peak_gib": "peak memory, GiB",
     "memory_mib": "memory of a rank, MiB",

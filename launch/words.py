@@ -7,7 +7,6 @@ metadata says what it means), and `run(options) -> int | None`, whose ValueError
 
 import ast
 import dataclasses
-import difflib
 import sys
 import types
 import typing
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from ringattn.conf.schema import nearest
 from ringattn.launch.processes import sentence
 
 COMMANDS = {
@@ -169,11 +169,6 @@ def convert(key: str, text: str, hint: Any) -> Any:
                 return kind(value)
     expected = " or ".join(getattr(k, "__name__", str(k)) for k in allowed)
     raise ValueError(f"{key}={text}: expected {expected}")
-
-
-def nearest(word: str, among: Any) -> str:
-    close = difflib.get_close_matches(word, list(among), 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def default_of(field: Any) -> Any:

@@ -26,7 +26,8 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from ringattn.launch.words import answer, default_of, nearest, usage, values
+from ringattn.conf.schema import nearest
+from ringattn.launch.words import answer, default_of, usage, values
 
 SUITES = ("decode", "jax", "kernels", "linear", "memory", "prefill", "ring", "scan", "step", "traffic")
 

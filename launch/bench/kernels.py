@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from ringattn import kernels
+from ringattn.conf.schema import nearest
 from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.launch.bench import table
 from ringattn.launch.bench.peers import CONTESTANTS, Inputs, of_table
-from ringattn.launch.words import nearest, option
+from ringattn.launch.words import option
 from ringattn.spec import AttentionSpec, Docs, bounds
 
 IMPLS = ("triton", "flex", "cudnn", "flash", "fa4")

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ringattn.conf.schema import nearest
 from ringattn.kernels import chunkwise
 from ringattn.kernels.linear import TABLE
 from ringattn.launch.bench import table
 from ringattn.launch.bench.kernels import DTYPES, attempt, distance, median_ms, peak_gib
-from ringattn.launch.words import nearest, option
+from ringattn.launch.words import option
 
 NAMES = ("out", "dq", "dk", "dv", "dg")
 
