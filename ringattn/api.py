@@ -7,9 +7,11 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from ringattn.check import kind, of_arrays, of_choice, of_unknown, of_words
+from ringattn.check import kind, of_arrays, of_choice, of_partials, of_unknown, of_words
 from ringattn.comms.axis import TRANSPORTS, Solo
 from ringattn.cost import Shape, kv_heads_of_a_rank
+from ringattn.kernels.partial import Partial
+from ringattn.kernels.partial import merge as merged
 from ringattn.planning import (
     Plan,
     Target,
@@ -111,6 +113,18 @@ def linear_attention(
         q, k, v, log_decay, plan, initial_state=initial_state, return_state=return_state, docs=docs, scale=scale,
         kernel=kernel, scan=scan, check=check,
     )  # fmt: skip
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Attention over the union of two disjoint sets of keys, exact, from what queries found in each; differentiable.
+
+    out [B, T, H, V] and lse [B, T, H] are those that `attend` gives, or `attention` with return_lse=True. A row whose
+    lse is -inf has seen no key.
+    """
+    problem = of_partials(a, b)
+    if problem:
+        raise ValueError(problem)
+    return merged(a, b)
 
 
 def prefill(

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ringattn.kernels.partial import Partial
 from ringattn.planning import Plan, dtype_name, groups_problem, heads_problem
 from ringattn.spec import AttentionSpec, Docs, whole
 
@@ -81,17 +82,41 @@ def kind(x: Any) -> str | None:
     return None
 
 
+def of_kinds(*arrays: Any) -> str | None:
+    """All are tensors of one framework."""
+    kinds = [kind(x) for x in arrays]
+    if kinds[0] is not None and kinds.count(kinds[0]) == len(kinds):
+        return None
+    return f"expected torch tensors or jax arrays, got {', '.join(type(x).__name__ for x in arrays)}"
+
+
+def of_partials(a: Any, b: Any) -> str | None:
+    """Two partials over the same rows."""
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, Partial):
+            return f"{name} is of type {type(x).__name__}; say Partial(out, lse)"
+    if found := of_kinds(*a, *b):
+        return found
+    (out_a, lse_a), (out_b, lse_b) = ([tuple(x.shape) for x in side] for side in (a, b))
+    if out_a == out_b and out_a[:-1] == lse_a == lse_b:
+        return None
+    return (
+        f"a has out {out_a} and lse {lse_a}, b has out {out_b} and lse {lse_b}; both must have the same rows: "
+        "out [batch, tokens, heads, value_dim], lse [batch, tokens, heads]"
+    )
+
+
 def of_arrays(arrays: dict[str, Any], optional: dict[str, Any], plan: Plan | None = None) -> str | None:
     """All are tensors of one framework, which is the plan's; those that may not be left out have 4 dims."""
-    kinds = [kind(x) for x in arrays.values()]
-    if kinds[0] is None or kinds.count(kinds[0]) < len(kinds):
-        return f"expected torch tensors or jax arrays, got {', '.join(type(x).__name__ for x in arrays.values())}"
-    what = {"torch": "a torch tensor", "jax": "a jax array"}[kinds[0]]
+    if found := of_kinds(*arrays.values()):
+        return found
+    framework: Any = kind(next(iter(arrays.values())))
+    what = {"torch": "a torch tensor", "jax": "a jax array"}[framework]
     for name, x in optional.items():
-        if x is not None and kind(x) != kinds[0]:
+        if x is not None and kind(x) != framework:
             return f"{name} is of type {type(x).__name__}; it must be {what}, as {next(iter(arrays))} is"
-    if plan is not None and plan.framework != kinds[0]:
-        devices = {"torch": "a torch mesh, or none", "jax": "a mesh of jax devices"}[kinds[0]]
+    if plan is not None and plan.framework != framework:
+        devices = {"torch": "a torch mesh, or none", "jax": "a mesh of jax devices"}[framework]
         return (
             f"the plan was made for a {plan.framework} mesh, and {next(iter(arrays))} is {what}; give plan() {devices}"
         )
