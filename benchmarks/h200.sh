@@ -3,6 +3,7 @@
 #
 #     benchmarks/h200.sh OUT kernels linear            # any of the names below; one GPU, or four, as it says
 #     RANKS=2 benchmarks/h200.sh OUT ring prefill      # on two instead of four
+#     PROCESSES=2 benchmarks/h200.sh OUT ring prefill  # four ranks' work on two, each playing one: for times only
 #
 # Every name writes OUT/NAME.jsonl. Ratios within one run are evidence, single times are not.
 set -uo pipefail
@@ -13,6 +14,7 @@ shift
 mkdir -p "$OUT"
 
 R=${RANKS:-4}
+P=${PROCESSES:-0}
 bench() { python3 -m ringattn bench "$1" out="$OUT/$name.jsonl" "${@:2}"; }
 
 # one GPU
@@ -23,7 +25,7 @@ linear() { # beside flash-linear-attention, if it is installed
 }
 
 # four GPUs
-ring() { bench ring ranks=$R tokens=16384,32768,131072; }
+ring() { bench ring ranks=$R processes=$P tokens=16384,32768,131072; }
 documents() { bench ring ranks=$R tokens=131072 mask=long && bench ring ranks=$R tokens=131072 mask=short; }
 window() { bench ring ranks=$R tokens=131072 mask=4096; }
 peers() { bench ring ranks=$R tokens=16384,32768,131072 kernel=cudnn peers=allgather,alltoall; }
@@ -36,10 +38,10 @@ groups() { # Ulysses and gather, whole and by groups of heads, through both tran
 graphs() { bench ring ranks=$R tokens=16384 transports=group,symmetric graphs=true; }
 memory() { bench ring ranks=$R tokens=262144,524288,1048576 modes=forward+backward floor=false repeats=1 warmup=1; }
 prefill() {
-    bench prefill device=cuda ranks=$R heads=32 kv_heads=8 head_dim=128 tokens=8192,32768,131072 chunk=8192
+    bench prefill device=cuda ranks=$R processes=$P heads=32 kv_heads=8 head_dim=128 tokens=8192,32768,131072 chunk=8192
 }
 decode() { bench decode ranks=$R transports=auto,group,symmetric; }
-scan() { bench scan ranks=$R tokens=8192,131072,262144; }
+scan() { bench scan ranks=$R processes=$P tokens=8192,131072,262144; }
 jax() { bench jax ranks=$R kernel=cudnn; }
 train() { # 7 blocks a GPU of the 8-billion shape, and their floor
     python3 -m ringattn train experiment=h200_long model.layers=$((7 * R)) nproc=$R steps=8 picture=false folder="$OUT" run=long

@@ -71,7 +71,7 @@ def fits(options: Any, sized: bool) -> None:
     if "device" not in fields:
         return
     small = " ".join(["device=cpu tokens=1024", *(f"{name}=2" for name in ("ranks", "repeats") if name in fields)])
-    gpus, ranks = torch.cuda.device_count(), getattr(options, "ranks", 1)
+    gpus, ranks = torch.cuda.device_count(), getattr(options, "processes", 0) or getattr(options, "ranks", 1)
     most = max(ranks, default=1) if isinstance(ranks, list) else ranks
     if options.device == "cuda" and not gpus:
         raise ValueError(f"device=cuda, and torch sees no GPU here; on a CPU say {small}")

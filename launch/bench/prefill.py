@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.launch.bench import table, told
+from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.bench.memory import CudaMeter, ResidentMeter
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
@@ -37,6 +38,7 @@ class Options:
     moves: list[str] = option(["auto"], "what travels in chunks: auto, queries, keys; each is timed", among=MOVES)
     transport: str = option("auto", "auto, symmetric or group")
     ranks: int = option(2, "ranks")
+    processes: int = PROCESSES
     heads: int = option(8, "query heads")
     kv_heads: int = option(2, "key heads")
     head_dim: int = option(64, "head dim")
@@ -49,7 +51,7 @@ def run(options: Options) -> list[dict[str, Any]]:
     if bad := [tokens for tokens in options.tokens if tokens > options.chunk and tokens % options.chunk]:
         raise ValueError(f"chunk={options.chunk} does not divide tokens={bad[0]}; this benchmark takes whole chunks")
     backend = "nccl" if options.device == "cuda" else "gloo"
-    ranks = run_ranks(measure, options.ranks, options, backend=backend, timeout=options.timeout)
+    ranks = run_ranks(measure, processes_of(options), options, backend=backend, timeout=options.timeout)
     rows: list[dict[str, Any]] = []
     for measured in zip(*ranks, strict=True):
         worst = {**measured[0], "ms": max(m["ms"] for m in measured), "peak_mib": max(m["peak_mib"] for m in measured)}
@@ -66,12 +68,12 @@ def measure(options: Options) -> list[dict[str, Any]]:
     """One rank: every prompt, in every way."""
     import ringattn as ra
 
-    mesh = ra.init_mesh(ring=options.ranks, device_type=options.device)
+    mesh = ra.init_mesh(ring=processes_of(options), device_type=options.device)
     found = []
     for tokens in options.tokens:
         for way, move in [(w, m) for w in options.ways for m in (options.moves if w == "chunks" else ["auto"])]:
             chunk = min(options.chunk, tokens) if way == "chunks" else tokens
-            plan = ra.plan(mesh, seq_len=chunk, transport=options.transport)
+            plan = folded(ra.plan(mesh, seq_len=chunk, transport=options.transport), options.ranks)
             prompt = local_prompt(options, plan, tokens // chunk)
             call = one_shot if way == "ring" else partial(in_chunks, move=move)
             ms, peak, moved = timed(call, prompt, plan, tokens, options)

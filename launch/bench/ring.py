@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ringattn.launch.bench import meet, table, timeline, together, told
+from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
 
@@ -32,6 +33,7 @@ FLOPS = {"forward": 4, "forward+backward": 14}  # flops of a pair, a head and a 
 @dataclass
 class Options:
     ranks: int = option(4, "ranks")
+    processes: int = PROCESSES
     ulysses: int = option(1, "how many of them are Ulysses ranks")
     tokens: list[int] = option([16384, 32768, 131072], "lengths of the whole sequence")
     mask: list[str] = option(
@@ -64,6 +66,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.ranks % self.ulysses:
             raise ValueError(f"ulysses={self.ulysses} does not divide ranks={self.ranks}")
+        if processes_of(self) != self.ranks and (self.mask != ["causal"] or self.peers or self.strategy == "gather"):
+            raise ValueError(
+                f"processes={self.processes} plays the ranks of a causal ring; leave out mask, peers, gather"
+            )
         for mask in self.mask:
             if mask not in ("causal", *MIXES) and not (mask.isdigit() and int(mask)):
                 raise ValueError(f"mask={mask}: choose causal, long, short, or a number, which is a window")
@@ -71,8 +77,8 @@ class Options:
 
 def run(options: Options) -> list[dict[str, Any]]:
     backend = "nccl" if options.device == "cuda" else "gloo"
-    ranks = run_ranks(measure, options.ranks, options, backend=backend, timeout=options.timeout)
-    names = ("ranks", "ulysses", "heads", "kv_heads", "head_dim", "groups", "kernel", "graphs", "repeats")
+    ranks = run_ranks(measure, processes_of(options), options, backend=backend, timeout=options.timeout)
+    names = ("ranks", "processes", "ulysses", "heads", "kv_heads", "head_dim", "groups", "kernel", "graphs", "repeats")
     rows = []
     for measured in zip(*(found["rows"] for found in ranks), strict=True):
         slowest = {n: max(m[n] for m in measured) for n in ("ms", "floor_ms", "peak") if measured[0][n] is not None}
@@ -101,7 +107,8 @@ def measure(options: Options) -> dict[str, Any]:
     """One rank: every length, forward and forward + backward, over ranks and alone; and the spans of a trace."""
     import ringattn as ra
 
-    mesh = ra.init_mesh(ring=options.ranks // options.ulysses, ulysses=options.ulysses, device_type=options.device)
+    ring = processes_of(options) // options.ulysses
+    mesh = ra.init_mesh(ring=ring, ulysses=options.ulysses, device_type=options.device)
     found: dict[str, Any] = {"rows": [], "spans": {}}
     for mask, tokens in asked_for(options):
         case = Case.of(mask, tokens)
@@ -179,6 +186,7 @@ def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, 
                 route=options.route, together=options.together or None, groups=options.groups or None, spec=case.spec,
                 docs=case.docs,
             )  # fmt: skip
+            plan = folded(plan, options.ranks // options.ulysses)
             about = {"strategy": plan.strategy, "layout": plan.layout, "route": plan.route}
             axis = plan.ring_axis if plan.ring > 1 else plan.ulysses_axis
             yield axis.by, about, ours(options, plan, case)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ringattn.launch.bench import ring, table, told
+from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
 
@@ -20,6 +21,7 @@ COLUMNS = ["ranks", "tokens", "layout", "scan", "mode", "ms", "floor_ms", "ratio
 @dataclass
 class Options:
     ranks: int = option(4, "ranks")
+    processes: int = PROCESSES
     ulysses: int = option(1, "how many of them are Ulysses ranks")
     tokens: list[int] = option([8192, 32768, 131072], "tokens of a rank")
     batch: int = option(1, "sequences")
@@ -37,7 +39,7 @@ class Options:
 
 def run(options: Options) -> list[dict[str, Any]]:
     backend = "nccl" if options.device == "cuda" else "gloo"
-    ranks = run_ranks(measure, options.ranks, options, backend=backend, timeout=options.timeout)
+    ranks = run_ranks(measure, processes_of(options), options, backend=backend, timeout=options.timeout)
     given = {n: x for n, x in asdict(options).items() if n not in ("tokens", "layout", "scan", "timeout", "device")}
     rows = []
     for measured in zip(*ranks, strict=True):
@@ -52,13 +54,16 @@ def measure(options: Options) -> list[dict[str, Any]]:
     """One rank: every length, alone and then every layout and way, forward and forward + backward."""
     import ringattn as ra
 
-    mesh = ra.init_mesh(ring=options.ranks // options.ulysses, ulysses=options.ulysses, device_type=options.device)
+    ranks = processes_of(options) // options.ulysses
+    mesh = ra.init_mesh(ring=ranks, ulysses=options.ulysses, device_type=options.device)
     found, how = [], ring.Options(device=options.device, repeats=options.repeats)
     for tokens in options.tokens:
         alone = calls(options, ra.plan(seq_len=tokens), "auto")
         floors = {mode: ring.timed(call, how) for mode, call in alone.items()}
         for layout in options.layout:
-            plan = ra.plan(mesh, seq_len=tokens * options.ranks, layout=layout)
+            plan = folded(
+                ra.plan(mesh, seq_len=tokens * options.ranks, layout=layout), options.ranks // options.ulysses
+            )
             for scan in options.scan:
                 for mode, call in calls(options, plan, scan).items():
                     before = sent(plan)

@@ -1,0 +1,42 @@
+"""A few processes that play many ranks: each sends and is sent what it would be among so many."""
+
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn.comms.local import run
+from ringattn.launch.bench.folded import folded, processes_of
+from ringattn.launch.bench.ring import Options
+
+
+def trained(q, k, plan):
+    q, k = q.requires_grad_(), k.requires_grad_()
+    ra.attention(q, k, k, plan).sum().backward()
+
+
+def prefilled(q, k, plan):
+    cache = ra.KVCache.allocate(plan, batch=1, max_len=256, kv_heads=2, head_dim=8, dtype=q.dtype, block=4)
+    for move in ("keys", "keys", "queries"):
+        ra.prefill(q, k, k, plan, cache, move=move)
+
+
+def scanned(q, k, plan):
+    ra.linear_attention(q, q, q, None, plan, scan="gather")
+
+
+@pytest.mark.parametrize("call", [trained, prefilled, scanned])
+def test_what_a_rank_sends_is_what_it_sends_among_so_many(call):
+    def bytes_of(mesh):
+        plan = folded(ra.plan(mesh, seq_len=64), 4)
+        before = plan.ring_axis.sent
+        call(torch.randn(1, 16, 4, 8), torch.randn(1, 16, 2, 8), plan)
+        return plan.ring_axis.sent - before
+
+    assert run(bytes_of, ring=2) == run(bytes_of, ring=4)[:2]
+
+
+@pytest.mark.parametrize("wrong", [{"processes": 3}, {"processes": 1}, {"processes": 2, "ulysses": 2}])
+def test_processes_that_cannot_play_all_ranks_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"processes={wrong['processes']} cannot play ranks=4"):
+        Options(ranks=4, **wrong)
+    assert processes_of(Options(ranks=4, processes=2)) == 2
