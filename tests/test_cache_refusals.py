@@ -274,6 +274,8 @@ def test_forward_mode_is_refused_also_after_a_good_call_of_that_shape(name):
         with pytest.raises(ValueError, match=f"{name} carries a tangent of forward-mode differentiation"):
             torch.func.jvp(lambda x, call=call: call(**{**given, name: x}), (given[name],), (given[name],))
         assert cache.lengths.tolist() == lengths
+    with pytest.raises(ValueError, match="v carries a tangent of forward-mode differentiation"):
+        torch.func.jvp(lambda v: cache.append(given["k"], v), (given["v"],), (given["v"],))
 
 
 def test_a_kernel_that_cannot_is_refused_before_the_cache_grows():

@@ -34,6 +34,7 @@ from ringattn.layout import Layout
 from ringattn.planning import Plan, dtype_name, hardware_of
 from ringattn.serving import BLOCK, Heads, Moves, Stripes, exchange_way, explained, prefill_moves
 from ringattn.spec import whole
+from ringattn.torch.check import of_tangents
 from ringattn.torch.chunk import Holder, landings
 
 STEP = 1024  # rows in which a decode's launch grows
@@ -126,7 +127,7 @@ class KVCache(serving.KVCache):
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Take in the next tokens, the same k and v [B, n, G, D] on every rank; each rank keeps its own."""
-        problem = of_arrays({"k": k, "v": v}, {}, self.plan) or self.problem(k, v, k.shape[1])
+        problem = of_arrays({"k": k, "v": v}, {}, self.plan) or of_tangents(k=k, v=v) or self.problem(k, v, k.shape[1])
         if problem:
             raise ValueError(problem)
         self.keep(k.detach(), v.detach(), k.shape[1])
