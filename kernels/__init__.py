@@ -41,6 +41,10 @@ class Problem:
     arch: tuple[int, int] | None = None  # a GPU's compute capability
     queries: int | None = None  # how many a batch row has, where that is known
 
+    def __str__(self) -> str:
+        dims = f"{self.heads} query and {self.kv_heads} key heads of {self.head_dim}, values of {self.value_dim}"
+        return f"{dims}, in {self.dtype} on {self.device}"
+
 
 @dataclass(frozen=True)
 class Kernel:

@@ -13,7 +13,7 @@ from ringattn import api
 from ringattn.cost import SAMPLED_ROWS, kv_heads_of_a_rank, seen_pairs
 from ringattn.launch.words import option
 from ringattn.mask import Mask, schedule_of
-from ringattn.planning import Plan, Target, factored, hardware_of
+from ringattn.planning import Plan, Target, factored
 from ringattn.schedule import Schedule
 from ringattn.spec import AttentionSpec, Docs
 
@@ -120,10 +120,10 @@ def routed(plan: Plan, schedule: Schedule) -> list[list[tuple[int, ...]]]:
 def blocks_at_once(plan: Plan) -> int:
     """How many blocks a step of the direct route brings forward."""
     shape = plan.shape(itemsize=4 if plan.device == "cpu" else 2)
-    if plan.together or shape is None:
+    if shape is None:
         return plan.together or 1
     kv_heads = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) // plan.groups_for(shape)
-    return hardware_of(plan.device).blocks_at_once(shape.kv_bytes(plan.keys.tokens.shard_len, kv_heads))
+    return plan.blocks_at_once(shape.kv_bytes(plan.keys.tokens.shard_len, kv_heads))
 
 
 def gathered(total: np.ndarray) -> list[str]:

@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ringattn.api import attention, decode, init_mesh, linear_attention, plan, prefill
+    from ringattn.api import attention, decode, init_mesh, linear_attention, merge, plan, prefill
     from ringattn.jax.aot import aot_report
-    from ringattn.kernels.partial import Partial, merge
+    from ringattn.kernels.partial import Partial
     from ringattn.planning import Plan
     from ringattn.serving import KVCache
     from ringattn.spec import AttentionSpec, Docs
@@ -32,7 +32,7 @@ PUBLIC = {
     "hf": "ringattn.torch.hf",
     "init_mesh": "ringattn.api",
     "linear_attention": "ringattn.api",
-    "merge": "ringattn.kernels.partial",
+    "merge": "ringattn.api",
     "nn": "ringattn.torch.nn",
     "plan": "ringattn.api",
     "prefill": "ringattn.api",

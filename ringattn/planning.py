@@ -381,7 +381,9 @@ def groups_report(plan: Plan, shape: Shape | None) -> list[str]:
         groups, why = plan.groups_for(shape), f"{plan.exchanged(shape) / 1e6:.1f} MB a rank"
     else:
         return ["heads exchanged in groups: say heads and head_dim to see how many"]
-    return [f"heads exchanged in {groups} group{'s' * (groups != 1)} ({why}): one travels while another is attended to"]
+    if groups == 1:
+        return [f"heads exchanged all at once ({why})"]
+    return [f"heads exchanged in {groups} groups ({why}): one travels while another is attended to"]
 
 
 def hardware_of(device: str) -> Hardware:

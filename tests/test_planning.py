@@ -108,11 +108,11 @@ def test_heads_are_exchanged_in_as_many_groups_as_save_time(kv_heads, groups, fa
         return run(lambda mesh: one(mesh, seq_len), ulysses=4)[0]
 
     assert f"heads exchanged in {groups} group" in explained(131072)
-    assert "heads exchanged in 1 group (" in explained(16384)
+    assert "heads exchanged all at once (" in explained(16384)
     slow = dataclasses.replace(HARDWARE["h200"], link=25e9)
     monkeypatch.setitem(HARDWARE, "h200", slow)
     assert f"heads exchanged in {far} group" in explained(131072)
-    assert "heads exchanged in 1 group (" in explained(1024)
+    assert "heads exchanged all at once (" in explained(1024)
 
 
 def test_groups_that_cannot_be_are_refused():

@@ -97,7 +97,7 @@ def settle(
     """Raise on all ranks alike if this call cannot be. A plain one whose like was right before is looked up."""
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
     kind = spec, docs, key_docs, *(x if x is None else (x.shape, x.dtype, x.device) for x in tensors.values())
-    unlike = docs is not None or key_docs is not None or any(map(check.has_tangent, (q, k, v)))
+    unlike = docs is not None or key_docs is not None or check.have_tangents(q, k, v, sinks)
     if not unlike and kind in plan.agreed:
         return
     problem = check.problem(q, k, v, plan, spec, docs, key_docs, sinks)

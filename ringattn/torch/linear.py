@@ -25,7 +25,7 @@ from ringattn.segments import BEFORE, WAYS, choose, order, segments
 from ringattn.spec import Docs
 from ringattn.torch import agree, states
 from ringattn.torch.attention import autocast
-from ringattn.torch.check import of_tensors
+from ringattn.torch.check import of_tangents, of_tensors
 from ringattn.torch.handles import docs_of, handle_of, numbered, spread, whole_on_one
 from ringattn.torch.library import differentiate, fake, op
 from ringattn.torch.sharding import local_positions, real_tokens
@@ -83,6 +83,7 @@ def problem(
     found = (
         of_linear(q, k, v, log_decay, plan, docs)
         or of_tensors(q, k, v)
+        or of_tangents(log_decay=log_decay, initial_state=initial_state)
         or of_scale(scale, q.shape[-1])
         or of_choice("kernel", kernel, ("auto", *(one.name for one in linear.TABLE)))
         or of_choice("scan", scan, ("auto", *WAYS))
