@@ -68,7 +68,7 @@ TABLE = {
     "sm80/16": SMALL._replace(states=Cut(64, 64, 4, 1), strong=Cut(16, 32, 4, 1)),
     "sm80/32": SINGLE,
     "sm100/16": SINGLE._replace(states=Cut(16, 32, 4, 1)),
-    "sm100/32": SINGLE._replace(states=Cut(16, 32, 4, 1), apply=Cut(16, 32, 4, 1)),
+    "sm100/32": SINGLE._replace(states=Cut(32, 16, 4, 1), apply=Cut(16, 32, 4, 1)),
     "gfx942/16": SMALL,
     "gfx942/32": SINGLE,
     "cpu/16": Cuts.alike(32, Cut(64, 64, 4, 1)),
