@@ -13,8 +13,10 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -73,7 +75,10 @@ def run(
                 mine, child = context.Pipe(duplex=False)
                 given = (child, function, args, rank, ranks, f"{folder}/store", backend, collective_timeout)
                 process = context.Process(target=work, args=given, daemon=True)
-                process.start()
+                with unheard(
+                    signal.SIGINT
+                ):  # Ctrl-C goes to all of a terminal's processes, and is this one's to answer
+                    process.start()
                 child.close()
                 pipes.append(mine)
                 started.append(process)
@@ -82,6 +87,20 @@ def run(
             for process in started:
                 process.kill()
                 process.join()
+
+
+@contextmanager
+def unheard(*signals: signal.Signals) -> Iterator[None]:
+    """Signals that processes started meanwhile are not given, nor those that they start; this one is, afterwards.
+
+    A terminal's Ctrl-C goes to all of its processes, and is the first one's to answer.
+    """
+    resource_tracker.ensure_running()  # which begins with the first process, and would lift the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def collect(pipes: list[Connection], deadline: float, grace: float = GRACE) -> list[Any]:

@@ -103,12 +103,9 @@ class Stopped(Exception):
 
 
 def serve(context: Any) -> None:
-    """Wait for the fork server, whose imports take seconds. Its ranks keep a SIGTERM for the one that will listen."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # inherited; trainer.Stop lifts it
-    try:
+    """Wait for the fork server, whose imports take seconds. Its ranks keep a SIGTERM until trainer.Stop listens."""
+    with processes.unheard(signal.SIGINT, signal.SIGTERM):
         forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     first = context.Process(target=os.getpid)
     first.start()
     first.join()

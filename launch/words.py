@@ -33,6 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; a wrong call is one sentence and exit status 2, and a reader that went away is no error."""
     try:
         return command(argv)
+    except KeyboardInterrupt:
+        print("ringattn: stopped", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         sys.stderr.close()  # or the interpreter complains about what it could not write
         return 1

@@ -1,6 +1,10 @@
 """Ranks that are processes of this machine: none is left behind."""
 
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -25,3 +29,15 @@ def test_if_a_rank_cannot_be_started_those_before_it_are_ended():
         run(print, 4, ForTwoRanks())
     assert ForTwoRanks.given == 3
     assert multiprocessing.active_children() == before
+
+
+def test_a_terminals_interrupt_is_answered_in_a_line_while_things_are_imported(tmp_path):
+    words = ["train", f"folder={tmp_path}", "run=a", "picture=false", "steps=2000"]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "ringattn", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    assert "writes to" in command.stdout.readline()  # from now on the fork server imports torch
+    os.killpg(command.pid, signal.SIGINT)
+    said, _ = command.communicate(timeout=60)
+    assert said.splitlines()[-1].startswith("stopped ") and "Traceback" not in said

@@ -23,7 +23,7 @@ from ringattn.planning import LIVE, Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
 from ringattn.torch.gather import gather_backward, gather_forward
-from ringattn.torch.handles import docs_of, handle_of, numbered, spread, whole_on_one
+from ringattn.torch.handles import constant, docs_of, handle_of, numbered, spread, whole_on_one
 from ringattn.torch.library import differentiate, fake, op
 from ringattn.torch.ring import (
     direct_backward,
@@ -106,7 +106,7 @@ def settle(
         agree.remember(plan, kind)
 
 
-@torch.compiler.assume_constant_result  # of numbers that are no symbols: a hash is none
+@constant
 def groups_of(plan: int, batch: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, itemsize: int) -> int:
     """In how many groups of heads a call goes. A compiled graph holds it as a constant."""
     return kept_groups(plan, batch, heads, kv_heads, head_dim, value_dim, itemsize)

@@ -4,6 +4,7 @@ A call without a plan is one device's, whose lengths are the tensors'. While a g
 no plan is made, and the op finds it when it runs.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,15 @@ from ringattn.planning import LIVE, Plan
 from ringattn.spec import Docs
 
 HELD: dict[int, Plan] = {}  # those that compiled graphs were made with, by number
+
+
+def constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled graph holds what the function gives as a constant. Its arguments may be no symbols: a hash is none.
+
+    torch.compiler.assume_constant_result says the same and imports torch's compiler for it, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 @lru_cache(maxsize=256)
@@ -43,7 +53,7 @@ def handle_of(plan: Any) -> int:
     """The plan's number, for an op; -1 for that of one device, which it finds by the tensors' lengths."""
     if not torch.compiler.is_compiling():
         return int(plan.handle)
-    return -1 if isinstance(plan, Alone) else held(hash(plan.handle))  # a hash is no symbol
+    return -1 if isinstance(plan, Alone) else int(held(hash(plan.handle)))
 
 
 def numbered(plan: int, seq_len: int, key_len: int) -> Plan:
@@ -55,7 +65,7 @@ def spread(plan: int) -> Any:
     return Alone(0, 0) if plan == -1 else LIVE[plan]
 
 
-@torch.compiler.assume_constant_result
+@constant
 def held(plan: int) -> int:
     """A number that a compiled graph holds as a constant; from here on the plan lives as long as the process.
 
