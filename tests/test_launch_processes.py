@@ -40,4 +40,4 @@ def test_a_terminals_interrupt_is_answered_in_a_line_while_things_are_imported(t
     assert "writes to" in command.stdout.readline()  # from now on the fork server imports torch
     os.killpg(command.pid, signal.SIGINT)
     said, _ = command.communicate(timeout=60)
-    assert said.splitlines()[-1].startswith("stopped ") and "Traceback" not in said
+    assert "stopped" in said.splitlines()[-1] and "Traceback" not in said
