@@ -2,7 +2,7 @@
 
     B batch   T this rank's tokens   H query heads   G key/value heads   D head dim   V value dim
 
-The op is one of torch's library (ringattn.torch.library), and plans and documents go in as numbers
+The op is told to torch directly (ringattn.torch.dispatch), and plans and documents go in as numbers
 (ringattn.torch.handles).
 """
 
@@ -22,9 +22,9 @@ from ringattn.mask import Mask
 from ringattn.planning import LIVE, Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
+from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.gather import gather_backward, gather_forward
 from ringattn.torch.handles import constant, docs_of, handle_of, numbered, spread, whole_on_one
-from ringattn.torch.library import differentiate, fake, op
 from ringattn.torch.ring import (
     direct_backward,
     direct_forward,

@@ -13,8 +13,8 @@ from ringattn.comms.axis import Axis
 from ringattn.planning import LIVE, Plan
 from ringattn.segments import Place, order, segments
 from ringattn.spec import Docs
+from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.handles import docs_of, handle_of, numbered, spread, whole_on_one
-from ringattn.torch.library import differentiate, fake, op
 from ringattn.torch.linear import begins
 from ringattn.torch.states import gathered
 

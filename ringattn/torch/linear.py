@@ -26,8 +26,8 @@ from ringattn.spec import Docs
 from ringattn.torch import agree, states
 from ringattn.torch.attention import autocast
 from ringattn.torch.check import of_tangents, of_tensors
+from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.handles import docs_of, handle_of, numbered, spread, whole_on_one
-from ringattn.torch.library import differentiate, fake, op
 from ringattn.torch.sharding import local_positions, real_tokens
 from ringattn.torch.ulysses import Real, cleared
 

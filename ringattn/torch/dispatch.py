@@ -1,6 +1,6 @@
 """Ops that torch knows: torch.compile sees one node, autograd one function, and the host loses little time.
 
-`torch.library.custom_op` says the same and takes the host 140 us more a call that trains (480, not 340, on a CPU): it
+torch's `custom_op` says the same and takes the host 140 us more a call that trains (480, not 340, on a CPU): it
 flattens lists of tensors as trees, fills in defaults and looks for aliases each time.
 """
 
