@@ -9,10 +9,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
-Tensors = tuple[Any, ...]
 Parcels = Mapping[int, Sequence[Any]]  # tensors to or from each of some ranks
 
 TRANSPORTS = ("auto", "symmetric", "group")
+
+
+class Parts(Sequence[Any]):
+    """Ranges of dim 1 of some tensors, tensor by tensor: views that are cut when somebody asks for them."""
+
+    def __init__(self, tensors: Sequence[Any], places: tuple[range, ...]):
+        self.tensors, self.places = tensors, places
+
+    def __len__(self) -> int:
+        return len(self.tensors) * len(self.places)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (x[:, at.start : at.stop : at.step] for x in self.tensors for at in self.places)
+
+    def __getitem__(self, i: Any) -> Any:
+        return list(self)[i]
 
 
 class Pending(Protocol):
@@ -99,6 +114,8 @@ class Axis(Protocol):
 
 def meanwhile(axis: Axis, work: Callable[[], T], out: Parcels, into: Parcels, what: str = "") -> tuple[T, Pending]:
     """`work()`, and a move that flies beside it. A device gets the work first: launching the move takes a while too."""
+    if not out and not into:
+        return work(), Done()
     since = axis.now()
     if since is None:
         pending = axis.move(out, into, what=what)

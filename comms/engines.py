@@ -14,6 +14,12 @@ OUT, IN = 0, 1  # the two lanes
 AID = 2  # a third one, which ends the waiting of the others
 
 
+class End(Pending, Protocol):
+    """When lanes are done: `wait` has the device wait for that, `settle` the host."""
+
+    def settle(self) -> None: ...
+
+
 class Lanes(Protocol):
     """Two queues of copies and signals, each done in its order."""
 
@@ -27,7 +33,10 @@ class Lanes(Protocol):
 
     def set(self, lane: int, flag: int, value: int = 1) -> None: ...
 
-    def finish(self) -> Pending:
+    def fill(self, lane: int, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a tensor that lies in one piece into one that lies in many."""
+
+    def finish(self) -> "End":
         """What waits for all that was started."""
 
     def now(self) -> Any: ...
@@ -74,13 +83,18 @@ class CopyEngines:
         if lane == AID:
             self.say(AID)
 
+    def fill(self, lane: int, to: torch.Tensor, source: torch.Tensor) -> None:
+        self.say(lane)
+        with self.apart(lane):
+            to.copy_(source)
+
     def say(self, lane: int) -> None:
         unsaid = self.unsaid[lane]
         if unsaid:
             self.driver("cuStreamBatchMemOp_v2", self.handles[lane], len(unsaid), b"".join(unsaid), 0)
             unsaid.clear()
 
-    def finish(self) -> Pending:
+    def finish(self) -> "Events":
         for lane in (OUT, IN):
             self.say(lane)
         return Events([stream.record_event() for stream in self.streams[:AID]], self.device)
@@ -118,6 +132,10 @@ class Events:
         stream = current_stream(self.device)
         for event in self.events:
             stream.wait_event(event)
+
+    def settle(self) -> None:
+        for event in self.events:
+            event.synchronize()
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:

@@ -1,5 +1,7 @@
 """Names and builds the mesh: data outermost, ring, and ulysses innermost, where the links are fastest."""
 
+import warnings
+from datetime import timedelta
 from math import prod
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringattn.comms.axis import Axis, Solo
 from ringattn.comms.local import LocalMesh
 from ringattn.comms.process_group import ProcessGroupAxis
-from ringattn.comms.symmetric import shared_axis
+from ringattn.comms.symmetric import over_nccl, shared_axis
 
 SPLIT: Any = WeakIdKeyDictionary()  # what each mesh was cut into
 
@@ -21,8 +23,8 @@ def init_mesh(
 ) -> DeviceMesh:
     """A DeviceMesh with axes data, ring and ulysses over all ranks; or data and sequence, which `plan` will factor.
 
-    Ranks must have been started (torchrun, or init_process_group). The default device is cuda where the ranks have
-    NCCL, else cpu.
+    Ranks must have been started (torchrun, or init_process_group, whose time-out holds along all axes). The default
+    device is cuda where the ranks have NCCL, else cpu.
     """
     sizes = {"data": data, "ring": ring, "ulysses": ulysses}
     if sequence is not None:
@@ -42,8 +44,10 @@ def init_mesh(
             raise ValueError(f"{said} needs {need} ranks, and {have} were started; make the product {have}")
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() and _has_nccl() else "cpu"
+    if device_type == "cuda" and dist.is_initialized():
+        take_gpu()
     try:
-        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     except ValueError as error:
         if dist.is_initialized():
             raise
@@ -51,6 +55,40 @@ def init_mesh(
             f"no ranks were started: run this under torchrun --nproc-per-node={need}, or call "
             "torch.distributed.init_process_group first; ringattn.comms.local.run has threads of one process for ranks"
         ) from error
+    limit_waiting(patience(dist.group.WORLD, device_type), mesh)
+    return mesh
+
+
+def take_gpu() -> None:
+    """Give this rank a GPU if nobody has: each its own, or where there are too few, some share one."""
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():
+        torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=dist.get_rank()) % torch.cuda.device_count())
+
+
+def patience(group: Any, device_type: str) -> timedelta | None:
+    """How long a group waits for a rank, if it says so: a fake one does not."""
+    try:
+        limit: timedelta = group._get_backend(torch.device(device_type)).options._timeout
+        return limit
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def limit_waiting(limit: timedelta | None, *meshes: DeviceMesh) -> None:
+    """Waiting longer than this for another rank, along any axis of these meshes, is an error.
+
+    Of itself torch gives the groups of a mesh a time-out of its own, of half an hour over gloo.
+    """
+    if limit is not None:
+        for group in (mesh.get_group(name) for mesh in meshes for name in axis_names(mesh)):
+            set_patience(limit, group)
+
+
+def set_patience(limit: timedelta, group: Any = None) -> None:
+    """Of one group, or of that of all ranks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps groups, which then keep their own limit
+        dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def _has_nccl() -> bool:
@@ -81,15 +119,23 @@ def axis(mesh: Any, name: str, transport: str = "auto") -> Axis:
         return mesh.axis(name)
     group = mesh.get_group(name)
     grouped = ProcessGroupAxis(group, name)
-    if transport == "group":
-        return grouped
-    shared = shared_axis(group, name, grouped if transport == "auto" else None)
-    if shared is None and transport == "symmetric":
+    on_gpus, nccl = mesh.device_type == "cuda", over_nccl(group)
+    if on_gpus and transport != "group":
+        shared = shared_axis(group, name, grouped if nccl and transport == "auto" else None)
+        if shared:
+            return shared
+    if transport == "symmetric":
         raise ValueError(
-            f"transport='symmetric' needs GPUs of one host that see each other's memory, and NCCL; the {name} axis "
-            f"({dist.get_backend(group)}) has not; use transport='group'"
+            f"transport='symmetric' needs GPUs of one host that see each other's memory; the {name} axis "
+            f"({dist.get_backend(group)}) has not; leave it out"
         )
-    return shared or grouped
+    if on_gpus and dist.get_backend(group) == "gloo":
+        raise ValueError(
+            f"gloo moves no GPU memory between the ranks of the {name} axis; start them with a GPU each and "
+            "init_process_group('nccl'), or to share GPUs with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 and without "
+            "transport='group'"
+        )
+    return grouped
 
 
 def axes(mesh: Any, transport: str = "auto") -> tuple[Axis, Axis]:
@@ -110,4 +156,6 @@ def cut(mesh: DeviceMesh, name: str, sizes: dict[str, int]) -> DeviceMesh:
     """A mesh like this one with groups of its own, which live as long as the process."""
     parts = [sizes if old == name else {old: axis_size(mesh, old)} for old in axis_names(mesh)]
     shape = {n: s for part in parts for n, s in part.items()}
-    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(*shape.values()), mesh_dim_names=tuple(shape))
+    made = DeviceMesh(mesh.device_type, mesh.mesh.reshape(*shape.values()), mesh_dim_names=tuple(shape))
+    limit_waiting(patience(mesh.get_group(name), mesh.device_type), made)
+    return made

@@ -21,7 +21,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 class Works:
     """Collective work in flight, and the tensors it reads and writes, which must live until it is done."""
 
-    def __init__(self, works: Sequence[Any], result: Any, held: Sequence[Tensor], lost: "Lost | None" = None):
+    def __init__(self, works: Sequence[Any], result: Any, held: Sequence[Any], lost: "Lost | None" = None):
         self.works, self.result, self.held, self.lost = works, result, held, lost
 
     def wait(self) -> Any:
@@ -60,6 +60,7 @@ class ProcessGroupAxis:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.by: str = dist.get_backend(group)
         self.cheap_words = self.by == "gloo"
+        self.on_gpus = torch.cuda.is_available() and not self.cheap_words  # a group may have a backend for each device
         self.hosts = 0 if self.cheap_words else hosts_of(group)
         self.hops = hop_group(group)
         self.far = far_group(group) if self.hosts > 1 else self.hops
@@ -77,12 +78,11 @@ class ProcessGroupAxis:
             works = dist.batch_isend_irecv(ops) if ops else []
         self.sent += sum(x.nbytes for _, x in outgoing)
         parted = [(x, place) for _, x, place in arriving if place is not x]
-        peers = [rank for each in (out, into) for rank, tensors in each.items() for _ in tensors]
-        return Then(Works(works, parted, [x for _, x in outgoing], Lost(self, peers, what)), unpack)
+        peers = [rank for each in (out, into) for rank, tensors in each.items() for _ in range(len(tensors))]
+        return Then(Works(works, parted, (out, outgoing), Lost(self, peers, what)), unpack)
 
     def now(self) -> Any:
-        on_gpus = torch.cuda.is_available() and not self.cheap_words  # a group may also have a backend for each device
-        return torch.cuda.current_stream().record_event() if on_gpus else None
+        return torch.cuda.current_stream().record_event() if self.on_gpus else None
 
     def rotate(
         self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""

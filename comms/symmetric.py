@@ -20,19 +20,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.comms.axis import Axis, Done, Parcels, Pending, Then, rotated
-from ringattn.comms.engines import AID, IN, OUT, CopyEngines, Lanes
+from ringattn.comms.axis import Axis, Done, Parcels, Parts, Pending, Then, rotated
+from ringattn.comms.engines import AID, IN, OUT, CopyEngines, End, Lanes
 from ringattn.comms.process_group import hosts_of
 
 SLOT = 16 * 2**20  # bytes
 SLOTS = 2
 HEAD = 4096  # bytes for the flags
+APART = 2**48  # bytes: more than a tensor has
 MANY = 8  # pieces: a tensor of more is packed first, which takes the host less time than as many copies
 
 KEPT: list[Any] = []  # windows live as long as the process: others see them
@@ -48,10 +49,11 @@ class Window:
 
     @staticmethod
     def bytes(size: int) -> int:
-        return HEAD + size * SLOTS * SLOT
+        return HEAD + (size - 1) * SLOTS * SLOT
 
     def slot(self, owner: int, receiver: int, slot: int) -> int:
-        return self.bases[owner] + HEAD + (receiver * SLOTS + slot) * SLOT
+        place = (receiver - owner - 1) % len(self.bases)  # nobody has one for itself
+        return self.bases[owner] + HEAD + (place * SLOTS + slot) * SLOT
 
     def full(self, receiver: int, sender: int, slot: int) -> int:
         return self.bases[receiver] + 8 * (sender * SLOTS + slot)
@@ -105,11 +107,39 @@ def count_pieces(x: Tensor) -> int:
     return 1 if x.is_contiguous() else len(x) * count_pieces(x[0])
 
 
-def batches(tensors: Sequence[Tensor]) -> Iterator[list[Piece]]:
-    """The pieces of some tensors, cut and grouped so that each group fills at most a slot."""
+class Laid(NamedTuple):
+    """The pieces of some tensors in batches, and which of them lie elsewhere: (tensor, where it is packed)."""
+
+    batches: list[list[Piece]]
+    moved: list[tuple[Tensor, Tensor]]
+
+
+def located(parts: Parts) -> list[list[Piece]] | None:
+    """The pieces of ranges in batches; None where some are too many. Cut once for tensors of the same shape."""
+    layout = layout_of(tuple([(x.dtype, x.shape, x.stride()) for x in parts.tensors]), parts.places, SLOT)
+    if layout is None:
+        return None
+    starts = [x.data_ptr() for x in parts.tensors]
+    return [[(starts[i] + at, size) for i, at, size in batch] for batch in layout]
+
+
+@lru_cache(maxsize=1024)
+def layout_of(kinds: tuple[Any, ...], places: tuple[range, ...], slot: int) -> list[list[tuple[int, int, int]]] | None:
+    """The batches of ranges of tensors like these as (tensor, bytes from its start, bytes)."""
+    found: list[Piece] = []
+    for i, (dtype, shape, stride) in enumerate(kinds):
+        parts = Parts([torch.empty_strided(shape, stride, dtype=dtype, device="meta")], places)
+        if not all(map(is_few, parts)):
+            return None
+        found += [(i * APART + at, size) for at, size in joined(parts)]  # a meta tensor begins at 0
+    return [[(*divmod(at, APART), size) for at, size in batch] for batch in batches(found)]
+
+
+def batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Pieces, cut and grouped so that each group fills at most a slot."""
     group: list[Piece] = []
     room = SLOT
-    for address, size in joined(tensors):
+    for address, size in pieces:
         while size >= room:
             yield [*group, (address, room)]
             address, size, group, room = address + room, size - room, [], SLOT
@@ -126,7 +156,7 @@ def joined(tensors: Sequence[Tensor]) -> list[Piece]:
     But for those of two allocations: a copy may not run from one into another, even where they lie side by side.
     """
     found: list[Piece] = []
-    end, last = 0, None
+    end, last = -1, None
     for x in tensors:
         for address, size in pieces_of(x):
             if address == end and allocation(x) == allocation(last):
@@ -205,15 +235,20 @@ class Watch:
 
 
 class Flight:
-    """A move in flight. What it reads and fills must live until it is waited for."""
+    """A move in flight. What lanes read and fill must live until then, and what is packed or unpacked there too."""
 
-    def __init__(self, end: Pending, watch: Watch, held: Any):
+    def __init__(self, end: End, watch: Watch, held: Any):
         self.end, self.watch, self.held = end, watch, held
 
     def wait(self) -> None:
         self.watch.check()
         self.end.wait()
         self.held = ()
+
+    def __del__(self) -> None:
+        """Nobody waited, for an error came first: the lanes are done with the memory before it is let go."""
+        if self.held and not sys.is_finalizing():
+            self.end.settle()
 
 
 class SymmetricAxis:
@@ -233,11 +268,10 @@ class SymmetricAxis:
         if not out and not into:
             return Done()
         self.lanes.start(since)
-        leaving = {id(tensors): [x if is_few(x) else self.packed(x) for x in tensors] for tensors in out.values()}
-        batched = {key: list(batches(tensors)) for key, tensors in leaving.items()}  # once for all who get the same
-        sends = {r: batched[id(tensors)] for r, tensors in out.items()}
-        arriving = {r: [x if is_few(x) else self.roomy(x) for x in tensors] for r, tensors in into.items()}
-        receives = {r: list(batches(tensors)) for r, tensors in arriving.items()}
+        leaving = {id(tensors): self.laid(tensors, self.packed) for tensors in out.values()}  # once for all who get it
+        sends = {r: leaving[id(tensors)].batches for r, tensors in out.items()}
+        arriving = {r: self.laid(tensors, self.roomy) for r, tensors in into.items()}
+        receives = {r: laid.batches for r, laid in arriving.items()}
         steps = sorted({(r - self.rank) % self.size for r in out} | {(self.rank - r) % self.size for r in into})
         for step in steps:  # the same order of pairs on every rank
             there, here = (self.rank + step) % self.size, (self.rank - step) % self.size
@@ -250,10 +284,11 @@ class SymmetricAxis:
                 self.watch.expect(OUT, there, what)
             if here in into:
                 self.watch.expect(IN, here, what)
+        for laid in arriving.values():
+            for x, y in laid.moved:
+                self.lanes.fill(IN, x, y)
         self.sent += sum(size for groups in sends.values() for group in groups for _, size in group)
-        flight = Flight(self.lanes.finish(), self.watch, (leaving, arriving))
-        parted = [(x, y) for r in into for x, y in zip(into[r], arriving[r], strict=True) if x is not y]
-        return Then(flight, lambda _: [x.copy_(y) for x, y in parted]) if parted else flight
+        return Flight(self.lanes.finish(), self.watch, (out, into, leaving, arriving))
 
     def now(self) -> Any:
         return self.lanes.now()
@@ -274,7 +309,8 @@ class SymmetricAxis:
     def all_gather(self, x: Tensor, dim: int = 0) -> Pending:
         result = self.room(x.shape, x, dim)
         places = result.chunk(self.size, dim)
-        pending = self.move(self.others([x] * self.size), self.others(places))
+        mine = [x]  # one list for all: packed once
+        pending = self.move({r: mine for r in range(self.size) if r != self.rank}, self.others(places))
         places[self.rank].copy_(x)
         return Then(pending, lambda _: result)
 
@@ -289,6 +325,14 @@ class SymmetricAxis:
 
     def over(self, transport: str) -> Axis:
         return self.group or self if transport == "group" else self
+
+    def laid(self, tensors: Sequence[Tensor], elsewhere: Callable[[Tensor], Tensor]) -> Laid:
+        """Where tensors lie; those that lie in many pieces, `elsewhere`."""
+        known = located(tensors) if isinstance(tensors, Parts) else None
+        if known is not None:
+            return Laid(known, [])
+        pairs = [(x, x if is_few(x) else elsewhere(x)) for x in tensors]
+        return Laid(list(batches(joined([y for _, y in pairs]))), [(x, y) for x, y in pairs if x is not y])
 
     def packed(self, x: Tensor) -> Tensor:
         with self.lanes.apart(OUT):
@@ -312,11 +356,11 @@ class SymmetricAxis:
 
 
 def shared_axis(group: dist.ProcessGroup, name: str, other: Axis | None = None) -> SymmetricAxis | None:
-    """The axis of a group whose GPUs all see each other's memory; None for others. Every rank must ask.
+    """The axis of a group of GPU ranks that all see each other's memory; None for others. Every rank must ask.
 
     `other` is the axis over the group itself, for what goes sooner there.
     """
-    if "nccl" not in dist.get_backend(group) or hosts_of(group) != 1:  # it may also have gloo, for CPUs
+    if hosts_of(group) != 1:
         return None
     connection = connect(group)
     return connection and SymmetricAxis(*connection, partial(gather_words, group), name, other)
@@ -329,7 +373,9 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
 
     device = torch.device("cuda", torch.cuda.current_device())
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    if not all(gather_words(group, reaches_all(size))):
+    here = gather_words(group, (device.index, reaches_all()))
+    shared = len({gpu for gpu, _ in here}) < size  # ranks that see one GPU each, or, as gloo lets them, share one
+    if not all(reaches for _, reaches in here) or (shared and over_nccl(group)):
         return None
     problem = None
     try:
@@ -356,7 +402,8 @@ def agreed(group: dist.ProcessGroup, problem: str | None) -> bool:
     """Whether some rank has a problem, which all are told."""
     problems = [p for p in gather_words(group, problem) if p]
     if problems:
-        warnings.warn(f"NCCL moves everything, since GPU memory cannot be shared here: {problems[0]}", stacklevel=3)
+        instead = "NCCL moves everything" if over_nccl(group) else "nothing can be moved"
+        warnings.warn(f"{instead}, since GPU memory cannot be shared here: {problems[0]}", stacklevel=3)
     return bool(problems)
 
 
@@ -373,10 +420,14 @@ def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
     return None
 
 
-def reaches_all(size: int) -> bool:
+def reaches_all() -> bool:
     """Whether this process's GPU can read the memory of all others that are here."""
     here, count = torch.cuda.current_device(), torch.cuda.device_count()
-    return count >= size and all(torch.cuda.can_device_access_peer(here, i) for i in range(count) if i != here)
+    return all(torch.cuda.can_device_access_peer(here, i) for i in range(count) if i != here)
+
+
+def over_nccl(group: dist.ProcessGroup) -> bool:
+    return "nccl" in dist.get_backend(group)  # it may also have gloo, for CPUs
 
 
 def gather_words(group: dist.ProcessGroup, words: Any) -> list[Any]:

@@ -107,7 +107,7 @@ class Train:
     save_every: int = key(0, "steps between checkpoints, the last step's beside them; 0: only when a SIGTERM asks")
     keep: int = key(2, "checkpoints kept")
     eval_every: int = key(0, "steps between evaluations; 0 for one at the end")
-    log_every: int = key(1, "steps between lines of the log")
+    log_every: int | None = key(None, "a line every so many steps; null: each step in metrics.jsonl, on no terminal 50")
     reference: bool = key(True, "also train on one rank, and measure memory at shorter sequences, for the picture")
     picture: bool = key(True, "draw the loss and the memory at the end, where matplotlib is installed")
     profile: bool = key(False, "a profiler trace of steps 2 to 4")

@@ -52,7 +52,7 @@ class Kernel:
 
     name: str
     module: str
-    told: tuple[str, ...] = ()  # devices on which it runs only when it is named: it would be slow there
+    told: tuple[str, ...] = ()  # devices on which it is asked only when it is named: there it is slow, or not at all
     tiles: bool = False  # it runs full and causal rectangles only
 
     def load(self) -> Any:
@@ -62,8 +62,10 @@ class Kernel:
         """Why this kernel cannot serve the problem, or None when it can."""
         try:
             module = self.load()
-        except ImportError as error:
-            return f"{error.name or error} is not installed"
+        except ModuleNotFoundError as error:
+            return f"{error.name} is not installed"
+        except Exception as error:  # one broken package is no reason that the others do not serve
+            return f"cannot be imported: {type(error).__name__}: {error}"
         check: Callable[[Problem], str | None] | None = getattr(module, "refuses", None)
         return check(problem) if check else None
 
@@ -75,9 +77,9 @@ class Kernel:
 TABLE = (
     Kernel("decode", "ringattn.kernels.triton.decode", told=("cpu",)),
     Kernel("triton", "ringattn.kernels.triton", told=("cpu",)),
-    Kernel("cudnn", "ringattn.kernels.vendor.cudnn", tiles=True),
-    Kernel("fa4", "ringattn.kernels.vendor.fa4", tiles=True),
-    Kernel("flash", "ringattn.kernels.vendor.flash", tiles=True),
+    Kernel("cudnn", "ringattn.kernels.vendor.cudnn", told=("cpu",), tiles=True),
+    Kernel("fa4", "ringattn.kernels.vendor.fa4", told=("cpu",), tiles=True),
+    Kernel("flash", "ringattn.kernels.vendor.flash", told=("cpu",), tiles=True),
     Kernel("sdpa_cpu", "ringattn.kernels.vendor.sdpa_cpu", tiles=True),
     Kernel("tiled", "ringattn.kernels.tiled", told=("cuda",)),
     Kernel("reference", "ringattn.kernels.reference", told=("cuda",)),
@@ -94,11 +96,11 @@ def select(problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TAB
     """The kernel called `impl`, or with "auto" the first of the table that serves the problem and is not slow there."""
     if impl != "auto" and impl not in (k.name for k in table):
         raise ValueError(f"kernel={impl!r}: choose one of auto, {', '.join(k.name for k in table)}")
-    reasons = refusals(problem, table)
     asked = [k for k in table if k.name == impl or (impl == "auto" and problem.device not in k.told)]
-    for kernel in asked:
-        if reasons[kernel.name] is None:
+    for kernel in asked:  # one after the other: what comes behind the chosen one is not even imported
+        if kernel.refuses(problem) is None:
             return kernel
+    reasons = refusals(problem, table)
     why = [f"{k.name}: {reasons[k.name]}" for k in asked]
     others = [k for k in table if reasons[k.name] is None]
     slow = " (slow on this device)"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from ringattn.conf import compose, schema
 from ringattn.conf.schema import Train
+from ringattn.launch.processes import sentence
 
 USAGE = """usage: ringattn train [group=choice ...] [key=value ...]    (or torchrun ... -m ringattn.launch.train ...)
 
@@ -38,12 +39,11 @@ def run(words: list[str], task: Callable[[Train], int], rank: int = 0, started: 
                 "a sweep starts many runs, and the ranks of one run are already started; sweep outside torchrun"
             )
         configs = compose.composed(asked)
-    except ModuleNotFoundError as error:
-        if error.name not in ("hydra", "omegaconf", "yaml"):
+    except (ImportError, ValueError) as error:
+        said = sentence(error)
+        if said is None:
             raise
-        return complain("Hydra is not installed; in the checkout: pip install '.[train]'", rank)
-    except ValueError as error:
-        return complain(str(error), rank)
+        return complain(said, rank)
     if asked.cfg:
         for _, config in configs if rank == 0 else ():
             print(compose.as_yaml(config), end="")

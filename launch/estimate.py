@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ringattn.conf.schema import Model, Train
 from ringattn.launch import model
+from ringattn.torch.pieces import LOGITS, tokens_at_once
 
 STATE = 16  # bytes of a weight, its gradient and its two moments, in float32
 GRADIENT = 4  # of them, what is not there yet where backward begins
@@ -46,7 +47,7 @@ def needs(config: Train, decoder: model.Decoder, local_len: int, ranks: int) -> 
     weights = sum(p.numel() for p in decoder.parameters())
     block = sum(p.numel() for p in decoder.blocks[0].parameters())
     whole = 3 * itemsize + 4  # a part's weights and the next one's, whole, its gradient, and that in float32
-    logits = m.vocab * min(tokens, config.batch * model.tokens_at_once(model.LOGITS, m.vocab, config.batch))
+    logits = m.vocab * min(tokens, config.batch * tokens_at_once(LOGITS, m.vocab, config.batch))
     return Needs(
         state=STATE * weights / ranks,
         gradients=GRADIENT * weights / ranks,

@@ -87,27 +87,40 @@ def process_began() -> float:
         return time.time()
 
 
-class Bar:
-    """One line on the terminal that is written again and again; a line each time where it is not a terminal."""
+def mfu_words(share: float) -> list[str]:
+    """The share of the flops that could be, in words; a small model has next to none, which is not said."""
+    return [f"MFU {share:.0%}"] if share >= 0.005 else []
 
-    def __init__(self, steps: int, stream: Any = None):
+
+class Bar:
+    """One line on the terminal that is written again and again; where there is none a line every so many steps."""
+
+    def __init__(self, steps: int, every: int | None = None, stream: Any = None):
         self.steps, self.stream = steps, stream or sys.stderr
         self.live = self.stream.isatty()
+        self.every = every or (1 if self.live else -(-steps // 50))
         self.started = time.monotonic()
         self.first: int | None = None
 
     def show(self, step: int, row: dict[str, Any]) -> None:
-        self.first = step - 1 if self.first is None else self.first
+        if self.first is None:
+            self.first = step - 1
+        elif step % self.every and step < self.steps:
+            return
         left = (time.monotonic() - self.started) / max(1, step - self.first) * (self.steps - step)
-        text = (
-            f"{step}/{self.steps}  loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s  "
-            f"MFU {row['mfu']:.0%}  {row['memory_mib']:,.0f} MiB  {left:.0f} s left"
-        )
-        width = shutil.get_terminal_size().columns - 1
-        cells = max(0, min(20, width - len(text) - 3))  # the bar takes what the numbers leave
-        done = round(cells * step / self.steps)
-        text = f"[{'#' * done}{'.' * (cells - done)}] {text}"
-        self.stream.write(f"\r{text[:width]:<{width}}" if self.live else f"{text}\n")
+        text = "  ".join([
+            f"{step:>{len(str(self.steps))}}/{self.steps}", f"loss {row['loss']:.4f}",
+            f"{row['tokens_per_second']:,.0f} tokens/s", *mfu_words(row["mfu"]), f"{row['memory_mib']:,.0f} MiB",
+            f"{left:.0f} s left",
+        ])  # fmt: skip
+        if self.live:
+            width = shutil.get_terminal_size().columns - 1
+            cells = max(0, min(20, width - len(text) - 3))  # the bar takes what the numbers leave
+            done = round(cells * step / self.steps)
+            text = f"[{'#' * done}{'.' * (cells - done)}] {text}"[:width]
+            self.stream.write(f"\r{text:<{width}}")
+        else:
+            self.stream.write(f"{text}\n")
         self.stream.flush()
 
     def close(self) -> None:

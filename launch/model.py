@@ -6,7 +6,7 @@ B batch   T this rank's tokens   C width   V vocabulary
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -21,9 +21,9 @@ from ringattn.conf.schema import Model
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.nn import Attention, GatedLinearAttention
+from ringattn.torch.pieces import LOGITS, in_pieces, tokens_at_once
 
 AT_ONCE = 2**30  # numbers of a gate, where memory comes first
-LOGITS = 2**28  # of so many numbers at once
 
 
 class SwiGLU(nn.Module):
@@ -42,19 +42,6 @@ class SwiGLU(nn.Module):
 
     def of(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-def tokens_at_once(numbers: int, width: int, batch: int) -> int:
-    """Of how many tokens a tensor of that width has at most so many numbers."""
-    return max(1, numbers // (width * batch))
-
-
-def in_pieces(function: Callable[..., Tensor], tokens: int, *given: Tensor) -> Tensor:
-    """`function` of so many tokens at once. Backward computes each piece again, when its turn comes."""
-    if given[0].shape[1] <= tokens:
-        return function(*given)
-    pieces = zip(*(x.split(tokens, 1) for x in given), strict=True)
-    return torch.cat([checkpoint(function, *piece, use_reentrant=False) for piece in pieces], 1)
 
 
 class Block(nn.Module):

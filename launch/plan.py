@@ -6,6 +6,7 @@ travels; docs=LENGTHS counts packed documents.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,11 +34,24 @@ class Options:
     strategy: str = option("auto", "auto, ring, gather or ulysses")
     layout: str = option("auto", "auto, contiguous, striped or zigzag")
     kernel: str = option("auto", "auto, or the name of a kernel")
+    hosts: int = option(1, "on how many hosts the ring lies, one after the other with as many ranks on each")
+    route: str = option("auto", "auto, direct, relay or levels: how blocks of keys reach the ranks of a ring")
+    together: int | None = option(None, "how many blocks a step of the direct route brings")
+    transport: str = option("auto", "auto, symmetric (GPUs of one host share memory) or group (NCCL, gloo)")
+    backward: str = option("auto", "auto, keys or queries: what travels in backward on the direct route")
+    groups: int | None = option(None, "in how many groups of heads Ulysses and gather exchange")
     causal: bool = option(True, "whether a query sees no later key")
     window: int | None = option(None, "how many keys a query sees at most")
     docs: tuple[int, ...] | None = option(None, "lengths of packed documents; the rest is padding", least=0)
     device: str = option("cuda", "cuda or cpu: whose speeds and kernels to assume")
     dtype: str | None = option(None, "bfloat16 on cuda and float32 on cpu, if not said")
+
+
+class Link(NamedTuple):
+    """What a plan asks of an axis whose ranks are not there."""
+
+    by: str
+    hosts: int
 
 
 def run(options: Options) -> int:
@@ -64,8 +78,9 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
     if options.device not in ("cuda", "cpu"):
         raise ValueError(f"device={options.device!r}: choose cuda, for GPUs, or cpu")
     sizes = factored(options.sequence) if options.sequence else [(options.ring, options.ulysses)]
+    link = Link(moves(options), options.hosts)
     return api.plan(
-        Target(options.device, sizes, lambda ring, ulysses: None),
+        Target(options.device, sizes, lambda ring, ulysses: (link, link)),
         seq_len=options.seq_len,
         key_len=options.key_len,
         heads=(options.heads[0], options.heads[-1]),
@@ -76,9 +91,24 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
         strategy=options.strategy,
         layout=options.layout,
         kernel=options.kernel,
-        hosts=1,
+        hosts=options.hosts,
+        route=options.route,
+        together=options.together,
+        transport=options.transport,
+        backward=options.backward,
+        groups=options.groups,
         dtype=options.dtype,
     )
+
+
+def moves(options: Options) -> str:
+    """What moves the blocks of a ring there, where GPUs of one host see each other's memory."""
+    shared = options.device == "cuda" and options.hosts == 1
+    if options.transport == "symmetric" and not shared:
+        raise ValueError("transport=symmetric needs GPUs of one host; say device=cuda hosts=1, or transport=group")
+    if options.device == "cpu":
+        return "gloo"
+    return "symmetric memory" if shared and options.transport != "group" else "nccl"
 
 
 def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:

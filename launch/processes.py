@@ -20,8 +20,21 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's word for ranks that share a GPU, which gloo lets them
 GRACE = 1.5  # seconds the others have to end by themselves after the first error
 MOST = max(64, 4 * (os.cpu_count() or 1))  # ranks on one machine
+EXTRAS = {
+    "matplotlib": "plot",
+    "hydra": "train",
+    "omegaconf": "train",
+    "jax": "jax",
+    "ray": "ray",
+    "transformers": "hf",
+}
+CLOSED = (  # what is said of a rank that is gone; the last one under TORCH_DISTRIBUTED_DEBUG=DETAIL
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
+    "failed to pass monitoredBarrier",
+)  # fmt: skip
 BAD = (ValueError, NotImplementedError, OSError)  # what is said in one sentence, without a traceback
 
 
@@ -42,8 +55,11 @@ def sentence(error: BaseException) -> str | None:
     if isinstance(error, RankError):
         name, _, text = error.summary.partition(": ")
         kind = getattr(builtins, name, None)  # type: ignore[assignment]
-    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("ringattn"):
-        return f"{error.name} is not installed (in the checkout: pip install '.[dev]')"
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package != "ringattn":
+        return f"{package} is not installed (in the checkout: pip install '.[{EXTRAS.get(package, 'dev')}]')"
+    if isinstance(error, ImportError) and package not in ("", "ringattn"):
+        return f"{package} is here and cannot be imported ({text}); install it again"
     return text if isinstance(kind, type) and issubclass(kind, BAD) and not issubclass(kind, ConnectionError) else None
 
 
@@ -82,7 +98,7 @@ def run(
                 child.close()
                 pipes.append(mine)
                 started.append(process)
-            return collect(pipes, time.monotonic() + (timeout or math.inf), grace)
+            return collect(pipes, started, time.monotonic() + (timeout or math.inf), grace)
         finally:
             for process in started:
                 process.kill()
@@ -103,7 +119,7 @@ def unheard(*signals: signal.Signals) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def collect(pipes: list[Connection], deadline: float, grace: float = GRACE) -> list[Any]:
+def collect(pipes: list[Connection], started: list[Any], deadline: float, grace: float = GRACE) -> list[Any]:
     """Every rank's result, or the first error once the others had a moment to say theirs."""
     results: dict[int, Any] = {}
     errors: dict[int, RankError] = {}
@@ -117,7 +133,7 @@ def collect(pipes: list[Connection], deadline: float, grace: float = GRACE) -> l
             try:
                 good, value = pickle.loads(waiting.pop(rank).recv_bytes())
             except EOFError:
-                good, value = False, ("ended without a word (killed?)", "")
+                good, value = False, (f"ended without a word: {end_of(started[rank])}", "")
             if good:
                 results[rank] = value
             else:
@@ -130,11 +146,24 @@ def collect(pipes: list[Connection], deadline: float, grace: float = GRACE) -> l
     return [results[rank] for rank in range(len(pipes))]
 
 
+def end_of(process: Any) -> str:
+    """How a process ended, which closed its pipe just now."""
+    process.join(GRACE)
+    code = process.exitcode
+    if code is None:
+        return "its pipe closed, and it still runs"
+    if code >= 0:
+        return f"exit status {code}"
+    name = f" ({signal.Signals(-code).name})" if -code in set(signal.Signals) else ""  # real-time signals have none
+    return f"killed by signal {-code}{name}"
+
+
 def root_cause(errors: dict[int, RankError]) -> RankError:
-    """The error that is not just news of another rank's death."""
-    secondhand = ("Connection closed by peer", "Connection reset by peer", "ConnectionError", "ended without a word")
-    own = [e for e in errors.values() if not any(word in e.summary for word in secondhand)]
-    return (own or list(errors.values()))[0]
+    """The error that is not just news of another rank's death: what a rank says of itself, else a death."""
+    news = [e for e in errors.values() if "ConnectionError" in e.summary or any(word in e.summary for word in CLOSED)]
+    deaths = [e for e in errors.values() if "ended without a word" in e.summary]
+    own = [e for e in errors.values() if e not in news and e not in deaths]
+    return (own or deaths or news)[0]
 
 
 def work(
@@ -147,6 +176,7 @@ def work(
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault(SHARING, "1")
     torch.set_num_threads(1)
     try:
         if "nccl" in backend:

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -139,14 +138,6 @@ def passed_on(*signals: signal.Signals) -> Iterator[Callable[[], None]]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for s, handler in before.items():
             signal.signal(s, handler)
-
-
-def limit_waiting(seconds: float, *meshes: Any) -> None:
-    """Waiting longer than this for another rank, along any axis of these meshes, is an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps groups, which then keep their own limit
-        for group in (None, *(mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names)):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def words_group(seconds: float) -> Any:

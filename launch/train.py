@@ -73,7 +73,7 @@ def here(config: Train, began: float | None = None) -> int:
         said = processes.sentence(error)
         print(f"ringattn train: {said or error}", file=sys.stderr)
         if said is None and folder is not None and checkpoints_of(folder):
-            print(f"go on with run={folder.name} resume=auto", file=sys.stderr)
+            print(again(config, folder), file=sys.stderr)
         return 1 if said is None else 2
     return 0
 
@@ -121,7 +121,8 @@ def under_torchrun(config: Train, began: float | None = None) -> int:
         if bad is not None:
             configured.complain(said, rank)
         else:
-            print(f"ringattn train: rank {rank}: {type(error).__name__}: {said}", file=sys.stderr, flush=True)
+            kind = "" if isinstance(error, ConnectionError) else f"{type(error).__name__}: "
+            print(f"ringattn train: rank {rank}: {kind}{said}", file=sys.stderr, flush=True)
         os._exit(1 if bad is None else 2)  # other ranks may hang in a collective: do not wait for them
     return 0
 
@@ -207,6 +208,12 @@ def shared_folder(config: Train) -> Path:
     return Path(sent[0]["folder"])
 
 
+def again(config: Train, folder: Path) -> str:
+    """How to go on with a run: what its words said of model and data must be said again."""
+    where = f"folder={config.folder} " * (config.folder != Train().folder)
+    return f"go on with the same words and {where}run={folder.name} resume=auto"
+
+
 def plural(ranks: int) -> str:
     return f"{ranks} rank{'s' * (ranks > 1)}"
 
@@ -219,9 +226,7 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
     }  # those beyond are of an attempt that went further, and was given up
     main, *others = (columns_of(r) for r in rows.values())
     if summary["stopped"]:
-        print(
-            f"stopped after step {summary['step']} of {config.steps}, saved; go on with run={folder.name} resume=auto"
-        )
+        print(f"stopped after step {summary['step']} of {config.steps}, saved; {again(config, folder)}")
         return
     if not main["loss"]:
         print(f"nothing to train: already at step {summary['step']} of {config.steps}; say steps=N to go on")
@@ -231,8 +236,13 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
         f"loss {main['loss'][0]:.4f} -> {main['loss'][-1]:.4f} in {len(main['loss'])} steps"
         + (f", {summary['held_out']:.4f} on held-out text" if "held_out" in summary else "")
         + f"; single tokens have an entropy of {summary['entropy']:.4f}",
-        f"{np.median(main['tokens_per_second']):,.0f} tokens/s, MFU {np.median(main['mfu']):.0%}, "
-        f"rank 0 held {max(main['memory_mib']):,.0f} MiB at most"
+        ", ".join(
+            [
+                f"{np.median(main['tokens_per_second']):,.0f} tokens/s",
+                *metrics.mfu_words(float(np.median(main["mfu"]))),
+                f"rank 0 held {max(main['memory_mib']):,.0f} MiB at most",
+            ]
+        )
         + (f", first step after {summary['first_step']:.1f} s" if trained else "; nothing was left to train"),
     ]
     for other in others:
@@ -241,7 +251,7 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
     new = trained or not (folder / "picture.png").exists()
     drawn = metrics.picture(folder, rows, summary["entropy"]) if config.picture and new else None
     if config.picture and new and drawn is None:
-        lines.append("no picture: matplotlib is not installed (in the checkout: pip install '.[train]')")
+        lines.append("no picture: matplotlib cannot be imported (in the checkout: pip install '.[plot]')")
     lines.append(f"written to {folder}" + (f", picture {drawn}" if drawn else ""))
     if not checkpoints_of(folder):
         lines.append("no weights were kept; save_every=N saves them every N steps and at the end")

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ringattn.comms import mesh as meshes
 from ringattn.conf.schema import Train
 from ringattn.launch import bench, data, estimate, metrics, model, torchrun
 from ringattn.launch.checkpoint import Checkpoints, complete, load, matching
+from ringattn.launch.processes import CLOSED
 from ringattn.planning import Plan, Target
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.loss import token_mean
@@ -88,12 +90,24 @@ def work(
             evaluate(job, log)
             if config.reference and job.step > begun:
                 probe_memory(job, log)
+    except RuntimeError as error:
+        said = in_words(error, job.step)
+        if said is None:
+            raise
+        raise said from None
     finally:
         if log:
             log.close()
     if config.snapshot and device.type == "cuda" and rank0:
         torch.cuda.memory._dump_snapshot(str(job.folder / "memory.pickle"))
     return {"stopped": stopped, "step": job.step, "entropy": data.unigram_entropy(job.windows.corpus), **job.seconds}
+
+
+def in_words(error: RuntimeError, step: int) -> ConnectionError | None:
+    """In words what gloo or NCCL say where another rank is gone; the ring has words of its own."""
+    if not any(word in str(error) for word in CLOSED):
+        return None
+    return ConnectionError(f"another rank was lost after step {step}: its connection closed")
 
 
 def prepare(config: Train, folder: Path, device: torch.device) -> Job:
@@ -103,7 +117,9 @@ def prepare(config: Train, folder: Path, device: torch.device) -> Job:
     windows = data.windows(corpus, config.data, config.seq_len, config.seed)
     mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses, device_type=device.type)
     everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
-    torchrun.limit_waiting(config.cluster.timeout, mesh, everyone)
+    limit = timedelta(seconds=config.cluster.timeout)
+    meshes.set_patience(limit)
+    meshes.limit_waiting(limit, mesh, everyone)
     there = device.type == config.device
     plan = api.plan(
         mesh if there else Target(config.device, [(s.ring or 1, s.ulysses)], lambda ring, ulysses: None),
@@ -136,7 +152,7 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Sto
     """Steps until the last one, or until a rank was told to stop; returns whether that was it."""
     config, memory = job.config, metrics.Memory(job.device)
     peak = metrics.peak_flops(job.device) * dist.get_world_size()
-    bar = metrics.Bar(config.steps) if log else None
+    bar = metrics.Bar(config.steps, config.log_every) if log else None
     memory.reset()
     with profiler(job) as trace:
         while job.step < config.steps:
@@ -150,7 +166,7 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Sto
                     checkpoints.copy(job.decoder, job.optimizer)  # only so that no step waits for the memory
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of step {job.step} is {loss}; lower optimizer.lr={config.optimizer.lr}")
-            if log and bar and (job.step % config.log_every == 0 or job.step == config.steps):
+            if log and bar and (job.step % (config.log_every or 1) == 0 or job.step == config.steps):
                 row = {
                     "kind": "step", "step": job.step, "loss": loss, "norm": norm,
                     "lr": job.optimizer.param_groups[0]["lr"], "seconds": seconds,

@@ -4,6 +4,7 @@ And that gated linear attention equals its recurrence: out, the state behind the
     ringattn verify                                            4 ranks as threads of this process
     ringattn verify backend=gloo ranks=2 cases=docs,window     real processes, some of the cases
     ringattn verify backend=nccl device=cuda dtype=bfloat16    one rank a GPU
+    ringattn verify backend=gloo device=cuda                   4 ranks on the GPUs that are here, even one
     torchrun --nproc-per-node=4 -m ringattn verify             the ranks that were started
 
 Runs the tests' list of cases on every strategy and layout that this number of ranks allows, with NaN in the padding.
@@ -92,9 +93,11 @@ def run(options: Options) -> int:
 
 def joined(options: Options) -> Options:
     """The options as torchrun's ranks have them: their number, and the backend of their device."""
+    backend, here = "gloo", torch.cuda.device_count()
     if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    backend = "nccl" if options.device == "cuda" else "gloo"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % here)
+        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= here else "gloo"
+        os.environ.setdefault(processes.SHARING, "1")
     dist.init_process_group(backend)
     return replace(options, ranks=dist.get_world_size(), backend=backend)
 
@@ -111,14 +114,12 @@ def wrong(options: Options) -> str | None:
         return f"kernel={options.kernel!r}: choose one of auto, {', '.join(known)}"
     if options.ranks < 1:
         return f"ranks={options.ranks}: at least 1"
-    if (options.backend == "nccl") != (options.device == "cuda") and options.backend != "threads":
-        return (
-            f"backend={options.backend} does not move tensors on {options.device}; gloo goes with cpu, nccl with cuda"
-        )
+    if options.backend == "nccl" and options.device != "cuda":
+        return f"backend=nccl does not move tensors on {options.device}; use backend=gloo, or device=cuda"
     if options.device == "cuda" and not torch.cuda.is_available():
         return "device=cuda, and torch sees no GPU; use device=cpu"
     if options.backend == "nccl" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", options.ranks)):
-        return f"ranks={options.ranks} need as many GPUs, and torch sees {torch.cuda.device_count()}"
+        return f"ranks={options.ranks} need as many GPUs, and torch sees {torch.cuda.device_count()}; gloo shares them"
     if not chosen(options):
         names = ", ".join(case.name for case in (*FEATURES, *linear_oracle.FEATURES))
         return f"cases={','.join(options.cases)} matches none of {names}"

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import ringattn
 from ringattn.conf.schema import nearest
 from ringattn.launch.processes import sentence
 
@@ -46,6 +47,9 @@ def command(argv: list[str] | None) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
+    if argv[0] == "--version":
+        print(f"ringattn {ringattn.__version__}")
+        return 0
     name, words = argv[0], argv[1:]
     if name not in COMMANDS:
         print(f"ringattn: no command {name!r}{nearest(name, COMMANDS)}\n\n{overview()}", file=sys.stderr)
@@ -77,7 +81,7 @@ def answer(name: str, work: Callable[[], int | None]) -> int:
 
 def overview() -> str:
     rows = [f"  {name:<8} {what}" for name, what in COMMANDS.items()]
-    return "\n".join(["usage: ringattn NAME [key=value ...]    (ringattn NAME --help)", "", *rows])
+    return "\n".join(["usage: ringattn NAME [key=value ...]    (ringattn NAME --help; ringattn --version)", "", *rows])
 
 
 def usage(name: str, module: types.ModuleType) -> str:
@@ -179,4 +183,7 @@ def default_of(field: Any) -> Any:
 
 
 def show(value: Any) -> str:
+    """A value as it is said."""
+    if value is None:
+        return "null"
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -303,7 +303,8 @@ def plan(
         route = "relay" if hosts is None else route_over(best.hosts, best.ring)
     sizes = shape.backward_bytes(best.ring) if shape else None
     if backward == "auto":
-        backward = min(sizes, key=lambda name: sizes[name]) if sizes and route == "direct" else "keys"
+        free = sizes if route == "direct" and best.strategy != "gather" else None
+        backward = min(free, key=lambda name: free[name]) if free else "keys"
     best = replace(best, route=route, backward=backward)
     report += [*route_report(best, sizes), *groups_report(best, shape), *kernel_report(best, shape, spec, dtype)]
     return replace(best, report=tuple(report))

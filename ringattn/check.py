@@ -6,13 +6,12 @@ dtype or a device is checked in ringattn.torch and ringattn.jax.
 
 import sys
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from ringattn.planning import Plan, dtype_name, groups_problem, heads_problem
-from ringattn.spec import AttentionSpec, Docs, whole
+from ringattn.spec import AttentionSpec, Docs, is_positive, whole
 
 PACKED = Docs, "say Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
 WORDS = {
@@ -254,7 +253,7 @@ def of_linear(
 
 
 def of_scale(scale: float | None, key_dim: int) -> str | None:
-    if scale is None or (isinstance(scale, Real) and 0 < scale < float("inf")):
+    if scale is None or is_positive(scale):
         return None
     return f"scale={scale!r}: must be a finite number above 0 (no array), or None for 1 / sqrt({key_dim})"
 

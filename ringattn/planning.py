@@ -1,6 +1,7 @@
 """A plan: how one sequence length is spread over the ranks, chosen once, printed, and used by every call.
 
-Frozen and hashable. It knows the axes it runs on only as objects with a size and a rank.
+Frozen and hashable. It knows the axes it runs on only as objects with a size and a rank. Plans are equal whatever their
+process groups; in JAX only over the same devices, since programs are kept by their plans.
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ SIZES = {
     "head_dim": "the size of a head, a whole number, at least 1",
     "value_dim": "the size of a value, a whole number, at least 1 (None: head_dim)",
 }
+MOST = 2**53  # a float holds every whole number up to it
 NEEDED = ("seq_len", "ring", "ulysses", "hosts")  # the others may be None
 
 # Plans that are alive, by number: a compiled graph holds numbers and tensors, no objects.
@@ -60,6 +62,7 @@ class Plan:
     axes: tuple[Any, Any] | None = field(default=None, compare=False, repr=False)  # (ring, ulysses)
     device: str = field(default="cpu", compare=False, repr=False)
     report: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    place: tuple[Any, ...] = field(init=False, default=(), repr=False)  # in JAX what the axes are made of
     agreed: set[Any] = field(default_factory=set, init=False, compare=False, repr=False)  # calls all ranks made alike
     handle: int = field(init=False, default=-1, compare=False, repr=False)
 
@@ -101,6 +104,8 @@ class Plan:
             problem = groups_problem(self.groups, self.heads[1], self.ulysses)
             if problem:
                 raise ValueError(problem)
+        if self.framework == "jax" and self.axes is not None:
+            object.__setattr__(self, "place", (self.device, *(tuple(vars(axis).items()) for axis in self.axes)))
         object.__setattr__(self, "handle", next(numbers))
         LIVE[self.handle] = self
 
@@ -161,7 +166,7 @@ class Plan:
 
     @property
     def swaps(self) -> bool:
-        """Whether heads are exchanged, through Ulysses or gathered, and so can be in groups."""
+        """Whether a call exchanges heads (Ulysses) or gathers keys, so that it can go group of heads by group."""
         return self.ulysses > 1 or (self.strategy == "gather" and self.ring > 1)
 
     def exchanged(self, shape: Shape) -> int:
@@ -227,6 +232,8 @@ def size_of(name: str, value: Any) -> Any:
     size = whole(value)
     if size is None or size < 1:
         raise ValueError(f"{name}={value!r}: {SIZES[name]}")
+    if size > MOST:
+        raise ValueError(f"{name}={value!r}: at most {MOST}, up to which sizes are counted exactly")
     return size
 
 
@@ -302,7 +309,7 @@ def candidates(
     spec: AttentionSpec,
     docs: Docs | None = None,
 ) -> list[Plan]:
-    """Every spreading of a plan for one rank that the given choices leave open; none of them is second-guessed."""
+    """Every plan that `alone` can be spread into over these sizes; what varies is strategy and layout, where "auto"."""
     found = []
     for ring, ulysses in sizes:
         if len(sizes) > 1 and (
@@ -346,7 +353,7 @@ def candidates_report(options: list[tuple[Plan, Cost]], hardware: Hardware) -> l
         "  ring ulysses strategy layout      ms      exposed ms  MB sent  imbalance",
         *(
             f"  {plan.ring:>4} {plan.ulysses:>7} {plan.strategy:<8} {plan.layout:<10} {cost.seconds * 1e3:>8.3f} "
-            f"{cost.exposed * 1e3:>11.3f} {cost.sent / 1e6:>8.1f} {cost.imbalance:>9.2f}"
+            f"{max(0.0, cost.exposed) * 1e3:>11.3f} {cost.sent / 1e6:>8.1f} {cost.imbalance:>9.2f}"
             for plan, cost in options
         ),
     ]
@@ -363,12 +370,21 @@ def route_report(plan: Plan, sizes: dict[str, int] | None) -> list[str]:
     """How blocks reach the ranks of a torch ring, and what travels in backward; `sizes` are a block's bytes there."""
     if plan.ring == 1 or plan.framework != "torch":
         return []
-    how = {"direct": "straight from their owners", "relay": "from rank to rank"}.get(plan.route, "host by host")
     over = f", over {plan.axes[0].by}" if plan.axes else ""
+    slower = ["the predicted times do not know that links between hosts are slower"] * (
+        plan.hosts > 1 and sizes is not None
+    )
+    if plan.strategy == "gather":
+        return [
+            f"gather: every rank's keys come at once{over}; in backward their gradients are scattered home",
+            *slower,
+        ]
+    how = {"direct": "straight from their owners", "relay": "from rank to rank"}.get(plan.route, "host by host")
     mb = {name: f" ({sizes[name] / 1e6:.1f} MB a block)" if sizes else "" for name in TRAVELLERS}
     other = "queries" if plan.backward == "keys" else "keys"
-    travel = f"{plan.backward}{mb[plan.backward]} travel, not {other}{mb[other]}"
-    return [f"route {plan.route}: blocks come {how}{over}; in backward {travel}"]
+    why = f", not {other}{mb[other]}" if plan.route == "direct" else ": queries go with the direct route only"
+    travel = f"{plan.backward}{mb[plan.backward]} travel{why}"
+    return [f"route {plan.route}: blocks come {how}{over}; in backward {travel}", *slower]
 
 
 def groups_report(plan: Plan, shape: Shape | None) -> list[str]:

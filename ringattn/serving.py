@@ -125,11 +125,11 @@ class Moves:
     exposed: dict[str, float]  # seconds
 
     def __str__(self) -> str:
-        said = [f"{way}: {self.sent[way] / 1e6:.1f} MB sent, {self.exposed[way] * 1e3:.2f} ms exposed" for way in WAYS]
+        said = [f"{way}: {self.sent[way] / 1e6:.1f} MB sent, {self.exposed[way] * 1e3:.2f} ms exposed" for way in MOVES]
         return f"{self.way} travel ({'; '.join(said)})"
 
 
-WAYS = ("queries", "keys")
+MOVES = ("queries", "keys")
 
 
 def prefill_moves(

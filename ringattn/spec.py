@@ -47,7 +47,7 @@ class AttentionSpec:
                 )
         for name in ("softcap", "scale"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, Real) and 0 < float(value) < math.inf):
+            if value is not None and not is_positive(value):
                 raise ValueError(f"{name}={value!r}: must be a finite number above 0 (no array), or None")
 
     def scale_for(self, head_dim: int) -> float:
@@ -62,8 +62,28 @@ class Docs:
     """
 
     def __init__(self, starts: np.ndarray, length: int):
-        self.starts, self.length = starts, int(length)
+        given, limit = np.asarray(starts), whole(length)
+        if limit is None or given.ndim != 2 or given.dtype.kind not in "iu" or not are_starts(given, limit):
+            raise ValueError(
+                f"Docs(starts, length={length!r}): starts must be whole numbers [rows, n + 1], each row from 0 on, "
+                f"never decreasing, up to the length; got {given!r} (Docs.from_lengths makes them)"
+            )
+        self._keep(given.astype(np.int64), limit)  # a copy: a loader may fill its array again
+
+    def _keep(self, starts: np.ndarray, length: int) -> None:
+        self.starts, self.length = starts, length
+        starts.setflags(write=False)
         self.padded = bool((starts[:, -1] < length).any())  # whether some row ends in padding
+
+    def __reduce__(self) -> Any:
+        return Docs.known, (self.starts, self.length)
+
+    @classmethod
+    def known(cls, starts: np.ndarray, length: int) -> "Docs":
+        """Of starts that are right and that nobody changes: they are not looked at, nor copied."""
+        docs = object.__new__(cls)
+        docs._keep(starts, length)
+        return docs
 
     @classmethod
     def from_lengths(cls, lengths: Any, pad_to: int | None = None) -> "Docs":
@@ -109,7 +129,7 @@ class Docs:
         if max(totals) > length:
             raise ValueError(f"documents of {max(totals)} tokens do not fit in pad_to={length}")
         width = max(len(row) for row in rows)
-        return cls(np.array([row + [row[-1]] * (width - len(row)) for row in rows], np.int64), length)
+        return cls.known(np.array([row + [row[-1]] * (width - len(row)) for row in rows], np.int64), length)
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
@@ -127,9 +147,11 @@ class Docs:
 
     def index(self, positions: Row) -> Row:
         """Which document each position lies in, [rows, T]; the number of documents for padding."""
-        found = [np.searchsorted(row, positions, side="right") - 1 for row in self.starts]
-        n = self.starts.shape[1] - 1
-        return np.stack([np.where(positions < row[-1], i, n) for row, i in zip(self.starts, found, strict=True)])
+        if (positions[1:] < positions[:-1]).any():
+            return np.stack([np.searchsorted(row, positions, side="right") - 1 for row in self.starts])
+        ends = [np.searchsorted(positions, row) for row in self.starts]
+        counts = np.diff(ends, prepend=0, append=len(positions))
+        return np.stack([np.repeat(np.arange(-1, len(row) - 1), row) for row in counts])
 
 
 def whole(value: Any) -> int | None:
@@ -140,6 +162,18 @@ def whole(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:  # every tensor has an __index__, also one of floats
         return None
+
+
+def is_positive(value: Any) -> bool:
+    """Whether it is a finite number above 0."""
+    number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else -1
+    return bool(0 < number < math.inf)
+
+
+def are_starts(starts: Row, length: int) -> bool:
+    """Whether every row begins at 0, never decreases, and ends within the length."""
+    rises = starts[:, 1:] >= starts[:, :-1]
+    return bool(rises.size and not starts[:, 0].any() and rises.all() and (starts[:, -1] <= length).all())
 
 
 def is_count(n: Any) -> bool:
@@ -180,12 +214,14 @@ def bounds(
         key_docs = docs if key_docs is None else key_docs
         i = docs.index(p)  # [rows, T]; the last index is padding, which starts and ends where the documents stop
         limits = np.pad(key_docs.starts, ((0, 0), (0, 1)), mode="edge")
-        begin, end = np.take_along_axis(limits, i, 1), np.take_along_axis(limits, i + 1, 1)
+        rows = [(row[at], row[at + 1]) for row, at in zip(limits, i, strict=True)]
+        begin, end = (np.stack(side) for side in zip(*rows, strict=True))
     own = p + offset
     if spec.causal:
-        end = np.minimum(end, own + 1)
+        np.minimum(end, own + 1, out=end)
     if spec.window is not None:
-        begin = np.maximum(begin, own + 1 - spec.window)
-    begin = np.where(p < seq_len, np.minimum(begin, key_len), key_len)
-    end = np.where(p < seq_len, np.minimum(end, key_len), key_len)
-    return np.minimum(begin, end), end
+        np.maximum(begin, own + 1 - spec.window, out=begin)
+    for side in (begin, end):
+        np.minimum(side, key_len, out=side)
+        side[:, p >= seq_len] = key_len
+    return np.minimum(begin, end, out=begin), end

@@ -178,3 +178,24 @@ def test_the_same_bits_from_run_to_run():
     first, second = (run_ranks(lambda mesh: oracle.run(case, mesh, given), ring=4) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert all(torch.equal(a[n].nan_to_num(), b[n].nan_to_num()) for n in a)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_ulysses_keeps_one_set_of_tensors_for_backward(groups):
+    """The entered ones: a set is q, k, v, out and lse of a whole ring shard with this rank's share of the heads."""
+
+    def kept(mesh):
+        plan = api.plan(mesh, seq_len=256, groups=groups)
+        q, k, v = (torch.randn(1, plan.local_len, h, 16, requires_grad=True) for h in (8, 4, 4))
+        sizes = {}
+
+        def pack(x):
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out, lse = api.attention(q, k, v, plan, return_lse=True)
+        (out.sum() + lse.sum()).backward()
+        return sum(sizes.values()) / sum(x.nbytes for x in (q, k, v, out, lse))
+
+    assert max(run_ranks(kept, ulysses=2)) < 1.01

@@ -295,13 +295,12 @@ def test_what_is_not_a_tensor_is_refused():
         ra.attention(q, k, None)
 
 
-def test_forward_mode_is_refused_instead_of_losing_its_tangent():
-    q, k, v = tensors()
-    ra.attention(q, k, v)  # the same call was right before
-    with pytest.raises(ValueError, match="k carries a tangent of forward-mode differentiation"):
-        torch.func.jvp(lambda k: ra.attention(q, k, v), (k,), (torch.ones_like(k),))
-    with pytest.raises(ValueError, match="sinks carries a tangent of forward-mode differentiation"):
-        torch.func.jvp(lambda sinks: ra.attention(q, k, v, sinks=sinks), (torch.zeros(4),), (torch.ones(4),))
+@pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
+def test_a_compiled_call_without_a_plan_is_refused_in_the_same_words(function):
+    torch._dynamo.reset()
+    x = torch.randn(1, 8, 2, 8)
+    with pytest.raises(ValueError, match="head dims differ: q 8, k 6"):
+        torch.compile(function, backend="eager")(x, x[..., :6], x)
 
 
 def test_unshard_and_shard_say_what_they_expected():

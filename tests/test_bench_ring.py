@@ -1,6 +1,7 @@
 """bench ring: what it counts, and the timeline it draws."""
 
 import json
+import os
 
 import pytest
 
@@ -34,7 +35,10 @@ def test_a_trace_and_a_picture_of_all_ranks(tmp_path):
     said = timeline.save([SPANS, SPANS], tmp_path / "ring.json", "ours 64 forward+backward")
     assert "exposed communication 20.0%" in said
     (picture,) = tmp_path.glob("*.svg")
-    assert picture.read_text().count("rank 1") == 1
+    drawn = picture.read_text()
+    assert drawn.count("rank 1") == 1 and "exposed communication 20.0%" in drawn and "backward<" not in drawn
+    timeline.draw([[*SPANS, Span("dq_kernel", "attention", 20.0, 9.0)]], picture, "both")
+    assert "backward<" in picture.read_text()
     (trace,) = tmp_path.glob("*.json")
     events = json.loads(trace.read_text())["traceEvents"]
     moving = [e for e in events if e["ph"] == "X" and e["cat"] == "hops"]
@@ -68,7 +72,7 @@ def test_words_that_are_wrong_or_without_a_value(capsys):
     assert "ulysses=3 does not divide ranks=2" in capsys.readouterr().err
 
 
-def test_it_runs_on_the_cpu_and_says_how_far_from_the_floor():
+def test_it_runs_on_the_cpu_and_says_how_far_from_the_floor(capsys):
     options = ring.Options(
         ranks=2, tokens=[64], heads=2, kv_heads=1, head_dim=8, device="cpu", repeats=1, warmup=0, route="direct",
         strategy="ring", mask=["causal", "20"],
@@ -77,6 +81,15 @@ def test_it_runs_on_the_cpu_and_says_how_far_from_the_floor():
     assert [(r["mask"], r["mode"]) for r in rows] == [(m, x) for m in ("causal", "20") for x in options.modes]
     for row in rows:
         assert row["ratio"] == pytest.approx(row["floor_ms"] / row["ms"]) and row["route"] == "direct"
+    assert "lost" in capsys.readouterr().out.splitlines()[0]
+    assert ring.lost({"exposed": -0.1}) is ring.lost({}) is None and ring.lost({"exposed": 0.0}) == 0.0
+
+
+def test_what_the_profiler_says_is_not_heard(capfd):
+    with timeline.silence():
+        os.write(2, b"profiler_start")
+    os.write(2, b"a row")
+    assert capfd.readouterr().err == "a row"
 
 
 def test_a_trace_on_the_cpu_shows_kernels_and_hops(tmp_path, capsys):

@@ -1,5 +1,8 @@
 """Prefill in chunks and decode over ranks equal attention over everything at once, at every position."""
 
+import copy
+import pickle
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -296,6 +299,74 @@ def test_large_scores_merge_over_ranks_without_nan(size):
     for form in ("lse", "streams"):
         for out in run(partial(generate, q=q, k=k, v=v, chunk=16, steps=17, form=form), ring=4):
             assert off(out, expected) <= 1e-5 and out.isfinite().all()
+
+
+def test_lengths_are_the_callers_to_change():
+    plan, (q, k, v) = ra.plan(seq_len=16), draw(T=16)
+    cache = KVCache.allocate(plan, batch=2, max_len=64, kv_heads=2, head_dim=8, dtype=q.dtype)
+    prefill(q, k, v, plan, cache)
+    positions = cache.lengths
+    positions += 1
+    assert cache.lengths.tolist() == cache.filled.tolist() == [16, 16]
+    cache.lengths = positions
+    positions += 1
+    assert cache.lengths.tolist() == cache.filled.tolist() == [17, 17]
+
+
+def test_a_copy_has_memory_of_its_own_and_no_forks():
+    plan, (q, k, v) = ra.plan(seq_len=16), draw(T=16)
+    cache = KVCache.allocate(plan, batch=2, max_len=64, kv_heads=2, head_dim=8, dtype=q.dtype, block=4)
+    prefill(q, k, v, plan, cache)
+    fork, new = cache.fork(2), draw(B=4, T=3, seed=1)
+    expected = decode(*new, fork)
+    fork.truncate(16)
+    cache_too, fork_too = copy.deepcopy([cache, fork])
+    for mine in (fork_too, copy.deepcopy(fork)):
+        assert torch.equal(decode(*new, mine), expected)
+    with pytest.raises(ValueError, match=r"forks share the first \[16, 16\]"):
+        cache_too.truncate(3)
+    alone = copy.deepcopy(cache)
+    alone.truncate(3)
+    alone.append(*(x[:2] for x in new[1:]))
+    assert cache.lengths.tolist() == [16, 16] and torch.equal(decode(*new, fork), expected)
+
+
+@pytest.mark.parametrize("keep", [pickle.dumps, copy.copy])
+def test_what_would_keep_half_of_a_cache_says_what_keeps_it(keep):
+    cache = KVCache.allocate(ra.plan(seq_len=16), batch=2, max_len=64, kv_heads=2, head_dim=8)
+    with pytest.raises(TypeError, match=r"save cache.state_dict\(\)"):
+        keep(cache)
+
+
+def test_a_cache_serves_in_inference_mode_and_outside_of_it_in_any_order():
+    q, k, v = draw(T=24)
+    expected, modes = ra.attention(*(x.double() for x in (q, k, v))), [torch.inference_mode, nullcontext]
+    for first, then in (modes, modes[::-1]):
+        plan, outs = ra.plan(seq_len=8), []
+        with first():
+            cache = KVCache.allocate(plan, batch=2, max_len=40, kv_heads=2, head_dim=8, dtype=q.dtype, block=4)
+            outs.append(prefill(*(x[:, :8] for x in (q, k, v)), plan, cache))
+            fork, same = cache.fork(), copy.deepcopy(cache)
+        for each in (cache, fork, same):
+            with then():
+                outs.append(prefill(*(x[:, 8:16] for x in (q, k, v)), plan, each))
+                outs.append(decode(*(x[:, 16:20] for x in (q, k, v)), each))
+            with first():
+                each.truncate(18)
+                outs.append(decode(*(x[:, 18:] for x in (q, k, v)), each))
+                each.truncate(16)
+            found = torch.cat([outs[0], *outs[-3:-1], outs[-1][:, 2:]], 1)
+            assert off(found, expected) <= LIMIT
+
+
+def test_what_is_remembered_of_calls_is_bounded(monkeypatch):
+    monkeypatch.setattr("ringattn.torch.cache.KNOWN", 3)
+    plan, (q, k, v) = ra.plan(seq_len=16), draw(T=16)
+    cache = KVCache.allocate(plan, batch=2, max_len=64, kv_heads=2, head_dim=8, dtype=q.dtype)
+    for n in (1, 2, 3, 4, 5, 5):
+        prefill(*(x[:, :n] for x in (q, k, v)), plan.for_length(n), cache)
+        decode(*(x[:, :1] for x in (q, k, v)), cache)
+    assert len(cache.known) == 3
 
 
 def test_a_fork_copies_what_it_shares_and_nothing_that_came_later():

@@ -11,6 +11,7 @@ from ringattn.launch.processes import run as run_processes
 from ringattn.torch.cache import KVCache
 from ringattn.torch.inference import decode, prefill
 from tests.test_cache import LIMIT, draw, generate, off
+from tests.test_gpu import backend_for
 
 pytestmark = pytest.mark.gpu
 
@@ -43,10 +44,9 @@ def over_gpus(transport, move):
 @pytest.mark.parametrize("move", ["queries", "keys"])
 @pytest.mark.parametrize("transport", ["group", "symmetric"])
 def test_chunks_then_tokens_over_gpus(transport, move):
-    ranks = min(4, torch.cuda.device_count())
-    if ranks < 2:
-        pytest.skip("needs 2 GPUs")
-    assert max(run_processes(over_gpus, ranks, transport, move, backend="nccl", timeout=120)) <= 1e-2
+    ranks = min(4, torch.cuda.device_count()) if transport == "group" else 4
+    backend = backend_for(max(2, ranks), transport)
+    assert max(run_processes(over_gpus, ranks, transport, move, backend=backend, timeout=120)) <= 1e-2
 
 
 def a_captured_decode(transport, new):
@@ -88,9 +88,8 @@ def captured(cache, new):
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("ranks, transport", [(1, "auto"), (2, "auto"), (2, "group"), (4, "auto")])
 def test_a_captured_decode_decodes_the_next_token_at_every_replay(ranks, transport, new):
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
-    results = run_processes(a_captured_decode, ranks, transport, new, backend="nccl", timeout=90)
+    backend = backend_for(ranks, transport)
+    results = run_processes(a_captured_decode, ranks, transport, new, backend=backend, timeout=90)
     given = [x.double() for x in draw(B=2, T=220, H=8, G=2, D=64, V=64)]
     for gap, same, out in results:
         assert gap <= 2e-6 and same and torch.equal(out, results[0][2])

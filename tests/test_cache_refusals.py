@@ -234,6 +234,22 @@ def test_a_state_of_another_cache_is_not_loaded(state, cache, says):
     assert other.lengths.tolist() == [0]
 
 
+SMALL = {"window": 16, "room": 8, "block": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "origin"), [*(({}, x) for x in (256, -64, 1.5, None)), *((SMALL, x) for x in (0, 7, 108))], ids=str
+)
+def test_a_state_whose_memory_begins_elsewhere_is_not_loaded(given, origin):
+    cache = cache_of(120, **given)
+    state = cache.state_dict()
+    cache.truncate(112)
+    with pytest.raises(ValueError, match=rf"the state has origin={origin}, with which no .* \[120\] tokens; pass what"):
+        cache.load_state_dict({**state, "origin": origin})
+    cache.load_state_dict({**state, "origin": torch.tensor(state["origin"])})
+    assert cache.lengths.tolist() == [120] and cache.stripes.origin == state["origin"]
+
+
 def test_nothing_is_loaded_over_keys_that_forks_share():
     state, cache = cache_of(16).state_dict(), cache_of(16)
     kept, fork = cache.k.clone(), cache.fork(2)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ringattn as ra
 from ringattn.launch import bench, doctor, oracle, verify, words
 from ringattn.launch.doctor import Finding
 
@@ -26,6 +27,32 @@ def test_without_words_every_command_is_listed():
     ended = start(sys.executable, "-m", "ringattn")
     assert ended.returncode == 0
     assert all(f"  {name} " in ended.stdout for name in words.COMMANDS)
+
+
+def test_its_version(capsys):
+    assert words.main(["--version"]) == 0 and capsys.readouterr().out == f"ringattn {ra.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (
+            ModuleNotFoundError("", name="matplotlib.pyplot"),
+            "matplotlib is not installed (in the checkout: pip install '.[plot]')",
+        ),
+        (
+            ImportError("no libfoo", name="matplotlib"),
+            "matplotlib is here and cannot be imported (no libfoo); install it again",
+        ),
+    ],
+    ids=["missing", "broken"],
+)
+def test_a_package_that_cannot_be_imported_is_one_sentence(error, said, capsys, monkeypatch):
+    def broken(name):
+        raise error
+
+    monkeypatch.setattr(words, "import_module", broken)
+    assert words.main(["plot", "pictures"]) == 2 and capsys.readouterr().err == f"ringattn plot: {said}\n"
 
 
 def test_the_installed_command_is_the_same():
@@ -47,7 +74,7 @@ def test_every_command_has_help(name, capsys):
 def test_every_benchmark_has_help(suite, capsys):
     assert words.main(["bench", suite, "--help"]) == 0
     said = capsys.readouterr().out
-    assert f"usage: ringattn bench {suite}" in said and "  out=None " in said
+    assert f"usage: ringattn bench {suite}" in said and "  out=FILE " in said and "=None" not in said
 
 
 @pytest.mark.parametrize(
@@ -62,13 +89,15 @@ def test_every_benchmark_has_help(suite, capsys):
         (["plan", "heads=3,2"], "2 key heads do not divide 3 query heads"),
         (["plan", "heads=1,2,3"], "heads=32,8"),
         (["plan", "device=gpu"], "choose cuda, for GPUs, or cpu"),
+        (["plan", "ring=4", "hosts=2", "transport=symmetric"], "needs GPUs of one host; say device=cuda hosts=1"),
+        (["plan", "ring=4", "hosts=3"], "hosts=3 for ring=4"),
         (["plan", "window=4", "causal=false"], "has no meaning with causal=False"),
         (["plan", "seq_len=10", "docs=4,7"], "docs= hold 11 tokens, more than seq_len=10"),
         (["verify", "backend=mpi"], "choose threads, gloo or nccl"),
         (["verify", "dtype=int8"], "dtype='int8'"),
         (["verify", "kernel=magic"], "kernel='magic': choose one of auto"),
         (["verify", "cases=nothing"], "cases=nothing matches none of causal"),
-        (["verify", "backend=gloo", "device=cuda"], "gloo does not move tensors on cuda"),
+        (["verify", "backend=nccl"], "nccl does not move tensors on cpu; use backend=gloo, or device=cuda"),
         (["verify", "ranks=0"], "ranks=0"),
         (["doctor", "timeout=soon"], "timeout=soon: expected float"),
         (["plan", "ring=-1"], "ring=-1: must be above 0"),
@@ -142,6 +171,23 @@ def test_plan_says_what_was_chosen_and_who_works_when(capsys):
     assert said.startswith("8192 tokens over ring=4 x ulysses=1: strategy ring, layout contiguous")
     assert "kernel auto -> " in said and "threads" not in said
     assert "175%" in said  # the last rank's share of the mean work
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        ([], "straight from their owners, over symmetric memory; in backward"),
+        (["transport=group", "backward=queries"], "over nccl; in backward queries"),
+        (["hosts=2"], "route levels: blocks come host by host, over nccl"),
+        (["route=relay"], "steps of the relay route"),
+        (["strategy=gather", "groups=2"], "heads exchanged in 2 groups (as told)"),
+        (["together=3"], "  100%    100%    100%    100%"),
+    ],
+    ids=" ".join,
+)
+def test_plan_shows_what_is_asked_for(argv, said, capsys):
+    assert words.main(["plan", "seq_len=8192", "ring=4", "layout=zigzag", *argv]) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_plan_counts_the_steps_that_nobody_needs(capsys):

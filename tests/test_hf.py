@@ -245,3 +245,23 @@ def test_bad_input_is_named():
         model()
     with pytest.raises(ValueError, match="outside a prepared model"):
         model.model(batch())
+
+
+def test_logits_become_float32_a_few_at_a_time(monkeypatch):
+    seen, of = [], hf.cross_entropy
+    monkeypatch.setattr(hf, "cross_entropy", lambda x, labels: seen.append(x.shape[1]) or of(x, labels))
+    logits = torch.randn(2, 10, 8, dtype=torch.bfloat16, requires_grad=True)
+    labels, plan = torch.randint(0, 8, (2, 10)), ra.plan(seq_len=10)
+    (whole, grad), (cut, other) = (
+        (loss, *torch.autograd.grad(loss, logits))
+        for at_once in (2**28, 2 * 4 * 8)
+        for _ in [monkeypatch.setattr(hf, "LOGITS", at_once)]
+        for loss in [hf.mean_loss(logits, labels, None, plan, ())]
+    )
+    assert torch.equal(whole, cut) and torch.equal(grad, other) and seen == [10, 4, 4, 2, 2, 4, 4]
+
+
+def test_plans_of_other_lengths_are_not_kept_for_ever():
+    spread = hf.Spread({10: ra.plan(seq_len=10)}, ())
+    assert [spread.local(n).seq_len for n in range(10, 200)] == list(range(10, 200))
+    assert list(spread.plans) == [10, *range(200 - hf.OTHERS, 200)]

@@ -210,10 +210,16 @@ def test_what_is_wrong_is_said():
         cache.append(k.astype(jnp.bfloat16), v)
     with pytest.raises(ValueError, match="the rows can go back from"):
         cache.truncate(3)
+    few = cache_of(k, v, max_len=1000).append(k, v)
+    assert jax.jit(few.truncate)(jnp.array([5, 6], jnp.int8)).lengths.tolist() == [5, 6]
     for call, says in [
         (lambda: cache.append(k[:, :2], v[:, :3]), "k has 2 tokens, v 3; every new token has both"),
         (lambda: cache.truncate(2.7), "truncate to 2.7: one whole number"),
         (lambda: cache.truncate(jnp.float32(2.7)), "truncate to .*one whole number"),
+        (lambda: cache.truncate(2**70), r"truncate to \[1180591620717411303424, .*the rows can go back from"),
+        (lambda: cache.truncate(np.array([2**40, 0])), r"truncate to \[1099511627776, 0\]: the rows can go back from"),
+        (lambda: cache.truncate(jnp.zeros(3, int)), "truncate to .*one for each of 2 rows"),
+        (lambda: jax.eval_shape(cache.truncate, jnp.zeros(3, int)), "truncate to ShapedArray.*one for each of 2 rows"),
         (lambda: cache.fork(0), "copies=0: at least 1"),
         (lambda: ra.prefill(*mine, plan, cache, start="0"), "start='0': where the chunk begins"),
         (lambda: ra.prefill(*mine, plan, cache, keys=1.5), "keys=1.5: the most keys at once"),
@@ -222,6 +228,7 @@ def test_what_is_wrong_is_said():
     ]:
         with pytest.raises(ValueError, match=says):
             call()
+    assert len(cache.fork(jnp.array(2)).lengths) == 4
     cache = cache.append(k[:, :7], v[:, :7])
     with pytest.raises(ValueError, match="max_len=3: the rows hold up to 7 tokens already"):
         cache.fork(2, max_len=3)

@@ -83,6 +83,44 @@ def test_vmap_over_a_batch_of_batches_with_gradients(small, plan):
     close(grads(through(plan)), grads(ra.attention))
 
 
+def test_second_derivatives_equal_those_of_dense_float64():
+    """A gradient penalty's, of every argument: the Hessian times the gradient. Padding, which sees no key, has none."""
+    docs = ra.Docs.from_lengths([4, 5], pad_to=10)
+    plan = ra.plan(rj.init_mesh(ring=2, devices=jax.devices()[:2]), seq_len=10)
+
+    def dense(q, k, v, sinks):
+        of = np.repeat([0, 1, 2], [4, 5, 1])
+        seen = np.tril(of[:, None] == of) & (of[:, None] < 2)
+        scores = jnp.where(seen, jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, 2, 2)) * 8**-0.5, -1e30)
+        weight = jax.nn.softmax(jnp.concatenate([scores, jnp.zeros((2, 4, 10, 1)) + sinks[:, None, None]], -1), -1)
+        return jnp.einsum("bhts,bshd->bthd", weight[..., :-1] * seen, jnp.repeat(v, 2, 2))
+
+    def found(attention, *given):
+        grads = jax.grad(lambda x: (attention(*x) ** 2).sum())
+        penalty = jax.grad(lambda x: sum((g**2).sum() for g in grads(x)))
+        return jax.jit(penalty, compiler_options={"xla_backend_optimization_level": 0})(given)
+
+    def ours(attention):
+        return lambda q, k, v, sinks: attention(docs=docs, sinks=sinks)(q, k, v)
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        given = [jnp.asarray(rng.normal(size=shape)) for shape in (*((2, 10, h, 8) for h in (4, 2, 2)), (4,))]
+        given[3] = given[3].at[0].set(-jnp.inf)
+        expected = found(dense, *given)
+        for attention in (partial(partial, ra.attention), partial(through, plan)):
+            close(found(ours(attention), *given), expected, 1e-11)
+
+
+@pytest.mark.parametrize("kernel", ["splash", "stock_splash"])
+def test_a_kernel_that_has_no_second_derivatives_refuses_them(kernel):
+    plan = ra.plan(rj.init_mesh(devices=jax.devices()[:1]), seq_len=8, kernel=kernel)
+    x = jnp.ones((1, 8, 1, 8))
+    grad = jax.grad(lambda x: ra.attention(x, x, x, plan).sum())
+    why = [f"kernel='{kernel}' has first derivatives only", "kernel='reference'"]
+    expect(why, lambda: jax.eval_shape(jax.grad(lambda x: grad(x).sum()), x), NotImplementedError)
+
+
 def test_checkpointed_layers_in_a_scan(small, plan):
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(3, 8, 8)) * 0.3, jnp.float32)
 
@@ -100,7 +138,7 @@ def test_checkpointed_layers_in_a_scan(small, plan):
 def test_inside_shard_map_it_takes_local_arrays(small, plan, check_vma):
     tokens, sinks = P("data", ("ring", "ulysses")), jnp.arange(4.0)
     inside = jax.shard_map(
-        lambda q, k, v, s: rj.local_attention(q, k, v, plan, sinks=s),
+        lambda q, k, v, s: ra.attention(q, k, v, plan, sinks=s),
         mesh=plan.ring_axis.mesh, in_specs=(tokens, tokens, tokens, P()), out_specs=tokens, check_vma=check_vma,
     )  # fmt: skip
 
@@ -111,6 +149,24 @@ def test_inside_shard_map_it_takes_local_arrays(small, plan, check_vma):
         return plan.unshard(inside(*map(plan.shard, (q, k, v)), s))
 
     close(grads(whole), grads(lambda q, k, v, s: ra.attention(q, k, v, sinks=s)))
+
+
+@pytest.mark.parametrize("attention", [ra.attention, ra.linear_attention])
+def test_inside_a_shard_map_over_other_axes_arrays_are_whole_along_the_plans(small, plan, attention):
+    """The batch is cut by hand, and the sequence by the plan."""
+    q, mesh = small[0], plan.ring_axis.mesh
+    k = q[..., ::-1]
+
+    def whole(q, k):
+        assert plan.positions().shape == (32,)
+        mine = {"plan": dataclasses.replace(plan, heads=None), "k": plan.shard(k), "v": plan.shard(q)}
+        return plan.unshard(attention(plan.shard(q), **mine))
+
+    by_hand = jax.shard_map(whole, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    close(jax.jit(by_hand)(q, k), attention(q, k, q))
+    other = jax.make_mesh((2, 4), ("data", "x"), axis_types=(AxisType.Auto,) * 2)
+    astray = jax.shard_map(whole, mesh=other, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    expect(["('data', 'x')", "'ring'", "plan.ring_axis.mesh"], lambda: jax.jit(astray)(q, k))
 
 
 def test_an_explicit_mesh_says_what_cuts_batch_and_heads(small):
@@ -157,6 +213,21 @@ def test_without_a_plan_explicit_sharding_says_where_everything_lies(small):
     close(several, jnp.stack([ra.attention(*plain), ra.attention(*(2 * x for x in plain))]))
 
 
+def test_without_a_plan_data_beside_what_is_traced_lies_alike(small):
+    """A function's arrays may be arguments, or closed over."""
+    meshes = [
+        jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[i : i + 2]) for i in (0, 2)
+    ]
+    q, k, v = spread(meshes[0], small, None, "x")
+    found = jax.jit(lambda q: ra.attention(q, k, v))(q)
+    assert found.sharding.spec[1] == "x"
+    close(found, ra.attention(*(x[:, :28] for x in small)))
+    expect(
+        ["2 devices from cpu:0 on", "cpu:2"],
+        lambda: ra.attention(q, k, *spread(meshes[1], small, None, "x")[2:]),
+    )
+
+
 def test_without_a_plan_data_at_hand_says_where_it_lies(small):
     """On a mesh of automatic axes too; two axes of one size are not mistaken for each other."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
@@ -181,6 +252,18 @@ def test_a_mesh_with_one_sequence_axis_is_factored_by_the_plan(small):
     plan = ra.plan(rj.init_mesh(data=2, sequence=4), seq_len=30, heads=(4, 2), head_dim=8)
     assert plan.ring * plan.ulysses == 4
     close(through(plan)(*small), ra.attention(*small))
+
+
+def test_plans_over_other_devices_are_not_equal(small):
+    """Nor do they share a program that has its plan as a static argument."""
+    first, same, other = (
+        ra.plan(rj.init_mesh(ring=2, devices=jax.devices()[i : i + 2]), seq_len=30, layout="zigzag") for i in (0, 0, 2)
+    )
+    assert first == same and hash(first) == hash(same) and first != other
+    attend = jax.jit(lambda plan, *x: ra.attention(*map(plan.shard, x), plan), static_argnums=0)
+    assert [attend(plan, *small).devices() for plan in (first, other)] == [
+        set(jax.devices()[i : i + 2]) for i in (0, 2)
+    ]
 
 
 def test_shard_and_unshard_are_inverse_in_every_layout():
@@ -236,8 +319,13 @@ def test_errors_say_what_to_do(small, plan):
     expect(["('x',)", "'ring'"], lambda: ra.plan(mesh, seq_len=30))
     expect(["30 tokens", "32", "plan.shard(x)"], lambda: ra.attention(q, k, v, plan))
     expect(["already sharded"], lambda: plan.shard(sharded[0]))
+    for move in (plan.shard, plan.unshard):
+        expect(["x is of type NoneType", "jax array"], lambda move=move: move(None))
+        for dim in (4, -5, 1.0, None):
+            expect([f"dim={dim}", "which of its 4 dims"], lambda move=move, dim=dim: move(q, dim))
     eight = rj.init_mesh(ulysses=8)
     expect(["ulysses=8", "12 query heads", "ulysses=4, ring=2"], lambda: ra.plan(eight, seq_len=32, heads=(12, 4)))
+    expect([f"seq_len={10**30}: at most {2**53}"], lambda: ra.plan(eight, seq_len=10**30))
     expect(["needs 3 devices", "8"], lambda: rj.init_mesh(ring=3))
     expect(["data=2", "batch of 1"], lambda: ra.attention(*(x[:1] for x in sharded), plan))
     expect(["same dtype"], lambda: ra.attention(sharded[0].astype(jnp.bfloat16), *sharded[1:], plan))
@@ -266,7 +354,7 @@ def test_a_kernel_that_the_platform_lacks_or_that_cannot_do_it_says_why(small, p
     expect(["these documents are not", "'splash' would serve"], lambda: traced(docs, *small), NotImplementedError)
     whole, tokens = [stock.shard(x) for x in small], P("data", ("ring", "ulysses"))
     inside = jax.shard_map(
-        lambda *x: rj.local_attention(*x, stock), mesh=stock.ring_axis.mesh, in_specs=tokens, out_specs=tokens
+        lambda *x: ra.attention(*x, stock), mesh=stock.ring_axis.mesh, in_specs=tokens, out_specs=tokens
     )
     expect(["check_vma=False", "kernel='splash'"], lambda: inside(*whole), NotImplementedError)
 

@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
-from ringattn.launch.processes import run
+from ringattn.launch.processes import RankError, run
 
 
 class ForTwoRanks:
@@ -29,6 +30,17 @@ def test_if_a_rank_cannot_be_started_those_before_it_are_ended():
         run(print, 4, ForTwoRanks())
     assert ForTwoRanks.given == 3
     assert multiprocessing.active_children() == before
+
+
+def die(_: None) -> None:
+    if dist.get_rank():
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_killed_rank_is_said_with_its_signal_rather_than_what_others_heard_of_it():
+    with pytest.raises(RankError, match=r"^rank 1: ended without a word: killed by signal 9 \(SIGKILL\)$"):
+        run(die, 2, None)
 
 
 def test_a_terminals_interrupt_is_answered_in_a_line_while_things_are_imported(tmp_path):

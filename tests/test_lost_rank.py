@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
+from ringattn.comms.mesh import split
 from ringattn.launch.processes import RankError, run
 from ringattn.torch import attention
 
@@ -46,6 +47,18 @@ def with_a_deadly_kernel(backward, q, k, v, axis, run, score, rows):
         os.kill(os.getpid(), signal.SIGKILL)
 
     return backward(q, k, v, axis, run, score._replace(attend_backward=kernel, halves=kernel), rows)
+
+
+def patience_of_axes():
+    meshes = [ra.init_mesh(data=2, ring=2, device_type="cpu"), ra.init_mesh(sequence=4, device_type="cpu")]
+    meshes.append(split(meshes[1], "sequence", {"ring": 2, "ulysses": 2}))
+    groups = [mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names]
+    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+
+
+@pytest.mark.skipif("TORCH_DISTRIBUTED_DEBUG" in os.environ, reason="wraps groups, which then keep torch's limit")
+def test_every_axis_waits_as_long_as_the_ranks_were_told_to():
+    assert run(patience_of_axes, 4, collective_timeout=77.0) == [{77.0}] * 4
 
 
 @pytest.mark.parametrize(

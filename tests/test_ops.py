@@ -5,7 +5,6 @@ import torch
 
 import ringattn
 from ringattn import kernels
-from ringattn.kernels import partial
 from ringattn.kernels.partial import NEVER, Partial
 from ringattn.torch import ops
 
@@ -95,29 +94,6 @@ def test_opcheck(kind: str) -> None:
     torch.library.opcheck(torch.ops.ringattn.attend_backward, args)
 
 
-def test_opcheck_of_merge() -> None:
-    a, b = (tuple(draw(B, T, H, *s, dtype=torch.float32) for s in ((V,), ())) for _ in "ab")
-    torch.library.opcheck(torch.ops.ringattn.merge, (*a, *b))
-
-
-def test_merge_and_its_gradients_equal_the_formula() -> None:
-    torch.manual_seed(0)
-    a, b = (Partial(draw(B, T, H, V), draw(B, T, H)) for _ in "ab")
-    torch.testing.assert_close(ops.merge(a, b), partial.merge(a, b))
-    leaves = (*a, *b)
-    found = torch.autograd.grad(total(ops.merge(a, b)), leaves)
-    torch.testing.assert_close(found, torch.autograd.grad(total(partial.merge(a, b)), leaves))
-
-
-def test_merging_with_an_empty_side_gives_finite_gradients() -> None:
-    a, b = (Partial(draw(1, 3, 1, V, grad=False), draw(1, 3, 1, grad=False)) for _ in "ab")
-    a.lse[:, 0], b.lse[:, 1], a.lse[:, 2], b.lse[:, 2] = NEVER, NEVER, NEVER, NEVER
-    leaves = tuple(x.requires_grad_() for x in (*a, *b))
-    da, dlse_a, db, dlse_b = torch.autograd.grad(ops.merge(a, b).out.sum(), leaves)
-    assert da[0, :, 0, 0].tolist() == [0, 1, 0] and db[0, :, 0, 0].tolist() == [1, 0, 0]
-    assert (dlse_a == 0).all() and (dlse_b == 0).all()
-
-
 def test_compile_sees_through_attend_and_merge() -> None:
     """One graph, no breaks, forward and backward, for two lengths."""
     impl = "tiled"
@@ -126,7 +102,7 @@ def test_compile_sees_through_attend_and_merge() -> None:
         half = k.shape[1] // 2
         near = ops.attend(q, k[:, :half], v[:, :half], begin.clamp(max=half), end.clamp(max=half), impl=impl)
         far = ops.attend(q, k[:, half:], v[:, half:], (begin - half).clamp(min=0), (end - half).clamp(min=0), impl=impl)
-        return total(ops.merge(near, far))
+        return total(ringattn.merge(near, far))
 
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=True)
     for given in (inputs(), tuple(x.detach()[:1].requires_grad_(x.is_floating_point()) for x in inputs())):
@@ -167,6 +143,7 @@ def test_partials_are_float32_for_half_precision() -> None:
         ({"end": lambda x: x[:, :-1]}, r"end has shape \(2, 5\); expected \(6,\) or \(2, 6\)"),
         ({"end": lambda x: x[0]}, r"begin has shape \(2, 6\), end \(6,\)"),
         ({"scale": -1.0}, "scale=-1.0: must be a finite number above 0"),
+        ({"scale": True}, "scale=True: must be a finite number above 0"),
         ({"impl": "fast"}, "choose one of auto"),
         ({"scale": "x"}, "scale='x': must be a finite number above 0"),
         ({"impl": None}, "impl=None: choose one of auto"),

@@ -98,6 +98,18 @@ def test_backward_sends_what_is_fewer_bytes_and_says_so(kv_heads, travels):
         assert plan.backward == travels and f"in backward {travels} (" in plan.explain()
 
 
+def test_gather_has_no_route_and_only_the_direct_one_moves_queries():
+    def one(mesh, **choices):
+        return ra.plan(mesh, seq_len=4096, heads=8, head_dim=64, **choices)
+
+    plan = run(lambda mesh: one(mesh, strategy="gather"), ring=2)[0]
+    assert plan.backward == "keys" and "route" not in plan.explain()
+    assert "gather: every rank's keys come at once, over threads; in backward their gradients" in plan.explain()
+    said = run(lambda mesh: one(mesh, strategy="ring"), ring=4, hosts=2)[0].explain()
+    assert "travel: queries go with the direct route only" in said and "between hosts are slower" in said
+    assert "-0.000" not in said and "gloo" not in said
+
+
 @pytest.mark.parametrize(("kv_heads", "groups", "far"), [(8, 2, 2), (16, 2, 4), (12, 3, 3), (4, 1, 1), (2, 1, 1)])
 def test_heads_are_exchanged_in_as_many_groups_as_save_time(kv_heads, groups, far, monkeypatch):
     def one(mesh, seq_len):

@@ -14,7 +14,7 @@ from ringattn.comms.local import LocalAxis, run
 from ringattn.comms.symmetric import SymmetricAxis
 from ringattn.cost import HARDWARE
 from ringattn.serving import Heads, Stripes, exchange_over, exchange_way, keys_at_once, prefill_moves
-from ringattn.torch import chunk, inference
+from ringattn.torch import chunk, exchange, meeting
 from ringattn.torch.cache import KVCache
 
 H200, CPU = HARDWARE["h200"], HARDWARE["cpu"]
@@ -54,7 +54,7 @@ def test_the_chunks_own_keys_which_all_are_sent_anyway_do_not_travel_again():
 @pytest.mark.parametrize("sizes", [{"ring": 4}, {"ulysses": 3}, {"ring": 3, "ulysses": 2}], ids=str)
 def test_queries_come_one_by_one_or_together_and_find_the_same(sizes, together, layout, monkeypatch):
     """Rows of different lengths, padded chunks, a window; a rank's queries are a step of their own, or several are."""
-    monkeypatch.setattr(inference, "queries_at_once", lambda rows: together)
+    monkeypatch.setattr(meeting, "queries_at_once", lambda rows: together)
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 41, h, d, generator=g) for h, d in ((6, 8), (6, 8), (6, 12)))
     spec = ra.AttentionSpec(window=19)
@@ -102,7 +102,7 @@ def test_a_token_goes_by_what_starts_sooner_and_a_large_exchange_by_what_is_fast
 def test_a_decode_asks_the_axis_for_the_transport_of_its_bytes(monkeypatch):
     asked = []
     monkeypatch.setattr(LocalAxis, "over", lambda self, transport: asked.append(transport) or self)
-    monkeypatch.setattr(inference, "hardware_of", lambda device: H200)
+    monkeypatch.setattr(exchange, "hardware_of", lambda device: H200)
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=4)
@@ -136,7 +136,7 @@ def test_either_exchange_gives_every_rank_the_same_bits(form, monkeypatch):
 
     expected = ra.attention(*(torch.cat([x, x], 1).double() for x in (q, k, v)))[:, 7:]
     for way in ("gather", "scatter"):
-        monkeypatch.setattr(inference, "exchange_way", lambda *args, way=way: way)
+        monkeypatch.setattr(exchange, "exchange_way", lambda *args, way=way: way)
         for sizes in ({"ring": 4}, {"ring": 2, "ulysses": 3}):
             outs = run(one, **sizes)
             assert all(torch.equal(out, outs[0]) for out in outs)

@@ -1,5 +1,7 @@
 """A mask is an interval: bounds say exactly what the words of the spec say, and both ends never decrease."""
 
+import pickle
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -54,6 +56,30 @@ def test_docs_from_lengths_and_cu_seqlens_are_equal_and_hash_alike():
     assert not a.padded and Docs.from_lengths([3], pad_to=4).padded
 
 
+def test_docs_stay_what_they_were_when_the_callers_array_is_filled_again():
+    buffer = np.array([[0, 3, 8]], np.int32)
+    docs = Docs(buffer, 8)
+    buffer[0, 1] = 5
+    assert docs == Docs.from_lengths([3, 5]) and docs.starts.dtype == np.int64
+    again = pickle.loads(pickle.dumps(docs))
+    assert again == docs
+    for mine in (docs, again, Docs.from_lengths([3, 5])):
+        with pytest.raises(ValueError, match="read-only"):
+            mine.starts[0, 1] = 5
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=3),
+    positions=st.lists(st.integers(0, 15)),
+)
+def test_every_position_lies_in_its_document(rows, positions):
+    """Also where positions take turns, as those of several shards do."""
+    docs = Docs.from_lengths(rows, pad_to=13)
+    expected = [[sum(p >= end for end in np.cumsum(row)) for p in positions] for row in rows]
+    assert docs.index(np.array(positions, int)).tolist() == expected
+    assert docs.index(np.array(sorted(positions), int)).tolist() == [sorted(row) for row in expected]
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -66,6 +92,15 @@ def test_docs_from_lengths_and_cu_seqlens_are_equal_and_hash_alike():
         (lambda: AttentionSpec(causal=False, window=4), "use causal=True, or window=None"),
         (lambda: AttentionSpec(scale=float("nan")), "scale=nan: must be a finite number above 0"),
         (lambda: AttentionSpec(scale=-1.0), "scale=-1.0"),
+        (lambda: AttentionSpec(scale=True), "scale=True: must be a finite number above 0"),
+        (lambda: Docs(np.array([[2, 10]]), 10), r"each row from 0 on.*got array\(\[\[ 2, 10\]\]\)"),
+        (lambda: Docs(np.array([[0, 30]]), 10), r"length=10\): .* up to the length; got array\(\[\[ 0, 30\]\]\)"),
+        (lambda: Docs(np.array([[0, 7, 3]]), 10), "never decreasing"),
+        (lambda: Docs(np.array([[0.0, 10.0]]), 10), r"whole numbers \[rows, n \+ 1\]"),
+        (lambda: Docs(np.array([0, 10]), 10), r"got array\(\[ 0, 10\]\)"),
+        (lambda: Docs(np.array([[0]]), 10), r"got array\(\[\[0\]\]\) \(Docs.from_lengths makes them\)"),
+        (lambda: Docs([0, 10], 10), r"whole numbers \[rows, n \+ 1\]"),
+        (lambda: Docs(np.array([[0, 10]]), None), "length=None"),
         (lambda: AttentionSpec(softcap=0.0), "softcap=0.0"),
         (
             lambda: AttentionSpec(scale=np.array(0.5)),

@@ -3,6 +3,7 @@
 import ctypes
 import threading
 import time
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from queue import SimpleQueue
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from ringattn.comms import symmetric
+from ringattn.comms.axis import Parts
 from ringattn.comms.engines import AID, IN, OUT
 from ringattn.comms.local import Board, LocalAxis, LocalMesh
 from ringattn.comms.symmetric import HEAD, Peers, SymmetricAxis, Watch, Window
@@ -66,6 +68,9 @@ class ThreadLanes:
 
         self.put(lane, work)
 
+    def fill(self, lane, to, source):
+        self.put(lane, lambda: to.copy_(source))
+
     def finish(self):
         ends = [threading.Event() for _ in (OUT, IN)]
         for lane, end in zip((OUT, IN), ends, strict=True):
@@ -92,6 +97,8 @@ class Ends:
     def wait(self):
         for event in self.events:
             assert event.wait(30), "a lane never came to its end"
+
+    settle = wait
 
 
 class SharedMesh(LocalMesh):
@@ -170,6 +177,31 @@ def test_a_move_fills_every_piece_of_a_scattered_tensor(slot):
     on_ranks(one, axes(3))
 
 
+def test_a_move_holds_what_a_caller_lets_go_until_it_is_waited_for():
+    """A lane may read it, to pack it, long after the call: its memory must not be given to what comes next."""
+
+    def one(axis):
+        other = 1 - axis.rank
+        x, room = torch.rand(64, 4).T, torch.empty(64, 4).T  # more pieces than are moved one by one
+        held = weakref.ref(x), weakref.ref(room)
+        flight = axis.move({other: [x]}, {other: [room]})
+        del x, room
+        assert all(ref() is not None for ref in held)
+        flight.wait()
+        assert all(ref() is None for ref in held)
+
+    on_ranks(one, axes(2))
+
+
+def test_a_move_that_nobody_waits_for_is_waited_for_before_its_memory_is_let_go():
+    def one(axis):
+        room = torch.zeros(4)
+        axis.move({1 - axis.rank: [torch.ones(4)]}, {1 - axis.rank: [room]})
+        assert room.eq(1).all()
+
+    on_ranks(one, axes(2))
+
+
 @pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize("name", ["all_at_once", "causal", "docs_rows", "window"])
 def test_attention_equals_dense_float64(name, together, slot):
@@ -190,7 +222,20 @@ def test_pieces_are_joined_within_an_allocation_and_never_beyond():
     first, second = (torch.frombuffer(memory, dtype=torch.float32, offset=at, count=8) for at in (0, 32))
     assert first.data_ptr() + first.nbytes == second.data_ptr()
     start = first.data_ptr()
-    assert list(symmetric.batches([first[:3], first[3:], second])) == [[(start, 32), (start + 32, 32)]]
+    pieces = symmetric.joined([first[:3], first[3:], second])
+    assert list(symmetric.batches(pieces)) == [[(start, 32), (start + 32, 32)]]
+
+
+@pytest.mark.parametrize("places", [(range(0, 2), range(4, 6)), (range(1, 6, 2),), (range(2, 6),)], ids=str)
+def test_ranges_lie_where_their_views_do(places, slot):
+    """Twice, the second time as remembered for others of the same shape; too many pieces are left to be packed."""
+    for _ in "ab":
+        pair = torch.rand(2, 6, 40), torch.rand(3, 6, 2, 8)[:2]
+        parts = Parts(pair, places)
+        expected = list(symmetric.batches([p for x in pair for p in symmetric.joined(list(Parts([x], places)))]))
+        assert symmetric.located(parts) == expected
+        assert len(parts) == len(list(parts)) and torch.equal(parts[0], pair[0][:, places[0]])
+    assert symmetric.located(Parts([torch.rand(2, 6, 9, 20)[..., :4]], places)) is None
 
 
 def test_a_trial_tells_a_window_that_works_from_one_that_does_not(slot, monkeypatch):

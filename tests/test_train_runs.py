@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ringattn.conf.schema import Cluster, Model, Train
-from ringattn.launch import checkpoint, metrics, torchrun, train
+from ringattn.launch import checkpoint, metrics, torchrun, train, trainer
 from ringattn.launch.bench import step as bench_step
 from ringattn.launch.processes import RankError
 from ringattn.launch.trainer import work
@@ -180,12 +180,29 @@ def test_every_step_is_a_line_of_80_columns(live, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     stream = io.StringIO()
     stream.isatty = lambda: live
-    bar = metrics.Bar(100, stream)
+    bar = metrics.Bar(100, stream=stream)
     for step in (1, 2, 100):
         bar.show(step, {"loss": 12.3456, "tokens_per_second": 1e5 * step, "mfu": 0.5, "memory_mib": 104761.0})
     lines = re.findall(r"[^\r\n]+", stream.getvalue())
     assert [re.findall(r"\d+/100 ", line) for line in lines] == [["1/100 "], ["2/100 "], ["100/100 "]]
-    assert all(len(line) <= 79 and "s left" in line for line in lines) and lines[0].startswith("[...")
+    assert all(len(line) <= 79 and "s left" in line for line in lines)
+    assert lines[0].startswith("[..." if live else "  1/100  loss")
+
+
+def test_a_batch_log_has_about_50_lines_and_no_share_of_nearly_nothing():
+    stream = io.StringIO()
+    for every, lines in ((None, 51), (10, 101)):
+        bar = metrics.Bar(1000, every, stream)
+        for step in range(1, 1001):
+            bar.show(step, {"loss": 1.0, "tokens_per_second": 1e5, "mfu": 0.004, "memory_mib": 1.0})
+        assert stream.getvalue().count("\n") == lines and "MFU" not in stream.getvalue()
+        stream.truncate(0)
+
+
+def test_a_closed_connection_is_said_in_words_and_other_errors_are_not_touched():
+    said = trainer.in_words(RuntimeError("[pair.cc:553] Connection reset by peer [127.0.0.1]:61"), 6)
+    assert str(said) == "another rank was lost after step 6: its connection closed"
+    assert trainer.in_words(RuntimeError("CUDA out of memory"), 6) is None
 
 
 def losses_after_auto(folder: Path) -> int:

@@ -8,7 +8,9 @@ pytest.importorskip("triton")
 from ringattn.kernels import partial, reference
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial, Streams
-from ringattn.kernels.triton.decode import attend, choose_splits, config, decode
+from ringattn.kernels.triton.append import append
+from ringattn.kernels.triton.decode import attend, choose_splits, config, decode_splits
+from ringattn.kernels.triton.launch import COMPILED
 from ringattn.kernels.triton.merge import STACK, merge_into, merge_stack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,6 +24,11 @@ CASES = [
     (1, 3, 2, 2, 256, 256, 40, torch.float16, 5.0),
     (1, 40, 2, 1, 32, 32, 60, torch.float32, None),  # more rows than one tile holds
 ]
+
+
+def decode(q, k, v, where, *, scale, softcap=None, splits=None, form="lse") -> Partial:
+    """As `attend`, in as many splits, which are handed over in the form, as asked for."""
+    return merge_stack(decode_splits(q, k, v, where, scale, softcap, splits, form))
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -101,6 +108,7 @@ def test_attend_merges_into_a_carry_and_leaves_it_alone() -> None:
     got = attend(*inputs, carry=carry, out_dtype=torch.float64, **options)
     assert got.out.dtype == torch.float64 and torch.equal(carry.out, before)
     assert max(worst(got, expected)) < 2e-6
+    assert max(worst(attend(*inputs, **options), reference.attend(*inputs, **options))) < 2e-6
 
 
 def broken(B: int, T: int, H: int, V: int) -> Partial:
@@ -170,6 +178,20 @@ def test_splits_fill_the_machine_in_whole_waves() -> None:
         waves = rows * splits / slots
         assert waves <= 1 and waves > (0.9 if keys > 8192 else 0.3), f"{rows} x {keys}: {splits} splits, {waves} waves"
     assert choose_splits(8, 100, slots) == 1 and choose_splits(4096, 1000, slots) == 1
+
+
+def test_a_launch_of_another_length_is_of_the_same_kind() -> None:
+    """What is kept of launches does not grow with the lengths that a server sees, and none goes the slow way again."""
+    before = dict(COMPILED)
+    COMPILED.clear()
+    for S in (128, 176, 240):
+        _, k, v, where = problem_of((1, 3, 2, 1, 16, 16, S, torch.float32, None))[0]
+        append(k[:, :3], v[:, :3], k, v, torch.zeros(1, dtype=torch.int64, device=DEVICE), (0, 64, 64, 0))
+        attend(draw(1, 3, 2, 16), k, v, where, scale=0.3, carry=Partial(draw(1, 3, 2, 16), draw(1, 3, 2)))
+        merge_into(*(Partial(draw(1, S, 2, 16), draw(1, S, 2)) for _ in "ab"))
+    kinds = len(COMPILED)
+    COMPILED.update(before)
+    assert kinds == 4  # append, decode, the merge of splits and the carry, the merge into memory
 
 
 def test_refusals_are_named() -> None:

@@ -309,3 +309,18 @@ def test_refuses_by_name() -> None:
 def test_a_table_survives_the_disk(tmp_path) -> None:
     save(SMALL, tmp_path / "table.json")
     assert load(tmp_path / "table.json") == SMALL
+
+
+def test_heads_that_lie_more_than_two_billion_numbers_apart_have_gradients():
+    """The third head of a group begins beyond 32 bits; only the pages that hold numbers are there."""
+    case = Case(H=3, dtype="float16")
+    near = draw(case)
+    q, dout = (torch.empty(2**31 + 70 * 32, dtype=x.dtype, device=DEVICE) for x in (near[0], near[3]))
+    q, dout = (x.as_strided(near[0].shape, (0, 32, 2**30, 1)) for x in (q, dout))
+    q.copy_(near[0])
+    dout.copy_(near[3])
+    where, rows = intervals(case), torch.zeros(1, 70, 3, device=DEVICE)
+    options = {"scale": 0.1, "table": None if ON_GPU else SMALL}
+    found = attend_backward(q, *near[1:3], where, dout, rows, rows, **options)
+    expected = attend_backward(*near[:3], where, near[3], rows, rows, **options)
+    assert all(map(torch.equal, found, expected))

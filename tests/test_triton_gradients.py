@@ -26,3 +26,12 @@ def test_the_stand_in_is_that_of_torch(size):
     dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
     for found, expected in zip(gradients.stand_in(dout, delta, 2.0**-30), stand_in(dout, delta), strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+
+
+def test_parts_that_lie_more_than_two_billion_numbers_apart_are_added():
+    size, block = 2**30, 4  # 2 * size is beyond 32 bits; only the pages that are worked on are there
+    own, more = torch.ones(block, dtype=torch.int8), torch.empty(2 * size + block, dtype=torch.int8)
+    for i in range(3):
+        more[i * size : i * size + block] = 10**i
+    gradients.launch(gradients.add_kernel, (1,), (own, more, own), (size, 3), BLOCK=block)
+    assert own.tolist() == [112] * block

@@ -153,6 +153,17 @@ def test_what_is_padding_is_known_where_the_tensors_are(function):
     assert ra.token_mean(losses, elsewhere, docs=docs) == ra.token_mean(losses, ra.plan(seq_len=8), docs=docs)
 
 
+def test_documents_are_known_whatever_the_default_device_is():
+    x, docs, weight = torch.randn(1, 64, 2, 4), ra.Docs.from_lengths([1] * 64), torch.ones(8, 3)
+    for call in (
+        lambda: ra.linear_attention(x, x, x, docs=docs),
+        lambda: causal_convolution(x.flatten(2), weight, docs=docs),
+    ):
+        with torch.device("meta"):
+            found = call()
+        assert torch.equal(found, call())
+
+
 def test_a_layers_cache_is_where_the_layer_is():
     layer, elsewhere = StreamingAttention(32, heads=4), replace(ra.plan(seq_len=8), device="meta")
     cache = layer.allocate(torch.zeros(1, 8, 4, 8), elsewhere)
@@ -253,6 +264,22 @@ def test_autocast_runs_attention_in_its_dtype():
     for out in run_threads(one, ring=2):
         assert out.dtype == torch.bfloat16
         assert (out - plain).norm() <= 2 * (alone - plain).norm() + 1e-3
+
+
+def test_unshard_is_differentiated_twice():
+    x, weights = torch.randn(1, 7, 2), torch.randn(4, 1, 7, 2)
+    whole = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad((weights.sum(0) * whole**3).sum(), whole, create_graph=True)
+    (expected,) = torch.autograd.grad(grad.square().sum(), whole)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=7, layout="zigzag")
+        mine = plan.shard(x).requires_grad_()
+        loss = (weights[mesh.rank] * plan.unshard(mine) ** 3).sum()
+        (grad,) = torch.autograd.grad(loss, mine, create_graph=True)
+        return plan.unshard(torch.autograd.grad(grad.square().sum(), mine)[0])
+
+    check_close(run_threads(one, ring=2, ulysses=2), [expected] * 4)
 
 
 class Kept(TorchDispatchMode):

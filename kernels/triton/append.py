@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.triton.launch import launch, power_of_2
+from ringattn.kernels.triton.launch import kind_of, launch, power_of_2
 
 
 @triton.jit(do_not_specialize=["T", "S", "G", "origin", "block", "round", "mine", "window"])
@@ -73,6 +73,6 @@ def append(
     tensors = k_BTGD, v_BTGV, lengths_B, into_k, into_v, begin, end
     launch(
         append_kernel, (T, B, 1), tensors, (*strides, T, S, G, D, V, *place, window or 0, *constants),
-        (k_BTGD.dtype, k_BTGD.device, strides, D, V, constants), num_warps=4,
+        (k_BTGD.dtype, k_BTGD.device, kind_of((*strides, D, V)), constants), num_warps=4,
     )  # fmt: skip
     return Intervals(begin, end)

@@ -138,7 +138,7 @@ def dkdv_kernel(
     q_st, k_st, v_st, rows_st, dout_st, spans_st, dk_st, dv_st, T, S, G, blocks, room, scale, unit, cap,
     R: tl.constexpr, D: tl.constexpr, V: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_V: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, ADD_DK: tl.constexpr, ADD_DV: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     block, b, g = head_of(G, blocks, False)
     first = block * KEYS
@@ -176,7 +176,8 @@ def dkdv_kernel(
                 q = q_src.load([t, r, 0]).reshape(QUERIES, WIDTH_D)
                 lse = stats.load([2 * r, t]).reshape(QUERIES)
             else:
-                q = tile(q_src + r * q_st[2], t, hi, q_st[1], q_st[3], QUERIES, D, WIDTH_D, False)
+                apart = tl.cast(r, tl.int64) if FAR else r  # 64 bits cost registers
+                q = tile(q_src + apart * q_st[2], t, hi, q_st[1], q_st[3], QUERIES, D, WIDTH_D, False)
                 rows = t + tl.arange(0, QUERIES)
                 lse = tl.load(stats + 2 * r * room + rows, mask=rows < hi, other=float("inf"))
             s = tl.dot(k, q.T, input_precision=PRECISION) * unit
@@ -192,7 +193,7 @@ def dkdv_kernel(
             if TMA:
                 dout = dout_src.load([t, r, 0]).reshape(QUERIES, WIDTH_V)
             else:
-                dout = tile(dout_src + r * dout_st[2], t, hi, dout_st[1], dout_st[3], QUERIES, V, WIDTH_V, False)
+                dout = tile(dout_src + apart * dout_st[2], t, hi, dout_st[1], dout_st[3], QUERIES, V, WIDTH_V, False)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
             dp = tl.dot(v, dout.T, input_precision=PRECISION)
             if TMA:  # loaded only here: registers are what bounds this kernel
@@ -309,6 +310,7 @@ def halves(
             dkdv_kernel, (blocks * B * G,),
             (*inputs, table_of, new_dk, new_dv), (*strides_kv, T, S, G, blocks, room, scale, unit, cap), cut,
             **constants, QUERIES=cut.queries, KEYS=cut.keys, ADD_DK=dk is not None, ADD_DV=dv is not None, TMA=cut.tma,
+            FAR=(H // G - 1) * max(q_BTHD.stride(2), dout_BTHV.stride(2)) >= 2**31,
         )  # fmt: skip
         return new_dk, new_dv
 

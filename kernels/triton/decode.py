@@ -21,7 +21,7 @@ from ringattn.kernels import Problem
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, Streams
 from ringattn.kernels.triton.blocks import LN2, logits, tanh
-from ringattn.kernels.triton.launch import launch, power_of_2
+from ringattn.kernels.triton.launch import kind_of, launch, power_of_2
 from ringattn.kernels.triton.merge import merge_stack
 
 MOST_ROWS = 64  # the T * R rows of a key head that one tile takes; where there are more, `forward` is the kernel
@@ -159,7 +159,10 @@ def attend(
     carry: Partial | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Partial:
-    """`decode` with the signature of every kernel; a carry is one more partial in the second launch."""
+    """softmax(scale * q k^T) v over each query's interval, in two launches: split over the keys, then merged.
+
+    A carry is one more partial in the second launch.
+    """
     parts = decode_splits(q_BTHD, k_BSGD, v_BSGV, where, scale, softcap, None, "lse")
     alone = carry is None and parts.out.shape[0] == 1
     part = Partial(parts.out[0], parts[1][0]) if alone else merge_stack(parts, carry)
@@ -179,27 +182,6 @@ def row_delta(*args: Any) -> Tensor:
     return backward.row_delta(*args)
 
 
-def decode(
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    where: Intervals,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    splits: int | None = None,
-    form: str = "lse",
-) -> Partial:
-    """softmax(scale * q k^T) v over each query's interval, in two launches: split over the keys, then merged.
-
-    Both forms of what the splits hand over, "lse" (out, lse) and "streams" (O, M, L), give the same answer.
-    """
-    parts = decode_splits(q_BTHD, k_BSGD, v_BSGV, where, scale, softcap, splits, form)
-    if isinstance(parts, Partial) and parts.out.shape[0] == 1:
-        return Partial(parts.out[0], parts.lse[0])
-    return merge_stack(parts)
-
-
 def decode_splits(
     q_BTHD: Tensor,
     k_BSGD: Tensor,
@@ -210,7 +192,10 @@ def decode_splits(
     splits: int | None,
     form: str,
 ) -> Partial | Streams:
-    """What each split of the keys contributes, stacked along a first dim of `splits`."""
+    """What each split of the keys contributes, stacked along a first dim of `splits`.
+
+    Both forms, "lse" (out, lse) and "streams" (O, M, L), say the same.
+    """
     if form not in ("lse", "streams"):
         raise ValueError(f"form={form!r}: choose lse or streams")
     B, T, H, D = q_BTHD.shape
@@ -234,7 +219,7 @@ def decode_splits(
         launch(
             decode_kernel, (G * blocks, splits, B), tensors,
             (*strides, *logits(scale, softcap), B, T, S, G, H // G, D, V, *constants),
-            (q_BTHD.dtype, q_BTHD.device, strides, D, V, constants, tile.warps), num_warps=tile.warps,
+            (q_BTHD.dtype, q_BTHD.device, kind_of((*strides, D, V)), constants, tile.warps), num_warps=tile.warps,
         )  # fmt: skip
     return Streams(out, top, total) if form == "streams" else Partial(out, top)
 

@@ -15,7 +15,7 @@ def add_kernel(own_ptr, more_ptr, out_ptr, size, N, BLOCK: tl.constexpr):
     inside = at < size
     x = tl.load(own_ptr + at, mask=inside, other=0.0)
     for i in range(N):
-        x += tl.load(more_ptr + i * size + at, mask=inside, other=0.0)
+        x += tl.load(more_ptr + tl.cast(i, tl.int64) * size + at, mask=inside, other=0.0)
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -36,7 +36,7 @@ def stand_in_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     b = tl.program_id(1).to(tl.int64)
     t, h = row // H, row % H
-    live = row < T * H
+    live = row < tl.cast(T, tl.int64) * H
     columns = tl.arange(0, WIDTH)
     inside = live[:, None] & (columns < V)[None, :]
     at = b * dout_st[0] + (t * dout_st[1] + h * dout_st[2])[:, None] + columns[None, :] * dout_st[3]

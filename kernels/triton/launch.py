@@ -19,9 +19,9 @@ def launch(
 ) -> None:  # fmt: skip
     """kernel[grid](*tensors, *others, **options). `kind` differs where the compiler might see a difference.
 
-    That is dtypes, devices, strides, dims, constants and options. What it sees of the memory is asked here: whether
-    addresses are multiples of 16, and for AMD whether offsets fit 32 bits. Counts that it was told not to look at need
-    not be said. A grid is three numbers.
+    That is dtypes, devices, constants, options, and `kind_of` strides and dims. What it sees of the memory is asked
+    here: whether addresses are multiples of 16, and for AMD whether offsets fit 32 bits. Counts that it was told not to
+    look at need not be said. A grid is three numbers.
     """
     kind = id(kernel), kind, *[x.data_ptr() % 16 for x in tensors]
     if torch.version.hip:

@@ -149,9 +149,8 @@ def related(begin_ptr, first, T, CHUNK: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "N"])
 def scores_kernel(
     q_ptr, k_ptr, g_ptr, begin_ptr, strongest_ptr, a_ptr, q_st, k_st, g_st, begin_st, T, N, H, scale,
-    K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    GATE: tl.constexpr, DOCS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
-    TILES: tl.constexpr, PART: tl.constexpr, STRONG: tl.constexpr,
+    K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, GATE: tl.constexpr, DOCS: tl.constexpr,
+    PRECISION: tl.constexpr, TILES: tl.constexpr, PART: tl.constexpr, STRONG: tl.constexpr,
 ):  # fmt: skip
     """a of one chunk of one head, [B, N, H, CHUNK, CHUNK]."""
     _, h, n, b = place(tl.program_id(0), 1, H, N)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.partial import Partial, Streams
-from ringattn.kernels.triton.launch import launch, power_of_2
+from ringattn.kernels.triton.launch import kind_of, launch, power_of_2
 
 STACK = 128  # how many partials one program can hold; `merge_stack` folds longer stacks first
 
@@ -136,6 +136,6 @@ def merge_once(parts: Partial | Streams, carry: Partial | None, sinks_H: Tensor 
     )  # fmt: skip
     constants = streams, carry is not None, sinks_H is not None, block_n, block_r, block_v
     dtypes = tuple([x.dtype for x in tensors])
-    kind = dtypes, out.device, strides, V, constants
+    kind = dtypes, out.device, kind_of((*strides, V)), constants
     launch(merge_kernel, grid, tensors, (*strides, n, B, T, H, V, *constants), kind, num_warps=4)
     return new

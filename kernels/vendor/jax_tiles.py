@@ -24,7 +24,10 @@ Backward = Callable[..., tuple[Array, Array, Array]]
 
 
 def as_they_are(q: Array, dout: Array, lse: Array, delta: Array, out: Array | None = None) -> tuple[Array, ...]:
-    """The rows of a backward in the form that every step of it takes. `out`: delta is its rowsum with dout."""
+    """(dout, lse, delta): a kernel that wants them in another form for all steps has a `prepare` of its own.
+
+    `out` is given where delta is its rowsum with dout, and nothing else.
+    """
     return dout, lse, delta
 
 

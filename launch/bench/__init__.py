@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.conf.schema import nearest
+from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import answer, default_of, usage, values
 
 SUITES = ("decode", "jax", "kernels", "linear", "memory", "prefill", "ring", "scan", "step", "traffic")
@@ -48,7 +49,7 @@ def measure(name: str, words: list[str]) -> None:
     suite = import_module(f"ringattn.launch.bench.{name}")
     if any(w in ("-h", "--help") for w in words):
         print(usage(f"bench {name}", suite))
-        print("  out=None".ljust(34) + "  a file that the rows are appended to, one JSON line each")
+        print("  out=FILE".ljust(34) + "  a file that the rows are appended to, one JSON line each")
         return
     outs = [w.removeprefix("out=") for w in words if w.startswith("out=")]
     if len(outs) > 1:
@@ -101,12 +102,18 @@ def cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def on_ranks(measure: Callable[..., Any], ranks: int, device: str, timeout: float, *args: Any) -> list[Any]:
+    """`measure(*args)` on so many ranks, processes of this machine, in order."""
+    return run_ranks(measure, ranks, *args, backend="nccl" if device == "cuda" else "gloo", timeout=timeout)
+
+
 def told(row: dict[str, Any]) -> dict[str, Any]:
     """The row, which rank 0 says to stderr as it comes: the table has to wait for all of them."""
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
-        print("  ".join(f"{name}={cell(value)}" for name, value in row.items()), file=sys.stderr, flush=True)
+        said = "  ".join(f"{name}={cell(value)}" for name, value in row.items())
+        print(f"rank 0:  {said}", file=sys.stderr, flush=True)
     return row
 
 
@@ -134,6 +141,20 @@ def together(call: Callable[[], Any]) -> float:
     call()
     finish()
     return time.perf_counter() - start
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call as one CUDA graph."""
+    import torch
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    meet()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
 
 
 def commit() -> str:

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from ringattn.launch.bench import meet, table, told
-from ringattn.launch.processes import run as run_ranks
+from ringattn.launch.bench import captured, meet, on_ranks, table, told
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "ranks", "transport", "new", "mode", "us", "floor_us", "over_floor", "limit_us", "faster"]
@@ -44,8 +43,7 @@ class Options:
 
 
 def run(options: Options) -> list[dict[str, Any]]:
-    backend = "nccl" if options.device == "cuda" else "gloo"
-    ranks = run_ranks(measure, options.ranks, options, backend=backend, timeout=options.timeout)
+    ranks = on_ranks(measure, options.ranks, options.device, options.timeout, options)
     given = {name: value for name, value in asdict(options).items() if name not in ELSEWHERE}
     rows: list[dict[str, Any]] = []
     for measured in zip(*ranks, strict=True):
@@ -104,19 +102,6 @@ def steps(options: Options, plan: Any, tokens: int) -> Callable[[], Any]:
         for h in heads
     )
     return lambda: ra.decode(q, k, v, cache)
-
-
-def captured(step: Callable[[], Any]) -> Callable[[], Any]:
-    """The step as a CUDA graph, made once it has run outside of one."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        step()
-    return graph.replay
 
 
 def timed(call: Callable[[], Any], calls: int, options: Options) -> float:

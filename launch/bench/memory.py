@@ -5,15 +5,13 @@ above what it had before its inputs were made; `minimal_mib` is q, k, v, out, th
 """
 
 import ctypes
-import re
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ringattn.launch.bench import table
-from ringattn.launch.processes import run as run_ranks
+from ringattn.launch import metrics
+from ringattn.launch.bench import on_ranks, table
 from ringattn.launch.words import option
 
 COLUMNS = ["ranks", "strategy", "layout", "tokens", "local", "peak_mib", "minimal_mib", "ratio"]
@@ -36,8 +34,7 @@ class Options:
 def run(options: Options) -> list[dict[str, Any]]:
     rows = []
     for ranks in options.ranks:
-        backend = "nccl" if options.device == "cuda" else "gloo"
-        peaks = run_ranks(measure, ranks, options, backend=backend, timeout=options.timeout)
+        peaks = on_ranks(measure, ranks, options.device, options.timeout, options)
         local = -(-options.tokens // ranks)
         per_token = 2 * options.heads * 2 * options.head_dim + 2 * options.kv_heads * 2 * options.head_dim
         itemsize = 2 if options.device == "cuda" else 4
@@ -65,9 +62,9 @@ def measure(options: Options) -> int:
     mesh = ra.init_mesh(**sizes, device_type=options.device)
     plan = ra.plan(mesh, seq_len=options.tokens, strategy=options.strategy, layout=options.layout)
     step(ra.plan(mesh, seq_len=512, strategy=options.strategy, layout=options.layout), options)
-    meter = CudaMeter() if options.device == "cuda" else ResidentMeter()
+    memory = held(options.device)
     step(plan, options)
-    return meter.peak()
+    return memory.grown()
 
 
 def step(plan: Any, options: Options) -> None:
@@ -83,30 +80,10 @@ def step(plan: Any, options: Options) -> None:
     out.backward(torch.ones_like(out))
 
 
-class CudaMeter:
-    def __init__(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
-        self.before = torch.cuda.memory_allocated()
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated() - self.before
-
-
-class ResidentMeter:
-    """The process's high-water mark of resident memory, reset on Linux by a write to clear_refs."""
-
-    def __init__(self) -> None:
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: freed tensors go back to the system at once
-        libc.malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        self.before = self.read("VmRSS")
-
-    def peak(self) -> int:
-        return self.read("VmHWM") - self.before
-
-    @staticmethod
-    def read(field: str) -> int:
-        found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert found, f"no {field} in /proc/self/status"
-        return int(found[1]) * 1024
+def held(device: str) -> metrics.Memory:
+    """What is held from here on; on a CPU freed tensors go back to the system at once."""
+    if device == "cpu":
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
+    memory = metrics.Memory(torch.device(device))
+    memory.reset()
+    return memory

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringattn.launch.bench import table, told
+from ringattn.launch.bench import on_ranks, table, told
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
-from ringattn.launch.bench.memory import CudaMeter, ResidentMeter
-from ringattn.launch.processes import run as run_ranks
+from ringattn.launch.bench.memory import held
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "way", "chunk", "ranks", "ms", "peak_mib", "speed", "moved"]
@@ -50,8 +49,7 @@ class Options:
 def run(options: Options) -> list[dict[str, Any]]:
     if bad := [tokens for tokens in options.tokens if tokens > options.chunk and tokens % options.chunk]:
         raise ValueError(f"chunk={options.chunk} does not divide tokens={bad[0]}; this benchmark takes whole chunks")
-    backend = "nccl" if options.device == "cuda" else "gloo"
-    ranks = run_ranks(measure, processes_of(options), options, backend=backend, timeout=options.timeout)
+    ranks = on_ranks(measure, processes_of(options), options.device, options.timeout, options)
     rows: list[dict[str, Any]] = []
     for measured in zip(*ranks, strict=True):
         worst = {**measured[0], "ms": max(m["ms"] for m in measured), "peak_mib": max(m["peak_mib"] for m in measured)}
@@ -95,10 +93,10 @@ def timed(
         cache = new_cache(options, plan, tokens, prompt[0][0].dtype)
         dist.barrier()
         start = now(options.device)
-        meter = CudaMeter() if options.device == "cuda" else ResidentMeter()
+        memory = held(options.device)
         moved = call(prompt, plan, cache)
         times.append(now(options.device) - start)
-        peak = meter.peak()
+        peak = memory.grown()
     return sorted(times[1:])[len(times[1:]) // 2] * 1e3, peak / 2**20, moved
 
 

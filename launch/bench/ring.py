@@ -2,9 +2,10 @@
 
 The causal floor is one call on every rank at once, of tokens / sqrt(ranks) tokens: as many (query, key) pairs as a
 rank has of the whole. The floor of packed documents is the whole sequence on one device, divided by the ranks; there
-only pairs within a document count as flops. `exposed` is the part of the time that the floor does not explain. Times
-are medians, of the slowest rank. `peak` is the memory of forward and backward over q, k, v, out, their gradients and
-lse. `peers` are torch's own context_parallel with cuDNN, by how it rotates: allgather, alltoall.
+only pairs within a document count as flops. `lost` is the part of the time that the floor does not explain: `exposed`
+in the rows, while what a trace calls exposed is communication. Times are medians: of the slowest rank in the table, of
+rank 0 in the lines that come before it. `peak` is the memory of forward and backward over q, k, v, out, their gradients
+and lse. `peers` are torch's own context_parallel with cuDNN, by how it rotates: allgather, alltoall.
 """
 
 import statistics
@@ -17,12 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringattn.launch.bench import meet, table, timeline, together, told
+from ringattn.launch.bench import captured, on_ranks, table, timeline, together, told
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
-from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
 
-COLUMNS = ["tokens", "mask", "who", "strategy", "layout", "mode", "ms", "floor_ms", "ratio", "tflops", "exposed",
+COLUMNS = ["tokens", "mask", "who", "strategy", "layout", "mode", "ms", "floor_ms", "ratio", "tflops", "lost",
            "against", "peak"]  # fmt: skip
 LONG = (65536, 1024, 8192, 2048, 16384, 4096, 1024, 2048, 8192, 4096, 2048, 1024, 8192, 4096, 2048, 1024)
 SHORT = 8 * (512, 4096, 1024, 2048, 512, 1536, 3072, 512, 1024, 2048)
@@ -76,8 +76,7 @@ class Options:
 
 
 def run(options: Options) -> list[dict[str, Any]]:
-    backend = "nccl" if options.device == "cuda" else "gloo"
-    ranks = run_ranks(measure, processes_of(options), options, backend=backend, timeout=options.timeout)
+    ranks = on_ranks(measure, processes_of(options), options.device, options.timeout, options)
     names = ("ranks", "processes", "ulysses", "heads", "kv_heads", "head_dim", "groups", "kernel", "graphs", "repeats")
     rows = []
     for measured in zip(*(found["rows"] for found in ranks), strict=True):
@@ -88,10 +87,15 @@ def run(options: Options) -> list[dict[str, Any]]:
             row |= {"ratio": row["floor_ms"] / row["ms"], "exposed": 1 - row["floor_ms"] / row["ms"]}
         rows.append(row)
     compare(rows)
-    print(table(rows, COLUMNS))
+    print(table([{**row, "lost": lost(row)} for row in rows], COLUMNS))
     for name, spans in timeline.by_rank([found["spans"] for found in ranks]).items():
         print(timeline.save(spans, Path(options.trace), name))
     return rows
+
+
+def lost(row: dict[str, Any]) -> float | None:
+    """The part of the time that the floor does not explain, if it leaves any."""
+    return row["exposed"] if row.get("exposed", -1) >= 0 else None
 
 
 def compare(rows: list[dict[str, Any]]) -> None:
@@ -260,18 +264,6 @@ def peak(options: Options, tokens: int, mode: str) -> float | None:
     local = tokens // options.ranks
     tensors = 4 * local * (options.heads + options.kv_heads) * options.head_dim * 2  # two bytes
     return torch.cuda.max_memory_allocated() / (tensors + 4 * local * options.heads)
-
-
-def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call as one CUDA graph."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    meet()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        call()
-    return graph.replay
 
 
 def timed(call: Callable[[], Any], options: Options) -> float:

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from ringattn.launch.bench import ring, table, told
+from ringattn.launch.bench import on_ranks, ring, table, told
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
-from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import option
 
 COLUMNS = ["ranks", "tokens", "layout", "scan", "mode", "ms", "floor_ms", "ratio", "MB"]
@@ -38,8 +37,7 @@ class Options:
 
 
 def run(options: Options) -> list[dict[str, Any]]:
-    backend = "nccl" if options.device == "cuda" else "gloo"
-    ranks = run_ranks(measure, processes_of(options), options, backend=backend, timeout=options.timeout)
+    ranks = on_ranks(measure, processes_of(options), options.device, options.timeout, options)
     given = {n: x for n, x in asdict(options).items() if n not in ("tokens", "layout", "scan", "timeout", "device")}
     rows = []
     for measured in zip(*ranks, strict=True):

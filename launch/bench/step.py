@@ -18,8 +18,7 @@ import torch
 
 from ringattn.conf.schema import Train, from_dict
 from ringattn.launch import metrics
-from ringattn.launch.bench import table, together
-from ringattn.launch.processes import run as run_ranks
+from ringattn.launch.bench import on_ranks, table, together
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "ranks", "layers", "kernel", "recompute", "compile", "step_s", "attention_s", "products_s",
@@ -51,8 +50,7 @@ def run(options: Options) -> list[dict[str, Any]]:
     steps = [r for r in metrics.read(Path(options.run) / "metrics.jsonl") if r["kind"] == "step"]
     if len(steps) < 3:
         raise ValueError(f"{options.run} has {len(steps)} steps; the first two are not counted, so train 3 or more")
-    backend = "nccl" if config.device == "cuda" else "gloo"
-    floors = run_ranks(measure, ranks, config, options, ranks, backend=backend, timeout=options.timeout)
+    floors = on_ranks(measure, ranks, config.device, options.timeout, config, options, ranks)
     attention, products, *burst = (max(floor[i] for floor in floors) for i in range(4))
     step = statistics.median(r["seconds"] for r in steps[2:])
     row = {

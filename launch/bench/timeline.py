@@ -6,13 +6,17 @@ on a CPU from when it is asked for to when it is waited for).
 """
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ringattn.launch.bench import finish, meet
 
 HOPS = ("ncclDevKernel", "Memcpy", "SendRecv", "memcpy")
+BACKWARD = ("backward", "bwd", "dkdv_kernel", "dq_kernel")  # in the names of what runs in backward only
+SPECK = 1e-3  # of the picture's width: what is shorter is not drawn, what is nearer is drawn as one
 MEETING = ("AllReduce", "gloo:barrier")  # a barrier, over NCCL and over gloo
 COLORS = {"attention": "#2a9d8f", "hops": "#e76f51"}
 
@@ -30,7 +34,7 @@ def record(call: Callable[[], Any]) -> list[Span]:
     from torch.profiler import ProfilerActivity, profile
 
     gpu = torch.cuda.is_initialized()
-    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu]) as profiler:
+    with silence(), profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu]) as profiler:
         for _ in range(2):  # the first one under a profiler is slow
             meet()
             call()
@@ -45,6 +49,19 @@ def record(call: Callable[[], Any]) -> list[Span]:
                 found.append(Span(name, lane, event.start_ns() / 1e3, event.duration_ns() / 1e3))
     met = max(span.start for span in found if any(word in span.name for word in MEETING))
     return [span for span in found if span.start > met]
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Nothing on stderr, also not from C++: the profiler says when it starts and ends, amid the rows."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def lane_of(name: str) -> str | None:
@@ -64,12 +81,12 @@ def by_rank(found: Sequence[dict[str, list[Span]]]) -> dict[str, list[list[Span]
     return {name: [spans[name] for spans in found] for name in found[0]}
 
 
-def covered(spans: Sequence[Span]) -> list[tuple[float, float]]:
-    """The times at which some span runs, as intervals apart."""
+def covered(spans: Sequence[Span], apart: float = 0.0) -> list[tuple[float, float]]:
+    """The times at which some span runs, as intervals that are further apart than so much."""
     found: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda s: s.start):
         end = span.start + span.length
-        if found and span.start <= found[-1][1]:
+        if found and span.start <= found[-1][1] + apart:
             found[-1] = found[-1][0], max(found[-1][1], end)
         else:
             found.append((span.start, end))
@@ -93,9 +110,10 @@ def save(ranks: Sequence[Sequence[Span]], path: Path, name: str) -> str:
     slug = "-".join(name.replace("+", " ").split())
     target = path.with_name(f"{path.stem}-{slug}")
     target.with_suffix(".json").write_text(json.dumps(trace(ranks)))
-    draw(ranks, target.with_suffix(".svg"), name)
     worst = max(exposed(spans) for spans in ranks), max(idle(spans) for spans in ranks)
-    return f"{target}.svg: {name}: exposed communication {worst[0]:.1%}, no attention kernel running {worst[1]:.1%}"
+    title = f"{name}: exposed communication {worst[0]:.1%}, no attention kernel running {worst[1]:.1%}"
+    draw(ranks, target.with_suffix(".svg"), title)
+    return f"{target}.svg: {title}"
 
 
 def trace(ranks: Sequence[Sequence[Span]]) -> dict[str, Any]:
@@ -122,19 +140,25 @@ def draw(ranks: Sequence[Sequence[Span]], path: Path, title: str) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    zero = min(s.start for spans in ranks for s in spans)
+    every = [s for spans in ranks for s in spans]
+    zero, last = min(s.start for s in every), max(s.start + s.length for s in every)
+    speck, turn = SPECK * (last - zero), [s.start for s in every if any(word in s.name for word in BACKWARD)]
     figure, axes = pyplot.subplots(figsize=(10, 0.9 + 0.75 * len(ranks)))
     ticks = []
     for r, spans in enumerate(ranks):
         for i, (lane, color) in enumerate(COLORS.items()):
             y = -(3 * r + i)
-            times = covered([s for s in spans if s.lane == lane])
-            mine = [((start - zero) / 1e3, (end - start) / 1e3) for start, end in times]
+            times = covered([s for s in spans if s.lane == lane], apart=speck)
+            mine = [((start - zero) / 1e3, (end - start) / 1e3) for start, end in times if end - start >= speck]
             axes.broken_barh(mine, (y - 0.4, 0.8), facecolors=color, edgecolor="white", linewidth=0.3)
             ticks.append((y, f"rank {r}: {lane}" if i == 0 else lane))
     axes.set_yticks([y for y, _ in ticks], [text for _, text in ticks])
+    if turn:
+        x = (min(turn) - zero) / 1e3
+        axes.axvline(x, color="grey", linestyle=":", zorder=0)
+        axes.text(x, 1.0, "backward", transform=axes.get_xaxis_transform(), fontsize=8, color="grey")
     axes.set_xlabel("ms")
-    axes.set_title(title, fontsize=10)
+    axes.set_title(title, fontsize=10, pad=14)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()

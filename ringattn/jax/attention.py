@@ -6,7 +6,7 @@ The exchange is one custom_vjp around the whole ring or gather: it keeps q, k, v
 grows with the sequence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ringattn.jax import ulysses
 from ringattn.jax.check import check
 from ringattn.jax.gather import gather_backward, gather_forward
 from ringattn.jax.ring import ring_backward, ring_forward
-from ringattn.jax.sharding import cut_of_tokens, located
+from ringattn.jax.sharding import cut_of_tokens, located, mesh_here
 from ringattn.jax.steps import local_positions, route_of, step_of
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.pallas.varying import axes_of, vary
-from ringattn.kernels.partial import Partial, sink_gradient
+from ringattn.kernels.partial import NEVER, Partial, sink_gradient
 from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
@@ -47,10 +47,9 @@ jax.tree_util.register_pytree_node(Docs, lambda docs: ((docs.starts,), (docs.len
 
 @dataclass(frozen=True)
 class Call:
-    """All of a call that is not an array. Plans are equal whatever their axes, and programs over others are not."""
+    """All of a call that is not an array: what a program is kept by."""
 
     mask: Mask
-    axes: Any
     lse: bool = True  # somebody gets the lse, and may differentiate it
     docs_padded: bool = False
     key_docs_padded: bool = False
@@ -74,38 +73,17 @@ def attention(
     ring over the axes that cut the tokens, none if nothing does.
     """
     plan, lying, inside = located(q, k, v, plan)
-    if inside:
-        return local_attention(
-            q, k, v, plan, spec=spec, docs=docs, key_docs=key_docs, sinks=sinks, return_lse=return_lse
-        )
     spec = AttentionSpec() if spec is None else spec
-    whole = plan.tokens.padded_length, plan.keys.tokens.padded_length
-    check((q, k, v, sinks), plan, whole, spec, docs, key_docs)
-    tokens = cut_of_tokens(q, plan, lying)
-    starts = starts_of(docs), starts_of(key_docs)
-    rows = tuple(P(tokens[0]) if s is not None and s.shape[0] > 1 else P() for s in starts)
+    lengths = [part.local_len if inside else part.tokens.padded_length for part in (plan, plan.keys)]
+    arrays, starts = (q, k, v, sinks), (starts_of(docs), starts_of(key_docs))
+    check(arrays, plan, (lengths[0], lengths[1]), spec, docs, key_docs)
     call = call_of(plan, spec, docs, key_docs, return_lse)
-    out, lse = program(call, plan.ring_axis.mesh, tokens, rows)((q, k, v, sinks), starts)
-    return (out, lse) if return_lse else out
-
-
-def local_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    plan: Plan,
-    *,
-    spec: AttentionSpec | None = None,
-    docs: Docs | None = None,
-    key_docs: Docs | None = None,
-    sinks: Array | None = None,
-    return_lse: bool = False,
-) -> Any:
-    """The same on this device's tokens, for code that is already inside shard_map over the plan's axes."""
-    spec = AttentionSpec() if spec is None else spec
-    check((q, k, v, sinks), plan, (plan.local_len, plan.keys.local_len), spec, docs, key_docs)
-    starts = starts_of(docs), starts_of(key_docs)
-    out, lse = on_device(call_of(plan, spec, docs, key_docs, return_lse), (q, k, v, sinks), starts)
+    if inside:
+        out, lse = on_device(call, arrays, starts)
+    else:
+        tokens = cut_of_tokens(q, plan, lying)
+        rows = tuple(P(tokens[0]) if s is not None and s.shape[0] > 1 else P() for s in starts)
+        out, lse = program(call, mesh_here(plan), tokens, rows)(arrays, starts)
     return (out, lse) if return_lse else out
 
 
@@ -119,18 +97,19 @@ def call_of(plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs |
     if (docs is None) != (known[0] is None) or (key_docs is None) != (known[1] is None):
         known = (None, None)
     padded = docs is not None and docs.padded
-    return Call(Mask(plan, spec, *known), plan.axes, lse, padded, padded if key_docs is None else key_docs.padded)
+    return Call(Mask(plan, spec, *known), lse, padded, padded if key_docs is None else key_docs.padded)
 
 
 @lru_cache(maxsize=128)
-def program(call: Call, mesh: Mesh, tokens: P, rows: tuple[P, P]) -> Any:
+def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: tuple[P, P]) -> Any:
     """(q, k, v, sinks), starts -> out, lse on global arrays, of which `tokens` says how q, k and v are cut."""
     specs = ((tokens, tokens, tokens, P(tokens[2])), rows)
     interpreted = call.mask.plan.kernel == "splash" and call.mask.plan.device != "tpu"
     untold = interpreted or call.mask.plan.kernel == "stock_splash"  # of what varies
     whole = jax.shard_map(
-        partial(on_device, call), mesh=mesh, in_specs=specs, out_specs=(tokens, tokens), check_vma=not untold
-    )
+        partial(on_device, call), mesh=mesh, in_specs=specs, out_specs=(tokens, tokens), check_vma=not untold,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+    )  # fmt: skip
     return jax.jit(whole)
 
 
@@ -172,7 +151,8 @@ def exchange(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
 
 
 def exchange_fwd(call: Call, arrays: Arrays, starts: Starts) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
-    out, lse = exchange(call, arrays, starts)
+    """What is kept is differentiated too in second derivatives, the lse as much as the rest."""
+    out, lse = exchange(replace(call, lse=True), arrays, starts)
     return (out, lse), (arrays, starts, out, lse)
 
 
@@ -182,6 +162,7 @@ def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array])
     dout, dlse = given
     mask, axis = call.mask, call.mask.plan.ring_axis
     score, sight = step_of(q, k, v, mask, *starts)
+    lse = jnp.where(lse == NEVER, 0, lse)  # of no key, whose exp(-inf - lse) has then a derivative too
     delta = (dout.astype(lse.dtype) * out).sum(-1)
     delta = delta - dlse if call.lse else delta
     rows = score.prepare(q, dout, lse, delta, None if call.lse else out)

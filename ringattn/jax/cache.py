@@ -9,8 +9,9 @@ A cache is a pytree whose lengths are traced: a decode loop is compiled once. Gi
 `donate_argnums`, and its memory is written in place.
 """
 
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn import serving
 from ringattn.check import (
     beside_window,
+    each,
     of_arrays,
     of_back,
     of_fork,
@@ -46,7 +48,7 @@ from ringattn.serving import BLOCK, Heads, Moves, Stripes, explained, prefill_mo
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("k", "v", "lengths", "first"),
-    meta_fields=("plan", "max_len", "stripes", "axes", "window", "most", "cut"),
+    meta_fields=("plan", "max_len", "stripes", "window", "most", "cut"),
 )
 @dataclass(frozen=True)
 class KVCache(serving.KVCache):
@@ -59,7 +61,6 @@ class KVCache(serving.KVCache):
     plan: Plan
     max_len: int
     stripes: Stripes
-    axes: Any = field(repr=False)  # plans are equal whatever their axes, and programs over others are not
     window: int | None
     most: int | None  # tokens of a row that need a slot at one time; None: all of them
     cut: P  # by which axes of the mesh batch and heads are cut
@@ -108,7 +109,7 @@ class KVCache(serving.KVCache):
             there, along = (NamedSharding(plan.ring_axis.mesh, spec) for spec in specs)
         k, v = (jnp.zeros((*rows, dim), dtype, device=there) for dim in (head_dim, value_dim or head_dim))
         lengths, first = (jnp.zeros(batch, jnp.int32, device=along) for _ in range(2))
-        return cls(k, v, lengths, first, plan, max_len, stripes, plan.axes, window, most, cut)
+        return cls(k, v, lengths, first, plan, max_len, stripes, window, most, cut)
 
     @property
     def known(self) -> np.ndarray | None:
@@ -137,18 +138,14 @@ class KVCache(serving.KVCache):
 
     def truncate(self, lengths: int | Sequence[int] | Array) -> "KVCache":
         """Without the tokens from these lengths on (rejected ones, say); one number for all rows or one a row."""
-        counted = isinstance(lengths, Array) and jnp.issubdtype(lengths.dtype, jnp.integer)  # and perhaps traced
-        problem = None if counted else of_truncated(lengths, len(self.lengths))
-        if problem:
-            raise ValueError(problem)
-        new = jnp.zeros_like(self.lengths) + jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), self.lengths.shape)
+        new = counted(lengths, len(self.lengths))
         first = self.first
         if self.window is not None:  # the next token must still see its whole window
             first = jnp.where(first > 0, first + self.window - 1, 0)
-        problem = of_back(at_hand(new), self.known, at_hand(first))
+        problem = of_back(None if isinstance(new, Array) else new, self.known, at_hand(first))
         if problem:
             raise ValueError(problem)
-        return replace(self, lengths=new)
+        return replace(self, lengths=jnp.zeros_like(self.lengths) + new.clip(0, self.max_len).astype(np.int32))
 
     def fork(self, copies: int = 1, max_len: int | None = None) -> "KVCache":
         """`copies` continuations of every row, which append their own, to memory of their own."""
@@ -156,6 +153,7 @@ class KVCache(serving.KVCache):
         problem = of_fork(copies, max_len, self.known)
         if problem:
             raise ValueError(problem)
+        copies, max_len = operator.index(copies), operator.index(max_len)  # also of arrays of one
         slots = slots_for(max_len, self.most, self.stripes)  # more than before only where nothing has come round
         return replace(over_devices(Fork(copies, slots), self, (), ())[0], max_len=max_len)
 
@@ -226,6 +224,17 @@ def at_hand(x: Array) -> np.ndarray | None:
     """The numbers, unless they are traced or lie on other hosts."""
     here = not isinstance(x, jax.core.Tracer) and (x.is_fully_addressable or x.is_fully_replicated)
     return np.asarray(x) if here else None
+
+
+def counted(lengths: Any, rows: int) -> Any:
+    """A length for each row: an array that cannot be read here, or integers, never too large for a comparison."""
+    away = isinstance(lengths, Array) and at_hand(lengths) is None
+    if away and jnp.issubdtype(lengths.dtype, jnp.integer) and lengths.shape in ((), (rows,)):
+        return jnp.broadcast_to(lengths.astype(jnp.int32), rows)
+    problem = of_truncated(jax.typeof(lengths) if away else lengths, rows)
+    if problem:
+        raise ValueError(problem)
+    return np.array(each(lengths, rows), object)
 
 
 def usual_cut(plan: Plan, batch: int) -> P:

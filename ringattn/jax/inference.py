@@ -32,7 +32,7 @@ from ringattn.jax.steps import local_positions, score_of
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import FORMS, Partial, add_sinks, empty, merge_stack, packed, unpacked
 from ringattn.planning import Plan, heads_problem
-from ringattn.serving import WAYS, keys_at_once
+from ringattn.serving import MOVES, keys_at_once
 from ringattn.spec import AttentionSpec
 
 
@@ -59,7 +59,7 @@ def prefill(
     spec = AttentionSpec() if spec is None else spec
     whole = plan.tokens.padded_length
     problem = (
-        of_choice("move", move, ("auto", *WAYS))
+        of_choice("move", move, ("auto", *MOVES))
         or of_keys(keys)
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
@@ -114,7 +114,7 @@ def decode(
 
 def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Sequence[int] | None) -> str | None:
     """Why this chunk cannot go on this cache, or None."""
-    if (plan.ring, plan.ulysses) != (cache.plan.ring, cache.plan.ulysses) or plan.axes != cache.axes:
+    if (plan.ring, plan.ulysses, plan.place) != (cache.plan.ring, cache.plan.ulysses, cache.plan.place):
         return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
     return of_window(cache.window, spec) or of_start(start, cache.known)
 
@@ -261,7 +261,10 @@ class Meeting(NamedTuple):
         return lax.fori_loop(low // size, -(-high // size), one, empty(self.q, v.shape[-1]))
 
     def reach(self) -> tuple[Array, Array]:
-        """From which to which slot some device has a key that some query of the whole chunk sees: as all say."""
+        """The smallest range of slots that holds, on every device, all keys that some query of the chunk sees.
+
+        All slots, where such keys have come round. It is worked out for all devices at once, so all get the same.
+        """
         cache, slots = self.cache, self.cache.k.shape[1]
         begin, end = self.visible(jnp.array([0, self.tokens - 1]))
         low, high = below(cache, begin, cache.stripes.ranks - 1).min(), below(cache, end, 0).max()

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ringattn.check import of_choice, of_linear, of_scale, of_state
 from ringattn.jax.attention import real_tokens, starts_of
 from ringattn.jax.check import of_dtypes
-from ringattn.jax.sharding import cut_of_tokens, located
+from ringattn.jax.sharding import cut_of_tokens, located, mesh_here
 from ringattn.jax.states import KEPT, exchange
 from ringattn.jax.steps import local_positions
 from ringattn.jax.ulysses import cleared
@@ -38,10 +38,9 @@ Arrays = tuple[Array, Array, Array, Array | None, Array | None]  # q, k, v, log_
 
 @dataclass(frozen=True)
 class Call:
-    """All of a call that is not an array. Plans are equal whatever their axes, and programs over others are not."""
+    """All of a call that is not an array: what a program is kept by."""
 
     plan: Plan
-    axes: Any
     scale: float
     scan: str
     return_state: bool
@@ -76,14 +75,14 @@ def linear_attention(
     if problem:
         raise ValueError(problem)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    call = Call(plan, plan.axes, scale, scan, return_state, docs is not None and docs.padded)
+    call = Call(plan, scale, scan, return_state, docs is not None and docs.padded)
     starts = starts_of(docs)
     if inside:
         out, end = recomputed(call)(arrays, starts)
     else:
         tokens = cut_of_tokens(q, plan, lying)
         rows = P(tokens[0]) if starts is not None and starts.shape[0] > 1 else P()
-        out, end = program(call, plan.ring_axis.mesh, tokens, rows)(arrays, starts)
+        out, end = program(call, mesh_here(plan), tokens, rows)(arrays, starts)
     return (out, end) if return_state else out
 
 
@@ -122,11 +121,12 @@ def of_gates(log_decay: Array | None, plan: Plan, docs: Docs | None, check: bool
 
 
 @lru_cache(maxsize=128)
-def program(call: Call, mesh: Mesh, tokens: P, rows: P) -> Any:
+def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: P) -> Any:
     """(q, k, v, log_decay, initial_state), starts -> out, end on global arrays, of which `tokens` says how q is cut."""
     state = P(tokens[0], tokens[2])
     specs = ((tokens, tokens, tokens, tokens, state), rows)
-    whole = jax.shard_map(recomputed(call), mesh=mesh, in_specs=specs, out_specs=(tokens, state))
+    free = set(mesh.axis_names) - set(mesh.manual_axes)
+    whole = jax.shard_map(recomputed(call), mesh=mesh, in_specs=specs, out_specs=(tokens, state), axis_names=free)
     return jax.jit(whole)
 
 

@@ -18,11 +18,12 @@ from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis, platform
 from ringattn.layout import Layout
 from ringattn.planning import Plan
+from ringattn.spec import whole
 
 
 def shard(x: Array, plan: Plan, dim: int = 1) -> Array:
     """The global array `x`, whose dim `dim` is the sequence: padded with zeros, in the plan's order, over the mesh."""
-    dim = dim % x.ndim
+    dim = dim_of(x, dim)
     if x.shape[dim] != plan.seq_len:
         already = plan.tokens.padded_length != plan.seq_len and x.shape[dim] == plan.tokens.padded_length
         hint = "it is already sharded" if already else f"use plan.for_length({x.shape[dim]})"
@@ -34,15 +35,25 @@ def shard(x: Array, plan: Plan, dim: int = 1) -> Array:
 
 def unshard(x: Array, plan: Plan, dim: int = 1) -> Array:
     """The sequence in its own order, padding removed: the inverse of `shard`; differentiable."""
-    dim = dim % x.ndim
+    dim = dim_of(x, dim)
     if x.shape[dim] != plan.tokens.padded_length:
         raise ValueError(
             f"dim {dim} of x has {x.shape[dim]} tokens, a sharded array of this plan has "
             f"{plan.tokens.padded_length} ({plan})"
         )
-    mesh = plan.ring_axis.mesh
-    whole = restored(moved(x, NamedSharding(mesh, spec_of(x, plan, dim, ()))), plan.tokens, dim)
-    return jax.lax.slice_in_dim(whole, 0, plan.seq_len, axis=dim)
+    there = NamedSharding(mesh_here(plan), spec_of(x, plan, dim, ()))
+    everything = restored(moved(x, there), plan.tokens, dim)
+    return jax.lax.slice_in_dim(everything, 0, plan.seq_len, axis=dim)
+
+
+def dim_of(x: Array, dim: int) -> int:
+    """The dim, counted from the first one, of an array that has it."""
+    if not isinstance(x, (Array, np.ndarray)):
+        raise ValueError(f"x is of type {type(x).__name__}; expected a jax array, as the plan is for a jax mesh")
+    found = whole(dim)
+    if found is None or not -x.ndim <= found < x.ndim:
+        raise ValueError(f"dim={dim!r}: x has shape {x.shape}; say which of its {x.ndim} dims is the sequence")
+    return found % x.ndim
 
 
 def positions(plan: Plan) -> Array:
@@ -58,21 +69,40 @@ def sequence_axes(plan: Plan) -> tuple[str, ...]:
 
 def placed(x: Array, plan: Plan, dim: int) -> Array:
     """`x` with its sequence over ring and ulysses, and its first dim over the mesh's data axis where that divides."""
-    return moved(x, NamedSharding(plan.ring_axis.mesh, spec_of(x, plan, dim, sequence_axes(plan))))
+    return moved(x, NamedSharding(mesh_here(plan), spec_of(x, plan, dim, sequence_axes(plan))))
+
+
+def mesh_here(plan: Plan) -> Mesh | AbstractMesh:
+    """The plan's mesh; inside a shard_map over some of its axes that mesh as seen there."""
+    mesh, here = plan.ring_axis.mesh, jax.sharding.get_abstract_mesh()
+    if not here.manual_axes:
+        return mesh
+    if not set(sequence_axes(plan)) <= set(here.axis_names):
+        raise ValueError(
+            f"this is inside a shard_map over a mesh of axes {here.axis_names}, and the plan's are {mesh.axis_names}; "
+            "give shard_map the plan's mesh, plan.ring_axis.mesh"
+        )
+    return here
+
+
+def data_axis(mesh: Mesh | AbstractMesh) -> tuple[str | None, int]:
+    """The axis that cuts the batch of global arrays, if there is one, and its size."""
+    found = "data" in mesh.axis_names and "data" not in mesh.manual_axes
+    return ("data", mesh.shape["data"]) if found else (None, 1)
 
 
 def spec_of(x: Array, plan: Plan, dim: int, along: tuple[str, ...]) -> P:
-    mesh = plan.ring_axis.mesh
+    data, size = data_axis(mesh_here(plan))
     parts: list[Any] = [None] * x.ndim
     parts[dim] = along or None
-    if dim and x.shape[0] % mesh.shape.get("data", 1) == 0 and "data" in mesh.axis_names:
-        parts[0] = "data"
+    if dim and x.shape[0] % size == 0:
+        parts[0] = data
     return P(*parts)
 
 
 def moved(x: Array, there: NamedSharding) -> Array:
     """`x` with this sharding: data that is at hand is moved, a traced value is told where it will be."""
-    if not isinstance(x, jax.core.Tracer):
+    if isinstance(there.mesh, Mesh) and not isinstance(x, jax.core.Tracer):
         return jax.device_put(x, there)
     if AxisType.Explicit in there.mesh.axis_types:
         return jax.reshard(x, there)
@@ -111,12 +141,16 @@ class Placed(NamedTuple):
     heads: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"batch {self.batch}, tokens {self.tokens}, heads {self.heads}"
+        of = self.mesh
+        where = "" if isinstance(of, AbstractMesh) else f" of {of.size} devices from {of.devices.flat[0]} on"
+        return f"batch {self.batch}, tokens {self.tokens}, heads {self.heads}{where}"
 
 
 def placed_alike(q: Array, k: Array, v: Array) -> Placed | None:
     """Where q, k and v all lie, if that is on a mesh; None where they are on one device, or local inside shard_map."""
     found = {name: placement(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    if any(at is not None and isinstance(at.mesh, AbstractMesh) for at in found.values()):  # beside traced ones, data
+        found = {name: at and at._replace(mesh=at.mesh.abstract_mesh) for name, at in found.items()}
     if len(set(found.values())) > 1:
         said = "; ".join(f"{name}: {'one device' if at is None else at}" for name, at in found.items())
         raise ValueError(f"without a plan, q, k and v must lie alike, and they are cut by {said}; use jax.reshard")
@@ -167,19 +201,19 @@ def located(q: Array, k: Array, v: Array, plan: Plan | None) -> tuple[Plan, Plac
 
 def cut_of_tokens(q: Array, plan: Plan, lying: Placed | None) -> P:
     """By which axes of the mesh q is cut, [B, T, H], and so k and v."""
-    batch, heads = (lying.batch or None, lying.heads or None) if lying else other_axes(q, plan.ring_axis.mesh)
+    batch, heads = (lying.batch or None, lying.heads or None) if lying else other_axes(q, mesh_here(plan))
     return P(batch, sequence_axes(plan) or None, heads)
 
 
-def other_axes(q: Array, mesh: Mesh) -> tuple[Any, Any]:
+def other_axes(q: Array, mesh: Mesh | AbstractMesh) -> tuple[Any, Any]:
     """What cuts the batch and the heads: as q's type says where the mesh is explicit, else the data axis the batch."""
     if AxisType.Explicit in mesh.axis_types:
         spec = jax.typeof(q).sharding.spec
         return spec[0], spec[2]
-    size = mesh.shape.get("data", 1)
+    data, size = data_axis(mesh)
     if q.shape[0] % size:
         raise ValueError(f"data={size} does not divide a batch of {q.shape[0]}; pad the batch, or make the mesh data=1")
-    return ("data" if "data" in mesh.axis_names else None), None
+    return data, None
 
 
 @lru_cache(maxsize=256)

@@ -240,11 +240,32 @@ def score_of(
 ) -> Score:
     """The selected kernel, its scale, its softcap and its own options filled in."""
     problem = problem_of(q, k, v, spec, plan, tiles, known)
-    module = pallas.select(problem, plan.kernel).load()
+    kernel = pallas.select(problem, plan.kernel)
+    module = kernel.load()
     given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap}
     given |= module.options(problem) if hasattr(module, "options") else {}
     prepare, parted = getattr(module, "prepare", as_they_are), getattr(module, "parted", True)
-    return Score(partial(module.attend, **given), partial(module.attend_backward, **given), prepare, parted)
+    attend_backward: Any = partial(module.attend_backward, **given)
+    if kernel.name != "reference":
+        attend_backward = once(kernel.name, attend_backward)
+    return Score(partial(module.attend, **given), attend_backward, prepare, parted)
+
+
+def once(kernel: str, attend_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same gradients, which refuse to be differentiated."""
+
+    @jax.custom_jvp
+    def gradients(given: tuple[Any, ...], sums: dict[str, Any]) -> Any:
+        return attend_backward(*given, **sums)
+
+    @gradients.defjvp
+    def again(*_: Any) -> Any:
+        raise NotImplementedError(
+            f"kernel={kernel!r} has first derivatives only; for those of higher order make the plan with "
+            "kernel='reference'"
+        )
+
+    return lambda *given, **sums: gradients(given, sums)
 
 
 def problem_of(

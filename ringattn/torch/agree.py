@@ -36,9 +36,10 @@ def describe(
 def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
     """Raise on all ranks alike if one of them has a problem, or if their words differ; says which ranks and fields.
 
-    Where words travel cheaply (gloo, threads) every call is compared. Elsewhere the first one of each kind is, and one
-    is of another's kind if only their documents differ. What is wrong later with one rank's call alone is raised there
-    alone, since the others may not stop to listen; documents that then differ between ranks are not noticed.
+    Where words travel cheaply (gloo, threads) every call is compared. Elsewhere only the first call of each kind is
+    compared; calls that differ only in their documents are of one kind. What is wrong later with one rank's call alone
+    is raised there alone, since the others may not stop to listen; documents that then differ between ranks are not
+    noticed.
     """
     ring, ulysses = plan.ring_axis, plan.ulysses_axis
     alone, kind = ring.size * ulysses.size == 1, kind_of(words)

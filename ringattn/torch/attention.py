@@ -24,7 +24,7 @@ from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
 from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.gather import gather_backward, gather_forward
-from ringattn.torch.handles import constant, docs_of, handle_of, numbered, spread, whole_on_one
+from ringattn.torch.handles import constant, docs_of, handle_of, numbered, plain, spread, starts_of, whole_on_one
 from ringattn.torch.ring import (
     direct_backward,
     direct_forward,
@@ -80,14 +80,13 @@ def attention(
     elif problem := check.problem(q, k, v, plan, spec, docs, key_docs, sinks):
         raise ValueError(problem)
 
-    starts, key_starts = (None if d is None else torch.as_tensor(d.starts) for d in (docs, key_docs))
-    groups = groups_of(handle, hash(q.shape[0]), q.shape[2], *k.shape[2:], v.shape[3], q.itemsize) if plan.swaps else 1
+    groups = groups_of(handle, plain(q.shape[0]), q.shape[2], *k.shape[2:], v.shape[3], q.itemsize) if plan.swaps else 1
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks) if x is not None)
     out, lse, _ = torch.ops.ringattn.exchange(
-        q, k, v, sinks, starts, key_starts, handle, groups, compiling, keep,
+        q, k, v, sinks, starts_of(docs), starts_of(key_docs), handle, groups, compiling, keep,
         spec.causal, spec.window, spec.softcap, spec.scale,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return (out, lse.contiguous()) if return_lse else out
 
 
 def settle(
@@ -212,7 +211,12 @@ def exchange(
         outs, lses = zip(*one_ahead(leaving()), strict=True)
         out, lse = cleared(joined(outs), call.real), cleared(joined(lses), call.real, NEVER)
     saved = [x.contiguous() for group in kept for x in group]
-    return out.contiguous(), lse.contiguous(), saved  # as a compiled graph expects them
+    return out.contiguous(), by_heads(lse), saved  # as a compiled graph expects them
+
+
+def by_heads(lse: Tensor) -> Tensor:
+    """[B, T, H] in memory as [B, H, T], as kernels write it."""
+    return lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @fake("exchange")
@@ -234,7 +238,7 @@ def _(
             q.new_empty(B, T * size, h, dtype=exact),
         )
     ]  # fmt: skip
-    return q.new_empty(B, T, H, V), q.new_empty(B, T, H, dtype=exact), saved
+    return q.new_empty(B, T, H, V), q.new_empty(B, H, T, dtype=exact).transpose(1, 2), saved
 
 
 @op("exchange_backward")
@@ -249,7 +253,7 @@ def exchange_backward(
     lse: Tensor,
     saved: list[Tensor],
     dout: Tensor,
-    dlse: Tensor,
+    dlse: Tensor | None,
     plan: int,
     groups: int,
     causal: bool,
@@ -262,13 +266,14 @@ def exchange_backward(
     call = Call.of(q, AttentionSpec(causal, window, softcap, scale), docs, key_docs, live, groups)
     axis, real, real_keys = call.plan.ulysses_axis, call.real, call.real_keys
     tensors, reals = ((), ()) if saved else ((q, k, v, out, lse), (real, real_keys, real_keys, None, None))
+    given = (dout,) if dlse is None else (dout, dlse)
     lses, deltas = [], []
 
     def entering() -> Iterator[Seen]:
-        for g, group in enumerate(call.entering((*tensors, dout, dlse), (*reals, real, real))):
+        for g, group in enumerate(call.entering((*tensors, *given), (*reals, real, real)[: len(tensors + given)])):
             group = [*saved[5 * g : 5 * g + 5], *group]
             lses.append(group[4])
-            yield group
+            yield group if dlse is not None else (*group, None)
 
     def leaving() -> Iterator[Pending]:
         for dq, dk, dv, delta in gradients(call, entering()):
@@ -301,7 +306,7 @@ def attended(call: Call, groups: Iterable[Entered]) -> Iterator[Partial]:
         yield from gather_forward(groups, axis, plan.keys.tokens, where, partial(call.score, [where]))
         return
     for q, k, v, start in groups:
-        run, intervals = run_of(call, k, v)
+        run, intervals = run_of(call, k.nbytes + v.nbytes)
         yield FORWARD[plan.route](q, k, v, axis, run, call.score(intervals, q, k, v), start)
         del q, k, v, start  # before the group after the next is made room for
 
@@ -313,33 +318,31 @@ def gradients(call: Call, groups: Iterable[Seen]) -> Iterator[Grads]:
         where = global_intervals(call.mask, axis.rank, call.device)
         yield from gather_backward(groups, axis, plan.keys.tokens, where, partial(call.score, [where]))
         return
-    travel = queries_backward if plan.backward == "queries" else BACKWARD[plan.route]
+    queries = plan.backward == "queries"
+    travel = queries_backward if queries else BACKWARD[plan.route]
     for q, k, v, out, lse, dout, dlse in groups:
-        run, intervals = run_of(call, k, v, backward=True)
+        run, intervals = run_of(call, q.nbytes + dout.nbytes if queries else k.nbytes + v.nbytes, backward=True)
         score = call.score(intervals, q, k, v)
         delta = score.row_delta(out, dout, dlse)
         yield *travel(q, k, v, axis, run, score, (dout, lse, delta)), delta
 
 
-def run_of(call: Call, k: Tensor, v: Tensor, backward: bool = False) -> tuple[Any, list[Intervals | None]]:
-    """What a ring rank runs on the plan's route, and all of its intervals."""
+def run_of(call: Call, nbytes: int, backward: bool = False) -> tuple[Any, list[Intervals | None]]:
+    """What a ring rank runs on the plan's route, and all of its intervals. A block that travels has `nbytes`.
+
+    A step brings fewer blocks in backward, where gradients in float32 go with them.
+    """
     mask, plan, rank = call.mask, call.plan, call.plan.ring_axis.rank
     if plan.route == "relay":
         relay = relay_run(mask, rank, call.device)
         return relay, [where for _, where in relay]
-    count = together(plan, k, v, backward)
+    count = plan.blocks_at_once(4 * nbytes if backward else nbytes)
     if plan.route == "levels":
         levels = levels_run(mask, rank, call.device, count)
         return levels, [stop.where for level in levels for stop in level.run]
     stops = queries_run if backward and plan.backward == "queries" else direct_run
     run = stops(mask, rank, call.device, count)
     return run, [stop.where for stop in run]
-
-
-def together(plan: Plan, k: Tensor, v: Tensor, backward: bool = False) -> int:
-    """How many blocks a step of the direct route brings; fewer in backward, where gradients in float32 go with them."""
-    share = 4 if backward else 1
-    return plan.blocks_at_once(share * (k.nbytes + v.nbytes))
 
 
 def sink_partial(q: Tensor, sinks: Tensor, value_dim: int) -> Partial:
@@ -354,16 +357,28 @@ def _save_exchange(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.plan = LIVE.get(ctx.handle)  # lives until backward, which finds it by its number: the caller may let go of it
     out, lse, saved = output
     ctx.set_materialize_grads(False)  # nobody differentiates what is saved
-    ctx.save_for_backward(*tensors, out, lse, *saved)
+    q, k, v, *rest = tensors
+    if saved:  # backward takes those; of these it asks for shapes and dtypes
+        shaped = q, k, v, out, lse
+        ctx.shapes = [x.shape for x in shaped]
+        q, k, v, out, lse = (x.new_empty(0) for x in shaped)
+    ctx.save_for_backward(q, k, v, *rest, out, lse, *saved)
 
 
 def _exchange_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     kept = ctx.saved_tensors
-    *tensors, out, lse = kept[:8]
-    dout = torch.zeros_like(out) if dout is None else dout
-    dlse = torch.zeros_like(lse) if dlse is None else dlse
-    rest = (ctx.handle, ctx.groups, ctx.causal, ctx.window, ctx.softcap, ctx.scale)
-    *grads, dsinks = torch.ops.ringattn.exchange_backward(*tensors, out, lse, list(kept[8:]), dout, dlse, *rest)
+    q, k, v, *rest, out, lse = kept[:8]
+    if len(kept) > 8:
+        q, k, v, out, lse = (
+            x.new_empty(()).expand(shape) for x, shape in zip((q, k, v, out, lse), ctx.shapes, strict=True)
+        )
+    dout = torch.zeros_like(out, memory_format=torch.contiguous_format) if dout is None else dout
+    if dlse is None and len(kept) > 8:  # heads are exchanged, on all ranks alike
+        dlse = torch.zeros_like(lse, memory_format=torch.contiguous_format)
+    *grads, dsinks = torch.ops.ringattn.exchange_backward(
+        q, k, v, *rest, out, lse, list(kept[8:]), dout, dlse,
+        ctx.handle, ctx.groups, ctx.causal, ctx.window, ctx.softcap, ctx.scale,
+    )  # fmt: skip
     return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 10
 
 

@@ -1,9 +1,10 @@
 """A cache of keys and values spread over ranks.
 
 Position p lies on rank (p // block) % ranks, so the cache is balanced at any length, and a rank's positions are sorted:
-what a query sees of them is one interval, as everywhere. What attends to it is in `inference.py`.
+what a query sees of them is one interval, as everywhere. What attends to it is in `meeting.py`.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -38,11 +39,14 @@ from ringattn.torch.check import of_tangents
 from ringattn.torch.chunk import Holder, landings
 
 STEP = 1024  # rows in which a decode's launch grows
+KNOWN = 128  # calls that a cache remembers: what it keeps of them is small beside its keys
+lasting = torch.inference_mode(False)  # memory that calls outside of inference mode may write to as well
 
 
 class KVCache(serving.KVCache):
     """Keys and values of every token so far; `lengths` says how many each batch row has. Make it with `allocate`."""
 
+    @lasting
     def __init__(
         self, plan: Plan, k: Tensor, v: Tensor, lengths: np.ndarray, max_len: int, stripes: Stripes,
         window: int | None = None, prefix: "KVCache | None" = None,
@@ -55,8 +59,11 @@ class KVCache(serving.KVCache):
         self.known: dict[Any, bool] = {}  # calls that were found right, and whether the quick way serves them
         self.start = lengths.copy() if prefix else np.zeros_like(lengths)  # what lies before belongs to the prefix
         self.forks: WeakSet[KVCache] = WeakSet()  # which share these keys for as long as somebody has them
+        if prefix:
+            prefix.forks.add(self)
 
     @classmethod
+    @lasting
     def allocate(  # type: ignore[override]  # the base's takes what either framework takes
         cls,
         plan: Plan,
@@ -97,14 +104,14 @@ class KVCache(serving.KVCache):
 
     @property
     def lengths(self) -> np.ndarray:
-        """How many tokens each batch row has. Where a captured decode may have been replayed, the device is asked."""
+        """A copy of how many tokens each row has. The device is asked once a captured decode may have been replayed."""
         if self.captured:
             self.host_lengths = np.minimum(self.filled.cpu().numpy(), self.max_len)
-        return self.host_lengths
+        return self.host_lengths.copy()
 
     @lengths.setter
     def lengths(self, lengths: np.ndarray) -> None:
-        self.host_lengths = lengths
+        self.host_lengths = lengths.copy()
         self.filled.copy_(torch.from_numpy(lengths), non_blocking=True)
 
     @property
@@ -124,6 +131,12 @@ class KVCache(serving.KVCache):
         """What a kernel must know to find which positions this rank holds: origin, block, round, first."""
         stripes = self.stripes
         return stripes.origin, stripes.block, stripes.round, self.rank * stripes.block
+
+    def know(self, call: Any, quick: bool) -> None:
+        """Remember that such a call is right; of many kinds the oldest is forgotten, on all ranks alike."""
+        if call not in self.known and len(self.known) == KNOWN:
+            del self.known[next(iter(self.known))]
+        self.known[call] = quick
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Take in the next tokens, the same k and v [B, n, G, D] on every rank; each rank keeps its own."""
@@ -195,6 +208,7 @@ class KVCache(serving.KVCache):
             raise ValueError(f"truncate to {new.tolist()}: forks share the first {shared} tokens; let go of them first")
         self.lengths = new
 
+    @lasting
     def fork(self, copies: int = 1, max_len: int | None = None) -> "KVCache":
         """`copies` continuations of every row that share its keys so far and append their own.
 
@@ -216,9 +230,7 @@ class KVCache(serving.KVCache):
         stripes = Stripes(self.ranks, self.stripes.block, origin)
         local = -(-(max_len - origin) // stripes.round) * stripes.block
         k, v = (x.new_zeros(len(lengths), max(local, 0), *x.shape[2:]) for x in (self.k, self.v))
-        fork = KVCache(self.plan, k, v, lengths, max_len, stripes, prefix=self)
-        self.forks.add(fork)
-        return fork
+        return KVCache(self.plan, k, v, lengths, max_len, stripes, prefix=self)
 
     @property
     def shared(self) -> np.ndarray:
@@ -230,7 +242,7 @@ class KVCache(serving.KVCache):
         """This rank's part of the cache, in memory of its own: what happens to the cache does not change it."""
         if self.prefix is not None:
             raise NotImplementedError("a fork shares its keys with another cache: save that one and append again")
-        lengths, origin = torch.from_numpy(self.lengths.copy()), self.stripes.origin
+        lengths, origin = torch.from_numpy(self.lengths), self.stripes.origin
         k, v = self.k.clone(), self.v.clone()
         return {"k": k, "v": v, "lengths": lengths, "origin": origin, "place": self.place, "window": self.window}
 
@@ -247,13 +259,25 @@ class KVCache(serving.KVCache):
                 f"the state is of {names.format(*state['place'])}; this cache is of {names.format(*self.place)}"
             )
         lengths = torch.as_tensor(state["lengths"]).numpy(force=True)
-        problem = of_loaded(state, self, lengths)
+        problem = of_loaded(state, self, lengths) or self.of_origin(state["origin"], lengths)
         if problem:
             raise ValueError(problem)
         self.k.copy_(state["k"])
         self.v.copy_(state["v"])
         self.lengths = lengths.astype(np.int64)
-        self.stripes = Stripes(self.ranks, self.stripes.block, state["origin"])
+        self.stripes = Stripes(self.ranks, self.stripes.block, whole(state["origin"]) or 0)
+
+    def of_origin(self, origin: Any, lengths: np.ndarray) -> str | None:
+        """Memory begins before all that a row's next token sees, and reaches to where rows end."""
+        seen = 0 if self.window is None else max(0, int(lengths.min()) + 1 - self.window)
+        stripes = Stripes(self.ranks, self.stripes.block, whole(origin) or 0)
+        fits = stripes.below(lengths.max(), 0) <= self.k.shape[1]
+        if fits and whole(origin) in range(0, seen + 1, stripes.round):
+            return None
+        return (
+            f"the state has origin={origin!r}, with which no cache of window={self.window} has rows of "
+            f"{lengths.tolist()} tokens; pass what state_dict() gave"
+        )
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -263,16 +287,17 @@ class KVCache(serving.KVCache):
         """Which way a chunk under `plan` will meet this cache, and what that costs."""
         cached = int(self.lengths.max()) + plan.seq_len
         hardware, hides = hardware_of(plan.device), plan.device != "cpu"
-        return prefill_moves(self.ranks, plan.local_len, cached, self.of(heads), hardware, hides)
+        return prefill_moves(self.ranks, plan.local_len, cached, self.heads_of(heads), hardware, hides)
 
-    def of(self, heads: int) -> Heads:
+    def heads_of(self, heads: int) -> Heads:
+        """What the tokens here are made of, where there are so many query heads."""
         B, _, G, D = self.k.shape
         return Heads(heads, G, D, self.v.shape[-1], self.k.element_size(), B)
 
     def explain(self, chunk: int, heads: int) -> str:
         """What prefill of a chunk with so many query heads, and decode of one token, will send."""
         moves = self.moves(self.plan.for_length(chunk), heads)
-        nbytes = len(self.filled) * heads * (self.v.shape[-1] + 1) * 4
+        nbytes = self.heads_of(heads).partial_bytes
         way = exchange_way(nbytes, self.ranks, hardware_of(self.plan.device))
         return explained(self, chunk, moves, nbytes, way)
 
@@ -321,6 +346,7 @@ class KVCache(serving.KVCache):
         top = int(self.lengths.max()) + n
         return bool(Stripes(self.ranks, self.stripes.block, origin).below(top, 0) <= self.k.shape[1])
 
+    @lasting
     def for_chunk(self, n: int) -> "KVCache":
         """This cache, or where n tokens at once do not fit beside its window, one with its keys and more memory."""
         if self.fits(n) or n > self.room():
@@ -329,6 +355,17 @@ class KVCache(serving.KVCache):
         more = rounds * self.stripes.block - self.k.shape[1]
         k, v = (F.pad(x, [0, 0, 0, 0, 0, more]) for x in (self.k, self.v))
         return KVCache(self.plan, k, v, self.lengths, self.max_len, self.stripes, self.window)
+
+    @lasting
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
+        """In memory of its own, which no fork shares; of a fork, with what it goes on from."""
+        k, v, prefix = self.k.clone(), self.v.clone(), copy.deepcopy(self.prefix, memo)
+        made = KVCache(self.plan, k, v, self.lengths, self.max_len, self.stripes, self.window, prefix)
+        made.start = self.start
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a cache cannot be pickled, or share its memory with a copy: save cache.state_dict()")
 
     def __repr__(self) -> str:
         return f"KVCache(lengths {self.lengths.tolist()} of {self.max_len}, over {self.ranks} ranks)"

@@ -10,6 +10,8 @@ from ringattn.check import of_docs, of_lengths, of_plan, of_shapes, of_sinks
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 
+TANGENT = "carries a tangent of forward-mode differentiation; gradients are there in reverse mode only"
+
 
 def problem(
     q: Tensor,
@@ -67,7 +69,7 @@ def of_tangents(**tensors: Tensor | None) -> str | None:
     """None of them, where it is there, is differentiated in forward mode."""
     for name, x in tensors.items():
         if have_tangents(x):
-            return f"{name} carries a tangent of forward-mode differentiation; gradients are there in reverse mode only"
+            return f"{name} {TANGENT}"
     return None
 
 

@@ -29,15 +29,19 @@ class Holder(NamedTuple):
     last: tuple[int, ...]
 
     def copied(self, copies: int, until: tuple[int, ...]) -> "Holder":
-        """Seen by `copies` continuations of every row, of each one up to where its own keys begin."""
+        """This memory as a fork sees it: every row `copies` times, each visible up to `until`.
+
+        There the fork's own keys begin.
+        """
         first, last = (tuple(n for n in side for _ in range(copies)) for side in (self.first, self.last))
         return Holder(self.stripes, first, tuple(map(min, last, until)))
 
 
 class Chunk(NamedTuple):
-    """`tokens` new ones after what each batch row held `before`, all that can be seen, and which of them ask.
+    """A chunk of `tokens` new tokens.
 
-    Those of a shard, or with None all; from `tokens` on they are padding.
+    `before`: how many each batch row had. `holders`: the memory whose keys it may see. `queries`: which of its
+    positions are the queries (None: all); those from `tokens` on are padding.
     """
 
     spec: AttentionSpec
@@ -52,23 +56,27 @@ class Chunk(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some local indices of a holder, and what is seen of the keys that each of some groups of ranks has there."""
+    """A slice of a holder's local indices.
+
+    seen[i]: the queries' intervals among the keys that the ranks of group i hold there; None if they see none.
+    """
 
     keys: slice
     seen: tuple[Intervals | None, ...]
 
 
 Groups = tuple[tuple[int, ...], ...]  # ranks whose keys lie together, in the order of their positions
-OwnPiece = tuple[slice, Intervals | None]  # some of the chunk's tokens, and what is seen of them
+OwnPiece = tuple[slice, Intervals | None]  # a slice of the chunk's tokens, and the queries' intervals among them
 
 
 def own_pieces(chunk: Chunk, most: int, device: torch.device, tiled: bool) -> tuple[OwnPiece, ...]:
-    """The chunk's own tokens, at most so many at once: the same in every row, and for every chunk as long."""
-    return alone(chunk._replace(before=(), holders=()), most, device, tiled)
+    """The chunk's own tokens, at most `most` at once: the same in every row, and for every chunk as long."""
+    return pieces_alone(chunk._replace(before=(), holders=()), most, device, tiled)
 
 
 @lru_cache(maxsize=32)
-def alone(chunk: Chunk, most: int, device: torch.device, tiled: bool) -> tuple[OwnPiece, ...]:
+def pieces_alone(chunk: Chunk, most: int, device: torch.device, tiled: bool) -> tuple[OwnPiece, ...]:
+    """`own_pieces`, kept by what it depends on."""
     begin, end = (x.reshape(1, 1, -1) for x in bounds(chunk.spec, chunk.positions, chunk.tokens, chunk.tokens))
     cuts = [slice(at, min(at + most, chunk.tokens)) for at in range(0, chunk.tokens, most)]
     return tuple((cut, within(begin, end, cut, device, tiled)) for cut in cuts)
@@ -109,7 +117,10 @@ def seen(chunk: Chunk, holder: Holder, positions: np.ndarray, ranks: tuple[int, 
 
 
 def reach(chunk: Chunk, holder: Holder) -> tuple[int, int]:
-    """From which to which local index some rank holds a key that some query of the whole chunk sees: as all say."""
+    """From which to which local index some rank holds a key that some query of the whole chunk sees.
+
+    All ranks find the same: it asks about all of them, and about the whole chunk.
+    """
     ends = np.array([0, chunk.tokens - 1])  # intervals never go back: these two say it
     begin, end = seen(chunk, holder, ends, tuple(range(holder.stripes.ranks)))
     return int(begin.min()), int(end.max())
@@ -127,7 +138,7 @@ def within(begin: np.ndarray, end: np.ndarray, keys: slice, device: torch.device
 
 
 def in_any_order(where: Intervals | None, keys: int) -> bool:
-    """Whether it does not matter how so many keys lie: all queries see all of them, or none."""
+    """Whether these keys may lie in any order: every query sees all of them, or none."""
     return where is None or where.tiles == (Tile(slice(0, where.begin.shape[1]), slice(0, keys), False),)
 
 
@@ -158,7 +169,7 @@ def part_of(shard: Shard, some: slice) -> Shard:
 
 
 class Landing(NamedTuple):
-    """Where new tokens go of the batch rows that are as long as each other: `source` of them to `target` here."""
+    """For the batch rows of one length: token source[i] of the chunk is written to local index target[i]."""
 
     rows: tuple[int, ...]
     source: Tensor

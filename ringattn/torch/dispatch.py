@@ -2,13 +2,18 @@
 
 torch's `custom_op` says the same and takes the host 140 us more a call that trains (480, not 340, on a CPU): it
 flattens lists of tensors as trees, fills in defaults and looks for aliases each time.
+
+Gradients are there once and in reverse mode: everything else that torch would answer with zeros is refused here.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from ringattn.torch.check import TANGENT
 
 LIBRARY = torch.library.Library("ringattn", "FRAGMENT")
 
@@ -16,14 +21,23 @@ Run = Callable[..., Any]
 
 
 def op(name: str) -> Callable[[Run], Run]:
-    """The function as the op ringattn::name, for all devices. It changes none of its inputs, and returns none."""
+    """The function as the op ringattn::name. It must not write to its inputs, nor return one of them."""
 
     def define(run: Run) -> Run:
         LIBRARY.define(name + torch.library.infer_schema(run, mutates_args=()))
         LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        for vmap in ("FuncTorchBatched", "Batched"):
+            LIBRARY.impl(name, refuse_transforms, vmap)
         return run
 
     return define
+
+
+def refuse_transforms(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "vmap (also is_grads_batched and vectorize=True) and the gradients of torch.func do not see through ringattn: "
+        "give it a batch, and differentiate with torch.autograd"
+    )
 
 
 def fake(name: str) -> Callable[[Run], Run]:
@@ -36,9 +50,48 @@ def fake(name: str) -> Callable[[Run], Run]:
     return register
 
 
+class Once:
+    """An autograd function's context that unpacks its saved tensors once, as activation checkpointing demands."""
+
+    def __init__(self, ctx: Any):
+        self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ctx, name)
+
+
+class NoSecondDerivative(torch.autograd.Function):
+    """The first `count` tensors: gradients, of which there are no further ones.
+
+    The others are what they depend on, so that whoever differentiates them comes by here; `edge` always requires a
+    gradient, for what was saved may stand in for inputs without depending on them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, where: str, edge: Tensor, count: int, *tensors: Tensor | None) -> Any:
+        ctx.where = where
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"second derivatives of {ctx.where} are not there: its gradients cannot be differentiated; do without "
+            "create_graph=True, or detach them"
+        )
+
+
+def check_tangents(names: Sequence[str], tensors: Sequence[Any]) -> None:
+    """No tensor is differentiated in forward mode; also where a compiled graph does that, of which Python knows
+    nothing."""
+    for name, x in zip(names, tensors, strict=False):
+        if isinstance(x, Tensor) and torch._VF._unpack_dual(x, level=0).tangent is not None:
+            raise ValueError(f"{name} {TANGENT}")
+
+
 def differentiate(name: str, save: Callable[[Any, Any, Any], None], backward: Run, shown: int | None = None) -> None:
     """An op's gradients. Of a tuple that it returns only the first `shown` have any; the others `save` may keep."""
     run = getattr(torch.ops.ringattn, name).default
+    names = [one.name for one in run._schema.arguments]
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -53,12 +106,24 @@ def differentiate(name: str, save: Callable[[Any, Any, Any], None], backward: Ru
             return found[:shown]
 
         @staticmethod
-        @torch.autograd.function.once_differentiable
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            return *backward(ctx, *grads), None
+            if forward_ad._current_level >= 0:
+                check_tangents(["the gradient of an output"] * len(grads), grads)
+            if not torch.is_grad_enabled():
+                return *backward(ctx, *grads), None
+            once, edge = Once(ctx), torch.zeros((), requires_grad=True)
+            with torch.no_grad():
+                found = backward(once, *grads)
+            named = backward.__module__, edge, len(found)
+            return *NoSecondDerivative.apply(*named, *found, *grads, *once.saved_tensors), None
 
     def dispatch(*inputs: Any) -> Any:
+        transforms = torch._C._are_functorch_transforms_active()
+        if transforms or forward_ad._current_level >= 0:
+            check_tangents(names, inputs)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            if transforms:
+                refuse_transforms()
             kept: list[Any] = []
             found = Function.apply(*inputs, kept)
             return found if shown is None else (*found, *kept)

@@ -14,7 +14,7 @@ from ringattn.planning import LIVE, Plan
 from ringattn.segments import Place, order, segments
 from ringattn.spec import Docs
 from ringattn.torch.dispatch import differentiate, fake, op
-from ringattn.torch.handles import docs_of, handle_of, numbered, spread, whole_on_one
+from ringattn.torch.handles import docs_of, handle_of, numbered, spread, starts_of, whole_on_one
 from ringattn.torch.linear import begins
 from ringattn.torch.states import gathered
 
@@ -32,7 +32,7 @@ def causal_convolution(
     halo = torch.ops.ringattn.tokens_before(x_BTC, first, handle, W - 1)
     rows = torch.cat([halo, x_BTC.unflatten(1, (P, -1))], 2).flatten(0, 1)  # [B * P, W - 1 + T / P, C]
     length = rows.shape[1] - (W - 1)
-    begin = None if docs is None else torch.ops.ringattn.begins(x_BTC, torch.as_tensor(docs.starts), handle)
+    begin = None if docs is None else torch.ops.ringattn.begins(x_BTC, starts_of(docs), handle)
     at = torch.arange(length, device=x_BTC.device)
     y = rows[:, W - 1 :] * weight_CW[:, 0]
     for i in range(1, W):

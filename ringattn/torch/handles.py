@@ -19,8 +19,9 @@ HELD: dict[int, Plan] = {}  # those that compiled graphs were made with, by numb
 
 
 def constant(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled graph holds what the function gives as a constant. Its arguments may be no symbols: a hash is none.
+    """torch.compile calls the function while it traces, and keeps the result.
 
+    Arguments must be plain ints: `plain(n)` is one where n may be a symbol.
     torch.compiler.assume_constant_result says the same and imports torch's compiler for it, which takes a second.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -33,7 +34,10 @@ def kept_plan(seq_len: int, key_len: int) -> Plan:
 
 
 class Alone:
-    """What stands for one device's plan while a graph is traced: lengths may be symbols there."""
+    """What stands for one device's plan while a graph is traced: lengths may be symbols there.
+
+    Where the graph breaks after all it comes into plain Python, and answers the rest as the plan does.
+    """
 
     ring = ulysses = 1
     layout, swaps = "contiguous", False
@@ -42,6 +46,11 @@ class Alone:
     def __init__(self, seq_len: int, key_len: int):
         self.seq_len = self.local_len = seq_len
         self.keys = self if key_len == seq_len else Alone(key_len, key_len)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("seq_len", "keys"):  # it is being copied
+            raise AttributeError(name)
+        return getattr(kept_plan(self.seq_len, self.keys.seq_len), name)
 
 
 def whole_on_one(q: Tensor, k: Tensor) -> Any:
@@ -53,15 +62,21 @@ def handle_of(plan: Any) -> int:
     """The plan's number, for an op; -1 for that of one device, which it finds by the tensors' lengths."""
     if not torch.compiler.is_compiling():
         return int(plan.handle)
-    return -1 if isinstance(plan, Alone) else int(held(hash(plan.handle)))
+    return -1 if isinstance(plan, Alone) else int(held(plain(plan.handle)))
+
+
+def plain(n: int) -> int:
+    """The number, and of one that is a symbol while a graph is traced its value: ranges are made of values."""
+    return range(n).stop
 
 
 def numbered(plan: int, seq_len: int, key_len: int) -> Plan:
+    """The plan with this number; for -1 that of one device, of tensors this long."""
     return kept_plan(seq_len, key_len) if plan == -1 else LIVE[plan]
 
 
 def spread(plan: int) -> Any:
-    """What can be asked of it where lengths may be symbols: over which ranks, and how."""
+    """The plan while a graph is traced, for what does not depend on lengths: ring, ulysses, layout."""
     return Alone(0, 0) if plan == -1 else LIVE[plan]
 
 
@@ -76,5 +91,11 @@ def held(plan: int) -> int:
     return plan
 
 
+def starts_of(docs: Docs | None) -> Tensor | None:
+    """Where documents start, for an op: in memory of its own, whatever the default device."""
+    return None if docs is None else torch.from_numpy(docs.starts.copy())
+
+
 def docs_of(starts: Tensor | None, length: int) -> Docs | None:
-    return None if starts is None else Docs(starts.numpy(force=True), length)
+    """The documents whose starts came into an op."""
+    return None if starts is None else Docs.known(starts.numpy(force=True), length)

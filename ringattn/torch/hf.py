@@ -22,8 +22,10 @@ from ringattn import api
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.loss import token_mean
+from ringattn.torch.pieces import LOGITS, in_pieces, tokens_at_once
 
 NAME = "ringattn"  # what transformers calls this attention
+OTHERS = 64  # lengths beside the plan's own whose plans are kept
 IGNORED = -100  # a label that does not count
 
 
@@ -54,9 +56,11 @@ class Spread:
     over: tuple[Any, ...]
 
     def local(self, T: int) -> Plan:
-        (first, *_) = self.plans.values()
         if T not in self.plans:
-            self.plans[T] = first.for_length(T)
+            first, *others = self.plans
+            if len(others) == OTHERS:
+                del self.plans[others[0]]
+            self.plans[T] = self.plans[first].for_length(T)
         return self.plans[T]
 
     def __deepcopy__(self, memo: Any) -> "Spread":
@@ -226,8 +230,14 @@ def mean_loss(logits_BtV: Tensor, labels_BT: Tensor, mask: Tensor | None, plan: 
         following = following.masked_fill(~mask.bool(), IGNORED)  # what padding predicts does not count
     labels = plan.shard(following, dim=1).to(logits_BtV.device)
     counted = plan.shard(following != IGNORED, dim=1).to(logits_BtV.device)
-    losses = F.cross_entropy(logits_BtV.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
-    return token_mean(losses.view_as(labels), plan, mask=counted, over=over)
+    at_once = tokens_at_once(LOGITS, logits_BtV.shape[-1], len(logits_BtV))
+    return token_mean(in_pieces(cross_entropy, at_once, logits_BtV, labels), plan, mask=counted, over=over)
+
+
+def cross_entropy(logits_BtV: Tensor, labels_Bt: Tensor) -> Tensor:
+    """In float32, of each token that has a label; 0 for the others."""
+    logits, labels = logits_BtV.float().flatten(0, 1), labels_Bt.flatten()
+    return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED).view_as(labels_Bt)
 
 
 def attend(

@@ -2,45 +2,29 @@
 
     B batch   T new tokens   H query heads   G key/value heads   D head dim   V value dim
 
-`prefill` appends a chunk of a prompt and attends; `decode` does the same for a few tokens that every rank knows. Both
-merge partials over ranks, and both attend to intervals of what each rank holds.
+`prefill` appends a chunk of a prompt and attends; `decode` does the same for a few tokens that every rank knows. How
+queries meet what each rank holds is in `meeting.py`, how the partials of all ranks become one in `exchange.py`.
 """
 
-from collections.abc import Iterable, Sequence
-from functools import partial
-from math import prod
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ringattn import kernels
 from ringattn.check import of_choice, of_filled, of_keys, of_lengths, of_start, of_tree, of_window
-from ringattn.comms.axis import Axis, Done, Pending, meanwhile
-from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import (
-    FORMS,
-    Partial,
-    Streams,
-    add_sinks,
-    empty,
-    from_streams,
-    merge_stack,
-    packed,
-    unpacked,
-)
-from ringattn.layout import Layout
-from ringattn.planning import Plan, hardware_of, heads_problem
-from ringattn.serving import WAYS, exchange_over, exchange_way, keys_at_once, queries_at_once
+from ringattn.kernels.partial import FORMS, add_sinks, packed, unpacked
+from ringattn.planning import Plan, heads_problem
+from ringattn.serving import MOVES, keys_at_once
 from ringattn.spec import AttentionSpec, whole
 from ringattn.torch import agree, check
 from ringattn.torch.agree import watched
 from ringattn.torch.cache import KVCache
-from ringattn.torch.chunk import Chunk, guests_of, in_any_order, own_pieces, part_of, pieces_of, whereabouts_on
-from ringattn.torch.ring import pieces, room_for, with_next
-from ringattn.torch.steps import Score, problem_of, score_of
+from ringattn.torch.chunk import Chunk
+from ringattn.torch.exchange import merged_everywhere
+from ringattn.torch.meeting import Guests, attend_cache, attend_travelling, everyone, kernel_for, parted
+from ringattn.torch.steps import problem_of
 
 CAUSAL = AttentionSpec()
 
@@ -95,7 +79,7 @@ def check_chunk(
 
     A kind of call that was found right once is looked up: then only the cache's lengths are new.
     """
-    problem = of_choice("move", move, ("auto", *WAYS)) or of_keys(keys)
+    problem = of_choice("move", move, ("auto", *MOVES)) or of_keys(keys)
     call = (plan, spec, move, whole(keys), *kinds(q, k, v, sinks))
     if problem is None and call in cache.known and not watched(plan):
         problem = of_cache(cache, plan, spec, start) or cache.overflow(plan.seq_len)
@@ -112,11 +96,11 @@ def check_chunk(
     )
     settle(cache, plan, spec, {"q": q, "k": k, "v": v, "sinks": sinks}, f"move={move}, keys={whole(keys)}", problem)
     kernel_for(q, cache, spec)
-    cache.known[call] = False
+    cache.know(call, quick=False)
 
 
 def kinds(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Any, ...]:
-    """What a call's tensors are, as words that can be looked up."""
+    """Shapes, dtypes and devices of a call's tensors, as a dictionary key."""
     dtypes, devices = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
     more = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
     return q.shape, k.shape, v.shape, dtypes, devices, more, check.have_tangents(q, k, v, sinks)
@@ -185,7 +169,8 @@ def ready(
         if problem is None and q.shape[1] != k.shape[1]:
             problem = f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
         settle(cache, cache.plan, spec, {"q": q, "k": k, "v": v, "sinks": sinks}, f"form={form}", problem)
-        quick = cache.known[call] = is_quick(q, v, cache, spec)
+        quick = is_quick(q, v, cache, spec)
+        cache.know(call, quick)
     if problem:
         raise ValueError(problem)
     return bool(quick)
@@ -198,6 +183,7 @@ def is_quick(q: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec) -> bool:
 
 
 def of_capture(cache: KVCache, quick: bool | None) -> str | None:
+    """What keeps a call from being captured in a CUDA graph; `quick` is None where no call like it was made before."""
     if cache.window is not None:
         return "a cache with a window moves its keys as it fills: decode on it cannot be captured"
     if quick is None:
@@ -208,7 +194,7 @@ def of_capture(cache: KVCache, quick: bool | None) -> str | None:
 
 
 def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Sequence[int] | None) -> str | None:
-    """Whether a chunk's plan, spec and place are the cache's."""
+    """What keeps a chunk of this plan, spec and start from the cache, in a sentence; None where nothing does."""
     if (plan.ring, plan.ulysses) != (cache.plan.ring, cache.plan.ulysses) or plan.axes is not cache.plan.axes:
         return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
     return of_window(cache.window, spec) or of_start(start, cache.lengths)
@@ -222,156 +208,6 @@ def settle(
     if watched(plan):
         words["cache"] = str(cache)
     agree.agree(plan, words, problem)
-
-
-def everyone(x: Tensor, plan: Plan) -> Pending:
-    """Every rank's tokens, on their way: [tokens of all shards, one after the other, B, ...]."""
-    return plan.ring_axis.all_gather(plan.ulysses_axis.all_gather(x.movedim(1, 0), 0).wait(), 0)
-
-
-def parted(new: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-    """k and v, [B, tokens, G, D or V], of what `everyone` brought."""
-    k, v = new.movedim(0, 1).split([cache.k.shape[-1], cache.v.shape[-1]], -1)
-    return k, v
-
-
-def kernel_for(q: Tensor, cache: KVCache, spec: AttentionSpec) -> kernels.Kernel:
-    """What attends to a cache; NotImplementedError with every reason where nothing can."""
-    return kernels.select(problem_of(q, cache.k, cache.v, spec, tiles=True, few=True), cache.plan.kernel)
-
-
-class Visit(NamedTuple):
-    """Keys and values, [B, ..., G, D or V], in the order of their positions, and what is seen of them, if anything."""
-
-    kept: Sequence[Tensor]
-    where: Intervals | None
-
-
-class Meeting:
-    """Queries that meet pieces of a cache one after the other, each merged into what was found before."""
-
-    def __init__(self, q: Tensor, cache: KVCache, spec: AttentionSpec):
-        self.q, self.cache, self.spec, self.part = q, cache, spec, None
-        self.tiled = kernel_for(q, cache, spec).tiles  # whether the kernel is one that asks for tiles
-        self.scores: dict[bool, Score] = {}
-
-    def of(self, visits: Iterable[Visit]) -> None:
-        for kept, where in visits:
-            if where is None:
-                continue
-            k, v = (x.flatten(1, -3) for x in kept)
-            rectangles = self.tiled and where.tiles is not None
-            if rectangles not in self.scores:
-                every = [where] if self.tiled else [where._replace(tiles=None)]
-                self.scores[rectangles] = score_of(self.q, k, v, self.spec, self.cache.plan.kernel, every, few=True)
-            self.part = self.scores[rectangles].attend(self.q, k, v, where, carry=self.part)
-
-    def end(self) -> Partial:
-        return self.part or empty(self.q, self.cache.v.shape[-1])
-
-
-def attend_cache(q: Tensor, cache: KVCache, chunk: Chunk, keys: int | None = None) -> Partial:
-    """Attention of a chunk's queries over the keys this rank holds, at most `keys` of them at once."""
-    meeting = Meeting(q, cache, chunk.spec)
-    plans = pieces_of(chunk, ((cache.rank,),), keys, q.device, meeting.tiled)
-    for cuts, (k, v) in zip(plans, cache.memory(), strict=True):
-        for piece in cuts:
-            meeting.of([Visit((k[:, piece.keys], v[:, piece.keys]), *piece.seen)])
-    return meeting.end()
-
-
-def axes_of(plan: Plan) -> tuple[Axis, Axis]:
-    """The axis along which queries or keys travel block by block, and the one within a block, if the plan has two."""
-    return (plan.ring_axis, plan.ulysses_axis) if plan.ring > 1 else (plan.ulysses_axis, plan.ring_axis)
-
-
-class Guests:
-    """Everyone's queries, who come to the keys of this rank block after block, and whose partials go home again.
-
-    The next block is on its way while one attends, and so are the partials of the one before. Those at home attend
-    last: beside them the last guests leave. Where a plan has both axes a block is of a whole ring rank.
-    """
-
-    def __init__(self, q: Tensor, plan: Plan):
-        self.axis, self.within = axes_of(plan)
-        blocks = plan.tokens if plan.ring > 1 else Layout("contiguous", plan.tokens.padded_length, plan.ulysses)
-        self.q = self.within.all_gather(q, 1).wait().contiguous()
-        rows = self.q.shape[0] * self.q.shape[1] * self.q.shape[2]
-        at_home, *self.run = guests_of(blocks, self.axis.rank, queries_at_once(rows))
-        self.run.append(at_home)
-        self.here, out, into = room_for(self.run[0], self.q)
-        self.coming = self.axis.move(out, into, what=f"queries of step 1 of {len(self.run)}, prefill")
-
-    def attend(self, cache: KVCache, chunk: Chunk, keys: int | None, dtype: torch.dtype) -> Partial:
-        """This rank's partial over the keys of all, merged in rank order; its out may be of `dtype`."""
-        rows = (self.axis.size, *self.q.shape[:3])  # by the rank that has the keys
-        room = partial(torch.empty, dtype=accumulator(self.q), device=self.q.device)
-        found = Partial(room(*rows, cache.v.shape[-1]), room(rows))
-        leaving: Pending = Done()
-        self.coming.wait()
-        for i, (stop, following) in enumerate(with_next(self.run)):
-            say = f"step {i + 1} of {len(self.run)}, prefill"
-            asking = chunk._replace(queries=stop.shard)
-            work = partial(attend_cache, self.here[0], cache, asking, keys)
-            self.here, out, into = room_for(following, self.q)
-            part, self.coming = meanwhile(self.axis, work, out, into, f"queries after {say}")
-            leaving.wait()
-            if stop.readers or stop.brought:
-                home = {r: pieces([x[r] for x in found], stop.own) for r in stop.readers}
-                away = {r: pieces(part, places) for r, places in stop.brought.items()}
-                leaving = self.axis.move(away, home, what=f"partials of {say}")
-            else:
-                for x, mine in zip(found, part, strict=True):
-                    x[self.axis.rank].copy_(mine)
-            self.coming.wait()
-            del work, part
-        if self.within.size == 1:
-            return merged(found, dtype)
-        share = packed(merged(found), "lse").movedim(1, 0)  # [T, B, H, V + 1]
-        stack = self.within.all_to_all(share, 0, 0).wait().unflatten(0, (self.within.size, -1))
-        return merged(unpacked(stack.movedim(1, 2), "lse"), dtype)
-
-
-def attend_travelling(q: Tensor, new: Pending, plan: Plan, cache: KVCache, chunk: Chunk, keys: int) -> Partial:
-    """Attention of this rank's own queries over all ranks' keys, and then over the chunk's, which the cache then keeps.
-
-    Of each rank at most `keys` come at a time, from all at once, beside the work on as many that are here and on those
-    that came before. Where a plan has both axes, "here" is a whole ring rank.
-    """
-    meeting = Meeting(q, cache, chunk.spec)
-    axis, inner = axes_of(plan)
-    here = range(axis.rank * inner.size, (axis.rank + 1) * inner.size)
-    groups = tuple(here), tuple(r for r in range(cache.ranks) if r not in here)
-    shard = plan.tokens.shard(plan.ring_axis.rank)
-    chunk = chunk._replace(queries=part_of(shard, plan.local_slice(plan.ulysses_axis.rank)))
-    plans = pieces_of(chunk, groups, keys, q.device, meeting.tiled)
-    sources = [r for r in range(axis.size) if r != axis.rank]
-    visits: list[Visit] = []
-    for piece, kept in ((piece, kept) for cuts, kept in zip(plans, cache.memory(), strict=True) for piece in cuts):
-        mine = [in_blocks(x[:, piece.keys], cache.stripes.block, inner) for x in kept]
-        room = [x.new_empty(x.shape[0], len(sources), *x.shape[1:]) for x in mine]
-        into = {r: [x[:, i] for x in room] for i, r in enumerate(sources)}
-        work = partial(meeting.of, [*visits, Visit(mine, piece.seen[0])])
-        _, coming = meanwhile(axis, work, dict.fromkeys(sources, mine), into, "cached keys")
-        coming.wait()
-        visits = [in_order(room, piece.seen[1])]
-    k, v = parted(new.wait().index_select(0, whereabouts_on(q.device, plan.tokens, chunk.tokens)), cache)
-    own = own_pieces(chunk, keys * cache.ranks, q.device, meeting.tiled)
-    meeting.of([*visits, *(Visit((k[:, cut], v[:, cut]), where) for cut, where in own)])
-    cache.keep(k, v, chunk.tokens)
-    return meeting.end()
-
-
-def in_order(room: Sequence[Tensor], where: Intervals | None) -> Visit:
-    """A visit of what came, [B, sources, blocks, ...]: brought into the order of positions where that matters."""
-    keys = prod(room[0].shape[1:-2])
-    return Visit(room if in_any_order(where, keys) else [x.transpose(1, 2) for x in room], where)
-
-
-def in_blocks(x: Tensor, block: int, inner: Axis) -> Tensor:
-    """[B, keys, G, D] as [B, blocks, inner ranks, keys of a block, G, D]: the keys of inner ranks too, in order."""
-    x = x.unflatten(1, (-1, min(block, x.shape[1])))
-    return x[:, :, None] if inner.size == 1 else inner.all_gather(x[:, :, None], 2).wait()
 
 
 def decode_quickly(
@@ -393,39 +229,3 @@ def decode_quickly(
     rows = torch.empty(*q.shape[:3], v.shape[-1] + 1, dtype=torch.float32, device=q.device)
     part = merge.merge_stack(parts, into=unpacked(rows, "lse"))
     return merged_everywhere(rows if form == "lse" else packed(part, form), cache.plan, form, sinks, q.dtype)
-
-
-def merged_everywhere(rows: Tensor, plan: Plan, form: str, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The merge of all ranks' packed partials and of the sinks, the same bits on every rank."""
-    part, axes = None, [axis for axis in (plan.ulysses_axis, plan.ring_axis) if axis.size > 1]
-    for axis in axes:
-        rows = rows if part is None else packed(part, form)
-        road = rows.nbytes, axis.size, hardware_of(plan.device)
-        over = axis.over(exchange_over(*road))
-        if exchange_way(*road) == "gather":
-            last = axis is axes[-1] and sinks is None
-            part = merged(unpacked(over.all_gather(rows[None], 0).wait(), form), dtype if last else torch.float32)
-        else:
-            part = shared(rows, over, form)
-    if part is None:  # one rank
-        part = unpacked(rows, form) if form == "lse" else from_streams(unpacked(rows, form))
-    part = part if sinks is None else add_sinks(part, sinks.detach())
-    return part.out.to(dtype).contiguous()
-
-
-def shared(rows: Tensor, axis: Any, form: str) -> Partial:
-    """Each rank merges its share of the rows, and hands it to all."""
-    flat = rows.flatten(0, -2)[:, None, None]
-    pad = -len(flat) % axis.size
-    stack = axis.all_to_all(F.pad(flat, [0] * 6 + [0, pad]), 0, 0).wait().unflatten(0, (axis.size, -1))
-    everyone = axis.all_gather(packed(merged(unpacked(stack, form)), "lse"), 0).wait()[: len(flat)]
-    return unpacked(everyone.reshape(*rows.shape[:-1], -1), "lse")
-
-
-def merged(stack: Partial | Streams, dtype: torch.dtype = torch.float32) -> Partial:
-    """Stacked partials [ranks, ...] merged in rank order: in one kernel on GPUs, which makes an out of `dtype`."""
-    if stack.out.is_cuda and stack.out.dtype == torch.float32:
-        from ringattn.kernels.triton import merge
-
-        return merge.merge_stack(stack, dtype=dtype)
-    return merge_stack(stack)

@@ -27,7 +27,7 @@ from ringattn.torch import agree, states
 from ringattn.torch.attention import autocast
 from ringattn.torch.check import of_tangents, of_tensors
 from ringattn.torch.dispatch import differentiate, fake, op
-from ringattn.torch.handles import docs_of, handle_of, numbered, spread, whole_on_one
+from ringattn.torch.handles import docs_of, handle_of, numbered, spread, starts_of, whole_on_one
 from ringattn.torch.sharding import local_positions, real_tokens
 from ringattn.torch.ulysses import Real, cleared
 
@@ -55,8 +55,12 @@ def linear_attention(
     q, k, v = autocast(q, k, v)
     compiling = torch.compiler.is_compiling()
     found = problem(q, k, v, log_decay, plan, initial_state, docs, scale, kernel, scan)
-    look = q.device.type == "cpu" if check is None else check
-    if found is None and log_decay is not None and look and not compiling:
+    look = q.device.type == "cpu" and not compiling if check is None else check
+    if found is None and not isinstance(return_state, bool):
+        found = f"return_state is of type {type(return_state).__name__}; say True or False"
+    if found is None and look and compiling:
+        found = "check=True reads the gates, which a compiled graph cannot; check outside torch.compile"
+    if found is None and look and log_decay is not None:
         found = of_gates(log_decay, real_tokens(plan, docs, q.device))
     if compiling and found:
         raise ValueError(found)
@@ -64,13 +68,12 @@ def linear_attention(
         named = {"q": q, "k": k, "v": v, "log_decay": log_decay, "initial_state": initial_state}
         words = agree.describe(plan, None, named, docs) | {"asked": f"{scale} {kernel} {scan} {return_state}"}
         agree.agree(plan, words, found)
-    starts = None if docs is None else torch.as_tensor(docs.starts)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     keep = torch.is_grad_enabled() and any(
         x.requires_grad for x in (q, k, v, log_decay, initial_state) if x is not None
     )
     out, end, *_ = torch.ops.ringattn.linear_attention(
-        q, k, v, log_decay, initial_state, starts, handle, compiling, scale, kernel, scan, return_state, keep
+        q, k, v, log_decay, initial_state, starts_of(docs), handle, compiling, scale, kernel, scan, return_state, keep
     )
     return (out, end) if return_state else out
 

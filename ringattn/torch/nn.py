@@ -14,13 +14,14 @@ from ringattn.planning import LIVE, Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.cache import KVCache
 from ringattn.torch.check import of_types
+from ringattn.torch.dispatch import fake, op
 from ringattn.torch.handles import handle_of
 from ringattn.torch.inference import decode, prefill
 from ringattn.torch.nn_linear import GatedLinearAttention as GatedLinearAttention
 from ringattn.torch.nn_linear import check_input, check_stream, head_size
 
 
-@torch.library.custom_op("ringattn::rope_angles", mutates_args=())
+@op("rope_angles")
 def rope_angles(positions_T: Tensor, dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
     """cos and sin [T, dim / 2] of position * theta^(-2i / dim): the angles in float64, right at any length.
 
@@ -31,7 +32,7 @@ def rope_angles(positions_T: Tensor, dim: int, theta: float = 10000.0) -> tuple[
     return angles.cos().float(), angles.sin().float()
 
 
-@rope_angles.register_fake
+@fake("rope_angles")
 def _(positions_T: Tensor, dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
     cos = positions_T.new_empty(*positions_T.shape, (dim + 1) // 2, dtype=torch.float32)
     return cos, torch.empty_like(cos)
@@ -44,13 +45,13 @@ def rope(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_BTHD.dtype)
 
 
-@torch.library.custom_op("ringattn::positions", mutates_args=())
+@op("positions")
 def positions_of(x: Tensor, plan: int) -> Tensor:
     """plan.positions() on the device of x, as one node of a compiled graph; the plan comes as its handle."""
     return LIVE[plan].positions().to(x.device, copy=True)
 
 
-@positions_of.register_fake
+@fake("positions")
 def _(x: Tensor, plan: int) -> Tensor:
     return x.new_empty(LIVE[plan].local_len, dtype=torch.int64)
 
@@ -85,8 +86,10 @@ class Attention(nn.Module):
         """`positions` [T] (or [B, T]) are the plan's, or 0, 1, 2, ... without one, unless they are given."""
         check_input(x_BTC, self.d_model, plan)
         T = x_BTC.shape[1]
-        if positions is None:
-            positions = torch.arange(T, device=x_BTC.device) if plan is None else positions_of(x_BTC, handle_of(plan))
+        if positions is None and plan is None:
+            positions = torch.arange(T, device=x_BTC.device)
+        elif positions is None:
+            positions = torch.ops.ringattn.positions(x_BTC, handle_of(plan))
         elif found := of_types(positions=positions):
             raise ValueError(found)
         elif tuple(positions.shape) not in ((T,), (1, T), (len(x_BTC), T)):
@@ -97,7 +100,7 @@ class Attention(nn.Module):
     def projected(self, x_BTC: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, H, D], k and v [B, T, G, D], queries and keys turned to these positions."""
         B, T, _ = x_BTC.shape
-        cos, sin = rope_angles(positions, self.head_dim, self.theta)
+        cos, sin = torch.ops.ringattn.rope_angles(positions, self.head_dim, self.theta)
         q = rope(self.q(x_BTC).view(B, T, self.heads, self.head_dim), cos, sin)
         k = rope(self.k(x_BTC).view(B, T, self.kv_heads, self.head_dim), cos, sin)
         return q, k, self.v(x_BTC).view(B, T, self.kv_heads, self.head_dim)

@@ -1,12 +1,11 @@
-"""Attention of one device as torch ops: `attend` over local intervals and `merge`, differentiable and compilable.
+"""Attention of one device over local intervals as a torch op, differentiable and compilable.
 
     B batch   T queries   S keys   H query heads   G key/value heads   D head dim   V value dim
 
-Each is one node for torch.compile and one function for autograd. What a partial carries is float32 (float64 for
-float64 inputs), and both of its halves have gradients: that of the lse is one more term of delta.
+It is one node for torch.compile and one function for autograd. What a partial carries is float32 (float64 for float64
+inputs), and both of its halves have gradients: that of the lse is one more term of delta.
 """
 
-from numbers import Real
 from typing import Any
 
 import torch
@@ -14,12 +13,14 @@ from torch import Tensor
 
 from ringattn import kernels
 from ringattn.check import of_choice
-from ringattn.kernels import partial, reference
+from ringattn.kernels import reference
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals, tiles_of
-from ringattn.kernels.partial import NEVER, Partial
+from ringattn.kernels.partial import Partial
 from ringattn.planning import heads_problem
+from ringattn.spec import is_positive
 from ringattn.torch.check import of_tensors, of_types
+from ringattn.torch.dispatch import differentiate, fake, op
 
 
 def attend(
@@ -62,11 +63,6 @@ def attend(
     return Partial(*torch.ops.ringattn.attend(q, k, v, begin, end, scale, softcap, impl))
 
 
-def merge(a: Partial, b: Partial) -> Partial:
-    """Attention over the union of two disjoint sets of keys, in one kernel; the same as `ringattn.merge`."""
-    return Partial(*torch.ops.ringattn.merge(a.out, a.lse, b.out, b.lse))
-
-
 def of_intervals(q: Tensor, begin: Tensor, end: Tensor) -> str | None:
     B, T = q.shape[:2]
     for name, x in (("begin", begin), ("end", end)):
@@ -83,7 +79,7 @@ def of_intervals(q: Tensor, begin: Tensor, end: Tensor) -> str | None:
 
 def of_numbers(scale: float | None, softcap: float | None) -> str | None:
     for name, x in (("scale", scale), ("softcap", softcap)):
-        if x is not None and not (isinstance(x, Real) and 0 < x < float("inf")):
+        if x is not None and not is_positive(x):
             return f"{name}={x!r}: must be a finite number above 0, or None"
     return None
 
@@ -132,7 +128,7 @@ def chosen(
     return kernels.select(problem, impl).load(), Intervals(begin, end, tiles)
 
 
-@torch.library.custom_op("ringattn::attend", mutates_args=())
+@op("attend")
 def attend_op(
     q: Tensor,
     k: Tensor,
@@ -149,14 +145,14 @@ def attend_op(
     return part.out.contiguous(), part.lse.contiguous()
 
 
-@attend_op.register_fake
+@fake("attend")
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     B, T, H, _ = q.shape
     exact = accumulator(q)
     return q.new_empty(B, T, H, v.shape[3], dtype=exact), q.new_empty(B, T, H, dtype=exact)
 
 
-@torch.library.custom_op("ringattn::attend_backward", mutates_args=())
+@op("attend_backward")
 def attend_backward_op(
     q: Tensor,
     k: Tensor,
@@ -179,28 +175,9 @@ def attend_backward_op(
     return dq, dk, dv
 
 
-@attend_backward_op.register_fake
+@fake("attend_backward")
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-
-
-@torch.library.custom_op("ringattn::merge", mutates_args=())
-def merge_op(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    a, b = Partial(out_a, lse_a), Partial(out_b, lse_b)
-    if out_a.is_cuda and {x.dtype for x in (*a, *b)} == {torch.float32}:
-        from ringattn.kernels.triton.merge import merge_stack
-
-        return tuple(merge_stack(Partial(b.out[None], b.lse[None]), a))
-    with torch.autocast(out_a.device.type, enabled=False):
-        out, lse = partial.merge(a, b)
-    return out.contiguous(), lse.contiguous()
-
-
-@merge_op.register_fake
-def _(out_a: Tensor, lse_a: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(out_a, memory_format=torch.contiguous_format), torch.empty_like(
-        lse_a, memory_format=torch.contiguous_format
-    )
 
 
 def _save_attend(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -213,20 +190,4 @@ def _attend_backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
     return *grads, None, None, None, None, None
 
 
-def _save_merge(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _merge_backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
-    """With the weights w_a + w_b = 1: d out_x = w_x dout, d lse_b = w_b dlse + w_a w_b <dout, out_b - out_a>."""
-    out_a, lse_a, out_b, lse_b = ctx.saved_tensors
-    a, b = partial.normalise_empty(Partial(out_a, lse_a)), partial.normalise_empty(Partial(out_b, lse_b))
-    gap = torch.where(a.lse == NEVER, torch.zeros_like(a.lse), b.lse - a.lse)  # -inf - -inf is NaN
-    w_b = torch.where(a.lse == NEVER, (b.lse != NEVER).to(gap.dtype), torch.sigmoid(gap))
-    w_a = torch.where(a.lse == NEVER, torch.zeros_like(gap), 1 - w_b)
-    turn = w_a * w_b * (dout * (b.out - a.out)).sum(-1)
-    return w_a[..., None] * dout, w_a * dlse - turn, w_b[..., None] * dout, w_b * dlse + turn
-
-
-attend_op.register_autograd(_attend_backward, setup_context=_save_attend)
-merge_op.register_autograd(_merge_backward, setup_context=_save_merge)
+differentiate("attend", _save_attend, _attend_backward)

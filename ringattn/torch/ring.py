@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Axis, Done, Parcels, Pending, meanwhile
+from ringattn.comms.axis import Axis, Done, Parcels, Parts, Pending, meanwhile
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import Partial, empty
 from ringattn.torch.steps import Level, Run, Score, Stop, carried_in
@@ -124,12 +124,8 @@ def as_it_was(x: Any) -> Any:
 def room_for(stop: Stop, *own: Tensor) -> tuple[tuple[Tensor, ...], Parcels, Parcels]:
     """Memory for what a stop brings, what this rank sends to others for their same stop, and what fills the memory."""
     room = tuple(x.new_empty(x.shape[0], stop.length, *x.shape[2:]) for x in own) if stop.brought else own
-    out = dict.fromkeys(stop.readers, pieces(own, stop.own))
-    return room, out, {source: pieces(room, places) for source, places in stop.brought.items()}
-
-
-def pieces(tensors: Iterable[Tensor], places: Sequence[slice]) -> list[Tensor]:
-    return [x[:, at] for x in tensors for at in places]
+    out = dict.fromkeys(stop.readers, Parts(own, stop.own))
+    return room, out, {source: Parts(room, places) for source, places in stop.brought.items()}
 
 
 class Home:
@@ -150,8 +146,8 @@ class Home:
             return
         self.settle()
         self.coming = many(len(stop.readers), *self.like)
-        into = {r: pieces(each, stop.own) for r, *each in zip(stop.readers, *self.coming, strict=True)}
-        out = {s: pieces(grads, places) for s, places in stop.brought.items()}
+        into = {r: Parts(each, stop.own) for r, *each in zip(stop.readers, *self.coming, strict=True)}
+        out = {s: Parts(grads, places) for s, places in stop.brought.items()}
         self.flight = self.axis.move(out, into, what=what)
 
     def settle(self, last: bool = False) -> None:

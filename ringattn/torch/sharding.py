@@ -58,12 +58,24 @@ class Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        plan, dim = ctx.plan, ctx.dim
+        return Summed.apply(grad, ctx.plan, ctx.dim), None, None
+
+
+class Summed(torch.autograd.Function):
+    """This rank's part of the sum of what all ranks hold: the transpose of `Unshard`, and that is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, plan: Plan, dim: int) -> Tensor:
+        ctx.plan, ctx.dim = plan, dim
         pad = plan.tokens.padded_length - plan.seq_len
-        grad = F.pad(grad, [0, 0] * (grad.dim() - 1 - dim) + [0, pad]) if pad else grad
-        sharded = grad.index_select(dim, order_of(plan.tokens, grad.device))
+        whole = F.pad(whole, [0, 0] * (whole.dim() - 1 - dim) + [0, pad]) if pad else whole
+        sharded = whole.index_select(dim, order_of(plan.tokens, whole.device))
         ring_shard = plan.ring_axis.reduce_scatter(sharded, dim).wait()
-        return plan.ulysses_axis.reduce_scatter(ring_shard, dim).wait(), None, None
+        return plan.ulysses_axis.reduce_scatter(ring_shard, dim).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return Unshard.apply(grad, ctx.plan, ctx.dim), None, None
 
 
 @lru_cache(maxsize=32)

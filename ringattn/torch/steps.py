@@ -23,7 +23,7 @@ Run = tuple[tuple[Step, Intervals], ...]
 
 # The tensors of one group of heads, of a whole ring shard.
 Entered = Sequence[Any]  # q, k, v, and what the queries have seen already
-Seen = Sequence[Tensor]  # q, k, v, out, lse and the gradients of the latter two
+Seen = Sequence[Any]  # q, k, v, out, lse and the gradients of the latter two, of lse perhaps None
 Grads = Sequence[Tensor]  # dq, dk, dv, delta
 
 
@@ -32,9 +32,9 @@ class Stop(NamedTuple):
 
     where: Intervals | None  # of the queries among the keys that are here; None without work
     shard: Shard  # the positions of the keys (or queries) that are here
-    brought: dict[int, tuple[slice, ...]]  # from whom, and where among them each of a block's ranges lies
+    brought: dict[int, tuple[range, ...]]  # from whom, and where among them each of a block's ranges lies
     readers: tuple[int, ...]  # who has this rank's block at the same step
-    own: tuple[slice, ...]  # the ranges of this rank's own block, as it sends them
+    own: tuple[range, ...]  # the ranges of this rank's own block, as it sends them
 
     @property
     def length(self) -> int:
@@ -131,7 +131,7 @@ def stops(
     for i, visit in enumerate(visits):
         ranges = sorted(((r, s) for s in visit.sources for r in layout.shard(s)), key=lambda pair: pair[0].start)
         shard = tuple(r for r, _ in ranges)
-        brought: dict[int, tuple[slice, ...]] = {holder(s): () for s in visit.sources if i}
+        brought: dict[int, tuple[range, ...]] = {holder(s): () for s in visit.sources if i}
         places = stripes(shard) if layout.name == "striped" else cuts(shard)
         for (_, source), place in zip(ranges, places, strict=True):
             if i:
@@ -145,15 +145,15 @@ def sorted_positions(shard: Shard) -> np.ndarray:
     return np.sort(np.concatenate([np.arange(r.start, r.stop, r.step) for r in shard]))
 
 
-def cuts(shard: Shard) -> tuple[slice, ...]:
+def cuts(shard: Shard) -> tuple[range, ...]:
     """Where each range of a shard lies among its tokens."""
     ends = np.cumsum([len(r) for r in shard]).tolist()
-    return tuple(slice(end - len(r), end) for r, end in zip(shard, ends, strict=True))
+    return tuple(range(end - len(r), end) for r, end in zip(shard, ends, strict=True))
 
 
-def stripes(shard: Shard) -> tuple[slice, ...]:
+def stripes(shard: Shard) -> tuple[range, ...]:
     """Where the tokens of each range lie among those of all, when ranges take turns."""
-    return tuple(slice(i, None, len(shard)) for i in range(len(shard)))
+    return tuple(range(i, sum(map(len, shard)), len(shard)) for i in range(len(shard)))
 
 
 @lru_cache(maxsize=32)

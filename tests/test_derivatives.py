@@ -1,0 +1,108 @@
+"""Gradients are there once and in reverse mode: whatever torch would answer with zeros is refused in words."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import ringattn as ra
+from ringattn.comms.local import run
+from ringattn.torch.halo import causal_convolution
+from tests.test_bad_input import tensors
+
+
+def test_forward_mode_is_refused_instead_of_losing_its_tangent():
+    q, k, v = tensors()
+    ra.attention(q, k, v)  # the same call was right before
+    with pytest.raises(ValueError, match="k carries a tangent of forward-mode differentiation"):
+        torch.func.jvp(lambda k: ra.attention(q, k, v), (k,), (torch.ones_like(k),))
+    with pytest.raises(ValueError, match="sinks carries a tangent of forward-mode differentiation"):
+        torch.func.jvp(lambda sinks: ra.attention(q, k, v, sinks=sinks), (torch.zeros(4),), (torch.ones(4),))
+
+
+X = torch.randn(1, 8, 2, 8)
+AT = torch.arange(8)
+FUNCTIONS = {
+    "attention": lambda x: ra.attention(x, X, X),
+    "sinks": lambda x: ra.attention(X, X, X, sinks=x[0, 0, :, 0]),
+    "linear": lambda x: ra.linear_attention(X, x, X, return_state=True)[1],
+    "attend": lambda x: ra.attend(x, X, X, AT * 0, AT + 1).lse,
+    "convolution": lambda x: causal_convolution(x.flatten(2), torch.ones(16, 3)),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_second_derivatives_are_refused_instead_of_losing_a_term(function):
+    differentiate = torch.autograd.functional
+    for again in (differentiate.hvp, differentiate.vhp):
+        with pytest.raises(NotImplementedError, match=r"second derivatives of ringattn.torch.* are not there"):
+            again(lambda x: function(x).square().sum(), X, X)
+
+
+@pytest.mark.parametrize("name", ["attention", "linear"])
+def test_a_gradient_penalty_is_refused_where_only_its_inputs_depend_on_a_weight(name):
+    x, weight = X.clone().requires_grad_(), torch.eye(8, requires_grad=True)
+    out = FUNCTIONS[name](x @ weight).mean()
+    (grad,) = torch.autograd.grad(out, x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="do without create_graph=True, or detach them"):
+        (out + grad.square().sum()).backward()
+
+
+@pytest.mark.parametrize("sizes", [{"ring": 2}, {"ulysses": 2}], ids=str)
+def test_a_gradient_penalty_is_refused_over_ranks_whatever_the_loss(sizes):
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=8)
+        x = plan.shard(X).requires_grad_()
+        (grad,) = torch.autograd.grad(ra.attention(x, x, x, plan).sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match=r"second derivatives of ringattn.torch.attention are not"):
+            grad.square().sum().backward()
+
+    run(one, **sizes)
+
+
+def test_a_graph_of_gradients_that_nobody_differentiates_changes_nothing():
+    x = X.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(FUNCTIONS["attention"](x).square().sum(), x)
+    for call in (FUNCTIONS["attention"], lambda x: checkpoint(FUNCTIONS["attention"], x, use_reentrant=False)):
+        (grad,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+        assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_forward_mode_is_refused_in_a_compiled_graph_too(function):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: torch.func.jvp(function, (x,), (x,))[1], backend="eager")
+    with pytest.raises(RuntimeError, match="carries a tangent of forward-mode differentiation"):
+        compiled(X)
+
+
+def test_forward_mode_is_refused_where_it_begins_outside_a_compiled_graph_or_in_backward():
+    x = X.clone().requires_grad_()
+    out = FUNCTIONS["attention"](x)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(X, X)
+        with pytest.raises(ValueError, match="q carries a tangent"):
+            torch.compile(FUNCTIONS["attention"], backend="eager")(dual)
+        with pytest.raises(ValueError, match="the gradient of an output carries a tangent"):
+            torch.autograd.grad(out, x, dual)
+
+
+def test_forward_mode_through_a_convolution_is_refused_on_every_rank():
+    def one(mesh):
+        plan, x = ra.plan(mesh, seq_len=16), torch.ones(1, 8, 3)
+        with pytest.raises(ValueError, match="x carries a tangent"):
+            causal_convolution(forward_ad.make_dual(x, x), torch.ones(3, 4), plan)
+
+    with forward_ad.dual_level():  # of all threads: two cannot enter one
+        run(one, ring=2, timeout=20)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_vmap_and_the_gradients_of_torch_func_are_refused_in_words(function):
+    for call in (
+        lambda: torch.func.vmap(function)(torch.stack([X, X])),
+        lambda: torch.func.grad(lambda x: function(x).sum())(X),
+        lambda: torch.autograd.functional.jacobian(lambda x: function(x).flatten()[:2], X, vectorize=True),
+    ):
+        with pytest.raises(NotImplementedError, match=r"vmap .* do not see through ringattn"):
+            call()

@@ -1,0 +1,34 @@
+"""Of a table of kernels the first one that serves is taken, whatever is wrong with the others."""
+
+import pytest
+
+from ringattn.kernels import TABLE, Kernel, Problem, refusals, select
+
+PROBLEM = Problem("cpu", "float32", 64, 64, heads=4, kv_heads=2)
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """A kernel whose package is installed and raises when it is imported."""
+    (tmp_path / "kernel_of_a_broken_package.py").write_text("raise AttributeError('no such op')")
+    monkeypatch.syspath_prepend(tmp_path)
+    return Kernel("broken", "kernel_of_a_broken_package")
+
+
+def test_a_package_that_cannot_be_imported_is_one_kernel_less(broken):
+    missing, serves = Kernel("missing", "no_such_package"), Kernel("reference", "ringattn.kernels.reference")
+    table = (broken, missing, serves)
+    assert select(PROBLEM, table=table) is serves
+    why = {"broken": "cannot be imported: AttributeError: no such op", "missing": "no_such_package is not installed"}
+    assert refusals(PROBLEM, table) == {**why, "reference": None}
+    with pytest.raises(NotImplementedError, match=rf"broken: {why['broken']}; kernel='reference' would serve"):
+        select(PROBLEM, "broken", table)
+
+
+@pytest.mark.parametrize(("tiles", "asked"), [(True, ["sdpa_cpu"]), (False, ["sdpa_cpu", "tiled"])])
+def test_a_cpu_imports_no_kernel_of_a_gpu(tiles, asked, monkeypatch):
+    loaded, load = [], Kernel.load
+    monkeypatch.setattr(Kernel, "load", lambda self: loaded.append(self.name) or load(self))
+    problem = Problem("cpu", "float32", 64, 64, heads=5, kv_heads=1, tiles=tiles)
+    select.cache_clear()
+    assert select(problem, "auto", TABLE).name == loaded[-1] and loaded == asked
