@@ -124,18 +124,6 @@ def meanwhile(axis: Axis, work: Callable[[], T], out: Parcels, into: Parcels, wh
     return result, axis.move(out, into, since, what)
 
 
-def rotated(
-    axis: Axis, move: Callable[..., Pending], tensors: Sequence[Any], shift: int, send: bool, recv: bool, what: str
-) -> Pending:
-    """A rotation made of a move: to rank + shift, from rank - shift, into memory like the tensors that are sent."""
-    if shift % axis.size == 0:
-        return Done(tuple(tensors) if recv else None)
-    there, here = (axis.rank + shift) % axis.size, (axis.rank - shift) % axis.size
-    arriving = tuple(x.new_empty(x.shape) for x in tensors) if recv else None
-    pending = move({there: tensors} if send else {}, {here: arriving} if arriving else {}, what=what)
-    return Then(pending, lambda _: arriving)
-
-
 def one_ahead(transfers: Iterable[Pending]) -> Iterator[Any]:
     """What each transfer brings, in order; the next one is under way before what came is handed over to be used.
 

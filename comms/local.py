@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ringattn.comms.axis import Parcels, Pending, Then
+from ringattn.comms.moves import Moves
 
 
 class Board:
@@ -67,7 +68,7 @@ def version(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-class LocalAxis:
+class LocalAxis(Moves):
     """One thread's place on an axis. `sent` counts the bytes this rank has handed to others."""
 
     by, cheap_words = "threads", True
@@ -101,27 +102,6 @@ class LocalAxis:
 
     def now(self) -> Any:
         return None
-
-    def rotate(
-        self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
-    ) -> Pending:
-        there, here = (self.rank + shift) % self.size, (self.rank - shift) % self.size
-        letters = self.swap({there: tuple(tensors)} if send else {}, [here] if recv else [])
-        return Then(letters, lambda arrived: arrived[0] if recv else None)
-
-    def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
-        pieces = x.chunk(self.size, split)
-        everyone = range(self.size)
-        return Then(self.swap({i: pieces[i] for i in everyone}, everyone), lambda arrived: torch.cat(arrived, join))
-
-    def all_gather(self, x: Tensor, dim: int = 0) -> Pending:
-        everyone = range(self.size)
-        return Then(self.swap(dict.fromkeys(everyone, x), everyone), lambda arrived: torch.cat(arrived, dim))
-
-    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
-        pieces = x.chunk(self.size, dim)
-        everyone = range(self.size)
-        return Then(self.swap({i: pieces[i] for i in everyone}, everyone), lambda arrived: torch.stack(arrived).sum(0))
 
     def exchange_words(self, words: Any) -> list[Any]:
         everyone = range(self.size)

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringattn.comms.axis import Axis, Solo
 from ringattn.comms.local import LocalMesh
-from ringattn.comms.process_group import ProcessGroupAxis
+from ringattn.comms.process_group import CollectiveAxis, ProcessGroupAxis
 from ringattn.comms.symmetric import over_nccl, shared_axis
 
 SPLIT: Any = WeakIdKeyDictionary()  # what each mesh was cut into
@@ -118,7 +118,7 @@ def axis(mesh: Any, name: str, transport: str = "auto") -> Axis:
     if isinstance(mesh, LocalMesh):
         return mesh.axis(name)
     group = mesh.get_group(name)
-    grouped = ProcessGroupAxis(group, name)
+    grouped = (ProcessGroupAxis if dist.get_backend(group) == "gloo" else CollectiveAxis)(group, name)
     on_gpus, nccl = mesh.device_type == "cuda", over_nccl(group)
     if on_gpus and transport != "group":
         shared = shared_axis(group, name, grouped if nccl and transport == "auto" else None)

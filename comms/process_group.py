@@ -1,7 +1,7 @@
 """An axis over a torch process group: gloo on CPUs, NCCL on GPUs."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.comms.axis import Done, Parcels, Pending, Then, rotated
+from ringattn.comms.axis import Done, Parcels, Pending, Then
+from ringattn.comms.moves import Moves, rotated
 
 # torch 2.13 renamed both; 2.11 knows only the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -19,9 +20,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 class Works:
-    """Collective work in flight, and the tensors it reads and writes, which must live until it is done."""
+    """Work in flight, and the tensors it reads and writes, which must live until it is done."""
 
-    def __init__(self, works: Sequence[Any], result: Any, held: Sequence[Any], lost: "Lost | None" = None):
+    def __init__(self, works: Sequence[Any], result: Any, held: Sequence[Any], lost: "Lost"):
         self.works, self.result, self.held, self.lost = works, result, held, lost
 
     def wait(self) -> Any:
@@ -29,31 +30,40 @@ class Works:
             try:
                 work.wait()
             except RuntimeError as error:
-                if self.lost is None:
-                    raise
                 raise self.lost.error(i, error) from error
         self.works, self.held = (), ()
         return self.result
 
 
 class Lost(NamedTuple):
-    """What to say when a peer is lost: the peers of a list of transfers, and what they were for."""
+    """What to say when a rank is lost: whom each work of a list needs, and what they were for."""
 
     axis: "ProcessGroupAxis"
-    peers: Sequence[int]
+    needs: Sequence[Collection[int]]
     what: str
 
-    def error(self, transfer: int, error: RuntimeError) -> ConnectionError:
-        """Names the peer; and the one that was lost first, if another rank has said so: its loss brings others."""
-        axis, peer = self.axis, self.peers[min(transfer, len(self.peers) - 1)]
+    def error(self, work: int, error: RuntimeError) -> ConnectionError:
+        """Names the rank, or those that it may be; and the one that was lost first, if another rank has said so.
+
+        The first loss brings others, so it is what a rank that knows whom it lost tells all.
+        """
+        axis, needs = self.axis, sorted({r % self.axis.size for r in self.needs[min(work, len(self.needs) - 1)]})
         why = str(error).splitlines()[0].split("] ")[-1].split(". This is")[0]
-        mine = f"{axis.name} rank {axis.rank} lost {axis.name} rank {peer}{self.what and f' ({self.what})'}: {why}"
-        first = axis.first_word(mine)
-        return ConnectionError(mine if first == mine else f"{mine}; the first loss: {first}")
+        whom, all_ranks = " or ".join(map(str, needs)), dist.get_world_size()
+        if axis.size < all_ranks:
+            whom += f", which is rank {' or '.join(str(axis.peer(r)) for r in needs)} of {all_ranks}"
+        mine = f"{axis.name} rank {axis.rank} lost {axis.name} rank {whom}{self.what and f' ({self.what})'}: {why}"
+        first = axis.first_word(mine if len(needs) == 1 else "")
+        return ConnectionError(mine if first in ("", mine) else f"{mine}; the first loss: {first}")
 
 
-class ProcessGroupAxis:
-    """The ranks of one process group, in group order. `sent` counts the bytes this rank has handed to others."""
+class ProcessGroupAxis(Moves):
+    """The ranks of one process group, in group order. `sent` counts the bytes this rank has handed to others.
+
+    Made of moves, so that an error names the rank that was lost.
+    """
+
+    one_by_one = True  # each transfer is a work of its own
 
     def __init__(self, group: dist.ProcessGroup, name: str = "ring"):
         self.group, self.name = group, name
@@ -71,15 +81,28 @@ class ProcessGroupAxis:
 
     def post(self, group: dist.ProcessGroup, out: Parcels, into: Parcels, since: Any, what: str) -> Pending:
         with beside(since):
-            outgoing = [(self.peer(rank), x.contiguous()) for rank, tensors in out.items() for x in tensors]
-            arriving = [(self.peer(rank), x, whole(x)) for rank, tensors in into.items() for x in tensors]
-            ops = [dist.P2POp(dist.isend, x, rank, group) for rank, x in outgoing]
-            ops += [dist.P2POp(dist.irecv, place, rank, group) for rank, _, place in arriving]
-            works = dist.batch_isend_irecv(ops) if ops else []
+            leaving = [(rank, x) for rank, tensors in out.items() for x in tensors]
+            packed = {id(x): x.contiguous() for _, x in leaving}  # once for all who get it
+            outgoing = [(rank, packed[id(x)]) for rank, x in leaving]
+            arriving = [(rank, x, whole(x)) for rank, tensors in into.items() for x in tensors]
+            ops = [dist.P2POp(dist.isend, x, self.peer(rank), group) for rank, x in outgoing]
+            ops += [dist.P2POp(dist.irecv, place, self.peer(rank), group) for rank, _, place in arriving]
+            peers = [rank for rank, _ in outgoing] + [rank for rank, _, _ in arriving]
+            lost = Lost(self, [[rank] for rank in peers] if self.one_by_one else [peers], what)
+            works = self.started(ops, lost)
         self.sent += sum(x.nbytes for _, x in outgoing)
         parted = [(x, place) for _, x, place in arriving if place is not x]
-        peers = [rank for each in (out, into) for rank, tensors in each.items() for _ in range(len(tensors))]
-        return Then(Works(works, parted, (out, outgoing), Lost(self, peers, what)), unpack)
+        return Then(Works(works, parted, (out, outgoing), lost), unpack)
+
+    def started(self, ops: list[dist.P2POp], lost: Lost) -> list[Any]:
+        """The works of some transfers; where a connection is known to be gone already, they fail here."""
+        works: list[Any] = []
+        for together in [[op] for op in ops] if self.one_by_one else [ops] if ops else []:
+            try:
+                works += dist.batch_isend_irecv(together)
+            except RuntimeError as error:
+                raise lost.error(len(works), error) from error
+        return works
 
     def now(self) -> Any:
         return torch.cuda.current_stream().record_event() if self.on_gpus else None
@@ -89,44 +112,17 @@ class ProcessGroupAxis:
     ) -> Pending:
         return rotated(self, partial(self.post, self.far, since=None), tensors, shift, send, recv, what)
 
-    def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
-        if self.size == 1:
-            return Done(x)
-        pieces = torch.stack(x.chunk(self.size, split))
-        arrived = torch.empty_like(pieces)
-        self.sent += pieces.nbytes // self.size * (self.size - 1)
-        work = dist.all_to_all_single(arrived, pieces, group=self.group, async_op=True)
-        return Then(Works([work], arrived, [pieces]), lambda pieces: torch.cat(pieces.unbind(0), join))
-
-    def all_gather(self, x: Tensor, dim: int = 0) -> Pending:
-        if self.size == 1:
-            return Done(x)
-        x = x.contiguous()
-        arrived = x.new_empty((self.size, *x.shape))
-        self.sent += x.nbytes * (self.size - 1)
-        work = all_gather_single(arrived.flatten(0, 1) if x.dim() else arrived, x, group=self.group, async_op=True)
-        together = Works([work], arrived, [x])
-        return Then(together, lambda pieces: pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(0), dim))
-
-    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
-        if self.size == 1:
-            return Done(x)
-        pieces = torch.stack(x.chunk(self.size, dim))
-        mine = torch.empty_like(pieces[0])
-        self.sent += pieces.nbytes // self.size * (self.size - 1)
-        work = reduce_scatter_single(mine, pieces.flatten(0, 1), group=self.group, async_op=True)
-        return Works([work], mine, [pieces])
-
     def exchange_words(self, words: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
         try:
             dist.all_gather_object(gathered, words, group=self.group)
         except RuntimeError as error:
-            first = self.first_word()
-            if not first:
-                raise
-            raise ConnectionError(f"{self.name} rank {self.rank} heard of a loss before its call: {first}") from error
+            raise self.anyone("words").error(0, error) from error
         return gathered
+
+    def anyone(self, what: str) -> Lost:
+        """For what needs every other rank."""
+        return Lost(self, [[rank for rank in range(self.size) if rank != self.rank]], what)
 
     def over(self, transport: str) -> "ProcessGroupAxis":
         return self
@@ -146,6 +142,46 @@ class ProcessGroupAxis:
 
     def __repr__(self) -> str:
         return f"{self.name}: rank {self.rank} of {self.size} ({self.by})"
+
+
+class CollectiveAxis(ProcessGroupAxis):
+    """The same by the collectives of torch, where those are faster than moves: over NCCL."""
+
+    one_by_one = False
+
+    def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
+        if self.size == 1:
+            return Done(x)
+        pieces = torch.stack(x.chunk(self.size, split))
+        arrived = torch.empty_like(pieces)
+        self.sent += pieces.nbytes // self.size * (self.size - 1)
+        together = self.collective(dist.all_to_all_single, arrived, pieces)
+        return Then(together, lambda pieces: torch.cat(pieces.unbind(0), join))
+
+    def all_gather(self, x: Tensor, dim: int = 0) -> Pending:
+        if self.size == 1:
+            return Done(x)
+        x = x.contiguous()
+        arrived = x.new_empty((self.size, *x.shape))
+        self.sent += x.nbytes * (self.size - 1)
+        together = self.collective(all_gather_single, arrived.flatten(0, 1) if x.dim() else arrived, x)
+        return Then(together, lambda _: arrived.flatten(0, 1) if dim == 0 else torch.cat(arrived.unbind(0), dim))
+
+    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
+        if self.size == 1:
+            return Done(x)
+        pieces = torch.stack(x.chunk(self.size, dim))
+        mine = torch.empty_like(pieces[0])
+        self.sent += pieces.nbytes // self.size * (self.size - 1)
+        return self.collective(reduce_scatter_single, mine, pieces.flatten(0, 1))
+
+    def collective(self, call: Callable[..., Any], result: Tensor, x: Tensor) -> Pending:
+        """One of torch's collectives, under way; it brings `result`."""
+        lost = self.anyone(call.__name__)
+        try:
+            return Works([call(result, x, group=self.group, async_op=True)], result, [x], lost)
+        except RuntimeError as error:
+            raise lost.error(0, error) from error
 
 
 def whole(x: Tensor) -> Tensor:

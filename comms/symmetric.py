@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.comms.axis import Axis, Done, Parcels, Parts, Pending, Then, rotated
+from ringattn.comms.axis import Axis, Done, Parcels, Parts, Pending
 from ringattn.comms.engines import AID, IN, OUT, CopyEngines, End, Lanes
+from ringattn.comms.moves import Moves
 from ringattn.comms.process_group import hosts_of
 
 SLOT = 16 * 2**20  # bytes
@@ -251,7 +252,7 @@ class Flight:
             self.end.settle()
 
 
-class SymmetricAxis:
+class SymmetricAxis(Moves):
     """GPUs of one host in group order. Everything is made of moves; words go through the process group."""
 
     by, cheap_words, hosts = "symmetric memory", False, 1
@@ -293,33 +294,6 @@ class SymmetricAxis:
     def now(self) -> Any:
         return self.lanes.now()
 
-    def rotate(
-        self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
-    ) -> Pending:
-        return rotated(self, self.move, tensors, shift, send, recv, what)
-
-    def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
-        pieces = x.chunk(self.size, split)
-        result = self.room(pieces[self.rank].shape, x, join)
-        places = result.chunk(self.size, join)
-        pending = self.move(self.others(pieces), self.others(places))
-        places[self.rank].copy_(pieces[self.rank])
-        return Then(pending, lambda _: result)
-
-    def all_gather(self, x: Tensor, dim: int = 0) -> Pending:
-        result = self.room(x.shape, x, dim)
-        places = result.chunk(self.size, dim)
-        mine = [x]  # one list for all: packed once
-        pending = self.move({r: mine for r in range(self.size) if r != self.rank}, self.others(places))
-        places[self.rank].copy_(x)
-        return Then(pending, lambda _: result)
-
-    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
-        pieces = [piece.contiguous() for piece in x.chunk(self.size, dim)]
-        arriving = [pieces[r] if r == self.rank else torch.empty_like(pieces[r]) for r in range(self.size)]
-        pending = self.move(self.others(pieces), self.others(arriving))
-        return Then(pending, lambda _: torch.stack(arriving).sum(0))
-
     def exchange_words(self, words: Any) -> list[Any]:
         return self.words(words)
 
@@ -341,15 +315,6 @@ class SymmetricAxis:
     def roomy(self, x: Tensor) -> Tensor:
         with self.lanes.apart(IN):
             return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-    def room(self, shape: Sequence[int], like: Tensor, dim: int) -> Tensor:
-        """Memory for `size` tensors of that shape joined along `dim`."""
-        whole = [n * self.size if i == dim % len(shape) else n for i, n in enumerate(shape)]
-        return torch.empty(whole, dtype=like.dtype, device=like.device)
-
-    def others(self, tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-        """One tensor a rank, for all ranks but this one."""
-        return {r: [x] for r, x in enumerate(tensors) if r != self.rank}
 
     def __repr__(self) -> str:
         return f"{self.name}: rank {self.rank} of {self.size} ({self.by})"

@@ -90,7 +90,7 @@ def work(
             evaluate(job, log)
             if config.reference and job.step > begun:
                 probe_memory(job, log)
-    except RuntimeError as error:
+    except (RuntimeError, ConnectionError) as error:
         said = in_words(error, job.step)
         if said is None:
             raise
@@ -103,8 +103,10 @@ def work(
     return {"stopped": stopped, "step": job.step, "entropy": data.unigram_entropy(job.windows.corpus), **job.seconds}
 
 
-def in_words(error: RuntimeError, step: int) -> ConnectionError | None:
-    """In words what gloo or NCCL say where another rank is gone; the ring has words of its own."""
+def in_words(error: RuntimeError | ConnectionError, step: int) -> ConnectionError | None:
+    """What is said where another rank is gone, with the step. Axes say it in words, gloo and NCCL do not."""
+    if isinstance(error, ConnectionError):
+        return ConnectionError(f"after step {step}: {error}")
     if not any(word in str(error) for word in CLOSED):
         return None
     return ConnectionError(f"another rank was lost after step {step}: its connection closed")

@@ -42,6 +42,48 @@ def calls_until_one_dies(folder: str, victim: int, route: str, stays: bool) -> N
     raise RuntimeError("the end of this rank")
 
 
+def a_closed_connection_everywhere(folder: str, strategy: dict[str, int]) -> None:
+    """Rank 3 leaves after a call; what each other rank is told by every kind of transfer that needs it then."""
+    mesh = ra.init_mesh(**strategy, device_type="cpu")
+    plan, rank, x = ra.plan(mesh, seq_len=64), dist.get_rank(), torch.ones(4, 4)
+    axis = plan.ring_axis if plan.ring_axis.size > 1 else plan.ulysses_axis
+    axis.all_to_all(x, 0, 0).wait()
+    dist.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    there = axis.size - 1  # where rank 3 is on the axes that it is on
+    calls = {
+        "move": lambda: axis.move({there: [x]}, {there: [x.clone()]}, what="a step").wait(),
+        "all_to_all": lambda: axis.all_to_all(x, 0, 0).wait(),
+        "all_gather": lambda: axis.all_gather(x).wait(),
+        "reduce_scatter": lambda: axis.reduce_scatter(x).wait(),
+        "words": lambda: axis.exchange_words("x"),
+    }
+    said = []
+    for call in calls.values() if axis.peer(there) == 3 else ():
+        try:
+            call()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    Path(folder, str(rank)).write_text("\n".join(said))
+    raise RuntimeError("the end of this rank")
+
+
+@pytest.mark.parametrize("strategy", [{"ring": 4}, {"ring": 2, "ulysses": 2}, {"data": 2, "ulysses": 2}])
+def test_a_connection_that_is_closed_already_is_said_alike_whatever_needs_it(strategy, tmp_path):
+    """The error comes where a transfer is launched then, not where it is waited for."""
+    with pytest.raises(RankError):
+        run(a_closed_connection_everywhere, RANKS, str(tmp_path), strategy, collective_timeout=TIMEOUT, grace=TIMEOUT)
+    name = "ring" if "ring" in strategy else "ulysses"
+    for path in tmp_path.iterdir():
+        said = path.read_text().splitlines()
+        assert len(said) == (5 if strategy.get("ring") == 4 or path.name == ("1" if name == "ring" else "2") else 0)
+        for line in said:
+            assert line.startswith(f"ConnectionError: {name} rank ") and f" lost {name} rank " in line, line
+            assert strategy.get("ring") == 4 or "which is rank 3 of 4 (" in line, line
+        assert all(f"lost {name} rank {3 if strategy.get('ring') == 4 else 1}" in line for line in said[:1]), said
+
+
 def with_a_deadly_kernel(backward, q, k, v, axis, run, score, rows):
     def kernel(*args, **options):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -202,6 +202,7 @@ def test_a_batch_log_has_about_50_lines_and_no_share_of_nearly_nothing():
 def test_a_closed_connection_is_said_in_words_and_other_errors_are_not_touched():
     said = trainer.in_words(RuntimeError("[pair.cc:553] Connection reset by peer [127.0.0.1]:61"), 6)
     assert str(said) == "another rank was lost after step 6: its connection closed"
+    assert str(trainer.in_words(ConnectionError("rank 1 lost rank 0"), 6)) == "after step 6: rank 1 lost rank 0"
     assert trainer.in_words(RuntimeError("CUDA out of memory"), 6) is None
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ringattn.comms.axis import Parcels, Pending
-from ringattn.comms.symmetric import SymmetricAxis
+from ringattn.comms.moves import Moves
 from ringattn.launch.words import option
 from ringattn.planning import Plan
 
@@ -33,7 +33,7 @@ def folded(plan: Plan, ranks: int) -> Plan:
     return replace(plan, ring=ranks, axes=(Folded(plan.ring_axis, ranks), plan.ulysses_axis))
 
 
-class Folded(SymmetricAxis):
+class Folded(Moves):
     """An axis of `size` ranks, of which those of another axis are here: everything is made of its moves."""
 
     def __init__(self, axis: Any, size: int):
@@ -41,7 +41,7 @@ class Folded(SymmetricAxis):
         self.cheap_words, self.hosts = axis.cheap_words, axis.hosts
 
     @property
-    def sent(self) -> int:  # type: ignore[override]
+    def sent(self) -> int:
         return int(self.axis.sent)
 
     def move(self, out: Parcels, into: Parcels, since: Any = None, what: str = "") -> Pending:

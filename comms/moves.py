@@ -1,0 +1,67 @@
+"""What an axis that can move tensors can do with that alone: every transfer is from one rank to another, by name."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.comms.axis import Done, Parcels, Pending, Then
+
+
+class Moves:
+    """An axis of which only `move` is left to be said."""
+
+    size: int
+    rank: int
+    move: Callable[..., Pending]
+
+    def rotate(
+        self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
+    ) -> Pending:
+        return rotated(self, self.move, tensors, shift, send, recv, what)
+
+    def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
+        pieces = x.detach().chunk(self.size, split)
+        result = self.room(pieces[self.rank], join)
+        places = result.chunk(self.size, join)
+        pending = self.move(self.others(pieces), self.others(places), what="all_to_all")
+        places[self.rank].copy_(pieces[self.rank])
+        return Then(pending, lambda _: result)
+
+    def all_gather(self, x: Tensor, dim: int = 0) -> Pending:
+        x = x.detach()
+        result = self.room(x, dim)
+        places, mine = result.chunk(self.size, dim), [x]  # one list for all: packed once
+        out = {rank: mine for rank in range(self.size) if rank != self.rank}
+        pending = self.move(out, self.others(places), what="all_gather")
+        places[self.rank].copy_(x)
+        return Then(pending, lambda _: result)
+
+    def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
+        pieces = [piece.contiguous() for piece in x.detach().chunk(self.size, dim)]
+        arriving = [piece if r == self.rank else torch.empty_like(piece) for r, piece in enumerate(pieces)]
+        pending = self.move(self.others(pieces), self.others(arriving), what="reduce_scatter")
+        return Then(pending, lambda _: torch.stack(arriving).sum(0))
+
+    def room(self, like: Tensor, dim: int) -> Tensor:
+        """Memory for `size` tensors like this one, joined along `dim`."""
+        whole = [n * self.size if i == dim % like.dim() else n for i, n in enumerate(like.shape)]
+        return torch.empty(whole, dtype=like.dtype, device=like.device)
+
+    def others(self, tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+        """One tensor a rank, for all ranks but this one."""
+        return {rank: [x] for rank, x in enumerate(tensors) if rank != self.rank}
+
+
+def rotated(
+    axis: Any, move: Callable[..., Pending], tensors: Sequence[Tensor], shift: int, send: bool, recv: bool, what: str
+) -> Pending:
+    """A rotation made of a move: to rank + shift, from rank - shift, into memory like the tensors that are sent."""
+    if shift % axis.size == 0:
+        return Done(tuple(tensors) if recv else None)
+    there, here = (axis.rank + shift) % axis.size, (axis.rank - shift) % axis.size
+    arriving = tuple(x.new_empty(x.shape) for x in tensors) if recv else None
+    out: Parcels = {there: tensors} if send else {}
+    pending = move(out, {here: arriving} if arriving else {}, what=what)
+    return Then(pending, lambda _: arriving)
