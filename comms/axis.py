@@ -15,19 +15,19 @@ TRANSPORTS = ("auto", "symmetric", "group")
 
 
 class Parts(Sequence[Any]):
-    """Ranges of dim 1 of some tensors, tensor by tensor: views that are cut when somebody asks for them."""
+    """Ranges of dim 1 of some tensors, tensor by tensor: views that are cut once, when somebody asks for them."""
 
     def __init__(self, tensors: Sequence[Any], places: tuple[range, ...]):
         self.tensors, self.places = tensors, places
+        self.views: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.tensors) * len(self.places)
 
-    def __iter__(self) -> Iterator[Any]:
-        return (x[:, at.start : at.stop : at.step] for x in self.tensors for at in self.places)
-
     def __getitem__(self, i: Any) -> Any:
-        return list(self)[i]
+        if self.views is None:
+            self.views = [x[:, at.start : at.stop : at.step] for x in self.tensors for at in self.places]
+        return self.views[i]
 
 
 class Pending(Protocol):

@@ -22,24 +22,24 @@ class Moves:
         return rotated(self, self.move, tensors, shift, send, recv, what)
 
     def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
-        pieces = x.detach().chunk(self.size, split)
+        pieces = as_stored(x).chunk(self.size, split)
         result = self.room(pieces[self.rank], join)
         places = result.chunk(self.size, join)
         pending = self.move(self.others(pieces), self.others(places), what="all_to_all")
         places[self.rank].copy_(pieces[self.rank])
         return Then(pending, lambda _: result)
 
-    def all_gather(self, x: Tensor, dim: int = 0) -> Pending:
-        x = x.detach()
+    def all_gather(self, x: Tensor, dim: int = 0, what: str = "all_gather") -> Pending:
+        x = as_stored(x)
         result = self.room(x, dim)
         places, mine = result.chunk(self.size, dim), [x]  # one list for all: packed once
         out = {rank: mine for rank in range(self.size) if rank != self.rank}
-        pending = self.move(out, self.others(places), what="all_gather")
+        pending = self.move(out, self.others(places), what=what)
         places[self.rank].copy_(x)
         return Then(pending, lambda _: result)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
-        pieces = [piece.contiguous() for piece in x.detach().chunk(self.size, dim)]
+        pieces = [piece.contiguous() for piece in as_stored(x).chunk(self.size, dim)]
         arriving = [piece if r == self.rank else torch.empty_like(piece) for r, piece in enumerate(pieces)]
         pending = self.move(self.others(pieces), self.others(arriving), what="reduce_scatter")
         return Then(pending, lambda _: torch.stack(arriving).sum(0))
@@ -52,6 +52,11 @@ class Moves:
     def others(self, tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
         """One tensor a rank, for all ranks but this one."""
         return {rank: [x] for rank, x in enumerate(tensors) if rank != self.rank}
+
+
+def as_stored(x: Tensor) -> Tensor:
+    """Whose memory is what it says: torch conjugates and negates lazily."""
+    return x.detach().resolve_conj().resolve_neg()
 
 
 def rotated(

@@ -1,9 +1,11 @@
 """An axis over a torch process group: gloo on CPUs, NCCL on GPUs."""
 
+import pickle
 import socket
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.comms.axis import Done, Parcels, Pending, Then
-from ringattn.comms.moves import Moves, rotated
+from ringattn.comms.moves import Moves, as_stored, rotated
 
 # torch 2.13 renamed both; 2.11 knows only the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,10 +29,8 @@ class Works:
 
     def wait(self) -> Any:
         for i, work in enumerate(self.works):
-            try:
+            with self.lost.named(i):
                 work.wait()
-            except RuntimeError as error:
-                raise self.lost.error(i, error) from error
         self.works, self.held = (), ()
         return self.result
 
@@ -42,13 +42,23 @@ class Lost(NamedTuple):
     needs: Sequence[Collection[int]]
     what: str
 
-    def error(self, work: int, error: RuntimeError) -> ConnectionError:
+    @contextmanager
+    def named(self, work: int = 0) -> Iterator[None]:
+        """An error of the transport says whom it lost; another one goes by as it is."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "gloo" not in str(error) and not isinstance(error, dist.DistError):
+                raise
+            raise self.error(work, str(error)) from error
+
+    def error(self, work: int, said: str) -> ConnectionError:
         """Names the rank, or those that it may be; and the one that was lost first, if another rank has said so.
 
         The first loss brings others, so it is what a rank that knows whom it lost tells all.
         """
         axis, needs = self.axis, sorted({r % self.axis.size for r in self.needs[min(work, len(self.needs) - 1)]})
-        why = str(error).splitlines()[0].split("] ")[-1].split(". This is")[0]
+        why = said.splitlines()[0].split("] ")[-1].split(". This is")[0]
         whom, all_ranks = " or ".join(map(str, needs)), dist.get_world_size()
         if axis.size < all_ranks:
             whom += f", which is rank {' or '.join(str(axis.peer(r)) for r in needs)} of {all_ranks}"
@@ -98,10 +108,8 @@ class ProcessGroupAxis(Moves):
         """The works of some transfers; where a connection is known to be gone already, they fail here."""
         works: list[Any] = []
         for together in [[op] for op in ops] if self.one_by_one else [ops] if ops else []:
-            try:
+            with lost.named(len(works)):
                 works += dist.batch_isend_irecv(together)
-            except RuntimeError as error:
-                raise lost.error(len(works), error) from error
         return works
 
     def now(self) -> Any:
@@ -113,16 +121,16 @@ class ProcessGroupAxis(Moves):
         return rotated(self, partial(self.post, self.far, since=None), tensors, shift, send, recv, what)
 
     def exchange_words(self, words: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(gathered, words, group=self.group)
-        except RuntimeError as error:
-            raise self.anyone("words").error(0, error) from error
-        return gathered
-
-    def anyone(self, what: str) -> Lost:
-        """For what needs every other rank."""
-        return Lost(self, [[rank for rank in range(self.size) if rank != self.rank]], what)
+        """Their digests first: where those are equal, nothing else is sent."""
+        plain = pickle.dumps(words)
+        said, digest = (torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (plain, sha256(plain).digest()))
+        digests = self.all_gather(digest, what="words").wait().unflatten(0, (self.size, -1))
+        if (digests == digest).all():
+            return [words] * self.size
+        lengths = self.all_gather(torch.tensor([len(said)], device=said.device), what="words").wait().tolist()
+        everyone = [said if r == self.rank else said.new_empty(length) for r, length in enumerate(lengths)]
+        self.move(self.others([said] * self.size), self.others(everyone), what="words").wait()
+        return [pickle.loads(x.numpy().tobytes()) for x in everyone]
 
     def over(self, transport: str) -> "ProcessGroupAxis":
         return self
@@ -152,16 +160,16 @@ class CollectiveAxis(ProcessGroupAxis):
     def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
         if self.size == 1:
             return Done(x)
-        pieces = torch.stack(x.chunk(self.size, split))
+        pieces = torch.stack(as_stored(x).chunk(self.size, split))
         arrived = torch.empty_like(pieces)
         self.sent += pieces.nbytes // self.size * (self.size - 1)
         together = self.collective(dist.all_to_all_single, arrived, pieces)
         return Then(together, lambda pieces: torch.cat(pieces.unbind(0), join))
 
-    def all_gather(self, x: Tensor, dim: int = 0) -> Pending:
+    def all_gather(self, x: Tensor, dim: int = 0, what: str = "all_gather") -> Pending:
         if self.size == 1:
             return Done(x)
-        x = x.contiguous()
+        x = as_stored(x).contiguous()
         arrived = x.new_empty((self.size, *x.shape))
         self.sent += x.nbytes * (self.size - 1)
         together = self.collective(all_gather_single, arrived.flatten(0, 1) if x.dim() else arrived, x)
@@ -170,7 +178,7 @@ class CollectiveAxis(ProcessGroupAxis):
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
         if self.size == 1:
             return Done(x)
-        pieces = torch.stack(x.chunk(self.size, dim))
+        pieces = torch.stack(as_stored(x).chunk(self.size, dim))
         mine = torch.empty_like(pieces[0])
         self.sent += pieces.nbytes // self.size * (self.size - 1)
         return self.collective(reduce_scatter_single, mine, pieces.flatten(0, 1))
@@ -178,10 +186,18 @@ class CollectiveAxis(ProcessGroupAxis):
     def collective(self, call: Callable[..., Any], result: Tensor, x: Tensor) -> Pending:
         """One of torch's collectives, under way; it brings `result`."""
         lost = self.anyone(call.__name__)
-        try:
+        with lost.named():
             return Works([call(result, x, group=self.group, async_op=True)], result, [x], lost)
-        except RuntimeError as error:
-            raise lost.error(0, error) from error
+
+    def exchange_words(self, words: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.size
+        with self.anyone("words").named():
+            dist.all_gather_object(gathered, words, group=self.group)
+        return gathered
+
+    def anyone(self, what: str) -> Lost:
+        """For what needs every other rank."""
+        return Lost(self, [[rank for rank in range(self.size) if rank != self.rank]], what)
 
 
 def whole(x: Tensor) -> Tensor:

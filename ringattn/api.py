@@ -55,7 +55,7 @@ def attention(
     """
     problem = (
         of_unknown("attention", unknown, "spec", "docs")
-        or of_words(plan=plan, spec=spec, docs=docs, key_docs=key_docs)
+        or of_words(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
         or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
     )
     if problem:
@@ -99,7 +99,7 @@ def linear_attention(
     optional = {"log_decay": log_decay, "initial_state": initial_state}
     problem = (
         of_unknown("linear_attention", unknown, "docs")
-        or of_words(plan=plan, docs=docs)
+        or of_words(plan=plan, docs=docs, return_state=return_state, check=check)
         or of_arrays({"q": q, "k": k, "v": v}, optional, plan)
     )
     if problem:

@@ -14,16 +14,20 @@ from ringattn.planning import Plan, dtype_name, groups_problem, heads_problem
 from ringattn.spec import AttentionSpec, Docs, is_positive, whole
 
 PACKED = Docs, "say Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
-WORDS = {
+SAY = "say True or False"
+WORDS: dict[str, tuple[type, str]] = {
     "plan": (Plan, "make one with ringattn.plan(mesh, seq_len=...)"),
     "spec": (AttentionSpec, "say AttentionSpec(causal=..., window=..., softcap=..., scale=...)"),
     "docs": PACKED,
     "key_docs": PACKED,
+    "return_lse": (bool, SAY),
+    "return_state": (bool, SAY),
+    "check": (bool, SAY),
 }
 
 
 def of_words(required: bool = False, **words: Any) -> str | None:
-    """A plan, a spec and documents are what their names say."""
+    """A plan, a spec, documents and yes or no are what their names say."""
     for name, value in words.items():
         kind, remedy = WORDS[name]
         if (value is not None or required) and not isinstance(value, kind):
@@ -123,6 +127,10 @@ def of_arrays(arrays: dict[str, Any], optional: dict[str, Any], plan: Plan | Non
 
 def of_dims(**arrays: Any) -> str | None:
     for name, x in arrays.items():
+        if getattr(x, "is_nested", False):
+            return f"{name} is a nested tensor; put its rows one after the other and say docs=Docs.from_lengths(...)"
+        if hasattr(x, "to_local"):
+            return f"{name} is a DTensor; give {name}.to_local(), this rank's tokens under the plan"
         if len(x.shape) != 4:
             return f"{name} has shape {tuple(x.shape)}; expected 4 dims [batch, tokens, heads, head_dim]"
     return None

@@ -217,8 +217,9 @@ def test_only_one_rank_is_wrong_and_all_say_which():
             "key_docs",
         ),
         (lambda rank, mesh: ({}, 2 + rank // 3), "q"),
+        (lambda rank, mesh: ({"sinks": torch.zeros(4, requires_grad=rank < 2)}, 2), "gradients"),
     ],
-    ids=["plan", "spec", "docs", "key_docs", "shape"],
+    ids=["plan", "spec", "docs", "key_docs", "shape", "gradients"],
 )
 def test_ranks_that_differ_are_named_with_the_field(differ, field):
     said = []
@@ -287,12 +288,45 @@ def test_a_plan_without_a_mesh_cannot_run_on_many_ranks():
         ra.attention(*tensors(), Plan(64, ring=4))
 
 
+class Spread(torch.Tensor):
+    """What a DTensor has."""
+
+    to_local = torch.Tensor.clone
+
+
 def test_what_is_not_a_tensor_is_refused():
     with pytest.raises(ValueError, match="expected torch tensors or jax arrays, got list, list, list"):
         ra.attention([1.0], [1.0], [1.0])
     q, k, _ = tensors()
     with pytest.raises(ValueError, match="got Tensor, Tensor, NoneType"):
         ra.attention(q, k, None)
+    nested = torch.nested.nested_tensor([torch.zeros(3, 4, 8), torch.zeros(5, 4, 8)], layout=torch.jagged)
+    for function in (ra.attention, ra.linear_attention):
+        with pytest.raises(ValueError, match=r"q is a nested tensor; .* say docs=Docs.from_lengths"):
+            function(nested, nested, nested)
+        with pytest.raises(ValueError, match=r"q is a DTensor; give q.to_local\(\)"):
+            function(*(x.as_subclass(Spread) for x in tensors()))
+
+
+def test_what_is_not_yes_or_no_is_refused():
+    for word in ("no", torch.tensor(True), torch.tensor([True, False]), 1):
+        with pytest.raises(ValueError, match=f"return_lse is of type {type(word).__name__}; say True or False"):
+            ra.attention(*tensors(), return_lse=word)
+        for name in ("return_state", "check"):
+            with pytest.raises(ValueError, match=f"{name} is of type {type(word).__name__}; say True or False"):
+                ra.linear_attention(*tensors(G=4), **{name: word})
+
+
+def test_attention_and_prefill_at_once_are_named_whichever_rank_is_first():
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=16)
+        x, other = torch.ones(1, 8, 2, 8), mesh.rank
+        cache = ra.KVCache.allocate(plan, batch=1, max_len=32, kv_heads=2, head_dim=8, dtype=x.dtype)
+        for turn in (0, 1):
+            with pytest.raises(ValueError, match=r"do not make the same call: .*call: ring rank 0 has"):
+                ra.prefill(x, x, x, plan, cache) if other == turn else ra.attention(x, x, x, plan)
+
+    run(one, ring=2)
 
 
 @pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
@@ -322,6 +356,7 @@ def test_unshard_and_shard_say_what_they_expected():
         (torch.zeros(16), 1, r"dim=1: x has shape \(16,\); say which of its 1 dims is the sequence"),
         (torch.zeros(1, 16), 5, r"dim=5: x has shape \(1, 16\)"),
         (torch.zeros(1, 16), "1", "dim='1'"),
+        (torch.zeros(1, 16), True, "dim=True"),
         ([1] * 16, 1, "x is of type list; it must be a torch tensor"),
         (torch.zeros(1, 16).numpy(), 1, "x is of type ndarray"),
         (None, 1, "x is of type NoneType"),

@@ -234,6 +234,21 @@ def test_a_state_of_another_cache_is_not_loaded(state, cache, says):
     assert other.lengths.tolist() == [0]
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"place": (1, 2)}, r"the state has place=\(1, 2\); pass what state_dict\(\) gave"),
+        ({"place": 5}, "the state is of rank 5, of 5 ranks"),
+        ({"lengths": "abc"}, "lengths is of type str; it must be a torch tensor"),
+        ({"v": None}, "v is of type NoneType; it must be a torch tensor"),
+    ],
+)
+def test_what_is_no_state_is_not_loaded(given, says):
+    cache = cache_of(8)
+    with pytest.raises(ValueError, match=says):
+        cache.load_state_dict(cache.state_dict() | given)
+
+
 SMALL = {"window": 16, "room": 8, "block": 4}
 
 
@@ -318,5 +333,24 @@ def test_ranks_that_disagree_about_the_length_are_named():
             cache.truncate(15)
             decode(*(x[:, :1] for x in (q, k, v)), cache, form=("lse", "streams")[mesh.rank])
         assert torch.equal(held, cache.k) and cache.lengths.tolist() == [15, 15]
+
+    run(one, ring=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([{"block": 16}, {"block": 64}], r"cache: ring rank 0 has .*block=16.*ring rank 1 has .*block=64"),
+        ([{"window": 20, "room": 16}, {}], r"cache: ring rank 0 has .*window 20.*ring rank 1 has .*window None"),
+    ],
+)
+def test_ranks_whose_caches_are_cut_otherwise_are_named(given, says):
+    def one(mesh):
+        q, k, v = draw(T=16)
+        plan = ra.plan(mesh, seq_len=16)
+        sizes = {"batch": 2, "max_len": 256, "kv_heads": 2, "head_dim": 8, "dtype": q.dtype}
+        cache = KVCache.allocate(plan, **sizes, **given[mesh.rank])
+        with pytest.raises(ValueError, match=says):
+            prefill(*(plan.shard(x) for x in (q, k, v)), plan, cache, spec=ra.AttentionSpec(window=8))
 
     run(one, ring=2)

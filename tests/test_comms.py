@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ringattn.comms.axis import Axis, Solo
+from ringattn.comms.axis import Axis, Parts, Solo
 from ringattn.comms.local import run
 from ringattn.comms.mesh import axis, init_mesh
 from ringattn.launch.processes import run as run_processes
@@ -31,7 +31,14 @@ def exercise(a: Axis) -> None:
     assert torch.equal(a.all_gather(mine, 1).wait(), torch.cat([torch.full((2, 3), float(s)) for s in range(n)], 1))
     total = a.reduce_scatter(torch.arange(2 * n * 2.0).reshape(2, 2 * n) * (r + 1), 1).wait()
     assert torch.equal(total, torch.arange(2 * n * 2.0).reshape(2, 2 * n)[:, 2 * r : 2 * r + 2] * n * (n + 1) / 2)
-    assert a.exchange_words({"rank": r}) == [{"rank": s} for s in range(n)]
+    for like in (torch.zeros(2, 0), torch.ones(2, 2, dtype=torch.bool), torch.eye(2)[:, ::2]):
+        assert torch.equal(a.all_gather((like * (r + 1))[None]).wait(), torch.stack([like * (s + 1) for s in range(n)]))
+    turned = torch.full((2, 2), 2 - 3j).conj()
+    for lazy in (turned, turned.imag):
+        assert torch.equal(a.all_gather(lazy).wait(), lazy.repeat(n, 1))
+    assert not a.all_gather(mine.clone().requires_grad_()).wait().requires_grad
+    assert a.exchange_words("alike") == ["alike"] * n
+    assert a.exchange_words({"rank": r * "x"}) == [{"rank": s * "x"} for s in range(n)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -40,7 +47,13 @@ def test_threads(size):
 
 
 def over_gloo() -> None:
-    exercise(axis(init_mesh(ring=4, device_type="cpu"), "ring"))
+    a = axis(init_mesh(ring=4, device_type="cpu"), "ring")
+    exercise(a)
+    parts, held = Parts([torch.ones(2, 4, 3)], (range(2),)), []
+    started, a.started = a.started, lambda ops, lost: held.extend(ops) or started(ops, lost)
+    others = [s for s in range(4) if s != a.rank]
+    a.move(dict.fromkeys(others, parts), {s: [torch.empty(2, 2, 3)] for s in others}).wait()
+    assert len({op.tensor.data_ptr() for op in held}) == 1 + 3  # packed once for all who get it
 
 
 def test_gloo_processes():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ringattn as ra
+from ringattn.comms.axis import Solo
 from ringattn.comms.local import run
 from ringattn.comms.mesh import axis
 
@@ -82,6 +83,8 @@ def test_adds_up_in_float32_or_float64(dtype):
         ({"mask": [True] * 4}, "mask is of type list; it must be a torch tensor"),
         ({"mask": torch.full((2, 4), 0.25)}, r"mask is torch.float32: .* give bools \(mask > 0\) or integers"),
         ({"mask": torch.ones(2, 4, device="meta").bool()}, "mask is on meta, losses on cpu"),
+        ({"over": "data"}, r"over='data': a list of axes, such as \[ringattn.comms.mesh.axis\(mesh, 'data'\)\]"),
+        ({"over": Solo("data")}, "over=.*: a list of axes"),
     ],
     ids=lambda x: x[:30] if isinstance(x, str) else next(iter(x)),
 )
@@ -92,6 +95,8 @@ def test_what_one_rank_says_wrongly_is_refused_on_all(given, says):
         with pytest.raises(ValueError, match=rf"{says}.*\(on ring rank 1\)"):
             ra.token_mean(**call | (given if mesh.rank else {}))
         ra.token_mean(**call)
+        with pytest.raises(ValueError, match=r"over: ring rank 0 has \['data'\], ring rank 1 has \[\]"):
+            ra.token_mean(**call, over=[] if mesh.rank else [Solo("data")])
 
     run(one, ring=2, timeout=20)
 

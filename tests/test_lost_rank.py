@@ -74,14 +74,37 @@ def test_a_connection_that_is_closed_already_is_said_alike_whatever_needs_it(str
     """The error comes where a transfer is launched then, not where it is waited for."""
     with pytest.raises(RankError):
         run(a_closed_connection_everywhere, RANKS, str(tmp_path), strategy, collective_timeout=TIMEOUT, grace=TIMEOUT)
-    name = "ring" if "ring" in strategy else "ulysses"
+    name, whom, needing = {
+        4: ("ring", "3 (", "012"), 2: ("ring", "1, which is rank 3 of 4 (", "1"),
+        None: ("ulysses", "1, which is rank 3 of 4 (", "2"),
+    }[strategy.get("ring")]  # fmt: skip
     for path in tmp_path.iterdir():
         said = path.read_text().splitlines()
-        assert len(said) == (5 if strategy.get("ring") == 4 or path.name == ("1" if name == "ring" else "2") else 0)
+        assert len(said) == (5 if path.name in needing else 0)
         for line in said:
-            assert line.startswith(f"ConnectionError: {name} rank ") and f" lost {name} rank " in line, line
-            assert strategy.get("ring") == 4 or "which is rank 3 of 4 (" in line, line
-        assert all(f"lost {name} rank {3 if strategy.get('ring') == 4 else 1}" in line for line in said[:1]), said
+            assert line.startswith(f"ConnectionError: {name} rank ") and f" lost {name} rank {whom}" in line, line
+
+
+def a_local_error_and_then_a_loss(folder: str) -> None:
+    """What comes of an error that is no loss, and what is said of a loss after it."""
+    plan, rank, x = ra.plan(ra.init_mesh(ring=3, device_type="cpu"), seq_len=12), dist.get_rank(), torch.ones(1, 4)
+    axis = plan.ring_axis
+    with pytest.raises(RuntimeError, match="meta"):
+        axis.all_gather(x.to("meta")).wait()
+    assert torch.equal(plan.unshard((x + 2j).conj()), torch.full((1, 12), 1 - 2j))
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(ConnectionError) as error:
+        axis.exchange_words("after")
+    Path(folder, str(rank)).write_text(str(error.value))
+
+
+def test_an_error_of_its_own_is_no_loss_and_is_not_told_as_one_later(tmp_path):
+    with pytest.raises(RankError, match="killed by signal 9"):
+        run(a_local_error_and_then_a_loss, 3, str(tmp_path), collective_timeout=TIMEOUT, grace=TIMEOUT)
+    said = [path.read_text() for path in tmp_path.iterdir()]
+    assert len(said) == 2 and all("lost ring rank 2 (words)" in one and "meta" not in one for one in said)
 
 
 def with_a_deadly_kernel(backward, q, k, v, axis, run, score, rows):

@@ -67,7 +67,7 @@ X = torch.zeros(2, 6, 32)
         (lambda: Attention(32, 4, 2, 0), "heads of size 0"),
         (lambda: Attention(32, 4, 3, 8), "heads=4 and kv_heads=3: kv_heads must divide heads"),
         (lambda: StreamingAttention(32, 64), "d_model=32 and heads=64 make heads of size 0"),
-        (lambda: StreamingAttention(32, 0), "heads=0: must be 1 or more"),
+        (lambda: StreamingAttention(32, 0), "heads=0: at least 1, a whole number"),
         (lambda: layer()(X[0]), r"x has shape \(6, 32\); expected \[batch, tokens, 32\]"),
         (lambda: layer()(X[..., :8]), r"x has shape \(2, 6, 8\); expected \[batch, tokens, 32\]"),
         (lambda: layer()(X, ra.plan(seq_len=5)), "x has 6 tokens, a rank of this plan holds 5"),

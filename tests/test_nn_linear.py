@@ -136,7 +136,7 @@ def test_wrong_order_and_wrong_rows_are_errors():
         made.step(x[0])
     with pytest.raises(ValueError, match="x has 45 tokens, a rank of this plan holds 44"):
         made(x, ra.plan(seq_len=44))
-    with pytest.raises(ValueError, match="heads=0: must be 1 or more"):
+    with pytest.raises(ValueError, match="heads=0: at least 1, a whole number"):
         GatedLinearAttention(C, 0)
     assert made.state is state
     made.reset()
@@ -147,6 +147,14 @@ def test_wrong_order_and_wrong_rows_are_errors():
 def test_an_impossible_layer_is_refused():
     with pytest.raises(ValueError, match="gate='row': choose 'channel', 'head' or None"):
         GatedLinearAttention(C, 4, gate="row")
+    for given, says in (
+        ({"temperature": "x"}, "temperature='x' must be above 0"),
+        ({"convolution": 1.5}, "convolution=1.5 at least 0"),
+        ({"gate_rank": 0}, "gate_rank=0: at least 1"),
+        ({"heads": "4"}, "heads='4': at least 1"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            GatedLinearAttention(**{"d_model": C, "heads": 4, **given})
     with pytest.raises(ValueError, match=r"temperature=0.0 must be above 0"):
         GatedLinearAttention(C, 4, temperature=0.0)
 
@@ -232,3 +240,11 @@ def test_the_convolution_sends_the_tokens_at_borders_and_no_others(ring, ulysses
         counts = run(lambda mesh, n=length: one(mesh, n), ring=ring, ulysses=ulysses)
         for total in map(sum, zip(*counts, strict=True)):
             assert total == expected
+
+
+def test_tokens_before_the_sequence_get_no_gradient():
+    x, weight, first = torch.randn(1, 8, 3), torch.randn(3, 4), torch.randn(1, 3, 3, requires_grad=True)
+    with pytest.raises(ValueError, match=r"give first.detach\(\)"):
+        causal_convolution(x, weight, first=first)
+    with torch.no_grad():
+        causal_convolution(x, weight, first=first)

@@ -19,9 +19,10 @@ def describe(
     tensors: dict[str, Tensor | None],
     docs: Docs | None,
     key_docs: Docs | None = None,
+    **more: Any,
 ) -> Words:
-    """One call as words that are equal on all ranks: the plan's choices, the spec, shapes, dtypes, documents."""
-    words = {
+    """One call as words that are equal on all ranks: the plan's choices, the spec, shapes, documents, and `more`."""
+    words = {name: str(value) for name, value in more.items()} | {
         "plan": str(plan),
         "route": f"{plan.route} {plan.hosts} {plan.together} {plan.backward} {plan.groups}",
         "spec": str(spec),
@@ -93,10 +94,11 @@ def complain(problems: dict[tuple[int, int], str], count: int) -> None:
 def compare(everyone: dict[tuple[int, int], Words]) -> None:
     first = next(iter(everyone))
     lines = []
-    for name, expected in everyone[first].items():
+    for name in dict.fromkeys(name for words in everyone.values() for name in words):
+        expected = everyone[first].get(name, "nothing")
         others: dict[str, list[tuple[int, int]]] = {}
         for place, words in everyone.items():
-            if words.get(name) != expected:
+            if words.get(name, "nothing") != expected:
                 others.setdefault(words.get(name, "nothing"), []).append(place)
         for found, places in others.items():
             lines.append(f"{name}: {ranks([first])} has {expected}, {ranks(places)} has {found}")

@@ -75,13 +75,13 @@ def attention(
     handle = handle_of(plan)
     q, k, v = autocast(q, k, v)
     compiling = torch.compiler.is_compiling()  # then the op itself asks the other ranks, when it runs
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks) if x is not None)
     if not compiling:
-        settle(q, k, v, plan, spec, docs, key_docs, sinks)
+        settle(q, k, v, plan, spec, docs, key_docs, sinks, keep)
     elif problem := check.problem(q, k, v, plan, spec, docs, key_docs, sinks):
         raise ValueError(problem)
 
     groups = groups_of(handle, plain(q.shape[0]), q.shape[2], *k.shape[2:], v.shape[3], q.itemsize) if plan.swaps else 1
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks) if x is not None)
     out, lse, _ = torch.ops.ringattn.exchange(
         q, k, v, sinks, starts_of(docs), starts_of(key_docs), handle, groups, compiling, keep,
         spec.causal, spec.window, spec.softcap, spec.scale,
@@ -91,16 +91,17 @@ def attention(
 
 def settle(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None,
-    sinks: Tensor | None,
+    sinks: Tensor | None, keep: bool,
 ) -> None:  # fmt: skip
     """Raise on all ranks alike if this call cannot be. A plain one whose like was right before is looked up."""
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
-    kind = spec, docs, key_docs, *(x if x is None else (x.shape, x.dtype, x.device) for x in tensors.values())
+    kind = spec, docs, key_docs, keep, *(x if x is None else (x.shape, x.dtype, x.device) for x in tensors.values())
     unlike = docs is not None or key_docs is not None or check.have_tangents(q, k, v, sinks)
     if not unlike and kind in plan.agreed:
         return
     problem = check.problem(q, k, v, plan, spec, docs, key_docs, sinks)
-    agree.agree(plan, agree.describe(plan, spec, tensors, docs, key_docs), problem)
+    words = agree.describe(plan, spec, tensors, docs, key_docs, call="attention", gradients=keep)
+    agree.agree(plan, words, problem)
     if not unlike:
         agree.remember(plan, kind)
 
@@ -188,7 +189,8 @@ def exchange(
     call = Call.of(q, spec, docs, key_docs, numbered(plan, q.shape[1], k.shape[1]), groups)
     if check:
         named = {"q": q, "k": k, "v": v, "sinks": sinks}
-        agree.agree(call.plan, agree.describe(call.plan, spec, named, call.mask.docs, call.mask.key_docs))
+        where = call.mask.docs, call.mask.key_docs
+        agree.agree(call.plan, agree.describe(call.plan, spec, named, *where, call="attention", gradients=keep))
     axis, kept = call.plan.ulysses_axis, []
     keep = keep and axis.size > 1
 

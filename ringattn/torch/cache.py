@@ -35,7 +35,7 @@ from ringattn.layout import Layout
 from ringattn.planning import Plan, dtype_name, hardware_of
 from ringattn.serving import BLOCK, Heads, Moves, Stripes, exchange_way, explained, prefill_moves
 from ringattn.spec import whole
-from ringattn.torch.check import of_tangents
+from ringattn.torch.check import of_tangents, of_types
 from ringattn.torch.chunk import Holder, landings
 
 STEP = 1024  # rows in which a decode's launch grows
@@ -251,13 +251,15 @@ class KVCache(serving.KVCache):
         if self.prefix is not None or self.shared.any():
             raise ValueError("this cache and a fork share keys, which would change for both; allocate another cache")
         problem = of_saved(state, "k", "v", "lengths", "origin", "place", "window")
+        problem = problem or of_types(**{name: state[name] for name in ("k", "v", "lengths")})
         if problem:
             raise ValueError(problem)
-        if tuple(state["place"]) != self.place:
+        place = each(state["place"], 3)
+        if place is None:
+            raise ValueError(f"the state has place={state['place']!r}; pass what state_dict() gave")
+        if tuple(place) != self.place:
             names = "rank {}, of {} ranks, in blocks of {}"
-            raise ValueError(
-                f"the state is of {names.format(*state['place'])}; this cache is of {names.format(*self.place)}"
-            )
+            raise ValueError(f"the state is of {names.format(*place)}; this cache is of {names.format(*self.place)}")
         lengths = torch.as_tensor(state["lengths"]).numpy(force=True)
         problem = of_loaded(state, self, lengths) or self.of_origin(state["origin"], lengths)
         if problem:

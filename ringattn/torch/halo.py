@@ -28,6 +28,8 @@ def causal_convolution(
     """
     plan = whole_on_one(x_BTC, x_BTC) if plan is None else plan
     handle = handle_of(plan)
+    if first is not None and first.requires_grad and torch.is_grad_enabled():
+        raise ValueError("first is what came before, and gets no gradient; give first.detach()")
     P, W = segments(plan), weight_CW.shape[1]
     halo = torch.ops.ringattn.tokens_before(x_BTC, first, handle, W - 1)
     rows = torch.cat([halo, x_BTC.unflatten(1, (P, -1))], 2).flatten(0, 1)  # [B * P, W - 1 + T / P, C]

@@ -204,9 +204,9 @@ def settle(
     cache: KVCache, plan: Plan, spec: AttentionSpec, call: dict[str, Tensor | None], how: str, problem: str | None
 ) -> None:
     """Raise alike on all ranks, before the cache is touched; where words are cheap, lengths are compared too."""
-    words = {**agree.describe(plan, spec, call, None), "how": how}
+    words = agree.describe(plan, spec, call, None, call="on a cache", how=how)
     if watched(plan):
-        words["cache"] = str(cache)
+        words["cache"] = f"{cache}, window {cache.window}, {cache.stripes}"
     agree.agree(plan, words, problem)
 
 

@@ -54,10 +54,11 @@ def linear_attention(
     handle = handle_of(plan)
     q, k, v = autocast(q, k, v)
     compiling = torch.compiler.is_compiling()
+    keep = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (q, k, v, log_decay, initial_state) if x is not None
+    )
     found = problem(q, k, v, log_decay, plan, initial_state, docs, scale, kernel, scan)
     look = q.device.type == "cpu" and not compiling if check is None else check
-    if found is None and not isinstance(return_state, bool):
-        found = f"return_state is of type {type(return_state).__name__}; say True or False"
     if found is None and look and compiling:
         found = "check=True reads the gates, which a compiled graph cannot; check outside torch.compile"
     if found is None and look and log_decay is not None:
@@ -66,12 +67,10 @@ def linear_attention(
         raise ValueError(found)
     if not compiling:
         named = {"q": q, "k": k, "v": v, "log_decay": log_decay, "initial_state": initial_state}
-        words = agree.describe(plan, None, named, docs) | {"asked": f"{scale} {kernel} {scan} {return_state}"}
+        asked = f"{scale} {kernel} {scan} {return_state}"
+        words = agree.describe(plan, None, named, docs, call="linear_attention", gradients=keep, asked=asked)
         agree.agree(plan, words, found)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    keep = torch.is_grad_enabled() and any(
-        x.requires_grad for x in (q, k, v, log_decay, initial_state) if x is not None
-    )
     out, end, *_ = torch.ops.ringattn.linear_attention(
         q, k, v, log_decay, initial_state, starts_of(docs), handle, compiling, scale, kernel, scan, return_state, keep
     )
@@ -215,7 +214,8 @@ def forward(
     call = Call(q, v, docs, plan, kernel, scan)
     if check:
         named = {"q": q, "k": k, "v": v, "log_decay": g, "initial_state": initial}
-        agree.agree(call.plan, agree.describe(call.plan, None, named, call.docs))
+        words = agree.describe(call.plan, None, named, call.docs, call="linear_attention", gradients=keep)
+        agree.agree(call.plan, words)
     with torch.autocast(q.device.type, enabled=False):
         q, k, v, g = call.folded(q, k, v, g)
         own = call.kernel.scan_states(k, v, g, call.begin)

@@ -33,7 +33,8 @@ def token_mean(
     problem = of_words(required=True, plan=plan)
     if problem:
         raise ValueError(problem)
-    agree(plan, {"call": "token_mean"}, of_losses(losses_BT, plan, mask, docs))
+    problem = of_losses(losses_BT, plan, mask, docs) or of_axes(over)
+    agree(plan, {"call": "token_mean", "over": "" if problem else str([axis.name for axis in over])}, problem)
     counted = torch.ones_like(losses_BT, dtype=torch.bool)
     for chosen in (mask, real_tokens(plan, docs, losses_BT.device)):
         if chosen is not None:
@@ -57,6 +58,13 @@ def of_losses(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | N
     if shape[1] != plan.local_len:
         return f"losses has {shape[1]} tokens, a rank of this plan holds {plan.local_len} ({plan})"
     return of_packed("docs", docs, plan.seq_len, shape[0]) or (None if mask is None else of_mask(mask, losses_BT))
+
+
+def of_axes(over: Any) -> str | None:
+    """Axes to average over."""
+    if isinstance(over, list | tuple) and all(hasattr(axis, "all_gather") for axis in over):
+        return None
+    return f"over={over!r}: a list of axes, such as [ringattn.comms.mesh.axis(mesh, 'data')]"
 
 
 def of_mask(mask: Tensor, like: Tensor) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ringattn import api
+from ringattn.check import of_sizes
 from ringattn.planning import LIVE, Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.cache import KVCache
@@ -69,9 +70,12 @@ class Attention(nn.Module):
         theta: float = 10000.0,
     ):
         super().__init__()
-        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        size = head_size(d_model, heads, head_dim)
+        if found := of_sizes(kv_heads=kv_heads):
+            raise ValueError(found)
+        if heads % kv_heads:
             raise ValueError(f"heads={heads} and kv_heads={kv_heads}: kv_heads must divide heads")
-        if head_size(d_model, heads, head_dim) % 2:
+        if size % 2:
             raise ValueError(f"head_dim={head_dim} is odd; rotary positions turn pairs, so it must be even")
         self.d_model, self.heads, self.kv_heads, self.head_dim, self.theta = d_model, heads, kv_heads, head_dim, theta
         self.spec = AttentionSpec() if spec is None else spec

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringattn import api
-from ringattn.check import of_packed, of_words
+from ringattn.check import of_packed, of_sizes, of_words
 from ringattn.kernels.recurrent import recurrent
 from ringattn.planning import Plan
-from ringattn.spec import Docs
+from ringattn.spec import Docs, is_positive, whole
 from ringattn.torch.check import of_types
 from ringattn.torch.halo import causal_convolution, last_tokens
 from ringattn.torch.handles import whole_on_one
@@ -21,8 +21,8 @@ FEW = 8  # tokens that `step` takes one by one
 
 def head_size(d_model: int, heads: int, said: int | None = None) -> int:
     """The size of a head: as said, or its share of d_model."""
-    if heads < 1:
-        raise ValueError(f"heads={heads}: must be 1 or more")
+    if found := of_sizes(d_model=d_model, heads=heads):
+        raise ValueError(found)
     size = d_model // heads if said is None else said
     if size < 1:
         raise ValueError(f"d_model={d_model} and heads={heads} make heads of size {size}; it must be 1 or more")
@@ -89,8 +89,10 @@ class GatedLinearAttention(nn.Module):
         super().__init__()
         if gate not in ("channel", "head", None):
             raise ValueError(f"gate={gate!r}: choose 'channel', 'head' or None")
-        if temperature <= 0 or convolution < 0:
-            raise ValueError(f"temperature={temperature} must be above 0, convolution={convolution} at least 0")
+        if found := of_sizes(gate_rank=gate_rank):
+            raise ValueError(found)
+        if not is_positive(temperature) or whole(convolution) is None or convolution < 0:
+            raise ValueError(f"temperature={temperature!r} must be above 0, convolution={convolution!r} at least 0")
         self.d_model, self.heads, self.gate, self.temperature = d_model, heads, gate, temperature
         self.convolution, self.kernel = convolution, kernel
         self.value_dim = head_size(d_model, heads, value_dim)

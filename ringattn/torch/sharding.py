@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ringattn.layout import Layout
 from ringattn.planning import Plan
-from ringattn.spec import Docs
+from ringattn.spec import Docs, whole
 from ringattn.torch.agree import agree, describe
 from ringattn.torch.check import of_types
 
@@ -90,7 +90,8 @@ def unshard(x: Tensor, plan: Plan, dim: int = 1) -> Tensor:
     problem = of_dim(x, dim)
     if problem is None and x.shape[dim] != plan.local_len:
         problem = f"dim {dim} of x has {x.shape[dim]} tokens; a rank of this plan holds {plan.local_len} ({plan})"
-    agree(plan, {} if problem else describe(plan, None, {"x": x}, None) | {"dim": str(dim % x.dim())}, problem)
+    words = {} if problem else describe(plan, None, {"x": x}, None, call="unshard", dim=dim % x.dim())
+    agree(plan, words, problem)
     return Unshard.apply(x, plan, dim % x.dim())
 
 
@@ -105,7 +106,7 @@ def check_whole(x: Tensor, plan: Plan, dim: int) -> None:
 def of_dim(x: Tensor, dim: int) -> str | None:
     """A tensor that has this dim."""
     found = of_types(x=x)
-    if found is None and not (isinstance(dim, int) and -x.dim() <= dim < x.dim()):
+    if found is None and not (whole(dim) is not None and -x.dim() <= dim < x.dim()):
         return f"dim={dim!r}: x has shape {tuple(x.shape)}; say which of its {x.dim()} dims is the sequence"
     return found
 
