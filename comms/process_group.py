@@ -121,16 +121,21 @@ class ProcessGroupAxis(Moves):
         return rotated(self, partial(self.post, self.far, since=None), tensors, shift, send, recv, what)
 
     def exchange_words(self, words: Any) -> list[Any]:
-        """Their digests first: where those are equal, nothing else is sent."""
-        plain = pickle.dumps(words)
-        said, digest = (torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (plain, sha256(plain).digest()))
+        sent = self.sent
+        everyone = self.told(pickle.dumps(words))
+        self.sent = sent  # what carries words is not counted
+        return [words] * self.size if everyone is None else [pickle.loads(said) for said in everyone]
+
+    def told(self, said: bytes) -> list[bytes] | None:
+        """What each rank says; None where all say the same. Their digests go first, and mostly alone."""
+        mine, digest = (torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (said, sha256(said).digest()))
         digests = self.all_gather(digest, what="words").wait().unflatten(0, (self.size, -1))
         if (digests == digest).all():
-            return [words] * self.size
-        lengths = self.all_gather(torch.tensor([len(said)], device=said.device), what="words").wait().tolist()
-        everyone = [said if r == self.rank else said.new_empty(length) for r, length in enumerate(lengths)]
-        self.move(self.others([said] * self.size), self.others(everyone), what="words").wait()
-        return [pickle.loads(x.numpy().tobytes()) for x in everyone]
+            return None
+        lengths = self.all_gather(torch.tensor([len(said)], device=mine.device), what="words").wait().tolist()
+        everyone = [mine if r == self.rank else mine.new_empty(length) for r, length in enumerate(lengths)]
+        self.move(self.others([mine] * self.size), self.others(everyone), what="words").wait()
+        return [x.numpy().tobytes() for x in everyone]
 
     def over(self, transport: str) -> "ProcessGroupAxis":
         return self

@@ -39,7 +39,7 @@ class Strategy:
 
     data: int = key(1, "ranks that hold different sequences")
     ring: int | None = key(None, "ranks along the ring; all that are left if not said")
-    ulysses: int = key(1, "ranks that trade sequence for heads")
+    ulysses: int | None = key(1, "ranks that trade sequence for heads; null: all that are left, and a ring of 1")
     keys: str = key("auto", "how keys meet queries: auto, ring, gather or ulysses")
     layout: str = key("auto", "auto, contiguous, striped or zigzag")
     kernel: str = key("auto", "auto, or the name of an attention kernel")

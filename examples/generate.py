@@ -24,16 +24,21 @@ from ringattn.launch.model import Decoder, build
 from ringattn.torch.nn import Attention, StreamingAttention
 
 
-def load(run: Path, device: torch.device, max_len: int) -> Decoder:
-    """The newest checkpoint of a run, whole on every rank, its attention made to stream."""
+def newest(run: Path) -> Path:
+    """The newest checkpoint of a run."""
     found = complete(run / "checkpoints")
     if not found:
         sys.exit(f'{run} holds no checkpoint yet; make one: make train ARGS="run={run.name} save_every=40"')
-    decoder = build(from_dict(read_state(found[-1])["model"], Model), 0, device).eval()
+    return found[-1]
+
+
+def load(checkpoint: Path, device: torch.device, max_len: int) -> Decoder:
+    """A checkpoint, whole on every rank, its attention made to stream."""
+    decoder = build(from_dict(read_state(checkpoint)["model"], Model), 0, device).eval()
     weights = {name: weight.detach() for name, weight in decoder.named_parameters()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it reads alone, on every rank, and says so
-        dcp.load(weights, storage_reader=Reader(str(found[-1])), no_dist=True)
+        dcp.load(weights, storage_reader=Reader(str(checkpoint)), no_dist=True)
     for block in decoder.blocks:
         if isinstance(block.attention, Attention):  # linear attention streams as it is
             block.attention = StreamingAttention.of(block.attention, max_len)
@@ -77,6 +82,7 @@ def number(kind: type, word: str) -> Any:
 
 def main(run: str = "runs/small", prompt: str = "def main(", count: str = "200", warmth: str = "0") -> None:
     length, heat = number(int, count), number(float, warmth)
+    checkpoint = newest(Path(run))
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     spread = "RANK" in os.environ  # started by torchrun
     if device.type == "cuda":
@@ -87,7 +93,7 @@ def main(run: str = "runs/small", prompt: str = "def main(", count: str = "200",
     if text.shape[1] < 2:
         sys.exit("the prompt needs two bytes or more")
     mesh = ra.init_mesh(ring=dist.get_world_size(), device_type=device.type) if spread else None
-    decoder = load(Path(run), device, text.shape[1] + length)
+    decoder = load(checkpoint, device, text.shape[1] + length)
     plan = ra.plan(mesh, seq_len=text.shape[1])
     out = sys.stdout.buffer
     if not spread or dist.get_rank() == 0:

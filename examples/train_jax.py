@@ -1,6 +1,6 @@
 """The training run of `ringattn train` in JAX: the same configuration, data, first weights and losses.
 
-python examples/train_jax.py experiment=smoke steps=20 strategy=hybrid nproc=4
+python examples/train_jax.py experiment=smoke steps=20 strategy=hybrid nproc=4 device=cpu
 """
 
 import math
@@ -93,7 +93,7 @@ def devices_for(ranks: int | None) -> list[Any]:
     return devices[:ranks]
 
 
-def said(config: Train) -> int:
+def said(config: Train, swept: str) -> int:
     """Train; of what cannot be, one sentence."""
     try:
         return train(config)
@@ -106,6 +106,8 @@ def train(config: Train) -> int:
     m, s = config.model, config.strategy
     if m.softmax_every != 1 or config.data.documents or config.accumulate != 1 or s.data != 1:
         raise ValueError("this example trains softmax attention on whole sequences, without accumulate= or data=")
+    if config.device == "cpu":
+        jax.config.update("jax_platforms", "cpu")  # nobody looks for a TPU, and says that there is none
     devices = devices_for(config.nproc)
     s = resolved(config, len(devices))[0].strategy
     mesh = ringattn.jax.init_mesh(ring=s.ring, ulysses=s.ulysses, devices=devices)

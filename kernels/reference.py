@@ -98,7 +98,7 @@ def visible_scores(q_BTHD: Array, k_BSGD: Array, where: Intervals, scale: float,
     s = xp.einsum("btgrd,bsgd->bgrts", split_heads(q_BTHD, k_BSGD), astype(k_BSGD, accumulator(q_BTHD))) * scale
     if softcap is not None:
         s = softcap * xp.tanh(s / softcap)
-    index = arange(k_BSGD.shape[1], like=q_BTHD)
+    index = arange(k_BSGD.shape[1], like=q_BTHD)[None, None]
     visible = (where.begin[..., None] <= index) & (index < where.end[..., None])  # [B or 1, T, S]
     return xp.where(visible[:, None, None], s, xp.full_like(s, NEVER))
 

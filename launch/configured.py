@@ -19,10 +19,11 @@ Groups choose files of conf/, keys change single values; --cfg job prints the re
 PATIENCE = 20.0  # seconds that a rank leaves the word to rank 0
 
 
-def run(words: list[str], task: Callable[[Train], int], rank: int = 0, started: bool = False) -> int:
-    """`task(config)` for the configuration that the words make (for each of them in a sweep); its exit status.
+def run(words: list[str], task: Callable[[Train, str], int | None], rank: int = 0, started: bool = False) -> int | None:
+    """`task(config, what a sweep says of it alone)` for each configuration that the words make; its exit status.
 
-    What cannot be is one sentence from rank 0 and status 2. `started` means that many ranks run this at once.
+    What cannot be is one sentence from rank 0 and status 2. A task's None, a signal stopped it, ends a sweep too.
+    `started` means that many ranks run this at once.
     """
     if "-h" in words or "--help" in words:
         print(f"{USAGE}\n{compose.choices()}\n\n{schema.explain()}")
@@ -49,10 +50,15 @@ def run(words: list[str], task: Callable[[Train], int], rank: int = 0, started: 
             print(compose.as_yaml(config), end="")
         return 0
     statuses = []
-    for swept, config in configs:
+    for done, (swept, config) in enumerate(configs, 1):
         if swept:
             print(f"{swept}:", file=sys.stderr, flush=True)
-        statuses.append(task(config))
+        status = task(config, swept)
+        if status is None:
+            if configs[done:]:
+                print(f"the sweep was stopped; not begun: {'; '.join(left for left, _ in configs[done:])}")
+            return None
+        statuses.append(status)
     return max(statuses)
 
 

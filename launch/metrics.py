@@ -139,10 +139,11 @@ class Log:
         self.file = (folder / "metrics.jsonl").open("a")
         self.writer: Any = None
         self.wandb: Any = None
+        modules = loggers(config)
         if config.tensorboard:
-            self.writer = optional("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
+            self.writer = modules["tensorboard"].SummaryWriter(str(folder))
         if config.wandb:
-            self.wandb = optional("wandb", "wandb").init(
+            self.wandb = modules["wandb"].init(
                 project=config.wandb, dir=str(folder), name=folder.name, config=dataclasses.asdict(config)
             )
 
@@ -173,6 +174,12 @@ class Log:
             self.wandb.finish()
 
 
+def loggers(config: Train) -> dict[str, Any]:
+    """The modules of the loggers that were asked for, by package; a ValueError for one that is not installed."""
+    asked = {"torch.utils.tensorboard": ("tensorboard", config.tensorboard), "wandb": ("wandb", config.wandb)}
+    return {package: optional(module, package) for module, (package, wanted) in asked.items() if wanted}
+
+
 def optional(module: str, package: str) -> Any:
     try:
         return import_module(module)
@@ -198,7 +205,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float) -> Path | None:
-    """picture.png: each run's loss, and its memory a rank against the sequence length. None without matplotlib."""
+    """picture.png: each run's loss, and beside it the memory that was measured. None without matplotlib."""
     try:
         import matplotlib
 
@@ -206,29 +213,37 @@ def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float)
         from matplotlib import pyplot
     except ImportError:
         return None
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    probes = {name: [r for r in rows if r["kind"] == "memory"] for name, rows in runs.items()}
+    panels = 1 + any(probes.values())
+    figure, (axes,) = pyplot.subplots(1, panels, figsize=(5.5 * panels, 4), squeeze=False)
+    left = axes[0]
     for i, (name, rows) in enumerate(runs.items()):
         steps = [r for r in rows if r["kind"] == "step"]
         style = {"linewidth": 4, "alpha": 0.4} if i else {"zorder": 3}
         left.plot([r["step"] for r in steps], [r["loss"] for r in steps], label=name, **style)
-        probes = [r for r in rows if r["kind"] == "memory"]
-        if probes:
-            right.plot(*columns(probes, "seq_len", "memory_mib"), marker="o", label=name)
     left.axhline(entropy, color="grey", linestyle=":", label="entropy of single tokens")
     left.set(xlabel="step", ylabel="loss (nats a token)", title="loss")
-    right.set(
+    left.legend()
+    for right in axes[1:]:
+        draw_memory(right, probes)
+    figure.tight_layout()
+    figure.savefig(folder / "picture.png", dpi=120)
+    pyplot.close(figure)
+    return folder / "picture.png"
+
+
+def draw_memory(axes: Any, probes: dict[str, list[dict[str, Any]]]) -> None:
+    """Each run's memory a rank against the sequence length."""
+    for name, rows in probes.items():
+        if rows:
+            axes.plot(*columns(rows, "seq_len", "memory_mib"), marker="o", label=name)
+    axes.set(
         xlabel="sequence length",
         ylabel="MiB a rank, beside what it held before",
         title="memory that one pass adds",
         ylim=(0, None),
     )
-    for axes in (left, right):
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend()
-    figure.tight_layout()
-    figure.savefig(folder / "picture.png", dpi=120)
-    pyplot.close(figure)
-    return folder / "picture.png"
+    axes.legend()
 
 
 def columns(rows: Sequence[dict[str, Any]], *names: str) -> list[list[Any]]:

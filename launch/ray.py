@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -84,15 +85,23 @@ def connect(config: Train) -> Any:
     try:
         import ray
 
+        reach(address)
         ray.init(**where, runtime_env={"env_vars": passed}, logging_level=logging.WARNING)
     except ImportError:
         raise ValueError("Ray is not installed; pip install '.[ray]' in the checkout, or use cluster=local") from None
-    except (ConnectionError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         raise ValueError(
             f"cluster.address={address}: {first_line(error)}; is the cluster up (ray start --head), and is the token "
             "in RAY_AUTH_TOKEN or ~/.ray/auth_token the cluster's?"
         ) from None
     return ray
+
+
+def reach(address: str | None) -> None:
+    """An OSError where nobody answers at HOST:PORT: Ray itself would try for minutes."""
+    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
 
 
 def sized(config: Train, cluster: dict[str, float]) -> tuple[Train, bool]:
@@ -112,10 +121,10 @@ def sized(config: Train, cluster: dict[str, float]) -> tuple[Train, bool]:
 
 def check_elastic(s: Strategy) -> None:
     """Refuse what fits some numbers of ranks only, before a node is lost."""
+    if s.keys == "ulysses":
+        raise ValueError("strategy.keys=ulysses fits one number of ranks; use strategy=ring to be elastic")
     if s.ring is not None:
         raise ValueError(f"strategy.ring={s.ring} fits one number of ranks; leave it out to be elastic")
-    if s.keys == "ulysses":
-        raise ValueError(f"strategy.keys=ulysses fits {s.ulysses} ranks only; use strategy.keys=ring to be elastic")
     if s.data > 1:
         raise ValueError(
             f"strategy.data={s.data} fits its multiples only; use accumulate={s.data} strategy.data=1 to be elastic"
@@ -127,7 +136,7 @@ def fitted(config: Train, ranks: int) -> Train:
     if config.cluster.at_least is None:
         return config
     s = config.strategy
-    return dataclasses.replace(config, strategy=dataclasses.replace(s, ulysses=math.gcd(s.ulysses, ranks)))
+    return dataclasses.replace(config, strategy=dataclasses.replace(s, ulysses=math.gcd(s.ulysses or ranks, ranks)))
 
 
 def on_this_node(ray: Any, kind: type) -> Any:
@@ -143,9 +152,13 @@ def attempt(told: dict[str, Any], gpus: bool) -> processes.RankError | None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    class Trainer(TorchTrainer):
+        def _register_sigint_handler(self, controller: Any) -> None:
+            """Ctrl-C stays with `stopping`: Ray's own handler would end the ranks before they save."""
+
     config, folder = told["config"], Path(told["folder"])
     c = config.cluster
-    trainer = TorchTrainer(
+    trainer = Trainer(
         one_rank,
         train_loop_config=told,
         torch_config=TorchConfig(backend=torchrun.backend(config.device), timeout_s=int(c.timeout)),
@@ -207,16 +220,21 @@ def over_nccl() -> bool:
 
 
 class stopping:
-    """While this lasts, a SIGTERM asks the ranks to save and end."""
+    """While this lasts, a SIGTERM or Ctrl-C asks the ranks to save and end; a second Ctrl-C waits for nobody."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self.ask = ask
 
     def __enter__(self) -> None:
-        self.before = signal.signal(signal.SIGTERM, lambda number, frame: self.ask())
+        self.before = {s: signal.signal(s, self.tell) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def tell(self, number: int, frame: Any) -> None:
+        self.ask()
+        signal.signal(signal.SIGINT, self.before[signal.SIGINT])
 
     def __exit__(self, *error: object) -> None:
-        signal.signal(signal.SIGTERM, self.before)
+        for s, handler in self.before.items():
+            signal.signal(s, handler)
 
 
 def described(error: BaseException) -> str:
@@ -244,6 +262,7 @@ def jax_run(
     """
     ray = connect(Train(nproc=ranks, cluster=Cluster(kind="ray", address=address)))
     wanted = {"CPU": 1.0, **(resources or {})}
+    each = ", ".join(f"{name}={count:g}" for name, count in wanted.items())
     cpus, gpus = wanted.pop("CPU"), wanted.pop("GPU", 0)
     kind = ray.remote(num_cpus=cpus, num_gpus=gpus, resources=wanted)(JaxProcess)
     processes_ = [kind.remote() for _ in range(ranks)]
@@ -260,7 +279,7 @@ def jax_run(
                     raise processes.RankError(waiting[done], described(cause), str(error)) from None
         return [results[rank] for rank in range(ranks)]
     except ray.exceptions.GetTimeoutError:
-        raise processes.RankError(0, f"{ranks} processes with {wanted or 'a CPU'} each did not start in time") from None
+        raise processes.RankError(0, f"{ranks} processes with {each} each did not start in time") from None
     finally:
         for process in processes_:
             ray.kill(process)
@@ -272,8 +291,6 @@ class JaxProcess:
 
     def place(self) -> str:
         """Where the others meet it."""
-        import socket
-
         import ray
 
         with socket.socket() as s:

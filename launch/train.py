@@ -5,6 +5,7 @@ metrics.jsonl, checkpoints/ and picture.png.
 """
 
 import dataclasses
+import json
 import math
 import os
 import sys
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.conf.schema import Strategy, Train
-from ringattn.launch import configured, metrics, processes, torchrun
+from ringattn.launch import configured, data, metrics, processes, torchrun
 
 
 def main(words: list[str] | None = None) -> int:
@@ -26,10 +27,15 @@ def main(words: list[str] | None = None) -> int:
     rank, started = torchrun.rank(), torchrun.started()
     begun = iter([metrics.process_began()])  # the second run of a sweep begins when its turn comes
 
-    def task(config: Train) -> int:
-        return (under_torchrun if started else here)(config, next(begun, None))
+    def task(config: Train, swept: str) -> int | None:
+        began = next(begun, None)
+        return under_torchrun(config, began) if started else here(config, began, swept)
 
-    return configured.run(words, task, rank, started)
+    status = configured.run(words, task, rank, started)
+    if status is None:
+        sys.stdout.flush()
+        os._exit(0)  # an ordinary end would wait for the fork server's imports; it ends by itself
+    return status
 
 
 def work(*told: Any, **more: Any) -> dict[str, Any]:
@@ -39,8 +45,11 @@ def work(*told: Any, **more: Any) -> dict[str, Any]:
     return trainer.work(*told, **more)
 
 
-def here(config: Train, began: float | None = None) -> int:
-    """Start the ranks, and beside them, for the picture, one rank with the same seed."""
+def here(config: Train, began: float | None = None, swept: str = "") -> int | None:
+    """Start the ranks, and beside them, for the picture, one rank with the same seed.
+
+    The exit status; None where a signal stopped it. `swept` is what a sweep says of this run alone.
+    """
     folder: Path | None = None
     try:
         if config.cluster.kind == "torchrun":
@@ -52,30 +61,45 @@ def here(config: Train, began: float | None = None) -> int:
 
             summary, folder = ray.fit(config, work, new_folder)
             if not config.dry_run:
-                finish(config, folder, {"Ray": folder}, summary)
-            return 0
+                finish(config, folder, {"Ray": folder}, summary, swept)
+            return None if summary.get("stopped") else 0
         config, ranks, device = resolved(config, None)
         folder = new_folder(config)
+        check(config)
+        if ended(config, folder):
+            print(f"nothing to train: already at step {config.steps} of {config.steps} in {folder}")
+            return 0
         patience, told = config.cluster.timeout, (config, str(folder), began or time.time())
         there = device == "cpu" or ranks <= torch.cuda.device_count()  # not so in a dry run only
         announce(config, folder)
         summary = torchrun.local(work, ranks, device if there else "cpu", *told, patience=patience)[0]
         if config.dry_run:
             return 0
-        runs = {plural(ranks): folder}
-        if config.reference and ranks > 1 and not summary["stopped"] and config.resume is None:
-            runs |= compared(config, folder / "one-rank", device)
-        finish(config, folder, runs, summary)
+        runs, stopped = {plural(ranks): folder}, summary["stopped"]
+        if config.reference and ranks > 1 and not stopped and config.resume is None:
+            beside = compared(config, folder / "one-rank", device)
+            runs, stopped = runs | beside, not beside
+        finish(config, folder, runs, summary, swept)
+        return None if stopped else 0
     except torchrun.Stopped:
-        print("stopped before the first step; there is nothing to save", flush=True)
-        os._exit(0)  # an ordinary end would wait for the fork server's imports; it ends by itself
+        print("stopped before the first step; there is nothing to save")
+        return None
     except (processes.RankError, *processes.BAD) as error:
         said = processes.sentence(error)
         print(f"ringattn train: {said or error}", file=sys.stderr)
         if said is None and folder is not None and checkpoints_of(folder):
-            print(again(config, folder), file=sys.stderr)
+            print(again(config, folder, swept), file=sys.stderr)
         return 1 if said is None else 2
-    return 0
+
+
+def check(config: Train) -> None:
+    """Refuse what needs no rank to be found wrong: the data, the checkpoint, a logger that is not installed."""
+    data.windows(data.open_corpus(config.data, config.model.vocab), config.data, config.seq_len, config.seed)
+    if config.resume not in (None, "auto"):
+        from ringattn.launch.checkpoint import read_state
+
+        read_state(Path(config.resume))
+    metrics.loggers(config)
 
 
 def announce(config: Train, folder: Path) -> None:
@@ -133,26 +157,28 @@ def resolved(config: Train, ranks: int | None) -> tuple[Train, int, str]:
     device = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
     if device == "cuda" and not gpus and not config.dry_run:
         raise ValueError("device=cuda, and torch sees no GPU here; use device=cpu, or dry_run=true to look first")
+    s = config.strategy
+    if s.ulysses is None:
+        s = dataclasses.replace(s, ring=s.ring or 1)
+    fixed, filled = s.data * (s.ring or 1) * (s.ulysses or 1), s.ring is None or s.ulysses is None
     if ranks is None:
-        said = config.strategy.data * config.strategy.ulysses * (config.strategy.ring or 1)
         there = gpus if device == "cuda" else 0
-        ranks = config.nproc or there or (said if config.strategy.ring else math.lcm(2, said))
+        ranks = config.nproc or there or (math.lcm(2, fixed) if filled else fixed)
         if device == "cuda" and ranks > gpus and not config.dry_run:
             raise ValueError(f"nproc={ranks} ranks need a GPU each, and this machine has {gpus}; use nproc={gpus}")
-    s = config.strategy
-    fixed = s.data * s.ulysses
-    if s.ring is None and ranks % fixed:
+    if filled and ranks % fixed:
+        other = f"ulysses={s.ulysses}" if s.ring is None else f"ring={s.ring}"
         raise ValueError(
-            f"strategy.data={s.data} x ulysses={s.ulysses} does not divide {ranks} ranks; start a multiple of {fixed}"
+            f"strategy.data={s.data} x {other} does not divide {plural(ranks)}; start a multiple of {fixed}"
         )
-    ring = s.ring if s.ring is not None else ranks // fixed
-    if fixed * ring != ranks:
+    if not filled and fixed != ranks:
         raise ValueError(
-            f"strategy.data={s.data} x ring={ring} x ulysses={s.ulysses} is {fixed * ring}, not the {ranks} ranks; "
-            f"make the product {ranks}, or start {fixed * ring} ranks"
+            f"strategy.data={s.data} x ring={s.ring} x ulysses={s.ulysses} is {fixed}, not the {plural(ranks)}; "
+            f"make the product {ranks}, or start {plural(fixed)}"
         )
+    rest = ranks // fixed
     precision = ("bfloat16" if device == "cuda" else "float32") if config.precision == "auto" else config.precision
-    strategy = dataclasses.replace(s, ring=ring)
+    strategy = dataclasses.replace(s, ring=s.ring or rest, ulysses=s.ulysses or rest)
     return (
         dataclasses.replace(config, strategy=strategy, precision=precision, device=device, nproc=ranks),
         ranks,
@@ -179,6 +205,15 @@ def new_folder(config: Train) -> Path:
     if taken and not goes_on and torchrun.attempt() == 0:
         raise ValueError(f"{folder} holds a run; say resume=auto to go on, or another run=NAME")
     return folder
+
+
+def ended(config: Train, folder: Path) -> bool:
+    """Whether resume=auto finds these very words, which ask for no checkpoint, trained to their end."""
+    about, log = folder / "config.json", folder / "metrics.jsonl"
+    if config.resume != "auto" or config.save_every or not (about.is_file() and log.is_file()):
+        return False
+    same = {**json.loads(about.read_text())["config"], "resume": "auto"} == dataclasses.asdict(config)
+    return same and any(row["step"] == config.steps for row in metrics.read(log))
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
@@ -208,17 +243,23 @@ def shared_folder(config: Train) -> Path:
     return Path(sent[0]["folder"])
 
 
-def again(config: Train, folder: Path) -> str:
-    """How to go on with a run: what its words said of model and data must be said again."""
+def again(config: Train, folder: Path, swept: str = "") -> str:
+    """How to go on with a run: what its words said of model and data must be said again.
+
+    A sweep whose words name its runs goes on as a whole.
+    """
+    if swept and config.run:
+        return "go on with the same words and resume=auto"
+    alone = f", without --multirun, with {swept}" if swept else ""
     where = f"folder={config.folder} " * (config.folder != Train().folder)
-    return f"go on with the same words and {where}run={folder.name} resume=auto"
+    return f"go on with the same words{alone} and {where}run={folder.name} resume=auto"
 
 
 def plural(ranks: int) -> str:
     return f"{ranks} rank{'s' * (ranks > 1)}"
 
 
-def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str, Any]) -> None:
+def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str, Any], swept: str = "") -> None:
     """The summary, and the picture of all runs beside each other."""
     rows = {
         name: [row for row in metrics.read(path / "metrics.jsonl") if row["step"] <= summary["step"]]
@@ -226,7 +267,7 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
     }  # those beyond are of an attempt that went further, and was given up
     main, *others = (columns_of(r) for r in rows.values())
     if summary["stopped"]:
-        print(f"stopped after step {summary['step']} of {config.steps}, saved; {again(config, folder)}")
+        print(f"stopped after step {summary['step']} of {config.steps}, saved; {again(config, folder, swept)}")
         return
     if not main["loss"]:
         print(f"nothing to train: already at step {summary['step']} of {config.steps}; say steps=N to go on")

@@ -117,14 +117,14 @@ def prepare(config: Train, folder: Path, device: torch.device) -> Job:
     s, m = config.strategy, config.model
     corpus = data.open_corpus(config.data, m.vocab)
     windows = data.windows(corpus, config.data, config.seq_len, config.seed)
-    mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses, device_type=device.type)
+    mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses or 1, device_type=device.type)
     everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
     limit = timedelta(seconds=config.cluster.timeout)
     meshes.set_patience(limit)
     meshes.limit_waiting(limit, mesh, everyone)
     there = device.type == config.device
     plan = api.plan(
-        mesh if there else Target(config.device, [(s.ring or 1, s.ulysses)], lambda ring, ulysses: None),
+        mesh if there else Target(config.device, [(s.ring or 1, s.ulysses or 1)], lambda ring, ulysses: None),
         seq_len=config.seq_len,
         heads=(m.heads, m.kv_heads),
         head_dim=model.head_dim(m),

@@ -5,9 +5,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from ringattn.layout import Shard, to_local
 from ringattn.planning import Plan
 from ringattn.schedule import Schedule, needed
 from ringattn.spec import AttentionSpec, Docs, bounds
+
+AT_ONCE = 2**20  # positions whose intervals are in memory at one time
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,20 @@ class Mask:
 def schedule_of(mask: Mask) -> Schedule:
     """Who needs whose keys, the same on every rank."""
     tokens, keys = mask.plan.tokens, mask.plan.keys.tokens
-    begin, end = mask.bounds(np.arange(tokens.padded_length))
-    everyone = range(tokens.ring)
-    return Schedule(needed(begin, end, [tokens.shard(r) for r in everyone], [keys.shard(r) for r in everyone]))
+    everyone, total = range(tokens.ring), tokens.padded_length
+    queries, held = ([layout.shard(r) for r in everyone] for layout in (tokens, keys))
+    found = []
+    for start in range(0, total, AT_ONCE):
+        at = np.arange(start, min(start + AT_ONCE, total))
+        found.append(needed(*mask.bounds(at), [within(shard, start, at[-1] + 1) for shard in queries], held))
+    return Schedule(np.any(found, axis=0))
+
+
+def within(shard: Shard, start: int, stop: int) -> Shard:
+    """The part of a shard in [start, stop), counted from there.
+
+    >>> within((range(1, 20, 4),), 8, 16)
+    (range(1, 9, 4),)
+    """
+    parts = [r[slice(*to_local((r,), *np.array([start, stop])))] for r in shard]
+    return tuple(range(p.start - start, p.stop - start, p.step) for p in parts)

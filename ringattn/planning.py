@@ -32,6 +32,7 @@ SIZES = {
     "value_dim": "the size of a value, a whole number, at least 1 (None: head_dim)",
 }
 MOST = 2**53  # a float holds every whole number up to it
+LAST = 2**31 - 1  # JAX's positions are int32
 NEEDED = ("seq_len", "ring", "ulysses", "hosts")  # the others may be None
 
 # Plans that are alive, by number: a compiled graph holds numbers and tensors, no objects.
@@ -104,10 +105,23 @@ class Plan:
             problem = groups_problem(self.groups, self.heads[1], self.ulysses)
             if problem:
                 raise ValueError(problem)
+        if self.framework == "jax":
+            self._check_positions()
         if self.framework == "jax" and self.axes is not None:
             object.__setattr__(self, "place", (self.device, *(tuple(vars(axis).items()) for axis in self.axes)))
         object.__setattr__(self, "handle", next(numbers))
         LIVE[self.handle] = self
+
+    def _check_positions(self) -> None:
+        """Positions, and those up to a stripe behind them, are int32."""
+        most = LAST - self.ring + 1
+        for name, length in (("seq_len", self.seq_len), ("key_len", self.key_len or 1)):
+            padded = Layout(self.layout, length, self.ring, self.ulysses).padded_length
+            if padded > most:
+                raise ValueError(
+                    f"{name}={length}: JAX counts positions in 32 bits, at most {most} tokens, and with padding these "
+                    f"are {padded}"
+                )
 
     def __copy__(self) -> "Plan":
         """An equal plan with a handle of its own, on the same axes."""

@@ -6,6 +6,7 @@ never decrease along the sequence. Plain numpy: what is decided here can be prin
 
 import math
 import operator
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -49,6 +50,10 @@ class AttentionSpec:
             value = getattr(self, name)
             if value is not None and not is_positive(value):
                 raise ValueError(f"{name}={value!r}: must be a finite number above 0 (no array), or None")
+        for name, number in (("causal", bool), ("window", int), ("softcap", float), ("scale", float)):
+            value = getattr(self, name)
+            if value is not None:  # numpy's numbers are equal to Python's, but make arrays of their own dtype
+                object.__setattr__(self, name, number(value))
 
     def scale_for(self, head_dim: int) -> float:
         return self.scale if self.scale is not None else head_dim**-0.5
@@ -62,7 +67,7 @@ class Docs:
     """
 
     def __init__(self, starts: np.ndarray, length: int):
-        given, limit = np.asarray(starts), whole(length)
+        given, limit = np.asarray(untraced(starts)), whole(length)
         if limit is None or given.ndim != 2 or given.dtype.kind not in "iu" or not are_starts(given, limit):
             raise ValueError(
                 f"Docs(starts, length={length!r}): starts must be whole numbers [rows, n + 1], each row from 0 on, "
@@ -142,7 +147,10 @@ class Docs:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        rows, n = self.starts.shape
+        shape: Any = getattr(self.starts, "shape", ())
+        if len(shape) != 2:  # in a tree of something else than arrays
+            return f"Docs({self.starts!r}, {self.length} tokens)"
+        rows, n = shape
         return f"Docs({n - 1} documents, {rows} row{'s' * (rows > 1)}, {self.length} tokens)"
 
     def index(self, positions: Row) -> Row:
@@ -181,13 +189,23 @@ def is_count(n: Any) -> bool:
     return isinstance(n, (int, float)) and 0 <= n < 2**63 and int(n) == n
 
 
+def untraced(given: Any) -> Any:
+    """The same, unless JAX traces it."""
+    if "jax" in sys.modules and isinstance(given, sys.modules["jax"].core.Tracer):
+        raise ValueError(
+            f"documents are made of numbers that are at hand, and these are traced (jit, grad, vmap): {given!r}; make "
+            "Docs outside jit and pass them as an argument"
+        )
+    return given
+
+
 def rows_of(name: str, given: Any) -> list[list[Any]]:
     """One row of numbers, or one a batch entry, from lists, arrays and tensors."""
     if hasattr(given, "tolist"):
-        given = given.tolist()
+        given = untraced(given).tolist()
     if not isinstance(given, (list, tuple)):
         raise ValueError(f"{name} must be a list, array or tensor of whole numbers, got {given!r}")
-    given = [x.tolist() if hasattr(x, "tolist") else x for x in given]
+    given = [untraced(x).tolist() if hasattr(x, "tolist") else x for x in given]
     batch = given and all(isinstance(x, (list, tuple)) for x in given)
     return [list(row) for row in given] if batch else [given]
 

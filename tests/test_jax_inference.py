@@ -191,6 +191,27 @@ def test_sinks_take_part():
     assert np.allclose(found, expected, atol=1e-5)
 
 
+def test_traced_lengths_never_show_a_token_what_is_not_there():
+    """What does not fit attends to nothing, and to take back makes no row longer."""
+    tensors, spec = draw(T=10), ra.AttentionSpec(window=2**40)
+    q, k, v = (jnp.asarray(x.numpy()) for x in tensors)
+    cache = cache_of(k, v, max_len=9, window=2**40).append(k[:, :8], v[:, :8])
+    out, full = jax.jit(lambda cache, *x: ra.decode(*x, cache, spec=spec))(cache, *(x[:, 8:] for x in (q, k, v)))
+    assert full.lengths.tolist() == [9, 9] and (out[:, 1] == 0).all()
+    assert np.allclose(out[:, 0], ra.attention(*tensors)[:, 8], atol=1e-5)
+    assert jax.jit(full.truncate)(jnp.array([5, 50])).lengths.tolist() == [5, 9]
+
+
+def test_a_cache_may_be_made_under_jit():
+    """Spread as it is outside, and printed also where it holds shapes only."""
+    k = jnp.zeros((2, 61, 2, 8))
+    made, sizes = cache_of(k, k, ring=2), {"max_len": np.int64(61), "window": np.int64(9)}
+    assert jax.jit(lambda: cache_of(k, k, ring=2))().k.sharding.is_equivalent_to(made.k.sharding, 4)
+    assert repr(jax.eval_shape(lambda: made)) == "KVCache(lengths traced of 61, over 2 ranks)"
+    small = cache_of(k, k, **sizes)
+    assert [type(x) for x in (small.max_len, small.window, small.most)] == [int, int, int]
+
+
 def test_what_is_wrong_is_said():
     q, k, v = (jnp.asarray(x.numpy()) for x in draw(T=8))
     cache = cache_of(k, v, ring=2)
@@ -221,6 +242,8 @@ def test_what_is_wrong_is_said():
         (lambda: cache.truncate(jnp.zeros(3, int)), "truncate to .*one for each of 2 rows"),
         (lambda: jax.eval_shape(cache.truncate, jnp.zeros(3, int)), "truncate to ShapedArray.*one for each of 2 rows"),
         (lambda: cache.fork(0), "copies=0: at least 1"),
+        (lambda: cache.fork(1, 2**31), "max_len=2147483648: JAX counts positions in 32 bits"),
+        (lambda: cache_of(k, v, max_len=2**31, window=4), "max_len=2147483648: JAX counts positions in 32 bits"),
         (lambda: ra.prefill(*mine, plan, cache, start="0"), "start='0': where the chunk begins"),
         (lambda: ra.prefill(*mine, plan, cache, keys=1.5), "keys=1.5: the most keys at once"),
         (lambda: ra.decode(q, k, v, cache, parents=3), "parents=3: a list of 8"),

@@ -156,6 +156,16 @@ def test_inside_shard_map():
         assert jnp.allclose(found, expected, atol=1e-5)
 
 
+def test_an_axis_of_size_1_need_not_cut_anything():
+    x, plan = jax.ShapeDtypeStruct((2, 64, 2, 8), jnp.float32), plan_of(2, 1, "contiguous", 64)
+    tokens = jax.sharding.PartitionSpec(None, "ring")
+    inside = jax.shard_map(
+        lambda x: ra.linear_attention(x, x, x, plan=plan, return_state=True),
+        mesh=plan.ring_axis.mesh, in_specs=tokens, out_specs=(tokens, jax.sharding.PartitionSpec()),
+    )  # fmt: skip
+    assert [x.shape for x in jax.eval_shape(inside, x)] == [(2, 64, 2, 8), (2, 2, 8, 8)]
+
+
 def test_what_is_wrong_is_said():
     given = {n: jnp.asarray(x.numpy()) for n, x in inputs(64, "channel", torch.float32).items()}
     q, k, v, g = (given[n] for n in "qkvg")

@@ -24,7 +24,8 @@ from ringattn.jax.steps import global_bounds, route_of  # noqa: E402
 from ringattn.kernels import Problem  # noqa: E402
 from ringattn.kernels.vendor import jax_cudnn  # noqa: E402
 from ringattn.launch.cases import FEATURES  # noqa: E402
-from ringattn.mask import Mask  # noqa: E402
+from ringattn.mask import Mask, schedule_of  # noqa: E402
+from ringattn.schedule import needed  # noqa: E402
 from ringattn.spec import bounds  # noqa: E402
 
 LIMIT = 5e-6
@@ -166,7 +167,22 @@ def test_inside_a_shard_map_over_other_axes_arrays_are_whole_along_the_plans(sma
     close(jax.jit(by_hand)(q, k), attention(q, k, q))
     other = jax.make_mesh((2, 4), ("data", "x"), axis_types=(AxisType.Auto,) * 2)
     astray = jax.shard_map(whole, mesh=other, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
-    expect(["('data', 'x')", "'ring'", "plan.ring_axis.mesh"], lambda: jax.jit(astray)(q, k))
+    expect(["'x': 4", "'ring'", "plan.ring_axis.mesh"], lambda: jax.jit(astray)(q, k))
+
+
+@pytest.mark.parametrize("attention", [ra.attention, ra.linear_attention])
+def test_a_shard_map_over_another_mesh_or_some_axes_of_the_sequence_is_refused(plan, attention):
+    x, free = jax.ShapeDtypeStruct((2, 32, 4, 8), jnp.float32), dataclasses.replace(plan, heads=None)
+    other, tokens = rj.init_mesh(ring=4, ulysses=2), P(None, ("ring", "ulysses"))
+    for mesh, spec, names, words in (
+        (other, tokens, {"data", "ring", "ulysses"}, ["'ring': 4", "'ring': 2", "plan.ring_axis.mesh"]),
+        (other, P("data"), {"data"}, ["'ring': 4", "'ring': 2", "plan.ring_axis.mesh"]),
+        (plan.ring_axis.mesh, P(None, "ring"), {"ring"}, ["['ulysses']", "('ring', 'ulysses')", "axis_names"]),
+    ):
+        inside = jax.shard_map(
+            lambda x: attention(x, x, x, plan=free), mesh=mesh, in_specs=spec, out_specs=spec, axis_names=names
+        )
+        expect(words, lambda inside=inside: jax.eval_shape(jax.jit(inside), x))
 
 
 def test_an_explicit_mesh_says_what_cuts_batch_and_heads(small):
@@ -254,6 +270,41 @@ def test_a_mesh_with_one_sequence_axis_is_factored_by_the_plan(small):
     close(through(plan)(*small), ra.attention(*small))
 
 
+def test_the_mesh_that_jax_holds_is_the_plans(small):
+    mesh = rj.init_mesh(data=2, sequence=4)
+    plan = ra.plan(mesh, seq_len=30, heads=(4, 2), head_dim=8)
+    cache = ra.KVCache.allocate(plan, batch=2, max_len=30, kv_heads=2, head_dim=8, dtype=jnp.float32)
+    remedy = "with jax.set_mesh(plan.ring_axis.mesh)"
+    with jax.set_mesh(mesh):
+        expect(["'sequence': 4", "'ring'", remedy], lambda: jax.eval_shape(through(plan), *small))
+        expect(["'sequence': 4", "'ring'", remedy], lambda: cache.append(*small[1:]))
+    with jax.set_mesh(plan.ring_axis.mesh):
+        assert jax.eval_shape(through(plan), *small).shape == small[0].shape
+        assert cache.append(*small[1:]).lengths.tolist() == [30, 30]
+
+
+def test_gradients_are_taken_where_jax_promotes_nothing(small, plan):
+    halves = [x.astype(jnp.bfloat16) for x in small]
+    for within in (jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")):
+        with within:
+            grads = jax.grad(lambda *x: through(plan)(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))
+            assert [x.dtype for x in jax.eval_shape(grads, *halves)] == [jnp.bfloat16] * 3
+
+
+def test_documents_are_not_made_of_what_is_traced():
+    starts = jnp.array([[0, 3]])
+    for make in (
+        ra.Docs.from_lengths,
+        ra.Docs.from_cu_seqlens,
+        lambda x: ra.Docs.from_lengths([x[0, 1]]),
+        lambda x: ra.Docs(x, 3),
+    ):
+        expect(["traced", "outside jit", "as an argument"], lambda make=make: jax.jit(make)(starts))
+    docs = ra.Docs.from_lengths([1, 2])
+    assert repr(jax.tree.map(jnp.shape, docs)) == "Docs((1, 3), 3 tokens)"
+    assert repr(jax.eval_shape(lambda x: x, docs)) == repr(docs) == "Docs(2 documents, 1 row, 3 tokens)"
+
+
 def test_plans_over_other_devices_are_not_equal(small):
     """Nor do they share a program that has its plan as a static argument."""
     first, same, other = (
@@ -290,6 +341,26 @@ def test_traced_bounds_equal_the_specs_own():
         found = global_bounds(Mask(plan, case.spec), jnp.asarray(at, jnp.int32), *starts)
         for a, b in zip(found, expected, strict=True):
             assert (np.broadcast_to(a, b.shape) == b).all(), case.name
+
+
+def test_a_window_of_more_than_32_bits_is_none():
+    at = jnp.array([0, 5, 2**31 - 2], jnp.int32)
+    found, free = (
+        global_bounds(Mask(ra.Plan(2**31 - 1), ra.AttentionSpec(window=w)), at, None, None) for w in (2**40, None)
+    )
+    assert (jnp.array(found) == jnp.array(free)).all()
+
+
+def test_the_schedule_of_a_long_sequence_is_found_piece_by_piece(monkeypatch):
+    monkeypatch.setattr("ringattn.mask.AT_ONCE", 7)
+    for case in FEATURES:
+        for layout in ("contiguous", "striped", "zigzag"):
+            plan = ra.Plan(case.seq_len, 4, 2, key_len=case.key_len, layout=layout)
+            mask = Mask(plan, case.spec, case.docs, case.key_docs)
+            begin, end = mask.bounds(np.arange(plan.tokens.padded_length))
+            shards = [[layout.shard(r) for r in range(4)] for layout in (plan.tokens, plan.keys.tokens)]
+            found = schedule_of.__wrapped__(mask).needed
+            assert (found == needed(begin, end, *shards)).all(), (case.name, layout)
 
 
 def test_a_window_stops_the_ring_early():

@@ -217,6 +217,15 @@ def test_what_no_plan_can_be_made_of_is_refused(given, says):
         ra.plan(**{"seq_len": 16, **given})
 
 
+def test_jax_counts_positions_in_32_bits():
+    assert Plan(2**31 - 4, 4, framework="jax").tokens.padded_length == 2**31 - 4
+    assert Plan(2**31).seq_len == 2**31
+    with pytest.raises(ValueError, match=r"seq_len=2147483645: .* at most 2147483644 tokens, and .* are 2147483648"):
+        Plan(2**31 - 3, 4, framework="jax")
+    with pytest.raises(ValueError, match="key_len=2147483648: JAX counts positions in 32 bits"):
+        Plan(8, key_len=2**31, framework="jax")
+
+
 @pytest.mark.parametrize("sizes", [{"ring": 0}, {"ring": -1}, {"ulysses": "2"}, {"key_len": 0}], ids=str)
 def test_no_plan_has_sizes_below_one(sizes):
     [(name, size)] = sizes.items()

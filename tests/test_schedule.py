@@ -220,7 +220,8 @@ def test_the_last_gradients_fly_beside_work_at_home(kv_heads, monkeypatch):
         plan.ring_axis.move = noting("a move", plan.ring_axis.move)
         q, k, v = (plan.shard(x).requires_grad_() for x in given)
         ra.attention(q, k, v, plan).sum().backward()
-        return [plan.unshard(x.grad) for x in (q, k, v)], events[threading.get_ident()]
+        happened = list(events[threading.get_ident()])
+        return [plan.unshard(x.grad) for x in (q, k, v)], happened
 
     monkeypatch.setattr(torch_attention, "score_of", watched)
     given = [torch.randn(1, 64, h, 8) for h in (8, kv_heads, kv_heads)]

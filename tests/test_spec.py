@@ -144,3 +144,11 @@ def test_a_spec_is_frozen_and_hashable():
     assert {AttentionSpec(): 1}[AttentionSpec()] == 1
     with pytest.raises(AttributeError):
         AttentionSpec().window = 3
+
+
+def test_numpys_numbers_become_pythons():
+    """They are equal, and so would share what is kept by a spec, but make arrays of their own dtype."""
+    given = {"causal": np.bool_(True), "window": np.int64(5), "softcap": np.float64(2), "scale": 1}
+    spec = AttentionSpec(**given)
+    assert repr(spec) == "AttentionSpec(causal=True, window=5, softcap=2.0, scale=1.0)"
+    assert spec == AttentionSpec(True, 5, 2, 1)

@@ -4,7 +4,10 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import re
+import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -18,6 +21,7 @@ import ringattn as ra
 from ringattn.conf.schema import Cluster, Data, Model, Optimizer, Strategy, Train
 from ringattn.launch import data, estimate, metrics, model, torchrun, train
 from ringattn.launch import ray as on_ray
+from ringattn.launch.processes import RankError
 from ringattn.launch.trainer import learning_rate, step_flops, work
 from ringattn.spec import bounds
 from tests.training import SOURCES, TINY, over, where
@@ -118,7 +122,7 @@ def test_a_deep_model_learns_from_its_first_steps(tmp_path):
     from ringattn.launch import configured
 
     told = []
-    configured.run(["experiment=h200_long", "model.layers=28"], lambda config: told.append(config) or 0)
+    configured.run(["experiment=h200_long", "model.layers=28"], lambda config, swept: told.append(config) or 0)
     rate = told[0].optimizer.lr * told[0].model.dim / 64
     deep = dataclasses.replace(
         TINY, model=Model(dim=64, layers=28, heads=4, kv_heads=2, hidden=160), seq_len=64, steps=8,
@@ -178,6 +182,20 @@ def test_picture_shows_both_runs(tmp_path):
     rows += [{"kind": "memory", "step": -1, "seq_len": 64, "memory_mib": 3.0}]
     drawn = metrics.picture(tmp_path, {"2 ranks": rows, "1 rank": rows}, 3.2)
     assert drawn is not None and drawn.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_picture_has_a_panel_for_memory_only_where_it_was_measured(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
+    figures, subplots = [], pyplot.subplots
+    monkeypatch.setattr(pyplot, "subplots", lambda *a, **k: figures.append(subplots(*a, **k)) or figures[-1])
+    steps = [{"kind": "step", "step": i, "loss": 3.0 - i} for i in range(3)]
+    memory = [{"kind": "memory", "step": -1, "seq_len": 64, "memory_mib": 3.0}]
+    for rows in (steps, [*steps, *memory]):
+        metrics.picture(tmp_path, {"2 ranks": rows, "1 rank": steps}, 3.2)
+    assert [[axes.get_title() for axes in figure.axes] for figure, _ in figures] == [
+        ["loss"],
+        ["loss", "memory that one pass adds"],
+    ]
 
 
 def test_flops_count_the_pairs_that_the_mask_leaves():
@@ -253,6 +271,8 @@ def test_packed_documents_are_as_if_each_were_alone(tmp_path):
         ({"model": Model(vocab=100)}, "use model.vocab=256"),
         ({"strategy": Strategy(data=3)}, "strategy.data=3 x ulysses=1 does not divide 2 ranks"),
         ({"strategy": Strategy(ring=3)}, "make the product 2, or start 3 ranks"),
+        ({"strategy": Strategy(ring=1)}, "is 1, not the 2 ranks; make the product 2, or start 1 rank\n"),
+        ({"strategy": Strategy(keys="ulysses", ulysses=None, data=3)}, "data=3 x ring=1 does not divide 2 ranks"),
         ({"strategy": Strategy(keys="ulysses")}, "strategy='ulysses' means a ring axis of size 1"),
         ({"model": Model(heads=2, kv_heads=1, dim=32), "strategy": Strategy(kernel="cudnn")}, "cuDNN"),
         ({"device": "cuda"}, "torch sees no GPU"),
@@ -268,6 +288,61 @@ def test_bad_input_is_one_sentence_and_status_2(change, said, tmp_path, capsys):
     assert said in error and "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"data": Data(path="/nowhere")}, "data.path=/nowhere does not exist"),
+        ({"seq_len": 10**9}, "one sequence takes seq_len + 1 = 1000000001"),
+        ({"resume": "nowhere"}, "nowhere is not a complete checkpoint"),
+        ({"wandb": "project"}, "wandb is not installed; pip install wandb, or leave it out"),
+    ],
+)
+def test_what_needs_no_rank_is_refused_before_one_is_started(change, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(torchrun, "local", lambda *told, **more: pytest.fail("ranks were started"))
+    assert train.here(dataclasses.replace(TINY, nproc=2, folder=str(tmp_path), **change)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ringattn train: ") and said in error and error.count("\n") == 1
+
+
+def test_an_address_where_no_ray_answers_is_said_at_once(monkeypatch):
+    ray = SimpleNamespace(init=lambda **told: told)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    for dead in ("127.0.0.1:1", "ray://127.0.0.1:1"):
+        with pytest.raises(ValueError, match=rf"cluster\.address={dead}: .*refused; is the cluster up"):
+            on_ray.connect(Train(cluster=Cluster(kind="ray", address=dead)))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for alive in (f"127.0.0.1:{server.getsockname()[1]}", "auto", "local"):
+            assert on_ray.connect(Train(cluster=Cluster(kind="ray", address=alive))) is ray
+
+
+def test_a_signal_to_rays_driver_asks_the_ranks_to_stop_and_a_second_ctrl_c_waits_for_nobody():
+    asked = []
+    for first in (signal.SIGTERM, signal.SIGINT):
+        with pytest.raises(KeyboardInterrupt), on_ray.stopping(lambda: asked.append(1)):
+            os.kill(os.getpid(), first)
+            os.kill(os.getpid(), signal.SIGINT)
+    assert asked == [1, 1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_jax_processes_that_do_not_start_are_said_with_what_each_was_to_have(monkeypatch):
+    class Late(Exception):
+        pass
+
+    def late(*told, **more):
+        raise Late
+
+    process = SimpleNamespace(place=SimpleNamespace(remote=lambda: None))
+    ray = SimpleNamespace(
+        remote=lambda **told: lambda kind: SimpleNamespace(remote=lambda: process),
+        exceptions=SimpleNamespace(GetTimeoutError=Late), get=late, kill=lambda process: None, shutdown=lambda: None,
+    )  # fmt: skip
+    monkeypatch.setattr(on_ray, "connect", lambda config: ray)
+    with pytest.raises(RankError, match="2 processes with CPU=1, GPU=8 each did not start in time"):
+        on_ray.jax_run(print, 2, resources={"GPU": 8})
+
+
 def test_an_elastic_run_fits_any_number_of_ranks_or_is_refused_before_it_begins():
     told = Train(nproc=4, device="cpu", strategy=Strategy(ulysses=4), cluster=Cluster(kind="ray", at_least=1))
     have = {"CPU": 4.0}
@@ -276,7 +351,7 @@ def test_an_elastic_run_fits_any_number_of_ranks_or_is_refused_before_it_begins(
     assert {r: (s.ring, s.ulysses) for r, s in split.items()} == {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (1, 4)}
     for wrong, said in (
         (Strategy(data=2), "accumulate=2 strategy.data=1"),
-        (Strategy(ulysses=2, keys="ulysses"), "strategy.keys=ring"),
+        (Strategy(ring=1, ulysses=None, keys="ulysses"), "use strategy=ring"),
         (Strategy(ring=2), "leave it out"),
     ):
         with pytest.raises(ValueError, match=said):

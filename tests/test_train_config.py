@@ -21,7 +21,7 @@ RUN = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_out
 
 def composed(*words: str) -> Train:
     found = []
-    assert configured.run(list(words), lambda config: found.append(config) or 0) == 0
+    assert configured.run(list(words), lambda config, swept: found.append(config) or 0) == 0
     return found[0]
 
 
@@ -83,7 +83,7 @@ def test_nothing_said_is_the_schema_itself():
     ],
 )
 def test_what_cannot_be_is_one_sentence(words, said, capsys):
-    assert configured.run(words, lambda config: 0) == 2
+    assert configured.run(words, lambda config, swept: 0) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
@@ -106,13 +106,13 @@ def test_what_a_file_of_your_own_may_not_say_is_one_sentence(text, said, tmp_pat
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{text}\n")
     words = ["--config-dir", str(tmp_path)]
-    assert configured.run([*words, "experiment=mine"], lambda config: 0) == 2
+    assert configured.run([*words, "experiment=mine"], lambda config, swept: 0) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
-    assert configured.run([*words, "experiment=min"], lambda config: 0) == 2
+    assert configured.run([*words, "experiment=min"], lambda config, swept: 0) == 2
     assert capsys.readouterr().err.endswith("choose one of h200_long, million, mine, smoke; did you mean 'mine'?\n")
     (tmp_path / "experiment" / "mine.yaml").write_text("# in the wrong place\nseq_len: 3\n")
-    assert configured.run([*words, "experiment=mine"], lambda config: 0) == 2
+    assert configured.run([*words, "experiment=mine"], lambda config, swept: 0) == 2
     assert "experiment/mine.yaml: its first line must be # @package _global_" in capsys.readouterr().err
 
 
@@ -142,21 +142,21 @@ def test_a_configuration_runs_no_code(text, tmp_path, monkeypatch, capsys):
     )
     monkeypatch.syspath_prepend(tmp_path)
     words = ["--config-dir", str(tmp_path), "experiment=evil2", "dry_run=true"]
-    assert configured.run(words, lambda config: 0) == 2
+    assert configured.run(words, lambda config, swept: 0) == 2
     assert "Hydra's own settings cannot be changed here, for they can run code" in capsys.readouterr().err
     assert not ran.exists()
 
 
 def test_without_hydra_the_remedy_is_said(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "hydra", None)
-    assert configured.run(["seq_len=4"], lambda config: 0) == 2
+    assert configured.run(["seq_len=4"], lambda config, swept: 0) == 2
     assert capsys.readouterr().err == (
         "ringattn train: hydra is not installed (in the checkout: pip install '.[train]')\n"
     )
 
 
 def test_the_result_is_printed_and_nothing_runs(capsys):
-    assert configured.run(["--cfg", "job", "model=small", "seq_len=16"], lambda config: 1) == 0
+    assert configured.run(["--cfg", "job", "model=small", "seq_len=16"], lambda config, swept: 1) == 0
     text = capsys.readouterr().out
     assert "seq_len: 16\n" in text and "  dim: 512\n" in text and "hydra" not in text
 
@@ -166,6 +166,15 @@ def test_as_many_ranks_start_as_the_strategy_says():
         return train.resolved(Train(device="cpu", strategy=Strategy(**said)), None)[1]
 
     assert [ranks(), ranks(ulysses=3), ranks(ring=1, ulysses=3), ranks(ring=1)] == [2, 6, 3, 1]
+    assert [ranks(ring=1, ulysses=None), ranks(data=3, ulysses=None)] == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("words", "size"), [((), 2), (("nproc=4",), 4), (("nproc=4", "strategy.data=2"), 2), (("strategy.ulysses=4",), 4)]
+)
+def test_ulysses_takes_all_ranks(words, size):
+    strategy = train.resolved(composed("strategy=ulysses", "device=cpu", *words), None)[0].strategy
+    assert (strategy.keys, strategy.ring, strategy.ulysses) == ("ulysses", 1, size)
 
 
 @pytest.mark.parametrize(
@@ -183,22 +192,39 @@ def test_a_dry_run_refuses_what_a_run_would(choices, said, capsys):
 def test_a_sweep_runs_every_value_and_is_refused_among_started_ranks(tmp_path, capsys):
     seen = []
     words = ["--multirun", "seq_len=16,32", f"folder={tmp_path}"]
-    assert configured.run(words, lambda config: seen.append(config.seq_len) or 0) == 0
+    assert configured.run(words, lambda config, swept: seen.append(config.seq_len) or 0) == 0
     assert seen == [16, 32]
-    assert configured.run(words, lambda config: 0, started=True) == 2
+    assert configured.run(words, lambda config, swept: 0, started=True) == 2
     assert "sweep outside torchrun" in capsys.readouterr().err
+
+
+def test_a_sweep_ends_with_the_run_that_was_stopped_and_says_what_was_not_begun(capsys):
+    seen = []
+    words = ["--multirun", "optimizer.lr=1e-3,3e-3,5e-3,7e-3"]
+    assert configured.run(words, lambda config, swept: None if seen else seen.append(swept) or 0) is None
+    assert seen == ["optimizer.lr=0.001"]
+    assert capsys.readouterr().out == "the sweep was stopped; not begun: optimizer.lr=0.005; optimizer.lr=0.007\n"
+
+
+def test_how_to_go_on_with_a_run_of_a_sweep():
+    named, by_time = Train(run="sw-0"), Train()
+    assert train.again(named, Path("runs/sw-0"), "seed=1") == "go on with the same words and resume=auto"
+    assert train.again(by_time, Path("runs/now"), "seed=1") == (
+        "go on with the same words, without --multirun, with seed=1 and run=now resume=auto"
+    )
+    assert train.again(named, Path("runs/sw-0")) == "go on with the same words and run=sw-0 resume=auto"
 
 
 def test_a_rank_leaves_rank_0_the_time_to_say_what_is_wrong(capsys, monkeypatch):
     waited = []
     monkeypatch.setattr(configured, "leave_to_first", lambda: waited.append(capsys.readouterr().err))
-    assert configured.run(["seq_len=-1"], lambda config: 0, rank=1) == 2
+    assert configured.run(["seq_len=-1"], lambda config, swept: 0, rank=1) == 2
     assert waited == [""]
     assert capsys.readouterr().err == "ringattn train: rank 1: seq_len=-1: must be above 0\n"
 
 
 def test_help_names_every_key_and_every_file(capsys):
-    assert configured.run(["--help"], lambda config: 1) == 0
+    assert configured.run(["--help"], lambda config, swept: 1) == 0
     text = capsys.readouterr().out
     assert all(f"  {name}=" in text for name, _ in schema.every_key())
     assert "experiment=h200_long" in text

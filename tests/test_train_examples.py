@@ -39,6 +39,7 @@ def test_without_transformers_an_example_says_what_to_install(name, tmp_path):
         (["run", "prompt", "20", "warm"], "'warm' is no number that can be here: generate.py RUN PROMPT"),
         (["run", "prompt", "many"], "'many' is no number that can be here"),
         (["run", "prompt", "20", "nan"], "'nan' is no number that can be here"),
+        (["runs/none", "x", "5", "0.7"], "runs/none holds no checkpoint yet"),
         (["run", "prompt", "20", "0.7"], "run holds no checkpoint yet"),
     ],
 )

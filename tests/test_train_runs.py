@@ -138,6 +138,21 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
         assert "77.0" not in said and ("nothing was left to train" in said or "already at step 4 of 4" in said)
 
 
+def test_a_finished_run_without_checkpoints_is_not_done_again(tmp_path, capsys):
+    config = dataclasses.replace(
+        TINY, device="cpu", nproc=1, folder=str(tmp_path), run="run", steps=1, picture=False, resume="auto"
+    )
+    assert train.here(config) == 0
+    log = tmp_path / "run" / "metrics.jsonl"
+    before = log.stat()
+    capsys.readouterr()
+    assert train.here(config) == 0
+    assert capsys.readouterr().out == f"nothing to train: already at step 1 of 1 in {tmp_path}/run\n"
+    assert log.stat() == before
+    for other in ({"seed": 1}, {"steps": 2}, {"save_every": 1}):
+        assert not train.ended(train.resolved(dataclasses.replace(config, **other), None)[0], tmp_path / "run")
+
+
 def test_a_run_without_checkpoints_says_so_last(tmp_path, capsys):
     config = dataclasses.replace(TINY, device="cpu", nproc=1, folder=str(tmp_path), steps=1, picture=False)
     assert train.here(config) == 0
@@ -303,7 +318,7 @@ def test_each_run_of_a_sweep_has_a_folder_of_its_own_and_says_which_it_is(capsys
 
     def names(*words: str) -> list[str | None]:
         found: list[str | None] = []
-        assert configured.run(["--multirun", *words], lambda config: found.append(config.run) or 0) == 0
+        assert configured.run(["--multirun", *words], lambda config, swept: found.append(config.run) or 0) == 0
         return found
 
     assert names("run=sw", "optimizer.lr=1e-3,3e-3") == ["sw-0", "sw-1"]

@@ -163,7 +163,7 @@ def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array])
     mask, axis = call.mask, call.mask.plan.ring_axis
     score, sight = step_of(q, k, v, mask, *starts)
     lse = jnp.where(lse == NEVER, 0, lse)  # of no key, whose exp(-inf - lse) has then a derivative too
-    delta = (dout.astype(lse.dtype) * out).sum(-1)
+    delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
     delta = delta - dlse if call.lse else delta
     rows = score.prepare(q, dout, lse, delta, None if call.lse else out)
     if mask.plan.strategy == "gather":

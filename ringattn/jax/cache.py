@@ -40,9 +40,10 @@ from ringattn.check import (
 )
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
-from ringattn.jax.sharding import moved, sequence_axes
-from ringattn.planning import Plan, dtype_name, hardware_of
+from ringattn.jax.sharding import check_context, moved, sequence_axes
+from ringattn.planning import LAST, Plan, dtype_name, hardware_of
 from ringattn.serving import BLOCK, Heads, Moves, Stripes, explained, prefill_moves
+from ringattn.spec import whole
 
 
 @partial(
@@ -90,7 +91,7 @@ class KVCache(serving.KVCache):
         problem = of_words(required=True, plan=plan) or of_memory(
             room, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
             window=window, block=block,
-        )  # fmt: skip
+        ) or of_positions(max_len)  # fmt: skip
         if problem is None and plan.framework != "jax":
             problem = "the plan was made for a torch mesh; give plan() a mesh of jax devices"
         if problem:
@@ -99,7 +100,8 @@ class KVCache(serving.KVCache):
         problem = of_cut(plan, cut, batch, kv_heads)
         if problem:
             raise ValueError(problem)
-        dtype = dtype_name(dtype)
+        dtype, max_len, block = dtype_name(dtype), operator.index(max_len), operator.index(block)
+        window, room = whole(window), whole(room)  # numpy's numbers would make arrays of their own dtype
         stripes = Stripes(plan.ring * plan.ulysses, block)
         most = None if window is None else window + (window if room is None else room)
         rows = (batch, stripes.ranks * slots_for(max_len, most, stripes), kv_heads)
@@ -107,8 +109,8 @@ class KVCache(serving.KVCache):
         if isinstance(plan.ring_axis, MeshAxis):
             specs = spec_of(cut, sequence_axes(plan)), P(cut[0])
             there, along = (NamedSharding(plan.ring_axis.mesh, spec) for spec in specs)
-        k, v = (jnp.zeros((*rows, dim), dtype, device=there) for dim in (head_dim, value_dim or head_dim))
-        lengths, first = (jnp.zeros(batch, jnp.int32, device=along) for _ in range(2))
+        k, v = (zeros((*rows, dim), dtype, there) for dim in (head_dim, value_dim or head_dim))
+        lengths, first = (zeros((batch,), jnp.int32, along) for _ in range(2))
         return cls(k, v, lengths, first, plan, max_len, stripes, window, most, cut)
 
     @property
@@ -141,16 +143,16 @@ class KVCache(serving.KVCache):
         new = counted(lengths, len(self.lengths))
         first = self.first
         if self.window is not None:  # the next token must still see its whole window
-            first = jnp.where(first > 0, first + self.window - 1, 0)
+            first = jnp.where(first > 0, first + min(self.window, LAST) - 1, 0)
         problem = of_back(None if isinstance(new, Array) else new, self.known, at_hand(first))
         if problem:
             raise ValueError(problem)
-        return replace(self, lengths=jnp.zeros_like(self.lengths) + new.clip(0, self.max_len).astype(np.int32))
+        return replace(self, lengths=jnp.minimum(self.lengths, new.clip(0, self.max_len).astype(np.int32)))
 
     def fork(self, copies: int = 1, max_len: int | None = None) -> "KVCache":
         """`copies` continuations of every row, which append their own, to memory of their own."""
         max_len = self.max_len if max_len is None else max_len
-        problem = of_fork(copies, max_len, self.known)
+        problem = of_fork(copies, max_len, self.known) or of_positions(max_len)
         if problem:
             raise ValueError(problem)
         copies, max_len = operator.index(copies), operator.index(max_len)  # also of arrays of one
@@ -220,10 +222,16 @@ class KVCache(serving.KVCache):
 ARRAYS = ("k", "v", "lengths", "first")
 
 
-def at_hand(x: Array) -> np.ndarray | None:
-    """The numbers, unless they are traced or lie on other hosts."""
-    here = not isinstance(x, jax.core.Tracer) and (x.is_fully_addressable or x.is_fully_replicated)
-    return np.asarray(x) if here else None
+def zeros(shape: tuple[int, ...], dtype: Any, there: NamedSharding | None) -> Array:
+    """Zeros that lie there, also where they are traced: then `device=` says nothing."""
+    found = jnp.zeros(shape, dtype, device=there)
+    return found if there is None else moved(found, there)
+
+
+def at_hand(x: Any) -> np.ndarray | None:
+    """The numbers, unless they are traced, or shapes only, or lie on other hosts."""
+    known = isinstance(x, Array) and not isinstance(x, jax.core.Tracer)
+    return np.asarray(x) if known and (x.is_fully_addressable or x.is_fully_replicated) else None
 
 
 def counted(lengths: Any, rows: int) -> Any:
@@ -259,6 +267,11 @@ def of_cut(plan: Plan, cut: P, batch: int, kv_heads: int) -> str | None:
         if number % devices_along(plan, by):
             return f"cut={cut}: {by}={devices_along(plan, by)} does not divide {number} {what}; leave it out"
     return None
+
+
+def of_positions(max_len: int) -> str | None:
+    """Every position is an int32."""
+    return None if max_len <= LAST else f"max_len={max_len}: JAX counts positions in 32 bits, at most {LAST} tokens"
 
 
 def devices_along(plan: Plan, by: Any) -> int:
@@ -311,6 +324,7 @@ def over_devices(work: Any, cache: KVCache, cut: tuple[Any, ...], whole: tuple[A
     """
     if not isinstance(cache.plan.ring_axis, MeshAxis):
         return work(cache, *cut, *whole)
+    check_context(cache.plan)
     specs = spec_of(cache.cut, sequence_axes(cache.plan)), spec_of(cache.cut, ())
     return program(work, cache.plan.ring_axis.mesh, *specs)(cache, cut, whole)
 

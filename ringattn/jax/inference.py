@@ -31,7 +31,7 @@ from ringattn.jax.sharding import permuted, restored
 from ringattn.jax.steps import local_positions, score_of
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import FORMS, Partial, add_sinks, empty, merge_stack, packed, unpacked
-from ringattn.planning import Plan, heads_problem
+from ringattn.planning import LAST, Plan, heads_problem
 from ringattn.serving import MOVES, keys_at_once
 from ringattn.spec import AttentionSpec
 
@@ -196,12 +196,15 @@ class Meeting(NamedTuple):
     at: Array  # the queries' places in the chunk
 
     def visible(self, at: Array) -> tuple[Array, Array]:
-        """The positions that the queries `at` see, begin and end [B, T], which never go back."""
-        last = self.before[:, None] + self.tokens
+        """The positions that the queries `at` see, begin and end [B, T], which never go back.
+
+        A token that did not fit sees nothing.
+        """
+        last = self.cache.lengths[:, None]
         position = self.before[:, None] + at[None].astype(jnp.int32)
         end = jnp.minimum(position + 1, last) if self.spec.causal else jnp.broadcast_to(last, position.shape)
         window = self.spec.window
-        begin = jnp.zeros_like(end) if window is None else jnp.maximum(position + 1 - window, 0)
+        begin = jnp.zeros_like(end) if window is None else jnp.maximum(position + 1 - min(window, LAST), 0)
         return jnp.where(position < last, begin, last), end
 
     def of(self, piece: Piece, source: Any, part: Partial) -> Partial:

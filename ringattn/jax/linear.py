@@ -74,7 +74,7 @@ def linear_attention(
     problem = problem_of(arrays, plan, docs, scale, words, held) or of_gates(log_decay, plan, docs, check)
     if problem:
         raise ValueError(problem)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     call = Call(plan, scale, scan, return_state, docs is not None and docs.padded)
     starts = starts_of(docs)
     if inside:

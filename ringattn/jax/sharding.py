@@ -77,12 +77,35 @@ def mesh_here(plan: Plan) -> Mesh | AbstractMesh:
     mesh, here = plan.ring_axis.mesh, jax.sharding.get_abstract_mesh()
     if not here.manual_axes:
         return mesh
-    if not set(sequence_axes(plan)) <= set(here.axis_names):
+    if any(here.shape.get(name) != mesh.shape[name] for name in sequence_axes(plan)):
         raise ValueError(
-            f"this is inside a shard_map over a mesh of axes {here.axis_names}, and the plan's are {mesh.axis_names}; "
-            "give shard_map the plan's mesh, plan.ring_axis.mesh"
+            f"this is inside a shard_map over a mesh of axes {dict(here.shape)}, and the plan's are "
+            f"{dict(mesh.shape)}; give shard_map the plan's mesh, plan.ring_axis.mesh"
         )
     return here
+
+
+def is_local(plan: Plan) -> bool:
+    """Whether this is inside a shard_map over the axes that cut the sequence: over all of them, or over none."""
+    names, here = sequence_axes(plan), mesh_here(plan)
+    manual = set(names) & set(here.manual_axes)
+    free = [name for name in names if here.shape[name] > 1 and name not in manual]
+    if manual and free:
+        raise ValueError(
+            f"this is inside a shard_map over {here.manual_axes}, and {free} cut the plan's sequence too; name all of "
+            f"{names} in its axis_names"
+        )
+    return bool(manual)
+
+
+def check_context(plan: Plan) -> None:
+    """The mesh that jax.set_mesh holds, if it holds one, is the plan's."""
+    mesh, here = plan.ring_axis.mesh, jax.sharding.get_abstract_mesh()
+    if not (here.empty or here.manual_axes or here.shape_tuple == mesh.shape_tuple):
+        raise ValueError(
+            f"jax.set_mesh holds axes {dict(here.shape)}, the plan's are {dict(mesh.shape)}; use "
+            "`with jax.set_mesh(plan.ring_axis.mesh)`"
+        )
 
 
 def data_axis(mesh: Mesh | AbstractMesh) -> tuple[str | None, int]:
@@ -194,8 +217,9 @@ def located(q: Array, k: Array, v: Array, plan: Plan | None) -> tuple[Plan, Plac
         plan = plan_where(lying, *lengths) if lying else single_device(*lengths, jax.default_backend())
     if plan.framework != "jax":
         raise ValueError("the plan was made for a torch mesh, and q is a jax array; give plan() a mesh of jax devices")
-    solo = not isinstance(plan.ring_axis, MeshAxis)
-    inside = solo or bool(set(sequence_axes(plan)) & set(jax.sharding.get_abstract_mesh().manual_axes))
+    inside = not isinstance(plan.ring_axis, MeshAxis) or is_local(plan)
+    if not (inside or lying):
+        check_context(plan)
     return plan, lying, inside
 
 

@@ -53,8 +53,16 @@ def exchange(plan: Plan, way: Way, steps: Step, start: Array, work: Work, given:
     arrays, fixed = given
     varied = vary((steps, start, arrays), axes_of(steps, start, arrays))
     before, end, made = states(Exchange(plan, way, work), *varied, fixed)
-    names = sequence_axes(plan) if isinstance(plan.ring_axis, MeshAxis) else ()
-    return before, lax.psum(end, names) if names else end, made
+    return before, summed(end, plan), made
+
+
+def summed(end: Array, plan: Plan) -> Array:
+    """Over the axes that cut the sequence; one of size 1 only where it counts as different along it."""
+    if not isinstance(plan.ring_axis, MeshAxis):
+        return end
+    sizes, varying = plan.ring_axis.mesh.shape, axes_of(end)
+    names = tuple(name for name in sequence_axes(plan) if sizes[name] > 1 or name in varying)
+    return lax.psum(end, names) if names else end
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

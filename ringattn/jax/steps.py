@@ -18,7 +18,7 @@ from ringattn.kernels.vendor import jax_splash
 from ringattn.kernels.vendor.jax_tiles import as_they_are
 from ringattn.layout import Layout, to_local
 from ringattn.mask import Mask, schedule_of
-from ringattn.planning import Plan
+from ringattn.planning import LAST, Plan
 from ringattn.spec import AttentionSpec
 
 
@@ -140,7 +140,7 @@ def global_bounds(mask: Mask, positions: Array, starts: Any, key_starts: Any) ->
     if spec.causal:
         end = jnp.minimum(end, p + 1)
     if spec.window is not None:
-        begin = jnp.maximum(begin, p + 1 - spec.window)
+        begin = jnp.maximum(begin, p + 1 - min(spec.window, LAST))
     begin = jnp.where(p < seq_len, jnp.minimum(begin, key_len), key_len)
     end = jnp.where(p < seq_len, jnp.minimum(end, key_len), key_len)
     return jnp.minimum(begin, end), end
