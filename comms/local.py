@@ -110,9 +110,6 @@ class LocalAxis(Moves):
     def over(self, transport: str) -> "LocalAxis":
         return self
 
-    def __repr__(self) -> str:
-        return f"{self.name}: rank {self.rank} of {self.size} ({self.by})"
-
 
 def unpack(arrived: Sequence[tuple[Tensor, ...]], into: Parcels) -> None:
     for letter, tensors in zip(arrived, into.values(), strict=True):

@@ -118,8 +118,9 @@ def axis(mesh: Any, name: str, transport: str = "auto") -> Axis:
     if isinstance(mesh, LocalMesh):
         return mesh.axis(name)
     group = mesh.get_group(name)
-    grouped = (ProcessGroupAxis if dist.get_backend(group) == "gloo" else CollectiveAxis)(group, name)
     on_gpus, nccl = mesh.device_type == "cuda", over_nccl(group)
+    by_gloo = "gloo" in dist.get_backend_config(group) and not on_gpus
+    grouped = (ProcessGroupAxis if by_gloo else CollectiveAxis)(group, name)
     if on_gpus and transport != "group":
         shared = shared_axis(group, name, grouped if nccl and transport == "auto" else None)
         if shared:

@@ -12,8 +12,10 @@ from ringattn.comms.axis import Done, Parcels, Pending, Then
 class Moves:
     """An axis of which only `move` is left to be said."""
 
+    name: str
     size: int
     rank: int
+    by: str
     move: Callable[..., Pending]
 
     def rotate(
@@ -43,6 +45,9 @@ class Moves:
         arriving = [piece if r == self.rank else torch.empty_like(piece) for r, piece in enumerate(pieces)]
         pending = self.move(self.others(pieces), self.others(arriving), what="reduce_scatter")
         return Then(pending, lambda _: torch.stack(arriving).sum(0))
+
+    def __repr__(self) -> str:
+        return f"{self.name}: rank {self.rank} of {self.size} ({self.by})"
 
     def room(self, like: Tensor, dim: int) -> Tensor:
         """Memory for `size` tensors like this one, joined along `dim`."""

@@ -73,13 +73,13 @@ class ProcessGroupAxis(Moves):
     Made of moves, so that an error names the rank that was lost.
     """
 
+    cheap_words = True
     one_by_one = True  # each transfer is a work of its own
 
     def __init__(self, group: dist.ProcessGroup, name: str = "ring"):
         self.group, self.name = group, name
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.by: str = dist.get_backend(group)
-        self.cheap_words = self.by == "gloo"
         self.on_gpus = torch.cuda.is_available() and not self.cheap_words  # a group may have a backend for each device
         self.hosts = 0 if self.cheap_words else hosts_of(group)
         self.hops = hop_group(group)
@@ -107,7 +107,8 @@ class ProcessGroupAxis(Moves):
     def started(self, ops: list[dist.P2POp], lost: Lost) -> list[Any]:
         """The works of some transfers; where a connection is known to be gone already, they fail here."""
         works: list[Any] = []
-        for together in [[op] for op in ops] if self.one_by_one else [ops] if ops else []:
+        batches = [[op] for op in ops] if self.one_by_one else [ops]
+        for together in filter(None, batches):  # torch refuses an empty one
             with lost.named(len(works)):
                 works += dist.batch_isend_irecv(together)
         return works
@@ -153,14 +154,11 @@ class ProcessGroupAxis(Moves):
     def peer(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank % self.size)
 
-    def __repr__(self) -> str:
-        return f"{self.name}: rank {self.rank} of {self.size} ({self.by})"
-
 
 class CollectiveAxis(ProcessGroupAxis):
     """The same by the collectives of torch, where those are faster than moves: over NCCL."""
 
-    one_by_one = False
+    cheap_words = one_by_one = False
 
     def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
         if self.size == 1:
@@ -190,18 +188,18 @@ class CollectiveAxis(ProcessGroupAxis):
 
     def collective(self, call: Callable[..., Any], result: Tensor, x: Tensor) -> Pending:
         """One of torch's collectives, under way; it brings `result`."""
-        lost = self.anyone(call.__name__)
+        lost = self.losing_any(call.__name__)
         with lost.named():
             return Works([call(result, x, group=self.group, async_op=True)], result, [x], lost)
 
     def exchange_words(self, words: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
-        with self.anyone("words").named():
+        with self.losing_any("words").named():
             dist.all_gather_object(gathered, words, group=self.group)
         return gathered
 
-    def anyone(self, what: str) -> Lost:
-        """For what needs every other rank."""
+    def losing_any(self, what: str) -> Lost:
+        """What to say when any other rank is lost."""
         return Lost(self, [[rank for rank in range(self.size) if rank != self.rank]], what)
 
 

@@ -316,9 +316,6 @@ class SymmetricAxis(Moves):
         with self.lanes.apart(IN):
             return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
-    def __repr__(self) -> str:
-        return f"{self.name}: rank {self.rank} of {self.size} ({self.by})"
-
 
 def shared_axis(group: dist.ProcessGroup, name: str, other: Axis | None = None) -> SymmetricAxis | None:
     """The axis of a group of GPU ranks that all see each other's memory; None for others. Every rank must ask.

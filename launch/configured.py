@@ -22,7 +22,8 @@ PATIENCE = 20.0  # seconds that a rank leaves the word to rank 0
 def run(words: list[str], task: Callable[[Train, str], int | None], rank: int = 0, started: bool = False) -> int | None:
     """`task(config, what a sweep says of it alone)` for each configuration that the words make; its exit status.
 
-    What cannot be is one sentence from rank 0 and status 2. A task's None, a signal stopped it, ends a sweep too.
+    What cannot be is one sentence from rank 0 and status 2. A task's None, a signal stopped it, ends a sweep too, whose
+    status is then that of the runs before it, None if all were good.
     `started` means that many ranks run this at once.
     """
     if "-h" in words or "--help" in words:
@@ -49,7 +50,7 @@ def run(words: list[str], task: Callable[[Train, str], int | None], rank: int = 
         for _, config in configs if rank == 0 else ():
             print(compose.as_yaml(config), end="")
         return 0
-    statuses = []
+    statuses: list[int] = []
     for done, (swept, config) in enumerate(configs, 1):
         if swept:
             print(f"{swept}:", file=sys.stderr, flush=True)
@@ -57,7 +58,7 @@ def run(words: list[str], task: Callable[[Train, str], int | None], rank: int = 
         if status is None:
             if configs[done:]:
                 print(f"the sweep was stopped; not begun: {'; '.join(left for left, _ in configs[done:])}")
-            return None
+            return max(statuses, default=0) or None
         statuses.append(status)
     return max(statuses)
 

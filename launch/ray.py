@@ -220,7 +220,7 @@ def over_nccl() -> bool:
 
 
 class stopping:
-    """While this lasts, a SIGTERM or Ctrl-C asks the ranks to save and end; a second Ctrl-C waits for nobody."""
+    """While this lasts, a SIGTERM or Ctrl-C asks the ranks to save and end; a Ctrl-C after that waits for nobody."""
 
     def __init__(self, ask: Callable[[], Any]) -> None:
         self.ask = ask

@@ -212,8 +212,11 @@ def ended(config: Train, folder: Path) -> bool:
     about, log = folder / "config.json", folder / "metrics.jsonl"
     if config.resume != "auto" or config.save_every or not (about.is_file() and log.is_file()):
         return False
-    same = {**json.loads(about.read_text())["config"], "resume": "auto"} == dataclasses.asdict(config)
-    return same and any(row["step"] == config.steps for row in metrics.read(log))
+    try:
+        said = {**json.loads(about.read_text())["config"], "resume": "auto"}
+    except (ValueError, KeyError, TypeError):  # torn: it is written anew
+        return False
+    return said == dataclasses.asdict(config) and any(row["step"] == config.steps for row in metrics.read(log))
 
 
 def checkpoints_of(folder: Path) -> list[Path]:

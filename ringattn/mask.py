@@ -1,11 +1,12 @@
 """Who sees whom in one call: a plan, a spec and its documents, and the schedule that follows from them."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from ringattn.layout import Shard, to_local
+from ringattn.layout import Shard
 from ringattn.planning import Plan
 from ringattn.schedule import Schedule, needed
 from ringattn.spec import AttentionSpec, Docs, bounds
@@ -47,5 +48,5 @@ def within(shard: Shard, start: int, stop: int) -> Shard:
     >>> within((range(1, 20, 4),), 8, 16)
     (range(1, 9, 4),)
     """
-    parts = [r[slice(*to_local((r,), *np.array([start, stop])))] for r in shard]
+    parts = [r[bisect_left(r, start) : bisect_left(r, stop)] for r in shard]
     return tuple(range(p.start - start, p.stop - start, p.step) for p in parts)

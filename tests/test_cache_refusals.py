@@ -238,7 +238,7 @@ def test_a_state_of_another_cache_is_not_loaded(state, cache, says):
     ("given", "says"),
     [
         ({"place": (1, 2)}, r"the state has place=\(1, 2\); pass what state_dict\(\) gave"),
-        ({"place": 5}, "the state is of rank 5, of 5 ranks"),
+        ({"place": 5}, "the state has place=5; pass what"),
         ({"lengths": "abc"}, "lengths is of type str; it must be a torch tensor"),
         ({"v": None}, "v is of type NoneType; it must be a torch tensor"),
     ],

@@ -69,15 +69,22 @@ def a_closed_connection_everywhere(folder: str, strategy: dict[str, int]) -> Non
     raise RuntimeError("the end of this rank")
 
 
-@pytest.mark.parametrize("strategy", [{"ring": 4}, {"ring": 2, "ulysses": 2}, {"data": 2, "ulysses": 2}])
-def test_a_connection_that_is_closed_already_is_said_alike_whatever_needs_it(strategy, tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "backend"),
+    [({"ring": 4}, "gloo"), ({"ring": 2, "ulysses": 2}, "cpu:gloo"), ({"data": 2, "ulysses": 2}, "gloo")],
+)
+def test_a_connection_that_is_closed_already_is_said_alike_whatever_needs_it(strategy, backend, tmp_path):
     """The error comes where a transfer is launched then, not where it is waited for."""
-    with pytest.raises(RankError):
-        run(a_closed_connection_everywhere, RANKS, str(tmp_path), strategy, collective_timeout=TIMEOUT, grace=TIMEOUT)
+    with pytest.raises(RankError, match="the end of this rank"):
+        run(
+            a_closed_connection_everywhere, RANKS, str(tmp_path), strategy,
+            backend=backend, collective_timeout=TIMEOUT, grace=TIMEOUT,
+        )  # fmt: skip
     name, whom, needing = {
         4: ("ring", "3 (", "012"), 2: ("ring", "1, which is rank 3 of 4 (", "1"),
         None: ("ulysses", "1, which is rank 3 of 4 (", "2"),
     }[strategy.get("ring")]  # fmt: skip
+    assert {path.name for path in tmp_path.iterdir()} == set("012")
     for path in tmp_path.iterdir():
         said = path.read_text().splitlines()
         assert len(said) == (5 if path.name in needing else 0)

@@ -204,6 +204,8 @@ def test_a_sweep_ends_with_the_run_that_was_stopped_and_says_what_was_not_begun(
     assert configured.run(words, lambda config, swept: None if seen else seen.append(swept) or 0) is None
     assert seen == ["optimizer.lr=0.001"]
     assert capsys.readouterr().out == "the sweep was stopped; not begun: optimizer.lr=0.005; optimizer.lr=0.007\n"
+    statuses = iter([2, None])
+    assert configured.run(words, lambda config, swept: next(statuses)) == 2  # one that failed before is not forgotten
 
 
 def test_how_to_go_on_with_a_run_of_a_sweep():

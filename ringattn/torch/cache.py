@@ -254,13 +254,13 @@ class KVCache(serving.KVCache):
         problem = problem or of_types(**{name: state[name] for name in ("k", "v", "lengths")})
         if problem:
             raise ValueError(problem)
-        place = each(state["place"], 3)
+        place = each(state["place"], 3) if isinstance(state["place"], list | tuple) else None
         if place is None:
             raise ValueError(f"the state has place={state['place']!r}; pass what state_dict() gave")
         if tuple(place) != self.place:
             names = "rank {}, of {} ranks, in blocks of {}"
             raise ValueError(f"the state is of {names.format(*place)}; this cache is of {names.format(*self.place)}")
-        lengths = torch.as_tensor(state["lengths"]).numpy(force=True)
+        lengths = state["lengths"].numpy(force=True)
         problem = of_loaded(state, self, lengths) or self.of_origin(state["origin"], lengths)
         if problem:
             raise ValueError(problem)
