@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.comms.axis import Done, Parcels, Pending, Then
+from ringattn.comms.axis import Parcels, Pending, Then
 from ringattn.comms.moves import Moves, as_stored, rotated
 
 # torch 2.13 renamed both; 2.11 knows only the old names
@@ -161,34 +161,28 @@ class CollectiveAxis(ProcessGroupAxis):
     cheap_words = one_by_one = False
 
     def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
-        if self.size == 1:
-            return Done(x)
         pieces = torch.stack(as_stored(x).chunk(self.size, split))
         arrived = torch.empty_like(pieces)
         self.sent += pieces.nbytes // self.size * (self.size - 1)
-        together = self.collective(dist.all_to_all_single, arrived, pieces)
+        together = self.collective("all_to_all", dist.all_to_all_single, arrived, pieces)
         return Then(together, lambda pieces: torch.cat(pieces.unbind(0), join))
 
     def all_gather(self, x: Tensor, dim: int = 0, what: str = "all_gather") -> Pending:
-        if self.size == 1:
-            return Done(x)
         x = as_stored(x).contiguous()
         arrived = x.new_empty((self.size, *x.shape))
         self.sent += x.nbytes * (self.size - 1)
-        together = self.collective(all_gather_single, arrived.flatten(0, 1) if x.dim() else arrived, x)
+        together = self.collective(what, all_gather_single, arrived.flatten(0, 1), x)
         return Then(together, lambda _: arrived.flatten(0, 1) if dim == 0 else torch.cat(arrived.unbind(0), dim))
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Pending:
-        if self.size == 1:
-            return Done(x)
         pieces = torch.stack(as_stored(x).chunk(self.size, dim))
         mine = torch.empty_like(pieces[0])
         self.sent += pieces.nbytes // self.size * (self.size - 1)
-        return self.collective(reduce_scatter_single, mine, pieces.flatten(0, 1))
+        return self.collective("reduce_scatter", reduce_scatter_single, mine, pieces.flatten(0, 1))
 
-    def collective(self, call: Callable[..., Any], result: Tensor, x: Tensor) -> Pending:
+    def collective(self, what: str, call: Callable[..., Any], result: Tensor, x: Tensor) -> Pending:
         """One of torch's collectives, under way; it brings `result`."""
-        lost = self.losing_any(call.__name__)
+        lost = self.losing_any(what)
         with lost.named():
             return Works([call(result, x, group=self.group, async_op=True)], result, [x], lost)
 

@@ -6,6 +6,7 @@ import torch
 from ringattn.comms.axis import Axis, Parts, Solo
 from ringattn.comms.local import run
 from ringattn.comms.mesh import axis, init_mesh
+from ringattn.comms.process_group import CollectiveAxis
 from ringattn.launch.processes import run as run_processes
 
 
@@ -47,7 +48,9 @@ def test_threads(size):
 
 
 def over_gloo() -> None:
-    a = axis(init_mesh(ring=4, device_type="cpu"), "ring")
+    mesh = init_mesh(ring=4, device_type="cpu")
+    exercise(CollectiveAxis(mesh.get_group("ring")))  # what NCCL is asked for
+    a = axis(mesh, "ring")
     exercise(a)
     parts, held = Parts([torch.ones(2, 4, 3)], (range(2),)), []
     started, a.started = a.started, lambda ops, lost: held.extend(ops) or started(ops, lost)

@@ -1,13 +1,7 @@
-"""The JAX backend under JAX's transformations, on every kind of mesh, over processes; and what it refuses."""
+"""The JAX backend under JAX's transformations, and what it refuses."""
 
 import dataclasses
-import json
-import os
-import socket
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,8 +18,7 @@ from ringattn.jax.steps import global_bounds, route_of  # noqa: E402
 from ringattn.kernels import Problem  # noqa: E402
 from ringattn.kernels.vendor import jax_cudnn  # noqa: E402
 from ringattn.launch.cases import FEATURES  # noqa: E402
-from ringattn.mask import Mask, schedule_of  # noqa: E402
-from ringattn.schedule import needed  # noqa: E402
+from ringattn.mask import Mask  # noqa: E402
 from ringattn.spec import bounds  # noqa: E402
 
 LIMIT = 5e-6
@@ -135,154 +128,6 @@ def test_checkpointed_layers_in_a_scan(small, plan):
     close(train(through(plan)), train(ra.attention))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map_it_takes_local_arrays(small, plan, check_vma):
-    tokens, sinks = P("data", ("ring", "ulysses")), jnp.arange(4.0)
-    inside = jax.shard_map(
-        lambda q, k, v, s: ra.attention(q, k, v, plan, sinks=s),
-        mesh=plan.ring_axis.mesh, in_specs=(tokens, tokens, tokens, P()), out_specs=tokens, check_vma=check_vma,
-    )  # fmt: skip
-
-    def grads(f):
-        return jax.jit(jax.grad(lambda *x: (f(*x) ** 2).sum(), argnums=(0, 1, 2, 3)))(*small, sinks)
-
-    def whole(q, k, v, s):
-        return plan.unshard(inside(*map(plan.shard, (q, k, v)), s))
-
-    close(grads(whole), grads(lambda q, k, v, s: ra.attention(q, k, v, sinks=s)))
-
-
-@pytest.mark.parametrize("attention", [ra.attention, ra.linear_attention])
-def test_inside_a_shard_map_over_other_axes_arrays_are_whole_along_the_plans(small, plan, attention):
-    """The batch is cut by hand, and the sequence by the plan."""
-    q, mesh = small[0], plan.ring_axis.mesh
-    k = q[..., ::-1]
-
-    def whole(q, k):
-        assert plan.positions().shape == (32,)
-        mine = {"plan": dataclasses.replace(plan, heads=None), "k": plan.shard(k), "v": plan.shard(q)}
-        return plan.unshard(attention(plan.shard(q), **mine))
-
-    by_hand = jax.shard_map(whole, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
-    close(jax.jit(by_hand)(q, k), attention(q, k, q))
-    other = jax.make_mesh((2, 4), ("data", "x"), axis_types=(AxisType.Auto,) * 2)
-    astray = jax.shard_map(whole, mesh=other, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
-    expect(["'x': 4", "'ring'", "plan.ring_axis.mesh"], lambda: jax.jit(astray)(q, k))
-
-
-@pytest.mark.parametrize("attention", [ra.attention, ra.linear_attention])
-def test_a_shard_map_over_another_mesh_or_some_axes_of_the_sequence_is_refused(plan, attention):
-    x, free = jax.ShapeDtypeStruct((2, 32, 4, 8), jnp.float32), dataclasses.replace(plan, heads=None)
-    other, tokens = rj.init_mesh(ring=4, ulysses=2), P(None, ("ring", "ulysses"))
-    for mesh, spec, names, words in (
-        (other, tokens, {"data", "ring", "ulysses"}, ["'ring': 4", "'ring': 2", "plan.ring_axis.mesh"]),
-        (other, P("data"), {"data"}, ["'ring': 4", "'ring': 2", "plan.ring_axis.mesh"]),
-        (plan.ring_axis.mesh, P(None, "ring"), {"ring"}, ["['ulysses']", "('ring', 'ulysses')", "axis_names"]),
-    ):
-        inside = jax.shard_map(
-            lambda x: attention(x, x, x, plan=free), mesh=mesh, in_specs=spec, out_specs=spec, axis_names=names
-        )
-        expect(words, lambda inside=inside: jax.eval_shape(jax.jit(inside), x))
-
-
-def test_an_explicit_mesh_says_what_cuts_batch_and_heads(small):
-    mesh = jax.make_mesh((2, 2, 2), ("data", "ring", "tensor"), axis_types=(AxisType.Explicit,) * 3)
-    plan = ra.plan(mesh, seq_len=30, heads=(4, 2), head_dim=8)
-    with jax.set_mesh(mesh):
-
-        def whole(*x):
-            q, k, v = (jax.reshard(plan.shard(y), P("data", "ring", "tensor")) for y in x)
-            out = ra.attention(q, k, v, plan)
-            assert jax.typeof(out).sharding.spec == P("data", "ring", "tensor", None)
-            return plan.unshard(out)
-
-        close(jax.jit(whole)(*small), ra.attention(*small))
-
-
-def spread(mesh, small, *spec):
-    there = jax.sharding.NamedSharding(mesh, P(*spec))
-    return [jax.device_put(x[:, :28], there) for x in small]
-
-
-def test_without_a_plan_explicit_sharding_says_where_everything_lies(small):
-    """Two axes cut the tokens, one the heads; under jit and its transformations, with sinks and documents."""
-    mesh = jax.make_mesh((2, 2, 2), ("outer", "inner", "tensor"), axis_types=(AxisType.Explicit,) * 3)
-    placed, plain = spread(mesh, small, None, ("outer", "inner"), "tensor"), [x[:, :28] for x in small]
-    docs, sinks = ra.Docs.from_lengths([10, 18]), jnp.arange(4.0)
-
-    def grads(q, k, v, sinks):
-        def loss(*x):
-            out, lse = ra.attention(*x[:3], docs=docs, sinks=x[3], return_lse=True)
-            return (out**2).sum() + lse.sum()
-
-        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(q, k, v, sinks)
-
-    with jax.set_mesh(mesh):
-        out = jax.eval_shape(ra.attention, *placed)
-        assert out.sharding.spec == P(None, ("outer", "inner"), "tensor", None)
-        lowered = jax.jit(grads).lower(*placed, jax.device_put(sinks, P("tensor")))
-        found = jax.device_get(lowered.compile()(*placed, jax.device_put(sinks, P("tensor"))))
-        assert "collective_permute" in lowered.as_text() and "all_gather" not in lowered.as_text()
-        stacked = [jnp.stack([x, 2 * x]) for x in placed]
-        several = jax.device_get(jax.jit(jax.vmap(ra.attention))(*stacked))
-    close(found, grads(*plain, sinks))
-    close(several, jnp.stack([ra.attention(*plain), ra.attention(*(2 * x for x in plain))]))
-
-
-def test_without_a_plan_data_beside_what_is_traced_lies_alike(small):
-    """A function's arrays may be arguments, or closed over."""
-    meshes = [
-        jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[i : i + 2]) for i in (0, 2)
-    ]
-    q, k, v = spread(meshes[0], small, None, "x")
-    found = jax.jit(lambda q: ra.attention(q, k, v))(q)
-    assert found.sharding.spec[1] == "x"
-    close(found, ra.attention(*(x[:, :28] for x in small)))
-    expect(
-        ["2 devices from cpu:0 on", "cpu:2"],
-        lambda: ra.attention(q, k, *spread(meshes[1], small, None, "x")[2:]),
-    )
-
-
-def test_without_a_plan_data_at_hand_says_where_it_lies(small):
-    """On a mesh of automatic axes too; two axes of one size are not mistaken for each other."""
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    expected = ra.attention(*(x[:, :28] for x in small))
-    for spec in (("a", "b"), ("b", "a"), (None, ("b", "a")), ()):
-        out = ra.attention(*spread(mesh, small, *spec))
-        assert out.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, P(*spec)), 4)
-        close(out, expected)
-
-
-def test_without_a_plan_what_cannot_be_known_is_refused(small):
-    auto, explicit = (
-        jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2) for kind in (AxisType.Auto, AxisType.Explicit)
-    )
-    placed = spread(auto, small, None, "a")
-    expect(["('a', 'b')", "automatic", "plan", "Explicit"], lambda: jax.jit(ra.attention)(*placed))
-    expect(["lie alike", "q: batch ()", "one device", "reshard"], lambda: ra.attention(placed[0], *small[1:]))
-    expect(["head dim of q", "('b',)"], lambda: ra.attention(*spread(explicit, small, None, "a", None, "b")))
-
-
-def test_a_mesh_with_one_sequence_axis_is_factored_by_the_plan(small):
-    plan = ra.plan(rj.init_mesh(data=2, sequence=4), seq_len=30, heads=(4, 2), head_dim=8)
-    assert plan.ring * plan.ulysses == 4
-    close(through(plan)(*small), ra.attention(*small))
-
-
-def test_the_mesh_that_jax_holds_is_the_plans(small):
-    mesh = rj.init_mesh(data=2, sequence=4)
-    plan = ra.plan(mesh, seq_len=30, heads=(4, 2), head_dim=8)
-    cache = ra.KVCache.allocate(plan, batch=2, max_len=30, kv_heads=2, head_dim=8, dtype=jnp.float32)
-    remedy = "with jax.set_mesh(plan.ring_axis.mesh)"
-    with jax.set_mesh(mesh):
-        expect(["'sequence': 4", "'ring'", remedy], lambda: jax.eval_shape(through(plan), *small))
-        expect(["'sequence': 4", "'ring'", remedy], lambda: cache.append(*small[1:]))
-    with jax.set_mesh(plan.ring_axis.mesh):
-        assert jax.eval_shape(through(plan), *small).shape == small[0].shape
-        assert cache.append(*small[1:]).lengths.tolist() == [30, 30]
-
-
 def test_gradients_are_taken_where_jax_promotes_nothing(small, plan):
     halves = [x.astype(jnp.bfloat16) for x in small]
     for within in (jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")):
@@ -303,18 +148,6 @@ def test_documents_are_not_made_of_what_is_traced():
     docs = ra.Docs.from_lengths([1, 2])
     assert repr(jax.tree.map(jnp.shape, docs)) == "Docs((1, 3), 3 tokens)"
     assert repr(jax.eval_shape(lambda x: x, docs)) == repr(docs) == "Docs(2 documents, 1 row, 3 tokens)"
-
-
-def test_plans_over_other_devices_are_not_equal(small):
-    """Nor do they share a program that has its plan as a static argument."""
-    first, same, other = (
-        ra.plan(rj.init_mesh(ring=2, devices=jax.devices()[i : i + 2]), seq_len=30, layout="zigzag") for i in (0, 0, 2)
-    )
-    assert first == same and hash(first) == hash(same) and first != other
-    attend = jax.jit(lambda plan, *x: ra.attention(*map(plan.shard, x), plan), static_argnums=0)
-    assert [attend(plan, *small).devices() for plan in (first, other)] == [
-        set(jax.devices()[i : i + 2]) for i in (0, 2)
-    ]
 
 
 def test_shard_and_unshard_are_inverse_in_every_layout():
@@ -349,18 +182,6 @@ def test_a_window_of_more_than_32_bits_is_none():
         global_bounds(Mask(ra.Plan(2**31 - 1), ra.AttentionSpec(window=w)), at, None, None) for w in (2**40, None)
     )
     assert (jnp.array(found) == jnp.array(free)).all()
-
-
-def test_the_schedule_of_a_long_sequence_is_found_piece_by_piece(monkeypatch):
-    monkeypatch.setattr("ringattn.mask.AT_ONCE", 7)
-    for case in FEATURES:
-        for layout in ("contiguous", "striped", "zigzag"):
-            plan = ra.Plan(case.seq_len, 4, 2, key_len=case.key_len, layout=layout)
-            mask = Mask(plan, case.spec, case.docs, case.key_docs)
-            begin, end = mask.bounds(np.arange(plan.tokens.padded_length))
-            shards = [[layout.shard(r) for r in range(4)] for layout in (plan.tokens, plan.keys.tokens)]
-            found = schedule_of.__wrapped__(mask).needed
-            assert (found == needed(begin, end, *shards)).all(), (case.name, layout)
 
 
 def test_a_window_stops_the_ring_early():
@@ -446,52 +267,3 @@ def test_a_kernel_that_the_platform_lacks_or_that_cannot_do_it_says_why(small, p
 )
 def test_cudnn_says_what_it_cannot(change, why):
     assert jax_cudnn.refuses(dataclasses.replace(FITS_CUDNN, **change)) == why
-
-
-# Processes.
-
-WORKER = """
-import json, sys
-import jax
-jax.config.update("jax_num_cpu_devices", 2)
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-import jax.numpy as jnp, numpy as np
-import ringattn as ra, ringattn.jax as rj
-
-plan = ra.plan(rj.init_mesh(ring=2, ulysses=2), seq_len=30, heads=(4, 2), head_dim=8, strategy="ring")
-rng = np.random.default_rng(0)
-x = [rng.normal(size=(2, 30, h, 8)).astype(np.float32) for h in (4, 2, 2)]
-
-def whole(q, k, v):
-    return plan.unshard(ra.attention(*map(plan.shard, (q, k, v)), plan))
-
-def grads(f):
-    return jax.jit(jax.value_and_grad(lambda *x: (f(*x) ** 2).sum(), argnums=(0, 1, 2)))(*x)
-
-def error(a, b):
-    a, b = (np.asarray(y.addressable_data(0)) for y in (a, b))
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-print(json.dumps(jax.tree.leaves(jax.tree.map(error, grads(whole), grads(ra.attention)))))
-"""
-
-
-def test_two_processes_of_two_devices_each():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
-    workers = [
-        subprocess.Popen([sys.executable, "-c", WORKER, address, str(i)], env=environment, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        for i in range(2)
-    ]  # fmt: skip
-    try:
-        said = [w.communicate(timeout=600) for w in workers]
-    finally:
-        for w in workers:
-            w.kill()
-    for worker, (out, err) in zip(workers, said, strict=True):
-        assert worker.returncode == 0, err[-2000:]
-        assert max(json.loads(out.splitlines()[-1])) <= LIMIT

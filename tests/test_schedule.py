@@ -13,7 +13,7 @@ import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.cost import Shape, seen_pairs
 from ringattn.launch import oracle
-from ringattn.launch.cases import CASES, Case
+from ringattn.launch.cases import CASES, FEATURES, Case
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.mask import Mask, schedule_of
 from ringattn.schedule import Schedule, needed
@@ -231,3 +231,15 @@ def test_the_last_gradients_fly_beside_work_at_home(kv_heads, monkeypatch):
         assert before == "gradients of step 3 of 4" and last == "work"
         for found, leaf in zip(grads, leaves, strict=True):
             torch.testing.assert_close(found, leaf.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_the_schedule_of_a_long_sequence_is_found_piece_by_piece(monkeypatch):
+    monkeypatch.setattr("ringattn.mask.AT_ONCE", 7)
+    for case in FEATURES:
+        for layout in LAYOUTS:
+            plan = ra.Plan(case.seq_len, 4, 2, key_len=case.key_len, layout=layout)
+            mask = Mask(plan, case.spec, case.docs, case.key_docs)
+            begin, end = mask.bounds(np.arange(plan.tokens.padded_length))
+            shards = [[layout.shard(r) for r in range(4)] for layout in (plan.tokens, plan.keys.tokens)]
+            found = schedule_of.__wrapped__(mask).needed
+            assert (found == needed(begin, end, *shards)).all(), (case.name, layout)
