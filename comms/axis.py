@@ -77,16 +77,20 @@ class Axis(Protocol):
     cheap_words: bool  # whether exchange_words costs little beside a call
     hosts: int  # on how many hosts the ranks lie, as many on each, in order; 0: nobody knows
 
-    def move(self, out: Parcels, into: Parcels, since: Any = None, what: str = "") -> Pending:
+    def move(self, out: Parcels, into: Parcels, what: str = "") -> Pending:
         """Send the tensors of `out` to their ranks, and fill those of `into` from theirs.
 
-        What rank a sends to b and what b fills from a have the same shapes in the same order. `since` is a moment of
-        this axis (`now`) at which all of them were ready: the move may start there, whatever was launched after it.
-        `what` names it in the error of a rank whose peer is lost.
+        What rank a sends to b and what b fills from a have the same shapes in the same order. `what` names it in the
+        error of a rank whose peer is lost.
         """
 
-    def now(self) -> Any:
-        """This moment of the device's work, for `move`; None where work is done when its call returns."""
+    def share(
+        self, tensors: Sequence[Any], readers: Sequence[int], into: Parcels, work: Callable[[], T], what: str = ""
+    ) -> tuple[T, Pending]:
+        """`work()`, and a move that flies beside it, of the same tensors to all who read them.
+
+        Those of `into` are filled from what their ranks share, at the same turn of theirs.
+        """
 
     def rotate(
         self, tensors: Sequence[Any], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
@@ -112,18 +116,6 @@ class Axis(Protocol):
         """The same ranks over that transport, if this axis has more than one: "symmetric" or "group"."""
 
 
-def meanwhile(axis: Axis, work: Callable[[], T], out: Parcels, into: Parcels, what: str = "") -> tuple[T, Pending]:
-    """`work()`, and a move that flies beside it. A device gets the work first: launching the move takes a while too."""
-    if not out and not into:
-        return work(), Done()
-    since = axis.now()
-    if since is None:
-        pending = axis.move(out, into, what=what)
-        return work(), pending
-    result = work()
-    return result, axis.move(out, into, since, what)
-
-
 def one_ahead(transfers: Iterable[Pending]) -> Iterator[Any]:
     """What each transfer brings, in order; the next one is under way before what came is handed over to be used.
 
@@ -146,11 +138,13 @@ class Solo:
     def __init__(self, name: str = "ring"):
         self.name = name
 
-    def move(self, out: Parcels, into: Parcels, since: Any = None, what: str = "") -> Pending:
+    def move(self, out: Parcels, into: Parcels, what: str = "") -> Pending:
         return Done()
 
-    def now(self) -> Any:
-        return None
+    def share(
+        self, tensors: Sequence[Any], readers: Sequence[int], into: Parcels, work: Callable[[], T], what: str = ""
+    ) -> tuple[T, Pending]:
+        return work(), Done()
 
     def rotate(
         self, tensors: Sequence[Any], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""

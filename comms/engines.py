@@ -23,8 +23,8 @@ class End(Pending, Protocol):
 class Lanes(Protocol):
     """Two queues of copies and signals, each done in its order."""
 
-    def start(self, since: Any) -> None:
-        """Let nothing that follows start before this moment (None: all that was launched so far)."""
+    def start(self) -> None:
+        """Let nothing that follows start before all that was launched so far."""
 
     def copy(self, lane: int, to: int, source: int, size: int) -> None: ...
 
@@ -33,13 +33,14 @@ class Lanes(Protocol):
 
     def set(self, lane: int, flag: int, value: int = 1) -> None: ...
 
+    def say(self, lane: int) -> None:
+        """Let what was asked of the lane begin: signals may wait for others to go with them."""
+
     def fill(self, lane: int, to: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a tensor that lies in one piece into one that lies in many."""
 
     def finish(self) -> "End":
         """What waits for all that was started."""
-
-    def now(self) -> Any: ...
 
     def apart(self, lane: int) -> Any:
         """A context in which torch's own work goes to this lane."""
@@ -65,10 +66,10 @@ class CopyEngines:
         self.unsaid: tuple[list[bytes], ...] = ([], [], [])
         self.driver = driver()
 
-    def start(self, since: Any) -> None:
-        since = self.now() if since is None else since
+    def start(self) -> None:
+        now = current_stream(self.device).record_event()
         for stream in self.streams[:AID]:
-            stream.wait_event(since)
+            stream.wait_event(now)
 
     def copy(self, lane: int, to: int, source: int, size: int) -> None:
         self.say(lane)
@@ -98,9 +99,6 @@ class CopyEngines:
         for lane in (OUT, IN):
             self.say(lane)
         return Events([stream.record_event() for stream in self.streams[:AID]], self.device)
-
-    def now(self) -> Any:
-        return current_stream(self.device).record_event()
 
     def apart(self, lane: int) -> Any:
         return torch.cuda.stream(self.streams[lane])

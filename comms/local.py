@@ -96,12 +96,9 @@ class LocalAxis(Moves):
         self.counts[way, source, destination] += 1
         return self.name, self.group, source, destination, self.counts[way, source, destination]
 
-    def move(self, out: Parcels, into: Parcels, since: Any = None, what: str = "") -> Pending:
+    def move(self, out: Parcels, into: Parcels, what: str = "") -> Pending:
         letters = self.swap({rank: tuple(tensors) for rank, tensors in out.items()}, list(into))
         return Then(letters, lambda arrived: unpack(arrived, into))
-
-    def now(self) -> Any:
-        return None
 
     def exchange_words(self, words: Any) -> list[Any]:
         everyone = range(self.size)

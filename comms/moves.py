@@ -1,12 +1,14 @@
 """What an axis that can move tensors can do with that alone: every transfer is from one rank to another, by name."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ringattn.comms.axis import Done, Parcels, Pending, Then
+
+T = TypeVar("T")
 
 
 class Moves:
@@ -17,6 +19,12 @@ class Moves:
     rank: int
     by: str
     move: Callable[..., Pending]
+
+    def share(
+        self, tensors: Sequence[Tensor], readers: Sequence[int], into: Parcels, work: Callable[[], T], what: str = ""
+    ) -> tuple[T, Pending]:
+        pending = self.move(dict.fromkeys(readers, tensors), into, what)
+        return work(), pending
 
     def rotate(
         self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ringattn.comms.axis import Parcels, Pending, Then
 from ringattn.comms.moves import Moves, as_stored, rotated
+
+T = TypeVar("T")
 
 # torch 2.13 renamed both; 2.11 knows only the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -63,8 +65,7 @@ class Lost(NamedTuple):
         if axis.size < all_ranks:
             whom += f", which is rank {' or '.join(str(axis.peer(r)) for r in needs)} of {all_ranks}"
         mine = f"{axis.name} rank {axis.rank} lost {axis.name} rank {whom}{self.what and f' ({self.what})'}: {why}"
-        first = axis.first_word(mine if len(needs) == 1 else "")
-        return ConnectionError(mine if first in ("", mine) else f"{mine}; the first loss: {first}")
+        return ConnectionError(with_first_loss(mine, certain=len(needs) == 1))
 
 
 class ProcessGroupAxis(Moves):
@@ -86,8 +87,18 @@ class ProcessGroupAxis(Moves):
         self.far = far_group(group) if self.hosts > 1 else self.hops
         self.sent = 0
 
-    def move(self, out: Parcels, into: Parcels, since: Any = None, what: str = "") -> Pending:
-        return self.post(self.hops, out, into, since, what)
+    def move(self, out: Parcels, into: Parcels, what: str = "") -> Pending:
+        return self.post(self.hops, out, into, None, what)
+
+    def share(
+        self, tensors: Sequence[Tensor], readers: Sequence[int], into: Parcels, work: Callable[[], T], what: str = ""
+    ) -> tuple[T, Pending]:
+        """A GPU gets the work first: launching a move takes a while too."""
+        if not self.on_gpus or not (readers or into):
+            return super().share(tensors, readers, into, work, what)
+        since = torch.cuda.current_stream().record_event()
+        result = work()
+        return result, self.post(self.hops, dict.fromkeys(readers, tensors), into, since, what)
 
     def post(self, group: dist.ProcessGroup, out: Parcels, into: Parcels, since: Any, what: str) -> Pending:
         with beside(since):
@@ -113,9 +124,6 @@ class ProcessGroupAxis(Moves):
                 works += dist.batch_isend_irecv(together)
         return works
 
-    def now(self) -> Any:
-        return torch.cuda.current_stream().record_event() if self.on_gpus else None
-
     def rotate(
         self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
     ) -> Pending:
@@ -140,16 +148,6 @@ class ProcessGroupAxis(Moves):
 
     def over(self, transport: str) -> "ProcessGroupAxis":
         return self
-
-    def first_word(self, mine: str = "") -> str:
-        """What the first rank of all said that lost another: `mine` if that is this one, or no store is left to ask."""
-        try:
-            store = dist.PrefixStore("ringattn", dist.distributed_c10d._get_default_store())
-            if not mine and not store.check(["lost"]):
-                return ""
-            return str(store.compare_set("lost", "", mine).decode())
-        except RuntimeError:
-            return mine
 
     def peer(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank % self.size)
@@ -195,6 +193,24 @@ class CollectiveAxis(ProcessGroupAxis):
     def losing_any(self, what: str) -> Lost:
         """What to say when any other rank is lost."""
         return Lost(self, [[rank for rank in range(self.size) if rank != self.rank]], what)
+
+
+def with_first_loss(mine: str, certain: bool) -> str:
+    """What this rank has to say of a loss, and what the first of all ranks said that lost another; if `certain`, it
+    may be that one."""
+    first = first_word(mine if certain else "")
+    return mine if first in ("", mine) else f"{mine}; the first loss: {first}"
+
+
+def first_word(mine: str = "") -> str:
+    """What the first rank of all said that lost another: `mine` if that is this one, or no store is left to ask."""
+    try:
+        store = dist.PrefixStore("ringattn", dist.distributed_c10d._get_default_store())
+        if not mine and not store.check(["lost"]):
+            return ""
+        return str(store.compare_set("lost", "", mine).decode())
+    except (RuntimeError, ValueError):
+        return mine
 
 
 def whole(x: Tensor) -> Tensor:

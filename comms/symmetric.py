@@ -1,15 +1,19 @@
 """An axis over GPUs that see each other's memory: copies by the copy engines, signals instead of barriers.
 
-Every rank has a window of memory that all others can read and write: for each of them two slots, and beside each slot
-two flags. What is sent goes through the slots piece by piece, so a window is small whatever travels:
+Every rank has a window of memory that all others can read and write: for each of them two slots, some for what many
+read, and for each slot and other rank two flags. What is sent goes through the slots piece by piece, so a window is
+small whatever travels:
 
     sender      waits until the slot is free, copies a piece into it, sets the receiver's flag: it is full
     receiver    waits until it is full, copies the piece out over the link, sets the sender's flag: it is free
 
 A flag goes from 0 to 1 by the other side and back to 0 by the side that waits, so it needs no numbers, and a captured
 CUDA graph may be replayed. Both sides count their pieces, so both know which slot is next. All of it is put on two
-streams of this device, in the same order on every rank: nothing runs on a multiprocessor, no host waits, and no order
-can block (even if both streams were one).
+streams of this device, in the same order on every rank: no host waits, and no order can block (even if both streams
+were one).
+
+What goes over a link takes no multiprocessor. A copy within a GPU does: it waits until a kernel that fills all of them
+lets some go. So what is shared is copied into its slots before the work that it flies beside.
 """
 
 import sys
@@ -17,10 +21,10 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,11 +33,14 @@ from torch import Tensor
 from ringattn.comms.axis import Axis, Done, Parcels, Parts, Pending
 from ringattn.comms.engines import AID, IN, OUT, CopyEngines, End, Lanes
 from ringattn.comms.moves import Moves
-from ringattn.comms.process_group import hosts_of
+from ringattn.comms.process_group import hosts_of, with_first_loss
+
+T = TypeVar("T")
 
 SLOT = 16 * 2**20  # bytes
-SLOTS = 2
-HEAD = 4096  # bytes for the flags
+SLOTS = 2  # for each other rank
+SHARED = 4  # for all others together
+HEAD = 4096  # bytes for the flags: up to 85 ranks
 APART = 2**48  # bytes: more than a tensor has
 MANY = 8  # pieces: a tensor of more is packed first, which takes the host less time than as many copies
 
@@ -50,40 +57,66 @@ class Window:
 
     @staticmethod
     def bytes(size: int) -> int:
-        return HEAD + (size - 1) * SLOTS * SLOT
+        return HEAD + (SHARED + (size - 1) * SLOTS) * SLOT
 
     def slot(self, owner: int, receiver: int, slot: int) -> int:
+        """Where a slot for that receiver lies; the first ones are shared, and the same for all."""
         place = (receiver - owner - 1) % len(self.bases)  # nobody has one for itself
-        return self.bases[owner] + HEAD + (place * SLOTS + slot) * SLOT
+        return self.bases[owner] + HEAD + (slot + (place * SLOTS if slot >= SHARED else 0)) * SLOT
 
     def full(self, receiver: int, sender: int, slot: int) -> int:
-        return self.bases[receiver] + 8 * (sender * SLOTS + slot)
+        return self.bases[receiver] + 8 * (sender * (SHARED + SLOTS) + slot)
 
     def free(self, sender: int, receiver: int, slot: int) -> int:
-        return self.bases[sender] + 8 * (receiver * SLOTS + slot) + 4
+        return self.bases[sender] + 8 * (receiver * (SHARED + SLOTS) + slot) + 4
 
 
 class Peers:
-    """The two sides of the protocol, and how many pieces have gone between this rank and each other so far."""
+    """The two sides of the protocol, and how many pieces have gone between this rank and each other alone so far."""
 
     def __init__(self, lanes: Lanes, window: Window):
         self.lanes, self.window, self.rank = lanes, window, window.rank
+        self.size = len(window.bases)
         self.gone: Counter[int] = Counter()
         self.come: Counter[int] = Counter()
 
     def send(self, peer: int, pieces: Sequence[Piece]) -> None:
-        slot = self.gone[peer] % SLOTS
+        """To that rank alone."""
+        slot = SHARED + self.gone[peer] % SLOTS
         self.gone[peer] += 1
-        to = self.window.slot(self.rank, peer, slot)
         self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
+        self.put(self.window.slot(self.rank, peer, slot), [peer], slot, pieces)
+
+    def show(
+        self, readers: Collection[int], piece: int, pieces: Sequence[Piece], waiting: Callable[[int], None]
+    ) -> None:
+        """To some ranks at once. All others must be done with the slot; those that do not read it now are again."""
+        slot = piece % SHARED
+        for step in range(1, self.size):
+            peer = (self.rank + step) % self.size
+            self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
+            waiting(peer)
+            if peer not in readers:
+                self.lanes.set(OUT, self.window.free(self.rank, peer, slot))
+        self.put(self.window.slot(self.rank, self.rank, slot), readers, slot, pieces)
+
+    def put(self, to: int, readers: Collection[int], slot: int, pieces: Sequence[Piece]) -> None:
         for address, size in pieces:
             self.lanes.copy(OUT, to, address, size)
             to += size
-        self.lanes.set(OUT, self.window.full(peer, self.rank, slot))
+        for peer in readers:
+            self.lanes.set(OUT, self.window.full(peer, self.rank, slot))
 
     def receive(self, peer: int, pieces: Sequence[Piece]) -> None:
-        slot = self.come[peer] % SLOTS
+        slot = SHARED + self.come[peer] % SLOTS
         self.come[peer] += 1
+        self.take(peer, slot, pieces)
+
+    def see(self, peer: int, piece: int, pieces: Sequence[Piece]) -> None:
+        """What that rank shows."""
+        self.take(peer, piece % SHARED, pieces)
+
+    def take(self, peer: int, slot: int, pieces: Sequence[Piece]) -> None:
         source = self.window.slot(peer, self.rank, slot)
         self.lanes.wait(IN, self.window.full(self.rank, peer, slot))
         for address, size in pieces:
@@ -97,6 +130,10 @@ def pieces_of(x: Tensor) -> list[Piece]:
     if x.is_contiguous():
         return [(x.data_ptr(), x.nbytes)] if x.nbytes else []
     return [piece for part in x for piece in pieces_of(part)]
+
+
+def weight(groups: Iterable[Sequence[Piece]]) -> int:
+    return sum(size for group in groups for _, size in group)
 
 
 def is_few(x: Tensor) -> bool:
@@ -205,17 +242,21 @@ class Watch:
             raise ConnectionError(self.error)
 
     def run(self) -> None:
+        turn = min(0.2, self.timeout / 10)
         while self.error is None:
-            time.sleep(min(0.2, self.timeout / 10))
+            time.sleep(turn)
             while self.open and self.done():
                 self.open.popleft()
             if self.open and time.monotonic() > self.open[0][0]:
                 _, lane, peer, _, what = self.open[0]
                 way = "nothing came from" if lane == IN else "nothing was taken by"
-                self.error = (
+                mine = (
                     f"rank {self.window.rank} of {self.size}: {way} rank {peer} within {self.timeout:g} s"
                     f"{what and f' ({what})'}; it died, hangs, or makes another call"
                 )
+                if lane == IN:  # that rank may be waiting for the one that is lost: it speaks first
+                    time.sleep(2 * turn)
+                self.error = with_first_loss(mine, certain=lane == OUT)
         print(self.error, file=sys.stderr, flush=True)
         self.lanes.attach()
         while self.open:
@@ -230,7 +271,7 @@ class Watch:
 
     def release(self) -> None:
         for peer in range(self.size):
-            for slot in range(SLOTS):
+            for slot in range(SHARED + SLOTS):
                 self.lanes.set(AID, self.window.full(self.window.rank, peer, slot))
                 self.lanes.set(AID, self.window.free(self.window.rank, peer, slot))
 
@@ -238,18 +279,25 @@ class Watch:
 class Flight:
     """A move in flight. What lanes read and fill must live until then, and what is packed or unpacked there too."""
 
-    def __init__(self, end: End, watch: Watch, held: Any):
-        self.end, self.watch, self.held = end, watch, held
+    def __init__(self, lanes: Lanes, watch: Watch, *held: Any):
+        self.lanes, self.watch, self.held = lanes, watch, list(held)
+        self.end: End | None = None
+
+    def launched(self) -> "Flight":
+        """All of it: now there is something to wait for."""
+        self.end = self.lanes.finish()
+        return self
 
     def wait(self) -> None:
         self.watch.check()
-        self.end.wait()
-        self.held = ()
+        if self.end is not None:
+            self.end.wait()
+        self.held.clear()
 
     def __del__(self) -> None:
         """Nobody waited, for an error came first: the lanes are done with the memory before it is let go."""
         if self.held and not sys.is_finalizing():
-            self.end.settle()
+            (self.end or self.lanes.finish()).settle()
 
 
 class SymmetricAxis(Moves):
@@ -264,11 +312,11 @@ class SymmetricAxis(Moves):
         self.lanes, self.rank, self.size = peers.lanes, peers.rank, watch.size
         self.sent = 0
 
-    def move(self, out: Parcels, into: Parcels, since: Any = None, what: str = "") -> Pending:
+    def move(self, out: Parcels, into: Parcels, what: str = "") -> Pending:
         self.watch.check()
         if not out and not into:
             return Done()
-        self.lanes.start(since)
+        self.lanes.start()
         leaving = {id(tensors): self.laid(tensors, self.packed) for tensors in out.values()}  # once for all who get it
         sends = {r: leaving[id(tensors)].batches for r, tensors in out.items()}
         arriving = {r: self.laid(tensors, self.roomy) for r, tensors in into.items()}
@@ -285,14 +333,51 @@ class SymmetricAxis(Moves):
                 self.watch.expect(OUT, there, what)
             if here in into:
                 self.watch.expect(IN, here, what)
+        self.unpack(arriving)
+        self.sent += sum(map(weight, sends.values()))
+        return Flight(self.lanes, self.watch, out, into, leaving, arriving).launched()
+
+    def share(
+        self, tensors: Sequence[Tensor], readers: Sequence[int], into: Parcels, work: Callable[[], T], what: str = ""
+    ) -> tuple[T, Pending]:
+        """Shows what fits into the slots, has the device work, and then fetches; that way work finds no copy before it
+        and no copy waits for it."""
+        self.watch.check()
+        if not readers and not into:
+            return work(), Done()
+        self.lanes.start()
+        leaving = self.laid(tensors, self.packed) if readers else Laid([], [])
+        flight = Flight(self.lanes, self.watch, tensors, leaving)
+        shown = [
+            partial(self.peers.show, readers, i, batch, partial(self.watch.expect, OUT, what=what))
+            for i, batch in enumerate(leaving.batches)
+        ]
+        for show in shown[:SHARED]:
+            show()
+        self.lanes.say(OUT)
+        result = work()
+        arriving = {r: self.laid(x, self.roomy) for r, x in sorted(into.items(), key=self.steps_from)}
+        flight.held += into, arriving
+        later = shown[SHARED:]
+        for i in range(max(len(later), *(len(laid.batches) for laid in arriving.values()), 0)):
+            for source, laid in arriving.items():  # piece by piece: what is shown later waits for these
+                if i < len(laid.batches):
+                    self.peers.see(source, i, laid.batches[i])
+                    self.watch.expect(IN, source, what)
+            if i < len(later):
+                later[i]()
+        self.unpack(arriving)
+        self.sent += weight(leaving.batches) * len(readers)
+        return result, flight.launched()
+
+    def steps_from(self, parcel: tuple[int, Any]) -> int:
+        """How far behind this rank the one is from whom a parcel comes."""
+        return (self.rank - parcel[0]) % self.size
+
+    def unpack(self, arriving: Mapping[int, Laid]) -> None:
         for laid in arriving.values():
             for x, y in laid.moved:
                 self.lanes.fill(IN, x, y)
-        self.sent += sum(size for groups in sends.values() for group in groups for _, size in group)
-        return Flight(self.lanes.finish(), self.watch, (out, into, leaving, arriving))
-
-    def now(self) -> Any:
-        return self.lanes.now()
 
     def exchange_words(self, words: Any) -> list[Any]:
         return self.words(words)
@@ -370,13 +455,17 @@ def agreed(group: dist.ProcessGroup, problem: str | None) -> bool:
 
 
 def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
-    """More pieces than there are slots from each rank to each other; what is wrong with what arrives."""
+    """More than there are slots, from each rank to each other and to all; what is wrong with what arrives."""
     mine = torch.full((3, 2), axis.rank, dtype=torch.int32, device=device)
+    others = [rank for rank in range(axis.size) if rank != axis.rank]
     try:
         for i in range(3):
-            arrived = axis.all_gather(mine[i]).wait().view(-1, 2).tolist()
-            if arrived != [[r, r] for r in range(axis.size)]:
-                return f"rank {axis.rank} was sent {arrived}"
+            arrived = axis.all_gather(mine[i]).wait()
+            shown = [mine[i].new_zeros(2) if r != axis.rank else mine[i] for r in range(axis.size)]
+            axis.share([mine[i]], others, {r: [shown[r]] for r in others}, lambda: None)[1].wait()
+            for rows in (arrived.view(-1, 2).tolist(), [x.tolist() for x in shown]):
+                if rows != [[r, r] for r in range(axis.size)]:
+                    return f"rank {axis.rank} was sent {rows}"
     except (RuntimeError, ConnectionError) as error:
         return str(error).splitlines()[0]
     return None

@@ -24,6 +24,19 @@ def exercise(a: Axis) -> None:
     others, rows = [s for s in range(n) if s != r], torch.full((2, n, 3), -1.0)
     a.move({s: [mine + 10 * s] for s in others}, {s: [rows[:, s]] for s in others}, what="rows").wait()
     assert all(rows[:, s].eq(s + 10 * r if s != r else -1).all() for s in range(n))
+    # everybody shows the same to all others beside its work, then only the even ranks do, and all but themselves look
+    for turn in range(3):
+        showing = [s for s in others if not turn or s % 2 == 0]
+        readers = others if not turn or r % 2 == 0 else []
+        wide, room = torch.full((2, 40, 3), r + 10.0 * turn), torch.full((2, n, 40, 3), -1.0)
+        done, hop = a.share(
+            Parts([wide], (range(9), range(9, 40))),
+            readers,
+            {s: [room[:, s, :9], room[:, s, 9:]] for s in showing},
+            lambda: "done",
+        )
+        hop.wait()
+        assert done == "done" and all(room[:, s].eq(s + 10 * turn if s in showing else -1).all() for s in range(n))
     x = torch.arange(2 * 2 * n * 3.0).reshape(2, 2 * n, 3) + 1000 * r
     swapped = a.all_to_all(x, 1, 2).wait()
     expected = [torch.arange(2 * 2 * n * 3.0).reshape(2, 2 * n, 3)[:, 2 * r : 2 * r + 2] + 1000 * s for s in range(n)]

@@ -41,7 +41,7 @@ class ThreadLanes:
         first = Lane()
         self.lanes = {OUT: first, IN: first if one else Lane(), AID: Lane()}
 
-    def start(self, since):
+    def start(self):
         pass
 
     def put(self, lane, work):
@@ -68,6 +68,9 @@ class ThreadLanes:
 
         self.put(lane, work)
 
+    def say(self, lane):
+        pass
+
     def fill(self, lane, to, source):
         self.put(lane, lambda: to.copy_(source))
 
@@ -76,9 +79,6 @@ class ThreadLanes:
         for lane, end in zip((OUT, IN), ends, strict=True):
             self.put(lane, end.set)
         return Ends(ends)
-
-    def now(self):
-        return None
 
     def apart(self, lane):
         return nullcontext()

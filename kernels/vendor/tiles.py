@@ -48,19 +48,17 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
         if len(tiles) == 1 and carry is None and covers(tiles[0].queries, q_BTHD.shape[1]):
             part = run(tiles[0])
             return Partial(part.out.to(dtype), part.lse)
+        between = untouched([tile.queries for tile in tiles], q_BTHD.shape[1])  # if each row is merged once at most
         total = carry or empty(q_BTHD, v_BSGV.shape[-1])
-        between = untouched([tile.queries for tile in tiles], q_BTHD.shape[1])
-        if total.out.dtype == dtype == exact or between is None:
+        if between is None:
             total = Partial(total.out.to(exact), total.lse)
-            for tile in tiles:
-                merge_rows(total, tile.queries, run(tile), total)
-            return Partial(total.out.to(dtype), total.lse)
-        found = Partial(torch.empty_like(total.out, dtype=dtype), torch.empty_like(total.lse))
-        for tile in tiles:  # each row is merged once, straight into the dtype that is asked for
+        in_place = between is None or total.out.dtype == dtype
+        found = total if in_place else Partial(torch.empty_like(total.out, dtype=dtype), torch.empty_like(total.lse))
+        for tile in largest_first(tiles):
             merge_rows(total, tile.queries, run(tile), found)
-        for rows in between:
+        for rows in between if between and not in_place else ():
             found.out[:, rows], found.lse[:, rows] = total.out[:, rows], total.lse[:, rows]
-        return found
+        return Partial(found.out.to(dtype), found.lse)
 
     def attend_backward(
         q_BTHD: Tensor,
@@ -81,7 +79,7 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
         dout, out = delta_BTH if isinstance(delta_BTH, StandIn) else prepare(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)[2]
         q_BTHD, k_BSGD, v_BSGV, dout, out = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV, dout, out))
         totals = [dq, dk, dv]
-        for queries, keys, causal in sorted(tiles, key=area, reverse=True):
+        for queries, keys, causal in largest_first(tiles):
             tensors = q_BTHD[:, queries], k_BSGD[:, keys], v_BSGV[:, keys]
             rows = dout[:, queries], out[:, queries], lse_BTH[:, queries]
             parts = backward(rows[0], *tensors, *rows[1:], causal, scale)
@@ -135,6 +133,11 @@ def untouched(queries: Sequence[slice], length: int) -> list[slice] | None:
             found.append(slice(at, rows.start))
         at = rows.stop
     return [*found, slice(at, length)] if at < length else found
+
+
+def largest_first(tiles: Sequence[Tile]) -> list[Tile]:
+    """While a large one runs, the next ones are launched."""
+    return sorted(tiles, key=area, reverse=True)
 
 
 def area(tile: Tile) -> int:

@@ -44,8 +44,8 @@ class Folded(Moves):
     def sent(self) -> int:
         return int(self.axis.sent)
 
-    def move(self, out: Parcels, into: Parcels, since: Any = None, what: str = "") -> Pending:
-        return self.axis.move(self.nearer(out, 1), self.nearer(into, -1), since, what)
+    def move(self, out: Parcels, into: Parcels, what: str = "") -> Pending:
+        return self.axis.move(self.nearer(out, 1), self.nearer(into, -1), what)
 
     def nearer(self, parcels: Parcels, way: int) -> Parcels:
         """To a rank so many places away goes what would go to others as far beyond it; never to this rank itself."""
@@ -53,9 +53,6 @@ class Folded(Moves):
         for place, tensors in sorted((way * (r - self.rank) % self.size, tensors) for r, tensors in parcels.items()):
             found.setdefault((self.rank + way * (place % self.axis.size or 1)) % self.axis.size, []).extend(tensors)
         return found
-
-    def now(self) -> Any:
-        return self.axis.now()
 
     def exchange_words(self, words: Any) -> list[Any]:
         return self.axis.exchange_words(words) * (self.size // self.axis.size)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
-from ringattn.comms.axis import Axis, Done, Parts, Pending, meanwhile
+from ringattn.comms.axis import Axis, Done, Parts, Pending
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, empty, packed, unpacked
@@ -24,7 +24,7 @@ from ringattn.spec import AttentionSpec
 from ringattn.torch.cache import KVCache
 from ringattn.torch.chunk import Chunk, guests_of, in_any_order, own_pieces, part_of, pieces_of, whereabouts_on
 from ringattn.torch.exchange import merged
-from ringattn.torch.ring import room_for, with_next
+from ringattn.torch.ring import nothing, room_for, with_next
 from ringattn.torch.steps import Score, problem_of, score_of
 
 
@@ -105,8 +105,8 @@ class Guests:
         rows = self.q.shape[0] * self.q.shape[1] * self.q.shape[2]
         at_home, *self.run = guests_of(blocks, self.axis.rank, queries_at_once(rows))
         self.run.append(at_home)
-        self.here, out, into = room_for(self.run[0], self.q)
-        self.coming = self.axis.move(out, into, what=f"queries of step 1 of {len(self.run)}, prefill")
+        self.here, trip = room_for(self.run[0], self.q)
+        _, self.coming = self.axis.share(*trip, nothing, f"queries of step 1 of {len(self.run)}, prefill")
 
     def attend(self, cache: KVCache, chunk: Chunk, keys: int | None, dtype: torch.dtype) -> Partial:
         """This rank's partial over the keys of all, merged in rank order; its out may be of `dtype`."""
@@ -119,8 +119,8 @@ class Guests:
             say = f"step {i + 1} of {len(self.run)}, prefill"
             asking = chunk._replace(queries=stop.shard)
             work = partial(attend_cache, self.here[0], cache, asking, keys)
-            self.here, out, into = room_for(following, self.q)
-            part, self.coming = meanwhile(self.axis, work, out, into, f"queries after {say}")
+            self.here, trip = room_for(following, self.q)
+            part, self.coming = self.axis.share(*trip, work, f"queries after {say}")
             leaving.wait()
             if stop.readers or stop.brought:
                 home = {r: Parts([x[r] for x in found], stop.own) for r in stop.readers}
@@ -158,7 +158,7 @@ def attend_travelling(q: Tensor, new: Pending, plan: Plan, cache: KVCache, chunk
         room = [x.new_empty(x.shape[0], len(sources), *x.shape[1:]) for x in mine]
         into = {r: [x[:, i] for x in room] for i, r in enumerate(sources)}
         work = partial(meeting.of, [*visits, Visit(mine, piece.seen[0])])
-        _, coming = meanwhile(axis, work, dict.fromkeys(sources, mine), into, "cached keys")
+        _, coming = axis.share(mine, sources, into, work, "cached keys")
         coming.wait()
         visits = [in_order(room, piece.seen[1])]
     k, v = parted(new.wait().index_select(0, whereabouts_on(q.device, plan.tokens, chunk.tokens)), cache)

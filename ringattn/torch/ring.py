@@ -7,12 +7,12 @@ their gradients follow one hop behind. What goes where is decided in `ringattn.s
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Axis, Done, Parcels, Parts, Pending, meanwhile
+from ringattn.comms.axis import Axis, Done, Parcels, Parts, Pending
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import Partial, empty
 from ringattn.torch.steps import Level, Run, Score, Stop, carried_in
@@ -40,8 +40,8 @@ def direct_forward(
         if stop.where:
             dtype = carried_in(q, score, stop.where, part, ends and i == last)
             work = partial(score.attend, q, *keys, stop.where, carry=part, out_dtype=dtype)
-        keys, out, into = room_for(following, k, v)
-        part, hop = meanwhile(axis, work, out, into, f"keys of step {i + 2} of {len(run)}, forward")
+        keys, trip = room_for(following, k, v)
+        part, hop = axis.share(*trip, work, f"keys of step {i + 2} of {len(run)}, forward")
         hop.wait()
     return part or empty(q, v.shape[-1])
 
@@ -55,9 +55,8 @@ def direct_backward(
     dq is added to the one that is given, in float32; dk and dv are in float32 too, unless they end here.
     """
     home, order = Home(axis, k, v), in_order(run, score)
-    keys, out, into = room_for(order[0], k, v)
-    hop = axis.move(out, into, what=f"keys of step 1 of {len(run)}, backward")
-    rows = score.prepare(q, *rows)
+    keys, trip = room_for(order[0], k, v)
+    rows, hop = axis.share(*trip, partial(score.prepare, q, *rows), f"keys of step 1 of {len(run)}, backward")
     hop.wait()
     for i, (stop, following) in enumerate(with_next(order)):
         if score.parted:  # what came has flown beside dq; else it may still fly beside this step
@@ -65,8 +64,8 @@ def direct_backward(
         work: Halves = partial(as_it_was, (None, None)), partial(as_it_was, dq)
         if stop.where:
             work = score.halves(q, *keys, stop.where, *rows, dq=dq)
-        keys, out, into = room_for(following, k, v)
-        grads, hop = meanwhile(axis, work[0], out, into, f"keys of step {i + 2} of {len(run)}, backward")
+        keys, trip = room_for(following, k, v)
+        grads, hop = axis.share(*trip, work[0], f"keys of step {i + 2} of {len(run)}, backward")
         home.send(stop, grads, f"gradients of step {i + 1} of {len(run)}")
         dq = work[1]()
         hop.wait()
@@ -86,16 +85,16 @@ def queries_backward(
     dk, dv = zeros(k, v)
     home, order = Home(axis, q), in_order(run, score)
     own = tuple(x.contiguous() for x in (q, *rows))
-    here, out, into = room_for(order[0], *own)
-    axis.move(out, into, what=f"queries of step 1 of {len(run)}, backward").wait()
+    here, trip = room_for(order[0], *own)
+    axis.share(*trip, nothing, f"queries of step 1 of {len(run)}, backward")[1].wait()
     for i, (stop, following) in enumerate(with_next(order)):
         if score.parted:
             home.settle()
         work: Halves = partial(as_it_was, (dk, dv)), partial(as_it_was, None)
         if stop.where:
             work = score.halves(here[0], k, v, stop.where, *score.prepare(*here), dk=dk, dv=dv)
-        here, out, into = room_for(following, *own)
-        dq, hop = meanwhile(axis, work[1], out, into, f"queries of step {i + 2} of {len(run)}, backward")
+        here, trip = room_for(following, *own)
+        dq, hop = axis.share(*trip, work[1], f"queries of step {i + 2} of {len(run)}, backward")
         home.send(stop, (dq,), f"gradients of step {i + 1} of {len(run)}")
         dk, dv = work[0]()
         hop.wait()
@@ -121,11 +120,22 @@ def as_it_was(x: Any) -> Any:
     return x
 
 
-def room_for(stop: Stop, *own: Tensor) -> tuple[tuple[Tensor, ...], Parcels, Parcels]:
-    """Memory for what a stop brings, what this rank sends to others for their same stop, and what fills the memory."""
+def nothing() -> None: ...
+
+
+class Trip(NamedTuple):
+    """What `Axis.share` is told: what this rank shares with whom for their same stop, and what is filled."""
+
+    tensors: Parts
+    readers: tuple[int, ...]
+    into: Parcels
+
+
+def room_for(stop: Stop, *own: Tensor) -> tuple[tuple[Tensor, ...], Trip]:
+    """Memory for what a stop brings, and how it comes."""
     room = tuple(x.new_empty(x.shape[0], stop.length, *x.shape[2:]) for x in own) if stop.brought else own
-    out = dict.fromkeys(stop.readers, Parts(own, stop.own))
-    return room, out, {source: Parts(room, places) for source, places in stop.brought.items()}
+    into = {source: Parts(room, places) for source, places in stop.brought.items()}
+    return room, Trip(Parts(own, stop.own), stop.readers, into)
 
 
 class Home:
