@@ -33,8 +33,8 @@ class Lanes(Protocol):
 
     def set(self, lane: int, flag: int, value: int = 1) -> None: ...
 
-    def say(self, lane: int) -> None:
-        """Let what was asked of the lane begin: signals may wait for others to go with them."""
+    def precede(self, lane: int) -> None:
+        """Let work that is launched from here on wait for all that was asked of the lane."""
 
     def fill(self, lane: int, to: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a tensor that lies in one piece into one that lies in many."""
@@ -88,6 +88,10 @@ class CopyEngines:
         self.say(lane)
         with self.apart(lane):
             to.copy_(source)
+
+    def precede(self, lane: int) -> None:
+        self.say(lane)
+        current_stream(self.device).wait_event(self.streams[lane].record_event())
 
     def say(self, lane: int) -> None:
         unsaid = self.unsaid[lane]

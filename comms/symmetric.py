@@ -12,8 +12,9 @@ CUDA graph may be replayed. Both sides count their pieces, so both know which sl
 streams of this device, in the same order on every rank: no host waits, and no order can block (even if both streams
 were one).
 
-What goes over a link takes no multiprocessor. A copy within a GPU does: it waits until a kernel that fills all of them
-lets some go. So what is shared is copied into its slots before the work that it flies beside.
+What goes over a link takes no multiprocessor. A copy within a GPU does: it would wait until a kernel that fills all of
+them lets some go. So work that is launched after a move begins when its first pieces, all that its slots have room for,
+are in their slots.
 """
 
 import sys
@@ -38,8 +39,8 @@ from ringattn.comms.process_group import hosts_of, with_first_loss
 T = TypeVar("T")
 
 SLOT = 16 * 2**20  # bytes
-SLOTS = 2  # for each other rank
-SHARED = 4  # for all others together
+SLOTS = 12  # for all other ranks together, and at least two for each
+SHARED = 4  # for what several ranks read
 HEAD = 4096  # bytes for the flags: up to 85 ranks
 APART = 2**48  # bytes: more than a tensor has
 MANY = 8  # pieces: a tensor of more is packed first, which takes the host less time than as many copies
@@ -54,21 +55,31 @@ class Window:
 
     def __init__(self, bases: Sequence[int], rank: int):
         self.bases, self.rank = bases, rank
+        self.own = slots_of(len(bases))  # how many slots each other rank has for itself
+        self.slots = SHARED + self.own
 
     @staticmethod
     def bytes(size: int) -> int:
-        return HEAD + (SHARED + (size - 1) * SLOTS) * SLOT
+        return HEAD + (SHARED + (size - 1) * slots_of(size)) * SLOT
 
     def slot(self, owner: int, receiver: int, slot: int) -> int:
         """Where a slot for that receiver lies; the first ones are shared, and the same for all."""
         place = (receiver - owner - 1) % len(self.bases)  # nobody has one for itself
-        return self.bases[owner] + HEAD + (slot + (place * SLOTS if slot >= SHARED else 0)) * SLOT
+        return self.bases[owner] + HEAD + (slot + (place * self.own if slot >= SHARED else 0)) * SLOT
 
     def full(self, receiver: int, sender: int, slot: int) -> int:
-        return self.bases[receiver] + 8 * (sender * (SHARED + SLOTS) + slot)
+        return self.bases[receiver] + 8 * (sender * self.slots + slot)
 
     def free(self, sender: int, receiver: int, slot: int) -> int:
-        return self.bases[sender] + 8 * (receiver * (SHARED + SLOTS) + slot) + 4
+        return self.bases[sender] + 8 * (receiver * self.slots + slot) + 4
+
+
+def slots_of(size: int) -> int:
+    """How many slots a rank of so many has for each other one alone."""
+    return max(2, SLOTS // max(1, size - 1))
+
+
+Told = Callable[[int, int], None]  # that a lane waits for a peer from here on
 
 
 class Peers:
@@ -80,22 +91,21 @@ class Peers:
         self.gone: Counter[int] = Counter()
         self.come: Counter[int] = Counter()
 
-    def send(self, peer: int, pieces: Sequence[Piece]) -> None:
+    def send(self, peer: int, pieces: Sequence[Piece], told: Told) -> None:
         """To that rank alone."""
-        slot = SHARED + self.gone[peer] % SLOTS
+        slot = SHARED + self.gone[peer] % self.window.own
         self.gone[peer] += 1
         self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
+        told(OUT, peer)
         self.put(self.window.slot(self.rank, peer, slot), [peer], slot, pieces)
 
-    def show(
-        self, readers: Collection[int], piece: int, pieces: Sequence[Piece], waiting: Callable[[int], None]
-    ) -> None:
+    def show(self, readers: Collection[int], piece: int, pieces: Sequence[Piece], told: Told) -> None:
         """To some ranks at once. All others must be done with the slot; those that do not read it now are again."""
         slot = piece % SHARED
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
             self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
-            waiting(peer)
+            told(OUT, peer)
             if peer not in readers:
                 self.lanes.set(OUT, self.window.free(self.rank, peer, slot))
         self.put(self.window.slot(self.rank, self.rank, slot), readers, slot, pieces)
@@ -107,22 +117,23 @@ class Peers:
         for peer in readers:
             self.lanes.set(OUT, self.window.full(peer, self.rank, slot))
 
-    def receive(self, peer: int, pieces: Sequence[Piece]) -> None:
-        slot = SHARED + self.come[peer] % SLOTS
+    def receive(self, peer: int, pieces: Sequence[Piece], told: Told) -> None:
+        slot = SHARED + self.come[peer] % self.window.own
         self.come[peer] += 1
-        self.take(peer, slot, pieces)
+        self.take(peer, slot, pieces, told)
 
-    def see(self, peer: int, piece: int, pieces: Sequence[Piece]) -> None:
+    def see(self, peer: int, piece: int, pieces: Sequence[Piece], told: Told) -> None:
         """What that rank shows."""
-        self.take(peer, piece % SHARED, pieces)
+        self.take(peer, piece % SHARED, pieces, told)
 
-    def take(self, peer: int, slot: int, pieces: Sequence[Piece]) -> None:
+    def take(self, peer: int, slot: int, pieces: Sequence[Piece], told: Told) -> None:
         source = self.window.slot(peer, self.rank, slot)
         self.lanes.wait(IN, self.window.full(self.rank, peer, slot))
         for address, size in pieces:
             self.lanes.copy(IN, address, source, size)
             source += size
         self.lanes.set(IN, self.window.free(peer, self.rank, slot))
+        told(IN, peer)
 
 
 def pieces_of(x: Tensor) -> list[Piece]:
@@ -271,7 +282,7 @@ class Watch:
 
     def release(self) -> None:
         for peer in range(self.size):
-            for slot in range(SHARED + SLOTS):
+            for slot in range(self.window.slots):
                 self.lanes.set(AID, self.window.full(self.window.rank, peer, slot))
                 self.lanes.set(AID, self.window.free(self.window.rank, peer, slot))
 
@@ -321,18 +332,19 @@ class SymmetricAxis(Moves):
         sends = {r: leaving[id(tensors)].batches for r, tensors in out.items()}
         arriving = {r: self.laid(tensors, self.roomy) for r, tensors in into.items()}
         receives = {r: laid.batches for r, laid in arriving.items()}
+        first, told = self.peers.window.own, partial(self.watch.expect, what=what)
         steps = sorted({(r - self.rank) % self.size for r in out} | {(self.rank - r) % self.size for r in into})
-        for step in steps:  # the same order of pairs on every rank
-            there, here = (self.rank + step) % self.size, (self.rank - step) % self.size
-            for outward, inward in zip_longest(sends.get(there, ()), receives.get(here, ())):
-                if outward is not None:
-                    self.peers.send(there, outward)
+        pairs = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
+        for there, _ in pairs:
+            for batch in sends.get(there, ())[:first]:
+                self.peers.send(there, batch, told)
+        self.lanes.precede(OUT)
+        for there, here in pairs:  # the same order of pairs on every rank
+            for outward, inward in zip_longest(sends.get(there, ())[first:], receives.get(here, ())):
                 if inward is not None:
-                    self.peers.receive(here, inward)
-            if there in out:
-                self.watch.expect(OUT, there, what)
-            if here in into:
-                self.watch.expect(IN, here, what)
+                    self.peers.receive(here, inward, told)
+                if outward is not None:
+                    self.peers.send(there, outward, told)
         self.unpack(arriving)
         self.sent += sum(map(weight, sends.values()))
         return Flight(self.lanes, self.watch, out, into, leaving, arriving).launched()
@@ -348,13 +360,11 @@ class SymmetricAxis(Moves):
         self.lanes.start()
         leaving = self.laid(tensors, self.packed) if readers else Laid([], [])
         flight = Flight(self.lanes, self.watch, tensors, leaving)
-        shown = [
-            partial(self.peers.show, readers, i, batch, partial(self.watch.expect, OUT, what=what))
-            for i, batch in enumerate(leaving.batches)
-        ]
+        told = partial(self.watch.expect, what=what)
+        shown = [partial(self.peers.show, readers, i, batch, told) for i, batch in enumerate(leaving.batches)]
         for show in shown[:SHARED]:
             show()
-        self.lanes.say(OUT)
+        self.lanes.precede(OUT)
         result = work()
         arriving = {r: self.laid(x, self.roomy) for r, x in sorted(into.items(), key=self.steps_from)}
         flight.held += into, arriving
@@ -362,8 +372,7 @@ class SymmetricAxis(Moves):
         for i in range(max(len(later), *(len(laid.batches) for laid in arriving.values()), 0)):
             for source, laid in arriving.items():  # piece by piece: what is shown later waits for these
                 if i < len(laid.batches):
-                    self.peers.see(source, i, laid.batches[i])
-                    self.watch.expect(IN, source, what)
+                    self.peers.see(source, i, laid.batches[i], told)
             if i < len(later):
                 later[i]()
         self.unpack(arriving)

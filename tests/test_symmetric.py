@@ -68,7 +68,7 @@ class ThreadLanes:
 
         self.put(lane, work)
 
-    def say(self, lane):
+    def precede(self, lane):
         pass
 
     def fill(self, lane, to, source):

@@ -146,11 +146,14 @@ def area(tile: Tile) -> int:
 
 
 def accumulated(total: Tensor | None, part: Tensor, at: slice, like: Tensor) -> Tensor:
-    """total[:, at] + part, where it lies; a total that is not there yet begins as the part, if that is all of it."""
-    if total is None and covers(at, like.shape[1]):
-        return part.to(accumulator(like))
-    total = zeros(like) if total is None else total
-    total[:, at] += part
+    """total[:, at] + part, where it lies; a total that is not there yet begins as the part, among zeros."""
+    if total is not None:
+        total[:, at] += part
+        return total
+    total = torch.empty(like.shape, dtype=accumulator(like), device=like.device)
+    for rows in untouched([at], like.shape[1]) or ():
+        total[:, rows] = 0
+    total[:, at] = part
     return total
 
 

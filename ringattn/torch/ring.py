@@ -54,19 +54,26 @@ def direct_backward(
 
     dq is added to the one that is given, in float32; dk and dv are in float32 too, unless they end here.
     """
-    home, order = Home(axis, k, v), in_order(run, score)
+    home, order, parts = Home(axis, k, v), in_order(run, score), halves_of_heads(run, score, q, k)
+    if parts:
+        order, home.own = (run[0], *order), zeros(k, v)
+        dq = zeros(q, q)[0] if dq is None else dq
     keys, trip = room_for(order[0], k, v)
-    rows, hop = axis.share(*trip, partial(score.prepare, q, *rows), f"keys of step 1 of {len(run)}, backward")
+    prepared: Callable[[], Rows] = partial(score.prepare, q, *rows)
+    rows, hop = axis.share(*trip, prepared, f"keys of step 1 of {len(order)}, backward")
     hop.wait()
     for i, (stop, following) in enumerate(with_next(order)):
         if score.parted:  # what came has flown beside dq; else it may still fly beside this step
             home.settle()
         work: Halves = partial(as_it_was, (None, None)), partial(as_it_was, dq)
-        if stop.where:
+        if parts and stop is run[0]:
+            work = at_home(score, parts[i > 0], (q, k, v), stop.where, rows, (dq, *home.own))
+        elif stop.where:
             work = score.halves(q, *keys, stop.where, *rows, dq=dq)
         keys, trip = room_for(following, k, v)
-        grads, hop = axis.share(*trip, work[0], f"keys of step {i + 2} of {len(run)}, backward")
-        home.send(stop, grads, f"gradients of step {i + 1} of {len(run)}")
+        grads, hop = axis.share(*trip, work[0], f"keys of step {i + 2} of {len(order)}, backward")
+        if grads:
+            home.send(stop, grads, f"gradients of step {i + 1} of {len(order)}")
         dq = work[1]()
         hop.wait()
         del work, grads  # they hold what has been used, while room is made for what comes
@@ -109,6 +116,47 @@ def in_order(run: Sequence[Stop], score: Score) -> Sequence[Stop]:
     Others: home last, to hide the last gradients, which are twice the bytes.
     """
     return run if score.parted else (*run[1:], run[0])
+
+
+def halves_of_heads(run: Sequence[Stop], score: Score, q: Tensor, k: Tensor) -> Sequence[tuple[slice, slice]]:
+    """Query and key heads in two halves, of which one at home hides the first hop too; none where that is not to be."""
+    half = k.shape[2] // 2
+    if score.parted or len(run) == 1 or not run[0].where or not half:
+        return ()
+    cut = half * (q.shape[2] // k.shape[2])
+    return (slice(cut), slice(half)), (slice(cut, None), slice(half, None))
+
+
+def at_home(
+    score: Score, heads: tuple[slice, slice], tensors: Sequence[Tensor], where: Any, rows: Any, totals: Sequence[Any]
+) -> Halves:
+    """`score.halves` of some heads, added to what is there of (dq, dk, dv); nothing is left to be sent."""
+    of_queries, of_keys = heads
+    mine = [x[:, :, at] for x, at in zip(tensors, (of_queries, of_keys, of_keys), strict=True)]
+    places = [x[:, :, at] for x, at in zip(totals, (of_queries, of_keys, of_keys), strict=True)]
+    dout, lse, delta = (some_heads(x, of_queries) for x in rows)
+    keys, queries = score.halves(*mine, where, dout, lse, delta, **dict(zip(("dq", "dk", "dv"), places, strict=True)))
+
+    def add_keys() -> None:
+        for place, found in zip(places[1:], keys(), strict=True):
+            put(found, place)
+
+    def add_queries() -> Tensor:
+        put(queries(), places[0])
+        return totals[0]
+
+    return add_keys, add_queries
+
+
+def some_heads(rows: Any, at: slice) -> Any:
+    """Those heads of a tensor, or of each one of several."""
+    return rows[:, :, at] if isinstance(rows, Tensor) else type(rows)(*(some_heads(x, at) for x in rows))
+
+
+def put(found: Tensor, place: Tensor) -> None:
+    """Many a kernel has added it up there already."""
+    if found.data_ptr() != place.data_ptr():
+        place.copy_(found)
 
 
 def with_next(run: Sequence[Stop]) -> Iterable[tuple[Stop, Stop]]:
