@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
@@ -82,6 +82,15 @@ def slots_of(size: int) -> int:
 Told = Callable[[int, int], None]  # that a lane waits for a peer from here on
 
 
+class Put(NamedTuple):
+    """What is copied into a slot, and who is told that it is full."""
+
+    to: int
+    pieces: Sequence[Piece]
+    readers: Sequence[int]
+    slot: int
+
+
 class Peers:
     """The two sides of the protocol, and how many pieces have gone between this rank and each other alone so far."""
 
@@ -91,31 +100,41 @@ class Peers:
         self.gone: Counter[int] = Counter()
         self.come: Counter[int] = Counter()
 
-    def send(self, peer: int, pieces: Sequence[Piece], told: Told) -> None:
-        """To that rank alone."""
-        slot = SHARED + self.gone[peer] % self.window.own
-        self.gone[peer] += 1
-        self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
-        told(OUT, peer)
-        self.put(self.window.slot(self.rank, peer, slot), [peer], slot, pieces)
-
-    def show(self, readers: Collection[int], piece: int, pieces: Sequence[Piece], told: Told) -> None:
-        """To some ranks at once. All others must be done with the slot; those that do not read it now are again."""
-        slot = piece % SHARED
-        for step in range(1, self.size):
-            peer = (self.rank + step) % self.size
+    def send(self, batches: Iterable[tuple[int, Sequence[Piece]]], told: Told) -> None:
+        """Each to one rank alone; of those for the same rank no more than it has slots."""
+        puts = []
+        for peer, pieces in batches:
+            slot = SHARED + self.gone[peer] % self.window.own
+            self.gone[peer] += 1
             self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
             told(OUT, peer)
-            if peer not in readers:
-                self.lanes.set(OUT, self.window.free(self.rank, peer, slot))
-        self.put(self.window.slot(self.rank, self.rank, slot), readers, slot, pieces)
+            puts.append(Put(self.window.slot(self.rank, peer, slot), pieces, (peer,), slot))
+        self.put(puts)
 
-    def put(self, to: int, readers: Collection[int], slot: int, pieces: Sequence[Piece]) -> None:
-        for address, size in pieces:
-            self.lanes.copy(OUT, to, address, size)
-            to += size
-        for peer in readers:
-            self.lanes.set(OUT, self.window.full(peer, self.rank, slot))
+    def show(self, readers: Sequence[int], first: int, batches: Iterable[Sequence[Piece]], told: Told) -> None:
+        """To some ranks at once. All others must be done with the slot; those that do not read it now are again."""
+        puts = []
+        for i, pieces in enumerate(batches, first):
+            slot = i % SHARED
+            for step in range(1, self.size):
+                peer = (self.rank + step) % self.size
+                self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
+                told(OUT, peer)
+                if peer not in readers:
+                    self.lanes.set(OUT, self.window.free(self.rank, peer, slot))
+            puts.append(Put(self.window.slot(self.rank, self.rank, slot), pieces, readers, slot))
+        self.put(puts)
+
+    def put(self, puts: Sequence["Put"]) -> None:
+        """All copies one after the other: each signal between two of them would take longer than they do."""
+        for put in puts:
+            to = put.to
+            for address, size in put.pieces:
+                self.lanes.copy(OUT, to, address, size)
+                to += size
+        for put in puts:
+            for peer in put.readers:
+                self.lanes.set(OUT, self.window.full(peer, self.rank, put.slot))
 
     def receive(self, peer: int, pieces: Sequence[Piece], told: Told) -> None:
         slot = SHARED + self.come[peer] % self.window.own
@@ -335,16 +354,14 @@ class SymmetricAxis(Moves):
         first, told = self.peers.window.own, partial(self.watch.expect, what=what)
         steps = sorted({(r - self.rank) % self.size for r in out} | {(self.rank - r) % self.size for r in into})
         pairs = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
-        for there, _ in pairs:
-            for batch in sends.get(there, ())[:first]:
-                self.peers.send(there, batch, told)
+        self.peers.send(((there, batch) for there, _ in pairs for batch in sends.get(there, ())[:first]), told)
         self.lanes.precede(OUT)
         for there, here in pairs:  # the same order of pairs on every rank
             for outward, inward in zip_longest(sends.get(there, ())[first:], receives.get(here, ())):
                 if inward is not None:
                     self.peers.receive(here, inward, told)
                 if outward is not None:
-                    self.peers.send(there, outward, told)
+                    self.peers.send([(there, outward)], told)
         self.unpack(arriving)
         self.sent += sum(map(weight, sends.values()))
         return Flight(self.lanes, self.watch, out, into, leaving, arriving).launched()
@@ -361,20 +378,18 @@ class SymmetricAxis(Moves):
         leaving = self.laid(tensors, self.packed) if readers else Laid([], [])
         flight = Flight(self.lanes, self.watch, tensors, leaving)
         told = partial(self.watch.expect, what=what)
-        shown = [partial(self.peers.show, readers, i, batch, told) for i, batch in enumerate(leaving.batches)]
-        for show in shown[:SHARED]:
-            show()
+        self.peers.show(readers, 0, leaving.batches[:SHARED], told)
         self.lanes.precede(OUT)
         result = work()
         arriving = {r: self.laid(x, self.roomy) for r, x in sorted(into.items(), key=self.steps_from)}
         flight.held += into, arriving
-        later = shown[SHARED:]
+        later = leaving.batches[SHARED:]
         for i in range(max(len(later), *(len(laid.batches) for laid in arriving.values()), 0)):
             for source, laid in arriving.items():  # piece by piece: what is shown later waits for these
                 if i < len(laid.batches):
                     self.peers.see(source, i, laid.batches[i], told)
             if i < len(later):
-                later[i]()
+                self.peers.show(readers, SHARED + i, [later[i]], told)
         self.unpack(arriving)
         self.sent += weight(leaving.batches) * len(readers)
         return result, flight.launched()

@@ -14,6 +14,7 @@ from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import tiled
 from ringattn.launch import oracle
 from ringattn.launch.cases import CASES, FEATURES, Case
+from ringattn.torch import ring
 
 LIMIT = 2e-6
 
@@ -45,6 +46,19 @@ def test_equals_dense_float64(case):
 RINGS = [
     c for c in CASES if c.strategy == "ring" and c.name in ("all_at_once", "cross_docs", "docs_rows", "full", "window")
 ]
+
+
+@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize("kernel", ["auto", "tiled", "reference"])
+@pytest.mark.parametrize("case", RINGS, ids=str)
+def test_heads_at_home_may_take_turns(case, kernel, together, monkeypatch):
+    """What is done in two halves where keys have a long way, and whether a kernel adds up in place or not."""
+    turns = []
+    monkeypatch.setattr(ring, "LONG", 0)
+    monkeypatch.setattr(ring, "at_home", lambda *given, really=ring.at_home: turns.append(given[1]) or really(*given))
+    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
+    check(case, torch.float32, dict.fromkeys(names, LIMIT), kernel=kernel, together=together)
+    assert turns or case.ulysses > 1 or case.kv_heads == 1
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def mesh_of(ring: int, ulysses: int) -> object:
 
 
 def every_case(ranks: int, transport: str) -> list[str]:
-    """What is off: all cases with a kernel that needs no compiling, the rings of some with auto's and with a vendor's."""
+    """What is off: all cases with a kernel that needs no compiling, some rings with auto's and a vendor's."""
     off = []
     for case in placed_on(ranks):
         mesh = mesh_of(case.ring, case.ulysses)

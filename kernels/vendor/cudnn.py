@@ -25,6 +25,12 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if q_BTHD.shape[1] == k_BSGD.shape[1] == 1:  # which cuDNN refuses: the same query twice, of which one found nothing
+        zero = torch.zeros_like(dout_BTHV)
+        twice = [torch.cat([x, y], 1) for x, y in ((dout_BTHV, zero), (q_BTHD, q_BTHD), (out_BTHV, zero))]
+        lse_BTH = lse_BTH.repeat(1, 2, 1)
+        dq, dk, dv = backward(twice[0], twice[1], k_BSGD, v_BSGV, twice[2], lse_BTH, False, scale)
+        return dq[:, :1], dk, dv
     dout, q, k, v, out = map(heads_first, (dout_BTHV, q_BTHD, k_BSGD, v_BSGV, out_BTHV))
     lse = heads_first(lse_BTH).contiguous()[..., None]
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the dropout's seed and offset

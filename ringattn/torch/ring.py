@@ -21,6 +21,7 @@ Rows = tuple[Tensor, Tensor, Tensor]  # dout, the lse over all keys, delta
 Pair = tuple[Tensor, ...]  # keys and values, or their gradients
 Halves = tuple[Callable[[], Any], Callable[[], Any]]  # one gives (dk, dv), the other dq
 END = Stop(None, (), {}, (), ())
+LONG = 64 * 2**20  # bytes: a hop of so many takes longer than launching a kernel more
 
 
 def direct_forward(
@@ -54,22 +55,21 @@ def direct_backward(
 
     dq is added to the one that is given, in float32; dk and dv are in float32 too, unless they end here.
     """
-    home, order, parts = Home(axis, k, v), in_order(run, score), halves_of_heads(run, score, q, k)
+    home, order, parts = Home(axis, k, v), in_order(run, score), halves_of_heads(run, score, q, k, v)
     if parts:
         order, home.own = (run[0], *order), zeros(k, v)
         dq = zeros(q, q)[0] if dq is None else dq
     keys, trip = room_for(order[0], k, v)
-    prepared: Callable[[], Rows] = partial(score.prepare, q, *rows)
-    rows, hop = axis.share(*trip, prepared, f"keys of step 1 of {len(order)}, backward")
+    made, hop = axis.share(*trip, partial(score.prepare, q, *rows), f"keys of step 1 of {len(order)}, backward")
     hop.wait()
     for i, (stop, following) in enumerate(with_next(order)):
         if score.parted:  # what came has flown beside dq; else it may still fly beside this step
             home.settle()
         work: Halves = partial(as_it_was, (None, None)), partial(as_it_was, dq)
         if parts and stop is run[0]:
-            work = at_home(score, parts[i > 0], (q, k, v), stop.where, rows, (dq, *home.own))
+            work = at_home(score, parts[i > 0], (q, k, v), stop.where, made, (dq, *(home.own or ())))
         elif stop.where:
-            work = score.halves(q, *keys, stop.where, *rows, dq=dq)
+            work = score.halves(q, *keys, stop.where, *made, dq=dq)
         keys, trip = room_for(following, k, v)
         grads, hop = axis.share(*trip, work[0], f"keys of step {i + 2} of {len(order)}, backward")
         if grads:
@@ -118,10 +118,14 @@ def in_order(run: Sequence[Stop], score: Score) -> Sequence[Stop]:
     return run if score.parted else (*run[1:], run[0])
 
 
-def halves_of_heads(run: Sequence[Stop], score: Score, q: Tensor, k: Tensor) -> Sequence[tuple[slice, slice]]:
-    """Query and key heads in two halves, of which one at home hides the first hop too; none where that is not to be."""
+def halves_of_heads(
+    run: Sequence[Stop], score: Score, q: Tensor, k: Tensor, v: Tensor
+) -> Sequence[tuple[slice, slice]]:
+    """Query and key heads in two halves, of which one at home hides the first hop; none where that is not worth it."""
     half = k.shape[2] // 2
     if score.parted or len(run) == 1 or not run[0].where or not half:
+        return ()
+    if run[1].length * (k.nbytes + v.nbytes) < LONG * k.shape[1]:
         return ()
     cut = half * (q.shape[2] // k.shape[2])
     return (slice(cut), slice(half)), (slice(cut, None), slice(half, None))
