@@ -119,6 +119,7 @@ WAIT, WRITE = 1, 2  # the driver's numbers of its memory operations
 UNTIL_EQUAL = 1
 
 
+@lru_cache(maxsize=4096)
 def signal(kind: int, address: int, value: int, flags: int = 0) -> bytes:
     """One memory operation as the driver reads it: 48 bytes."""
     return struct.pack("<IIQQIIQQ", kind, 0, address, value, flags, 0, 0, 0)

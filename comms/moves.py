@@ -23,7 +23,9 @@ class Moves:
     def share(
         self, tensors: Sequence[Tensor], readers: Sequence[int], into: Parcels, work: Callable[[], T], what: str = ""
     ) -> tuple[T, Pending]:
-        pending = self.move(dict.fromkeys(readers, tensors), into, what)
+        if not readers and not into:
+            return work(), Done()
+        pending = self.move(dict.fromkeys(readers, tensors), into, what=what)
         return work(), pending
 
     def rotate(

@@ -100,32 +100,31 @@ class Peers:
         self.gone: Counter[int] = Counter()
         self.come: Counter[int] = Counter()
 
-    def send(self, batches: Iterable[tuple[int, Sequence[Piece]]], told: Told) -> None:
-        """Each to one rank alone; of those for the same rank no more than it has slots."""
+    def send(self, batches: Iterable[tuple[int, Sequence[Sequence[Piece]]]], told: Told) -> None:
+        """To each of some ranks some batches for it alone, no more than it has slots."""
         puts = []
-        for peer, pieces in batches:
-            slot = SHARED + self.gone[peer] % self.window.own
-            self.gone[peer] += 1
-            self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
+        for peer, sent in batches:
+            for pieces in sent:
+                slot = SHARED + self.gone[peer] % self.window.own
+                self.gone[peer] += 1
+                self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
+                puts.append(Put(self.window.slot(self.rank, peer, slot), pieces, (peer,), slot))
             told(OUT, peer)
-            puts.append(Put(self.window.slot(self.rank, peer, slot), pieces, (peer,), slot))
         self.put(puts)
 
     def show(self, readers: Sequence[int], first: int, batches: Iterable[Sequence[Piece]], told: Told) -> None:
         """To some ranks at once. All others must be done with the slot; those that do not read it now are again."""
-        puts = []
-        for i, pieces in enumerate(batches, first):
-            slot = i % SHARED
-            for step in range(1, self.size):
-                peer = (self.rank + step) % self.size
+        slots = [(i % SHARED, pieces) for i, pieces in enumerate(batches, first)]
+        for step in range(1, self.size):
+            peer = (self.rank + step) % self.size
+            for slot, _ in slots:
                 self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
-                told(OUT, peer)
                 if peer not in readers:
                     self.lanes.set(OUT, self.window.free(self.rank, peer, slot))
-            puts.append(Put(self.window.slot(self.rank, self.rank, slot), pieces, readers, slot))
-        self.put(puts)
+            told(OUT, peer)
+        self.put([Put(self.window.slot(self.rank, self.rank, slot), pieces, readers, slot) for slot, pieces in slots])
 
-    def put(self, puts: Sequence["Put"]) -> None:
+    def put(self, puts: Sequence[Put]) -> None:
         """All copies one after the other: each signal between two of them would take longer than they do."""
         for put in puts:
             to = put.to
@@ -354,14 +353,14 @@ class SymmetricAxis(Moves):
         first, told = self.peers.window.own, partial(self.watch.expect, what=what)
         steps = sorted({(r - self.rank) % self.size for r in out} | {(self.rank - r) % self.size for r in into})
         pairs = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
-        self.peers.send(((there, batch) for there, _ in pairs for batch in sends.get(there, ())[:first]), told)
+        self.peers.send([(there, sends[there][:first]) for there, _ in pairs if there in sends], told)
         self.lanes.precede(OUT)
         for there, here in pairs:  # the same order of pairs on every rank
             for outward, inward in zip_longest(sends.get(there, ())[first:], receives.get(here, ())):
                 if inward is not None:
                     self.peers.receive(here, inward, told)
                 if outward is not None:
-                    self.peers.send([(there, outward)], told)
+                    self.peers.send([(there, [outward])], told)
         self.unpack(arriving)
         self.sent += sum(map(weight, sends.values()))
         return Flight(self.lanes, self.watch, out, into, leaving, arriving).launched()
@@ -369,8 +368,7 @@ class SymmetricAxis(Moves):
     def share(
         self, tensors: Sequence[Tensor], readers: Sequence[int], into: Parcels, work: Callable[[], T], what: str = ""
     ) -> tuple[T, Pending]:
-        """Shows what fits into the slots, has the device work, and then fetches; that way work finds no copy before it
-        and no copy waits for it."""
+        """Shows what the slots have room for, lets the device work, and then fetches what others show."""
         self.watch.check()
         if not readers and not into:
             return work(), Done()
@@ -378,8 +376,9 @@ class SymmetricAxis(Moves):
         leaving = self.laid(tensors, self.packed) if readers else Laid([], [])
         flight = Flight(self.lanes, self.watch, tensors, leaving)
         told = partial(self.watch.expect, what=what)
-        self.peers.show(readers, 0, leaving.batches[:SHARED], told)
-        self.lanes.precede(OUT)
+        if readers:
+            self.peers.show(readers, 0, leaving.batches[:SHARED], told)
+            self.lanes.precede(OUT)
         result = work()
         arriving = {r: self.laid(x, self.roomy) for r, x in sorted(into.items(), key=self.steps_from)}
         flight.held += into, arriving

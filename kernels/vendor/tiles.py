@@ -148,7 +148,7 @@ def area(tile: Tile) -> int:
 def accumulated(total: Tensor | None, part: Tensor, at: slice, like: Tensor) -> Tensor:
     """total[:, at] + part, where it lies; a total that is not there yet begins as the part, among zeros."""
     if total is not None:
-        total[:, at] += part
+        total[:, at].add_(part)
         return total
     total = torch.empty(like.shape, dtype=accumulator(like), device=like.device)
     for rows in untouched([at], like.shape[1]) or ():
