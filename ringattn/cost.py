@@ -33,7 +33,7 @@ class Hardware:
 
 
 HARDWARE = {
-    "h200": Hardware("H200, NVLink", 550e12, 250e9, 20e-6, 4e12, room=1536 * 2**20, engines=25e-6, group_link=160e9),
+    "h200": Hardware("H200, NVLink", 550e12, 250e9, 20e-6, 4e12, room=384 * 2**20, engines=25e-6, group_link=160e9),
     "tpu": Hardware("TPU v6e, half its datasheet's rates", 459e12, 45e9, 5e-6, 0.8e12),  # never measured here
     "cpu": Hardware("CPU", 5e10, 1e9, 300e-6, 1e10),
 }

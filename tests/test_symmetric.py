@@ -69,7 +69,9 @@ class ThreadLanes:
         self.put(lane, work)
 
     def precede(self, lane):
-        pass
+        end = threading.Event()
+        self.put(lane, end.set)
+        assert end.wait(30), "what comes before some work never ended"
 
     def fill(self, lane, to, source):
         self.put(lane, lambda: to.copy_(source))
