@@ -1,4 +1,4 @@
-"""Copies and signals in order, without a multiprocessor and without a waiting host: what `symmetric` is made of."""
+"""Copies and signals in order, without a waiting host: what `symmetric` is made of."""
 
 import ctypes
 import struct

@@ -195,9 +195,8 @@ class CollectiveAxis(ProcessGroupAxis):
         return Lost(self, [[rank for rank in range(self.size) if rank != self.rank]], what)
 
 
-def with_first_loss(mine: str, certain: bool) -> str:
-    """What this rank has to say of a loss, and what the first of all ranks said that lost another; if `certain`, it
-    may be that one."""
+def with_first_loss(mine: str, certain: bool = True) -> str:
+    """What this rank says of a loss, and what the first of all ranks said; to be that one, it must be certain."""
     first = first_word(mine if certain else "")
     return mine if first in ("", mine) else f"{mine}; the first loss: {first}"
 

@@ -1,6 +1,6 @@
 """An axis over GPUs that see each other's memory: copies by the copy engines, signals instead of barriers.
 
-Every rank has a window of memory that all others can read and write: for each of them two slots, some for what many
+Every rank has a window of memory that all others can read and write: some slots for each of them, some for what many
 read, and for each slot and other rank two flags. What is sent goes through the slots piece by piece, so a window is
 small whatever travels:
 
@@ -14,7 +14,7 @@ were one).
 
 What goes over a link takes no multiprocessor. A copy within a GPU does: it would wait until a kernel that fills all of
 them lets some go. So work that is launched after a move begins when its first pieces, all that its slots have room for,
-are in their slots.
+are in their slots (and those of earlier moves that had more).
 """
 
 import sys
@@ -79,7 +79,7 @@ def slots_of(size: int) -> int:
     return max(2, SLOTS // max(1, size - 1))
 
 
-Told = Callable[[int, int], None]  # that a lane waits for a peer from here on
+Told = Callable[[int, int], None]  # that a lane has been asked to wait for a peer
 
 
 class Put(NamedTuple):
@@ -255,7 +255,7 @@ class Watch:
         self.thread: threading.Thread | None = None
 
     def expect(self, lane: int, peer: int, what: str) -> None:
-        """The lane has been asked for a transfer with that peer; here it will say that it is done."""
+        """The lane has been asked to wait for that peer; here it will say that it did."""
         if self.lanes.recorded():
             return
         self.asked[lane, peer] += 1
@@ -271,6 +271,7 @@ class Watch:
             raise ConnectionError(self.error)
 
     def run(self) -> None:
+        """Never ends: whoever was at work when a rank was lost may still ask the lanes for something."""
         turn = min(0.2, self.timeout / 10)
         while self.error is None:
             time.sleep(turn)
@@ -285,11 +286,12 @@ class Watch:
                 )
                 if lane == IN:  # that rank may be waiting for the one that is lost: it speaks first
                     time.sleep(2 * turn)
-                self.error = with_first_loss(mine, certain=lane == OUT)
+                self.error = in_time(partial(with_first_loss, mine), 5 * turn) or mine
         print(self.error, file=sys.stderr, flush=True)
         self.lanes.attach()
-        while self.open:
-            self.release()
+        while True:
+            if self.open:
+                self.release()
             time.sleep(0.01)
             while self.open and self.done():
                 self.open.popleft()
@@ -303,6 +305,15 @@ class Watch:
             for slot in range(self.window.slots):
                 self.lanes.set(AID, self.window.full(self.window.rank, peer, slot))
                 self.lanes.set(AID, self.window.free(self.window.rank, peer, slot))
+
+
+def in_time(ask: Callable[[], T], seconds: float) -> T | None:
+    """What `ask` gives within so many seconds; None if that takes longer or fails."""
+    answers: list[T] = []
+    asking = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return answers[0] if answers else None
 
 
 class Flight:
@@ -478,11 +489,12 @@ def agreed(group: dist.ProcessGroup, problem: str | None) -> bool:
 
 
 def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
-    """More than there are slots, from each rank to each other and to all; what is wrong with what arrives."""
-    mine = torch.full((3, 2), axis.rank, dtype=torch.int32, device=device)
+    """More pieces than slots from each rank to each other, and some for all; what is wrong with what comes."""
+    turns = axis.peers.window.own + 1
+    mine = torch.full((turns, 2), axis.rank, dtype=torch.int32, device=device)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     try:
-        for i in range(3):
+        for i in range(turns):
             arrived = axis.all_gather(mine[i]).wait()
             shown = [mine[i].new_zeros(2) if r != axis.rank else mine[i] for r in range(axis.size)]
             axis.share([mine[i]], others, {r: [shown[r]] for r in others}, lambda: None)[1].wait()

@@ -160,7 +160,29 @@ def slot(request, monkeypatch):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_operation_keeps_its_promise(size, one, slot):
     for _ in range(3):
-        on_ranks(exercise, axes(size, one))
+        every = axes(size, one)
+        on_ranks(exercise, every)
+        for axis in every:  # a recorded call may be replayed: nothing is full, everything is free
+            axis.lanes.finish().settle()
+        for m in every[0].memory:
+            flags = m[:HEAD].view(torch.int32)
+            assert flags[::2].eq(0).all() and flags[1::2].eq(1).all()
+
+
+def test_work_that_fails_beside_what_is_shared_leaves_that_to_the_others(slot):
+    def fail():
+        raise KeyError("lost")
+
+    def one(axis):
+        x, room = torch.arange(40.0) + axis.rank, torch.zeros(40)
+        if axis.rank == 0:
+            with pytest.raises(KeyError, match="lost"):
+                axis.share([x[:24]], [1], {}, fail)  # no more than there are slots
+        else:
+            axis.share([x], [], {0: [room[:24]]}, lambda: None)[1].wait()
+            assert torch.equal(room[:24], x[:24] - 1)
+
+    on_ranks(one, axes(2))
 
 
 def test_a_move_fills_every_piece_of_a_scattered_tensor(slot):
@@ -263,3 +285,19 @@ def test_a_rank_that_never_comes_is_named_in_time():
 
     found = on_ranks(one, axes(3, timeout=0.5))
     assert max(found[:2]) < 10
+
+
+def test_a_rank_that_is_lost_during_long_work_is_named_and_nobody_hangs(monkeypatch):
+    """What is asked of the lanes after the others were released is released too."""
+    monkeypatch.setattr(symmetric, "SLOT", 64)
+    monkeypatch.setattr(symmetric, "with_first_loss", lambda mine: f"{mine}; the first loss: that one")
+
+    def one(axis):
+        if axis.rank == 1:
+            return
+        x = torch.zeros(16 * 4 * symmetric.SHARED)  # four times as much as the slots for all hold
+        axis.share([x[:4]], [1], {}, lambda: None)[1].wait()  # never taken
+        with pytest.raises(ConnectionError, match=r"taken by rank 1 within 0.5 s \(keys\).*; the first loss: that one"):
+            axis.share([x], [1], {1: [x.clone()]}, lambda: time.sleep(2), "keys")[1].wait()
+
+    on_ranks(one, axes(2, timeout=0.5))

@@ -2,7 +2,8 @@
 
 What a rank sends, is sent and computes is what it would be among so many, over the same links; but what comes is from
 somebody else, so results mean nothing. It holds where all ranks do alike: causal attention in zigzag, prefill, states
-that are gathered. Ranks that are late, and links that many share, are not played.
+that are gathered. Ranks that are late, and links that many share, are not played; what all peers read is sent to each
+alone, and before the work that it flies beside.
 """
 
 from dataclasses import replace

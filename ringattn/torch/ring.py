@@ -58,28 +58,28 @@ def direct_backward(
     home, order, parts = Home(axis, k, v), in_order(run, score), halves_of_heads(run, score, q, k, v)
     if parts:
         order, home.own = (run[0], *order), zeros(k, v)
-        dq = zeros(q, q)[0] if dq is None else dq
+        dq = zero(q) if dq is None else dq
     keys, trip = room_for(order[0], k, v)
-    made, hop = axis.share(*trip, partial(score.prepare, q, *rows), f"keys of step 1 of {len(order)}, backward")
+    made, hop = axis.share(*trip, partial(score.prepare, q, *rows), f"keys of step 1 of {len(run)}, backward")
     hop.wait()
-    for i, (stop, following) in enumerate(with_next(order)):
+    for i, (stop, following) in enumerate(with_next(order), start=0 if parts else 1):
         if score.parted:  # what came has flown beside dq; else it may still fly beside this step
             home.settle()
         work: Halves = partial(as_it_was, (None, None)), partial(as_it_was, dq)
         if parts and stop is run[0]:
-            work = at_home(score, parts[i > 0], (q, k, v), stop.where, made, (dq, *(home.own or ())))
+            work = at_home(score, parts[min(i, 1)], (q, k, v), stop.where, made, (dq, *(home.own or ())))
         elif stop.where:
             work = score.halves(q, *keys, stop.where, *made, dq=dq)
         keys, trip = room_for(following, k, v)
-        grads, hop = axis.share(*trip, work[0], f"keys of step {i + 2} of {len(order)}, backward")
+        grads, hop = axis.share(*trip, work[0], f"keys of step {i + 1} of {len(run)}, backward")
         if grads:
-            home.send(stop, grads, f"gradients of step {i + 1} of {len(order)}")
+            home.send(stop, grads, f"gradients of step {i} of {len(run)}")
         dq = work[1]()
         hop.wait()
         del work, grads  # they hold what has been used, while room is made for what comes
     home.settle(last=ends)
     own = home.own or zeros(k, v)
-    return zeros(q, q)[0] if dq is None else dq, own[0], own[1]
+    return zero(q) if dq is None else dq, own[0], own[1]
 
 
 def queries_backward(
@@ -107,7 +107,7 @@ def queries_backward(
         hop.wait()
         del work, dq
     home.settle(last=True)
-    return home.own[0] if home.own else zeros(q, q)[0], dk, dv
+    return home.own[0] if home.own else zero(q), dk, dv
 
 
 def in_order(run: Sequence[Stop], score: Score) -> Sequence[Stop]:
@@ -271,7 +271,7 @@ def levels_backward(
         returning = axis.rotate(grads, home.shift, home.send, home.recv, what) if home else Done()
         held = flight.wait() or (k, v)
     own = add_into(own, returning.wait())
-    return dq if dq is not None else zeros(q, q)[0], own[0], own[1]
+    return dq if dq is not None else zero(q), own[0], own[1]
 
 
 def relay_forward(
@@ -322,11 +322,15 @@ def relay_backward(
         keys = hop.wait() or (k, v)
     for transfer in returning:  # this rank's own block comes home in one of them; the others only sent
         own = add_into(own, transfer.wait())
-    return zeros(q, q)[0] if dq is None else dq, own[0], own[1]
+    return zero(q) if dq is None else dq, own[0], own[1]
 
 
 def zeros(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return k.new_zeros(k.shape, dtype=accumulator(k)), v.new_zeros(v.shape, dtype=accumulator(v))
+    return zero(k), zero(v)
+
+
+def zero(x: Tensor) -> Tensor:
+    return x.new_zeros(x.shape, dtype=accumulator(x))
 
 
 def add_into(a: Any, b: Any) -> Any:
