@@ -299,5 +299,6 @@ def test_a_rank_that_is_lost_during_long_work_is_named_and_nobody_hangs(monkeypa
         axis.share([x[:4]], [1], {}, lambda: None)[1].wait()  # never taken
         with pytest.raises(ConnectionError, match=r"taken by rank 1 within 0.5 s \(keys\).*; the first loss: that one"):
             axis.share([x], [1], {1: [x.clone()]}, lambda: time.sleep(2), "keys")[1].wait()
+        axis.lanes.finish().settle()
 
     on_ranks(one, axes(2, timeout=0.5))
