@@ -98,7 +98,7 @@ class Ends:
 
     def wait(self):
         for event in self.events:
-            assert event.wait(30), "a lane never came to its end"
+            assert event.wait(20), "a lane never came to its end"
 
     settle = wait
 
@@ -146,6 +146,7 @@ def on_ranks(function, axes):
         thread.join(60)
     if errors:
         raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a rank never came to its end"
     return results
 
 
