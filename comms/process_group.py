@@ -94,7 +94,7 @@ class ProcessGroupAxis(Moves):
         self, tensors: Sequence[Tensor], readers: Sequence[int], into: Parcels, work: Callable[[], T], what: str = ""
     ) -> tuple[T, Pending]:
         """A GPU gets the work first: launching a move takes a while too."""
-        if not self.on_gpus or not (readers or into):  # there is nothing to be late for
+        if not self.on_gpus or not (readers or into):
             return super().share(tensors, readers, into, work, what)
         since = torch.cuda.current_stream().record_event()
         result = work()
