@@ -48,8 +48,7 @@ RINGS = [
 ]
 
 
-@pytest.mark.parametrize("together", [1, 3])
-@pytest.mark.parametrize("kernel", ["auto", "tiled", "reference"])
+@pytest.mark.parametrize("kernel, together", [("auto", 3), ("tiled", 1), ("reference", 3)])
 @pytest.mark.parametrize("case", RINGS, ids=str)
 def test_heads_at_home_may_take_turns(case, kernel, together, monkeypatch):
     """What is done in two halves where keys have a long way, and whether a kernel adds up in place or not."""
