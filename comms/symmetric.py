@@ -1,16 +1,8 @@
 """An axis over GPUs that see each other's memory: copies by the copy engines, signals instead of barriers.
 
-Every rank has a window of memory that all others can read and write: some slots for each of them, some for what many
-read, and for each slot and other rank two flags. What is sent goes through the slots piece by piece, so a window is
-small whatever travels:
-
-    sender      waits until the slot is free, copies a piece into it, sets the receiver's flag: it is full
-    receiver    waits until it is full, copies the piece out over the link, sets the sender's flag: it is free
-
-A flag goes from 0 to 1 by the other side and back to 0 by the side that waits, so it needs no numbers, and a captured
-CUDA graph may be replayed. Both sides count their pieces, so both know which slot is next. All of it is put on two
-streams of this device, in the same order on every rank: no host waits, and no order can block (even if both streams
-were one).
+Tensors go through the slots of a window (window.py), piece by piece (memory.py), and a thread names whoever is waited
+for in vain (watch.py). All of it is put on two streams of this device, in the same order on every rank: no host waits,
+and no order can block (even if both streams were one).
 
 What goes over a link takes no multiprocessor. A copy within a GPU does: it would wait until a kernel that fills all of
 them lets some go. So work that is launched after a move begins when its first pieces, all that its slots have room for,
@@ -18,11 +10,8 @@ are in their slots (and those of earlier moves that had more).
 """
 
 import sys
-import threading
-import time
 import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
@@ -32,146 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.comms.axis import Axis, Done, Parcels, Parts, Pending
-from ringattn.comms.engines import AID, IN, OUT, CopyEngines, End, Lanes
+from ringattn.comms.engines import IN, OUT, CopyEngines, End, Lanes
+from ringattn.comms.memory import Piece, batches, is_few, joined, located, weight
 from ringattn.comms.moves import Moves
-from ringattn.comms.process_group import hosts_of, with_first_loss
+from ringattn.comms.process_group import hosts_of
+from ringattn.comms.watch import Watch
+from ringattn.comms.window import HEAD, SHARED, Peers, Window
 
 T = TypeVar("T")
 
-SLOT = 16 * 2**20  # bytes
-SLOTS = 12  # for all other ranks together, and at least two for each
-SHARED = 4  # for what several ranks read
-HEAD = 4096  # bytes for the flags: up to 85 ranks
-APART = 2**48  # bytes: more than a tensor has
-MANY = 8  # pieces: a tensor of more is packed first, which takes the host less time than as many copies
-
 KEPT: list[Any] = []  # windows live as long as the process: others see them
-
-Piece = tuple[int, int]  # address, bytes
-
-
-class Window:
-    """Where things lie: every rank's window as it is seen from here, by its first address."""
-
-    def __init__(self, bases: Sequence[int], rank: int):
-        self.bases, self.rank = bases, rank
-        self.own = slots_of(len(bases))  # how many slots each other rank has for itself
-        self.slots = SHARED + self.own
-
-    @staticmethod
-    def bytes(size: int) -> int:
-        return HEAD + (SHARED + (size - 1) * slots_of(size)) * SLOT
-
-    def slot(self, owner: int, receiver: int, slot: int) -> int:
-        """Where a slot for that receiver lies; the first ones are shared, and the same for all."""
-        place = (receiver - owner - 1) % len(self.bases)  # nobody has one for itself
-        return self.bases[owner] + HEAD + (slot + (place * self.own if slot >= SHARED else 0)) * SLOT
-
-    def full(self, receiver: int, sender: int, slot: int) -> int:
-        return self.bases[receiver] + 8 * (sender * self.slots + slot)
-
-    def free(self, sender: int, receiver: int, slot: int) -> int:
-        return self.bases[sender] + 8 * (receiver * self.slots + slot) + 4
-
-
-def slots_of(size: int) -> int:
-    """How many slots a rank of so many has for each other one alone."""
-    return max(2, SLOTS // max(1, size - 1))
-
-
-Told = Callable[[int, int], None]  # that a lane has been asked to wait for a peer
-
-
-class Put(NamedTuple):
-    """What is copied into a slot, and who is told that it is full."""
-
-    to: int
-    pieces: Sequence[Piece]
-    readers: Sequence[int]
-    slot: int
-
-
-class Peers:
-    """The two sides of the protocol, and how many pieces have gone between this rank and each other alone so far."""
-
-    def __init__(self, lanes: Lanes, window: Window):
-        self.lanes, self.window, self.rank = lanes, window, window.rank
-        self.size = len(window.bases)
-        self.gone: Counter[int] = Counter()
-        self.come: Counter[int] = Counter()
-
-    def send(self, batches: Iterable[tuple[int, Sequence[Sequence[Piece]]]], told: Told) -> None:
-        """To each of some ranks some batches for it alone, no more than it has slots."""
-        puts = []
-        for peer, sent in batches:
-            for pieces in sent:
-                slot = SHARED + self.gone[peer] % self.window.own
-                self.gone[peer] += 1
-                self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
-                puts.append(Put(self.window.slot(self.rank, peer, slot), pieces, (peer,), slot))
-            told(OUT, peer)
-        self.put(puts)
-
-    def show(self, readers: Sequence[int], first: int, batches: Iterable[Sequence[Piece]], told: Told) -> None:
-        """To some ranks at once. All others must be done with the slot; those that do not read it now are again."""
-        slots = [(i % SHARED, pieces) for i, pieces in enumerate(batches, first)]
-        for step in range(1, self.size):
-            peer = (self.rank + step) % self.size
-            for slot, _ in slots:
-                self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
-                if peer not in readers:
-                    self.lanes.set(OUT, self.window.free(self.rank, peer, slot))
-            told(OUT, peer)
-        self.put([Put(self.window.slot(self.rank, self.rank, slot), pieces, readers, slot) for slot, pieces in slots])
-
-    def put(self, puts: Sequence[Put]) -> None:
-        """All copies one after the other: each signal between two of them would take longer than they do."""
-        for put in puts:
-            to = put.to
-            for address, size in put.pieces:
-                self.lanes.copy(OUT, to, address, size)
-                to += size
-        for put in puts:
-            for peer in put.readers:
-                self.lanes.set(OUT, self.window.full(peer, self.rank, put.slot))
-
-    def receive(self, peer: int, pieces: Sequence[Piece], told: Told) -> None:
-        slot = SHARED + self.come[peer] % self.window.own
-        self.come[peer] += 1
-        self.take(peer, slot, pieces, told)
-
-    def see(self, peer: int, piece: int, pieces: Sequence[Piece], told: Told) -> None:
-        """What that rank shows."""
-        self.take(peer, piece % SHARED, pieces, told)
-
-    def take(self, peer: int, slot: int, pieces: Sequence[Piece], told: Told) -> None:
-        source = self.window.slot(peer, self.rank, slot)
-        self.lanes.wait(IN, self.window.full(self.rank, peer, slot))
-        for address, size in pieces:
-            self.lanes.copy(IN, address, source, size)
-            source += size
-        self.lanes.set(IN, self.window.free(peer, self.rank, slot))
-        told(IN, peer)
-
-
-def pieces_of(x: Tensor) -> list[Piece]:
-    """The runs of memory that a tensor is, in order."""
-    if x.is_contiguous():
-        return [(x.data_ptr(), x.nbytes)] if x.nbytes else []
-    return [piece for part in x for piece in pieces_of(part)]
-
-
-def weight(groups: Iterable[Sequence[Piece]]) -> int:
-    return sum(size for group in groups for _, size in group)
-
-
-def is_few(x: Tensor) -> bool:
-    """Whether a tensor lies in so few pieces that they are moved as they are; others are packed first."""
-    return x.is_contiguous() or count_pieces(x) <= MANY
-
-
-def count_pieces(x: Tensor) -> int:
-    return 1 if x.is_contiguous() else len(x) * count_pieces(x[0])
 
 
 class Laid(NamedTuple):
@@ -179,141 +38,6 @@ class Laid(NamedTuple):
 
     batches: list[list[Piece]]
     moved: list[tuple[Tensor, Tensor]]
-
-
-def located(parts: Parts) -> list[list[Piece]] | None:
-    """The pieces of ranges in batches; None where some are too many. Cut once for tensors of the same shape."""
-    layout = layout_of(tuple([(x.dtype, x.shape, x.stride()) for x in parts.tensors]), parts.places, SLOT)
-    if layout is None:
-        return None
-    starts = [x.data_ptr() for x in parts.tensors]
-    return [[(starts[i] + at, size) for i, at, size in batch] for batch in layout]
-
-
-@lru_cache(maxsize=1024)
-def layout_of(kinds: tuple[Any, ...], places: tuple[range, ...], slot: int) -> list[list[tuple[int, int, int]]] | None:
-    """The batches of ranges of tensors like these as (tensor, bytes from its start, bytes)."""
-    found: list[Piece] = []
-    for i, (dtype, shape, stride) in enumerate(kinds):
-        parts = Parts([torch.empty_strided(shape, stride, dtype=dtype, device="meta")], places)
-        if not all(map(is_few, parts)):
-            return None
-        found += [(i * APART + at, size) for at, size in joined(parts)]  # a meta tensor begins at 0
-    return [[(*divmod(at, APART), size) for at, size in batch] for batch in batches(found)]
-
-
-def batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Pieces, cut and grouped so that each group fills at most a slot."""
-    group: list[Piece] = []
-    room = SLOT
-    for address, size in pieces:
-        while size >= room:
-            yield [*group, (address, room)]
-            address, size, group, room = address + room, size - room, [], SLOT
-        if size:
-            group.append((address, size))
-            room -= size
-    if group:
-        yield group
-
-
-def joined(tensors: Sequence[Tensor]) -> list[Piece]:
-    """The pieces of some tensors; one that goes on where the last one ended makes one with it.
-
-    But for those of two allocations: a copy may not run from one into another, even where they lie side by side.
-    """
-    found: list[Piece] = []
-    end, last = -1, None
-    for x in tensors:
-        for address, size in pieces_of(x):
-            if address == end and allocation(x) == allocation(last):
-                found[-1] = found[-1][0], found[-1][1] + size
-            else:
-                found.append((address, size))
-            end, last = address + size, x
-    return found
-
-
-def allocation(x: Any) -> int:
-    return int(x.untyped_storage().data_ptr())
-
-
-class Watch:
-    """Names the rank that others wait for in vain: a thread that sees how far the lanes have come.
-
-    Lanes cannot be interrupted. When a wait takes too long all flags are set, so that whoever waits for the device may
-    go on; whatever arrived is void then, and every later use of the axis is an error.
-    """
-
-    def __init__(self, lanes: Lanes, window: Window, size: int, come: Tensor, timeout: float):
-        self.lanes, self.window, self.size, self.timeout = lanes, window, size, timeout
-        self.come = come.numpy()  # [2, size] in memory that lanes write and this process reads: counts of transfers
-        self.address = come.data_ptr()
-        self.asked: Counter[tuple[int, int]] = Counter()
-        self.open: deque[tuple[float, int, int, int, str]] = deque()
-        self.error: str | None = None
-        self.thread: threading.Thread | None = None
-
-    def expect(self, lane: int, peer: int, what: str) -> None:
-        """The lane has been asked to wait for that peer; here it will say that it did."""
-        if self.lanes.recorded():
-            return
-        self.asked[lane, peer] += 1
-        number = self.asked[lane, peer]
-        self.lanes.set(lane, self.address + 4 * (lane * self.size + peer), number)
-        self.open.append((time.monotonic() + self.timeout, lane, peer, number, what))
-        if self.thread is None:
-            self.thread = threading.Thread(target=self.run, daemon=True)
-            self.thread.start()
-
-    def check(self) -> None:
-        if self.error:
-            raise ConnectionError(self.error)
-
-    def run(self) -> None:
-        """Never ends: whoever was at work when a rank was lost may still ask the lanes for something."""
-        turn = min(0.2, self.timeout / 10)
-        while self.error is None:
-            time.sleep(turn)
-            while self.open and self.done():
-                self.open.popleft()
-            if self.open and time.monotonic() > self.open[0][0]:
-                _, lane, peer, _, what = self.open[0]
-                way = "nothing came from" if lane == IN else "nothing was taken by"
-                mine = (
-                    f"rank {self.window.rank} of {self.size}: {way} rank {peer} within {self.timeout:g} s"
-                    f"{what and f' ({what})'}; it died, hangs, or makes another call"
-                )
-                if lane == IN:  # that rank may be waiting for the one that is lost: it speaks first
-                    time.sleep(2 * turn)
-                self.error = in_time(partial(with_first_loss, mine), 5 * turn) or mine
-        print(self.error, file=sys.stderr, flush=True)
-        self.lanes.attach()
-        while True:
-            if self.open:
-                self.release()
-            time.sleep(0.01)
-            while self.open and self.done():
-                self.open.popleft()
-
-    def done(self) -> bool:
-        _, lane, peer, number, _ = self.open[0]
-        return int(self.come[lane, peer]) >= number
-
-    def release(self) -> None:
-        for peer in range(self.size):
-            for slot in range(self.window.slots):
-                self.lanes.set(AID, self.window.full(self.window.rank, peer, slot))
-                self.lanes.set(AID, self.window.free(self.window.rank, peer, slot))
-
-
-def in_time(ask: Callable[[], T], seconds: float) -> T | None:
-    """What `ask` gives within so many seconds; None if that takes longer or fails."""
-    answers: list[T] = []
-    asking = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
-    asking.start()
-    asking.join(seconds)
-    return answers[0] if answers else None
 
 
 class Flight:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax")
@@ -19,18 +18,10 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
+from tests import test_jax_programs as programs  # noqa: E402
 from tests.test_jax_programs import LIMIT, close, expect, through  # noqa: E402
 
-
-@pytest.fixture(scope="module")
-def small():
-    rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=(2, 30, h, 8)), jnp.float32) for h in (4, 2, 2)]
-
-
-@pytest.fixture(scope="module")
-def plan():
-    return ra.plan(rj.init_mesh(data=2, ring=2, ulysses=2), seq_len=30, heads=(4, 2), head_dim=8, strategy="ring")
+small, plan = programs.small, programs.plan
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -11,11 +11,13 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from ringattn.comms import symmetric
+from ringattn.comms import memory, symmetric, watch
 from ringattn.comms.axis import Parts
 from ringattn.comms.engines import AID, IN, OUT
 from ringattn.comms.local import Board, LocalAxis, LocalMesh
-from ringattn.comms.symmetric import HEAD, Peers, SymmetricAxis, Watch, Window
+from ringattn.comms.symmetric import SymmetricAxis
+from ringattn.comms.watch import Watch
+from ringattn.comms.window import HEAD, SHARED, Peers, Window
 from ringattn.launch import oracle
 from ringattn.launch.cases import FEATURES
 from tests.test_comms import exercise
@@ -112,18 +114,18 @@ class SharedMesh(LocalMesh):
 
 
 def axes(size: int, one: bool = False, timeout: float = 60.0) -> list[SymmetricAxis]:
-    memory = [torch.full((Window.bytes(size),), 255, dtype=torch.uint8) for _ in range(size)]
-    for m in memory:
+    windows = [torch.full((Window.bytes(size),), 255, dtype=torch.uint8) for _ in range(size)]
+    for m in windows:
         flags = m[:HEAD].view(torch.int32)
         flags[::2], flags[1::2] = 0, 1
     found, board = [], Board()
     for rank in range(size):
-        window = Window([m.data_ptr() for m in memory], rank)
+        window = Window([m.data_ptr() for m in windows], rank)
         lanes = ThreadLanes(one)
         come = torch.zeros(2, size, dtype=torch.int32)
         words = LocalAxis(board, "words", (), size, rank)
         axis = SymmetricAxis(Peers(lanes, window), Watch(lanes, window, size, come, timeout), words.exchange_words)
-        axis.memory = memory  # held: others see it
+        axis.windows = windows  # held: others see it
         found.append(axis)
     return found
 
@@ -153,7 +155,7 @@ def on_ranks(function, axes):
 @pytest.fixture(params=[64, 2**20], ids=lambda slot: f"slot={slot}")
 def slot(request, monkeypatch):
     """Slots so small that everything goes in many pieces, and slots that hold all of it."""
-    monkeypatch.setattr(symmetric, "SLOT", request.param)
+    monkeypatch.setattr(memory, "SLOT", request.param)
     return request.param
 
 
@@ -165,7 +167,7 @@ def test_every_operation_keeps_its_promise(size, one, slot):
         on_ranks(exercise, every)
         for axis in every:  # a recorded call may be replayed: nothing is full, everything is free
             axis.lanes.finish().settle()
-        for m in every[0].memory:
+        for m in every[0].windows:
             flags = m[:HEAD].view(torch.int32)
             assert flags[::2].eq(0).all() and flags[1::2].eq(1).all()
 
@@ -243,12 +245,12 @@ def test_attention_equals_dense_float64(name, together, slot):
 
 
 def test_pieces_are_joined_within_an_allocation_and_never_beyond():
-    memory = bytearray(64)
-    first, second = (torch.frombuffer(memory, dtype=torch.float32, offset=at, count=8) for at in (0, 32))
+    room = bytearray(64)
+    first, second = (torch.frombuffer(room, dtype=torch.float32, offset=at, count=8) for at in (0, 32))
     assert first.data_ptr() + first.nbytes == second.data_ptr()
     start = first.data_ptr()
-    pieces = symmetric.joined([first[:3], first[3:], second])
-    assert list(symmetric.batches(pieces)) == [[(start, 32), (start + 32, 32)]]
+    pieces = memory.joined([first[:3], first[3:], second])
+    assert list(memory.batches(pieces)) == [[(start, 32), (start + 32, 32)]]
 
 
 @pytest.mark.parametrize("places", [(range(0, 2), range(4, 6)), (range(1, 6, 2),), (range(2, 6),)], ids=str)
@@ -257,10 +259,10 @@ def test_ranges_lie_where_their_views_do(places, slot):
     for _ in "ab":
         pair = torch.rand(2, 6, 40), torch.rand(3, 6, 2, 8)[:2]
         parts = Parts(pair, places)
-        expected = list(symmetric.batches([p for x in pair for p in symmetric.joined(list(Parts([x], places)))]))
-        assert symmetric.located(parts) == expected
+        expected = list(memory.batches([p for x in pair for p in memory.joined(list(Parts([x], places)))]))
+        assert memory.located(parts) == expected
         assert len(parts) == len(list(parts)) and torch.equal(parts[0], pair[0][:, places[0]])
-    assert symmetric.located(Parts([torch.rand(2, 6, 9, 20)[..., :4]], places)) is None
+    assert memory.located(Parts([torch.rand(2, 6, 9, 20)[..., :4]], places)) is None
 
 
 def test_a_trial_tells_a_window_that_works_from_one_that_does_not(slot, monkeypatch):
@@ -290,13 +292,13 @@ def test_a_rank_that_never_comes_is_named_in_time():
 
 def test_a_rank_that_is_lost_during_long_work_is_named_and_nobody_hangs(monkeypatch):
     """What is asked of the lanes after the others were released is released too."""
-    monkeypatch.setattr(symmetric, "SLOT", 64)
-    monkeypatch.setattr(symmetric, "with_first_loss", lambda mine: f"{mine}; the first loss: that one")
+    monkeypatch.setattr(memory, "SLOT", 64)
+    monkeypatch.setattr(watch, "with_first_loss", lambda mine: f"{mine}; the first loss: that one")
 
     def one(axis):
         if axis.rank == 1:
             return
-        x = torch.zeros(16 * 4 * symmetric.SHARED)  # four times as much as the slots for all hold
+        x = torch.zeros(16 * 4 * SHARED)  # four times as much as the slots for all hold
         axis.share([x[:4]], [1], {}, lambda: None)[1].wait()  # never taken
         with pytest.raises(ConnectionError, match=r"taken by rank 1 within 0.5 s \(keys\).*; the first loss: that one"):
             axis.share([x], [1], {1: [x.clone()]}, lambda: time.sleep(2), "keys")[1].wait()

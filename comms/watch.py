@@ -1,0 +1,95 @@
+"""Who has been waited for in vain, where nothing that waits can be interrupted."""
+
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from torch import Tensor
+
+from ringattn.comms.engines import AID, IN, Lanes
+from ringattn.comms.process_group import with_first_loss
+from ringattn.comms.window import Window
+
+T = TypeVar("T")
+
+
+class Watch:
+    """Names the rank that others wait for in vain: a thread that sees how far the lanes have come.
+
+    Lanes cannot be interrupted. When a wait takes too long all flags are set, so that whoever waits for the device may
+    go on; whatever arrived is void then, and every later use of the axis is an error.
+    """
+
+    def __init__(self, lanes: Lanes, window: Window, size: int, come: Tensor, timeout: float):
+        self.lanes, self.window, self.size, self.timeout = lanes, window, size, timeout
+        self.come = come.numpy()  # [2, size] in memory that lanes write and this process reads: counts of transfers
+        self.address = come.data_ptr()
+        self.asked: Counter[tuple[int, int]] = Counter()
+        self.open: deque[tuple[float, int, int, int, str]] = deque()
+        self.error: str | None = None
+        self.thread: threading.Thread | None = None
+
+    def expect(self, lane: int, peer: int, what: str) -> None:
+        """The lane has been asked to wait for that peer; here it will say that it did."""
+        if self.lanes.recorded():
+            return
+        self.asked[lane, peer] += 1
+        number = self.asked[lane, peer]
+        self.lanes.set(lane, self.address + 4 * (lane * self.size + peer), number)
+        self.open.append((time.monotonic() + self.timeout, lane, peer, number, what))
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.run, daemon=True)
+            self.thread.start()
+
+    def check(self) -> None:
+        if self.error:
+            raise ConnectionError(self.error)
+
+    def run(self) -> None:
+        """Never ends: whoever was at work when a rank was lost may still ask the lanes for something."""
+        turn = min(0.2, self.timeout / 10)
+        while self.error is None:
+            time.sleep(turn)
+            while self.open and self.done():
+                self.open.popleft()
+            if self.open and time.monotonic() > self.open[0][0]:
+                _, lane, peer, _, what = self.open[0]
+                way = "nothing came from" if lane == IN else "nothing was taken by"
+                mine = (
+                    f"rank {self.window.rank} of {self.size}: {way} rank {peer} within {self.timeout:g} s"
+                    f"{what and f' ({what})'}; it died, hangs, or makes another call"
+                )
+                if lane == IN:  # that rank may be waiting for the one that is lost: it speaks first
+                    time.sleep(2 * turn)
+                self.error = in_time(partial(with_first_loss, mine), 5 * turn) or mine
+        print(self.error, file=sys.stderr, flush=True)
+        self.lanes.attach()
+        while True:
+            if self.open:
+                self.release()
+            time.sleep(0.01)
+            while self.open and self.done():
+                self.open.popleft()
+
+    def done(self) -> bool:
+        _, lane, peer, number, _ = self.open[0]
+        return int(self.come[lane, peer]) >= number
+
+    def release(self) -> None:
+        for peer in range(self.size):
+            for slot in range(self.window.slots):
+                self.lanes.set(AID, self.window.full(self.window.rank, peer, slot))
+                self.lanes.set(AID, self.window.free(self.window.rank, peer, slot))
+
+
+def in_time(ask: Callable[[], T], seconds: float) -> T | None:
+    """What `ask` gives within so many seconds; None if that takes longer or fails."""
+    answers: list[T] = []
+    asking = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return answers[0] if answers else None
