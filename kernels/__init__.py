@@ -10,7 +10,7 @@ and must equal it. Its module may have more:
     row_delta(out, dout, dlse)        torch: rowsum(dout * out) - dlse, where it has a quicker way than `reference`
     halves(as attend_backward)        torch: two functions, one gives (dk, dv), the other dq; without it no gradient is
                                       made alone
-    rounds = True                     torch: what one tile finds is in the dtype of q, and loses nothing if carried so
+    gradients(as attend_backward)     torch: totals (ringattn.kernels.total), of which nothing is added up yet
 
     options(problem)                  JAX: more keyword arguments for both functions
     parted = False                    JAX: no gradient is made alone; who wants one pays for all three
@@ -53,7 +53,7 @@ class Kernel:
     name: str
     module: str
     told: tuple[str, ...] = ()  # devices on which it is asked only when it is named: there it is slow, or not at all
-    tiles: bool = False  # it runs full and causal rectangles only
+    tiles: bool = False  # it runs full and causal rectangles only, and what it finds of one has the inputs' dtype
 
     def load(self) -> Any:
         return import_module(self.module)

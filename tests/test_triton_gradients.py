@@ -3,19 +3,44 @@
 import pytest
 import torch
 
+from ringattn.kernels.total import Total
 from ringattn.kernels.triton import gradients
 from ringattn.kernels.vendor.tiles import stand_in
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_sum_is_that_of_torch_in_the_same_order(count, dtype):
+def some_parts(dtype: torch.dtype) -> Total:
+    """All of [2, 37, 4, 20], of half precision and of `dtype`, and pieces of rows and of heads, also of a total's."""
     torch.manual_seed(0)
-    own, more = torch.randn(2, 37, 3, 20), torch.randn(count, 2, 37, 3, 20)
-    expected = own.clone()
-    for x in more:
-        expected += x
-    assert torch.equal(gradients.add_up(own, more, dtype), expected.to(dtype))
+    total, inner = (Total(torch.empty(2, rows, 4, 20, dtype=torch.float16)) for rows in (37, 30))
+    inner.add(torch.randn(2, 30, 4, 20).half())
+    inner.add(torch.randn(2, 10, 2, 20), rows=slice(20, 30), heads=slice(1, 3))
+    total.add(torch.randn(2, 37, 4, 20).to(dtype))
+    total.add(torch.randn(2, 37, 3, 20).half(), heads=slice(1, None))
+    total.add(None)
+    total.add(inner, rows=slice(7, None))
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("first", [torch.float32, torch.float16], ids=str)
+def test_the_sum_is_that_of_torch_in_the_same_order(first, dtype):
+    parts = some_parts(first).parts
+    assert [(rows, heads) for _, rows, heads in parts] == [
+        ((0, 37), (0, 4)), ((0, 37), (1, 4)), ((7, 37), (0, 4)), ((27, 37), (1, 3))
+    ]  # fmt: skip
+    found = gradients.add_parts(torch.empty(2, 37, 4, 20, dtype=dtype), parts)
+    assert torch.equal(found, some_parts(first).tensor(dtype))
+    expected = torch.zeros(2, 37, 4, 20)
+    for x, rows, heads in parts:
+        expected[:, slice(*rows), slice(*heads)] += x
+    assert torch.equal(found, expected.to(dtype))
+
+
+def test_a_sum_may_take_the_place_of_its_first_part():
+    parts = some_parts(torch.float32).parts
+    expected = some_parts(torch.float32).tensor(torch.float32)
+    assert torch.equal(gradients.add_parts(parts[0].found, parts), expected)
+    assert torch.equal(parts[0].found, expected)
 
 
 @pytest.mark.parametrize("size", [1e-22, 1e-12, 1.0, 1e3])
@@ -28,10 +53,13 @@ def test_the_stand_in_is_that_of_torch(size):
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
 
 
-def test_parts_that_lie_more_than_two_billion_numbers_apart_are_added():
-    size, block = 2**30, 4  # 2 * size is beyond 32 bits; only the pages that are worked on are there
-    own, more = torch.ones(block, dtype=torch.int8), torch.empty(2 * size + block, dtype=torch.int8)
-    for i in range(3):
-        more[i * size : i * size + block] = 10**i
-    gradients.launch(gradients.add_kernel, (1,), (own, more, own), (size, 3), BLOCK=block)
-    assert own.tolist() == [112] * block
+def test_rows_that_lie_more_than_two_billion_numbers_apart_are_added():
+    """Of int8 and never touched between: only the pages that are worked on are there."""
+    rows, heads = 2**22 + 1, 2**9  # 2^31 + 2^9 numbers
+    part, out = torch.empty(1, rows, heads, 1, dtype=torch.int8), torch.zeros(1, 1, heads, 1, dtype=torch.int8)
+    part[:, -1] = 7
+    gradients.launch(
+        gradients.add_kernel, (1,), (out, *[part] * 6), ((1 - rows, 1, 0, heads), 1, heads),
+        N=1, D=1, WIDTH=1, ROWS=heads,
+    )  # fmt: skip
+    assert (out == 7).all()

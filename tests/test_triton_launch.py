@@ -73,6 +73,7 @@ def some_call(draw: random.Random):
 
     from ringattn.kernels.intervals import Intervals
     from ringattn.kernels.partial import Partial, Streams
+    from ringattn.kernels.total import Part
     from ringattn.kernels.triton import append, backward, decode, forward, gradients, linear, merge
 
     dtype = draw.choice([torch.bfloat16, torch.float16, torch.float32])
@@ -109,12 +110,13 @@ def some_call(draw: random.Random):
     lengths, kept = torch.zeros(B, dtype=torch.int64), (torch.empty(B, 640, G, n, dtype=dtype) for n in (D, V))
     into_k, into_v = kept
     few = Intervals(*torch.zeros(2, B, min(T, 4), dtype=torch.int32))
+    parts = [Part(tensor(B, T, H, D, dtype=draw.choice([dtype, torch.float32])), (0, T), (0, H)) for _ in range(R)]
     dlse, sinks, splits, window = (draw.choice([None, x]) for x in (row, torch.empty(H), 4, 9))
     return draw.choice([
         lambda: forward.attend(q, k, v, where, scale=scale, softcap=softcap, carry=carry),
         lambda: backward.attend_backward(q, k, v, where, dout, row, row, scale=scale, softcap=softcap),
         lambda: backward.row_delta(dout, dout, dlse),
-        lambda: gradients.add_up(torch.empty(B, T, H, D), torch.empty(2, B, T, H, D), dtype),
+        lambda: gradients.add_parts(torch.empty(B, T, H, D), parts),
         lambda: gradients.stand_in(dout, row, 1e-3),
         linear_forward,
         linear_backward,

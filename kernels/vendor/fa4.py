@@ -7,7 +7,7 @@ from torch import Tensor
 from ringattn.kernels import Problem
 from ringattn.kernels.partial import NEVER
 from ringattn.kernels.vendor import equal_dims, gpu_refusal
-from ringattn.kernels.vendor.tiles import heads_first, over_tiles, prepare, rounds, row_delta
+from ringattn.kernels.vendor.tiles import heads_first, over_tiles, prepare, row_delta
 
 
 def refuses(problem: Problem) -> str | None:
@@ -36,5 +36,5 @@ def backward(
     return dq, dk, dv
 
 
-__all__ = ["attend", "attend_backward", "prepare", "refuses", "rounds", "row_delta"]
-attend, attend_backward = over_tiles("FlashAttention-4", forward, backward)
+__all__ = ["attend", "attend_backward", "gradients", "prepare", "refuses", "row_delta"]
+attend, attend_backward, gradients = over_tiles("FlashAttention-4", forward, backward)

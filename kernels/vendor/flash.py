@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ringattn.kernels import Problem
 from ringattn.kernels.vendor import equal_dims, gpu_refusal
-from ringattn.kernels.vendor.tiles import heads_first, over_tiles, prepare, rounds, row_delta
+from ringattn.kernels.vendor.tiles import heads_first, over_tiles, prepare, row_delta
 
 
 def refuses(problem: Problem) -> str | None:
@@ -39,5 +39,5 @@ def backward(
     )
 
 
-__all__ = ["attend", "attend_backward", "prepare", "refuses", "rounds", "row_delta"]
-attend, attend_backward = over_tiles("FlashAttention-2", forward, backward)
+__all__ = ["attend", "attend_backward", "gradients", "prepare", "refuses", "row_delta"]
+attend, attend_backward, gradients = over_tiles("FlashAttention-2", forward, backward)

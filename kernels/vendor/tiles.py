@@ -1,7 +1,8 @@
 """Attention tile by tile: partials of tiles merge, and with the global lse the gradients of tiles add up.
 
-A vendor's backward computes delta = rowsum(dout * out) by itself and uses `out` for nothing else, so it is handed a
-stand-in with the rowsum that we want: that makes each tile exact, and the gradient of lse comes along in delta.
+A vendor's backward computes delta = rowsum(dout * out) by itself and uses `out` for nothing else. So it is handed the
+out over all keys, which makes each tile exact; where delta is another, since the lse has a gradient too or out is on
+another rank, a stand-in for out with the rowsum that we want.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,16 +15,17 @@ from ringattn.kernels import partial, reference
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals, Tile
 from ringattn.kernels.partial import Partial, empty
+from ringattn.kernels.total import Total
 
 # (q, k, v, causal, scale) -> out [B, T, H, V], lse [B, T, H]; (dout, q, k, v, out, lse, causal, scale) -> dq, dk, dv
 Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
-rounds = True  # what a tile finds has the dtype of q: as such it may be carried on, and nothing is lost
 
-
-def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`attend` and `attend_backward` with the signatures of `reference`, from a vendor's two functions of one tile."""
+def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Any], ...]:
+    """From a vendor's two functions of one tile: `attend` and `attend_backward` with the signatures of `reference`,
+    and `gradients`, which is the latter with sums that are still to be made.
+    """
 
     def attend(
         q_BTHD: Tensor,
@@ -60,7 +62,7 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
             found.out[:, rows], found.lse[:, rows] = total.out[:, rows], total.lse[:, rows]
         return Partial(found.out.to(dtype), found.lse)
 
-    def attend_backward(
+    def gradients(
         q_BTHD: Tensor,
         k_BSGD: Tensor,
         v_BSGV: Tensor,
@@ -71,24 +73,29 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
         *,
         scale: float,
         softcap: float | None = None,
-        dq: Tensor | None = None,
-        dk: Tensor | None = None,
-        dv: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Total, Total, Total]:
         tiles = tiles_or_refuse(name, where, softcap)
         dout, out = delta_BTH if isinstance(delta_BTH, StandIn) else prepare(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)[2]
         q_BTHD, k_BSGD, v_BSGV, dout, out = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV, dout, out))
-        totals = [dq, dk, dv]
+        dq, dk, dv = Total(q_BTHD), Total(k_BSGD), Total(v_BSGV)
         for queries, keys, causal in largest_first(tiles):
             tensors = q_BTHD[:, queries], k_BSGD[:, keys], v_BSGV[:, keys]
             rows = dout[:, queries], out[:, queries], lse_BTH[:, queries]
-            parts = backward(rows[0], *tensors, *rows[1:], causal, scale)
-            for i, (like, at) in enumerate(((q_BTHD, queries), (k_BSGD, keys), (v_BSGV, keys))):
-                totals[i] = accumulated(totals[i], parts[i], at, like)
-        dq, dk, dv = (zeros(x) if t is None else t for t, x in zip(totals, (q_BTHD, k_BSGD, v_BSGV), strict=True))
+            found = backward(rows[0], *tensors, *rows[1:], causal, scale)
+            for total, part, at in zip((dq, dk, dv), found, (queries, keys, keys), strict=True):
+                total.add(part, at)
         return dq, dk, dv
 
-    return attend, attend_backward
+    def attend_backward(
+        *inputs: Any, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, ...]:
+        totals = [Total(x) for x in inputs[:3]]
+        for total, given, found in zip(totals, (dq, dk, dv), gradients(*inputs, **options), strict=True):
+            total.add(given)
+            total.add(found)
+        return tuple(total.tensor(total.exact) for total in totals)
+
+    return attend, attend_backward, gradients
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -145,22 +152,6 @@ def area(tile: Tile) -> int:
     return int((queries.stop - queries.start) * (keys.stop - keys.start))
 
 
-def accumulated(total: Tensor | None, part: Tensor, at: slice, like: Tensor) -> Tensor:
-    """total[:, at] + part, where it lies; a total that is not there yet begins as the part, among zeros."""
-    if total is not None:
-        total[:, at].add_(part)
-        return total
-    total = torch.empty(like.shape, dtype=accumulator(like), device=like.device)
-    for rows in untouched([at], like.shape[1]) or ():
-        total[:, rows] = 0
-    total[:, at] = part
-    return total
-
-
-def zeros(like: Tensor) -> Tensor:
-    return torch.zeros(like.shape, dtype=accumulator(like), device=like.device)
-
-
 class StandIn(NamedTuple):
     """What a backward takes for delta once it is made: (dout, out) as `stand_in` gives them."""
 
@@ -169,8 +160,12 @@ class StandIn(NamedTuple):
 
 
 def prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, StandIn]:
-    """The rows of a backward in the form that every step of it takes, made once for all of them."""
-    return dout, lse, StandIn(*stand_in(dout.to(q.dtype), delta))
+    """The rows of a backward in the form that every step of it takes, made once for all of them.
+
+    `delta` may be the out over all keys itself, where it is no more than the rowsum of that with dout.
+    """
+    dout = dout.to(q.dtype)
+    return dout, lse, StandIn(dout.contiguous(), delta) if delta.dim() == 4 else StandIn(*stand_in(dout, delta))
 
 
 def row_delta(out_BTHV: Tensor, dout_BTHV: Tensor, dlse_BTH: Tensor | None = None) -> Tensor:

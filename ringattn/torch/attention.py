@@ -40,6 +40,7 @@ from ringattn.torch.steps import (
     Grads,
     Score,
     Seen,
+    delta_of,
     direct_run,
     global_intervals,
     levels_run,
@@ -278,7 +279,7 @@ def exchange_backward(
             yield group if dlse is not None else (*group, None)
 
     def leaving() -> Iterator[Pending]:
-        for dq, dk, dv, delta in gradients(call, entering()):
+        for dq, dk, dv, delta in gradients(call, entering(), asked=sinks is not None):
             deltas.append(delta)
             yield leave([dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)], axis)
 
@@ -313,19 +314,19 @@ def attended(call: Call, groups: Iterable[Entered]) -> Iterator[Partial]:
         del q, k, v, start  # before the group after the next is made room for
 
 
-def gradients(call: Call, groups: Iterable[Seen]) -> Iterator[Grads]:
-    """dq, dk, dv and delta of each group."""
+def gradients(call: Call, groups: Iterable[Seen], asked: bool) -> Iterator[Grads]:
+    """dq, dk, dv of each group, and its delta if that is `asked` for."""
     plan, axis = call.plan, call.plan.ring_axis
     if plan.strategy == "gather":
         where = global_intervals(call.mask, axis.rank, call.device)
-        yield from gather_backward(groups, axis, plan.keys.tokens, where, partial(call.score, [where]))
+        yield from gather_backward(groups, axis, plan.keys.tokens, where, partial(call.score, [where]), asked)
         return
     queries = plan.backward == "queries"
     travel = queries_backward if queries else BACKWARD[plan.route]
     for q, k, v, out, lse, dout, dlse in groups:
         run, intervals = run_of(call, q.nbytes + dout.nbytes if queries else k.nbytes + v.nbytes, backward=True)
         score = call.score(intervals, q, k, v)
-        delta = score.row_delta(out, dout, dlse)
+        delta = delta_of(score, out, dout, dlse, asked or queries)
         yield *travel(q, k, v, axis, run, score, (dout, lse, delta)), delta
 
 

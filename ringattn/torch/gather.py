@@ -13,7 +13,7 @@ from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
 from ringattn.layout import Layout
 from ringattn.torch.sharding import order_of
-from ringattn.torch.steps import Entered, Grads, Score, Seen
+from ringattn.torch.steps import Entered, Grads, Score, Seen, delta_of
 
 
 def gather_forward(
@@ -26,14 +26,14 @@ def gather_forward(
 
 
 def gather_backward(
-    groups: Iterable[Seen], axis: Axis, layout: Layout, where: Intervals, score: Callable[..., Score]
+    groups: Iterable[Seen], axis: Axis, layout: Layout, where: Intervals, score: Callable[..., Score], asked: bool
 ) -> Iterator[Grads]:
-    """(dq, dk, dv) in float32, and delta."""
+    """(dq, dk, dv) in float32, and delta if that is `asked` for."""
 
     def going_home() -> Iterator[Pending]:
         for q, k, v, out, lse, dout, dlse in one_ahead(gathered(group, axis, layout) for group in groups):
             kernel = score(q, k, v)
-            delta = kernel.row_delta(out, dout, dlse)
+            delta = delta_of(kernel, out, dout, dlse, asked)
             dq, *grads = kernel.attend_backward(q, k, v, where, dout, lse, delta)
             del k, v
             home = [axis.reduce_scatter(reordered(x, layout, back=False), 1) for x in grads]

@@ -24,7 +24,7 @@ from ringattn.spec import AttentionSpec
 from ringattn.torch.cache import KVCache
 from ringattn.torch.chunk import Chunk, guests_of, in_any_order, own_pieces, part_of, pieces_of, whereabouts_on
 from ringattn.torch.exchange import merged
-from ringattn.torch.ring import nothing, room_for, with_next
+from ringattn.torch.ring import END, nothing, room_for, with_next
 from ringattn.torch.steps import Score, problem_of, score_of
 
 
@@ -115,7 +115,7 @@ class Guests:
         found = Partial(room(*rows, cache.v.shape[-1]), room(rows))
         leaving: Pending = Done()
         self.coming.wait()
-        for i, (stop, following) in enumerate(with_next(self.run)):
+        for i, (stop, following) in enumerate(with_next(self.run, END)):
             say = f"step {i + 1} of {len(self.run)}, prefill"
             asking = chunk._replace(queries=stop.shard)
             work = partial(attend_cache, self.here[0], cache, asking, keys)

@@ -7,7 +7,7 @@ their gradients follow one hop behind. What goes where is decided in `ringattn.s
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,12 +15,16 @@ from torch import Tensor
 from ringattn.comms.axis import Axis, Done, Parcels, Parts, Pending
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import Partial, empty
+from ringattn.kernels.total import Total
 from ringattn.torch.steps import Level, Run, Score, Stop, carried_in
 
-Rows = tuple[Tensor, Tensor, Tensor]  # dout, the lse over all keys, delta
+S = TypeVar("S")
+Rows = tuple[Tensor, Tensor, Tensor]  # dout, the lse over all keys, delta (or, for tiles, the out over all keys)
 Pair = tuple[Tensor, ...]  # keys and values, or their gradients
-Halves = tuple[Callable[[], Any], Callable[[], Any]]  # one gives (dk, dv), the other dq
+Work = tuple[Callable[[], Any], Callable[[], Any]]  # one gives (dk, dv), the other dq
+NOTHING: Work = (lambda: (None, None), lambda: None)
 END = Stop(None, (), {}, (), ())
+EVERY = slice(None)
 LONG = 64 * 2**20  # bytes: a hop of so many takes longer than launching a kernel more
 
 
@@ -36,7 +40,7 @@ def direct_forward(
     part: Partial | None = start
     keys: Pair = (k, v)
     last = max((i for i, stop in enumerate(run) if stop.where), default=-1)
-    for i, (stop, following) in enumerate(with_next(run)):
+    for i, (stop, following) in enumerate(with_next(run, END)):
         work: Callable[[], Partial | None] = partial(as_it_was, part)
         if stop.where:
             dtype = carried_in(q, score, stop.where, part, ends and i == last)
@@ -48,38 +52,39 @@ def direct_forward(
 
 
 def direct_backward(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Sequence[Stop], score: Score, rows: Rows,
-    dq: Tensor | None = None, ends: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv). A step's part of other ranks' gradients is on its way while its dq is computed.
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Sequence[Stop], score: Score, rows: Rows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), in the dtypes of their tensors."""
+    dq = Total(q)
+    dk, dv = visits_backward(q, k, v, axis, run, score, rows, dq)
+    return dq.tensor(q.dtype), dk.tensor(k.dtype), dv.tensor(v.dtype)
 
-    dq is added to the one that is given, in float32; dk and dv are in float32 too, unless they end here.
-    """
-    home, order, parts = Home(axis, k, v), in_order(run, score), halves_of_heads(run, score, q, k, v)
-    if parts:
-        order, home.own = (run[0], *order), zeros(k, v)
-        dq = zero(q) if dq is None else dq
-    keys, trip = room_for(order[0], k, v)
+
+def visits_backward(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Sequence[Stop], score: Score, rows: Rows, dq: Total
+) -> Sequence[Total]:
+    """(dk, dv), and dq where it adds up. A step's part of other ranks' gradients is on its way while dq is computed."""
+    home, turns = Home(axis, score.narrow, k, v), turns_of(run, score, q, k, v)
+    keys, trip = room_for(turns[0].stop, k, v)
     made, hop = axis.share(*trip, partial(score.prepare, q, *rows), f"keys of step 1 of {len(run)}, backward")
     hop.wait()
-    for i, (stop, following) in enumerate(with_next(order), start=0 if parts else 1):
+    for i, (turn, following) in enumerate(with_next(turns, LAST), start=len(run) + 1 - len(turns)):
         if score.parted:  # what came has flown beside dq; else it may still fly beside this step
             home.settle()
-        work: Halves = partial(as_it_was, (None, None)), partial(as_it_was, dq)
-        if parts and stop is run[0]:
-            work = at_home(score, parts[min(i, 1)], (q, k, v), stop.where, made, (dq, *(home.own or ())))
-        elif stop.where:
-            work = score.halves(q, *keys, stop.where, *made, dq=dq)
-        keys, trip = room_for(following, k, v)
+        stop, of_queries, of_keys = turn
+        work = NOTHING
+        if stop.where:
+            tensors = some_heads(q, of_queries), *some_heads(keys, of_keys)
+            work = score.halves(*tensors, stop.where, *some_heads(made, of_queries), dq=dq.place)
+        keys, trip = room_for(following.stop, k, v)
         grads, hop = axis.share(*trip, work[0], f"keys of step {i + 1} of {len(run)}, backward")
-        if grads:
-            home.send(stop, grads, f"gradients of step {i} of {len(run)}")
-        dq = work[1]()
+        home.send(stop, grads, f"gradients of step {i} of {len(run)}", of_keys)
+        dq.add(work[1](), heads=of_queries)
+        dq.fold()
         hop.wait()
         del work, grads  # they hold what has been used, while room is made for what comes
-    home.settle(last=ends)
-    own = home.own or zeros(k, v)
-    return zero(q) if dq is None else dq, own[0], own[1]
+    home.settle(last=True)
+    return home.own
 
 
 def queries_backward(
@@ -89,83 +94,77 @@ def queries_backward(
 
     Fewer bytes where there are as many key heads as query heads: dq alone is in float32, not dk and dv.
     """
-    dk, dv = zeros(k, v)
-    home, order = Home(axis, q), in_order(run, score)
+    dk, dv = Total(k), Total(v)
+    home, turns = Home(axis, score.narrow, q), turns_of(run, score)
     own = tuple(x.contiguous() for x in (q, *rows))
-    here, trip = room_for(order[0], *own)
+    here, trip = room_for(turns[0].stop, *own)
     axis.share(*trip, nothing, f"queries of step 1 of {len(run)}, backward")[1].wait()
-    for i, (stop, following) in enumerate(with_next(order)):
+    for i, ((stop, *_), following) in enumerate(with_next(turns, LAST)):
         if score.parted:
             home.settle()
-        work: Halves = partial(as_it_was, (dk, dv)), partial(as_it_was, None)
+        work = NOTHING
         if stop.where:
-            work = score.halves(here[0], k, v, stop.where, *score.prepare(*here), dk=dk, dv=dv)
-        here, trip = room_for(following, *own)
+            work = score.halves(here[0], k, v, stop.where, *score.prepare(*here), dk=dk.place, dv=dv.place)
+        here, trip = room_for(following.stop, *own)
         dq, hop = axis.share(*trip, work[1], f"queries of step {i + 2} of {len(run)}, backward")
         home.send(stop, (dq,), f"gradients of step {i + 1} of {len(run)}")
-        dk, dv = work[0]()
+        for total, found in zip((dk, dv), work[0](), strict=True):
+            total.add(found)
+            total.fold()
         hop.wait()
-        del work, dq
+        del work, dq, found
     home.settle(last=True)
-    return home.own[0] if home.own else zero(q), dk, dv
+    return home.own[0].tensor(q.dtype), dk.tensor(k.dtype), dv.tensor(v.dtype)
 
 
-def in_order(run: Sequence[Stop], score: Score) -> Sequence[Stop]:
+class Turn(NamedTuple):
+    """A stop, and which of its heads have their turn: all of them, or some of the queries' and their keys'."""
+
+    stop: Stop
+    queries: slice = EVERY
+    keys: slice = EVERY
+
+
+LAST = Turn(END)
+
+
+def turns_of(run: Sequence[Stop], score: Score, *tensors: Tensor) -> list[Turn]:
     """Parted kernels: home first, to hide the first hop.
 
-    Others: home last, to hide the last gradients, which are twice the bytes.
+    Others: home last, to hide the last gradients; or half of its heads, where the other half is worth being first to
+    hide the first hop of these (q, k, v).
     """
-    return run if score.parted else (*run[1:], run[0])
+    home, *others = map(Turn, run)
+    if score.parted:
+        return [home, *others]
+    if not tensors or not others or not run[0].where or run[1].length * weight(tensors[1:]) < LONG:
+        return [*others, home]
+    heads, kv_heads = (x.shape[2] for x in tensors[:2])
+    half = kv_heads // 2
+    cut = half * (heads // kv_heads)
+    if not half:
+        return [*others, home]
+    return [Turn(run[0], slice(cut), slice(half)), *others, Turn(run[0], slice(cut, None), slice(half, None))]
 
 
-def halves_of_heads(
-    run: Sequence[Stop], score: Score, q: Tensor, k: Tensor, v: Tensor
-) -> Sequence[tuple[slice, slice]]:
-    """Query and key heads in two halves, of which one at home hides the first hop; none where that is not worth it."""
-    half = k.shape[2] // 2
-    if score.parted or len(run) == 1 or not run[0].where or not half:
-        return ()
-    if run[1].length * (k.nbytes + v.nbytes) < LONG * k.shape[1]:
-        return ()
-    cut = half * (q.shape[2] // k.shape[2])
-    return (slice(cut), slice(half)), (slice(cut, None), slice(half, None))
+def weight(tensors: Sequence[Tensor]) -> float:
+    """Bytes of a token in all of them."""
+    return sum(x.nbytes for x in tensors) / tensors[0].shape[1]
 
 
-def at_home(
-    score: Score, heads: tuple[slice, slice], tensors: Sequence[Tensor], where: Any, rows: Any, totals: Sequence[Any]
-) -> Halves:
-    """`score.halves` of some heads, added to what is there of (dq, dk, dv); nothing is left to be sent."""
-    of_queries, of_keys = heads
-    mine = [x[:, :, at] for x, at in zip(tensors, (of_queries, of_keys, of_keys), strict=True)]
-    places = [x[:, :, at] for x, at in zip(totals, (of_queries, of_keys, of_keys), strict=True)]
-    dout, lse, delta = (some_heads(x, of_queries) for x in rows)
-    keys, queries = score.halves(*mine, where, dout, lse, delta, **dict(zip(("dq", "dk", "dv"), places, strict=True)))
-
-    def add_keys() -> None:
-        for place, found in zip(places[1:], keys(), strict=True):
-            put(found, place)
-
-    def add_queries() -> Tensor:
-        put(queries(), places[0])
-        return totals[0]
-
-    return add_keys, add_queries
-
-
-def some_heads(rows: Any, at: slice) -> Any:
+def some_heads(x: Any, at: slice) -> Any:
     """Those heads of a tensor, or of each one of several."""
-    return rows[:, :, at] if isinstance(rows, Tensor) else type(rows)(*(some_heads(x, at) for x in rows))
+    if at == EVERY:
+        return x
+    if isinstance(x, Tensor):
+        return x[:, :, at]
+    found = [some_heads(y, at) for y in x]
+    return type(x)(*found) if hasattr(x, "_fields") else found
 
 
-def put(found: Tensor, place: Tensor) -> None:
-    """Many a kernel has added it up there already."""
-    if found.data_ptr() != place.data_ptr():
-        place.copy_(found)
-
-
-def with_next(run: Sequence[Stop]) -> Iterable[tuple[Stop, Stop]]:
-    """Each stop and the one that follows."""
-    return zip(run, [*run[1:], END], strict=True)
+def with_next(run: Sequence[S], end: S) -> Iterable[tuple[S, S]]:
+    """Each stop (or turn) and the one that follows."""
+    return zip(run, [*run[1:], end], strict=True)
 
 
 def as_it_was(x: Any) -> Any:
@@ -191,54 +190,46 @@ def room_for(stop: Stop, *own: Tensor) -> tuple[tuple[Tensor, ...], Trip]:
 
 
 class Home:
-    """The gradients of this rank's own tensors: its own part, and what the ranks that had them send back."""
+    """The gradients of this rank's own tensors: its own part, and what the ranks that had them send back.
 
-    def __init__(self, axis: Axis, *like: Tensor):
+    `narrow`: they come as they were found, in the tensors' dtype; else in that of sums.
+    """
+
+    def __init__(self, axis: Axis, narrow: bool, *like: Tensor):
         self.axis, self.like = axis, like
-        self.own: tuple[Tensor, ...] | None = None
-        self.coming = many(0, *like)  # what each of some ranks sends, one after the other
+        self.dtypes = [x.dtype if narrow else accumulator(x) for x in like]
+        self.own = tuple(Total(x) for x in like)
+        self.coming: Sequence[Tensor] = ()  # what each of some ranks sends, one after the other
         self.flight: Pending = Done()
 
-    def send(self, stop: Stop, grads: tuple[Tensor, ...], what: str) -> None:
+    def send(self, stop: Stop, grads: Sequence[Any], what: str, heads: slice = EVERY) -> None:
         """Send the gradients of what a stop brought to their owners, and make room for what comes from the others."""
         if not stop.brought and not stop.readers:  # nothing moved: it worked on what is at home, if at all
-            if stop.where:
-                more = self.own or [None] * len(grads)
-                self.own = tuple(x if y is None else add_up(x, y[None], None) for x, y in zip(grads, more, strict=True))
+            for total, found in zip(self.own, grads, strict=True):
+                total.add(found, heads=heads)
             return
         self.settle()
-        self.coming = many(len(stop.readers), *self.like)
+        count = len(stop.readers)
+        self.coming = [x.new_empty(count, *x.shape, dtype=t) for x, t in zip(self.like, self.dtypes, strict=True)]
         into = {r: Parts(each, stop.own) for r, *each in zip(stop.readers, *self.coming, strict=True)}
+        if stop.brought:
+            grads = [as_tensor(x, dtype) for x, dtype in zip(grads, self.dtypes, strict=True)]
         out = {s: Parts(grads, places) for s, places in stop.brought.items()}
         self.flight = self.axis.move(out, into, what=what)
 
     def settle(self, last: bool = False) -> None:
-        """Add up what has come, always in the same order; the `last` time into the dtype of the tensors."""
+        """Add what has come, always in the same order; but for the `last` time, make one sum of much."""
         self.flight.wait()
-        if len(self.coming[0]):
-            own = self.own or [None] * len(self.like)
-            dtypes = [x.dtype if last else None for x in self.like]
-            self.own = tuple(add_up(*each) for each in zip(own, self.coming, dtypes, strict=True))
-        self.coming, self.flight = many(0, *self.like), Done()
+        for total, each in zip(self.own, self.coming, strict=False):
+            for found in each:
+                total.add(found)
+            if not last:
+                total.fold()
+        self.coming, self.flight = (), Done()
 
 
-def many(count: int, *like: Tensor) -> tuple[Tensor, ...]:
-    """Memory for so many gradients of each tensor, stacked."""
-    return tuple(x.new_empty(count, *x.shape, dtype=accumulator(x)) for x in like)
-
-
-def add_up(own: Tensor | None, more: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """own + more[0] + more[1] + ..., in that order; in place unless another dtype is asked for."""
-    if own is None:
-        own, more = more[0], more[1:]
-    dtype = dtype or own.dtype
-    if own.is_cuda and own.is_contiguous() and own.dtype == torch.float32:
-        from ringattn.kernels.triton.gradients import add_up as in_one_pass  # comes with every torch that has a GPU
-
-        return in_one_pass(own, more, dtype)
-    for x in more:
-        own.add_(x)
-    return own.to(dtype)
+def as_tensor(x: Tensor | Total, dtype: torch.dtype) -> Tensor:
+    return x.tensor(dtype) if isinstance(x, Total) else x.to(dtype)
 
 
 def levels_forward(
@@ -259,19 +250,19 @@ def levels_backward(
     q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Sequence[Level], score: Score, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`direct_backward` host by host: gradients add up where the block is held, and cross the hosts once each."""
-    dq: Tensor | None = None
+    dq = Total(q)
     own: Any = None
     held: Any = (k, v)
     returning: Pending = Done()
     for i, (stops, hop, home) in enumerate(run):
         what = f"round {i + 1} of {len(run)}, backward"
         flight = axis.rotate(held, hop.shift, hop.send, hop.recv, what) if hop else Done()
-        dq, *grads = direct_backward(q, held[0], held[1], axis, stops, score, rows, dq, ends=False)
+        grads = [x.tensor(x.exact) for x in visits_backward(q, held[0], held[1], axis, stops, score, rows, dq)]
         own = add_into(own, returning.wait()) if i else grads
         returning = axis.rotate(grads, home.shift, home.send, home.recv, what) if home else Done()
         held = flight.wait() or (k, v)
     own = add_into(own, returning.wait())
-    return dq if dq is not None else zero(q), own[0], own[1]
+    return dq.tensor(q.dtype), own[0], own[1]
 
 
 def relay_forward(

@@ -55,8 +55,9 @@ class Score(NamedTuple):
     attend: Callable[..., Any]
     attend_backward: Callable[..., Any]
     halves: Callable[..., Any]  # attend_backward as two functions: one gives (dk, dv), the other dq
-    parted: bool  # whether each of them does its own half only
-    rounds: bool  # whether what a tile finds is in the inputs' dtype from the start
+    parted: bool  # whether each of them does its own half only; then it adds up in what it is given
+    tiles: bool  # whether it runs tile by tile, finds what has the inputs' dtype, and takes out for delta
+    narrow: bool  # whether gradients travel as such tiles give them: if every rank has this kernel
     prepare: Callable[..., Any]  # (q, dout, lse, delta) -> the rows that every step of a backward takes
     row_delta: Callable[..., Any]
 
@@ -179,20 +180,23 @@ def score_of(
 ) -> Score:
     """The kernel that serves all these intervals, its scale and softcap filled in. `few`: it may be decoding."""
     tiles = all(where.tiles is not None for where in intervals if where)
-    module = kernels.select(problem_of(q, k, v, spec, tiles, few), impl).load()
+    kernel = kernels.select(problem_of(q, k, v, spec, tiles, few), impl)
+    module = kernel.load()
     given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap}
     row_delta = getattr(module, "row_delta", reference.row_delta)
     whole = partial(module.attend_backward, **given)
     parted = hasattr(module, "halves")
-    halves = partial(module.halves, **given) if parted else partial(both_at_once, whole)
+    found = partial(getattr(module, "gradients", module.attend_backward), **given)
+    halves = partial(module.halves, **given) if parted else partial(both_at_once, found)
     prepare = getattr(module, "prepare", as_they_are)
-    rounds = getattr(module, "rounds", False)
-    return Score(partial(module.attend, **given), whole, halves, parted, rounds, prepare, row_delta)
+    narrow = kernel.tiles and impl == kernel.name
+    attend = partial(module.attend, **given)
+    return Score(attend, whole, halves, parted, kernel.tiles, narrow, prepare, row_delta)
 
 
 def carried_in(q: Tensor, score: Score, where: Intervals, carry: Any, ends: bool) -> torch.dtype | None:
     """The dtype for the out of a step: q's where the attention ends, and where the kernel had rounded to it anyway."""
-    alone = carry is None and score.rounds and len(where.tiles or ()) == 1
+    alone = carry is None and score.tiles and len(where.tiles or ()) == 1
     return q.dtype if ends or alone else None
 
 
@@ -200,15 +204,20 @@ def as_they_are(q: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
     return rows
 
 
-def both_at_once(
-    attend_backward: Callable[..., Any], *args: Any, **options: Any
-) -> tuple[Callable[[], tuple[Tensor, Tensor]], Callable[[], Tensor]]:
-    """`halves` of a kernel that cannot part them."""
-    found: list[Tensor] = []
+def delta_of(score: Score, out: Tensor, dout: Tensor, dlse: Tensor | None, asked: bool) -> Tensor:
+    """delta; for a kernel that makes it from `out` again just that, if nobody `asked` for the numbers."""
+    return out if score.tiles and dlse is None and not asked else score.row_delta(out, dout, dlse)
 
-    def run() -> list[Tensor]:
+
+def both_at_once(
+    gradients: Callable[..., Any], *args: Any, dq: Any = None, dk: Any = None, dv: Any = None
+) -> tuple[Callable[[], tuple[Any, Any]], Callable[[], Any]]:
+    """`halves` of a kernel that cannot part them. It adds to nothing: who asked does."""
+    found: list[Any] = []
+
+    def run() -> list[Any]:
         if not found:
-            found.extend(attend_backward(*args, **options))
+            found.extend(gradients(*args))
         return found
 
     return lambda: (run()[1], run()[2]), lambda: run()[0]
