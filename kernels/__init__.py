@@ -10,7 +10,7 @@ and must equal it. Its module may have more:
     row_delta(out, dout, dlse)        torch: rowsum(dout * out) - dlse, where it has a quicker way than `reference`
     halves(as attend_backward)        torch: two functions, one gives (dk, dv), the other dq; without it no gradient is
                                       made alone
-    gradients(as attend_backward)     torch: totals (ringattn.kernels.total), of which nothing is added up yet
+    totals(as attend_backward)        torch: totals (ringattn.kernels.total), of which nothing is added up yet
 
     options(problem)                  JAX: more keyword arguments for both functions
     parted = False                    JAX: no gradient is made alone; who wants one pays for all three

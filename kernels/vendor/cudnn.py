@@ -42,5 +42,5 @@ def backward(
     return dq, dk, dv
 
 
-__all__ = ["attend", "attend_backward", "gradients", "prepare", "refuses", "row_delta"]
-attend, attend_backward, gradients = over_tiles("cuDNN", forward, backward)
+__all__ = ["attend", "attend_backward", "prepare", "refuses", "row_delta", "totals"]
+attend, attend_backward, totals = over_tiles("cuDNN", forward, backward)

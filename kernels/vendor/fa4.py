@@ -36,5 +36,5 @@ def backward(
     return dq, dk, dv
 
 
-__all__ = ["attend", "attend_backward", "gradients", "prepare", "refuses", "row_delta"]
-attend, attend_backward, gradients = over_tiles("FlashAttention-4", forward, backward)
+__all__ = ["attend", "attend_backward", "prepare", "refuses", "row_delta", "totals"]
+attend, attend_backward, totals = over_tiles("FlashAttention-4", forward, backward)

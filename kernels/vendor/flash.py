@@ -39,5 +39,5 @@ def backward(
     )
 
 
-__all__ = ["attend", "attend_backward", "gradients", "prepare", "refuses", "row_delta"]
-attend, attend_backward, gradients = over_tiles("FlashAttention-2", forward, backward)
+__all__ = ["attend", "attend_backward", "prepare", "refuses", "row_delta", "totals"]
+attend, attend_backward, totals = over_tiles("FlashAttention-2", forward, backward)

@@ -24,7 +24,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Any], ...]:
     """From a vendor's two functions of one tile: `attend` and `attend_backward` with the signatures of `reference`,
-    and `gradients`, which is the latter with sums that are still to be made.
+    and `totals`, which is the latter with sums that are still to be made.
     """
 
     def attend(
@@ -62,7 +62,7 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
             found.out[:, rows], found.lse[:, rows] = total.out[:, rows], total.lse[:, rows]
         return Partial(found.out.to(dtype), found.lse)
 
-    def gradients(
+    def totals(
         q_BTHD: Tensor,
         k_BSGD: Tensor,
         v_BSGV: Tensor,
@@ -89,13 +89,13 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
     def attend_backward(
         *inputs: Any, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, ...]:
-        totals = [Total(x) for x in inputs[:3]]
-        for total, given, found in zip(totals, (dq, dk, dv), gradients(*inputs, **options), strict=True):
+        sums = [Total(x) for x in inputs[:3]]
+        for total, given, found in zip(sums, (dq, dk, dv), totals(*inputs, **options), strict=True):
             total.add(given)
             total.add(found)
-        return tuple(total.tensor(total.exact) for total in totals)
+        return tuple(total.tensor(total.exact) for total in sums)
 
-    return attend, attend_backward, gradients
+    return attend, attend_backward, totals
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ def score_of(
     row_delta = getattr(module, "row_delta", reference.row_delta)
     whole = partial(module.attend_backward, **given)
     parted = hasattr(module, "halves")
-    found = partial(getattr(module, "gradients", module.attend_backward), **given)
+    found = partial(getattr(module, "totals", module.attend_backward), **given)
     halves = partial(module.halves, **given) if parted else partial(both_at_once, found)
     prepare = getattr(module, "prepare", as_they_are)
     narrow = kernel.tiles and impl == kernel.name
