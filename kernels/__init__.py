@@ -86,6 +86,13 @@ TABLE = (
 )
 
 
+def is_narrow(impl: str) -> bool:
+    """Whether what every rank's kernel finds has the inputs' dtype, so that gradients travel as such: "auto" may differ
+    from rank to rank.
+    """
+    return any(kernel.tiles and kernel.name == impl for kernel in TABLE)
+
+
 def refusals(problem: Problem, table: tuple[Kernel, ...] = TABLE) -> dict[str, str | None]:
     """Every kernel of the table, with its reason to refuse this problem (None: it would serve)."""
     return {kernel.name: kernel.refuses(problem) for kernel in table}

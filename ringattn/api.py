@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from ringattn import kernels
 from ringattn.check import kind, of_arrays, of_choice, of_partials, of_unknown, of_words
 from ringattn.comms.axis import TRANSPORTS, Solo
 from ringattn.cost import Shape, kv_heads_of_a_rank
@@ -301,7 +302,8 @@ def plan(
     best = replace(best, axes=axes, hosts=1 if hosts is None else hosts, together=together, groups=groups)
     if route == "auto":
         route = "relay" if hosts is None else route_over(best.hosts, best.ring)
-    sizes = shape.backward_bytes(best.ring) if shape else None
+    narrow = target.framework == "torch" and kernels.is_narrow(kernel)
+    sizes = shape.backward_bytes(best.ring, shape.itemsize if narrow else 4) if shape else None
     if backward == "auto":
         free = sizes if route == "direct" and best.strategy != "gather" else None
         backward = min(free, key=lambda name: free[name]) if free else "keys"
@@ -356,14 +358,13 @@ def default_device() -> str:
 
 def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: str) -> list[str]:
     """Which kernel will run and why each other one will not; an unknown name is refused here."""
-    from ringattn import kernels as for_torch
     from ringattn.kernels import pallas as for_jax
 
-    kernels: Any = for_jax if plan.framework == "jax" else for_torch
+    known: Any = for_jax if plan.framework == "jax" else kernels
     device, kernel = plan.device, plan.kernel
     if shape is None:
-        if kernel not in ("auto", *(k.name for k in kernels.TABLE)):
-            kernels.select(kernels.Problem(device, "float32", 64, 64, 1, 1), kernel)
+        if kernel not in ("auto", *(k.name for k in known.TABLE)):
+            known.select(kernels.Problem(device, "float32", 64, 64, 1, 1), kernel)
         return [f"kernel {kernel}: say heads and head_dim to see which one that is"]
     problem = kernels.Problem(
         device=device,
@@ -375,9 +376,9 @@ def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: s
         softcap=spec.softcap is not None,
         tiles=spec.window is None,  # documents and stripes may cut a step into more pieces than rectangles
     )
-    chosen = kernels.select(problem, kernel).name
+    chosen = known.select(problem, kernel).name
     lines = [f"kernel {kernel} -> {chosen} ({device}, {dtype}, head dim {problem.head_dim})"]
-    for other in kernels.TABLE:
+    for other in known.TABLE:
         serves = "would serve, slowly: say its name" if device in other.told else "would serve"
         if other.name != chosen:
             lines.append(f"  {other.name}: {other.refuses(problem) or serves}")

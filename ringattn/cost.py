@@ -63,13 +63,13 @@ class Shape:
     def q_bytes(self, tokens: int) -> int:
         return self.batch * tokens * self.heads * (self.head_dim + self.value_dim) * self.itemsize  # q, and out back
 
-    def backward_bytes(self, ring: int) -> dict[str, int]:
-        """What one block brings about in backward, by what travels: its tensors, and gradients in float32 back."""
+    def backward_bytes(self, ring: int, grads: int = 4) -> dict[str, int]:
+        """What a block brings about in backward, by what travels: its tensors, and gradients of so many bytes back."""
         tokens, block = self.seq_len // ring, self.kv_bytes(self.key_len // ring, self.kv_heads)
         rows = self.batch * tokens * self.heads
         return {
-            "keys": block + block // self.itemsize * 4,
-            "queries": self.q_bytes(tokens) + 8 * rows + 4 * rows * self.head_dim,
+            "keys": block + block // self.itemsize * grads,
+            "queries": self.q_bytes(tokens) + 8 * rows + grads * rows * self.head_dim,
         }
 
 

@@ -10,6 +10,7 @@ from ringattn.kernels import Problem, reference
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.triton import attend, attend_backward, refuses, row_delta
+from ringattn.kernels.triton.backward import spans
 from ringattn.kernels.triton.table import TABLE, Tile, Tiles, load, save
 from ringattn.spec import AttentionSpec, Docs, bounds
 
@@ -277,6 +278,23 @@ def test_padding_that_holds_nan_does_not_leak() -> None:
         for x, truth in zip(found, grads, strict=True):
             assert (x[:, real:] == 0).all()
             assert distance(x, truth) <= 6e-6
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "high"])
+def test_blocks_of_keys_begin_a_tile_of_queries_apart(mask: str) -> None:
+    """So that they do not all ask for the same one: by themselves under a causal mask, by their turn elsewhere."""
+    t = torch.arange(256, dtype=torch.int32, device=DEVICE)[None]
+    end = {"causal": t + 1, "full": t * 0 + 256, "high": torch.where(t < 128, 0, 256).int()}[mask]
+    lo, hi, zero, head, turn, tail, count, _ = spans(Intervals(t * 0, end), 256, Tile(32, 32, 4, 1))[0].T
+    assert (zero == 0).all() and (hi == 256).all() and (head <= turn).all() and (turn <= tail).all()
+    first = (lo // 32 + turn) % 8
+    if mask == "causal":
+        assert (turn == head).all() and (head == 1).all() and first.tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
+    elif mask == "full":
+        assert first.tolist() == list(range(8)) and (tail == 8).all()
+    else:
+        assert sorted(first.tolist()) == [4, 4, 5, 5, 6, 6, 7, 7] and (first.diff() != 0).all() and (lo == 128).all()
+    assert (count == (hi - lo) // 32).all()
 
 
 def test_no_queries_or_no_keys() -> None:

@@ -34,7 +34,7 @@ from ringattn.kernels.triton.blocks import (
     tile,
 )
 from ringattn.kernels.triton.launch import cdiv, power_of_2
-from ringattn.kernels.triton.table import Table
+from ringattn.kernels.triton.table import Table, Tile
 
 
 @triton.jit
@@ -102,7 +102,10 @@ def count_below(ptr, x, T, steps):
 
 
 @triton.jit
-def spans_kernel(begin_ptr, end_ptr, spans_ptr, rows_st, T, S, blocks, steps, KEYS: tl.constexpr, LANES: tl.constexpr):
+def spans_kernel(
+    begin_ptr, end_ptr, spans_ptr, rows_st, T, S, blocks, steps,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0) * LANES + tl.arange(0, LANES)
     row = tl.program_id(1).to(tl.int64)
     begin_ptr += row * rows_st
@@ -115,21 +118,46 @@ def spans_kernel(begin_ptr, end_ptr, spans_ptr, rows_st, T, S, blocks, steps, KE
     hi = tl.maximum(lo, count_below(begin_ptr, tl.minimum(stop, last), T, steps))
     full = count_below(end_ptr, stop, T, steps)
     part = count_below(begin_ptr, first + 1, T, steps)
-    at = spans_ptr + (row * blocks + block) * 4
+    head, tail, count = phases(lo, hi, full, part, QUERIES)
+    middle = tl.maximum(tail - head, 1)
+    apart = (first - lo) // QUERIES % middle
+    turn = tl.minimum(head + tl.where(apart < 0, apart + middle, apart), tail)
+    at = spans_ptr + (row * blocks + block) * WIDTH
     tl.store(at, lo, mask=block < blocks)
     tl.store(at + 1, hi, mask=block < blocks)
-    tl.store(at + 2, full, mask=block < blocks)
-    tl.store(at + 3, part, mask=block < blocks)
+    tl.store(at + 2, head * 0, mask=block < blocks)
+    tl.store(at + 3, head, mask=block < blocks)
+    tl.store(at + 4, turn, mask=block < blocks)
+    tl.store(at + 5, tail, mask=block < blocks)
+    tl.store(at + 6, count, mask=block < blocks)
 
 
-def spans(where: Intervals, length: int, keys: int) -> Tensor:
-    """For each block of keys the queries [lo, hi) that see any of it, and those [full, part) that see all of it."""
+def spans(where: Intervals, length: int, cut: Tile) -> Tensor:
+    """For each block of keys the queries [lo, hi) that see any of it, in tiles, and between which tiles parts begin.
+
+    Tiles [0, head) and [tail, count) are masked. Those between are taken from `turn` on, and then those before it:
+    blocks that run at once would all ask for the same queries at the same time, which takes a tenth longer. So each
+    begins a tile after the one before it, as they do anyway where a query sees the keys before it.
+    """
     begin, end, rows_st = rows_of(where)
-    (rows, T), blocks = begin.shape, cdiv(length, keys)
-    table = torch.empty(rows, blocks, 4, dtype=torch.int32, device=begin.device)
+    (rows, T), blocks = begin.shape, cdiv(length, cut.keys)
+    table = torch.empty(rows, blocks, 8, dtype=torch.int32, device=begin.device)
     numbers = (rows_st, T, length, blocks, T.bit_length())
-    launch(spans_kernel, (cdiv(blocks, 32), rows), (begin, end, table), numbers, KEYS=keys, LANES=32)
+    sizes = {"QUERIES": cut.queries, "KEYS": cut.keys, "LANES": 32, "WIDTH": 8}
+    launch(spans_kernel, (cdiv(blocks, 32), rows), (begin, end, table), numbers, **sizes)
     return table
+
+
+@triton.jit
+def span_of(spans_ptr, PHASE: tl.constexpr):
+    """The tiles of a phase: 0 the masked head, 1 the middle from its turn on, 2 up to there, 3 the masked tail."""
+    if PHASE == 1:
+        spans_ptr += 2
+    elif PHASE == 2:
+        spans_ptr += 1
+    else:
+        spans_ptr += PHASE
+    return tl.load(spans_ptr), tl.load(spans_ptr + 1)  # read here: registers are what bounds the kernel
 
 
 @triton.jit
@@ -145,10 +173,9 @@ def dkdv_kernel(
     keys = first + tl.arange(0, KEYS)
     begin_ptr += b * rows_st
     end_ptr += b * rows_st
-    at = spans_ptr + b * spans_st + block * 4
-    lo = tl.load(at)
-    hi = tl.load(at + 1)
-    head, tail, count = phases(lo, hi, tl.load(at + 2), tl.load(at + 3), QUERIES)
+    spans_ptr += b * spans_st + block * 8
+    lo = tl.load(spans_ptr)
+    hi = tl.load(spans_ptr + 1)
     if ADD_DK and ADD_DV:  # noqa: SIM102
         if lo >= hi:
             return
@@ -167,8 +194,8 @@ def dkdv_kernel(
         stats = tl.make_tensor_descriptor(stats, [2 * R, hi], [room, 1], [1, QUERIES])
     dk = tl.zeros([KEYS, WIDTH_D], tl.float32)
     dv = tl.zeros([KEYS, WIDTH_V], tl.float32)
-    for PHASE in tl.static_range(3):
-        start, stop = span(PHASE, head, tail, count)
+    for PHASE in tl.static_range(4):
+        start, stop = span_of(spans_ptr + 2, PHASE)
         for i in tl.range(start * R, stop * R):
             t = lo + i // R * QUERIES
             r = i % R
@@ -185,7 +212,7 @@ def dkdv_kernel(
                 bend = tanh(s)
                 s = bend * cap
             p = tl.exp2(s - lse[None, :])
-            if PHASE != 1:
+            if PHASE % 3 == 0:
                 here = tl.minimum(t + tl.arange(0, QUERIES), T - 1)
                 begin = tl.load(begin_ptr + here)
                 end = tl.load(end_ptr + here)
@@ -196,7 +223,7 @@ def dkdv_kernel(
                 dout = tile(dout_src + apart * dout_st[2], t, hi, dout_st[1], dout_st[3], QUERIES, V, WIDTH_V, False)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
             dp = tl.dot(v, dout.T, input_precision=PRECISION)
-            if TMA:  # loaded only here: registers are what bounds this kernel
+            if TMA:  # loaded only here, for the registers
                 delta = stats.load([2 * r + 1, t]).reshape(QUERIES)
             else:
                 delta = tl.load(stats + (2 * r + 1) * room + rows, mask=rows < hi, other=0.0)
@@ -304,7 +331,7 @@ def halves(
 
     def keys() -> tuple[Tensor, Tensor]:
         cut = tiles.dkdv
-        blocks, table_of = cdiv(S, cut.keys), spans(where, S, cut.keys)
+        blocks, table_of = cdiv(S, cut.keys), spans(where, S, cut)
         strides_kv = (*strides, table_of.stride(0) if table_of.shape[0] > 1 else 0, new_dk.stride(), new_dv.stride())
         launch(
             dkdv_kernel, (blocks * B * G,),

@@ -57,7 +57,7 @@ class Score(NamedTuple):
     halves: Callable[..., Any]  # attend_backward as two functions: one gives (dk, dv), the other dq
     parted: bool  # whether each of them does its own half only; then it adds up in what it is given
     tiles: bool  # whether it runs tile by tile, finds what has the inputs' dtype, and takes out for delta
-    narrow: bool  # whether gradients travel as such tiles give them: if every rank has this kernel
+    narrow: bool  # whether gradients travel in the inputs' dtype, as such a kernel of all ranks finds them
     prepare: Callable[..., Any]  # (q, dout, lse, delta) -> the rows that every step of a backward takes
     row_delta: Callable[..., Any]
 
@@ -189,9 +189,8 @@ def score_of(
     found = partial(getattr(module, "totals", module.attend_backward), **given)
     halves = partial(module.halves, **given) if parted else partial(both_at_once, found)
     prepare = getattr(module, "prepare", as_they_are)
-    narrow = kernel.tiles and impl == kernel.name
     attend = partial(module.attend, **given)
-    return Score(attend, whole, halves, parted, kernel.tiles, narrow, prepare, row_delta)
+    return Score(attend, whole, halves, parted, kernel.tiles, kernels.is_narrow(impl), prepare, row_delta)
 
 
 def carried_in(q: Tensor, score: Score, where: Intervals, carry: Any, ends: bool) -> torch.dtype | None:
