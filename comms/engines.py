@@ -26,7 +26,10 @@ class Lanes(Protocol):
     def start(self) -> None:
         """Let nothing that follows start before all that was launched so far."""
 
-    def copy(self, lane: int, to: int, source: int, size: int) -> None: ...
+    def copy(
+        self, lane: int, to: int, source: int, size: int, rows: int = 1, to_pitch: int = 0, source_pitch: int = 0
+    ) -> None:
+        """Copy rows of `size` bytes; a pitch is how far a row begins after the one before it."""
 
     def wait(self, lane: int, flag: int) -> None:
         """Wait until the flag at this address is 1, and make it 0."""
@@ -71,9 +74,15 @@ class CopyEngines:
         for stream in self.streams[:AID]:
             stream.wait_event(now)
 
-    def copy(self, lane: int, to: int, source: int, size: int) -> None:
+    def copy(
+        self, lane: int, to: int, source: int, size: int, rows: int = 1, to_pitch: int = 0, source_pitch: int = 0
+    ) -> None:
         self.say(lane)
-        self.driver("cuMemcpyAsync", to, source, size, self.handles[lane])
+        if rows == 1:
+            self.driver("cuMemcpyAsync", to, source, size, self.handles[lane])
+        else:
+            asked = strided_copy(to, source, size, rows, to_pitch, source_pitch)
+            self.driver("cuMemcpy2DAsync_v2", asked, self.handles[lane])
 
     def wait(self, lane: int, flag: int) -> None:
         self.say(1 - lane)
@@ -125,6 +134,19 @@ def signal(kind: int, address: int, value: int, flags: int = 0) -> bytes:
     return struct.pack("<IIQQIIQQ", kind, 0, address, value, flags, 0, 0, 0)
 
 
+ANYWHERE = 4  # the driver's number of memory that it looks for itself: here or at a peer
+
+
+def strided_copy(to: int, source: int, size: int, rows: int, to_pitch: int, source_pitch: int) -> bytes:
+    """A CUDA_MEMCPY2D as the driver reads it: 128 bytes.
+
+    Each side is an offset in a row and in rows, the kind of memory, its address there if on the host, on a device, in
+    an array, and its pitch.
+    """
+    there, here = (0, 0, ANYWHERE, 0, to, 0, to_pitch), (0, 0, ANYWHERE, 0, source, 0, source_pitch)
+    return struct.pack("<QQI4xQQQQQQI4xQQQQQQ", *here, *there, size, rows)
+
+
 class Events:
     """What the current stream waits for."""
 
@@ -152,6 +174,7 @@ def driver() -> Callable[..., None]:
     library = ctypes.CDLL("libcuda.so.1")
     word = ctypes.c_uint64
     library.cuMemcpyAsync.argtypes = [word, word, ctypes.c_size_t, ctypes.c_void_p]
+    library.cuMemcpy2DAsync_v2.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
     library.cuStreamBatchMemOp_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p, ctypes.c_uint]
 
     def call(name: str, *args: Any) -> None:

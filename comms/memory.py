@@ -1,8 +1,12 @@
-"""Where tensors lie: runs of bytes, joined where they touch, cut and grouped into batches that fill a slot."""
+"""Where tensors lie: runs of bytes, joined where they touch, cut and grouped into batches that fill a slot.
+
+Both sides of a slot cut the same bytes at the same places. Within a batch each makes as few copies as its memory
+allows: runs of one size at one distance are the rows of one piece.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,29 +15,32 @@ from ringattn.comms.axis import Parts
 
 SLOT = 16 * 2**20  # bytes
 APART = 2**48  # bytes: more than a tensor has
-MANY = 8  # pieces: a tensor of more is packed first, which takes the host less time than as many copies
+FAR = 2**31 - 1  # bytes: the greatest distance of the rows of one copy that the driver takes
+MANY = 8  # runs: a tensor of more is packed first, which takes the host less time than as many copies
 
-Piece = tuple[int, int]  # address, bytes
+Run = tuple[int, int, int]  # address, bytes, and the allocation it lies in
 
 
-def pieces_of(x: Tensor) -> list[Piece]:
-    """The runs of memory that a tensor is, in order."""
-    if x.is_contiguous():
-        return [(x.data_ptr(), x.nbytes)] if x.nbytes else []
-    return [piece for part in x for piece in pieces_of(part)]
+class Piece(NamedTuple):
+    """What one copy moves: rows of memory, which lie one after the other in a slot."""
+
+    address: int
+    size: int  # bytes of a row
+    rows: int = 1
+    pitch: int = 0  # bytes from the start of a row to that of the next
 
 
 def weight(groups: Iterable[Sequence[Piece]]) -> int:
-    return sum(size for group in groups for _, size in group)
+    return sum(piece.rows * piece.size for group in groups for piece in group)
 
 
 def is_few(x: Tensor) -> bool:
-    """Whether a tensor lies in so few pieces that they are moved as they are; others are packed first."""
-    return x.is_contiguous() or count_pieces(x) <= MANY
+    """Whether a tensor lies in so few runs that they are moved as they are; others are packed first."""
+    return x.is_contiguous() or count_runs(x) <= MANY
 
 
-def count_pieces(x: Tensor) -> int:
-    return 1 if x.is_contiguous() else len(x) * count_pieces(x[0])
+def count_runs(x: Tensor) -> int:
+    return 1 if x.is_contiguous() else len(x) * count_runs(x[0])
 
 
 def located(parts: Parts) -> list[list[Piece]] | None:
@@ -42,52 +49,72 @@ def located(parts: Parts) -> list[list[Piece]] | None:
     if layout is None:
         return None
     starts = [x.data_ptr() for x in parts.tensors]
-    return [[(starts[i] + at, size) for i, at, size in batch] for batch in layout]
+    return [[Piece(starts[i] + at, size, rows, pitch) for i, at, size, rows, pitch in batch] for batch in layout]
 
 
 @lru_cache(maxsize=1024)
-def layout_of(kinds: tuple[Any, ...], places: tuple[range, ...], slot: int) -> list[list[tuple[int, int, int]]] | None:
-    """The batches of ranges of tensors like these as (tensor, bytes from its start, bytes)."""
-    found: list[Piece] = []
+def layout_of(
+    kinds: tuple[Any, ...], places: tuple[range, ...], slot: int
+) -> list[list[tuple[int, int, int, int, int]]] | None:
+    """The batches of ranges of tensors like these: each piece as (tensor, bytes from its start, size, rows, pitch)."""
+    found: list[Run] = []
     for i, (dtype, shape, stride) in enumerate(kinds):
         parts = Parts([torch.empty_strided(shape, stride, dtype=dtype, device="meta")], places)
         if not all(map(is_few, parts)):
             return None
-        found += [(i * APART + at, size) for at, size in joined(parts)]  # a meta tensor begins at 0
-    return [[(*divmod(at, APART), size) for at, size in batch] for batch in batches(found)]
+        found += [(i * APART + at, size, i) for at, size, _ in joined(parts)]  # a meta tensor begins at 0
+    return [[(*divmod(at, APART), size, rows, pitch) for at, size, rows, pitch in batch] for batch in batches(found)]
 
 
-def batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Pieces, cut and grouped so that each group fills at most a slot."""
-    group: list[Piece] = []
+def batches(runs: Iterable[Run]) -> Iterator[list[Piece]]:
+    """Runs, cut and grouped so that each group fills at most a slot, in as few pieces as they make."""
+    group: list[Run] = []
     room = SLOT
-    for address, size in pieces:
+    for address, size, home in runs:
         while size >= room:
-            yield [*group, (address, room)]
+            yield stacked([*group, (address, room, home)])
             address, size, group, room = address + room, size - room, [], SLOT
         if size:
-            group.append((address, size))
+            group.append((address, size, home))
             room -= size
     if group:
-        yield group
+        yield stacked(group)
 
 
-def joined(tensors: Sequence[Tensor]) -> list[Piece]:
-    """The pieces of some tensors; one that goes on where the last one ended makes one with it.
-
-    But for those of two allocations: a copy may not run from one into another, even where they lie side by side.
-    """
+def stacked(runs: Iterable[Run]) -> list[Piece]:
+    """Runs in their order; neighbours of one size at one distance in one allocation are the rows of one piece."""
     found: list[Piece] = []
-    end, last = -1, None
-    for x in tensors:
-        for address, size in pieces_of(x):
-            if address == end and allocation(x) == allocation(last):
-                found[-1] = found[-1][0], found[-1][1] + size
-            else:
-                found.append((address, size))
-            end, last = address + size, x
+    before = -1
+    for address, size, home in runs:
+        first, width, rows, pitch = found[-1] if found else Piece(0, 0)
+        step = address - first - (rows - 1) * pitch
+        if home == before and size == width and size <= step <= FAR and (rows == 1 or step == pitch):
+            found[-1] = Piece(first, size, rows + 1, step)
+        else:
+            found.append(Piece(address, size))
+        before = home
     return found
 
 
-def allocation(x: Any) -> int:
-    return int(x.untyped_storage().data_ptr())
+def joined(tensors: Iterable[Tensor]) -> list[Run]:
+    """The runs of some tensors; one that goes on where the last one ended makes one with it.
+
+    But for those of two allocations: a copy may not run from one into another, even where they lie side by side.
+    """
+    found: list[Run] = []
+    for x in tensors:
+        home = x.untyped_storage().data_ptr()
+        for address, size in runs_of(x):
+            start, length, before = found[-1] if found else (-1, 0, -1)
+            if address == start + length and home == before:
+                found[-1] = start, length + size, home
+            else:
+                found.append((address, size, home))
+    return found
+
+
+def runs_of(x: Tensor) -> list[tuple[int, int]]:
+    """The addresses and bytes of the runs of memory that a tensor is, in order."""
+    if x.is_contiguous():
+        return [(x.data_ptr(), x.nbytes)] if x.nbytes else []
+    return [run for part in x for run in runs_of(part)]

@@ -213,14 +213,15 @@ def agreed(group: dist.ProcessGroup, problem: str | None) -> bool:
 
 
 def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
-    """More pieces than slots from each rank to each other, and some for all; what is wrong with what comes."""
+    """More pieces than slots from each rank to each other, and some for all, in rows that lie apart; what is wrong with
+    what comes."""
     turns = axis.peers.window.own + 1
-    mine = torch.full((turns, 2), axis.rank, dtype=torch.int32, device=device)
+    mine = torch.full((turns, 4), axis.rank, dtype=torch.int32, device=device)[:, ::2]
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     try:
         for i in range(turns):
             arrived = axis.all_gather(mine[i]).wait()
-            shown = [mine[i].new_zeros(2) if r != axis.rank else mine[i] for r in range(axis.size)]
+            shown = [mine[i].new_zeros(4)[::2] if r != axis.rank else mine[i] for r in range(axis.size)]
             axis.share([mine[i]], others, {r: [shown[r]] for r in others}, lambda: None)[1].wait()
             for rows in (arrived.view(-1, 2).tolist(), [x.tolist() for x in shown]):
                 if rows != [[r, r] for r in range(axis.size)]:

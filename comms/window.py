@@ -101,9 +101,9 @@ class Peers:
         """All copies one after the other: each signal between two of them would take longer than they do."""
         for put in puts:
             to = put.to
-            for address, size in put.pieces:
-                self.lanes.copy(OUT, to, address, size)
-                to += size
+            for address, size, rows, pitch in put.pieces:
+                self.lanes.copy(OUT, to, address, size, rows, size, pitch)
+                to += rows * size
         for put in puts:
             for peer in put.readers:
                 self.lanes.set(OUT, self.window.full(peer, self.rank, put.slot))
@@ -120,8 +120,8 @@ class Peers:
     def take(self, peer: int, slot: int, pieces: Sequence[Piece], told: Told) -> None:
         source = self.window.slot(peer, self.rank, slot)
         self.lanes.wait(IN, self.window.full(self.rank, peer, slot))
-        for address, size in pieces:
-            self.lanes.copy(IN, address, source, size)
-            source += size
+        for address, size, rows, pitch in pieces:
+            self.lanes.copy(IN, address, source, size, rows, pitch, size)
+            source += rows * size
         self.lanes.set(IN, self.window.free(peer, self.rank, slot))
         told(IN, peer)

@@ -4,6 +4,7 @@ A part has all rows and heads or some of them, and a dtype of its own: what a ve
 nothing if it is kept and sent as such. Sums are made in float32 (in float64 for float64).
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,13 +50,26 @@ class Total:
     def fold(self) -> None:
         """Make one part of all, if they take more memory than the sum and one more of half its width would."""
         if 2 * sum(part.found.nbytes for part in self.parts) > 3 * self.shape.numel() * self.exact.itemsize:
-            total = self.tensor(self.exact)
-            self.parts = []
-            self.add(total)
+            self.tensor(self.exact)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """The sum. It may lie in the memory of a part, which is then used up."""
-        parts = self.parts
+        """The sum, from here on the only part. It may lie in the memory of the first one."""
+        total = self.sum_of(self.parts, dtype)
+        self.parts = [Part(total, (0, self.shape[1]), (0, self.shape[2]))]
+        return total
+
+    def rows(self, at: range, dtype: torch.dtype) -> Tensor:
+        """Those rows of the sum. What one part alone has is left where it lies; what none has is zero."""
+        parts = [part for part in self.parts if part.rows[0] < at.stop and at.start < part.rows[1]]
+        if not parts:
+            return torch.zeros(self.shape[0], len(at), *self.shape[2:], dtype=dtype, device=self.device)
+        x, (first, end), heads = parts[0]
+        alone = len(parts) == 1 and first <= at.start and at.stop <= end and heads == (0, self.shape[2])
+        if not alone or x.dtype != dtype:
+            x, first = self.tensor(dtype), 0
+        return x[:, at.start - first : at.stop - first : at.step]
+
+    def sum_of(self, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
         if not parts:
             return torch.zeros(self.shape, dtype=dtype, device=self.device)
         first = parts[0].found

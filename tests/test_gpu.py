@@ -186,10 +186,10 @@ def captured(transport: str) -> float:
     return gap
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_call_can_be_captured_in_a_cuda_graph(transport):
-    backend = backend_for(2, transport)
-    assert run_processes(captured, 2, transport, backend=backend, timeout=120) == [0.0, 0.0]
+@pytest.mark.parametrize("ranks, transport", [(2, "group"), (2, "symmetric"), (4, "symmetric")])
+def test_a_call_can_be_captured_in_a_cuda_graph(ranks, transport):
+    backend = backend_for(ranks, transport)
+    assert run_processes(captured, ranks, transport, backend=backend, timeout=120) == [0.0] * ranks
 
 
 def axis_of_training() -> str:

@@ -1,9 +1,11 @@
 """The symmetric axis without a GPU: its lanes are threads that copy and signal in memory all ranks share."""
 
 import ctypes
+import random
 import threading
 import time
 import weakref
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from queue import SimpleQueue
@@ -11,15 +13,19 @@ from queue import SimpleQueue
 import pytest
 import torch
 
+from ringattn import api
 from ringattn.comms import memory, symmetric, watch
 from ringattn.comms.axis import Parts
-from ringattn.comms.engines import AID, IN, OUT
+from ringattn.comms.engines import AID, IN, OUT, CopyEngines
 from ringattn.comms.local import Board, LocalAxis, LocalMesh
 from ringattn.comms.symmetric import SymmetricAxis
 from ringattn.comms.watch import Watch
 from ringattn.comms.window import HEAD, SHARED, Peers, Window
 from ringattn.launch import oracle
 from ringattn.launch.cases import FEATURES
+from ringattn.mask import Mask
+from ringattn.torch.ring import room_for
+from ringattn.torch.steps import direct_run
 from tests.test_comms import exercise
 
 
@@ -42,6 +48,7 @@ class ThreadLanes:
     def __init__(self, one: bool = False):
         first = Lane()
         self.lanes = {OUT: first, IN: first if one else Lane(), AID: Lane()}
+        self.copies = Counter()
 
     def start(self):
         pass
@@ -49,8 +56,13 @@ class ThreadLanes:
     def put(self, lane, work):
         self.lanes[lane].queue.put(work)
 
-    def copy(self, lane, to, source, size):
-        self.put(lane, lambda: ctypes.memmove(to, source, size))
+    def copy(self, lane, to, source, size, rows=1, to_pitch=0, source_pitch=0):
+        def work():
+            for row in range(rows):
+                ctypes.memmove(to + row * to_pitch, source + row * source_pitch, size)
+
+        self.copies[lane] += 1
+        self.put(lane, work)
 
     def wait(self, lane, flag):
         word = ctypes.c_int32.from_address(flag)
@@ -250,7 +262,20 @@ def test_pieces_are_joined_within_an_allocation_and_never_beyond():
     assert first.data_ptr() + first.nbytes == second.data_ptr()
     start = first.data_ptr()
     pieces = memory.joined([first[:3], first[3:], second])
-    assert list(memory.batches(pieces)) == [[(start, 32), (start + 32, 32)]]
+    assert list(memory.batches(pieces)) == [[memory.Piece(start, 32), memory.Piece(start + 32, 32)]]
+
+
+def test_runs_of_one_size_at_one_distance_are_one_piece():
+    """Of one allocation, one after the other, and no further apart than the driver's copies reach."""
+
+    def stacked(*runs):
+        return [tuple(piece) for piece in memory.stacked(runs)]
+
+    assert stacked((5, 8, 0), (25, 8, 0), (45, 8, 0)) == [(5, 8, 3, 20)]
+    assert stacked((0, 8, 0), (20, 8, 0), (41, 8, 0), (62, 8, 0)) == [(0, 8, 2, 20), (41, 8, 2, 21)]
+    assert stacked((0, 8, 0), (2**31 - 1, 8, 0)) == [(0, 8, 2, 2**31 - 1)]
+    for apart in ((20, 9, 0), (20, 8, 1), (7, 8, 0), (-20, 8, 0), (2**31, 8, 0)):
+        assert stacked((0, 8, 0), apart) == [(0, 8, 1, 0), (*apart[:2], 1, 0)]
 
 
 @pytest.mark.parametrize("places", [(range(0, 2), range(4, 6)), (range(1, 6, 2),), (range(2, 6),)], ids=str)
@@ -265,9 +290,76 @@ def test_ranges_lie_where_their_views_do(places, slot):
     assert memory.located(Parts([torch.rand(2, 6, 9, 20)[..., :4]], places)) is None
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_batches_are_the_bytes_of_their_tensors_in_order(seed, monkeypatch):
+    """Slot by slot, however many rows a piece has: what one side stacks the other may not."""
+    draw = random.Random(seed)
+    monkeypatch.setattr(memory, "SLOT", draw.choice([1, 7, 64, 200, 2**20]))
+    shape = draw.randint(1, 3), 12, 2
+    kept = [torch.randint(256, (*shape, draw.randint(1, 5)), dtype=torch.uint8) for _ in "kv"]
+    pair = [draw.choice([x, x, x[:, :, 1], x[..., :1]]) for x in kept]
+    starts, size, step = sorted(draw.sample(range(9), 2)), draw.randint(1, 3), draw.choice([1, 1, 2])
+    parts = Parts(pair, tuple(range(start, start + size + draw.choice([0, 0, 1]), step) for start in starts))
+    whole = b"".join(x.contiguous().numpy().tobytes() for x in parts)
+    slots = [whole[i : i + memory.SLOT] for i in range(0, len(whole), memory.SLOT)]
+    known = memory.located(parts)
+    assert (known is None) == (not all(map(memory.is_few, parts)))
+    for found in (known, list(memory.batches(memory.joined(parts)))):
+        if found is not None:
+            assert [b"".join(map(read, batch)) for batch in found] == slots
+            assert memory.weight(found) == len(whole)
+
+
+def read(piece):
+    return b"".join(ctypes.string_at(piece.address + i * piece.pitch, piece.size) for i in range(piece.rows))
+
+
+def test_two_ranges_of_a_tensor_come_in_one_copy(monkeypatch):
+    """A hop of a zigzag ring, from three sources at once: a copy for the keys and one for the values of each."""
+    monkeypatch.setattr(memory, "SLOT", 2**12)
+
+    def one(axis):
+        plan = api.plan(SharedMesh(axis), seq_len=64, layout="zigzag", strategy="ring")
+        stop = direct_run(Mask(plan, api.AttentionSpec()), axis.rank, torch.device("cpu"), together=3)[1]
+        k = plan.positions().float()[None, :, None].expand(1, -1, 5).contiguous()
+        room, trip = room_for(stop, k, -k)
+        axis.share(*trip, lambda: None)[1].wait()
+        at = torch.cat([torch.arange(r.start, r.stop) for r in stop.shard])
+        assert room[0][0, :, 4].tolist() == at.tolist() == (-room[1][0, :, 0]).tolist()
+        return axis.lanes.copies
+
+    assert on_ranks(one, axes(4)) == [{OUT: 2, IN: 3 * 2}] * 4
+
+
+class Side(ctypes.Structure):
+    _fields_ = [("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("kind", ctypes.c_int), ("host", ctypes.c_void_p),
+                ("device", ctypes.c_uint64), ("array", ctypes.c_void_p), ("pitch", ctypes.c_size_t)]  # fmt: skip
+
+
+class Memcpy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D as C lays it out."""
+
+    _fields_ = [("source", Side), ("to", Side), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t)]
+
+
+def test_the_driver_is_asked_for_rows_only_where_there_are_some():
+    engines, said = object.__new__(CopyEngines), []
+    engines.unsaid, engines.handles, engines.driver = ([], [], []), (10, 11, 12), lambda *asked: said.append(asked)
+    engines.copy(IN, 1, 2, 3, 1, 4, 5)
+    engines.copy(IN, 2**47 + 1, 2**46, 100, 3, 2**31 - 1, 200)
+    plain, (name, asked, stream) = said
+    assert plain == ("cuMemcpyAsync", 1, 2, 3, 11) and (name, stream) == ("cuMemcpy2DAsync_v2", 11)
+    assert len(asked) == ctypes.sizeof(Memcpy2D) == 128
+    found = Memcpy2D.from_buffer_copy(asked)
+    for side, expected in ((found.to, (2**47 + 1, 2**31 - 1)), (found.source, (2**46, 200))):
+        assert (side.kind, side.device, side.pitch) == (4, *expected)
+        assert not any((side.x, side.y, side.host, side.array))
+    assert (found.width, found.height) == (100, 3)
+
+
 def test_a_trial_tells_a_window_that_works_from_one_that_does_not(slot, monkeypatch):
     assert on_ranks(lambda axis: symmetric.trial(axis, torch.device("cpu")), axes(3)) == [None] * 3
-    monkeypatch.setattr(ThreadLanes, "copy", lambda self, lane, to, source, size: None)
+    monkeypatch.setattr(ThreadLanes, "copy", lambda *asked: None)
     assert all(
         "was sent" in said for said in on_ranks(lambda axis: symmetric.trial(axis, torch.device("cpu")), axes(3))
     )

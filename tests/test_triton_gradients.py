@@ -36,6 +36,35 @@ def test_the_sum_is_that_of_torch_in_the_same_order(first, dtype):
     assert torch.equal(found, expected.to(dtype))
 
 
+def test_rows_of_a_sum_are_left_where_they_lie_if_one_part_has_them_alone():
+    total, found = Total(torch.empty(2, 9, 4, 8, dtype=torch.float16)), torch.randn(2, 5, 4, 8).half()
+    total.add(found, rows=slice(2, 7))
+    total.add(torch.ones(2, 2, 4, 8).half(), rows=slice(5, 7))
+    alone = total.rows(range(3, 5), torch.float16)
+    assert alone.data_ptr() == found[:, 1:].data_ptr() and torch.equal(alone, found[:, 1:3])
+    assert (total.rows(range(7, 9), torch.float16) == 0).all() and len(total.parts) == 2
+    for at in (range(4, 6), range(1, 3)):  # of two parts; of one and of none
+        expected = torch.cat(
+            [torch.zeros(2, 2, 4, 8), found[:, :3], found[:, 3:] + 1, torch.zeros(2, 2, 4, 8)], 1
+        ).half()
+        assert torch.equal(total.rows(at, torch.float16), expected[:, at.start : at.stop])
+    assert len(total.parts) == 1 and torch.equal(total.tensor(torch.float32), expected.float())
+    assert total.rows(range(3, 5), torch.float32).dtype == torch.float32
+    assert torch.equal(total.rows(range(1, 9, 4), torch.float32), expected[:, 1:9:4].float())
+
+
+def test_what_was_added_up_in_place_is_not_added_again():
+    total, first = Total(torch.empty(1, 2, 1, 8)), torch.ones(1, 2, 1, 8)
+    total.add(first)
+    assert total.place is first
+    first += 1
+    total.add(first)
+    assert (total.tensor(torch.float32) == 2).all() and (total.tensor(torch.float32) == 2).all()
+    total.add(torch.ones(1, 2, 1, 8).half())
+    assert total.place is None and (total.tensor(torch.float32) == 3).all()
+    assert total.place is first and (first == 3).all(), "the sum lies where the first part lay"
+
+
 def test_a_sum_may_take_the_place_of_its_first_part():
     parts = some_parts(torch.float32).parts
     expected = some_parts(torch.float32).tensor(torch.float32)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from ringattn.comms.axis import Axis, Done, Parcels, Parts, Pending
@@ -212,9 +211,7 @@ class Home:
         count = len(stop.readers)
         self.coming = [x.new_empty(count, *x.shape, dtype=t) for x, t in zip(self.like, self.dtypes, strict=True)]
         into = {r: Parts(each, stop.own) for r, *each in zip(stop.readers, *self.coming, strict=True)}
-        if stop.brought:
-            grads = [as_tensor(x, dtype) for x, dtype in zip(grads, self.dtypes, strict=True)]
-        out = {s: Parts(grads, places) for s, places in stop.brought.items()}
+        out = {s: self.parcel(grads, places) for s, places in stop.brought.items()}
         self.flight = self.axis.move(out, into, what=what)
 
     def settle(self, last: bool = False) -> None:
@@ -227,9 +224,11 @@ class Home:
                 total.fold()
         self.coming, self.flight = (), Done()
 
-
-def as_tensor(x: Tensor | Total, dtype: torch.dtype) -> Tensor:
-    return x.tensor(dtype) if isinstance(x, Total) else x.to(dtype)
+    def parcel(self, grads: Sequence[Any], places: tuple[range, ...]) -> Sequence[Tensor]:
+        """Those ranges of each gradient."""
+        if isinstance(grads[0], Total):
+            return [x.rows(at, dtype) for x, dtype in zip(grads, self.dtypes, strict=True) for at in places]
+        return Parts([x.to(dtype) for x, dtype in zip(grads, self.dtypes, strict=True)], places)
 
 
 def levels_forward(
