@@ -148,15 +148,15 @@ def spans(where: Intervals, length: int, cut: Tile) -> Tensor:
 
 
 @triton.jit
-def span_of(spans_ptr, PHASE: tl.constexpr):
+def span_of(spans_ptr, at, PHASE: tl.constexpr):
     """`blocks.span` from its table."""
     if PHASE == 1:
-        spans_ptr += 2
+        at += 2
     elif PHASE == 2:
-        spans_ptr += 1
+        at += 1
     else:
-        spans_ptr += PHASE
-    return tl.load(spans_ptr), tl.load(spans_ptr + 1)  # read here: registers are what bounds the kernel
+        at += PHASE
+    return tl.load(spans_ptr + at), tl.load(spans_ptr + at + 1)  # only here: registers are what bounds the kernel
 
 
 @triton.jit
@@ -172,9 +172,9 @@ def dkdv_kernel(
     keys = first + tl.arange(0, KEYS)
     begin_ptr += b * rows_st
     end_ptr += b * rows_st
-    spans_ptr += b * spans_st + block * 8
-    lo = tl.load(spans_ptr)
-    hi = tl.load(spans_ptr + 1)
+    at = tl.cast(b * spans_st, tl.int32) + block * 8
+    lo = tl.load(spans_ptr + at)
+    hi = tl.load(spans_ptr + at + 1)
     if ADD_DK and ADD_DV:  # noqa: SIM102
         if lo >= hi:
             return
@@ -194,7 +194,7 @@ def dkdv_kernel(
     dk = tl.zeros([KEYS, WIDTH_D], tl.float32)
     dv = tl.zeros([KEYS, WIDTH_V], tl.float32)
     for PHASE in tl.static_range(4):
-        start, stop = span_of(spans_ptr + 2, PHASE)
+        start, stop = span_of(spans_ptr, at + 2, PHASE)
         for i in tl.range(start * R, stop * R):
             t = lo + i // R * QUERIES
             r = i % R
