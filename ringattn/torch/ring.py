@@ -91,7 +91,7 @@ def queries_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`direct_backward` the other way round: queries and their rows travel, and dq comes home; keys stay.
 
-    Fewer bytes where there are as many key heads as query heads: dq alone is in float32, not dk and dv.
+    Fewer bytes where there are as many key heads as query heads: dq alone comes back, not dk and dv.
     """
     dk, dv = Total(k), Total(v)
     home, turns = Home(axis, score.narrow, q), turns_of(run, score)
@@ -136,19 +136,19 @@ def turns_of(run: Sequence[Stop], score: Score, *tensors: Tensor) -> list[Turn]:
     home, *others = map(Turn, run)
     if score.parted:
         return [home, *others]
-    if not tensors or not others or not run[0].where or run[1].length * weight(tensors[1:]) < LONG:
-        return [*others, home]
-    heads, kv_heads = (x.shape[2] for x in tensors[:2])
-    half = kv_heads // 2
-    cut = half * (heads // kv_heads)
-    if not half:
-        return [*others, home]
-    return [Turn(run[0], slice(cut), slice(half)), *others, Turn(run[0], slice(cut, None), slice(half, None))]
+    if tensors and others and home.stop.where and hop_bytes(others[0].stop, *tensors[1:]) >= LONG:
+        heads, kv_heads = (x.shape[2] for x in tensors[:2])
+        half = kv_heads // 2
+        cut = half * (heads // kv_heads)
+        if half:
+            first, last = Turn(run[0], slice(cut), slice(half)), Turn(run[0], slice(cut, None), slice(half, None))
+            return [first, *others, last]
+    return [*others, home]
 
 
-def weight(tensors: Sequence[Tensor]) -> float:
-    """Bytes of a token in all of them."""
-    return sum(x.nbytes for x in tensors) / tensors[0].shape[1]
+def hop_bytes(stop: Stop, *own: Tensor) -> float:
+    """How much a stop brings, of tensors like these."""
+    return stop.length * sum(x.nbytes / max(1, x.shape[1]) for x in own)
 
 
 def some_heads(x: Any, at: slice) -> Any:
