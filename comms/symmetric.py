@@ -213,8 +213,10 @@ def agreed(group: dist.ProcessGroup, problem: str | None) -> bool:
 
 
 def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
-    """More pieces than slots from each rank to each other, and some for all, in rows that lie apart; what is wrong with
-    what comes."""
+    """More pieces than slots from each rank to each other, and some for all, in rows that lie apart.
+
+    What is wrong with what comes.
+    """
     turns = axis.peers.window.own + 1
     mine = torch.full((turns, 4), axis.rank, dtype=torch.int32, device=device)[:, ::2]
     others = [rank for rank in range(axis.size) if rank != axis.rank]

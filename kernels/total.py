@@ -35,10 +35,9 @@ class Total:
         if found is None or found is self.place:
             return
         t, h = range(self.shape[1])[rows], range(self.shape[2])[heads]
-        whole = Part(found, (0, len(t)), (0, len(h)))
-        for x, (first, end), (top, bottom) in found.parts if isinstance(found, Total) else (whole,):
-            place = (t.start + first, t.start + end), (h.start + top, h.start + bottom)
-            self.parts.append(Part(x, *place))
+        parts = found.parts if isinstance(found, Total) else [Part(found, (0, len(t)), (0, len(h)))]
+        for x, (first, end), (top, bottom) in parts:
+            self.parts.append(Part(x, (t.start + first, t.start + end), (h.start + top, h.start + bottom)))
 
     @property
     def place(self) -> Tensor | None:
@@ -55,10 +54,13 @@ class Total:
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """The sum, from here on the only part. It may lie in the memory of the first one."""
         total = self.sum_of(self.parts, dtype)
-        self.parts = [Part(total, (0, self.shape[1]), (0, self.shape[2]))]
+        self.parts = [self.whole(total)]
         return total
 
-    def rows(self, at: range, dtype: torch.dtype) -> Tensor:
+    def whole(self, found: Tensor) -> Part:
+        return Part(found, (0, self.shape[1]), (0, self.shape[2]))
+
+    def rows_at(self, at: range, dtype: torch.dtype) -> Tensor:
         """Those rows of the sum. What one part alone has is left where it lies; what none has is zero."""
         parts = [part for part in self.parts if part.rows[0] < at.stop and at.start < part.rows[1]]
         if not parts:
@@ -75,10 +77,13 @@ class Total:
         first = parts[0].found
         if len(parts) == 1 and self.covers(parts[0]):
             return first.to(dtype)
-        in_place = self.covers(parts[0]) and first.dtype == dtype == self.exact
-        if self.device.type == "cuda" and self.exact == torch.float32 and len(parts) <= MOST:
+        in_place = self.covers(parts[0]) and first.dtype == dtype == self.exact and first.is_contiguous()
+        if self.device.type == "cuda" and self.exact == torch.float32:
             from ringattn.kernels.triton.gradients import add_parts  # comes with every torch that has a GPU
 
+            while len(parts) > MOST:
+                room = torch.empty(self.shape, dtype=self.exact, device=self.device)
+                parts = [self.whole(add_parts(room, parts[:MOST])), *parts[MOST:]]
             return add_parts(first if in_place else torch.empty(self.shape, dtype=dtype, device=self.device), parts)
         total = first if in_place else torch.zeros(self.shape, dtype=self.exact, device=self.device)
         for x, rows, heads in parts[in_place:]:

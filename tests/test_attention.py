@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+import ringattn as ra
 from ringattn import api
 from ringattn.comms.local import LocalAxis
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import tiled
 from ringattn.launch import oracle
 from ringattn.launch.cases import CASES, FEATURES, Case
+from ringattn.mask import Mask, schedule_of
 from ringattn.torch import ring
 
 LIMIT = 2e-6
@@ -76,6 +78,51 @@ def test_heads_at_home_may_take_turns(case, kernel, together, monkeypatch):
 @pytest.mark.parametrize("case", RINGS, ids=str)
 def test_other_ways_to_bring_keys_equal_it_too(case, choices):
     check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT), **choices)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"together": 1},
+        {"together": 3},
+        {"together": 3, "long": 0},
+        {"backward": "queries", "together": 2},
+        {"route": "levels", "hosts": 2},
+        {"route": "relay"},
+        {"strategy": "gather"},
+    ],
+    ids=str,
+)
+def test_gradients_that_a_named_kernel_of_tiles_finds(choices, dtype, transposed, monkeypatch):
+    """Of `out` alone, which is handed on as it is; kept, sent and added as they are found, however q lies."""
+    choices = {"strategy": "ring"} | choices
+    monkeypatch.setattr(ring, "LONG", choices.pop("long", ring.LONG))
+    given = [torch.randn(2, 90, h, 16).to(dtype) for h in (4, 2, 2, 4)]
+    leaves = [x.double().requires_grad_() for x in given[:3]]
+    ra.attention(*leaves).backward(given[3].double())
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=90, kernel="sdpa_cpu", layout="zigzag", **choices)
+        q, k, v, dout = (plan.shard(x) for x in given)
+        if transposed:
+            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = ra.attention(*leaves, plan)
+        before = plan.ring_axis.sent
+        out.backward(dout)
+        mine = (
+            plan.ring_axis.sent - before,
+            schedule_of(Mask(plan, ra.AttentionSpec())).blocks_sent(plan.ring_axis.rank, "direct"),
+        )
+        return [plan.unshard(x.grad) for x in leaves], *mine
+
+    for grads, sent, (keys, back) in run_ranks(one, ring=4):
+        for found, leaf in zip(grads, leaves, strict=True):
+            assert found.dtype == dtype and (found - leaf.grad).norm() < 3 * torch.finfo(dtype).eps * leaf.grad.norm()
+        if "together" in choices and "backward" not in choices:
+            assert sent == (keys + back) * 2 * 2 * 24 * 2 * 16 * dtype.itemsize  # keys and values of 24 tokens, padded
 
 
 IN_GROUPS = [

@@ -1,5 +1,7 @@
 """Gradients in one pass equal what torch computes step by step."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -40,17 +42,17 @@ def test_rows_of_a_sum_are_left_where_they_lie_if_one_part_has_them_alone():
     total, found = Total(torch.empty(2, 9, 4, 8, dtype=torch.float16)), torch.randn(2, 5, 4, 8).half()
     total.add(found, rows=slice(2, 7))
     total.add(torch.ones(2, 2, 4, 8).half(), rows=slice(5, 7))
-    alone = total.rows(range(3, 5), torch.float16)
+    alone = total.rows_at(range(3, 5), torch.float16)
     assert alone.data_ptr() == found[:, 1:].data_ptr() and torch.equal(alone, found[:, 1:3])
-    assert (total.rows(range(7, 9), torch.float16) == 0).all() and len(total.parts) == 2
+    assert (total.rows_at(range(7, 9), torch.float16) == 0).all() and len(total.parts) == 2
     for at in (range(4, 6), range(1, 3)):  # of two parts; of one and of none
         expected = torch.cat(
             [torch.zeros(2, 2, 4, 8), found[:, :3], found[:, 3:] + 1, torch.zeros(2, 2, 4, 8)], 1
         ).half()
-        assert torch.equal(total.rows(at, torch.float16), expected[:, at.start : at.stop])
+        assert torch.equal(total.rows_at(at, torch.float16), expected[:, at.start : at.stop])
     assert len(total.parts) == 1 and torch.equal(total.tensor(torch.float32), expected.float())
-    assert total.rows(range(3, 5), torch.float32).dtype == torch.float32
-    assert torch.equal(total.rows(range(1, 9, 4), torch.float32), expected[:, 1:9:4].float())
+    assert total.rows_at(range(3, 5), torch.float32).dtype == torch.float32
+    assert torch.equal(total.rows_at(range(1, 9, 4), torch.float32), expected[:, 1:9:4].float())
 
 
 def test_what_was_added_up_in_place_is_not_added_again():
@@ -80,6 +82,21 @@ def test_the_stand_in_is_that_of_torch(size):
     dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
     for found, expected in zip(gradients.stand_in(dout, delta, 2.0**-30), stand_in(dout, delta), strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+
+
+def test_a_sum_of_another_layout_gets_a_place_of_its_own(monkeypatch):
+    """What a vendor finds lies as its inputs do, heads before tokens perhaps; on a GPU, which is said to be here."""
+    total, x = Total(torch.empty(2, 9, 4, 8)), torch.randn(2, 4, 9, 8).transpose(1, 2)
+    monkeypatch.setattr(total, "device", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device, empty=torch.empty: empty(shape, dtype=dtype))
+    more = [torch.randn(2, 9, 4, 8) for _ in range(14)]
+    expected = x.clone()
+    for y in (x, *more):
+        total.add(y)
+        expected = y.clone() if y is x else expected + y
+    kept = x.clone()
+    assert torch.equal(total.tensor(torch.float32), expected), "fifteen parts, in their order"
+    assert torch.equal(x, kept) and total.place is not x
 
 
 def test_rows_that_lie_more_than_two_billion_numbers_apart_are_added():

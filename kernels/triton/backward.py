@@ -133,10 +133,11 @@ def spans_kernel(
 
 
 def spans(where: Intervals, length: int, cut: Tile) -> Tensor:
-    """For each block of keys the queries [lo, hi) that see any of it, in tiles, and between which tiles parts begin.
+    """For each block of keys: lo, hi, 0, head, turn, tail, count. The queries [lo, hi) see any of it, `count` tiles.
 
-    Tiles [0, head) and [tail, count) are masked, those between begin at `turn` (see `blocks.span`): a tile after that
-    of the block before, as they do anyway where a query sees the keys before it. Else this takes a tenth longer.
+    Tiles [0, head) and [tail, count) are masked. Those between are taken from `turn` on, and then those before it:
+    blocks that run at once would all ask for the same queries at the same time, which takes a tenth longer. So each
+    begins a tile after the one before it, as they do anyway where a query sees the keys before it.
     """
     begin, end, rows_st = rows_of(where)
     (rows, T), blocks = begin.shape, cdiv(length, cut.keys)
@@ -149,7 +150,7 @@ def spans(where: Intervals, length: int, cut: Tile) -> Tensor:
 
 @triton.jit
 def span_of(spans_ptr, at, PHASE: tl.constexpr):
-    """`blocks.span` from its table."""
+    """The tiles of a phase: 0 the masked head, 1 the middle from its turn on, 2 up to there, 3 the masked tail."""
     if PHASE == 1:
         at += 2
     elif PHASE == 2:
@@ -266,8 +267,8 @@ def dq_kernel(
     k_src = matrix(k_ptr + b * k_st[0] + h // R * k_st[2], hi, k_st[1], KEYS, D, WIDTH_D, TMA)
     v_src = matrix(v_ptr + b * v_st[0] + h // R * v_st[2], hi, v_st[1], KEYS, V, WIDTH_V, TMA)
     dq = tl.zeros([QUERIES, WIDTH_D], tl.float32)
-    for PHASE in tl.static_range(4):  # no turns here: documents would lose what rectangles gain
-        start, stop = span(PHASE, head, head, tail, count)
+    for PHASE in tl.static_range(3):
+        start, stop = span(PHASE, head, tail, count)
         for i in tl.range(start, stop):
             n = lo + i * KEYS
             k = tile(k_src, n, hi, k_st[1], k_st[3], KEYS, D, WIDTH_D, TMA)
@@ -277,7 +278,7 @@ def dq_kernel(
                 bend = tanh(s)
                 s = bend * cap
             p = tl.exp2(s - lse[:, None])
-            if PHASE % 3 == 0:
+            if PHASE != 1:
                 keys = n + tl.arange(0, KEYS)
                 p = tl.where((begin[:, None] <= keys[None, :]) & (keys[None, :] < end[:, None]), p, 0.0)
             dp = tl.dot(dout, v.T, input_precision=PRECISION)

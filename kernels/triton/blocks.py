@@ -106,18 +106,12 @@ def phases(lo, hi, clear_lo, clear_hi, SIZE: tl.constexpr):
 
 
 @triton.jit
-def span(PHASE: tl.constexpr, head, turn, tail, count):
-    """The tiles of a phase: 0 the masked head, 1 the middle from its turn on, 2 up to there, 3 the masked tail.
-
-    Blocks that run at once would all ask for the same tile at the same time, which takes longer: where they begin at
-    the same one, each begins its middle a tile after the block before it.
-    """
+def span(PHASE: tl.constexpr, head, tail, count):
+    """The tiles of a phase: 0 the masked head, 1 the middle, 2 the masked tail."""
     if PHASE == 0:
         return head * 0, head
     elif PHASE == 1:
-        return turn, tail
-    elif PHASE == 2:
-        return head, turn
+        return head, tail
     else:
         return tail, count
 

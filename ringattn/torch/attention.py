@@ -333,7 +333,7 @@ def gradients(call: Call, groups: Iterable[Seen], asked: bool) -> Iterator[Grads
 def run_of(call: Call, nbytes: int, backward: bool = False) -> tuple[Any, list[Intervals | None]]:
     """What a ring rank runs on the plan's route, and all of its intervals. A block that travels has `nbytes`.
 
-    A step brings fewer blocks in backward, where gradients in float32 go with them.
+    A step brings fewer blocks in backward, where gradients, most of them in float32, go with them.
     """
     mask, plan, rank = call.mask, call.plan, call.plan.ring_axis.rank
     if plan.route == "relay":

@@ -198,7 +198,7 @@ class Home:
         self.axis, self.like = axis, like
         self.dtypes = [x.dtype if narrow else accumulator(x) for x in like]
         self.own = tuple(Total(x) for x in like)
-        self.coming: Sequence[Tensor] = ()  # what each of some ranks sends, one after the other
+        self.coming: Sequence[Sequence[Tensor]] = ()  # what each of some ranks sends
         self.flight: Pending = Done()
 
     def send(self, stop: Stop, grads: Sequence[Any], what: str, heads: slice = EVERY) -> None:
@@ -208,26 +208,26 @@ class Home:
                 total.add(found, heads=heads)
             return
         self.settle()
-        count = len(stop.readers)
-        self.coming = [x.new_empty(count, *x.shape, dtype=t) for x, t in zip(self.like, self.dtypes, strict=True)]
-        into = {r: Parts(each, stop.own) for r, *each in zip(stop.readers, *self.coming, strict=True)}
+        kinds = list(zip(self.like, self.dtypes, strict=True))
+        self.coming = [[x.new_empty(x.shape, dtype=dtype) for x, dtype in kinds] for _ in stop.readers]
+        into = {r: Parts(each, stop.own) for r, each in zip(stop.readers, self.coming, strict=True)}
         out = {s: self.parcel(grads, places) for s, places in stop.brought.items()}
         self.flight = self.axis.move(out, into, what=what)
 
     def settle(self, last: bool = False) -> None:
         """Add what has come, always in the same order; but for the `last` time, make one sum of much."""
         self.flight.wait()
-        for total, each in zip(self.own, self.coming, strict=False):
-            for found in each:
+        for each in self.coming:
+            for total, found in zip(self.own, each, strict=True):
                 total.add(found)
-            if not last:
-                total.fold()
+        for total in () if last else self.own:
+            total.fold()
         self.coming, self.flight = (), Done()
 
     def parcel(self, grads: Sequence[Any], places: tuple[range, ...]) -> Sequence[Tensor]:
         """Those ranges of each gradient."""
         if isinstance(grads[0], Total):
-            return [x.rows(at, dtype) for x, dtype in zip(grads, self.dtypes, strict=True) for at in places]
+            return [x.rows_at(at, dtype) for x, dtype in zip(grads, self.dtypes, strict=True) for at in places]
         return Parts([x.to(dtype) for x, dtype in zip(grads, self.dtypes, strict=True)], places)
 
 
