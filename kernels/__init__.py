@@ -4,8 +4,8 @@ Every implementation has the same two functions, attend and attend_backward, wit
 and must equal it. Its module may have more:
 
     refuses(problem)                  why it cannot serve a problem, or None
-    prepare(q, dout, lse, delta)      these rows as every step of a backward takes them, made once; JAX: and `out`, or
-                                      None, of which delta is the rowsum with dout
+    prepare(q, dout, lse, delta)      these rows as every step of a backward takes them, made once. Where delta is the
+                                      rowsum of dout and out alone: torch: out may be in its place; JAX: comes after it
 
     row_delta(out, dout, dlse)        torch: rowsum(dout * out) - dlse, where it has a quicker way than `reference`
     halves(as attend_backward)        torch: two functions, one gives (dk, dv), the other dq; without it no gradient is

@@ -110,13 +110,11 @@ def test_gradients_that_a_named_kernel_of_tiles_finds(choices, dtype, transposed
             q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = ra.attention(*leaves, plan)
-        before = plan.ring_axis.sent
+        axis, schedule = plan.ring_axis, schedule_of(Mask(plan, ra.AttentionSpec()))
+        before = axis.sent
         out.backward(dout)
-        mine = (
-            plan.ring_axis.sent - before,
-            schedule_of(Mask(plan, ra.AttentionSpec())).blocks_sent(plan.ring_axis.rank, "direct"),
-        )
-        return [plan.unshard(x.grad) for x in leaves], *mine
+        sent = axis.sent - before
+        return [plan.unshard(x.grad) for x in leaves], sent, schedule.blocks_sent(axis.rank, "direct")
 
     for grads, sent, (keys, back) in run_ranks(one, ring=4):
         for found, leaf in zip(grads, leaves, strict=True):

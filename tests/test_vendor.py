@@ -117,11 +117,15 @@ def run(
     given = module.attend_backward(
         q, k, v, where, *rows, **options, **dict(zip(("dq", "dk", "dv"), start, strict=True))
     )  # type: ignore[attr-defined]
+    alone = (exact[3] * truth.out).sum(-1)  # of out alone, which is handed on as it is
+    by_out = module.attend_backward(q, k, v, where, *rows[:2], found.out.to(dtype), **options)  # type: ignore[attr-defined]
+    grads += reference.attend_backward(*exact[:3], where, exact[3], truth.lse, alone, **options)
     real = truth.lse != NEVER
     assert (found.lse[~real] == NEVER).all() and (found.out[~real] == 0).all()
     named = {"out": (found.out, truth.out), "lse": (found.lse[real], truth.lse[real])}
     named |= {"carried out": (again.out, truth_again.out), "carried lse": (again.lse, truth_again.lse)}
-    return named | {n: (a - 1, b) for n, a, b in zip(("dq", "dk", "dv"), given, grads, strict=True)}
+    names = ("dq", "dk", "dv", "dq of out", "dk of out", "dv of out")
+    return named | dict(zip(names, zip([*(x - 1 for x in given), *by_out], grads, strict=True), strict=True))
 
 
 def errors(pairs: dict[str, tuple]) -> dict[str, float]:
