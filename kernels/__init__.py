@@ -22,11 +22,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """What a kernel is asked to run, as far as the choice between kernels depends on it."""
 
     device: str  # "cpu", "cuda", "tpu"

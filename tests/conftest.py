@@ -1,6 +1,7 @@
 """Set up before anything imports triton: without a GPU its kernels run in the interpreter."""
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -17,6 +18,16 @@ from hypothesis import settings
 settings.register_profile("ringattn", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("ringattn")
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def fresh_scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A monkeypatch for a kernel's functions, which calls look up once."""
+    from ringattn.torch.steps import kept_score
+
+    kept_score.cache_clear()
+    yield monkeypatch
+    kept_score.cache_clear()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,7 +5,7 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import LocalAxis, run
-from ringattn.torch import agree
+from ringattn.torch import agree, check
 
 
 @pytest.fixture
@@ -41,6 +41,29 @@ def test_new_documents_are_no_new_kind_of_call(function, said):
 
     run(one, ring=2)
     assert len(said) == 2  # each rank once
+
+
+def test_a_call_with_documents_that_were_right_is_not_looked_at_again(said, monkeypatch):
+    looked: list[object] = []
+    problem = check.problem
+    monkeypatch.setattr(check, "problem", lambda *call: looked.append(call[0].shape) or problem(*call))
+    monkeypatch.setattr(agree, "MOST", 5)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=16)
+        for step in (0, 0, 1, 0, 1):
+            ra.attention(*qkv(), plan, docs=lengths(step))
+        with pytest.raises(ValueError, match="docs describes 3 rows, the batch has 1"):
+            ra.attention(*qkv(), plan, docs=ra.Docs.from_lengths([[16]] * 3))
+        for step in range(2, 6):  # one more than it remembers
+            ra.attention(*qkv(), plan, docs=lengths(step))
+        assert len(plan.right) == 1
+        for batch in range(1, 6):  # what was right rests on what was agreed, and is forgotten with it
+            ra.attention(*qkv(batch=batch), plan)
+        assert not plan.right
+
+    run(one, ring=2)
+    assert len(looked) == 2 * (2 + 1 + 4 + 5)
 
 
 def test_documents_after_none_are_a_new_kind(said):

@@ -176,7 +176,7 @@ def test_heads_in_groups_are_the_same_bits_and_bytes(case, groups):
         ),
     ],
 )
-def test_a_group_of_heads_travels_while_another_is_attended_to(sizes, strategy, forward, backward, monkeypatch):
+def test_a_group_of_heads_travels_while_another_is_attended_to(sizes, strategy, forward, backward, fresh_scores):
     """The order in which things start: e enters, l leaves, g gathers, s scatters, for each tensor; R is the kernel."""
     said: dict[int, str] = defaultdict(str)  # by thread: by rank
 
@@ -187,7 +187,7 @@ def test_a_group_of_heads_travels_while_another_is_attended_to(sizes, strategy, 
             said[threading.get_ident()] += letter(*args)
             return function(*args, **options)
 
-        monkeypatch.setattr(where, name, call)
+        fresh_scores.setattr(where, name, call)
 
     noted(LocalAxis, "all_to_all", lambda axis, x, split, join: "e" if split == 2 else "l")
     noted(LocalAxis, "all_gather", lambda *_: "g")

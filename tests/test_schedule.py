@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.cost import Shape, seen_pairs
+from ringattn.cost import HARDWARE, Shape, seen_pairs
 from ringattn.launch import oracle
 from ringattn.launch.cases import CASES, FEATURES, Case
 from ringattn.layout import LAYOUTS, Layout
@@ -231,6 +231,23 @@ def test_the_last_gradients_fly_beside_work_at_home(kv_heads, monkeypatch):
         assert before == "gradients of step 3 of 4" and last == "work"
         for found, leaf in zip(grads, leaves, strict=True):
             torch.testing.assert_close(found, leaf.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("kernel", "backward"), [("tiled", 4), ("sdpa_cpu", 2)])
+def test_a_vendors_kernel_meets_as_many_blocks_in_backward_as_in_forward(kernel, backward, monkeypatch):
+    """It pays for each call; with others gradients in float32 need the room."""
+    block = 2 * 4 * 16 * 2 * 8  # bytes: keys and values of 16 tokens
+    monkeypatch.setitem(HARDWARE, "cpu", replace(HARDWARE["cpu"], room=3 * block))
+    runs, run_of = [], torch_attention.run_of
+    monkeypatch.setattr(torch_attention, "run_of", lambda *of, **how: runs.append(run_of(*of, **how)) or runs[-1])
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, kernel=kernel, strategy="ring")
+        q, k, v = (torch.ones(1, 16, h, 8, requires_grad=True) for h in (8, 2, 2))
+        ra.attention(q, k, v, plan).sum().backward()
+
+    run(one, ring=4)
+    assert sorted(len(steps) for steps, _ in runs) == sorted([2] * 4 + [backward] * 4)
 
 
 def test_the_schedule_of_a_long_sequence_is_found_piece_by_piece(monkeypatch):

@@ -316,7 +316,7 @@ def test_no_grad_and_inference_mode_give_the_same_bits_and_keep_nothing():
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_without_gradients_a_group_of_heads_is_dropped_once_it_left(grad, monkeypatch):
+def test_without_gradients_a_group_of_heads_is_dropped_once_it_left(grad, fresh_scores):
     seen: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # by thread: by rank
     alive: dict[int, list[int]] = defaultdict(list)
     attend = tiled.attend
@@ -327,7 +327,7 @@ def test_without_gradients_a_group_of_heads_is_dropped_once_it_left(grad, monkey
         seen[me].append(weakref.ref(q))
         return attend(q, *rest, **options)
 
-    monkeypatch.setattr(tiled, "attend", noted)
+    fresh_scores.setattr(tiled, "attend", noted)
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=16, kernel="tiled", groups=4)

@@ -238,7 +238,7 @@ def dkdv_kernel(
     add_rows(dv_ptr, dv, first, S, dv_st[1], dv_st[3], KEYS, V, WIDTH_V, ADD_DV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, begin_ptr, end_ptr, dout_ptr, stats_ptr, dq_ptr,
     q_st, k_st, v_st, rows_st, dout_st, dq_st, T, H, blocks, room, scale, unit, cap,
@@ -267,8 +267,8 @@ def dq_kernel(
     k_src = matrix(k_ptr + b * k_st[0] + h // R * k_st[2], hi, k_st[1], KEYS, D, WIDTH_D, TMA)
     v_src = matrix(v_ptr + b * v_st[0] + h // R * v_st[2], hi, v_st[1], KEYS, V, WIDTH_V, TMA)
     dq = tl.zeros([QUERIES, WIDTH_D], tl.float32)
-    for PHASE in tl.static_range(3):
-        start, stop = span(PHASE, head, tail, count)
+    for PHASE in tl.static_range(4):
+        start, stop = span(PHASE, block, head, tail, count)
         for i in tl.range(start, stop):
             n = lo + i * KEYS
             k = tile(k_src, n, hi, k_st[1], k_st[3], KEYS, D, WIDTH_D, TMA)
@@ -278,7 +278,7 @@ def dq_kernel(
                 bend = tanh(s)
                 s = bend * cap
             p = tl.exp2(s - lse[:, None])
-            if PHASE != 1:
+            if PHASE % 3 == 0:
                 keys = n + tl.arange(0, KEYS)
                 p = tl.where((begin[:, None] <= keys[None, :]) & (keys[None, :] < end[:, None]), p, 0.0)
             dp = tl.dot(dout, v.T, input_precision=PRECISION)

@@ -106,12 +106,19 @@ def phases(lo, hi, clear_lo, clear_hi, SIZE: tl.constexpr):
 
 
 @triton.jit
-def span(PHASE: tl.constexpr, head, tail, count):
-    """The tiles of a phase: 0 the masked head, 1 the middle, 2 the masked tail."""
+def span(PHASE: tl.constexpr, block, head, tail, count):
+    """The tiles of a phase: 0 the masked head, 1 and 2 the middle, 3 the masked tail.
+
+    Blocks that run at once would all ask for the same tile at the same time, which takes longer: each begins the middle
+    a tile after the block before it, goes on to the tail, and then takes those before.
+    """
+    turn = head + block % tl.maximum(tail - head, 1)
     if PHASE == 0:
         return head * 0, head
     elif PHASE == 1:
-        return head, tail
+        return turn, tail
+    elif PHASE == 2:
+        return head, turn
     else:
         return tail, count
 

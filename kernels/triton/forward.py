@@ -34,7 +34,7 @@ from ringattn.kernels.triton.launch import cdiv
 from ringattn.kernels.triton.table import Table
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, begin_ptr, end_ptr, old_out_ptr, old_lse_ptr, out_ptr, lse_ptr,
     q_st, k_st, v_st, rows_st, old_out_st, old_lse_st, out_st, lse_st, T, S, H, blocks, unit, cap,
@@ -77,8 +77,8 @@ def forward_kernel(
 
     k_src = matrix(k_ptr + b * k_st[0] + h // R * k_st[2], hi, k_st[1], KEYS, D, WIDTH_D, TMA)
     v_src = matrix(v_ptr + b * v_st[0] + h // R * v_st[2], hi, v_st[1], KEYS, V, WIDTH_V, TMA)
-    for PHASE in tl.static_range(3):
-        start, stop = span(PHASE, head, tail, count)
+    for PHASE in tl.static_range(4):
+        start, stop = span(PHASE, block, head, tail, count)
         for i in tl.range(start, stop):
             n = lo + i * KEYS
             k = tile(k_src, n, hi, k_st[1], k_st[3], KEYS, D, WIDTH_D, TMA)
@@ -88,12 +88,12 @@ def forward_kernel(
                 rise = 1.0
             else:
                 rise = unit
-            if PHASE != 1:
+            if PHASE % 3 == 0:
                 keys = n + tl.arange(0, KEYS)
                 s = tl.where((begin[:, None] <= keys[None, :]) & (keys[None, :] < end[:, None]), s, float("-inf"))
             top = tl.maximum(m, tl.max(s, 1) * rise)
             zero = top
-            if PHASE != 1:  # a row that has seen nothing yet: 2^(-inf - 0) = 0
+            if PHASE % 3 == 0:  # a row that has seen nothing yet: 2^(-inf - 0) = 0
                 zero = tl.where(top == float("-inf"), 0.0, top)
             p = tl.exp2(s * rise - zero[:, None])
             shrink = tl.exp2(m - zero)

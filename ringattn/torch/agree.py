@@ -57,7 +57,7 @@ def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
     everyone = {(r, u): said[u][r] for u in range(len(said)) for r in range(len(said[u]))}
     complain({place: why for place, (_, why) in everyone.items() if why}, len(everyone))
     compare({place: one for place, (one, _) in everyone.items()})
-    remember(plan, kind)
+    remember(plan, kind, plan.agreed)
 
 
 def kind_of(words: Words) -> tuple[Any, ...]:
@@ -65,16 +65,17 @@ def kind_of(words: Words) -> tuple[Any, ...]:
     return tuple((name, word == "None" if name in ("docs", "key_docs") else word) for name, word in words.items())
 
 
-def remember(plan: Plan, kind: Any) -> None:
-    """Calls of this kind need not be compared again, where that costs more than looking them up.
+def remember(plan: Plan, kind: Any, known: set[Any]) -> None:
+    """Calls of this kind, which is now `known`, need not be compared again, where that costs more than looking them up.
 
     All ranks forget at once when there are too many: those that compare must be the same.
     """
     if watched(plan):
         return
-    if len(plan.agreed) >= MOST:
-        plan.agreed.clear()
-    plan.agreed.add(kind)
+    if len(known) >= MOST:
+        known.clear()
+        plan.right.clear()  # which rests on what was agreed
+    known.add(kind)
 
 
 def watched(plan: Plan) -> bool:

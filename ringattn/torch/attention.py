@@ -7,14 +7,16 @@ The op is told to torch directly (ringattn.torch.dispatch), and plans and docume
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringattn.comms.axis import Pending, one_ahead
 from ringattn.cost import Shape, replicas
+from ringattn.kernels import is_narrow
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial, sink_gradient
@@ -22,7 +24,7 @@ from ringattn.mask import Mask
 from ringattn.planning import LIVE, Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
-from ringattn.torch.dispatch import differentiate, fake, op
+from ringattn.torch.dispatch import differentiate, fake, no_autocast, op
 from ringattn.torch.gather import gather_backward, gather_forward
 from ringattn.torch.handles import constant, docs_of, handle_of, numbered, plain, spread, starts_of, whole_on_one
 from ringattn.torch.ring import (
@@ -50,6 +52,8 @@ from ringattn.torch.steps import (
 )
 from ringattn.torch.ulysses import Real, cleared, enter, joined, leave, repeated, summed
 
+PLAIN = AttentionSpec()
+
 FORWARD: dict[str, Callable[..., Partial]] = {
     "direct": direct_forward, "relay": relay_forward, "levels": levels_forward,
 }  # fmt: skip
@@ -71,7 +75,7 @@ def attention(
     return_lse: bool = False,
 ) -> Any:
     """softmax(scale * q k^T) v over the whole sequence, of which this rank holds its plan's part."""
-    spec = AttentionSpec() if spec is None else spec
+    spec = PLAIN if spec is None else spec
     plan = whole_on_one(q, k) if plan is None else plan
     handle = handle_of(plan)
     q, k, v = autocast(q, k, v)
@@ -94,17 +98,18 @@ def settle(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None,
     sinks: Tensor | None, keep: bool,
 ) -> None:  # fmt: skip
-    """Raise on all ranks alike if this call cannot be. A plain one whose like was right before is looked up."""
+    """Raise on all ranks alike if this call cannot be. One whose like was right before is looked up."""
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
     kind = spec, docs, key_docs, keep, *(x if x is None else (x.shape, x.dtype, x.device) for x in tensors.values())
-    unlike = docs is not None or key_docs is not None or check.have_tangents(q, k, v, sinks)
-    if not unlike and kind in plan.agreed:
+    known = plan.agreed if docs is None and key_docs is None else plan.right
+    unlike = check.have_tangents(q, k, v, sinks)
+    if not unlike and kind in known:
         return
     problem = check.problem(q, k, v, plan, spec, docs, key_docs, sinks)
     words = agree.describe(plan, spec, tensors, docs, key_docs, call="attention", gradients=keep)
     agree.agree(plan, words, problem)
     if not unlike:
-        agree.remember(plan, kind)
+        agree.remember(plan, kind, known)
 
 
 @constant
@@ -129,23 +134,15 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-class Call(NamedTuple):
-    """What one call is, apart from its tensors."""
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What one call is, apart from its tensors. The same one for all alike: what it needs is looked up by itself."""
 
     mask: Mask
     groups: int
     real: Real
     real_keys: Real
     device: torch.device
-
-    @classmethod
-    def of(
-        cls, q: Tensor, spec: AttentionSpec, docs: Tensor | None, key_docs: Tensor | None, plan: Plan, groups: int
-    ) -> "Call":
-        mask = Mask(plan, spec, docs_of(docs, plan.seq_len), docs_of(key_docs, plan.keys.seq_len))
-        starts = docs if key_docs is None and plan.keys is plan else key_docs
-        real_keys = real_tokens(plan.keys, docs_of(starts, plan.keys.seq_len), q.device)
-        return cls(mask, groups, real_tokens(plan, mask.docs, q.device), real_keys, q.device)
 
     @property
     def plan(self) -> Plan:
@@ -163,6 +160,26 @@ class Call(NamedTuple):
 
     def score(self, intervals: Iterable[Intervals | None], q: Tensor, k: Tensor, v: Tensor) -> Score:
         return score_of(q, k, v, self.mask.spec, self.plan.kernel, intervals)
+
+
+def call_of(
+    q: Tensor, k: Tensor, docs: Tensor | None, key_docs: Tensor | None, plan: int, groups: int, *spec: Any
+) -> Call:
+    live = numbered(plan, q.shape[1], k.shape[1])
+    return kept_call(
+        live.handle, docs_of(docs, live.seq_len), docs_of(key_docs, live.keys.seq_len), q.device, groups, *spec
+    )
+
+
+@lru_cache(maxsize=32)
+def kept_call(
+    plan: int, docs: Docs | None, key_docs: Docs | None, device: torch.device, groups: int, *spec: Any
+) -> Call:
+    """The call on this plan, by its number: equal plans may be of other ranks."""
+    mask = Mask(LIVE[plan], AttentionSpec(*spec), docs, key_docs)
+    keys = mask.plan.keys
+    held = docs if key_docs is None and keys is mask.plan else key_docs
+    return Call(mask, groups, real_tokens(mask.plan, docs, device), real_tokens(keys, held, device), device)
 
 
 @op("exchange")
@@ -186,12 +203,11 @@ def exchange(
 
     A group of heads enters, and another leaves, while one is attended to.
     """
-    spec = AttentionSpec(causal, window, softcap, scale)
-    call = Call.of(q, spec, docs, key_docs, numbered(plan, q.shape[1], k.shape[1]), groups)
+    call = call_of(q, k, docs, key_docs, plan, groups, causal, window, softcap, scale)
     if check:
-        named = {"q": q, "k": k, "v": v, "sinks": sinks}
-        where = call.mask.docs, call.mask.key_docs
-        agree.agree(call.plan, agree.describe(call.plan, spec, named, *where, call="attention", gradients=keep))
+        named, mask = {"q": q, "k": k, "v": v, "sinks": sinks}, call.mask
+        asked = mask.spec, named, mask.docs, mask.key_docs
+        agree.agree(mask.plan, agree.describe(mask.plan, *asked, call="attention", gradients=keep))
     axis, kept = call.plan.ulysses_axis, []
     keep = keep and axis.size > 1
 
@@ -210,7 +226,7 @@ def exchange(
                 kept[g] += results
             yield leave(results, axis)
 
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         outs, lses = zip(*one_ahead(leaving()), strict=True)
         out, lse = cleared(joined(outs), call.real), cleared(joined(lses), call.real, NEVER)
     saved = [x.contiguous() for group in kept for x in group]
@@ -265,8 +281,7 @@ def exchange_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks) in the dtypes of their inputs, accumulated in float32 on the way."""
-    live = numbered(plan, q.shape[1], k.shape[1])
-    call = Call.of(q, AttentionSpec(causal, window, softcap, scale), docs, key_docs, live, groups)
+    call = call_of(q, k, docs, key_docs, plan, groups, causal, window, softcap, scale)
     axis, real, real_keys = call.plan.ulysses_axis, call.real, call.real_keys
     tensors, reals = ((), ()) if saved else ((q, k, v, out, lse), (real, real_keys, real_keys, None, None))
     given = (dout,) if dlse is None else (dout, dlse)
@@ -283,7 +298,7 @@ def exchange_backward(
             deltas.append(delta)
             yield leave([dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)], axis)
 
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         dq, dk, dv = map(joined, zip(*one_ahead(leaving()), strict=True))
         grads = zip((dq, summed(dk, k.shape[2]), summed(dv, k.shape[2])), (real, real_keys, real_keys), strict=True)
         dq, dk, dv = (cleared(x, r).contiguous() for x, r in grads)
@@ -330,16 +345,18 @@ def gradients(call: Call, groups: Iterable[Seen], asked: bool) -> Iterator[Grads
         yield *travel(q, k, v, axis, run, score, (dout, lse, delta)), delta
 
 
+@lru_cache(maxsize=32)
 def run_of(call: Call, nbytes: int, backward: bool = False) -> tuple[Any, list[Intervals | None]]:
     """What a ring rank runs on the plan's route, and all of its intervals. A block that travels has `nbytes`.
 
-    A step brings fewer blocks in backward, where gradients, most of them in float32, go with them.
+    A step brings fewer blocks in backward, where gradients in float32 go with them. Not with a vendor's kernel that is
+    named: it has its price for every call, and gradients half as wide.
     """
     mask, plan, rank = call.mask, call.plan, call.plan.ring_axis.rank
     if plan.route == "relay":
         relay = relay_run(mask, rank, call.device)
         return relay, [where for _, where in relay]
-    count = plan.blocks_at_once(4 * nbytes if backward else nbytes)
+    count = plan.blocks_at_once(4 * nbytes if backward and not is_narrow(plan.kernel) else nbytes)
     if plan.route == "levels":
         levels = levels_run(mask, rank, call.device, count)
         return levels, [stop.where for level in levels for stop in level.run]

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from ringattn.check import of_docs, of_lengths, of_plan, of_shapes, of_sinks
 from ringattn.planning import Plan
@@ -57,7 +57,9 @@ def of_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def has_tangent(x: Tensor) -> bool:
     """Whether it is differentiated in forward mode, which a torch op of ours would answer with zeros."""
-    return not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def have_tangents(*tensors: Tensor | None) -> bool:

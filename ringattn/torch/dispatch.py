@@ -7,6 +7,7 @@ Gradients are there once and in reverse mode: everything else that torch would a
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -48,6 +49,12 @@ def fake(name: str) -> Callable[[Run], Run]:
         return shapes
 
     return register
+
+
+def no_autocast(device: torch.device) -> Any:
+    """A context without torch.autocast; to leave one that is off costs the host as much as a small kernel's launch."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
 class Once:

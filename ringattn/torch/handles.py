@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,4 +99,13 @@ def starts_of(docs: Docs | None) -> Tensor | None:
 
 def docs_of(starts: Tensor | None, length: int) -> Docs | None:
     """The documents whose starts came into an op."""
-    return None if starts is None else Docs.known(starts.numpy(force=True), length)
+    if starts is None:
+        return None
+    host = starts.numpy(force=True)
+    return kept_docs(host.tobytes(), host.shape, length)
+
+
+@lru_cache(maxsize=64)
+def kept_docs(starts: bytes, shape: tuple[int, ...], length: int) -> Docs:
+    """The same documents for the same starts: what is known of them is looked up by them, and soonest by themselves."""
+    return Docs.known(np.frombuffer(starts, np.int64).reshape(shape), length)

@@ -26,7 +26,7 @@ from ringattn.spec import Docs
 from ringattn.torch import agree, states
 from ringattn.torch.attention import autocast
 from ringattn.torch.check import of_tangents, of_tensors
-from ringattn.torch.dispatch import differentiate, fake, op
+from ringattn.torch.dispatch import differentiate, fake, no_autocast, op
 from ringattn.torch.handles import docs_of, handle_of, numbered, spread, starts_of, whole_on_one
 from ringattn.torch.sharding import local_positions, real_tokens
 from ringattn.torch.ulysses import Real, cleared
@@ -216,7 +216,7 @@ def forward(
         named = {"q": q, "k": k, "v": v, "log_decay": g, "initial_state": initial}
         words = agree.describe(call.plan, None, named, call.docs, call="linear_attention", gradients=keep)
         agree.agree(call.plan, words)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         q, k, v, g = call.folded(q, k, v, g)
         own = call.kernel.scan_states(k, v, g, call.begin)
         flying = call.exchange(own.end, initial, end_everywhere=return_state)
@@ -263,7 +263,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dg, this rank's share of the initial state's gradient); `dend` is this rank's share too."""
     call = Call(q, v, docs, plan, kernel, scan)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         q, k, v, g, dout = call.folded(q, k, v, g, dout)
         back = call.kernel.scan_gradients(q, dout, g, call.begin, scale)
         last, first = order(call.plan)[-1], order(call.plan)[0]

@@ -20,7 +20,7 @@ from ringattn.kernels.partial import Partial
 from ringattn.planning import heads_problem
 from ringattn.spec import is_positive
 from ringattn.torch.check import of_tensors, of_types
-from ringattn.torch.dispatch import differentiate, fake, op
+from ringattn.torch.dispatch import differentiate, fake, no_autocast, op
 
 
 def attend(
@@ -140,7 +140,7 @@ def attend_op(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     kernel, where = chosen(q, k, v, begin, end, softcap, impl)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         part = kernel.attend(q, k, v, where, scale=scale, softcap=softcap)
     return part.out.contiguous(), part.lse.contiguous()
 
@@ -168,7 +168,7 @@ def attend_backward_op(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel, where = chosen(q, k, v, begin, end, softcap, impl)
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q.device):
         delta = getattr(kernel, "row_delta", reference.row_delta)(out, dout, dlse)
         grads = kernel.attend_backward(q, k, v, where, dout, lse, delta, scale=scale, softcap=softcap)
     dq, dk, dv = (g.to(x.dtype).contiguous() for g, x in zip(grads, (q, k, v), strict=True))

@@ -180,9 +180,14 @@ def score_of(
 ) -> Score:
     """The kernel that serves all these intervals, its scale and softcap filled in. `few`: it may be decoding."""
     tiles = all(where.tiles is not None for where in intervals if where)
-    kernel = kernels.select(problem_of(q, k, v, spec, tiles, few), impl)
+    return kept_score(problem_of(q, k, v, spec, tiles, few), impl, spec.scale_for(q.shape[-1]), spec.softcap)
+
+
+@lru_cache(maxsize=1024)
+def kept_score(problem: kernels.Problem, impl: str, scale: float, softcap: float | None) -> Score:
+    kernel = kernels.select(problem, impl)
     module = kernel.load()
-    given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap}
+    given = {"scale": scale, "softcap": softcap}
     row_delta = getattr(module, "row_delta", reference.row_delta)
     whole = partial(module.attend_backward, **given)
     parted = hasattr(module, "halves")
