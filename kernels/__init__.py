@@ -22,10 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 
-class Problem(NamedTuple):
+@dataclass(frozen=True)
+class Problem:
     """What a kernel is asked to run, as far as the choice between kernels depends on it."""
 
     device: str  # "cpu", "cuda", "tpu"
