@@ -48,6 +48,7 @@ def test_a_call_with_documents_that_were_right_is_not_looked_at_again(said, monk
     problem = check.problem
     monkeypatch.setattr(check, "problem", lambda *call: looked.append(call[0].shape) or problem(*call))
     monkeypatch.setattr(agree, "MOST", 5)
+    monkeypatch.setattr(agree, "FEW", 3)
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=16)
@@ -55,9 +56,9 @@ def test_a_call_with_documents_that_were_right_is_not_looked_at_again(said, monk
             ra.attention(*qkv(), plan, docs=lengths(step))
         with pytest.raises(ValueError, match="docs describes 3 rows, the batch has 1"):
             ra.attention(*qkv(), plan, docs=ra.Docs.from_lengths([[16]] * 3))
-        for step in range(2, 6):  # one more than it remembers
+        for step in range(2, 6):
             ra.attention(*qkv(), plan, docs=lengths(step))
-        assert len(plan.right) == 1
+        assert len(plan.agreed) == 1 and len(plan.right) == 3  # five of it, and it remembers three
         for batch in range(1, 6):  # what was right rests on what was agreed, and is forgotten with it
             ra.attention(*qkv(batch=batch), plan)
         assert not plan.right

@@ -9,6 +9,7 @@ from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 
 MOST = 1024  # kinds of calls that a plan remembers
+FEW = 64  # and calls with documents, which every batch has others of
 
 Words = dict[str, str]
 
@@ -72,7 +73,7 @@ def remember(plan: Plan, kind: Any, known: set[Any]) -> None:
     """
     if watched(plan):
         return
-    if len(known) >= MOST:
+    if len(known) >= (MOST if known is plan.agreed else FEW):
         known.clear()
         plan.right.clear()  # which rests on what was agreed
     known.add(kind)

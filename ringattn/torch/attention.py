@@ -171,11 +171,11 @@ def call_of(
     )
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def kept_call(
     plan: int, docs: Docs | None, key_docs: Docs | None, device: torch.device, groups: int, *spec: Any
 ) -> Call:
-    """The call on this plan, by its number: equal plans may be of other ranks."""
+    """The call on this plan, by its number: equal plans may be of other ranks. The last few plans live on by this."""
     mask = Mask(LIVE[plan], AttentionSpec(*spec), docs, key_docs)
     keys = mask.plan.keys
     held = docs if key_docs is None and keys is mask.plan else key_docs
@@ -345,7 +345,7 @@ def gradients(call: Call, groups: Iterable[Seen], asked: bool) -> Iterator[Grads
         yield *travel(q, k, v, axis, run, score, (dout, lse, delta)), delta
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=16)
 def run_of(call: Call, nbytes: int, backward: bool = False) -> tuple[Any, list[Intervals | None]]:
     """What a ring rank runs on the plan's route, and all of its intervals. A block that travels has `nbytes`.
 
