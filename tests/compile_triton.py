@@ -61,8 +61,17 @@ def compiled(target: GPUTarget, work: Any) -> list[Any]:
     return kernels
 
 
+KNOWN: dict[str, dict[str, Any]] = {}  # by the compiler's hash: entries share their small kernels
+
+
 def resources(kernel: Any) -> dict[str, Any]:
     """Registers, stack bytes and shared memory of a compiled kernel, from the binary itself."""
+    if kernel.hash not in KNOWN:
+        KNOWN[kernel.hash] = read_binary(kernel)
+    return KNOWN[kernel.hash]
+
+
+def read_binary(kernel: Any) -> dict[str, Any]:
     if "amdgcn" in kernel.asm:
         read = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s*(\d+)", kernel.asm["amdgcn"]))
         registers, stack, spills = int(read["vgpr_count"]), int(read["private_segment_fixed_size"]), 0
@@ -71,12 +80,15 @@ def resources(kernel: Any) -> dict[str, Any]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])
             file.flush()
-            said = subprocess.check_output([tool, "--dump-resource-usage", file.name], text=True)
-            code = subprocess.check_output([tool, "--dump-sass", file.name], text=True)
-        read = dict(re.findall(r"(REG|STACK):(\d+)", said))
-        registers, stack, spills = int(read["REG"]), int(read["STACK"]), loop_spills(code)
+            read = dict(re.findall(r"(REG|STACK):(\d+)", shown(tool, "--dump-resource-usage", file.name)))
+            registers, stack = int(read["REG"]), int(read["STACK"])
+            spills = loop_spills(shown(tool, "--dump-sass", file.name)) if stack else 0  # nowhere to spill to
     found = {"registers": registers, "stack": stack, "loop_spills": spills, "shared": kernel.metadata.shared}
     return {"kernel": kernel.metadata.name, **found}
+
+
+def shown(*command: Any) -> str:
+    return subprocess.check_output(command, text=True)
 
 
 def loop_spills(code: str) -> int:

@@ -28,7 +28,7 @@ def test_entries_fit(target: str) -> None:
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), env.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [sys.executable, str(HERE / "compile_triton.py"), target], env=env, capture_output=True, text=True, timeout=600
+        [sys.executable, str(HERE / "compile_triton.py"), target], env=env, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     rows = [json.loads(line) for line in ran.stdout.splitlines()]
