@@ -195,7 +195,12 @@ def alone(config: Train) -> Train:
 
 def new_folder(config: Train) -> Path:
     """Where this run writes: its name's folder, or a new one named after the time. Never into another run's."""
-    name = config.run or torchrun.run_name() or time.strftime("%Y%m%d-%H%M%S")
+    name = config.run or torchrun.run_name()
+    if name is None and config.resume == "auto":
+        runs = sorted(path.name for path in Path(config.folder).glob("*") if checkpoints_of(path))
+        there = f"; {config.folder} has {', '.join(runs[-3:])}" if runs else ""
+        raise ValueError(f"resume=auto goes on with a run by its name, and none was said; say run=NAME{there}")
+    name = name or time.strftime("%Y%m%d-%H%M%S")
     folder, again = Path(config.folder) / name, 1
     while config.run is None and not torchrun.started() and folder.exists():
         folder, again = Path(config.folder) / f"{name}-{again}", again + 1

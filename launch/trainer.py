@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -74,14 +75,21 @@ def work(
         if rank0:
             print(describe(job))
         return {}
-    if rank0:
-        save_config(job)
+    with contextlib.closing(save_config(job)) if rank0 else contextlib.nullcontext():
+        stopped = train(job, stop, again, started_at)
+    if config.snapshot and device.type == "cuda" and rank0:
+        torch.cuda.memory._dump_snapshot(str(job.folder / "memory.pickle"))
+    return {"stopped": stopped, "step": job.step, "entropy": data.unigram_entropy(job.windows.corpus), **job.seconds}
+
+
+def train(job: Job, stop: "Stop", again: bool, started_at: float) -> bool:
+    """From where the run stands to its end, or until a rank was told to stop; returns whether that was it."""
+    config, rank0 = job.config, dist.get_rank() == 0
     checkpoints = Checkpoints(job.folder, config.keep, torchrun.words_group(config.cluster.timeout))
     resume(job, checkpoints, again)
     if rank0 and job.step < config.steps:
         metrics.cut(job.folder / "metrics.jsonl", job.step)
     log = metrics.Log(job.folder, config) if rank0 else None
-    stopped = False
     try:
         begun = job.step
         stopped = loop(job, checkpoints, log, stop, started_at)
@@ -98,9 +106,7 @@ def work(
     finally:
         if log:
             log.close()
-    if config.snapshot and device.type == "cuda" and rank0:
-        torch.cuda.memory._dump_snapshot(str(job.folder / "memory.pickle"))
-    return {"stopped": stopped, "step": job.step, "entropy": data.unigram_entropy(job.windows.corpus), **job.seconds}
+    return stopped
 
 
 def in_words(error: RuntimeError | ConnectionError, step: int) -> ConnectionError | None:
@@ -366,8 +372,11 @@ class Silent:
     def step(self) -> None: ...
 
 
-def save_config(job: Job) -> None:
-    """config.json: the resolved configuration, the versions, the commit, the plan."""
+def save_config(job: Job) -> TextIO:
+    """config.json: the resolved configuration, the versions, the commit, the plan.
+
+    The folder is this run's alone while the file that is returned is open.
+    """
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -380,7 +389,17 @@ def save_config(job: Job) -> None:
         "python": platform.python_version(),
         **bench.machine(),
     }
-    (job.folder / "config.json").write_text(json.dumps(about, indent=1))
+    file = (job.folder / "config.json").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another run is writing to {job.folder}; wait for its end, or say another run=NAME") from None
+    except OSError:  # this file system knows no locks
+        pass
+    file.truncate(0)
+    file.write(json.dumps(about, indent=1))
+    file.flush()
+    return file
 
 
 def describe(job: Job) -> str:

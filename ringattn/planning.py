@@ -64,8 +64,8 @@ class Plan:
     device: str = field(default="cpu", compare=False, repr=False)
     report: tuple[str, ...] = field(default=(), compare=False, repr=False)
     place: tuple[Any, ...] = field(init=False, default=(), repr=False)  # in JAX what the axes are made of
-    agreed: set[Any] = field(default_factory=set, init=False, compare=False, repr=False)  # calls all ranks made alike
-    right: set[Any] = field(default_factory=set, init=False, compare=False, repr=False)  # right here, with docs
+    agreed: set[Any] = field(default_factory=set, init=False, compare=False, repr=False)  # kinds of calls, by all ranks
+    right: set[Any] = field(default_factory=set, init=False, compare=False, repr=False)  # calls with docs, right here
     handle: int = field(init=False, default=-1, compare=False, repr=False)
 
     def __post_init__(self) -> None:

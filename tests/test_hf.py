@@ -179,6 +179,46 @@ def test_what_is_not_supported_is_refused_by_name(make, said):
         hf.prepare(make(), plan_of_one())
 
 
+def small(kind, **more):
+    """A model of this kind with weights that are not small."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0, **more,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.35)
+    return model
+
+
+def test_what_a_model_asks_of_its_attention_is_never_dropped():
+    """A learned mask, a bias, arguments that do not come at all."""
+    for kind, said in (("doge", "DogeAttention asks its attention for a mask of its own"),
+                       ("nemotron", "does not hand its keyword arguments on")):  # fmt: skip
+        model = hf.prepare(small(kind), plan_of_one())
+        with pytest.raises(ValueError, match=said):
+            model(batch() % 50)
+    q = torch.randn(1, 4, 5, 8)
+    told = {"ringattn": hf.Call(ra.plan(seq_len=5), None), "position_ids": torch.arange(5), "use_cache": False}
+    assert hf.attend(torch.nn.Identity(), q, q, q, None, **told)[0].shape == (1, 5, 4, 8)
+    with pytest.raises(ValueError, match="Identity asks its attention for indices, position_bias, which is not supp"):
+        hf.attend(torch.nn.Identity(), q, q, q, None, **told, position_bias=q, indices=q, alibi=None)
+
+
+@pytest.mark.parametrize("kind", ["roberta", "xlm-roberta-xl"])
+def test_positions_by_a_rule_of_the_model_are_asked_for(kind):
+    model, tokens = small(kind, is_decoder=True).eval(), 3 + batch() % 40
+    positions = torch.arange(T)[None].expand(2, -1) + model.config.pad_token_id + 1
+    with torch.no_grad():
+        expected = model(tokens, labels=tokens, use_cache=False)
+        hf.prepare(model, plan_of_one())
+        with pytest.raises(ValueError, match=r"numbers the tokens by a rule of its own.*say position_ids"):
+            model(tokens)
+        torch.testing.assert_close(model(tokens, labels=tokens, position_ids=positions).loss, expected.loss)
+
+
 def test_a_copy_runs_its_own_weights():
     """As the average of weights does, or the reference of a preference loss."""
     tokens = batch()
@@ -262,6 +302,6 @@ def test_logits_become_float32_a_few_at_a_time(monkeypatch):
 
 
 def test_plans_of_other_lengths_are_not_kept_for_ever():
-    spread = hf.Spread({10: ra.plan(seq_len=10)}, ())
+    spread = hf.Spread({10: ra.plan(seq_len=10)}, (), None)
     assert [spread.local(n).seq_len for n in range(10, 200)] == list(range(10, 200))
     assert list(spread.plans) == [10, *range(200 - hf.OTHERS, 200)]

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import io
 import json
 import os
@@ -282,7 +283,27 @@ def test_a_run_never_writes_into_anothers_folder(tmp_path, capsys):
         said = f"ringattn train: {tmp_path}/run holds a run; say resume=auto to go on, or another run=NAME\n"
         assert capsys.readouterr().err == said
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    with (tmp_path / "run" / "config.json").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)  # as a run does that still goes on
+        assert train.here(dataclasses.replace(config, resume="auto", steps=3)) == 2
+        said = capsys.readouterr().err
+        assert f"another run is writing to {tmp_path}/run; wait for its end, or say another run=NAME" in said
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     assert train.here(dataclasses.replace(config, resume="auto")) == 0
+
+
+def test_what_goes_on_is_said_by_its_name(tmp_path):
+    config = dataclasses.replace(TINY, folder=str(tmp_path), resume="auto")
+    with pytest.raises(ValueError, match=r"none was said; say run=NAME$"):
+        train.new_folder(config)
+    for name in ("a", "b"):
+        path = tmp_path / name / "checkpoints" / "step-00000001"
+        path.mkdir(parents=True)
+        (path / ".metadata").touch()
+        (path / "state.json").touch()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=f"say run=NAME; {tmp_path} has a, b$"):
+        train.new_folder(config)
 
 
 @pytest.mark.slow

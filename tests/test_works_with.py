@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -264,6 +265,22 @@ def test_autocast_runs_attention_in_its_dtype():
     for out in run_threads(one, ring=2):
         assert out.dtype == torch.bfloat16
         assert (out - plain).norm() <= 2 * (alone - plain).norm() + 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_under_autocast_new_tokens_have_the_dtype_of_their_cache(dtype):
+    """A position code leaves q and k in float32 beside values in bfloat16."""
+    q, k, v = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8).bfloat16()
+    plan = ra.plan(seq_len=4)
+    found, expected = (
+        ra.KVCache.allocate(plan, batch=1, max_len=6, kv_heads=2, head_dim=8, dtype=dtype) for _ in range(2)
+    )
+    for tokens in (slice(0, 4), slice(4, 6)):
+        call = partial(ra.prefill, plan=plan) if tokens.start == 0 else ra.decode
+        new = [x[:, tokens] for x in (q, k, v)]
+        with torch.autocast("cpu", torch.bfloat16):
+            out = call(*new, cache=found)
+        assert out.dtype == dtype and torch.equal(out, call(*(x.to(dtype) for x in new), cache=expected))
 
 
 def test_unshard_is_differentiated_twice():

@@ -23,7 +23,7 @@ def check(
         or of_shapes(q, k, v)
         or of_batch(q)
         or of_plan(q, k, v, plan)
-        or of_sinks_of(q, sinks)
+        or of_sinks_for(q, sinks)
         or of_lengths(q, k, plan, spec, lengths)
         or of_docs(q.shape[0], plan, docs, key_docs)
     )
@@ -31,7 +31,7 @@ def check(
         raise ValueError(problem)
 
 
-def of_sinks_of(q: Array, sinks: Array | None) -> str | None:
+def of_sinks_for(q: Array, sinks: Array | None) -> str | None:
     return None if sinks is None else of_sinks(sinks, q.shape[2], jnp.issubdtype(sinks.dtype, jnp.floating))
 
 

@@ -26,7 +26,7 @@ from ringattn.check import (
     of_window,
 )
 from ringattn.jax.cache import KVCache, below, keep, over_devices
-from ringattn.jax.check import of_dtypes, of_sinks_of
+from ringattn.jax.check import of_dtypes, of_sinks_for
 from ringattn.jax.sharding import permuted, restored
 from ringattn.jax.steps import local_positions, score_of
 from ringattn.kernels.intervals import Intervals
@@ -64,7 +64,7 @@ def prefill(
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
         or of_plan(q, k, v, plan)
-        or of_sinks_of(q, sinks)
+        or of_sinks_for(q, sinks)
         or of_lengths(q, k, plan, AttentionSpec(causal=False), (whole, whole))
         or of_cache(cache, plan, spec, start)
         or cache.problem(k, v, plan.seq_len)
@@ -102,7 +102,7 @@ def decode(
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
         or heads_problem(q.shape[2], k.shape[2], ulysses=1)
-        or of_sinks_of(q, sinks)
+        or of_sinks_for(q, sinks)
         or of_tokens(q, k, cache, spec)
         or cache.problem(k, v, k.shape[1])
     )

@@ -58,7 +58,7 @@ def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
     everyone = {(r, u): said[u][r] for u in range(len(said)) for r in range(len(said[u]))}
     complain({place: why for place, (_, why) in everyone.items() if why}, len(everyone))
     compare({place: one for place, (one, _) in everyone.items()})
-    remember(plan, kind, plan.agreed)
+    remember(plan, kind)
 
 
 def kind_of(words: Words) -> tuple[Any, ...]:
@@ -66,16 +66,17 @@ def kind_of(words: Words) -> tuple[Any, ...]:
     return tuple((name, word == "None" if name in ("docs", "key_docs") else word) for name, word in words.items())
 
 
-def remember(plan: Plan, kind: Any, known: set[Any]) -> None:
-    """Calls of this kind, which is now `known`, need not be compared again, where that costs more than looking them up.
+def remember(plan: Plan, kind: Any, with_docs: bool = False) -> None:
+    """Calls of this kind need not be looked at again, where that costs more than looking them up.
 
     All ranks forget at once when there are too many: those that compare must be the same.
     """
     if watched(plan):
         return
-    if len(known) >= (MOST if known is plan.agreed else FEW):
+    known, most = (plan.right, FEW) if with_docs else (plan.agreed, MOST)
+    if len(known) >= most:
         known.clear()
-        plan.right.clear()  # which rests on what was agreed
+        plan.right.clear()  # it rests on what was agreed
     known.add(kind)
 
 

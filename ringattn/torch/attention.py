@@ -101,15 +101,15 @@ def settle(
     """Raise on all ranks alike if this call cannot be. One whose like was right before is looked up."""
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
     kind = spec, docs, key_docs, keep, *(x if x is None else (x.shape, x.dtype, x.device) for x in tensors.values())
-    known = plan.agreed if docs is None and key_docs is None else plan.right
+    with_docs = docs is not None or key_docs is not None
     unlike = check.have_tangents(q, k, v, sinks)
-    if not unlike and kind in known:
+    if not unlike and kind in (plan.right if with_docs else plan.agreed):
         return
     problem = check.problem(q, k, v, plan, spec, docs, key_docs, sinks)
     words = agree.describe(plan, spec, tensors, docs, key_docs, call="attention", gradients=keep)
     agree.agree(plan, words, problem)
     if not unlike:
-        agree.remember(plan, kind, known)
+        agree.remember(plan, kind, with_docs)
 
 
 @constant
@@ -125,12 +125,12 @@ def kept_groups(plan: int, batch: int, heads: int, kv_heads: int, head_dim: int,
     return live.groups_for(Shape(*lengths, heads, kv_heads, head_dim, value_dim, itemsize, batch))
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast, inputs in its dtype, as torch's own attention takes them."""
+def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """Under torch.autocast, inputs in its dtype, as torch's own attention takes them, or in this one."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = dtype or torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 

@@ -26,7 +26,7 @@ def problem(
     """The first thing that is wrong with a call; None for one that can be served."""
     return (
         of_tensors(q, k, v)
-        or of_heads(q, k, v, plan, sinks)
+        or of_plan_and_sinks(q, k, v, plan, sinks)
         or of_lengths(q, k, plan, spec, (plan.local_len, plan.keys.local_len))
         or of_docs(q.shape[0], plan, docs, key_docs)
     )
@@ -75,11 +75,11 @@ def of_tangents(**tensors: Tensor | None) -> str | None:
     return None
 
 
-def of_heads(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None) -> str | None:
-    return of_plan(q, k, v, plan) or of_sinks_of(q, sinks)
+def of_plan_and_sinks(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None) -> str | None:
+    return of_plan(q, k, v, plan) or of_sinks_for(q, sinks)
 
 
-def of_sinks_of(q: Tensor, sinks: Tensor | None) -> str | None:
+def of_sinks_for(q: Tensor, sinks: Tensor | None) -> str | None:
     if sinks is None:
         return None
     found = of_sinks(sinks, q.shape[2], sinks.is_floating_point())

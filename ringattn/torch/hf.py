@@ -41,7 +41,7 @@ def prepare(model: nn.Module, plan: Plan, *, over: Sequence[Any] = ()) -> nn.Mod
     refuse(model, plan, over)
     register()
     model.set_attn_implementation(NAME)  # type: ignore[operator]
-    model.ringattn = Spread({plan.seq_len: plan}, tuple(over))  # type: ignore[assignment]
+    model.ringattn = Spread({plan.seq_len: plan}, tuple(over), numbered_by(model))  # type: ignore[assignment]
     model.local_forward = model.forward  # type: ignore[assignment]
     model.forward = MethodType(forward, model)  # not a closure: a copy of the model runs its own weights
     model.accepts_loss_kwargs = False  # type: ignore[assignment] # Trainer: the loss is a mean, of each batch by itself
@@ -54,6 +54,7 @@ class Spread:
 
     plans: dict[int, Plan]
     over: tuple[Any, ...]
+    numbered: str | None  # the module that would number the tokens by a rule of its own, not from 0 on
 
     def local(self, T: int) -> Plan:
         if T not in self.plans:
@@ -83,6 +84,11 @@ def forward(
     B, T = sizes(input_ids, inputs_embeds, position_ids, labels)
     plan, device = self.ringattn.local(T), (input_ids if inputs_embeds is None else inputs_embeds).device  # type: ignore[union-attr]
     where = documents(B, T, attention_mask, position_ids)
+    if position_ids is None and self.ringattn.numbered:
+        raise ValueError(
+            f"{self.ringattn.numbered} numbers the tokens by a rule of its own, for which it must see all of them; say "
+            "position_ids, as its create_position_ids_from_input_ids gives them"
+        )
     positions = position_ids if position_ids is not None else torch.arange(T, device=device)[None]
     named = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
     shards = {name: plan.shard(x, dim=1) for name, x in named.items() if x is not None}
@@ -254,14 +260,19 @@ def attend(
     s_aux: Tensor | None = None,
     ringattn: Call | None = None,
     is_causal: bool | None = None,
-    **kwargs: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [B, H, t, D] in, [B, t, H, V] out."""
     name = type(module).__name__
     if ringattn is None:
         raise ValueError(
-            f"{name} was called outside a prepared model; call model(...) after ringattn.hf.prepare(model, plan)"
+            f"{name} was called outside a prepared model (call model(...) after ringattn.hf.prepare(model, plan)), or "
+            "by one that does not hand its keyword arguments on, and cannot be spread over ranks"
         )
+    more = sorted(k for k, v in others.items() if v is not None and v is not False and k not in TOLD)
+    if attention_mask is not None or more:
+        what = ", ".join(["a mask of its own"] * (attention_mask is not None) + more)
+        raise ValueError(f"{name} asks its attention for {what}, which is not supported over ranks")
     if dropout:
         raise ValueError(f"{name} has attention dropout {dropout}, which has no exact form over ranks; set it to 0")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -283,6 +294,7 @@ def register() -> None:
 
 
 LAYERS = ("full_attention", "sliding_attention")
+TOLD = ("position_ids", "use_cache", "output_attentions", "output_router_logits")  # layers pass on what is not for them
 ARGUMENTS = ("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch")
 
 
@@ -320,6 +332,12 @@ def refuse_model(model: nn.Module, name: str) -> None:
         raise ValueError(
             f"{name} has attention_dropout={text.attention_dropout}; set it to 0, dropout is not supported"
         )
+
+
+def numbered_by(model: nn.Module) -> str | None:
+    """What of the model makes positions of its own where none are given."""
+    rules = "create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"
+    return next((type(m).__name__ for m in model.modules() if any(hasattr(m, rule) for rule in rules)), None)
 
 
 def accepted(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ringattn.serving import MOVES, keys_at_once
 from ringattn.spec import AttentionSpec, whole
 from ringattn.torch import agree, check
 from ringattn.torch.agree import watched
+from ringattn.torch.attention import autocast
 from ringattn.torch.cache import KVCache
 from ringattn.torch.chunk import Chunk
 from ringattn.torch.exchange import merged_everywhere
@@ -50,6 +51,7 @@ def prefill(
     are attended to, or sent, at once. Nothing is differentiable: a cache keeps keys without their graph.
     """
     spec = CAUSAL if spec is None else spec
+    q, k, v = autocast(q, k, v, dtype=cache.k.dtype)
     check_chunk(q, k, v, plan, cache, spec, sinks, start, move, keys)
     q, k, v, keys = q.detach(), k.detach(), v.detach(), whole(keys)
     chunk = Chunk(spec, plan.seq_len, tuple(cache.lengths.tolist()), cache.holders())
@@ -89,7 +91,7 @@ def check_chunk(
     problem = (
         problem
         or check.of_tensors(q, k, v)
-        or check.of_heads(q, k, v, plan, sinks)
+        or check.of_plan_and_sinks(q, k, v, plan, sinks)
         or of_lengths(q, k, plan, AttentionSpec(causal=False), (plan.local_len, plan.local_len))
         or of_cache(cache, plan, spec, start)
         or cache.problem(k, v, plan.seq_len)
@@ -128,6 +130,7 @@ def decode(
     outside of one. Replays append without asking for room: what does not fit is dropped.
     """
     spec = CAUSAL if spec is None else spec
+    q, k, v = autocast(q, k, v, dtype=cache.k.dtype)
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
     quick = ready(q, k, v, cache, spec, sinks, form, parents, unknown, capturing)
     if quick:
@@ -161,7 +164,7 @@ def ready(
             or of_tree(q.shape[1], parents, unknown)
             or check.of_tensors(q, k, v)
             or heads_problem(q.shape[2], k.shape[2], ulysses=1)
-            or check.of_sinks_of(q, sinks)
+            or check.of_sinks_for(q, sinks)
             or of_cache(cache, cache.plan, spec, None)
             or of_filled(cache.lengths)
             or cache.problem(k, v, k.shape[1])
