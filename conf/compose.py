@@ -31,7 +31,7 @@ def options(words: list[str]) -> argparse.Namespace:
     for word in asked.words:
         if word.startswith("-"):
             known = ("--multirun", "--cfg", "--config-dir", "--help", "--completion")
-            raise ValueError(f"no option {word}{schema.nearest(word, list(known))}; the options are {', '.join(known)}")
+            raise ValueError(f"no option {word}{schema.nearest(word, list(known))} (there are {', '.join(known)})")
     if asked.config_dir is not None and not asked.config_dir.is_dir():
         raise ValueError(f"--config-dir {asked.config_dir}: there is no such folder")
     return asked

@@ -182,9 +182,10 @@ def windows(corpus: Corpus, data: Data, seq_len: int, seed: int) -> Windows:
     """The corpus cut into sequences; a ValueError where it is shorter than one to train on."""
     cut = Windows(corpus, seq_len, seed, data.held_out, data.documents)
     if cut.total < 1:
+        shorter = f"seq_len={len(corpus) - 1} or less, or " * (len(corpus) > 1)
         raise ValueError(
             f"{corpus.name} has {len(corpus)} tokens, one sequence takes seq_len + 1 = {seq_len + 1}; "
-            f"use seq_len={max(1, len(corpus) - 1)} or less, or more data"
+            f"use {shorter}more data"
         )
     return cut
 

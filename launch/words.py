@@ -118,7 +118,7 @@ def values(words: list[str], options: type) -> dict[str, Any]:
         if not equals and not word.startswith("-"):
             key, text = bare(word, fields, hints), word
         if key not in fields:
-            raise ValueError(f"no option {key!r}{nearest(key, fields)}; the options are {', '.join(fields)}")
+            raise ValueError(f"no option {key!r}{nearest(key, fields)} (there are {', '.join(fields)})")
         if key in given:
             raise ValueError(f"{key} is said twice; say it once")
         if word.startswith("-") and not equals:

@@ -234,6 +234,8 @@ class Plan:
 
     def __str__(self) -> str:
         keys = f" (keys {self.key_len})" if self.key_len not in (None, self.seq_len) else ""
+        if self.ring * self.ulysses == 1:
+            return f"{self.seq_len} tokens{keys} on one device: kernel {self.kernel}"
         return (
             f"{self.seq_len} tokens{keys} over ring={self.ring} x ulysses={self.ulysses}: strategy {self.strategy}, "
             f"layout {self.layout}, kernel {self.kernel}, {self.local_len} tokens a rank"

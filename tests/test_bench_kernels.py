@@ -1,14 +1,15 @@
 """`ringattn bench kernels` on a CPU, at sizes that take a moment: every case, its rows and its wrong calls."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from ringattn.launch.bench import main
-from ringattn.launch.bench.kernels import CASES, Options, doc_lengths, inputs, useful_flops
+from ringattn.launch.bench import kernels, main
+from ringattn.launch.bench.kernels import CASES, Options, chosen, doc_lengths, inputs, useful_flops
 
 SMALL = ["tokens=96", "heads=4", "kv_heads=2", "device=cpu", "rep=1"]
 
@@ -18,12 +19,38 @@ def test_every_case_gives_a_line_for_each_contestant(case: str, tmp_path: Path) 
     out = tmp_path / "lines.jsonl"
     assert main(["kernels", f"cases={case}", "impls=tiled", f"out={out}", *SMALL]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {row["case"] for row in rows} >= {case} and {row["impl"] for row in rows} == {"tiled"}
+    name = re.sub(r"\d+k", "96", case)  # by the length that it has here
+    assert {row["case"] for row in rows} >= {name} and {row["impl"] for row in rows} == {"tiled"}
+    assert all(row["tokens"] == 96 for row in rows)
     if CASES[case].kind == "attention":
-        of_case = [row for row in rows if row["case"] == case]
+        of_case = [row for row in rows if row["case"] == name]
         assert [row["pass"] for row in of_case] == ["forward", "backward"] and all(row["tflops"] > 0 for row in of_case)
     if CASES[case].kind == "errors":
         assert all(rows[0][f"error_{name}"] < 2e-6 for name in ("out", "dq", "dk", "dv", "lse"))
+
+
+def test_a_case_is_called_by_the_length_that_it_has() -> None:
+    assert chosen(Options(device="cpu")) == CASES
+    longer = chosen(Options(device="cpu", tokens=2048))
+    assert list(longer) == [
+        "causal_2k", "causal_2k_d64", "full_2k", "window_2k", "docs_2k", "decode_2k", "decode_8x2k", "interval_2k",
+        "errors_2k",
+    ]  # fmt: skip
+    assert {case.tokens for case in longer.values()} == {2048} and longer["causal_2k_d64"].dim == 64
+    assert longer["decode_8x2k"].batch == 8
+
+
+def test_only_cases_of_their_own_lengths_are_held_against_causal_32k(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [{"impl": "triton", "pass": "forward", "tflops": 2.0}]
+    monkeypatch.setattr(kernels, "attention", lambda case, options: [dict(row) for row in found])
+
+    def held(**said: int) -> dict[str, float | None]:
+        options = Options(cases=["causal_32k", "window", "docs"], device="cpu", **said)
+        return {row["case"]: row.get("of_causal_32k") for row in kernels.run(options)}
+
+    assert held() == {"causal_32k": None, "causal_32k_d64": None, "window_64k": 1.0, "docs_64k": 1.0}
+    for tokens in (32768, 65536):
+        assert set(held(tokens=tokens).values()) == {None}
 
 
 def test_contestants_of_one_case_are_compared(tmp_path: Path) -> None:

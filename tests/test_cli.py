@@ -379,6 +379,18 @@ def test_plot_names_cases_by_what_differs():
     assert plot.figures_of(rows, None) == ["peak_mib"]
 
 
+def test_plot_parts_replays_from_calls_and_not_rows_of_before_a_key_was_there():
+    pytest.importorskip("matplotlib")
+    from ringattn.launch import plot
+
+    old = {"tokens": 1024, "who": "ours", "mode": "forward", "tflops": 1.0}
+    rows = [old, {**old, "graphs": False, "processes": 0}, {**old, "graphs": True}, {**old, "processes": 2}]
+    rows += [{**row, "tokens": 2048} for row in rows]
+    names = [name for _, name in plot.case_names(rows, {"who", "mode", "tflops"})]
+    assert names[:4] == ["tokens=1024", "tokens=1024", "tokens=1024 graphs=True", "tokens=1024 processes=2"]
+    assert len(set(names)) == 6
+
+
 @pytest.mark.parametrize(
     "lines, said",
     [

@@ -78,7 +78,7 @@ class Options:
                 pass
         for word in self.cases:
             if not chosen([word]):
-                raise ValueError(f"cases={word}: no such case{nearest(word, CASES)}; there are {', '.join(CASES)}")
+                raise ValueError(f"cases={word}: no such case{nearest(word, CASES)} (there are {', '.join(CASES)})")
 
 
 @dataclass(frozen=True)

@@ -64,18 +64,19 @@ class Attention(nn.Module):
         self,
         d_model: int,
         heads: int,
-        kv_heads: int,
-        head_dim: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
         spec: AttentionSpec | None = None,
         theta: float = 10000.0,
     ):
         super().__init__()
-        size = head_size(d_model, heads, head_dim)
+        head_dim = head_size(d_model, heads, head_dim)
+        kv_heads = heads if kv_heads is None else kv_heads
         if found := of_sizes(kv_heads=kv_heads):
             raise ValueError(found)
         if heads % kv_heads:
             raise ValueError(f"heads={heads} and kv_heads={kv_heads}: kv_heads must divide heads")
-        if size % 2:
+        if head_dim % 2:
             raise ValueError(f"head_dim={head_dim} is odd; rotary positions turn pairs, so it must be even")
         self.d_model, self.heads, self.kv_heads, self.head_dim, self.theta = d_model, heads, kv_heads, head_dim, theta
         self.spec = AttentionSpec() if spec is None else spec
@@ -131,7 +132,7 @@ class StreamingAttention(Attention):
         theta: float = 10000.0,
         max_len: int = 4096,
     ):
-        super().__init__(d_model, heads, kv_heads or heads, head_size(d_model, heads, head_dim), spec, theta)
+        super().__init__(d_model, heads, kv_heads, head_dim, spec, theta)
         self.max_len = max_len
         self.cache: KVCache | None = None
 
