@@ -134,7 +134,8 @@ def open_corpus(data: Data, vocab: int) -> Corpus:
     """The files that the configuration names; a ValueError says what is missing."""
     dtype = np.dtype(data.tokens or "uint8")
     if not data.path:
-        raise ValueError("say data.path=PATH: a folder of files, or one file")
+        what = f", of {dtype} numbers and nothing else" * bool(data.tokens)
+        raise ValueError(f"say data.path=PATH: a folder of files, or one file{what}")
     path = Path(sysconfig.get_paths()["stdlib"] if data.path == "stdlib" else data.path).expanduser()
     if not path.exists():
         raise ValueError(f"data.path={path} does not exist; name a folder of files, or one file")

@@ -267,6 +267,20 @@ def test_autocast_runs_attention_in_its_dtype():
         assert (out - plain).norm() <= 2 * (alone - plain).norm() + 1e-3
 
 
+def test_results_may_be_written_into_as_torchs_may():
+    """As a residual is added in place. Where backward needs what was overwritten, autograd says so as always."""
+    x = torch.randn(1, 9, 4, 8, requires_grad=True)
+
+    def twice(call, write):
+        out = call(x, x, x)
+        doubled = out.mul_(2) if write else out * 2
+        return torch.autograd.grad(doubled.square().sum(), x)[0]
+
+    assert torch.equal(twice(ra.linear_attention, True), twice(ra.linear_attention, False))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        twice(ra.attention, True)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_under_autocast_new_tokens_have_the_dtype_of_their_cache(dtype):
     """A position code leaves q and k in float32 beside values in bfloat16."""

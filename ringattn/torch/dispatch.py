@@ -67,6 +67,11 @@ class Once:
         return getattr(self.ctx, name)
 
 
+def no_view(x: Any) -> Any:
+    """The same memory as a tensor of its own: autograd lets nobody write into a view that a function returns."""
+    return x.data if isinstance(x, Tensor) and x._is_view() else x
+
+
 class NoSecondDerivative(torch.autograd.Function):
     """The first `count` tensors: gradients, of which there are no further ones.
 
@@ -106,6 +111,7 @@ def differentiate(name: str, save: Callable[[Any, Any, Any], None], backward: Ru
             *inputs, kept = given
             with torch._C._AutoDispatchBelowAutograd():
                 found = run(*inputs)
+            found = tuple([no_view(x) for x in found]) if isinstance(found, tuple) else no_view(found)
             save(ctx, inputs, found)
             if shown is None:
                 return found
