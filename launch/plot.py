@@ -38,7 +38,7 @@ METRICS = (
     "ratio",
 )
 STAMP = ("commit", "device", "torch", "triton", "jax", "python", "cuda", "date", "time", "suite")
-HOW = ("repeats", "steps", "graphs", "note")  # it was measured, which makes it no other case
+HOW = ("repeats", "steps", "note")  # it was measured, which makes it no other case
 WORDS = {
     "tflops": "TFLOP/s",
     "tb_per_s": "TB/s",
@@ -206,7 +206,10 @@ def figures_of(rows: list[Row], metric: str | None) -> list[str]:
 
 
 def case_names(rows: list[Row], taken: set[str]) -> list[tuple[Row, str]]:
-    """Each row with the name of its case: its own, or what differs between the rows apart from what was measured."""
+    """Each row with the name of its case: its own, or what differs between the rows apart from what was measured.
+
+    What is 0, false or nothing is left out: older rows lack keys that newer ones have, and are no other case for that.
+    """
     if all("case" in r for r in rows):
         return [(r, str(r["case"])) for r in rows]
     free = [k for k in distinct(k for r in rows for k in r) if k not in taken and k not in (*STAMP, *HOW)]
@@ -215,8 +218,8 @@ def case_names(rows: list[Row], taken: set[str]) -> list[tuple[Row, str]]:
         for k in free
         if not any(isinstance(r.get(k), float) or any(is_kind(kind, k) for kind in METRICS) for r in rows)
     ]
-    differ = [k for k in free if len({str(r[k]) for r in rows if k in r}) > 1]
-    return [(r, " ".join(f"{k}={r[k]}" for k in differ if r.get(k) is not None)) for r in rows]
+    differ = [k for k in free if len({str(r[k] or "") for r in rows if k in r}) > 1]
+    return [(r, " ".join(f"{k}={r[k]}" for k in differ if r.get(k))) for r in rows]
 
 
 def is_kind(kind: str, key: str) -> bool:

@@ -2,9 +2,10 @@
 
 Useful work is what the mask lets through, 2 (D + V) H sum(end - begin) flops forward and 2.5 times that backward; a
 decode moves its keys and values once, and is held against a copy of the same run. Medians; random inputs. `cases`
-takes beginnings: cases=causal_32k,decode runs three.
+takes beginnings: cases=causal_32k,decode runs three. With tokens= a case is called by that length.
 """
 
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -88,12 +89,9 @@ class Options:
 def run(options: Options) -> list[dict[str, Any]]:
     """Every chosen case, printed as it is done, and all rows at the end."""
     rows: list[dict[str, Any]] = []
-    for name, case in CASES.items():
-        if not any(name.startswith(word) for word in options.cases):
-            continue
-        case = replace(case, tokens=options.tokens or case.tokens)
+    for name, case in chosen(options).items():
         measure = {"attention": attention, "decode": decode, "interval": interval, "errors": errors}[case.kind]
-        new = [{"case": name, **row} for row in measure(case, options)]
+        new = [{"case": name, "tokens": case.tokens, **row} for row in measure(case, options)]
         rows += new
         columns = list(dict.fromkeys(key for row in new for key in row))
         print(table(new, columns) + "\n", flush=True)
@@ -103,6 +101,17 @@ def run(options: Options) -> list[dict[str, Any]]:
             row["of_causal_32k"] = row["tflops"] / base[row["pass"]]
             print(f"{row['case']} {row['pass']}: {row['of_causal_32k']:.3f} of causal_32k's useful TFLOP/s")
     return rows
+
+
+def chosen(options: Options) -> dict[str, Case]:
+    """The cases to run, each by the length that it has here: of two that tokens= makes one, one."""
+    found: dict[str, Case] = {}
+    for name, case in CASES.items():
+        if any(name.startswith(word) for word in options.cases):
+            length = options.tokens or case.tokens
+            said = str(length) if length % 1024 else f"{length // 1024}k"
+            found[re.sub(r"\d+k", said, name)] = replace(case, tokens=length)
+    return found
 
 
 def attention(case: Case, options: Options) -> list[dict[str, Any]]:
