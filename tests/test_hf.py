@@ -207,6 +207,12 @@ def test_what_a_model_asks_of_its_attention_is_never_dropped():
         hf.attend(torch.nn.Identity(), q, q, q, None, **told, position_bias=q, indices=q, alibi=None)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_what_layers_are_told_beside_is_let_through(name):
+    model = hf.prepare(build(name), plan_of_one())
+    assert len(model(batch(), output_hidden_states=True, return_dict=True, num_items_in_batch=3).hidden_states) == 3
+
+
 @pytest.mark.parametrize("kind", ["roberta", "xlm-roberta-xl"])
 def test_positions_by_a_rule_of_the_model_are_asked_for(kind):
     model, tokens = small(kind, is_decoder=True).eval(), 3 + batch() % 40

@@ -294,8 +294,8 @@ def register() -> None:
 
 
 LAYERS = ("full_attention", "sliding_attention")
-TOLD = ("position_ids", "use_cache", "output_attentions", "output_router_logits")  # layers pass on what is not for them
 ARGUMENTS = ("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch")
+TOLD = (*ARGUMENTS, "position_ids", "use_cache", "cache_position")  # what layers are told and is not for their attention
 
 
 def refuse(model: nn.Module, plan: Any, over: Any) -> None:
