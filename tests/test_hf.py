@@ -24,6 +24,7 @@ MODELS = {
     "Mistral": {"sliding_window": 7},
     "Gemma2": {"sliding_window": 7, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
     "GptOss": {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "Phi3": {},
 }
 T = 37  # a prime: padded to the ranks
 
@@ -48,9 +49,9 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
-def compare(name: str, real: torch.Tensor | None = None, **given) -> None:
+def compare(name: str, real: torch.Tensor | None = None, more: dict | None = None, **given) -> None:
     """One pass over ring=2 x ulysses=2 against the model itself; logits where `real`."""
-    model = build(name)
+    model = build(name, **(more or {}))
     labels = given.pop("labels", batch())
     expected = deepcopy(model)
     own = dict(given)
@@ -80,6 +81,18 @@ def compare(name: str, real: torch.Tensor | None = None, **given) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_loss_and_every_gradient_equal_one_rank(name):
     compare(name)
+
+
+@pytest.mark.parametrize("longest", [16, 64])
+@pytest.mark.parametrize("name", ["Llama", "Phi3"])
+def test_rotary_angles_that_depend_on_the_length_take_that_of_the_whole(name, longest):
+    """Of 37 tokens, beyond or within what the model was made for."""
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    more = {"max_position_embeddings": longest, "rope_parameters": rope}
+    if name == "Phi3":
+        rope |= {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}
+        more |= {"original_max_position_embeddings": longest}
+    compare(name, more=more)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -152,6 +165,10 @@ def plan_of_one():
     return ra.plan(seq_len=T)
 
 
+def pooled():
+    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SMALL))
+
+
 def t5():
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=8)
@@ -169,10 +186,11 @@ def mamba():
     [
         (lambda: build("Llama", attention_dropout=0.1), "LlamaForCausalLM has attention_dropout=0.1"),
         (lambda: torch.nn.Linear(2, 2), "Linear is not a transformers model"),
+        (lambda: pooled(), "LlamaForSequenceClassification reads its answer off one token"),
         (t5, "T5ForConditionalGeneration is an encoder-decoder"),
         (mamba, "MambaForCausalLM"),
     ],
-    ids=["dropout", "linear", "t5", "mamba"],
+    ids=["dropout", "linear", "pooled", "t5", "mamba"],
 )
 def test_what_is_not_supported_is_refused_by_name(make, said):
     with pytest.raises(ValueError, match=said):
@@ -291,6 +309,18 @@ def test_bad_input_is_named():
         model()
     with pytest.raises(ValueError, match="outside a prepared model"):
         model.model(batch())
+
+
+def test_results_come_by_name_the_loss_first():
+    model, tokens = hf.prepare(build("Llama"), plan_of_one()), batch()
+    found = model(tokens, labels=tokens)
+    assert list(found.keys()) == ["loss", "logits"] and found[0] is found.loss
+    with pytest.raises(ValueError, match="return_dict=False is not supported"):
+        model(tokens, return_dict=False)
+    tagger = hf.prepare(transformers.LlamaForTokenClassification(transformers.LlamaConfig(**SMALL)), plan_of_one())
+    assert tagger(tokens).logits.shape == (2, T, 2)
+    with pytest.raises(ValueError, match=r"trained by another loss \(ForTokenClassification\)"):
+        tagger(tokens, labels=tokens)
 
 
 def test_logits_become_float32_a_few_at_a_time(monkeypatch):

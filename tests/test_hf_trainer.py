@@ -95,8 +95,9 @@ def trainer_of(folder: Path, dataset=None, over=(), **said):
     model = LlamaForCausalLM(LlamaConfig(vocab_size=16, num_hidden_layers=1, **shape))
     model = hf.prepare(model, ra.plan(seq_len=10), over=over)
     said = {"num_train_epochs": 3, "per_device_train_batch_size": 2, "save_strategy": "no", **said}
+    mine = {name: said.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in said}
     args = TrainingArguments(str(folder), use_cpu=True, report_to="none", disable_tqdm=True, **said)
-    trainer = LongTrainer(model=model, args=args, train_dataset=examples() if dataset is None else dataset)
+    trainer = LongTrainer(model=model, args=args, train_dataset=examples() if dataset is None else dataset, **mine)
     trainer.seen = seen
     return trainer
 
@@ -148,3 +149,16 @@ def test_a_stream_is_read_by_all_ranks_of_a_plan_and_not_dealt_out(tmp_path: Pat
     two = SimpleNamespace(size=2, rank=0)
     with pytest.raises(ValueError, match=r"Stream is an IterableDataset, .* cannot be dealt out to 2 data ranks"):
         trainer_of(tmp_path, Stream(), (two,), max_steps=1).get_train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ({"label_smoothing_factor": 0.5}, "label_smoother"),
+        ({"compute_loss_func": lambda *a, **b: None}, "compute_loss_func"),
+        ({"compute_metrics": lambda found: {}}, "compute_metrics"),
+    ],
+)
+def test_a_loss_or_metrics_of_all_logits_are_refused(tmp_path: Path, said: dict, name: str) -> None:
+    with pytest.raises(ValueError, match=f"this trainer has a {name}, which needs all logits on one rank"):
+        trainer_of(tmp_path, **said).train()

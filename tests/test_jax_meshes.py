@@ -32,6 +32,12 @@ def test_inside_shard_map_it_takes_local_arrays(small, plan, check_vma):
         mesh=plan.ring_axis.mesh, in_specs=(tokens, tokens, tokens, P()), out_specs=tokens, check_vma=check_vma,
     )  # fmt: skip
 
+    where = jax.shard_map(plan.positions, mesh=plan.ring_axis.mesh, in_specs=(), out_specs=P(("ring", "ulysses")))
+    assert where().tolist() == plan.positions().tolist()
+    for words, call in (("already: shard before", plan.shard), ("only: unshard after", plan.unshard)):
+        astray = jax.shard_map(call, mesh=plan.ring_axis.mesh, in_specs=tokens, out_specs=tokens)
+        expect([words], lambda astray=astray: jax.eval_shape(astray, plan.shard(small[0])))
+
     def grads(f):
         return jax.jit(jax.grad(lambda *x: (f(*x) ** 2).sum(), argnums=(0, 1, 2, 3)))(*small, sinks)
 
@@ -170,6 +176,10 @@ def test_the_mesh_that_jax_holds_is_the_plans(small):
     with jax.set_mesh(plan.ring_axis.mesh):
         assert jax.eval_shape(through(plan), *small).shape == small[0].shape
         assert cache.append(*small[1:]).lengths.tolist() == [30, 30]
+
+
+def test_the_mean_over_real_tokens_is_said_in_jax(plan):
+    expect(["take the mean where plan.positions() < plan.seq_len"], lambda: ra.token_mean(jnp.ones((1, 32)), plan))
 
 
 def test_plans_over_other_devices_are_not_equal(small):

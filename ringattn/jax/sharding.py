@@ -24,6 +24,8 @@ from ringattn.spec import whole
 def shard(x: Array, plan: Plan, dim: int = 1) -> Array:
     """The global array `x`, whose dim `dim` is the sequence: padded with zeros, in the plan's order, over the mesh."""
     dim = dim_of(x, dim)
+    if is_local(plan):
+        raise ValueError("inside a shard_map arrays are this device's tokens already: shard before it")
     if x.shape[dim] != plan.seq_len:
         already = plan.tokens.padded_length != plan.seq_len and x.shape[dim] == plan.tokens.padded_length
         hint = "it is already sharded" if already else f"use plan.for_length({x.shape[dim]})"
@@ -36,6 +38,8 @@ def shard(x: Array, plan: Plan, dim: int = 1) -> Array:
 def unshard(x: Array, plan: Plan, dim: int = 1) -> Array:
     """The sequence in its own order, padding removed: the inverse of `shard`; differentiable."""
     dim = dim_of(x, dim)
+    if is_local(plan):
+        raise ValueError("inside a shard_map arrays are this device's tokens only: unshard after it")
     if x.shape[dim] != plan.tokens.padded_length:
         raise ValueError(
             f"dim {dim} of x has {x.shape[dim]} tokens, a sharded array of this plan has "
@@ -57,7 +61,14 @@ def dim_of(x: Array, dim: int) -> int:
 
 
 def positions(plan: Plan) -> Array:
-    """The global positions of all tokens in the plan's order, over the mesh; those from `seq_len` on are padding."""
+    """The global positions of all tokens in the plan's order, over the mesh; those from `seq_len` on are padding.
+
+    Inside a shard_map those of this device's tokens.
+    """
+    if is_local(plan):
+        from ringattn.jax.steps import local_positions
+
+        return local_positions(plan)
     at = jnp.arange(plan.tokens.padded_length, dtype=jnp.int32)
     return placed(permuted(at, plan.tokens, 0), plan, 0)
 

@@ -42,6 +42,9 @@ def prepare(model: nn.Module, plan: Plan, *, over: Sequence[Any] = ()) -> nn.Mod
     register()
     model.set_attn_implementation(NAME)  # type: ignore[operator]
     model.ringattn = Spread({plan.seq_len: plan}, tuple(over), numbered_by(model))  # type: ignore[assignment]
+    for rotary in stretched(model):
+        rotary.register_forward_pre_hook(show_last, with_kwargs=True)
+        rotary.register_forward_hook(hide_last)
     model.local_forward = model.forward  # type: ignore[assignment]
     model.forward = MethodType(forward, model)  # not a closure: a copy of the model runs its own weights
     model.accepts_loss_kwargs = False  # type: ignore[assignment] # Trainer: the loss is a mean, of each batch by itself
@@ -84,6 +87,11 @@ def forward(
     B, T = sizes(input_ids, inputs_embeds, position_ids, labels)
     plan, device = self.ringattn.local(T), (input_ids if inputs_embeds is None else inputs_embeds).device  # type: ignore[union-attr]
     where = documents(B, T, attention_mask, position_ids)
+    if labels is not None and getattr(self, "loss_type", None) not in LOSSES:
+        raise ValueError(
+            f"{type(self).__name__} is trained by another loss ({self.loss_type}) than that of the next token, which "
+            "is the one here; leave out labels, and work the loss out from its logits"
+        )
     if position_ids is None and self.ringattn.numbered:
         raise ValueError(
             f"{self.ringattn.numbered} numbers the tokens by a rule of its own, for which it must see all of them; say "
@@ -92,6 +100,8 @@ def forward(
     positions = position_ids if position_ids is not None else torch.arange(T, device=device)[None]
     named = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
     shards = {name: plan.shard(x, dim=1) for name, x in named.items() if x is not None}
+    for rotary in stretched(self):
+        rotary.ringattn_last = positions.max()
     output = self.local_forward(
         **shards,
         position_ids=plan.shard(positions.expand(B, T), dim=1),
@@ -99,9 +109,10 @@ def forward(
         ringattn=Call(plan, where),
         **accepted(kwargs),
     )
-    if labels is not None:
-        output.loss = mean_loss(output.logits, labels, attention_mask, plan, self.ringattn.over)
-    return output
+    if labels is None:
+        return output
+    loss = mean_loss(output.logits, labels, attention_mask, plan, self.ringattn.over)
+    return type(output)(**{"loss": loss, **{name: x for name, x in output.items() if name != "loss"}})
 
 
 class OverRanks:
@@ -115,6 +126,9 @@ class OverRanks:
     model: Any
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        for name in ("label_smoother", "compute_loss_func", "compute_metrics"):
+            if getattr(self, name, None) is not None:
+                raise ValueError(f"this trainer has a {name}, which needs all logits on one rank; leave it out")
         output = model(**inputs)
         share = output.loss - output.loss.detach()  # zero, with this rank's gradient
         loss = output.loss + (self.args.world_size - 1) * share
@@ -286,6 +300,28 @@ def no_mask(*args: Any, **kwargs: Any) -> None:
     """The mask is in the intervals. Without this entry transformers would drop padding without a word."""
 
 
+def stretched(model: nn.Module) -> list[nn.Module]:
+    """The modules whose rotary angles depend on how long the sequence is, which they take from the last position."""
+    found = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
+            found.append(module)
+    return found
+
+
+def show_last(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """One more position, the last one of the whole sequence, wherever it lies."""
+    x, positions = args[0], kwargs.pop("position_ids") if "position_ids" in kwargs else args[1]
+    last = module.ringattn_last.to(positions).expand(len(positions), 1)
+    return (x, torch.cat([positions, last], 1), *args[2:]), kwargs
+
+
+def hide_last(module: nn.Module, args: Any, angles: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """(cos, sin) without it."""
+    return tuple(x[:, :-1] for x in angles)
+
+
 def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -293,9 +329,11 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, no_mask)
 
 
+LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # of models that predict the next token
+POOLED = ("SequenceClassification", "MultipleChoice", "NextSentencePrediction")
 LAYERS = ("full_attention", "sliding_attention")
 ARGUMENTS = ("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch")
-TOLD = (*ARGUMENTS, "position_ids", "use_cache", "cache_position")  # what layers are told and is not for their attention
+TOLD = (*ARGUMENTS, "position_ids", "use_cache", "cache_position")  # layers are told these, beside their attention
 
 
 def refuse(model: nn.Module, plan: Any, over: Any) -> None:
@@ -322,6 +360,8 @@ def refuse_model(model: nn.Module, name: str) -> None:
         raise ValueError(f"{name} is an encoder-decoder; only decoder-only models are supported")
     if not (type(model)._can_set_attn_implementation() and model._supports_attention_backend):  # type: ignore[attr-defined]
         raise ValueError(f"{name} does not use transformers' attention interface, so its attention cannot be replaced")
+    if any(kind in name for kind in POOLED):
+        raise ValueError(f"{name} reads its answer off one token of the sequence, which lies on one rank only")
     others = sorted(set(getattr(text, "layer_types", None) or ()) - set(LAYERS))
     if others:
         raise ValueError(f"{name} has layers of type {', '.join(others)}; supported are {', '.join(LAYERS)}")
@@ -342,6 +382,8 @@ def numbered_by(model: nn.Module) -> str | None:
 
 def accepted(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments that keep their meaning when a rank holds a part of the sequence."""
+    if kwargs.get("return_dict") is False:
+        raise ValueError("return_dict=False is not supported: a prepared model gives loss and logits by name")
     found = {k: v for k, v in kwargs.items() if v is not None and v is not False and k != "use_cache"}
     unknown = sorted(set(found) - set(ARGUMENTS))
     if unknown:

@@ -31,6 +31,8 @@ def token_mean(
     (comms.mesh.axis(mesh, "data")).
     """
     problem = of_words(required=True, plan=plan)
+    if problem is None and plan.framework != "torch":
+        problem = "token_mean is for torch; JAX arrays are global: take the mean where plan.positions() < plan.seq_len"
     if problem:
         raise ValueError(problem)
     problem = of_losses(losses_BT, plan, mask, docs) or of_axes(over)
