@@ -379,8 +379,10 @@ def save_config(job: Job) -> TextIO:
     """
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
+        file = (job.folder / "config.json").open("a")
     except OSError as error:
-        raise OSError(f"{job.folder} cannot be made ({error.strerror}); say folder=PATH, a place to write to") from None
+        why = f"{job.folder} cannot be written to ({error.strerror})"
+        raise OSError(f"{why}; say folder=PATH, a place to write to") from None
     about = {
         "config": dataclasses.asdict(job.config),
         "plan": str(job.plan),
@@ -389,7 +391,6 @@ def save_config(job: Job) -> TextIO:
         "python": platform.python_version(),
         **bench.machine(),
     }
-    file = (job.folder / "config.json").open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -133,7 +133,7 @@ class Plan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Handles are a process's own, and axes are where they were made: a plan for one rank is made again."""
-        if self.axes is not None and self.ring * self.ulysses > 1:
+        if self.axes is not None and (self.ring * self.ulysses > 1 or self.framework == "jax"):
             raise TypeError(
                 f"a plan on a mesh cannot be pickled ({self}): make the plan on every rank, with ringattn.plan"
             )
