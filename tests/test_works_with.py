@@ -284,15 +284,16 @@ def test_results_may_be_written_into_as_torchs_may():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_under_autocast_new_tokens_have_the_dtype_of_their_cache(dtype):
     """A position code leaves q and k in float32 beside values in bfloat16."""
-    q, k, v = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8).bfloat16()
     plan = ra.plan(seq_len=4)
     found, expected = (
         ra.KVCache.allocate(plan, batch=1, max_len=6, kv_heads=2, head_dim=8, dtype=dtype) for _ in range(2)
     )
+    device = found.k.device
+    q, k, v = (torch.randn(1, 6, heads, 8, device=device) for heads in (4, 2, 2))
     for tokens in (slice(0, 4), slice(4, 6)):
         call = partial(ra.prefill, plan=plan) if tokens.start == 0 else ra.decode
-        new = [x[:, tokens] for x in (q, k, v)]
-        with torch.autocast("cpu", torch.bfloat16):
+        new = [x[:, tokens] for x in (q, k, v.bfloat16())]
+        with torch.autocast(device.type, torch.bfloat16):
             out = call(*new, cache=found)
         assert out.dtype == dtype and torch.equal(out, call(*(x.to(dtype) for x in new), cache=expected))
 
