@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn.check import of_shapes
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis, platform
+from ringattn.jax.steps import local_positions
 from ringattn.layout import Layout
 from ringattn.planning import Plan
 from ringattn.spec import whole
@@ -66,8 +67,6 @@ def positions(plan: Plan) -> Array:
     Inside a shard_map those of this device's tokens.
     """
     if is_local(plan):
-        from ringattn.jax.steps import local_positions
-
         return local_positions(plan)
     at = jnp.arange(plan.tokens.padded_length, dtype=jnp.int32)
     return placed(permuted(at, plan.tokens, 0), plan, 0)
