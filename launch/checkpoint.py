@@ -86,7 +86,10 @@ class Checkpoints:
         except (Exception, CheckpointException) as error:
             if dist.get_rank() == 0:
                 shutil.rmtree(part, ignore_errors=True)
-            raise OSError(f"could not save step {step} in {self.folder}{room(self.folder)}: {root(error)}") from error
+            why = root(error)
+            closed = "denied" in why or "Read-only" in why  # else torch may call a full disk what it likes
+            where = str(self.folder) if closed else f"{self.folder}{room(self.folder)}"
+            raise OSError(f"could not save step {step} in {where}: {why}") from error
         if dist.get_rank() == 0:
             shutil.rmtree(whole, ignore_errors=True)
             part.rename(whole)

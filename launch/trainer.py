@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import math
@@ -377,11 +378,14 @@ def save_config(job: Job) -> TextIO:
 
     The folder is this run's alone while the file that is returned is open.
     """
+    checkpoints = job.folder / "checkpoints"
     try:
-        job.folder.mkdir(parents=True, exist_ok=True)
+        (checkpoints if job.config.keep else job.folder).mkdir(parents=True, exist_ok=True)
+        if job.config.keep and not os.access(checkpoints, os.W_OK):  # said now, not when the first of them is due
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), checkpoints)
         file = (job.folder / "config.json").open("a")
     except OSError as error:
-        why = f"{job.folder} cannot be written to ({error.strerror})"
+        why = f"{error.filename} cannot be written to ({error.strerror})"
         raise OSError(f"{why}; say folder=PATH, a place to write to") from None
     about = {
         "config": dataclasses.asdict(job.config),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringattn.planning import Plan, dtype_name, groups_problem, heads_problem
-from ringattn.spec import AttentionSpec, Docs, is_positive, whole
+from ringattn.spec import AttentionSpec, Docs, of_factor, whole
 
 PACKED = Docs, "say Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
 SAY = "say True or False"
@@ -261,9 +261,7 @@ def of_linear(
 
 
 def of_scale(scale: float | None, key_dim: int) -> str | None:
-    if scale is None or is_positive(scale):
-        return None
-    return f"scale={scale!r}: must be a finite number above 0 (no array), or None for 1 / sqrt({key_dim})"
+    return of_factor("scale", scale, f"None for 1 / sqrt({key_dim})")
 
 
 def of_state(name: str, state: Any, q: Any, v: Any, dtype: Any) -> str | None:

@@ -47,9 +47,8 @@ class AttentionSpec:
                     "causal=False; use causal=True, or window=None"
                 )
         for name in ("softcap", "scale"):
-            value = getattr(self, name)
-            if value is not None and not is_positive(value):
-                raise ValueError(f"{name}={value!r}: must be a finite number above 0 (no array), or None")
+            if found := of_factor(name, getattr(self, name)):
+                raise ValueError(found)
         for name, number in (("causal", bool), ("window", int), ("softcap", float), ("scale", float)):
             value = getattr(self, name)
             if value is not None:  # numpy's numbers are equal to Python's, but make arrays of their own dtype
@@ -76,6 +75,11 @@ class Docs:
         self._keep(given.astype(np.int64), limit)  # a copy: a loader may fill its array again
 
     def _keep(self, starts: np.ndarray, length: int) -> None:
+        if "torch" in sys.modules and sys.modules["torch"].compiler.is_compiling():
+            # numpy would be traced as tensors; an error while it traces leaves this call to Python
+            raise ValueError("Docs are made of numbers: make them before the compiled function and pass them to it")
+        if "torch" in sys.modules and sys.modules["torch"].compiler.is_compiling():
+            raise ValueError("Docs are made of numbers, not traced: make them before the compiled function")
         self.starts, self.length = starts, length
         starts.setflags(write=False)
         self.padded = bool((starts[:, -1] < length).any())  # whether some row ends in padding
@@ -172,10 +176,16 @@ def whole(value: Any) -> int | None:
         return None
 
 
-def is_positive(value: Any) -> bool:
-    """Whether it is a finite number above 0."""
+def of_factor(name: str, value: Any, default: str = "None") -> str | None:
+    """What is wrong with a factor of scores, a number above 0 whose products with others float32 still holds."""
+    if value is None:
+        return None
     number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else -1
-    return bool(0 < number < math.inf)
+    if not 0 < number < math.inf:
+        return f"{name}={value!r}: must be a finite number above 0 (no array), or {default}"
+    if not 1e-18 <= number <= 1e18:
+        return f"{name}={value!r}: scores are worked out in float32; say a number from 1e-18 to 1e18, or {default}"
+    return None
 
 
 def are_starts(starts: Row, length: int) -> bool:

@@ -102,6 +102,8 @@ def test_every_position_lies_in_its_document(rows, positions):
         (lambda: Docs([0, 10], 10), r"whole numbers \[rows, n \+ 1\]"),
         (lambda: Docs(np.array([[0, 10]]), None), "length=None"),
         (lambda: AttentionSpec(softcap=0.0), "softcap=0.0"),
+        (lambda: AttentionSpec(softcap=1e39), "softcap=1e\\+39: scores .* in float32; say a number from 1e-18 to 1e18"),
+        (lambda: AttentionSpec(scale=1e-46), "scale=1e-46: scores are worked out in float32"),
         (
             lambda: AttentionSpec(scale=np.array(0.5)),
             r"scale=array\(0.5\): must be a finite number above 0 \(no array\)",

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -266,6 +267,12 @@ def test_a_disk_without_room_is_said_with_what_to_do_and_nothing_half_written_st
         with pytest.raises(OSError, match=r"save step 7 in .*, where .* MB are free \(free space, or say folder"):
             checkpoints.finish()
         assert list(checkpoints.folder.iterdir()) == []
+
+
+def test_a_checkpoints_folder_that_cannot_be_written_to_is_said_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer.os, "access", lambda path, mode: not str(path).endswith("checkpoints"))
+    with pytest.raises(OSError, match=r"run/checkpoints cannot be written to \(Permission denied\); say folder=PATH"):
+        trainer.save_config(SimpleNamespace(config=TINY, folder=tmp_path / "run"))
 
 
 def test_a_run_never_writes_into_anothers_folder(tmp_path, capsys):

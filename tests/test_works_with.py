@@ -183,6 +183,20 @@ def test_a_compiled_function_takes_one_plan_after_another(function):
         assert x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "make",
+    [Docs.from_lengths, lambda n: Docs.from_cu_seqlens(np.cumsum([0, *n])), lambda n: Docs(np.cumsum([[0, *n]], 1), 8)],
+)
+def test_documents_may_be_made_in_a_compiled_function(make):
+    def function(x, lengths):
+        return ra.attention(2 * x, x, x, docs=make(lengths)).sin()
+
+    torch._dynamo.reset()
+    compiled, x = torch.compile(function, backend="aot_eager"), torch.randn(1, 8, 2, 4)
+    for lengths in ([3, 5], [4, 4], [1, 2, 5]):
+        torch.testing.assert_close(compiled(x, lengths), function(x, lengths))
+
+
 def test_recomputing_gives_the_same_bits():
     def one(mesh):
         plan = planned(mesh)

@@ -11,7 +11,7 @@ from ringattn import api
 from ringattn.check import of_packed, of_sizes, of_words
 from ringattn.kernels.recurrent import recurrent
 from ringattn.planning import Plan
-from ringattn.spec import Docs, is_positive, whole
+from ringattn.spec import Docs, of_factor, whole
 from ringattn.torch.check import of_types
 from ringattn.torch.halo import causal_convolution, last_tokens
 from ringattn.torch.handles import whole_on_one
@@ -91,7 +91,8 @@ class GatedLinearAttention(nn.Module):
             raise ValueError(f"gate={gate!r}: choose 'channel', 'head' or None")
         if found := of_sizes(gate_rank=gate_rank):
             raise ValueError(found)
-        if not is_positive(temperature) or whole(convolution) is None or convolution < 0:
+        wrong = temperature is None or of_factor("temperature", temperature)
+        if wrong or whole(convolution) is None or convolution < 0:
             raise ValueError(f"temperature={temperature!r} must be above 0, convolution={convolution!r} at least 0")
         self.d_model, self.heads, self.gate, self.temperature = d_model, heads, gate, temperature
         self.convolution, self.kernel = convolution, kernel

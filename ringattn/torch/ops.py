@@ -18,7 +18,7 @@ from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.kernels.partial import Partial
 from ringattn.planning import heads_problem
-from ringattn.spec import is_positive
+from ringattn.spec import of_factor
 from ringattn.torch.check import of_tensors, of_types
 from ringattn.torch.dispatch import differentiate, fake, no_autocast, op
 
@@ -78,10 +78,7 @@ def of_intervals(q: Tensor, begin: Tensor, end: Tensor) -> str | None:
 
 
 def of_numbers(scale: float | None, softcap: float | None) -> str | None:
-    for name, x in (("scale", scale), ("softcap", softcap)):
-        if x is not None and not is_positive(x):
-            return f"{name}={x!r}: must be a finite number above 0, or None"
-    return None
+    return of_factor("scale", scale) or of_factor("softcap", softcap)
 
 
 def of_values(begin: Tensor, end: Tensor, keys: int, check: bool | None) -> str | None:
