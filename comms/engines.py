@@ -104,9 +104,10 @@ class CopyEngines:
 
     def say(self, lane: int) -> None:
         unsaid = self.unsaid[lane]
-        if unsaid:
-            self.driver("cuStreamBatchMemOp_v2", self.handles[lane], len(unsaid), b"".join(unsaid), 0)
-            unsaid.clear()
+        for i in range(0, len(unsaid), AT_ONCE):
+            said = unsaid[i : i + AT_ONCE]
+            self.driver("cuStreamBatchMemOp_v2", self.handles[lane], len(said), b"".join(said), 0)
+        unsaid.clear()
 
     def finish(self) -> "Events":
         for lane in (OUT, IN):
@@ -126,6 +127,7 @@ class CopyEngines:
 
 WAIT, WRITE = 1, 2  # the driver's numbers of its memory operations
 UNTIL_EQUAL = 1
+AT_ONCE = 255  # memory operations that the driver takes in one call
 
 
 @lru_cache(maxsize=4096)

@@ -2,9 +2,10 @@
 
 import pickle
 import socket
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache, partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache, lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -30,11 +31,21 @@ class Works:
         self.works, self.result, self.held, self.lost = works, result, held, lost
 
     def wait(self) -> Any:
-        for i, work in enumerate(self.works):
+        works, self.works = self.works, ()
+        for i, work in enumerate(works):
             with self.lost.named(i):
                 work.wait()
-        self.works, self.held = (), ()
+        self.held = ()
         return self.result
+
+    def __del__(self) -> None:
+        """Nobody waited, for an error came first: it is waited for now, or the next call would meet what it sends.
+
+        Not where a rank is lost: then there is no next call, and nobody may answer.
+        """
+        if self.works and not ProcessGroupAxis.broken and not sys.is_finalizing():
+            with suppress(RuntimeError, ConnectionError):
+                self.wait()
 
 
 class Lost(NamedTuple):
@@ -59,6 +70,7 @@ class Lost(NamedTuple):
 
         The first loss brings others, so it is what a rank that knows whom it lost tells all.
         """
+        ProcessGroupAxis.broken = True
         axis, needs = self.axis, sorted({r % self.axis.size for r in self.needs[min(work, len(self.needs) - 1)]})
         why = said.splitlines()[0].split("] ")[-1].split(". This is")[0]
         whom, all_ranks = " or ".join(map(str, needs)), dist.get_world_size()
@@ -76,6 +88,7 @@ class ProcessGroupAxis(Moves):
 
     cheap_words = True
     one_by_one = True  # each transfer is a work of its own
+    broken = False  # whether some axis of this process has lost a rank
 
     def __init__(self, group: dist.ProcessGroup, name: str = "ring"):
         self.group, self.name = group, name
@@ -236,7 +249,7 @@ def side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-@lru_cache
+@cache  # asking is a collective: all ranks know alike
 def hosts_of(group: dist.ProcessGroup) -> int:
     """On how many machines a group's ranks lie, if as many on each and in order; else 0. Every rank must ask."""
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -249,13 +262,13 @@ def hosts_of(group: dist.ProcessGroup) -> int:
     return hosts if places == [i // size * size for i in range(len(names))] else 0
 
 
-@lru_cache
+@cache  # asking is a collective: all ranks know alike
 def far_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A twin of a group for what goes between hosts: NCCL would have what comes later on the same group wait for it."""
     return twin(group, torch.device("cuda"))
 
 
-@lru_cache
+@cache  # asking is a collective: all ranks know alike
 def hop_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The group that hops use: `group`, or a twin of it under TORCH_DISTRIBUTED_DEBUG=DETAIL.
 

@@ -12,7 +12,7 @@ are in their slots (and those of earlier moves that had more).
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,6 +31,7 @@ from ringattn.comms.window import HEAD, SHARED, Peers, Window
 T = TypeVar("T")
 
 KEPT: list[Any] = []  # windows live as long as the process: others see them
+CONNECTED: dict[Any, tuple[Peers, Watch] | None] = {}  # by the ranks
 
 
 class Laid(NamedTuple):
@@ -109,24 +110,29 @@ class SymmetricAxis(Moves):
             return work(), Done()
         self.lanes.start()
         leaving = self.laid(tensors, self.packed) if readers else Laid([], [])
-        flight = Flight(self.lanes, self.watch, tensors, leaving)
+        arriving = {r: self.laid(x, self.roomy) for r, x in sorted(into.items(), key=self.steps_from)}
+        flight = Flight(self.lanes, self.watch, tensors, leaving, into, arriving)
         told = partial(self.watch.expect, what=what)
         if readers:
             self.peers.show(readers, 0, leaving.batches[:SHARED], told)
             self.lanes.precede(OUT)
-        result = work()
-        arriving = {r: self.laid(x, self.roomy) for r, x in sorted(into.items(), key=self.steps_from)}
-        flight.held += into, arriving
-        later = leaving.batches[SHARED:]
+        try:
+            result = work()
+        finally:  # what is shown is fetched even if the work fails: the next call would find it in the slots
+            self.fetch(arriving, leaving.batches[SHARED:], readers, told)
+            self.sent += weight(leaving.batches) * len(readers)
+            flight.launched()
+        return result, flight
+
+    def fetch(self, arriving: Mapping[int, Laid], later: Sequence[Any], readers: Sequence[int], told: Any) -> None:
+        """Fetches what others show, and shows what had no room: it waits until what is in its slots is fetched."""
         for i in range(max(len(later), *(len(laid.batches) for laid in arriving.values()), 0)):
-            for source, laid in arriving.items():  # piece by piece: what is shown later waits for these
+            for source, laid in arriving.items():
                 if i < len(laid.batches):
                     self.peers.see(source, i, laid.batches[i], told)
             if i < len(later):
                 self.peers.show(readers, SHARED + i, [later[i]], told)
         self.unpack(arriving)
-        self.sent += weight(leaving.batches) * len(readers)
-        return result, flight.launched()
 
     def steps_from(self, parcel: tuple[int, Any]) -> int:
         """How far behind this rank the one is from whom a parcel comes."""
@@ -167,13 +173,15 @@ def shared_axis(group: dist.ProcessGroup, name: str, other: Axis | None = None) 
     """
     if hosts_of(group) != 1:
         return None
-    connection = connect(group)
+    ranks = dist.group.WORLD, *dist.get_process_group_ranks(group)
+    if ranks not in CONNECTED:  # whichever of their groups asks: one more mesh has no more windows
+        CONNECTED[ranks] = connect(group)
+    connection = CONNECTED[ranks]
     return connection and SymmetricAxis(*connection, partial(gather_words, group), name, other)
 
 
-@lru_cache
 def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
-    """One window a rank and group, made once, tried out and kept: memory for a few slots, whatever will travel."""
+    """One window a rank, tried out and kept: memory for a few slots, whatever will travel."""
     import torch.distributed._symmetric_memory as symmetric
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -182,16 +190,19 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
     shared = len({gpu for gpu, _ in here}) < size  # ranks that see one GPU each, or, as gloo lets them, share one
     if not all(reaches for _, reaches in here) or (shared and over_nccl(group)):
         return None
-    problem = None
-    try:
-        window = symmetric.empty(Window.bytes(size), dtype=torch.uint8, device=device)
+    window = attempt(group, lambda: symmetric.empty(Window.bytes(size), dtype=torch.uint8, device=device))
+    if window is None:
+        return None
+
+    def meet() -> Any:
         handle = symmetric.rendezvous(window, group)
         flags = window[:HEAD].view(torch.int32)
         flags[::2], flags[1::2] = 0, 1  # nothing is full, everything is free
         torch.cuda.synchronize()
-    except RuntimeError as error:  # a container may forbid what sharing memory needs
-        problem = str(error).splitlines()[0]
-    if agreed(group, problem):
+        return handle
+
+    handle = attempt(group, meet)
+    if handle is None:
         return None
     KEPT.append((window, handle))
     lanes, view = CopyEngines(device), Window([int(address) for address in handle.buffer_ptrs], rank)
@@ -201,6 +212,16 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
         return None
     watch.timeout = group._get_backend(device).options._timeout.total_seconds()
     return peers, watch
+
+
+def attempt(group: dist.ProcessGroup, make: Callable[[], Any]) -> Any:
+    """What it makes; None on all ranks if it fails on one: a container may forbid what sharing memory needs."""
+    made = problem = None
+    try:
+        made = make()
+    except RuntimeError as error:
+        problem = str(error).splitlines()[0]
+    return None if agreed(group, problem) else made
 
 
 def agreed(group: dist.ProcessGroup, problem: str | None) -> bool:

@@ -12,6 +12,7 @@ import torch
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch.processes import run as run_processes
+from ringattn.torch import inference
 from ringattn.torch.cache import KVCache
 from ringattn.torch.inference import decode, prefill
 
@@ -357,6 +358,38 @@ def test_a_cache_serves_in_inference_mode_and_outside_of_it_in_any_order():
                 each.truncate(16)
             found = torch.cat([outs[0], *outs[-3:-1], outs[-1][:, 2:]], 1)
             assert off(found, expected) <= LIMIT
+
+
+@pytest.mark.parametrize("move", ["queries", "keys"])
+@pytest.mark.parametrize("sizes", [{"ring": 1}, {"ring": 2}], ids=str)
+def test_a_call_that_fails_leaves_the_cache_as_it_was(sizes, move, monkeypatch):
+    """On all ranks alike, as memory that runs out does: where sinks are added, when all tokens are in the cache."""
+    (q, k, v), sinks = draw(B=1, T=20), torch.zeros(4)
+
+    def out_of_memory(*args):
+        raise torch.OutOfMemoryError("out of memory")
+
+    def one(mesh, fails):
+        plan = ra.plan(mesh, seq_len=16)
+        cache = KVCache.allocate(plan, batch=1, max_len=20, kv_heads=2, head_dim=8, dtype=q.dtype, block=4)
+        chunk, rest = [plan.shard(x[:, :16]) for x in (q, k, v)], [x[:, 16:] for x in (q, k, v)]
+        for call in (partial(prefill, *chunk, plan, cache, move=move), partial(decode, *rest, cache)):
+            if fails:
+                before = cache.lengths.tolist()
+                with pytest.raises(torch.OutOfMemoryError):
+                    call(sinks=sinks)
+                assert cache.lengths.tolist() == before
+            found = call()
+        return found
+
+    def merged(rows, plan, form, sinks, dtype):
+        return real(rows, plan, form, sinks, dtype) if sinks is None else out_of_memory()
+
+    expected, real = run(partial(one, fails=False), **sizes), inference.merged_everywhere
+    monkeypatch.setattr(inference, "add_sinks", out_of_memory)
+    monkeypatch.setattr(inference, "merged_everywhere", merged)
+    for found, whole in zip(run(partial(one, fails=True), **sizes), expected, strict=True):
+        assert torch.equal(found, whole)
 
 
 def test_what_is_remembered_of_calls_is_bounded(monkeypatch):

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+import ringattn as ra
 from ringattn.comms.axis import Axis, Parts, Solo
 from ringattn.comms.local import run
 from ringattn.comms.mesh import axis, init_mesh
 from ringattn.comms.process_group import CollectiveAxis
+from ringattn.kernels import tiled
 from ringattn.launch.processes import run as run_processes
 
 
@@ -74,6 +76,27 @@ def over_gloo() -> None:
 
 def test_gloo_processes():
     run_processes(over_gloo, 4)
+
+
+def a_kernel_that_fails_once() -> None:
+    real, fails = tiled.attend, [True]
+
+    def attend(*args, **given):
+        if fails.pop() if fails else False:
+            raise torch.OutOfMemoryError("out of memory")
+        return real(*args, **given)
+
+    tiled.attend = attend
+    plan = ra.plan(init_mesh(ring=3, device_type="cpu"), seq_len=48, kernel="tiled")
+    whole = torch.randn(3, 1, 48, 2, 8, generator=torch.Generator().manual_seed(0))
+    mine = [plan.shard(x) for x in whole]
+    with pytest.raises(torch.OutOfMemoryError):
+        ra.attention(*mine, plan)
+    torch.testing.assert_close(ra.attention(*mine, plan), plan.shard(ra.attention(*whole)))
+
+
+def test_a_call_that_failed_on_all_ranks_is_not_met_by_the_next_one():
+    run_processes(a_kernel_that_fails_once, 3, timeout=30)
 
 
 def test_an_axis_of_one_rank_gives_back_what_it_got():

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import ringattn as ra
 from ringattn.comms.local import run as run_ranks
 from ringattn.launch import oracle
 from ringattn.launch.cases import CASES as SMALL
@@ -22,6 +23,7 @@ from ringattn.launch.cases import Case
 from ringattn.launch.processes import RankError
 from ringattn.launch.processes import run as run_processes
 from ringattn.torch import ring
+from ringattn.torch.nn import StreamingAttention
 
 pytestmark = pytest.mark.gpu
 CASES = [replace(c, head_dim=8 * c.head_dim, value_dim=8 * c.value_dim) for c in SMALL]  # dims that GPU kernels have
@@ -239,3 +241,24 @@ def test_a_rank_that_is_killed_is_named_by_all_others_in_time(ranks, victim, tmp
     for text in said.values():
         seconds, error = text.split(" ", 1)
         assert float(seconds) < 12 and f"rank {victim} within 5 s (keys of step" in error, text
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_kernels_run_where_their_tensors_are():
+    """Whichever device is the current one: attention with its gradients, prefill, a step, merged tiles, and linear."""
+
+    def found(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(1, 256, 4, 64).to(device, torch.bfloat16).requires_grad_() for _ in range(3))
+        out = ra.attention(q, k, v)
+        out.sum().backward()
+        layer, x = StreamingAttention(256, heads=4), torch.randn(1, 65, 256)
+        layer, x = layer.to(device, torch.bfloat16), x.to(device, torch.bfloat16)
+        steps = [layer.prefill(x[:, :64]), layer.step(x[:, 64:])]
+        scanned = ra.linear_attention(q, k, v, -v.detach().float().abs())
+        tiles = ra.attention(q, k, v, ra.plan(seq_len=256, kernel="cudnn"), spec=ra.AttentionSpec(window=100))
+        return [x.detach().cpu() for x in (out, q.grad, k.grad, v.grad, *steps, scanned, tiles)]
+
+    assert torch.cuda.current_device() == 0
+    for here, there in zip(found("cuda:0"), found("cuda:1"), strict=True):
+        assert torch.equal(here, there)

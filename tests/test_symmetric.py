@@ -200,6 +200,28 @@ def test_work_that_fails_beside_what_is_shared_leaves_that_to_the_others(slot):
     on_ranks(one, axes(2))
 
 
+def test_work_that_fails_on_all_ranks_leaves_nothing_for_the_next_call(slot, monkeypatch):
+    """As memory that runs out does, on every rank alike. The host goes on before a lane ends, as it does on a GPU."""
+    monkeypatch.setattr(ThreadLanes, "precede", lambda self, lane: None)
+
+    def fail():
+        raise torch.OutOfMemoryError("out of memory")
+
+    def one(axis):
+        others, found = [r for r in range(3) if r != axis.rank], []
+        for turn in range(5):
+            room = {r: [torch.full((40,), -1.0)] for r in others}
+            mine = torch.full((40,), 10.0 * turn + axis.rank)
+            try:
+                axis.share([mine], others, room, fail if turn == 1 else lambda: None)[1].wait()
+                found.append([room[r][0].unique().tolist() for r in others])
+            except torch.OutOfMemoryError:
+                pass
+        assert found == [[[10.0 * turn + r] for r in others] for turn in (0, 2, 3, 4)]
+
+    on_ranks(one, axes(3))
+
+
 def test_a_move_fills_every_piece_of_a_scattered_tensor(slot):
     def one(axis):
         x = torch.arange(2 * 6 * 5.0).reshape(2, 6, 5) + 100 * axis.rank

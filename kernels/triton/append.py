@@ -14,6 +14,8 @@ from torch import Tensor
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.triton.launch import kind_of, launch, power_of_2
 
+FARTHEST = 2**31 - 1  # positions are below that, and Triton compiles numbers above it apart
+
 
 @triton.jit(do_not_specialize=["T", "S", "G", "origin", "block", "round", "mine", "window"])
 def append_kernel(
@@ -72,7 +74,7 @@ def append(
     constants = causal, power_of_2(G), power_of_2(D), power_of_2(V)
     tensors = k_BTGD, v_BTGV, lengths_B, into_k, into_v, begin, end
     launch(
-        append_kernel, (T, B, 1), tensors, (*strides, T, S, G, D, V, *place, window or 0, *constants),
+        append_kernel, (T, B, 1), tensors, (*strides, T, S, G, D, V, *place, min(window or 0, FARTHEST), *constants),
         (k_BTGD.dtype, k_BTGD.device, kind_of((*strides, D, V)), constants), num_warps=4,
     )  # fmt: skip
     return Intervals(begin, end)

@@ -140,7 +140,7 @@ def launch(
     kernel: Any, programs: tuple[int, ...], tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], cut: Any = None,
     **sizes: Any,
 ) -> None:  # fmt: skip
-    """kernel[programs](*tensors, *numbers, **sizes) on their device, with the warps, stages and registers of `cut`.
+    """kernel[programs](*tensors, *numbers, **sizes) with the warps, stages and registers of `cut`.
 
     Descriptors made there find their memory in torch's pool.
     """
@@ -148,7 +148,7 @@ def launch(
         constants = tuple([sizes[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]])
         kind = (*[x.dtype for x in tensors], tensors[0].device, kind_of(numbers), constants, cut)
         grid, others, options = (*programs, 1, 1)[:3], (*numbers, *constants), options_of(cut)
-        on_device_of(tensors[0], lambda: launch_known(kernel, grid, tensors, others, kind, **options))
+        with_descriptors(tensors[0].device, lambda: launch_known(kernel, grid, tensors, others, kind, **options))
 
 
 def options_of(cut: Any) -> dict[str, int]:
@@ -158,15 +158,12 @@ def options_of(cut: Any) -> dict[str, int]:
     return {**options, "maxnreg": registers} if registers else options
 
 
-def on_device_of(x: Tensor, start: Callable[[], None]) -> None:
-    device = x.device
-
+def with_descriptors(device: torch.device, start: Callable[[], None]) -> None:
     def run() -> None:
         triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
         start()
 
-    with torch.cuda.device_of(x):
-        contextvars.copy_context().run(run)  # the allocator is a context variable: the caller's stays as it was
+    contextvars.copy_context().run(run)  # the allocator is a context variable: the caller's stays as it was
 
 
 def rows_of(where: Intervals) -> tuple[Tensor, Tensor, int]:

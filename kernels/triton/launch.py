@@ -17,12 +17,16 @@ def launch(
     kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor, ...], others: tuple[Any, ...],
     kind: tuple[Any, ...], **options: Any,
 ) -> None:  # fmt: skip
-    """kernel[grid](*tensors, *others, **options). `kind` differs where the compiler might see a difference.
+    """kernel[grid](*tensors, *others, **options) on their device. `kind` differs where the compiler might see it.
 
     That is dtypes, devices, constants, options, and `kind_of` strides and dims. What it sees of the memory is asked
     here: whether addresses are multiples of 16, and for AMD whether offsets fit 32 bits. Counts that it was told not to
     look at need not be said. A grid is three numbers.
     """
+    device = tensors[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton launches on the current one
+        with torch.cuda.device(device):
+            return launch(kernel, grid, tensors, others, kind, **options)
     kind = id(kernel), kind, *[x.data_ptr() % 16 for x in tensors]
     if torch.version.hip:
         kind += tuple([x.untyped_storage().size() > 2147483647 for x in tensors])

@@ -345,12 +345,13 @@ def gradients(call: Call, groups: Iterable[Seen], asked: bool) -> Iterator[Grads
         yield *travel(q, k, v, axis, run, score, (dout, lse, delta)), delta
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=12)
 def run_of(call: Call, nbytes: int, backward: bool = False) -> tuple[Any, list[Intervals | None]]:
     """What a ring rank runs on the plan's route, and all of its intervals. A block that travels has `nbytes`.
 
     A step brings fewer blocks in backward, where gradients in float32 go with them. Not with a vendor's kernel that is
-    named: it has its price for every call, and gradients half as wide.
+    named: it has its price for every call, and gradients half as wide. Few are kept: with documents each batch has
+    another, of two numbers a token and block on the device.
     """
     mask, plan, rank = call.mask, call.plan, call.plan.ring_axis.rank
     if plan.route == "relay":

@@ -6,6 +6,7 @@ what a query sees of them is one interval, as everywhere. What attends to it is 
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 from weakref import WeakSet
@@ -157,6 +158,16 @@ class KVCache(serving.KVCache):
                     for row in rows:
                         kept[row].index_copy_(0, target, new[row].index_select(0, source))
         self.lengths = self.lengths + n
+
+    @contextmanager
+    def unless_it_fails(self) -> Iterator[None]:
+        """What is appended meanwhile stays if all goes well: what lies past the lengths from before is never seen."""
+        before = self.lengths
+        try:
+            yield
+        except BaseException:
+            self.lengths = before
+            raise
 
     def grow(self, n: int, captured: bool) -> None:
         """Count n more tokens that a kernel has appended, on the device; here too, unless a graph will repeat this."""

@@ -82,7 +82,7 @@ def pieces_alone(chunk: Chunk, most: int, device: torch.device, tiled: bool) -> 
     return tuple((cut, within(begin, end, cut, device, tiled)) for cut in cuts)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def pieces_of(
     chunk: Chunk, groups: Groups, most: int | None, device: torch.device, tiled: bool
 ) -> tuple[tuple[Piece, ...], ...]:

@@ -57,20 +57,21 @@ def prefill(
     chunk = Chunk(spec, plan.seq_len, tuple(cache.lengths.tolist()), cache.holders())
     way = cache.moves(plan, q.shape[2]).way if move == "auto" else move
     new = everyone(torch.cat([k, v], -1), plan)
-    if way == "keys" and cache.ranks > 1:
-        part = attend_travelling(q, new, plan, cache, chunk, keys or keys_at_once(plan.local_len))
-    else:
-        guests = Guests(q, plan) if cache.ranks > 1 else None
-        k, v = parted(new.wait(), cache)
-        cache.keep(k, v, plan.seq_len, plan.tokens)
-        del new, k, v  # of all ranks: not to be held while queries attend
-        chunk = chunk._replace(holders=cache.holders())
-        if guests:
-            part = guests.attend(cache, chunk, keys, q.dtype if sinks is None else torch.float32)
+    with cache.unless_it_fails():
+        if way == "keys" and cache.ranks > 1:
+            part = attend_travelling(q, new, plan, cache, chunk, keys or keys_at_once(plan.local_len))
         else:
-            part = attend_cache(q, cache, chunk._replace(queries=plan.tokens.shard(0)), keys)
-    part = part if sinks is None else add_sinks(part, sinks.detach())
-    return part.out.to(q.dtype)
+            guests = Guests(q, plan) if cache.ranks > 1 else None
+            k, v = parted(new.wait(), cache)
+            cache.keep(k, v, plan.seq_len, plan.tokens)
+            del new, k, v  # of all ranks: not to be held while queries attend
+            chunk = chunk._replace(holders=cache.holders())
+            if guests:
+                part = guests.attend(cache, chunk, keys, q.dtype if sinks is None else torch.float32)
+            else:
+                part = attend_cache(q, cache, chunk._replace(queries=plan.tokens.shard(0)), keys)
+        part = part if sinks is None else add_sinks(part, sinks.detach())
+        return part.out.to(q.dtype)
 
 
 def check_chunk(
@@ -137,10 +138,11 @@ def decode(
         return decode_quickly(q, k, v, cache, spec, sinks, form, capturing)
     q, k, v = q.detach(), k.detach(), v.detach()
     before, n = tuple(cache.lengths.tolist()), q.shape[1]
-    cache.keep(k, v, n)
-    chunk = Chunk(spec, n, before, cache.holders())
-    part = attend_cache(q, cache, chunk)
-    return merged_everywhere(packed(part, form), cache.plan, form, sinks, q.dtype)
+    with cache.unless_it_fails():
+        cache.keep(k, v, n)
+        chunk = Chunk(spec, n, before, cache.holders())
+        part = attend_cache(q, cache, chunk)
+        return merged_everywhere(packed(part, form), cache.plan, form, sinks, q.dtype)
 
 
 def ready(
@@ -226,9 +228,11 @@ def decode_quickly(
     splits = decode.splits_for(q, cache.v, cache.v.shape[1] if capturing else cache.reach(n))
     scale = spec.scale_for(q.shape[-1])
     parts = decode.decode_splits(q, cache.k, cache.v, where, scale, spec.softcap, splits, "lse")
-    cache.grow(n, capturing)
     if cache.ranks == 1:
-        return merge.merge_stack(parts, None, sinks, dtype=q.dtype).out
-    rows = torch.empty(*q.shape[:3], v.shape[-1] + 1, dtype=torch.float32, device=q.device)
-    part = merge.merge_stack(parts, into=unpacked(rows, "lse"))
-    return merged_everywhere(rows if form == "lse" else packed(part, form), cache.plan, form, sinks, q.dtype)
+        out = merge.merge_stack(parts, None, sinks, dtype=q.dtype).out
+    else:
+        rows = torch.empty(*q.shape[:3], v.shape[-1] + 1, dtype=torch.float32, device=q.device)
+        part = merge.merge_stack(parts, into=unpacked(rows, "lse"))
+        out = merged_everywhere(rows if form == "lse" else packed(part, form), cache.plan, form, sinks, q.dtype)
+    cache.grow(n, capturing)
+    return out

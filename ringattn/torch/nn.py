@@ -193,7 +193,8 @@ class StreamingAttention(Attention):
     def allocate(self, k: Tensor, plan: Plan) -> KVCache:
         B, _, G, D = k.shape
         here = replace(plan, device=k.device.type)  # a plan without a mesh does not know where the layer is
-        return KVCache.allocate(
-            here, batch=B, max_len=self.max_len, kv_heads=G, head_dim=D, dtype=k.dtype, window=self.spec.window,
-            room=max(plan.seq_len, 64),
-        )  # fmt: skip
+        with torch.cuda.device_of(k):
+            return KVCache.allocate(
+                here, batch=B, max_len=self.max_len, kv_heads=G, head_dim=D, dtype=k.dtype, window=self.spec.window,
+                room=max(plan.seq_len, 64),
+            )  # fmt: skip

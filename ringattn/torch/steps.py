@@ -62,7 +62,7 @@ class Score(NamedTuple):
     row_delta: Callable[..., Any]
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def relay_run(mask: Mask, rank: int, device: torch.device) -> Run:
     """The steps of one ring rank on the relay route, with their intervals."""
     begin, end = mask.bounds(mask.plan.tokens.positions(rank))
@@ -73,7 +73,7 @@ def relay_run(mask: Mask, rank: int, device: torch.device) -> Run:
     )
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def direct_run(mask: Mask, rank: int, device: torch.device, together: int = 1) -> tuple[Stop, ...]:
     """The stops of one ring rank, each with up to `together` blocks of keys, in the order of their positions."""
     keys = mask.plan.keys.tokens
@@ -85,7 +85,7 @@ def direct_run(mask: Mask, rank: int, device: torch.device, together: int = 1) -
     return stops(schedule_of(mask).visits(rank, together), keys, rank, where)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def levels_run(mask: Mask, rank: int, device: torch.device, together: int = 1) -> tuple[Level, ...]:
     """The rounds of one ring rank whose ring lies on several hosts."""
     schedule, hosts, keys = schedule_of(mask), mask.plan.hosts, mask.plan.keys.tokens
@@ -108,7 +108,7 @@ def levels_run(mask: Mask, rank: int, device: torch.device, together: int = 1) -
     return tuple(found)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def queries_run(mask: Mask, rank: int, device: torch.device, together: int = 1) -> tuple[Stop, ...]:
     """The stops of one ring rank whose keys stay, each with up to `together` blocks of queries."""
     keys = mask.plan.keys.tokens.shard(rank)
@@ -157,7 +157,7 @@ def stripes(shard: Shard) -> tuple[range, ...]:
     return tuple(range(i, sum(map(len, shard)), len(shard)) for i in range(len(shard)))
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def global_intervals(mask: Mask, rank: int, device: torch.device) -> Intervals:
     """The intervals of one ring rank's queries among all keys, for keys that were gathered into their global order."""
     return on_device(*mask.bounds(mask.plan.tokens.positions(rank)), device)
