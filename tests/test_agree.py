@@ -5,7 +5,7 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import LocalAxis, run
-from ringattn.torch import agree, check
+from ringattn.torch import agree, check, linear
 
 
 @pytest.fixture
@@ -43,24 +43,25 @@ def test_new_documents_are_no_new_kind_of_call(function, said):
     assert len(said) == 2  # each rank once
 
 
-def test_a_call_with_documents_that_were_right_is_not_looked_at_again(said, monkeypatch):
+@pytest.mark.parametrize(("function", "module"), [(ra.attention, check), (ra.linear_attention, linear)])
+def test_a_call_with_documents_that_were_right_is_not_looked_at_again(function, module, said, monkeypatch):
     looked: list[object] = []
-    problem = check.problem
-    monkeypatch.setattr(check, "problem", lambda *call: looked.append(call[0].shape) or problem(*call))
+    problem = module.problem
+    monkeypatch.setattr(module, "problem", lambda *call: looked.append(call[0].shape) or problem(*call))
     monkeypatch.setattr(agree, "MOST", 5)
     monkeypatch.setattr(agree, "FEW", 3)
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=16)
         for step in (0, 0, 1, 0, 1):
-            ra.attention(*qkv(), plan, docs=lengths(step))
+            function(*qkv(), plan=plan, docs=lengths(step))
         with pytest.raises(ValueError, match="docs describes 3 rows, the batch has 1"):
-            ra.attention(*qkv(), plan, docs=ra.Docs.from_lengths([[16]] * 3))
+            function(*qkv(), plan=plan, docs=ra.Docs.from_lengths([[16]] * 3))
         for step in range(2, 6):
-            ra.attention(*qkv(), plan, docs=lengths(step))
+            function(*qkv(), plan=plan, docs=lengths(step))
         assert len(plan.agreed) == 1 and len(plan.right) == 3  # five of it, and it remembers three
         for batch in range(1, 6):  # what was right rests on what was agreed, and is forgotten with it
-            ra.attention(*qkv(batch=batch), plan)
+            function(*qkv(batch=batch), plan=plan)
         assert not plan.right
 
     run(one, ring=2)

@@ -25,7 +25,7 @@ from ringattn.segments import BEFORE, WAYS, choose, order, segments
 from ringattn.spec import Docs
 from ringattn.torch import agree, states
 from ringattn.torch.attention import autocast
-from ringattn.torch.check import of_tangents, of_tensors
+from ringattn.torch.check import have_tangents, of_tangents, of_tensors
 from ringattn.torch.dispatch import differentiate, fake, no_autocast, op
 from ringattn.torch.handles import docs_of, handle_of, numbered, spread, starts_of, whole_on_one
 from ringattn.torch.sharding import local_positions, real_tokens
@@ -57,24 +57,41 @@ def linear_attention(
     keep = torch.is_grad_enabled() and any(
         x.requires_grad for x in (q, k, v, log_decay, initial_state) if x is not None
     )
-    found = problem(q, k, v, log_decay, plan, initial_state, docs, scale, kernel, scan)
     look = q.device.type == "cpu" and not compiling if check is None else check
-    if found is None and look and compiling:
-        found = "check=True reads the gates, which a compiled graph cannot; check outside torch.compile"
-    if found is None and look and log_decay is not None:
-        found = of_gates(log_decay, real_tokens(plan, docs, q.device))
-    if compiling and found:
-        raise ValueError(found)
     if not compiling:
-        named = {"q": q, "k": k, "v": v, "log_decay": log_decay, "initial_state": initial_state}
-        asked = f"{scale} {kernel} {scan} {return_state}"
-        words = agree.describe(plan, None, named, docs, call="linear_attention", gradients=keep, asked=asked)
-        agree.agree(plan, words, found)
+        settle(q, k, v, log_decay, plan, initial_state, docs, scale, kernel, scan, keep, look, return_state)
+    elif look:
+        raise ValueError("check=True reads the gates, which a compiled graph cannot; check outside torch.compile")
+    elif found := problem(q, k, v, log_decay, plan, initial_state, docs, scale, kernel, scan):
+        raise ValueError(found)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, end, *_ = torch.ops.ringattn.linear_attention(
         q, k, v, log_decay, initial_state, starts_of(docs), handle, compiling, scale, kernel, scan, return_state, keep
     )
     return (out, end) if return_state else out
+
+
+def settle(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, plan: Plan, initial_state: Tensor | None,
+    docs: Docs | None, scale: float | None, kernel: str, scan: str, keep: bool, look: bool, return_state: bool,
+) -> None:  # fmt: skip
+    """Raise on all ranks alike if this call cannot be. One whose like was right before is looked up, but for its gates
+    where they are to be looked at.
+    """
+    tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay, "initial_state": initial_state}
+    asked = f"{scale} {kernel} {scan} {return_state}"
+    kind = asked, docs, keep, *(x if x is None else (x.shape, x.dtype, x.device) for x in tensors.values())
+    unlike = have_tangents(*tensors.values())
+    known = not unlike and kind in (plan.agreed if docs is None else plan.right)
+    found = None if known else problem(q, k, v, log_decay, plan, initial_state, docs, scale, kernel, scan)
+    if found is None and look and log_decay is not None:
+        found = of_gates(log_decay, real_tokens(plan, docs, q.device))
+    if known and found is None:
+        return
+    words = agree.describe(plan, None, tensors, docs, call="linear_attention", gradients=keep, asked=asked)
+    agree.agree(plan, words, found)
+    if not unlike:
+        agree.remember(plan, kind, docs is not None)
 
 
 def problem(
