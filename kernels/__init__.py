@@ -72,8 +72,8 @@ class Kernel:
 
 # The order is the order of preference. On an H200 (benchmarks/kernels-h200.jsonl) cuDNN is faster than ours on what is
 # few rectangles, by 16 to 30% at head dim 128 and 1 to 15% at 64, and slower on packed documents, by 3 and 16%. A ring
-# step pays a merge besides, and the backward three times the memory in passing: so auto takes ours, for every mask alike, and the
-# vendors run when they are named.
+# step pays a merge besides, and the backward three times the memory in passing: so auto takes ours, for every mask
+# alike, and the vendors run when they are named.
 TABLE = (
     Kernel("decode", "ringattn.kernels.triton.decode", told=("cpu",)),
     Kernel("triton", "ringattn.kernels.triton", told=("cpu",)),
