@@ -163,7 +163,11 @@ class ProcessGroupAxis(Moves):
         return self
 
     def peer(self, rank: int) -> int:
-        return dist.get_global_rank(self.group, rank % self.size)
+        try:
+            return dist.get_global_rank(self.group, rank % self.size)
+        except ValueError:
+            gone = "destroy_process_group() has ended the ranks of this plan; make the mesh and the plan again"
+            raise ValueError(gone) from None
 
 
 class CollectiveAxis(ProcessGroupAxis):

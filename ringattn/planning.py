@@ -211,7 +211,10 @@ class Plan:
     # What needs a framework lives in ringattn.torch and ringattn.jax, under the same names.
 
     def shard(self, x: Any, dim: int = 1) -> Any:
-        """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if need be."""
+        """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if need be.
+
+        Where that is all of it the memory may be that of `x`.
+        """
         return self._sharding.shard(x, self, dim)
 
     def unshard(self, x: Any, dim: int = 1) -> Any:

@@ -68,6 +68,15 @@ def test_a_call_with_documents_that_were_right_is_not_looked_at_again(function, 
     assert len(looked) == 2 * (2 + 1 + 4 + 5)
 
 
+def test_tokens_that_one_rank_alone_differentiates_are_not_put_together():
+    def one(mesh):
+        plan, x = ra.plan(mesh, seq_len=8), torch.ones(1, 4, 2, requires_grad=mesh.rank == 0)
+        with pytest.raises(ValueError, match="gradients: ring rank 0 has True, ring rank 1 has False"):
+            plan.unshard(x)
+
+    run(one, ring=2, timeout=20)
+
+
 def test_documents_after_none_are_a_new_kind(said):
     def one(mesh):
         plan = ra.plan(mesh, seq_len=16)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ringattn as ra
 from ringattn.comms.axis import Axis, Parts, Solo
@@ -93,6 +94,19 @@ def a_kernel_that_fails_once() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         ra.attention(*mine, plan)
     torch.testing.assert_close(ra.attention(*mine, plan), plan.shard(ra.attention(*whole)))
+
+
+def after_the_end_of_its_ranks() -> None:
+    plan = ra.plan(init_mesh(ring=2, device_type="cpu"), seq_len=8)
+    x = plan.shard(torch.randn(1, 8, 2, 4))
+    ra.attention(x, x, x, plan)
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match=r"destroy_process_group\(\) has ended the ranks of this plan"):
+        ra.attention(x, x, x, plan)
+
+
+def test_a_plan_whose_ranks_have_ended_says_so():
+    run_processes(after_the_end_of_its_ranks, 2)
 
 
 def test_a_call_that_failed_on_all_ranks_is_not_met_by_the_next_one():

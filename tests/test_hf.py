@@ -25,7 +25,12 @@ MODELS = {
     "Gemma2": {"sliding_window": 7, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
     "GptOss": {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1},
     "Phi3": {},
-}
+    "Qwen2Moe": {  # whose layers say how far they see by their mask alone
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4,
+        "use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+}  # fmt: skip
 T = 37  # a prime: padded to the ranks
 
 
@@ -96,7 +101,7 @@ def test_rotary_angles_that_depend_on_the_length_take_that_of_the_whole(name, lo
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "OPT"])
 def test_padding(name, side):
     mask = torch.ones(2, T, dtype=torch.long)
     mask[1, : T // 3] = 0
@@ -189,10 +194,11 @@ def mamba():
         (lambda: build("Llama", attention_dropout=0.1), "LlamaForCausalLM has attention_dropout=0.1"),
         (lambda: torch.nn.Linear(2, 2), "Linear is not a transformers model"),
         (lambda: pooled(), "LlamaForSequenceClassification reads its answer off one token"),
+        (lambda: build("Mistral", output_router_logits=True), "has output_router_logits in its config: that adds"),
         (t5, "T5ForConditionalGeneration is an encoder-decoder"),
         (mamba, "MambaForCausalLM"),
     ],
-    ids=["dropout", "linear", "pooled", "t5", "mamba"],
+    ids=["dropout", "linear", "pooled", "routers", "t5", "mamba"],
 )
 def test_what_is_not_supported_is_refused_by_name(make, said):
     with pytest.raises(ValueError, match=said):
@@ -311,6 +317,25 @@ def test_bad_input_is_named():
         model()
     with pytest.raises(ValueError, match="outside a prepared model"):
         model.model(batch())
+    assert torch.equal(model(batch(), logits_to_keep=0).logits, model(batch()).logits)
+    with pytest.raises(ValueError, match=r"several positions a token \(M-RoPE\) are not supported"):
+        model(batch(), position_ids=torch.zeros(3, 2, T, dtype=torch.long))
+    with pytest.raises(ValueError, match="from which generate\\(\\) would take the wrong ones"):
+        model.generate(batch(), max_new_tokens=2, use_cache=False)
+
+
+def test_what_is_changed_after_prepare_is_refused():
+    model = hf.prepare(build("Llama"), plan_of_one())
+    model.loss_function = lambda logits, labels, vocab_size, **more: 0 * logits.sum()
+    with pytest.raises(ValueError, match=r"trained by another loss \(a loss_function of its own\)"):
+        model(batch(), labels=batch())
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="was prepared, and then given 'sdpa' as its attention"):
+        model(batch())
+    bare = hf.prepare(transformers.LlamaModel(transformers.LlamaConfig(**SMALL)), plan_of_one())
+    assert bare(batch()).last_hidden_state.shape == (2, T, 32)
+    with pytest.raises(ValueError, match="LlamaModel gives no logits, so labels mean nothing to it"):
+        bare(batch(), labels=batch())
 
 
 def test_results_come_by_name_the_loss_first():

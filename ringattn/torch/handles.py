@@ -63,6 +63,11 @@ def handle_of(plan: Any) -> int:
     """The plan's number, for an op; -1 for that of one device, which it finds by the tensors' lengths."""
     if not torch.compiler.is_compiling():
         return int(plan.handle)
+    if torch.compiler.is_exporting() and not isinstance(plan, Alone):
+        raise ValueError(
+            "torch.export with a plan: what is exported would hold the number of a plan of this process; export the "
+            "module without a plan, for one device"
+        )
     return -1 if isinstance(plan, Alone) else int(held(plain(plan.handle)))
 
 

@@ -9,6 +9,7 @@ positions, shifted labels, padding, packed documents, and the loss that is avera
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -41,12 +42,13 @@ def prepare(model: nn.Module, plan: Plan, *, over: Sequence[Any] = ()) -> nn.Mod
     refuse(model, plan, over)
     register()
     model.set_attn_implementation(NAME)  # type: ignore[operator]
-    model.ringattn = Spread({plan.seq_len: plan}, tuple(over), numbered_by(model))  # type: ignore[assignment]
+    model.ringattn = Spread({plan.seq_len: plan}, tuple(over), numbered_by(model), is_counted(model))  # type: ignore[assignment]
     for rotary in stretched(model):
         rotary.register_forward_pre_hook(show_last, with_kwargs=True)
         rotary.register_forward_hook(hide_last)
     model.local_forward = model.forward  # type: ignore[assignment]
     model.forward = MethodType(forward, model)  # not a closure: a copy of the model runs its own weights
+    model.generate = generate  # type: ignore[assignment]
     model.accepts_loss_kwargs = False  # type: ignore[assignment] # Trainer: the loss is a mean, of each batch by itself
     return model
 
@@ -58,6 +60,7 @@ class Spread:
     plans: dict[int, Plan]
     over: tuple[Any, ...]
     numbered: str | None  # the module that would number the tokens by a rule of its own, not from 0 on
+    counted: bool = False  # whether the model counts real tokens where padding comes first
 
     def local(self, T: int) -> Plan:
         if T not in self.plans:
@@ -79,6 +82,7 @@ def forward(
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
+    *,
     labels: Tensor | None = None,
     inputs_embeds: Tensor | None = None,
     **kwargs: Any,
@@ -86,18 +90,26 @@ def forward(
     """What a prepared model does with whole sequences."""
     B, T = sizes(input_ids, inputs_embeds, position_ids, labels)
     plan, device = self.ringattn.local(T), (input_ids if inputs_embeds is None else inputs_embeds).device  # type: ignore[union-attr]
-    where = documents(B, T, attention_mask, position_ids)
-    if labels is not None and getattr(self, "loss_type", None) not in LOSSES:
+    where, name = documents(B, T, attention_mask, position_ids), type(self).__name__
+    way = self.config.get_text_config()._attn_implementation
+    if way != NAME:
+        raise ValueError(f"{name} was prepared, and then given {way!r} as its attention; leave that as prepare set it")
+    if labels is not None and (hasattr(self, "_loss_function") or getattr(self, "loss_type", None) not in LOSSES):
+        kind = "a loss_function of its own" if hasattr(self, "_loss_function") else self.loss_type
         raise ValueError(
-            f"{type(self).__name__} is trained by another loss ({self.loss_type}) than that of the next token, which "
-            "is the one here; leave out labels, and work the loss out from its logits"
+            f"{name} is trained by another loss ({kind}) than that of the next token, which is the one here; leave out "
+            "labels, and work the loss out from its logits"
         )
+    if labels is not None and self.get_output_embeddings() is None:
+        raise ValueError(f"{name} gives no logits, so labels mean nothing to it; prepare a ...ForCausalLM, say")
     if position_ids is None and self.ringattn.numbered:
         raise ValueError(
             f"{self.ringattn.numbered} numbers the tokens by a rule of its own, for which it must see all of them; say "
             "position_ids, as its create_position_ids_from_input_ids gives them"
         )
-    positions = position_ids if position_ids is not None else torch.arange(T, device=device)[None]
+    positions = torch.arange(T, device=device)[None] if position_ids is None else position_ids
+    if position_ids is None and self.ringattn.counted and attention_mask is not None:
+        positions = (attention_mask.cumsum(1) * attention_mask).long() - 1
     named = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
     shards = {name: plan.shard(x, dim=1) for name, x in named.items() if x is not None}
     for rotary in stretched(self):
@@ -215,7 +227,8 @@ def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, labels: Any) ->
     for other, x, rows in (("labels", labels, (B,)), ("position_ids", position_ids, (B, 1))):
         if x is not None and (not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != T or x.shape[0] not in rows):
             found = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is of type {type(x).__name__}"
-            raise ValueError(f"{other} {found}; expected a tensor of shape ({B}, {T}), whole as {name} is")
+            several = "; several positions a token (M-RoPE) are not supported" * (getattr(x, "ndim", 0) == 3)
+            raise ValueError(f"{other} {found}; expected a tensor of shape ({B}, {T}), whole as {name} is{several}")
     return B, T
 
 
@@ -284,20 +297,32 @@ def attend(
             "by one that does not hand its keyword arguments on, and cannot be spread over ranks"
         )
     more = sorted(k for k, v in others.items() if v is not None and v is not False and k not in TOLD)
+    if isinstance(attention_mask, Window):
+        sliding_window, attention_mask = sliding_window or attention_mask.keys, None
     if attention_mask is not None or more:
         what = ", ".join(["a mask of its own"] * (attention_mask is not None) + more)
         raise ValueError(f"{name} asks its attention for {what}, which is not supported over ranks")
     if dropout:
         raise ValueError(f"{name} has attention dropout {dropout}, which has no exact form over ranks; set it to 0")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if sliding_window and not causal:
+        raise ValueError(f"{name} sees {sliding_window} keys to both sides; only windows that count back are supported")
     spec = AttentionSpec(causal=causal, window=sliding_window or None, softcap=softcap, scale=scaling)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out = api.attention(q, k, v, ringattn.plan, spec=spec, docs=ringattn.docs, sinks=s_aux)
     return out, None
 
 
-def no_mask(*args: Any, **kwargs: Any) -> None:
+@dataclass(frozen=True)
+class Window:
+    """What stands for a sliding mask, for layers that say how far they see by their mask alone."""
+
+    keys: int
+
+
+def asked_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Window | None:
     """The mask is in the intervals. Without this entry transformers would drop padding without a word."""
+    return None if local_size is None else Window(local_size)
 
 
 def stretched(model: nn.Module) -> list[nn.Module]:
@@ -326,13 +351,14 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, no_mask)
+    AttentionMaskInterface.register(NAME, asked_mask)
 
 
 LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # of models that predict the next token
 POOLED = ("SequenceClassification", "MultipleChoice", "NextSentencePrediction")
 LAYERS = ("full_attention", "sliding_attention")
 ARGUMENTS = ("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch")
+ROUTERS = "that adds a loss over this rank's tokens only, which is not supported"
 TOLD = (*ARGUMENTS, "position_ids", "use_cache", "cache_position")  # layers are told these, beside their attention
 
 
@@ -368,6 +394,8 @@ def refuse_model(model: nn.Module, name: str) -> None:
     mixing = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)})
     if mixing:
         raise ValueError(f"{name} also mixes tokens by {', '.join(mixing)}, which is not spread over ranks")
+    if getattr(text, "output_router_logits", False):
+        raise ValueError(f"{name} has output_router_logits in its config: {ROUTERS}; set it to False")
     if getattr(text, "attention_dropout", 0.0):
         raise ValueError(
             f"{name} has attention_dropout={text.attention_dropout}; set it to 0, dropout is not supported"
@@ -380,14 +408,29 @@ def numbered_by(model: nn.Module) -> str | None:
     return next((type(m).__name__ for m in model.modules() if any(hasattr(m, rule) for rule in rules)), None)
 
 
+def is_counted(model: nn.Module) -> bool:
+    """Whether positions are counted over the real tokens: an embedding of positions that asks for the padding mask."""
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    return any("attention_mask" in signature(m.forward).parameters for m in embeddings)
+
+
+def generate(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        "a prepared model gives the logits of this rank's tokens, from which generate() would take the wrong ones; "
+        "generate with the model as it was, or token by token with ringattn.KVCache, prefill and decode"
+    )
+
+
 def accepted(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments that keep their meaning when a rank holds a part of the sequence."""
     if kwargs.get("return_dict") is False:
         raise ValueError("return_dict=False is not supported: a prepared model gives loss and logits by name")
     found = {k: v for k, v in kwargs.items() if v is not None and v is not False and k != "use_cache"}
+    if type(found.get("logits_to_keep")) is int and found["logits_to_keep"] == 0:
+        del found["logits_to_keep"]  # all of them
     unknown = sorted(set(found) - set(ARGUMENTS))
     if unknown:
         raise ValueError(f"a prepared model does not take {', '.join(unknown)}")
     if found.get("output_router_logits"):
-        raise ValueError("output_router_logits adds a loss over this rank's tokens only; it is not supported")
+        raise ValueError(f"output_router_logits: {ROUTERS}")
     return {k: v for k, v in found.items() if k != "num_items_in_batch"}

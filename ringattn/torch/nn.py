@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ringattn import api
 from ringattn.check import of_sizes
+from ringattn.kernels.arrays import accumulator
 from ringattn.planning import LIVE, Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.cache import KVCache
@@ -23,25 +24,29 @@ from ringattn.torch.nn_linear import check_input, check_stream, head_size
 
 
 @op("rope_angles")
-def rope_angles(positions_T: Tensor, dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
+def rope_angles(
+    positions_T: Tensor, dim: int, theta: float = 10000.0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """cos and sin [T, dim / 2] of position * theta^(-2i / dim): the angles in float64, right at any length.
 
     One node of a compiled graph, which would otherwise work them out again for every head.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions_T.device) / dim
     angles = positions_T.double()[..., None] * theta**-exponents
-    return angles.cos().float(), angles.sin().float()
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 @fake("rope_angles")
-def _(positions_T: Tensor, dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
-    cos = positions_T.new_empty(*positions_T.shape, (dim + 1) // 2, dtype=torch.float32)
+def _(
+    positions_T: Tensor, dim: int, theta: float = 10000.0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    cos = positions_T.new_empty(*positions_T.shape, (dim + 1) // 2, dtype=dtype)
     return cos, torch.empty_like(cos)
 
 
 def rope(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pair (x[i], x[i + D/2]) by its angle, in float32: a dot product then depends on the distance alone."""
-    a, b = x_BTHD.float().chunk(2, -1)
+    """Turn the pair (x[i], x[i + D/2]) by its angle, in its dtype: a dot product then depends on the distance alone."""
+    a, b = x_BTHD.to(cos.dtype).chunk(2, -1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_BTHD.dtype)
 
@@ -105,8 +110,9 @@ class Attention(nn.Module):
     def projected(self, x_BTC: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, H, D], k and v [B, T, G, D], queries and keys turned to these positions."""
         B, T, _ = x_BTC.shape
-        cos, sin = torch.ops.ringattn.rope_angles(positions, self.head_dim, self.theta)
-        q = rope(self.q(x_BTC).view(B, T, self.heads, self.head_dim), cos, sin)
+        q = self.q(x_BTC).view(B, T, self.heads, self.head_dim)
+        cos, sin = torch.ops.ringattn.rope_angles(positions, self.head_dim, self.theta, accumulator(q))
+        q = rope(q, cos, sin)
         k = rope(self.k(x_BTC).view(B, T, self.kv_heads, self.head_dim), cos, sin)
         return q, k, self.v(x_BTC).view(B, T, self.kv_heads, self.head_dim)
 

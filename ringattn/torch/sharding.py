@@ -1,5 +1,6 @@
 """A rank's part of a sequence: cutting it out, putting the whole together again, and which of it is padding."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +14,17 @@ from ringattn.planning import Plan
 from ringattn.spec import Docs, whole
 from ringattn.torch.agree import agree, describe
 from ringattn.torch.check import of_types
+
+
+def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Its tensors, kept by its arguments; made anew under a FakeTensorMode, where they hold nothing."""
+    known = lru_cache(maxsize=64)(function)
+
+    def call(*args: Any) -> Any:
+        fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        return (known if fakes is None else function)(*args)
+
+    return call
 
 
 def positions(plan: Plan) -> Tensor:
@@ -54,7 +66,7 @@ class Unshard(torch.autograd.Function):
         ctx.plan, ctx.dim = plan, dim
         ring_shard = plan.ulysses_axis.all_gather(x, dim).wait()
         everything = plan.ring_axis.all_gather(ring_shard, dim).wait()
-        return everything.index_select(dim, order_of(plan.tokens, x.device, back=True)[: plan.seq_len])
+        return everything.index_select(dim, order_of(plan.tokens, x.device, True)[: plan.seq_len])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -78,7 +90,7 @@ class Summed(torch.autograd.Function):
         return Unshard.apply(grad, ctx.plan, ctx.dim), None, None
 
 
-@lru_cache(maxsize=32)
+@kept
 def order_of(layout: Layout, device: torch.device, back: bool = False) -> Tensor:
     """The positions of all shards one after the other, padding included; `back`: where each position is in there."""
     order = layout.order()
@@ -90,7 +102,8 @@ def unshard(x: Tensor, plan: Plan, dim: int = 1) -> Tensor:
     problem = of_dim(x, dim)
     if problem is None and x.shape[dim] != plan.local_len:
         problem = f"dim {dim} of x has {x.shape[dim]} tokens; a rank of this plan holds {plan.local_len} ({plan})"
-    words = {} if problem else describe(plan, None, {"x": x}, None, call="unshard", dim=dim % x.dim())
+    keep = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
+    words = {} if problem else describe(plan, None, {"x": x}, None, call="unshard", dim=dim % x.dim(), gradients=keep)
     agree(plan, words, problem)
     return Unshard.apply(x, plan, dim % x.dim())
 
@@ -116,7 +129,7 @@ def real_tokens(plan: Plan, docs: Docs | None, device: torch.device) -> Tensor |
     return _real_tokens(plan, docs, plan.ring_axis.rank, plan.ulysses_axis.rank, device)
 
 
-@lru_cache(maxsize=64)
+@kept
 def _real_tokens(
     plan: Plan, docs: Docs | None, ring_rank: int, ulysses_rank: int, device: torch.device
 ) -> Tensor | None:
