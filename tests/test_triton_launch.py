@@ -111,7 +111,7 @@ def some_call(draw: random.Random):
     into_k, into_v = kept
     few = Intervals(*torch.zeros(2, B, min(T, 4), dtype=torch.int32))
     parts = [Part(tensor(B, T, H, D, dtype=draw.choice([dtype, torch.float32])), (0, T), (0, H)) for _ in range(R)]
-    dlse, sinks, splits, window = (draw.choice([None, x]) for x in (row, torch.empty(H), 4, 9))
+    dlse, sinks, splits, window = (draw.choice([None, x]) for x in (row, torch.empty(H), 4, draw.choice([9, 2**40])))
     return draw.choice([
         lambda: forward.attend(q, k, v, where, scale=scale, softcap=softcap, carry=carry),
         lambda: backward.attend_backward(q, k, v, where, dout, row, row, scale=scale, softcap=softcap),
