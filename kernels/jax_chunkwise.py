@@ -135,9 +135,10 @@ def product(a: Array, b: Array) -> Array:
 
 
 def over_chunks(function: Callable[..., Any], *arrays: Any) -> Any:
-    """`function` of each chunk, a few at a time; backward works each out again."""
+    """`function` of each chunk, a few at a time, or one where sizes are symbols; backward works each out again."""
     x: Array = arrays[0]
-    few = min(len(x), AT_ONCE // (len(AFTER) * prod(x.shape[1:])))
+    size = len(AFTER) * prod(x.shape[1:])
+    few = min(len(x), AT_ONCE // size) if isinstance(size, int) else 1
     return lax.map(jax.checkpoint(lambda each: function(*each)), arrays, batch_size=max(1, few))
 
 

@@ -212,6 +212,35 @@ def test_a_cache_may_be_made_under_jit():
     assert [type(x) for x in (small.max_len, small.window, small.most)] == [int, int, int]
 
 
+def test_numbers_may_be_arrays_or_traced():
+    q, k, v = (jnp.asarray(x.numpy()) for x in draw(T=8))
+    cache = cache_of(k, v, ring=2)
+    mine = [cache.plan.shard(x) for x in (q, k, v)]
+    expected = ra.prefill(*mine, cache.plan, cache, keys=3)[0]
+    assert (ra.prefill(*mine, cache.plan, cache, keys=jnp.int32(3))[0] == expected).all()
+    for start in (jnp.int32(0), [jnp.int32(0)] * 2):
+        found = jax.jit(lambda start: ra.prefill(*mine, cache.plan, cache, start=start, keys=3)[0])(start)
+        assert np.allclose(found, expected, atol=1e-6)
+
+
+def test_gradients_through_a_cache_are_refused_and_what_needs_none_is_not():
+    q, k, v = (jnp.asarray(x.numpy()) for x in draw(T=8))
+    cache = cache_of(k, v, ring=2, max_len=9)
+    mine = [cache.plan.shard(x) for x in (q, k, v)]
+
+    def prefill(scale):
+        return ra.prefill(*(x * scale for x in mine), cache.plan, cache)
+
+    def decode(scale):
+        full = ra.prefill(*mine, cache.plan, cache)[1]
+        return ra.decode(*(x[:, :1] * scale for x in (q, k, v)), full)
+
+    for call in (prefill, decode):
+        with pytest.raises(NotImplementedError, match=r"nothing of a cache is differentiable .*stop_gradient"):
+            jax.eval_shape(jax.grad(lambda x, call=call: call(x)[0].sum()), 1.0)
+        assert jax.eval_shape(jax.grad(lambda x, call=call: x * call(x)[0].argmax()), 1.0).shape == ()
+
+
 def test_what_is_wrong_is_said():
     q, k, v = (jnp.asarray(x.numpy()) for x in draw(T=8))
     cache = cache_of(k, v, ring=2)

@@ -124,6 +124,82 @@ def test_without_a_plan_explicit_sharding_says_where_everything_lies(small):
     close(several, jnp.stack([ra.attention(*plain), ra.attention(*(2 * x for x in plain))]))
 
 
+FOUR = jax.devices()[:4]
+
+
+@pytest.fixture(scope="module")
+def square():
+    """Two explicit axes, one of which cuts the batch; q, k and v on it."""
+    mesh = jax.make_mesh((2, 2), ("data", "ring"), axis_types=(AxisType.Explicit,) * 2, devices=FOUR)
+    arrays = [jax.random.normal(jax.random.key(i), (2, 28, 4, 8)) for i in range(3)]
+    return mesh, arrays, spread(mesh, arrays, "data", "ring")
+
+
+def test_on_explicit_axes_what_is_beside_q_may_lie_anywhere(square):
+    """Documents a row, gates, a state, sinks; and under a plan k and v, whose heads nothing cuts yet."""
+    _, (q, k, v), placed = square
+    docs, sinks = ra.Docs.from_lengths([[4, 24], [9, 19]]), jnp.arange(4.0)
+    linear = {"log_decay": -(q[..., 0] ** 2), "initial_state": jnp.ones((2, 4, 8, 8)), "docs": docs}
+    close(ra.attention(*placed, docs=docs, sinks=sinks), ra.attention(q, k, v, docs=docs, sinks=sinks))
+    close(ra.linear_attention(*placed, **linear), ra.linear_attention(q, k, v, **linear))
+
+    mesh = jax.make_mesh((2, 2), ("ring", "tensor"), axis_types=(AxisType.Explicit,) * 2, devices=FOUR)
+    plan = ra.plan(mesh, seq_len=28, strategy="ring", layout="contiguous")
+    grouped = [*spread(mesh, [q], None, None, "tensor"), *spread(mesh, [x[:, :, :2] for x in (k, v)])]
+    out = ra.attention(*grouped, plan, sinks=sinks)
+    assert out.sharding.spec == P(None, "ring", "tensor", None)
+    close(out, ra.attention(q, k[:, :, :2], v[:, :, :2], sinks=sinks))
+    one = [x[:, :, :1] for x in grouped[1:]]
+    expect(["tensor=2", "1 key heads", "repeat k and v"], lambda: ra.attention(grouped[0], *one, plan))
+    expect(["['ring']", "batch", "reshard"], lambda: ra.attention(*spread(mesh, (q, k, v), "ring"), plan))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_what_explicit_axes_cut_already_may_be_sharded(square, layout):
+    mesh, (q, *_), (placed, *_) = square
+    plan = ra.plan(mesh, seq_len=28, strategy="ring", layout=layout)
+    expected = plan.shard(q)
+    assert (plan.shard(placed) == expected).all() and (jax.jit(plan.shard)(placed) == expected).all()
+
+
+@pytest.mark.parametrize("kinds", ["AX", "XA"])
+def test_axes_of_both_kinds_may_be_mixed(square, kinds):
+    _, (q, k, v), _ = square
+    kind = {"A": AxisType.Auto, "X": AxisType.Explicit}
+    mesh = jax.make_mesh((2, 2), ("data", "ring"), axis_types=tuple(kind[x] for x in kinds), devices=FOUR)
+    plan = ra.plan(mesh, seq_len=28, strategy="ring", layout="zigzag")
+    with jax.set_mesh(mesh):
+        found = jax.jit(through(plan))(q, k, v)
+        out = jax.jit(lambda q: ra.attention(q, q, q, plan))(plan.shard(q))
+        assert out.sharding.is_equivalent_to(plan.shard(q).sharding, 4)
+    close(found, ra.attention(q, k, v))
+
+
+@pytest.mark.parametrize("attention", [ra.attention, ra.linear_attention])
+def test_vmap_over_what_an_explicit_axis_cuts(square, attention):
+    mesh, (q, k, v), placed = square
+    rows = [x[:, None] for x in placed]
+
+    def grads(attention, *arrays):
+        return jax.jit(jax.grad(lambda *x: (attention(*x) ** 2).sum(), argnums=(0, 1, 2)))(*arrays)
+
+    with jax.set_mesh(mesh):
+        found = jax.device_get(grads(jax.vmap(attention, spmd_axis_name="data"), *rows))
+    close([x[:, 0] for x in found], grads(attention, q, k, v))
+
+
+@pytest.mark.parametrize("attention", [ra.attention, ra.linear_attention])
+def test_without_a_plan_within_a_shard_map_over_other_axes(square, attention):
+    """Explicit axes that it leaves free are read, automatic ones are the compiler's."""
+    mesh, (q, k, v), placed = square
+    cut = {"in_specs": P("data"), "out_specs": P("data"), "axis_names": {"data"}}
+    found = jax.jit(jax.shard_map(attention, mesh=mesh, **cut))(*placed)
+    assert found.sharding.spec[1] == "ring"
+    close(found, attention(q, k, v))
+    auto = jax.make_mesh((2, 2), ("data", "ring"), axis_types=(AxisType.Auto,) * 2, devices=FOUR)
+    close(jax.jit(jax.shard_map(attention, mesh=auto, **cut))(q, k, v), attention(q, k, v))
+
+
 def test_without_a_plan_data_beside_what_is_traced_lies_alike(small):
     """A function's arrays may be arguments, or closed over."""
     meshes = [

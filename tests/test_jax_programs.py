@@ -50,6 +50,42 @@ def test_runs_without_jit_and_over_a_data_axis(small, plan):
     assert plan.positions().sharding.spec == P(("ring", "ulysses"))
 
 
+@pytest.mark.parametrize("attention", [ra.attention, ra.linear_attention])
+def test_without_a_plan_a_call_is_one_program_and_an_equal_call_compiles_nothing(attention, caplog):
+    x = jnp.ones((1, 77, 2, 8))
+    with jax.log_compiles():
+        for compiled in (1, 0):
+            caplog.clear()
+            attention(x, x, x, docs=ra.Docs.from_lengths([7, 70]))
+            assert caplog.text.count("Finished XLA compilation") == compiled
+
+
+def test_a_batch_that_the_data_axis_does_not_divide_lies_whole_on_it(small, plan):
+    three = [jnp.concatenate([x, x[:1]]) for x in small]
+    found, expected = through(plan), ra.attention(*three)
+    close((found(*three), jax.jit(found)(*three)), (expected, expected))
+
+
+def test_nothing_is_sent_to_a_device_unasked(small, plan):
+    q, docs = small[0], ra.Docs.from_lengths([11, 19])
+    zigzag = dataclasses.replace(plan, layout="zigzag", heads=None)
+    with jax.transfer_guard("disallow"):
+        ra.attention(q, q, q, docs=docs)
+        ra.linear_attention(q, q, q, -q * q, docs=docs, check=False)
+        zigzag.positions()
+        through(zigzag)(q, q, q)
+
+
+def test_a_program_for_any_batch_may_be_exported(small):
+    """By jax.export, with a symbol for its size."""
+    q = small[0]
+    shape = jax.export.symbolic_shape("b, 30, 4, 8")
+    for attention in (ra.attention, lambda q, *kv: ra.linear_attention(q, *kv, -q * q)):
+        program = jax.jit(jax.value_and_grad(lambda q, f=attention: (f(q, q, q) ** 2).sum()))
+        exported = jax.export.export(program)(jax.ShapeDtypeStruct(shape, jnp.float32))
+        close(exported.call(q), program(q))
+
+
 def test_documents_may_be_traced(small, plan):
     docs = ra.Docs.from_lengths([[10, 5, 15], [3, 20, 7]])
     found = jax.jit(lambda docs, *x: through(plan, docs=docs)(*x))(docs, *small)
@@ -159,6 +195,8 @@ def test_shard_and_unshard_are_inverse_in_every_layout():
         assert (np.asarray(plan.positions()) == order).all()
         assert (np.asarray(whole)[:, order < 30] == np.asarray(x)[:, order[order < 30]]).all()
         assert (plan.unshard(whole) == x).all()
+        keys = jax.random.split(jax.random.key(0), 30)
+        assert (plan.unshard(plan.shard(keys, 0), 0) == keys).all()
 
 
 # Decisions: made in Python, before anything runs.
@@ -219,7 +257,6 @@ def test_errors_say_what_to_do(small, plan):
     expect(["ulysses=8", "12 query heads", "ulysses=4, ring=2"], lambda: ra.plan(eight, seq_len=32, heads=(12, 4)))
     expect([f"seq_len={10**30}: at most {2**53}"], lambda: ra.plan(eight, seq_len=10**30))
     expect(["needs 3 devices", "8"], lambda: rj.init_mesh(ring=3))
-    expect(["data=2", "batch of 1"], lambda: ra.attention(*(x[:1] for x in sharded), plan))
     expect(["same dtype"], lambda: ra.attention(sharded[0].astype(jnp.bfloat16), *sharded[1:], plan))
     expect(["torch mesh"], lambda: ra.attention(q, k, v, ra.plan(seq_len=30)))
     expect(["kernel='triton'", "splash"], lambda: ra.plan(eight, seq_len=32, heads=8, head_dim=8, kernel="triton"))

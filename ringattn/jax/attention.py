@@ -21,7 +21,7 @@ from ringattn.jax import ulysses
 from ringattn.jax.check import check
 from ringattn.jax.gather import gather_backward, gather_forward
 from ringattn.jax.ring import ring_backward, ring_forward
-from ringattn.jax.sharding import cut_of_tokens, located, mesh_here
+from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
 from ringattn.jax.steps import local_positions, route_of, step_of
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.pallas.varying import axes_of, vary
@@ -79,16 +79,19 @@ def attention(
     check(arrays, plan, (lengths[0], lengths[1]), spec, docs, key_docs)
     call = call_of(plan, spec, docs, key_docs, return_lse)
     if inside:
-        out, lse = on_device(call, arrays, starts)
+        out, lse = alone(call)(arrays, starts)
     else:
-        tokens = cut_of_tokens(q, plan, lying)
+        tokens = cut_of_tokens(q, k, plan, lying)
         rows = tuple(P(tokens[0]) if s is not None and s.shape[0] > 1 else P() for s in starts)
         out, lse = program(call, mesh_here(plan), tokens, rows)(arrays, starts)
     return (out, lse) if return_lse else out
 
 
 def starts_of(docs: Docs | None) -> Array | None:
-    return None if docs is None else jnp.asarray(docs.starts, jnp.int32)
+    if docs is None:
+        return None
+    known = isinstance(docs.starts, np.ndarray)
+    return jax.device_put(docs.starts.astype(np.int32)) if known else jnp.asarray(docs.starts, jnp.int32)
 
 
 def call_of(plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None, lse: bool) -> Call:
@@ -106,11 +109,13 @@ def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: tuple[P, P])
     specs = ((tokens, tokens, tokens, P(tokens[2])), rows)
     interpreted = call.mask.plan.kernel == "splash" and call.mask.plan.device != "tpu"
     untold = interpreted or call.mask.plan.kernel == "stock_splash"  # of what varies
-    whole = jax.shard_map(
-        partial(on_device, call), mesh=mesh, in_specs=specs, out_specs=(tokens, tokens), check_vma=not untold,
-        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-    )  # fmt: skip
-    return jax.jit(whole)
+    return over_mesh(partial(on_device, call), mesh, specs, (tokens, tokens), check_vma=not untold)
+
+
+@lru_cache(maxsize=128)
+def alone(call: Call) -> Any:
+    """One device's part as a program of its own, which is compiled once."""
+    return jax.jit(partial(on_device, call))
 
 
 def on_device(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:

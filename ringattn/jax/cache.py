@@ -323,7 +323,7 @@ def over_devices(work: Any, cache: KVCache, cut: tuple[Any, ...], whole: tuple[A
     Gives the cache and what is found, which is cut as `cut` is, or the same on all devices if nothing is.
     """
     if not isinstance(cache.plan.ring_axis, MeshAxis):
-        return work(cache, *cut, *whole)
+        return undifferentiated(work)(cache, *cut, *whole)
     check_context(cache.plan)
     specs = spec_of(cache.cut, sequence_axes(cache.plan)), spec_of(cache.cut, ())
     return program(work, cache.plan.ring_axis.mesh, *specs)(cache, cut, whole)
@@ -342,4 +342,18 @@ def program(work: Any, mesh: Mesh, tokens: P, everyone: P) -> Any:
         )  # fmt: skip
         return inner(cache, cut, jax.tree.map(lambda x, spec: moved(x, NamedSharding(mesh, spec)), whole, each))
 
-    return jax.jit(call)
+    return jax.jit(undifferentiated(call))
+
+
+def undifferentiated(call: Any) -> Any:
+    """The same function, of which a gradient is refused."""
+
+    def refused(*_: Any) -> Any:
+        raise NotImplementedError(
+            "nothing of a cache is differentiable (append, prefill, decode): train with ringattn.attention, and give "
+            "what needs no gradient here through jax.lax.stop_gradient"
+        )
+
+    found = jax.custom_vjp(call)
+    found.defvjp(lambda *given: (call(*given), None), refused)
+    return found

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -33,7 +34,7 @@ from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import FORMS, Partial, add_sinks, empty, merge_stack, packed, unpacked
 from ringattn.planning import LAST, Plan, heads_problem
 from ringattn.serving import MOVES, keys_at_once
-from ringattn.spec import AttentionSpec
+from ringattn.spec import AttentionSpec, whole
 
 
 def prefill(
@@ -57,7 +58,7 @@ def prefill(
     most so many of a device's keys are attended to, or sent, at once; by default a few times its queries.
     """
     spec = AttentionSpec() if spec is None else spec
-    whole = plan.tokens.padded_length
+    held = plan.tokens.padded_length
     problem = (
         of_choice("move", move, ("auto", *MOVES))
         or of_keys(keys)
@@ -65,14 +66,14 @@ def prefill(
         or of_dtypes(q, k, v)
         or of_plan(q, k, v, plan)
         or of_sinks_for(q, sinks)
-        or of_lengths(q, k, plan, AttentionSpec(causal=False), (whole, whole))
+        or of_lengths(q, k, plan, AttentionSpec(causal=False), (held, held))
         or of_cache(cache, plan, spec, start)
         or cache.problem(k, v, plan.seq_len)
     )
     if problem:
         raise ValueError(problem)
     way = cache.moves(plan, q.shape[2]).way if move == "auto" else move
-    work = Prefill(plan, spec, way, keys or keys_at_once(plan.local_len))
+    work = Prefill(plan, spec, way, whole(keys) or keys_at_once(plan.local_len))
     cache, out = over_devices(work, cache, (q, k, v), (sinks,))
     return out, cache
 
@@ -116,7 +117,8 @@ def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Seque
     """Why this chunk cannot go on this cache, or None."""
     if (plan.ring, plan.ulysses, plan.place) != (cache.plan.ring, cache.plan.ulysses, cache.plan.place):
         return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
-    return of_window(cache.window, spec) or of_start(start, cache.known)
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(start))
+    return of_window(cache.window, spec) or of_start(start, None if traced else cache.known)
 
 
 def of_tokens(q: Array, k: Array, cache: KVCache, spec: AttentionSpec) -> str | None:

@@ -8,6 +8,7 @@ state before each chunk; all else is worked out again, chunk by chunk.
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import prod
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn.check import of_choice, of_linear, of_scale, of_state
 from ringattn.jax.attention import real_tokens, starts_of
 from ringattn.jax.check import of_dtypes
-from ringattn.jax.sharding import cut_of_tokens, located, mesh_here
+from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
 from ringattn.jax.states import KEPT, exchange
 from ringattn.jax.steps import local_positions
 from ringattn.jax.ulysses import cleared
@@ -78,9 +79,9 @@ def linear_attention(
     call = Call(plan, scale, scan, return_state, docs is not None and docs.padded)
     starts = starts_of(docs)
     if inside:
-        out, end = recomputed(call)(arrays, starts)
+        out, end = alone(call)(arrays, starts)
     else:
-        tokens = cut_of_tokens(q, plan, lying)
+        tokens = cut_of_tokens(q, k, plan, lying)
         rows = P(tokens[0]) if starts is not None and starts.shape[0] > 1 else P()
         out, end = program(call, mesh_here(plan), tokens, rows)(arrays, starts)
     return (out, end) if return_state else out
@@ -124,10 +125,13 @@ def of_gates(log_decay: Array | None, plan: Plan, docs: Docs | None, check: bool
 def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: P) -> Any:
     """(q, k, v, log_decay, initial_state), starts -> out, end on global arrays, of which `tokens` says how q is cut."""
     state = P(tokens[0], tokens[2])
-    specs = ((tokens, tokens, tokens, tokens, state), rows)
-    free = set(mesh.axis_names) - set(mesh.manual_axes)
-    whole = jax.shard_map(recomputed(call), mesh=mesh, in_specs=specs, out_specs=(tokens, state), axis_names=free)
-    return jax.jit(whole)
+    return over_mesh(recomputed(call), mesh, ((tokens, tokens, tokens, tokens, state), rows), (tokens, state))
+
+
+@lru_cache(maxsize=128)
+def alone(call: Call) -> Any:
+    """One device's part as a program of its own, which is compiled once."""
+    return jax.jit(recomputed(call))
 
 
 def recomputed(call: Call) -> Any:
@@ -148,7 +152,8 @@ def on_device(call: Call, arrays: Arrays, starts: Any) -> tuple[Array, Array | N
     if start is None:
         start = jnp.zeros_like(k, accumulator(k), shape=(B, *k.shape[2:], v.shape[-1]))
     steps = chunkwise.steps_of(k, v, g, begin)
-    way = choose(plan, call.scan, start.size * start.dtype.itemsize, q.shape[-1])
+    known = prod(n for n in start.shape if isinstance(n, int))  # a batch that is a symbol counts as one row
+    way = choose(plan, call.scan, known * start.dtype.itemsize, q.shape[-1])
     pairs = chunkwise.pairs(q, k, v, g, begin, call.scale)
     before, end, inner = exchange(plan, way, steps, start, chunkwise.within, pairs)
     outer = chunkwise.passing(q, g, begin, before, call.scale)

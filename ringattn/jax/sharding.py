@@ -3,7 +3,7 @@
 And the other way round: the plan of arrays that are spread over a mesh already, or lie on one device.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,9 +31,11 @@ def shard(x: Array, plan: Plan, dim: int = 1) -> Array:
         already = plan.tokens.padded_length != plan.seq_len and x.shape[dim] == plan.tokens.padded_length
         hint = "it is already sharded" if already else f"use plan.for_length({x.shape[dim]})"
         raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, the plan is for {plan.seq_len}; {hint}")
+    if jax.typeof(x).sharding.spec[dim] is not None:  # where a type says the cut, what is cut cannot be permuted
+        x = placed(x, plan, dim, ())
     pad = plan.tokens.padded_length - plan.seq_len
-    x = jnp.pad(x, [(0, pad if i == dim else 0) for i in range(x.ndim)]) if pad else x
-    return placed(permuted(x, plan.tokens, dim), plan, dim)
+    x = padded(x, pad, dim) if pad else x
+    return placed(permuted(x, plan.tokens, dim), plan, dim, sequence_axes(plan))
 
 
 def unshard(x: Array, plan: Plan, dim: int = 1) -> Array:
@@ -46,8 +48,7 @@ def unshard(x: Array, plan: Plan, dim: int = 1) -> Array:
             f"dim {dim} of x has {x.shape[dim]} tokens, a sharded array of this plan has "
             f"{plan.tokens.padded_length} ({plan})"
         )
-    there = NamedSharding(mesh_here(plan), spec_of(x, plan, dim, ()))
-    everything = restored(moved(x, there), plan.tokens, dim)
+    everything = restored(placed(x, plan, dim, ()), plan.tokens, dim)
     return jax.lax.slice_in_dim(everything, 0, plan.seq_len, axis=dim)
 
 
@@ -69,7 +70,7 @@ def positions(plan: Plan) -> Array:
     if is_local(plan):
         return local_positions(plan)
     at = jnp.arange(plan.tokens.padded_length, dtype=jnp.int32)
-    return placed(permuted(at, plan.tokens, 0), plan, 0)
+    return placed(permuted(at, plan.tokens, 0), plan, 0, sequence_axes(plan))
 
 
 def sequence_axes(plan: Plan) -> tuple[str, ...]:
@@ -77,9 +78,9 @@ def sequence_axes(plan: Plan) -> tuple[str, ...]:
     return (*plan.ring_axis.names, *plan.ulysses_axis.names)
 
 
-def placed(x: Array, plan: Plan, dim: int) -> Array:
-    """`x` with its sequence over ring and ulysses, and its first dim over the mesh's data axis where that divides."""
-    return moved(x, NamedSharding(mesh_here(plan), spec_of(x, plan, dim, sequence_axes(plan))))
+def placed(x: Array, plan: Plan, dim: int, along: tuple[str, ...]) -> Array:
+    """`x` with its sequence over these axes, and its first dim over the mesh's data axis where that divides."""
+    return moved(x, NamedSharding(mesh_here(plan), spec_of(x, plan, dim, along)))
 
 
 def mesh_here(plan: Plan) -> Mesh | AbstractMesh:
@@ -118,18 +119,17 @@ def check_context(plan: Plan) -> None:
         )
 
 
-def data_axis(mesh: Mesh | AbstractMesh) -> tuple[str | None, int]:
-    """The axis that cuts the batch of global arrays, if there is one, and its size."""
-    found = "data" in mesh.axis_names and "data" not in mesh.manual_axes
-    return ("data", mesh.shape["data"]) if found else (None, 1)
+def data_axis(mesh: Mesh | AbstractMesh, rows: int) -> str | None:
+    """The axis that cuts the batch of global arrays, if there is one that divides it."""
+    found = "data" in mesh.axis_names and "data" not in mesh.manual_axes and rows % mesh.shape["data"] == 0
+    return "data" if found else None
 
 
 def spec_of(x: Array, plan: Plan, dim: int, along: tuple[str, ...]) -> P:
-    data, size = data_axis(mesh_here(plan))
     parts: list[Any] = [None] * x.ndim
     parts[dim] = along or None
-    if dim and x.shape[0] % size == 0:
-        parts[0] = data
+    if dim:
+        parts[0] = data_axis(mesh_here(plan), x.shape[0])
     return P(*parts)
 
 
@@ -137,9 +137,43 @@ def moved(x: Array, there: NamedSharding) -> Array:
     """`x` with this sharding: data that is at hand is moved, a traced value is told where it will be."""
     if isinstance(there.mesh, Mesh) and not isinstance(x, jax.core.Tracer):
         return jax.device_put(x, there)
-    if AxisType.Explicit in there.mesh.axis_types:
-        return jax.reshard(x, there)
-    return jax.lax.with_sharding_constraint(x, there)
+    for kind, told in ((AxisType.Explicit, jax.reshard), (AxisType.Auto, jax.lax.with_sharding_constraint)):
+        if kind in there.mesh.axis_types:
+            x = told(x, NamedSharding(there.mesh, P(*(of_kind(kind, there.mesh, cut) for cut in there.spec))))
+    return x
+
+
+def of_kind(kind: AxisType, mesh: Mesh | AbstractMesh, cut: Any) -> tuple[str, ...]:
+    """Those axes of one dim's cut that are of this kind."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(name for name in names_of(cut) if kinds[name] == kind)
+
+
+def names_of(cut: Any) -> tuple[str, ...]:
+    return (cut,) if isinstance(cut, str) else tuple(cut or ())
+
+
+def over_mesh(work: Any, mesh: Mesh | AbstractMesh, given: Any, found: Any, check_vma: bool = True) -> Any:
+    """A program: `work` on every device, of arguments that are brought to the specs `given`; results lie as `found`."""
+    free = set(mesh.axis_names) - set(mesh.manual_axes) if mesh.manual_axes else set()  # none named: all not vmapped
+    inner = jax.shard_map(
+        work, mesh=mesh, in_specs=given, out_specs=found, check_vma=check_vma, axis_names=free
+    )  # fmt: skip
+
+    def there(x: Array | None, spec: P) -> Array | None:
+        return None if x is None else moved(x, NamedSharding(mesh, spec))
+
+    def call(*arrays: Any) -> Any:
+        return inner(*jax.tree.map(there, arrays, given, is_leaf=lambda x: x is None))
+
+    return jax.jit(call)
+
+
+@partial(jax.jit, static_argnums=(1, 2), inline=True)
+def padded(x: Array, pad: int, dim: int) -> Array:
+    """`x` and so many zeros along `dim`, of whatever dtype, also of random keys."""
+    nothing = jnp.zeros_like(x, shape=(*x.shape[:dim], pad, *x.shape[dim + 1 :]))
+    return jnp.concatenate([x, nothing], dim)
 
 
 def permuted(x: Array, layout: Layout, dim: int) -> Array:
@@ -153,10 +187,14 @@ def restored(x: Array, layout: Layout, dim: int) -> Array:
 
 
 def rearranged(x: Array, layout: Layout, dim: int, back: bool) -> Array:
+    """Contiguous stays as it is."""
+    return x if layout.ring == 1 or layout.name == "contiguous" else dealt(x, layout, dim, back)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # or the order is sent to a device in each call
+def dealt(x: Array, layout: Layout, dim: int, back: bool) -> Array:
     """Striped is a transpose, zigzag a permutation of 2 x ring blocks."""
     ring, before, after = layout.ring, x.shape[:dim], x.shape[dim + 1 :]
-    if ring == 1 or layout.name == "contiguous":
-        return x
     if layout.name == "striped":
         grid = (ring, layout.shard_len) if back else (layout.shard_len, ring)
         return x.reshape(*before, *grid, *after).swapaxes(dim, dim + 1).reshape(x.shape)
@@ -202,15 +240,14 @@ def placement(name: str, x: Array) -> Placed | None:
             "mesh with jax.device_put and a NamedSharding, or give a plan"
         )
     mesh = there.mesh
-    if mesh.size <= 1 or AxisType.Manual in mesh.axis_types:
+    if mesh.size <= 1 or (AxisType.Manual in mesh.axis_types and not any(there.spec)):
         return None
     if traced and AxisType.Auto in mesh.axis_types:
         raise ValueError(
             f"what cuts {name} is not known while it is traced (jit, grad, vmap): axes of its mesh {mesh.axis_names} "
             "are automatic; give a plan (ringattn.plan(mesh, ...)), or make the mesh with AxisType.Explicit"
         )
-    cuts = [() if cut is None else (cut,) if isinstance(cut, str) else tuple(cut) for cut in there.spec]
-    batch, tokens, heads, dim = [*cuts, (), (), (), ()][:4]
+    batch, tokens, heads, dim = [*map(names_of, there.spec), (), (), (), ()][:4]
     if dim:
         raise ValueError(f"the head dim of {name} is cut by {dim}; attention needs whole heads: use jax.reshard")
     return Placed(mesh, batch, tokens, heads)
@@ -233,21 +270,26 @@ def located(q: Array, k: Array, v: Array, plan: Plan | None) -> tuple[Plan, Plac
     return plan, lying, inside
 
 
-def cut_of_tokens(q: Array, plan: Plan, lying: Placed | None) -> P:
+def cut_of_tokens(q: Array, k: Array, plan: Plan, lying: Placed | None) -> P:
     """By which axes of the mesh q is cut, [B, T, H], and so k and v."""
-    batch, heads = (lying.batch or None, lying.heads or None) if lying else other_axes(q, mesh_here(plan))
-    return P(batch, sequence_axes(plan) or None, heads)
+    mesh, tokens = mesh_here(plan), sequence_axes(plan)
+    batch, heads = (lying.batch, lying.heads) if lying else other_axes(q, mesh)
+    if twice := set(tokens) & {*batch, *heads}:
+        raise ValueError(f"{sorted(twice)} cut the batch or the heads of q, and the plan's sequence; use jax.reshard")
+    if k.shape[2] % MeshAxis(heads, mesh).size:
+        said = ", ".join(f"{name}={mesh.shape[name]}" for name in heads)
+        raise ValueError(
+            f"{said}, which cuts the heads of q, does not divide {k.shape[2]} key heads; repeat k and v, or leave q's "
+            "heads uncut"
+        )
+    return P(batch or None, tokens or None, heads or None)
 
 
-def other_axes(q: Array, mesh: Mesh | AbstractMesh) -> tuple[Any, Any]:
-    """What cuts the batch and the heads: as q's type says where the mesh is explicit, else the data axis the batch."""
-    if AxisType.Explicit in mesh.axis_types:
-        spec = jax.typeof(q).sharding.spec
-        return spec[0], spec[2]
-    data, size = data_axis(mesh)
-    if q.shape[0] % size:
-        raise ValueError(f"data={size} does not divide a batch of {q.shape[0]}; pad the batch, or make the mesh data=1")
-    return data, None
+def other_axes(q: Array, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What cuts the batch and the heads: explicit axes as q's type says, an automatic one named data the batch."""
+    batch, _, heads, _ = jax.typeof(q).sharding.spec if AxisType.Explicit in mesh.axis_types else [None] * 4
+    data = of_kind(AxisType.Auto, mesh, data_axis(mesh, q.shape[0]))
+    return names_of(batch) or data, names_of(heads)
 
 
 @lru_cache(maxsize=256)
