@@ -28,8 +28,8 @@ def of_word(word: str, parser: Any, asked: argparse.Namespace) -> str | None:
         return without_value(name)
     try:
         override = parser.parse_overrides([word])[0]
-    except HydraException as error:
-        return f"{word}: {first_line(error)}; quotes around the value may help"
+    except HydraException:
+        return f'{word}: this value cannot be read; quotes within quotes may help: "{name}={quoted(value)}"'
     if re.match(r"\W*hydra\b", override.key_or_group):
         return f"{word}: {NOT_HYDRA}"
     if override.is_sweep_override():

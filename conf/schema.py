@@ -5,6 +5,7 @@ The YAML files beside this one only choose values. Nothing here needs Hydra: `Tr
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +67,7 @@ class Data:
     path: str = key("stdlib", "a folder, or one file; stdlib: the sources of the Python standard library")
     suffix: str = key("", "of a folder, only the files whose name ends so")
     tokens: str | None = key(None, "the file holds tokens of this type (uint8, uint16, uint32, int32), not bytes")
-    documents: str = key("", "what does not see each other: files, or what this token ends (0 to 4294967295)")
+    documents: str = key("", "what does not see each other: files, or what this token ends")
     held_out: int = key(4, "sequences kept for evaluation")
 
 
@@ -134,8 +135,9 @@ POSITIVE = ("model.dim", "model.layers", "model.heads", "model.kv_heads", "model
             "seq_len", "batch", "accumulate", "steps", "keep", "log_every", "strategy.data", "strategy.ring",
             "strategy.ulysses", "cluster.timeout", "cluster.resize_every", "optimizer.lr",
             "optimizer.clip")  # fmt: skip
+BELOW_1 = ("optimizer.beta1", "optimizer.beta2")
 NOT_NEGATIVE = ("model.convolution", "data.held_out", "optimizer.final", "optimizer.warmup", "optimizer.weight_decay",
-                "seed", "save_every", "eval_every")  # fmt: skip
+                "seed", "save_every", "eval_every", *BELOW_1)  # fmt: skip
 
 
 def every_key(kind: type = Train, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
@@ -160,6 +162,9 @@ def check(config: Train) -> Train:
         if get(config, name) not in allowed:
             hint = nearest(str(get(config, name)), [str(a) for a in allowed])
             raise ValueError(f"{name}={get(config, name)}: choose one of {', '.join(map(str, allowed))}{hint}")
+    for name, _ in every_key():
+        if isinstance(value := get(config, name), float) and not math.isfinite(value):
+            raise ValueError(f"{name}={value}: must be a number, and finite")
     for name in POSITIVE:
         value = get(config, name)
         if value is not None and not value > 0:
@@ -167,8 +172,10 @@ def check(config: Train) -> Train:
     for name in NOT_NEGATIVE:
         if not get(config, name) >= 0:
             raise ValueError(f"{name}={get(config, name)}: must be 0 or above")
-    if config.data.documents not in ("", "files") and not config.data.documents.isdigit():
-        raise ValueError(f"data.documents={config.data.documents}: say files, or the number of the token that ends one")
+    for name in BELOW_1:
+        if not get(config, name) < 1:
+            raise ValueError(f"{name}={get(config, name)}: must be below 1")
+    check_documents(config.data, config.model.vocab)
     model = config.model
     if model.head_dim is None and model.dim % model.heads:
         raise ValueError(f"model.heads={model.heads} does not divide model.dim={model.dim}; say model.head_dim")
@@ -180,6 +187,17 @@ def check(config: Train) -> Train:
     if config.run is not None and ("/" in config.run or config.run in ("", ".", "..")):
         raise ValueError(f"run={config.run!r} is a name inside folder={config.folder}, not a path; say folder=PATH")
     return config
+
+
+def check_documents(data: Data, vocab: int) -> None:
+    """Refuse what ends no document: a word, or a token that the data cannot hold."""
+    if data.documents in ("", "files"):
+        return
+    if not data.documents.isdecimal():
+        raise ValueError(f"data.documents={data.documents}: say files, or the number of the token that ends one")
+    what, most = ("bytes", 255) if data.tokens is None else (f"tokens of model.vocab={vocab}", vocab - 1)
+    if int(data.documents) > most:
+        raise ValueError(f"data.documents={data.documents} ends no document: {what} are 0 to {most}")
 
 
 def unknown(name: str) -> str | None:

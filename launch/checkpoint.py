@@ -2,6 +2,7 @@
 
     runs/NAME/checkpoints/step-00000100/   state.json, .metadata and one file a rank
     runs/NAME/checkpoints/step-00000100.part/   the same while it is being written; never read
+    runs/NAME/checkpoints/step-00000100.aside/   given up, as the run went on from an older one; never read
 
 A checkpoint holds whole tensors in pieces, so any number of ranks can read it.
 """
@@ -20,6 +21,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 from torch.distributed.tensor import DTensor
+
+A_STEP = "batch x accumulate x strategy.data"  # sequences in a step, as a user says how many
 
 
 class Checkpoints:
@@ -145,6 +148,35 @@ def complete(folder: Path) -> list[Path]:
     )
 
 
+def begin_of(resume: str | None, folder: Path, started_at: float) -> Path | None:
+    """The checkpoint that a run goes on from: its newest, or one that was named, until the run has saved one since.
+
+    `started_at` tells its own from older ones: all attempts of a run have the same.
+    """
+    own = complete(folder)
+    if resume not in (None, "auto"):
+        own = [p for p in own if saved_by(started_at, p)] or [Path(resume)]
+    return own[-1] if own else None
+
+
+def saved_by(started_at: float, path: Path) -> bool:
+    """Whether a run that began then saved this checkpoint; not if it cannot be read."""
+    try:
+        return read_state(path).get("started_at") == started_at
+    except ValueError:
+        return False
+
+
+def set_aside(folder: Path, begin: Path) -> list[Path]:
+    """Rename the checkpoints that are newer than the one a run goes on from: they are another future of it."""
+    newer = [p for p in complete(folder) if p.name > begin.name]
+    for path in newer:
+        aside = path.with_suffix(".aside")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    return newer
+
+
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights, the optimizer's moments and the random state, by name."""
     named = {name: weight.detach() for name, weight in model.named_parameters()}
@@ -202,6 +234,7 @@ def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -
 
 
 def read_state(path: Path) -> dict[str, Any]:
+    """What a complete checkpoint says of itself, and how many sequences its steps had; a ValueError where it cannot."""
     found = complete(path.parent)
     if path not in found:
         below = complete(path / "checkpoints") or complete(path)
@@ -211,10 +244,10 @@ def read_state(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a complete checkpoint; complete there: {others}")
     try:
         state = json.loads((path / "state.json").read_text())
-        _ = state["model"], state["sequences"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        _ = {**state["model"], **state.get("data", {})}
+        return {**state, A_STEP: state["sequences"] // state["step"]}
+    except (ValueError, KeyError, TypeError, ArithmeticError, OSError) as error:
         raise ValueError(unreadable(path, f"state.json: {type(error).__name__} {error}")) from None
-    return state
 
 
 def unreadable(path: Path, why: str) -> str:

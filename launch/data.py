@@ -191,10 +191,24 @@ def windows(corpus: Corpus, data: Data, seq_len: int, seed: int) -> Windows:
     return cut
 
 
-def check_vocabulary(tokens: np.ndarray, vocab: int) -> None:
-    top = int(tokens.max())
-    if top >= vocab:
-        raise ValueError(f"the data holds token {top}, the model has vocab={vocab}; use model.vocab={top + 1} or more")
+def extremes(corpus: Corpus, vocab: int, part: int = 0, parts: int = 1, piece: int = 1 << 24) -> tuple[int, int]:
+    """The lowest and the highest token in one of so many parts of the files; (0, 0), unread, where all would do."""
+    kind, low, high = np.iinfo(corpus.dtype), 0, 0
+    for file in corpus.files if kind.min < 0 or kind.max >= vocab else ():
+        tokens = np.memmap(file, corpus.dtype, "r")
+        for at in range(len(tokens) * part // parts, end := len(tokens) * (part + 1) // parts, piece):
+            here = tokens[at : min(at + piece, end)]
+            low, high = min(low, int(here.min())), max(high, int(here.max()))
+    return low, high
+
+
+def check_vocabulary(low: int, high: int, vocab: int) -> None:
+    """A ValueError where the lowest or the highest token of the data is none of the model's."""
+    if low < 0:
+        raise ValueError(f"the data holds token {low}; tokens are 0 or above: look at data.path and data.tokens")
+    if high >= vocab:
+        more = f"use model.vocab={high + 1} or more"
+        raise ValueError(f"the data holds token {high}, the model has vocab={vocab}; {more}")
 
 
 def sample(corpus: Corpus, most: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,16 @@ def mfu_words(share: float) -> list[str]:
     return [f"MFU {share:.0%}"] if share >= 0.005 else []
 
 
+def say(text: str, stream: Any = None, end: str = "\n") -> None:
+    """Write to stderr, or another stream; once nobody reads it any more, what is written is lost and no error."""
+    stream = stream or sys.stderr
+    try:
+        stream.write(text + end)
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class Bar:
     """One line on the terminal that is written again and again; where there is none a line every so many steps."""
 
@@ -118,14 +128,12 @@ class Bar:
             cells = max(0, min(20, width - len(text) - 3))  # the bar takes what the numbers leave
             done = round(cells * step / self.steps)
             text = f"[{'#' * done}{'.' * (cells - done)}] {text}"[:width]
-            self.stream.write(f"\r{text:<{width}}")
-        else:
-            self.stream.write(f"{text}\n")
-        self.stream.flush()
+            text = f"\r{text:<{width}}"
+        say(text, self.stream, end="" if self.live else "\n")
 
     def close(self) -> None:
         if self.live:
-            self.stream.write("\n")
+            say("", self.stream)
 
 
 class Log:
@@ -137,6 +145,8 @@ class Log:
     def __init__(self, folder: Path, config: Train):
         folder.mkdir(parents=True, exist_ok=True)
         self.file = (folder / "metrics.jsonl").open("a")
+        if self.file.tell() and not Path(self.file.name).read_bytes().endswith(b"\n"):
+            self.file.write("\n")  # after a line that was torn
         self.writer: Any = None
         self.wandb: Any = None
         modules = loggers(config)
@@ -148,13 +158,9 @@ class Log:
             )
 
     def write(self, row: dict[str, Any]) -> None:
-        try:
+        with writing(self.file.name):
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
-        except OSError as error:
-            raise OSError(
-                f"could not write {self.file.name} ({error.strerror}); free space, or say folder=PATH"
-            ) from None
         if row["step"] < 0:  # a measurement of memory, which has no place on a curve
             return
         kind = row["kind"]
@@ -187,21 +193,44 @@ def optional(module: str, package: str) -> Any:
         raise ValueError(f"{package} is not installed; pip install {package}, or leave it out") from None
 
 
+@contextlib.contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """An error of the disk, said with the file and with what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"could not write {path} ({error.strerror}); free space, or say folder=PATH") from None
+
+
 def cut(path: Path, step: int) -> None:
-    """Take out the rows of what is done again after `step`: later steps, and what was measured at the end."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    """Take out the rows of what is done again after `step`: later steps, and what was measured at the end.
+
+    Where that is all of it, as no checkpoint was made, the file is kept under another name.
+    """
+    rows = lines(path)
+    if rows and step == 0:
+        aside = path.replace(path.with_name(f"{path.name}.aside"))
+        say(f"{path.parent} has no checkpoint to go on from, so this begins anew; the log of before is {aside}")
     part = path.with_name(f"{path.name}.part")
-    part.write_text("".join(line for line in lines if 0 <= json.loads(line)["step"] <= step))
-    part.replace(path)
+    with writing(path):
+        part.write_text("".join(f"{json.dumps(row)}\n" for row in rows if 0 <= row["step"] <= step))
+        part.replace(path)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl in the order of their steps; of those of the same step and kind, the last."""
-    rows: dict[tuple[int, str], dict[str, Any]] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        rows[row["step"], row["kind"]] = row
+    rows = {(row["step"], row["kind"]): row for row in lines(path)}
     return [rows[k] for k in sorted(rows)]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The rows as they stand in a file, if there is one; what is torn, or was never ours, is left out."""
+    rows = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    ours = {"step": int, "kind": str}
+    return [r for r in rows if isinstance(r, dict) and all(isinstance(r.get(k), kind) for k, kind in ours.items())]
 
 
 def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float) -> Path | None:
@@ -223,6 +252,7 @@ def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float)
         left.plot([r["step"] for r in steps], [r["loss"] for r in steps], label=name, **style)
     left.axhline(entropy, color="grey", linestyle=":", label="entropy of single tokens")
     left.set(xlabel="step", ylabel="loss (nats a token)", title="loss")
+    left.locator_params("x", integer=True)
     left.legend()
     for right in axes[1:]:
         draw_memory(right, probes)
@@ -243,7 +273,8 @@ def draw_memory(axes: Any, probes: dict[str, list[dict[str, Any]]]) -> None:
         title="memory that one pass adds",
         ylim=(0, None),
     )
-    axes.legend()
+    if len(axes.lines) > 1:
+        axes.legend()
 
 
 def columns(rows: Sequence[dict[str, Any]], *names: str) -> list[list[Any]]:

@@ -5,6 +5,8 @@ measured the same thing the last one counts. The metrics.jsonl of a training run
 """
 
 import json
+import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ringattn.launch.pictures import PICTURES, RANKS, STYLE, panels
-from ringattn.launch.words import option
+from ringattn.launch.words import option, writable
 
 Row = dict[str, Any]
 
@@ -65,6 +67,7 @@ WORDS = {
 }
 KINDS = {"step": "trained", "eval": "held out", "save": "saved"}  # rows of a training run
 OWN = Path("docs/pictures")
+MARGIN = 0.35  # inches above and below the panels, for titles and ticks
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,8 @@ def run(options: Options) -> int:
                 save(draw(), folder / f"{name}.svg")
             return 0
         rows = read(Path(options.source))
-        figure = (curve if all("kind" in r and "step" in r for r in rows) else bars)(rows, options.metric)
-        save(figure, Path(options.out or Path(options.source).with_suffix(".svg")))
+        path = writable(Path(options.out or Path(options.source).with_suffix(".svg")))
+        save((curve if all("kind" in r and "step" in r for r in rows) else bars)(rows, options.metric), path)
     return 0
 
 
@@ -102,8 +105,14 @@ def read(path: Path) -> list[Row]:
     """The file's lines, each one JSON object."""
     rows: list[Row] = []
     if not path.is_file():
-        raise ValueError(f"{path} is no file; say pictures, or a file of benchmark lines")
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+        run = path / "metrics.jsonl"
+        hint = f"did you mean {run}?" if run.is_file() else "say pictures, or a file of benchmark lines"
+        raise ValueError(f"{path} is no file; {hint}")
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text ({error.reason} at byte {error.start}); say a file of lines") from None
+    for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
                 rows.append(json.loads(line))
@@ -135,13 +144,18 @@ def bars(rows: list[Row], metric: str | None = None) -> Figure:
     names = distinct(str(r.get(series, "")) for r in rows)
     cases = distinct(case for _, case in named)
     places = [(c, n) for c in cases for n in names if any(c == d and n == str(r.get(series, "")) for r, d in named)]
-    figure, axes = panels(1, len(drawn), 2 + 4 * len(drawn), 0.8 + 0.2 * len(places) + 0.14 * len(cases), wspace=0.12)
+    height = 0.8 + 0.2 * len(places) + 0.14 * len(cases)
+    figure, axes = panels(1, len(drawn), 2 + 4 * len(drawn), height, wspace=0.12)
+    figure.subplots_adjust(bottom=MARGIN / height, top=1 - MARGIN / height)
+    if usual := usual_values(rows, {series, panel, *metrics}):
+        said = " ".join(f"{k}={v}" for k, v in usual.items())
+        figure.suptitle(f"if nothing else is said: {said}", y=1, va="bottom", fontsize="medium")
     for ax, (title, m, some) in zip(axes[0], drawn, strict=True):
         groups(ax, places, {(c, str(r.get(series, ""))): float(r[m]) for r, c in some if number(r.get(m))}, names)
         ax.set_title(title)
         if ax is not axes[0][0]:
             ax.set_yticklabels([])
-    if any(names):
+    if len(names) > 1:
         handles = [
             matplotlib.patches.Patch(color=RANKS[i % len(RANKS)], label=n or "not said") for i, n in enumerate(names)
         ]
@@ -153,14 +167,17 @@ def curve(rows: list[Row], metric: str | None = None) -> Figure:
     """One figure of a training run over its steps, the loss if no other is asked for."""
     (name,) = figures_of(rows, metric or "loss")
     figure, ((ax,),) = panels(1, 1, 7, 3.5)
-    rows = [r for r in rows if r["step"] >= 0 and number(r.get(name))]
-    for color, kind in zip(RANKS, distinct(r["kind"] for r in rows), strict=False):
-        points = sorted((r["step"], r[name]) for r in rows if r["kind"] == kind)
+    rows = [r for r in rows if number(r["step"]) and r["step"] >= 0 and number(r.get(name))]
+    if not rows:
+        raise ValueError(f"no line of a step has a number called {name!r}")
+    for color, kind in zip(RANKS, distinct(str(r["kind"]) for r in rows), strict=False):
+        points = sorted((r["step"], r[name]) for r in rows if str(r["kind"]) == kind)
         marker = "o" if len(points) == 1 else None
         ax.plot(*zip(*points, strict=True), color=color, marker=marker, label=KINDS.get(kind, kind))
     ax.set(xlabel="step", ylabel=WORDS.get(name, name))
     ax.locator_params("x", integer=True)
-    ax.legend()
+    if len(ax.lines) > 1:
+        ax.legend()
     return figure
 
 
@@ -186,7 +203,7 @@ def groups(ax: Axes, places: list[Place], values: dict[Place, float], names: lis
             )
         y += 1
     ax.set_yticks([sum(ys) / len(ys) for ys in at.values()], list(at))
-    ax.set(ylim=(y - 0.2, -0.8), xlim=(0, 1.12 * max(values.values())))
+    ax.set(ylim=(y - 0.2, -0.8), xlim=(0, 1.12 * max(values.values()) or 1))
     ax.tick_params(left=False)
 
 
@@ -209,17 +226,31 @@ def case_names(rows: list[Row], taken: set[str]) -> list[tuple[Row, str]]:
     """Each row with the name of its case: its own, or what differs between the rows apart from what was measured.
 
     What is 0, false or nothing is left out: older rows lack keys that newer ones have, and are no other case for that.
+    So is what is usual.
     """
     if all("case" in r for r in rows):
         return [(r, str(r["case"])) for r in rows]
+    usual, differ = usual_values(rows, taken), differing(rows, taken)
+    return [(r, " ".join(f"{k}={r[k]}" for k in differ if r.get(k) and str(r[k]) != usual.get(k))) for r in rows]
+
+
+def usual_values(rows: list[Row], taken: set[str]) -> dict[str, str]:
+    """What nine in ten rows have in common, by key: it is said once."""
+    most = {k: Counter(str(r[k]) for r in rows if r.get(k)).most_common(1) for k in differing(rows, taken)}
+    return {k: value for k, ((value, count),) in most.items() if count >= 0.9 * len(rows)}
+
+
+def differing(rows: list[Row], taken: set[str]) -> list[str]:
+    """The keys, apart from what was measured, that make one row another case than the next."""
+    if all("case" in r for r in rows):
+        return []
     free = [k for k in distinct(k for r in rows for k in r) if k not in taken and k not in (*STAMP, *HOW)]
     free = [
         k
         for k in free
         if not any(isinstance(r.get(k), float) or any(is_kind(kind, k) for kind in METRICS) for r in rows)
     ]
-    differ = [k for k in free if len({str(r[k] or "") for r in rows if k in r}) > 1]
-    return [(r, " ".join(f"{k}={r[k]}" for k in differ if r.get(k))) for r in rows]
+    return [k for k in free if len({str(r[k] or "") for r in rows if k in r}) > 1]
 
 
 def is_kind(kind: str, key: str) -> bool:
@@ -236,4 +267,5 @@ def distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    """Whether a value can be drawn: a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -11,10 +11,11 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -31,6 +32,7 @@ EXTRAS = {
     "ray": "ray",
     "transformers": "hf",
 }
+TERMINALS = (signal.SIGINT, signal.SIGHUP)  # which a terminal sends to all of its processes
 CLOSED = (  # what is said of a rank that is gone; the last one under TORCH_DISTRIBUTED_DEBUG=DETAIL
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
     "failed to pass monitoredBarrier",
@@ -91,9 +93,7 @@ def run(
                 mine, child = context.Pipe(duplex=False)
                 given = (child, function, args, rank, ranks, f"{folder}/store", backend, collective_timeout)
                 process = context.Process(target=work, args=given, daemon=True)
-                with unheard(
-                    signal.SIGINT
-                ):  # Ctrl-C goes to all of a terminal's processes, and is this one's to answer
+                with unheard(*TERMINALS):
                     process.start()
                 child.close()
                 pipes.append(mine)
@@ -109,7 +109,7 @@ def run(
 def unheard(*signals: signal.Signals) -> Iterator[None]:
     """Signals that processes started meanwhile are not given, nor those that they start; this one is, afterwards.
 
-    A terminal's Ctrl-C goes to all of its processes, and is the first one's to answer.
+    A terminal's go to all of its processes, and are the first one's to answer.
     """
     resource_tracker.ensure_running()  # which begins with the first process, and would lift the mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -174,7 +174,9 @@ def work(
     import torch
     import torch.distributed as dist
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in TERMINALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault(SHARING, "1")
     torch.set_num_threads(1)
@@ -193,8 +195,17 @@ def work(
         dist.barrier()
         dist.destroy_process_group()
     except BaseException as error:
-        say(pipe, False, (f"{type(error).__name__}: {error}", traceback.format_exc()))
+        with suppress(BrokenPipeError):  # nobody is there who could be told
+            say(pipe, False, (f"{type(error).__name__}: {error}", traceback.format_exc()))
         os._exit(1)
+
+
+def end_with_parent() -> None:
+    """When the process that asked for this rank is gone, however it ended, a SIGTERM: training saves, all else ends."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def say(pipe: Connection, good: bool, value: Any) -> None:

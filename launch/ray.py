@@ -114,9 +114,11 @@ def sized(config: Train, cluster: dict[str, float]) -> tuple[Train, bool]:
         raise ValueError(f"nproc={ranks} ranks need a {kind} each, and Ray has {have}; use nproc={have}, or add nodes")
     if config.cluster.at_least is not None:
         check_elastic(config.strategy)
-    path = config.data.path
+    path, resume = config.data.path, config.resume
     data = dataclasses.replace(config.data, path=str(Path(path).expanduser().absolute())) if path != "stdlib" else None
-    return dataclasses.replace(config, nproc=ranks, device=device, data=data or config.data), device == "cuda"
+    resume = resume if resume in (None, "auto") else str(Path(resume).absolute())
+    config = dataclasses.replace(config, nproc=ranks, device=device, data=data or config.data, resume=resume)
+    return config, device == "cuda"
 
 
 def check_elastic(s: Strategy) -> None:
@@ -200,7 +202,6 @@ def one_rank(told: dict[str, Any]) -> None:
             config,
             told["folder"],
             told["started"],
-            again=True,
             asked=lambda: dist.get_rank() == 0 and asked(board.read.remote("stopping")),
         )
     except Exception as error:

@@ -83,7 +83,7 @@ def backend(device: str) -> str:
 
 
 def local(function: Callable[..., Any], ranks: int, device: str, *args: Any, patience: float = 600.0) -> list[Any]:
-    """`function(*args)` on ranks that are started here. SIGTERM and Ctrl-C are passed on to them.
+    """`function(*args)` on ranks that are started here. SIGTERM, and what a terminal sends, are passed on to them.
 
     The whole may take for ever; one exchange that takes longer than `patience` seconds is an error.
     """
@@ -91,7 +91,7 @@ def local(function: Callable[..., Any], ranks: int, device: str, *args: Any, pat
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # nobody else may connect
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "ringattn.launch.trainer"])  # imported once, not by every rank
-    with passed_on(signal.SIGTERM, signal.SIGINT) as ranks_begin:
+    with passed_on(signal.SIGTERM, *processes.TERMINALS) as ranks_begin:
         serve(context)
         ranks_begin()
         return processes.run(function, ranks, *args, backend=backend(device), timeout=None, collective_timeout=patience)
@@ -103,7 +103,7 @@ class Stopped(Exception):
 
 def serve(context: Any) -> None:
     """Wait for the fork server, whose imports take seconds. Its ranks keep a SIGTERM until trainer.Stop listens."""
-    with processes.unheard(signal.SIGINT, signal.SIGTERM):
+    with processes.unheard(signal.SIGTERM, *processes.TERMINALS):
         forkserver.ensure_running()
     first = context.Process(target=os.getpid)
     first.start()
@@ -132,6 +132,8 @@ def passed_on(*signals: signal.Signals) -> Iterator[Callable[[], None]]:
         signal.setitimer(signal.ITIMER_REAL, 0.5)  # and again: a rank may have been starting just then
 
     before = {s: signal.signal(s, forward) for s in (*signals, signal.SIGALRM)}
+    if before.get(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # under nohup
     try:
         yield begin
     finally:

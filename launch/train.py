@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ringattn.conf.schema import Strategy, Train
 from ringattn.launch import configured, data, metrics, processes, torchrun
+from ringattn.launch.metrics import say
 
 
 def main(words: list[str] | None = None) -> int:
@@ -67,7 +68,7 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
         folder = new_folder(config)
         check(config)
         if ended(config, folder):
-            print(f"nothing to train: already at step {config.steps} of {config.steps} in {folder}")
+            say(f"nothing to train: already at step {config.steps} of {config.steps} in {folder}", sys.stdout)
             return 0
         patience, told = config.cluster.timeout, (config, str(folder), began or time.time())
         there = device == "cpu" or ranks <= torch.cuda.device_count()  # not so in a dry run only
@@ -82,13 +83,13 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
         finish(config, folder, runs, summary, swept)
         return None if stopped else 0
     except torchrun.Stopped:
-        print("stopped before the first step; there is nothing to save")
+        say("stopped before the first step; there is nothing to save", sys.stdout)
         return None
     except (processes.RankError, *processes.BAD) as error:
         said = processes.sentence(error)
-        print(f"ringattn train: {said or error}", file=sys.stderr)
+        say(f"ringattn train: {said or error}")
         if said is None and folder is not None and checkpoints_of(folder):
-            print(again(config, folder, swept), file=sys.stderr)
+            say(again(config, folder, swept))
         return 1 if said is None else 2
 
 
@@ -107,19 +108,19 @@ def announce(config: Train, folder: Path) -> None:
     if not config.dry_run:
         what = f"{config.model.layers} blocks of width {config.model.dim} on {config.data.path}"
         where = f"sequences of {config.seq_len:,} tokens over {plural(config.nproc or 1)} on {config.device}"
-        print(f"trains {what}, {where}; writes to {folder}", file=sys.stderr)
+        say(f"trains {what}, {where}; writes to {folder}")
 
 
 def compared(config: Train, folder: Path, device: str) -> dict[str, Path]:
     """The same training on one rank, by its name, if it came to its end; one that was stopped is said."""
-    print("the same on one rank:", file=sys.stderr)
+    say("the same on one rank:")
     told = alone(config), str(folder), time.time()
     try:
         summary = torchrun.local(work, 1, device, *told, patience=config.cluster.timeout)[0]
     except torchrun.Stopped:
         summary = {"stopped": True, "step": 0}
     if summary["stopped"]:
-        print(f"the comparison was stopped after step {summary['step']}")
+        say(f"the comparison was stopped after step {summary['step']}", sys.stdout)
         return {}
     return {"1 rank": folder}
 
@@ -132,10 +133,10 @@ def under_torchrun(config: Train, began: float | None = None) -> int:
     try:
         config, _, device = resolved(config, int(os.environ["WORLD_SIZE"]))
         torchrun.join(device if torch.cuda.device_count() else "cpu", config.cluster.timeout)
-        folder = shared_folder(config)
+        folder, started_at = shared(config, began or time.time())
         if rank == 0:
             announce(config, folder)
-        summary = record(work)(config, str(folder), began or time.time(), again=torchrun.attempt() > 0)
+        summary = record(work)(config, str(folder), started_at)
         if rank == 0 and not config.dry_run:
             finish(config, folder, {plural(dist.get_world_size()): folder}, summary or {})
         dist.barrier()
@@ -233,11 +234,15 @@ def checkpoints_of(folder: Path) -> list[Path]:
     return complete(folder / "checkpoints")
 
 
-def shared_folder(config: Train) -> Path:
-    """Rank 0's choice of folder, on every rank. What it refuses, the attempts after this one refuse too."""
-    said = {"folder": "", "problem": ""}
+def shared(config: Train, began: float) -> tuple[Path, float]:
+    """Rank 0's choice of folder, and when its first attempt began, on every rank.
+
+    What it refuses, the attempts after this one refuse too.
+    """
+    said: dict[str, Any] = {"folder": "", "problem": "", "started_at": began}
     if dist.get_rank() == 0:
         refused, notes = "refused", torchrun.notes()
+        said["started_at"] = float(notes.compare_set("started_at", "", str(began)))
         try:
             said["problem"] = notes.get(refused).decode() if notes.check([refused]) else ""
             said["folder"] = str(new_folder(config))
@@ -248,7 +253,7 @@ def shared_folder(config: Train) -> Path:
     dist.broadcast_object_list(sent, device=torch.device("cpu"))
     if sent[0]["problem"]:
         raise ValueError(sent[0]["problem"])
-    return Path(sent[0]["folder"])
+    return Path(sent[0]["folder"]), sent[0]["started_at"]
 
 
 def again(config: Train, folder: Path, swept: str = "") -> str:
@@ -275,10 +280,11 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
     }  # those beyond are of an attempt that went further, and was given up
     main, *others = (columns_of(r) for r in rows.values())
     if summary["stopped"]:
-        print(f"stopped after step {summary['step']} of {config.steps}, saved; {again(config, folder, swept)}")
+        go_on = again(config, folder, swept)
+        say(f"stopped after step {summary['step']} of {config.steps}, saved; {go_on}", sys.stdout)
         return
     if not main["loss"]:
-        print(f"nothing to train: already at step {summary['step']} of {config.steps}; say steps=N to go on")
+        say(f"nothing to train: already at step {summary['step']} of {config.steps}; say steps=N to go on", sys.stdout)
         return
     trained = "first_step" in summary
     lines = [
@@ -304,12 +310,12 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
     lines.append(f"written to {folder}" + (f", picture {drawn}" if drawn else ""))
     if not checkpoints_of(folder):
         lines.append("no weights were kept; save_every=N saves them every N steps and at the end")
-    print("\n".join(lines))
+    say("\n".join(lines), sys.stdout)
 
 
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     names = ("loss", "tokens_per_second", "mfu", "memory_mib")
-    steps = [r for r in rows if r["kind"] == "step"]
+    steps = [r for r in rows if r["kind"] == "step" and r.keys() >= {*names}]
     return dict(zip(names, metrics.columns(steps, *names), strict=True))
 
 

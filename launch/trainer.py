@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from ringattn import api
 from ringattn.comms import mesh as meshes
 from ringattn.conf.schema import Train
 from ringattn.launch import bench, data, estimate, metrics, model, torchrun
-from ringattn.launch.checkpoint import Checkpoints, complete, load, matching
+from ringattn.launch.checkpoint import A_STEP, Checkpoints, begin_of, load, matching, set_aside
 from ringattn.launch.processes import CLOSED
 from ringattn.planning import Plan, Target
 from ringattn.spec import AttentionSpec, Docs
@@ -48,6 +47,7 @@ class Job:
     windows: data.Windows
     decoder: model.Decoder
     optimizer: torch.optim.Optimizer
+    started_at: float
     step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -57,18 +57,16 @@ class Job:
         return self.config.batch * self.config.accumulate * self.axis.size
 
 
-def work(
-    config: Train, folder: str, started_at: float, again: bool = False, asked: Callable[[], bool] | None = None
-) -> dict[str, Any]:
+def work(config: Train, folder: str, started_at: float, asked: Callable[[], bool] | None = None) -> dict[str, Any]:
     """One rank's whole run; the process group is ready. Returns what the summary says.
 
-    `again` goes on from the run's own newest checkpoint, if there is one; `asked` says whether to stop, beside SIGTERM.
+    `started_at` is the same in all attempts of a run, on all ranks; `asked` says whether to stop, beside SIGTERM.
     """
     stop = Stop(config.cluster.timeout, asked)
     over_gpus = "nccl" in dist.get_backend_config()  # a dry run may be for GPUs that are not here
     device = torch.device("cuda", torch.cuda.current_device()) if over_gpus else torch.device("cpu")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // torchrun.neighbours()) if device.type == "cpu" else 1)
-    job = prepare(config, Path(folder), device)
+    job = prepare(config, Path(folder), device, started_at)
     rank0 = dist.get_rank() == 0
     if config.dry_run:
         if config.resume not in (None, "auto"):
@@ -77,23 +75,23 @@ def work(
             print(describe(job))
         return {}
     with contextlib.closing(save_config(job)) if rank0 else contextlib.nullcontext():
-        stopped = train(job, stop, again, started_at)
+        stopped = train(job, stop)
     if config.snapshot and device.type == "cuda" and rank0:
         torch.cuda.memory._dump_snapshot(str(job.folder / "memory.pickle"))
     return {"stopped": stopped, "step": job.step, "entropy": data.unigram_entropy(job.windows.corpus), **job.seconds}
 
 
-def train(job: Job, stop: "Stop", again: bool, started_at: float) -> bool:
+def train(job: Job, stop: "Stop") -> bool:
     """From where the run stands to its end, or until a rank was told to stop; returns whether that was it."""
     config, rank0 = job.config, dist.get_rank() == 0
     checkpoints = Checkpoints(job.folder, config.keep, torchrun.words_group(config.cluster.timeout))
-    resume(job, checkpoints, again)
+    resume(job, checkpoints)
     if rank0 and job.step < config.steps:
         metrics.cut(job.folder / "metrics.jsonl", job.step)
     log = metrics.Log(job.folder, config) if rank0 else None
     try:
         begun = job.step
-        stopped = loop(job, checkpoints, log, stop, started_at)
+        stopped = loop(job, checkpoints, log, stop)
         checkpoints.finish()
         if not stopped:
             evaluate(job, log)
@@ -119,10 +117,11 @@ def in_words(error: RuntimeError | ConnectionError, step: int) -> ConnectionErro
     return ConnectionError(f"another rank was lost after step {step}: its connection closed")
 
 
-def prepare(config: Train, folder: Path, device: torch.device) -> Job:
+def prepare(config: Train, folder: Path, device: torch.device, started_at: float) -> Job:
     """The mesh, the plan, the data, the model and its optimizer."""
     s, m = config.strategy, config.model
     corpus = data.open_corpus(config.data, m.vocab)
+    check_tokens(corpus, m.vocab)
     windows = data.windows(corpus, config.data, config.seq_len, config.seed)
     mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses or 1, device_type=device.type)
     everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
@@ -154,10 +153,18 @@ def prepare(config: Train, folder: Path, device: torch.device) -> Job:
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=device.type == "cuda")
     if config.snapshot and device.type == "cuda":
         torch.cuda.memory._record_memory_history()
-    return Job(config, folder, device, plan, meshes.axis(mesh, "data"), windows, decoder, optimizer)
+    return Job(config, folder, device, plan, meshes.axis(mesh, "data"), windows, decoder, optimizer, started_at)
 
 
-def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Stop", started_at: float) -> bool:
+def check_tokens(corpus: data.Corpus, vocab: int) -> None:
+    """Refuse tokens that the model does not know before anything is trained; each rank looks at its part of them."""
+    low, high = data.extremes(corpus, vocab, dist.get_rank(), dist.get_world_size())
+    seen = torch.tensor([-low, high])
+    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+    data.check_vocabulary(-int(seen[0]), int(seen[1]), vocab)
+
+
+def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Stop") -> bool:
     """Steps until the last one, or until a rank was told to stop; returns whether that was it."""
     config, memory = job.config, metrics.Memory(job.device)
     peak = metrics.peak_flops(job.device) * dist.get_world_size()
@@ -170,7 +177,7 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Sto
             job.step += 1
             seconds = time.perf_counter() - begin
             if "first_step" not in job.seconds:
-                job.seconds["first_step"] = time.time() - started_at
+                job.seconds["first_step"] = time.time() - job.started_at
                 if config.save_every:
                     checkpoints.copy(job.decoder, job.optimizer)  # only so that no step waits for the memory
             if not math.isfinite(loss):
@@ -251,7 +258,6 @@ def batch_loss(job: Job, batch: list[data.Window]) -> Tensor:
     Documents do not see each other, and none is asked how the next one begins.
     """
     tokens, plan = np.stack([w.tokens for w in batch])[:, : job.plan.seq_len + 1], job.plan
-    data.check_vocabulary(tokens, job.config.model.vocab)
     whole = torch.from_numpy(tokens)
     inputs, labels = (plan.shard(x).to(job.device) for x in (whole[:, :-1], whole[:, 1:]))
     docs, asked = None, None
@@ -295,7 +301,7 @@ def probe_memory(job: Job, log: metrics.Log | None) -> None:
 def save(job: Job, checkpoints: Checkpoints, log: metrics.Log | None) -> None:
     """A checkpoint knows what it is of and how many sequences were seen; the log, how long training waited."""
     begin = time.perf_counter()
-    seen = {"sequences": job.step * job.a_step, "steps": job.config.steps}
+    seen = {"sequences": job.step * job.a_step, "steps": job.config.steps, "started_at": job.started_at}
     checkpoints.save(job.step, job.decoder, job.optimizer, {**about(job), **seen})
     if log:
         log.write({"kind": "save", "step": job.step, "seconds": time.perf_counter() - begin})
@@ -308,6 +314,7 @@ def about(job: Job) -> dict[str, Any]:
         "model": dataclasses.asdict(config.model),
         "seed": config.seed,
         "seq_len": config.seq_len,
+        A_STEP: job.a_step,
         "data": {
             "documents": config.data.documents,
             "held_out": config.data.held_out,
@@ -316,24 +323,20 @@ def about(job: Job) -> dict[str, Any]:
     }
 
 
-def resume(job: Job, checkpoints: Checkpoints, again: bool) -> None:
+def resume(job: Job, checkpoints: Checkpoints) -> None:
     """Go on where a checkpoint ended: the weights, the moments, and the next sequence of the data."""
-    own = complete(checkpoints.folder) if again or job.config.resume == "auto" else []
-    if not own and job.config.resume in (None, "auto"):
+    path, steps = begin_of(job.config.resume, checkpoints.folder, job.started_at), job.config.steps
+    if path is None:
         return
-    path, steps = own[-1] if own else Path(job.config.resume or ""), job.config.steps
-    state = load(path, job.decoder, job.optimizer, about(job))
-    if state["sequences"] % job.a_step:
-        raise ValueError(
-            f"{path} has seen {state['sequences']} sequences, which is no whole number of steps of {job.a_step}; "
-            "keep batch x accumulate x strategy.data a divisor"
-        )
-    job.step = state["sequences"] // job.a_step
+    state = load(path, job.decoder, job.optimizer, about(job))  # all ranks have chosen by the time it returns
+    job.step = state["step"]
     if dist.get_rank() == 0:
         at = f"already at step {job.step} of {steps}:" if job.step >= steps else f"goes on after step {job.step} from"
-        print(f"{at} {path}", file=sys.stderr)
+        metrics.say(f"{at} {path}")
+        if newer := set_aside(checkpoints.folder, path):
+            metrics.say(f"set aside what is newer, as NAME.aside: {', '.join(p.name for p in newer)}")
         if job.step < steps != state.get("steps", steps):
-            print(f"steps was {state['steps']} before: the rate now falls to its end at {steps}", file=sys.stderr)
+            metrics.say(f"steps was {state['steps']} before: the rate now falls to its end at {steps}")
 
 
 class Stop:
@@ -401,9 +404,10 @@ def save_config(job: Job) -> TextIO:
         raise ValueError(f"another run is writing to {job.folder}; wait for its end, or say another run=NAME") from None
     except OSError:  # this file system knows no locks
         pass
-    file.truncate(0)
-    file.write(json.dumps(about, indent=1))
-    file.flush()
+    with metrics.writing(file.name):
+        file.truncate(0)
+        file.write(json.dumps(about, indent=1))
+        file.flush()
     return file
 
 

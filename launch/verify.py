@@ -77,6 +77,9 @@ def run(options: Options) -> int:
         return 2
     started = "RANK" in os.environ
     options = joined(options) if started else options
+    speaks = not started or dist.get_rank() == 0
+    if speaks:
+        print(f"{len(chosen(options))} cases over {options.ranks} ranks ({options.backend})", file=sys.stderr)
     begun = time.perf_counter()
     try:
         outcomes = summed(options, everyone(options, started))
@@ -84,7 +87,7 @@ def run(options: Options) -> int:
         print(f"ringattn verify: {error}", file=sys.stderr)
         return 1
     good = all(o.good or (o.refused and options.kernel != "auto") for o in outcomes) and any(o.good for o in outcomes)
-    if not started or dist.get_rank() == 0:
+    if speaks:
         print("\n".join(report(options, outcomes, time.perf_counter() - begun)))
     if started:
         dist.destroy_process_group()
@@ -112,8 +115,8 @@ def wrong(options: Options) -> str | None:
     known = dict.fromkeys(kernel.name for kernel in (*kernels.TABLE, *linear.TABLE))
     if options.kernel not in ("auto", *known):
         return f"kernel={options.kernel!r}: choose one of auto, {', '.join(known)}"
-    if options.ranks < 1:
-        return f"ranks={options.ranks}: at least 1"
+    if not 1 <= options.ranks <= processes.MOST:
+        return f"ranks={options.ranks}: on this machine there can be 1 to {processes.MOST}"
     if options.backend == "nccl" and options.device != "cuda":
         return f"backend=nccl does not move tensors on {options.device}; use backend=gloo, or device=cuda"
     if options.device == "cuda" and not torch.cuda.is_available():

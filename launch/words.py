@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import ringattn
@@ -176,6 +177,18 @@ def convert(key: str, text: str, hint: Any) -> Any:
                 return kind(value)
     expected = " or ".join(getattr(k, "__name__", str(k)) for k in allowed)
     raise ValueError(f"{key}={text}: expected {expected}")
+
+
+def writable(path: Path) -> Path:
+    """The file that out= names; an OSError, before the work for it begins, where it cannot be written."""
+    new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise OSError(f"out={path} cannot be written ({error.strerror}); say another out=FILE") from None
+    if new:
+        path.unlink()
+    return path
 
 
 def default_of(field: Any) -> Any:

@@ -105,7 +105,8 @@ def test_every_benchmark_has_help(suite, capsys):
         (["plan", "--seq_len", "100"], "--seq_len has no value; say seq_len=131072"),
         (["plan", "seq_len=5", "--seq-len=6"], "seq_len is said twice"),
         (["doctor", "foo"], "'foo' is not KEY=VALUE; the options are timeout, ranks"),
-        (["verify", "backend=gloo", "ranks=100000"], "100000 ranks, each a process here"),
+        (["verify", "backend=gloo", "ranks=100000"], "ranks=100000: on this machine there can be 1 to"),
+        (["verify", "ranks=1000"], "ranks=1000: on this machine there can be 1 to"),
         (["verify", "device=gpu"], "choose cpu, or cuda for GPUs"),
         (["plot", "nowhere.jsonl"], "nowhere.jsonl is no file; say pictures, or a file of benchmark lines"),
         (["bench", "kernel"], "no suite 'kernel'; did you mean 'kernels'?"),
@@ -313,7 +314,8 @@ LINES = [
 
 
 def written(path: Path, lines: list) -> str:
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text(text, errors="surrogateescape")
     return str(path)
 
 
@@ -359,6 +361,68 @@ def test_plot_draws_a_run_as_a_line_over_its_steps(tmp_path, monkeypatch):
     assert words.main(["plot", written(tmp_path / "metrics.jsonl", rows)]) == 0 and drawn == [4]
 
 
+def test_plot_draws_what_a_step_has_and_leaves_out_lines_without_a_step():
+    pytest.importorskip("matplotlib")
+    from ringattn.launch import plot
+
+    rows = [{"kind": "step", "step": step, "loss": 2} for step in (1, "b")]
+    (ax,) = plot.curve(rows).axes
+    assert [line.get_xydata().tolist() for line in ax.lines] == [[[1, 2]]] and ax.get_legend() is None
+
+
+def test_plot_draws_bars_of_no_length():
+    pytest.importorskip("matplotlib")
+    from ringattn.launch import plot
+
+    (ax,) = plot.bars([{"case": "a", "ms": 0.0}]).axes
+    assert ax.get_xlim() == (0, 1)
+
+
+def test_plot_says_once_what_is_usual_and_has_its_legend_below_the_bars():
+    pytest.importorskip("matplotlib")
+    from ringattn.launch import plot
+
+    rows = [{"tokens": n, "layout": "zigzag", "ms": 1.0, "impl": impl} for n in range(1, 21) for impl in ("a", "b")]
+    figure = plot.bars([*rows, {**rows[0], "layout": "striped"}])
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels[:2] == ["tokens=1", "tokens=2"] and labels[-1] == "tokens=1 layout=striped"
+    assert figure.get_suptitle() == "if nothing else is said: layout=zigzag"
+    assert figure.axes[0].get_position().y0 * figure.get_figheight() == pytest.approx(plot.MARGIN) and figure.legends
+    one = plot.bars(rows[::2])
+    assert not one.get_suptitle() and not one.legends
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [("plot", "{0}/rows.jsonl", "out={0}/none/a.svg"), ("bench", "traffic", "out={0}/none/a"), ("plot", "{0}/run")],
+    ids=lambda argv: argv[0],
+)
+def test_a_place_that_cannot_be_is_said_before_anything_is_measured(argv, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    written(tmp_path / "rows.jsonl", LINES)
+    (tmp_path / "run").mkdir()
+    written(tmp_path / "run" / "metrics.jsonl", [])
+    monkeypatch.setattr(import_module("ringattn.launch.bench.traffic"), "run", lambda options: pytest.fail("measured"))
+    assert words.main([word.format(tmp_path) for word in argv]) == 2
+    where = f"out={tmp_path}/none/a"
+    said = capsys.readouterr().err
+    assert f"did you mean {tmp_path}/run/metrics.jsonl?" in said or (where in said and "No such file" in said)
+
+
+def test_a_file_is_tried_and_left_as_it_was(tmp_path):
+    (tmp_path / "a").write_text("a")
+    assert [words.writable(tmp_path / name).name for name in "ab"] == ["a", "b"]
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["a"]
+    with pytest.raises(OSError, match=r"cannot be written \(Is a directory\); say another out=FILE"):
+        words.writable(tmp_path)
+
+
+def test_verify_says_first_what_runs(capsys, monkeypatch):
+    monkeypatch.setattr(verify, "everyone", lambda *told: pytest.fail(capsys.readouterr().err))
+    with pytest.raises(pytest.fail.Exception, match=r"7 cases over 2 ranks \(threads\)"):
+        verify.run(verify.Options(ranks=2, cases=("softcap",)))
+
+
 def test_plot_makes_no_folder_that_it_was_not_told_of(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
@@ -399,6 +463,9 @@ def test_plot_parts_replays_from_calls_and_not_rows_of_before_a_key_was_there():
         (["[1]"], "line 1 is not an object"),
         ([{"case": "a"}], "there is nothing to draw: the lines hold no numbers"),
         ([{"case": "a", "apples": 3}], "no known figure in the lines; say metric= one of apples"),
+        (['{"case": "a", "ms": Infinity}'], "there is nothing to draw: the lines hold no numbers"),
+        ([{"kind": "step", "step": "b", "loss": 2}], "no line of a step has a number called 'loss'"),
+        (["\udc80"], "rows.jsonl is no text (invalid start byte at byte 0); say a file of lines"),
     ],
 )
 def test_plot_says_what_is_wrong_with_a_file(lines, said, tmp_path, capsys):

@@ -5,11 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from ringattn.launch import torchrun
 from ringattn.launch.processes import RankError, run
+
+ROOT = Path(__file__).parent.parent
 
 
 class ForTwoRanks:
@@ -41,6 +47,41 @@ def die(_: None) -> None:
 def test_a_killed_rank_is_said_with_its_signal_rather_than_what_others_heard_of_it():
     with pytest.raises(RankError, match=r"^rank 1: ended without a word: killed by signal 9 \(SIGKILL\)$"):
         run(die, 2, None)
+
+
+def wait(folder: str) -> None:
+    Path(folder, "rank").write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def test_a_rank_ends_with_the_process_that_started_it_however_that_ended(tmp_path):
+    code = f"from tests.test_launch_processes import run, wait; run(wait, 1, {str(tmp_path)!r})"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    rank = tmp_path / "rank"
+    until(lambda: rank.exists() and rank.read_text())
+    parent.kill()
+    until(lambda: not Path("/proc", rank.read_text()).exists())
+    parent.wait()
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "nothing happened in time"
+        time.sleep(0.02)
+
+
+def test_a_hangup_stops_a_run_that_was_not_told_to_ignore_it(monkeypatch):
+    def hang_up(context: object) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        raise TimeoutError("it was ignored")
+
+    monkeypatch.setattr(torchrun, "serve", hang_up)
+    for before, outcome in ((signal.SIG_DFL, torchrun.Stopped), (signal.SIG_IGN, TimeoutError)):
+        usual = signal.signal(signal.SIGHUP, before)
+        with pytest.raises(outcome):
+            torchrun.local(print, 1, "cpu")
+        assert signal.signal(signal.SIGHUP, usual) is before
 
 
 def test_a_terminals_interrupt_is_answered_in_a_line_while_things_are_imported(tmp_path):

@@ -117,6 +117,20 @@ def test_a_killed_rank_and_a_killed_node_cost_nothing_but_time(cluster, tmp_path
     assert run.losses() == undisturbed
 
 
+def test_the_first_attempt_begins_at_the_checkpoint_that_was_named_and_the_next_at_the_runs_own(cluster, tmp_path):
+    before = Run(tmp_path, "cluster=local", "steps=20", "keep=9")
+    assert "in 20 steps" in before.ended()
+    named = tmp_path / "run" / "checkpoints" / "step-00000005"
+    run = Run(tmp_path, f"cluster.address={cluster.address}", "keep=99", f"resume={named}")
+    run.after(steps=7)
+    os.kill(run.pid(1), signal.SIGKILL)
+    said = run.ended()
+    assert run.process.returncode == 0, said
+    first, second = map(int, re.findall(r"goes on after step (\d+)", said))
+    assert first == 5 and second > 20 and len(run.losses()) == 60
+    assert said.count("set aside what is newer, as NAME.aside: step-00000010, step-00000015, step-00000020") == 1
+
+
 def test_with_too_few_nodes_it_goes_on_with_fewer_ranks_and_a_sigterm_saves(cluster, tmp_path, undisturbed):
     run = Run(tmp_path, f"cluster.address={cluster.address}", "cluster.at_least=1")
     run.after(steps=7)

@@ -192,6 +192,8 @@ def test_picture_has_a_panel_for_memory_only_where_it_was_measured(tmp_path, mon
     memory = [{"kind": "memory", "step": -1, "seq_len": 64, "memory_mib": 3.0}]
     for rows in (steps, [*steps, *memory]):
         metrics.picture(tmp_path, {"2 ranks": rows, "1 rank": steps}, 3.2)
+    assert all(tick == round(tick) for figure, _ in figures for tick in figure.axes[0].get_xticks())
+    assert figures[1][0].axes[1].get_legend() is None  # a single line
     assert [[axes.get_title() for axes in figure.axes] for figure, _ in figures] == [
         ["loss"],
         ["loss", "memory that one pass adds"],
@@ -356,6 +358,13 @@ def test_an_elastic_run_fits_any_number_of_ranks_or_is_refused_before_it_begins(
     ):
         with pytest.raises(ValueError, match=said):
             on_ray.sized(dataclasses.replace(told, strategy=wrong), have)
+
+
+def test_a_checkpoint_has_the_same_name_on_every_node(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for said, found in (("runs/a", str(tmp_path / "runs" / "a")), ("auto", "auto"), (None, None)):
+        config, _ = on_ray.sized(Train(nproc=1, device="cpu", resume=said), {"CPU": 1.0})
+        assert config.resume == found
 
 
 def test_the_rate_warms_up_and_falls_to_its_end():

@@ -5,6 +5,8 @@ import pytest
 
 from ringattn.conf.schema import Data
 from ringattn.launch import data
+from ringattn.launch.processes import run
+from ringattn.launch.trainer import check_tokens
 
 
 def test_data_is_read_across_files_and_in_an_order_of_its_own(tmp_path):
@@ -53,9 +55,40 @@ def test_a_file_of_tokens(tmp_path):
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "tokens")
     corpus = data.open_corpus(Data(path=str(tmp_path / "tokens"), tokens="uint16"), 1000)
     assert corpus.read(997, 3).tolist() == [997, 998, 999]
-    with pytest.raises(ValueError, match=r"use model\.vocab=1000"):
-        data.check_vocabulary(corpus.read(0, 1000), 500)
     assert data.unigram_entropy(corpus) == pytest.approx(np.log(992), abs=1e-6)  # 16 pieces of 62 tokens
+
+
+@pytest.mark.parametrize("bad, said", [(-1, "holds token -1; tokens are 0 or above"), (500, r"use model\.vocab=501")])
+@pytest.mark.parametrize("part", [0, 2])
+def test_a_token_that_the_model_does_not_know_is_found_wherever_it_is(bad, said, part, tmp_path):
+    tokens = np.arange(500, dtype=np.int32)
+    tokens[[0, 0, -1][part]] = bad
+    tokens.tofile(tmp_path / "tokens")
+    corpus = data.open_corpus(Data(path=str(tmp_path / "tokens"), tokens="int32"), 500)
+    found = [data.extremes(corpus, 500, i, 3, piece=7) for i in range(3)]
+    with pytest.raises(ValueError, match=said):
+        data.check_vocabulary(*found[part], 500)
+    for i in {0, 1, 2} - {part}:
+        data.check_vocabulary(*found[i], 500)
+
+
+def test_all_ranks_refuse_tokens_that_the_model_does_not_know(tmp_path):
+    np.array([1, 2, 3, 4], np.uint16).tofile(tmp_path / "tokens")
+    corpus = data.open_corpus(Data(path=str(tmp_path / "tokens"), tokens="uint16"), 4)
+    first, second = run(refused, 2, corpus, 4)
+    assert first == second == "the data holds token 4, the model has vocab=4; use model.vocab=5 or more"
+
+
+def refused(corpus: data.Corpus, vocab: int) -> str:
+    with pytest.raises(ValueError) as raised:
+        check_tokens(corpus, vocab)
+    return str(raised.value)
+
+
+def test_bytes_are_not_read_to_know_what_they_hold(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    corpus = data.open_corpus(Data(path=str(tmp_path)), 256)
+    assert (data.extremes(corpus, 256), data.extremes(corpus, 255)) == ((0, 0), (0, 255))
 
 
 def test_a_file_that_is_not_flat_tokens_is_refused(tmp_path):

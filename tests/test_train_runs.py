@@ -74,7 +74,8 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
     assert "data.held_out is 1 there and 2 here" in message(with_data(held_out=2))
     assert "data.documents is '' there and 'files' here" in message(with_data(documents="files"))
     assert re.search(r"data.tokens is '\d+ with checksum \w+' there and '\d+ with", message(with_data(suffix="r.py")))
-    assert "no whole number of steps of 3" in message(dataclasses.replace(TINY, batch=3))
+    said = message(dataclasses.replace(TINY, batch=3))
+    assert "batch x accumulate x strategy.data is 1 there and 3 here; say the same" in said
     index = (path / ".metadata").read_bytes()
     (path / ".metadata").write_bytes(pickle.dumps(print))
     assert "asks for builtins.print, which no index needs" in message(TINY)
@@ -112,11 +113,104 @@ def test_a_broken_checkpoint_is_named_with_the_older_ones_on_every_rank(tmp_path
         checkpoint.read_state(tmp_path / "saved")
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        '{"model": {}, "sequences": "abc", "step": 1}',
+        '{"model": {}, "sequences": 24, "step": 1, "data": 3}',
+        '{"model": {}, "sequences": 24, "step": 0}',
+        '{"model": {}, "sequences": 24}',
+        "[]",
+        "",
+    ],
+)
+def test_a_state_of_another_shape_cannot_be_read(state, tmp_path):
+    path = made(tmp_path, 1)
+    (path / "state.json").write_text(state)
+    with pytest.raises(ValueError, match=r"step-00000001 cannot be read \(state\.json: \w+ .*there is no older one"):
+        checkpoint.matching(path, {"data": {"documents": ""}})
+
+
+def test_a_run_goes_on_from_what_was_named_until_it_has_saved_and_what_is_newer_is_set_aside(
+    tmp_path, monkeypatch, capsys
+):
+    for step in (1, 2, 3):
+        made(tmp_path, step, started_at=1.0)
+    (tmp_path / "step-00000003" / "state.json").write_text("torn")  # why an older one was named
+    monkeypatch.setattr(trainer, "load", lambda path, *told: checkpoint.read_state(path))
+    monkeypatch.setattr(trainer, "about", lambda job: {})
+
+    def goes_on(resume: str | None, started_at: float) -> int:
+        config = dataclasses.replace(TINY, resume=resume)
+        job = SimpleNamespace(config=config, started_at=started_at, decoder=None, optimizer=None)
+        trainer.resume(job, SimpleNamespace(folder=tmp_path))
+        return job.step
+
+    first = str(tmp_path / "step-00000001")
+    with alone():
+        assert goes_on(first, 2.0) == 1
+        assert capsys.readouterr().err.endswith(
+            "\nset aside what is newer, as NAME.aside: step-00000002, step-00000003\n"
+        )
+        assert goes_on(first, 2.0) == 1  # another attempt, before anything was saved
+        made(tmp_path, 2, started_at=2.0)
+        assert [goes_on(first, 2.0), goes_on(None, 2.0), goes_on("auto", 3.0)] == [2, 2, 2]
+        assert "set aside" not in capsys.readouterr().err
+        assert goes_on(first, 4.0) == 1  # somebody named it again
+    names = [f"step-0000000{end}" for end in ("1", "2.aside", "3.aside")]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+
+
+def test_all_attempts_of_torchrun_began_when_the_first_one_did(tmp_path):
+    config = dataclasses.replace(TINY, folder=str(tmp_path), run="run")
+    with alone():
+        assert [train.shared(config, began) for began in (1.5, 2.5)] == [(tmp_path / "run", 1.5)] * 2
+
+
+def test_a_log_of_steps_without_a_checkpoint_is_kept(tmp_path, capsys):
+    log = tmp_path / "metrics.jsonl"
+    log.write_text('{"kind": "step", "step": 1}\n')
+    metrics.cut(log, 0)
+    assert log.read_text() == "" and metrics.read(tmp_path / "metrics.jsonl.aside") == [{"kind": "step", "step": 1}]
+    said = f"{tmp_path} has no checkpoint to go on from, so this begins anew; the log of before is {log}.aside\n"
+    assert capsys.readouterr().err == said
+    metrics.cut(log, 0)
+    assert capsys.readouterr().err == "" and metrics.read(tmp_path / "metrics.jsonl.aside")
+
+
+def test_a_torn_or_foreign_line_in_the_log_is_left_out(tmp_path):
+    log, good = tmp_path / "metrics.jsonl", {"kind": "step", "step": 1, "loss": 0.1}
+    foreign = ["[]", "3", '{"step": 1}', '{"step": "b", "kind": "step"}', "\xff", '{"kind": "st']
+    log.write_text("\n".join([json.dumps(good), *foreign]), encoding="latin-1")
+    assert metrics.read(log) == [good]
+    assert train.columns_of(metrics.read(log))["loss"] == []  # a line that lacks what is summed up
+    again = metrics.Log(tmp_path, TINY)
+    again.write({"kind": "step", "step": 2})
+    again.close()
+    assert [row["step"] for row in metrics.read(log)] == [1, 2]
+    metrics.cut(log, 1)
+    assert log.read_text() == json.dumps(good) + "\n"
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_line_that_nobody_reads_any_more_is_no_error(live):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stream:
+        bar = metrics.Bar(3, stream=stream)
+        bar.live = live
+        for step in (1, 2, 3):
+            bar.show(step, {"loss": 1.0, "tokens_per_second": 1e5, "mfu": 0.5, "memory_mib": 1.0})
+        bar.close()
+        metrics.say("the end", stream)
+
+
 def test_a_checkpoint_from_before_it_knew_its_data_goes_on(tmp_path):
     over(1, {"saved": dataclasses.replace(TINY, save_every=3, steps=3)}, tmp_path)
     path = tmp_path / "saved" / "checkpoints" / "step-00000003" / "state.json"
     saved = json.loads(path.read_text())
     path.write_text(json.dumps({name: saved[name] for name in ("step", "model", "sequences", "seed")}))
+    assert checkpoint.read_state(path.parent)[checkpoint.A_STEP] == 1
     assert len(over(1, {"saved": dataclasses.replace(TINY, resume="auto")}, tmp_path)["saved"]) == 5
 
 
@@ -275,6 +369,18 @@ def test_a_checkpoints_folder_that_cannot_be_written_to_is_said_before_the_first
         trainer.save_config(SimpleNamespace(config=TINY, folder=tmp_path / "run"))
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_disk_that_is_full_at_the_start_is_said_with_its_file(tmp_path):
+    for name in ("config.json", "metrics.jsonl.part"):
+        (tmp_path / name).symlink_to("/dev/full")
+    job = SimpleNamespace(config=dataclasses.replace(TINY, keep=0), folder=tmp_path, plan="")
+    with alone(), pytest.raises(OSError, match=r"could not write .*config\.json \(.*\); free space, or say"):
+        trainer.save_config(job)
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n')
+    with pytest.raises(OSError, match=r"metrics\.jsonl \(No space left on device\); free space, or say folder=PATH"):
+        metrics.cut(tmp_path / "metrics.jsonl", 1)
+
+
 def test_a_run_never_writes_into_anothers_folder(tmp_path, capsys):
     config = dataclasses.replace(TINY, device="cpu", nproc=1, folder=str(tmp_path), run="run", steps=2, picture=False)
     assert train.here(config) == 0
@@ -304,10 +410,7 @@ def test_what_goes_on_is_said_by_its_name(tmp_path):
     with pytest.raises(ValueError, match=r"none was said; say run=NAME$"):
         train.new_folder(config)
     for name in ("a", "b"):
-        path = tmp_path / name / "checkpoints" / "step-00000001"
-        path.mkdir(parents=True)
-        (path / ".metadata").touch()
-        (path / "state.json").touch()
+        made(tmp_path / name / "checkpoints", 1)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=f"say run=NAME; {tmp_path} has a, b$"):
         train.new_folder(config)
@@ -376,6 +479,15 @@ def refused(config: Train, folder: str) -> str:
     except ValueError as error:
         return str(error)
     return "nothing"
+
+
+def made(folder: Path, step: int, **state) -> Path:
+    """What looks like a complete checkpoint."""
+    path = folder / checkpoint.name_of(step)
+    path.mkdir(parents=True)
+    (path / ".metadata").touch()
+    (path / "state.json").write_text(json.dumps({"model": {}, "step": step, "sequences": step, **state}))
+    return path
 
 
 @contextlib.contextmanager

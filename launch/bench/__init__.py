@@ -28,7 +28,7 @@ from typing import Any
 
 from ringattn.conf.schema import nearest
 from ringattn.launch.processes import run as run_ranks
-from ringattn.launch.words import answer, default_of, usage, values
+from ringattn.launch.words import answer, default_of, usage, values, writable
 
 SUITES = ("decode", "jax", "kernels", "linear", "memory", "prefill", "ring", "scan", "step", "traffic")
 
@@ -57,9 +57,10 @@ def measure(name: str, words: list[str]) -> None:
     said = values([w for w in words if not w.startswith("out=")], suite.Options)
     options = suite.Options(**said)
     fits(options, sized="tokens" in said)
+    file = writable(Path(outs[0])) if outs else None
     rows = suite.run(options)
-    if outs:
-        write(rows, outs[0])
+    if file:
+        write(rows, file)
 
 
 def fits(options: Any, sized: bool) -> None:
@@ -82,10 +83,10 @@ def fits(options: Any, sized: bool) -> None:
         raise ValueError(f"without tokens= the lengths are a GPU's; on a CPU say {small}")
 
 
-def write(rows: list[dict[str, Any]], path: str) -> None:
+def write(rows: list[dict[str, Any]], path: Path) -> None:
     """Append the rows to `path`, each with where and with what it was measured."""
     stamp = {"commit": commit(), **machine()}
-    with Path(path).open("a") as file:
+    with path.open("a") as file:
         file.writelines(json.dumps({**stamp, **row}) + "\n" for row in rows)
 
 
