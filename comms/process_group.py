@@ -253,7 +253,7 @@ def side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-@cache  # asking is a collective: all ranks know alike
+@cache  # never forgotten: asking is a collective, and ranks of other groups would forget at other times
 def hosts_of(group: dist.ProcessGroup) -> int:
     """On how many machines a group's ranks lie, if as many on each and in order; else 0. Every rank must ask."""
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -266,13 +266,13 @@ def hosts_of(group: dist.ProcessGroup) -> int:
     return hosts if places == [i // size * size for i in range(len(names))] else 0
 
 
-@cache  # asking is a collective: all ranks know alike
+@cache  # never forgotten, as above
 def far_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A twin of a group for what goes between hosts: NCCL would have what comes later on the same group wait for it."""
     return twin(group, torch.device("cuda"))
 
 
-@cache  # asking is a collective: all ranks know alike
+@cache  # never forgotten, as above
 def hop_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The group that hops use: `group`, or a twin of it under TORCH_DISTRIBUTED_DEBUG=DETAIL.
 

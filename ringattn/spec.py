@@ -78,8 +78,6 @@ class Docs:
         if "torch" in sys.modules and sys.modules["torch"].compiler.is_compiling():
             # numpy would be traced as tensors; an error while it traces leaves this call to Python
             raise ValueError("Docs are made of numbers: make them before the compiled function and pass them to it")
-        if "torch" in sys.modules and sys.modules["torch"].compiler.is_compiling():
-            raise ValueError("Docs are made of numbers, not traced: make them before the compiled function")
         self.starts, self.length = starts, length
         starts.setflags(write=False)
         self.padded = bool((starts[:, -1] < length).any())  # whether some row ends in padding

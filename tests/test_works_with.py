@@ -200,7 +200,7 @@ def test_what_is_exported_holds_no_plan(function, strict):
     x = torch.randn(1, 12, 2, 8)
     exported = torch.export.export(Module(None), (x,), strict=strict).module()
     torch.testing.assert_close(exported(x), function(x, x, x))
-    with pytest.raises(Exception, match=r"export the module without a plan|Observed exception"):
+    with pytest.raises(Exception, match="export the module without a plan"):
         torch.export.export(Module(ra.plan(seq_len=12)), (x,), strict=strict)
 
 

@@ -159,6 +159,8 @@ def options_of(cut: Any) -> dict[str, int]:
 
 
 def with_descriptors(device: torch.device, start: Callable[[], None]) -> None:
+    """A launch whose kernel makes descriptors, for which Triton asks for memory."""
+
     def run() -> None:
         triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
         start()

@@ -297,8 +297,8 @@ def attend(
             "by one that does not hand its keyword arguments on, and cannot be spread over ranks"
         )
     more = sorted(k for k, v in others.items() if v is not None and v is not False and k not in TOLD)
-    if isinstance(attention_mask, Window):
-        sliding_window, attention_mask = sliding_window or attention_mask.keys, None
+    if isinstance(attention_mask, Sliding):
+        sliding_window, attention_mask = attention_mask.keys, None
     if attention_mask is not None or more:
         what = ", ".join(["a mask of its own"] * (attention_mask is not None) + more)
         raise ValueError(f"{name} asks its attention for {what}, which is not supported over ranks")
@@ -314,15 +314,15 @@ def attend(
 
 
 @dataclass(frozen=True)
-class Window:
+class Sliding:
     """What stands for a sliding mask, for layers that say how far they see by their mask alone."""
 
     keys: int
 
 
-def asked_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Window | None:
+def asked_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Sliding | None:
     """The mask is in the intervals. Without this entry transformers would drop padding without a word."""
-    return None if local_size is None else Window(local_size)
+    return None if local_size is None else Sliding(local_size)
 
 
 def stretched(model: nn.Module) -> list[nn.Module]:
