@@ -383,9 +383,11 @@ def save_config(job: Job) -> TextIO:
     """
     checkpoints = job.folder / "checkpoints"
     try:
-        (checkpoints if job.config.keep else job.folder).mkdir(parents=True, exist_ok=True)
-        if job.config.keep and not os.access(checkpoints, os.W_OK):  # said now, not when the first of them is due
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), checkpoints)
+        job.folder.mkdir(parents=True, exist_ok=True)
+        if checkpoints.exists():  # said now, not when the first of them is due
+            checkpoints.mkdir(exist_ok=True)
+            if not os.access(checkpoints, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), checkpoints)
         file = (job.folder / "config.json").open("a")
     except OSError as error:
         why = f"{error.filename} cannot be written to ({error.strerror})"

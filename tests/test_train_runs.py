@@ -364,6 +364,7 @@ def test_a_disk_without_room_is_said_with_what_to_do_and_nothing_half_written_st
 
 
 def test_a_checkpoints_folder_that_cannot_be_written_to_is_said_before_the_first_step(tmp_path, monkeypatch):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     monkeypatch.setattr(trainer.os, "access", lambda path, mode: not str(path).endswith("checkpoints"))
     with pytest.raises(OSError, match=r"run/checkpoints cannot be written to \(Permission denied\); say folder=PATH"):
         trainer.save_config(SimpleNamespace(config=TINY, folder=tmp_path / "run"))
