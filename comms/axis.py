@@ -6,7 +6,10 @@ were handed over are in flight: they may be read, never written.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
+from itertools import count
 from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 T = TypeVar("T")
 Parcels = Mapping[int, Sequence[Any]]  # tensors to or from each of some ranks
@@ -114,6 +117,55 @@ class Axis(Protocol):
 
     def over(self, transport: str) -> "Axis":
         """The same ranks over that transport, if this axis has more than one: "symmetric" or "group"."""
+
+
+class Ranks:
+    """Where a plan runs: the framework, the kind of device and the two axes; and what was bound and agreed on there.
+
+    What is kept goes when the ranks go. `here` is False for ranks that a plan is only drawn up for.
+    """
+
+    def __init__(self, ring: Any, ulysses: Any, framework: str = "torch", device: str = "cpu", here: bool = True):
+        self.ring, self.ulysses = ring, ulysses
+        self.framework, self.device, self.here = framework, device, here
+        self.calls: dict[Any, Any] = {}  # bound calls, by what they are
+        self.agreed: dict[Any, set[Any]] = {}  # by plan, the kinds of calls that all ranks agreed on
+        self.right: dict[Any, set[Any]] = {}  # by plan, calls with documents that were right here
+        self.kept: dict[str, Any] = {}  # what a framework notes
+        self.plans: dict[str, Any] = {}  # those that compiled graphs asked for, by their text
+        self.number = next(NUMBERS)
+        LIVE[self.number] = self
+
+    @cached_property
+    def place(self) -> tuple[Any, ...]:
+        """What makes plans differ: in JAX the devices, since programs are kept by their plans; in torch nothing."""
+        axes = [tuple(vars(axis).items()) for axis in self] if self.framework == "jax" and self.here else []
+        return (self.framework, *([self.device] if axes else []), *axes)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Ranks) and self.place == other.place
+
+    def __hash__(self) -> int:
+        return hash(self.place)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.ring, self.ulysses))
+
+    def __reduce__(self) -> Any:
+        """Only a plan of one rank is pickled, or of ranks that are not here."""
+        return (one_rank, (self.device,)) if self.here else (Ranks, (None, None, self.framework, self.device, False))
+
+
+# A compiled graph holds numbers and strings, no objects: it finds the ranks it was made for by their number.
+LIVE: "WeakValueDictionary[int, Ranks]" = WeakValueDictionary()
+NUMBERS = count()
+NOT_HERE = Ranks(None, None, here=False)
+
+
+@cache
+def one_rank(device: str = "cpu") -> Ranks:
+    """One rank, the same for all plans of one device."""
+    return Ranks(Solo("ring"), Solo("ulysses"), device=device)
 
 
 def one_ahead(transfers: Iterable[Pending]) -> Iterator[Any]:

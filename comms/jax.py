@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ringattn.comms.axis import Done
+from ringattn.comms.axis import Done, Ranks
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,51 @@ class MeshAxis:
 
     def all_to_all(self, x: Any, split: int, join: int) -> Done:
         """Cut `x` into `size` pieces along dim `split`, give piece i to rank i, join what arrives along dim `join`."""
+        if self.size > 1 and automatic_beside():
+            return Done(joined(self.swapped(pieces(x, self.size, split)), join))
         return Done(x if self.size == 1 else lax.all_to_all(x, self.name, split, join, tiled=True))
 
     def all_gather(self, x: Any, dim: int = 0) -> Done:
         """Every rank's `x`, in rank order, joined along `dim`."""
+        if self.size > 1 and automatic_beside():
+            return Done(joined(self.swapped(jnp.broadcast_to(x, (self.size, *x.shape))), dim))
         return Done(x if self.size == 1 else lax.all_gather(x, self.name, axis=dim, tiled=True))
 
     def reduce_scatter(self, x: Any, dim: int = 0) -> Done:
         """The sum over ranks of their `x`, of which each rank gets its own piece along `dim`."""
+        if self.size > 1 and automatic_beside():
+            return Done(self.swapped(pieces(x, self.size, dim)).sum(0))
         return Done(x if self.size == 1 else lax.psum_scatter(x, self.name, scatter_dimension=dim, tiled=True))
+
+    def swapped(self, x: Any) -> Any:
+        """[size, ...]: what each rank has for this one, of what each has for every other one; by rotations.
+
+        XLA brings whole arrays to every device for its own collectives where the compiler cuts them too, but not for a
+        rotation.
+        """
+        ranks = np.arange(self.size)
+        away = jnp.take(x, (self.rank + ranks) % self.size, axis=0)  # for the rank so many steps ahead
+        found = jnp.stack([self.rotate([away[i]], i).wait()[0] if i else away[0] for i in range(self.size)])
+        return jnp.take(found, (self.rank - ranks) % self.size, axis=0)
+
+
+def automatic_beside() -> dict[str, int]:
+    """Inside a shard_map: the axes of more than one device that it leaves to the compiler, and their sizes."""
+    here = jax.sharding.get_abstract_mesh()
+    kinds = zip(here.axis_names, here.axis_types, strict=True)
+    left = {name: here.shape[name] for name, kind in kinds if kind == AxisType.Auto and here.shape[name] > 1}
+    return left if here.manual_axes else {}
+
+
+def pieces(x: Any, count: int, dim: int) -> Any:
+    """`x` cut into `count` equal pieces along `dim`, stacked."""
+    return jnp.moveaxis(x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :]), dim, 0)
+
+
+def joined(x: Any, dim: int) -> Any:
+    """The inverse of `pieces`."""
+    x = jnp.moveaxis(x, 0, dim)
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
 
 
 def relay(
@@ -183,5 +219,5 @@ def split(mesh: Mesh, name: str, sizes: dict[str, int]) -> Mesh:
     return Mesh(mesh.devices.reshape(tuple(cut.values())), tuple(cut), axis_types=tuple(kinds))
 
 
-def axes(mesh: Mesh) -> tuple[MeshAxis, MeshAxis]:
-    return MeshAxis("ring", mesh), MeshAxis("ulysses", mesh)
+def axes(mesh: Mesh, device: str | None = None) -> Ranks:
+    return Ranks(MeshAxis("ring", mesh), MeshAxis("ulysses", mesh), "jax", device or platform(mesh))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ringattn.comms.axis import Parcels, Pending, Then
+from ringattn.comms.messages import plain
 from ringattn.comms.moves import Moves
 
 
@@ -43,6 +44,11 @@ class Board:
             if ready:
                 raise ConnectionError("another rank failed") from self.failed
             raise TimeoutError(f"nothing arrived within {self.timeout} s for {key}")
+
+    def check_empty(self) -> None:
+        """Everything that was sent must have been taken: on a network it would meet a later call, or never leave."""
+        left = [f"{name} rank {source} -> {to} (its transfer {number})" for name, _, source, to, number in self.items]
+        assert not left, f"{len(left)} transfers were sent and never received: {', '.join(left[:8])}"
 
     def fail(self, error: BaseException) -> None:
         with self.changed:
@@ -102,7 +108,7 @@ class LocalAxis(Moves):
 
     def exchange_words(self, words: Any) -> list[Any]:
         everyone = range(self.size)
-        return self.swap(dict.fromkeys(everyone, words), everyone).wait()
+        return self.swap(dict.fromkeys(everyone, plain(words)), everyone).wait()
 
     def over(self, transport: str) -> "LocalAxis":
         return self
@@ -191,4 +197,5 @@ def run(
         thread.join()
     if board.failed is not None:
         raise board.failed
+    board.check_empty()
     return results

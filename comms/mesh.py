@@ -1,6 +1,5 @@
 """Names and builds the mesh: data outermost, ring, and ulysses innermost, where the links are fastest."""
 
-import warnings
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -10,8 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringattn.comms.axis import Axis, Solo
+from ringattn.comms.axis import Axis, Ranks, Solo
 from ringattn.comms.local import LocalMesh
+from ringattn.comms.lost import meet, patience, set_patience
 from ringattn.comms.process_group import CollectiveAxis, ProcessGroupAxis
 from ringattn.comms.symmetric import over_nccl, shared_axis
 
@@ -46,6 +46,8 @@ def init_mesh(
         device_type = "cuda" if torch.cuda.is_available() and _has_nccl() else "cpu"
     if device_type == "cuda" and dist.is_initialized():
         take_gpu()
+    if dist.is_initialized():
+        meet("mesh", described(sizes, device_type))
     try:
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     except ValueError as error:
@@ -59,19 +61,14 @@ def init_mesh(
     return mesh
 
 
+def described(sizes: dict[str, int], device_type: str) -> str:
+    return f"{' x '.join(f'{n}={s}' for n, s in sizes.items() if s > 1) or 'of one rank'} on {device_type}"
+
+
 def take_gpu() -> None:
     """Give this rank a GPU if nobody has: each its own, or where there are too few, some share one."""
     if torch.cuda.is_available() and not torch.cuda.is_initialized():
         torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=dist.get_rank()) % torch.cuda.device_count())
-
-
-def patience(group: Any, device_type: str) -> timedelta | None:
-    """How long a group waits for a rank, if it says so: a fake one does not."""
-    try:
-        limit: timedelta = group._get_backend(torch.device(device_type)).options._timeout
-        return limit
-    except (AttributeError, RuntimeError):
-        return None
 
 
 def limit_waiting(limit: timedelta | None, *meshes: DeviceMesh) -> None:
@@ -82,13 +79,6 @@ def limit_waiting(limit: timedelta | None, *meshes: DeviceMesh) -> None:
     if limit is not None:
         for group in (mesh.get_group(name) for mesh in meshes for name in axis_names(mesh)):
             set_patience(limit, group)
-
-
-def set_patience(limit: timedelta, group: Any = None) -> None:
-    """Of one group, or of that of all ranks."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps groups, which then keep their own limit
-        dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def _has_nccl() -> bool:
@@ -127,20 +117,21 @@ def axis(mesh: Any, name: str, transport: str = "auto") -> Axis:
             return shared
     if transport == "symmetric":
         raise ValueError(
-            f"transport='symmetric' needs GPUs of one host that see each other's memory; the {name} axis "
+            f"by='symmetric' needs GPUs of one host that see each other's memory; the {name} axis "
             f"({dist.get_backend(group)}) has not; leave it out"
         )
     if on_gpus and dist.get_backend(group) == "gloo":
         raise ValueError(
             f"gloo moves no GPU memory between the ranks of the {name} axis; start them with a GPU each and "
             "init_process_group('nccl'), or to share GPUs with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 and without "
-            "transport='group'"
+            "by='group'"
         )
     return grouped
 
 
-def axes(mesh: Any, transport: str = "auto") -> tuple[Axis, Axis]:
-    return axis(mesh, "ring", transport), axis(mesh, "ulysses", transport)
+def axes(mesh: Any, transport: str = "auto") -> Ranks:
+    ring, ulysses = (axis(mesh, name, transport) for name in ("ring", "ulysses"))
+    return Ranks(ring, ulysses, device=mesh.device_type)
 
 
 def split(mesh: Any, name: str, sizes: dict[str, int]) -> Any:
@@ -157,6 +148,7 @@ def cut(mesh: DeviceMesh, name: str, sizes: dict[str, int]) -> DeviceMesh:
     """A mesh like this one with groups of its own, which live as long as the process."""
     parts = [sizes if old == name else {old: axis_size(mesh, old)} for old in axis_names(mesh)]
     shape = {n: s for part in parts for n, s in part.items()}
+    meet("mesh", described(shape, mesh.device_type))
     made = DeviceMesh(mesh.device_type, mesh.mesh.reshape(*shape.values()), mesh_dim_names=tuple(shape))
     limit_waiting(patience(mesh.get_group(name), mesh.device_type), made)
     return made

@@ -1,20 +1,22 @@
 """An axis over a torch process group: gloo on CPUs, NCCL on GPUs."""
 
-import pickle
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache, lru_cache, partial
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringattn.comms import messages
 from ringattn.comms.axis import Parcels, Pending, Then
+from ringattn.comms.lost import Lost, broken, patience
 from ringattn.comms.moves import Moves, as_stored, rotated
 
 T = TypeVar("T")
@@ -23,18 +25,25 @@ T = TypeVar("T")
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+ENDED = "destroy_process_group() has ended the ranks of this plan; make the mesh and the plan again"
+
+# What is found once for a group goes with it. Nothing here may keep a group alive: it has threads and connections.
+HOSTS: Any = WeakKeyDictionary()
+TWINS: Any = WeakKeyDictionary()
+
 
 class Works:
     """Work in flight, and the tensors it reads and writes, which must live until it is done."""
 
-    def __init__(self, works: Sequence[Any], result: Any, held: Sequence[Any], lost: "Lost"):
+    def __init__(self, works: Sequence[Any], result: Any, held: Sequence[Any], lost: Lost):
         self.works, self.result, self.held, self.lost = works, result, held, lost
 
     def wait(self) -> Any:
         works, self.works = self.works, ()
+        limit = self.lost.axis.limit() if works else ()
         for i, work in enumerate(works):
             with self.lost.named(i):
-                work.wait()
+                work.wait(*limit)
         self.held = ()
         return self.result
 
@@ -43,41 +52,9 @@ class Works:
 
         Not where a rank is lost: then there is no next call, and nobody may answer.
         """
-        if self.works and not ProcessGroupAxis.broken and not sys.is_finalizing():
+        if self.works and not broken() and not sys.is_finalizing():
             with suppress(RuntimeError, ConnectionError):
                 self.wait()
-
-
-class Lost(NamedTuple):
-    """What to say when a rank is lost: whom each work of a list needs, and what they were for."""
-
-    axis: "ProcessGroupAxis"
-    needs: Sequence[Collection[int]]
-    what: str
-
-    @contextmanager
-    def named(self, work: int = 0) -> Iterator[None]:
-        """An error of the transport says whom it lost; another one goes by as it is."""
-        try:
-            yield
-        except RuntimeError as error:
-            if "gloo" not in str(error) and not isinstance(error, dist.DistError):
-                raise
-            raise self.error(work, str(error)) from error
-
-    def error(self, work: int, said: str) -> ConnectionError:
-        """Names the rank, or those that it may be; and the one that was lost first, if another rank has said so.
-
-        The first loss brings others, so it is what a rank that knows whom it lost tells all.
-        """
-        ProcessGroupAxis.broken = True
-        axis, needs = self.axis, sorted({r % self.axis.size for r in self.needs[min(work, len(self.needs) - 1)]})
-        why = said.splitlines()[0].split("] ")[-1].split(". This is")[0]
-        whom, all_ranks = " or ".join(map(str, needs)), dist.get_world_size()
-        if axis.size < all_ranks:
-            whom += f", which is rank {' or '.join(str(axis.peer(r)) for r in needs)} of {all_ranks}"
-        mine = f"{axis.name} rank {axis.rank} lost {axis.name} rank {whom}{self.what and f' ({self.what})'}: {why}"
-        return ConnectionError(with_first_loss(mine, certain=len(needs) == 1))
 
 
 class ProcessGroupAxis(Moves):
@@ -88,17 +65,38 @@ class ProcessGroupAxis(Moves):
 
     cheap_words = True
     one_by_one = True  # each transfer is a work of its own
-    broken = False  # whether some axis of this process has lost a rank
 
     def __init__(self, group: dist.ProcessGroup, name: str = "ring"):
-        self.group, self.name = group, name
+        self.name, self.known = name, ref(group)
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.by: str = dist.get_backend(group)
         self.on_gpus = torch.cuda.is_available() and not self.cheap_words  # a group may have a backend for each device
         self.hosts = 0 if self.cheap_words else hosts_of(group)
-        self.hops = hop_group(group)
-        self.far = far_group(group) if self.hosts > 1 else self.hops
+        self.hops_known = ref(hop_group(group))
+        self.far_known = ref(far_group(group)) if self.hosts > 1 else self.hops_known
         self.sent = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return alive(self.known)
+
+    @property
+    def hops(self) -> dist.ProcessGroup:
+        """Where transfers within a host go."""
+        return alive(self.hops_known)
+
+    @property
+    def far(self) -> dist.ProcessGroup:
+        """Where those between hosts go."""
+        return alive(self.far_known)
+
+    def limit(self) -> tuple[Any, ...]:
+        """How long to wait for one transfer, as a work is asked.
+
+        gloo's groups keep the time-out that they were made with, which for a mesh is torch's, whatever is set later.
+        """
+        limit = patience(group, "cpu") if (group := self.known()) is not None else None
+        return () if limit is None else (limit,)
 
     def move(self, out: Parcels, into: Parcels, what: str = "") -> Pending:
         return self.post(self.hops, out, into, None, what)
@@ -144,9 +142,10 @@ class ProcessGroupAxis(Moves):
 
     def exchange_words(self, words: Any) -> list[Any]:
         sent = self.sent
-        everyone = self.told(pickle.dumps(words))
+        mine = messages.encode(words)
+        everyone = self.told(mine) or [mine] * self.size
         self.sent = sent  # what carries words is not counted
-        return [words] * self.size if everyone is None else [pickle.loads(said) for said in everyone]
+        return [messages.decode(said, self.peer(rank)) for rank, said in enumerate(everyone)]
 
     def told(self, said: bytes) -> list[bytes] | None:
         """What each rank says; None where all say the same. Their digests go first, and mostly alone."""
@@ -166,14 +165,17 @@ class ProcessGroupAxis(Moves):
         try:
             return dist.get_global_rank(self.group, rank % self.size)
         except ValueError:
-            gone = "destroy_process_group() has ended the ranks of this plan; make the mesh and the plan again"
-            raise ValueError(gone) from None
+            raise ValueError(ENDED) from None
 
 
 class CollectiveAxis(ProcessGroupAxis):
     """The same by the collectives of torch, where those are faster than moves: over NCCL."""
 
     cheap_words = one_by_one = False
+
+    def limit(self) -> tuple[Any, ...]:
+        """A limit would have the host wait for what only its stream waits for; these groups keep what is set."""
+        return ()
 
     def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
         pieces = torch.stack(as_stored(x).chunk(self.size, split))
@@ -202,31 +204,12 @@ class CollectiveAxis(ProcessGroupAxis):
             return Works([call(result, x, group=self.group, async_op=True)], result, [x], lost)
 
     def exchange_words(self, words: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.size
         with self.losing_any("words").named():
-            dist.all_gather_object(gathered, words, group=self.group)
-        return gathered
+            return messages.gather(words, self.group)
 
     def losing_any(self, what: str) -> Lost:
         """What to say when any other rank is lost."""
         return Lost(self, [[rank for rank in range(self.size) if rank != self.rank]], what)
-
-
-def with_first_loss(mine: str, certain: bool = True) -> str:
-    """What this rank says of a loss, and what the first of all ranks said; to be that one, it must be certain."""
-    first = first_word(mine if certain else "")
-    return mine if first in ("", mine) else f"{mine}; the first loss: {first}"
-
-
-def first_word(mine: str = "") -> str:
-    """What the first rank of all said that lost another: `mine` if that is this one, or no store is left to ask."""
-    try:
-        store = dist.PrefixStore("ringattn", dist.distributed_c10d._get_default_store())
-        if not mine and not store.check(["lost"]):
-            return ""
-        return str(store.compare_set("lost", "", mine).decode())
-    except (RuntimeError, ValueError):
-        return mine
 
 
 def whole(x: Tensor) -> Tensor:
@@ -253,26 +236,24 @@ def side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-@cache  # never forgotten: asking is a collective, and ranks of other groups would forget at other times
 def hosts_of(group: dist.ProcessGroup) -> int:
     """On how many machines a group's ranks lie, if as many on each and in order; else 0. Every rank must ask."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    name = socket.gethostname(), boot.read_text() if boot.exists() else ""
-    names: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(names, name, group=group)
-    places = [names.index(name) for name in names]
-    hosts = len(set(places))
-    size = len(names) // hosts
-    return hosts if places == [i // size * size for i in range(len(names))] else 0
+    if group not in HOSTS:
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        names = messages.gather([socket.gethostname(), boot.read_text() if boot.exists() else ""], group)
+        places = [names.index(name) for name in names]
+        hosts = len({*places})
+        size = len(names) // hosts
+        HOSTS[group] = hosts if places == [i // size * size for i in range(len(names))] else 0
+    found: int = HOSTS[group]
+    return found
 
 
-@cache  # never forgotten, as above
 def far_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A twin of a group for what goes between hosts: NCCL would have what comes later on the same group wait for it."""
-    return twin(group, torch.device("cuda"))
+    return twin(group, "far", "cuda")
 
 
-@cache  # never forgotten, as above
 def hop_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The group that hops use: `group`, or a twin of it under TORCH_DISTRIBUTED_DEBUG=DETAIL.
 
@@ -281,11 +262,22 @@ def hop_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if dist.get_debug_level() != dist.DebugLevel.DETAIL or dist.get_backend(group) != "gloo":
         return group
-    return twin(group, torch.device("cpu"), backend="gloo")
+    return twin(group, "hops", "cpu", backend="gloo")
 
 
-def twin(group: dist.ProcessGroup, device: torch.device, **options: Any) -> dist.ProcessGroup:
-    """Another group of the same ranks, as patient as this one."""
-    patience = group._get_backend(device).options._timeout
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, timeout=patience, use_local_synchronization=True, **options)
+def twin(group: dist.ProcessGroup, purpose: str, device: str, **options: Any) -> dist.ProcessGroup:
+    """Another group of the same ranks for a purpose, as patient as this one: the same one each time."""
+    known = TWINS.setdefault(group, {})
+    if purpose not in known:
+        limit, ranks = patience(group, device), dist.get_process_group_ranks(group)
+        known[purpose] = dist.new_group(ranks, timeout=limit, use_local_synchronization=True, **options)
+    made: dist.ProcessGroup = known[purpose]
+    return made
+
+
+def alive(known: Any) -> dist.ProcessGroup:
+    """The group that was known here; torch holds it until it is destroyed."""
+    group: dist.ProcessGroup | None = known()
+    if group is None:
+        raise ValueError(ENDED)
+    return group

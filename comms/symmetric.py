@@ -15,23 +15,25 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringattn.comms import messages
 from ringattn.comms.axis import Axis, Done, Parcels, Parts, Pending
 from ringattn.comms.engines import IN, OUT, CopyEngines, End, Lanes
 from ringattn.comms.memory import Piece, batches, is_few, joined, located, weight
 from ringattn.comms.moves import Moves
-from ringattn.comms.process_group import hosts_of
+from ringattn.comms.process_group import alive, hosts_of
 from ringattn.comms.watch import Watch
 from ringattn.comms.window import HEAD, SHARED, Peers, Window
 
 T = TypeVar("T")
 
 KEPT: list[Any] = []  # windows live as long as the process: others see them
-CONNECTED: dict[Any, tuple[Peers, Watch] | None] = {}  # by the ranks
+CONNECTED: Any = WeakKeyDictionary()  # by the group of all ranks, and then by the ranks of a group
 
 
 class Laid(NamedTuple):
@@ -173,11 +175,14 @@ def shared_axis(group: dist.ProcessGroup, name: str, other: Axis | None = None) 
     """
     if hosts_of(group) != 1:
         return None
-    ranks = dist.group.WORLD, *dist.get_process_group_ranks(group)
-    if ranks not in CONNECTED:  # whichever of their groups asks: one more mesh has no more windows
-        CONNECTED[ranks] = connect(group)
-    connection = CONNECTED[ranks]
-    return connection and SymmetricAxis(*connection, partial(gather_words, group), name, other)
+    ranks, known = (*dist.get_process_group_ranks(group),), CONNECTED.setdefault(dist.group.WORLD, {})
+    if ranks not in known:  # whichever of their groups asks: one more mesh has no more windows
+        known[ranks] = connect(group)
+    connection = known[ranks]
+    if connection is None:
+        return None
+    peers, watch = connection
+    return SymmetricAxis(peers, watch, partial(words_over, ref(group)), name, other)
 
 
 def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
@@ -186,7 +191,7 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
 
     device = torch.device("cuda", torch.cuda.current_device())
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    here = gather_words(group, (device.index, reaches_all()))
+    here = messages.gather([device.index, reaches_all()], group)
     shared = len({gpu for gpu, _ in here}) < size  # ranks that see one GPU each, or, as gloo lets them, share one
     if not all(reaches for _, reaches in here) or (shared and over_nccl(group)):
         return None
@@ -226,7 +231,7 @@ def attempt(group: dist.ProcessGroup, make: Callable[[], Any]) -> Any:
 
 def agreed(group: dist.ProcessGroup, problem: str | None) -> bool:
     """Whether some rank has a problem, which all are told."""
-    problems = [p for p in gather_words(group, problem) if p]
+    problems = [p for p in messages.gather(problem, group) if p]
     if problems:
         instead = "NCCL moves everything" if over_nccl(group) else "nothing can be moved"
         warnings.warn(f"{instead}, since GPU memory cannot be shared here: {problems[0]}", stacklevel=3)
@@ -264,7 +269,6 @@ def over_nccl(group: dist.ProcessGroup) -> bool:
     return "nccl" in dist.get_backend(group)  # it may also have gloo, for CPUs
 
 
-def gather_words(group: dist.ProcessGroup, words: Any) -> list[Any]:
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, words, group=group)
-    return said
+def words_over(known: Any, words: Any) -> list[Any]:
+    """Every rank's words, by a group that this axis does not keep alive."""
+    return messages.gather(words, alive(known))

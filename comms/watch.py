@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from ringattn.comms.engines import AID, IN, Lanes
-from ringattn.comms.process_group import with_first_loss
+from ringattn.comms.lost import with_first_loss
 from ringattn.comms.window import Window
 
 T = TypeVar("T")

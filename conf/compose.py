@@ -2,6 +2,7 @@
 
 Hydra composes values and does nothing else here. What it would call by name, callbacks, launchers, sweepers, log
 handlers, is never made, and whatever asks for it is refused: a configuration file chooses values and runs no code.
+Nor does it read the environment: what is there may be secret, and a configuration is printed, saved and logged.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def composed(asked: argparse.Namespace) -> list[tuple[str, Train]]:
     from yaml import YAMLError
 
     ConfigStore.instance().store("schema", Train)
-    with initialize_config_module("ringattn.conf", job_name="train", version_base="1.3"):
+    with refusals.closed_environment(), initialize_config_module("ringattn.conf", "train", version_base="1.3"):
         try:
             runs = [(words, compose(words, asked.config_dir)) for words in each(asked)]
         except (HydraException, OmegaConfBaseException, YAMLError) as error:

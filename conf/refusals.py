@@ -2,6 +2,8 @@
 
 import argparse
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,25 @@ from ringattn.conf import schema
 from ringattn.conf.schema import GROUPS, Train
 
 NOT_HYDRA = "Hydra's own settings cannot be changed here, for they can run code"
+
+
+@contextmanager
+def closed_environment() -> Iterator[None]:
+    """Meanwhile no value is taken from the environment, by files or words, however deep the interpolation."""
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    def refuse(name: str = "", *default: object) -> None:
+        raise ValueError(
+            f"${{oc.env:{name}}} is refused, because the configuration is printed, saved and logged, and a variable of "
+            f'the environment may be a secret; give the value itself, as KEY="${name}" in the shell'
+        )
+
+    OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def of_word(word: str, parser: Any, asked: argparse.Namespace) -> str | None:
@@ -126,8 +147,9 @@ def explain(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Without the place that Hydra puts before it."""
-    return re.sub(r"^In '[^']+': ", "", str(error).strip().partition("\n")[0])
+    """Without the place that Hydra puts before it, and the way that it took."""
+    line = re.sub(r"^In '[^']+': ", "", str(error).strip().partition("\n")[0])
+    return line.removeprefix("ValueError raised while resolving interpolation: ")
 
 
 def quoted(text: str) -> str:

@@ -19,22 +19,28 @@ from torch import Tensor
 
 import ringattn as ra
 from ringattn.conf.schema import Model, from_dict
-from ringattn.launch.checkpoint import Reader, complete, read_state
+from ringattn.launch.checkpoint import newest, read_state
 from ringattn.launch.model import Decoder, build
+from ringattn.launch.stored import Reader, complete
 from ringattn.torch.nn import Attention, StreamingAttention
 
 
-def newest(run: Path) -> Path:
-    """The newest checkpoint of a run."""
-    found = complete(run / "checkpoints")
-    if not found:
+def found(run: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    checkpoints = complete(run / "checkpoints")
+    if not checkpoints:
         sys.exit(f'{run} holds no checkpoint yet; make one: make train ARGS="run={run.name} save_every=40"')
-    return found[-1]
+    return checkpoints
 
 
-def load(checkpoint: Path, device: torch.device, max_len: int) -> Decoder:
-    """A checkpoint, whole on every rank, its attention made to stream."""
-    decoder = build(from_dict(read_state(checkpoint)["model"], Model), 0, device).eval()
+def load(checkpoints: list[Path], device: torch.device, max_len: int) -> Decoder:
+    """The newest checkpoint that is as it was saved, whole on every rank, its attention made to stream."""
+    try:
+        checkpoint = newest(checkpoints)
+        model = from_dict(read_state(checkpoint)["model"], Model)
+    except ValueError as error:
+        sys.exit(str(error))
+    decoder = build(model, 0, device).eval()
     weights = {name: weight.detach() for name, weight in decoder.named_parameters()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it reads alone, on every rank, and says so
@@ -82,7 +88,7 @@ def number(kind: type, word: str) -> Any:
 
 def main(run: str = "runs/small", prompt: str = "def main(", count: str = "200", warmth: str = "0") -> None:
     length, heat = number(int, count), number(float, warmth)
-    checkpoint = newest(Path(run))
+    checkpoints = found(Path(run))
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     spread = "RANK" in os.environ  # started by torchrun
     if device.type == "cuda":
@@ -93,7 +99,7 @@ def main(run: str = "runs/small", prompt: str = "def main(", count: str = "200",
     if text.shape[1] < 2:
         sys.exit("the prompt needs two bytes or more")
     mesh = ra.init_mesh(ring=dist.get_world_size(), device_type=device.type) if spread else None
-    decoder = load(checkpoint, device, text.shape[1] + length)
+    decoder = load(checkpoints, device, text.shape[1] + length)
     plan = ra.plan(mesh, seq_len=text.shape[1])
     out = sys.stdout.buffer
     if not spread or dist.get_rank() == 0:

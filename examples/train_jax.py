@@ -52,7 +52,7 @@ def logits(w: Weights, tokens: Array, angles: tuple[Array, Array], model: Model,
 @partial(jax.jit, static_argnames=("config", "plan"))
 def train_step(w: Weights, moments: Any, tokens: Array, angles: Any, rate: Array, step: Array, config: Any, plan: Any):
     """AdamW on a gradient of clipped length: (weights, moments, the loss before the step)."""
-    o, real = config.value.optimizer, (plan.positions() < plan.seq_len)[None]
+    o, real = config.value.optimizer, plan.real_tokens()[None]
 
     def loss_of(w: Weights) -> Array:
         inputs, labels = plan.shard(tokens[:, :-1]), plan.shard(tokens[:, 1:])

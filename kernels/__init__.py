@@ -4,8 +4,7 @@ Every implementation has the same two functions, attend and attend_backward, wit
 and must equal it. Its module may have more:
 
     refuses(problem)                  why it cannot serve a problem, or None
-    prepare(q, dout, lse, delta)      these rows as every step of a backward takes them, made once. Where delta is the
-                                      rowsum of dout and out alone: torch: out may be in its place; JAX: comes after it
+    prepare(q, dout, lse, delta, ...) JAX: these rows as every step of a backward takes them, made once
 
     row_delta(out, dout, dlse)        torch: rowsum(dout * out) - dlse, where it has a quicker way than `reference`
     halves(as attend_backward)        torch: two functions, one gives (dk, dv), the other dq; without it no gradient is
@@ -53,7 +52,8 @@ class Kernel:
     name: str
     module: str
     told: tuple[str, ...] = ()  # devices on which it is asked only when it is named: there it is slow, or not at all
-    tiles: bool = False  # it runs full and causal rectangles only, and what it finds of one has the inputs' dtype
+    tiles: bool = False  # it runs full and causal rectangles only; its backward takes out in the place of delta
+    rounds: bool = False  # what it finds of a rectangle has the inputs' dtype
 
     def load(self) -> Any:
         return import_module(self.module)
@@ -77,9 +77,9 @@ class Kernel:
 TABLE = (
     Kernel("decode", "ringattn.kernels.triton.decode", told=("cpu",)),
     Kernel("triton", "ringattn.kernels.triton", told=("cpu",)),
-    Kernel("cudnn", "ringattn.kernels.vendor.cudnn", told=("cpu",), tiles=True),
-    Kernel("fa4", "ringattn.kernels.vendor.fa4", told=("cpu",), tiles=True),
-    Kernel("flash", "ringattn.kernels.vendor.flash", told=("cpu",), tiles=True),
+    Kernel("cudnn", "ringattn.kernels.vendor.cudnn", told=("cpu",), tiles=True, rounds=True),
+    Kernel("fa4", "ringattn.kernels.vendor.fa4", told=("cpu",), tiles=True, rounds=True),
+    Kernel("flash", "ringattn.kernels.vendor.flash", told=("cpu",), tiles=True, rounds=True),
     Kernel("sdpa_cpu", "ringattn.kernels.vendor.sdpa_cpu", tiles=True),
     Kernel("tiled", "ringattn.kernels.tiled", told=("cuda",)),
     Kernel("reference", "ringattn.kernels.reference", told=("cuda",)),
@@ -90,7 +90,7 @@ def is_narrow(impl: str) -> bool:
     """Whether what every rank's kernel finds has the inputs' dtype, so that gradients travel as such: "auto" may differ
     from rank to rank.
     """
-    return any(kernel.tiles and kernel.name == impl for kernel in TABLE)
+    return any(kernel.rounds and kernel.name == impl for kernel in TABLE)
 
 
 def refusals(problem: Problem, table: tuple[Kernel, ...] = TABLE) -> dict[str, str | None]:

@@ -37,7 +37,8 @@ class Intervals(NamedTuple):
 
     `begin >= end` is an empty row. `tiles` says the same as rectangles where that is possible, and is None where it is
     not. `host` holds (begin, end) as numpy arrays where the host made them, so that nobody reads the device to plan.
-    `choice` stands for `tiles` where one program serves all devices.
+    `choice` stands for `tiles` where one program serves all devices. `made` holds what a kernel worked out of intervals
+    that several calls share; None: nothing is kept.
     """
 
     begin: Array
@@ -45,6 +46,7 @@ class Intervals(NamedTuple):
     tiles: tuple[Tile, ...] | None = None
     host: Any = None
     choice: Choice | None = None
+    made: dict[Any, Any] | None = None
 
 
 def tiles_of(begin: np.ndarray, end: np.ndarray, most: int = 64) -> tuple[Tile, ...] | None:

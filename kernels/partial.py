@@ -1,16 +1,18 @@
 """A result is a partial, and partials merge.
 
     out  [B, T, H, V]   softmax(scores) @ v over the keys seen so far, normalised
-    lse  [B, T, H]      log(sum(exp(scores))), natural logarithm; -inf where no key was seen
+    lse  [B, T, H]      log(sum(exp(scores))), natural logarithm; -inf where no key was seen; float64 in torch where
+                        inputs are float32, since a merge needs small differences between large ones
 
 Merging is associative and commutative, and `empty` is its neutral element, so keys may arrive in any
 blocks and any order. Written once for torch and jax.numpy.
 """
 
+from collections.abc import Callable
 from functools import reduce
 from typing import Any, NamedTuple
 
-from ringattn.kernels.arrays import Array, accumulator, astype, full, namespace
+from ringattn.kernels.arrays import Array, accumulator, astype, fine, full, namespace
 
 NEVER = float("-inf")  # the lse of a row that has seen no key
 
@@ -33,11 +35,10 @@ class Streams(NamedTuple):
 FORMS: dict[str, Any] = {"lse": Partial, "streams": Streams}  # in which a result travels
 
 
-def empty(q: Array, value_dim: int, dtype: Any = None) -> Partial:
+def empty(q: Array, value_dim: int) -> Partial:
     """Attention over no keys: zeros, and an lse of -inf."""
-    dtype = dtype or accumulator(q)
     rows = tuple(q.shape[:3])
-    return Partial(full((*rows, value_dim), 0.0, dtype, q), full(rows, NEVER, dtype, q))
+    return Partial(full((*rows, value_dim), 0.0, accumulator(q), q), full(rows, NEVER, fine(q), q))
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -50,8 +51,9 @@ def merge(a: Partial, b: Partial) -> Partial:
     xp = namespace(a.out)
     nothing = (a.lse == NEVER) & (b.lse == NEVER)
     gap = xp.where(nothing, xp.zeros_like(a.lse), b.lse - a.lse)  # -inf - -inf is NaN
-    weight = sigmoid(gap)[..., None]
-    out = a.out - weight * (a.out - b.out)
+    apart = a.out - b.out
+    weight = sigmoid(astype(gap, accumulator(apart)))[..., None]
+    out = a.out - weight * apart
     lse_a, lse_b = (xp.where(nothing, xp.zeros_like(x), x) for x in (a.lse, b.lse))  # at -inf twice its gradient is NaN
     return Partial(out, xp.where(nothing, xp.full_like(a.lse, NEVER), xp.logaddexp(lse_a, lse_b)))
 
@@ -78,9 +80,16 @@ def sink_gradient(sinks_H: Array, lse_BTH: Array, delta_BTH: Array) -> Array:
 
 
 def to_streams(part: Partial) -> Streams:
-    """(out, lse) as statistics whose running maximum is the lse and whose sum is one (zero for an empty row)."""
+    """(out, lse) as statistics in the dtype of out: the maximum is the lse, rounded, and the sum what that left out.
+
+    So the sum is about one, and zero for an empty row.
+    """
     xp = namespace(part.out)
-    return Streams(part.out, part.lse, astype(part.lse != NEVER, part.lse.dtype) * xp.ones_like(part.lse))
+    top = astype(part.lse, accumulator(part.out))
+    empty = part.lse == NEVER
+    total = astype(xp.exp(xp.where(empty, xp.zeros_like(part.lse), part.lse - top)), top.dtype)
+    total = xp.where(empty, xp.zeros_like(total), total)
+    return Streams(part.out * total[..., None], top, total)
 
 
 def from_streams(streams: Streams) -> Partial:
@@ -88,7 +97,8 @@ def from_streams(streams: Streams) -> Partial:
     xp = namespace(streams.out)
     seen = streams.sum != 0  # so is NaN
     total = xp.where(seen, streams.sum, xp.ones_like(streams.sum))
-    lse = xp.where(seen, streams.max + xp.log(total), xp.full_like(streams.max, NEVER))
+    top = astype(streams.max, fine(streams.max))
+    lse = xp.where(seen, top + xp.log(total), xp.full_like(top, NEVER))
     return Partial(streams.out / total[..., None], lse)
 
 
@@ -100,6 +110,11 @@ def merge_streams(a: Streams, b: Streams) -> Streams:
     scale_a, scale_b = xp.exp(a.max - safe), xp.exp(b.max - safe)
     out = a.out * scale_a[..., None] + b.out * scale_b[..., None]
     return Streams(out, top, a.sum * scale_a + b.sum * scale_b)
+
+
+def form_of(q: Array) -> str:
+    """How partials of such queries travel: (out, lse), or as streams where an lse is finer than their out."""
+    return "lse" if fine(q) == accumulator(q) else "streams"
 
 
 def packed(part: Partial, form: str) -> Array:
@@ -114,10 +129,36 @@ def unpacked(rows: Array, form: str) -> Any:
     return FORMS[form](rows[..., :V], *(rows[..., i] for i in range(V, rows.shape[-1])))
 
 
+def partial_of(rows: Array, form: str) -> Partial:
+    """The Partial of what was packed."""
+    found = unpacked(rows, form)
+    return from_streams(found) if isinstance(found, Streams) else found
+
+
 def merge_stack(stack: Any) -> Partial:
     """Partials, or streams, stacked along a first dim, merged in their order."""
     parts = [type(stack)(*one) for one in zip(*stack, strict=True)]
     return reduce(merge, parts) if isinstance(stack, Partial) else from_streams(reduce(merge_streams, parts))
+
+
+def rounded(
+    dout: Array, lse: Array, delta: Array, kept: Callable[[Array], Array] | None = None
+) -> tuple[Array, Array, Array]:
+    """(dout, lse, delta) of a backward pass, with the lse in the dtype that scores have.
+
+    Weights exp(score - lse) are then off by a factor, the same for all keys of a query, by which its dout and delta are
+    multiplied: weights appear in gradients only in products with these. A delta of four dims is an out, from which a
+    kernel makes delta = rowsum(dout * out) itself. `kept` tells what a kernel makes of the lse that it is given, where
+    it rounds again.
+    """
+    exact = accumulator(dout)
+    if lse.dtype == exact:
+        return dout, lse, delta
+    xp, low = namespace(lse), astype(lse, exact)
+    taken = astype(low, lse.dtype) if kept is None else kept(low)
+    off = xp.where(lse == NEVER, xp.zeros_like(lse), taken - lse)
+    factor = astype(xp.exp(off), exact)
+    return dout * factor[..., None], low, delta if delta.ndim == dout.ndim else astype(delta, exact) * factor
 
 
 def sigmoid(x: Array) -> Array:

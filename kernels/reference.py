@@ -8,9 +8,9 @@ jax.numpy, in any dtype: products and sums are taken in float32 (float64 for flo
 
 from typing import Any
 
-from ringattn.kernels.arrays import Array, accumulator, arange, astype, namespace
+from ringattn.kernels.arrays import Array, accumulator, arange, astype, fine, is_torch, namespace
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import NEVER, Partial, merge
+from ringattn.kernels.partial import NEVER, Partial, merge, rounded
 
 
 def attend(
@@ -26,6 +26,8 @@ def attend(
 ) -> Partial:
     """softmax(scale * q k^T) v over each query's interval, merged into `carry`; `out` in `out_dtype` if it is given."""
     xp = namespace(q_BTHD)
+    if not is_torch(q_BTHD):
+        k_BSGD, _, v_BSGV = finite().of_keys(k_BSGD, v_BSGV)
     s = visible_scores(q_BTHD, k_BSGD, where, scale, softcap)
     top = xp.amax(s, axis=-1, keepdims=True) if s.shape[-1] else xp.sum(s, axis=-1, keepdims=True) + NEVER
     top = xp.where(top == NEVER, xp.zeros_like(top), top)
@@ -33,10 +35,14 @@ def attend(
     total = xp.sum(p, axis=-1, keepdims=True)
     seen = total != 0  # so is NaN
     p = p / xp.where(seen, total, xp.ones_like(total))
-    lse = xp.where(seen, top + xp.log(xp.where(seen, total, xp.ones_like(total))), xp.full_like(total, NEVER))
-    out = xp.einsum("bgrts,bsgv->btgrv", p, astype(v_BSGV, p.dtype))
+    lse = astype(top, fine(q_BTHD)) + xp.log(xp.where(seen, total, xp.ones_like(total)))
+    lse = xp.where(seen, lse, xp.full_like(lse, NEVER))
+    out = product(p, by_head(v_BSGV, p.dtype), s == NEVER)
     B, T, H = q_BTHD.shape[:3]
-    part = Partial(out.reshape(B, T, H, v_BSGV.shape[-1]), xp.einsum("bgrt->btgr", lse[..., 0]).reshape(B, T, H))
+    part = Partial(
+        xp.einsum("bgrtv->btgrv", out).reshape(B, T, H, v_BSGV.shape[-1]),
+        xp.einsum("bgrt->btgr", lse[..., 0]).reshape(B, T, H),
+    )
     return finish(part, carry, out_dtype)
 
 
@@ -60,19 +66,55 @@ def attend_backward(
     With the global lse, p = exp(s - lse) is exact for any block of keys, so nothing is merged: gradients add up, here
     to the dq, dk, dv that were given (whose memory a kernel may reuse).
     """
-    xp = namespace(q_BTHD)
-    s = visible_scores(q_BTHD, k_BSGD, where, scale, softcap)
+    xp, scored = namespace(q_BTHD), k_BSGD
+    if not is_torch(q_BTHD):
+        scored, k_BSGD, v_BSGV = finite().of_keys(k_BSGD, v_BSGV)
+        q_BTHD, dout_BTHV, lse_BTH, delta_BTH = finite().of_rows(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)
+    s = visible_scores(q_BTHD, scored, where, scale, softcap)
+    dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
     q, dout = split_heads(q_BTHD, k_BSGD), split_heads(dout_BTHV, k_BSGD)
     lse, delta = (xp.einsum("btgr->bgrt", split_heads(x, k_BSGD))[..., None] for x in (lse_BTH, delta_BTH))
-    p = xp.where(s == NEVER, xp.zeros_like(s), xp.exp(s - lse))
+    hidden, zero = s == NEVER, xp.zeros_like(s)
+    p = xp.where(hidden, zero, xp.exp(s - lse))
     dp = xp.einsum("btgrv,bsgv->bgrts", dout, astype(v_BSGV, s.dtype))
-    ds = p * (dp - delta)
+    ds = xp.where(hidden, zero, p * (dp - delta))
     if softcap is not None:
-        ds = ds * (1 - (xp.where(s == NEVER, xp.zeros_like(s), s) / softcap) ** 2)
-    new_dq = xp.einsum("bgrts,bsgd->btgrd", ds, astype(k_BSGD, s.dtype)).reshape(q_BTHD.shape) * scale
-    new_dk = xp.einsum("bgrts,btgrd->bsgd", ds, q) * scale
-    new_dv = xp.einsum("bgrts,btgrv->bsgv", p, dout)
+        ds = ds * (1 - (xp.where(hidden, zero, s) / softcap) ** 2)
+    new_dq = xp.einsum("bgrtd->btgrd", product(ds, by_head(k_BSGD, s.dtype), hidden)).reshape(q_BTHD.shape) * scale
+    turned = (xp.einsum("bgrts->bgrst", x) for x in (ds, p))
+    rows, unseen = (xp.einsum("btgrd->bgrtd", x) for x in (q, dout)), xp.einsum("bgrts->bgrst", hidden)
+    found = (product(x, y, unseen).sum(2) for x, y in zip(turned, rows, strict=True))
+    new_dk, new_dv = (xp.einsum("bgsd->bsgd", x) for x in found)
+    new_dk = new_dk * scale
     return plus(dq, new_dq), plus(dk, new_dk), plus(dv, new_dv)
+
+
+def product(weights: Array, x: Array, hidden: Array | None) -> Array:
+    """weights @ x, where what is hidden (its weight is 0) adds nothing, whatever x holds there: 0 * NaN is NaN.
+
+    In JAX, which cannot look at the numbers, x is finite (ringattn.kernels.jax_finite).
+    """
+    if hidden is None or not is_torch(x) or bool(x.isfinite().all()):
+        return weights @ x
+    bad = ~x.isfinite().all(-1)
+    bad = bad.reshape(-1, bad.shape[-1]).any(0)
+    found = weights @ x.masked_fill(bad[:, None], 0.0)
+    for i in bad.nonzero().flatten().tolist():
+        if not bool(hidden[..., i].all()):
+            found += (weights[..., i, None] * x[..., i, None, :]).masked_fill(hidden[..., i, None], 0.0)
+    return found
+
+
+def finite() -> Any:
+    """What keeps NaN out of products in JAX; imported where there is JAX."""
+    from ringattn.kernels import jax_finite
+
+    return jax_finite
+
+
+def by_head(x_BSGD: Array, dtype: Any) -> Array:
+    """[B, S, G, D] as [B, G, 1, S, D]."""
+    return namespace(x_BSGD).einsum("bsgd->bgsd", astype(x_BSGD, dtype))[:, :, None]
 
 
 def finish(part: Partial, carry: Partial | None, out_dtype: Any) -> Partial:

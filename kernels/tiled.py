@@ -13,7 +13,8 @@ from torch import Tensor
 from ringattn.kernels import reference
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import NEVER, Partial, Streams, empty, from_streams
+from ringattn.kernels.partial import NEVER, Partial, Streams, empty, from_streams, rounded
+from ringattn.kernels.reference import product
 
 BLOCK = 256
 
@@ -38,8 +39,9 @@ def attend(
         q = grouped(q_BTHD[:, queries], k_BSGD) * scale
         streams = start(q, v_BSGV.shape[-1])
         for keys in seen_blocks(inside, k_BSGD.shape[1], block_k):
-            s = scores(q, k_BSGD[:, keys], shifted(inside, keys), softcap)
-            streams = absorb(streams, s, by_head(v_BSGV[:, keys]))
+            hidden = hidden_of(shifted(inside, keys), keys.stop - keys.start, q)
+            s = scores(q, k_BSGD[:, keys], hidden, softcap)
+            streams = absorb(streams, s, by_head(v_BSGV[:, keys]), hidden)
         for whole, rows in zip(part, from_streams(streams), strict=True):
             whole[:, queries] = ungrouped(rows, whole[:, queries])
     return reference.finish(part, carry, out_dtype)
@@ -51,13 +53,13 @@ def start(q_BGND: Tensor, value_dim: int) -> Streams:
     return Streams(q_BGND.new_zeros(*rows, value_dim), q_BGND.new_full(rows, NEVER), q_BGND.new_zeros(rows))
 
 
-def absorb(old: Streams, s_BGNS: Tensor, v_BGSV: Tensor) -> Streams:
+def absorb(old: Streams, s_BGNS: Tensor, v_BGSV: Tensor, hidden: Tensor | None) -> Streams:
     """One step of the online softmax: the statistics after one more tile of scores."""
     top = torch.maximum(old.max, s_BGNS.amax(-1))
     safe = torch.where(top == NEVER, 0.0, top)  # a row that has still seen nothing: exp(-inf - 0) = 0
     shrink = torch.exp(old.max - safe)
     p = s_BGNS.sub_(safe[..., None]).exp_()
-    return Streams(old.out * shrink[..., None] + p @ v_BGSV, top, old.sum * shrink + p.sum(-1))
+    return Streams(old.out * shrink[..., None] + product(p, v_BGSV, hidden), top, old.sum * shrink + p.sum(-1))
 
 
 def attend_backward(
@@ -78,6 +80,7 @@ def attend_backward(
     block_k: int = BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), tile by tile: scores are computed again, and with the global lse no tile waits for another."""
+    dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
     dq, dk, dv = (
         torch.zeros(x.shape, dtype=accumulator(x), device=x.device) if given is None else given
         for x, given in ((q_BTHD, dq), (k_BSGD, dk), (v_BSGV, dv))
@@ -90,30 +93,37 @@ def attend_backward(
         dq_rows = torch.zeros_like(q)
         for keys in seen_blocks(inside, k_BSGD.shape[1], block_k):
             k, v = by_head(k_BSGD[:, keys]), by_head(v_BSGV[:, keys])
-            s = scores(q, k_BSGD[:, keys], shifted(inside, keys), softcap)
+            hidden = hidden_of(shifted(inside, keys), keys.stop - keys.start, q)
+            s = scores(q, k_BSGD[:, keys], hidden, softcap)
             slope = None if softcap is None else 1 - (torch.where(s == NEVER, 0.0, s) / softcap) ** 2
             p = s.sub_(lse).exp_()
             ds = (dout @ v.mT).sub_(delta[..., None]).mul_(p)
             ds = ds if slope is None else ds.mul_(slope)
-            dq_rows += ds @ k
-            dk[:, keys] += (ds.mT @ q).transpose(1, 2)
-            dv[:, keys] += (p.mT @ dout).transpose(1, 2)
+            if hidden is not None:  # 0 unless the row or the key is not finite
+                p, ds = p.masked_fill_(hidden, 0.0), ds.masked_fill_(hidden, 0.0)
+            unseen = None if hidden is None else hidden.mT
+            dq_rows += product(ds, k, hidden)
+            dk[:, keys] += product(ds.mT, q, unseen).transpose(1, 2)
+            dv[:, keys] += product(p.mT, dout, unseen).transpose(1, 2)
         dq[:, queries] += ungrouped(dq_rows, dq[:, queries]) * scale
     return dq, dk, dv
 
 
-def scores(q_BGND: Tensor, k_BSGD: Tensor, where: Intervals, softcap: float | None) -> Tensor:
-    """The tile q k^T (q is already scaled), softly capped, -inf outside the intervals: [B, G, N, S]."""
+def scores(q_BGND: Tensor, k_BSGD: Tensor, hidden: Tensor | None, softcap: float | None) -> Tensor:
+    """The tile q k^T (q is already scaled), softly capped, -inf where it is hidden: [B, G, N, S]."""
     s = q_BGND @ by_head(k_BSGD).mT
     if softcap is not None:
         s = s.div_(softcap).tanh_().mul_(softcap)
-    S = k_BSGD.shape[1]
-    if bool((where.begin <= 0).all()) and bool((where.end >= S).all()):
-        return s  # the middle of the row block: every query sees every key
-    index = torch.arange(S, device=s.device)
+    return s if hidden is None else s.masked_fill_(hidden, NEVER)
+
+
+def hidden_of(where: Intervals, keys: int, q_BGND: Tensor) -> Tensor | None:
+    """Which keys a row does not see, [B or 1, 1, N, S]; None in the middle of a row block, where all see all."""
+    if bool((where.begin <= 0).all()) and bool((where.end >= keys).all()):
+        return None
+    index = torch.arange(keys, device=q_BGND.device)
     hidden = (index < where.begin[..., None]) | (where.end[..., None] <= index)  # [B or 1, T, S]
-    s.unflatten(2, (-1, hidden.shape[1])).masked_fill_(hidden[:, None, None], NEVER)
-    return s
+    return hidden.repeat(1, q_BGND.shape[2] // hidden.shape[1], 1)[:, None]
 
 
 def grouped(x_BTH_: Tensor, k_BSGD: Tensor) -> Tensor:

@@ -1,16 +1,14 @@
-"""Checkpoints: written beside the training, complete or not there at all, and read without running anything they hold.
+"""Checkpoints: written beside the training, complete or not there at all, and checked before they are loaded.
 
-    runs/NAME/checkpoints/step-00000100/   state.json, .metadata and one file a rank
+    runs/NAME/checkpoints/step-00000100/   its files: stored.py
     runs/NAME/checkpoints/step-00000100.part/   the same while it is being written; never read
     runs/NAME/checkpoints/step-00000100.aside/   given up, as the run went on from an older one; never read
 
 A checkpoint holds whole tensors in pieces, so any number of ranks can read it.
 """
 
-import json
-import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 from torch.distributed.tensor import DTensor
 
-A_STEP = "batch x accumulate x strategy.data"  # sequences in a step, as a user says how many
+from ringattn.comms import lost, messages
+from ringattn.launch import metrics, stored
+from ringattn.launch.stored import Damaged, Reader, complete, name_of, numbered
 
 
 class Checkpoints:
@@ -73,31 +73,51 @@ class Checkpoints:
             torch.cuda.set_device(self.copied.device)  # this thread's, which would else take the first GPU
             self.copied.synchronize()
         part, whole = self.folder / f"{name_of(step)}.part", self.folder / name_of(step)
-        said: list[str | None] = [None]
-        if dist.get_rank() == 0:
+        rank, problem = dist.get_rank(), None
+        if rank == 0:
             try:
-                shutil.rmtree(part, ignore_errors=True)
-                part.mkdir(parents=True)
-                (part / "state.json").write_text(json.dumps(state, indent=1))
+                self.begin(part)
             except OSError as error:
-                said = [str(error)]
+                problem = str(error)
         try:
-            dist.broadcast_object_list(said, group=self.group, device=torch.device("cpu"))
-            if said[0] is not None:
-                raise OSError(said[0])
-            dcp.save(self.copies, checkpoint_id=str(part), process_group=self.group)
+            problem = messages.gather(problem, self.group)[0]
+            if problem is not None:
+                raise OSError(problem)
+            writer = stored.Writer(str(part))
+            dcp.save(self.copies, storage_writer=writer, process_group=self.group)
+            sums = everyones({name: stored.checksum(part / name) for name in writer.own}, self.group)
+            if rank == 0:
+                stored.write_state(part, state, {name: one for own in sums for name, one in own.items()})
+                self.publish(part, whole)
         except (Exception, CheckpointException) as error:
-            if dist.get_rank() == 0:
+            if rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
             why = root(error)
-            closed = "denied" in why or "Read-only" in why  # else torch may call a full disk what it likes
-            where = str(self.folder) if closed else f"{self.folder}{room(self.folder)}"
-            raise OSError(f"could not save step {step} in {where}: {why}") from error
-        if dist.get_rank() == 0:
-            shutil.rmtree(whole, ignore_errors=True)
-            part.rename(whole)
-            for old in [p for p in complete(self.folder) if p.name <= whole.name][: -self.keep]:
-                shutil.rmtree(old, ignore_errors=True)
+            if lost.of_transport(error) or lost.of_transport(why):
+                raise ConnectionError(f"could not save step {step}: {lost.who_is_missing(why)}") from error
+            raise OSError(f"could not save step {step} in {self.where(why)}") from error
+
+    def begin(self, part: Path) -> None:
+        """An empty folder to write into. The run's own folder is not made again if somebody has deleted it."""
+        if not self.folder.parent.is_dir():
+            raise FileNotFoundError(f"{self.folder.parent} was deleted or moved while the run wrote to it")
+        shutil.rmtree(part, ignore_errors=True)
+        self.folder.mkdir(exist_ok=True)
+        part.mkdir()
+
+    def publish(self, part: Path, whole: Path) -> None:
+        """Give a checkpoint its name, once all of it is on the disk, and delete those that are too many."""
+        stored.durable_names(part)
+        shutil.rmtree(whole, ignore_errors=True)
+        part.rename(whole)
+        stored.durable_names(self.folder)
+        for old in [p for p in complete(self.folder) if p.name <= whole.name][: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def where(self, why: str) -> str:
+        """The folder and what was wrong; with the room on its disk, as torch may call a full one what it likes."""
+        other = any(word in why for word in ("denied", "Read-only", "deleted or moved"))
+        return f"{self.folder}{'' if other else room(self.folder)}: {why}"
 
     def poll(self) -> None:
         """Raise what went wrong with a checkpoint that has ended."""
@@ -125,10 +145,6 @@ def room(folder: Path) -> str:
     return f", where {free:,.0f} MB are free (free space, or say folder=PATH)"
 
 
-def name_of(step: int) -> str:
-    return f"step-{step:08d}"
-
-
 def root(error: BaseException) -> str:
     """The innermost reason, in one line."""
     failures = [failure[0] for failure in getattr(error, "failures", {}).values()]
@@ -140,23 +156,56 @@ def root(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def complete(folder: Path) -> list[Path]:
-    """The checkpoints that can be loaded, oldest first."""
-    found = folder.glob("step-*") if folder.is_dir() else []
-    return sorted(
-        p for p in found if p.name[5:].isdigit() and (p / ".metadata").is_file() and (p / "state.json").is_file()
-    )
-
-
-def begin_of(resume: str | None, folder: Path, started_at: float) -> Path | None:
-    """The checkpoint that a run goes on from: its newest, or one that was named, until the run has saved one since.
+def begin_of(resume: str | None, folder: Path, started_at: float) -> list[Path]:
+    """The checkpoints that a run may go on from, oldest first: its own, or one that was named and those saved since.
 
     `started_at` tells its own from older ones: all attempts of a run have the same.
     """
-    own = complete(folder)
-    if resume not in (None, "auto"):
-        own = [p for p in own if saved_by(started_at, p)] or [Path(resume)]
-    return own[-1] if own else None
+    own = numbered(folder)
+    if resume is None or resume == "auto":
+        return own
+    since = [p for p in own if saved_by(started_at, p)]
+    if not since:
+        read_state(Path(resume))  # which says what else it may be
+    return [Path(resume), *since]
+
+
+def newest(found: Sequence[Path], group: Any = None) -> Path | None:
+    """The last of these checkpoints that is as it was saved; a ValueError where none is, None where none was found.
+
+    All ranks look together, each at its share of the parts; the list is rank 0's, which says what it passes by.
+    """
+    problems: dict[Path, str] = {}
+    found, rank, ranks = [Path(one) for one in everyones([str(one) for one in found], group)[0]], 0, 1
+    if dist.is_initialized():
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    for path in reversed(found):
+        problem = next(filter(None, everyones(damage(path, rank, ranks), group)), None)
+        if problem is None:
+            for broken, why in problems.items() if rank == 0 else ():
+                metrics.say(f"{broken} cannot be read ({why}); goes on from an older one")
+            return path
+        problems[path] = problem
+    if len(problems) == 1:
+        raise ValueError(unreadable(*next(iter(problems.items()))))
+    if problems:
+        said = "; ".join(f"{path} cannot be read ({why})" for path, why in problems.items())
+        raise ValueError(f"no checkpoint can be read: {said}; start another run=NAME")
+    return None
+
+
+def damage(path: Path, rank: int, ranks: int) -> str | None:
+    """What is wrong with a rank's share of a checkpoint."""
+    try:
+        stored.check(path, rank, ranks)
+    except Damaged as error:
+        return str(error)
+    return None
+
+
+def everyones(mine: Any, group: Any = None) -> list[Any]:
+    """What each rank has, in their order."""
+    return messages.gather(mine, group) if dist.is_initialized() else [mine]
 
 
 def saved_by(started_at: float, path: Path) -> bool:
@@ -169,7 +218,7 @@ def saved_by(started_at: float, path: Path) -> bool:
 
 def set_aside(folder: Path, begin: Path) -> list[Path]:
     """Rename the checkpoints that are newer than the one a run goes on from: they are another future of it."""
-    newer = [p for p in complete(folder) if p.name > begin.name]
+    newer = [p for p in numbered(folder) if (stored.step_of(p) or 0) > (stored.step_of(begin) or 0)]
     for path in newer:
         aside = path.with_suffix(".aside")
         shutil.rmtree(aside, ignore_errors=True)
@@ -200,12 +249,10 @@ def start_moments(optimizer: torch.optim.Optimizer) -> None:
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]) -> dict[str, Any]:
     """Everything back where it was; returns the saved state. A checkpoint of another training is refused first."""
     state = matching(path, about)
-    reader = Reader(str(path))
+    start_moments(optimizer)
+    whole = tensors(model, optimizer)
     try:
-        reader.read_metadata()  # refuses a strange index before anything is changed
-        start_moments(optimizer)
-        whole = tensors(model, optimizer)
-        dcp.load(whole, storage_reader=reader)
+        dcp.load(whole, storage_reader=Reader(str(path)))
     except (Exception, CheckpointException) as error:
         raise ValueError(unreadable(path, root(error))) from error
     torch.set_rng_state(whole["@rng"])
@@ -243,11 +290,9 @@ def read_state(path: Path) -> dict[str, Any]:
         others = ", ".join(p.name for p in found) or "none"
         raise ValueError(f"{path} is not a complete checkpoint; complete there: {others}")
     try:
-        state = json.loads((path / "state.json").read_text())
-        _ = {**state["model"], **state.get("data", {})}
-        return {**state, A_STEP: state["sequences"] // state["step"]}
-    except (ValueError, KeyError, TypeError, ArithmeticError, OSError) as error:
-        raise ValueError(unreadable(path, f"state.json: {type(error).__name__} {error}")) from None
+        return stored.read_state(path)
+    except Damaged as error:
+        raise ValueError(unreadable(path, str(error))) from None
 
 
 def unreadable(path: Path, why: str) -> str:
@@ -255,38 +300,3 @@ def unreadable(path: Path, why: str) -> str:
     older = [str(p) for p in complete(path.parent) if p.name < path.name]
     instead = f"say resume=PATH to go on from an older one: {', '.join(older)}" if older else "there is no older one"
     return f"{path} cannot be read ({' '.join(why.split())}); {instead}"
-
-
-class Reader(dcp.FileSystemReader):
-    """torch's reader, whose index is a pickle: here it may name the classes of an index, and nothing else."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = Index(file).load()
-        metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-# What the index of a checkpoint is made of; None for all classes of the module itself.
-INDEX: dict[str, set[str] | None] = {
-    "torch.distributed.checkpoint.metadata": None,
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch": {"Size", "device", "float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "collections": {"OrderedDict"},
-}
-
-
-class Index(pickle.Unpickler):
-    """Builds the index of a checkpoint and refuses to build, or to call, anything else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        allowed = INDEX.get(module, set())
-        if allowed is not None and name in allowed:
-            return super().find_class(module, name)
-        found = super().find_class(module, name) if allowed is None and "." not in name else None
-        if isinstance(found, type) and found.__module__ == module:
-            return found
-        raise ValueError(f"the checkpoint's index asks for {module}.{name}, which no index needs; it was not loaded")

@@ -1,5 +1,6 @@
 """A command whose words make a configuration, as `ringattn train` is: it runs, or one sentence says why not."""
 
+import os
 import shlex
 import signal
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Callable
 
 from ringattn.conf import compose, schema
 from ringattn.conf.schema import Train
-from ringattn.launch.processes import sentence
+from ringattn.launch.processes import WRONG_INPUT, sentence
 
 USAGE = """usage: ringattn train [group=choice ...] [key=value ...]    (or torchrun ... -m ringattn.launch.train ...)
 
@@ -63,16 +64,19 @@ def run(words: list[str], task: Callable[[Train, str], int | None], rank: int = 
     return max(statuses)
 
 
-def complain(problem: str, rank: int) -> int:
+def complain(problem: str, rank: int, status: int = WRONG_INPUT) -> int:
     """Say what is wrong, once: on rank 0, or where rank 0 has no complaint; the status to end with."""
     if rank:
-        leave_to_first()
+        leave_to_first(status)
         problem = f"rank {rank}: {problem}"
     print(f"ringattn train: {problem}", file=sys.stderr, flush=True)
-    return 2
+    return status
 
 
-def leave_to_first() -> None:
-    """Wait for rank 0 to speak and end, whereupon torchrun ends this one: what is wrong is so on all, as a rule."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def leave_to_first(status: int) -> None:
+    """Wait until rank 0 has reported the problem, which all ranks have as a rule, and the launcher ends this one.
+
+    A rank that is ended so has the status of its own problem: Slurm reports the highest one, and a signal is higher.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(status))
     time.sleep(PATIENCE)

@@ -84,12 +84,12 @@ def survives(what: str, check: Callable[[], Any]) -> Iterator[Finding]:
 
 
 def python() -> Finding:
-    good = sys.version_info >= (3, 11)
+    good = sys.version_info >= (3, 11, 1)
     return Finding(
         "ok" if good else "bad",
         "python",
         f"{platform.python_version()} ({sys.executable})",
-        "" if good else "ringattn needs Python 3.11 or newer",
+        "" if good else "ringattn needs Python 3.11.1 or newer; in 3.11.0 other users can run code in its fork server",
     )
 
 
@@ -217,12 +217,12 @@ def together(backend: str) -> float:
     import torch
     import torch.distributed as dist
 
-    from ringattn import api
+    from ringattn import api, choosing
 
     device = "cuda" if backend == "nccl" else "cpu"
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 64, 2, 16, generator=g).to(device) for _ in range(3))
-    plan = api.plan(api.init_mesh(ring=dist.get_world_size(), device_type=device), seq_len=64, layout="zigzag",
+    plan = choosing.plan(api.init_mesh(ring=dist.get_world_size(), device_type=device), seq_len=64, layout="zigzag",
                     strategy="ring")  # fmt: skip
     out = api.attention(plan.shard(q), plan.shard(k), plan.shard(v), plan)
     return float((plan.unshard(out) - api.attention(q, k, v)).abs().max())

@@ -143,33 +143,45 @@ class Log:
     """
 
     def __init__(self, folder: Path, config: Train):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = (folder / "metrics.jsonl").open("a")
-        if self.file.tell() and not Path(self.file.name).read_bytes().endswith(b"\n"):
-            self.file.write("\n")  # after a line that was torn
         self.writer: Any = None
         self.wandb: Any = None
-        modules = loggers(config)
-        if config.tensorboard:
-            self.writer = modules["tensorboard"].SummaryWriter(str(folder))
+        modules, path = loggers(config), folder / "metrics.jsonl"
+        with writing(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
+            self.file = path.open("a")
+            self.file.write("\n" * bool(torn))
+            self.file.flush()
+            if config.tensorboard:
+                self.writer = modules["tensorboard"].SummaryWriter(str(folder))
         if config.wandb:
-            self.wandb = modules["wandb"].init(
-                project=config.wandb, dir=str(folder), name=folder.name, config=dataclasses.asdict(config)
-            )
+            self.wandb = wandb_run(modules["wandb"], folder, config)
 
     def write(self, row: dict[str, Any]) -> None:
         with writing(self.file.name):
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
+        if not self.there():
+            raise FileNotFoundError(
+                f"{self.file.name} was deleted or moved while the run wrote to it; nothing is logged"
+            )
         if row["step"] < 0:  # a measurement of memory, which has no place on a curve
             return
         kind = row["kind"]
         numbers = {f"{kind}/{k}": v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
         if self.writer:
-            for name, value in numbers.items():
-                self.writer.add_scalar(name, value, row["step"])
+            with writing(Path(self.file.name).parent):
+                for name, value in numbers.items():
+                    self.writer.add_scalar(name, value, row["step"])
         if self.wandb:
             self.wandb.log(numbers, step=row["step"])
+
+    def there(self) -> bool:
+        """Whether the file is still the one of its name: one that was deleted can be written to and is lost."""
+        try:
+            return os.path.samestat(os.stat(self.file.name), os.fstat(self.file.fileno()))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # every row was written when it came
@@ -178,6 +190,19 @@ class Log:
             self.writer.close()
         if self.wandb:
             self.wandb.finish()
+
+
+def wandb_run(wandb: Any, folder: Path, config: Train) -> Any:
+    """A run of W&B; where it cannot be made, mostly for want of a login, an error with what to do."""
+    try:
+        return wandb.init(project=config.wandb, dir=str(folder), name=folder.name, config=dataclasses.asdict(config))
+    except wandb.Error as error:
+        kind = OSError if isinstance(error, wandb.errors.CommError) else ValueError  # the network may come back
+        why = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise kind(
+            f"wandb={config.wandb}: W&B answers: {why}; run `wandb login` or set WANDB_API_KEY where rank 0 runs, "
+            "set WANDB_MODE=offline, or leave wandb out"
+        ) from None
 
 
 def loggers(config: Train) -> dict[str, Any]:
@@ -257,7 +282,8 @@ def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float)
     for right in axes[1:]:
         draw_memory(right, probes)
     figure.tight_layout()
-    figure.savefig(folder / "picture.png", dpi=120)
+    with writing(folder / "picture.png"):
+        figure.savefig(folder / "picture.png", dpi=120)
     pyplot.close(figure)
     return folder / "picture.png"
 

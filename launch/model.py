@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import ringattn.torch.attention  # noqa: F401 (its ops are named below)
+import ringattn.torch.compiled
+import ringattn.torch.linear  # noqa: F401 (their ops are named below)
 from ringattn.conf.schema import Model
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
@@ -82,7 +83,7 @@ def keep(recompute: str) -> Any:
     """What is kept of a block while the rest is recomputed: attention, whose work grows with the square of the length;
     and, if only pointwise work is to be done again, every exchange and matrix product."""
     ours = torch.ops.ringattn
-    kept = {ours.exchange.default, ours.linear_attention.default}
+    kept = {ours.attention.default, ours.linear_attention.default}
     if recompute == "pointwise":
         kept |= {ours.tokens_before.default, torch.ops.aten.mm.default}
 

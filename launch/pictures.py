@@ -18,6 +18,7 @@ from ringattn.cost import seen_pairs
 from ringattn.kernels import chunkwise, tiled
 from ringattn.kernels.intervals import Intervals
 from ringattn.layout import LAYOUTS, Layout
+from ringattn.mask import pieces
 from ringattn.planning import Plan
 from ringattn.schedule import Schedule, needed
 from ringattn.segments import order
@@ -158,17 +159,17 @@ def ring() -> Figure:
         layout = Layout(name, T, size)
         begin, end = bounds(spec, np.arange(T), T)
         shards = [layout.shard(r) for r in range(size)]
-        schedule = Schedule(needed(begin, end, shards, shards))
+        schedule = Schedule(needed(spec, pieces(T, T), shards, shards))
         blank(ax, size * dx, size * dy)
         ax.set_title(title, pad=30)
         for i, d in enumerate(schedule.distances):
             if ax is axes[0][0]:
                 ax.text(-0.15, d * dy + 0.5, f"step {d}", ha="right", va="center")
             for rank in range(size):
-                step, at = schedule.steps(rank)[i], (rank * dx, d * dy)
-                color = RANKS[step.source] if step.here else "#888888"
-                said = f"keys {step.source}" if step.here else "not sent"
-                meet(ax, at, (begin[0], end[0]), layout.positions(rank), layout.positions(step.source), color)
+                step, at = schedule.rounds(rank, size)[i], (rank * dx, d * dy)
+                color = RANKS[step.held] if step.here else "#888888"
+                said = f"keys {step.held}" if step.here else "not sent"
+                meet(ax, at, (begin[0], end[0]), layout.positions(rank), layout.positions(step.held), color)
                 ax.text(at[0] + 0.5, at[1] - 0.04, said, ha="center", va="bottom", fontsize=7, color=color)
         for d in set(range(size)) - set(schedule.distances):
             ax.text(size * dx / 2 - 0.1, d * dy + 0.5, "no step: nobody sees anything", ha="center", va="center")

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringattn import api
+from ringattn import choosing
+from ringattn.choosing import elsewhere, factored
 from ringattn.cost import SAMPLED_ROWS, kv_heads_of_a_rank, seen_pairs
 from ringattn.launch.words import option
 from ringattn.mask import Mask, schedule_of
-from ringattn.planning import Plan, Target, factored
+from ringattn.planning import Plan, Transport
 from ringattn.schedule import Schedule
 from ringattn.spec import AttentionSpec, Docs
 
@@ -59,6 +60,11 @@ def run(options: Options) -> int:
     spec = AttentionSpec(causal=options.causal, window=options.window)
     if options.docs is not None and sum(options.docs) > options.seq_len:
         raise ValueError(f"docs= hold {sum(options.docs)} tokens, more than seq_len={options.seq_len}")
+    if options.causal and options.key_len not in (None, options.seq_len):
+        raise ValueError(
+            f"key_len={options.key_len} beside seq_len={options.seq_len} needs causal=false: the positions of two "
+            "sequences have no common order"
+        )
     docs = None if options.docs is None else Docs.from_lengths(options.docs, pad_to=options.seq_len)
     plan = planned(options, spec, docs)
     print(plan.explain())
@@ -79,8 +85,8 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
         raise ValueError(f"device={options.device!r}: choose cuda, for GPUs, or cpu")
     sizes = factored(options.sequence) if options.sequence else [(options.ring, options.ulysses)]
     link = Link(moves(options), options.hosts)
-    return api.plan(
-        Target(options.device, sizes, lambda ring, ulysses: (link, link)),
+    return choosing.plan(
+        elsewhere(options.device, sizes, link),
         seq_len=options.seq_len,
         key_len=options.key_len,
         heads=(options.heads[0], options.heads[-1]),
@@ -91,12 +97,9 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
         strategy=options.strategy,
         layout=options.layout,
         kernel=options.kernel,
-        hosts=options.hosts,
-        route=options.route,
-        together=options.together,
-        transport=options.transport,
-        backward=options.backward,
-        groups=options.groups,
+        transport=Transport(
+            options.route, options.hosts, options.together, options.backward, options.groups, options.transport
+        ),
         dtype=options.dtype,
     )
 
@@ -122,7 +125,7 @@ def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
     runs = routed(plan, schedule)
     ranks = range(plan.ring)
     lines = [
-        f"steps of the {plan.route} route: each rank's work, of the mean rank's whole, and the blocks that come"
+        f"steps of the {plan.transport.route} route: each rank's work, of the mean rank's whole, and blocks that come"
         + (" (sampled)" if plan.tokens.padded_length > SAMPLED_ROWS else ""),
         "  step  " + "".join(f"{f'rank {r}':>8}" for r in ranks) + "   blocks",
     ]
@@ -139,19 +142,16 @@ def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
 def routed(plan: Plan, schedule: Schedule) -> list[list[tuple[int, ...]]]:
     """For each rank and each of its steps: whose keys it works on."""
     ranks, at_once = range(plan.ring), blocks_at_once(plan)
-    if plan.route == "relay":
-        return [[(step.source,) * step.work for step in schedule.steps(r)] for r in ranks]
-    if plan.route == "levels":
-        rounds = [schedule.rounds(r, plan.hosts, at_once) for r in ranks]
-        return [[visit.sources for one in each for visit in one.visits] for each in rounds]
-    return [[visit.sources for visit in schedule.visits(r, at_once)] for r in ranks]
+    hosts = plan.hosts
+    rounds = [schedule.rounds(r, hosts, at_once) for r in ranks]
+    return [[visit.sources for one in each for visit in one.visits] for each in rounds]
 
 
 def blocks_at_once(plan: Plan) -> int:
     """How many blocks a step of the direct route brings forward."""
     shape = plan.shape(itemsize=4 if plan.device == "cpu" else 2)
     if shape is None:
-        return plan.together or 1
+        return plan.transport.together or 1
     kv_heads = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) // plan.groups_for(shape)
     return plan.blocks_at_once(shape.kv_bytes(plan.keys.tokens.shard_len, kv_heads))
 

@@ -38,6 +38,8 @@ CLOSED = (  # what is said of a rank that is gone; the last one under TORCH_DIST
     "failed to pass monitoredBarrier",
 )  # fmt: skip
 BAD = (ValueError, NotImplementedError, OSError)  # what is said in one sentence, without a traceback
+WRONG_INPUT, FAILED = 2, 1  # exit statuses: only of the second may the same command succeed later
+WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 class RankError(RuntimeError):
@@ -48,21 +50,34 @@ class RankError(RuntimeError):
         self.rank, self.summary, self.details = rank, summary, details
 
 
+def kind_of(error: BaseException) -> tuple[type, str]:
+    """An error's type and text; of a RankError those that the rank had, as far as they are Python's own."""
+    if not isinstance(error, RankError):
+        return type(error), str(error)
+    name, _, text = error.summary.partition(": ")
+    kind = getattr(builtins, name, None)
+    return (kind, text) if isinstance(kind, type) else (RankError, text)
+
+
 def sentence(error: BaseException) -> str | None:
     """All there is to say of a wrong call's error, raised here or on a rank; None for one that needs its traceback.
 
     A broken connection does.
     """
-    kind, text = type(error), str(error)
-    if isinstance(error, RankError):
-        name, _, text = error.summary.partition(": ")
-        kind = getattr(builtins, name, None)  # type: ignore[assignment]
+    kind, text = kind_of(error)
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package != "ringattn":
         return f"{package} is not installed (in the checkout: pip install '.[{EXTRAS.get(package, 'dev')}]')"
     if isinstance(error, ImportError) and package not in ("", "ringattn"):
         return f"{package} is here and cannot be imported ({text}); install it again"
-    return text if isinstance(kind, type) and issubclass(kind, BAD) and not issubclass(kind, ConnectionError) else None
+    return text if issubclass(kind, BAD) and not issubclass(kind, ConnectionError) else None
+
+
+def status(error: BaseException) -> int:
+    """The exit status: 2 where the input must change, 1 where another attempt may help, as with a full disk."""
+    kind, _ = kind_of(error)
+    may_pass = sentence(error) is None or (issubclass(kind, OSError) and not issubclass(kind, WRONG_PATH))
+    return FAILED if may_pass else WRONG_INPUT
 
 
 def run(
@@ -206,6 +221,13 @@ def end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_with_launcher(launcher: int) -> None:
+    """The same for a rank that another program started, whose process id this is."""
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def say(pipe: Connection, good: bool, value: Any) -> None:

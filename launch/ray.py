@@ -4,14 +4,18 @@ Ray only starts things. Weights and the place in the data come back from the run
 that all nodes see. The driver and the ranks talk by a `Board`, which lives with the driver.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +85,7 @@ def connect(config: Train) -> Any:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # and nobody is told
         passed.setdefault("GLOO_SOCKET_IFNAME", torchrun.LOOPBACK)
+        keep_token_private()
     where = {"num_cpus": max(config.nproc or 2, os.cpu_count() or 1)} if address is None else {"address": address}
     try:
         import ray
@@ -95,6 +100,22 @@ def connect(config: Train) -> Any:
             "in RAY_AUTH_TOKEN or ~/.ray/auth_token the cluster's?"
         ) from None
     return ray
+
+
+def keep_token_private() -> None:
+    """Make ~/.ray/auth_token before Ray does, which would let every user of the machine read it."""
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.chmod(path.parent.stat().st_mode & 0o755)
+    if not path.exists():
+        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # nobody else may open it
+            file.write(secrets.token_hex(32))
+            file.flush()
+            with contextlib.suppress(FileExistsError):  # another run was first
+                os.link(file.name, path)
+    path.chmod(0o600)
 
 
 def reach(address: str | None) -> None:
@@ -152,7 +173,7 @@ def on_this_node(ray: Any, kind: type) -> Any:
 def attempt(told: dict[str, Any], gpus: bool) -> processes.RankError | None:
     """Train with as many attempts as failures are allowed; why the last one failed."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
 
     class Trainer(TorchTrainer):
         def _register_sigint_handler(self, controller: Any) -> None:
@@ -163,7 +184,7 @@ def attempt(told: dict[str, Any], gpus: bool) -> processes.RankError | None:
     trainer = Trainer(
         one_rank,
         train_loop_config=told,
-        torch_config=TorchConfig(backend=torchrun.backend(config.device), timeout_s=int(c.timeout)),
+        torch_config=joining(torchrun.backend(config.device), c.timeout),
         scaling_config=ScalingConfig(
             num_workers=config.nproc if c.at_least is None else (c.at_least, config.nproc),
             use_gpu=gpus,
@@ -185,8 +206,46 @@ def attempt(told: dict[str, Any], gpus: bool) -> processes.RankError | None:
     return None
 
 
+def joining(backend: str, timeout: float) -> Any:
+    """How Ray's workers become a process group: as Ray has them do it, but for where the store listens."""
+    from ray.train.torch import config
+
+    class Backend(config._TorchBackend):
+        def on_start(self, worker_group: Any, backend_config: Any) -> None:
+            meeting = worker_group.execute_single(0, listen)
+            worker_group.execute(config._set_torch_distributed_env_vars)
+            worker_group.execute(join, meeting, backend, timeout)
+
+    class Joining(config.TorchConfig):
+        @property
+        def backend_cls(self) -> type:
+            return Backend
+
+    return Joining(backend=backend, timeout_s=int(timeout))
+
+
+listening: list[socket.socket] = []  # of rank 0, between `listen` and `join`
+
+
+def listen() -> tuple[str, int]:
+    """Where the ranks meet: at an address of this node, and on the loopback where that is what Ray uses."""
+    import ray
+
+    host = ray.util.get_node_ip_address()
+    listening[:] = [torchrun.listener(host)]
+    return host, listening[0].getsockname()[1]
+
+
+def join(meeting: tuple[str, int], backend: str, timeout: float) -> None:
+    """Join the process group of a run as the rank that Ray has given this worker."""
+    rank, ranks, patience = torchrun.rank(), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting[0], str(meeting[1])
+    store = torchrun.store(*meeting, ranks, patience, listening.pop() if rank == 0 else None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=patience)
+
+
 def one_rank(told: dict[str, Any]) -> None:
-    """A worker's whole run. A problem that says all there is to say goes to the board, and then nobody tries again."""
+    """A worker's whole run. A problem that only its user can mend goes to the board, and then nobody tries again."""
     import ray
 
     from ringattn.launch.train import resolved
@@ -205,7 +264,7 @@ def one_rank(told: dict[str, Any]) -> None:
             asked=lambda: dist.get_rank() == 0 and asked(board.read.remote("stopping")),
         )
     except Exception as error:
-        if processes.sentence(error) is None:
+        if processes.status(error) == processes.FAILED:
             raise
         ray.get(board.say.remote(str(error)))
         if over_nccl():
@@ -294,12 +353,15 @@ class JaxProcess:
         """Where the others meet it."""
         import ray
 
-        with socket.socket() as s:
-            s.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
+        host = ray.util.get_node_ip_address()
+        with torchrun.listener(host) as s:
+            return f"{host}:{s.getsockname()[1]}"
 
     def run(self, meeting: str, rank: int, ranks: int, patience: float, function: Callable[..., Any], args: Any) -> Any:
         import jax
 
-        jax.distributed.initialize(meeting, ranks, rank, initialization_timeout=int(patience))
+        bound = meeting if torchrun.on_loopback(meeting.rpartition(":")[0]) else None
+        jax.distributed.initialize(
+            meeting, ranks, rank, initialization_timeout=int(patience), coordinator_bind_address=bound
+        )
         return function(*args)

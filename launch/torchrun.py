@@ -7,7 +7,9 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -33,6 +35,19 @@ def rank() -> int:
 def neighbours() -> int:
     """How many ranks there are on this machine, this one included."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
+
+
+def end_on_signals() -> None:
+    """Until training listens a launcher's signal ends this rank without a traceback; so does the death of torchrun.
+
+    Afterwards both have training save and end. torchrun alone is watched: a shell may end before what it started.
+    """
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    for number in processes.TERMINALS:
+        if launched or signal.getsignal(number) is not signal.SIG_IGN:  # nohup cannot keep torchrun from passing it on
+            signal.signal(number, signal.SIG_DFL)
+    if launched:
+        threading.Thread(target=processes.end_with_launcher, args=(os.getppid(),), daemon=True).start()
 
 
 def attempt() -> int:
@@ -67,6 +82,25 @@ def join(device: str, timeout: float) -> torch.device:
         device_id=where if device == "cuda" else None,
     )
     return where
+
+
+def on_loopback(host: str) -> bool:
+    """Whether nobody beyond this machine reaches this address."""
+    return host == "localhost" or host.strip("[]") == "::1" or host.startswith("127.")
+
+
+def listener(host: str) -> socket.socket:
+    """A socket that listens at a free port: on the loopback where that is the host, else on all interfaces."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host if on_loopback(host) else "", 0), family=family)
+
+
+def store(host: str, port: int, ranks: int, timeout: timedelta, listens: socket.socket | None) -> Any:
+    """The meeting place's store. The rank that is given a socket serves it there; torch alone takes all interfaces."""
+    descriptor = None if listens is None else listens.detach()
+    return dist.TCPStore(
+        host, port, ranks, descriptor is not None, timeout, wait_for_workers=False, master_listen_fd=descriptor
+    )
 
 
 def notes() -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ringattn.comms import lost, messages
 from ringattn.conf.schema import Strategy, Train
 from ringattn.launch import configured, data, metrics, processes, torchrun
 from ringattn.launch.metrics import say
@@ -26,6 +27,8 @@ def main(words: list[str] | None = None) -> int:
     """Compose the configuration and run it where it says."""
     words = sys.argv[1:] if words is None else words
     rank, started = torchrun.rank(), torchrun.started()
+    if started:
+        torchrun.end_on_signals()
     begun = iter([metrics.process_began()])  # the second run of a sweep begins when its turn comes
 
     def task(config: Train, swept: str) -> int | None:
@@ -86,11 +89,11 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
         say("stopped before the first step; there is nothing to save", sys.stdout)
         return None
     except (processes.RankError, *processes.BAD) as error:
-        said = processes.sentence(error)
+        said, status = processes.sentence(error), processes.status(error)
         say(f"ringattn train: {said or error}")
-        if said is None and folder is not None and checkpoints_of(folder):
+        if status == processes.FAILED and folder is not None and checkpoints_of(folder):
             say(again(config, folder, swept))
-        return 1 if said is None else 2
+        return status
 
 
 def check(config: Train) -> None:
@@ -142,13 +145,14 @@ def under_torchrun(config: Train, began: float | None = None) -> int:
         dist.barrier()
         dist.destroy_process_group()
     except Exception as error:
-        bad, said = processes.sentence(error), str(error).splitlines()[0] if str(error) else ""
+        bad, status = processes.sentence(error), processes.status(error)
+        said = str(error).splitlines()[0] if str(error) else ""
         if bad is not None:
-            configured.complain(said, rank)
+            configured.complain(said, rank, status)
         else:
             kind = "" if isinstance(error, ConnectionError) else f"{type(error).__name__}: "
             print(f"ringattn train: rank {rank}: {kind}{said}", file=sys.stderr, flush=True)
-        os._exit(1 if bad is None else 2)  # other ranks may hang in a collective: do not wait for them
+        os._exit(status)  # other ranks may hang in a collective: do not wait for them
     return 0
 
 
@@ -249,11 +253,11 @@ def shared(config: Train, began: float) -> tuple[Path, float]:
         except ValueError as error:
             said["problem"] = str(error)
             notes.set(refused, str(error))
-    sent = [said]
-    dist.broadcast_object_list(sent, device=torch.device("cpu"))
-    if sent[0]["problem"]:
-        raise ValueError(sent[0]["problem"])
-    return Path(sent[0]["folder"]), sent[0]["started_at"]
+    with lost.missing_named("before the training"):
+        said = messages.gather(said)[0]
+    if said["problem"]:
+        raise ValueError(said["problem"])
+    return Path(said["folder"]), said["started_at"]
 
 
 def again(config: Train, folder: Path, swept: str = "") -> str:

@@ -22,13 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringattn import api
+from ringattn import api, choosing
+from ringattn.choosing import elsewhere
+from ringattn.comms import lost
 from ringattn.comms import mesh as meshes
 from ringattn.conf.schema import Train
 from ringattn.launch import bench, data, estimate, metrics, model, torchrun
-from ringattn.launch.checkpoint import A_STEP, Checkpoints, begin_of, load, matching, set_aside
-from ringattn.launch.processes import CLOSED
-from ringattn.planning import Plan, Target
+from ringattn.launch.checkpoint import Checkpoints, begin_of, load, matching, newest, set_aside
+from ringattn.launch.processes import CLOSED, TERMINALS
+from ringattn.launch.stored import A_STEP
+from ringattn.planning import Plan, Transport
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.loss import token_mean
 
@@ -66,7 +69,8 @@ def work(config: Train, folder: str, started_at: float, asked: Callable[[], bool
     over_gpus = "nccl" in dist.get_backend_config()  # a dry run may be for GPUs that are not here
     device = torch.device("cuda", torch.cuda.current_device()) if over_gpus else torch.device("cpu")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // torchrun.neighbours()) if device.type == "cpu" else 1)
-    job = prepare(config, Path(folder), device, started_at)
+    with lost.missing_named("preparing the training"):
+        job = prepare(config, Path(folder), device, started_at)
     rank0 = dist.get_rank() == 0
     if config.dry_run:
         if config.resume not in (None, "auto"):
@@ -77,7 +81,8 @@ def work(config: Train, folder: str, started_at: float, asked: Callable[[], bool
     with contextlib.closing(save_config(job)) if rank0 else contextlib.nullcontext():
         stopped = train(job, stop)
     if config.snapshot and device.type == "cuda" and rank0:
-        torch.cuda.memory._dump_snapshot(str(job.folder / "memory.pickle"))
+        with metrics.writing(job.folder / "memory.pickle"):
+            torch.cuda.memory._dump_snapshot(str(job.folder / "memory.pickle"))
     return {"stopped": stopped, "step": job.step, "entropy": data.unigram_entropy(job.windows.corpus), **job.seconds}
 
 
@@ -109,12 +114,12 @@ def train(job: Job, stop: "Stop") -> bool:
 
 
 def in_words(error: RuntimeError | ConnectionError, step: int) -> ConnectionError | None:
-    """What is said where another rank is gone, with the step. Axes say it in words, gloo and NCCL do not."""
+    """The error where another rank is gone or hangs, with the step and that rank: axes name it, gloo does not."""
     if isinstance(error, ConnectionError):
         return ConnectionError(f"after step {step}: {error}")
-    if not any(word in str(error) for word in CLOSED):
+    if not lost.of_transport(error) and not any(word in str(error) for word in CLOSED):
         return None
-    return ConnectionError(f"another rank was lost after step {step}: its connection closed")
+    return ConnectionError(f"another rank was lost after step {step}: {lost.who_is_missing(str(error))}")
 
 
 def prepare(config: Train, folder: Path, device: torch.device, started_at: float) -> Job:
@@ -126,11 +131,11 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
     mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses or 1, device_type=device.type)
     everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
     limit = timedelta(seconds=config.cluster.timeout)
-    meshes.set_patience(limit)
+    lost.set_patience(limit)
     meshes.limit_waiting(limit, mesh, everyone)
     there = device.type == config.device
-    plan = api.plan(
-        mesh if there else Target(config.device, [(s.ring or 1, s.ulysses or 1)], lambda ring, ulysses: None),
+    plan = choosing.plan(
+        mesh if there else elsewhere(config.device, [(s.ring or 1, s.ulysses or 1)]),
         seq_len=config.seq_len,
         heads=(m.heads, m.kv_heads),
         head_dim=model.head_dim(m),
@@ -138,7 +143,7 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
         strategy=s.keys,
         layout=s.layout,
         kernel=s.kernel,
-        hosts=None if there else 1,
+        transport=Transport(hosts=None if there else 1),
         dtype=config.precision,
     )
     where = torch.device("meta") if config.dry_run else device
@@ -325,10 +330,11 @@ def about(job: Job) -> dict[str, Any]:
 
 def resume(job: Job, checkpoints: Checkpoints) -> None:
     """Go on where a checkpoint ended: the weights, the moments, and the next sequence of the data."""
-    path, steps = begin_of(job.config.resume, checkpoints.folder, job.started_at), job.config.steps
+    found, steps = begin_of(job.config.resume, checkpoints.folder, job.started_at), job.config.steps
+    path = newest(found, checkpoints.group)
     if path is None:
         return
-    state = load(path, job.decoder, job.optimizer, about(job))  # all ranks have chosen by the time it returns
+    state = load(path, job.decoder, job.optimizer, about(job))
     job.step = state["step"]
     if dist.get_rank() == 0:
         at = f"already at step {job.step} of {steps}:" if job.step >= steps else f"goes on after step {job.step} from"
@@ -340,13 +346,18 @@ def resume(job: Job, checkpoints: Checkpoints) -> None:
 
 
 class Stop:
-    """A SIGTERM to any rank, or whoever else may ask, ends the run after the current step, on all ranks alike."""
+    """A SIGTERM to any rank, or whoever else may ask, ends the run after the current step, on all ranks alike.
+
+    So does what a terminal sends, unless it is ignored: torchrun and Slurm pass that on as it is.
+    """
 
     def __init__(self, patience: float, other: Callable[[], bool] | None = None) -> None:
         self.told, self.other = False, other
         self.group = torchrun.words_group(patience)
         if threading.current_thread() is threading.main_thread():  # nobody else may hear signals
-            signal.signal(signal.SIGTERM, self.tell)
+            for number in (signal.SIGTERM, *TERMINALS):
+                if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, self.tell)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # one that came before is heard now
 
     def tell(self, number: int, frame: Any) -> None:
@@ -354,7 +365,8 @@ class Stop:
 
     def agreed(self) -> bool:
         asked = torch.tensor(int(self.told or (self.other is not None and self.other())))
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.group)
+        with lost.missing_named("agreeing whether to stop"):
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.group)
         return bool(asked)
 
 
@@ -367,7 +379,8 @@ def profiler(job: Job) -> Any:
     def keep(p: Any) -> None:
         p.export_chrome_trace(str(job.folder / "trace.json"))
         where = f"self_{job.device.type}_time_total"
-        (job.folder / "profile.txt").write_text(p.key_averages().table(sort_by=where, row_limit=40))
+        with metrics.writing(job.folder / "profile.txt"):
+            (job.folder / "profile.txt").write_text(p.key_averages().table(sort_by=where, row_limit=40))
 
     return profile(schedule=schedule(wait=1, warmup=0, active=3, repeat=1), on_trace_ready=keep)
 
@@ -391,7 +404,7 @@ def save_config(job: Job) -> TextIO:
         file = (job.folder / "config.json").open("a")
     except OSError as error:
         why = f"{error.filename} cannot be written to ({error.strerror})"
-        raise OSError(f"{why}; say folder=PATH, a place to write to") from None
+        raise type(error)(f"{why}; say folder=PATH, a place to write to") from None  # which says if it may pass
     about = {
         "config": dataclasses.asdict(job.config),
         "plan": str(job.plan),

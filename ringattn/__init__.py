@@ -7,14 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ringattn.api import attention, decode, init_mesh, linear_attention, merge, plan, prefill
+    from ringattn.api import attention, decode, init_mesh, linear_attention, merge, prefill
+    from ringattn.choosing import plan
     from ringattn.jax.aot import aot_report
     from ringattn.kernels.partial import Partial
-    from ringattn.planning import Plan
+    from ringattn.planning import Plan, Transport
     from ringattn.serving import KVCache
     from ringattn.spec import AttentionSpec, Docs
     from ringattn.torch import hf, nn
-    from ringattn.torch.loss import token_mean
+    from ringattn.torch.loss import cross_entropy, token_mean
     from ringattn.torch.ops import attend
 
 __version__ = "0.1.0"
@@ -25,16 +26,18 @@ PUBLIC = {
     "KVCache": "ringattn.serving",
     "Partial": "ringattn.kernels.partial",
     "Plan": "ringattn.planning",
+    "Transport": "ringattn.planning",
     "aot_report": "ringattn.jax.aot",
     "attend": "ringattn.torch.ops",
     "attention": "ringattn.api",
+    "cross_entropy": "ringattn.torch.loss",
     "decode": "ringattn.api",
     "hf": "ringattn.torch.hf",
     "init_mesh": "ringattn.api",
     "linear_attention": "ringattn.api",
     "merge": "ringattn.api",
     "nn": "ringattn.torch.nn",
-    "plan": "ringattn.api",
+    "plan": "ringattn.choosing",
     "prefill": "ringattn.api",
     "token_mean": "ringattn.torch.loss",
 }
@@ -44,9 +47,11 @@ __all__ = [
     "KVCache",
     "Partial",
     "Plan",
+    "Transport",
     "aot_report",
     "attend",
     "attention",
+    "cross_entropy",
     "decode",
     "hf",
     "init_mesh",

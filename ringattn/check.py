@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.planning import Plan, dtype_name, groups_problem, heads_problem
+from ringattn.planning import Plan, Transport, dtype_name, groups_problem, heads_problem
 from ringattn.spec import AttentionSpec, Docs, of_factor, whole
 
 PACKED = Docs, "say Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
@@ -20,6 +20,7 @@ WORDS: dict[str, tuple[type, str]] = {
     "spec": (AttentionSpec, "say AttentionSpec(causal=..., window=..., softcap=..., scale=...)"),
     "docs": PACKED,
     "key_docs": PACKED,
+    "transport": (Transport, "give Transport(route=..., hosts=..., together=..., backward=..., groups=..., by=...)"),
     "return_lse": (bool, SAY),
     "return_state": (bool, SAY),
     "check": (bool, SAY),
@@ -62,7 +63,10 @@ INSTEAD = {  # of those, what an argument of ours says
         "softmax_scale": "say spec=AttentionSpec(scale=...)",
     },
     "docs": {"cu_seqlens": "say docs=Docs.from_cu_seqlens(...)"},
-    "parents": {"tree": NO_TREE, "tree_mask": NO_TREE, "tree_attention_mask": NO_TREE},
+    "transport": dict.fromkeys(
+        ("route", "hosts", "together", "backward", "groups"), "it is part of transport=Transport(...)"
+    ),
+    "tree": dict.fromkeys(("parents", "tree", "tree_mask", "tree_attention_mask"), NO_TREE),
 }
 
 
@@ -166,14 +170,26 @@ def of_plan(q: Any, k: Any, v: Any, plan: Plan) -> str | None:
     """Heads that can be spread, and are those the plan was made for."""
     heads = q.shape[2], k.shape[2]
     if plan.heads is not None and plan.heads != heads:
-        return f"q and k have {heads[0]} and {heads[1]} heads, the plan was made for heads={plan.heads}"
+        found = f"q and k have {heads[0]} and {heads[1]} heads, the plan was made for heads={plan.heads}"
+        return found + of_exchanged(q, k, plan)
     if plan.head_dim is not None and plan.head_dim != q.shape[3]:
         return f"q has head dim {q.shape[3]}, the plan was made for head_dim={plan.head_dim}"
     if plan.value_dim is not None and plan.value_dim != v.shape[3]:
         return f"v has head dim {v.shape[3]}, the plan was made for value_dim={plan.value_dim}"
-    return heads_problem(*heads, ulysses=plan.ulysses, ring=plan.ring) or groups_problem(
-        plan.groups, heads[1], plan.ulysses
-    )
+    problem = heads_problem(*heads, ulysses=plan.ulysses, ring=plan.ring)
+    if problem:
+        return problem + of_exchanged(q, k, plan)
+    return groups_problem(plan.transport.groups, heads[1], plan.ulysses)
+
+
+def of_exchanged(q: Any, k: Any, plan: Plan) -> str:
+    """What to add to an error where heads and tokens look exchanged, as in [batch, heads, tokens, head_dim]."""
+    (tokens, heads), (keys, kv_heads) = q.shape[1:3], k.shape[1:3]
+    lengths = plan.local_len, plan.seq_len, plan.tokens.padded_length
+    grouped = heads == kv_heads > tokens > keys and tokens % keys == 0
+    if plan.heads != (tokens, keys) and not grouped and (tokens in lengths or heads not in lengths):
+        return ""
+    return f"; q has shape {tuple(q.shape)}, whose dims 1 and 2 look exchanged: pass q, k and v as x.transpose(1, 2)"
 
 
 def of_sinks(sinks: Any, heads: int, floating: bool) -> str | None:
@@ -185,19 +201,24 @@ def of_sinks(sinks: Any, heads: int, floating: bool) -> str | None:
     return None
 
 
-def of_lengths(q: Any, k: Any, plan: Plan, spec: AttentionSpec, held: tuple[int, int]) -> str | None:
+def of_lengths(
+    q: Any, k: Any, plan: Plan, spec: AttentionSpec, held: tuple[int, int], key_docs: Docs | None = None
+) -> str | None:
     """q and k hold as many tokens as they must: what a rank holds, or in JAX outside shard_map what all hold."""
     for name, x, part, length in (("q", q, plan, held[0]), ("k", k, plan.keys, held[1])):
         if x.shape[1] != length:
             uncut = x.shape[1] == part.seq_len
             remedy = "pass plan.shard(x)" if uncut else f"use plan.for_length(n) for another length than {part.seq_len}"
             holder = "a rank of this plan holds" if length == part.local_len else "this plan's order has"
-            return f"{name} has {x.shape[1]} tokens, {holder} {length} ({part}); {remedy}"
-    if spec.causal and plan.keys.seq_len != plan.seq_len:
+            found = f"{name} has {x.shape[1]} tokens, {holder} {length} ({part}); {remedy}"
+            return found + of_exchanged(q, k, plan)
+    if spec.causal and plan.keys.seq_len != plan.seq_len and key_docs is None:
         return (
             f"causal=True with {plan.seq_len} queries and {plan.keys.seq_len} keys: positions of two sequences have no "
-            "common order; use AttentionSpec(causal=False), or prefill/decode with a cache"
-        )
+            "common order; use AttentionSpec(causal=False), prefill/decode with a cache, or docs and key_docs, whose "
+            f"documents are aligned at their ends: docs=Docs.from_lengths([{plan.seq_len}]), "
+            f"key_docs=Docs.from_lengths([{plan.keys.seq_len}])"
+        ) + of_exchanged(q, k, plan)
     return None
 
 
@@ -399,18 +420,3 @@ def of_back(new: np.ndarray | None, lengths: np.ndarray | None, first: np.ndarra
     if (new <= lengths).all() and (new >= first).all():
         return None
     return f"truncate to {new.tolist()}: the rows can go back from {lengths.tolist()} to {first.tolist()}"
-
-
-def of_tree(n: int, parents: Sequence[int] | None, unknown: dict[str, Any]) -> str | None:
-    """New tokens see each other causally: each follows the one before it."""
-    if unknown:
-        return of_unknown("decode", unknown, "spec", "parents")
-    if parents is None:
-        return None
-    parents = parents.tolist() if hasattr(parents, "tolist") else parents
-    if not isinstance(parents, (list, tuple)):
-        return f"parents={parents!r}: a list of {n}, the token that each new one follows, -1 for the first"
-    if len(parents) != n:
-        return f"parents has {len(parents)} entries for {n} new tokens; one for each, -1 for the first"
-    wrong = next((i for i, parent in enumerate(parents) if parent != i - 1), None)
-    return None if wrong is None else f"parents[{wrong}]={parents[wrong]} makes a tree, not a chain; {FORKS}"

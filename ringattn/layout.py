@@ -58,12 +58,20 @@ class Layout:
         return np.concatenate([self.positions(r) for r in range(self.ring)])
 
 
+def sorted_positions(shard: Shard) -> np.ndarray:
+    """The positions of a shard, of which ranges may take turns."""
+    positions = np.concatenate([np.arange(r.start, r.stop, r.step, dtype=np.int64) for r in shard])
+    positions.sort(kind="stable")
+    return positions
+
+
 def count_below(shard: Shard, position: Any) -> Any:
     """How many of the shard's positions are below `position`: searchsorted(positions, position), in closed form.
 
     Takes numpy arrays, tensors and traced arrays alike, and so serves every backend.
     """
-    return sum(((position - r.start + r.step - 1) // r.step).clip(0, len(r)) for r in shard)
+    counts = (position - r.start if r.step == 1 else (position - r.start + r.step - 1) // r.step for r in shard)
+    return sum(count.clip(0, len(r)) for count, r in zip(counts, shard, strict=True))
 
 
 def to_local(shard: Shard, begin: Any, end: Any) -> tuple[Any, Any]:

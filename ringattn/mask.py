@@ -1,17 +1,14 @@
 """Who sees whom in one call: a plan, a spec and its documents, and the schedule that follows from them."""
 
-from bisect import bisect_left
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
-from ringattn.layout import Shard
+from ringattn.layout import Shard, count_below, sorted_positions
 from ringattn.planning import Plan
 from ringattn.schedule import Schedule, needed
-from ringattn.spec import AttentionSpec, Docs, bounds
-
-AT_ONCE = 2**20  # positions whose intervals are in memory at one time
+from ringattn.spec import AttentionSpec, Docs, Spans, bounds, spans
 
 
 @dataclass(frozen=True)
@@ -23,30 +20,34 @@ class Mask:
     docs: Docs | None = None
     key_docs: Docs | None = None
 
+    @property
+    def arguments(self) -> tuple[int, int, Docs | None, Docs | None]:
+        """The lengths of the queries and of the keys, and their documents: one row where all rows are alike."""
+        docs, key_docs = self.docs, self.key_docs
+        if docs is not None and docs.first is not None and (key_docs is None or key_docs.first is not None):
+            docs, key_docs = docs.first, None if key_docs is None else key_docs.first
+        return self.plan.seq_len, self.plan.keys.seq_len, docs, key_docs
+
     def bounds(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The keys [begin, end) that queries at these positions see, as [1, T] or [rows, T] arrays."""
-        plan = self.plan
-        return bounds(self.spec, positions, plan.seq_len, plan.keys.seq_len, self.docs, self.key_docs)
+        return bounds(self.spec, positions, *self.arguments)
+
+    def spans(self, shard: Shard) -> Spans:
+        """What the queries of a shard see, in the order of their positions."""
+        return spans(self.spec, sorted_positions(shard), partial(count_below, shard), *self.arguments)
 
 
 @lru_cache(maxsize=32)
 def schedule_of(mask: Mask) -> Schedule:
     """Who needs whose keys, the same on every rank."""
-    tokens, keys = mask.plan.tokens, mask.plan.keys.tokens
-    everyone, total = range(tokens.ring), tokens.padded_length
-    queries, held = ([layout.shard(r) for r in everyone] for layout in (tokens, keys))
-    found = []
-    for start in range(0, total, AT_ONCE):
-        at = np.arange(start, min(start + AT_ONCE, total))
-        found.append(needed(*mask.bounds(at), [within(shard, start, at[-1] + 1) for shard in queries], held))
-    return Schedule(np.any(found, axis=0))
+    plan = mask.plan
+    queries, held = ([layout.shard(r) for r in range(plan.ring)] for layout in (plan.tokens, plan.keys.tokens))
+    return Schedule(needed(mask.spec, pieces(*mask.arguments), queries, held))
 
 
-def within(shard: Shard, start: int, stop: int) -> Shard:
-    """The part of a shard in [start, stop), counted from there.
-
-    >>> within((range(1, 20, 4),), 8, 16)
-    (range(1, 9, 4),)
-    """
-    parts = [r[bisect_left(r, start) : bisect_left(r, stop)] for r in shard]
-    return tuple(range(p.start - start, p.stop - start, p.step) for p in parts)
+def pieces(seq_len: int, key_len: int, docs: Docs | None = None, key_docs: Docs | None = None) -> np.ndarray:
+    """[4, n]: the queries [start, stop) of every document of every row, and its keys [start, stop)."""
+    if docs is None:
+        return np.array([[0], [seq_len], [0], [key_len]])
+    starts, limits = docs.starts, (docs if key_docs is None else key_docs).starts
+    return np.stack([x.ravel() for x in (starts[:, :-1], starts[:, 1:], limits[:, :-1], limits[:, 1:])])

@@ -4,17 +4,15 @@ Frozen and hashable. It knows the axes it runs on only as objects with a size an
 process groups; in JAX only over the same devices, since programs are kept by their plans.
 """
 
-import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import json
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from typing import Any
 
-from ringattn.cost import HARDWARE, Cost, Hardware, Shape, exchanged, groups_of, kv_heads_of_a_rank, predict, seen_pairs
+from ringattn.comms.axis import LIVE, NOT_HERE, TRANSPORTS, Ranks
+from ringattn.cost import HARDWARE, Hardware, Shape, exchanged, groups_of, kv_heads_of_a_rank
 from ringattn.layout import LAYOUTS, Layout
-from ringattn.spec import AttentionSpec, Docs, whole
+from ringattn.spec import whole
 
 STRATEGIES = ("ring", "gather", "ulysses")
 ROUTES = ("direct", "relay", "levels")
@@ -33,11 +31,53 @@ SIZES = {
 }
 MOST = 2**53  # a float holds every whole number up to it
 LAST = 2**31 - 1  # JAX's positions are int32
-NEEDED = ("seq_len", "ring", "ulysses", "hosts")  # the others may be None
+NEEDED = ("seq_len", "ring", "ulysses")  # the others may be None
 
-# Plans that are alive, by number: a compiled graph holds numbers and tensors, no objects.
-LIVE: "WeakValueDictionary[int, Plan]" = WeakValueDictionary()
-numbers = itertools.count()
+
+def size_of(name: str, value: Any) -> Any:
+    """The size as an int, from anything that is one, also numpy's ints; None where that says to choose."""
+    if value is None and name not in NEEDED:
+        return None
+    size = whole(value)
+    if size is None or size < 1:
+        raise ValueError(f"{name}={value!r}: {SIZES[name]}")
+    if size > MOST:
+        raise ValueError(f"{name}={value!r}: at most {MOST}, up to which sizes are counted exactly")
+    return size
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How blocks travel between the ranks of a torch mesh. `ringattn.plan` makes every choice that is left open.
+
+    route      how blocks of keys reach the ranks of a ring: "direct", from their owner to each that sees them, "relay",
+               from rank to rank, or "levels", from host to host and there direct; auto goes by `hosts`
+    hosts      how many the ring lies on, one after the other with as many ranks on each; by default as found
+    together   how many blocks a step may bring on the direct route; by default as many as are small
+    backward   what travels in backward on the direct route, "keys" or "queries"; auto takes what is fewer bytes
+    groups     in how many groups of heads Ulysses and gather exchange, one while another is attended to; by default as
+               many as save time
+    by         "symmetric" (GPUs that see each other's memory: copy engines move everything) or "group" (NCCL, gloo)
+    """
+
+    route: str = "auto"
+    hosts: int | None = None
+    together: int | None = None
+    backward: str = "auto"
+    groups: int | None = None
+    by: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("hosts", "together", "groups"):
+            object.__setattr__(self, name, size_of(name, getattr(self, name)))
+        for name, choices in (("route", ROUTES), ("backward", TRAVELLERS), ("by", TRANSPORTS[1:])):
+            if getattr(self, name) not in ("auto", *choices):
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of auto, {', '.join(choices)}")
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What is not left open, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
 @dataclass(frozen=True)
@@ -50,26 +90,18 @@ class Plan:
     strategy: str = "ring"
     layout: str = "contiguous"
     kernel: str = "auto"
-    route: str = "direct"
-    hosts: int = 1  # on how many hosts the ring lies, for the route over levels
-    together: int | None = None  # how many blocks a step of the direct route may bring; None: as many as are small
-    backward: str = "keys"  # what travels in the backward pass of the direct route: keys or queries
-    groups: int | None = None  # of heads, one after the other through Ulysses and gather; None: as many as are worth it
+    transport: Transport = Transport("direct", 1, backward="keys")  # on torch meshes; no route, hosts or backward open
     key_len: int | None = None
     heads: tuple[int, int] | None = None
     head_dim: int | None = None
     value_dim: int | None = None
-    framework: str = "torch"
-    axes: tuple[Any, Any] | None = field(default=None, compare=False, repr=False)  # (ring, ulysses)
-    device: str = field(default="cpu", compare=False, repr=False)
+    axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
     report: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    place: tuple[Any, ...] = field(init=False, default=(), repr=False)  # in JAX what the axes are made of
-    agreed: set[Any] = field(default_factory=set, init=False, compare=False, repr=False)  # kinds of calls, by all ranks
-    right: set[Any] = field(default_factory=set, init=False, compare=False, repr=False)  # calls with docs, right here
-    handle: int = field(init=False, default=-1, compare=False, repr=False)
+    number: int = field(init=False, compare=False, repr=False)  # the hash, which every call of attention asks for
+    text: str = field(init=False, compare=False, repr=False)  # for a compiled graph, which holds no objects
 
     def __post_init__(self) -> None:
-        for name in SIZES:
+        for name in ("seq_len", "key_len", "ring", "ulysses", "head_dim", "value_dim"):
             object.__setattr__(self, name, size_of(name, getattr(self, name)))
         object.__setattr__(self, "heads", heads_of(self.heads))
         if self.strategy not in STRATEGIES:
@@ -81,37 +113,41 @@ class Plan:
             )
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout={self.layout!r}: choose one of auto, {', '.join(LAYOUTS)}")
-        if self.route not in ROUTES:
-            raise ValueError(f"route={self.route!r}: choose one of auto, {', '.join(ROUTES)}")
-        if self.ring % self.hosts:
-            raise ValueError(
-                f"hosts={self.hosts} for ring={self.ring}: as many ranks lie on each host; say one that divides it"
-            )
-        if self.route == "levels" and self.hosts < 2:
-            raise ValueError(
+        problem = self._transport_problem()
+        if self.heads is not None:
+            check_heads(*self.heads, ulysses=self.ulysses, ring=self.ring)
+            problem = problem or groups_problem(self.transport.groups, self.heads[1], self.ulysses)
+        if problem:
+            raise ValueError(problem)
+        if self.framework == "jax":
+            self._check_positions()
+        compared = [getattr(self, f.name) for f in fields(self) if f.compare]
+        object.__setattr__(self, "number", hash(tuple(compared)))
+        object.__setattr__(self, "text", self._text())
+        _ = self.local_len, self.keys.local_len  # now, as Python 3.11 takes a lock for it, which torch.compile refuses
+
+    def _text(self) -> str:
+        """All that the plan is, for a compiled graph, which holds no objects: `of_text` makes the plan of it again."""
+        values = [getattr(self, name) for name in NAMED]
+        return json.dumps([self.axes.number, values, list(vars(self.transport).values())])
+
+    def _transport_problem(self) -> str | None:
+        """What of the transport does not suit the sizes."""
+        how = self.transport
+        assert how.hosts is not None and "auto" not in (how.route, how.backward), how
+        if self.ring % how.hosts:
+            return f"hosts={how.hosts} for ring={self.ring}: each host has as many ranks; use one that divides the ring"
+        if how.route == "levels" and how.hosts < 2:
+            return (
                 f"route='levels' needs a ring on several hosts, and ring={self.ring} lies on one; use route='direct' "
                 "or 'relay'"
             )
-        if self.backward not in TRAVELLERS:
-            raise ValueError(f"backward={self.backward!r}: choose one of auto, {', '.join(TRAVELLERS)}")
-        if self.backward == "queries" and self.route != "direct":
-            raise ValueError(f"backward='queries' goes with route='direct'; with route={self.route!r} keys travel")
-        if self.groups not in (None, 1) and self.ulysses == 1 and self.strategy != "gather":
-            raise ValueError(
-                f"groups={self.groups!r} cuts what Ulysses and gather exchange, and strategy={self.strategy!r} over "
+        if how.groups not in (None, 1) and self.ulysses == 1 and self.strategy != "gather":
+            return (
+                f"groups={how.groups!r} cuts what Ulysses and gather exchange, and strategy={self.strategy!r} over "
                 "ulysses=1 does neither; leave it out"
             )
-        if self.heads is not None:
-            check_heads(*self.heads, ulysses=self.ulysses, ring=self.ring)
-            problem = groups_problem(self.groups, self.heads[1], self.ulysses)
-            if problem:
-                raise ValueError(problem)
-        if self.framework == "jax":
-            self._check_positions()
-        if self.framework == "jax" and self.axes is not None:
-            object.__setattr__(self, "place", (self.device, *(tuple(vars(axis).items()) for axis in self.axes)))
-        object.__setattr__(self, "handle", next(numbers))
-        LIVE[self.handle] = self
+        return None
 
     def _check_positions(self) -> None:
         """Positions, and those up to a stripe behind them, are int32."""
@@ -125,19 +161,49 @@ class Plan:
                 )
 
     def __copy__(self) -> "Plan":
-        """An equal plan with a handle of its own, on the same axes."""
-        return replace(self)
+        return self  # a value: nobody can tell a copy from it
 
     def __deepcopy__(self, memo: Any) -> "Plan":
-        return replace(self)
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Handles are a process's own, and axes are where they were made: a plan for one rank is made again."""
-        if self.axes is not None and (self.ring * self.ulysses > 1 or self.framework == "jax"):
+        """Axes are where they were made: only a plan of one torch rank, or of ranks that are not here, is pickled."""
+        if self.axes.here and (self.ring * self.ulysses > 1 or self.framework == "jax"):
             raise TypeError(
                 f"a plan on a mesh cannot be pickled ({self}): make the plan on every rank, with ringattn.plan"
             )
-        return partial(Plan, **{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}), ()
+        return partial(Plan, **{f.name: getattr(self, f.name) for f in fields(self) if f.init}), ()
+
+    def __hash__(self) -> int:
+        return self.number
+
+    @property
+    def framework(self) -> str:
+        return self.axes.framework
+
+    @property
+    def device(self) -> str:
+        return self.axes.device
+
+    @property
+    def calls(self) -> dict[Any, Any]:
+        """The calls that were bound along the axes of this plan."""
+        return self.axes.calls
+
+    @property
+    def agreed(self) -> set[Any]:
+        """The kinds of calls of this plan that all ranks agreed on."""
+        return kept_for(self, self.axes.agreed)
+
+    @property
+    def right(self) -> set[Any]:
+        """The calls of this plan with documents that were right here."""
+        return kept_for(self, self.axes.right)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What else a framework notes of the ranks."""
+        return self.axes.kept
 
     @cached_property
     def tokens(self) -> Layout:
@@ -161,16 +227,25 @@ class Plan:
 
     @property
     def ring_axis(self) -> Any:
-        return self._axis(0, self.ring)
+        return self._here.ring
 
     @property
     def ulysses_axis(self) -> Any:
-        return self._axis(1, self.ulysses)
+        return self._here.ulysses
 
-    def _axis(self, which: int, size: int) -> Any:
-        if self.axes is None:
-            raise ValueError(f"this plan for {size} ranks has no mesh to run on; make it with ringattn.plan(mesh, ...)")
-        return self.axes[which]
+    @property
+    def _here(self) -> Ranks:
+        if not self.axes.here:
+            raise ValueError(
+                f"this plan for {self.ring * self.ulysses} ranks has no mesh to run on; make it with "
+                "ringattn.plan(mesh, ...)"
+            )
+        return self.axes
+
+    @property
+    def hosts(self) -> int:
+        """On how many hosts the route takes the ring to lie: "direct" on one, "relay" each rank on one of its own."""
+        return {"direct": 1, "relay": self.ring}.get(self.transport.route, self.transport.hosts or 1)
 
     def shape(self, itemsize: int) -> Shape | None:
         """A call of this plan with numbers of so many bytes, if its heads are known."""
@@ -190,15 +265,15 @@ class Plan:
 
     def groups_for(self, shape: Shape) -> int:
         """In how many groups of heads a call's exchanges go."""
-        if self.groups is not None:
-            return self.groups
+        if self.transport.groups is not None:
+            return self.transport.groups
         kv_heads = kv_heads_of_a_rank(shape.kv_heads, self.ulysses)
         ranks, hardware = self.ring * self.ulysses, hardware_of(self.device)
         return groups_of(shape, self.exchanged(shape), ranks, kv_heads, hardware)
 
     def blocks_at_once(self, nbytes: int) -> int:
         """How many blocks of that many bytes a step of the direct route brings."""
-        return self.together or hardware_of(self.device).blocks_at_once(nbytes)
+        return self.transport.together or hardware_of(self.device).blocks_at_once(nbytes)
 
     def for_length(self, seq_len: int, key_len: int | None = None) -> "Plan":
         """The same choices for another length."""
@@ -210,20 +285,29 @@ class Plan:
 
     # What needs a framework lives in ringattn.torch and ringattn.jax, under the same names.
 
-    def shard(self, x: Any, dim: int = 1) -> Any:
+    def shard(self, x: Any, dim: int = 1, *, compare: bool = True) -> Any:
         """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if need be.
 
-        Where that is all of it the memory may be that of `x`.
+        Where that is all of it the memory may be that of `x`. In torch, checksums of integers (token ids, labels) are
+        compared between ranks in the calls that follow, at first and then now and then: a sampler that gives each rank
+        other sequences is an error. `compare=False` leaves that out.
         """
-        return self._sharding.shard(x, self, dim)
+        return self._sharding.shard(x, self, dim, compare)
 
     def unshard(self, x: Any, dim: int = 1) -> Any:
         """The whole sequence from every rank's part: the inverse of `shard`, padding removed; differentiable."""
         return self._sharding.unshard(x, self, dim)
 
     def positions(self) -> Any:
-        """The global positions of this rank's tokens, for RoPE; those from `seq_len` on are padding."""
+        """The global positions of this rank's tokens, for RoPE and position embeddings; padding repeats the last one.
+
+        `real_tokens` says which tokens are padding.
+        """
         return self._sharding.positions(self)
+
+    def real_tokens(self) -> Any:
+        """For each of this rank's tokens, whether it is one of the sequence; False for padding."""
+        return self._sharding.real_positions(self)
 
     @property
     def _sharding(self) -> Any:
@@ -245,16 +329,26 @@ class Plan:
         )
 
 
-def size_of(name: str, value: Any) -> Any:
-    """The size as an int, from anything that is one, also numpy's ints; None where that says to choose."""
-    if value is None and name not in NEEDED:
-        return None
-    size = whole(value)
-    if size is None or size < 1:
-        raise ValueError(f"{name}={value!r}: {SIZES[name]}")
-    if size > MOST:
-        raise ValueError(f"{name}={value!r}: at most {MOST}, up to which sizes are counted exactly")
-    return size
+NAMED = tuple(f.name for f in fields(Plan) if f.init and f.name not in ("transport", "axes", "report"))  # in a text
+
+
+def of_text(text: str) -> Plan:
+    """The plan with this text, while its axes live."""
+    number, values, transport = json.loads(text)
+    axes = LIVE.get(number)
+    if axes is None:
+        raise RuntimeError("the ranks that this compiled graph was made for are gone: compile again with a new plan")
+    if text not in axes.plans:
+        given = dict(zip(NAMED, values, strict=True))
+        axes.plans[text] = Plan(**given, transport=Transport(*transport), axes=axes)
+    return axes.plans[text]
+
+
+def kept_for(plan: Plan, sets: dict[Any, set[Any]]) -> set[Any]:
+    """The set of a plan, of at most as many plans as anybody uses in turn."""
+    if plan not in sets and len(sets) == 256:
+        sets.clear()
+    return sets.setdefault(plan, set())
 
 
 def heads_of(heads: Any) -> tuple[int, int] | None:
@@ -305,121 +399,6 @@ def groups_problem(groups: int | None, kv_heads: int, ulysses: int) -> str | Non
     return (
         f"groups={groups!r} does not divide the {here} key heads that a rank attends to; leave it out, or use groups=1"
     )
-
-
-class Target(NamedTuple):
-    """Where a plan is for: whose speeds count, the (ring, ulysses) sizes there can be, and how they become axes."""
-
-    device: str
-    sizes: Sequence[tuple[int, int]]
-    bind: Callable[[int, int], tuple[Any, Any] | None]
-    framework: str = "torch"
-
-
-def factored(size: int) -> list[tuple[int, int]]:
-    """Every (ring, ulysses) of so many ranks."""
-    return [(size // u, u) for u in range(1, size + 1) if size % u == 0]
-
-
-def candidates(
-    alone: Plan,
-    sizes: Sequence[tuple[int, int]],
-    strategy: str,
-    layout: str,
-    spec: AttentionSpec,
-    docs: Docs | None = None,
-) -> list[Plan]:
-    """Every plan that `alone` can be spread into over these sizes; what varies is strategy and layout, where "auto"."""
-    found = []
-    for ring, ulysses in sizes:
-        if len(sizes) > 1 and (
-            (alone.heads is not None and alone.heads[0] % ulysses) or (strategy == "ulysses" and ring > 1)
-        ):
-            continue
-        names = ("ulysses",) if ring == 1 else ("ring", "gather")
-        layouts = ("contiguous",) if ring == 1 or not spec.causal else ("zigzag", "contiguous")
-        if ring > 1 and docs is not None:
-            layouts = (*layouts, "striped")  # balanced whatever the documents are
-        found += [
-            replace(alone, ring=ring, ulysses=ulysses, strategy=s, layout=one)
-            for s in (names if strategy == "auto" else (strategy,))
-            for one in (layouts if layout == "auto" else (layout,))
-        ]
-    if not found:
-        size = sizes[0][0] * sizes[0][1]
-        raise ValueError(
-            f"strategy={strategy!r} over {size} ranks needs query heads that {size} divides, and there are "
-            f"{alone.heads and alone.heads[0]}; use strategy='ring', 'gather' or 'auto'"
-        )
-    return found
-
-
-def priced(
-    options: list[Plan], shape: Shape, spec: AttentionSpec, hardware: Hardware, docs: Docs | None = None
-) -> list[tuple[Plan, Cost]]:
-    """The candidates with what they are predicted to cost, that of least time first."""
-    found = []
-    for plan in options:
-        layouts = plan.tokens, plan.keys.tokens
-        counts = seen_pairs(*layouts, spec, docs)
-        found.append((plan, predict(shape, *layouts, counts, plan.strategy, hardware)))
-    return sorted(found, key=lambda one: one[1].seconds)
-
-
-def candidates_report(options: list[tuple[Plan, Cost]], hardware: Hardware) -> list[str]:
-    """The candidates as the lines of a table."""
-    return [
-        f"predicted forward on {hardware.name}:",
-        "  ring ulysses strategy layout      ms      exposed ms  MB sent  imbalance",
-        *(
-            f"  {plan.ring:>4} {plan.ulysses:>7} {plan.strategy:<8} {plan.layout:<10} {cost.seconds * 1e3:>8.3f} "
-            f"{max(0.0, cost.exposed) * 1e3:>11.3f} {cost.sent / 1e6:>8.1f} {cost.imbalance:>9.2f}"
-            for plan, cost in options
-        ),
-    ]
-
-
-def route_over(hosts: int, ring: int) -> str:
-    """The route for a ring on so many hosts."""
-    if hosts == 1:
-        return "direct"
-    return "levels" if ring > hosts else "relay"
-
-
-def route_report(plan: Plan, sizes: dict[str, int] | None) -> list[str]:
-    """How blocks reach the ranks of a torch ring, and what travels in backward; `sizes` are a block's bytes there."""
-    if plan.ring == 1 or plan.framework != "torch":
-        return []
-    over = f", over {plan.axes[0].by}" if plan.axes else ""
-    slower = ["the predicted times do not know that links between hosts are slower"] * (
-        plan.hosts > 1 and sizes is not None
-    )
-    if plan.strategy == "gather":
-        return [
-            f"gather: every rank's keys come at once{over}; in backward their gradients are scattered home",
-            *slower,
-        ]
-    how = {"direct": "straight from their owners", "relay": "from rank to rank"}.get(plan.route, "host by host")
-    mb = {name: f" ({sizes[name] / 1e6:.1f} MB a block)" if sizes else "" for name in TRAVELLERS}
-    other = "queries" if plan.backward == "keys" else "keys"
-    why = f", not {other}{mb[other]}" if plan.route == "direct" else ": queries go with the direct route only"
-    travel = f"{plan.backward}{mb[plan.backward]} travel{why}"
-    return [f"route {plan.route}: blocks come {how}{over}; in backward {travel}", *slower]
-
-
-def groups_report(plan: Plan, shape: Shape | None) -> list[str]:
-    """In how many groups of heads what Ulysses and gather exchange goes, if torch exchanges any."""
-    if plan.framework != "torch" or not plan.swaps:
-        return []
-    if plan.groups is not None:
-        groups, why = plan.groups, "as told"
-    elif shape is not None:
-        groups, why = plan.groups_for(shape), f"{plan.exchanged(shape) / 1e6:.1f} MB a rank"
-    else:
-        return ["heads exchanged in groups: say heads and head_dim to see how many"]
-    if groups == 1:
-        return [f"heads exchanged all at once ({why})"]
-    return [f"heads exchanged in {groups} groups ({why}): one travels while another is attended to"]
 
 
 def hardware_of(device: str) -> Hardware:

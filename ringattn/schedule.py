@@ -1,13 +1,17 @@
-"""Which shards meet at which step of a ring, and which hops nobody needs.
+"""Who meets whose block at which step of a ring, and what travels for it.
 
-Block j is the keys of ring rank j; at distance d, rank r meets block r - d. Three routes lead there:
+Block j is what ring rank j holds: the tokens of one shard. The ring lies on some hosts, one after the other with as
+many ranks on each, and a rank's run has two loops:
 
-    relay    blocks move to higher ranks from one to the next. A distance at which no rank sees anything is left out,
-             and the hop across it is longer; a block that nobody further along will see is not sent on (`steps`)
-    direct   every block goes from its owner to each rank that sees it, and gradients straight back: no hop waits for
-             another, and several blocks may be brought for one step (`visits`)
-    levels   for ranks on several hosts: each block goes from host to host once, to the rank of the same place, and from
-             there direct to the others of the host (`rounds`)
+    round    the block that a rank holds goes on to the rank of the same place on another host. At distance o every
+             rank holds a block whose home is o hosts back. A distance at which no rank sees anything is left out and
+             the hop across it is longer; a block that no host further along sees stops where it is
+    visit    within a round the ranks of one host read the blocks that they hold from each other, several small ones
+             at a visit. No transfer waits for another
+
+On one host there is one round, and every block comes directly from its owner. With one rank a host there is one visit
+a round, and blocks are relayed from rank to rank. In backward, gradients add up where a block is held, go on with it,
+and go home from its last holder.
 
 Plain numpy: print it, test it, no device needed.
 """
@@ -19,6 +23,7 @@ from functools import cached_property
 import numpy as np
 
 from ringattn.layout import Shard
+from ringattn.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -31,36 +36,27 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one rank does at one distance, then how blocks and their gradients move on."""
-
-    source: int  # whose keys are here
-    here: bool  # whether they are: a block stops travelling when nobody further along sees it
-    work: bool  # whether this rank's queries see any of them
-    hop: Hop | None  # the keys' hop to the next step, which starts before this step's work
-    home: Hop | None  # finished (dk, dv) going home after this step; None when nobody's do
-
-
-@dataclass(frozen=True)
 class Visit:
-    """What one rank does at one step of the direct route. Gradients take the same ways back after it."""
+    """What one rank works on at one step. Gradients go back the way that the blocks came."""
 
-    sources: tuple[int, ...]  # whose keys are here: those that its queries see any of
-    readers: tuple[int, ...]  # who else has this rank's keys at the same step
+    sources: tuple[int, ...]  # the blocks that are here: those that it sees any of
+    readers: tuple[int, ...]  # the ranks that read, at the same step, the block that this rank holds
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one rank does while the blocks of one host are on its host: it holds one of them, and visits the others."""
+    """What one rank does while it holds one block."""
 
-    held: int  # the block that this rank holds, and so gives to the others of its host
-    visits: tuple[Visit, ...]
-    hop: Hop | None  # the held block's hop to the next host, which starts before the visits
+    held: int  # the block
+    here: bool  # whether it is here: a block stops travelling when no host further along sees it
+    visits: tuple[Visit, ...]  # the first one is of the held block
+    hop: Hop | None  # of the held block to its next holder, which starts before the visits
+    home: Hop | None  # of finished gradients to their owners after the visits; None if none is finished
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """`needed[i, j]`: the queries of ring rank i see keys of rank j. Everything else follows from it."""
+    """`needed[i, j]`: ring rank i sees some of block j. Everything else follows from it."""
 
     needed: np.ndarray
 
@@ -68,85 +64,90 @@ class Schedule:
     def ring(self) -> int:
         return len(self.needed)
 
-    @cached_property
-    def by_distance(self) -> np.ndarray:
-        """[distance, block]: whether the rank at that distance from the block's home sees it."""
-        d, j = np.mgrid[: self.ring, : self.ring]
-        return self.needed[(j + d) % self.ring, j]
+    @property
+    def turned(self) -> "Schedule":
+        """The same meetings where queries travel and keys stay."""
+        return Schedule(self.needed.T)
 
     @cached_property
     def distances(self) -> list[int]:
-        """The steps: distance 0, and every distance at which somebody sees something."""
-        return [0, *(d for d in range(1, self.ring) if self.by_distance[d].any())]
+        """0, and every distance at which some rank sees the block of the rank so far behind it."""
+        return met(by_distance(self.needed, self.ring))
 
-    @cached_property
-    def last(self) -> np.ndarray:
-        """The distance at which each block is seen for the last time."""
-        return np.array([max([0, *np.flatnonzero(seen)]) for seen in self.by_distance.T])
-
-    def steps(self, rank: int) -> list[Step]:
-        """The whole run of one ring rank."""
-        steps = []
-        for d, following in zip(self.distances, [*self.distances[1:], None], strict=True):
-            source = (rank - d) % self.ring
-            hop = None
-            if following is not None:
-                sends, receives = self.last[source] >= following, self.last[(rank - following) % self.ring] >= following
-                hop = Hop(following - d, bool(sends), bool(receives))
-            home = None
-            if d and (self.last == d).any():
-                home = Hop(-d, bool(self.last[source] == d), bool(self.last[rank] == d))
-            here = bool(self.last[source] >= d)
-            steps.append(Step(source, here, bool(self.needed[rank, source]), hop, home))
-        return steps
-
-    def visits(self, rank: int, together: int = 1) -> list[Visit]:
-        """The whole run of one ring rank on the direct route, up to `together` blocks at a step.
-
-        The first step needs what is at home.
-        """
-        visits = [Visit((rank,) if self.needed[rank, rank] else (), ())]
-        for now in growing(self.distances[1:], together):
-            sources, readers = [(rank - d) % self.ring for d in now], [(rank + d) % self.ring for d in now]
-            visits.append(Visit(
-                tuple(s for s in sources if self.needed[rank, s]), tuple(r for r in readers if self.needed[r, rank])
-            ))  # fmt: skip
-        return visits
-
-    def rounds(self, rank: int, hosts: int, together: int = 1) -> list[Round]:
-        """The whole run of one ring rank whose ring lies on so many hosts, one after the other."""
+    def rounds(self, rank: int, hosts: int = 1, together: int = 1) -> list[Round]:
+        """The whole run of one ring rank; a visit brings up to `together` blocks."""
         size = self.ring // hosts
         host, place = divmod(rank, size)
+        distances, last = self.crossings(hosts)
+
+        def held_at(o: int) -> int:
+            return (host - o) % hosts * size + place
+
         found = []
-        for o in range(hosts):
-            first = (host - o) % hosts * size  # the first of the blocks that are on this host now
-            held = first + place
-            visits = [Visit((held,) if self.needed[rank, held] else (), ())]
-            for now in growing(range(1, size), together):
-                sources = (first + (place - d) % size for d in now)
-                readers = (host * size + (place + d) % size for d in now)
-                visits.append(Visit(
-                    tuple(s for s in sources if self.needed[rank, s]), tuple(r for r in readers if self.needed[r, held])
-                ))  # fmt: skip
-            hop = None
-            if o + 1 < hosts:
-                hop = Hop(size, self.wanted(held, o + 1, hosts), self.wanted((held - size) % self.ring, o + 1, hosts))
-            found.append(Round(held, tuple(visits), hop))
+        for o, following in zip(distances, [*distances[1:], None], strict=True):
+            held, hop, home = held_at(o), None, None
+            if following is not None:
+                hop = Hop((following - o) * size, bool(last[held] >= following),
+                          bool(last[held_at(following)] >= following))  # fmt: skip
+            if o and (last == o).any():
+                home = Hop(-o * size, bool(last[held] == o), bool(last[rank] == o))
+            visits = self.visits(rank, (host - o) % hosts * size, size, together)
+            found.append(Round(held, bool(last[held] >= o), visits, hop, home))
         return found
 
-    def wanted(self, block: int, start: int, hosts: int) -> bool:
-        """Whether a rank of a host that is at least `start` hops away from a block's home sees the block."""
-        size = self.ring // hosts
-        away = [(block // size + o) % hosts * size for o in range(start, hosts)]
-        return bool(any(self.needed[first : first + size, block].any() for first in away))
+    def crossings(self, hosts: int) -> tuple[list[int], np.ndarray]:
+        """The distances between hosts at which something is seen, and the last one at which each block is."""
+        if hosts not in self.crossed:
+            seen = by_distance(self.needed.reshape(hosts, -1, self.ring).max(1), hosts)
+            last = np.array([max(np.flatnonzero(column).tolist(), default=0) for column in seen.T])
+            self.crossed[hosts] = met(seen), last
+        return self.crossed[hosts]
 
-    def blocks_sent(self, rank: int, route: str = "relay") -> tuple[int, int]:
+    @cached_property
+    def crossed(self) -> dict[int, tuple[list[int], np.ndarray]]:
+        """`crossings`, by the number of hosts."""
+        return {}
+
+    @cached_property
+    def near(self) -> dict[tuple[int, int, int], list[int]]:
+        """The distances within a host at which something is seen, by its first rank, the first block, and its size."""
+        return {}
+
+    def visits(self, rank: int, first: int, size: int, together: int) -> tuple[Visit, ...]:
+        """The steps of one rank while the blocks [first, first + size) are on its host; the first is the held block's.
+
+        A distance within the host at which none of its ranks sees anything is left out.
+        """
+        host, place = rank // size * size, rank % size
+        here = self.needed[host : host + size, first : first + size]
+        visits = [Visit((first + place,) if here[place, place] else (), ())]
+        if (host, first, size) not in self.near:
+            self.near[host, first, size] = met(by_distance(here, size))[1:]
+        for now in growing(self.near[host, first, size], together):
+            sources, readers = [(place - d) % size for d in now], [(place + d) % size for d in now]
+            visits.append(Visit(
+                tuple(first + s for s in sources if here[place, s]), tuple(host + r for r in readers if here[r, place])
+            ))  # fmt: skip
+        return tuple(visits)
+
+    def blocks_sent(self, rank: int, hosts: int = 1) -> tuple[int, int]:
         """How many blocks a rank sends: of keys and values (forward, and again in backward), and of gradients."""
-        if route == "direct":
-            others = np.arange(self.ring) != rank
-            return int(self.needed[others, rank].sum()), int(self.needed[rank, others].sum())
-        steps = self.steps(rank)
-        return sum(step.hop.send for step in steps if step.hop), sum(step.here for step in steps[1:])
+        rounds = self.rounds(rank, hosts)
+        onward = sum(one.hop.send for one in rounds if one.hop)
+        read = sum(len(visit.readers) for one in rounds for visit in one.visits)
+        brought = sum(len(visit.sources) for one in rounds for visit in one.visits[1:])
+        return onward + read, brought + sum(one.here for one in rounds[1:])
+
+
+def by_distance(needed: np.ndarray, size: int) -> np.ndarray:
+    """[distance, block]: whether the one of `size` hosts (or ranks) that is so far from a block's home sees it."""
+    d, j = np.mgrid[:size, : needed.shape[1]]
+    return needed[(j // (needed.shape[1] // size) + d) % size, j]
+
+
+def met(seen: np.ndarray) -> list[int]:
+    """Distance 0, and every distance at which something is seen."""
+    return [0, *(d for d in range(1, len(seen)) if seen[d].any())]
 
 
 def growing(distances: Sequence[int], together: int) -> Iterator[Sequence[int]]:
@@ -158,33 +159,77 @@ def growing(distances: Sequence[int], together: int) -> Iterator[Sequence[int]]:
         yield now
 
 
-def needed(begin: np.ndarray, end: np.ndarray, queries: Sequence[Shard], keys: Sequence[Shard]) -> np.ndarray:
-    """[i, j]: whether some query of shard i sees a key of shard j; `begin`, `end` are [rows, T] for all positions.
+def needed(spec: AttentionSpec, pieces: np.ndarray, queries: Sequence[Shard], keys: Sequence[Shard]) -> np.ndarray:
+    """[i, j]: whether some query of shard i sees a key of shard j. All shards are of one layout each.
 
-    All shards are of one layout each.
+    A piece, of [4, n], is a document: queries [start, stop) and keys [start, stop), aligned at their ends. It is cut
+    into runs whose queries are of one shard and together see one range of keys, so that nothing is done token by token.
     """
-    blocks = [block for shard in keys for block in shard]
-    found = [
-        [sees(b[at], e[at], blocks) for b, e in zip(begin, end, strict=True) for at in slices(shard)]
-        for shard in queries
-    ]
-    return np.any(found, axis=1).reshape(len(queries), len(keys), -1).any(axis=2)
+    start, stop, begin, end = pieces
+    shift = end - stop  # a query's own position among the keys
+    if spec.causal:
+        start = np.maximum(start, begin - shift)  # earlier ones see nothing
+    cut = by_block if queries[0][0].step == 1 else by_stripe
+    owner, at, first, last = cut(queries, start, stop, spec.window)
+    begin, end, shift = begin[at], end[at], shift[at]
+    if spec.causal:
+        end = np.minimum(end, last + shift)
+    if spec.window is not None:
+        begin = np.maximum(begin, first + shift + 1 - spec.window)
+    some = begin < end
+    return marked(owner[some], begin[some], end[some], keys)
 
 
-def sees(begin: np.ndarray, end: np.ndarray, blocks: Sequence[range]) -> np.ndarray:
-    """[block]: whether one of these rows, whose ends never decrease, sees one of its keys."""
-    starts, step = np.array([block.start for block in blocks]), blocks[0].step
+Runs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # whose, of which piece, its queries [first, last)
+
+
+def by_block(shards: Sequence[Shard], start: np.ndarray, stop: np.ndarray, window: int | None) -> Runs:
+    """Each piece as one run in every block that it reaches."""
+    size, owners = len(shards[0][0]), owners_of(shards)
+    counts = np.where(start < stop, (stop - 1) // size - start // size + 1, 0)
+    at = np.repeat(np.arange(len(start)), counts)
+    block = np.arange(len(at)) - (np.cumsum(counts) - counts - start // size)[at]
+    first, last = np.maximum(start[at], block * size), np.minimum(stop[at], (block + 1) * size)
+    return owners[block], at, first, last
+
+
+def by_stripe(shards: Sequence[Shard], start: np.ndarray, stop: np.ndarray, window: int | None) -> Runs:
+    """Each piece as one run of every stripe, or its first two queries there, where windows do not touch.
+
+    The window of the first may begin before the document; those of all others reach the same stripes as the second's.
+    """
+    ring = len(shards)
+    owner, at = (x.ravel() for x in np.mgrid[:ring, : len(start)])
+    first = start[at] + (owner - start[at]) % ring
+    last = stop[at]
+    if window is not None and window < ring:
+        owner, at, first, last = (np.concatenate([x, y]) for x, y in zip(
+            (owner, at, first, last), (owner, at, first + ring, last), strict=True
+        ))  # fmt: skip
+        last = np.minimum(last, first + 1)
+    else:
+        last = last - (last - 1 - owner) % ring
+    some = first < last
+    return owner[some], at[some], first[some], last[some]
+
+
+def marked(owner: np.ndarray, begin: np.ndarray, end: np.ndarray, keys: Sequence[Shard]) -> np.ndarray:
+    """[i, j]: whether one of the ranges [begin, end) of owner i has a key of shard j."""
+    ring, step = len(keys), keys[0][0].step
+    owners = owners_of(keys)
+    blocks = len(owners)
     if step == 1:
-        first = np.searchsorted(end, starts, "right")
-        last = np.searchsorted(begin, [block.stop for block in blocks], "left")
-        some = np.cumsum(np.append(0, begin < end))
-        return some[last] > some[first]
-    at = begin % step  # stripes: each interval, or the first `step` of its keys, marks two laps of all stripes
-    marks = np.bincount(at, minlength=2 * step + 1)
-    marks -= np.bincount(at + np.minimum(end - begin, step), minlength=2 * step + 1)
-    covered = marks.cumsum()
-    return covered[starts] + covered[starts + step] > 0
+        size = len(keys[0][0])
+        begin, end = begin // size, (end - 1) // size + 1
+    else:  # the first key of each stripe lies within two laps
+        begin, end = begin % step, begin % step + np.minimum(end - begin, step)
+    width = 2 * blocks + 1
+    marks = np.bincount(owner * width + begin, minlength=ring * width)
+    marks -= np.bincount(owner * width + end, minlength=ring * width)
+    seen = np.any(marks.reshape(ring, width).cumsum(1)[:, :-1].reshape(ring, 2, blocks), axis=1)
+    return np.stack([seen[:, owners == j].any(1) for j in range(ring)], 1)
 
 
-def slices(shard: Shard) -> list[slice]:
-    return [slice(r.start, r.stop, r.step) for r in shard]
+def owners_of(shards: Sequence[Shard]) -> np.ndarray:
+    """Whose each block is, or each stripe, in the order of their first tokens."""
+    return np.array([rank for _, rank in sorted((r.start, rank) for rank, shard in enumerate(shards) for r in shard)])

@@ -7,11 +7,12 @@ never decrease along the sequence. Plain numpy: what is decided here can be prin
 import math
 import operator
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,8 +76,9 @@ class Docs:
         self._keep(given.astype(np.int64), limit)  # a copy: a loader may fill its array again
 
     def _keep(self, starts: np.ndarray, length: int) -> None:
-        if "torch" in sys.modules and sys.modules["torch"].compiler.is_compiling():
-            # numpy would be traced as tensors; an error while it traces leaves this call to Python
+        if "torch" in sys.modules and sys.modules["torch"].compiler.is_dynamo_compiling():
+            # numpy would be traced as tensors; an error while it traces leaves this call to Python. is_compiling would
+            # be True here in every thread while another one compiles.
             raise ValueError("Docs are made of numbers: make them before the compiled function and pass them to it")
         self.starts, self.length = starts, length
         starts.setflags(write=False)
@@ -103,7 +105,7 @@ class Docs:
         """
         rows = rows_of("document lengths", lengths)
         for row in rows:
-            if not all(map(is_count, row)):
+            if not are_counts(row):
                 raise ValueError(f"document lengths must be whole numbers of at least 0, got {row}")
         return cls._from_rows([list(accumulate(map(int, row), initial=0)) for row in rows], pad_to)
 
@@ -112,7 +114,7 @@ class Docs:
         """Documents from cumulative lengths [0, n1, n1 + n2, ...], as a list, array or tensor; 2-d for a batch."""
         rows = rows_of("cu_seqlens", cu_seqlens)
         for row in rows:
-            if not all(map(is_count, row)) or row[:1] != [0] or row != sorted(row):
+            if not are_counts(row) or row[:1] != [0] or row != sorted(row):
                 raise ValueError(f"cu_seqlens must begin with 0 and never decrease, in whole numbers, got {row}")
         return cls._from_rows([list(map(int, row)) for row in rows], pad_to)
 
@@ -142,6 +144,13 @@ class Docs:
     def _key(self) -> tuple[Any, ...]:
         return (self.starts.shape, self.starts.tobytes(), self.length)
 
+    @cached_property
+    def first(self) -> "Docs | None":
+        """The first row, where all rows are alike."""
+        if len(self.starts) == 1:
+            return self
+        return Docs.known(self.starts[:1], self.length) if (self.starts == self.starts[:1]).all() else None
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Docs) and self._key == other._key
 
@@ -154,14 +163,6 @@ class Docs:
             return f"Docs({self.starts!r}, {self.length} tokens)"
         rows, n = shape
         return f"Docs({n - 1} documents, {rows} row{'s' * (rows > 1)}, {self.length} tokens)"
-
-    def index(self, positions: Row) -> Row:
-        """Which document each position lies in, [rows, T]; the number of documents for padding."""
-        if (positions[1:] < positions[:-1]).any():
-            return np.stack([np.searchsorted(row, positions, side="right") - 1 for row in self.starts])
-        ends = [np.searchsorted(positions, row) for row in self.starts]
-        counts = np.diff(ends, prepend=0, append=len(positions))
-        return np.stack([np.repeat(np.arange(-1, len(row) - 1), row) for row in counts])
 
 
 def whole(value: Any) -> int | None:
@@ -197,6 +198,13 @@ def is_count(n: Any) -> bool:
     return isinstance(n, (int, float)) and 0 <= n < 2**63 and int(n) == n
 
 
+def are_counts(row: list[Any]) -> bool:
+    """Whether all are whole numbers of at least 0; ints, of which there may be very many, at once."""
+    if set(map(type, row)) == {int}:
+        return min(row) >= 0 and max(row) < 2**63
+    return all(map(is_count, row))
+
+
 def untraced(given: Any) -> Any:
     """The same, unless JAX traces it."""
     if "jax" in sys.modules and isinstance(given, sys.modules["jax"].core.Tracer):
@@ -218,6 +226,78 @@ def rows_of(name: str, given: Any) -> list[list[Any]]:
     return [list(row) for row in given] if batch else [given]
 
 
+class Spans(NamedTuple):
+    """The keys that queries at increasing positions see, in the few numbers from which they follow.
+
+    The queries of a row are cut into runs, one a document: run i has counts[i] queries, and each of them sees
+    [max(begin[i], low), min(end[i], high)), where `low` and `high` are a query's own.
+    """
+
+    counts: Row  # [rows, runs]
+    begin: Row  # [rows, runs]
+    end: Row | None  # the same; None where `high` is never above it
+    low: Row | None  # [T] or [rows, T]; None without a window
+    high: Row | None  # the same; None without causal
+
+    def through(self, count: Callable[[Row], Row]) -> "Spans":
+        """The same with every key position counted otherwise, by a function that never decreases."""
+        end, low, high = (None if x is None else count(x) for x in (self.end, self.low, self.high))
+        return self._replace(begin=count(self.begin), end=end, low=low, high=high)
+
+    def spread(self, dtype: Any = np.int32) -> tuple[Row, Row]:
+        """The intervals (begin, end) of all queries, [rows, T], made without anything larger on the way."""
+        begin = repeated(self.begin.astype(dtype), self.counts)
+        low, high = (None if x is None else x.astype(dtype) for x in (self.low, self.high))
+        if self.end is None:
+            end = np.broadcast_to(high, begin.shape).copy()  # type: ignore[arg-type]  # one of both is there
+        else:
+            end = repeated(self.end.astype(dtype), self.counts)
+            if high is not None:
+                np.minimum(end, high, out=end)
+                np.maximum(end, begin, out=end)  # an own position before the document's first key: an empty row
+        if low is not None:
+            np.minimum(np.maximum(begin, low, out=begin), end, out=begin)
+        return begin, end
+
+
+def repeated(values: Row, counts: Row) -> Row:
+    """[rows, runs] -> [rows, T]: each value as often as its count says; every row's counts have one sum."""
+    return np.repeat(values.ravel(), counts.ravel()).reshape(len(values), -1)
+
+
+def spans(
+    spec: AttentionSpec,
+    positions: Row,
+    below: Callable[[Row], Row],
+    seq_len: int,
+    key_len: int | None = None,
+    docs: Docs | None = None,
+    key_docs: Docs | None = None,
+    offset: int = 0,
+) -> Spans:
+    """What `bounds` says of queries at these increasing positions, of which below(x) lie below x."""
+    key_len = seq_len if key_len is None else key_len
+    starts, limits = np.array([[0, seq_len]]), np.array([[0, key_len]])
+    if docs is not None:
+        starts, limits = docs.starts, (docs if key_docs is None else key_docs).starts
+    # two more runs see nothing: what is behind the documents, and behind the sequence
+    counts = np.diff(below(np.pad(starts, ((0, 0), (0, 1)), constant_values=seq_len)), append=len(positions))
+    begin = np.pad(limits, ((0, 0), (0, 1)), constant_values=key_len)
+    end = np.pad(np.pad(limits[:, 1:], ((0, 0), (0, 1)), mode="edge"), ((0, 0), (0, 1)), constant_values=key_len)
+    own, low, high = positions + offset, None, None
+    other_keys = key_docs not in (None, docs)
+    if spec.causal:
+        if other_keys:  # the last query of a document is at the position of its last key
+            shift = np.pad(limits[:, 1:] - starts[:, 1:], ((0, 0), (0, 2)), mode="edge")
+            own = own + repeated(shift, counts)
+        high = np.where(positions < seq_len, np.minimum(own + 1, key_len), key_len)
+        if spec.window is not None:
+            low = np.where(positions < seq_len, np.minimum(own + 1 - spec.window, key_len), key_len)
+        if not (other_keys or offset or (docs is not None and docs.padded) or key_len != seq_len):
+            return Spans(counts, begin, None, low, high)
+    return Spans(counts, np.minimum(begin, key_len), np.minimum(end, key_len), low, high)
+
+
 def bounds(
     spec: AttentionSpec,
     positions: Row,
@@ -227,27 +307,19 @@ def bounds(
     key_docs: Docs | None = None,
     offset: int = 0,
 ) -> tuple[Row, Row]:
-    """The keys [begin, end) that queries at these (sorted) positions see, as [1, T] or [rows, T] arrays.
+    """The keys [begin, end) that queries at these positions see, as [1, T] or [rows, T] arrays.
 
     Positions from `seq_len` on are padding: they see nothing. With `docs`, a query of document i sees document i of
-    `key_docs` (the same documents unless the keys are another sequence). `offset` is the key position of query 0.
+    `key_docs` (the same documents unless the keys are another sequence), and the last query of a document is at the
+    position of its last key. `offset` is the key position of query 0.
     """
-    key_len = seq_len if key_len is None else key_len
     p = np.asarray(positions, np.int64)
-    begin = np.zeros((1, len(p)), np.int64)
-    end = np.full((1, len(p)), key_len, np.int64)
-    if docs is not None:
-        key_docs = docs if key_docs is None else key_docs
-        i = docs.index(p)  # [rows, T]; the last index is padding, which starts and ends where the documents stop
-        limits = np.pad(key_docs.starts, ((0, 0), (0, 1)), mode="edge")
-        rows = [(row[at], row[at + 1]) for row, at in zip(limits, i, strict=True)]
-        begin, end = (np.stack(side) for side in zip(*rows, strict=True))
-    own = p + offset
-    if spec.causal:
-        np.minimum(end, own + 1, out=end)
-    if spec.window is not None:
-        np.maximum(begin, own + 1 - spec.window, out=begin)
-    for side in (begin, end):
-        np.minimum(side, key_len, out=side)
-        side[:, p >= seq_len] = key_len
-    return np.minimum(begin, end, out=begin), end
+    order = np.argsort(p, kind="stable") if (p[1:] < p[:-1]).any() else None
+    p = p if order is None else p[order]
+    below: Any = partial(np.searchsorted, p)
+    found = spans(spec, p, below, seq_len, key_len, docs, key_docs, offset)
+    begin, end = found.spread(np.int64)
+    if order is None:
+        return begin, end
+    back = np.argsort(order)
+    return begin[:, back], end[:, back]

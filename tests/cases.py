@@ -63,6 +63,8 @@ FEATURES = (
     Case("cross", spec=FULL, key_len=37, sinks=True),
     Case("cross_docs", spec=FULL, key_len=37, lengths=[20, 11, 30], key_lengths=[5, 0, 32]),
     Case("cross_docs_alike", spec=FULL, key_len=61, lengths=[20, 0, 11], key_lengths=[5, 50, 6]),
+    Case("cross_docs_causal", spec=AttentionSpec(window=13), key_len=67, lengths=[[20, 11, 25], [1, 40]],
+         key_lengths=[[30, 0, 14], [9, 58]], sinks=True),
     Case("short", seq_len=3),
     Case("even", seq_len=64),
     Case("all_at_once", spec=AttentionSpec(window=13, softcap=5.0, scale=0.3), lengths=[[30, 31], [9, 52]], sinks=True,

@@ -78,7 +78,7 @@ def begins(lengths: Lengths | None, T: int) -> Tensor | None:
     rows = []
     for row in lengths:
         of = [sum(row[:i]) for i, n in enumerate(row) for _ in range(n)]
-        of += of[-1:] * (T - len(of))
+        of += (of or [0])[-1:] * (T - len(of))
         rows.append([-1 if start == 0 else start for start in of])
     return torch.tensor(rows)
 
@@ -97,11 +97,17 @@ def truth(
     T: int, gate: str | None, lengths: Lengths | None = None, dtype: torch.dtype = torch.float64, deep: float = 1.0
 ) -> dict[str, Tensor]:
     """out, the end state and every gradient, by autograd through the recurrence, for inputs rounded to `dtype`."""
-    given: dict[str, Any] = {n: None if x is None else x.double() for n, x in inputs(T, gate, dtype, deep).items()}
+    return dense(inputs(T, gate, dtype, deep), lengths)
+
+
+def dense(given: dict[str, Any], lengths: Lengths | None) -> dict[str, Tensor]:
+    """The same for any inputs."""
+    T = given["q"].shape[1]
+    given = {n: None if x is None else x.detach().double() for n, x in given.items()}
     leaves = {n: given[n].requires_grad_() for n in ("q", "k", "v", "g", "state") if given[n] is not None}
     q, k, v = (real(given[n], lengths) for n in "qkv")
     g = None if given["g"] is None else real(given["g"], lengths)
-    out, end = recurrent(q, k, v, g, begins(lengths, T), given["state"], K**-0.5)
+    out, end = recurrent(q, k, v, g, begins(lengths, T), given["state"], given["q"].shape[-1] ** -0.5)
     loss = (out * real(given["dout"], lengths)).sum() + (end * given["dend"]).sum()
     loss.backward()
     return {"out": out.detach(), "end": end.detach(), **{f"d{n}": x.grad for n, x in leaves.items()}}
@@ -112,7 +118,15 @@ def docs_of(lengths: Lengths | None, T: int) -> ra.Docs | None:
 
 
 def errors(mesh: Any, given: dict[str, Any], expected: dict[str, Tensor], docs: ra.Docs | None, **choices: Any) -> Any:
-    """This rank's relative errors of out, end and gradients; and its share of the initial state's gradient.
+    """This rank's relative errors of out, end and gradients; and its share of the initial state's gradient."""
+    found, share, plan = run(mesh, given, docs, **choices)
+    end = found.pop("end")
+    result = {n: error(x, local(expected[n], plan, 0.0), float(expected[n].norm())) for n, x in found.items()}
+    return {**result, "end": error(end, expected["end"], float(expected["end"].norm()))}, share
+
+
+def run(mesh: Any, given: dict[str, Any], docs: ra.Docs | None, **choices: Any) -> Any:
+    """This rank's out, end state and gradients; its share of the initial state's gradient; and the plan.
 
     Padding goes in as NaN, its gradients too; the gradient of the end state comes in different parts from all ranks.
     """
@@ -129,9 +143,8 @@ def errors(mesh: Any, given: dict[str, Any], expected: dict[str, Tensor], docs: 
     grads = torch.autograd.grad(
         (out, end), (*leaves.values(), state), (local(given["dout"], plan), given["dend"] * share)
     )
-    found = {"out": out.detach(), **{f"d{n}": x for n, x in zip(leaves, grads, strict=False)}}
-    result = {n: error(x, local(expected[n], plan, 0.0), float(expected[n].norm())) for n, x in found.items()}
-    return {**result, "end": error(end.detach(), expected["end"], float(expected["end"].norm()))}, grads[-1]
+    found = {"out": out.detach(), "end": end.detach()}
+    return {**found, **{f"d{n}": x for n, x in zip(leaves, grads, strict=False)}}, grads[-1], plan
 
 
 def worst(results: list[Any], expected: dict[str, Tensor]) -> dict[str, float]:

@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn import api
+from ringattn import api, choosing
 from ringattn.launch.cases import Case
+from ringattn.planning import Transport
+from ringattn.torch.sharding import own_positions
 
 Grads = dict[str, Tensor]
 
@@ -14,6 +16,8 @@ Grads = dict[str, Tensor]
 def visible(case: Case, batch_row: int) -> Tensor:
     """[T, S]: may query i see key j, from the words of the spec."""
     i, j = torch.arange(case.seq_len)[:, None], torch.arange(case.key_len or case.seq_len)[None]
+    if case.key_lengths is not None:  # counted back from the end of a document
+        i, j = -left(row_of(case.lengths, batch_row), i), -left(row_of(case.key_lengths, batch_row), j)
     allowed = torch.ones(case.seq_len, case.key_len or case.seq_len, dtype=torch.bool)
     if case.spec.causal:
         allowed &= j <= i
@@ -24,6 +28,14 @@ def visible(case: Case, batch_row: int) -> Tensor:
         theirs = mine if case.key_lengths is None else ids(row_of(case.key_lengths, batch_row), case.key_len or 0)
         allowed &= (mine[:, None] == theirs[None]) & (mine[:, None] >= 0)
     return allowed
+
+
+def left(lengths: list[int], positions: Tensor) -> Tensor:
+    """How many tokens of its document each position has left, itself among them; 0 for padding."""
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return torch.tensor([next((e - p for e in ends if p < e), 0) for p in positions.flatten().tolist()]).view(
+        positions.shape
+    )
 
 
 def real_rows(case: Case, batch_row: int) -> Tensor:
@@ -82,34 +94,54 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def loss(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) -> Tensor:
-    """A scalar whose gradients of out and lse are dout and dlse (none where the lse is -inf)."""
+def large_scores(given: dict[str, Tensor], size: float = 1e4) -> dict[str, Tensor]:
+    """The same with scores, where the scale is 1, and sinks that float32 holds exactly, and that are about `size`."""
+    found = {n: (given[n] * 2).round() / (8 if n == "k" else 1) for n in "qk"}
+    found["q"][..., 0], found["k"][..., 0] = size, 1.0
+    return {**given, **found, "sinks": size + (given["sinks"] * 8).round() / 8}
+
+
+def loss(out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Tensor:
+    """A scalar whose gradients of out and lse are dout and dlse (none where the lse is -inf, nor for None)."""
+    of_out = None if dout is None else (out * dout.to(out.dtype)).sum()
+    if dlse is None:
+        assert of_out is not None, "a loss of nothing"
+        return of_out
     finite = torch.isfinite(lse)
-    return (out * dout).sum() + (torch.where(finite, lse, 0.0) * dlse * finite).sum()
+    of_lse = (torch.where(finite, lse, 0.0) * dlse.to(lse.dtype) * finite).sum()
+    return of_lse if of_out is None else of_out + of_lse
 
 
 def dense(case: Case, given: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """out, lse and every gradient of the whole sequence, computed densely in `dtype`."""
     leaves = {n: given[n].detach().to(dtype).requires_grad_() for n in ("q", "k", "v", "sinks")}
     out, lse = attention(case, leaves["q"], leaves["k"], leaves["v"], leaves["sinks"] if case.sinks else None)
-    loss(out, lse, given["dout"].to(out.dtype), given["dlse"].to(lse.dtype)).backward()
-    grads = {f"d{n}": x.grad for n, x in leaves.items() if x.grad is not None}
+    loss(out, lse, given.get("dout"), given.get("dlse")).backward()
+    leaves = leaves if case.sinks else {n: leaves[n] for n in "qkv"}
+    grads = {f"d{n}": torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaves.items()}
     return {"out": out.detach(), "lse": lse.detach(), **grads}
 
 
 def local(x: Tensor, plan: Any, poison: float = float("nan")) -> Tensor:
     """This rank's tokens of a whole tensor, with poison where the plan pads."""
     pad = x.new_full((x.shape[0], plan.tokens.padded_length - x.shape[1], *x.shape[2:]), poison)
-    return torch.cat([x, pad], 1)[:, plan.positions().to(x.device)]
+    return torch.cat([x, pad], 1)[:, torch.from_numpy(own_positions(plan)).to(x.device)]
+
+
+def plan_of(case: Case, mesh: Any, **choices: Any) -> Any:
+    """The plan of a case; of `choices`, what a Transport has goes into one."""
+    how = {name: choices.pop(name) for name in Transport.__dataclass_fields__ if name in choices}
+    return choosing.plan(mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy,
+                         layout=case.layout, transport=Transport(**how), **choices)  # fmt: skip
 
 
 def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto", **choices: Any) -> dict[str, Any]:
     """out, lse and every gradient of this rank's part, through the public API; padding goes in as NaN.
 
-    `choices` are further words for the plan: how blocks travel.
+    Gradients come back for out (dout) and lse (dlse), or for the one that is given. `choices` are further words for
+    the plan: how blocks travel.
     """
-    plan = api.plan(mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy,
-                    layout=case.layout, kernel=kernel, **choices)  # fmt: skip
+    plan = plan_of(case, mesh, kernel=kernel, **choices)
     at = {"q": plan, "k": plan.keys, "v": plan.keys}
     leaves = {n: local(given[n], p).requires_grad_() for n, p in at.items()}
     sinks = given["sinks"].clone().requires_grad_() if case.sinks else None
@@ -118,15 +150,16 @@ def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto", *
         q, k, v, plan, spec=case.spec, docs=case.docs, key_docs=case.key_docs, sinks=sinks, return_lse=True
     )
     # padding's own outputs get poisoned gradients: they must not count
-    loss(out, lse, local(given["dout"], plan), local(given["dlse"], plan, 1.0)).backward()
-    found = {"out": out.detach(), "lse": lse.detach(), **{f"d{n}": x.grad for n, x in leaves.items()}}
+    dout = local(given["dout"], plan) if "dout" in given else None
+    loss(out, lse, dout, local(given["dlse"], plan, 1.0) if "dlse" in given else None).backward()
+    grads = {f"d{n}": torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaves.items()}
+    found = {"out": out.detach(), "lse": lse.detach(), **grads}
     return found if sinks is None else {**found, "dsinks": sinks.grad}
 
 
 def errors(case: Case, mesh: Any, found: dict[str, Any], truth: dict[str, Tensor]) -> dict[str, float]:
     """The relative error (norm) of each local result; inf where padding leaked or an empty row is not one."""
-    plan = api.plan(mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy,
-                    layout=case.layout)  # fmt: skip
+    plan = plan_of(case, mesh)
     result = {}
     for name, x in found.items():
         if name == "dsinks":

@@ -7,6 +7,7 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
+from ringattn.torch.call import Call
 
 FULL = ra.AttentionSpec(causal=False)
 HALVES = ra.Docs.from_lengths([32, 32])
@@ -181,8 +182,28 @@ def test_sparse_and_meta_tensors_are_refused():
     q, k, v = tensors()
     with pytest.raises(ValueError, match="q, k and v are on meta, where there are no numbers"):
         ra.attention(*(x.to("meta") for x in (q, k, v)))
-    with pytest.raises(ValueError, match=r"q, k and v are on torch.sparse_coo; give dense tensors"):
+    with pytest.raises(ValueError, match=r"q has the layout torch.sparse_coo; give q.to_dense\(\)"):
         ra.attention(*(x.to_sparse() for x in (q, k, v)))
+    for bad, layout in ((torch.Tensor.to_sparse, "sparse_coo"), (torch.Tensor.to_mkldnn, "_mkldnn")):
+        with pytest.raises(ValueError, match=f"k has the layout torch.{layout}"):
+            ra.attention(q, bad(k), v)
+        with pytest.raises(ValueError, match=f"v has the layout torch.{layout}"):
+            ra.linear_attention(q, q, bad(q))
+        with pytest.raises(ValueError, match=f"sinks has the layout torch.{layout}"):
+            ra.attention(q, k, v, sinks=bad(torch.zeros(4)))
+        with pytest.raises(ValueError, match=f"log_decay has the layout torch.{layout}"):
+            ra.linear_attention(q, q, q, bad(-q.abs()))
+
+
+@pytest.mark.parametrize("planned", [{"heads": (4, 2)}, {}, None], ids=str)
+def test_heads_and_tokens_that_are_exchanged_are_noticed(planned):
+    plan = None if planned is None else ra.plan(seq_len=16, **planned)
+    q, k, v = (x.transpose(1, 2) for x in tensors())
+    with pytest.raises(ValueError, match=r"q has shape \(2, 4, 16, 8\), .* look exchanged: .* x.transpose\(1, 2\)"):
+        ra.attention(q, k, v, plan)
+    with pytest.raises(ValueError, match="q has 15 tokens") as other:
+        ra.attention(*(x[:, :15] for x in tensors()), ra.plan(seq_len=16))
+    assert "exchanged" not in str(other.value)
 
 
 def test_a_plan_of_the_other_framework_is_refused():
@@ -413,3 +434,35 @@ def test_every_function_refuses_unknown_words_alike(name):
         with pytest.raises(ValueError, match=says):
             getattr(ra, name)(x, x, x, *where, **{word: 0.1})
     assert cache.lengths.tolist() == [8]
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+def test_a_kernel_that_one_rank_cannot_use_is_refused_on_all(strategy):
+    """Only rank 1 has many short documents. Nothing is sent, and the next call works."""
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=400, layout="contiguous", kernel="sdpa_cpu", strategy=strategy)
+        x, sent = torch.randn(1, plan.local_len, 1, 8), plan.ring_axis.sent
+        with pytest.raises(NotImplementedError, match="ring rank 1 are not few rectangles"):
+            ra.attention(x, x, x, plan, docs=ra.Docs.from_lengths([170, 60] + [2] * 85))
+        assert plan.ring_axis.sent == sent
+        ra.attention(x, x, x, plan)
+
+    run(one, ring=2, timeout=20)
+
+
+def test_a_kernel_that_is_missing_on_one_rank_is_named_on_all(monkeypatch):
+    kernel = Call.kernel
+
+    def missing(call, tiles):
+        if call.ring.rank == 1:
+            raise NotImplementedError("tiled is not installed")
+        return kernel(call, tiles)
+
+    def one(mesh):
+        x = torch.randn(1, 8, 1, 8)
+        with pytest.raises(ValueError, match="kernel: ring rank 0 has serves, ring rank 1 has tiled is not installed"):
+            ra.attention(x, x, x, ra.plan(mesh, seq_len=16, kernel="tiled"))
+
+    monkeypatch.setattr(Call, "kernel", missing)
+    run(one, ring=2, timeout=20)

@@ -67,7 +67,7 @@ def story(mesh, seed):
             if do == "append":
                 cache.append(k, v)
             elif do == "decode":
-                out = decode(q, k, v, cache, form=choose.choice(["lse", "streams"]), **given)
+                out = decode(q, k, v, cache, **given)
             else:
                 chunk, move, keys = plan.for_length(n), choose.choice(["queries", "keys"]), choose.choice([None, 2])
                 mine = [chunk.shard(x) for x in (q, k, v)]

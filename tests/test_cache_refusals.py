@@ -86,17 +86,6 @@ REFUSED = [
         r"tree_mask: decode has no such argument .*on cache.fork\(\)",
     ),
     (
-        "decode: a tree",
-        lambda x: x.decode(parents=[0]),
-        r"parents\[0\]=0 makes a tree, not a chain; a query sees one interval",
-    ),
-    ("decode: too many parents", lambda x: x.decode(parents=[-1, 0]), "parents has 2 entries for 1 new tokens"),
-    (
-        "decode: parents that are no list",
-        lambda x: x.decode(parents=3),
-        "parents=3: a list of 1, the token that each new one follows",
-    ),
-    (
         "decode: 3 query heads",
         lambda x: x.decode(x.q[:, :1, :3], *x.new[1:]),
         "2 key heads do not divide 3 query heads",
@@ -117,8 +106,6 @@ REFUSED = [
         lambda x: x.decode(*(y[:, :0] for y in x.new)),
         "k has 0 tokens, v 0; .* there must be at least one",
     ),
-    ("decode: form", lambda x: x.decode(form="oml"), "form='oml': choose one of lse, streams"),
-    ("decode: a list of forms", lambda x: x.decode(form=["lse"]), r"form=\['lse'\]: choose one of lse, streams"),
     ("decode: docs", lambda x: x.decode(docs=1), "docs: decode has no such argument$"),
     ("decode: lse", lambda x: x.decode(return_lse=True), "return_lse: decode has no such argument$"),
     ("decode: 3 sinks", lambda x: x.decode(sinks=torch.zeros(3)), r"sinks has shape \(3,\)"),
@@ -199,14 +186,6 @@ def test_a_spec_without_the_caches_window_is_refused():
     cache, new = cache_of(window=4, room=8), [torch.randn(1, 8, 2, 8) for _ in range(3)]
     with pytest.raises(ValueError, match="the cache keeps a window of 4 keys, the spec sees window=None"):
         prefill(*new, cache.plan, cache)
-
-
-def test_parents_may_say_a_chain():
-    def one(mesh):
-        given = Filled(mesh)
-        assert torch.equal(given.decode(parents=[-1]), Filled(mesh).decode())
-
-    run(one, ring=2)
 
 
 def cache_of(n: int = 0, max_len: int = 128, **given) -> KVCache:
@@ -329,9 +308,9 @@ def test_ranks_that_disagree_about_the_length_are_named():
         with pytest.raises(ValueError, match=r"cache: ring rank 0 has .*\[16, 16\].*ring rank 1 has .*\[15, 15\]"):
             decode(*(x[:, :1] for x in (q, k, v)), cache)
         held = cache.k.clone()
-        with pytest.raises(ValueError, match="how: ring rank 0 has form=lse, ring rank 1 has form=streams"):
+        with pytest.raises(ValueError, match=r"spec: ring rank 0 has .*window=None.*, ring rank 1 has .*window=9"):
             cache.truncate(15)
-            decode(*(x[:, :1] for x in (q, k, v)), cache, form=("lse", "streams")[mesh.rank])
+            decode(*(x[:, :1] for x in (q, k, v)), cache, spec=ra.AttentionSpec(window=(None, 9)[mesh.rank]))
         assert torch.equal(held, cache.k) and cache.lengths.tolist() == [15, 15]
 
     run(one, ring=2)

@@ -91,6 +91,7 @@ def test_every_benchmark_has_help(suite, capsys):
         (["plan", "device=gpu"], "choose cuda, for GPUs, or cpu"),
         (["plan", "ring=4", "hosts=2", "transport=symmetric"], "needs GPUs of one host; say device=cuda hosts=1"),
         (["plan", "ring=4", "hosts=3"], "hosts=3 for ring=4"),
+        (["plan", "ring=2", "key_len=100"], "key_len=100 beside seq_len=131072 needs causal=false"),
         (["plan", "window=4", "causal=false"], "has no meaning with causal=False"),
         (["plan", "seq_len=10", "docs=4,7"], "docs= hold 11 tokens, more than seq_len=10"),
         (["verify", "backend=mpi"], "choose threads, gloo or nccl"),
@@ -181,7 +182,7 @@ def test_plan_says_what_was_chosen_and_who_works_when(capsys):
         (["transport=group", "backward=queries"], "over nccl; in backward queries"),
         (["hosts=2"], "route levels: blocks come host by host, over nccl"),
         (["route=relay"], "steps of the relay route"),
-        (["strategy=gather", "groups=2"], "heads exchanged in 2 groups (as told)"),
+        (["strategy=gather", "groups=2"], "heads exchanged in 2 groups (as asked)"),
         (["together=3"], "  100%    100%    100%    100%"),
     ],
     ids=" ".join,
@@ -221,7 +222,7 @@ def test_verify_passes_on_threads(capsys):
     assert words.main(["verify", "ranks=2", "cases=docs_rows,cross"]) == 0
     said = capsys.readouterr().out
     assert "FAIL" not in said
-    assert "28 of 28 cases pass" in said  # 4 features x (6 on the ring + Ulysses)
+    assert "35 of 35 cases pass" in said  # 5 features x (6 on the ring + Ulysses)
 
 
 def test_verify_fails_when_one_rank_is_off(capsys, monkeypatch):
@@ -238,6 +239,50 @@ def test_verify_fails_when_one_rank_is_off(capsys, monkeypatch):
     assert [line.split()[3] for line in lines if line.endswith("FAIL")] == ["striped", "striped"]
     assert any("dk is off by" in line and "out" not in line for line in lines)
     assert lines[-1].startswith("5 of 7 cases pass")
+
+
+def test_one_wrong_element_fails_where_the_norm_is_small(capsys, monkeypatch):
+    def off(case, mesh, given, kernel="auto"):
+        found = exact(case, mesh, given, kernel)
+        if mesh.rank == 0:
+            found["dq"][0, 0, 0, 0] += 1e-5  # of the first token, which sees one key: it must be 0
+        return found
+
+    exact = oracle.run
+    monkeypatch.setattr(verify.oracle, "run", off)
+    assert words.main(["verify", "ranks=2", "cases=even"]) == 1
+    said = capsys.readouterr().out
+    assert "element is off by" in said and "dq is off by" not in said
+
+
+def test_random_calls_pass(capsys):
+    assert words.main(["verify", "random=6", "seed=1029"]) == 0
+    said = capsys.readouterr().out
+    assert "6 of 6 random calls pass" in said
+    assert {line.split()[0] for line in said.splitlines() if line.endswith("  pass")} == {
+        "attention",
+        "cache",
+        "linear",
+    }
+
+
+def test_a_random_call_that_fails_is_repeated_by_the_line_it_prints(capsys, monkeypatch):
+    def off(case, mesh, given, kernel="auto", **choices):
+        found = exact(case, mesh, given, kernel, **choices)
+        found["dk"][..., 0] *= 1 + 1e-4 * (mesh.rank == 1)
+        return found
+
+    exact = oracle.run
+    with monkeypatch.context() as patched:
+        patched.setattr(verify.oracle, "run", off)
+        assert words.main(["verify", "random=6", "seed=3", "ranks=2", "dtype=float32", "kernel=tiled"]) == 1
+        failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ringattn verify ")]
+        assert failed
+        line = failed[0].split()[1:]
+        assert line[1] == "random=1" and {"ranks=2", "dtype=float32", "kernel=tiled"} <= set(line)
+        assert words.main(line) == 1
+        assert "dk is off by" in capsys.readouterr().out
+    assert words.main(line) == 0
 
 
 @pytest.mark.parametrize(

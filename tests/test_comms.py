@@ -1,15 +1,20 @@
 """Axes move what they say, in rank order; nothing in flight is written; every transfer is waited for."""
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
+from ringattn.comms import messages
 from ringattn.comms.axis import Axis, Parts, Solo
 from ringattn.comms.local import run
 from ringattn.comms.mesh import axis, init_mesh
 from ringattn.comms.process_group import CollectiveAxis
 from ringattn.kernels import tiled
+from ringattn.launch.processes import RankError
 from ringattn.launch.processes import run as run_processes
 
 
@@ -144,6 +149,55 @@ def test_one_failed_rank_ends_all_with_its_error():
 
     with pytest.raises(KeyError, match="lost"):
         run(one, ring=3)
+
+
+def test_what_nobody_receives_is_caught():
+    with pytest.raises(AssertionError, match="ring rank 0 -> 1"):
+        run(lambda mesh: axis(mesh, "ring").move({1: [torch.zeros(3)]} if mesh.rank == 0 else {}, {}).wait(), ring=2)
+
+
+class Harmful:
+    """What runs when it is unpickled."""
+
+    def __reduce__(self):
+        return exit, ("it ran",)
+
+
+def a_pickle_among_words() -> None:
+    mesh = init_mesh(ring=2, device_type="cpu")
+    axes = axis(mesh, "ring"), CollectiveAxis(mesh.get_group("ring"))
+    if dist.get_rank() == 1:
+        messages.encode = lambda words: pickle.dumps(Harmful())
+    for one in axes:
+        with pytest.raises(ValueError, match=r"rank 1 sent .* not JSON"):
+            one.exchange_words("harmless")
+
+
+def test_words_are_never_unpickled():
+    run_processes(a_pickle_among_words, 2)
+    for refused in (Harmful(), {1: 2}, {"a": [torch.ones(2)]}):
+        with pytest.raises(TypeError, match="ranks exchange None, bools"):
+            messages.encode(refused)
+    assert messages.decode(messages.encode({"a": (1, 2.5, None, True)}), 0) == {"a": [1, 2.5, None, True]}
+
+
+def of_another_mesh(own: bool) -> None:
+    sizes = {"ring": 2} if dist.get_rank() else {"ulysses": 2}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(*sizes,)) if own else init_mesh(**sizes, device_type="cpu")
+    plan = ra.plan(mesh, seq_len=64)
+    ra.attention(*torch.ones(3, 1, 32, 2, 4), plan)
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        (False, r"rank 0 has ulysses=2 on cpu; rank 1 has ring=2 on cpu"),
+        (True, r"ring rank 0 has 64 tokens over ring=1 x ulysses=2.* ring rank 1 has .*ring=2 x ulysses=1"),
+    ],
+)
+def test_ranks_that_make_other_meshes_are_named_with_them(own, says):
+    with pytest.raises(RankError, match=says):
+        run_processes(of_another_mesh, 2, own)
 
 
 def test_axes_of_a_two_dimensional_mesh_are_independent():

@@ -96,7 +96,7 @@ def every_case(ranks: int, transport: str) -> list[str]:
             runs += [("cudnn", torch.bfloat16)] * vendor
         for kernel, dtype in runs:
             given, truth, allowed = answers(case.name, dtype)
-            found = oracle.run(case, mesh, {n: x.cuda() for n, x in given.items()}, kernel, transport=transport)
+            found = oracle.run(case, mesh, {n: x.cuda() for n, x in given.items()}, kernel, by=transport)
             errors = oracle.errors(case, mesh, found, truth)
             off += [f"{case} {kernel} {dtype}: {n} {e:.1e}" for n, e in errors.items() if not e <= allowed[n]]
     return off
@@ -131,7 +131,7 @@ def iterations(transport: str, count: int) -> tuple[int, int, bool]:
 
     def step(length: int, seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
-        plan = ra.plan(mesh, seq_len=length, transport=transport)
+        plan = ra.plan(mesh, seq_len=length, transport=ra.Transport(by=transport))
         q, k, v = (
             plan.shard(torch.randn(1, length, h, 64, device="cuda", dtype=torch.bfloat16)).requires_grad_()
             for h in (8, 2, 2)
@@ -165,7 +165,7 @@ def captured(transport: str) -> float:
     import ringattn as ra
 
     mesh = ra.init_mesh(ring=torch.distributed.get_world_size(), device_type="cuda")
-    plan = ra.plan(mesh, seq_len=8192, transport=transport)
+    plan = ra.plan(mesh, seq_len=8192, transport=ra.Transport(by=transport))
     q, k, v = (torch.randn(1, plan.local_len, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
     with torch.no_grad():
         side = torch.cuda.Stream()
@@ -212,7 +212,7 @@ def one_dies(folder: str, victim: int, transport: str) -> None:
 
     mesh = ra.init_mesh(ring=torch.distributed.get_world_size(), device_type="cuda")
     rank = torch.distributed.get_rank()
-    plan = ra.plan(mesh, seq_len=4096, transport=transport)
+    plan = ra.plan(mesh, seq_len=4096, transport=ra.Transport(by=transport))
     q, k, v = (torch.randn(1, plan.local_len, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
     for i in range(1000):
         if i == 5:

@@ -1,16 +1,19 @@
 """Models of transformers over four ranks: logits, loss and every gradient equal the model's own on one rank."""
 
 import pickle
+import threading
 from copy import deepcopy
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.torch import hf
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
+peft = pytest.importorskip("peft", reason="peft is not installed (pip install peft)")
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -168,6 +171,56 @@ def test_another_length_and_gradient_checkpointing():
         torch.testing.assert_close(shares[0][name] + shares[1][name], gradient, rtol=1e-4, atol=2e-6)
 
 
+def lora(model):
+    torch.manual_seed(1)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("adapters_first", [True, False])
+def test_adapters_around_or_within_a_prepared_model(adapters_first):
+    plain = lora(build("Llama"))
+    plain(batch(), labels=batch(), use_cache=False).loss.backward()
+    models = [lora(build("Llama")) if adapters_first else build("Llama") for _ in range(2)]
+    lock = threading.Lock()  # ranks are threads, and seeds are the process's
+
+    def one(mesh):
+        mine = hf.prepare(models[mesh.rank], ra.plan(mesh, seq_len=T))
+        with lock:
+            mine = mine if adapters_first else lora(mine)
+        assert isinstance(mine, peft.PeftModel) and mine.ringattn.compare
+        mine(input_ids=batch(), labels=batch()).loss.backward()
+        return gradients(mine)
+
+    shares = run(one, ring=2)
+    assert sum(bool(g.any()) for g in gradients(plain).values()) == 8
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(shares[0][name] + shares[1][name], gradient, rtol=1e-4, atol=2e-6)
+
+
+def test_layers_are_compiled_and_what_is_around_them_is_not():
+    """Compiling is not made for threads: one rank compiles, and meets a rank that does not."""
+    torch._dynamo.reset()
+    plain, counter = build("Llama", num_hidden_layers=1), CompileCounterWithBackend("aot_eager")
+    copies = [deepcopy(plain) for _ in range(2)]
+    given = [{"position_ids": torch.tensor([[*range(n), *range(T - n)]]).expand(2, T)} for n in (20, 11)]
+    expected = [plain(batch(), labels=batch(), use_cache=False, **one).loss for one in ({}, *given)]
+    sum(expected).backward()
+
+    def one(mesh):
+        mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T))
+        call = torch.compile(mine, backend=counter) if mesh.rank == 0 else mine
+        losses = [call(batch(), labels=batch(), **each).loss for each in ({}, *given)]
+        sum(losses).backward()
+        return [float(loss.detach()) for loss in losses], gradients(mine)
+
+    (losses, mine), (_, other) = run(one, timeout=600.0, ring=2)
+    assert losses == pytest.approx([float(loss.detach()) for loss in expected], abs=2e-6)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(mine[name] + other[name], gradient, rtol=1e-4, atol=2e-6)
+    assert 1 <= counter.frame_count <= 4  # without documents, with them, and with those of any number
+
+
 def plan_of_one():
     return ra.plan(seq_len=T)
 
@@ -231,6 +284,12 @@ def test_what_a_model_asks_of_its_attention_is_never_dropped():
     assert hf.attend(torch.nn.Identity(), q, q, q, None, **told)[0].shape == (1, 5, 4, 8)
     with pytest.raises(ValueError, match="Identity asks its attention for indices, position_bias, which is not supp"):
         hf.attend(torch.nn.Identity(), q, q, q, None, **told, position_bias=q, indices=q, alibi=None)
+
+
+def test_a_mask_that_a_layer_changes_is_refused():
+    model = hf.prepare(small("doge", sliding_window=7), plan_of_one())
+    with pytest.raises(ValueError, match=r"sliding window of 7 keys.*mask\.dtype.*not supported"):
+        model(batch() % 50)
 
 
 @pytest.mark.parametrize("name", MODELS)

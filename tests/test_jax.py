@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,8 +15,13 @@ jnp = jax.numpy
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
+from ringattn.comms.axis import Ranks  # noqa: E402
 from ringattn.jax.steps import Sight, score_of, table_of  # noqa: E402
+from ringattn.kernels import reference, select  # noqa: E402
+from ringattn.kernels.intervals import Intervals  # noqa: E402
 from ringattn.kernels.partial import empty  # noqa: E402
+from ringattn.kernels.vendor import jax_cudnn  # noqa: E402
+from ringattn.kernels.vendor.jax_tiles import over_tiles  # noqa: E402
 from ringattn.launch import oracle  # noqa: E402
 from ringattn.launch.cases import CASES, FEATURES, Case  # noqa: E402
 from ringattn.mask import Mask  # noqa: E402
@@ -39,13 +45,14 @@ def plan_of(case: Case):
 def poisoned(x, plan):
     """The whole sequence in the plan's order, with NaN where the plan pads."""
     sharded = plan.shard(x)
-    real = plan.positions() < plan.seq_len
+    real = plan.real_tokens()
     return jnp.where(real.reshape(1, -1, *[1] * (x.ndim - 2)), sharded, jnp.nan)
 
 
 def results(case: Case, given, kernel: str = "auto", device: str = "cpu", dtype=jnp.float32):
     """out, lse and every gradient of the whole sequence, in one program."""
-    plan = dataclasses.replace(plan_of(case), kernel=kernel, device=device)
+    plan = plan_of(case)
+    plan = dataclasses.replace(plan, kernel=kernel, axes=Ranks(*plan.axes, "jax", device))
 
     def everything(q, k, v, sinks, dout, dlse):
         def loss(q, k, v, sinks):
@@ -111,32 +118,64 @@ def test_the_stock_kernel_is_a_second_opinion_on_any_fixed_mask(name):
     check(case, results(case, given, kernel="stock_splash"), oracle.dense(case, given))
 
 
+def rectangle(T, S, causal):
+    assert not causal or T == S
+    return Intervals(jnp.zeros((1, T), int), (jnp.arange(1, T + 1) if causal else jnp.full(T, S))[None])
+
+
 @pytest.fixture
 def tile_by_tile(monkeypatch):
     """cuDNN's place taken by a dense call a tile, which knows full and causal rectangles and nothing else."""
-    from ringattn.kernels import reference, select
-    from ringattn.kernels.intervals import Intervals
-    from ringattn.kernels.vendor import jax_cudnn
-    from ringattn.kernels.vendor.jax_tiles import over_tiles
-
-    def where(T, S, causal):
-        assert not causal or T == S
-        return Intervals(jnp.zeros((1, T), int), (jnp.arange(1, T + 1) if causal else jnp.full(T, S))[None])
 
     def forward(q, k, v, causal, scale, softcap):
-        return reference.attend(q, k, v, where(q.shape[1], k.shape[1], causal), scale=scale)
+        return reference.attend(q, k, v, rectangle(q.shape[1], k.shape[1], causal), scale=scale)
 
-    def backward(q, k, v, rows, causal, scale, softcap):
-        (dout, lse, (out,)), seen = rows, where(q.shape[1], k.shape[1], causal)
-        return reference.attend_backward(q, k, v, seen, dout, lse, (dout * out).sum(-1), scale=scale)
+    def fused_backward(q, k, v, dout, lse, out, causal, scale):
+        seen, delta = rectangle(q.shape[1], k.shape[1], causal), (dout.astype(lse.dtype) * out).sum(-1)
+        grads = reference.attend_backward(q, k, v, seen, dout, lse, delta, scale=scale)
+        return tuple(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
 
     monkeypatch.setattr(jax_cudnn, "refuses", lambda problem: None if problem.tiles else "no tiles")
-    attend, attend_backward = over_tiles("a stand-in", forward, backward, jax_cudnn.prepare)
+    monkeypatch.setattr(jax_cudnn, "fused_backward", fused_backward)
+    attend, attend_backward = over_tiles("a stand-in", forward, jax_cudnn.backward)
     monkeypatch.setattr(jax_cudnn, "attend", attend)
     monkeypatch.setattr(jax_cudnn, "attend_backward", attend_backward)
     select.cache_clear()
     yield
     select.cache_clear()
+
+
+SIZES = [  # dtype, and the sizes of v, dout and dlse
+    (jnp.float32, 1e10, 1.0, 1.0),
+    (jnp.float16, 1.0, 1e-3, 30.0),
+    (jnp.bfloat16, 1.0, 1e-12, 1.0),
+]
+
+
+@pytest.mark.parametrize("case", SIZES, ids=str)
+def test_gradients_by_cudnn_are_right_whatever_the_size_of_dout_beside_that_of_the_lse(case, tile_by_tile):
+    """dq and dk against float64, of values, gradients of out and gradients of the lse of any size."""
+    dtype, *sizes = case
+    rng = np.random.default_rng(0)
+    q, k, v, dout = ((rng.normal(size=(1, 16, 1, 8)) * s).astype(dtype) for s in (1, 1, *sizes[:2]))
+    dlse = (rng.normal(size=(1, 16, 1)) * sizes[2]).astype(np.float32)
+    q64, k64, v64, dout64, dlse64 = (np.asarray(x, np.float64)[0, :, 0] for x in (q, k, v, dout, dlse))
+    s = np.where(np.tri(16, dtype=bool), q64 @ k64.T * 0.3, -np.inf)
+    lse = np.log(np.exp(s).sum(-1))
+    p = np.exp(s - lse[:, None])
+    ds = p * (dout64 @ v64.T - (dout64 * (p @ v64)).sum(-1, keepdims=True) + dlse64[:, None]) * 0.3
+    out, lse = (p @ v64)[None, :, None].astype(dtype), lse[None, :, None].astype(np.float32)
+
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def gradients(q, k, v, dout, lse, out, dlse):
+        return jax_cudnn.backward(q, k, v, jax_cudnn.prepare(q, dout, lse, None, out, dlse), causal=True, scale=0.3)
+
+    found = gradients(q, k, v, dout, lse, out, dlse)
+    for name, a, b in zip(("dq", "dk", "dv"), found, (ds @ k64, ds.T @ q64, p.T @ dout64), strict=True):
+        off = np.linalg.norm(np.asarray(a, np.float64)[0, :, 0] - b)
+        rounded = np.linalg.norm(v64) * np.linalg.norm(dout64) * float(jnp.finfo(dtype).eps)  # of out in its dtype
+        limit = 4 * float(jnp.finfo(dtype).eps) * np.linalg.norm(b) + (name != "dv") * rounded
+        assert off <= limit, f"{case}: {name} is off by {off:.1e}, limit {limit:.1e}"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +192,7 @@ def test_steps_cut_into_tiles_equal_dense_float64(name, tile_by_tile):
 def test_programs_for_gpus_call_cudnn(monkeypatch, lse_too):
     """Lowered for GPUs without one: a call a tile in each branch, and the work at home is not done twice.
 
-    A stand-in for `out` is made once for all steps, and only where somebody gets the lse.
+    Where somebody gets the lse, its gradient has a call of its own beside each in backward.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -162,7 +201,7 @@ def test_programs_for_gpus_call_cudnn(monkeypatch, lse_too):
     monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda _: False)
     mesh = rj.init_mesh(ring=4, devices=jax.devices()[:4])
     plan = ra.plan(mesh, seq_len=1024, heads=(4, 2), head_dim=64, layout="zigzag", strategy="ring")
-    plan = dataclasses.replace(plan, device="cuda")
+    plan = dataclasses.replace(plan, axes=Ranks(*plan.axes, "jax", "cuda"))
 
     def loss(q, k, v):
         found = ra.attention(q, k, v, plan, return_lse=lse_too)
@@ -174,9 +213,8 @@ def test_programs_for_gpus_call_cudnn(monkeypatch, lse_too):
     # forward: a loop that begins at home, then the last step's two kinds; backward: three steps away, then home
     assert found == {
         ("Softmax", "CAUSAL"): 1, ("Softmax", "NO_MASK"): 2 + 2,
-        ("SoftmaxBackward", "NO_MASK"): 3 * 2, ("SoftmaxBackward", "CAUSAL"): 1,
+        ("SoftmaxBackward", "NO_MASK"): (1 + lse_too) * 3 * 2, ("SoftmaxBackward", "CAUSAL"): 1 + lse_too,
     }  # fmt: skip
-    assert lowered.count("stablehlo.sqrt") == lse_too  # of a row's norm, in stand_in
 
 
 @pytest.mark.gpu
@@ -186,7 +224,7 @@ def test_cudnn_computes_every_step_of_a_ring(layout):
     case = Case("gpu", layout=layout, seq_len=1000, head_dim=128, value_dim=128, batch=1, lengths=[700, 300])
     given = oracle.inputs(case, torch.bfloat16)
     truth, dense = oracle.dense(case, given), oracle.dense(case, given, torch.bfloat16)
-    plan = ra.Plan(1000, 4, layout=layout, framework="jax", device="cuda", kernel="cudnn")
+    plan = ra.Plan(1000, 4, layout=layout, kernel="cudnn", axes=Ranks(None, None, "jax", "cuda", here=False))
     mask, tokens = Mask(plan, case.spec, case.docs), plan.tokens
     shards = [np.concatenate(tokens.shard(rank)) for rank in range(4)]
     sights = [
@@ -204,13 +242,14 @@ def test_cudnn_computes_every_step_of_a_ring(layout):
         for distance in range(4):
             source = (rank - distance) % 4
             part = score.attend(q[rank], k[source], v[source], sights[rank].at(distance), carry=part)
-        delta = (dout[rank].astype(jnp.float32) * part.out).sum(-1) - whole["dlse"][:, at]
+        dlse = whole["dlse"][:, at]
+        delta = (dout[rank].astype(jnp.float32) * part.out).sum(-1) - dlse
+        rows = score.prepare(q[rank], dout[rank], part.lse, delta, part.out, dlse)
         dq = jnp.zeros(q[rank].shape, jnp.float32)
         for distance in range(4):
             source = (rank - distance) % 4
             dq, dk[source], dv[source] = score.attend_backward(
-                q[rank], k[source], v[source], sights[rank].at(distance), dout[rank], part.lse, delta,
-                dq=dq, dk=dk[source], dv=dv[source],
+                q[rank], k[source], v[source], sights[rank].at(distance), *rows, dq=dq, dk=dk[source], dv=dv[source]
             )  # fmt: skip
         for name, x in (("out", part.out), ("lse", part.lse), ("dq", dq)):
             found[name][:, at] = x

@@ -25,7 +25,7 @@ def cache_of(k, v, ring=1, ulysses=1, layout="auto", block=4, chunk=8, **given):
     return ra.KVCache.allocate(plan, **{"max_len": k.shape[1], **sizes, **given}, dtype=jnp.float32, block=block)
 
 
-def generate(tensors, chunk, steps, move="auto", form="lse", spec=None, keys=None, **how):
+def generate(tensors, chunk, steps, move="auto", spec=None, keys=None, **how):
     """Prefill in chunks, then decode the last `steps` tokens in one loop; everything of every position."""
     q, k, v = (jnp.asarray(x.numpy()) for x in tensors)
     T, cache, outs = q.shape[1], cache_of(k, v, **how), []
@@ -36,7 +36,7 @@ def generate(tensors, chunk, steps, move="auto", form="lse", spec=None, keys=Non
         outs.append(plan.unshard(out))
 
     def step(cache, token):
-        out, cache = ra.decode(*token, cache, form=form, spec=spec)
+        out, cache = ra.decode(*token, cache, spec=spec)
         return cache, out
 
     tokens = [jnp.moveaxis(x[:, T - steps :, None], 1, 0) for x in (q, k, v)]
@@ -53,17 +53,17 @@ def check(found, tensors, spec=None):
 
 
 PLACES = [
-    ({}, 17, "auto", "lse"),
-    ({"ring": 2, "layout": "zigzag"}, 512, "keys", "streams"),
-    ({"ring": 2, "ulysses": 2}, 17, "queries", "lse"),
-    ({"ring": 4, "layout": "striped"}, 30, "keys", "streams"),
+    ({}, 17, "auto"),
+    ({"ring": 2, "layout": "zigzag"}, 512, "keys"),
+    ({"ring": 2, "ulysses": 2}, 17, "queries"),
+    ({"ring": 4, "layout": "striped"}, 30, "keys"),
 ]
 
 
-@pytest.mark.parametrize(("place", "chunk", "move", "form"), PLACES)
-def test_chunks_then_tokens_are_the_whole(place, chunk, move, form):
+@pytest.mark.parametrize(("place", "chunk", "move"), PLACES)
+def test_chunks_then_tokens_are_the_whole(place, chunk, move):
     tensors = draw()
-    check(generate(tensors, chunk, 6, move, form, **place), tensors)
+    check(generate(tensors, chunk, 6, move, **place), tensors)
 
 
 def test_few_tokens_over_many_devices():
@@ -275,7 +275,6 @@ def test_what_is_wrong_is_said():
         (lambda: cache_of(k, v, max_len=2**31, window=4), "max_len=2147483648: JAX counts positions in 32 bits"),
         (lambda: ra.prefill(*mine, plan, cache, start="0"), "start='0': where the chunk begins"),
         (lambda: ra.prefill(*mine, plan, cache, keys=1.5), "keys=1.5: the most keys at once"),
-        (lambda: ra.decode(q, k, v, cache, parents=3), "parents=3: a list of 8"),
         (lambda: cache.load_state_dict(None), "the state has no k, v, lengths, first, place, window"),
     ]:
         with pytest.raises(ValueError, match=says):
@@ -287,11 +286,6 @@ def test_what_is_wrong_is_said():
     new = [x[:, :1] for x in (q, k, v)]
     with pytest.raises(ValueError, match=r"tree_mask: decode has no such argument .*on cache.fork\(\)"):
         ra.decode(*new, cache, tree_mask=1)
-    with pytest.raises(ValueError, match=r"parents\[0\]=0 makes a tree, not a chain; a query sees one interval"):
-        ra.decode(*new, cache, parents=[0])
-    with pytest.raises(ValueError, match="parents has 2 entries for 1 new tokens"):
-        ra.decode(*new, cache, parents=[-1, 0])
-    ra.decode(*new, cache, parents=[-1])  # a chain may be said
     with pytest.raises(ValueError, match="keys=0: the most keys at once, at least 1"):
         ra.prefill(*mine, plan, cache, keys=0)
     small = cache_of(k, v, ring=2, window=2, room=1, max_len=99, block=1)

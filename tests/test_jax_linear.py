@@ -40,7 +40,7 @@ def plan_of(ring, ulysses, layout, T=T):
 
 def poisoned(x, plan):
     """The whole sequence in the plan's order, with NaN where the plan pads."""
-    real = (plan.positions() < plan.seq_len).reshape(1, -1, *[1] * (x.ndim - 2))
+    real = plan.real_tokens().reshape(1, -1, *[1] * (x.ndim - 2))
     return jnp.where(real, plan.shard(x), jnp.nan)
 
 

@@ -3,11 +3,14 @@
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax")
@@ -188,6 +191,63 @@ def test_vmap_over_what_an_explicit_axis_cuts(square, attention):
     close([x[:, 0] for x in found], grads(attention, q, k, v))
 
 
+AUTOMATIC = [  # what is computed, by which strategy, beside which other axis that cuts heads
+    (lambda *x, **given: jax.grad(lambda *x: (ra.attention(*x, **given) ** 2).sum(), (0, 1, 2))(*x), "ring", "tensor"),
+    (ra.attention, "gather", "ulysses"),
+    (ra.linear_attention, "ring", "tensor"),
+]
+
+
+@pytest.mark.parametrize(("function", "strategy", "other"), AUTOMATIC, ids=["gradients", "gather", "linear"])
+def test_what_automatic_axes_cut_is_not_gathered(function, strategy, other):
+    """One cuts the batch, and another the heads: each of eight devices does an eighth of the work."""
+    mesh = jax.make_mesh((2, 2, 2), ("fsdp", "ring", other), axis_types=(AxisType.Auto,) * 3)
+    plan = ra.plan(mesh, seq_len=128, strategy=strategy, layout="contiguous")
+    there = P("fsdp", "ring", "tensor") if other == "tensor" else P("fsdp", ("ring", "ulysses"))
+    x = [np.random.default_rng(i).normal(size=(4, 128, 4, 8)).astype(np.float32) for i in range(3)]
+    placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, there))
+
+    def compiled(arrays, **given):
+        quick = {"xla_backend_optimization_level": 0}
+        return jax.jit(lambda *x: function(*x, **given), compiler_options=quick).lower(*arrays).compile()
+
+    found, alone = compiled(placed, plan=plan), compiled(x)
+    kinds = set(re.findall(r" (all-gather|all-to-all|collective-permute)(?:-start)?\(", found.as_text()))
+    assert kinds == {"collective-permute"}
+    assert 8 * found.cost_analysis()["flops"] < 1.2 * alone.cost_analysis()["flops"]
+    results = jax.tree.leaves(found(*placed))
+    assert all(y.sharding.is_equivalent_to(placed[0].sharding, 4) for y in results)
+    close(jax.device_get(results), alone(*x))
+
+
+def test_sharding_keeps_what_other_axes_cut(small):
+    """Data at hand on automatic axes, and what an explicit axis cuts, whatever is known while it is traced."""
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "ring"), axis_types=(kind,) * 3)
+        plan = ra.plan(mesh, seq_len=30, strategy="ring", layout="zigzag")
+        q = jnp.concatenate([small[0]] * 2)
+        for spec in (P(("data", "fsdp")), P(None, None, "fsdp"), P("fsdp", None, "data")):
+            there = jax.sharding.NamedSharding(mesh, spec)
+            lies, batch = jax.device_put(q, there), spec[0] or "data"
+            expected = jax.sharding.NamedSharding(mesh, P(batch, "ring", *spec[2:]))
+            found = plan.shard(lies)
+            assert found.sharding.is_equivalent_to(expected, 4), (kind, spec, found.sharding)
+            assert (jax.device_get(plan.unshard(found)) == q).all()
+            lowered = jax.jit(plan.shard).lower(lies).compile()
+            known = kind == AxisType.Explicit or spec[0] is not None
+            assert not known or lowered.output_shardings.is_equivalent_to(expected, 4), (kind, spec)
+
+
+def test_a_kernel_that_the_compiler_cannot_cut_is_refused_beside_automatic_axes():
+    mesh = jax.make_mesh((2, 2), ("ring", "fsdp"), axis_types=(AxisType.Auto,) * 2, devices=FOUR)
+    x = jax.ShapeDtypeStruct((2, 32, 2, 8), jnp.float32)
+    for kernel in ("splash", "stock_splash"):
+        plan = ra.plan(mesh, seq_len=32, kernel=kernel)
+        why = [f"kernel='{kernel}'", "fsdp=2", "Explicit", "'data'", "kernel='reference'"]
+        call = partial(jax.eval_shape, lambda x, plan=plan: ra.attention(x, x, x, plan), x)
+        expect(why, call, NotImplementedError)
+
+
 @pytest.mark.parametrize("attention", [ra.attention, ra.linear_attention])
 def test_without_a_plan_within_a_shard_map_over_other_axes(square, attention):
     """Explicit axes that it leaves free are read, automatic ones are the compiler's."""
@@ -255,7 +315,7 @@ def test_the_mesh_that_jax_holds_is_the_plans(small):
 
 
 def test_the_mean_over_real_tokens_is_said_in_jax(plan):
-    expect(["take the mean where plan.positions() < plan.seq_len"], lambda: ra.token_mean(jnp.ones((1, 32)), plan))
+    expect(["take the mean where plan.real_tokens()"], lambda: ra.token_mean(jnp.ones((1, 32)), plan))
 
 
 def test_plans_over_other_devices_are_not_equal(small):

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
+from ringattn.jax.attention import LSE, OUT  # noqa: E402
 from ringattn.jax.steps import global_bounds, route_of  # noqa: E402
 from ringattn.kernels import Problem  # noqa: E402
 from ringattn.kernels.vendor import jax_cudnn  # noqa: E402
@@ -151,6 +152,42 @@ def test_a_kernel_that_has_no_second_derivatives_refuses_them(kernel):
     expect(why, lambda: jax.eval_shape(jax.grad(lambda x: grad(x).sum()), x), NotImplementedError)
 
 
+@pytest.mark.parametrize("kernel", ["reference", "splash"])
+def test_what_is_not_finite_reaches_those_who_see_it_and_nobody_else(kernel):
+    """A query, a key, a value or a gradient of the second document, in the middle of a causal tile."""
+    plan = ra.plan(rj.init_mesh(devices=jax.devices()[:1]), seq_len=48, kernel=kernel)
+    docs, t = ra.Docs.from_lengths([20, 28]), np.arange(48)
+
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def results(q, k, v, dout):
+        attend = partial(ra.attention, plan=plan, docs=docs, return_lse=True)
+        (out, lse), back = jax.vjp(attend, q, k, v)
+        return out, lse, *back((dout, jnp.zeros_like(lse)))
+
+    clean = np.random.default_rng(0).normal(size=(4, 1, 48, 2, 8)).astype(np.float32)
+    expected = results(*clean)
+    everyone, before, others, first = t >= 0, t < 30, t != 30, t < 20
+    outer = first | (t > 30)  # keys that query 30 does not see
+    untouched = {  # rows of out, lse, dq, dk, dv
+        "q": (others, others, others, outer, outer),
+        "k": (before, before, before, first, first),
+        "v": (before, before, before, first, first),
+        "dout": (everyone, everyone, others, outer, outer),
+    }
+    for which, (name, rows) in enumerate(untouched.items()):
+        for bad in (np.nan, np.inf):
+            given = clean.copy()
+            given[which, :, 30] = bad
+            found = results(*given)
+            for result, x, y, at in zip(("out", "lse", "dq", "dk", "dv"), found, expected, rows, strict=True):
+                np.testing.assert_allclose(x[:, at], y[:, at], atol=1e-6, err_msg=f"{bad} in {name}: {result}")
+            assert not np.isfinite(found[3][:, 30]).any() or name == "v"
+            if name == "q":
+                assert not np.isfinite(found[0][:, 30]).any()
+            elif name != "dout":
+                assert not np.isfinite(found[0][:, ~before]).any()
+
+
 def test_checkpointed_layers_in_a_scan(small, plan):
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(3, 8, 8)) * 0.3, jnp.float32)
 
@@ -162,6 +199,22 @@ def test_checkpointed_layers_in_a_scan(small, plan):
         return jax.jit(jax.grad(lambda ws: (jax.lax.scan(layer, small[0], ws)[0] ** 2).sum()))(weights)
 
     close(train(through(plan)), train(ra.attention))
+
+
+@pytest.mark.parametrize(("size", "names", "times"), [(1, (), 8), (1, (OUT, LSE), 6), (2, (), 8), (2, (OUT, LSE), 6)])
+def test_a_checkpoint_that_keeps_the_results_by_name_does_not_go_round_the_ring_again(size, names, times):
+    """Forward two hops are written down, of keys and values; backward the keys' and the gradients', four."""
+    mesh = rj.init_mesh(ring=2, ulysses=size, devices=jax.devices()[: 2 * size])
+    plan = ra.plan(mesh, seq_len=32, strategy="ring", layout="contiguous")
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    @partial(jax.checkpoint, policy=policy)
+    def layer(q, k, v):
+        return ra.attention(2 * q, 2 * k, 2 * v, plan)
+
+    x = jnp.ones((1, 32, 2, 8))
+    program = jax.make_jaxpr(jax.grad(lambda *x: (layer(*x) ** 2).sum(), argnums=(0, 1, 2)))(x, x, x)
+    assert str(program).count("ppermute[") == times
 
 
 def test_gradients_are_taken_where_jax_promotes_nothing(small, plan):
@@ -192,7 +245,8 @@ def test_shard_and_unshard_are_inverse_in_every_layout():
         plan = ra.plan(rj.init_mesh(ring=4, ulysses=2), seq_len=30, layout=layout)
         whole = plan.shard(x)
         order = plan.tokens.order()
-        assert (np.asarray(plan.positions()) == order).all()
+        assert (np.asarray(plan.positions()) == np.minimum(order, 29)).all()
+        assert (np.asarray(plan.real_tokens()) == (order < 30)).all()
         assert (np.asarray(whole)[:, order < 30] == np.asarray(x)[:, order[order < 30]]).all()
         assert (plan.unshard(whole) == x).all()
         keys = jax.random.split(jax.random.key(0), 30)
@@ -224,7 +278,7 @@ def test_a_window_of_more_than_32_bits_is_none():
 
 def test_a_window_stops_the_ring_early():
     window, causal = ra.AttentionSpec(window=4), ra.AttentionSpec()
-    place = ra.Plan(64, ring=8, layout="contiguous", framework="jax")
+    place = ra.Plan(64, ring=8, layout="contiguous")
     assert route_of(Mask(place, window)).distances == (0, 1)
     assert route_of(Mask(dataclasses.replace(place, layout="zigzag"), window)).distances == (0, 1, 7)
     assert route_of(Mask(place, causal)).hops[0].senders == tuple(range(7))  # the last rank's keys are nobody's

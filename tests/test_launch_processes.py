@@ -1,5 +1,6 @@
 """Ranks that are processes of this machine: none is left behind."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -7,12 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from ringattn.launch import torchrun
+from ringattn.launch import processes, ray, torchrun
 from ringattn.launch.processes import RankError, run
 
 ROOT = Path(__file__).parent.parent
@@ -62,6 +64,54 @@ def test_a_rank_ends_with_the_process_that_started_it_however_that_ended(tmp_pat
     parent.kill()
     until(lambda: not Path("/proc", rank.read_text()).exists())
     parent.wait()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("seq_len=0"), 2),
+        (OSError(errno.ENOENT, "no such file"), 2),
+        (RankError(1, "PermissionError: runs cannot be written to"), 2),
+        (OSError(errno.ENOSPC, "no space left"), 1),
+        (RankError(1, "OSError: could not save step 3"), 1),
+        (RankError(1, "ConnectionError: rank 0 is gone"), 1),
+        (RankError(1, "ended without a word: killed by signal 9"), 1),
+    ],
+)
+def test_the_exit_status_says_whether_another_attempt_may_help(error, status):
+    assert processes.status(error) == status
+
+
+def test_the_ranks_store_on_the_loopback_listens_nowhere_else():
+    socket = torchrun.listener("127.0.0.1")
+    port = socket.getsockname()[1]
+    server = torchrun.store("127.0.0.1", port, 2, timedelta(seconds=30), socket)
+    other = torchrun.store("127.0.0.1", port, 2, timedelta(seconds=30), None)
+    server.set("key", "value")
+    assert other.get("key") == b"value"
+    assert [address for address, p in listening() if p == port] == ["0100007F"]
+
+
+def listening() -> list[tuple[str, int]]:
+    """(address, port) of all that listens here, as the kernel writes them."""
+    rows = [line.split() for kind in ("tcp", "tcp6") for line in Path("/proc/net", kind).read_text().splitlines()[1:]]
+    pairs = [row[1].split(":") for row in rows if row[3] == "0A"]
+    return [(address, int(port, 16)) for address, port in pairs]
+
+
+@pytest.mark.parametrize("before", [None, 0o644])
+def test_rays_token_is_its_owners_alone(before, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    token = tmp_path / ".ray" / "auth_token"
+    if before:
+        token.parent.mkdir(mode=0o777)
+        token.write_text("0" * 64)
+        token.chmod(before)
+    ray.keep_token_private()
+    assert len(token.read_text()) == 64 and [p.name for p in token.parent.iterdir()] == ["auth_token"]
+    assert token.stat().st_mode & 0o777 == 0o600 and not token.parent.stat().st_mode & 0o022
 
 
 def until(condition: Callable[[], object]) -> None:

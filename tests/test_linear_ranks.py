@@ -285,7 +285,7 @@ def test_opcheck():
     state = torch.randn(1, 2, 4, 4).requires_grad_()
     plan = ra.plan(seq_len=5)
     for return_state, initial, gate, keep in ((True, state, -g.exp(), True), (False, None, None, False)):
-        args = (q, k, v, gate, initial, None, plan.handle, False, 0.5, "auto", "auto", return_state, keep)
+        args = (q, k, v, gate, initial, None, plan.text, False, 0.5, "auto", "auto", return_state, keep)
         torch.library.opcheck(torch.ops.ringattn.linear_attention, args)
 
 

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import ringattn as ra
 from ringattn.comms.axis import Solo
 from ringattn.comms.local import run
 from ringattn.comms.mesh import axis
+from ringattn.torch import loss
+from ringattn.torch.sharding import own_positions
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
@@ -18,10 +21,9 @@ def test_is_the_mean_over_real_tokens_of_all_ranks(layout):
     def one(mesh):
         plan = ra.plan(mesh, seq_len=13, layout=layout)
         padded = torch.cat([losses, torch.full((2, plan.tokens.padded_length - 13), torch.nan)], 1)
-        mine = padded[:, plan.positions()].requires_grad_()
-        mask = torch.cat([keep, torch.ones(2, plan.tokens.padded_length - 13, dtype=torch.bool)], 1)[
-            :, plan.positions()
-        ]
+        at = torch.from_numpy(own_positions(plan))
+        mine = padded[:, at].requires_grad_()
+        mask = torch.cat([keep, torch.ones(2, plan.tokens.padded_length - 13, dtype=torch.bool)], 1)[:, at]
         mean = ra.token_mean(mine, plan, mask=mask, docs=docs)
         mean.backward()
         return mean.detach(), plan.unshard(mine.grad)
@@ -105,3 +107,69 @@ def test_what_one_rank_says_wrongly_is_refused_on_all(given, says):
 def test_what_is_no_plan_is_refused(plan):
     with pytest.raises(ValueError, match=r"plan is of type .*; make one with ringattn.plan\(mesh"):
         ra.token_mean(torch.rand(1, 4), plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cross_entropy_is_the_mean_over_labels_of_all_ranks_and_pieces(dtype, monkeypatch):
+    """Beside a data axis, with labels to ignore, padding that holds NaN, and logits of few tokens at once."""
+    monkeypatch.setattr(loss, "LOGITS", 2 * 7 * 3)
+    logits, labels = torch.randn(2, 2, 13, 7).to(dtype), torch.randint(0, 7, (2, 2, 13))
+    labels[torch.rand(labels.shape) < 0.3] = -100
+    labels[0, :, :6] = -100  # some ranks have none that counts
+    whole = logits.float().clone().requires_grad_()
+    expected = F.cross_entropy(whole.flatten(0, 2), labels.flatten())
+    expected.backward()
+
+    def one(mesh):
+        plan, row = ra.plan(mesh, seq_len=13, layout="contiguous"), mesh.coordinates["data"]
+        pad = plan.tokens.padded_length - 13
+        at = torch.from_numpy(own_positions(plan))
+        mine = F.pad(logits[row], (0, 0, 0, pad), value=torch.nan)[:, at].requires_grad_()
+        own = F.pad(labels[row], (0, pad), value=99)[:, at]
+        mean = ra.cross_entropy(mine, own, plan, over=[axis(mesh, "data")])
+        mean.backward()
+        assert mine.grad.isfinite().all()  # a weight's gradient adds up over padding too
+        return mean.detach(), plan.unshard(mine.grad), row
+
+    for mean, grad, row in run(one, data=2, ring=2, ulysses=2):
+        torch.testing.assert_close(mean, expected.detach())
+        near = {"rtol": 1e-2, "atol": 1e-6} if dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(grad.float(), whole.grad[row], **near)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"labels_BT": torch.tensor([[0, 1, 2, 7]])}, "label 7 is not among 7 classes, nor ignore_index=-100"),
+        ({"labels_BT": torch.tensor([[0, 1, 2, -100]]), "ignore_index": 0}, "label -100 is not among 7 classes"),
+        ({"labels_BT": torch.zeros(1, 3).long()}, r"labels has shape \(1, 3\)"),
+        ({"labels_BT": torch.zeros(1, 4)}, "labels has .* dtype torch.float32"),
+        ({"labels_BT": torch.zeros(1, 4, device="meta").long()}, "labels is on meta, logits on cpu"),
+        ({"logits_BTV": torch.zeros(1, 8, 7)}, "logits has 8 tokens, a rank of this plan holds 4"),
+        ({"logits_BTV": torch.zeros(1, 4)}, r"logits has shape \(1, 4\)"),
+        ({"ignore_index": None}, "ignore_index=None"),
+        ({"over": "data"}, "over='data'"),
+    ],
+)
+def test_labels_that_cannot_be_are_refused(given, says):
+    given = {"logits_BTV": torch.zeros(1, 4, 7), "labels_BT": torch.zeros(1, 4).long()} | given
+    with pytest.raises(ValueError, match=says):
+        ra.cross_entropy(**given, plan=ra.plan(seq_len=4))
+
+
+def test_losses_of_ignored_labels_do_not_count_as_zeros():
+    plan, logits = ra.plan(seq_len=4), torch.randn(1, 4, 7, requires_grad=True)
+    labels = torch.tensor([[1, -100, -100, 3]])
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(1, 4)
+    with pytest.raises(ValueError, match=r"2 of the losses .* use ringattn.cross_entropy"):
+        ra.token_mean(losses * 2, plan)
+    found = ra.token_mean(losses, plan, mask=labels != -100)
+    torch.testing.assert_close(found, ra.cross_entropy(logits, labels, plan))
+    padded = ra.Docs.from_lengths([1], pad_to=4)
+    torch.testing.assert_close(ra.token_mean(losses[:, [0, 1, 2, 1]], plan, docs=padded), losses[0, 0])
+
+
+def test_tokens_are_counted_exactly():
+    """float32 holds no 2^24 + 1."""
+    losses, counted = (torch.ones((), dtype=x).expand(1, 2**24 + 1) for x in (torch.float64, torch.bool))
+    assert loss.mean_over_ranks(losses, counted, ra.plan(seq_len=4), ()).item() == 1

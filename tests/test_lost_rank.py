@@ -3,7 +3,10 @@
 import os
 import signal
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
-from ringattn.comms.mesh import split
+from ringattn.launch import checkpoint, trainer
 from ringattn.launch.processes import RankError, run
-from ringattn.torch import attention
+from ringattn.torch import ring
 
 RANKS, TIMEOUT = 4, 12.0
 
@@ -25,12 +28,12 @@ def calls_until_one_dies(folder: str, victim: int, route: str, stays: bool) -> N
     program that catches the error may: then nobody hears of the loss by the closed connection of a neighbour.
     """
     mesh = ra.init_mesh(ring=dist.get_world_size(), device_type="cpu")
-    plan = ra.plan(mesh, seq_len=100, route=route, layout="zigzag")
+    plan = ra.plan(mesh, seq_len=100, transport=ra.Transport(route), layout="zigzag")
     rank, start = dist.get_rank(), time.monotonic()
     q, k, v = (torch.randn(1, plan.local_len, 2, 8, requires_grad=True) for _ in range(3))
     for i in range(50):
         if i == 4 and rank == victim:
-            attention.BACKWARD[route] = partial(with_a_deadly_kernel, attention.BACKWARD[route])
+            ring.backward = partial(with_a_deadly_kernel, ring.backward)
         try:
             start = time.monotonic()
             ra.attention(q, k, v, plan).sum().backward()
@@ -104,6 +107,10 @@ def a_local_error_and_then_a_loss(folder: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(ConnectionError) as error:
         axis.exchange_words("after")
+    given_up = axis.move({}, {1 - rank: [x.clone()]})  # which the other rank never sends
+    start = time.monotonic()
+    del given_up
+    assert time.monotonic() - start < TIMEOUT / 4
     Path(folder, str(rank)).write_text(str(error.value))
 
 
@@ -114,23 +121,86 @@ def test_an_error_of_its_own_is_no_loss_and_is_not_told_as_one_later(tmp_path):
     assert len(said) == 2 and all("lost ring rank 2 (words)" in one and "meta" not in one for one in said)
 
 
-def with_a_deadly_kernel(backward, q, k, v, axis, run, score, rows):
+def with_a_deadly_kernel(backward, side, axis, run):
     def kernel(*args, **options):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    return backward(q, k, v, axis, run, score._replace(attend_backward=kernel, halves=kernel), rows)
+    side.score = side.score._replace(halves=kernel)
+    return backward(side, axis, run)
 
 
-def patience_of_axes():
-    meshes = [ra.init_mesh(data=2, ring=2, device_type="cpu"), ra.init_mesh(sequence=4, device_type="cpu")]
-    meshes.append(split(meshes[1], "sequence", {"ring": 2, "ulysses": 2}))
-    groups = [mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names]
-    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+HANGS, SHORT = 1, 4.0
 
 
-@pytest.mark.skipif("TORCH_DISTRIBUTED_DEBUG" in os.environ, reason="wraps groups, which then keep torch's limit")
-def test_every_axis_waits_as_long_as_the_ranks_were_told_to():
-    assert run(patience_of_axes, 4, collective_timeout=77.0) == [{77.0}] * 4
+def a_rank_that_hangs(folder: str, what: str, sizes: dict[str, int], detail: bool) -> None:
+    """One rank sleeps until all others have written down what they raise, and after how long."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL if detail else dist.DebugLevel.OFF)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    call = HANGING[what](folder, sizes)
+    dist.barrier()
+    start = time.monotonic()
+    while rank == HANGS and len(os.listdir(folder)) < ranks - 1 and time.monotonic() < start + 40:
+        time.sleep(0.05)
+    try:
+        call()
+        said = "nothing"
+    except ConnectionError as error:
+        said = str(error)
+    Path(folder, str(rank)).write_text(f"{time.monotonic() - start:.1f} {said}")
+    raise RuntimeError("the end of this rank")
+
+
+def an_attention(folder: str, sizes: dict[str, int]) -> Callable[[], object]:
+    plan = ra.plan(ra.init_mesh(**sizes, device_type="cpu"), seq_len=64)
+    x = torch.ones(1, plan.local_len, 4, 8, requires_grad=True)
+    return ra.attention(x, x, x, plan).sum().backward
+
+
+def a_mesh(folder: str, sizes: dict[str, int]) -> Callable[[], object]:
+    return partial(ra.init_mesh, **sizes, device_type="cpu")
+
+
+def agreeing_to_stop(folder: str, sizes: dict[str, int]) -> Callable[[], object]:
+    return trainer.Stop(SHORT).agreed
+
+
+def a_checkpoint(folder: str, sizes: dict[str, int]) -> Callable[[], object]:
+    one = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(one.parameters())
+    checkpoint.start_moments(optimizer)
+    saved = checkpoint.Checkpoints(
+        Path(folder).with_suffix(".run"), 1, dist.new_group(timeout=timedelta(seconds=SHORT))
+    )
+    return lambda: (saved.save(4, one, optimizer, {}), saved.finish())
+
+
+HANGING = {"attention": an_attention, "mesh": a_mesh, "stop": agreeing_to_stop, "save": a_checkpoint}
+
+
+@pytest.mark.parametrize(
+    ("what", "sizes", "detail"),
+    [
+        ("attention", {"ring": 2, "ulysses": 2}, False),
+        ("attention", {"ring": 2, "ulysses": 2}, True),
+        ("mesh", {"ring": 3}, False),
+        ("stop", {"ring": 3}, False),
+        ("save", {"ring": 3}, True),
+    ],
+)
+def test_a_rank_that_hangs_is_named_by_all_others_in_time(what, sizes, detail, tmp_path):
+    ranks, folder = prod(sizes.values()), tmp_path / "said"
+    folder.mkdir()
+    with pytest.raises(RankError):
+        run(
+            a_rank_that_hangs, ranks, str(folder), what, sizes, detail,
+            collective_timeout=SHORT, grace=6 * SHORT, preload=("ringattn.launch.trainer",),
+        )  # fmt: skip
+    for rank in set(range(ranks)) - {HANGS}:
+        seconds, _, said = (folder / str(rank)).read_text().partition(" ")
+        assert 0.9 * SHORT < float(seconds) < 4 * SHORT, f"rank {rank} after {seconds} s: {said}"
+        assert f"rank {HANGS} of {ranks}" in said or f"rank {HANGS} did" in said or f"lost ring rank {HANGS}" in said, (
+            said
+        )
 
 
 @pytest.mark.parametrize(
@@ -148,4 +218,4 @@ def test_all_others_name_it_and_the_step(victim, route, stays, tmp_path):
     for rank, text in said.items():
         seconds, error = text.split(" ", 1)
         assert float(seconds) < 1.5 * TIMEOUT, f"rank {rank}: {text}"
-        assert f"lost ring rank {victim} (" in error and "step" in error, f"rank {rank}: {text}"
+        assert f"lost ring rank {victim} (" in error and ("step" in error or "round" in error), f"rank {rank}: {text}"

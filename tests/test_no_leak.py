@@ -1,11 +1,13 @@
 """200 training-like steps of random lengths, or documents, leave the memory that tensors take where it was."""
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import ringattn as ra
 from ringattn.launch.processes import run
@@ -37,13 +39,13 @@ def random_lengths(route: str) -> Steps:
     mesh, rng = ra.init_mesh(ring=2, device_type="cpu"), np.random.default_rng(0)
     for i in range(240):
         lengths = rng.integers(1, 80, rng.integers(1, 4)).tolist()
-        plan = ra.plan(mesh, seq_len=sum(lengths), route=route, together=1 + i % 2)
+        plan = ra.plan(mesh, seq_len=sum(lengths), transport=ra.Transport(route, together=1 + i % 2))
         yield plan, ra.Docs.from_lengths(lengths) if i % 2 else None
 
 
 def random_documents(route: str) -> Steps:
     """One plan for all steps, which remembers what ranks agreed on: words between them count as dear."""
-    plan = ra.plan(ra.init_mesh(ring=2, device_type="cpu"), seq_len=128, route=route)
+    plan = ra.plan(ra.init_mesh(ring=2, device_type="cpu"), seq_len=128, transport=ra.Transport(route))
     plan.ring_axis.cheap_words = False
     rng = np.random.default_rng(0)
     for i in range(240):
@@ -67,3 +69,24 @@ def steps(kind: Callable[[str], Steps], route: str) -> tuple[int, int, int]:
 def test_200_steps_leave_memory_as_it_was(kind, route):
     for before, after, used in run(steps, 2, kind, route):
         assert abs(after - before) < used / 4, f"{before} bytes before, {after} after, {used} in one step"
+
+
+def ends_and_begins(folder: str, detail: bool) -> list[tuple[int, int]]:
+    """Threads and open files after each of some lives of the process group."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL if detail else dist.DebugLevel.OFF)
+    rank, found = dist.get_rank(), []
+    for life in range(6):
+        mesh = ra.init_mesh(sequence=2, device_type="cpu") if life % 2 else ra.init_mesh(ring=2, device_type="cpu")
+        step(ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=32), None)
+        dist.destroy_process_group()
+        gc.collect()
+        found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{life}", 2), rank=rank, world_size=2)
+    return found
+
+
+@pytest.mark.parametrize("detail", [False, True])
+def test_a_process_group_that_ends_takes_its_threads_and_connections_along(detail, tmp_path):
+    for found in run(ends_and_begins, 2, str(tmp_path), detail):
+        assert max(threads for threads, _ in found[2:]) <= found[1][0], f"(threads, files): {found}"
+        assert max(files for _, files in found[2:]) <= found[1][1], f"(threads, files): {found}"

@@ -15,92 +15,62 @@ from ringattn.cost import HARDWARE, Shape, seen_pairs
 from ringattn.launch import oracle
 from ringattn.launch.cases import CASES, FEATURES, Case
 from ringattn.layout import LAYOUTS, Layout
-from ringattn.mask import Mask, schedule_of
+from ringattn.mask import Mask, pieces, schedule_of
 from ringattn.schedule import Schedule, needed
 from ringattn.spec import AttentionSpec, Docs, bounds
-from ringattn.torch import attention as torch_attention
-from ringattn.torch.steps import score_of
+from ringattn.torch.steps import kept_score
 
 
 @given(
-    st.integers(1, 7).flatmap(
-        lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=n, max_size=n)
-    )
-)
-def test_a_run_of_all_ranks_meets_exactly_what_is_needed(rows):
-    schedule = Schedule(np.array(rows))
-    runs = [schedule.steps(r) for r in range(schedule.ring)]
-    held = list(range(schedule.ring))  # which block each rank holds, None for nothing
-    met = set()
-    for steps in zip(*runs, strict=True):
-        for rank, step in enumerate(steps):
-            assert step.here == (held[rank] == step.source)
-            if step.work:
-                assert step.here
-                met.add((rank, step.source))
-        if steps[0].hop:
-            shift = steps[0].hop.shift
-            arriving = {(r + shift) % schedule.ring: held[r] for r, s in enumerate(steps) if s.hop.send}
-            assert set(arriving) == {r for r, s in enumerate(steps) if s.hop.recv}
-            assert all(steps[r].here for r, s in enumerate(steps) if s.hop.send)
-            held = [arriving.get(r) for r in range(schedule.ring)]
-        homes = [s.home for s in steps]
-        assert all((h is None) == (homes[0] is None) for h in homes)
-        if homes[0]:
-            home = homes[0].shift
-            assert {(r + home) % schedule.ring for r, h in enumerate(homes) if h.send} == {
-                r for r, h in enumerate(homes) if h.recv
-            }
-    assert met == {(i, j) for i, j in np.argwhere(schedule.needed)}
-
-
-@given(
-    st.integers(1, 7).flatmap(
-        lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=n, max_size=n)
-    ),
-    st.integers(1, 8),
-)
-def test_visits_meet_exactly_what_is_needed_and_both_sides_know(rows, together):
-    schedule = Schedule(np.array(rows))
-    runs = [schedule.visits(r, together) for r in range(schedule.ring)]
-    assert len({len(run) for run in runs}) == 1
-    met = [(rank, source) for rank, run in enumerate(runs) for visit in run for source in visit.sources]
-    assert sorted(met) == sorted((i, j) for i, j in np.argwhere(schedule.needed))
-    for step in zip(*runs, strict=True):
-        assert all(len(visit.sources) <= together for visit in step)
-        brought = {(source, r) for r, visit in enumerate(step) for source in visit.sources if source != r}
-        assert brought == {(r, reader) for r, visit in enumerate(step) for reader in visit.readers}
-
-
-@given(
-    st.sampled_from([(1, 3), (2, 1), (2, 2), (2, 3), (3, 2)]).flatmap(
+    st.sampled_from([(1, 1), (1, 3), (1, 6), (2, 1), (5, 1), (7, 1), (2, 2), (2, 3), (3, 2)]).flatmap(
         lambda shape: st.tuples(
             st.just(shape[0]), st.lists(st.booleans(), min_size=(n := shape[0] * shape[1]) * n, max_size=n * n)
         )
     ),
-    st.integers(1, 3),
+    st.integers(1, 8),
 )
-def test_rounds_meet_exactly_what_is_needed_and_cross_hosts_once(given, together):
+def test_rounds_meet_exactly_what_is_needed_and_gradients_come_home(given, together):
+    """Blocks are where they are worked on, both sides of every transfer know of it, and all gradients reach home."""
     hosts, cells = given
     ring = round(len(cells) ** 0.5)
     schedule, size = Schedule(np.array(cells).reshape(ring, ring)), ring // hosts
     runs = [schedule.rounds(r, hosts, together) for r in range(ring)]
-    met, here = [], {(r, r) for r in range(ring)}  # (rank, the block that it holds)
-    for step in zip(*runs, strict=True):
+    met = []
+    here = {(r, r) for r in range(ring)}  # (rank, the block that it holds)
+    arriving: dict[int, set] = {}  # whose parts of its block's gradient are on their way to a rank
+    home = {r: set() for r in range(ring)}  # whose parts of a block's gradient have come home
+    for i, step in enumerate(zip(*runs, strict=True)):
+        found = {rank: arriving.pop(rank, set()) for rank in range(ring)}
         for rank, one in enumerate(step):
-            first, *others = one.visits
-            met += [(rank, block) for visit in one.visits for block in visit.sources]
-            assert all((rank, block) in here for block in first.sources)
-            for i, visit in enumerate(others):
+            assert one.here == ((rank, one.held) in here)
+            assert len(one.visits) == len(step[rank // size * size].visits)  # the same on all ranks of a host
+            for j, visit in enumerate(one.visits):
+                assert len(visit.sources) <= together
                 for block in visit.sources:  # who holds it now has this rank among its readers at the same visit
                     holder = rank // size * size + block % size
-                    assert (holder, block) in here and rank in step[holder].visits[i + 1].readers
-        hops = [one.hop for one in step]
+                    assert (holder, block) in here and (holder == rank or rank in step[holder].visits[j].readers)
+                    met.append((rank, block))
+                    found[holder].add(rank)
+            assert sum(len(visit.readers) for visit in one.visits) == sum(
+                one.held in visit.sources for other in range(ring) if other != rank for visit in step[other].visits
+            )
+        hops, homes = ([getattr(one, name) for one in step] for name in ("hop", "home"))
+        for rotations in (hops, homes):
+            assert len({rotation and rotation.shift for rotation in rotations}) == 1
+            for r, rotation in enumerate(rotations):
+                assert rotation is None or rotation.send == rotations[(r + rotation.shift) % ring].recv
+        if i == 0:
+            home = {r: found[r] for r in range(ring)}
+        for r, one in enumerate(step):
+            if i and one.hop and one.hop.send:
+                arriving[(r + one.hop.shift) % ring] = found[r]
+            if i and one.home and one.home.send:
+                assert (r + one.home.shift) % ring == one.held
+                home[one.held] |= found[r]
         if hops[0]:
-            assert all(hop.recv == hops[(r - size) % ring].send for r, hop in enumerate(hops))
-            assert all((r, step[r].held) in here for r, hop in enumerate(hops) if hop.send)
-            here = {((r + size) % ring, step[r].held) for r, hop in enumerate(hops) if hop.send}
+            here = {((r + hop.shift) % ring, step[r].held) for r, hop in enumerate(hops) if hop.send}
     assert sorted(met) == sorted((i, j) for i, j in np.argwhere(schedule.needed))
+    assert {(rank, block) for block, ranks in home.items() for rank in ranks} == set(met)
 
 
 masks = st.tuples(
@@ -119,7 +89,7 @@ def test_needed_blocks_and_seen_pairs_are_what_the_dense_mask_says(given):
     j = np.arange(layout.padded_length)
     dense = (begin[0][:, None] <= j) & (j < end[0][:, None])
     shards = [layout.shard(r) for r in range(ring)]
-    found, pairs = needed(begin, end, shards, shards), seen_pairs(layout, layout, spec, docs)
+    found, pairs = needed(spec, pieces(T, T, docs), shards, shards), seen_pairs(layout, layout, spec, docs)
     for a in range(ring):
         for b in range(ring):
             block = dense[np.ix_(layout.positions(a), layout.positions(b))]
@@ -133,21 +103,18 @@ def sent(case: Case, route: str = "relay", backward: str = "keys") -> list[tuple
     def one(mesh):
         import ringattn as ra
 
-        choices = {
-            "strategy": case.strategy,
-            "layout": case.layout,
-            "route": route,
-            "together": 2,
-            "backward": backward,
-        }
-        plan = ra.plan(mesh, seq_len=case.seq_len, spec=case.spec, **choices)
+        plan = oracle.plan_of(case, mesh, route=route, together=2, backward=backward)
         q, k, v = (plan.shard(given[n]).requires_grad_() for n in "qkv")
         axis = plan.ring_axis
         out = ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs)
         forward = axis.sent
         out.sum().backward()
         mask = Mask(plan, case.spec, case.docs)
-        return forward, axis.sent - forward, schedule_of(mask).blocks_sent(axis.rank, route)
+        return (
+            forward,
+            axis.sent - forward,
+            schedule_of(mask).blocks_sent(axis.rank, {"relay": case.ring}.get(route, 1)),
+        )
 
     return run(one, ring=case.ring)
 
@@ -211,19 +178,19 @@ def test_the_last_gradients_fly_beside_work_at_home(kv_heads, monkeypatch):
         return noted
 
     def watched(*args):
-        score = score_of(*args)
+        score = kept_score(*args)
         return score._replace(halves=noting("work", score.halves))
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=64, heads=(8, kv_heads), head_dim=8, kernel="sdpa_cpu", strategy="ring")
-        assert plan.layout == "zigzag" and plan.backward == ("keys" if kv_heads == 2 else "queries")
+        assert plan.layout == "zigzag" and plan.transport.backward == ("keys" if kv_heads == 2 else "queries")
         plan.ring_axis.move = noting("a move", plan.ring_axis.move)
         q, k, v = (plan.shard(x).requires_grad_() for x in given)
         ra.attention(q, k, v, plan).sum().backward()
         happened = list(events[threading.get_ident()])
         return [plan.unshard(x.grad) for x in (q, k, v)], happened
 
-    monkeypatch.setattr(torch_attention, "score_of", watched)
+    monkeypatch.setattr("ringattn.torch.call.kept_score", watched)
     given = [torch.randn(1, 64, h, 8) for h in (8, kv_heads, kv_heads)]
     leaves = [x.clone().requires_grad_() for x in given]
     ra.attention(*leaves).sum().backward()
@@ -238,25 +205,36 @@ def test_a_vendors_kernel_meets_as_many_blocks_in_backward_as_in_forward(kernel,
     """It pays for each call; with others gradients in float32 need the room."""
     block = 2 * 4 * 16 * 2 * 8  # bytes: keys and values of 16 tokens
     monkeypatch.setitem(HARDWARE, "cpu", replace(HARDWARE["cpu"], room=3 * block))
-    runs, run_of = [], torch_attention.run_of
-    monkeypatch.setattr(torch_attention, "run_of", lambda *of, **how: runs.append(run_of(*of, **how)) or runs[-1])
+    monkeypatch.setattr("ringattn.torch.call.is_narrow", lambda kernel: kernel == "sdpa_cpu")  # as a GPU vendor's is
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, kernel=kernel, strategy="ring")
         q, k, v = (torch.ones(1, 16, h, 8, requires_grad=True) for h in (8, 2, 2))
         ra.attention(q, k, v, plan).sum().backward()
+        (call,) = plan.calls.values()
+        return [len(way.run[0].stops) for way in (call.forward, call.backward)]
 
-    run(one, ring=4)
-    assert sorted(len(steps) for steps, _ in runs) == sorted([2] * 4 + [backward] * 4)
+    assert run(one, ring=4) == [[2, backward]] * 4
 
 
-def test_the_schedule_of_a_long_sequence_is_found_piece_by_piece(monkeypatch):
-    monkeypatch.setattr("ringattn.mask.AT_ONCE", 7)
-    for case in FEATURES:
-        for layout in LAYOUTS:
-            plan = ra.Plan(case.seq_len, 4, 2, key_len=case.key_len, layout=layout)
-            mask = Mask(plan, case.spec, case.docs, case.key_docs)
-            begin, end = mask.bounds(np.arange(plan.tokens.padded_length))
-            shards = [[layout.shard(r) for r in range(4)] for layout in (plan.tokens, plan.keys.tokens)]
-            found = schedule_of.__wrapped__(mask).needed
-            assert (found == needed(begin, end, *shards)).all(), (case.name, layout)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_schedule_of_every_case_is_what_its_bounds_say(layout):
+    """Found from documents alone: rows that differ, other documents of keys, windows less than the ring."""
+    windows = [replace(c, name=f"{c.name} {w}", spec=replace(c.spec, window=w))
+               for c in FEATURES if c.spec.causal for w in (1, 2, 3, 6)]  # fmt: skip
+    for case in (*FEATURES, *windows):
+        plan = ra.Plan(case.seq_len, 4, 2, key_len=case.key_len, layout=layout)
+        mask = Mask(plan, case.spec, case.docs, case.key_docs)
+        found = schedule_of.__wrapped__(mask).needed
+        j = np.arange(plan.keys.tokens.padded_length)
+        for a, b in np.ndindex(4, 4):
+            begin, end = (x[..., None] for x in mask.bounds(plan.tokens.positions(a)))
+            seen = ((begin <= j) & (j < end))[..., plan.keys.tokens.positions(b)].any()
+            assert found[a, b] == seen, (case.name, a, b)
+
+
+def test_the_last_query_of_a_sequence_is_in_its_schedule():
+    """A shard of one token: without its last query the last rank would need no keys."""
+    plan = ra.Plan(8, 8, layout="contiguous")
+    found = schedule_of(Mask(plan, AttentionSpec(window=2))).needed
+    assert (found == (np.eye(8) + np.eye(8, k=-1) > 0)).all()

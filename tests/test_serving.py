@@ -121,10 +121,11 @@ def test_peers_memory_hands_over_to_the_group_unless_it_was_asked_for_by_name():
     assert auto.over("group") is group and auto.over("symmetric") is auto and named.over("group") is named
 
 
-@pytest.mark.parametrize("form", ["lse", "streams"])
-def test_either_exchange_gives_every_rank_the_same_bits(form, monkeypatch):
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=str)
+def test_either_exchange_gives_every_rank_the_same_bits(dtype, limit, monkeypatch):
+    """Of (out, max, sum), which float32 inputs have, and of (out, lse)."""
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 7, h, d, generator=g) for h, d in ((3, 8), (1, 8), (1, 12)))
+    q, k, v = (torch.randn(2, 7, h, d, generator=g).to(dtype) for h, d in ((3, 8), (1, 8), (1, 12)))
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=7)
@@ -132,7 +133,7 @@ def test_either_exchange_gives_every_rank_the_same_bits(form, monkeypatch):
             plan, batch=2, max_len=14, kv_heads=1, head_dim=8, value_dim=12, dtype=q.dtype, block=2
         )
         ra.prefill(*(plan.shard(x) for x in (q, k, v)), plan, cache)
-        return ra.decode(q, k, v, cache, form=form)
+        return ra.decode(q, k, v, cache)
 
     expected = ra.attention(*(torch.cat([x, x], 1).double() for x in (q, k, v)))[:, 7:]
     for way in ("gather", "scatter"):
@@ -140,7 +141,7 @@ def test_either_exchange_gives_every_rank_the_same_bits(form, monkeypatch):
         for sizes in ({"ring": 4}, {"ring": 2, "ulysses": 3}):
             outs = run(one, **sizes)
             assert all(torch.equal(out, outs[0]) for out in outs)
-            assert (outs[0] - expected).norm() <= 2e-6 * expected.norm()
+            assert (outs[0] - expected).norm() <= limit * expected.norm()
 
 
 def test_what_travels_is_as_long_as_the_chunk_however_long_the_prompt(monkeypatch):

@@ -1,6 +1,8 @@
 """A mask is an interval: bounds say exactly what the words of the spec say, and both ends never decrease."""
 
 import pickle
+import tracemalloc
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringattn.launch.cases import FEATURES
+from ringattn.layout import LAYOUTS, count_below, to_local
+from ringattn.mask import Mask, schedule_of
+from ringattn.planning import Plan, Transport
 from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.torch.steps import spread_on
 
 
 def allowed(spec, row, T):
@@ -38,6 +45,28 @@ def test_bounds_are_the_mask_and_never_decrease(rows, pad, causal, window):
     j = np.arange(T)
     for row, b, e in zip(rows, begin, end, strict=True):
         np.testing.assert_array_equal((b[:, None] <= j) & (j < e[:, None]), allowed(spec, row, T))
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=5),
+    pads=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    window=st.none() | st.integers(1, 7),
+)
+def test_documents_of_two_sequences_are_aligned_at_their_ends(lengths, pads, window):
+    queries, keys = ([pair[side] for pair in lengths] for side in (0, 1))
+    T, S = sum(queries) + pads[0], sum(keys) + pads[1]
+    docs, key_docs = Docs.from_lengths(queries, pad_to=T), Docs.from_lengths(keys, pad_to=S)
+    begin, end = bounds(AttentionSpec(window=window), np.arange(T), T, S, docs, key_docs)
+    assert (np.diff(begin) >= 0).all() and (np.diff(end) >= 0).all() and (begin <= end).all()
+    seen, q0, k0 = np.zeros((T, S), bool), 0, 0
+    for n, m in lengths:
+        for i in range(n):
+            last = i + m - n
+            for j in range(m):
+                seen[q0 + i, k0 + j] = last - (window or S + T) < j <= last
+        q0, k0 = q0 + n, k0 + m
+    j = np.arange(S)
+    np.testing.assert_array_equal((begin[0][:, None] <= j) & (j < end[0][:, None]), seen)
 
 
 def test_padding_past_the_sequence_sees_nothing():
@@ -72,12 +101,12 @@ def test_docs_stay_what_they_were_when_the_callers_array_is_filled_again():
     rows=st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=3),
     positions=st.lists(st.integers(0, 15)),
 )
-def test_every_position_lies_in_its_document(rows, positions):
-    """Also where positions take turns, as those of several shards do."""
+def test_positions_that_take_turns_see_what_sorted_ones_see(rows, positions):
     docs = Docs.from_lengths(rows, pad_to=13)
-    expected = [[sum(p >= end for end in np.cumsum(row)) for p in positions] for row in rows]
-    assert docs.index(np.array(positions, int)).tolist() == expected
-    assert docs.index(np.array(sorted(positions), int)).tolist() == [sorted(row) for row in expected]
+    everything = bounds(AttentionSpec(window=3), np.arange(16), 13, docs=docs)
+    at = np.array(positions, int)
+    for found, whole in zip(bounds(AttentionSpec(window=3), at, 13, docs=docs), everything, strict=True):
+        np.testing.assert_array_equal(found, whole[:, at])
 
 
 @pytest.mark.parametrize(
@@ -154,3 +183,40 @@ def test_numpys_numbers_become_pythons():
     spec = AttentionSpec(**given)
     assert repr(spec) == "AttentionSpec(causal=True, window=5, softcap=2.0, scale=1.0)"
     assert spec == AttentionSpec(True, 5, 2, 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_intervals_of_a_rank_follow_from_the_bounds_on_the_host_and_by_torch(layout):
+    for case in FEATURES:
+        plan = Plan(case.seq_len, 4, key_len=case.key_len, layout=layout)
+        mask = Mask(plan, case.spec, case.docs, case.key_docs)
+        keys = plan.keys.tokens.shard(1)
+        for rank in range(4):
+            expected = to_local(keys, *mask.bounds(plan.tokens.positions(rank)))
+            found = mask.spans(plan.tokens.shard(rank)).through(partial(count_below, keys))
+            for sides in (found.spread(), spread_on(found, torch.device("cpu"))):
+                for side, there in zip(sides, expected, strict=True):
+                    assert np.asarray(side).dtype == np.int32, case.name
+                    np.testing.assert_array_equal(*np.broadcast_arrays(side, there), err_msg=case.name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_packed_differently_cost_the_host_little(layout):
+    """Of 262,144 tokens in 16 rows: nothing token by token but the intervals that a rank keeps, in 32 bits."""
+    T, rng = 16384, np.random.default_rng(0)
+    rows = [np.diff(np.sort(rng.choice(T, 8)), prepend=0, append=T).tolist() for _ in range(16)]
+    plan, docs = Plan(T, 8, layout=layout, transport=Transport("relay", 1, backward="keys")), Docs.from_lengths(rows)
+    mask = Mask(plan, AttentionSpec(), docs)
+
+    def peak(make):
+        tracemalloc.start()
+        try:
+            return make(), tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    schedule, room = peak(lambda: schedule_of.__wrapped__(mask))
+    assert schedule.needed.any() and room < 16 * T
+    (one, *_), seen = schedule.needed, mask.spans(plan.tokens.shard(0))
+    (begin, end), room = peak(seen.through(partial(count_below, plan.tokens.shard(0))).spread)
+    assert one[0] and begin.shape == (16, T // 8) and room < 1.3 * (begin.nbytes + end.nbytes)

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from ringattn import api
+from ringattn import api, choosing
 from ringattn.comms import memory, symmetric, watch
 from ringattn.comms.axis import Parts
 from ringattn.comms.engines import AID, IN, OUT, CopyEngines
@@ -25,7 +25,7 @@ from ringattn.launch import oracle
 from ringattn.launch.cases import FEATURES
 from ringattn.mask import Mask
 from ringattn.torch.ring import room_for
-from ringattn.torch.steps import direct_run
+from ringattn.torch.steps import run_of
 from tests.test_comms import exercise
 
 
@@ -341,8 +341,8 @@ def test_two_ranges_of_a_tensor_come_in_one_copy(monkeypatch):
     monkeypatch.setattr(memory, "SLOT", 2**12)
 
     def one(axis):
-        plan = api.plan(SharedMesh(axis), seq_len=64, layout="zigzag", strategy="ring")
-        stop = direct_run(Mask(plan, api.AttentionSpec()), axis.rank, torch.device("cpu"), together=3)[1]
+        plan = choosing.plan(SharedMesh(axis), seq_len=64, layout="zigzag", strategy="ring")
+        stop = run_of(Mask(plan, api.AttentionSpec()), axis.rank, torch.device("cpu"), together=3)[0].stops[1]
         k = plan.positions().float()[None, :, None].expand(1, -1, 5).contiguous()
         room, trip = room_for(stop, k, -k)
         axis.share(*trip, lambda: None)[1].wait()

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.
 
 from ringattn.conf import compose, schema
 from ringattn.conf.schema import Data, Model, Strategy, Train
-from ringattn.launch import bench, complete, configured, train, words
+from ringattn.launch import bench, complete, configured, metrics, train, words
 
 ROOT = Path(__file__).parent.parent
 FILES = Data(path=str(ROOT / "conf"))
@@ -84,6 +85,9 @@ def test_nothing_said_is_the_schema_itself():
         (["--config-dir", "/nope"], "--config-dir /nope: there is no such folder"),
         (["--cfgg", "job"], "no option --cfgg; did you mean '--cfg'?"),
         (["--experimental-rerun", "x"], "no option --experimental-rerun"),
+        (["run=x${oc.env:HOME}"], "${oc.env:HOME} is refused"),
+        (["seq_len=${oc.env:HOME,3}"], "${oc.env:HOME} is refused"),
+        (["-m", "run=a,${oc.env:HOME}"], "${oc.env:HOME} is refused"),
         (["hydra.verbose=true"], "hydra.verbose=true: Hydra's own settings cannot be changed here"),
         (["+hydra.callbacks.x._target_=m.C"], "Hydra's own settings cannot be changed here"),
         (["hydra/launcher=basic"], "Hydra's own settings cannot be changed here"),
@@ -107,6 +111,9 @@ def test_what_cannot_be_is_one_sentence(words, said, capsys):
         ("seq_len: [1", "experiment/mine.yaml, line 3: expected ',' or ']'"),
         ("defaults: [override /model: tinny]", "there is no model=tinny; did you mean 'tiny'?"),
         ("model: {_target_: os.system}", "experiment/mine.yaml: no key 'model._target_'; model has dim, "),
+        ("run: '${oc.decode:${oc.env:HOME}}'", "${oc.env:HOME} is refused"),
+        ("run: '${oc.select:nothing,${oc.env:HOME}}'", "${oc.env:HOME} is refused"),
+        ("defaults: [override /model: '${oc.env:HOME}']", "${oc.env:HOME} is refused"),
         ("hydra: {job: {chdir: true}}", "hydra.job: Hydra's own settings cannot be changed here"),
         ("hydra: {job: {env_copy: [NOWHERE_AT_ALL]}}", "hydra.job.env_copy: Hydra's own settings"),
     ],
@@ -117,7 +124,7 @@ def test_what_a_file_of_your_own_may_not_say_is_one_sentence(text, said, tmp_pat
     words = ["--config-dir", str(tmp_path)]
     assert configured.run([*words, "experiment=mine"], lambda config, swept: 0) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert said in error and error.count("\n") == 1 and os.environ["HOME"] not in error
     assert configured.run([*words, "experiment=min"], lambda config, swept: 0) == 2
     assert capsys.readouterr().err.endswith("choose one of h200_long, million, mine, smoke; did you mean 'mine'?\n")
     (tmp_path / "experiment" / "mine.yaml").write_text("# in the wrong place\nseq_len: 3\n")
@@ -228,7 +235,7 @@ def test_how_to_go_on_with_a_run_of_a_sweep():
 
 def test_a_rank_leaves_rank_0_the_time_to_say_what_is_wrong(capsys, monkeypatch):
     waited = []
-    monkeypatch.setattr(configured, "leave_to_first", lambda: waited.append(capsys.readouterr().err))
+    monkeypatch.setattr(configured, "leave_to_first", lambda status: waited.append(capsys.readouterr().err))
     assert configured.run(["seq_len=-1"], lambda config, swept: 0, rank=1) == 2
     assert waited == [""]
     assert capsys.readouterr().err == "ringattn train: rank 1: seq_len=-1: must be above 0\n"
@@ -285,6 +292,21 @@ def test_bash_completes(tmp_path):
         asked = f"COMP_LINE='{line}'; COMP_POINT=${{#COMP_LINE}}; _ringattn; echo ${{COMPREPLY[@]}}"
         said = subprocess.run(["bash", "-c", f"{script}\n{asked}"], **RUN)
         assert said.stdout == f"{found}\n", said.stderr
+
+
+@pytest.mark.parametrize(("error", "kind"), [("UsageError", ValueError), ("CommError", OSError)])
+def test_wandb_without_a_login_is_said(error, kind, tmp_path):
+    """W&B's own classes and its words; of the network's errors another attempt may be rid."""
+    errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
+    for name in ("UsageError", "CommError"):
+        setattr(errors, name, type(name, (errors.Error,), {}))
+
+    def init(**_):
+        raise getattr(errors, error)("No API key configured. Use `wandb login` to log in.\nand more")
+
+    wandb = types.SimpleNamespace(Error=errors.Error, errors=errors, init=init)
+    with pytest.raises(kind, match=r"^wandb=mine: .*No API key configured.*WANDB_API_KEY.*WANDB_MODE=offline"):
+        metrics.wandb_run(wandb, tmp_path, Train(wandb="mine"))
 
 
 def test_a_saved_configuration_is_read_back():

@@ -1,20 +1,16 @@
 """What a run leaves in its folder: a checkpoint goes on anywhere; nothing half-written or of another run is read."""
 
-import contextlib
 import dataclasses
-import errno
 import fcntl
 import io
 import json
 import os
-import pickle
 import re
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +24,7 @@ from ringattn.launch import checkpoint, metrics, torchrun, train, trainer
 from ringattn.launch.bench import step as bench_step
 from ringattn.launch.processes import RankError
 from ringattn.launch.trainer import work
-from tests.training import SOURCES, TINY, losses, over
+from tests.training import SOURCES, TINY, alone, losses, made, over
 
 
 def test_a_checkpoint_goes_on_on_any_number_of_ranks(tmp_path):
@@ -76,59 +72,15 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
     assert re.search(r"data.tokens is '\d+ with checksum \w+' there and '\d+ with", message(with_data(suffix="r.py")))
     said = message(dataclasses.replace(TINY, batch=3))
     assert "batch x accumulate x strategy.data is 1 there and 3 here; say the same" in said
-    index = (path / ".metadata").read_bytes()
-    (path / ".metadata").write_bytes(pickle.dumps(print))
-    assert "asks for builtins.print, which no index needs" in message(TINY)
-    (path / ".metadata").unlink()
+    state = (path / "state.json").rename(path / "elsewhere")
     assert "is not a complete checkpoint; complete there: none" in message(TINY)
-    (path / ".metadata").write_bytes(index)
+    state.rename(path / "state.json")
+    with pytest.raises(ValueError, match=f"say resume={path}"):
+        checkpoint.read_state(tmp_path / "saved")
     half = path.with_name("step-00000009.part")
     path.rename(half)
     assert checkpoint.complete(half.parent) == []
     assert losses_after_auto(tmp_path) == 5  # nothing to go on from: a new start
-
-
-def test_a_broken_checkpoint_is_named_with_the_older_ones_on_every_rank(tmp_path):
-    over(2, {"saved": dataclasses.replace(TINY, save_every=1, keep=3)}, tmp_path)
-    older, newest = (tmp_path / "saved" / "checkpoints" / f"step-0000000{i}" for i in (4, 5))
-    again = train.resolved(dataclasses.replace(TINY, resume="auto"), 2)[0]
-
-    def said() -> str:
-        first, second = torchrun.local(refused, 2, "cpu", again, str(tmp_path / "saved"))
-        assert first == second and "\n" not in first and str(older) in first
-        return first
-
-    part = newest / "__1_0.distcp"
-    whole = part.read_bytes()
-    part.write_bytes(whole[:1000])
-    assert f"{newest} cannot be read (" in said()
-    part.unlink()
-    assert "No such file or directory" in said()
-    part.write_bytes(whole)
-    (newest / "state.json").write_text('{"step": 5}')
-    assert "state.json: KeyError 'model'" in said()
-    (newest / "state.json").write_text("{")
-    assert "state.json: JSONDecodeError" in said()
-    with pytest.raises(ValueError, match=f"say resume={newest}"):
-        checkpoint.read_state(tmp_path / "saved")
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        '{"model": {}, "sequences": "abc", "step": 1}',
-        '{"model": {}, "sequences": 24, "step": 1, "data": 3}',
-        '{"model": {}, "sequences": 24, "step": 0}',
-        '{"model": {}, "sequences": 24}',
-        "[]",
-        "",
-    ],
-)
-def test_a_state_of_another_shape_cannot_be_read(state, tmp_path):
-    path = made(tmp_path, 1)
-    (path / "state.json").write_text(state)
-    with pytest.raises(ValueError, match=r"step-00000001 cannot be read \(state\.json: \w+ .*there is no older one"):
-        checkpoint.matching(path, {"data": {"documents": ""}})
 
 
 def test_a_run_goes_on_from_what_was_named_until_it_has_saved_and_what_is_newer_is_set_aside(
@@ -143,7 +95,7 @@ def test_a_run_goes_on_from_what_was_named_until_it_has_saved_and_what_is_newer_
     def goes_on(resume: str | None, started_at: float) -> int:
         config = dataclasses.replace(TINY, resume=resume)
         job = SimpleNamespace(config=config, started_at=started_at, decoder=None, optimizer=None)
-        trainer.resume(job, SimpleNamespace(folder=tmp_path))
+        trainer.resume(job, SimpleNamespace(folder=tmp_path, group=None))
         return job.step
 
     first = str(tmp_path / "step-00000001")
@@ -203,15 +155,6 @@ def test_a_line_that_nobody_reads_any_more_is_no_error(live):
             bar.show(step, {"loss": 1.0, "tokens_per_second": 1e5, "mfu": 0.5, "memory_mib": 1.0})
         bar.close()
         metrics.say("the end", stream)
-
-
-def test_a_checkpoint_from_before_it_knew_its_data_goes_on(tmp_path):
-    over(1, {"saved": dataclasses.replace(TINY, save_every=3, steps=3)}, tmp_path)
-    path = tmp_path / "saved" / "checkpoints" / "step-00000003" / "state.json"
-    saved = json.loads(path.read_text())
-    path.write_text(json.dumps({name: saved[name] for name in ("step", "model", "sequences", "seed")}))
-    assert checkpoint.read_state(path.parent)[checkpoint.A_STEP] == 1
-    assert len(over(1, {"saved": dataclasses.replace(TINY, resume="auto")}, tmp_path)["saved"]) == 5
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
@@ -312,7 +255,7 @@ def test_a_batch_log_has_about_50_lines_and_no_share_of_nearly_nothing():
 
 def test_a_closed_connection_is_said_in_words_and_other_errors_are_not_touched():
     said = trainer.in_words(RuntimeError("[pair.cc:553] Connection reset by peer [127.0.0.1]:61"), 6)
-    assert str(said) == "another rank was lost after step 6: its connection closed"
+    assert str(said).startswith("another rank was lost after step 6: Connection reset by peer")
     assert str(trainer.in_words(ConnectionError("rank 1 lost rank 0"), 6)) == "after step 6: rank 1 lost rank 0"
     assert trainer.in_words(RuntimeError("CUDA out of memory"), 6) is None
 
@@ -344,23 +287,6 @@ def test_training_waits_for_a_copy_and_nothing_else(tmp_path, monkeypatch):
             found = {"weight": torch.empty(64, 64)}
             checkpoint.dcp.load(found, checkpoint_id=str(checkpoints.folder / checkpoint.name_of(step)))
             assert torch.equal(found["weight"], expected)
-
-
-def test_a_disk_without_room_is_said_with_what_to_do_and_nothing_half_written_stays(tmp_path, monkeypatch):
-    one = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(one.parameters())
-
-    def full(*args, checkpoint_id, **more):
-        (Path(checkpoint_id) / "__0_0.distcp").write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoint.dcp, "save", full)
-    with alone():
-        checkpoints = checkpoint.Checkpoints(tmp_path, 2, None)
-        checkpoints.save(7, one, optimizer, {})
-        with pytest.raises(OSError, match=r"save step 7 in .*, where .* MB are free \(free space, or say folder"):
-            checkpoints.finish()
-        assert list(checkpoints.folder.iterdir()) == []
 
 
 def test_a_checkpoints_folder_that_cannot_be_written_to_is_said_before_the_first_step(tmp_path, monkeypatch):
@@ -471,31 +397,3 @@ def test_a_run_says_what_it_was(tmp_path):
 
 def with_data(**choices) -> Train:
     return dataclasses.replace(TINY, data=dataclasses.replace(TINY.data, **choices))
-
-
-def refused(config: Train, folder: str) -> str:
-    """What a rank says that cannot go on."""
-    try:
-        work(config, folder, time.time())
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-def made(folder: Path, step: int, **state) -> Path:
-    """What looks like a complete checkpoint."""
-    path = folder / checkpoint.name_of(step)
-    path.mkdir(parents=True)
-    (path / ".metadata").touch()
-    (path / "state.json").write_text(json.dumps({"model": {}, "step": step, "sequences": step, **state}))
-    return path
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """A process group of one rank."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()

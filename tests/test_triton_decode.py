@@ -1,5 +1,7 @@
 """Decode and the fused merges: equal to the reference, in the interpreter here and on the GPU where there is one."""
 
+import math
+
 import pytest
 import torch
 
@@ -85,6 +87,25 @@ def test_scores_of_tens_of_thousands_stay_finite(form: str) -> None:
     got = decode(q, k, v, where, scale=64**-0.5, splits=2, form=form)
     out, _ = worst(got, reference.attend(q.double(), k.double(), v.double(), where, scale=64**-0.5))
     assert out < 0.03, f"{form}: error {out}"  # values up to 50 in float16 products
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_of_ten_thousand_lose_no_digits_between_splits(form: str) -> None:
+    """With a scale of log(2), by which scores are exact in base 2 as well; and merged into a carry."""
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randint(-3, 4, s, device=DEVICE).float() / 2 for s in ((1, 3, 2, 16), (1, 90, 1, 16), (1, 90, 1, 16))
+    )
+    q[..., 0], k[..., 0] = 1e4, 1.0
+    where, some = (
+        Intervals(*(torch.full((1, 3), x, dtype=torch.int32, device=DEVICE) for x in (0, n))) for n in (90, 60)
+    )
+    truth = reference.attend(q.double(), k.double(), v.double(), where, scale=math.log(2))
+    parts = decode_splits(q, k[:, :60], v[:, :60], some, math.log(2), None, 3, form)
+    got = attend(
+        q, k[:, 60:], v[:, 60:], Intervals(some.begin, some.end - 30), scale=math.log(2), carry=merge_stack(parts)
+    )
+    assert max(worst(got, truth)) <= 2e-6
 
 
 def test_a_strided_cache_is_read_in_place_and_nothing_past_it() -> None:

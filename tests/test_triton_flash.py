@@ -1,5 +1,6 @@
 """The Triton flash kernels equal the reference in float64: in the interpreter, and the same cases on a GPU."""
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -208,6 +209,36 @@ def test_the_same_bits_every_run() -> None:
         runs.append((out, lse, *attend_backward(q, k, v, where, dout, lse, row_delta(out, dout), scale=0.1)))
     for again in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
+
+
+def test_scores_of_ten_thousand_lose_no_digits_on_their_way_from_step_to_step() -> None:
+    """With a scale of log(2), by which scores are exact in base 2 as well; the last keys raise the maximum."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randint(-3, 4, (1, n, h, 16), device=DEVICE).float() / 2 for n, h in ((24, 2), (60, 1), (60, 1)))
+    q[..., 0], k[..., 0], k[:, 45:, :, 0] = 1e4, 1.0, 1.0 + 2**-12
+    dout, scale, cuts = (
+        torch.randn(1, 24, 2, 16, device=DEVICE),
+        math.log(2),
+        (slice(0, 20), slice(20, 40), slice(40, 60)),
+    )
+
+    def where(keys: int) -> Intervals:
+        return Intervals(*(torch.full((1, 24), x, dtype=torch.int32, device=DEVICE) for x in (0, keys)))
+
+    exact = [x.double() for x in (q, k, v)]
+    truth = reference.attend(*exact, where(60), scale=scale)
+    expected = reference.attend_backward(
+        *exact, where(60), dout.double(), truth.lse, reference.row_delta(truth.out, dout), scale=scale
+    )
+    part = None
+    for cut in cuts:
+        part = attend(q, k[:, cut], v[:, cut], where(20), scale=scale, carry=part, table=SMALL)
+    rows = dout, part.lse, row_delta(part.out, dout)
+    found = [attend_backward(q, k[:, c], v[:, c], where(20), *rows, scale=scale, table=SMALL) for c in cuts]
+    dq, dk, dv = sum(x[0] for x in found), *(torch.cat([x[i] for x in found], 1) for i in (1, 2))
+    for name, x, y in zip(("out", "dq", "dk", "dv"), (part.out, dq, dk, dv), (truth.out, *expected), strict=True):
+        assert distance(x, y) <= 2e-6, name
+    assert float((part.lse - truth.lse).abs().max()) <= 1e-6
 
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float16])

@@ -26,7 +26,7 @@ def test_a_kind_seen_before_is_what_triton_would_take():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     launches, again, kernels = map(int, done.stdout.split())
-    assert launches > 2 * CALLS and again > CALLS / 2 and kernels == 16
+    assert launches > 2 * CALLS and again > CALLS / 2 and kernels == 15
 
 
 class Compiled:
@@ -117,7 +117,6 @@ def some_call(draw: random.Random):
         lambda: backward.attend_backward(q, k, v, where, dout, row, row, scale=scale, softcap=softcap),
         lambda: backward.row_delta(dout, dout, dlse),
         lambda: gradients.add_parts(torch.empty(B, T, H, D), parts),
-        lambda: gradients.stand_in(dout, row, 1e-3),
         linear_forward,
         linear_backward,
         lambda: merge.merge_stack(Partial(*stack), carry, sinks),

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
+import ringattn.torch.compiled
+from ringattn.comms.axis import one_rank
 from ringattn.comms.local import run as run_threads
 from ringattn.kernels import tiled
 from ringattn.launch.processes import run
@@ -149,7 +151,7 @@ def test_backward_needs_nobody_to_keep_the_plan(function):
 def test_what_is_padding_is_known_where_the_tensors_are(function):
     """A plan without a mesh is made for the default device, a call without a plan for CPUs."""
     x, docs = torch.randn(1, 8, 2, 8), ra.Docs.from_lengths([3, 2], pad_to=8)
-    elsewhere = replace(ra.plan(seq_len=8), device="meta")
+    elsewhere = replace(ra.plan(seq_len=8), axes=one_rank("meta"))
     assert torch.equal(function(x, x, x, plan=elsewhere, docs=docs), function(x, x, x, docs=docs))
     losses = torch.rand(1, 8)
     assert ra.token_mean(losses, elsewhere, docs=docs) == ra.token_mean(losses, ra.plan(seq_len=8), docs=docs)
@@ -167,7 +169,7 @@ def test_documents_are_known_whatever_the_default_device_is():
 
 
 def test_a_layers_cache_is_where_the_layer_is():
-    layer, elsewhere = StreamingAttention(32, heads=4), replace(ra.plan(seq_len=8), device="meta")
+    layer, elsewhere = StreamingAttention(32, heads=4), replace(ra.plan(seq_len=8), axes=one_rank("meta"))
     cache = layer.allocate(torch.zeros(1, 8, 4, 8), elsewhere)
     assert cache.k.device == cache.filled.device == torch.device("cpu")
 
@@ -374,7 +376,7 @@ class Kept(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
-        if func is torch.ops.ringattn.exchange.default:
+        if func is torch.ops.ringattn.attention.default:
             self.counts.append(len(found[2]))
         return found
 
@@ -413,7 +415,7 @@ def test_without_gradients_a_group_of_heads_is_dropped_once_it_left(grad, fresh_
     fresh_scores.setattr(tiled, "attend", noted)
 
     def one(mesh):
-        plan = ra.plan(mesh, seq_len=16, kernel="tiled", groups=4)
+        plan = ra.plan(mesh, seq_len=16, kernel="tiled", transport=ra.Transport(groups=4))
         q, k, v = (torch.ones(1, plan.local_len, 8, 8, requires_grad=grad) for _ in "qkv")
         ra.attention(q, k, v, plan)
 

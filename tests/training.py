@@ -1,12 +1,16 @@
 """What the tests of training share: a model that trains in a second, and its runs over ranks."""
 
+import contextlib
 import dataclasses
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from ringattn.conf.schema import Data, Model, Optimizer, Strategy, Train
-from ringattn.launch import metrics, torchrun, train
+from ringattn.launch import metrics, stored, torchrun, train
 from ringattn.launch.trainer import work
 
 SOURCES = str(Path(json.__file__).parent)
@@ -40,3 +44,23 @@ def losses(folder: Path) -> list[float]:
 
 def where(**choices) -> Train:
     return dataclasses.replace(TINY, strategy=Strategy(**choices))
+
+
+def made(folder: Path, step: int, **state) -> Path:
+    """A complete checkpoint of no tensors."""
+    path = folder / stored.name_of(step)
+    path.mkdir(parents=True)
+    (path / "index.json").write_text("{}")
+    parts = {"index.json": stored.checksum(path / "index.json")}
+    stored.write_state(path, {"model": {}, "step": step, "sequences": step, **state}, parts)
+    return path
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

@@ -9,7 +9,7 @@ __all__ = ["TABLE", "Kernel", "Problem", "select"]
 TABLE = (
     Kernel("splash", "ringattn.kernels.pallas.splash", told=("cpu", "cuda")),
     Kernel("stock_splash", "ringattn.kernels.vendor.jax_splash", told=("cpu", "tpu")),
-    Kernel("cudnn", "ringattn.kernels.vendor.jax_cudnn", tiles=True),
+    Kernel("cudnn", "ringattn.kernels.vendor.jax_cudnn", tiles=True, rounds=True),
     Kernel("reference", "ringattn.kernels.reference"),
 )
 

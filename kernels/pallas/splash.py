@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ringattn.kernels import Problem
+from ringattn.kernels import Problem, jax_finite
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.pallas.blocks import Blocks, Shape, blocks_for, by_heads, columns, padded
 from ringattn.kernels.pallas.varying import axes_of, vary
@@ -180,6 +180,7 @@ def attend(
     interpret: bool = False,
 ) -> Partial:
     """softmax(scale * q k^T) v over each query's interval, beginning from `carry`."""
+    k_BSGD, _, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
     call = call_of((q_BTHD, k_BSGD, v_BSGV), where, (blocks, arch), interpret, carry)
     (_, H, T, _), V, bq = call.q.shape, v_BSGV.shape[3], call.blocks.q
     carried = [] if carry is None else [(columns(carry.out, bq), 3), (columns(carry.lse[..., None], bq, NEVER), 3)]
@@ -213,7 +214,9 @@ def attend_backward(
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) in float32: two kernels, of which the one that nobody asks for is not run."""
-    call = call_of((q_BTHD, k_BSGD, v_BSGV), where, (blocks, arch), interpret, (dout_BTHV, lse_BTH, delta_BTH))
+    scored, k_BSGD, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
+    q_BTHD, dout_BTHV, lse_BTH, delta_BTH = jax_finite.of_rows(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)
+    call = call_of((q_BTHD, scored, v_BSGV), where, (blocks, arch), interpret, (dout_BTHV, lse_BTH, delta_BTH))
     (_, H, T, D), (_, G, S, V) = call.q.shape, call.v.shape
     bq, bk, _ = call.blocks
     rows = [(columns(x[..., None], bq), 3) for x in (lse_BTH * LOG2E, delta_BTH)]
@@ -222,7 +225,7 @@ def attend_backward(
     (new_dq,) = Walk(call, queries_stay=True).run(
         partial(dq_kernel, **kernel),
         queries=queries,
-        keys=[(call.k, 2), (call.v, 2), (call.k.swapaxes(2, 3), 3)],
+        keys=[(call.k, 2), (call.v, 2), (columns(k_BSGD, bk), 3)],
         results=[((H, D, T), 3)],
         scratch=[(D, bq)],
     )

@@ -1,11 +1,11 @@
 """Flash attention in Triton: one kernel family over intervals, for GPUs of several makers, and for CPUs interpreted."""
 
 from ringattn.kernels import Problem
-from ringattn.kernels.triton.backward import attend_backward, halves, row_delta
+from ringattn.kernels.triton.backward import attend_backward, halves, rounded, row_delta
 from ringattn.kernels.triton.forward import attend
 from ringattn.kernels.triton.table import WIDEST
 
-__all__ = ["attend", "attend_backward", "halves", "refuses", "row_delta"]
+__all__ = ["attend", "attend_backward", "halves", "refuses", "rounded", "row_delta"]
 
 
 def refuses(problem: Problem) -> str | None:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringattn.kernels import partial
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.triton.blocks import (
     LOG2E,
@@ -139,12 +140,17 @@ def spans(where: Intervals, length: int, cut: Tile) -> Tensor:
     blocks that run at once would all ask for the same queries at the same time, which takes a tenth longer. So each
     begins a tile after the one before it, as they do anyway where a query sees the keys before it.
     """
+    known, sizes = where.made, (length, cut.queries, cut.keys)
+    if known is not None and sizes in known:
+        return known[sizes]
     begin, end, rows_st = rows_of(where)
     (rows, T), blocks = begin.shape, cdiv(length, cut.keys)
     table = torch.empty(rows, blocks, 8, dtype=torch.int32, device=begin.device)
     numbers = (rows_st, T, length, blocks, T.bit_length())
-    sizes = {"QUERIES": cut.queries, "KEYS": cut.keys, "LANES": 32, "WIDTH": 8}
-    launch(spans_kernel, (cdiv(blocks, 32), rows), (begin, end, table), numbers, **sizes)
+    constants = {"QUERIES": cut.queries, "KEYS": cut.keys, "LANES": 32, "WIDTH": 8}
+    launch(spans_kernel, (cdiv(blocks, 32), rows), (begin, end, table), numbers, **constants)
+    if known is not None and not (table.is_cuda and torch.cuda.is_current_stream_capturing()):
+        known[sizes] = table  # what a graph makes is made again at each replay, in memory of the graph's
     return table
 
 
@@ -299,6 +305,11 @@ def attend_backward(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor, Tenso
     return queries(), dk, dv
 
 
+def rounded(dout_BTHV: Tensor, lse_BTH: Tensor, delta_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`partial.rounded`, for what `stats_kernel` makes of the lse, which it brings to base 2."""
+    return partial.rounded(dout_BTHV, lse_BTH, delta_BTH, lambda lse: (lse * LOG2E.value).double() / LOG2E.value)
+
+
 def halves(
     q_BTHD: Tensor,
     k_BSGD: Tensor,
@@ -313,9 +324,14 @@ def halves(
     dq: Tensor | None = None,
     dk: Tensor | None = None,
     dv: Tensor | None = None,
+    alone: bool = False,
     table: Table | None = None,
 ) -> tuple[Callable[[], tuple[Tensor, Tensor]], Callable[[], Tensor]]:
-    """`attend_backward` in two parts that may run in any order: what has a way to go goes first."""
+    """`attend_backward` in two parts that may run in any order: what has a way to go goes first.
+
+    `alone`: nothing will be added to what is found, which has the dtypes of the inputs.
+    """
+    dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
     shape = Shape.of(q_BTHD, v_BSGV)
     B, T, S, H, G = shape[:5]
     stats = row_stats(lse_BTH, delta_BTH)
@@ -325,7 +341,7 @@ def halves(
     inputs = (q_BTHD, k_BSGD, v_BSGV, begin, end, dout_BTHV, stats)
     strides = (*(x.stride() for x in inputs[:3]), rows_st, dout_BTHV.stride())
     new_dq, new_dk, new_dv = (
-        torch.empty(x.shape, dtype=torch.float32, device=x.device) if given is None else given
+        torch.empty(x.shape, dtype=x.dtype if alone else torch.float32, device=x.device) if given is None else given
         for x, given in ((q_BTHD, dq), (k_BSGD, dk), (v_BSGV, dv))
     )
 

@@ -2,6 +2,7 @@
 
 import contextvars
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +137,10 @@ def head_of(heads, blocks, LAST_FIRST: tl.constexpr):
     return block, (pid // blocks // heads).to(tl.int64), (pid // blocks % heads).to(tl.int64)
 
 
+KINDS: dict[Any, tuple[Any, ...]] = {}  # of launches with the same numbers
+MOST = 4096
+
+
 def launch(
     kernel: Any, programs: tuple[int, ...], tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], cut: Any = None,
     **sizes: Any,
@@ -144,11 +149,24 @@ def launch(
 
     Descriptors made there find their memory in torch's pool.
     """
-    if 0 not in programs:
+    if 0 in programs:
+        return
+    device = tensors[0].device
+    same = id(kernel), device, cut, numbers, *sizes.values(), *[x.dtype for x in tensors]
+    known = KINDS.get(same)
+    if known is None:  # once for these numbers: what the compiler may see of them, and the constants in their order
         constants = tuple([sizes[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]])
-        kind = (*[x.dtype for x in tensors], tensors[0].device, kind_of(numbers), constants, cut)
-        grid, others, options = (*programs, 1, 1)[:3], (*numbers, *constants), options_of(cut)
-        with_descriptors(tensors[0].device, lambda: launch_known(kernel, grid, tensors, others, kind, **options))
+        kind = (*[x.dtype for x in tensors], device, kind_of(numbers), constants, cut)
+        known = kind, (*numbers, *constants), options_of(cut)
+        if len(KINDS) >= MOST:
+            KINDS.clear()
+        KINDS[same] = known
+    kind, others, options = known
+    grid = (*programs, 1, 1)[:3]
+    if sizes.get("TMA"):
+        with_descriptors(device, lambda: launch_known(kernel, grid, tensors, others, kind, **options))
+    else:
+        launch_known(kernel, grid, tensors, others, kind, **options)
 
 
 def options_of(cut: Any) -> dict[str, int]:
@@ -179,12 +197,11 @@ def logits(scale: float, softcap: float | None) -> tuple[float, float]:
     return (scale * LOG2E.value, 0.0) if softcap is None else (scale / softcap, softcap * LOG2E.value)
 
 
-def describable(*tensors: Tensor) -> bool:
-    """Whether the copy engine can read these: 16-byte aligned rows whose elements lie side by side."""
-    return all(
-        x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
-        for x in tensors
-    )
+def describable(strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether the copy engine can read a tensor that begins at a multiple of 16 bytes: so does each of its rows, whose
+    elements lie side by side.
+    """
+    return strides[-1] == 1 and all(s * itemsize % 16 == 0 for s in strides[:-1])
 
 
 class Shape(NamedTuple):
@@ -210,12 +227,35 @@ class Shape(NamedTuple):
 
     def constants(self, softcap: float | None, like: Tensor) -> dict[str, Any]:
         """The compile-time arguments that every kernel of this problem takes."""
-        wide_d, wide_v = self.widths
-        precise = "tf32x3" if like.dtype == torch.float32 and like.is_cuda and not torch.version.hip else "ieee"
-        sizes = {"R": self.H // self.G, "D": self.D, "V": self.V, "WIDTH_D": wide_d, "WIDTH_V": wide_v}
-        return {**sizes, "SOFTCAP": softcap is not None, "PRECISION": precise}
+        return constants_of(self, softcap is not None, like.dtype, like.is_cuda)
 
     def tiles(self, q: Tensor, others: tuple[Tensor, ...], table: Table | None) -> Tiles:
         """The table's entry; one without descriptors where the copy engine cannot read the tensors."""
-        bits, width = q.element_size() * 8, max(32, *self.widths)
-        return entry(architecture(q.device), bits, width, describable(q, *others), table)
+        aligned = not any([x.data_ptr() % 16 for x in (q, *others)])
+        strides = tuple([x.stride() for x in (q, *others)])
+        if table is None:
+            return known_tiles(self, q.device, q.element_size(), strides, aligned)
+        return tiles_of(self, q.device, q.element_size(), strides, aligned, table)
+
+
+@lru_cache(maxsize=1024)
+def constants_of(shape: Shape, softcap: bool, dtype: torch.dtype, on_gpu: bool) -> dict[str, Any]:
+    """`Shape.constants`: the same dictionary each time, to be read only."""
+    wide_d, wide_v = shape.widths
+    precise = "tf32x3" if dtype == torch.float32 and on_gpu and not torch.version.hip else "ieee"
+    sizes = {"R": shape.H // shape.G, "D": shape.D, "V": shape.V, "WIDTH_D": wide_d, "WIDTH_V": wide_v}
+    return {**sizes, "SOFTCAP": softcap, "PRECISION": precise}
+
+
+def tiles_of(
+    shape: Shape, device: torch.device, itemsize: int, strides: tuple[Any, ...], aligned: bool, table: Table | None
+) -> Tiles:
+    """The entry of a table for tensors with these strides, all of numbers of so many bytes."""
+    described = aligned and all(describable(each, itemsize) for each in strides)
+    return entry(architecture(device), itemsize * 8, max(32, *shape.widths), described, table)
+
+
+@lru_cache(maxsize=4096)
+def known_tiles(shape: Shape, device: torch.device, itemsize: int, strides: tuple[Any, ...], aligned: bool) -> Tiles:
+    """The entry of the built-in table."""
+    return tiles_of(shape, device, itemsize, strides, aligned, None)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels import Problem
+from ringattn.kernels.arrays import fine
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, Streams
 from ringattn.kernels.triton.blocks import LN2, logits, tanh
@@ -87,12 +88,16 @@ def decode_kernel(
         m = new
 
     some = z != 0
-    m = m * LN2
     at = ((split * B + b) * T + t) * (G * R) + h
     if STREAMS:
-        tl.store(total + at, z, mask=live)
+        natural = m.to(tl.float64) * LN2
+        m = natural.to(tl.float32)
+        left = tl.exp((natural - tl.where(some, m, 0.0)).to(tl.float32))  # what rounding the maximum left out
+        o *= left[:, None]
+        tl.store(total + at, z * left, mask=live)
     else:
         o = o / tl.where(some, z, 1.0)[:, None]
+        m = m.to(top.dtype.element_ty) * LN2
         m = tl.where(some, m + tl.log(tl.where(some, z, 1.0)), float("-inf"))
     tl.store(top + at, m, mask=live)
     tl.store(out + at[:, None] * V + w[None, :], o, mask=live[:, None] & (w < V)[None, :])
@@ -182,6 +187,12 @@ def row_delta(*args: Any) -> Tensor:
     return backward.row_delta(*args)
 
 
+def rounded(*rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    from ringattn.kernels.triton import backward
+
+    return backward.rounded(*rows)
+
+
 def decode_splits(
     q_BTHD: Tensor,
     k_BSGD: Tensor,
@@ -203,7 +214,8 @@ def decode_splits(
     tile, blocks = blocks_of(q_BTHD, v_BSGV)
     splits = splits or splits_for(q_BTHD, v_BSGV, S)
     out = torch.empty(splits, B, T, H, V, dtype=torch.float32, device=q_BTHD.device)
-    top = torch.empty(splits, B, T, H, dtype=torch.float32, device=q_BTHD.device)
+    exact = torch.float32 if form == "streams" else fine(q_BTHD)
+    top = torch.empty(splits, B, T, H, dtype=exact, device=q_BTHD.device)
     total = torch.empty_like(top) if form == "streams" else top
     block_d, block_v = power_of_2(max(16, D)), power_of_2(max(16, V))
     if out.numel():

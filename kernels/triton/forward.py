@@ -3,7 +3,8 @@
 A program owns a block of queries of one head and walks the keys [lo, hi) that at least one of them sees, tile by tile:
 a masked head, a middle in which every query sees every key and nothing is masked, a masked tail. Statistics are kept
 in base 2: m is the running maximum of the scores, sum that of 2^(score - m), acc that of 2^(score - m) v. The carried
-partial is where they start: (m, sum, acc) = (lse, 1, out), so a ring step needs no merge of its own.
+partial is where they start: (m, sum, acc) = (lse, 1, out), so a ring step needs no merge of its own. Where inputs are
+float32 the lse is float64, and sum and acc take what m cannot hold of it.
 """
 
 import torch
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringattn.kernels.arrays import fine
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.triton.blocks import (
@@ -65,11 +67,15 @@ def forward_kernel(
     at = rows.to(tl.int64)
     if CARRY:
         old = old_lse_ptr + b * old_lse_st[0] + at * old_lse_st[1] + h * old_lse_st[2]
-        m = tl.load(old, mask=real, other=float("-inf")) * LOG2E
+        lse = tl.load(old, mask=real, other=float("-inf")) * LOG2E
+        m = lse.to(tl.float32)
         sum = tl.where(m == float("-inf"), 0.0, 1.0)
         old = old_out_ptr + b * old_out_st[0] + h * old_out_st[2]
         old, inside = cells(old, first, T, old_out_st[1], old_out_st[3], QUERIES, V, WIDTH_V)
         acc = tl.load(old, mask=inside, other=0.0).to(tl.float32)
+        if old_lse_ptr.dtype.element_ty == tl.float64:  # what the maximum, in float32, leaves out
+            sum = tl.exp2((lse - tl.where(m == float("-inf"), 0.0, m)).to(tl.float32))
+            acc *= sum[:, None]
     else:
         m = tl.full([QUERIES], float("-inf"), tl.float32)
         sum = tl.zeros([QUERIES], tl.float32)
@@ -103,7 +109,8 @@ def forward_kernel(
             m = top
 
     total = tl.where(sum != 0, sum, 1.0)
-    lse = tl.where(sum != 0, (m + tl.log2(total)) * LN2, float("-inf"))
+    lse = (m.to(lse_ptr.dtype.element_ty) + tl.log2(total)) * LN2
+    lse = tl.where(sum != 0, lse, float("-inf"))
     tl.store(lse_ptr + b * lse_st[0] + at * lse_st[1] + h * lse_st[2], lse, mask=real)
     out = out_ptr + b * out_st[0] + h * out_st[2]
     add_rows(out, acc / total[:, None], first, T, out_st[1], out_st[3], QUERIES, V, WIDTH_V, False)
@@ -135,7 +142,7 @@ def attend(
         out, lse = carry.out if in_place else torch.empty_like(carry.out, dtype=dtype), carry.lse
     else:
         out = torch.empty(B, T, H, shape.V, dtype=dtype, device=q_BTHD.device)
-        lse = torch.empty(B, H, T, dtype=torch.float32, device=q_BTHD.device).transpose(1, 2)
+        lse = torch.empty(B, H, T, dtype=fine(q_BTHD), device=q_BTHD.device).transpose(1, 2)
     cut = shape.tiles(q_BTHD, (k_BSGD, v_BSGV), table).forward
     begin, end, rows_st = rows_of(where)
     blocks = cdiv(T, cut.queries)

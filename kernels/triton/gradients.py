@@ -1,8 +1,7 @@
-"""Gradients in one pass: added up as they come home, and in the form that a vendor's backward takes."""
+"""Gradients added up in one pass, as they come home."""
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,47 +46,3 @@ def add_parts(out: Tensor, parts: Sequence[Part]) -> Tensor:
         add_kernel, (cdiv(T * H, rows), B), tensors, (places, T, H), N=len(found), D=D, WIDTH=width, ROWS=rows
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def stand_in_kernel(
-    dout_ptr, delta_ptr, new_ptr, out_ptr, dout_st, delta_st, new_st, T, H, tiny,
-    V: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Rows as (direction, length): lengths may be so small that their squares vanish in float32."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    b = tl.program_id(1).to(tl.int64)
-    t, h = row // H, row % H
-    live = row < tl.cast(T, tl.int64) * H
-    columns = tl.arange(0, WIDTH)
-    inside = live[:, None] & (columns < V)[None, :]
-    at = b * dout_st[0] + (t * dout_st[1] + h * dout_st[2])[:, None] + columns[None, :] * dout_st[3]
-    x = tl.load(dout_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    delta = tl.load(delta_ptr + b * delta_st[0] + t * delta_st[1] + h * delta_st[2], mask=live, other=0.0)
-    longest = tl.max(tl.abs(x), 1)
-    safe = tl.where(longest > 0, longest, 1.0)
-    unit = x / safe[:, None]
-    squares = tl.sum(unit * unit, 1)
-    least = (tl.abs(delta) * tiny).to(dout_ptr.dtype.element_ty).to(tl.float32)
-    small = longest * tl.sqrt(squares) < least
-    unit = tl.where(small[:, None], (columns == 0)[None, :].to(tl.float32), unit)
-    safe = tl.where(small, least, safe)
-    squares = tl.where(small, 1.0, squares)
-    factor = tl.where((squares > 0) & live, delta / safe / tl.where(squares > 0, squares, 1.0), 0.0)
-    at = b * new_st[0] + (t * new_st[1] + h * new_st[2])[:, None] + columns[None, :]
-    x = tl.where(small[:, None], unit * safe[:, None], x)
-    tl.store(new_ptr + at, x.to(new_ptr.dtype.element_ty), mask=inside)
-    tl.store(out_ptr + at, (unit * factor[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def stand_in(dout_BTHV: Tensor, delta_BTH: Tensor, tiny: float) -> tuple[Tensor, Tensor]:
-    """`ringattn.kernels.vendor.tiles.stand_in` in one pass."""
-    B, T, H, V = dout_BTHV.shape
-    new, out = (torch.empty(B, T, H, V, dtype=dout_BTHV.dtype, device=dout_BTHV.device) for _ in range(2))
-    tensors = (dout_BTHV, delta_BTH, new, out)
-    strides = [x.stride() for x in tensors[:3]]
-    launch(
-        stand_in_kernel, (cdiv(T * H, 32), B), tensors, (*strides, T, H, tiny),
-        V=V, WIDTH=power_of_2(V), ROWS=32,
-    )  # fmt: skip
-    return new, out

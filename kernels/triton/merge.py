@@ -42,7 +42,7 @@ def merge_kernel(
     n = tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
     here = (n < N) & live[None, :]
     at = n * top_n + (b * top_b + t * top_t + h * top_h)[None, :]
-    m = tl.load(top + at, mask=here, other=float("-inf")).to(tl.float32)
+    m = tl.load(top + at, mask=here, other=float("-inf"))
     empty = m == float("-inf")
     o_at = (n * out_n + (b * out_b + t * out_t + h * out_h)[None, :])[:, :, None] + (column * out_v)[None, None, :]
     o = tl.load(out + o_at, mask=(here & ~empty)[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32)
@@ -52,19 +52,20 @@ def merge_kernel(
         m = tl.broadcast_to(m[:, :, None], (BLOCK_N, BLOCK_R, BLOCK_V))
         o, m, z = tl.reduce((o, m, z), 0, merge_statistics)
     else:
-        safe = tl.max(m, 0)
+        safe = tl.max(m, 0).to(tl.float32)
         safe = tl.where(safe == float("-inf"), 0.0, safe)
-        w = tl.exp(m - safe[None, :])
+        w = tl.exp((m - safe[None, :]).to(tl.float32))
         o = tl.sum(o * w[:, :, None], 0)
         m = tl.broadcast_to(safe[:, None], (BLOCK_R, BLOCK_V))
         z = tl.broadcast_to(tl.sum(w, 0)[:, None], (BLOCK_R, BLOCK_V))
     if CARRY:
-        lse = tl.load(old_lse + b * lse_b + t * lse_t + h * lse_h, mask=live, other=float("-inf")).to(tl.float32)
+        lse = tl.load(old_lse + b * lse_b + t * lse_t + h * lse_h, mask=live, other=float("-inf"))
         seen = live & (lse != float("-inf"))
+        old_top = lse.to(tl.float32)
+        one = tl.exp((lse - tl.where(seen, old_top, 0.0)).to(tl.float32))  # 0 for an empty side
         old_at = (b * old_b + t * old_t + h * old_h)[:, None] + (column * old_v)[None, :]
         old = tl.load(old_out + old_at, mask=seen[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        one = tl.where(seen, 1.0, 0.0)
-        o, m, z = merge_statistics(o, m, z, old, lse[:, None], one[:, None])
+        o, m, z = merge_statistics(o, m, z, old * one[:, None], old_top[:, None], one[:, None])
     if SINKS:
         sink = tl.load(sinks + h, mask=live, other=float("-inf")).to(tl.float32)
         one = tl.where(sink != float("-inf"), 1.0, 0.0)
@@ -73,7 +74,8 @@ def merge_kernel(
     o = tl.where(some, o / tl.where(some, z, 1.0), 0.0)
     new_at = (b * new_b + t * new_t + h * new_h)[:, None] + (column * new_v)[None, :]
     tl.store(new_out + new_at, o.to(new_out.dtype.element_ty), mask=live[:, None] & inside[None, :])
-    lse = tl.where(some, m + tl.log(tl.where(some, z, 1.0)), float("-inf"))  # the same in every column: store one
+    lse = m.to(new_lse.dtype.element_ty) + tl.log(tl.where(some, z, 1.0))
+    lse = tl.where(some, lse, float("-inf"))  # the same in every column: store one
     lse_at = (b * end_b + t * end_t + h * end_h)[:, None] + (column * 0)[None, :]
     tl.store(new_lse + lse_at, lse, mask=live[:, None] & (column == 0)[None, :])
 
@@ -107,7 +109,8 @@ def merge_stack(
         tail = type(parts)(*(x[keep:] for x in parts))
         carry, parts, n = merge_stack(tail, carry), type(parts)(*(x[:keep] for x in parts)), keep
     if into is None:
-        lse = torch.empty(top.shape[1:], dtype=torch.float32, device=top.device)
+        exact = torch.float64 if isinstance(parts, Streams) else top.dtype
+        lse = torch.empty(top.shape[1:], dtype=exact, device=top.device)
         into = Partial(torch.empty(out.shape[1:], dtype=dtype, device=out.device), lse)
     return merge_once(parts, carry, sinks_H, into)
 

@@ -23,17 +23,15 @@ Forward = Callable[..., tuple[Array, Array]]
 Backward = Callable[..., tuple[Array, Array, Array]]
 
 
-def as_they_are(q: Array, dout: Array, lse: Array, delta: Array, out: Array | None = None) -> tuple[Array, ...]:
+def as_they_are(q: Array, dout: Array, lse: Array, delta: Array, out: Any, dlse: Any = None) -> tuple[Array, ...]:
     """(dout, lse, delta): a kernel that wants them in another form for all steps has a `prepare` of its own.
 
-    `out` is given where delta is its rowsum with dout, and nothing else.
+    delta is rowsum(dout * out) - dlse; dlse is None where nobody differentiates the lse.
     """
     return dout, lse, delta
 
 
-def over_tiles(
-    name: str, forward: Forward, backward: Backward, prepare: Callable[..., tuple[Any, ...]] = as_they_are
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """`attend` and `attend_backward` with the signatures of `reference`, from a vendor's two functions of one tile."""
 
     def attend(
@@ -65,7 +63,7 @@ def over_tiles(
         dv: Array | None = None,
         **score: Any,
     ) -> tuple[Array, Array, Array]:
-        rows = prepare(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)
+        rows = dout_BTHV, lse_BTH, delta_BTH
         arrays: Any = (q_BTHD, k_BSGD, v_BSGV, rows, (dq, dk, dv))
         arrays = vary(arrays, axes_of(arrays, where.begin))
         return chosen(name, where, partial(backward_tiles, partial(backward, **score)), arrays)

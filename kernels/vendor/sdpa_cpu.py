@@ -1,11 +1,24 @@
-"""torch's own flash attention for CPUs: the tiles of a step on the machine that has no GPU, in every float dtype."""
+"""torch's own flash attention for CPUs: the tiles of a step on the machine that has no GPU, in every float dtype.
+
+Inputs of 16 bits are computed in float32, which costs little here: the kernel would round weights to 16 bits. What it
+gets wrong goes to `tiled`: numbers that are not finite (it takes NaN for an empty row, and multiplies what a query does
+not see by 0), and large scores, since its lse is rounded to float32: merges and gradients start from it.
+"""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels import Problem
+from ringattn.kernels import Problem, tiled
+from ringattn.kernels.arrays import accumulator, fine
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.partial import Partial
+from ringattn.kernels.total import Total
 from ringattn.kernels.vendor import equal_dims
-from ringattn.kernels.vendor.tiles import heads_first, over_tiles, prepare, row_delta
+from ringattn.kernels.vendor.tiles import covers, heads_first, over_tiles, row_delta, sums_of
+
+LARGE = 64.0  # a score from which on float32 rounds an lse by more than 2e-6, and a merge's weights with it
 
 
 def refuses(problem: Problem) -> str | None:
@@ -38,5 +51,62 @@ def backward(
     return dq, dk, dv
 
 
-__all__ = ["attend", "attend_backward", "prepare", "refuses", "row_delta", "totals"]
-attend, attend_backward, totals = over_tiles("sdpa_cpu", forward, backward)
+__all__ = ["attend", "attend_backward", "refuses", "row_delta", "totals"]
+attend_tiles, _, totals_of_tiles = over_tiles("sdpa_cpu", forward, backward)
+
+
+def attend(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    where: Intervals,
+    *,
+    carry: Partial | None = None,
+    out_dtype: torch.dtype | None = None,
+    **score: Any,
+) -> Partial:
+    q, k, v = widened(q_BTHD, k_BSGD, v_BSGV)
+    tiles = where.tiles or ()
+    narrow = q_BTHD.dtype not in (torch.float32, torch.float64)
+    alone = len(tiles) == 1 and covers(tiles[0].queries, q.shape[1]) and carry is None and out_dtype is not None
+    right = q.dtype == torch.float64 or (alone and narrow) or largest_score(q, k, score["scale"]) < LARGE
+    run = attend_tiles if where.tiles is None or (right and finite(q, k, v)) else tiled.attend
+    part = run(q, k, v, where, carry=carry, out_dtype=out_dtype, **score)
+    return Partial(part.out, part.lse.to(fine(q_BTHD)))
+
+
+def totals(
+    q_BTHD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGV: Tensor,
+    where: Intervals,
+    dout_BTHV: Tensor,
+    lse_BTH: Tensor,
+    delta_BTH: Tensor,
+    **score: Any,
+) -> tuple[Total, Total, Total]:
+    q, k, v, dout, delta = widened(q_BTHD, k_BSGD, v_BSGV, dout_BTHV, delta_BTH)
+    if not finite(q, k, v, dout) and delta.dim() == 4:
+        delta = row_delta(delta, dout)
+    return totals_of_tiles(q, k, v, where, dout, lse_BTH, delta, **score)
+
+
+attend_backward = sums_of(totals)
+
+
+def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in float32, or in float64."""
+    return tuple(x.to(accumulator(x)) for x in tensors)
+
+
+def finite(*tensors: Tensor) -> bool:
+    """Whether all numbers are, in one pass over each; False too where a sum is not."""
+    return all(bool(x.sum().isfinite()) for x in tensors)
+
+
+def largest_score(q_BTHD: Tensor, k_BSGD: Tensor, scale: float) -> float:
+    """A bound of all scores: the longest query times the longest key."""
+    if not q_BTHD.numel() or not k_BSGD.numel():
+        return 0.0
+    longest = [float(torch.linalg.vector_norm(x, dim=-1).max()) for x in (q_BTHD, k_BSGD)]
+    return abs(scale) * longest[0] * longest[1]

@@ -1,20 +1,21 @@
 """Attention tile by tile: partials of tiles merge, and with the global lse the gradients of tiles add up.
 
 A vendor's backward computes delta = rowsum(dout * out) by itself and uses `out` for nothing else. So it is handed the
-out over all keys, which makes each tile exact; where delta is another, since the lse has a gradient too or out is on
-another rank, a stand-in for out with the rowsum that we want.
+out over all keys, which makes each tile exact. Where delta is another, since the lse has a gradient too or out is on
+another rank, no `out` that a vendor would take says so in every range of numbers: our own kernel, which takes delta as
+it is, serves there.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels import partial, reference
-from ringattn.kernels.arrays import accumulator
+from ringattn.kernels import partial, reference, tiled
+from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals, Tile
-from ringattn.kernels.partial import Partial, empty
+from ringattn.kernels.partial import Partial, empty, rounded
 from ringattn.kernels.total import Total
 
 # (q, k, v, causal, scale) -> out [B, T, H, V], lse [B, T, H]; (dout, q, k, v, out, lse, causal, scale) -> dq, dk, dv
@@ -43,7 +44,8 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
 
         def run(tile: Tile) -> Partial:
             tensors = cut(q_BTHD, tile.queries), cut(k_BSGD, tile.keys), cut(v_BSGV, tile.keys)
-            return Partial(*forward(*tensors, tile.causal, scale))
+            out, lse = forward(*tensors, tile.causal, scale)
+            return Partial(out, lse.to(fine(q_BTHD)))
 
         exact = accumulator(q_BTHD)
         dtype = out_dtype or exact
@@ -75,15 +77,26 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
         softcap: float | None = None,
     ) -> tuple[Total, Total, Total]:
         tiles = tiles_or_refuse(name, where, softcap)
-        dout, out = delta_BTH if isinstance(delta_BTH, StandIn) else prepare(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)[2]
-        q_BTHD, k_BSGD, v_BSGV, dout, out = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV, dout, out))
-        dq, dk, dv = Total(q_BTHD), Total(k_BSGD), Total(v_BSGV)
+        dq, dk, dv = sums = Total(q_BTHD), Total(k_BSGD), Total(v_BSGV)
+        dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
+        if delta_BTH.dim() == 3:
+            inputs = q_BTHD, k_BSGD, v_BSGV, where, dout_BTHV, lse_BTH, delta_BTH
+            for total, part in zip(sums, own_backward(q_BTHD)(*inputs, scale=scale), strict=True):
+                total.add(part)
+            return sums
+        q_BTHD, k_BSGD, v_BSGV, dout, out = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV, dout_BTHV, delta_BTH))
         for queries, keys, causal in largest_first(tiles):
             rows = [cut(x, queries) for x in (dout, q_BTHD, out, lse_BTH)]
             found = backward(*rows[:2], cut(k_BSGD, keys), cut(v_BSGV, keys), *rows[2:], causal, scale)
             for total, part, at in zip((dq, dk, dv), found, (queries, keys, keys), strict=True):
                 total.add(part, at)
         return dq, dk, dv
+
+    return attend, sums_of(totals), totals
+
+
+def sums_of(totals: Callable[..., tuple[Total, Total, Total]]) -> Callable[..., tuple[Tensor, ...]]:
+    """`attend_backward` of a kernel that leaves its gradients as parts to be added."""
 
     def attend_backward(
         *inputs: Any, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None, **options: Any
@@ -94,7 +107,7 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
             total.add(found)
         return tuple(total.tensor(total.exact) for total in sums)
 
-    return attend, attend_backward, totals
+    return attend_backward
 
 
 def cut(x: Tensor, rows: slice) -> Tensor:
@@ -129,7 +142,7 @@ def merge_rows(total: Partial, rows: slice, part: Partial, into: Partial) -> Non
         else:
             merge_stack(Partial(part.out[None], part.lse[None]), mine, into=new)
         return
-    found = partial.merge(*(Partial(x.out.to(x.lse.dtype), x.lse) for x in (mine, part)))
+    found = partial.merge(*(Partial(x.out.to(accumulator(x.out)), x.lse) for x in (mine, part)))
     new.out.copy_(found.out)
     new.lse.copy_(found.lse)
 
@@ -156,20 +169,13 @@ def area(tile: Tile) -> int:
     return int((queries.stop - queries.start) * (keys.stop - keys.start))
 
 
-class StandIn(NamedTuple):
-    """What a backward takes for delta once it is made: (dout, out) as `stand_in` gives them."""
+def own_backward(q: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """The `attend_backward` of our own kernel for q's device, which takes delta as numbers."""
+    if q.is_cuda:
+        from ringattn.kernels.triton import backward  # comes with every torch that has a GPU
 
-    dout: Tensor
-    out: Tensor
-
-
-def prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, StandIn]:
-    """The rows of a backward in the form that every step of it takes, made once for all of them.
-
-    `delta` may be the out over all keys itself, where it is no more than the rowsum of that with dout.
-    """
-    dout = dout.to(q.dtype)
-    return dout, lse, StandIn(dout.contiguous(), delta) if delta.dim() == 4 else StandIn(*stand_in(dout, delta))
+        return backward.attend_backward
+    return tiled.attend_backward
 
 
 def row_delta(out_BTHV: Tensor, dout_BTHV: Tensor, dlse_BTH: Tensor | None = None) -> Tensor:
@@ -179,28 +185,6 @@ def row_delta(out_BTHV: Tensor, dout_BTHV: Tensor, dlse_BTH: Tensor | None = Non
 
         return backward.row_delta(out_BTHV, dout_BTHV, dlse_BTH)
     return reference.row_delta(out_BTHV, dout_BTHV, dlse_BTH)
-
-
-def stand_in(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """(dout, out) with rowsum(dout * out) = delta: out = dout * delta / |dout|^2, the shortest such row.
-
-    A row whose dout vanishes although its delta does not (only the lse was differentiated) gets another dout, too
-    small to matter beside delta: 2^-30 of it (2^-60 in float64; 2^-14 in float16, whose exponents end there).
-    """
-    tiny = {torch.float64: 2.0**-60, torch.float16: 2.0**-14}.get(dout.dtype, 2.0**-30)
-    if dout.is_cuda and accumulator(dout) == torch.float32:
-        from ringattn.kernels.triton import gradients
-
-        return gradients.stand_in(dout, delta, tiny)
-    norm = torch.linalg.vector_norm(dout, dim=-1, dtype=torch.float64)  # squares of small gradients leave float32
-    least = (delta.abs() * tiny).to(dout.dtype)
-    small = norm < least
-    dout = dout.masked_fill(small[..., None], 0)
-    dout[..., 0] += torch.where(small, least, torch.zeros_like(least))
-    norm = torch.where(small, least.to(norm.dtype), norm)
-    factor = torch.where(norm > 0, delta.double() / norm / norm, torch.zeros_like(norm))
-    out = torch.mul(dout, factor[..., None], out=torch.empty_like(dout))
-    return dout, out
 
 
 def covers(queries: slice, length: int) -> bool:

@@ -67,7 +67,7 @@ def measure(options: Options) -> list[dict[str, Any]]:
     rate = copy_rate(options.device)
     found = []
     for tokens in options.tokens:
-        plans = [(t, ra.plan(mesh, seq_len=1, transport=t)) for t in options.transports]
+        plans = [(t, ra.plan(mesh, seq_len=1, transport=ra.Transport(by=t))) for t in options.transports]
         for transport, plan in [*plans, *[("none", ra.plan(seq_len=1))] * options.alone]:
             ranks = plan.ring
             nbytes = 2 * options.batch * tokens * options.kv_heads * options.head_dim * itemsize(options.device)

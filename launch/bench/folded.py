@@ -9,7 +9,7 @@ alone, and before the work that it flies beside.
 from dataclasses import replace
 from typing import Any
 
-from ringattn.comms.axis import Parcels, Pending
+from ringattn.comms.axis import Parcels, Pending, Ranks
 from ringattn.comms.moves import Moves
 from ringattn.launch.words import option
 from ringattn.planning import Plan
@@ -31,7 +31,7 @@ def folded(plan: Plan, ranks: int) -> Plan:
     """The same choices among so many ranks."""
     if ranks == plan.ring:
         return plan
-    return replace(plan, ring=ranks, axes=(Folded(plan.ring_axis, ranks), plan.ulysses_axis))
+    return replace(plan, ring=ranks, axes=Ranks(Folded(plan.ring_axis, ranks), plan.ulysses_axis, device=plan.device))
 
 
 class Folded(Moves):

@@ -71,7 +71,7 @@ def measure(options: Options) -> list[dict[str, Any]]:
     for tokens in options.tokens:
         for way, move in [(w, m) for w in options.ways for m in (options.moves if w == "chunks" else ["auto"])]:
             chunk = min(options.chunk, tokens) if way == "chunks" else tokens
-            plan = folded(ra.plan(mesh, seq_len=chunk, transport=options.transport), options.ranks)
+            plan = folded(ra.plan(mesh, seq_len=chunk, transport=ra.Transport(by=options.transport)), options.ranks)
             prompt = local_prompt(options, plan, tokens // chunk)
             call = one_shot if way == "ring" else partial(in_chunks, move=move)
             ms, peak, moved = timed(call, prompt, plan, tokens, options)

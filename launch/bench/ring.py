@@ -186,12 +186,13 @@ def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, 
         for layout in options.layout:
             plan = ra.plan(
                 mesh, seq_len=case.tokens, heads=(options.heads, options.kv_heads), head_dim=options.head_dim,
-                strategy=options.strategy, layout=layout, kernel=options.kernel, transport=transport,
-                route=options.route, together=options.together or None, groups=options.groups or None, spec=case.spec,
-                docs=case.docs,
+                strategy=options.strategy, layout=layout, kernel=options.kernel, spec=case.spec, docs=case.docs,
+                transport=ra.Transport(
+                    options.route, together=options.together or None, groups=options.groups or None, by=transport
+                ),
             )  # fmt: skip
             plan = folded(plan, options.ranks // options.ulysses)
-            about = {"strategy": plan.strategy, "layout": plan.layout, "route": plan.route}
+            about = {"strategy": plan.strategy, "layout": plan.layout, "route": plan.transport.route}
             axis = plan.ring_axis if plan.ring > 1 else plan.ulysses_axis
             yield axis.by, about, ours(options, plan, case)
     for method in options.peers:

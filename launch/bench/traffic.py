@@ -63,14 +63,14 @@ def count(
     from ringattn.mask import Mask, schedule_of
 
     def one(mesh: Any) -> tuple[int, int, int, int]:
-        plan = ra.plan(mesh, seq_len=options.tokens, strategy=strategy, layout=layout, route=route)
+        plan = ra.plan(mesh, seq_len=options.tokens, strategy=strategy, layout=layout, transport=ra.Transport(route))
         shapes = (options.heads, options.kv_heads, options.kv_heads)
         q, k, v = (torch.randn(1, plan.local_len, h, options.head_dim, requires_grad=True) for h in shapes)
         axes = [a for a in (plan.ring_axis, plan.ulysses_axis) if a.size > 1]
         out = ra.attention(q, k, v, plan, spec=spec, docs=docs)
         forward = sum(a.sent for a in axes)
         out.sum().backward()
-        blocks, grads = schedule_of(Mask(plan, spec, docs)).blocks_sent(plan.ring_axis.rank, route)
+        blocks, grads = schedule_of(Mask(plan, spec, docs)).blocks_sent(plan.ring_axis.rank, plan.hosts)
         return forward, sum(a.sent for a in axes) - forward, blocks, blocks + grads
 
     forward, backward, blocks, both = (

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ringattn.comms.jax import axes, generation
 from ringattn.jax.attention import attention
-from ringattn.jax.sharding import sequence_axes, spec_of
+from ringattn.jax.sharding import closed, sequence_axes, spec_of
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.pallas import splash
 from ringattn.kernels.pallas.blocks import USUAL, VMEM, Blocks
@@ -146,7 +146,7 @@ def place(topology: str, plan: Plan) -> Plan:
         )
     grid = np.array(devices).reshape(-1, plan.ring, plan.ulysses)
     mesh = Mesh(grid, ("data", "ring", "ulysses"), axis_types=(AxisType.Auto,) * 3)
-    return dataclasses.replace(plan, framework="jax", axes=axes(mesh), device="tpu")
+    return dataclasses.replace(plan, axes=axes(mesh, "tpu"))
 
 
 def topology_devices(topology: str) -> list[Any]:
@@ -232,7 +232,7 @@ def arguments(plan: Plan, batch: int, dtype: Any) -> list[jax.ShapeDtypeStruct]:
 def on_mesh(plan: Plan, arrays: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
     """The same shapes, as a plan's global arrays."""
     mesh, along = plan.ring_axis.mesh, sequence_axes(plan)
-    where = ((x, NamedSharding(mesh, spec_of(x, plan, 1, along))) for x in arrays)
+    where = ((x, closed(NamedSharding(mesh, spec_of(x, plan, 1, along)))) for x in arrays)
     return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x, there in where]
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -29,6 +30,8 @@ from ringattn.kernels.partial import NEVER, Partial, sink_gradient
 from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
+
+OUT, LSE = "ringattn_out", "ringattn_lse"  # the names of the results for policies of jax.checkpoint
 
 Arrays = tuple[Array, Array, Array, Array | None]  # q, k, v, sinks
 Starts = tuple[Any, Any]  # of the documents, of the keys' documents: int32 [rows, n + 1], or None
@@ -158,6 +161,7 @@ def exchange(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
 def exchange_fwd(call: Call, arrays: Arrays, starts: Starts) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
     """What is kept is differentiated too in second derivatives, the lse as much as the rest."""
     out, lse = exchange(replace(call, lse=True), arrays, starts)
+    out, lse = checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
     return (out, lse), (arrays, starts, out, lse)
 
 
@@ -170,7 +174,7 @@ def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array])
     lse = jnp.where(lse == NEVER, 0, lse)  # of no key, whose exp(-inf - lse) has then a derivative too
     delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
     delta = delta - dlse if call.lse else delta
-    rows = score.prepare(q, dout, lse, delta, None if call.lse else out)
+    rows = score.prepare(q, dout, lse, delta, out, dlse if call.lse else None)
     if mask.plan.strategy == "gather":
         grads = gather_backward(q, k, v, axis, sight, score, rows)
     else:

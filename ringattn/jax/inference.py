@@ -23,7 +23,7 @@ from ringattn.check import (
     of_plan,
     of_shapes,
     of_start,
-    of_tree,
+    of_unknown,
     of_window,
 )
 from ringattn.jax.cache import KVCache, below, keep, over_devices
@@ -31,7 +31,7 @@ from ringattn.jax.check import of_dtypes, of_sinks_for
 from ringattn.jax.sharding import permuted, restored
 from ringattn.jax.steps import local_positions, score_of
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import FORMS, Partial, add_sinks, empty, merge_stack, packed, unpacked
+from ringattn.kernels.partial import Partial, add_sinks, empty, form_of, merge_stack, packed, unpacked
 from ringattn.planning import LAST, Plan, heads_problem
 from ringattn.serving import MOVES, keys_at_once
 from ringattn.spec import AttentionSpec, whole
@@ -86,20 +86,16 @@ def decode(
     *,
     spec: AttentionSpec | None = None,
     sinks: Array | None = None,
-    form: str = "lse",
-    parents: Sequence[int] | None = None,
     **unknown: Any,
 ) -> tuple[Array, KVCache]:
     """The next token or tokens, q, k, v [B, n, H or G, D] for every device: (out [B, n, H, V], the cache).
 
     Each device attends to the keys it holds; the partials of all are gathered once and merged in the order of the
-    devices, as (out, lse) or with form="streams" as (out, max, sum). Several tokens see each other causally; `parents`,
-    the token that each one follows, may say so and nothing else.
+    devices. Several tokens see each other causally.
     """
     spec = AttentionSpec() if spec is None else spec
     problem = (
-        of_tree(q.shape[1], parents, unknown)
-        or of_choice("form", form, tuple(FORMS))
+        of_unknown("decode", unknown, "spec", "tree")
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
         or heads_problem(q.shape[2], k.shape[2], ulysses=1)
@@ -109,13 +105,13 @@ def decode(
     )
     if problem:
         raise ValueError(problem)
-    cache, out = over_devices(Decode(spec, form), cache, (), (q, k, v, sinks))
+    cache, out = over_devices(Decode(spec), cache, (), (q, k, v, sinks))
     return out, cache
 
 
 def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Sequence[int] | None) -> str | None:
     """Why this chunk cannot go on this cache, or None."""
-    if (plan.ring, plan.ulysses, plan.place) != (cache.plan.ring, cache.plan.ulysses, cache.plan.place):
+    if (plan.ring, plan.ulysses, plan.axes) != (cache.plan.ring, cache.plan.ulysses, cache.plan.axes):
         return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(start))
     return of_window(cache.window, spec) or of_start(start, None if traced else cache.known)
@@ -133,15 +129,14 @@ class Decode:
     """One device's part of a decode."""
 
     spec: AttentionSpec
-    form: str
 
     def __call__(self, cache: KVCache, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[KVCache, Array]:
         before, n = cache.lengths, q.shape[1]
         cache, _ = keep(cache, k, v)
         meeting = Meeting(q, cache, self.spec, before, n, jnp.arange(n))
         part = meeting.of(Piece(cache.k, cache.v), cache.line.rank, empty(q, v.shape[-1]))
-        every = cache.line.all_gather(packed(part, self.form)[None]).wait()
-        return cache, finished(merge_stack(unpacked(every, self.form)), sinks, q)
+        every = cache.line.all_gather(packed(part, form_of(q))[None]).wait()
+        return cache, finished(merge_stack(unpacked(every, form_of(q))), sinks, q)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringattn.check import of_shapes
-from ringattn.comms.axis import Solo
+from ringattn.comms.axis import Ranks, Solo
 from ringattn.comms.jax import MeshAxis, platform
 from ringattn.jax.steps import local_positions
 from ringattn.layout import Layout
@@ -22,8 +22,11 @@ from ringattn.planning import Plan
 from ringattn.spec import whole
 
 
-def shard(x: Array, plan: Plan, dim: int = 1) -> Array:
-    """The global array `x`, whose dim `dim` is the sequence: padded with zeros, in the plan's order, over the mesh."""
+def shard(x: Array, plan: Plan, dim: int = 1, compare: bool = True) -> Array:
+    """The global array `x`, whose dim `dim` is the sequence: padded with zeros, in the plan's order, over the mesh.
+
+    A global array is one for all: `compare` has nothing to do here.
+    """
     dim = dim_of(x, dim)
     if is_local(plan):
         raise ValueError("inside a shard_map arrays are this device's tokens already: shard before it")
@@ -63,10 +66,30 @@ def dim_of(x: Array, dim: int) -> int:
 
 
 def positions(plan: Plan) -> Array:
-    """The global positions of all tokens in the plan's order, over the mesh; those from `seq_len` on are padding.
+    """The global positions of all tokens in the plan's order, over the mesh; padding repeats the last one.
 
     Inside a shard_map those of this device's tokens.
     """
+    return clamped(padded_positions(plan), plan.seq_len)
+
+
+def real_positions(plan: Plan) -> Array:
+    """Whether each token in the plan's order is one of the sequence; False for padding. Spread as `positions`."""
+    return below(padded_positions(plan), plan.seq_len)
+
+
+@partial(jax.jit, static_argnums=1, inline=True)  # or the length is sent to a device in each call
+def clamped(at: Array, length: int) -> Array:
+    return jnp.minimum(at, length - 1)
+
+
+@partial(jax.jit, static_argnums=1, inline=True)
+def below(at: Array, length: int) -> Array:
+    return at < length
+
+
+def padded_positions(plan: Plan) -> Array:
+    """Where the tokens lie, in the plan's order; those from `seq_len` on are padding."""
     if is_local(plan):
         return local_positions(plan)
     at = jnp.arange(plan.tokens.padded_length, dtype=jnp.int32)
@@ -79,7 +102,7 @@ def sequence_axes(plan: Plan) -> tuple[str, ...]:
 
 
 def placed(x: Array, plan: Plan, dim: int, along: tuple[str, ...]) -> Array:
-    """`x` with its sequence over these axes, and its first dim over the mesh's data axis where that divides."""
+    """`x` with its sequence over these axes; what other axes cut of its other dims stays cut."""
     return moved(x, NamedSharding(mesh_here(plan), spec_of(x, plan, dim, along)))
 
 
@@ -126,21 +149,59 @@ def data_axis(mesh: Mesh | AbstractMesh, rows: int) -> str | None:
 
 
 def spec_of(x: Array, plan: Plan, dim: int, along: tuple[str, ...]) -> P:
-    parts: list[Any] = [None] * x.ndim
+    """The sequence over these axes, the other dims as they are cut; a batch that nothing cuts over the data axis.
+
+    A dim is open (P.UNCONSTRAINED) where nothing is known to cut it: the compiler decides about a traced array. The
+    batch is open too where other automatic axes may cut it.
+    """
+    mesh = mesh_here(plan)
+    own = cuts_of(x, mesh, along)
+    unnamed = P.UNCONSTRAINED if AxisType.Auto in mesh.axis_types else None  # explicit axes cut what types say only
+    parts: list[Any] = [cut or unnamed for cut in own]
     parts[dim] = along or None
-    if dim:
-        parts[0] = data_axis(mesh_here(plan), x.shape[0])
+    data = data_axis(mesh, x.shape[0])
+    unknown = isinstance(x, jax.core.Tracer) and compilers_axes(mesh, {*along, "data"})
+    if dim and data and not (own[0] or unknown or any(data in cut for cut in own)):
+        parts[0] = data
     return P(*parts)
 
 
+def cuts_of(x: Array, mesh: Mesh | AbstractMesh, taken: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The axes of the mesh, other than those taken, that are known to cut each dim: by its type, or as data lies."""
+    there = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    known = there if isinstance(there, NamedSharding) and there.mesh.shape_tuple == mesh.shape_tuple else None
+    cuts = [names_of(cut) for cut in known.spec] if known is not None else []
+    return [tuple(name for name in cut if name not in taken) for cut in [*cuts, *[()] * (x.ndim - len(cuts))]]
+
+
 def moved(x: Array, there: NamedSharding) -> Array:
-    """`x` with this sharding: data that is at hand is moved, a traced value is told where it will be."""
-    if isinstance(there.mesh, Mesh) and not isinstance(x, jax.core.Tracer):
-        return jax.device_put(x, there)
-    for kind, told in ((AxisType.Explicit, jax.reshard), (AxisType.Auto, jax.lax.with_sharding_constraint)):
-        if kind in there.mesh.axis_types:
-            x = told(x, NamedSharding(there.mesh, P(*(of_kind(kind, there.mesh, cut) for cut in there.spec))))
-    return x
+    """`x` with this sharding: data at hand is moved, a traced value is constrained; open dims are the compiler's."""
+    mesh = there.mesh
+    if isinstance(mesh, Mesh) and not isinstance(x, jax.core.Tracer):
+        return jax.device_put(x, closed(there))
+    x = resharded(x, mesh, there.spec)
+    if AxisType.Auto not in mesh.axis_types:
+        return x
+    cuts = (of_kind(AxisType.Auto, mesh, cut) or (P.UNCONSTRAINED if cut else None) for cut in there.spec)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*cuts)))
+
+
+def closed(there: NamedSharding) -> NamedSharding:
+    """The same sharding, whose open dims are not cut."""
+    return NamedSharding(there.mesh, P(*(None if cut is P.UNCONSTRAINED else cut for cut in there.spec)))
+
+
+def resharded(x: Array, mesh: Mesh | AbstractMesh, spec: P) -> Array:
+    """A traced value that is cut so by the explicit axes of the mesh, if it has any."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return x
+    return jax.reshard(x, NamedSharding(mesh, P(*(of_kind(AxisType.Explicit, mesh, cut) for cut in spec))))
+
+
+def compilers_axes(mesh: Mesh | AbstractMesh, taken: set[str]) -> set[str]:
+    """The automatic axes of more than one device, other than those taken."""
+    auto = of_kind(AxisType.Auto, mesh, tuple(mesh.axis_names))
+    return {name for name in auto if mesh.shape[name] > 1} - taken
 
 
 def of_kind(kind: AxisType, mesh: Mesh | AbstractMesh, cut: Any) -> tuple[str, ...]:
@@ -150,18 +211,24 @@ def of_kind(kind: AxisType, mesh: Mesh | AbstractMesh, cut: Any) -> tuple[str, .
 
 
 def names_of(cut: Any) -> tuple[str, ...]:
-    return (cut,) if isinstance(cut, str) else tuple(cut or ())
+    return (cut,) if isinstance(cut, str) else () if cut is P.UNCONSTRAINED else tuple(cut or ())
 
 
 def over_mesh(work: Any, mesh: Mesh | AbstractMesh, given: Any, found: Any, check_vma: bool = True) -> Any:
-    """A program: `work` on every device, of arguments that are brought to the specs `given`; results lie as `found`."""
-    free = set(mesh.axis_names) - set(mesh.manual_axes) if mesh.manual_axes else set()  # none named: all not vmapped
+    """A program: `work` on every device, of arguments that are brought to the specs `given`; results lie as `found`.
+
+    Automatic axes that no spec names, except the data axis, stay the compiler's: what they cut stays cut.
+    """
+    specs = jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, P))
+    left = compilers_axes(mesh, {"data", *(name for spec in specs for cut in spec for name in names_of(cut))})
+    some = left or mesh.manual_axes
+    named = set(mesh.axis_names) - set(mesh.manual_axes) - left if some else set()  # none named: all not vmapped
     inner = jax.shard_map(
-        work, mesh=mesh, in_specs=given, out_specs=found, check_vma=check_vma, axis_names=free
+        work, mesh=mesh, in_specs=given, out_specs=found, check_vma=check_vma, axis_names=named
     )  # fmt: skip
 
     def there(x: Array | None, spec: P) -> Array | None:
-        return None if x is None else moved(x, NamedSharding(mesh, spec))
+        return None if x is None else resharded(x, mesh, spec)
 
     def call(*arrays: Any) -> Any:
         return inner(*jax.tree.map(there, arrays, given, is_leaf=lambda x: x is None))
@@ -296,7 +363,7 @@ def other_axes(q: Array, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], tu
 def single_device(seq_len: int, key_len: int, backend: str) -> Plan:
     """The plan of one device: the same function, no communication."""
     device = {"gpu": "cuda"}.get(backend, backend)
-    return Plan(seq_len, key_len=key_len, framework="jax", axes=(Solo("ring"), Solo("ulysses")), device=device)
+    return Plan(seq_len, key_len=key_len, axes=Ranks(Solo("ring"), Solo("ulysses"), "jax", device))
 
 
 @lru_cache(maxsize=256)
@@ -307,7 +374,5 @@ def plan_where(placed: Placed, seq_len: int, key_len: int) -> Plan:
         seq_len,
         ring.size,
         key_len=key_len,
-        framework="jax",
-        axes=(ring, MeshAxis((), placed.mesh)),
-        device=platform(placed.mesh),
+        axes=Ranks(ring, MeshAxis((), placed.mesh), "jax", platform(placed.mesh)),
     )

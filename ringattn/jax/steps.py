@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ringattn.comms.jax import generation
+from ringattn.comms.jax import automatic_beside, generation
 from ringattn.kernels import pallas
 from ringattn.kernels.intervals import Choice, Intervals, Sets, Tile, tiles_of
 from ringattn.kernels.vendor import jax_splash
@@ -27,7 +27,7 @@ class Score(NamedTuple):
 
     attend: Callable[..., Any]
     attend_backward: Callable[..., Any]
-    prepare: Callable[..., Any]  # (q, dout, lse, delta, out) -> the rows that every step of a backward takes
+    prepare: Callable[..., Any]  # (q, dout, lse, delta, out, dlse) -> the rows that every step of a backward takes
     parted: bool = True  # whether who wants only some gradients pays for those only
 
 
@@ -85,7 +85,7 @@ def runs(distances: tuple[int, ...], moves: list[Move]) -> list[tuple[Move, list
 def route_of(mask: Mask) -> Route:
     """Distances at which nobody sees anything are left out, and a hop that nobody needs on the way is not sent."""
     schedule, everyone = schedule_of(mask), range(mask.plan.ring)
-    steps = [schedule.steps(r) for r in everyone]
+    steps = [schedule.rounds(r, schedule.ring) for r in everyone]
     pairs = list(pairwise(schedule.distances))
     hops = [[(r, steps[r][i].hop) for r in everyone] for i in range(len(pairs))]
     sends = [{r for r, hop in at if hop is not None and hop.send} for at in hops]
@@ -128,7 +128,7 @@ def local_positions(plan: Plan) -> Array:
 def global_bounds(mask: Mask, positions: Array, starts: Any, key_starts: Any) -> tuple[Array, Array]:
     """`ringattn.spec.bounds` for traced positions and document starts: int32 [1 or rows, T]."""
     spec, seq_len, key_len = mask.spec, mask.plan.seq_len, mask.plan.keys.seq_len
-    p = positions[None]
+    own = p = positions[None]
     begin, end = jnp.zeros_like(p), jnp.full_like(p, key_len)
     if starts is not None:
         starts = jnp.asarray(starts, jnp.int32)
@@ -137,10 +137,13 @@ def global_bounds(mask: Mask, positions: Array, starts: Any, key_starts: Any) ->
         i = jax.vmap(lambda row: jnp.searchsorted(row, positions, side="right"))(starts) - 1
         i = jnp.where(p < starts[:, -1:], i, starts.shape[1] - 1)
         begin, end = jnp.take_along_axis(limits, i, 1), jnp.take_along_axis(limits, i + 1, 1)
+        if key_starts is not None:
+            lasts = jnp.pad(starts, ((0, 0), (0, 1)), mode="edge")
+            own = p + (end - jnp.take_along_axis(lasts, i + 1, 1))
     if spec.causal:
-        end = jnp.minimum(end, p + 1)
+        end = jnp.maximum(jnp.minimum(end, own + 1), begin)
     if spec.window is not None:
-        begin = jnp.maximum(begin, p + 1 - min(spec.window, LAST))
+        begin = jnp.maximum(begin, own + 1 - min(spec.window, LAST))
     begin = jnp.where(p < seq_len, jnp.minimum(begin, key_len), key_len)
     end = jnp.where(p < seq_len, jnp.minimum(end, key_len), key_len)
     return jnp.minimum(begin, end), end
@@ -241,6 +244,8 @@ def score_of(
     """The selected kernel, its scale, its softcap and its own options filled in."""
     problem = problem_of(q, k, v, spec, plan, tiles, known)
     kernel = pallas.select(problem, plan.kernel)
+    if kernel.name != "reference":
+        refuse_automatic(kernel.name)
     module = kernel.load()
     given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap}
     given |= module.options(problem) if hasattr(module, "options") else {}
@@ -249,6 +254,18 @@ def score_of(
     if kernel.name != "reference":
         attend_backward = once(kernel.name, attend_backward)
     return Score(partial(module.attend, **given), attend_backward, prepare, parted)
+
+
+def refuse_automatic(kernel: str) -> None:
+    """Raise inside a shard_map that leaves axes to the compiler: it can cut jax.numpy, but no kernel's own call."""
+    if left := automatic_beside():
+        axes = ", ".join(f"{name}={size}" for name, size in left.items())
+        raise NotImplementedError(
+            f"kernel={kernel!r} on a mesh with the automatic axes {axes}: the compiler cannot cut the kernel's call by "
+            "them, and would gather q, k and v on every device. Make these axes AxisType.Explicit, so that the type of "
+            "q says what they cut; or name the one that cuts the batch 'data'; or call attention inside a shard_map "
+            "over these axes too; or make the plan with kernel='reference'"
+        )
 
 
 def once(kernel: str, attend_backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,17 +1,19 @@
 """What every rank must say alike before anything is sent, and the error that names who did not."""
 
 import zlib
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch import same_data
 
 MOST = 1024  # kinds of calls that a plan remembers
 FEW = 64  # and calls with documents, which every batch has others of
 
 Words = dict[str, str]
+Said = dict[str, Any]  # one rank's words, its place on its axes, and its problem
 
 
 def describe(
@@ -23,9 +25,10 @@ def describe(
     **more: Any,
 ) -> Words:
     """One call as words that are equal on all ranks: the plan's choices, the spec, shapes, documents, and `more`."""
+    how = plan.transport
     words = {name: str(value) for name, value in more.items()} | {
         "plan": str(plan),
-        "route": f"{plan.route} {plan.hosts} {plan.together} {plan.backward} {plan.groups}",
+        "route": f"{how.route} {how.hosts} {how.together} {how.backward} {how.groups}",
         "spec": str(spec),
     }
     for name, x in tensors.items():
@@ -50,15 +53,30 @@ def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
     if alone or kind in plan.agreed:
         return
     try:
-        said = ulysses.exchange_words(ring.exchange_words((words, problem)))
+        taken = list(same_data.numbers_taken(plan))
+        mine = {"at": [ring.rank, ulysses.rank], "words": words, "problem": problem, "taken": taken}
+        said = together(ulysses.exchange_words(together(ring.exchange_words([mine]))))
     except (RuntimeError, OSError) as error:
         if problem:
             raise ValueError(problem) from error
         raise
-    everyone = {(r, u): said[u][r] for u in range(len(said)) for r in range(len(said[u]))}
-    complain({place: why for place, (_, why) in everyone.items() if why}, len(everyone))
-    compare({place: one for place, (one, _) in everyone.items()})
+    everyone = {(one["at"][0], one["at"][1]): one for one in said}
+    complain({place: one["problem"] for place, one in everyone.items() if one["problem"]}, len(everyone))
+    same_data.judge({place: tuple(one["taken"]) for place, one in everyone.items()})  # may be why words differ
+    compare({place: one["words"] for place, one in everyone.items()})
     remember(plan, kind)
+
+
+def refuse(problem: str, plan: Any) -> NoReturn:
+    """Raise what is wrong with a call; on all ranks of the plan alike, where only some of them may know."""
+    if isinstance(plan, Plan) and plan.axes.here:
+        agree(plan, {}, problem)
+    raise ValueError(problem)
+
+
+def together(parts: list[list[Said]]) -> list[Said]:
+    """What several ranks brought from others, as one list: also where another rank's axes are others."""
+    return [one for part in parts for one in part]
 
 
 def kind_of(words: Words) -> tuple[Any, ...]:
@@ -86,7 +104,7 @@ def watched(plan: Plan) -> bool:
     return bool(ring.size * ulysses.size > 1 and ring.cheap_words and ulysses.cheap_words)
 
 
-def complain(problems: dict[tuple[int, int], str], count: int) -> None:
+def complain(problems: dict[same_data.Place, str], count: int) -> None:
     """The first rank's problem, for everybody; with the ranks' names if it is not everybody's."""
     if problems:
         why = next(iter(problems.values()))
@@ -94,12 +112,12 @@ def complain(problems: dict[tuple[int, int], str], count: int) -> None:
         raise ValueError(why + where)
 
 
-def compare(everyone: dict[tuple[int, int], Words]) -> None:
+def compare(everyone: dict[same_data.Place, Words]) -> None:
     first = next(iter(everyone))
     lines = []
     for name in dict.fromkeys(name for words in everyone.values() for name in words):
         expected = everyone[first].get(name, "nothing")
-        others: dict[str, list[tuple[int, int]]] = {}
+        others: dict[str, list[same_data.Place]] = {}
         for place, words in everyone.items():
             if words.get(name, "nothing") != expected:
                 others.setdefault(words.get(name, "nothing"), []).append(place)
@@ -110,4 +128,4 @@ def compare(everyone: dict[tuple[int, int], Words]) -> None:
 
 
 def ranks(places: Any) -> str:
-    return ", ".join(f"ring rank {r}" + (f" ulysses rank {u}" if u else "") for r, u in places)
+    return same_data.named(list(places))

@@ -27,7 +27,7 @@ def problem(
     return (
         of_tensors(q, k, v)
         or of_plan_and_sinks(q, k, v, plan, sinks)
-        or of_lengths(q, k, plan, spec, (plan.local_len, plan.keys.local_len))
+        or of_lengths(q, k, plan, spec, (plan.local_len, plan.keys.local_len), key_docs)
         or of_docs(q.shape[0], plan, docs, key_docs)
     )
 
@@ -49,10 +49,17 @@ def of_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return ", ".join(f"{n} is {x.dtype}" for n, x in named.items()) + "; give all three the same dtype"
     if len({x.device for x in named.values()}) > 1:
         return ", ".join(f"{n} is on {x.device}" for n, x in named.items()) + "; put all three on one device"
-    if q.is_meta or q.layout != torch.strided:
-        where = "meta, where there are no numbers" if q.is_meta else q.layout
-        return f"q, k and v are on {where}; give dense tensors on a device"
-    return of_shapes(q, k, v)
+    if q.is_meta:
+        return "q, k and v are on meta, where there are no numbers; give tensors on a device"
+    return of_dense(**named) or of_shapes(q, k, v)
+
+
+def of_dense(**tensors: Tensor | None) -> str | None:
+    """None of them, where it is there, is sparse or in the layout of another library."""
+    for name, x in tensors.items():
+        if x is not None and x.layout != torch.strided:
+            return f"{name} has the layout {x.layout}; give {name}.to_dense()"
+    return None
 
 
 def has_tangent(x: Tensor) -> bool:
@@ -82,7 +89,7 @@ def of_plan_and_sinks(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor
 def of_sinks_for(q: Tensor, sinks: Tensor | None) -> str | None:
     if sinks is None:
         return None
-    found = of_sinks(sinks, q.shape[2], sinks.is_floating_point())
+    found = of_dense(sinks=sinks) or of_sinks(sinks, q.shape[2], sinks.is_floating_point())
     if found is None and sinks.device != q.device:
         found = f"sinks is on {sinks.device}, q on {q.device}; put both on one device"
     return found or of_tangents(sinks=sinks)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.intervals import Intervals, Tile, tiles_of
-from ringattn.layout import Layout, Shard
+from ringattn.layout import Layout, Shard, sorted_positions
 from ringattn.schedule import Schedule
 from ringattn.serving import Stripes
 from ringattn.spec import AttentionSpec, bounds
-from ringattn.torch.steps import Stop, sorted_positions, stops
+from ringattn.torch.steps import Stop, stops
 
 
 class Holder(NamedTuple):
@@ -157,7 +157,7 @@ def on_device(host: np.ndarray, device: torch.device, tiled: bool) -> Intervals:
 def guests_of(blocks: Layout, rank: int, together: int) -> tuple[Stop, ...]:
     """Everyone's queries, as they come to one rank: first its own, then up to `together` blocks at a time."""
     everyone = Schedule(np.ones((blocks.ring, blocks.ring), bool))
-    return stops(everyone.visits(rank, together), blocks, rank, lambda shard: None)
+    return stops(everyone.rounds(rank, together=together)[0].visits, blocks, rank, lambda shard: None)
 
 
 def part_of(shard: Shard, some: slice) -> Shard:

@@ -100,7 +100,45 @@ def check_tangents(names: Sequence[str], tensors: Sequence[Any]) -> None:
             raise ValueError(f"{name} {TANGENT}")
 
 
-def differentiate(name: str, save: Callable[[Any, Any, Any], None], backward: Run, shown: int | None = None) -> None:
+def once(backward: Run, where: str) -> Any:
+    """An autograd function's backward, whose gradients cannot be differentiated again."""
+
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        if any(x is not None and is_batched(x) for x in grads):
+            refuse_transforms()
+        if forward_ad._current_level >= 0:
+            check_tangents(["the gradient of an output"] * len(grads), grads)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        saved, edge = Once(ctx), torch.zeros((), requires_grad=True)
+        with torch.no_grad():
+            found = backward(saved, *grads)
+        named = where, edge, len(found)
+        return tuple(NoSecondDerivative.apply(*named, *found, *grads, *saved.saved_tensors)[: len(found)])
+
+    return staticmethod(run)
+
+
+def is_batched(x: Tensor) -> bool:
+    """Whether it stands for a batch of tensors, under vmap or is_grads_batched."""
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x))
+
+
+def traced(*tensors: Any) -> bool:
+    """Whether somebody looks at each op, or its tensors are not plain ones, so that a call must be an op."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or any([type(x) not in PLAIN and isinstance(x, Tensor) for x in tensors])
+    )
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def differentiate(name: str, save: Callable[[Any, Any, Any], None], gradients: Run, shown: int | None = None) -> None:
     """An op's gradients. Of a tuple that it returns only the first `shown` have any; the others `save` may keep."""
     run = getattr(torch.ops.ringattn, name).default
     names = [one.name for one in run._schema.arguments]
@@ -118,17 +156,7 @@ def differentiate(name: str, save: Callable[[Any, Any, Any], None], backward: Ru
             kept += found[shown:]
             return found[:shown]
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            if forward_ad._current_level >= 0:
-                check_tangents(["the gradient of an output"] * len(grads), grads)
-            if not torch.is_grad_enabled():
-                return *backward(ctx, *grads), None
-            once, edge = Once(ctx), torch.zeros((), requires_grad=True)
-            with torch.no_grad():
-                found = backward(once, *grads)
-            named = backward.__module__, edge, len(found)
-            return *NoSecondDerivative.apply(*named, *found, *grads, *once.saved_tensors), None
+        backward = once(lambda ctx, *grads: (*gradients(ctx, *grads), None), gradients.__module__)
 
     def dispatch(*inputs: Any) -> Any:
         transforms = torch._C._are_functorch_transforms_active()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringattn.kernels.partial import Partial, Streams, add_sinks, from_streams, merge_stack, packed, unpacked
+from ringattn.kernels.partial import Partial, Streams, add_sinks, merge_stack, packed, partial_of, unpacked
 from ringattn.planning import Plan, hardware_of
 from ringattn.serving import exchange_over, exchange_way
 
@@ -24,7 +24,7 @@ def merged_everywhere(rows: Tensor, plan: Plan, form: str, sinks: Tensor | None,
         else:
             part = shared(rows, over, form)
     if part is None:  # one rank
-        part = unpacked(rows, form) if form == "lse" else from_streams(unpacked(rows, form))
+        part = partial_of(rows, form)
     part = part if sinks is None else add_sinks(part, sinks.detach())
     return part.out.to(dtype).contiguous()
 
@@ -34,8 +34,8 @@ def shared(rows: Tensor, axis: Any, form: str) -> Partial:
     flat = rows.flatten(0, -2)[:, None, None]
     pad = -len(flat) % axis.size
     stack = axis.all_to_all(F.pad(flat, [0] * 6 + [0, pad]), 0, 0).wait().unflatten(0, (axis.size, -1))
-    everyone = axis.all_gather(packed(merged(unpacked(stack, form)), "lse"), 0).wait()[: len(flat)]
-    return unpacked(everyone.reshape(*rows.shape[:-1], -1), "lse")
+    everyone = axis.all_gather(packed(merged(unpacked(stack, form)), form), 0).wait()[: len(flat)]
+    return partial_of(everyone.reshape(rows.shape), form)
 
 
 def merged(stack: Partial | Streams, dtype: torch.dtype = torch.float32) -> Partial:

@@ -4,7 +4,7 @@ The keys of the next group come, and the gradients of the last one leave, while 
 quick for short sequences, at the price of O(T) memory for the keys of two groups.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
@@ -17,25 +17,25 @@ from ringattn.torch.steps import Entered, Grads, Score, Seen, delta_of
 
 
 def gather_forward(
-    groups: Iterable[Entered], axis: Axis, layout: Layout, where: Intervals, score: Callable[..., Score]
+    groups: Iterable[Entered], axis: Axis, layout: Layout, where: Intervals, kernel: Score
 ) -> Iterator[Partial]:
     """Attention of this rank's queries over all keys, brought into their global order."""
     for q, k, v, start in one_ahead(gathered(group, axis, layout) for group in groups):
-        yield score(q, k, v).attend(q, k, v, where, carry=start, out_dtype=q.dtype)
+        yield kernel.attend(q, k, v, where, carry=start, out_dtype=q.dtype)
         del k, v  # of this group, before those of the one after the next are made room for
 
 
 def gather_backward(
-    groups: Iterable[Seen], axis: Axis, layout: Layout, where: Intervals, score: Callable[..., Score], asked: bool
+    groups: Iterable[Seen], axis: Axis, layout: Layout, where: Intervals, kernel: Score, asked: bool
 ) -> Iterator[Grads]:
     """(dq, dk, dv) in float32, and delta if that is `asked` for."""
 
     def going_home() -> Iterator[Pending]:
         for q, k, v, out, lse, dout, dlse in one_ahead(gathered(group, axis, layout) for group in groups):
-            kernel = score(q, k, v)
-            delta = delta_of(kernel, out, dout, dlse, asked)
-            dq, *grads = kernel.attend_backward(q, k, v, where, dout, lse, delta)
-            del k, v
+            taken, delta = delta_of(kernel, out, dout, dlse, asked)
+            rows = kernel.rounded(dout, lse, taken)
+            dq, *grads = kernel.attend_backward(q, k, v, where, *rows)
+            del k, v, taken, rows
             home = [axis.reduce_scatter(reordered(x, layout, back=False), 1) for x in grads]
             del grads
             yield All(Done(dq), *home, Done(delta))

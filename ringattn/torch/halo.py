@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from ringattn.comms.axis import Axis
-from ringattn.planning import LIVE, Plan
+from ringattn.planning import Plan, of_text
 from ringattn.segments import Place, order, segments
 from ringattn.spec import Docs
 from ringattn.torch.dispatch import differentiate, fake, op
-from ringattn.torch.handles import docs_of, handle_of, numbered, spread, starts_of, whole_on_one
+from ringattn.torch.handles import docs_of, plan_of, spread, starts_of, text_of, whole_on_one
 from ringattn.torch.linear import begins
+from ringattn.torch.sharding import own_positions
 from ringattn.torch.states import gathered
 
 
@@ -27,14 +28,14 @@ def causal_convolution(
     `first` [B, W - 1, C] are the tokens before the sequence, the same on every rank; zeros if not given.
     """
     plan = whole_on_one(x_BTC, x_BTC) if plan is None else plan
-    handle = handle_of(plan)
+    text = text_of(plan)
     if first is not None and first.requires_grad and torch.is_grad_enabled():
         raise ValueError("first is what came before, and gets no gradient; give first.detach()")
     P, W = segments(plan), weight_CW.shape[1]
-    halo = torch.ops.ringattn.tokens_before(x_BTC, first, handle, W - 1)
+    halo = torch.ops.ringattn.tokens_before(x_BTC, first, text, W - 1)
     rows = torch.cat([halo, x_BTC.unflatten(1, (P, -1))], 2).flatten(0, 1)  # [B * P, W - 1 + T / P, C]
     length = rows.shape[1] - (W - 1)
-    begin = None if docs is None else torch.ops.ringattn.begins(x_BTC, starts_of(docs), handle)
+    begin = None if docs is None else torch.ops.ringattn.begins(x_BTC, starts_of(docs), text)
     at = torch.arange(length, device=x_BTC.device)
     y = rows[:, W - 1 :] * weight_CW[:, 0]
     for i in range(1, W):
@@ -47,7 +48,7 @@ def causal_convolution(
 
 def last_tokens(x_BTC: Tensor, plan: Plan, count: int, first: Tensor | None = None) -> Tensor:
     """The last `count` tokens of the whole sequence, on every rank; `first`, those before it, where it is too short."""
-    at = plan.positions().to(x_BTC.device) - (plan.seq_len - count)
+    at = torch.from_numpy(own_positions(plan)).to(x_BTC.device) - (plan.seq_len - count)
     mine = (at >= 0) & (at < count)
     found = x_BTC.new_zeros(len(x_BTC), count, x_BTC.shape[2]).index_copy(1, at[mine], x_BTC[:, mine])
     found = gathered(gathered(found, plan.ulysses_axis).sum(0), plan.ring_axis).sum(0)
@@ -104,9 +105,9 @@ def moved(axis: Axis, ways: list[tuple[Tail, int, int]], given: dict[Tail, Tenso
 
 
 @op("tokens_before")
-def tokens_before(x: Tensor, first: Tensor | None, plan: int, count: int) -> Tensor:
+def tokens_before(x: Tensor, first: Tensor | None, plan: str, count: int) -> Tensor:
     """[B, P, count, C]: the tokens just before each segment; `first`, or zeros, before the sequence."""
-    live = numbered(plan, x.shape[1], x.shape[1])
+    live = plan_of(plan, x.shape[1], x.shape[1])
     ways, rows = tails(live, count), x.unflatten(1, (segments(live), -1))
     length = rows.shape[2]
     found = carried(live, ways, {w: rows[:, w.source[2], length - w.tokens :] for w in ways if here(live, w.source)}, x)
@@ -119,14 +120,14 @@ def tokens_before(x: Tensor, first: Tensor | None, plan: int, count: int) -> Ten
 
 
 @fake("tokens_before")
-def _(x: Tensor, first: Tensor | None, plan: int, count: int) -> Tensor:
+def _(x: Tensor, first: Tensor | None, plan: str, count: int) -> Tensor:
     return x.new_empty(len(x), segments(spread(plan)), count, x.shape[2])
 
 
 @op("tokens_before_backward")
-def tokens_before_backward(grad: Tensor, plan: int, length: int) -> Tensor:
+def tokens_before_backward(grad: Tensor, plan: str, length: int) -> Tensor:
     """The gradients of all halos, brought to the tokens they are of."""
-    live = numbered(plan, length, length)
+    live = plan_of(plan, length, length)
     B, P, count, C = grad.shape
     ways, given = tails(live, count), {}
     for place in mine(live):
@@ -141,14 +142,14 @@ def tokens_before_backward(grad: Tensor, plan: int, length: int) -> Tensor:
 
 
 @fake("tokens_before_backward")
-def _(grad: Tensor, plan: int, length: int) -> Tensor:
+def _(grad: Tensor, plan: str, length: int) -> Tensor:
     return grad.new_empty(len(grad), length, grad.shape[3])
 
 
 @op("begins")
-def begins_of(x: Tensor, docs: Tensor, plan: int) -> Tensor:
+def begins_of(x: Tensor, docs: Tensor, plan: str) -> Tensor:
     """`begins` on the device of x, as one node of a compiled graph."""
-    live = numbered(plan, x.shape[1], x.shape[1])
+    live = plan_of(plan, x.shape[1], x.shape[1])
     ranks = live.ring_axis.rank, live.ulysses_axis.rank
     found = begins(live, docs_of(docs, live.seq_len), *ranks, len(x), x.device)
     assert found is not None
@@ -156,7 +157,7 @@ def begins_of(x: Tensor, docs: Tensor, plan: int) -> Tensor:
 
 
 @fake("begins")
-def _(x: Tensor, docs: Tensor, plan: int) -> Tensor:
+def _(x: Tensor, docs: Tensor, plan: str) -> Tensor:
     P = segments(spread(plan))
     rows = len(docs) if P == 1 or len(docs) == len(x) else len(x)
     return x.new_empty(rows * P, x.shape[1] // P, dtype=torch.int32)
@@ -177,12 +178,12 @@ def mine(plan: Plan) -> list[Place]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, _, ctx.handle, _ = inputs
-    ctx.plan, ctx.length = LIVE.get(ctx.handle), x.shape[1]  # as in attention
+    x, _, ctx.text, _ = inputs
+    ctx.plan, ctx.length = ctx.text and of_text(ctx.text), x.shape[1]  # as in attention
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return torch.ops.ringattn.tokens_before_backward(grad, ctx.handle, ctx.length), None, None, None
+    return torch.ops.ringattn.tokens_before_backward(grad, ctx.text, ctx.length), None, None, None
 
 
 differentiate("tokens_before", _save, _backward)

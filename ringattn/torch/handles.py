@@ -1,4 +1,4 @@
-"""A compiled graph holds tensors and numbers: a plan goes into an op as its number, and documents as their starts.
+"""A compiled graph holds tensors, numbers and strings: a plan goes into an op as its text, and documents as starts.
 
 A call without a plan is one device's, whose lengths are the tensors'. While a graph is traced they may be symbols: then
 no plan is made, and the op finds it when it runs.
@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Solo
-from ringattn.planning import LIVE, Plan
+from ringattn.comms.axis import one_rank
+from ringattn.planning import Plan, Transport, of_text
 from ringattn.spec import Docs
 
-HELD: dict[int, Plan] = {}  # those that compiled graphs were made with, by number
+HELD: dict[str, Plan] = {}  # those that compiled graphs were made with, by their text
+
+TELLS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 def constant(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +33,7 @@ def constant(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @lru_cache(maxsize=256)
 def kept_plan(seq_len: int, key_len: int) -> Plan:
-    return Plan(seq_len, key_len=key_len, axes=(Solo("ring"), Solo("ulysses")))
+    return Plan(seq_len, key_len=key_len, axes=one_rank())
 
 
 class Alone:
@@ -41,8 +43,8 @@ class Alone:
     """
 
     ring = ulysses = 1
-    layout, swaps = "contiguous", False
-    heads = head_dim = value_dim = groups = None
+    layout, swaps, transport = "contiguous", False, Transport()
+    heads = head_dim = value_dim = None
 
     def __init__(self, seq_len: int, key_len: int):
         self.seq_len = self.local_len = seq_len
@@ -59,16 +61,21 @@ def whole_on_one(q: Tensor, k: Tensor) -> Any:
     return (Alone if torch.compiler.is_compiling() else kept_plan)(q.shape[1], k.shape[1])
 
 
-def handle_of(plan: Any) -> int:
-    """The plan's number, for an op; -1 for that of one device, which it finds by the tensors' lengths."""
+def text_of(plan: Any) -> str:
+    """The plan's text, for an op; "" for that of one device, which it finds by the tensors' lengths."""
     if not torch.compiler.is_compiling():
-        return int(plan.handle)
-    if torch.compiler.is_exporting() and not isinstance(plan, Alone):
+        return str(plan.text)
+    if exporting() and not isinstance(plan, Alone):
         raise ValueError(
-            "torch.export with a plan: what is exported would hold the number of a plan of this process; export the "
-            "module without a plan, for one device"
+            "torch.export with a plan: what is exported would hold ranks of this process; export the module without a "
+            "plan, for one device"
         )
-    return -1 if isinstance(plan, Alone) else int(held(plain(plan.handle)))
+    return "" if isinstance(plan, Alone) else str(held(plan.text))
+
+
+def exporting() -> bool:
+    """Whether torch.export traces. torch 2.11 says so of torch.compile too, and only its flag tells them apart."""
+    return torch.compiler.is_exporting() if TELLS else torch.compiler._is_exporting_flag
 
 
 def plain(n: int) -> int:
@@ -76,25 +83,21 @@ def plain(n: int) -> int:
     return range(n).stop
 
 
-def numbered(plan: int, seq_len: int, key_len: int) -> Plan:
-    """The plan with this number; for -1 that of one device, of tensors this long."""
-    return kept_plan(seq_len, key_len) if plan == -1 else LIVE[plan]
+def plan_of(text: str, seq_len: int, key_len: int) -> Plan:
+    """The plan with this text; for "" that of one device, of tensors this long."""
+    return kept_plan(seq_len, key_len) if text == "" else of_text(text)
 
 
-def spread(plan: int) -> Any:
+def spread(text: str) -> Any:
     """The plan while a graph is traced, for what does not depend on lengths: ring, ulysses, layout."""
-    return Alone(0, 0) if plan == -1 else LIVE[plan]
+    return Alone(0, 0) if text == "" else of_text(text)
 
 
 @constant
-def held(plan: int) -> int:
-    """A number that a compiled graph holds as a constant; from here on the plan lives as long as the process.
-
-    What the plan works out once is worked out here: Python 3.11 takes a lock for that, which is not traced.
-    """
-    HELD[plan] = live = LIVE[plan]
-    _ = live.local_len, live.keys.local_len
-    return plan
+def held(text: str) -> str:
+    """A text that a compiled graph holds as a constant; from here on its plan lives as long as the process."""
+    HELD[text] = of_text(text)
+    return text
 
 
 def starts_of(docs: Docs | None) -> Tensor | None:

@@ -22,35 +22,39 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from ringattn import api
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch.agree import watched
 from ringattn.torch.loss import token_mean
 from ringattn.torch.pieces import LOGITS, in_pieces, tokens_at_once
+from ringattn.torch.same_data import compare_data
 
 NAME = "ringattn"  # what transformers calls this attention
 OTHERS = 64  # lengths beside the plan's own whose plans are kept
 IGNORED = -100  # a label that does not count
 
 
-def prepare(model: nn.Module, plan: Plan, *, over: Sequence[Any] = ()) -> nn.Module:
+def prepare(model: nn.Module, plan: Plan, *, over: Sequence[Any] = (), compare: bool = True) -> nn.Module:
     """The same model, whose `forward` takes whole sequences and computes this rank's tokens.
 
     model(input_ids, labels=, attention_mask=, position_ids=) gives `loss`, the mean over the real tokens of all
     ranks, and `logits` [B, t, V] of this rank's tokens (plan.unshard joins them). Its gradients are this rank's share:
     sum them over ranks, never average. `attention_mask` [B, T] marks padding on either side; `position_ids` that start
     again mark packed documents. `over` names further axes to average over (a data axis). Another length than the plan's
-    is spread in the same way.
+    is spread in the same way. A model with peft's adapters is prepared inside of them. Token ids and labels are
+    compared between the ranks of the plan, at first and then now and then, unless `compare` is False.
     """
+    outer, model = model, model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     refuse(model, plan, over)
     register()
     model.set_attn_implementation(NAME)  # type: ignore[operator]
-    model.ringattn = Spread({plan.seq_len: plan}, tuple(over), numbered_by(model), is_counted(model))  # type: ignore[assignment]
+    model.ringattn = Spread({plan.seq_len: plan}, tuple(over), numbered_by(model), is_counted(model), compare)
     for rotary in stretched(model):
         rotary.register_forward_pre_hook(show_last, with_kwargs=True)
         rotary.register_forward_hook(hide_last)
-    model.local_forward = model.forward  # type: ignore[assignment]
+    model.local_forward = model.forward
     model.forward = MethodType(forward, model)  # not a closure: a copy of the model runs its own weights
-    model.generate = generate  # type: ignore[assignment]
-    model.accepts_loss_kwargs = False  # type: ignore[assignment] # Trainer: the loss is a mean, of each batch by itself
-    return model
+    model.generate = generate
+    model.accepts_loss_kwargs = False  # Trainer: the loss is a mean, of each batch by itself
+    return outer
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Spread:
     over: tuple[Any, ...]
     numbered: str | None  # the module that would number the tokens by a rule of its own, not from 0 on
     counted: bool = False  # whether the model counts real tokens where padding comes first
+    compare: bool = True  # whether ranks compare what they are given
 
     def local(self, T: int) -> Plan:
         if T not in self.plans:
@@ -77,6 +82,7 @@ class Spread:
         raise TypeError("a prepared model belongs to its ranks; save its state_dict() or save_pretrained(FOLDER)")
 
 
+@torch.compiler.disable(recursive=False)
 def forward(
     self: Any,
     input_ids: Tensor | None = None,
@@ -87,7 +93,23 @@ def forward(
     inputs_embeds: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """What a prepared model does with whole sequences."""
+    """What a prepared model does with whole sequences. torch.compile takes what lies in between: the layers."""
+    plan, given = cut(self, input_ids, attention_mask, position_ids, labels, inputs_embeds, kwargs)
+    output = self.local_forward(**given)
+    return output if labels is None else with_loss(self, output, labels, attention_mask, plan)
+
+
+@torch.compiler.disable
+def cut(
+    self: Any,
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    labels: Tensor | None,
+    inputs_embeds: Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[Plan, dict[str, Any]]:
+    """The plan for these sequences, and what the model itself is called with: this rank's tokens."""
     B, T = sizes(input_ids, inputs_embeds, position_ids, labels)
     plan, device = self.ringattn.local(T), (input_ids if inputs_embeds is None else inputs_embeds).device  # type: ignore[union-attr]
     where, name = documents(B, T, attention_mask, position_ids), type(self).__name__
@@ -111,19 +133,20 @@ def forward(
     if position_ids is None and self.ringattn.counted and attention_mask is not None:
         positions = (attention_mask.cumsum(1) * attention_mask).long() - 1
     named = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
-    shards = {name: plan.shard(x, dim=1) for name, x in named.items() if x is not None}
+    shards = {name: plan.shard(x, dim=1, compare=self.ringattn.compare) for name, x in named.items() if x is not None}
     for rotary in stretched(self):
         rotary.ringattn_last = positions.max()
-    output = self.local_forward(
-        **shards,
-        position_ids=plan.shard(positions.expand(B, T), dim=1),
-        use_cache=False,
-        ringattn=Call(plan, where),
-        **accepted(kwargs),
-    )
+    shards["position_ids"] = plan.shard(positions.expand(B, T), dim=1, compare=False)
     if labels is None:
-        return output
-    loss = mean_loss(output.logits, labels, attention_mask, plan, self.ringattn.over)
+        compare_data(plan, watched(plan))
+    return plan, {**shards, "use_cache": False, "ringattn": Call(plan, where), **accepted(kwargs)}
+
+
+@torch.compiler.disable
+def with_loss(self: Any, output: Any, labels: Tensor, attention_mask: Tensor | None, plan: Plan) -> Any:
+    """The model's output, and first of all the loss over all ranks."""
+    spread = self.ringattn
+    loss = mean_loss(output.logits, labels, attention_mask, plan, spread.over, spread.compare)
     return type(output)(**{"loss": loss, **{name: x for name, x in output.items() if name != "loss"}})
 
 
@@ -256,13 +279,15 @@ def documents(B: int, T: int, attention_mask: Tensor | None, position_ids: Tenso
     return Docs.from_lengths([np.diff([0, *np.flatnonzero(row), T]).tolist() for row in cuts])
 
 
-def mean_loss(logits_BtV: Tensor, labels_BT: Tensor, mask: Tensor | None, plan: Plan, over: Sequence[Any]) -> Tensor:
+def mean_loss(
+    logits_BtV: Tensor, labels_BT: Tensor, mask: Tensor | None, plan: Plan, over: Sequence[Any], compare: bool = True
+) -> Tensor:
     """The mean cross entropy of each token's successor, over the labels of all ranks that count."""
     following = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
     if mask is not None:
         following = following.masked_fill(~mask.bool(), IGNORED)  # what padding predicts does not count
-    labels = plan.shard(following, dim=1).to(logits_BtV.device)
-    counted = plan.shard(following != IGNORED, dim=1).to(logits_BtV.device)
+    labels = plan.shard(following, dim=1, compare=compare).to(logits_BtV.device)
+    counted = plan.shard(following != IGNORED, dim=1, compare=False).to(logits_BtV.device)
     at_once = tokens_at_once(LOGITS, logits_BtV.shape[-1], len(logits_BtV))
     return token_mean(in_pieces(cross_entropy, at_once, logits_BtV, labels), plan, mask=counted, over=over)
 
@@ -318,6 +343,14 @@ class Sliding:
     """What stands for a sliding mask, for layers that say how far they see by their mask alone."""
 
     keys: int
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise ValueError(
+            f"a layer of this model changes its mask, a sliding window of {self.keys} keys, before its attention (it "
+            f"asks for mask.{name}): a mask of its own is not supported over ranks"
+        )
 
 
 def asked_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Sliding | None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
-from ringattn.check import of_choice, of_filled, of_keys, of_lengths, of_start, of_tree, of_window
-from ringattn.kernels.partial import FORMS, add_sinks, packed, unpacked
+from ringattn.check import of_choice, of_filled, of_keys, of_lengths, of_start, of_unknown, of_window
+from ringattn.kernels.partial import add_sinks, form_of, packed, unpacked
 from ringattn.planning import Plan, heads_problem
 from ringattn.serving import MOVES, keys_at_once
 from ringattn.spec import AttentionSpec, whole
@@ -117,15 +117,12 @@ def decode(
     *,
     spec: AttentionSpec | None = None,
     sinks: Tensor | None = None,
-    form: str = "lse",
-    parents: Sequence[int] | None = None,
     **unknown: Any,
 ) -> Tensor:
     """The next token or tokens, the same q, k, v [B, n, H or G, D] on every rank: out [B, n, H, V] on every rank.
 
-    Each rank attends to the keys it holds; the partials of all ranks are exchanged once and merged in rank order, as
-    (out, lse) or with form="streams" as (out, max, sum). Several tokens see each other causally; `parents`, the token
-    that each one follows, may say so and nothing else. Nothing is differentiable, as in `prefill`.
+    Each rank attends to the keys it holds; the partials of all ranks are exchanged once and merged in rank order.
+    Several tokens see each other causally. Nothing is differentiable, as in `prefill`.
 
     On a GPU the host asks the device for nothing, and a call can be captured in a CUDA graph once it has been made
     outside of one. Replays append without asking for room: what does not fit is dropped.
@@ -133,37 +130,35 @@ def decode(
     spec = CAUSAL if spec is None else spec
     q, k, v = autocast(q, k, v, dtype=cache.k.dtype)
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    quick = ready(q, k, v, cache, spec, sinks, form, parents, unknown, capturing)
+    quick = ready(q, k, v, cache, spec, sinks, unknown, capturing)
     if quick:
-        return decode_quickly(q, k, v, cache, spec, sinks, form, capturing)
+        return decode_quickly(q, k, v, cache, spec, sinks, capturing)
     q, k, v = q.detach(), k.detach(), v.detach()
     before, n = tuple(cache.lengths.tolist()), q.shape[1]
     with cache.unless_it_fails():
         cache.keep(k, v, n)
         chunk = Chunk(spec, n, before, cache.holders())
-        part = attend_cache(q, cache, chunk)
+        part, form = attend_cache(q, cache, chunk), form_of(q)
         return merged_everywhere(packed(part, form), cache.plan, form, sinks, q.dtype)
 
 
 def ready(
-    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec, sinks: Tensor | None, form: str,
-    parents: Sequence[int] | None, unknown: dict[str, Any], capturing: bool,
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec, sinks: Tensor | None,
+    unknown: dict[str, Any], capturing: bool,
 ) -> bool:  # fmt: skip
     """Raise on all ranks alike, before the cache is touched, if this call cannot be; else whether it can go quickly.
 
     A kind of call that was found right once is looked up: then only the cache's lengths are new.
     """
-    problem = of_choice("form", form, tuple(FORMS))
-    call = (spec, form, *kinds(q, k, v, sinks))
-    quick = None if problem else cache.known.get(call)
+    problem, call = None, (spec, *kinds(q, k, v, sinks))
+    quick = cache.known.get(call)
     if capturing:
-        problem = problem or of_capture(cache, quick)
-    elif quick is not None and not unknown and parents is None and cache.window is None and not watched(cache.plan):
+        problem = of_capture(cache, quick)
+    elif quick is not None and not unknown and cache.window is None and not watched(cache.plan):
         problem = of_filled(cache.lengths) or cache.overflow(k.shape[1])
     else:
         problem = (
-            problem
-            or of_tree(q.shape[1], parents, unknown)
+            of_unknown("decode", unknown, "spec", "tree")
             or check.of_tensors(q, k, v)
             or heads_problem(q.shape[2], k.shape[2], ulysses=1)
             or check.of_sinks_for(q, sinks)
@@ -173,7 +168,7 @@ def ready(
         )
         if problem is None and q.shape[1] != k.shape[1]:
             problem = f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
-        settle(cache, cache.plan, spec, {"q": q, "k": k, "v": v, "sinks": sinks}, f"form={form}", problem)
+        settle(cache, cache.plan, spec, {"q": q, "k": k, "v": v, "sinks": sinks}, "decode", problem)
         quick = is_quick(q, v, cache, spec)
         cache.know(call, quick)
     if problem:
@@ -216,7 +211,7 @@ def settle(
 
 
 def decode_quickly(
-    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec, sinks: Tensor | None, form: str,
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec, sinks: Tensor | None,
     capturing: bool,
 ) -> Tensor:  # fmt: skip
     """Append, attend and merge in a few launches that read the lengths where they are, on the device."""
@@ -231,8 +226,8 @@ def decode_quickly(
     if cache.ranks == 1:
         out = merge.merge_stack(parts, None, sinks, dtype=q.dtype).out
     else:
-        rows = torch.empty(*q.shape[:3], v.shape[-1] + 1, dtype=torch.float32, device=q.device)
-        part = merge.merge_stack(parts, into=unpacked(rows, "lse"))
+        rows, form = torch.empty(*q.shape[:3], v.shape[-1] + 1, dtype=torch.float32, device=q.device), form_of(q)
+        part = merge.merge_stack(parts, into=unpacked(rows, "lse") if form == "lse" else None)
         out = merged_everywhere(rows if form == "lse" else packed(part, form), cache.plan, form, sinks, q.dtype)
     cache.grow(n, capturing)
     return out

@@ -20,14 +20,14 @@ from ringattn.check import of_choice, of_linear, of_scale, of_state
 from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear import Room
-from ringattn.planning import LIVE, Plan
+from ringattn.planning import Plan, of_text
 from ringattn.segments import BEFORE, WAYS, choose, order, segments
 from ringattn.spec import Docs
 from ringattn.torch import agree, states
 from ringattn.torch.attention import autocast
-from ringattn.torch.check import have_tangents, of_tangents, of_tensors
+from ringattn.torch.check import have_tangents, of_dense, of_tangents, of_tensors
 from ringattn.torch.dispatch import differentiate, fake, no_autocast, op
-from ringattn.torch.handles import docs_of, handle_of, numbered, spread, starts_of, whole_on_one
+from ringattn.torch.handles import docs_of, plan_of, spread, starts_of, text_of, whole_on_one
 from ringattn.torch.sharding import local_positions, real_tokens
 from ringattn.torch.ulysses import Real, cleared
 
@@ -51,7 +51,7 @@ def linear_attention(
 ) -> Any:
     """S_t = exp(log_decay_t) S_{t-1} + k_t^T v_t and o_t = scale * q_t S_t; this rank holds its plan's tokens."""
     plan = whole_on_one(q, q) if plan is None else plan
-    handle = handle_of(plan)
+    text = text_of(plan)
     q, k, v = autocast(q, k, v)
     compiling = torch.compiler.is_compiling()
     keep = torch.is_grad_enabled() and any(
@@ -66,7 +66,7 @@ def linear_attention(
         raise ValueError(found)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, end, *_ = torch.ops.ringattn.linear_attention(
-        q, k, v, log_decay, initial_state, starts_of(docs), handle, compiling, scale, kernel, scan, return_state, keep
+        q, k, v, log_decay, initial_state, starts_of(docs), text, compiling, scale, kernel, scan, return_state, keep
     )
     return (out, end) if return_state else out
 
@@ -103,6 +103,7 @@ def problem(
         of_linear(q, k, v, log_decay, plan, docs)
         or of_tensors(q, k, v)
         or of_tangents(log_decay=log_decay, initial_state=initial_state)
+        or of_dense(log_decay=log_decay, initial_state=initial_state)
         or of_scale(scale, q.shape[-1])
         or of_choice("kernel", kernel, ("auto", *(one.name for one in linear.TABLE)))
         or of_choice("scan", scan, ("auto", *WAYS))
@@ -135,8 +136,8 @@ def of_gates(log_decay: Tensor, real: Real) -> str | None:
 class Call:
     """What an op knows of its call beside the tensors."""
 
-    def __init__(self, q: Tensor, v: Tensor, docs: Tensor | None, plan: int, kernel: str, scan: str):
-        self.plan = numbered(plan, q.shape[1], q.shape[1])
+    def __init__(self, q: Tensor, v: Tensor, docs: Tensor | None, plan: str, kernel: str, scan: str):
+        self.plan = plan_of(plan, q.shape[1], q.shape[1])
         self.docs = docs_of(docs, self.plan.seq_len)
         self.alone = self.plan.ring * self.plan.ulysses == 1
         self.parts = segments(self.plan)
@@ -218,7 +219,7 @@ def forward(
     g: Tensor | None,
     initial: Tensor | None,
     docs: Tensor | None,
-    plan: int,
+    plan: str,
     check: bool,
     scale: float,
     kernel: str,
@@ -248,7 +249,7 @@ def forward(
 
 @fake("linear_attention")
 def _(
-    q: Tensor, k: Tensor, v: Tensor, g: Any, initial: Any, docs: Any, plan: int, check: bool, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Any, initial: Any, docs: Any, plan: str, check: bool, scale: float,
     kernel: str, scan: str, return_state: bool, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (B, T, H, K), V, live, dtype = q.shape, v.shape[3], spread(plan), accumulator(q)
@@ -273,7 +274,7 @@ def backward(
     kept: Tensor,
     dout: Tensor,
     dend: Tensor | None,
-    plan: int,
+    plan: str,
     scale: float,
     kernel: str,
     scan: str,
@@ -314,8 +315,8 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.handle, _, ctx.scale, ctx.kernel, ctx.scan, ctx.return_state, _ = inputs
-    ctx.plan = LIVE.get(ctx.handle)  # as in attention
+    *tensors, ctx.text, _, ctx.scale, ctx.kernel, ctx.scan, ctx.return_state, _ = inputs
+    ctx.plan = ctx.text and of_text(ctx.text)  # as in attention
     ctx.save_for_backward(*tensors, *output[2:])
     ctx.set_materialize_grads(False)  # no zeros as large as the states
 
@@ -328,7 +329,7 @@ def _backward(ctx: Any, dout: Tensor | None, dend: Tensor | None) -> tuple[Any, 
     elif dend is None:  # not used here, but perhaps on another rank
         dend = q.new_zeros(q.shape[0], *q.shape[2:], v.shape[3], dtype=accumulator(q))
     dq, dk, dv, dg, dinitial = torch.ops.ringattn.linear_attention_backward(
-        q, k, v, g, initial, docs, *kept, dout, dend, ctx.handle, ctx.scale, ctx.kernel, ctx.scan
+        q, k, v, g, initial, docs, *kept, dout, dend, ctx.text, ctx.scale, ctx.kernel, ctx.scan
     )
     return dq, dk, dv, None if g is None else dg, None if initial is None else dinitial, *[None] * 8
 

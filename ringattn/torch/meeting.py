@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ringattn import kernels
 from ringattn.comms.axis import Axis, Done, Parts, Pending
-from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import Partial, empty, packed, unpacked
+from ringattn.kernels.partial import Partial, empty, form_of, packed, unpacked
 from ringattn.layout import Layout
 from ringattn.planning import Plan
 from ringattn.serving import queries_at_once
@@ -111,8 +111,9 @@ class Guests:
     def attend(self, cache: KVCache, chunk: Chunk, keys: int | None, dtype: torch.dtype) -> Partial:
         """This rank's partial over the keys of all, merged in rank order; its out may be of `dtype`."""
         rows = (self.axis.size, *self.q.shape[:3])  # by the rank that has the keys
-        room = partial(torch.empty, dtype=accumulator(self.q), device=self.q.device)
-        found = Partial(room(*rows, cache.v.shape[-1]), room(rows))
+        room = partial(torch.empty, device=self.q.device)
+        out = room(*rows, cache.v.shape[-1], dtype=accumulator(self.q))
+        found = Partial(out, room(rows, dtype=fine(self.q)))
         leaving: Pending = Done()
         self.coming.wait()
         for i, (stop, following) in enumerate(with_next(self.run, END)):
@@ -133,9 +134,10 @@ class Guests:
             del work, part
         if self.within.size == 1:
             return merged(found, dtype)
-        share = packed(merged(found), "lse").movedim(1, 0)  # [T, B, H, V + 1]
+        form = form_of(self.q)
+        share = packed(merged(found), form).movedim(1, 0)  # [T, B, H, V + 1 or 2]
         stack = self.within.all_to_all(share, 0, 0).wait().unflatten(0, (self.within.size, -1))
-        return merged(unpacked(stack.movedim(1, 2), "lse"), dtype)
+        return merged(unpacked(stack.movedim(1, 2), form), dtype)
 
 
 def attend_travelling(q: Tensor, new: Pending, plan: Plan, cache: KVCache, chunk: Chunk, keys: int) -> Partial:

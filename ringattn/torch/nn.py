@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringattn import api
+from ringattn import api, choosing
 from ringattn.check import of_sizes
+from ringattn.comms.axis import Ranks
 from ringattn.kernels.arrays import accumulator
-from ringattn.planning import LIVE, Plan
+from ringattn.planning import Plan, of_text
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.cache import KVCache
 from ringattn.torch.check import of_types
 from ringattn.torch.dispatch import fake, op
-from ringattn.torch.handles import handle_of
+from ringattn.torch.handles import text_of
 from ringattn.torch.inference import decode, prefill
 from ringattn.torch.nn_linear import GatedLinearAttention as GatedLinearAttention
 from ringattn.torch.nn_linear import check_input, check_stream, head_size
@@ -52,14 +53,14 @@ def rope(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @op("positions")
-def positions_of(x: Tensor, plan: int) -> Tensor:
-    """plan.positions() on the device of x, as one node of a compiled graph; the plan comes as its handle."""
-    return LIVE[plan].positions().to(x.device, copy=True)
+def positions_of(x: Tensor, plan: str) -> Tensor:
+    """plan.positions() on the device of x, as one node of a compiled graph; the plan comes as its text."""
+    return of_text(plan).positions().to(x.device, copy=True)
 
 
 @fake("positions")
-def _(x: Tensor, plan: int) -> Tensor:
-    return x.new_empty(LIVE[plan].local_len, dtype=torch.int64)
+def _(x: Tensor, plan: str) -> Tensor:
+    return x.new_empty(of_text(plan).local_len, dtype=torch.int64)
 
 
 class Attention(nn.Module):
@@ -99,7 +100,7 @@ class Attention(nn.Module):
         if positions is None and plan is None:
             positions = torch.arange(T, device=x_BTC.device)
         elif positions is None:
-            positions = torch.ops.ringattn.positions(x_BTC, handle_of(plan))
+            positions = torch.ops.ringattn.positions(x_BTC, text_of(plan))
         elif found := of_types(positions=positions):
             raise ValueError(found)
         elif tuple(positions.shape) not in ((T,), (1, T), (len(x_BTC), T)):
@@ -160,7 +161,7 @@ class StreamingAttention(Attention):
         if plan is None:
             if cache is not None and cache.ranks > 1:
                 raise ValueError(f"the cache is spread over {cache.ranks} ranks: pass the plan of this chunk too")
-            plan = api.plan(seq_len=T) if cache is None else cache.plan.for_length(T)
+            plan = choosing.plan(seq_len=T) if cache is None else cache.plan.for_length(T)
         q, k, v = self.projected(x_BTC, plan.positions().to(x_BTC.device) + self.filled)
         cache = self.allocate(k, plan) if cache is None else cache.for_chunk(plan.seq_len)
         out = prefill(q, k, v, plan, cache, spec=self.spec)
@@ -198,7 +199,12 @@ class StreamingAttention(Attention):
 
     def allocate(self, k: Tensor, plan: Plan) -> KVCache:
         B, _, G, D = k.shape
-        here = replace(plan, device=k.device.type)  # a plan without a mesh does not know where the layer is
+        device = k.device.type  # a plan without a mesh does not know where the layer is
+        here = (
+            plan
+            if plan.device == device
+            else replace(plan, axes=Ranks(plan.axes.ring, plan.axes.ulysses, device=device))
+        )
         with torch.cuda.device_of(k):
             return KVCache.allocate(
                 here, batch=B, max_len=self.max_len, kv_heads=G, head_dim=D, dtype=k.dtype, window=self.spec.window,

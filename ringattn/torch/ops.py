@@ -14,7 +14,7 @@ from torch import Tensor
 from ringattn import kernels
 from ringattn.check import of_choice
 from ringattn.kernels import reference
-from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.kernels.partial import Partial
 from ringattn.planning import heads_problem
@@ -60,7 +60,8 @@ def attend(
         raise ValueError(problem)
     begin, end = (x.to(torch.int32)[None] if x.dim() == 1 else x.to(torch.int32) for x in (begin, end))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return Partial(*torch.ops.ringattn.attend(q, k, v, begin, end, scale, softcap, impl))
+    out, lse = torch.ops.ringattn.attend(q, k, v, begin, end, scale, softcap, impl)
+    return Partial(out, lse.to(out.dtype))
 
 
 def of_intervals(q: Tensor, begin: Tensor, end: Tensor) -> str | None:
@@ -145,8 +146,7 @@ def attend_op(
 @fake("attend")
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     B, T, H, _ = q.shape
-    exact = accumulator(q)
-    return q.new_empty(B, T, H, v.shape[3], dtype=exact), q.new_empty(B, T, H, dtype=exact)
+    return q.new_empty(B, T, H, v.shape[3], dtype=accumulator(q)), q.new_empty(B, T, H, dtype=fine(q))
 
 
 @op("attend_backward")
@@ -166,7 +166,7 @@ def attend_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel, where = chosen(q, k, v, begin, end, softcap, impl)
     with no_autocast(q.device):
-        delta = getattr(kernel, "row_delta", reference.row_delta)(out, dout, dlse)
+        delta = getattr(kernel, "row_delta", reference.row_delta)(out, dout, dlse.to(out.dtype))
         grads = kernel.attend_backward(q, k, v, where, dout, lse, delta, scale=scale, softcap=softcap)
     dq, dk, dv = (g.to(x.dtype).contiguous() for g, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv

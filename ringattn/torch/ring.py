@@ -1,8 +1,8 @@
 """The ring: keys travel, queries stay, partials merge; the keys' gradients travel back to them and add up.
 
-On the direct route every block comes from its owner, several small ones at a step, and its gradients return straight
-to it: no transfer waits for another. On the relay route blocks go from rank to rank, over the shortest links, and
-their gradients follow one hop behind. What goes where is decided in `ringattn.schedule` and only carried out here.
+A run is rounds of visits (`ringattn.schedule` says what meets whom; here it is only carried out). The block that a rank
+holds flies to its next holder during a whole round; what the next visit works on flies during one. In backward each
+visit's gradients go to the rank that holds the block, where they add up, move on with it, and go home at the end.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,105 +15,144 @@ from ringattn.comms.axis import Axis, Done, Parcels, Parts, Pending
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.total import Total
-from ringattn.torch.steps import Level, Run, Score, Stop, carried_in
+from ringattn.schedule import Hop
+from ringattn.torch.steps import Run, Score, Stop, carried_in
 
 S = TypeVar("S")
 Rows = tuple[Tensor, Tensor, Tensor]  # dout, the lse over all keys, delta (or, for tiles, the out over all keys)
-Pair = tuple[Tensor, ...]  # keys and values, or their gradients
-Work = tuple[Callable[[], Any], Callable[[], Any]]  # one gives (dk, dv), the other dq
-NOTHING: Work = (lambda: (None, None), lambda: None)
 END = Stop(None, (), {}, (), ())
 EVERY = slice(None)
 LONG = 64 * 2**20  # bytes: a hop of so many takes longer than launching a kernel more
 
 
-def direct_forward(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Sequence[Stop], score: Score, start: Partial | None,
-    ends: bool = True,
-) -> Partial:  # fmt: skip
-    """Attention of this rank's queries over all ranks' keys. The next step's keys fly while this one computes.
+def forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score, start: Partial | None) -> Partial:
+    """Attention of this rank's queries over all ranks' keys. The next visit's keys fly while this one computes.
 
-    Accumulates in float32 from `start`; `out` of the result has the dtype of `q` unless no step had work, or the
-    attention does not end here.
+    Accumulates in float32 from `start`; `out` of the result has the dtype of `q` unless no step had work.
     """
     part: Partial | None = start
-    keys: Pair = (k, v)
-    last = max((i for i, stop in enumerate(run) if stop.where), default=-1)
-    for i, (stop, following) in enumerate(with_next(run, END)):
-        work: Callable[[], Partial | None] = partial(as_it_was, part)
-        if stop.where:
-            dtype = carried_in(q, score, stop.where, part, ends and i == last)
-            work = partial(score.attend, q, *keys, stop.where, carry=part, out_dtype=dtype)
-        keys, trip = room_for(following, k, v)
-        part, hop = axis.share(*trip, work, f"keys of step {i + 2} of {len(run)}, forward")
-        hop.wait()
+    held: Sequence[Tensor] = (k, v)
+    left = sum(stop.where is not None for leg in run for stop in leg.stops)
+    for i, leg in enumerate(run, start=1):
+        flight, keys = rotate(axis, held, leg.hop, f"keys of round {i + 1} of {len(run)}, forward"), held
+        for j, (stop, following) in enumerate(with_next(leg.stops, END), start=2):
+            work: Callable[[], Partial | None] = partial(as_it_was, part)
+            if stop.where:
+                left -= 1
+                dtype = carried_in(q, score, stop.where, part, ends=not left)
+                work = partial(score.attend, q, *keys, stop.where, carry=part, out_dtype=dtype)
+            keys, trip = room_for(following, *held)
+            part, coming = axis.share(*trip, work, f"keys of step {j} of {len(leg.stops)}, forward")
+            coming.wait()
+        held = flight.wait() or held
     return part or empty(q, v.shape[-1])
 
 
-def direct_backward(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Sequence[Stop], score: Score, rows: Rows
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), in the dtypes of their tensors."""
-    dq = Total(q)
-    dk, dv = visits_backward(q, k, v, axis, run, score, rows, dq)
-    return dq.tensor(q.dtype), dk.tensor(k.dtype), dv.tensor(v.dtype)
+class KeysTravel:
+    """The backward pass in which keys and values travel and dq adds up where the queries are.
+
+    `alone`: there is one step, so nothing adds up, and gradients are found in the dtypes of their tensors.
+    """
+
+    named, returns = "keys", 2  # what travels, and how many of its tensors have a gradient
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, score: Score, rows: Rows, alone: bool = False):
+        self.score, self.q, self.rows = score, q, rows
+        self.travels, self.stays = (k, v), (Total(q),)
+        self.alone = alone
+
+    def turns(self, stops: Sequence[Stop]) -> "list[Turn]":
+        return turns_of(stops, self.score, self.q, *self.travels)
+
+    def work(self, turn: "Turn", here: Sequence[Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Two functions: the gradients of what travels, and of what stays."""
+        tensors = some_heads(self.q, turn.queries), *some_heads(here, turn.keys)
+        rows = some_heads(self.rows, turn.queries)
+        dq = self.stays[0].place
+        keys, queries = self.score.halves(*tensors, turn.stop.where, *rows, dq=dq, alone=self.alone)
+        return keys, lambda: (queries(),)
 
 
-def visits_backward(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Sequence[Stop], score: Score, rows: Rows, dq: Total
-) -> Sequence[Total]:
-    """(dk, dv), and dq where it adds up. A step's part of other ranks' gradients is on its way while dq is computed."""
-    home, turns = Home(axis, score.narrow, k, v), turns_of(run, score, q, k, v)
-    keys, trip = room_for(turns[0].stop, k, v)
-    made, hop = axis.share(*trip, partial(score.prepare, q, *rows), f"keys of step 1 of {len(run)}, backward")
-    hop.wait()
-    for i, (turn, following) in enumerate(with_next(turns, LAST), start=len(run) + 1 - len(turns)):
-        if score.parted:  # what came has flown beside dq; else it may still fly beside this step
+class QueriesTravel:
+    """The backward pass in which queries and their rows travel and keys stay.
+
+    Fewer bytes where there are as many key heads as query heads: dq alone comes back, not dk and dv.
+    """
+
+    named, returns = "queries", 1
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, score: Score, rows: Rows):
+        self.score, self.keys = score, (k, v)
+        self.travels, self.stays = tuple(x.contiguous() for x in (q, *rows)), (Total(k), Total(v))
+
+    def turns(self, stops: Sequence[Stop]) -> "list[Turn]":
+        return turns_of(stops, self.score)
+
+    def work(self, turn: "Turn", here: Sequence[Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Two functions: the gradients of what travels, and of what stays."""
+        (q, *rows), (dk, dv) = here, self.stays
+        keys, queries = self.score.halves(q, *self.keys, turn.stop.where, *rows, dk=dk.place, dv=dv.place)
+        return lambda: (queries(),), keys
+
+
+Side = KeysTravel | QueriesTravel
+
+
+def backward(side: Side, axis: Axis, run: Run) -> tuple[Sequence[Total], Sequence[Total]]:
+    """The gradients of what travels and of what stays."""
+    held: Sequence[Tensor] = side.travels
+    own: Sequence[Total] = ()
+    arriving: Pending = Done()
+    returning: list[Pending] = []
+    for i, leg in enumerate(run, start=1):
+        say = f"round {i} of {len(run)}, backward"
+        flight = rotate(axis, held, leg.hop, f"{side.named} after {say}")
+        found = visit(side, axis, leg.stops, held)
+        if i == 1:
+            own = found
+        else:  # sums of another rank's block: what its last holder found comes here, and all of it goes on
+            add_to(found, arriving.wait())
+            sums = [total.tensor(total.exact) for total in found] if leg.hop or leg.home else []
+            arriving = rotate(axis, sums, leg.hop, f"gradients after {say}")
+            returning.append(rotate(axis, sums, leg.home, f"gradients home after {say}"))
+        held = flight.wait() or held
+    for transfer in returning:  # the own block's gradients come home in one of them; the others only sent
+        add_to(own, transfer.wait())
+    return own, side.stays
+
+
+def visit(side: Side, axis: Axis, stops: Sequence[Stop], held: Sequence[Tensor]) -> Sequence[Total]:
+    """The gradients of the held block, from all who visit it; those of this rank's own queries (or keys) add up in
+    `side.stays`. A step's gradients of other ranks' blocks are on their way while it computes the others.
+    """
+    home, turns = Home(axis, side.score.narrow, *held[: side.returns]), side.turns(stops)
+    steps = len(stops)
+    here, trip = room_for(turns[0].stop, *held)
+    axis.share(*trip, nothing, f"{side.named} of step 1 of {steps}, backward")[1].wait()
+    for i, (turn, following) in enumerate(with_next(turns, LAST), start=1 + steps - len(turns)):
+        if side.score.parted:  # what came has flown beside the gradients of what stays; else it may fly beside this
             home.settle()
-        stop, of_queries, of_keys = turn
-        work = NOTHING
-        if stop.where:
-            tensors = some_heads(q, of_queries), *some_heads(keys, of_keys)
-            work = score.halves(*tensors, stop.where, *some_heads(made, of_queries), dq=dq.place)
-        keys, trip = room_for(following.stop, k, v)
-        grads, hop = axis.share(*trip, work[0], f"keys of step {i + 1} of {len(run)}, backward")
-        home.send(stop, grads, f"gradients of step {i} of {len(run)}", of_keys)
-        dq.add(work[1](), heads=of_queries)
-        dq.fold()
-        hop.wait()
+        work = side.work(turn, here) if turn.stop.where else NOTHING
+        here, trip = room_for(following.stop, *held)
+        grads, coming = axis.share(*trip, work[0], f"{side.named} of step {i + 1} of {steps}, backward")
+        home.send(turn.stop, grads, f"gradients of step {i} of {steps}", turn.keys)
+        for total, found in zip(side.stays, work[1](), strict=False):
+            total.add(found, heads=turn.queries)
+            total.fold()
+        coming.wait()
         del work, grads  # they hold what has been used, while room is made for what comes
     home.settle(last=True)
     return home.own
 
 
-def queries_backward(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Sequence[Stop], score: Score, rows: Rows
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`direct_backward` the other way round: queries and their rows travel, and dq comes home; keys stay.
+def add_to(totals: Sequence[Total], found: Sequence[Tensor] | None) -> None:
+    for total, x in zip(totals, found or (), strict=False):
+        total.add(x)
 
-    Fewer bytes where there are as many key heads as query heads: dq alone comes back, not dk and dv.
-    """
-    dk, dv = Total(k), Total(v)
-    home, turns = Home(axis, score.narrow, q), turns_of(run, score)
-    own = tuple(x.contiguous() for x in (q, *rows))
-    here, trip = room_for(turns[0].stop, *own)
-    axis.share(*trip, nothing, f"queries of step 1 of {len(run)}, backward")[1].wait()
-    for i, ((stop, *_), following) in enumerate(with_next(turns, LAST)):
-        if score.parted:
-            home.settle()
-        work = NOTHING
-        if stop.where:
-            work = score.halves(here[0], k, v, stop.where, *score.prepare(*here), dk=dk.place, dv=dv.place)
-        here, trip = room_for(following.stop, *own)
-        dq, hop = axis.share(*trip, work[1], f"queries of step {i + 2} of {len(run)}, backward")
-        home.send(stop, (dq,), f"gradients of step {i + 1} of {len(run)}")
-        for total, found in zip((dk, dv), work[0](), strict=True):
-            total.add(found)
-            total.fold()
-        hop.wait()
-        del work, dq, found
-    home.settle(last=True)
-    return home.own[0].tensor(q.dtype), dk.tensor(k.dtype), dv.tensor(v.dtype)
+
+def rotate(axis: Axis, tensors: Sequence[Tensor], hop: Hop | None, what: str) -> Pending:
+    """The rotation of a round, if there is one."""
+    return axis.rotate(tensors, hop.shift, hop.send, hop.recv, what) if hop else Done()
 
 
 class Turn(NamedTuple):
@@ -157,8 +196,7 @@ def some_heads(x: Any, at: slice) -> Any:
         return x
     if isinstance(x, Tensor):
         return x[:, :, at]
-    found = [some_heads(y, at) for y in x]
-    return type(x)(*found) if hasattr(x, "_fields") else found
+    return [some_heads(y, at) for y in x]
 
 
 def with_next(run: Sequence[S], end: S) -> Iterable[tuple[S, S]]:
@@ -170,7 +208,11 @@ def as_it_was(x: Any) -> Any:
     return x
 
 
-def nothing() -> None: ...
+def nothing() -> tuple[Any, ...]:
+    return ()
+
+
+NOTHING = nothing, nothing
 
 
 class Trip(NamedTuple):
@@ -204,7 +246,7 @@ class Home:
     def send(self, stop: Stop, grads: Sequence[Any], what: str, heads: slice = EVERY) -> None:
         """Send the gradients of what a stop brought to their owners, and make room for what comes from the others."""
         if not stop.brought and not stop.readers:  # nothing moved: it worked on what is at home, if at all
-            for total, found in zip(self.own, grads, strict=True):
+            for total, found in zip(self.own, grads, strict=False):  # none, without work
                 total.add(found, heads=heads)
             return
         self.settle()
@@ -229,102 +271,3 @@ class Home:
         if isinstance(grads[0], Total):
             return [x.rows_at(at, dtype) for x, dtype in zip(grads, self.dtypes, strict=True) for at in places]
         return Parts([x.to(dtype) for x, dtype in zip(grads, self.dtypes, strict=True)], places)
-
-
-def levels_forward(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Sequence[Level], score: Score, start: Partial | None
-) -> Partial:
-    """`direct_forward` host by host: a rank holds a block of each in turn, whose next hop flies during all of them."""
-    part: Partial | None = start
-    held: Any = (k, v)
-    for i, (stops, hop, _) in enumerate(run):
-        what = f"keys of round {i + 2} of {len(run)}, forward"
-        flight = axis.rotate(held, hop.shift, hop.send, hop.recv, what) if hop else Done()
-        part = direct_forward(q, held[0], held[1], axis, stops, score, part, ends=i == len(run) - 1)
-        held = flight.wait() or (k, v)
-    return part or empty(q, v.shape[-1])
-
-
-def levels_backward(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Sequence[Level], score: Score, rows: Rows
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`direct_backward` host by host: gradients add up where the block is held, and cross the hosts once each."""
-    dq = Total(q)
-    own: Any = None
-    held: Any = (k, v)
-    returning: Pending = Done()
-    for i, (stops, hop, home) in enumerate(run):
-        what = f"round {i + 1} of {len(run)}, backward"
-        flight = axis.rotate(held, hop.shift, hop.send, hop.recv, what) if hop else Done()
-        grads = [x.tensor(x.exact) for x in visits_backward(q, held[0], held[1], axis, stops, score, rows, dq)]
-        own = add_into(own, returning.wait()) if i else grads
-        returning = axis.rotate(grads, home.shift, home.send, home.recv, what) if home else Done()
-        held = flight.wait() or (k, v)
-    own = add_into(own, returning.wait())
-    return dq.tensor(q.dtype), own[0], own[1]
-
-
-def relay_forward(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score, start: Partial | None
-) -> Partial:
-    """`direct_forward` by way of the neighbours. The next hop flies while this step computes."""
-    part: Partial | None = start
-    keys: Any = (k, v)
-    last = max((i for i, (step, _) in enumerate(run) if step.work), default=-1)
-    for i, (step, where) in enumerate(run):
-        what = f"keys of step {i + 2} of {len(run)}, forward"
-        hop = axis.rotate(keys, step.hop.shift, step.hop.send, step.hop.recv, what) if step.hop else Done()
-        if step.work:
-            dtype = carried_in(q, score, where, part, i == last)
-            part = score.attend(q, *keys, where, carry=part, out_dtype=dtype)
-        keys = hop.wait() or (k, v)
-    return part or empty(q, v.shape[-1])
-
-
-def relay_backward(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score, rows: Rows
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`direct_backward` by way of the neighbours.
-
-    At home a block's gradient adds up in `own`; while it travels, every rank adds its part to what arrives, and the
-    last rank that sees the block sends its gradient straight home.
-    """
-    dq: Tensor | None = None
-    rows = score.prepare(q, *rows)
-    own: Pair = zeros(k, v)
-    keys: Any = (k, v)
-    arriving: Pending = Done()
-    returning: list[Pending] = []
-    for i, (step, where) in enumerate(run):
-        what = f"step {i + 1} of {len(run)}, backward"
-        hop = axis.rotate(keys, step.hop.shift, step.hop.send, step.hop.recv, what) if step.hop else Done()
-        if i == 0:
-            if step.work:
-                dq, *own = score.attend_backward(q, *keys, where, *rows, dq=dq, dk=own[0], dv=own[1])
-        else:
-            grads: Any = None
-            if step.work:
-                dq, *grads = score.attend_backward(q, *keys, where, *rows, dq=dq)
-            grads = add_into(arriving.wait(), grads) or (zeros(k, v) if step.here else own)
-            arriving = axis.rotate(grads, step.hop.shift, step.hop.send, step.hop.recv, what) if step.hop else Done()
-            if step.home:
-                returning.append(axis.rotate(grads, step.home.shift, step.home.send, step.home.recv, what))
-        keys = hop.wait() or (k, v)
-    for transfer in returning:  # this rank's own block comes home in one of them; the others only sent
-        own = add_into(own, transfer.wait())
-    return zero(q) if dq is None else dq, own[0], own[1]
-
-
-def zeros(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return zero(k), zero(v)
-
-
-def zero(x: Tensor) -> Tensor:
-    return x.new_zeros(x.shape, dtype=accumulator(x))
-
-
-def add_into(a: Any, b: Any) -> Any:
-    """The sum of two (dk, dv), in the first one, of which either may be missing."""
-    if a is None or b is None:
-        return b if a is None else a
-    return tuple(x.add_(y) for x, y in zip(a, b, strict=True))

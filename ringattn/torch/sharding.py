@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ringattn.layout import Layout
 from ringattn.planning import Plan
 from ringattn.spec import Docs, whole
+from ringattn.torch import same_data
 from ringattn.torch.agree import agree, describe
 from ringattn.torch.check import of_types
 
@@ -28,8 +29,18 @@ def kept(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def positions(plan: Plan) -> Tensor:
-    """The global positions of this rank's tokens, increasing; those from `seq_len` on are padding."""
-    return torch.from_numpy(local_positions(plan, plan.ring_axis.rank, plan.ulysses_axis.rank)).to(plan.device)
+    """The global positions of this rank's tokens, never decreasing; those of padding are `seq_len` - 1."""
+    return torch.from_numpy(np.minimum(own_positions(plan), plan.seq_len - 1)).to(plan.device)
+
+
+def real_positions(plan: Plan) -> Tensor:
+    """Whether each of this rank's tokens is one of the sequence, [T_local]; False for padding."""
+    return torch.from_numpy(own_positions(plan) < plan.seq_len).to(plan.device)
+
+
+def own_positions(plan: Plan) -> np.ndarray:
+    """Where this rank's tokens lie; those from `seq_len` on are padding."""
+    return local_positions(plan, plan.ring_axis.rank, plan.ulysses_axis.rank)
 
 
 @lru_cache(maxsize=64)
@@ -37,9 +48,11 @@ def local_positions(plan: Plan, ring_rank: int, ulysses_rank: int) -> np.ndarray
     return plan.tokens.positions(ring_rank)[plan.local_slice(ulysses_rank)]
 
 
-def shard(x: Tensor, plan: Plan, dim: int = 1) -> Tensor:
+def shard(x: Tensor, plan: Plan, dim: int = 1, compare: bool = True) -> Tensor:
     """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if need be."""
     check_whole(x, plan, dim)
+    if compare:
+        same_data.note(x, plan)
     pad = plan.tokens.padded_length - plan.seq_len
     if pad:
         x = F.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, pad])
@@ -133,6 +146,8 @@ def real_tokens(plan: Plan, docs: Docs | None, device: torch.device) -> Tensor |
 def _real_tokens(
     plan: Plan, docs: Docs | None, ring_rank: int, ulysses_rank: int, device: torch.device
 ) -> Tensor | None:
+    if not plan.padded and (docs is None or not docs.padded):
+        return None
     at = local_positions(plan, ring_rank, ulysses_rank)
     limit = np.minimum(plan.seq_len, docs.starts[:, -1:] if docs is not None else plan.seq_len)
     real = at[None] < np.reshape(limit, (-1, 1))

@@ -12,41 +12,43 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
+from ringattn.kernels import partial as partials
 from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, tiles_of
-from ringattn.layout import Layout, Shard, to_local
+from ringattn.layout import Layout, Shard, count_below
 from ringattn.mask import Mask, schedule_of
-from ringattn.schedule import Hop, Schedule, Step, Visit
-from ringattn.spec import AttentionSpec
-
-Run = tuple[tuple[Step, Intervals], ...]
+from ringattn.schedule import Hop, Visit
+from ringattn.spec import AttentionSpec, Spans
 
 # The tensors of one group of heads, of a whole ring shard.
 Entered = Sequence[Any]  # q, k, v, and what the queries have seen already
 Seen = Sequence[Any]  # q, k, v, out, lse and the gradients of the latter two, of lse perhaps None
-Grads = Sequence[Tensor]  # dq, dk, dv, delta
+Grads = Sequence[Any]  # dq, dk, dv, and delta where it was asked for
 
 
 class Stop(NamedTuple):
-    """One step of a rank's run on the direct route."""
+    """One visit of a rank's run, as it is carried out."""
 
     where: Intervals | None  # of the queries among the keys that are here; None without work
     shard: Shard  # the positions of the keys (or queries) that are here
     brought: dict[int, tuple[range, ...]]  # from whom, and where among them each of a block's ranges lies
-    readers: tuple[int, ...]  # who has this rank's block at the same step
-    own: tuple[range, ...]  # the ranges of this rank's own block, as it sends them
+    readers: tuple[int, ...]  # who reads the block that this rank holds, at the same step
+    own: tuple[range, ...]  # the ranges of that block, as it is read
 
     @property
     def length(self) -> int:
         return sum(map(len, self.shard))
 
 
-class Level(NamedTuple):
-    """One round of a rank's run over several hosts."""
+class Leg(NamedTuple):
+    """One round of a rank's run, as it is carried out."""
 
-    run: tuple[Stop, ...]
-    hop: Hop | None  # of the block that it holds, to the next host
-    home: Hop | None  # of that block's gradient, straight to its owner; None in the first round, where that is itself
+    stops: tuple[Stop, ...]
+    hop: Hop | None  # of the held block, to its next holder
+    home: Hop | None  # of finished gradients, to their owners
+
+
+Run = tuple[Leg, ...]
 
 
 class Score(NamedTuple):
@@ -56,68 +58,41 @@ class Score(NamedTuple):
     attend_backward: Callable[..., Any]
     halves: Callable[..., Any]  # attend_backward as two functions: one gives (dk, dv), the other dq
     parted: bool  # whether each of them does its own half only; then it adds up in what it is given
-    tiles: bool  # whether it runs tile by tile, finds what has the inputs' dtype, and takes out for delta
+    tiles: bool  # whether it runs tile by tile, and takes out for delta
+    rounds: bool  # whether what it finds of a tile has the inputs' dtype
     narrow: bool  # whether gradients travel in the inputs' dtype, as such a kernel of all ranks finds them
-    prepare: Callable[..., Any]  # (q, dout, lse, delta) -> the rows that every step of a backward takes
     row_delta: Callable[..., Any]
+    rounded: Callable[..., Any]  # (dout, lse, delta) with the lse in the dtype that the kernel takes
 
 
 @lru_cache(maxsize=8)
-def relay_run(mask: Mask, rank: int, device: torch.device) -> Run:
-    """The steps of one ring rank on the relay route, with their intervals."""
-    begin, end = mask.bounds(mask.plan.tokens.positions(rank))
-    keys = mask.plan.keys.tokens
-    return tuple(
-        (step, on_device(*to_local(keys.shard(step.source), begin, end), device))
-        for step in schedule_of(mask).steps(rank)
-    )
-
-
-@lru_cache(maxsize=8)
-def direct_run(mask: Mask, rank: int, device: torch.device, together: int = 1) -> tuple[Stop, ...]:
-    """The stops of one ring rank, each with up to `together` blocks of keys, in the order of their positions."""
-    keys = mask.plan.keys.tokens
-    begin, end = mask.bounds(mask.plan.tokens.positions(rank))
+def run_of(mask: Mask, rank: int, device: torch.device | None, together: int = 1, queries: bool = False) -> Run:
+    """What one ring rank carries out, each visit with up to `together` blocks: of keys, or of queries where those
+    travel and keys stay.
+    """
+    plan, schedule = mask.plan, schedule_of(mask)
+    if queries:
+        keys = plan.keys.tokens.shard(rank)
+        schedule, layout = schedule.turned, plan.tokens
+    else:
+        found = mask.spans(plan.tokens.shard(rank))
+        layout = plan.keys.tokens
 
     def where(shard: Shard) -> Intervals:
-        return on_device(*to_local(shard, begin, end), device)
+        if queries:
+            return on_device(mask.spans(shard).through(partial(count_below, keys)), device)
+        return on_device(found.through(partial(count_below, shard)), device)
 
-    return stops(schedule_of(mask).visits(rank, together), keys, rank, where)
-
-
-@lru_cache(maxsize=8)
-def levels_run(mask: Mask, rank: int, device: torch.device, together: int = 1) -> tuple[Level, ...]:
-    """The rounds of one ring rank whose ring lies on several hosts."""
-    schedule, hosts, keys = schedule_of(mask), mask.plan.hosts, mask.plan.keys.tokens
-    size = schedule.ring // hosts
-    begin, end = mask.bounds(mask.plan.tokens.positions(rank))
-
-    def where(shard: Shard) -> Intervals:
-        return on_device(*to_local(shard, begin, end), device)
+    hosts = plan.hosts
+    size = plan.ring // hosts
 
     def holder(block: int) -> int:
         return rank // size * size + block % size
 
-    def seen(block: int, host: int) -> bool:
-        return bool(schedule.needed[host * size : (host + 1) * size, block].any())
-
-    found = []
-    for o, one in enumerate(schedule.rounds(rank, hosts, together)):
-        home = Hop(-o * size, seen(one.held, rank // size), seen(rank, (rank // size + o) % hosts)) if o else None
-        found.append(Level(stops(one.visits, keys, rank, where, holder), one.hop, home))
-    return tuple(found)
-
-
-@lru_cache(maxsize=8)
-def queries_run(mask: Mask, rank: int, device: torch.device, together: int = 1) -> tuple[Stop, ...]:
-    """The stops of one ring rank whose keys stay, each with up to `together` blocks of queries."""
-    keys = mask.plan.keys.tokens.shard(rank)
-
-    def where(shard: Shard) -> Intervals:
-        return on_device(*to_local(keys, *mask.bounds(sorted_positions(shard))), device)
-
-    turned = Schedule(schedule_of(mask).needed.T)
-    return stops(turned.visits(rank, together), mask.plan.tokens, rank, where)
+    return tuple(
+        Leg(stops(one.visits, layout, rank, where, holder), one.hop, one.home)
+        for one in schedule.rounds(rank, hosts, together)
+    )
 
 
 def stops(
@@ -141,11 +116,6 @@ def stops(
     return tuple(found)
 
 
-def sorted_positions(shard: Shard) -> np.ndarray:
-    """The positions of a shard, of which ranges may take turns."""
-    return np.sort(np.concatenate([np.arange(r.start, r.stop, r.step) for r in shard]))
-
-
 def cuts(shard: Shard) -> tuple[range, ...]:
     """Where each range of a shard lies among its tokens."""
     ends = np.cumsum([len(r) for r in shard]).tolist()
@@ -158,15 +128,44 @@ def stripes(shard: Shard) -> tuple[range, ...]:
 
 
 @lru_cache(maxsize=8)
-def global_intervals(mask: Mask, rank: int, device: torch.device) -> Intervals:
+def global_intervals(mask: Mask, rank: int, device: torch.device | None) -> Intervals:
     """The intervals of one ring rank's queries among all keys, for keys that were gathered into their global order."""
-    return on_device(*mask.bounds(mask.plan.tokens.positions(rank)), device)
+    return on_device(mask.spans(mask.plan.tokens.shard(rank)), device)
 
 
-def on_device(begin: np.ndarray, end: np.ndarray, device: torch.device) -> Intervals:
-    host = begin.astype(np.int32), end.astype(np.int32)
+def on_device(found: Spans, device: torch.device | None) -> Intervals:
+    """Intervals on the device; without one they stay on the host, as those of another rank.
+
+    Where rows differ they are no rectangles, and a GPU makes them from the few numbers that they follow from.
+    """
+    alike = len(found.counts) == 1
+    if not alike and device is not None and device.type != "cpu":
+        return Intervals(*spread_on(found, device), made={})
+    host = found.spread()
+    tiles = tiles_of(*host) if alike else None
+    if device is None:
+        return Intervals(*host, tiles, host)
     b, e = (torch.from_numpy(x).to(device, non_blocking=True) for x in host)
-    return Intervals(b, e, tiles_of(*host), host)
+    return Intervals(b, e, tiles, host, made={})
+
+
+def spread_on(found: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`Spans.spread` by torch."""
+    rows, size = len(found.counts), int(found.counts[0].sum())
+
+    def there(x: np.ndarray, dtype: Any = np.int32) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x, dtype)).to(device, non_blocking=True)
+
+    at = torch.repeat_interleave(there(found.counts.ravel(), np.int64), output_size=rows * size)
+    begin = there(found.begin.ravel())[at].view(rows, size)
+    low, high = (None if x is None else there(x) for x in (found.low, found.high))
+    if found.end is not None:
+        end = there(found.end.ravel())[at].view(rows, size)
+        end = end if high is None else torch.maximum(torch.minimum(end, high), begin)
+    else:
+        assert high is not None, "spans without an end have a highest one"
+        end = high.expand(rows, size).contiguous()
+    return begin if low is None else torch.minimum(torch.maximum(begin, low), end), end
 
 
 def score_of(
@@ -193,28 +192,33 @@ def kept_score(problem: kernels.Problem, impl: str, scale: float, softcap: float
     parted = hasattr(module, "halves")
     found = partial(getattr(module, "totals", module.attend_backward), **given)
     halves = partial(module.halves, **given) if parted else partial(both_at_once, found)
-    prepare = getattr(module, "prepare", as_they_are)
     attend = partial(module.attend, **given)
-    return Score(attend, whole, halves, parted, kernel.tiles, kernels.is_narrow(impl), prepare, row_delta)
+    rounded = getattr(module, "rounded", partials.rounded)
+    narrow = kernels.is_narrow(impl)
+    return Score(attend, whole, halves, parted, kernel.tiles, kernel.rounds, narrow, row_delta, rounded)
 
 
 def carried_in(q: Tensor, score: Score, where: Intervals, carry: Any, ends: bool) -> torch.dtype | None:
     """The dtype for the out of a step: q's where the attention ends, and where the kernel had rounded to it anyway."""
-    alone = carry is None and score.tiles and len(where.tiles or ()) == 1
+    alone = carry is None and score.rounds and len(where.tiles or ()) == 1
     return q.dtype if ends or alone else None
 
 
-def as_they_are(q: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-    return rows
+def delta_of(
+    score: Score, out: Tensor, dout: Tensor, dlse: Tensor | None, asked: bool, travels: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """delta as the kernel takes it, and its numbers if they are `asked` for.
 
-
-def delta_of(score: Score, out: Tensor, dout: Tensor, dlse: Tensor | None, asked: bool) -> Tensor:
-    """delta; for a kernel that makes it from `out` again just that, if nobody `asked` for the numbers."""
-    return out if score.tiles and dlse is None and not asked else score.row_delta(out, dout, dlse)
+    A kernel that makes delta from `out` again takes just that, unless the lse has a gradient too, which is then a term
+    of delta, or delta `travels`: it is much smaller than out.
+    """
+    by_out = score.tiles and dlse is None and not travels
+    delta = None if by_out and not asked else score.row_delta(out, dout, dlse)
+    return (out if by_out else delta), delta  # type: ignore[return-value]  # one of the two is there
 
 
 def both_at_once(
-    gradients: Callable[..., Any], *args: Any, dq: Any = None, dk: Any = None, dv: Any = None
+    gradients: Callable[..., Any], *args: Any, dq: Any = None, dk: Any = None, dv: Any = None, alone: bool = False
 ) -> tuple[Callable[[], tuple[Any, Any]], Callable[[], Any]]:
     """`halves` of a kernel that cannot part them. It adds to nothing: who asked does."""
     found: list[Any] = []

@@ -1,0 +1,292 @@
+"""How a plan is chosen: every candidate that the mesh allows, priced, and the one that is predicted to be fastest."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from ringattn import kernels
+from ringattn.check import of_unknown, of_words
+from ringattn.comms.axis import Ranks, one_rank
+from ringattn.cost import Cost, Hardware, Shape, kv_heads_of_a_rank, predict, seen_pairs
+from ringattn.planning import TRAVELLERS, Plan, Transport, dtype_name, hardware_of
+from ringattn.spec import AttentionSpec, Docs
+
+
+def plan(
+    mesh: Any = None,
+    *,
+    seq_len: int,
+    key_len: int | None = None,
+    heads: tuple[int, int] | int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    dtype: str | None = None,
+    spec: AttentionSpec | None = None,
+    docs: Docs | None = None,
+    strategy: str = "auto",
+    layout: str = "auto",
+    kernel: str = "auto",
+    transport: Transport | None = None,
+    **unknown: Any,
+) -> Plan:
+    """How `seq_len` tokens are spread over the mesh: every choice can be given, the rest is picked by predicted time.
+
+    The mesh has axes "ring" and/or "ulysses", whose sizes are then fixed, or "sequence", which is factored here; no
+    mesh means one device, and a `choosing.Target` ranks that need not be there. `heads` is (query heads, key heads).
+    Every rank must make the same plan; `explain()` shows the candidates and why this one. `docs`, if they are known,
+    let it pick the layout that suits them. `transport` says how blocks travel over a torch mesh.
+    """
+    words = of_words(spec=spec, docs=docs, transport=transport)
+    if problem := of_unknown("plan", unknown, "spec", "docs", "transport") or words:
+        raise ValueError(problem)
+    spec = AttentionSpec() if spec is None else spec
+    transport = Transport() if transport is None else transport
+    target = target_of(mesh, transport.by)
+    if target.framework == "jax" and transport.chosen:
+        raise ValueError(
+            f"transport={transport.chosen}: JAX's compiler moves the blocks, and nothing of that can be chosen; leave "
+            "transport out"
+        )
+    alone = Plan(
+        seq_len,
+        key_len=key_len,
+        heads=heads,  # type: ignore[arg-type]  # one number for both becomes a pair there
+        head_dim=head_dim,
+        value_dim=value_dim,
+        kernel=kernel,
+        axes=Ranks(None, None, target.framework, target.device, here=False),
+    )
+    if docs is not None and docs.length != alone.seq_len:
+        raise ValueError(f"docs: document lengths add up to {docs.length}, and seq_len={seq_len}; make them the same")
+    if docs is not None and alone.keys.seq_len != alone.seq_len:
+        raise ValueError(
+            f"docs with key_len={key_len}: work is counted for documents of one sequence; leave docs out of the plan, "
+            "and pass docs and key_docs to attention"
+        )
+    dtype = ("float32" if target.device == "cpu" else "bfloat16") if dtype is None else dtype_name(dtype)
+    shape = alone.shape({"float64": 8, "float32": 4}.get(dtype, 2))
+    options = candidates(alone, target.sizes, strategy, layout, spec, docs)
+    if shape is None:
+        best, report = options[0], ["no prediction: give heads=(query, key) and head_dim to compare candidates"]
+    else:
+        hardware = hardware_of(target.device)
+        costs = priced(options, shape, spec, hardware, docs)
+        best, report = costs[0][0], candidates_report(costs, hardware)
+    best = replace(best, axes=target.bind(best.ring, best.ulysses))
+    narrow = target.framework == "torch" and kernels.is_narrow(kernel)
+    sizes = shape.backward_bytes(best.ring, shape.itemsize if narrow else 4) if shape else None
+    best = replace(best, transport=settled(transport, best, sizes))
+    report += [*route_report(best, sizes), *groups_report(best, shape), *kernel_report(best, shape, spec, dtype)]
+    return replace(best, report=tuple(report))
+
+
+def settled(transport: Transport, plan: Plan, sizes: dict[str, int] | None) -> Transport:
+    """The transport with nothing left open that all ranks must know; `sizes` are the bytes a block has in backward."""
+    found = getattr(plan.axes.ring, "hosts", 0) or None  # None: unknown
+    hosts = found if transport.hosts is None else transport.hosts
+    if plan.ring == 1 and hosts is not None:
+        hosts = 1  # a ring of one rank lies on one of them
+    route, backward = transport.route, transport.backward
+    if route == "auto":
+        route = "relay" if hosts is None else route_over(hosts, plan.ring)
+    if backward == "auto":
+        free = sizes if route == "direct" and plan.strategy != "gather" else None
+        backward = min(free, key=lambda name: free[name]) if free else "keys"
+    return replace(transport, route=route, hosts=hosts or 1, backward=backward)
+
+
+class Target(NamedTuple):
+    """Where a plan is for: whose speeds count, the (ring, ulysses) sizes there can be, and how they become axes."""
+
+    device: str
+    sizes: Sequence[tuple[int, int]]
+    bind: Callable[[int, int], Ranks]
+    framework: str = "torch"
+
+
+def elsewhere(device: str, sizes: Sequence[tuple[int, int]], ring: Any = None) -> Target:
+    """Ranks that are not here; `ring` answers what a plan asks of its axis."""
+    return Target(device, sizes, lambda r, u: Ranks(ring, None, device=device, here=False))
+
+
+def target_of(mesh: Any, by: str = "auto") -> Target:
+    """Where a mesh is: its device, the sizes it allows, and its axes once they are chosen."""
+    if isinstance(mesh, Target):
+        return mesh
+    if mesh is None:
+        device = default_device()
+        return Target(device, [(1, 1)], lambda ring, ulysses: one_rank(device))
+    meshes: Any
+    if is_jax_mesh(mesh):
+        from ringattn.comms import jax as meshes
+
+        device, framework, axes = meshes.platform(mesh), "jax", meshes.axes
+    elif hasattr(mesh, "device_type"):
+        from ringattn.comms import mesh as meshes
+
+        device, framework, axes = mesh.device_type, "torch", partial(meshes.axes, transport=by)
+    else:
+        raise ValueError(f"mesh={mesh!r} is of type {type(mesh).__name__}; make one with ringattn.init_mesh(ring=...)")
+    names = tuple(meshes.axis_names(mesh))
+    if "sequence" in names:
+        sizes = factored(meshes.axis_size(mesh, "sequence"))
+
+        def bind(ring: int, ulysses: int) -> Ranks:
+            return axes(meshes.split(mesh, "sequence", {"ring": ring, "ulysses": ulysses}))
+
+        return Target(device, sizes, bind, framework)
+    if not {"ring", "ulysses"} & set(names):
+        raise ValueError(
+            f"the mesh has axes {names or '()'}; a plan needs 'ring' and/or 'ulysses', or 'sequence' to be factored "
+            f"(ringattn{'.jax' if framework == 'jax' else ''}.init_mesh names them)"
+        )
+    fixed = meshes.axis_size(mesh, "ring"), meshes.axis_size(mesh, "ulysses")
+    return Target(device, [fixed], lambda ring, ulysses: axes(mesh), framework)
+
+
+def is_jax_mesh(mesh: Any) -> bool:
+    return "jax" in sys.modules and isinstance(mesh, sys.modules["jax"].sharding.Mesh)
+
+
+def default_device() -> str:
+    """Where tensors of a plan without a mesh are made: the GPU if torch sees one."""
+    torch = sys.modules.get("torch")
+    return "cuda" if torch is not None and torch.cuda.is_available() else "cpu"
+
+
+def factored(size: int) -> list[tuple[int, int]]:
+    """Every (ring, ulysses) of so many ranks."""
+    return [(size // u, u) for u in range(1, size + 1) if size % u == 0]
+
+
+def candidates(
+    alone: Plan,
+    sizes: Sequence[tuple[int, int]],
+    strategy: str,
+    layout: str,
+    spec: AttentionSpec,
+    docs: Docs | None = None,
+) -> list[Plan]:
+    """Every plan that `alone` can be spread into over these sizes; what varies is strategy and layout, where "auto"."""
+    found = []
+    for ring, ulysses in sizes:
+        if len(sizes) > 1 and (
+            (alone.heads is not None and alone.heads[0] % ulysses) or (strategy == "ulysses" and ring > 1)
+        ):
+            continue
+        names = ("ulysses",) if ring == 1 else ("ring", "gather")
+        layouts = ("contiguous",) if ring == 1 or not spec.causal else ("zigzag", "contiguous")
+        if ring > 1 and docs is not None:
+            layouts = (*layouts, "striped")  # balanced whatever the documents are
+        found += [
+            replace(alone, ring=ring, ulysses=ulysses, strategy=s, layout=one)
+            for s in (names if strategy == "auto" else (strategy,))
+            for one in (layouts if layout == "auto" else (layout,))
+        ]
+    if not found:
+        size = sizes[0][0] * sizes[0][1]
+        raise ValueError(
+            f"strategy={strategy!r} over {size} ranks needs query heads that {size} divides, and there are "
+            f"{alone.heads and alone.heads[0]}; use strategy='ring', 'gather' or 'auto'"
+        )
+    return found
+
+
+def priced(
+    options: list[Plan], shape: Shape, spec: AttentionSpec, hardware: Hardware, docs: Docs | None = None
+) -> list[tuple[Plan, Cost]]:
+    """The candidates with what they are predicted to cost, that of least time first."""
+    found = []
+    for plan in options:
+        layouts = plan.tokens, plan.keys.tokens
+        counts = seen_pairs(*layouts, spec, docs)
+        found.append((plan, predict(shape, *layouts, counts, plan.strategy, hardware)))
+    return sorted(found, key=lambda one: one[1].seconds)
+
+
+def candidates_report(options: list[tuple[Plan, Cost]], hardware: Hardware) -> list[str]:
+    """The candidates as the lines of a table."""
+    return [
+        f"predicted forward on {hardware.name}:",
+        "  ring ulysses strategy layout      ms      exposed ms  MB sent  imbalance",
+        *(
+            f"  {plan.ring:>4} {plan.ulysses:>7} {plan.strategy:<8} {plan.layout:<10} {cost.seconds * 1e3:>8.3f} "
+            f"{max(0.0, cost.exposed) * 1e3:>11.3f} {cost.sent / 1e6:>8.1f} {cost.imbalance:>9.2f}"
+            for plan, cost in options
+        ),
+    ]
+
+
+def route_over(hosts: int, ring: int) -> str:
+    """The route for a ring on so many hosts."""
+    if hosts == 1:
+        return "direct"
+    return "levels" if ring > hosts else "relay"
+
+
+def route_report(plan: Plan, sizes: dict[str, int] | None) -> list[str]:
+    """How blocks reach the ranks of a torch ring, and what travels in backward; `sizes` are a block's bytes there."""
+    how = plan.transport
+    if plan.ring == 1 or plan.framework != "torch":
+        return []
+    over = f", over {plan.axes.ring.by}" if plan.axes.ring else ""
+    slower = ["the predicted times do not know that links between hosts are slower"] * (
+        how.hosts != 1 and sizes is not None
+    )
+    if plan.strategy == "gather":
+        return [
+            f"gather: every rank's keys come at once{over}; in backward their gradients are scattered home",
+            *slower,
+        ]
+    come = {"direct": "straight from their owners", "relay": "from rank to rank"}.get(how.route, "host by host")
+    mb = {name: f" ({sizes[name] / 1e6:.1f} MB a block)" if sizes else "" for name in TRAVELLERS}
+    other = "queries" if how.backward == "keys" else "keys"
+    why = f", not {other}{mb[other]}" if how.route == "direct" else ": queries go with the direct route only"
+    travel = f"{how.backward}{mb[how.backward]} travel{why}"
+    return [f"route {how.route}: blocks come {come}{over}; in backward {travel}", *slower]
+
+
+def groups_report(plan: Plan, shape: Shape | None) -> list[str]:
+    """In how many groups of heads what Ulysses and gather exchange goes, if torch exchanges any."""
+    if plan.framework != "torch" or not plan.swaps:
+        return []
+    if plan.transport.groups is not None:
+        groups, why = plan.transport.groups, "as asked"
+    elif shape is not None:
+        groups, why = plan.groups_for(shape), f"{plan.exchanged(shape) / 1e6:.1f} MB a rank"
+    else:
+        return ["heads exchanged in groups: say heads and head_dim to see how many"]
+    if groups == 1:
+        return [f"heads exchanged all at once ({why})"]
+    return [f"heads exchanged in {groups} groups ({why}): one travels while another is attended to"]
+
+
+def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: str) -> list[str]:
+    """Which kernel will run and why each other one will not; an unknown name is refused here."""
+    from ringattn.kernels import pallas as for_jax
+
+    known: Any = for_jax if plan.framework == "jax" else kernels
+    device, kernel = plan.device, plan.kernel
+    if shape is None:
+        if kernel not in ("auto", *(k.name for k in known.TABLE)):
+            known.select(kernels.Problem(device, "float32", 64, 64, 1, 1), kernel)
+        return [f"kernel {kernel}: give heads and head_dim to see which one that is"]
+    problem = kernels.Problem(
+        device=device,
+        dtype=dtype,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        heads=shape.heads // plan.ulysses,
+        kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
+        softcap=spec.softcap is not None,
+        tiles=spec.window is None,  # documents and stripes may cut a step into more pieces than rectangles
+    )
+    chosen = known.select(problem, kernel).name
+    lines = [f"kernel {kernel} -> {chosen} ({device}, {dtype}, head dim {problem.head_dim})"]
+    for other in known.TABLE:
+        serves = "would serve, slowly: name it" if device in other.told else "would serve"
+        if other.name != chosen:
+            lines.append(f"  {other.name}: {other.refuses(problem) or serves}")
+    return lines

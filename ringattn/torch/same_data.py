@@ -1,0 +1,147 @@
+"""Whether all ranks of a plan were handed the same sequences: checksums of what plan.shard cuts, compared.
+
+A sampler that deals examples out over all ranks gives each rank of a plan other sequences, and their parts would be
+spliced into one. Checksums go with the words that ranks exchange anyway (`agree`). Where words are not cheap they are
+also gathered now and then (`compare_data`), and looked at one call later, so that nobody waits for the device.
+"""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.planning import Plan
+
+FIRST, EVERY = 4, 64  # the steps whose data are compared: so many at first, and then one in so many
+MOST = 16  # checksums kept between two comparisons; with more than that, the comparison is left out
+SAMPLED = 2**22  # numbers of a tensor that a checksum reads at most
+
+Place = tuple[int, int]  # ring rank, ulysses rank
+
+
+@dataclass
+class Seen:
+    """What this rank cut since the ranks last compared, and a comparison on its way."""
+
+    steps: int = 0
+    cut: list[tuple[int, Tensor]] = field(default_factory=list)  # by which thread: one that loads ahead is at no step
+    flying: tuple[Tensor, Any] | None = None  # [ring, ulysses, (how many, checksum)] on the host, and when it is there
+
+    @property
+    def due(self) -> bool:
+        return self.steps < FIRST or self.steps % EVERY == 0
+
+
+def seen_of(plan: Plan) -> Seen:
+    return plan.kept.setdefault("seen", Seen())
+
+
+def note(x: Tensor, plan: Plan) -> None:
+    """Keep a checksum of a whole tensor of integers, if this step is one that is compared."""
+    if torch.compiler.is_compiling() or plan.ring * plan.ulysses == 1 or not plain(x):
+        return
+    seen = seen_of(plan)
+    if seen.due and len(seen.cut) <= MOST:
+        seen.cut.append((threading.get_ident(), checksum(x)))
+
+
+def plain(x: Tensor) -> bool:
+    """Integers that are at hand, not traced, fake or captured ones."""
+    return (
+        type(x) is Tensor
+        and not (x.is_floating_point() or x.is_complex() or x.is_meta)
+        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def checksum(x: Tensor) -> Tensor:
+    """An int64 of the numbers and where they stand, on their device; other numbers almost surely have another."""
+    flat = x.detach().reshape(-1)
+    flat = flat[:: flat.numel() // SAMPLED + 1].long()
+    mixed = (flat + torch.arange(1, len(flat) + 1, device=x.device) * 0x1E3779B97F4A7C15) * 0x3F58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 29)) * 0x14D049BB133111EB
+    return (mixed ^ (mixed >> 32)).sum() + x.numel()
+
+
+def taken(plan: Plan) -> list[Tensor]:
+    """What this thread cut since the last time, and from now on nothing; empty where it was too much to keep."""
+    seen, me = seen_of(plan), threading.get_ident()
+    mine = [one for thread, one in seen.cut if thread == me]
+    full = len(seen.cut) > MOST
+    seen.cut = [] if full else [(thread, one) for thread, one in seen.cut if thread != me]
+    return [] if full else mine
+
+
+def numbers_taken(plan: Plan) -> tuple[int, ...]:
+    """The same as numbers, for which this waits for the device."""
+    return tuple(int(one) for one in taken(plan))
+
+
+def compare_data(plan: Plan, cheap_words: bool) -> None:
+    """Count a step; where `agree` does not compare every call, compare now and then, and raise a call later.
+
+    All ranks call this alike, and look at the same call's result, so they raise alike.
+    """
+    if torch.compiler.is_compiling() or plan.ring * plan.ulysses == 1:
+        return
+    seen = seen_of(plan)
+    landed(seen)
+    due, first = seen.due, seen.steps == 0
+    seen.steps += 1
+    if cheap_words or not due:
+        return
+    mine = [one.to(plan.device, non_blocking=True) for one in taken(plan)]
+    row = torch.full((1, 2), len(mine), dtype=torch.int64, device=plan.device)
+    if mine:
+        row[0, 1] = checksum(torch.stack(mine))
+    block = plan.ulysses_axis.all_gather(row).wait().reshape(1, -1)
+    rows = plan.ring_axis.all_gather(block).wait().unflatten(1, (plan.ulysses, 2))
+    seen.flying = to_host(rows)
+    if first:
+        landed(seen)
+
+
+def to_host(x: Tensor) -> tuple[Tensor, Any]:
+    """A copy on the host, and the event after which it is there."""
+    if not x.is_cuda:
+        return x.clone(), None
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    return host, done
+
+
+def landed(seen: Seen) -> None:
+    """Look at the comparison that is on its way, if there is one."""
+    if seen.flying is None:
+        return
+    (rows, done), seen.flying = seen.flying, None
+    if done is not None:
+        done.synchronize()
+    judge({(r, u): tuple(pair) for r, line in enumerate(rows.tolist()) for u, pair in enumerate(line)}, count=True)
+
+
+def judge(found: dict[Place, tuple[int, ...]], count: bool = False) -> None:
+    """Raise where ranks cut other tensors. Ranks that cut another number of them are not compared.
+
+    With `count` a rank's numbers are how many tensors it cut, and one checksum of them.
+    """
+    (first, expected), *others = found.items()
+    same = (lambda a, b: a[0] == b[0]) if count else (lambda a, b: len(a) == len(b))
+    unlike = [place for place, mine in others if same(mine, expected) and mine != expected]
+    if unlike:
+        raise ValueError(
+            f"the ranks of one plan were given different sequences: the input ids, labels or other integers that "
+            f"{named(unlike)} cut are not those of {named([first])}. All ring and ulysses ranks of a plan share each "
+            "sequence, so a sampler must deal examples out over data ranks only: DistributedSampler(dataset, "
+            "num_replicas=DATA_RANKS, rank=DATA_RANK), which are 1 and 0 without a data axis. For tensors that differ "
+            "on purpose, use plan.shard(x, compare=False), or hf.prepare(model, plan, compare=False)"
+        )
+
+
+def named(places: list[Place]) -> str:
+    return ", ".join(f"ring rank {r}" + (f" ulysses rank {u}" if u else "") for r, u in places)

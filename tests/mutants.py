@@ -1,0 +1,220 @@
+"""Changes of the source that a quick test must notice: `make test-mutants`, or with words of names after it ARGS=.
+
+Each is made in a copy of the tree, where its tests must then fail; they pass without it. A change that survives is a
+promise that no test keeps. What cannot be seen from outside (a sum in another order, an equal program) is not here.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 240  # seconds for one mutant's tests: a rank that waits for ever is noticed by nobody
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def dense(*cases: str) -> tuple[str, ...]:
+    return tuple(f"test_attention.py::test_equals_dense_float64[{case}]" for case in cases)
+
+
+RING, STRIPES = dense("all_at_once-ring4x1-zigzag"), dense("all_at_once-ring4x1-striped")
+GATHER, ULYSSES = dense("all_at_once-gather4x1-zigzag"), dense("all_at_once-ulysses1x4-contiguous")
+CROSS = dense("cross_docs-ring4x1-zigzag")
+BOUNDS = ("test_spec.py::test_bounds_are_the_mask_and_never_decrease",)
+LAYOUTS = (
+    "test_layout.py::test_every_position_is_on_exactly_one_rank_and_shards_are_sorted_and_equal",
+    "test_layout.py::test_count_below_is_searchsorted",
+)
+NEEDED = ("test_schedule.py::test_needed_blocks_and_seen_pairs_are_what_the_dense_mask_says",)
+ROUNDS = ("test_schedule.py::test_rounds_meet_exactly_what_is_needed_and_gradients_come_home",)
+REFERENCE = ("test_reference.py::test_forward_and_backward_are_the_definition",)
+PARTIAL = (
+    "test_partial.py::test_the_sign_the_weight_of_a_grows_with_its_own_lse",
+    "test_partial.py::test_an_lse_of_minus_infinity_is_an_empty_side",
+)
+STATES = tuple(f"test_linear_ranks.py::test_equals_the_recurrence[4-1-zigzag-{way}]" for way in ("gather", "ring"))
+SCAN = ("test_linear_ranks.py::test_a_scan_over_256_ranks_equals_the_sequential_result",)
+WORK = ("test_planning.py::test_predicted_work_is_exact_and_zigzag_balances_it",)
+BYTES = ("test_planning.py::test_predicted_bytes_are_the_bytes_of_the_blocks",)
+BELOW = ("test_serving.py::test_positions_are_balanced_at_any_length_and_below_counts_them",)
+CACHE = tuple(f"test_cache_random.py::test_caches_hold_what_they_were_given[{seed}]" for seed in range(6))
+HALO = ("test_nn_linear.py::test_the_convolution_reaches_over_segments_shorter_than_itself",)
+JAX = tuple(f"test_jax.py::test_equals_dense_float64[all_at_once-ring4x1-{layout}]" for layout in ("zigzag", "striped"))
+
+MUTANTS = (
+    # who sees whom
+    Mutant("window_one_more", "ringattn/spec.py", "own + 1 - spec.window", "own - spec.window", BOUNDS),
+    Mutant("stripe_rounds_down", "ringattn/layout.py", "(position - r.start + r.step - 1) // r.step",
+           "(position - r.start) // r.step", LAYOUTS),
+    Mutant("zigzag_unequal_halves", "ringattn/layout.py", "lcm(2, self.multiple) if", "self.multiple if", LAYOUTS),
+    Mutant("zigzag_second_half", "ringattn/layout.py", "range(total - (rank + 1) * half, total - rank * half)",
+           "range(total - (rank + 1) * half - half, total - rank * half - half)", LAYOUTS),
+    # who meets whom
+    Mutant("home_always", "ringattn/schedule.py", "bool(last[held] == o), bool(last[rank] == o)", "True, True", ROUNDS),
+    Mutant("block_stops_early", "ringattn/schedule.py", "bool(last[held] >= following)",
+           "bool(last[held] > following)", ROUNDS),
+    Mutant("too_much_at_once", "ringattn/schedule.py", "min(together, 3 * (done + 1))", "together", ROUNDS),
+    Mutant("queries_that_travel_unturned", "ringattn/schedule.py", "Schedule(self.needed.T)", "Schedule(self.needed)",
+           ("test_schedule.py::test_queries_that_travel_in_backward_send_what_the_cost_says",)),
+    # partials and gradients
+    Mutant("merge_sign", "kernels/partial.py", "b.lse - a.lse)", "a.lse - b.lse)", PARTIAL),
+    Mutant("empty_side_counts", "kernels/partial.py", "xp.zeros_like(part.out), part.out), part.lse)",
+           "part.out, part.out), part.lse)", PARTIAL),
+    Mutant("sink_gradient_sign", "kernels/partial.py", "astype(-(weight", "astype((weight", RING),
+    Mutant("lse_sign_of_delta", "kernels/reference.py", "delta - dlse_BTH", "delta + dlse_BTH", REFERENCE + RING),
+    Mutant("softcap_slope", "kernels/tiled.py", "1 - (torch.where(s == NEVER, 0.0, s) / softcap) ** 2",
+           "1 - torch.where(s == NEVER, 0.0, s) / softcap", RING),
+    Mutant("dq_without_scale", "kernels/tiled.py", "ungrouped(dq_rows, dq[:, queries]) * scale",
+           "ungrouped(dq_rows, dq[:, queries])", RING),
+    Mutant("rounded_at_every_step", "ringattn/torch/ring.py", "ends=not left", "ends=True",
+           ("test_attention.py::test_outputs_are_rounded_once_however_many_steps_a_ring_has",)),
+    Mutant("own_gradients_lost", "ringattn/torch/ring.py", "        add_to(own, transfer.wait())",
+           "        transfer.wait()",
+           ("test_attention.py::test_other_ways_to_bring_keys_equal_it_too",)),
+    Mutant("stripes_out_of_order", "ringattn/torch/steps.py", 'stripes(shard) if layout.name == "striped" else',
+           'stripes(shard) if layout.name == "zebra" else', STRIPES),
+    Mutant("padding_meets_tokens", "ringattn/torch/ulysses.py", "return x if real is None else torch.where(",
+           "return x if True else torch.where(", ULYSSES),
+    Mutant("copies_of_key_heads", "ringattn/torch/ulysses.py", "x.repeat_interleave(times, 2) if",
+           "x.repeat(1, 1, times, 1) if", ULYSSES),
+    Mutant("gathered_order", "ringattn/torch/gather.py", "reordered(x, layout, back=False)",
+           "reordered(x, layout, back=True)", GATHER),
+    Mutant("kind_without_gradients", "ringattn/torch/call.py", "docs, key_docs, gradients, return_lse, q.shape",
+           "docs, key_docs, return_lse, q.shape",
+           ("test_attention.py::test_a_call_without_gradients_is_no_call_with_them",)),
+    Mutant("token_count_in_float32", "ringattn/torch/loss.py",
+           "torch.stack([mine.detach().double(), counted.sum().double()])",
+           "torch.stack([mine.detach().float(), counted.sum().float()])",
+           ("test_loss.py::test_tokens_are_counted_exactly",)),
+    Mutant("copies_added_in_16_bits", "ringattn/torch/ulysses.py",
+           "return x.unflatten(2, (kv_heads, times)).sum(3, dtype=accumulator(x)).to(x.dtype)",
+           "return sum(x.unflatten(2, (kv_heads, times)).unbind(3))",
+           ("test_attention.py::test_the_copies_of_a_key_head_add_up_in_float32",)),
+    # caches and states
+    Mutant("cache_offset", "ringattn/torch/chunk.py", "offset + chunk.tokens, offset=offset)",
+           "offset + chunk.tokens, offset=offset + 1)", CACHE),
+    Mutant("cache_stripes", "ringattn/serving.py", "whole * self.block + np.minimum",
+           "whole * self.block + 1 + np.minimum", BELOW),
+    Mutant("cache_origin", "ringattn/serving.py", "np.asarray(position) - self.origin", "np.asarray(position)", CACHE),
+    Mutant("landing_rows", "ringattn/torch/chunk.py", "source = mine if order is None else whereabouts(order)[mine]",
+           "source = mine", CACHE),
+    Mutant("states_added", "ringattn/torch/states.py", "torch.addcmul(self.kv, self.factor, state)",
+           "self.kv + state", STATES),
+    Mutant("states_composed_backwards", "ringattn/torch/states.py", "later.after(self.kv))",
+           "self.after(later.kv))", STATES + SCAN),
+    Mutant("gate_without_what_passes", "kernels/chunkwise.py", "dgs + passing[..., None, :]", "dgs", STATES),
+    Mutant("halo_one_token_off", "ringattn/torch/halo.py", "at -= way.tokens", "at -= way.tokens - 1", HALO),
+    Mutant("halo_first_part", "ringattn/torch/halo.py", "rows[:, w.source[2], length - w.tokens :]",
+           "rows[:, w.source[2], : w.tokens]", HALO),
+    # what a plan costs
+    Mutant("gather_costs_nothing", "ringattn/cost.py", '(ring - 1) * block * (strategy == "gather")',
+           '0 * block * (strategy == "gather")', BYTES),
+    Mutant("sampled_pairs", "ringattn/cost.py", "return every * (keys_below", "return 2 * every * (keys_below",
+           WORK + NEEDED),
+    # JAX
+    Mutant("jax_causal", "ringattn/jax/steps.py", "jnp.minimum(end, own + 1)", "jnp.minimum(end, own)", JAX),
+    Mutant("jax_source", "ringattn/jax/steps.py", "(self.rank - distance) % self.keys.ring",
+           "(self.rank + distance) % self.keys.ring", JAX),
+    Mutant("jax_gradients_home", "ringattn/jax/steps.py", "Hop(-self.distances[-1],", "Hop(self.distances[-1],", JAX),
+    Mutant("jax_padding", "ringattn/jax/steps.py", "i = jnp.where(p < starts[:, -1:], i, starts.shape[1] - 1)", "pass",
+           JAX),
+)  # fmt: skip
+
+
+def main(words: list[str]) -> int:
+    """Run the mutants whose names hold one of the words, or all; the exit status is 1 if one survives."""
+    chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    import torch  # once, before every fork  # noqa: F401
+
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copied(Path(folder))
+        every = list(dict.fromkeys(t for m in chosen for t in m.tests))
+        status, said = tests_in(tree, every, stop=False)
+        if status:
+            print(f"the tests fail without any change:\n{said}")
+            return 1
+        bad = [m.name for m in chosen if not noticed(tree, m)]
+    print(f"{len(chosen) - len(bad)} of {len(chosen)} changes are noticed" + f"; not: {', '.join(bad)}" * bool(bad))
+    return int(bool(bad))
+
+
+def copied(folder: Path) -> Path:
+    """A copy of what git tracks and of new files, with its links."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, check=True, text=True,
+    ).stdout.split("\0")  # fmt: skip
+    for name in filter(None, names):
+        source, target = ROOT / name, folder / name
+        if source.is_symlink() or source.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+    return folder
+
+
+def noticed(tree: Path, mutant: Mutant) -> bool:
+    """Whether the mutant's tests fail; the tree is as it was afterwards."""
+    path = tree / mutant.file
+    source = path.read_text()
+    if source.count(mutant.old) != 1:
+        print(f"STALE     {mutant.name}: {mutant.file} has {mutant.old!r} {source.count(mutant.old)} times")
+        return False
+    begun = time.perf_counter()
+    path.write_text(source.replace(mutant.old, mutant.new))
+    try:
+        status, said = tests_in(tree, list(mutant.tests), stop=True)
+    finally:
+        path.write_text(source)
+    failed = [line.split(" - ")[0].removeprefix("FAILED tests/") for line in said.splitlines() if "FAILED " in line]
+    good = status == 1 and bool(failed)
+    how = failed[0] if good else f"exit status {status}" if status else mutant.file
+    print(
+        f"{'noticed' if good else 'SURVIVES'}  {mutant.name} ({time.perf_counter() - begun:.0f} s): {how}", flush=True
+    )
+    return good
+
+
+def tests_in(tree: Path, tests: list[str], stop: bool) -> tuple[int, str]:
+    """pytest's exit status and what it printed, in a fork that has torch already; -1 where it takes too long."""
+    output = tree / "output.txt"
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        with output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.chdir(tree)
+        sys.dont_write_bytecode = True  # a file of the same size in the same second looks unchanged
+        sys.path[0] = str(tree)
+        os.environ["PYTHONPATH"] = str(tree)
+        import pytest
+
+        options = ["--no-header", "-rf", "--tb=short", "-p", "no:cacheprovider", "-m", "not slow", *["-x"] * stop]
+        status = int(pytest.main([*options, *(f"tests/{t}" for t in tests)]))
+        sys.stdout.flush()
+        os._exit(status)
+    for _ in range((1 if stop else len(tests)) * LIMIT * 10):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status), output.read_text()[-4000:]
+        time.sleep(0.1)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -1, output.read_text()[-4000:]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
