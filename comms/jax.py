@@ -136,7 +136,7 @@ def relay(
         (arriving,) = axis.rotate((onward(at, x),), -1 if reverse else 1, senders).wait()
         if beside:  # the last share may begin within the one before
             done = work(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, t * few, few), given))
-            arriving, done = lax.optimization_barrier((arriving, done))  # see ringattn.jax.ring
+            arriving, done = lax.optimization_barrier((arriving, done))  # see ringattn.jax.attention.ring
             made = jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, t * few, 0), made, done)
         return (jnp.where(place == 0, start[jnp.minimum(t + 1, n - 1)], arriving), found, made), None
 

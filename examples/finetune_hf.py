@@ -16,7 +16,7 @@ try:
 except ImportError:
     sys.exit("transformers is not installed; in the checkout: pip install '.[hf]'")
 import ringattn as ra
-from ringattn.torch import hf
+from ringattn import hf
 
 
 def load(name: str | None, text: Path) -> tuple[torch.nn.Module, torch.Tensor]:

@@ -19,10 +19,10 @@ from torch import Tensor
 
 import ringattn as ra
 from ringattn.conf.schema import Model, from_dict
-from ringattn.launch.checkpoint import newest, read_state
-from ringattn.launch.model import Decoder, build
-from ringattn.launch.stored import Reader, complete
-from ringattn.torch.nn import Attention, StreamingAttention
+from ringattn.launch.train.checkpoint import newest, read_state
+from ringattn.launch.train.model import Decoder, build
+from ringattn.launch.train.stored import Reader, complete
+from ringattn.torch.models.nn import Attention, StreamingAttention
 
 
 def found(run: Path) -> list[Path]:

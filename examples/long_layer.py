@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import ringattn as ra
-from ringattn.torch.nn import Attention
+from ringattn import nn
 
 
 def main(tokens: str = "4096") -> None:
@@ -21,7 +21,7 @@ def main(tokens: str = "4096") -> None:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     torch.manual_seed(0)
     plan = ra.plan(ra.init_mesh(ring=dist.get_world_size(), device_type=device), seq_len=int(tokens))
-    layer = Attention(d_model=64, heads=4, kv_heads=2, head_dim=16).to(device)
+    layer = nn.Attention(d_model=64, heads=4, kv_heads=2, head_dim=16).to(device)
     x = plan.shard(torch.randn(1, plan.seq_len, 64), dim=1).to(device)
     for step in range(5):
         losses = F.mse_loss(layer(x, plan), x, reduction="none").mean(-1)

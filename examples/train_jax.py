@@ -17,10 +17,10 @@ from jax import Array
 import ringattn as ra
 import ringattn.jax
 from ringattn.conf.schema import Model, Train
-from ringattn.launch import configured, data
-from ringattn.launch.model import build, head_dim
-from ringattn.launch.train import resolved
-from ringattn.launch.trainer import learning_rate
+from ringattn.launch.train import configured, data
+from ringattn.launch.train.model import build, head_dim
+from ringattn.launch.train.start import resolved
+from ringattn.launch.train.trainer import learning_rate
 
 Weights = dict[str, Array]
 
@@ -35,7 +35,7 @@ def rope(x_BTHD: Array, cos: Array, sin: Array) -> Array:
 
 
 def logits(w: Weights, tokens: Array, angles: tuple[Array, Array], model: Model, plan: ra.Plan) -> Array:
-    """The decoder of ringattn.launch.model, of arrays that stay in the plan's order from one end to the other."""
+    """The decoder of ringattn.launch.train.model, of arrays that stay in the plan's order from one end to the other."""
     x, spec = w["embed.weight"][tokens], ra.AttentionSpec(window=model.window, softcap=model.softcap)
     for i in range(model.layers):
         block = {n.removeprefix(f"blocks.{i}."): v for n, v in w.items() if n.startswith(f"blocks.{i}.")}

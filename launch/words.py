@@ -1,8 +1,8 @@
 """The command line: `ringattn NAME key=value ...`, the same words for every command, without Hydra.
 
-A command is a module of this folder with a docstring, a dataclass `Options` whose fields are its keys (a field's
-metadata says what it means), and `run(options) -> int | None`, whose ValueErrors are what is said of a wrong call;
-`bench`, which has suites, brings a `main(words)` of its own. Nothing else is registered anywhere.
+A command is a module with a docstring, a dataclass `Options` whose fields are its keys (a field's metadata says what it
+means), and `run(options) -> int | None`, whose ValueErrors are printed for a wrong call. `train` and `bench` have a
+`main(words)` of their own. COMMANDS and FOLDERS below are the only register.
 """
 
 import ast
@@ -29,6 +29,7 @@ COMMANDS = {
     "plot": "draw pictures from benchmark lines",
     "doctor": "say what this machine has, what works, and what to do about what does not",
 }
+FOLDERS = {"train": "train.start", "verify": "verify.command", "bench": "bench"}  # the others are commands/NAME.py
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +56,11 @@ def command(argv: list[str] | None) -> int:
     if name not in COMMANDS:
         print(f"ringattn: no command {name!r}{nearest(name, COMMANDS)}\n\n{overview()}", file=sys.stderr)
         return 2
-    return answer(name, lambda: call(name, import_module(f"ringattn.launch.{name}"), words))
+    return answer(name, lambda: call(name, import_module(module_of(name)), words))
+
+
+def module_of(name: str) -> str:
+    return f"ringattn.launch.{FOLDERS.get(name, f'commands.{name}')}"
 
 
 def call(name: str, module: types.ModuleType, words: list[str]) -> int | None:

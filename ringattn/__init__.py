@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ringattn.planning import Plan, Transport
     from ringattn.serving import KVCache
     from ringattn.spec import AttentionSpec, Docs
-    from ringattn.torch import hf, nn
-    from ringattn.torch.loss import cross_entropy, token_mean
-    from ringattn.torch.ops import attend
+    from ringattn.torch.attention.attend import attend
+    from ringattn.torch.models import hf, nn
+    from ringattn.torch.models.loss import cross_entropy, token_mean
 
 __version__ = "0.1.0"
 
@@ -28,18 +28,18 @@ PUBLIC = {
     "Plan": "ringattn.planning",
     "Transport": "ringattn.planning",
     "aot_report": "ringattn.jax.aot",
-    "attend": "ringattn.torch.ops",
+    "attend": "ringattn.torch.attention.attend",
     "attention": "ringattn.api",
-    "cross_entropy": "ringattn.torch.loss",
+    "cross_entropy": "ringattn.torch.models.loss",
     "decode": "ringattn.api",
-    "hf": "ringattn.torch.hf",
+    "hf": "ringattn.torch.models.hf",
     "init_mesh": "ringattn.api",
     "linear_attention": "ringattn.api",
     "merge": "ringattn.api",
-    "nn": "ringattn.torch.nn",
+    "nn": "ringattn.torch.models.nn",
     "plan": "ringattn.choosing",
     "prefill": "ringattn.api",
-    "token_mean": "ringattn.torch.loss",
+    "token_mean": "ringattn.torch.models.loss",
 }
 __all__ = [
     "AttentionSpec",

@@ -42,7 +42,9 @@ def attention(
         refuse(of_unknown("attention", unknown, "spec", "docs") or "", plan)
     found: Any
     if kind(q) == "torch":
-        from ringattn.torch.attention import attention as found  # checks the arguments of each new kind of call
+        from ringattn.torch.attention.function import (
+            attention as found,  # checks the arguments of each new kind of call
+        )
     else:
         problem = of_words(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
         if problem := problem or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan):
@@ -92,9 +94,9 @@ def linear_attention(
         refuse(problem, plan)
     found: Any  # by statements: torch.compile traces no import_module
     if kind(q) == "jax":
-        import ringattn.jax.linear as found
+        import ringattn.jax.linear.function as found
     else:
-        import ringattn.torch.linear as found
+        import ringattn.torch.linear.function as found
     return found.linear_attention(
         q, k, v, log_decay, plan, initial_state=initial_state, return_state=return_state, docs=docs, scale=scale,
         kernel=kernel, scan=scan, check=check,
@@ -144,7 +146,9 @@ def prefill(
     )
     if problem:
         refuse(problem, getattr(cache, "plan", plan))
-    return part("inference", q).prefill(q, k, v, plan, cache, spec=spec, sinks=sinks, start=start, move=move, keys=keys)
+    return part("inference.function", q).prefill(
+        q, k, v, plan, cache, spec=spec, sinks=sinks, start=start, move=move, keys=keys
+    )
 
 
 def decode(
@@ -167,7 +171,7 @@ def decode(
     )
     if problem:
         refuse(problem, plan)
-    return part("inference", q).decode(q, k, v, cache, spec=spec, sinks=sinks, **unknown)
+    return part("inference.function", q).decode(q, k, v, cache, spec=spec, sinks=sinks, **unknown)
 
 
 def part(name: str, array: Any) -> Any:

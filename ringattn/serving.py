@@ -17,8 +17,8 @@ FILLING = 65536  # rows of queries, of all heads, that keep a GPU busy
 class KVCache:
     """Keys and values of every token so far, spread over ranks or devices.
 
-    `allocate` makes the one of the plan's framework: ringattn.torch.cache's, which calls change, or
-    ringattn.jax.cache's, a value of which they give another. Both also have append, truncate, fork, room, explain,
+    `allocate` makes the one of the plan's framework: in torch calls change it, in JAX it is a value, and calls return
+    another. Both also have append, truncate, fork, room, explain,
     state_dict and load_state_dict.
     """
 
@@ -56,7 +56,7 @@ class KVCache:
             raise ValueError(problem)
         if dtype is not None:
             more["dtype"] = dtype
-        kind = import_module(f"ringattn.{plan.framework}.cache").KVCache
+        kind = import_module(f"ringattn.{plan.framework}.inference.cache").KVCache
         return kind.allocate(
             plan, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
             window=window, room=room, block=block, **more,

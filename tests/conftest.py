@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 @pytest.fixture
 def fresh_scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A monkeypatch for a kernel's functions, which calls look up once."""
-    from ringattn.torch.steps import kept_score
+    from ringattn.torch.attention.steps import kept_score
 
     kept_score.cache_clear()
     yield monkeypatch

@@ -5,7 +5,9 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import LocalAxis, run
-from ringattn.torch import agree, call, check, linear
+from ringattn.torch import agree, check
+from ringattn.torch.attention import call
+from ringattn.torch.linear import function as linear
 
 
 @pytest.fixture

@@ -13,13 +13,14 @@ from ringattn import api, choosing
 from ringattn.comms.local import LocalAxis
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import tiled
-from ringattn.launch import oracle
-from ringattn.launch.cases import CASES, FEATURES, Case
+from ringattn.launch.verify import oracle
+from ringattn.launch.verify.cases import CASES, FEATURES, Case
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Transport
 from ringattn.spec import AttentionSpec
-from ringattn.torch import agree, ring
-from ringattn.torch.ulysses import summed
+from ringattn.torch import agree
+from ringattn.torch.attention import ring
+from ringattn.torch.attention.ulysses import summed
 
 LIMIT = 2e-6
 

@@ -7,7 +7,7 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.torch.call import Call
+from ringattn.torch.attention.call import Call
 
 FULL = ra.AttentionSpec(causal=False)
 HALVES = ra.Docs.from_lengths([32, 32])

@@ -11,12 +11,12 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.launch import oracle
-from ringattn.launch.cases import Case
 from ringattn.launch.processes import run as run_processes
-from ringattn.torch import inference
-from ringattn.torch.cache import KVCache
-from ringattn.torch.inference import decode, prefill
+from ringattn.launch.verify import oracle
+from ringattn.launch.verify.cases import Case
+from ringattn.torch.inference import function as inference
+from ringattn.torch.inference.cache import KVCache
+from ringattn.torch.inference.function import decode, prefill
 
 LIMIT = 2e-6
 
@@ -406,7 +406,7 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(sizes, move, monkeypatch):
 
 
 def test_what_is_remembered_of_calls_is_bounded(monkeypatch):
-    monkeypatch.setattr("ringattn.torch.cache.KNOWN", 3)
+    monkeypatch.setattr("ringattn.torch.inference.cache.KNOWN", 3)
     plan, (q, k, v) = ra.plan(seq_len=16), draw(T=16)
     cache = KVCache.allocate(plan, batch=2, max_len=64, kv_heads=2, head_dim=8, dtype=q.dtype)
     for n in (1, 2, 3, 4, 5, 5):

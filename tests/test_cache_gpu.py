@@ -8,8 +8,8 @@ import torch
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch.processes import run as run_processes
-from ringattn.torch.cache import KVCache
-from ringattn.torch.inference import decode, prefill
+from ringattn.torch.inference.cache import KVCache
+from ringattn.torch.inference.function import decode, prefill
 from tests.test_cache import LIMIT, draw, generate, off
 from tests.test_gpu import backend_for
 

@@ -9,8 +9,8 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.torch.cache import KVCache
-from ringattn.torch.inference import decode, prefill
+from ringattn.torch.inference.cache import KVCache
+from ringattn.torch.inference.function import decode, prefill
 from tests.test_cache import MESHES, draw, off
 
 STEPS = 25

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 import ringattn as ra
-from ringattn.launch import bench, doctor, oracle, verify, words
-from ringattn.launch.doctor import Finding
+from ringattn.launch import bench, words
+from ringattn.launch.commands import doctor
+from ringattn.launch.commands.doctor import Finding
+from ringattn.launch.verify import command as verify
+from ringattn.launch.verify import oracle
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -372,7 +375,7 @@ def test_plot_draws_lines(tmp_path):
 
 def test_plot_has_a_panel_a_direction_and_a_bar_a_line():
     pytest.importorskip("matplotlib")
-    from ringattn.launch import plot
+    from ringattn.launch.commands import plot
 
     axes = plot.bars(LINES).axes
     assert [ax.get_title() for ax in axes] == ["fwd, TFLOP/s", "bwd, TFLOP/s"]
@@ -383,7 +386,7 @@ def test_plot_has_a_panel_a_direction_and_a_bar_a_line():
 
 def test_plot_leaves_out_what_has_no_bar(tmp_path):
     pytest.importorskip("matplotlib")
-    from ringattn.launch import plot
+    from ringattn.launch.commands import plot
 
     more = {"case": "errors", "impl": "fa4", "error_out": 0.002}
     figure = plot.bars([*LINES, more])
@@ -394,7 +397,7 @@ def test_plot_leaves_out_what_has_no_bar(tmp_path):
 
 def test_plot_draws_a_run_as_a_line_over_its_steps(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    from ringattn.launch import plot
+    from ringattn.launch.commands import plot
 
     rows = [{"kind": "step", "step": i, "loss": 3.0 - i, "mfu": 0.5} for i in (2, 1)]
     rows += [{"kind": "eval", "step": 2, "loss": 1.5}, {"kind": "memory", "step": -8, "memory_mib": 3.0}]
@@ -408,7 +411,7 @@ def test_plot_draws_a_run_as_a_line_over_its_steps(tmp_path, monkeypatch):
 
 def test_plot_draws_what_a_step_has_and_leaves_out_lines_without_a_step():
     pytest.importorskip("matplotlib")
-    from ringattn.launch import plot
+    from ringattn.launch.commands import plot
 
     rows = [{"kind": "step", "step": step, "loss": 2} for step in (1, "b")]
     (ax,) = plot.curve(rows).axes
@@ -417,7 +420,7 @@ def test_plot_draws_what_a_step_has_and_leaves_out_lines_without_a_step():
 
 def test_plot_draws_bars_of_no_length():
     pytest.importorskip("matplotlib")
-    from ringattn.launch import plot
+    from ringattn.launch.commands import plot
 
     (ax,) = plot.bars([{"case": "a", "ms": 0.0}]).axes
     assert ax.get_xlim() == (0, 1)
@@ -425,7 +428,7 @@ def test_plot_draws_bars_of_no_length():
 
 def test_plot_says_once_what_is_usual_and_has_its_legend_below_the_bars():
     pytest.importorskip("matplotlib")
-    from ringattn.launch import plot
+    from ringattn.launch.commands import plot
 
     rows = [{"tokens": n, "layout": "zigzag", "ms": 1.0, "impl": impl} for n in range(1, 21) for impl in ("a", "b")]
     figure = plot.bars([*rows, {**rows[0], "layout": "striped"}])
@@ -478,7 +481,7 @@ def test_plot_makes_no_folder_that_it_was_not_told_of(tmp_path, monkeypatch, cap
 
 def test_plot_names_cases_by_what_differs():
     pytest.importorskip("matplotlib")
-    from ringattn.launch import plot
+    from ringattn.launch.commands import plot
 
     rows = [
         {"ranks": n, "seq_len": 8192, "strategy": "ring", "peak_mib": 800 / n, "commit": "abc", "repeats": n, "note": n}
@@ -490,7 +493,7 @@ def test_plot_names_cases_by_what_differs():
 
 def test_plot_parts_replays_from_calls_and_not_rows_of_before_a_key_was_there():
     pytest.importorskip("matplotlib")
-    from ringattn.launch import plot
+    from ringattn.launch.commands import plot
 
     old = {"tokens": 1024, "who": "ours", "mode": "forward", "tflops": 1.0}
     rows = [old, {**old, "graphs": False, "processes": 0}, {**old, "graphs": True}, {**old, "processes": 2}]

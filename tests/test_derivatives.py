@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.torch.halo import causal_convolution
+from ringattn.torch.linear.halo import causal_convolution
 from tests.test_bad_input import tensors
 
 
@@ -35,7 +35,7 @@ FUNCTIONS = {
 def test_second_derivatives_are_refused_instead_of_losing_a_term(function):
     differentiate = torch.autograd.functional
     for again in (differentiate.hvp, differentiate.vhp):
-        with pytest.raises(NotImplementedError, match=r"second derivatives of ringattn.torch.* are not there"):
+        with pytest.raises(NotImplementedError, match=r"second derivatives of ringattn.* are not there"):
             again(lambda x: function(x).square().sum(), X, X)
 
 
@@ -54,7 +54,7 @@ def test_a_gradient_penalty_is_refused_over_ranks_whatever_the_loss(sizes):
         plan = ra.plan(mesh, seq_len=8)
         x = plan.shard(X).requires_grad_()
         (grad,) = torch.autograd.grad(ra.attention(x, x, x, plan).sum(), x, create_graph=True)
-        with pytest.raises(NotImplementedError, match=r"second derivatives of ringattn.torch.attention are not"):
+        with pytest.raises(NotImplementedError, match=r"second derivatives of ringattn.attention are not"):
             grad.square().sum().backward()
 
     run(one, **sizes)

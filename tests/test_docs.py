@@ -69,7 +69,7 @@ def test_the_readme_names_every_command():
 
 def test_every_picture_can_be_drawn_and_is_shown(tmp_path):
     pytest.importorskip("matplotlib")
-    from ringattn.launch import plot
+    from ringattn.launch.commands import plot
 
     assert plot.run(plot.Options("pictures", out=str(tmp_path))) == 0
     kept = {p.name for p in (ROOT / "docs/pictures").glob("*.svg")}

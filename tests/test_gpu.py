@@ -17,13 +17,13 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run as run_ranks
-from ringattn.launch import oracle
-from ringattn.launch.cases import CASES as SMALL
-from ringattn.launch.cases import Case
 from ringattn.launch.processes import RankError
 from ringattn.launch.processes import run as run_processes
-from ringattn.torch import ring
-from ringattn.torch.nn import StreamingAttention
+from ringattn.launch.verify import oracle
+from ringattn.launch.verify.cases import CASES as SMALL
+from ringattn.launch.verify.cases import Case
+from ringattn.torch.attention import ring
+from ringattn.torch.models.nn import StreamingAttention
 
 pytestmark = pytest.mark.gpu
 CASES = [replace(c, head_dim=8 * c.head_dim, value_dim=8 * c.value_dim) for c in SMALL]  # dims that GPU kernels have

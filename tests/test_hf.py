@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.torch import hf
+from ringattn.torch.models import hf
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 peft = pytest.importorskip("peft", reason="peft is not installed (pip install peft)")

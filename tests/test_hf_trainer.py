@@ -25,7 +25,7 @@ def trained(data: int, batch: int, folder: str) -> list[float]:
 
     import ringattn as ra
     from ringattn.comms.mesh import axis
-    from ringattn.torch import hf
+    from ringattn.torch.models import hf
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
@@ -83,7 +83,7 @@ def trainer_of(folder: Path, dataset=None, over=(), **said):
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     import ringattn as ra
-    from ringattn.torch import hf
+    from ringattn.torch.models import hf
 
     class LongTrainer(hf.OverRanks, Trainer):
         def compute_loss(self, model, inputs, *args, **kwargs):

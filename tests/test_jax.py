@@ -16,14 +16,14 @@ jnp = jax.numpy
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
 from ringattn.comms.axis import Ranks  # noqa: E402
-from ringattn.jax.steps import Sight, score_of, table_of  # noqa: E402
+from ringattn.jax.attention.steps import Sight, score_of, table_of  # noqa: E402
 from ringattn.kernels import reference, select  # noqa: E402
 from ringattn.kernels.intervals import Intervals  # noqa: E402
 from ringattn.kernels.partial import empty  # noqa: E402
 from ringattn.kernels.vendor import jax_cudnn  # noqa: E402
 from ringattn.kernels.vendor.jax_tiles import over_tiles  # noqa: E402
-from ringattn.launch import oracle  # noqa: E402
-from ringattn.launch.cases import CASES, FEATURES, Case  # noqa: E402
+from ringattn.launch.verify import oracle  # noqa: E402
+from ringattn.launch.verify.cases import CASES, FEATURES, Case  # noqa: E402
 from ringattn.mask import Mask  # noqa: E402
 from ringattn.spec import bounds  # noqa: E402
 

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
-from ringattn.jax.attention import LSE, OUT  # noqa: E402
-from ringattn.jax.steps import global_bounds, route_of  # noqa: E402
+from ringattn.jax.attention.function import LSE, OUT  # noqa: E402
+from ringattn.jax.attention.steps import global_bounds, route_of  # noqa: E402
 from ringattn.kernels import Problem  # noqa: E402
 from ringattn.kernels.vendor import jax_cudnn  # noqa: E402
-from ringattn.launch.cases import FEATURES  # noqa: E402
+from ringattn.launch.verify.cases import FEATURES  # noqa: E402
 from ringattn.mask import Mask  # noqa: E402
 from ringattn.spec import bounds  # noqa: E402
 

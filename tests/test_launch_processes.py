@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ringattn.launch import processes, ray, torchrun
+from ringattn.launch import processes
 from ringattn.launch.processes import RankError, run
+from ringattn.launch.train import ray, torchrun
 
 ROOT = Path(__file__).parent.parent
 

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given as forall
 from hypothesis import settings
 from hypothesis import strategies as st
+from tests.linear_oracle import K, begins, inputs, truth
 
 import ringattn as ra
 from ringattn.kernels import chunkwise
 from ringattn.kernels.linear import State, compose
 from ringattn.kernels.recurrent import prepared, recurrent
-from ringattn.launch.oracle import error
-from tests.linear_oracle import K, begins, inputs, truth
+from ringattn.launch.verify.oracle import error
 
 T = 153  # two whole chunks and a part
 PACKED = ((30, 20, 100, 3), (64, 64, 25))  # borders inside chunks and at their edges

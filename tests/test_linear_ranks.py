@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.linear_oracle import B, H, K, V, docs_of, errors, inputs, truth, worst
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,12 +18,13 @@ from ringattn.comms.local import run
 from ringattn.comms.mesh import axis
 from ringattn.comms.scan import Relay, add_up, broadcast
 from ringattn.kernels.linear import State
-from ringattn.launch import bench, verify, words
+from ringattn.launch import bench, words
 from ringattn.launch.processes import run as run_processes
+from ringattn.launch.verify import command as verify
 from ringattn.planning import Plan
 from ringattn.segments import WAYS, choose, order, segments
-from ringattn.torch import linear, states
-from tests.linear_oracle import B, H, K, V, docs_of, errors, inputs, truth, worst
+from ringattn.torch.linear import function as linear
+from ringattn.torch.linear import states
 
 T = 61  # a prime: no number of ranks divides it
 LONG = 8 * 2 * 70 - 3  # segments of more than one chunk on eight ranks

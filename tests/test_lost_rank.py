@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
-from ringattn.launch import checkpoint, trainer
 from ringattn.launch.processes import RankError, run
-from ringattn.torch import ring
+from ringattn.launch.train import checkpoint, trainer
+from ringattn.torch.attention import ring
 
 RANKS, TIMEOUT = 4, 12.0
 
@@ -193,7 +193,7 @@ def test_a_rank_that_hangs_is_named_by_all_others_in_time(what, sizes, detail, t
     with pytest.raises(RankError):
         run(
             a_rank_that_hangs, ranks, str(folder), what, sizes, detail,
-            collective_timeout=SHORT, grace=6 * SHORT, preload=("ringattn.launch.trainer",),
+            collective_timeout=SHORT, grace=6 * SHORT, preload=("ringattn.launch.train.trainer",),
         )  # fmt: skip
     for rank in set(range(ranks)) - {HANGS}:
         seconds, _, said = (folder / str(rank)).read_text().partition(" ")

@@ -15,8 +15,8 @@ from ringattn.comms.local import run
 from ringattn.launch.processes import run as run_processes
 from ringattn.planning import Plan
 from ringattn.segments import order
-from ringattn.torch.halo import causal_convolution
-from ringattn.torch.nn import GatedLinearAttention
+from ringattn.torch.linear.halo import causal_convolution
+from ringattn.torch.models.nn import GatedLinearAttention
 
 T, C = 45, 32
 PACKED = ((20, 0, 2, 23), (1, 2, 42))
@@ -180,7 +180,7 @@ def test_a_step_that_failed_leaves_the_sequence_as_it_was(monkeypatch):
     expected = layer(convolution=3)(x).detach()
     made.prefill(x[:, :40])
     with monkeypatch.context() as broken:
-        broken.setattr("ringattn.torch.nn_linear.recurrent", lambda *given: 1 / 0)
+        broken.setattr("ringattn.torch.models.nn_linear.recurrent", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             made.step(x[:, 40:42])
     torch.testing.assert_close(made.step(x[:, 40:42]), expected[:, 40:42], rtol=0, atol=1e-12)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
-from ringattn.launch import oracle
-from ringattn.launch.cases import FEATURES, FEW, Case
 from ringattn.launch.processes import RankError, run
+from ringattn.launch.verify import oracle
+from ringattn.launch.verify.cases import FEATURES, FEW, Case
 
 LIMIT = 2e-6
 KINDS = {c.name: c for c in FEATURES}

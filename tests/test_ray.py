@@ -18,9 +18,9 @@ import torch
 
 import ringattn as ra
 from ringattn.conf.schema import Train
-from ringattn.launch import checkpoint, metrics
-from ringattn.launch import ray as on_ray
 from ringattn.launch.processes import RankError
+from ringattn.launch.train import checkpoint, metrics
+from ringattn.launch.train import ray as on_ray
 
 ROOT = Path(__file__).parent.parent
 WORDS = ("experiment=smoke", "model.dim=16", "model.hidden=16", "seq_len=64", "data=files", "device=cpu",

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.cost import HARDWARE, Shape, seen_pairs
-from ringattn.launch import oracle
-from ringattn.launch.cases import CASES, FEATURES, Case
+from ringattn.launch.verify import oracle
+from ringattn.launch.verify.cases import CASES, FEATURES, Case
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.mask import Mask, pieces, schedule_of
 from ringattn.schedule import Schedule, needed
 from ringattn.spec import AttentionSpec, Docs, bounds
-from ringattn.torch.steps import kept_score
+from ringattn.torch.attention.steps import kept_score
 
 
 @given(
@@ -190,7 +190,7 @@ def test_the_last_gradients_fly_beside_work_at_home(kv_heads, monkeypatch):
         happened = list(events[threading.get_ident()])
         return [plan.unshard(x.grad) for x in (q, k, v)], happened
 
-    monkeypatch.setattr("ringattn.torch.call.kept_score", watched)
+    monkeypatch.setattr("ringattn.torch.attention.call.kept_score", watched)
     given = [torch.randn(1, 64, h, 8) for h in (8, kv_heads, kv_heads)]
     leaves = [x.clone().requires_grad_() for x in given]
     ra.attention(*leaves).sum().backward()
@@ -205,7 +205,9 @@ def test_a_vendors_kernel_meets_as_many_blocks_in_backward_as_in_forward(kernel,
     """It pays for each call; with others gradients in float32 need the room."""
     block = 2 * 4 * 16 * 2 * 8  # bytes: keys and values of 16 tokens
     monkeypatch.setitem(HARDWARE, "cpu", replace(HARDWARE["cpu"], room=3 * block))
-    monkeypatch.setattr("ringattn.torch.call.is_narrow", lambda kernel: kernel == "sdpa_cpu")  # as a GPU vendor's is
+    monkeypatch.setattr(
+        "ringattn.torch.attention.call.is_narrow", lambda kernel: kernel == "sdpa_cpu"
+    )  # as a GPU vendor's is
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, kernel=kernel, strategy="ring")

@@ -14,8 +14,8 @@ from ringattn.comms.local import LocalAxis, run
 from ringattn.comms.symmetric import SymmetricAxis
 from ringattn.cost import HARDWARE
 from ringattn.serving import Heads, Stripes, exchange_over, exchange_way, keys_at_once, prefill_moves
-from ringattn.torch import chunk, exchange, meeting
-from ringattn.torch.cache import KVCache
+from ringattn.torch.inference import chunk, exchange, meeting
+from ringattn.torch.inference.cache import KVCache
 
 H200, CPU = HARDWARE["h200"], HARDWARE["cpu"]
 LLAMA = Heads(heads=32, kv_heads=8, head_dim=128, value_dim=128, itemsize=2)

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.launch.cases import FEATURES
+from ringattn.launch.verify.cases import FEATURES
 from ringattn.layout import LAYOUTS, count_below, to_local
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan, Transport
 from ringattn.spec import AttentionSpec, Docs, bounds
-from ringattn.torch.steps import spread_on
+from ringattn.torch.attention.steps import spread_on
 
 
 def allowed(spec, row, T):

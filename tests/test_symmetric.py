@@ -21,11 +21,11 @@ from ringattn.comms.local import Board, LocalAxis, LocalMesh
 from ringattn.comms.symmetric import SymmetricAxis
 from ringattn.comms.watch import Watch
 from ringattn.comms.window import HEAD, SHARED, Peers, Window
-from ringattn.launch import oracle
-from ringattn.launch.cases import FEATURES
+from ringattn.launch.verify import oracle
+from ringattn.launch.verify.cases import FEATURES
 from ringattn.mask import Mask
-from ringattn.torch.ring import room_for
-from ringattn.torch.steps import run_of
+from ringattn.torch.attention.ring import room_for
+from ringattn.torch.attention.steps import run_of
 from tests.test_comms import exercise
 
 

@@ -19,10 +19,11 @@ import torch
 
 import ringattn as ra
 from ringattn.conf.schema import Cluster, Data, Model, Optimizer, Strategy, Train
-from ringattn.launch import data, estimate, metrics, model, torchrun, train
-from ringattn.launch import ray as on_ray
 from ringattn.launch.processes import RankError
-from ringattn.launch.trainer import learning_rate, step_flops, work
+from ringattn.launch.train import data, estimate, metrics, model, torchrun
+from ringattn.launch.train import ray as on_ray
+from ringattn.launch.train import start as train
+from ringattn.launch.train.trainer import learning_rate, step_flops, work
 from ringattn.spec import bounds
 from tests.training import SOURCES, TINY, over, where
 
@@ -119,7 +120,7 @@ def test_it_learns(tmp_path):
 def test_a_deep_model_learns_from_its_first_steps(tmp_path):
     """As many blocks as the experiment for GPUs, narrow, at its schedule: the rate grows as the width shrinks."""
     pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
-    from ringattn.launch import configured
+    from ringattn.launch.train import configured
 
     told = []
     configured.run(["experiment=h200_long", "model.layers=28"], lambda config, swept: told.append(config) or 0)

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ringattn.conf.schema import Train
-from ringattn.launch import checkpoint, metrics, stored, torchrun, train
-from ringattn.launch.trainer import work
+from ringattn.launch.train import checkpoint, metrics, stored, torchrun
+from ringattn.launch.train import start as train
+from ringattn.launch.train.trainer import work
 from tests.training import TINY, alone, made, over
 
 ROOT = Path(__file__).parent.parent

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from ringattn.conf.schema import Data
-from ringattn.launch import data
 from ringattn.launch.processes import run
-from ringattn.launch.trainer import check_tokens
+from ringattn.launch.train import data
+from ringattn.launch.train.trainer import check_tokens
 
 
 def test_data_is_read_across_files_and_in_an_order_of_its_own(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
 
-from ringattn.launch import checkpoint, metrics
+from ringattn.launch.train import checkpoint, metrics
 
 ROOT = Path(__file__).parent.parent
 WORDS = ("experiment=smoke", "model.dim=16", "model.hidden=16", "seq_len=64", "data=files", "device=cpu",

@@ -20,10 +20,11 @@ import torch
 from torch import nn
 
 from ringattn.conf.schema import Cluster, Model, Train
-from ringattn.launch import checkpoint, metrics, torchrun, train, trainer
 from ringattn.launch.bench import step as bench_step
 from ringattn.launch.processes import RankError
-from ringattn.launch.trainer import work
+from ringattn.launch.train import checkpoint, metrics, torchrun, trainer
+from ringattn.launch.train import start as train
+from ringattn.launch.train.trainer import work
 from tests.training import SOURCES, TINY, alone, losses, made, over
 
 
@@ -356,7 +357,9 @@ def test_restarts_of_torchrun_refuse_what_the_first_attempt_did_and_go_on_with_t
         done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=600)
         return done.returncode, done.stdout + done.stderr
 
-    killed = "import os, ringattn.launch.trainer as t\nof = t.train_step\ndef once(job):\n    if job.step == 2 and "
+    killed = (
+        "import os, ringattn.launch.train.trainer as t\nof = t.train_step\ndef once(job):\n    if job.step == 2 and "
+    )
     killed += "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(9)\n    return of(job)\nt.train_step = once\n"
     (tmp_path / "sitecustomize.py").write_text(
         f"import os\nif 'RANK' in os.environ:\n{textwrap.indent(killed, '    ')}"
@@ -372,7 +375,7 @@ def test_restarts_of_torchrun_refuse_what_the_first_attempt_did_and_go_on_with_t
 
 def test_each_run_of_a_sweep_has_a_folder_of_its_own_and_says_which_it_is(capsys):
     pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
-    from ringattn.launch import configured
+    from ringattn.launch.train import configured
 
     def names(*words: str) -> list[str | None]:
         found: list[str | None] = []

@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
-import ringattn.torch.compiled
+import ringattn.torch.attention.compiled
 from ringattn.comms.axis import one_rank
 from ringattn.comms.local import run as run_threads
 from ringattn.kernels import tiled
 from ringattn.launch.processes import run
 from ringattn.spec import AttentionSpec, Docs
-from ringattn.torch.halo import causal_convolution
-from ringattn.torch.nn import Attention, StreamingAttention
+from ringattn.torch.linear.halo import causal_convolution
+from ringattn.torch.models.nn import Attention, StreamingAttention
 
 T, C = 48, 32
 DOCS = Docs.from_lengths([13, 35])
@@ -428,7 +428,7 @@ import sys, threading, torch
 from ringattn import api
 
 def late():
-    while "ringattn.torch.inference" not in sys.modules:
+    while "ringattn.torch.inference.function" not in sys.modules:
         pass
     assert hasattr(api.part("inference", torch.zeros(1)), "prefill")
     print("whole")

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from ringattn.conf.schema import Data, Model, Optimizer, Strategy, Train
-from ringattn.launch import metrics, stored, torchrun, train
-from ringattn.launch.trainer import work
+from ringattn.launch.train import metrics, stored, torchrun
+from ringattn.launch.train import start as train
+from ringattn.launch.train.trainer import work
 
 SOURCES = str(Path(json.__file__).parent)
 

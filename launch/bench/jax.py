@@ -141,8 +141,8 @@ def error(options: Options, plan: Any) -> float:
     """The largest relative error (norm) of out, dq, dk, dv."""
     import torch
 
-    from ringattn.launch import oracle
-    from ringattn.launch.cases import Case
+    from ringattn.launch.verify import oracle
+    from ringattn.launch.verify.cases import Case
 
     programs, given = calls(options, plan, ["forward+backward"])
     found = [np.asarray(plan.unshard(x), np.float64) for x in programs["forward+backward"](*given)]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ringattn.launch import metrics
 from ringattn.launch.bench import on_ranks, table
+from ringattn.launch.train import metrics
 from ringattn.launch.words import option
 
 COLUMNS = ["ranks", "strategy", "layout", "tokens", "local", "peak_mib", "minimal_mib", "ratio"]

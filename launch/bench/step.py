@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ringattn.conf.schema import Train, from_dict
-from ringattn.launch import metrics
 from ringattn.launch.bench import on_ranks, table, together
+from ringattn.launch.train import metrics
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "ranks", "layers", "kernel", "recompute", "compile", "step_s", "attention_s", "products_s",

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ringattn.comms.jax import axes, generation
-from ringattn.jax.attention import attention
+from ringattn.jax.attention.function import attention
 from ringattn.jax.sharding import closed, sequence_axes, spec_of
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.pallas import splash

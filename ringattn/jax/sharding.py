@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn.check import of_shapes
 from ringattn.comms.axis import Ranks, Solo
 from ringattn.comms.jax import MeshAxis, platform
-from ringattn.jax.steps import local_positions
+from ringattn.jax.attention.steps import local_positions
 from ringattn.layout import Layout
 from ringattn.planning import Plan
 from ringattn.spec import whole

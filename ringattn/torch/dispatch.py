@@ -156,7 +156,7 @@ def differentiate(name: str, save: Callable[[Any, Any, Any], None], gradients: R
             kept += found[shown:]
             return found[:shown]
 
-        backward = once(lambda ctx, *grads: (*gradients(ctx, *grads), None), gradients.__module__)
+        backward = once(lambda ctx, *grads: (*gradients(ctx, *grads), None), f"ringattn.{name}")
 
     def dispatch(*inputs: Any) -> Any:
         transforms = torch._C._are_functorch_transforms_active()

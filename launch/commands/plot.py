@@ -1,0 +1,271 @@
+"""Draw: `ringattn plot pictures` the pictures of docs/, `ringattn plot FILE.jsonl` benchmark lines.
+
+Benchmark lines become bars: a panel a direction and figure, a group a case, a colour an implementation. Of lines that
+measured the same thing the last one counts. The metrics.jsonl of a training run becomes a line over its steps.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ringattn.launch.commands.pictures import PICTURES, RANKS, STYLE, panels
+from ringattn.launch.words import option, writable
+
+Row = dict[str, Any]
+
+# What lines are made of, by the names that suites give it: the first that is found counts.
+SERIES = ("impl", "implementation", "who", "kernel", "name", "peer", "library", "strategy")
+PANELS = ("mode", "direction", "pass", "phase")
+METRICS = (
+    "tflop",
+    "tb_per_s",
+    "gb_per_s",
+    "tokens_per_s",
+    "gb/s",
+    "tokens/s",
+    "peak",
+    "ms",
+    "us",
+    "seconds",
+    "bytes",
+    "mb",
+    "ratio",
+)
+STAMP = ("commit", "device", "torch", "triton", "jax", "python", "cuda", "date", "time", "suite")
+HOW = ("repeats", "steps", "note")  # it was measured, which makes it no other case
+WORDS = {
+    "tflops": "TFLOP/s",
+    "tb_per_s": "TB/s",
+    "copy_tb_per_s": "TB/s of a copy",
+    "tokens_per_second": "tokens/s",
+    "tokens_per_us": "tokens a microsecond",
+    "peak": "peak memory over what it must hold",
+    "peak_mib": "peak memory, MiB",
+    "peak_gib": "peak memory, GiB",
+    "memory_mib": "memory of a rank, MiB",
+    "ms": "milliseconds",
+    "floor_ms": "floor, milliseconds",
+    "us": "microseconds",
+    "floor_us": "floor, microseconds",
+    "limit_us": "limit, microseconds",
+    "MB": "MB sent",
+    "forward_mb": "MB sent forward",
+    "backward_mb": "MB sent backward",
+    "ratio": "of the floor",
+    "loss": "loss, nats a token",
+    "norm": "norm of the gradient",
+    "lr": "learning rate",
+    "mfu": "MFU",
+}
+KINDS = {"step": "trained", "eval": "held out", "save": "saved"}  # rows of a training run
+OWN = Path("docs/pictures")
+MARGIN = 0.35  # inches above and below the panels, for titles and ticks
+
+
+@dataclass(frozen=True)
+class Options:
+    source: str = option("pictures", "pictures, or a file of benchmark lines")
+    out: str | None = option(None, "where to: a folder for pictures (docs/pictures), a file for lines (FILE.svg)")
+    metric: str | None = option(None, "which figure of the lines to draw (the first known kind, if not said)")
+
+
+def run(options: Options) -> int:
+    """Draw what was asked and print the names of the files."""
+    matplotlib.use("Agg")
+    with matplotlib.rc_context(STYLE):
+        if options.source == "pictures":
+            folder = Path(options.out or OWN)
+            if options.out is None and not folder.is_dir():
+                raise ValueError(f"{OWN} is a folder of the checkout, and not here; say out=FOLDER")
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, draw in PICTURES.items():
+                save(draw(), folder / f"{name}.svg")
+            return 0
+        rows = read(Path(options.source))
+        path = writable(Path(options.out or Path(options.source).with_suffix(".svg")))
+        save((curve if all("kind" in r and "step" in r for r in rows) else bars)(rows, options.metric), path)
+    return 0
+
+
+def save(figure: Figure, path: Path) -> None:
+    metadata = {"Date": None} if path.suffix == ".svg" else None  # the same picture is the same file
+    figure.savefig(path, bbox_inches="tight", pad_inches=0.08, metadata=metadata, dpi=150)
+    print(path)
+
+
+def read(path: Path) -> list[Row]:
+    """The file's lines, each one JSON object."""
+    rows: list[Row] = []
+    if not path.is_file():
+        run = path / "metrics.jsonl"
+        hint = f"did you mean {run}?" if run.is_file() else "say pictures, or a file of benchmark lines"
+        raise ValueError(f"{path} is no file; {hint}")
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text ({error.reason} at byte {error.start}); say a file of lines") from None
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+            if not isinstance(rows[-1], dict):
+                raise ValueError(f"{path}, line {number} is not an object: {line[:60]}")
+    if not rows:
+        raise ValueError(f"{path} has no lines")
+    return rows
+
+
+def bars(rows: list[Row], metric: str | None = None) -> Figure:
+    """Grouped bars of the rows' figures; rows that have none are left out."""
+    metrics = figures_of(rows, metric)
+    rows = [r for r in rows if any(number(r.get(m)) for m in metrics)]
+    series, panel = first_of(SERIES, rows), first_of(PANELS, rows)
+    named = case_names(rows, {series, panel, *metrics})
+    drawn = [
+        (
+            f"{value}, {WORDS.get(m, m)}" if value else WORDS.get(m, m),
+            m,
+            [(r, c) for r, c in named if not panel or r.get(panel) == value],
+        )
+        for m in metrics
+        for value in (distinct(r.get(panel) for r in rows) if panel else [None])
+    ]
+    drawn = [(title, m, some) for title, m, some in drawn if any(number(r.get(m)) for r, _ in some)]
+    names = distinct(str(r.get(series, "")) for r in rows)
+    cases = distinct(case for _, case in named)
+    places = [(c, n) for c in cases for n in names if any(c == d and n == str(r.get(series, "")) for r, d in named)]
+    height = 0.8 + 0.2 * len(places) + 0.14 * len(cases)
+    figure, axes = panels(1, len(drawn), 2 + 4 * len(drawn), height, wspace=0.12)
+    figure.subplots_adjust(bottom=MARGIN / height, top=1 - MARGIN / height)
+    if usual := usual_values(rows, {series, panel, *metrics}):
+        said = " ".join(f"{k}={v}" for k, v in usual.items())
+        figure.suptitle(f"if nothing else is said: {said}", y=1, va="bottom", fontsize="medium")
+    for ax, (title, m, some) in zip(axes[0], drawn, strict=True):
+        groups(ax, places, {(c, str(r.get(series, ""))): float(r[m]) for r, c in some if number(r.get(m))}, names)
+        ax.set_title(title)
+        if ax is not axes[0][0]:
+            ax.set_yticklabels([])
+    if len(names) > 1:
+        handles = [
+            matplotlib.patches.Patch(color=RANKS[i % len(RANKS)], label=n or "not said") for i, n in enumerate(names)
+        ]
+        figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=min(len(names), 6))
+    return figure
+
+
+def curve(rows: list[Row], metric: str | None = None) -> Figure:
+    """One figure of a training run over its steps, the loss if no other is asked for."""
+    (name,) = figures_of(rows, metric or "loss")
+    figure, ((ax,),) = panels(1, 1, 7, 3.5)
+    rows = [r for r in rows if number(r["step"]) and r["step"] >= 0 and number(r.get(name))]
+    if not rows:
+        raise ValueError(f"no line of a step has a number called {name!r}")
+    for color, kind in zip(RANKS, distinct(str(r["kind"]) for r in rows), strict=False):
+        points = sorted((r["step"], r[name]) for r in rows if str(r["kind"]) == kind)
+        marker = "o" if len(points) == 1 else None
+        ax.plot(*zip(*points, strict=True), color=color, marker=marker, label=KINDS.get(kind, kind))
+    ax.set(xlabel="step", ylabel=WORDS.get(name, name))
+    ax.locator_params("x", integer=True)
+    if len(ax.lines) > 1:
+        ax.legend()
+    return figure
+
+
+Place = tuple[str, str]  # a case, and the name of an implementation
+
+
+def groups(ax: Axes, places: list[Place], values: dict[Place, float], names: list[str]) -> None:
+    """Horizontal bars, a group a case from top to bottom, each with its number; the same places in every panel."""
+    y, at = 0.0, dict[str, list[float]]()
+    for i, (case, name) in enumerate(places):
+        y += 0.7 if i and places[i - 1][0] != case else 0
+        at.setdefault(case, []).append(y)
+        if (case, name) in values:
+            value = values[case, name]
+            ax.barh(y, value, height=0.86, color=RANKS[names.index(name) % len(RANKS)])
+            ax.annotate(
+                f"{value:,.0f}" if value >= 1000 else f"{value:.3g}",
+                (value, y),
+                (3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7,
+            )
+        y += 1
+    ax.set_yticks([sum(ys) / len(ys) for ys in at.values()], list(at))
+    ax.set(ylim=(y - 0.2, -0.8), xlim=(0, 1.12 * max(values.values()) or 1))
+    ax.tick_params(left=False)
+
+
+def figures_of(rows: list[Row], metric: str | None) -> list[str]:
+    """The keys to draw: the one that was asked for, or all of the first known kind."""
+    keys = distinct(k for r in rows for k, v in r.items() if number(v))
+    if not keys:
+        raise ValueError("there is nothing to draw: the lines hold no numbers")
+    if metric is not None:
+        if metric not in keys:
+            raise ValueError(f"no line has a number called {metric!r}; they have {', '.join(keys)}")
+        return [metric]
+    found = next((some for kind in METRICS if (some := [k for k in keys if is_kind(kind, k)])), None)
+    if found is None:
+        raise ValueError(f"no known figure in the lines; say metric= one of {', '.join(keys)}")
+    return found
+
+
+def case_names(rows: list[Row], taken: set[str]) -> list[tuple[Row, str]]:
+    """Each row with the name of its case: its own, or what differs between the rows apart from what was measured.
+
+    What is 0, false or nothing is left out: older rows lack keys that newer ones have, and are no other case for that.
+    So is what is usual.
+    """
+    if all("case" in r for r in rows):
+        return [(r, str(r["case"])) for r in rows]
+    usual, differ = usual_values(rows, taken), differing(rows, taken)
+    return [(r, " ".join(f"{k}={r[k]}" for k in differ if r.get(k) and str(r[k]) != usual.get(k))) for r in rows]
+
+
+def usual_values(rows: list[Row], taken: set[str]) -> dict[str, str]:
+    """What nine in ten rows have in common, by key: it is said once."""
+    most = {k: Counter(str(r[k]) for r in rows if r.get(k)).most_common(1) for k in differing(rows, taken)}
+    return {k: value for k, ((value, count),) in most.items() if count >= 0.9 * len(rows)}
+
+
+def differing(rows: list[Row], taken: set[str]) -> list[str]:
+    """The keys, apart from what was measured, that make one row another case than the next."""
+    if all("case" in r for r in rows):
+        return []
+    free = [k for k in distinct(k for r in rows for k in r) if k not in taken and k not in (*STAMP, *HOW)]
+    free = [
+        k
+        for k in free
+        if not any(isinstance(r.get(k), float) or any(is_kind(kind, k) for kind in METRICS) for r in rows)
+    ]
+    return [k for k in free if len({str(r[k] or "") for r in rows if k in r}) > 1]
+
+
+def is_kind(kind: str, key: str) -> bool:
+    """Whether a key is a figure of this kind: it holds the word (but `params` does not hold `ms`)."""
+    return kind in key.lower().split("_") or (len(kind) > 2 and kind in key.lower())
+
+
+def first_of(names: Iterable[str], rows: list[Row]) -> str:
+    return next((n for n in names if any(n in r for r in rows)), "")
+
+
+def distinct(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def number(value: Any) -> bool:
+    """Whether a value can be drawn: a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

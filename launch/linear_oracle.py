@@ -1,1 +1,0 @@
-../tests/linear_oracle.py

@@ -1,0 +1,82 @@
+"""How much memory a rank of a training run takes at its peak, counted before anything is tried.
+
+What grows with the tokens is counted in numbers a token, of the run's precision. The runs of
+benchmarks/train-h200.jsonl hold it to a fifth.
+"""
+
+from dataclasses import dataclass
+
+from ringattn.conf.schema import Model, Train
+from ringattn.launch.train import model
+from ringattn.torch.models.pieces import LOGITS, tokens_at_once
+
+STATE = 16  # bytes of a weight, its gradient and its two moments, in float32
+GRADIENT = 4  # of them, what is not there yet where backward begins
+# Attention and its backward, over q, k, v, out and their gradients (benchmarks/ring-h200.jsonl). cuDNN widens keys to
+# all query heads, and each call's gradients come beside their sum.
+ATTENTION = {"cudnn": 3.0}
+OTHERS = 1.9
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes a rank: what lasts, what the blocks keep for backward, and what is there while one part is at work."""
+
+    state: float
+    gradients: float  # which are part of the state
+    block: float  # kept by one block
+    layers: int
+    block_at_work: float
+    head_at_work: float
+
+    @property
+    def kept(self) -> float:
+        return self.layers * self.block
+
+    @property
+    def most(self) -> float:
+        """Backward begins with all that was kept and no gradient, and ends the other way round."""
+        begins, ends = self.state - self.gradients + self.kept, self.state + self.block
+        return max(begins + max(self.block_at_work, self.head_at_work), ends + self.block_at_work)
+
+
+def needs(config: Train, decoder: model.Decoder, local_len: int, ranks: int) -> Needs:
+    """Of a rank that holds `local_len` tokens of each sequence and its part of the decoder's weights."""
+    m, tokens = config.model, config.batch * local_len
+    itemsize = 2 if config.precision == "bfloat16" else 4
+    weights = sum(p.numel() for p in decoder.parameters())
+    block = sum(p.numel() for p in decoder.blocks[0].parameters())
+    whole = 3 * itemsize + 4  # a part's weights and the next one's, whole, its gradient, and that in float32
+    logits = m.vocab * min(tokens, config.batch * tokens_at_once(LOGITS, m.vocab, config.batch))
+    return Needs(
+        state=STATE * weights / ranks,
+        gradients=GRADIENT * weights / ranks,
+        block=itemsize * tokens * kept(m, config.strategy.recompute),
+        layers=m.layers,
+        block_at_work=itemsize * at_work(config, tokens) + whole * block,
+        head_at_work=12 * logits + whole * decoder.head.weight.numel(),  # logits, softmax and gradient in float32
+    )
+
+
+def kept(m: Model, recompute: str) -> int:
+    """Numbers a token that a block keeps for its backward pass."""
+    heads, keys = model.head_dim(m) * m.heads, model.head_dim(m) * m.kv_heads
+    return {
+        "none": 8 * m.dim + 3 * heads + 4 * m.hidden,
+        "pointwise": 2 * m.dim + 2 * heads + 2 * keys + 2 * m.hidden,
+        "cheap": m.dim + heads,
+        "block": m.dim,
+    }[recompute]
+
+
+def at_work(config: Train, tokens: int) -> float:
+    """Numbers that are there while a block goes backward, in its MLP or in its attention, beside what it kept."""
+    m, recompute = config.model, config.strategy.recompute
+    heads, keys = model.head_dim(m) * m.heads, model.head_dim(m) * m.kv_heads
+    in_pieces = recompute in ("cheap", "block")
+    gate = min(tokens * m.hidden, model.AT_ONCE) if in_pieces else tokens * m.hidden
+    mlp = 3 * (tokens * m.dim + gate)  # activations computed again, their gradients
+    own = ATTENTION.get(config.strategy.kernel, OTHERS) * 4 * (heads + keys)
+    attention = own + 2 * m.dim  # beside the norm's output and the gradient of the other branch
+    gone = {"none": 4 * m.hidden + 3 * heads, "pointwise": 2 * m.hidden + heads, "cheap": heads, "block": 0}[recompute]
+    return max(mlp, tokens * (attention - gone))  # what the MLP kept is gone by then, and out is counted in `kept`

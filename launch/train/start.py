@@ -1,0 +1,324 @@
+"""Train a decoder whose sequence is spread over ranks: `ringattn train`, or `torchrun ... -m ringattn.launch.train`.
+
+This file starts the ranks and sums up; each of them runs trainer.work. Into folder/NAME/ go config.json,
+metrics.jsonl, checkpoints/ and picture.png.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ringattn.comms import lost, messages
+from ringattn.conf.schema import Strategy, Train
+from ringattn.launch import processes
+from ringattn.launch.train import configured, data, metrics, torchrun
+from ringattn.launch.train.metrics import say
+
+
+def main(words: list[str] | None = None) -> int:
+    """Compose the configuration and run it where it says."""
+    words = sys.argv[1:] if words is None else words
+    rank, started = torchrun.rank(), torchrun.started()
+    if started:
+        torchrun.end_on_signals()
+    begun = iter([metrics.process_began()])  # the second run of a sweep begins when its turn comes
+
+    def task(config: Train, swept: str) -> int | None:
+        began = next(begun, None)
+        return under_torchrun(config, began) if started else here(config, began, swept)
+
+    status = configured.run(words, task, rank, started)
+    if status is None:
+        sys.stdout.flush()
+        os._exit(0)  # an ordinary end would wait for the fork server's imports; it ends by itself
+    return status
+
+
+def work(*told: Any, **more: Any) -> dict[str, Any]:
+    """trainer.work. A process that only starts ranks does not import it: that takes longer than torch."""
+    from ringattn.launch.train import trainer
+
+    return trainer.work(*told, **more)
+
+
+def here(config: Train, began: float | None = None, swept: str = "") -> int | None:
+    """Start the ranks, and beside them, for the picture, one rank with the same seed.
+
+    The exit status; None where a signal stopped it. `swept` is what a sweep says of this run alone.
+    """
+    folder: Path | None = None
+    try:
+        if config.cluster.kind == "torchrun":
+            raise ValueError(
+                "cluster=torchrun, and torchrun started nothing; say torchrun ... -m ringattn.launch.train"
+            )
+        if config.cluster.kind == "ray":
+            from ringattn.launch.train import ray
+
+            summary, folder = ray.fit(config, work, new_folder)
+            if not config.dry_run:
+                finish(config, folder, {"Ray": folder}, summary, swept)
+            return None if summary.get("stopped") else 0
+        config, ranks, device = resolved(config, None)
+        folder = new_folder(config)
+        check(config)
+        if ended(config, folder):
+            say(f"nothing to train: already at step {config.steps} of {config.steps} in {folder}", sys.stdout)
+            return 0
+        patience, told = config.cluster.timeout, (config, str(folder), began or time.time())
+        there = device == "cpu" or ranks <= torch.cuda.device_count()  # not so in a dry run only
+        announce(config, folder)
+        summary = torchrun.local(work, ranks, device if there else "cpu", *told, patience=patience)[0]
+        if config.dry_run:
+            return 0
+        runs, stopped = {plural(ranks): folder}, summary["stopped"]
+        if config.reference and ranks > 1 and not stopped and config.resume is None:
+            beside = compared(config, folder / "one-rank", device)
+            runs, stopped = runs | beside, not beside
+        finish(config, folder, runs, summary, swept)
+        return None if stopped else 0
+    except torchrun.Stopped:
+        say("stopped before the first step; there is nothing to save", sys.stdout)
+        return None
+    except (processes.RankError, *processes.BAD) as error:
+        said, status = processes.sentence(error), processes.status(error)
+        say(f"ringattn train: {said or error}")
+        if status == processes.FAILED and folder is not None and checkpoints_of(folder):
+            say(again(config, folder, swept))
+        return status
+
+
+def check(config: Train) -> None:
+    """Refuse what needs no rank to be found wrong: the data, the checkpoint, a logger that is not installed."""
+    data.windows(data.open_corpus(config.data, config.model.vocab), config.data, config.seq_len, config.seed)
+    if config.resume not in (None, "auto"):
+        from ringattn.launch.train.checkpoint import read_state
+
+        read_state(Path(config.resume))
+    metrics.loggers(config)
+
+
+def announce(config: Train, folder: Path) -> None:
+    """What begins now, and where it writes."""
+    if not config.dry_run:
+        what = f"{config.model.layers} blocks of width {config.model.dim} on {config.data.path}"
+        where = f"sequences of {config.seq_len:,} tokens over {plural(config.nproc or 1)} on {config.device}"
+        say(f"trains {what}, {where}; writes to {folder}")
+
+
+def compared(config: Train, folder: Path, device: str) -> dict[str, Path]:
+    """The same training on one rank, by its name, if it came to its end; one that was stopped is said."""
+    say("the same on one rank:")
+    told = alone(config), str(folder), time.time()
+    try:
+        summary = torchrun.local(work, 1, device, *told, patience=config.cluster.timeout)[0]
+    except torchrun.Stopped:
+        summary = {"stopped": True, "step": 0}
+    if summary["stopped"]:
+        say(f"the comparison was stopped after step {summary['step']}", sys.stdout)
+        return {}
+    return {"1 rank": folder}
+
+
+def under_torchrun(config: Train, began: float | None = None) -> int:
+    """One rank among those that torchrun started; the first rank that fails tells torchrun why, the others a line."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    rank = torchrun.rank()
+    try:
+        config, _, device = resolved(config, int(os.environ["WORLD_SIZE"]))
+        torchrun.join(device if torch.cuda.device_count() else "cpu", config.cluster.timeout)
+        folder, started_at = shared(config, began or time.time())
+        if rank == 0:
+            announce(config, folder)
+        summary = record(work)(config, str(folder), started_at)
+        if rank == 0 and not config.dry_run:
+            finish(config, folder, {plural(dist.get_world_size()): folder}, summary or {})
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception as error:
+        bad, status = processes.sentence(error), processes.status(error)
+        said = str(error).splitlines()[0] if str(error) else ""
+        if bad is not None:
+            configured.complain(said, rank, status)
+        else:
+            kind = "" if isinstance(error, ConnectionError) else f"{type(error).__name__}: "
+            print(f"ringattn train: rank {rank}: {kind}{said}", file=sys.stderr, flush=True)
+        os._exit(status)  # other ranks may hang in a collective: do not wait for them
+    return 0
+
+
+def resolved(config: Train, ranks: int | None) -> tuple[Train, int, str]:
+    """The configuration with every `auto` that does not need the ranks decided; how many ranks; their device."""
+    gpus = torch.cuda.device_count()
+    device = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
+    if device == "cuda" and not gpus and not config.dry_run:
+        raise ValueError("device=cuda, and torch sees no GPU here; use device=cpu, or dry_run=true to look first")
+    s = config.strategy
+    if s.ulysses is None:
+        s = dataclasses.replace(s, ring=s.ring or 1)
+    fixed, filled = s.data * (s.ring or 1) * (s.ulysses or 1), s.ring is None or s.ulysses is None
+    if ranks is None:
+        there = gpus if device == "cuda" else 0
+        ranks = config.nproc or there or (math.lcm(2, fixed) if filled else fixed)
+        if device == "cuda" and ranks > gpus and not config.dry_run:
+            raise ValueError(f"nproc={ranks} ranks need a GPU each, and this machine has {gpus}; use nproc={gpus}")
+    if filled and ranks % fixed:
+        other = f"ulysses={s.ulysses}" if s.ring is None else f"ring={s.ring}"
+        raise ValueError(
+            f"strategy.data={s.data} x {other} does not divide {plural(ranks)}; start a multiple of {fixed}"
+        )
+    if not filled and fixed != ranks:
+        raise ValueError(
+            f"strategy.data={s.data} x ring={s.ring} x ulysses={s.ulysses} is {fixed}, not the {plural(ranks)}; "
+            f"make the product {ranks}, or start {plural(fixed)}"
+        )
+    rest = ranks // fixed
+    precision = ("bfloat16" if device == "cuda" else "float32") if config.precision == "auto" else config.precision
+    strategy = dataclasses.replace(s, ring=s.ring or rest, ulysses=s.ulysses or rest)
+    return (
+        dataclasses.replace(config, strategy=strategy, precision=precision, device=device, nproc=ranks),
+        ranks,
+        device,
+    )
+
+
+def alone(config: Train) -> Train:
+    """The same training, the same batches, on one rank; no checkpoint is made, also when it is stopped."""
+    strategy = Strategy(ring=1, kernel=config.strategy.kernel, recompute=config.strategy.recompute)
+    batch = config.batch * config.strategy.data
+    return dataclasses.replace(config, strategy=strategy, nproc=1, batch=batch, save_every=0, keep=0, profile=False)
+
+
+def new_folder(config: Train) -> Path:
+    """Where this run writes: its name's folder, or a new one named after the time. Never into another run's."""
+    name = config.run or torchrun.run_name()
+    if name is None and config.resume == "auto":
+        runs = sorted(path.name for path in Path(config.folder).glob("*") if checkpoints_of(path))
+        there = f"; {config.folder} has {', '.join(runs[-3:])}" if runs else ""
+        raise ValueError(f"resume=auto goes on with a run by its name, and none was said; say run=NAME{there}")
+    name = name or time.strftime("%Y%m%d-%H%M%S")
+    folder, again = Path(config.folder) / name, 1
+    while config.run is None and not torchrun.started() and folder.exists():
+        folder, again = Path(config.folder) / f"{name}-{again}", again + 1
+    log, own, resume = folder / "metrics.jsonl", folder / "checkpoints", config.resume
+    goes_on = resume is not None and (resume == "auto" or Path(resume).absolute().parent == own.absolute())
+    taken = (log.is_file() and log.stat().st_size) or checkpoints_of(folder)
+    if taken and not goes_on and torchrun.attempt() == 0:
+        raise ValueError(f"{folder} holds a run; say resume=auto to go on, or another run=NAME")
+    return folder
+
+
+def ended(config: Train, folder: Path) -> bool:
+    """Whether resume=auto finds these very words, which ask for no checkpoint, trained to their end."""
+    about, log = folder / "config.json", folder / "metrics.jsonl"
+    if config.resume != "auto" or config.save_every or not (about.is_file() and log.is_file()):
+        return False
+    try:
+        said = {**json.loads(about.read_text())["config"], "resume": "auto"}
+    except (ValueError, KeyError, TypeError):  # torn: it is written anew
+        return False
+    return said == dataclasses.asdict(config) and any(row["step"] == config.steps for row in metrics.read(log))
+
+
+def checkpoints_of(folder: Path) -> list[Path]:
+    """A run's complete checkpoints."""
+    if not (folder / "checkpoints").is_dir():
+        return []
+    from ringattn.launch.train.checkpoint import complete
+
+    return complete(folder / "checkpoints")
+
+
+def shared(config: Train, began: float) -> tuple[Path, float]:
+    """Rank 0's choice of folder, and when its first attempt began, on every rank.
+
+    What it refuses, the attempts after this one refuse too.
+    """
+    said: dict[str, Any] = {"folder": "", "problem": "", "started_at": began}
+    if dist.get_rank() == 0:
+        refused, notes = "refused", torchrun.notes()
+        said["started_at"] = float(notes.compare_set("started_at", "", str(began)))
+        try:
+            said["problem"] = notes.get(refused).decode() if notes.check([refused]) else ""
+            said["folder"] = str(new_folder(config))
+        except ValueError as error:
+            said["problem"] = str(error)
+            notes.set(refused, str(error))
+    with lost.missing_named("before the training"):
+        said = messages.gather(said)[0]
+    if said["problem"]:
+        raise ValueError(said["problem"])
+    return Path(said["folder"]), said["started_at"]
+
+
+def again(config: Train, folder: Path, swept: str = "") -> str:
+    """How to go on with a run: what its words said of model and data must be said again.
+
+    A sweep whose words name its runs goes on as a whole.
+    """
+    if swept and config.run:
+        return "go on with the same words and resume=auto"
+    alone = f", without --multirun, with {swept}" if swept else ""
+    where = f"folder={config.folder} " * (config.folder != Train().folder)
+    return f"go on with the same words{alone} and {where}run={folder.name} resume=auto"
+
+
+def plural(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)}"
+
+
+def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str, Any], swept: str = "") -> None:
+    """The summary, and the picture of all runs beside each other."""
+    rows = {
+        name: [row for row in metrics.read(path / "metrics.jsonl") if row["step"] <= summary["step"]]
+        for name, path in runs.items()
+    }  # those beyond are of an attempt that went further, and was given up
+    main, *others = (columns_of(r) for r in rows.values())
+    if summary["stopped"]:
+        go_on = again(config, folder, swept)
+        say(f"stopped after step {summary['step']} of {config.steps}, saved; {go_on}", sys.stdout)
+        return
+    if not main["loss"]:
+        say(f"nothing to train: already at step {summary['step']} of {config.steps}; say steps=N to go on", sys.stdout)
+        return
+    trained = "first_step" in summary
+    lines = [
+        f"loss {main['loss'][0]:.4f} -> {main['loss'][-1]:.4f} in {len(main['loss'])} steps"
+        + (f", {summary['held_out']:.4f} on held-out text" if "held_out" in summary else "")
+        + f"; single tokens have an entropy of {summary['entropy']:.4f}",
+        ", ".join(
+            [
+                f"{np.median(main['tokens_per_second']):,.0f} tokens/s",
+                *metrics.mfu_words(float(np.median(main["mfu"]))),
+                f"rank 0 held {max(main['memory_mib']):,.0f} MiB at most",
+            ]
+        )
+        + (f", first step after {summary['first_step']:.1f} s" if trained else "; nothing was left to train"),
+    ]
+    for other in others:
+        gap = max(abs(a - b) for a, b in zip(main["loss"], other["loss"], strict=True))
+        lines.append(f"on one rank the loss is the same to {gap:.1e} at every step")
+    new = trained or not (folder / "picture.png").exists()
+    drawn = metrics.picture(folder, rows, summary["entropy"]) if config.picture and new else None
+    if config.picture and new and drawn is None:
+        lines.append("no picture: matplotlib cannot be imported (in the checkout: pip install '.[plot]')")
+    lines.append(f"written to {folder}" + (f", picture {drawn}" if drawn else ""))
+    if not checkpoints_of(folder):
+        lines.append("no weights were kept; save_every=N saves them every N steps and at the end")
+    say("\n".join(lines), sys.stdout)
+
+
+def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    names = ("loss", "tokens_per_second", "mfu", "memory_mib")
+    steps = [r for r in rows if r["kind"] == "step" and r.keys() >= {*names}]
+    return dict(zip(names, metrics.columns(steps, *names), strict=True))

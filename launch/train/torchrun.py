@@ -1,0 +1,181 @@
+"""The ranks of a training run: started here, or found started by torchrun (or anything that sets its variables).
+
+Only this file reads those variables.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing import forkserver
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringattn.launch import processes
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def started() -> bool:
+    """Whether this process is one rank of a group that somebody else started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def neighbours() -> int:
+    """How many ranks there are on this machine, this one included."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
+
+
+def end_on_signals() -> None:
+    """Until training listens a launcher's signal ends this rank without a traceback; so does the death of torchrun.
+
+    Afterwards both have training save and end. torchrun alone is watched: a shell may end before what it started.
+    """
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    for number in processes.TERMINALS:
+        if launched or signal.getsignal(number) is not signal.SIG_IGN:  # nohup cannot keep torchrun from passing it on
+            signal.signal(number, signal.SIG_DFL)
+    if launched:
+        threading.Thread(target=processes.end_with_launcher, args=(os.getppid(),), daemon=True).start()
+
+
+def attempt() -> int:
+    """How often torchrun has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def run_name() -> str | None:
+    """A name that all ranks and all attempts of one torchrun share."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"torchrun-{os.getppid()}" if name == "none" else name
+
+
+def join(device: str, timeout: float) -> torch.device:
+    """Join the process group that the environment describes, with words of this attempt only; this rank's device."""
+    where = torch.device(device)
+    if device == "cuda":
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(where)
+    try:
+        store, number, ranks = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise OSError(f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this machine; take another") from None
+    dist.init_process_group(
+        backend(device),
+        store=dist.PrefixStore(f"attempt_{attempt()}", store),
+        rank=number,
+        world_size=ranks,
+        timeout=timedelta(seconds=timeout),
+        device_id=where if device == "cuda" else None,
+    )
+    return where
+
+
+def on_loopback(host: str) -> bool:
+    """Whether nobody beyond this machine reaches this address."""
+    return host == "localhost" or host.strip("[]") == "::1" or host.startswith("127.")
+
+
+def listener(host: str) -> socket.socket:
+    """A socket that listens at a free port: on the loopback where that is the host, else on all interfaces."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host if on_loopback(host) else "", 0), family=family)
+
+
+def store(host: str, port: int, ranks: int, timeout: timedelta, listens: socket.socket | None) -> Any:
+    """The meeting place's store. The rank that is given a socket serves it there; torch alone takes all interfaces."""
+    descriptor = None if listens is None else listens.detach()
+    return dist.TCPStore(
+        host, port, ranks, descriptor is not None, timeout, wait_for_workers=False, master_listen_fd=descriptor
+    )
+
+
+def notes() -> Any:
+    """The meeting place's store as all attempts see it."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def backend(device: str) -> str:
+    """Tensors on GPUs travel by NCCL; words and checkpoints, which lie on the host, by gloo."""
+    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+
+
+def local(function: Callable[..., Any], ranks: int, device: str, *args: Any, patience: float = 600.0) -> list[Any]:
+    """`function(*args)` on ranks that are started here. SIGTERM, and what a terminal sends, are passed on to them.
+
+    The whole may take for ever; one exchange that takes longer than `patience` seconds is an error.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve the other ranks
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # nobody else may connect
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "ringattn.launch.train.trainer"])  # imported once, not by every rank
+    with passed_on(signal.SIGTERM, *processes.TERMINALS) as ranks_begin:
+        serve(context)
+        ranks_begin()
+        return processes.run(function, ranks, *args, backend=backend(device), timeout=None, collective_timeout=patience)
+
+
+class Stopped(Exception):
+    """A signal came before there was a rank to stop."""
+
+
+def serve(context: Any) -> None:
+    """Wait for the fork server, whose imports take seconds. Its ranks keep a SIGTERM until trainer.Stop listens."""
+    with processes.unheard(signal.SIGTERM, *processes.TERMINALS):
+        forkserver.ensure_running()
+    first = context.Process(target=os.getpid)
+    first.start()
+    first.join()
+
+
+@contextlib.contextmanager
+def passed_on(*signals: signal.Signals) -> Iterator[Callable[[], None]]:
+    """Give these signals to the child processes as SIGTERM: they save, and end by themselves.
+
+    Until the function that this gives is called there are none, and a signal is `Stopped`.
+    """
+    ranks = False
+
+    def begin() -> None:
+        nonlocal ranks
+        ranks = True
+
+    def forward(number: int, frame: Any) -> None:
+        if not ranks:
+            raise Stopped
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGTERM)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)  # and again: a rank may have been starting just then
+
+    before = {s: signal.signal(s, forward) for s in (*signals, signal.SIGALRM)}
+    if before.get(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # under nohup
+    try:
+        yield begin
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+def words_group(seconds: float) -> Any:
+    """A group of all ranks for small things on the host, apart from the training's own exchanges."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))

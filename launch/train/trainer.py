@@ -1,0 +1,460 @@
+"""What every rank of a training run does: set up, step, evaluate, save. Only rank 0 writes."""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import math
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringattn import api, choosing
+from ringattn.choosing import elsewhere
+from ringattn.comms import lost
+from ringattn.comms import mesh as meshes
+from ringattn.conf.schema import Train
+from ringattn.launch import bench
+from ringattn.launch.processes import CLOSED, TERMINALS
+from ringattn.launch.train import data, estimate, metrics, model, torchrun
+from ringattn.launch.train.checkpoint import Checkpoints, begin_of, load, matching, newest, set_aside
+from ringattn.launch.train.stored import A_STEP
+from ringattn.planning import Plan, Transport
+from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch.models.loss import token_mean
+
+MIB = 2**20
+
+
+@dataclass
+class Job:
+    """What a rank holds while it trains."""
+
+    config: Train
+    folder: Path
+    device: torch.device
+    plan: Plan
+    axis: Any  # the data axis
+    windows: data.Windows
+    decoder: model.Decoder
+    optimizer: torch.optim.Optimizer
+    started_at: float
+    step: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def a_step(self) -> int:
+        """Sequences of all ranks in one step of the optimizer."""
+        return self.config.batch * self.config.accumulate * self.axis.size
+
+
+def work(config: Train, folder: str, started_at: float, asked: Callable[[], bool] | None = None) -> dict[str, Any]:
+    """One rank's whole run; the process group is ready. Returns what the summary says.
+
+    `started_at` is the same in all attempts of a run, on all ranks; `asked` says whether to stop, beside SIGTERM.
+    """
+    stop = Stop(config.cluster.timeout, asked)
+    over_gpus = "nccl" in dist.get_backend_config()  # a dry run may be for GPUs that are not here
+    device = torch.device("cuda", torch.cuda.current_device()) if over_gpus else torch.device("cpu")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // torchrun.neighbours()) if device.type == "cpu" else 1)
+    with lost.missing_named("preparing the training"):
+        job = prepare(config, Path(folder), device, started_at)
+    rank0 = dist.get_rank() == 0
+    if config.dry_run:
+        if config.resume not in (None, "auto"):
+            matching(Path(config.resume), about(job))
+        if rank0:
+            print(describe(job))
+        return {}
+    with contextlib.closing(save_config(job)) if rank0 else contextlib.nullcontext():
+        stopped = train(job, stop)
+    if config.snapshot and device.type == "cuda" and rank0:
+        with metrics.writing(job.folder / "memory.pickle"):
+            torch.cuda.memory._dump_snapshot(str(job.folder / "memory.pickle"))
+    return {"stopped": stopped, "step": job.step, "entropy": data.unigram_entropy(job.windows.corpus), **job.seconds}
+
+
+def train(job: Job, stop: "Stop") -> bool:
+    """From where the run stands to its end, or until a rank was told to stop; returns whether that was it."""
+    config, rank0 = job.config, dist.get_rank() == 0
+    checkpoints = Checkpoints(job.folder, config.keep, torchrun.words_group(config.cluster.timeout))
+    resume(job, checkpoints)
+    if rank0 and job.step < config.steps:
+        metrics.cut(job.folder / "metrics.jsonl", job.step)
+    log = metrics.Log(job.folder, config) if rank0 else None
+    try:
+        begun = job.step
+        stopped = loop(job, checkpoints, log, stop)
+        checkpoints.finish()
+        if not stopped:
+            evaluate(job, log)
+            if config.reference and job.step > begun:
+                probe_memory(job, log)
+    except (RuntimeError, ConnectionError) as error:
+        said = in_words(error, job.step)
+        if said is None:
+            raise
+        raise said from None
+    finally:
+        if log:
+            log.close()
+    return stopped
+
+
+def in_words(error: RuntimeError | ConnectionError, step: int) -> ConnectionError | None:
+    """The error where another rank is gone or hangs, with the step and that rank: axes name it, gloo does not."""
+    if isinstance(error, ConnectionError):
+        return ConnectionError(f"after step {step}: {error}")
+    if not lost.of_transport(error) and not any(word in str(error) for word in CLOSED):
+        return None
+    return ConnectionError(f"another rank was lost after step {step}: {lost.who_is_missing(str(error))}")
+
+
+def prepare(config: Train, folder: Path, device: torch.device, started_at: float) -> Job:
+    """The mesh, the plan, the data, the model and its optimizer."""
+    s, m = config.strategy, config.model
+    corpus = data.open_corpus(config.data, m.vocab)
+    check_tokens(corpus, m.vocab)
+    windows = data.windows(corpus, config.data, config.seq_len, config.seed)
+    mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses or 1, device_type=device.type)
+    everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
+    limit = timedelta(seconds=config.cluster.timeout)
+    lost.set_patience(limit)
+    meshes.limit_waiting(limit, mesh, everyone)
+    there = device.type == config.device
+    plan = choosing.plan(
+        mesh if there else elsewhere(config.device, [(s.ring or 1, s.ulysses or 1)]),
+        seq_len=config.seq_len,
+        heads=(m.heads, m.kv_heads),
+        head_dim=model.head_dim(m),
+        spec=AttentionSpec(window=m.window, softcap=m.softcap),
+        strategy=s.keys,
+        layout=s.layout,
+        kernel=s.kernel,
+        transport=Transport(hosts=None if there else 1),
+        dtype=config.precision,
+    )
+    where = torch.device("meta") if config.dry_run else device
+    decoder = model.build(
+        m, config.seed, where, None if config.dry_run else everyone,
+        recompute=s.recompute, precision=config.precision, compile=config.compile,
+    )  # fmt: skip
+    o = config.optimizer
+    matrices = [p for p in decoder.parameters() if p.dim() > 1]
+    norms = [p for p in decoder.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=device.type == "cuda")
+    if config.snapshot and device.type == "cuda":
+        torch.cuda.memory._record_memory_history()
+    return Job(config, folder, device, plan, meshes.axis(mesh, "data"), windows, decoder, optimizer, started_at)
+
+
+def check_tokens(corpus: data.Corpus, vocab: int) -> None:
+    """Refuse tokens that the model does not know before anything is trained; each rank looks at its part of them."""
+    low, high = data.extremes(corpus, vocab, dist.get_rank(), dist.get_world_size())
+    seen = torch.tensor([-low, high])
+    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+    data.check_vocabulary(-int(seen[0]), int(seen[1]), vocab)
+
+
+def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Stop") -> bool:
+    """Steps until the last one, or until a rank was told to stop; returns whether that was it."""
+    config, memory = job.config, metrics.Memory(job.device)
+    peak = metrics.peak_flops(job.device) * dist.get_world_size()
+    bar = metrics.Bar(config.steps, config.log_every) if log else None
+    memory.reset()
+    with profiler(job) as trace:
+        while job.step < config.steps:
+            begin = time.perf_counter()
+            loss, norm = train_step(job)
+            job.step += 1
+            seconds = time.perf_counter() - begin
+            if "first_step" not in job.seconds:
+                job.seconds["first_step"] = time.time() - job.started_at
+                if config.save_every:
+                    checkpoints.copy(job.decoder, job.optimizer)  # only so that no step waits for the memory
+            if not math.isfinite(loss):
+                raise ValueError(f"the loss of step {job.step} is {loss}; lower optimizer.lr={config.optimizer.lr}")
+            if log and bar and (job.step % (config.log_every or 1) == 0 or job.step == config.steps):
+                row = {
+                    "kind": "step", "step": job.step, "loss": loss, "norm": norm,
+                    "lr": job.optimizer.param_groups[0]["lr"], "seconds": seconds,
+                    "tokens_per_second": job.a_step * config.seq_len / seconds,
+                    "mfu": step_flops(job, job.step - 1) / seconds / peak, "memory_mib": memory.peak() / MIB,
+                }  # fmt: skip
+                log.write(row)
+                bar.show(job.step, row)
+            trace.step()
+            checkpoints.poll()
+            stopping = stop.agreed()
+            if config.keep and (stopping or due(config, job.step)):
+                save(job, checkpoints, log)
+            if stopping:
+                break
+            if config.eval_every and job.step % config.eval_every == 0 and job.step < config.steps:
+                evaluate(job, log)
+    if bar:
+        bar.close()
+    return job.step < config.steps
+
+
+def due(config: Train, step: int) -> bool:
+    """Whether a checkpoint is made after this step: every so many, and after the last one."""
+    return bool(config.save_every) and (step % config.save_every == 0 or step == config.steps)
+
+
+def train_step(job: Job) -> tuple[float, float]:
+    """One step of the optimizer: (the mean loss over all tokens of all ranks, the gradient's norm before clipping)."""
+    config = job.config
+    for group in job.optimizer.param_groups:
+        group["lr"] = learning_rate(config, job.step)
+    total: Tensor | float = 0.0
+    for micro in range(config.accumulate):
+        job.decoder.set_requires_gradient_sync(micro == config.accumulate - 1)  # type: ignore[operator]
+        loss = batch_loss(job, train_batch(job, micro)) / config.accumulate
+        loss.backward()
+        total = total + loss.detach()
+    norm = nn.utils.clip_grad_norm_(job.decoder.parameters(), config.optimizer.clip)
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+    return float(total), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def step_flops(job: Job, step: int) -> float:
+    """Flops of all ranks in a step, from its documents, which every rank can read."""
+    m, seq_len = job.config.model, job.config.seq_len
+    if not job.windows.documents:
+        return job.a_step * model.train_flops(m, [seq_len])
+    sequences = range(step * job.a_step, (step + 1) * job.a_step)
+    return sum(model.train_flops(m, job.windows.train(i).lengths(seq_len)) for i in sequences)
+
+
+def learning_rate(config: Train, step: int) -> float:
+    """Linear warm-up, then half a cosine down to `final` of the highest rate."""
+    o = config.optimizer
+    if step < o.warmup:
+        return o.lr * (step + 1) / o.warmup
+    done = (step - o.warmup) / max(1, config.steps - 1 - o.warmup)
+    return o.lr * (o.final + (1 - o.final) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+
+
+def train_batch(job: Job, micro: int) -> list[data.Window]:
+    """This data rank's sequences of one micro-batch."""
+    batch = job.config.batch
+    first = job.step * job.a_step + (micro * job.axis.size + job.axis.rank) * batch
+    return [job.windows.train(first + i) for i in range(batch)]
+
+
+def batch_loss(job: Job, batch: list[data.Window]) -> Tensor:
+    """The mean cross entropy of the next token, over all ranks; its gradient is this rank's share.
+
+    Documents do not see each other, and none is asked how the next one begins.
+    """
+    tokens, plan = np.stack([w.tokens for w in batch])[:, : job.plan.seq_len + 1], job.plan
+    whole = torch.from_numpy(tokens)
+    inputs, labels = (plan.shard(x).to(job.device) for x in (whole[:, :-1], whole[:, 1:]))
+    docs, asked = None, None
+    if job.windows.documents:
+        docs = Docs.from_lengths([w.lengths(plan.seq_len) for w in batch])
+        asked = plan.shard(torch.from_numpy(np.stack([w.predicted(plan.seq_len) for w in batch]))).to(job.device)
+    losses = job.decoder(inputs, plan, docs, labels_BT=labels)
+    return token_mean(losses, plan, mask=asked, over=(job.axis,))
+
+
+@torch.no_grad()
+def evaluate(job: Job, log: metrics.Log | None) -> None:
+    """The mean loss over the sequences that are never trained on; every data rank does all of them."""
+    if not job.windows.kept:
+        return
+    losses = [float(batch_loss(job, [job.windows.evaluation(i)])) for i in range(job.windows.kept)]
+    job.seconds["held_out"] = sum(losses) / len(losses)
+    if log:
+        log.write({"kind": "eval", "step": job.step, "loss": job.seconds["held_out"]})
+
+
+def probe_memory(job: Job, log: metrics.Log | None) -> None:
+    """How much a forward and backward pass takes at an eighth, a quarter, half of the length, and all of it.
+
+    After the last step, so that the first one need not wait; what is only set up once is there by then.
+    """
+    memory = metrics.Memory(job.device)
+    whole = job.plan
+    for part in (8, 4, 2, 1):
+        length = max(1, job.config.seq_len // part)
+        job.plan = whole.for_length(length)
+        memory.reset()
+        batch_loss(job, [job.windows.train(0)]).backward()
+        job.optimizer.zero_grad()
+        grown = memory.grown() / MIB
+        if log:
+            log.write({"kind": "memory", "step": -part, "seq_len": length, "memory_mib": grown})
+    job.plan = whole
+
+
+def save(job: Job, checkpoints: Checkpoints, log: metrics.Log | None) -> None:
+    """A checkpoint knows what it is of and how many sequences were seen; the log, how long training waited."""
+    begin = time.perf_counter()
+    seen = {"sequences": job.step * job.a_step, "steps": job.config.steps, "started_at": job.started_at}
+    checkpoints.save(job.step, job.decoder, job.optimizer, {**about(job), **seen})
+    if log:
+        log.write({"kind": "save", "step": job.step, "seconds": time.perf_counter() - begin})
+
+
+def about(job: Job) -> dict[str, Any]:
+    """What must stay the same where a run goes on: the model, what decides the order of the data, and the data."""
+    config, corpus = job.config, job.windows.corpus
+    return {
+        "model": dataclasses.asdict(config.model),
+        "seed": config.seed,
+        "seq_len": config.seq_len,
+        A_STEP: job.a_step,
+        "data": {
+            "documents": config.data.documents,
+            "held_out": config.data.held_out,
+            "tokens": f"{len(corpus)} with checksum {data.checksum(corpus):08x}",  # wherever they lie now
+        },
+    }
+
+
+def resume(job: Job, checkpoints: Checkpoints) -> None:
+    """Go on where a checkpoint ended: the weights, the moments, and the next sequence of the data."""
+    found, steps = begin_of(job.config.resume, checkpoints.folder, job.started_at), job.config.steps
+    path = newest(found, checkpoints.group)
+    if path is None:
+        return
+    state = load(path, job.decoder, job.optimizer, about(job))
+    job.step = state["step"]
+    if dist.get_rank() == 0:
+        at = f"already at step {job.step} of {steps}:" if job.step >= steps else f"goes on after step {job.step} from"
+        metrics.say(f"{at} {path}")
+        if newer := set_aside(checkpoints.folder, path):
+            metrics.say(f"set aside what is newer, as NAME.aside: {', '.join(p.name for p in newer)}")
+        if job.step < steps != state.get("steps", steps):
+            metrics.say(f"steps was {state['steps']} before: the rate now falls to its end at {steps}")
+
+
+class Stop:
+    """A SIGTERM to any rank, or whoever else may ask, ends the run after the current step, on all ranks alike.
+
+    So does what a terminal sends, unless it is ignored: torchrun and Slurm pass that on as it is.
+    """
+
+    def __init__(self, patience: float, other: Callable[[], bool] | None = None) -> None:
+        self.told, self.other = False, other
+        self.group = torchrun.words_group(patience)
+        if threading.current_thread() is threading.main_thread():  # nobody else may hear signals
+            for number in (signal.SIGTERM, *TERMINALS):
+                if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, self.tell)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # one that came before is heard now
+
+    def tell(self, number: int, frame: Any) -> None:
+        self.told = True
+
+    def agreed(self) -> bool:
+        asked = torch.tensor(int(self.told or (self.other is not None and self.other())))
+        with lost.missing_named("agreeing whether to stop"):
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(asked)
+
+
+def profiler(job: Job) -> Any:
+    """A trace of steps 2 to 4 of rank 0 and its sums, where it was asked for; otherwise something that does nothing."""
+    if not job.config.profile or dist.get_rank() != 0:
+        return contextlib.nullcontext(Silent())
+    from torch.profiler import profile, schedule
+
+    def keep(p: Any) -> None:
+        p.export_chrome_trace(str(job.folder / "trace.json"))
+        where = f"self_{job.device.type}_time_total"
+        with metrics.writing(job.folder / "profile.txt"):
+            (job.folder / "profile.txt").write_text(p.key_averages().table(sort_by=where, row_limit=40))
+
+    return profile(schedule=schedule(wait=1, warmup=0, active=3, repeat=1), on_trace_ready=keep)
+
+
+class Silent:
+    def step(self) -> None: ...
+
+
+def save_config(job: Job) -> TextIO:
+    """config.json: the resolved configuration, the versions, the commit, the plan.
+
+    The folder is this run's alone while the file that is returned is open.
+    """
+    checkpoints = job.folder / "checkpoints"
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        if checkpoints.exists():  # said now, not when the first of them is due
+            checkpoints.mkdir(exist_ok=True)
+            if not os.access(checkpoints, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), checkpoints)
+        file = (job.folder / "config.json").open("a")
+    except OSError as error:
+        why = f"{error.filename} cannot be written to ({error.strerror})"
+        raise type(error)(f"{why}; say folder=PATH, a place to write to") from None  # which says if it may pass
+    about = {
+        "config": dataclasses.asdict(job.config),
+        "plan": str(job.plan),
+        "ranks": dist.get_world_size(),
+        "commit": bench.commit(),
+        "python": platform.python_version(),
+        **bench.machine(),
+    }
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another run is writing to {job.folder}; wait for its end, or say another run=NAME") from None
+    except OSError:  # this file system knows no locks
+        pass
+    with metrics.writing(file.name):
+        file.truncate(0)
+        file.write(json.dumps(about, indent=1))
+        file.flush()
+    return file
+
+
+def describe(job: Job) -> str:
+    """What would be trained, in how much memory, and how it would be spread."""
+    config, m, ranks = job.config, job.config.model, dist.get_world_size()
+    weights = sum(p.numel() for p in job.decoder.parameters())
+    memory = estimate.needs(config, job.decoder, job.plan.local_len, ranks)
+    corpus = job.windows.corpus
+    there = job.device.type == config.device
+    rows = [
+        ("ranks", f"{ranks} on {config.device}, {config.precision}" + ("" if there else ", which need not be here")),
+        ("weights", f"{weights / 1e6:.2f} million in {m.layers} blocks"),
+        ("a step", f"{config.seq_len} tokens x {job.a_step} sequences, {job.plan.local_len} tokens of each a rank"),
+        ("data", f"{corpus.name}: {len(corpus) / 1e6:.1f} million tokens, {len(job.windows)} sequences"),
+        ("state", f"{gib(memory.state)} a rank: float32 weights, gradients, two moments"),
+        ("kept for backward", f"about {gib(memory.kept)} a rank"),
+        ("a block at work", f"about {gib(memory.block_at_work)} a rank"),
+        ("logits at work", f"about {gib(memory.head_at_work)} a rank: in float32, with softmax, gradient and weights"),
+        ("memory", f"about {gib(memory.most)} a rank at most, as these do not meet{has(config.device)}"),
+        ("flops", f"{step_flops(job, 0):.3g} a step"),
+    ]  # fmt: skip
+    return "\n".join([*(f"{name:<18} {what}" for name, what in rows), "", job.plan.explain()])
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB"
+
+
+def has(device: str) -> str:
+    """How much a GPU of this machine has, if it is one of them that is asked about."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return ""
+    return f"; a GPU here has {gib(torch.cuda.get_device_properties(0).total_memory)}"

@@ -1,0 +1,326 @@
+"""Random calls for `ringattn verify random=N`: attention, caches and linear attention, drawn from a number.
+
+Call i of a run is drawn from seed + i alone, so a failure is repeated by one line. Shapes, masks, documents, layouts,
+meshes, routes, dtypes and magnitudes are drawn together: what breaks is mostly a combination nobody wrote down. Every
+element of every result is held to what rounding allows it (`rounding.py`).
+"""
+
+import math
+import random
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ringattn as ra
+from ringattn import kernels
+from ringattn.kernels.linear import TABLE as linear_table
+from ringattn.launch.verify import linear_oracle, oracle, rounding
+from ringattn.launch.verify.cases import Case
+from ringattn.layout import LAYOUTS
+from ringattn.segments import WAYS
+from ringattn.spec import AttentionSpec
+
+DTYPES = ("float32", "float32", "bfloat16", "float16", "float64")  # float32 twice as often
+RANKS = (1, 2, 2, 3, 3, 4, 4, 5, 6, 8)
+Step = tuple[str, Any, dict[str, Any]]  # what is done with a cache, with how many tokens, and how
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call over ring x ulysses ranks: a case, the size of its numbers, and how it is spread and run."""
+
+    seed: int
+    case: Case | linear_oracle.Case
+    dtype: torch.dtype
+    kernel: str
+    powers: dict[str, float]  # of 10, for each input
+    choices: dict[str, Any] = field(default_factory=dict)
+    grads: tuple[str, ...] = ("dout", "dlse")  # which gradients come back
+    wild: tuple[str, ...] = ()  # inputs of which every token has another magnitude
+    steps: tuple[Step, ...] = ()  # of a cache
+    block: int = 0
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of linear attention's inputs
+
+    @property
+    def ring(self) -> int:
+        return self.case.ring
+
+    @property
+    def ulysses(self) -> int:
+        return self.case.ulysses
+
+    @property
+    def kind(self) -> str:
+        return "linear" if isinstance(self.case, linear_oracle.Case) else "cache" if self.steps else "attention"
+
+    @property
+    def shared(self) -> str:
+        """The gradient of what is the same on all ranks: each has a share of it."""
+        return "dstate" if self.kind == "linear" else "dsinks"
+
+    def __str__(self) -> str:
+        said = {**vars(self), "dtype": str(self.dtype).removeprefix("torch."), "kind": self.kind}
+        said["powers"] = {n: round(x, 1) for n, x in self.powers.items() if x}
+        return ", ".join(f"{n}={x}" for n, x in said.items() if n != "seed" and x not in ((), {}, 0))
+
+
+@lru_cache(maxsize=4096)
+def draw(seed: int, ranks: int | None, dtype: str | None, kernel: str, device: str) -> Call:
+    """The call of this number; ranks and dtype are drawn unless given, the kernel where it is auto."""
+    r = random.Random(seed)
+    count, kind = r.choice(RANKS), r.choice(kinds_of(kernel))
+    count = ranks or count
+    ulysses = r.choice([u for u in range(1, count + 1) if count % u == 0])
+    drawn_dtype = r.choice(DTYPES)
+    chosen: Any = getattr(torch, dtype or drawn_dtype)
+    named = "tiled" if r.random() < 0.2 and device == "cpu" and kind != "linear" else "auto"
+    made = {"attention": attention, "cache": cached, "linear": linear}[kind]
+    return made(r, seed, count // ulysses, ulysses, chosen, named if kernel == "auto" else kernel, device)
+
+
+def kinds_of(kernel: str) -> tuple[str, ...]:
+    """What this kernel computes, how often each."""
+    softmax, gated = ("attention",) * 6 + ("cache",) * 2, ("linear",) * 2
+    if kernel == "auto":
+        return softmax + gated
+    return softmax * (kernel in {k.name for k in kernels.TABLE}) + gated * (kernel in {k.name for k in linear_table})
+
+
+def attention(
+    r: random.Random, seed: int, ring: int, ulysses: int, dtype: torch.dtype, kernel: str, device: str
+) -> Call:
+    """Any mask, documents, layout, strategy and route."""
+    sizes = sizes_of(r, ulysses, device)
+    cross = r.random() < 0.2
+    documents, packed = r.random() < 0.5, {}  # causal over two sequences has a meaning where both are packed
+    spec = spec_of(r, full=(cross and not documents) or r.random() < 0.2)
+    if documents:
+        rows = r.choice([1, sizes["batch"]])
+        count = r.randint(1, 9)
+        packed["lengths"] = lengths_of(r, rows, count, sizes["seq_len"])
+        if cross:
+            sizes["key_len"] = r.randint(1, 2 * sizes["seq_len"])
+            packed["key_lengths"] = lengths_of(r, rows, count, sizes["key_len"])
+    elif cross:
+        sizes["key_len"] = r.randint(1, 2 * sizes["seq_len"])
+    strategy = r.choice(["ring", "ring", "gather"]) if ring > 1 else "ulysses"
+    case = Case("random", ring, ulysses, strategy, r.choice(LAYOUTS), spec, **sizes, **packed, sinks=r.random() < 0.3)
+    grads = r.choice([("dout", "dlse"), ("dout", "dlse"), ("dout",), ("dlse",)])
+    wild = tuple(n for n in ("q", "v", "dout", "dlse") if r.random() < 0.15 and dtype != torch.float16)
+    powers = powers_of(r, case, dtype, wild)
+    return Call(seed, case, dtype, kernel, powers, choices_of(r, case), grads, wild)
+
+
+def sizes_of(r: random.Random, ulysses: int, device: str) -> dict[str, Any]:
+    dims = (8, 16, 32, 64) if device == "cuda" else (1, 4, 7, 8, 16, 24, 32, 64)
+    kv_heads, dim = r.choice([1, 1, 2, 3, 4]), r.choice(dims)
+    heads = math.lcm(kv_heads * r.choice([1, 2, 3]), ulysses)
+    longest = r.choice([6, 40, 100, 200])
+    return {
+        "seq_len": r.randint(1, longest), "heads": heads, "kv_heads": kv_heads, "head_dim": dim,
+        "value_dim": dim if r.random() < 0.6 else r.choice(dims), "batch": r.choice([1, 1, 2, 3]),
+    }  # fmt: skip
+
+
+def spec_of(r: random.Random, full: bool = False) -> AttentionSpec:
+    window = None if full or r.random() < 0.6 else r.choice([1, 2, 5, 17, 64, 1000])
+    softcap = 10 ** r.uniform(-1, 2) if r.random() < 0.25 else None
+    return AttentionSpec(not full, window, softcap, 10 ** r.uniform(-2, 1) if r.random() < 0.25 else None)
+
+
+def lengths_of(r: random.Random, rows: int, count: int, total: int) -> Any:
+    """The same number of documents in each row, some of them empty, with padding behind them in some."""
+    found = []
+    for _ in range(rows):
+        cuts = sorted(r.choice([r.randint(0, total), r.randint(0, min(total, 4))]) for _ in range(count))
+        cuts[-1] = total if r.random() < 0.6 else cuts[-1]
+        found.append([b - a for a, b in zip([0, *cuts], cuts, strict=False)])
+    return found[0] if rows == 1 else found
+
+
+def powers_of(r: random.Random, case: Case, dtype: torch.dtype, wild: tuple[str, ...] = ()) -> dict[str, float]:
+    """Powers of 10 for the inputs; k's is such that scores stay where a softmax is more than its largest score."""
+    far = 1.0 if dtype == torch.float16 else 10.0
+    far -= 3 * bool(wild)  # what is wild goes three powers further
+    scores = r.uniform(-3, 1 if dtype == torch.float16 else 2)
+    q, v, dout, dlse = (r.choice([0.0, r.uniform(-far, far)]) for _ in range(4))
+    scale = math.log10((case.spec.scale or case.head_dim**-0.5) * case.head_dim**0.5)
+    return {"q": q, "k": scores - q - scale, "v": v, "dout": dout, "dlse": dlse, "sinks": r.choice([0.0, scores])}
+
+
+def choices_of(r: random.Random, case: Case) -> dict[str, Any]:
+    """How keys travel: further words for the plan."""
+    found: dict[str, Any] = {}
+    if case.strategy == "ring" and case.ring > 1:
+        hosts = [n for n in range(2, case.ring + 1) if case.ring % n == 0]
+        found["route"] = r.choice(["auto", "direct", "relay", "levels"])
+        if found["route"] == "levels":
+            found["hosts"] = r.choice(hosts)
+        if found["route"] in ("direct", "levels"):
+            found["together"] = r.choice([None, 1, 2, 3])
+        if found["route"] == "direct":
+            found["backward"] = r.choice(["auto", "keys", "queries"])
+    if (case.strategy == "gather" or case.ulysses > 1) and r.random() < 0.3:
+        here = max(1, math.lcm(case.kv_heads, case.ulysses) // case.ulysses)
+        found["groups"] = r.choice([n for n in range(1, here + 1) if here % n == 0])
+    return found
+
+
+def cached(r: random.Random, seed: int, ring: int, ulysses: int, dtype: torch.dtype, kernel: str, device: str) -> Call:
+    """A sequence that a cache is given in pieces, some of which are taken back and given again."""
+    sizes = {**sizes_of(r, ulysses, device), "seq_len": r.choice([r.randint(4, 40), r.randint(40, 100)])}
+    spec = spec_of(r)
+    case = Case("random", ring, ulysses, spec=spec, **sizes, sinks=r.random() < 0.3)
+    steps: list[Step] = []
+    lengths = [0] * case.batch
+    while max(lengths) < case.seq_len and len(steps) < 8:
+        left = case.seq_len - max(lengths)
+        if steps and spec.window is None and r.random() < 0.15:
+            lengths = [r.randint(max(1, n - 9), n) for n in lengths]
+            steps.append(("back", tuple(lengths), {}))
+        elif steps and r.random() < 0.5:
+            n = min(left, r.choice([1, 1, 2, 5]))
+            steps.append(("decode", n, {}))
+            lengths = [m + n for m in lengths]
+        else:
+            n = r.randint(1, left) if r.random() < 0.5 else min(left, r.randint(1, 16))
+            steps.append(
+                ("prefill", n, {"move": r.choice(["auto", "queries", "keys"]), "keys": r.choice([None, 2, 7])})
+            )
+            lengths = [m + n for m in lengths]
+    block = r.choice([1, 2, 4, 16, 64])
+    return Call(seed, case, dtype, kernel, powers_of(r, case, dtype), grads=(), steps=tuple(steps), block=block)
+
+
+def linear(r: random.Random, seed: int, ring: int, ulysses: int, dtype: torch.dtype, kernel: str, device: str) -> Call:
+    """Gated linear attention with a state before it, perhaps of documents."""
+    T, B, H = r.choice([r.randint(1, 20), r.randint(20, 90), r.randint(90, 200)]), r.choice([1, 2]), r.choice([1, 2, 3])
+    dims = (16, 32, 64) if device == "cuda" else (1, 4, 8, 16, 24)
+    K, V = r.choice(dims), r.choice(dims)
+    gate = r.choice([None, "head", "channel"])
+    lengths = None
+    if r.random() < 0.5:
+        rows = lengths_of(r, r.choice([1, B]), r.randint(1, 6), T)
+        rows = rows if isinstance(rows[0], list) else [rows]
+        lengths = tuple(tuple(row) for row in rows)
+    layout = r.choice(("contiguous", "zigzag"))
+    case = linear_oracle.Case("random", gate, lengths, T, ring, ulysses, r.choice(WAYS), layout)
+    shapes: dict[str, tuple[int, ...]] = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, H, V), "dout": (B, T, H, V)}
+    shapes |= {"state": (B, H, K, V), "dend": (B, H, K, V)}
+    if gate:
+        shapes["g"] = (B, T, H, K) if gate == "channel" else (B, T, H)
+    far = 0.5 if dtype == torch.float16 else 4.0
+    powers = {n: r.choice([0.0, r.uniform(-far, far)]) for n in shapes if n != "g"}
+    powers["g"] = r.uniform(-2, 1)
+    return Call(seed, case, dtype, kernel, powers, shapes=shapes)
+
+
+def given_to(call: Call) -> dict[str, Any]:
+    """The inputs, on every rank alike; the numbers of float16 stay in its range."""
+    g = torch.Generator().manual_seed(call.seed)
+    if isinstance(call.case, linear_oracle.Case):
+        exact = torch.float64 if call.dtype == torch.float64 else torch.float32
+        found: dict[str, Any] = {"g": None}
+        for name, shape in call.shapes.items():
+            x = torch.randn(shape, generator=g, dtype=torch.float64)
+            x = torch.nn.functional.logsigmoid(x) if name == "g" else x
+            found[name] = (x * 10 ** call.powers[name]).to(exact if name in ("g", "state", "dend") else call.dtype)
+        return found
+    found = oracle.inputs(call.case, torch.float64, call.seed)
+    for name, x in found.items():
+        x = x.double() * 10 ** call.powers[name]
+        if name in call.wild:
+            x *= 10 ** (6 * torch.rand(x.shape[:2], generator=g, dtype=torch.float64) - 3).reshape(
+                *x.shape[:2], *[1] * (x.dim() - 2)
+            )
+        found[name] = x.float() if name == "dlse" else x.to(call.dtype)
+    return {n: x for n, x in found.items() if n not in ("dout", "dlse") or n in call.grads}
+
+
+@lru_cache(maxsize=64)
+def known(call: Call) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """The inputs, what must come out of them, and how far each element of that may be off."""
+    given = given_to(call)
+    if isinstance(call.case, linear_oracle.Case):
+        exact = linear_oracle.dense(given, call.case.lengths)
+        return given, exact, rounding.linear_allowances(given, call.case.lengths, exact)
+    if call.steps:
+        out, lse = oracle.attention(
+            call.case,
+            given["q"].double(),
+            given["k"].double(),
+            given["v"].double(),
+            sinks_of(call, given, torch.float64),
+        )
+        return given, {"out": out, "lse": lse}, rounding.allowances(call.case, given)
+    return given, oracle.dense(call.case, given), rounding.allowances(call.case, given)
+
+
+def sinks_of(call: Call, given: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
+    return given["sinks"].to(dtype) if isinstance(call.case, Case) and call.case.sinks else None
+
+
+def one(call: Call, mesh: Any, device: str) -> dict[str, Any]:
+    """One rank's errors, over what each element is allowed, and its share of what is the same on all ranks."""
+    given, exact, allowed = known(call)
+    given = {n: None if x is None else x.to(device) for n, x in given.items()}
+    if isinstance(call.case, linear_oracle.Case):
+        return one_linear(call, call.case, mesh, given, exact, allowed)
+    if call.steps:
+        return {"errors": {"out": story(call, call.case, mesh, given, exact, allowed)}, "share": None}
+    found = oracle.run(call.case, mesh, given, call.kernel, **call.choices)
+    share = found.get("dsinks")
+    errors = rounding.locally(call.case, mesh, found, exact, allowed)
+    return {"errors": errors, "share": None if share is None else share.double().tolist()}
+
+
+def one_linear(
+    call: Call, case: linear_oracle.Case, mesh: Any, given: dict[str, Any], exact: dict[str, Tensor],
+    allowed: dict[str, Tensor],
+) -> dict[str, Any]:  # fmt: skip
+    docs = linear_oracle.docs_of(case.lengths, case.seq_len)
+    how = {"layout": case.layout, "scan": case.strategy, "kernel": call.kernel}
+    found, share, plan = linear_oracle.run(mesh, given, docs, **how)
+    errors = {}
+    for name, x in found.items():
+        want = [t.to(x.device) for t in (exact[name], allowed[name])]
+        errors[name] = rounding.over(x, *(want if name == "end" else (oracle.local(t, plan, 0.0) for t in want)))
+    return {"errors": errors, "share": share.double().tolist()}
+
+
+def story(
+    call: Call, case: Case, mesh: Any, given: dict[str, Any], exact: dict[str, Tensor], allowed: dict[str, Tensor]
+) -> float:
+    """The worst error of what a cache's pieces give, over what its element is allowed."""
+    plan = ra.plan(mesh, seq_len=case.seq_len, kernel=call.kernel)
+    longest = max((n for do, n, _ in call.steps if do != "back"), default=1)
+    cache = ra.KVCache.allocate(
+        plan, batch=case.batch, max_len=case.seq_len, kv_heads=case.kv_heads, head_dim=case.head_dim,
+        value_dim=case.value_dim, dtype=call.dtype, window=case.spec.window, room=longest, block=call.block,
+    )  # fmt: skip
+    also: dict[str, Any] = {"spec": case.spec, "sinks": sinks_of(call, given, call.dtype)}
+    rows, worst = torch.arange(case.batch)[:, None], 0.0
+    for do, n, how in call.steps:
+        if do == "back":
+            cache.truncate(list(n))
+            continue
+        at = torch.from_numpy(cache.lengths)[:, None] + torch.arange(n)
+        q, k, v = (given[name][rows, at] for name in "qkv")
+        if do == "decode":
+            out = ra.decode(q, k, v, cache, **also, **how)
+        else:
+            chunk = plan.for_length(n)
+            q, k, v = (chunk.shard(x) for x in (q, k, v))
+            out = chunk.unshard(ra.prefill(q, k, v, chunk, cache, **also, **how))
+        worst = max(worst, rounding.over(out.cpu(), exact["out"][rows, at], allowed["out"][rows, at]))
+    return worst
+
+
+def of_shares(call: Call, shares: list[Any]) -> float:
+    """The error of the sum of the ranks' shares, over what its element is allowed."""
+    _, exact, allowed = known(call)
+    total = torch.tensor(shares, dtype=torch.float64).sum(0)
+    return rounding.over(total, exact[call.shared], allowed[call.shared])

@@ -1,0 +1,154 @@
+"""Gated linear attention token by token in float64, one call over ranks held against it, and a list of such calls."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ringattn as ra
+from ringattn.kernels.recurrent import recurrent
+from ringattn.launch.verify.oracle import error, local
+from ringattn.segments import WAYS
+
+B, H, K, V = 2, 2, 8, 12
+Lengths = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call over ring x ulysses ranks; `strategy` is how its states travel."""
+
+    name: str
+    gate: str | None = "channel"
+    lengths: Lengths | None = None  # of packed documents
+    seq_len: int = 61  # a prime: no number of ranks divides it
+    ring: int = 4
+    ulysses: int = 1
+    strategy: str = "gather"
+    layout: str = "zigzag"
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
+
+
+FEATURES = (
+    Case("linear"),
+    Case("linear_head", gate="head"),
+    Case("linear_no_gate", gate=None, lengths=((20, 35),)),
+    Case("linear_packed", lengths=((20, 0, 11, 30), (1, 2, 50))),
+    Case("linear_chunks", gate="head", lengths=((150, 250, 157), (64, 457)), seq_len=557),
+)
+RESULTS = ("out", "end", "dq", "dk", "dv", "dg", "dstate")
+
+
+def placed(ranks: int) -> Iterator[Case]:
+    """Every feature on every layout of every ring x ulysses that makes this many ranks, by every way of its states."""
+    for ulysses in (u for u in range(1, ranks + 1) if ranks % u == 0):
+        ring = ranks // ulysses
+        for layout, way, case in product(("contiguous", "zigzag")[: min(ring, 2)], WAYS, FEATURES):
+            yield replace(case, ring=ring, ulysses=ulysses, layout=layout, strategy=way)
+
+
+def inputs(T: int, gate: str | None, dtype: torch.dtype = torch.float64, deep: float = 1.0) -> dict[str, Any]:
+    """Random q, k, v, log decays, a state and what comes back; the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    shapes = {"channel": (B, T, H, K), "head": (B, T, H)}
+    given = {
+        "q": draw(B, T, H, K), "k": draw(B, T, H, K), "v": draw(B, T, H, V),
+        "g": None if gate is None else deep * torch.nn.functional.logsigmoid(draw(*shapes[gate])),
+        "state": draw(B, H, K, V), "dout": draw(B, T, H, V), "dend": draw(B, H, K, V),
+    }  # fmt: skip
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    as_states = ("state", "dend")
+    return {n: x if x is None else x.to(exact if n in as_states or n == "g" else dtype) for n, x in given.items()}
+
+
+def begins(lengths: Lengths | None, T: int) -> Tensor | None:
+    """[rows, T]: the first token of each token's document, -1 in the first one; padding goes on with the last."""
+    if lengths is None:
+        return None
+    rows = []
+    for row in lengths:
+        of = [sum(row[:i]) for i, n in enumerate(row) for _ in range(n)]
+        of += (of or [0])[-1:] * (T - len(of))
+        rows.append([-1 if start == 0 else start for start in of])
+    return torch.tensor(rows)
+
+
+def real(x: Tensor, lengths: Lengths | None) -> Tensor:
+    """`x` [B, T, ...] with zeros for padding."""
+    if lengths is None:
+        return x
+    T = x.shape[1]
+    keep = torch.tensor([[t < sum(row) for t in range(T)] for row in lengths])
+    return x * keep.reshape(*keep.shape, *[1] * (x.dim() - 2))
+
+
+@lru_cache
+def truth(
+    T: int, gate: str | None, lengths: Lengths | None = None, dtype: torch.dtype = torch.float64, deep: float = 1.0
+) -> dict[str, Tensor]:
+    """out, the end state and every gradient, by autograd through the recurrence, for inputs rounded to `dtype`."""
+    return dense(inputs(T, gate, dtype, deep), lengths)
+
+
+def dense(given: dict[str, Any], lengths: Lengths | None) -> dict[str, Tensor]:
+    """The same for any inputs."""
+    T = given["q"].shape[1]
+    given = {n: None if x is None else x.detach().double() for n, x in given.items()}
+    leaves = {n: given[n].requires_grad_() for n in ("q", "k", "v", "g", "state") if given[n] is not None}
+    q, k, v = (real(given[n], lengths) for n in "qkv")
+    g = None if given["g"] is None else real(given["g"], lengths)
+    out, end = recurrent(q, k, v, g, begins(lengths, T), given["state"], given["q"].shape[-1] ** -0.5)
+    loss = (out * real(given["dout"], lengths)).sum() + (end * given["dend"]).sum()
+    loss.backward()
+    return {"out": out.detach(), "end": end.detach(), **{f"d{n}": x.grad for n, x in leaves.items()}}
+
+
+def docs_of(lengths: Lengths | None, T: int) -> ra.Docs | None:
+    return None if lengths is None else ra.Docs.from_lengths([list(row) for row in lengths], pad_to=T)
+
+
+def errors(mesh: Any, given: dict[str, Any], expected: dict[str, Tensor], docs: ra.Docs | None, **choices: Any) -> Any:
+    """This rank's relative errors of out, end and gradients; and its share of the initial state's gradient."""
+    found, share, plan = run(mesh, given, docs, **choices)
+    end = found.pop("end")
+    result = {n: error(x, local(expected[n], plan, 0.0), float(expected[n].norm())) for n, x in found.items()}
+    return {**result, "end": error(end, expected["end"], float(expected["end"].norm()))}, share
+
+
+def run(mesh: Any, given: dict[str, Any], docs: ra.Docs | None, **choices: Any) -> Any:
+    """This rank's out, end state and gradients; its share of the initial state's gradient; and the plan.
+
+    Padding goes in as NaN, its gradients too; the gradient of the end state comes in different parts from all ranks.
+    """
+    T = given["q"].shape[1]
+    plan = ra.plan(mesh, seq_len=T, layout=choices.pop("layout", "auto"))
+    leaves = {n: local(given[n], plan).requires_grad_() for n in "qkvg" if given[n] is not None}
+    state = given["state"].clone().requires_grad_()
+    out, end = ra.linear_attention(
+        leaves["q"], leaves["k"], leaves["v"], leaves.get("g"), plan,
+        initial_state=state, return_state=True, docs=docs, **choices,
+    )  # fmt: skip
+    ranks, rank = plan.ring * plan.ulysses, plan.ring_axis.rank * plan.ulysses + plan.ulysses_axis.rank
+    share = 2 * (rank + 1) / (ranks * (ranks + 1))
+    grads = torch.autograd.grad(
+        (out, end), (*leaves.values(), state), (local(given["dout"], plan), given["dend"] * share)
+    )
+    found = {"out": out.detach(), "end": end.detach()}
+    return {**found, **{f"d{n}": x for n, x in zip(leaves, grads, strict=False)}}, grads[-1], plan
+
+
+def worst(results: list[Any], expected: dict[str, Tensor]) -> dict[str, float]:
+    """The largest error of any rank, and the error of the sum of the shares."""
+    found = {n: max(errors[n] for errors, _ in results) for n in results[0][0]}
+    total = sum(share.double() for _, share in results)
+    return {**found, "dstate": error(total, expected["dstate"], float(expected["dstate"].norm()))}

@@ -1,0 +1,180 @@
+"""Dense float64 attention, written from the definition and from nothing else here, and the comparison with it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn import api, choosing
+from ringattn.launch.verify.cases import Case
+from ringattn.planning import Transport
+from ringattn.torch.sharding import own_positions
+
+Grads = dict[str, Tensor]
+
+
+def visible(case: Case, batch_row: int) -> Tensor:
+    """[T, S]: may query i see key j, from the words of the spec."""
+    i, j = torch.arange(case.seq_len)[:, None], torch.arange(case.key_len or case.seq_len)[None]
+    if case.key_lengths is not None:  # counted back from the end of a document
+        i, j = -left(row_of(case.lengths, batch_row), i), -left(row_of(case.key_lengths, batch_row), j)
+    allowed = torch.ones(case.seq_len, case.key_len or case.seq_len, dtype=torch.bool)
+    if case.spec.causal:
+        allowed &= j <= i
+    if case.spec.window is not None:
+        allowed &= i - j < case.spec.window
+    if case.lengths is not None:
+        mine = ids(row_of(case.lengths, batch_row), case.seq_len)
+        theirs = mine if case.key_lengths is None else ids(row_of(case.key_lengths, batch_row), case.key_len or 0)
+        allowed &= (mine[:, None] == theirs[None]) & (mine[:, None] >= 0)
+    return allowed
+
+
+def left(lengths: list[int], positions: Tensor) -> Tensor:
+    """How many tokens of its document each position has left, itself among them; 0 for padding."""
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return torch.tensor([next((e - p for e in ends if p < e), 0) for p in positions.flatten().tolist()]).view(
+        positions.shape
+    )
+
+
+def real_rows(case: Case, batch_row: int) -> Tensor:
+    """[T]: which queries belong to a document; the others are padding and see nothing, not even a sink."""
+    if case.lengths is None:
+        return torch.ones(case.seq_len, dtype=torch.bool)
+    return ids(row_of(case.lengths, batch_row), case.seq_len) >= 0
+
+
+def row_of(lengths: Any, batch_row: int) -> list[int]:
+    return lengths[batch_row] if isinstance(lengths[0], list) else lengths
+
+
+def ids(lengths: list[int], total: int) -> Tensor:
+    """The document number of every token; -1 for padding."""
+    numbers = [i for i, n in enumerate(lengths) for _ in range(n)]
+    return torch.tensor(numbers + [-1] * (total - len(numbers)))
+
+
+def attention(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out, lse), one batch row and head at a time, in the inputs' dtype."""
+    outs, lses = [], []
+    group = case.heads // case.kv_heads
+    for b in range(case.batch):
+        allowed, real = visible(case, b).to(q.device), real_rows(case, b).to(q.device)
+        for h in range(case.heads):
+            scores = q[b, :, h] @ k[b, :, h // group].T * (case.spec.scale or case.head_dim**-0.5)
+            if case.spec.softcap is not None:
+                scores = case.spec.softcap * torch.tanh(scores / case.spec.softcap)
+            scores = scores.masked_fill(~allowed, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[h].to(scores.dtype).expand(case.seq_len, 1)], 1)
+            some = (scores > float("-inf")).any(1, keepdim=True) & real[:, None]
+            p = torch.softmax(torch.where(some, scores, 0.0), 1) * some
+            lses.append(torch.where(some[:, 0], torch.logsumexp(torch.where(some, scores, 0.0), 1), float("-inf")))
+            outs.append(p[:, : allowed.shape[1]] @ v[b, :, h // group])
+    shape = (case.batch, case.heads, case.seq_len)
+    return torch.stack(outs).reshape(*shape, -1).transpose(1, 2), torch.stack(lses).reshape(shape).transpose(1, 2)
+
+
+def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """Random q, k, v, sinks and the gradients that come back for out and lse, the same on every rank."""
+    g = torch.Generator().manual_seed(seed)
+    keys = case.key_len or case.seq_len
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    return {
+        "q": draw(case.batch, case.seq_len, case.heads, case.head_dim),
+        "k": draw(case.batch, keys, case.kv_heads, case.head_dim),
+        "v": draw(case.batch, keys, case.kv_heads, case.value_dim),
+        "sinks": draw(case.heads),
+        "dout": draw(case.batch, case.seq_len, case.heads, case.value_dim),
+        "dlse": draw(case.batch, case.seq_len, case.heads).float(),
+    }
+
+
+def large_scores(given: dict[str, Tensor], size: float = 1e4) -> dict[str, Tensor]:
+    """The same with scores, where the scale is 1, and sinks that float32 holds exactly, and that are about `size`."""
+    found = {n: (given[n] * 2).round() / (8 if n == "k" else 1) for n in "qk"}
+    found["q"][..., 0], found["k"][..., 0] = size, 1.0
+    return {**given, **found, "sinks": size + (given["sinks"] * 8).round() / 8}
+
+
+def loss(out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> Tensor:
+    """A scalar whose gradients of out and lse are dout and dlse (none where the lse is -inf, nor for None)."""
+    of_out = None if dout is None else (out * dout.to(out.dtype)).sum()
+    if dlse is None:
+        assert of_out is not None, "a loss of nothing"
+        return of_out
+    finite = torch.isfinite(lse)
+    of_lse = (torch.where(finite, lse, 0.0) * dlse.to(lse.dtype) * finite).sum()
+    return of_lse if of_out is None else of_out + of_lse
+
+
+def dense(case: Case, given: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """out, lse and every gradient of the whole sequence, computed densely in `dtype`."""
+    leaves = {n: given[n].detach().to(dtype).requires_grad_() for n in ("q", "k", "v", "sinks")}
+    out, lse = attention(case, leaves["q"], leaves["k"], leaves["v"], leaves["sinks"] if case.sinks else None)
+    loss(out, lse, given.get("dout"), given.get("dlse")).backward()
+    leaves = leaves if case.sinks else {n: leaves[n] for n in "qkv"}
+    grads = {f"d{n}": torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaves.items()}
+    return {"out": out.detach(), "lse": lse.detach(), **grads}
+
+
+def local(x: Tensor, plan: Any, poison: float = float("nan")) -> Tensor:
+    """This rank's tokens of a whole tensor, with poison where the plan pads."""
+    pad = x.new_full((x.shape[0], plan.tokens.padded_length - x.shape[1], *x.shape[2:]), poison)
+    return torch.cat([x, pad], 1)[:, torch.from_numpy(own_positions(plan)).to(x.device)]
+
+
+def plan_of(case: Case, mesh: Any, **choices: Any) -> Any:
+    """The plan of a case; of `choices`, what a Transport has goes into one."""
+    how = {name: choices.pop(name) for name in Transport.__dataclass_fields__ if name in choices}
+    return choosing.plan(mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy,
+                         layout=case.layout, transport=Transport(**how), **choices)  # fmt: skip
+
+
+def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto", **choices: Any) -> dict[str, Any]:
+    """out, lse and every gradient of this rank's part, through the public API; padding goes in as NaN.
+
+    Gradients come back for out (dout) and lse (dlse), or for the one that is given. `choices` are further words for
+    the plan: how blocks travel.
+    """
+    plan = plan_of(case, mesh, kernel=kernel, **choices)
+    at = {"q": plan, "k": plan.keys, "v": plan.keys}
+    leaves = {n: local(given[n], p).requires_grad_() for n, p in at.items()}
+    sinks = given["sinks"].clone().requires_grad_() if case.sinks else None
+    q, k, v = leaves.values()
+    out, lse = api.attention(
+        q, k, v, plan, spec=case.spec, docs=case.docs, key_docs=case.key_docs, sinks=sinks, return_lse=True
+    )
+    # padding's own outputs get poisoned gradients: they must not count
+    dout = local(given["dout"], plan) if "dout" in given else None
+    loss(out, lse, dout, local(given["dlse"], plan, 1.0) if "dlse" in given else None).backward()
+    grads = {f"d{n}": torch.zeros_like(x) if x.grad is None else x.grad for n, x in leaves.items()}
+    found = {"out": out.detach(), "lse": lse.detach(), **grads}
+    return found if sinks is None else {**found, "dsinks": sinks.grad}
+
+
+def errors(case: Case, mesh: Any, found: dict[str, Any], truth: dict[str, Tensor]) -> dict[str, float]:
+    """The relative error (norm) of each local result; inf where padding leaked or an empty row is not one."""
+    plan = plan_of(case, mesh)
+    result = {}
+    for name, x in found.items():
+        if name == "dsinks":
+            continue  # each rank has a share: see `share_error`
+        p = plan.keys if name in ("dk", "dv") else plan
+        expected = local(truth[name].to(x.device), p, float("-inf") if name == "lse" else 0.0)
+        result[name] = error(x, expected, scale=float(torch.nan_to_num(truth[name], neginf=0).norm()))
+    return result
+
+
+def error(found: Tensor, expected: Tensor, scale: float) -> float:
+    """|found - expected| / the norm of the whole result; inf if one is infinite or NaN where the other is not."""
+    found = found.double()
+    same = torch.equal(torch.isfinite(found), torch.isfinite(expected)) and not bool(found.isnan().any())
+    if not same:
+        return float("inf")
+    gap = torch.where(torch.isfinite(expected), found - expected, 0.0)
+    return float(gap.norm()) / max(scale, 1e-30)

@@ -1,0 +1,186 @@
+"""How far each single element of attention's results may be off: the rounding of the dtype, carried to the end.
+
+A norm hides one wrong element among many right ones. Here every sum of the definition is taken again over absolute
+values: what rounding can add up to, for these very inputs, whatever their magnitudes. `unit` is what arithmetic
+rounds by (float32, or float64 for float64 inputs), `low` what 16-bit inputs add: probabilities and their gradients are
+rounded to 16 bits before each product, and so are the results. Where a term is zero its rounding is zero too: of a
+query that sees one key dq must vanish in bfloat16 as in float32.
+
+    s = scale q k      off by  unit * scale |q| |k|
+    p = exp(s - lse)   off by  p (e^x - 1) for x, what s and lse are off by
+    ds = p (dp - delta), and so on
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringattn.launch.verify import linear_oracle, oracle
+from ringattn.launch.verify.cases import Case
+
+TIMES = 4.0  # of what one rounding of every term adds up to: a sum rounds more than once, ranks merge
+
+
+class Rounding(NamedTuple):
+    """Of a dtype: of its sums, and of itself where that is less exact, relative and absolute."""
+
+    dtype: torch.dtype
+    unit: float
+    least: float  # below it, sums may become zero
+    low: float
+    lowest: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> "Rounding":
+        own = torch.finfo(dtype)
+        sums = own if dtype == torch.float64 else torch.finfo(torch.float32)
+        narrow = dtype in (torch.bfloat16, torch.float16)
+        return cls(dtype, sums.eps, sums.tiny, own.eps / 2 * narrow, own.tiny * own.eps * narrow)
+
+    def result(self, x: Tensor) -> Tensor:
+        """What a result loses when it is stored."""
+        return (self.low + self.unit) * x.abs() + self.lowest + self.least
+
+    def weights(self, p: Tensor) -> Tensor:
+        """What weights lose in 16 bits; 1 and what is nearest to it are 1 there."""
+        return torch.minimum(self.low * p, (1 - p).clamp(min=0)) + self.lowest * (p > 0)
+
+    def stored(self, x: Tensor) -> Tensor:
+        """What exactly this tensor loses when it is stored; it may be off by a little before."""
+        return (x - x.to(self.dtype).double()).abs() if self.low else torch.zeros_like(x)
+
+
+class Scores(NamedTuple):
+    """[B, H, T, S] scores with what they are off by, and the factor that a softcap leaves of their gradients."""
+
+    s: Tensor
+    off: Tensor
+    slope: Tensor | float
+    slope_off: Tensor | float
+
+
+def largest(seen: Tensor, v: Tensor) -> Tensor:
+    """[B, 1 or H, T, 1]: the largest value that a query sees. A merge rounds by what it merges, whatever its weight."""
+    return (v.abs().amax(-1)[..., None, :] * seen).amax(-1, keepdim=True)
+
+
+def scores_of(case: Case, q: Tensor, k: Tensor, unit: float) -> Scores:
+    scale = case.spec.scale or case.head_dim**-0.5
+    raw, mass = scale * q @ k.mT, scale * q.abs() @ k.abs().mT
+    cap = case.spec.softcap
+    if cap is None:
+        return Scores(raw, unit * mass, 1.0, 0.0)
+    t = torch.tanh(raw / cap)
+    slope = 1 - t * t
+    off = unit * (mass * slope + cap)
+    return Scores(cap * t, off, slope, unit + 2 * t.abs() * off / cap)
+
+
+def by_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, T, G, D] -> [B, H, T, D] in float64, a copy of its key head for every query head."""
+    return x.double().transpose(1, 2).repeat_interleave(heads // x.shape[2], 1)
+
+
+def by_tokens(x: Tensor, kv_heads: int) -> Tensor:
+    """[B, H, T, D] -> [B, T, G, D]: the sum over the query heads of each key head."""
+    return x.unflatten(1, (kv_heads, -1)).sum(2).transpose(1, 2)
+
+
+def allowances(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """How far each element of out, lse and every gradient may be off, in float64 and in the shape of the result."""
+    dtype = Rounding.of(given["q"].dtype)
+    unit = dtype.unit
+    q, k, v = (by_heads(given[n], case.heads) for n in "qkv")
+    rows = range(case.batch)
+    real = torch.stack([oracle.real_rows(case, b) for b in rows])[:, None, :, None]
+    seen = torch.stack([oracle.visible(case, b) for b in rows])[:, None] & real
+    found = scores_of(case, q, k, unit)
+    s, off = found.s.masked_fill(~seen, -torch.inf), found.off * seen
+    if case.sinks:
+        sink = given["sinks"].double()[:, None, None].expand(*s.shape[:3], 1)
+        s = torch.cat([s, sink.masked_fill(~real, -torch.inf)], -1)
+    lse = torch.logsumexp(s, -1, keepdim=True)
+    p = torch.where(torch.isfinite(lse), torch.exp(s - lse), 0.0)
+    p, p_sink = p[..., : k.shape[2]], p[..., k.shape[2] :]
+
+    lse = torch.nan_to_num(lse, neginf=0.0)
+    lse_off = (p * off).sum(-1, keepdim=True) + unit * (1 + lse.abs())
+    p_off = p * torch.expm1((off + lse_off + 4 * unit).clamp(max=30)) + dtype.least * seen
+    rounded = p_off + dtype.weights(p)
+    out, out_off = p @ v, rounded @ v.abs() + unit * largest(seen, v)
+    allowed: dict[str, Tensor] = {
+        "out": (out_off + dtype.result(out)).transpose(1, 2), "lse": lse_off[..., 0].transpose(1, 2),
+    }  # fmt: skip
+    if not given.keys() & {"dout", "dlse"}:
+        return scaled(allowed)
+
+    dout = by_heads(given["dout"], case.heads) if "dout" in given else torch.zeros_like(out)
+    dlse = given["dlse"].double().transpose(1, 2)[..., None] if "dlse" in given else torch.zeros_like(lse)
+    delta = (dout * out).sum(-1, keepdim=True) - dlse
+    delta_off = (dout.abs() * (2 * out_off + dtype.stored(out) + unit * out.abs())).sum(-1, keepdim=True)
+    delta_off = delta_off + unit * dlse.abs()
+    gap = (dout @ v.mT - delta).abs()
+    gap_off = delta_off + unit * (dout.abs() @ v.abs().mT)
+    ds = p * gap * found.slope
+    ds_off = (p_off * gap + p * gap_off) * found.slope + p * gap * found.slope_off + (dtype.low + unit) * ds
+    ds_off = (ds_off + dtype.lowest + dtype.least) * seen
+    scale = case.spec.scale or case.head_dim**-0.5
+    allowed["dq"] = (scale * ds_off @ k.abs()).transpose(1, 2)
+    allowed["dk"] = by_tokens(scale * ds_off.mT @ q.abs(), case.kv_heads)
+    allowed["dv"] = by_tokens((rounded + (dtype.low + unit) * p).mT @ dout.abs(), case.kv_heads)  # ranks have parts
+    if case.sinks:
+        part = p_sink * delta.abs() * (lse_off + (dtype.low + 4 * unit)) + p_sink * delta_off + dtype.result(0 * delta)
+        allowed["dsinks"] = part.sum((0, 2, 3))
+    return scaled({n: x if n in ("lse", "out") else x + dtype.result(0 * x) for n, x in allowed.items()})
+
+
+def linear_allowances(
+    given: dict[str, Any], lengths: linear_oracle.Lengths | None, exact: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The same of gated linear attention: every term's absolute value, decayed half as fast.
+
+    Half, as a decay of e^-x is off by x * unit * e^-x. A gate's gradient is a sum over all later tokens.
+    """
+    dtype = Rounding.of(given["q"].dtype)
+    g = given["g"]
+    sizes: dict[str, Any] = {n: None if x is None else x.double().abs() for n, x in given.items()}
+    sizes["g"] = None if g is None else g.double() / 2
+    mass = linear_oracle.dense(sizes, lengths)
+    steps = 0.0 if g is None else float(linear_oracle.real(g.double(), lengths).abs().sum(1).max())
+    if g is not None:
+        later, more = (linear_oracle.real(sizes[n], lengths) * mass[f"d{n}"] for n in "qk")
+        later = later + more
+        later = later.flip(1).cumsum(1).flip(1) + (mass["end"] * sizes["dend"]).sum(-1)[:, None]
+        mass["dg"] = later.sum(-1) if g.dim() == 3 else later
+    unit = dtype.low + dtype.unit * (4 + steps)
+    return scaled({n: unit * mass[n] + dtype.result(x) for n, x in exact.items()})
+
+
+def scaled(allowed: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: TIMES * x for name, x in allowed.items()}
+
+
+def over(found: Tensor, expected: Tensor, allowed: Tensor) -> float:
+    """The largest error over what its element is allowed; inf where one is infinite or NaN and the other is not."""
+    found = found.double()
+    finite = torch.isfinite(expected)
+    if found.isnan().any() or not torch.equal(torch.isfinite(found), finite) or not found.numel():
+        return float("inf") if found.numel() else 0.0
+    gap = torch.where(finite, found - expected, 0.0).abs()
+    return float((gap / allowed).nan_to_num(nan=0.0, posinf=torch.inf).max())
+
+
+def locally(
+    case: Case, mesh: Any, found: dict[str, Any], truth: dict[str, Tensor], allowed: dict[str, Tensor]
+) -> dict[str, float]:
+    """`over` of each of this rank's results; what is the same on all ranks (dsinks) is not looked at."""
+    plan = oracle.plan_of(case, mesh)
+    result = {}
+    for name, x in found.items():
+        if name == "dsinks":
+            continue
+        p = plan.keys if name in ("dk", "dv") else plan
+        exact = oracle.local(truth[name].to(x.device), p, float("-inf") if name == "lse" else 0.0)
+        result[name] = over(x, exact, oracle.local(allowed[name].to(x.device), p, 0.0))
+    return result

@@ -1,0 +1,192 @@
+"""`attention` on JAX arrays: check, then under shard_map: enter, the exchange, leave.
+
+    B batch   T tokens   H query heads   G key/value heads   D head dim   V value dim
+
+The exchange is one custom_vjp around the whole ring or gather: it keeps q, k, v, out and lse, and nothing else that
+grows with the sequence.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from ringattn.jax.attention import ulysses
+from ringattn.jax.attention.gather import gather_backward, gather_forward
+from ringattn.jax.attention.ring import ring_backward, ring_forward
+from ringattn.jax.attention.steps import local_positions, route_of, step_of
+from ringattn.jax.check import check
+from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
+from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.pallas.varying import axes_of, vary
+from ringattn.kernels.partial import NEVER, Partial, sink_gradient
+from ringattn.mask import Mask
+from ringattn.planning import Plan
+from ringattn.spec import AttentionSpec, Docs
+
+OUT, LSE = "ringattn_out", "ringattn_lse"  # the names of the results for policies of jax.checkpoint
+
+Arrays = tuple[Array, Array, Array, Array | None]  # q, k, v, sinks
+Starts = tuple[Any, Any]  # of the documents, of the keys' documents: int32 [rows, n + 1], or None
+
+
+def bare_docs(aux: tuple[int, bool], leaves: tuple[Any]) -> Docs:
+    """Docs whose starts may be traced: nothing looks at their values."""
+    docs = object.__new__(Docs)
+    (docs.starts,), (docs.length, docs.padded) = leaves, aux
+    return docs
+
+
+# Documents may be arguments of a jitted function: where they start is then traced, how many there are is not.
+jax.tree_util.register_pytree_node(Docs, lambda docs: ((docs.starts,), (docs.length, docs.padded)), bare_docs)
+
+
+@dataclass(frozen=True)
+class Call:
+    """All of a call that is not an array: what a program is kept by."""
+
+    mask: Mask
+    lse: bool = True  # somebody gets the lse, and may differentiate it
+    docs_padded: bool = False
+    key_docs_padded: bool = False
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    plan: Plan | None = None,
+    *,
+    spec: AttentionSpec | None = None,
+    docs: Docs | None = None,
+    key_docs: Docs | None = None,
+    sinks: Array | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale * q k^T) v on global arrays in the plan's order (`Plan.shard`); inside shard_map, on local ones.
+
+    Without a plan the arrays are in the sequence's own order, and on the mesh that their sharding names: a contiguous
+    ring over the axes that cut the tokens, none if nothing does.
+    """
+    plan, lying, inside = located(q, k, v, plan)
+    spec = AttentionSpec() if spec is None else spec
+    lengths = [part.local_len if inside else part.tokens.padded_length for part in (plan, plan.keys)]
+    arrays, starts = (q, k, v, sinks), (starts_of(docs), starts_of(key_docs))
+    check(arrays, plan, (lengths[0], lengths[1]), spec, docs, key_docs)
+    call = call_of(plan, spec, docs, key_docs, return_lse)
+    if inside:
+        out, lse = alone(call)(arrays, starts)
+    else:
+        tokens = cut_of_tokens(q, k, plan, lying)
+        rows = tuple(P(tokens[0]) if s is not None and s.shape[0] > 1 else P() for s in starts)
+        out, lse = program(call, mesh_here(plan), tokens, rows)(arrays, starts)
+    return (out, lse) if return_lse else out
+
+
+def starts_of(docs: Docs | None) -> Array | None:
+    if docs is None:
+        return None
+    known = isinstance(docs.starts, np.ndarray)
+    return jax.device_put(docs.starts.astype(np.int32)) if known else jnp.asarray(docs.starts, jnp.int32)
+
+
+def call_of(plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None, lse: bool) -> Call:
+    """Documents that are known now decide which hops are needed; traced ones do not."""
+    known = tuple(d if d is not None and isinstance(d.starts, np.ndarray) else None for d in (docs, key_docs))
+    if (docs is None) != (known[0] is None) or (key_docs is None) != (known[1] is None):
+        known = (None, None)
+    padded = docs is not None and docs.padded
+    return Call(Mask(plan, spec, *known), lse, padded, padded if key_docs is None else key_docs.padded)
+
+
+@lru_cache(maxsize=128)
+def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: tuple[P, P]) -> Any:
+    """(q, k, v, sinks), starts -> out, lse on global arrays, of which `tokens` says how q, k and v are cut."""
+    specs = ((tokens, tokens, tokens, P(tokens[2])), rows)
+    interpreted = call.mask.plan.kernel == "splash" and call.mask.plan.device != "tpu"
+    untold = interpreted or call.mask.plan.kernel == "stock_splash"  # of what varies
+    return over_mesh(partial(on_device, call), mesh, specs, (tokens, tokens), check_vma=not untold)
+
+
+@lru_cache(maxsize=128)
+def alone(call: Call) -> Any:
+    """One device's part as a program of its own, which is compiled once."""
+    return jax.jit(partial(on_device, call))
+
+
+def on_device(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
+    """One device's part: its tokens in, its tokens' (out, lse) back."""
+    plan, axis = call.mask.plan, call.mask.plan.ulysses_axis
+    q, k, v, sinks = vary(arrays, axes_of(arrays, starts, jnp.int32(plan.ring_axis.rank), jnp.int32(axis.rank)))
+    real = real_tokens(plan, starts[0], call.docs_padded)
+    same_keys = plan.keys is plan and starts[1] is None
+    real_keys = real if same_keys else real_tokens(plan.keys, starts[1], call.key_docs_padded)
+    q, k, v = ulysses.enter(q, k, v, axis, real, real_keys)
+    if sinks is not None:
+        mine = sinks.shape[0] // plan.ulysses
+        sinks = lax.dynamic_slice_in_dim(sinks, axis.rank * mine, mine)
+    out, lse = exchange(call, (q, k, v, sinks), starts)
+    return ulysses.leave(out, lse, axis, real)
+
+
+def real_tokens(plan: Plan, starts: Any, docs_padded: bool) -> ulysses.Real:
+    """Which of this device's tokens are real, [1 or rows, T_local]; None when all of them are, on all devices."""
+    if not (plan.padded or docs_padded):
+        return None
+    limit = jnp.int32(plan.seq_len) if starts is None else jnp.minimum(plan.seq_len, starts[:, -1:])
+    return local_positions(plan)[None] < limit
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def exchange(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
+    """Attention of a ring shard's queries over the keys of the whole ring: (out in q's dtype, lse)."""
+    q, k, v, sinks = arrays
+    mask, axis = call.mask, call.mask.plan.ring_axis
+    score, sight = step_of(q, k, v, mask, *starts)
+    start = None if sinks is None else sink_partial(q, sinks, v.shape[-1])
+    if mask.plan.strategy == "gather":
+        part = gather_forward(q, k, v, axis, sight, score, start)
+    else:
+        part = ring_forward(q, k, v, axis, route_of(mask), sight, score, start)
+    return part.out.astype(q.dtype), part.lse
+
+
+def exchange_fwd(call: Call, arrays: Arrays, starts: Starts) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+    """What is kept is differentiated too in second derivatives, the lse as much as the rest."""
+    out, lse = exchange(replace(call, lse=True), arrays, starts)
+    out, lse = checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
+    return (out, lse), (arrays, starts, out, lse)
+
+
+def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array]) -> tuple[Arrays, None]:
+    """Gradients in the dtypes of their inputs, added up in float32 on the way."""
+    (q, k, v, sinks), starts, out, lse = saved
+    dout, dlse = given
+    mask, axis = call.mask, call.mask.plan.ring_axis
+    score, sight = step_of(q, k, v, mask, *starts)
+    lse = jnp.where(lse == NEVER, 0, lse)  # of no key, whose exp(-inf - lse) has then a derivative too
+    delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
+    delta = delta - dlse if call.lse else delta
+    rows = score.prepare(q, dout, lse, delta, out, dlse if call.lse else None)
+    if mask.plan.strategy == "gather":
+        grads = gather_backward(q, k, v, axis, sight, score, rows)
+    else:
+        grads = ring_backward(q, k, v, axis, route_of(mask), sight, score, rows)
+    dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
+    return (dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)), None
+
+
+exchange.defvjp(exchange_fwd, exchange_bwd)
+
+
+def sink_partial(q: Array, sinks: Array, value_dim: int) -> Partial:
+    """What every query has seen before its first key: the sink's logit, and a value of zero."""
+    out = jnp.zeros((*q.shape[:3], value_dim), accumulator(q))
+    return Partial(out, jnp.broadcast_to(sinks.astype(out.dtype), q.shape[:3]))

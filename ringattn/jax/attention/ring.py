@@ -1,0 +1,85 @@
+"""The ring: keys travel, queries stay, partials merge; backward, the keys' gradients travel one hop behind them.
+
+A hop overlaps a step's work only if it starts before and ends after it. Left alone, XLA moves all hops to the front
+(unrolled) or waits for each before the work (in a loop): a barrier around what the hop brings and what the step made
+holds them together.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ringattn.comms.jax import MeshAxis
+from ringattn.jax.attention.steps import Hop, Move, Route, Score, Sight
+from ringattn.kernels.pallas.varying import axes_of, vary
+from ringattn.kernels.partial import Partial, empty
+
+Pair = tuple[Array, Array]
+
+
+def ring_forward(
+    q: Array, k: Array, v: Array, axis: MeshAxis, route: Route, sight: Sight, score: Score, start: Partial | None
+) -> Partial:
+    """Attention of this device's queries over all devices' keys, added up in float32 from `start`."""
+
+    def step(move: Move, carry: tuple[Pair, Partial], distance: Any) -> tuple[Pair, Partial]:
+        keys, part = carry
+        arriving = rotate(axis, keys, move.keys)
+        part = Partial(*score.attend(q, *keys, sight.at(distance), carry=part))
+        return lax.optimization_barrier((arriving, part))
+
+    first = start or empty(q, v.shape[-1])
+    return travel(route.forward, step, vary(((k, v), first), axes_of(q, k, v, sight.begin)))[1]
+
+
+def ring_backward(
+    q: Array, k: Array, v: Array, axis: MeshAxis, route: Route, sight: Sight, score: Score, rows: tuple[Array, ...]
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) in float32. `rows` are this device's dout, global lse and delta, as the kernel wants them.
+
+    The work at home is done in two halves: its dq while the keys set out, its (dk, dv) while the others' return. What
+    cannot be halved is done while they return, which takes longer: gradients are float32.
+    """
+
+    def step(move: Move, carry: tuple[Pair, Any, Any], distance: Any) -> tuple[Pair, Any, Any]:
+        keys, dq, grads = carry  # the first of these steps adds to nothing, or to the dq that was made at home
+        arriving, following = rotate(axis, keys, move.keys), rotate(axis, grads, move.grads)
+        dq, dk, dv = score.attend_backward(q, *keys, sight.at(distance), *rows, dq=dq)
+        arriving, following, dq, dk, dv = lax.optimization_barrier((arriving, following, dq, dk, dv))
+        return arriving, dq, (dk, dv) if move.grads is None else (following[0] + dk, following[1] + dv)
+
+    k, v, rows = lax.optimization_barrier((k, v, rows))  # or the first hop is sent, and its room held, long before
+    home = (q, k, v, sight.at(0), *rows)
+    if not route.hops:
+        return score.attend_backward(*home)
+    arriving, dq = rotate(axis, (k, v), route.hops[0]), None
+    if score.parted:
+        arriving, dq = lax.optimization_barrier((arriving, score.attend_backward(*home)[0]))
+    carry = vary((arriving, dq, None), axes_of(q, k, v, rows, sight.begin))
+    _, dq, grads = travel(route.backward, step, carry)
+    grads, home = lax.optimization_barrier((grads, home))  # or this work is done before there is a hop to hide
+    own = score.attend_backward(*home, dq=None if score.parted else dq)
+    dq = dq if score.parted else own[0]
+    returned, *own = lax.optimization_barrier((rotate(axis, grads, route.home), *own[1:]))
+    return dq, own[0] + returned[0], own[1] + returned[1]
+
+
+def travel(legs: list[tuple[Move, list[int]]], step: Callable[..., Any], carry: Any) -> Any:
+    """Every step in turn; those with the same move are one loop, however many there are."""
+    for move, distances in legs:
+        if len(distances) == 1:
+            carry = step(move, carry, distances[0])
+        else:
+            carry, _ = lax.scan(partial(looped, step, move), carry, jnp.asarray(distances, jnp.int32))
+    return carry
+
+
+def looped(step: Callable[..., Any], move: Move, carry: Any, distance: Array) -> tuple[Any, None]:
+    return step(move, carry, distance), None
+
+
+def rotate(axis: MeshAxis, pair: Any, hop: Hop | None) -> Any:
+    return pair if hop is None else axis.rotate(pair, hop.shift, hop.senders).wait()

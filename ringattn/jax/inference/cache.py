@@ -1,0 +1,359 @@
+"""A cache of keys and values spread over devices, as a value: what appends returns another cache.
+
+Position p lies on device (p // block) % devices, as in torch: a device's positions are sorted, and what a query sees of
+them is one interval. In a device's memory they go round: the i-th of them lies in slot i % slots. Where there is a slot
+for every token nothing ever comes round; a cache with a window has fewer, and a new key takes the slot of one that
+nobody sees any more.
+
+A cache is a pytree whose lengths are traced: a decode loop is compiled once. Give it to a jitted step with
+`donate_argnums`, and its memory is written in place.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringattn import serving
+from ringattn.check import (
+    beside_window,
+    each,
+    of_arrays,
+    of_back,
+    of_fork,
+    of_kept,
+    of_loaded,
+    of_memory,
+    of_pair,
+    of_room,
+    of_saved,
+    of_truncated,
+    of_words,
+)
+from ringattn.comms.axis import Solo
+from ringattn.comms.jax import MeshAxis
+from ringattn.jax.sharding import check_context, moved, sequence_axes
+from ringattn.planning import LAST, Plan, dtype_name, hardware_of
+from ringattn.serving import BLOCK, Heads, Moves, Stripes, explained, prefill_moves
+from ringattn.spec import whole
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("k", "v", "lengths", "first"),
+    meta_fields=("plan", "max_len", "stripes", "window", "most", "cut"),
+)
+@dataclass(frozen=True)
+class KVCache(serving.KVCache):
+    """Keys and values of every token so far; `lengths` says how many each batch row has. Make it with `allocate`."""
+
+    k: Array  # [B, all devices' slots, G, D], cut along the second dim, and as `cut` says
+    v: Array
+    lengths: Array  # [B], int32
+    first: Array  # [B], int32: the position from which on a row's keys are kept
+    plan: Plan
+    max_len: int
+    stripes: Stripes
+    window: int | None
+    most: int | None  # tokens of a row that need a slot at one time; None: all of them
+    cut: P  # by which axes of the mesh batch and heads are cut
+
+    @classmethod
+    def allocate(  # type: ignore[override]  # the base's takes what either framework takes
+        cls,
+        plan: Plan,
+        *,
+        batch: int,
+        max_len: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: Any = jnp.bfloat16,
+        window: int | None = None,
+        room: int | None = None,
+        block: int = BLOCK,
+        cut: P | None = None,
+    ) -> "KVCache":
+        """An empty cache for `max_len` tokens a row, of which each device holds its share.
+
+        With a `window` only what can still be seen is kept: memory for window + `room` tokens (room: the longest chunk
+        that will be appended at once; as long as the window by default). `cut` names what else cuts it than the
+        sequence's axes: P("data", None, "tensor") the batch and the heads; by default data the batch, where it divides.
+        """
+        problem = of_words(required=True, plan=plan) or of_memory(
+            room, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+            window=window, block=block,
+        ) or of_positions(max_len)  # fmt: skip
+        if problem is None and plan.framework != "jax":
+            problem = "the plan was made for a torch mesh; give plan() a mesh of jax devices"
+        if problem:
+            raise ValueError(problem)
+        cut = usual_cut(plan, batch) if cut is None else cut
+        problem = of_cut(plan, cut, batch, kv_heads)
+        if problem:
+            raise ValueError(problem)
+        dtype, max_len, block = dtype_name(dtype), operator.index(max_len), operator.index(block)
+        window, room = whole(window), whole(room)  # numpy's numbers would make arrays of their own dtype
+        stripes = Stripes(plan.ring * plan.ulysses, block)
+        most = None if window is None else window + (window if room is None else room)
+        rows = (batch, stripes.ranks * slots_for(max_len, most, stripes), kv_heads)
+        there = along = None
+        if isinstance(plan.ring_axis, MeshAxis):
+            specs = spec_of(cut, sequence_axes(plan)), P(cut[0])
+            there, along = (NamedSharding(plan.ring_axis.mesh, spec) for spec in specs)
+        k, v = (zeros((*rows, dim), dtype, there) for dim in (head_dim, value_dim or head_dim))
+        lengths, first = (zeros((batch,), jnp.int32, along) for _ in range(2))
+        return cls(k, v, lengths, first, plan, max_len, stripes, window, most, cut)
+
+    @property
+    def known(self) -> np.ndarray | None:
+        """The lengths, where they are at hand; None while they are traced."""
+        return at_hand(self.lengths)
+
+    def room(self) -> Array:
+        """How many more tokens every row can take: a number, traced where lengths are."""
+        return self.max_len - self.lengths.max()
+
+    @property
+    def line(self) -> Any:
+        """All devices as one axis, in the order in which they hold the blocks."""
+        ring = self.plan.ring_axis
+        return MeshAxis(sequence_axes(self.plan), ring.mesh) if isinstance(ring, MeshAxis) else Solo()
+
+    def append(self, k: Array, v: Array) -> "KVCache":
+        """With the next tokens, k and v [B, n, G, D], which every device is given; each keeps its own.
+
+        Where lengths are traced, what does not fit is dropped.
+        """
+        problem = of_arrays({"k": k, "v": v}, {}, self.plan) or self.problem(k, v, k.shape[1])
+        if problem:
+            raise ValueError(problem)
+        return over_devices(keep, self, (), (k, v))[0]
+
+    def truncate(self, lengths: int | Sequence[int] | Array) -> "KVCache":
+        """Without the tokens from these lengths on (rejected ones, say); one number for all rows or one a row."""
+        new = counted(lengths, len(self.lengths))
+        first = self.first
+        if self.window is not None:  # the next token must still see its whole window
+            first = jnp.where(first > 0, first + min(self.window, LAST) - 1, 0)
+        problem = of_back(None if isinstance(new, Array) else new, self.known, at_hand(first))
+        if problem:
+            raise ValueError(problem)
+        return replace(self, lengths=jnp.minimum(self.lengths, new.clip(0, self.max_len).astype(np.int32)))
+
+    def fork(self, copies: int = 1, max_len: int | None = None) -> "KVCache":
+        """`copies` continuations of every row, which append their own, to memory of their own."""
+        max_len = self.max_len if max_len is None else max_len
+        problem = of_fork(copies, max_len, self.known) or of_positions(max_len)
+        if problem:
+            raise ValueError(problem)
+        copies, max_len = operator.index(copies), operator.index(max_len)  # also of arrays of one
+        slots = slots_for(max_len, self.most, self.stripes)  # more than before only where nothing has come round
+        return replace(over_devices(Fork(copies, slots), self, (), ())[0], max_len=max_len)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cache's arrays, and how they are dealt out."""
+        return {**{name: getattr(self, name) for name in ARRAYS}, "place": self.place, "window": self.window}
+
+    def load_state_dict(self, state: dict[str, Any]) -> "KVCache":
+        """A cache with a state that was saved from as many devices."""
+        problem = of_saved(state, *ARRAYS, "place", "window")
+        if problem:
+            raise ValueError(problem)
+        if tuple(state["place"]) != self.place:
+            names = "{} devices, in blocks of {}"
+            raise ValueError(
+                f"the state is of {names.format(*state['place'])}; this cache is of {names.format(*self.place)}"
+            )
+        problem = of_loaded(state, self, at_hand(jnp.asarray(state["lengths"])))
+        if problem:
+            raise ValueError(problem)
+        return replace(self, **{name: jax.device_put(state[name], getattr(self, name).sharding) for name in ARRAYS})
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.stripes.ranks, self.stripes.block
+
+    def moves(self, plan: Plan, heads: int) -> Moves:
+        """Which way a chunk under `plan` will meet this cache, as if it were full, and what that costs."""
+        rows, D, V = *self.k.shape[1::2], self.v.shape[-1]
+        B, G, H = self.of_a_device(heads)
+        made_of = Heads(H, G, D, V, self.k.dtype.itemsize, B)
+        hardware, hides = hardware_of(plan.device), plan.device != "cpu"
+        cached = min(self.max_len, rows)
+        return prefill_moves(self.stripes.ranks, plan.local_len, cached, made_of, hardware, hides, beside=False)
+
+    def explain(self, chunk: int, heads: int) -> str:
+        """What prefill of a chunk with so many query heads, and decode of one token, will send."""
+        B, _, H = self.of_a_device(heads)
+        nbytes = B * H * (self.v.shape[-1] + 1) * 4
+        return explained(self, chunk, self.moves(self.plan.for_length(chunk), heads), nbytes, "gather")
+
+    def of_a_device(self, heads: int) -> tuple[int, int, int]:
+        """Batch rows, key heads and query heads of one device, where there are so many query heads in all."""
+        rows, cut = (devices_along(self.plan, self.cut[dim]) for dim in (0, 2))
+        return self.k.shape[0] // rows, self.k.shape[2] // cut, heads // cut
+
+    def problem(self, k: Array, v: Array, n: int) -> str | None:
+        """Why n such tokens, of which k and v are some, cannot be appended."""
+        for name, x, mine in (("k", k, self.k), ("v", v, self.v)):
+            if wrong := of_kept(name, x, mine):
+                return wrong
+            if x.dtype != mine.dtype:
+                return f"{name} is {x.dtype}, the cache {mine.dtype}"
+        problem = of_pair(k, v) or of_room(n, self.known, self.max_len)
+        if problem is None and self.window is not None and min(self.max_len, self.window - 1 + n) > self.k.shape[1]:
+            return beside_window(n, self.window)
+        return problem
+
+    def __repr__(self) -> str:
+        lengths = "traced" if self.known is None else self.known.tolist()
+        return f"KVCache(lengths {lengths} of {self.max_len}, over {self.stripes.ranks} ranks)"
+
+
+ARRAYS = ("k", "v", "lengths", "first")
+
+
+def zeros(shape: tuple[int, ...], dtype: Any, there: NamedSharding | None) -> Array:
+    """Zeros that lie there, also where they are traced: then `device=` says nothing."""
+    found = jnp.zeros(shape, dtype, device=there)
+    return found if there is None else moved(found, there)
+
+
+def at_hand(x: Any) -> np.ndarray | None:
+    """The numbers, unless they are traced, or shapes only, or lie on other hosts."""
+    known = isinstance(x, Array) and not isinstance(x, jax.core.Tracer)
+    return np.asarray(x) if known and (x.is_fully_addressable or x.is_fully_replicated) else None
+
+
+def counted(lengths: Any, rows: int) -> Any:
+    """A length for each row: an array that cannot be read here, or integers, never too large for a comparison."""
+    away = isinstance(lengths, Array) and at_hand(lengths) is None
+    if away and jnp.issubdtype(lengths.dtype, jnp.integer) and lengths.shape in ((), (rows,)):
+        return jnp.broadcast_to(lengths.astype(jnp.int32), rows)
+    problem = of_truncated(jax.typeof(lengths) if away else lengths, rows)
+    if problem:
+        raise ValueError(problem)
+    return np.array(each(lengths, rows), object)
+
+
+def usual_cut(plan: Plan, batch: int) -> P:
+    """As `Plan.shard` cuts."""
+    sizes = plan.ring_axis.mesh.shape if isinstance(plan.ring_axis, MeshAxis) else {}
+    return P("data" if "data" in sizes and batch % sizes["data"] == 0 else None, None, None)
+
+
+def spec_of(cut: P, tokens: tuple[str, ...]) -> P:
+    return P(cut[0], tokens or None, cut[2])
+
+
+def of_cut(plan: Plan, cut: P, batch: int, kv_heads: int) -> str | None:
+    """Batch and heads are cut evenly, by axes of the mesh that do not cut the sequence."""
+    if not isinstance(cut, (P, tuple)) or len(cut) != 3 or cut[1] is not None:
+        return f"cut={cut}: three entries, for the batch, None for the sequence, and for the heads"
+    on_mesh = isinstance(plan.ring_axis, MeshAxis)
+    names, taken = (plan.ring_axis.mesh.axis_names, sequence_axes(plan)) if on_mesh else ((), ())
+    for what, number, by in (("rows of a batch", batch, cut[0]), ("key heads", kv_heads, cut[2])):
+        if not set((by,) if isinstance(by, str) else by or ()) <= set(names) - set(taken):
+            return f"cut={cut}: the mesh has axes {names}, of which {taken} cut the sequence; name others"
+        if number % devices_along(plan, by):
+            return f"cut={cut}: {by}={devices_along(plan, by)} does not divide {number} {what}; leave it out"
+    return None
+
+
+def of_positions(max_len: int) -> str | None:
+    """Every position is an int32."""
+    return None if max_len <= LAST else f"max_len={max_len}: JAX counts positions in 32 bits, at most {LAST} tokens"
+
+
+def devices_along(plan: Plan, by: Any) -> int:
+    return 1 if by is None else MeshAxis(by, plan.ring_axis.mesh).size
+
+
+def slots_for(max_len: int, most: int | None, stripes: Stripes) -> int:
+    """A device's slots: whole blocks."""
+    return -(-(max_len if most is None else min(max_len, most)) // stripes.round) * stripes.block
+
+
+def below(cache: KVCache, positions: Array, rank: Any) -> Array:
+    """`Stripes.below` of traced positions."""
+    stripes = cache.stripes
+    whole, rest = positions // stripes.round, positions % stripes.round
+    return whole * stripes.block + jnp.clip(rest - rank * stripes.block, 0, stripes.block)
+
+
+def keep(cache: KVCache, k: Array, v: Array) -> tuple[KVCache, None]:
+    """On one device: append, of the next tokens k and v [B, n, G, D], those that lie here."""
+    rank, n, slots = cache.line.rank, k.shape[1], cache.k.shape[1]
+    at = cache.lengths[:, None] + jnp.arange(n, dtype=jnp.int32)
+    here = (at // cache.stripes.block % cache.stripes.ranks == rank) & (at < cache.max_len)
+    target = jnp.where(here, below(cache, at, rank) % slots, slots)  # what lies behind the end is dropped
+    rows = jnp.arange(len(at))[:, None]
+    k, v = (mine.at[rows, target].set(new, mode="drop") for mine, new in ((cache.k, k), (cache.v, v)))
+    lengths = jnp.minimum(cache.lengths + n, cache.max_len)
+    first = jnp.maximum(cache.first, lengths - slots * cache.stripes.ranks)
+    return replace(cache, k=k, v=v, lengths=lengths, first=first), None
+
+
+@dataclass(frozen=True)
+class Fork:
+    """One device's part of a fork: `copies` of every row, in memory of at least so many slots."""
+
+    copies: int
+    slots: int
+
+    def __call__(self, cache: KVCache) -> tuple[KVCache, None]:
+        more = (0, 0), (0, max(0, self.slots - cache.k.shape[1])), (0, 0), (0, 0)
+        k, v = jnp.pad(cache.k, more), jnp.pad(cache.v, more)
+        k, v, lengths, first = (jnp.repeat(x, self.copies, axis=0) for x in (k, v, cache.lengths, cache.first))
+        return replace(cache, k=k, v=v, lengths=lengths, first=first), None
+
+
+def over_devices(work: Any, cache: KVCache, cut: tuple[Any, ...], whole: tuple[Any, ...]) -> tuple[KVCache, Any]:
+    """`work(cache, *cut, *whole)` on every device: of `cut`, [B, T, ...], it has its tokens, of `whole` everything.
+
+    Gives the cache and what is found, which is cut as `cut` is, or the same on all devices if nothing is.
+    """
+    if not isinstance(cache.plan.ring_axis, MeshAxis):
+        return undifferentiated(work)(cache, *cut, *whole)
+    check_context(cache.plan)
+    specs = spec_of(cache.cut, sequence_axes(cache.plan)), spec_of(cache.cut, ())
+    return program(work, cache.plan.ring_axis.mesh, *specs)(cache, cut, whole)
+
+
+@lru_cache(maxsize=128)
+def program(work: Any, mesh: Mesh, tokens: P, everyone: P) -> Any:
+    rows = P(tokens[0])
+
+    def call(cache: KVCache, cut: tuple[Any, ...], whole: tuple[Any, ...]) -> tuple[KVCache, Any]:
+        cached = jax.tree.unflatten(jax.tree.structure(cache), (tokens, tokens, rows, rows))
+        each = jax.tree.map(lambda x: P(tokens[2]) if x.ndim == 1 else everyone, whole)  # sinks are of heads
+        inner = jax.shard_map(
+            lambda cache, cut, whole: work(cache, *cut, *whole), mesh=mesh,
+            in_specs=(cached, tokens, each), out_specs=(cached, tokens if cut else everyone), check_vma=False,
+        )  # fmt: skip
+        return inner(cache, cut, jax.tree.map(lambda x, spec: moved(x, NamedSharding(mesh, spec)), whole, each))
+
+    return jax.jit(undifferentiated(call))
+
+
+def undifferentiated(call: Any) -> Any:
+    """The same function, of which a gradient is refused."""
+
+    def refused(*_: Any) -> Any:
+        raise NotImplementedError(
+            "nothing of a cache is differentiable (append, prefill, decode): train with ringattn.attention, and give "
+            "what needs no gradient here through jax.lax.stop_gradient"
+        )
+
+    found = jax.custom_vjp(call)
+    found.defvjp(lambda *given: (call(*given), None), refused)
+    return found

@@ -1,0 +1,277 @@
+"""Attention of new tokens against a cache that is spread over devices: prefill and decode, on JAX arrays.
+
+    B batch   T new tokens   H query heads   G key/value heads   D head dim   V value dim
+
+Both take a cache and give (out, the cache with the new tokens). Lengths may be traced: a loop over tokens is one
+`lax.scan`. Both attend to intervals of what each device holds, and merge partials in the order of the devices.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ringattn.check import (
+    of_choice,
+    of_filled,
+    of_keys,
+    of_lengths,
+    of_plan,
+    of_shapes,
+    of_start,
+    of_unknown,
+    of_window,
+)
+from ringattn.jax.attention.steps import local_positions, score_of
+from ringattn.jax.check import of_dtypes, of_sinks_for
+from ringattn.jax.inference.cache import KVCache, below, keep, over_devices
+from ringattn.jax.sharding import permuted, restored
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.partial import Partial, add_sinks, empty, form_of, merge_stack, packed, unpacked
+from ringattn.planning import LAST, Plan, heads_problem
+from ringattn.serving import MOVES, keys_at_once
+from ringattn.spec import AttentionSpec, whole
+
+
+def prefill(
+    q: Array,
+    k: Array,
+    v: Array,
+    plan: Plan,
+    cache: KVCache,
+    *,
+    spec: AttentionSpec | None = None,
+    sinks: Array | None = None,
+    start: int | Sequence[int] | None = None,
+    move: str = "auto",
+    keys: int | None = None,
+) -> tuple[Array, KVCache]:
+    """Append a chunk of the prompt to the cache and attend to everything so far: (out [B, T, H, V], the cache).
+
+    q, k and v are global arrays in the order of `plan` (the cache's plan `for_length(chunk)`), as out is. `start` is
+    where the chunk begins, checked against the cache if given. `move` says what travels: "queries", "keys", or what
+    leaves less time exposed, as if the cache were full (`cache.explain` says which). `keys` cuts the other way too: at
+    most so many of a device's keys are attended to, or sent, at once; by default a few times its queries.
+    """
+    spec = AttentionSpec() if spec is None else spec
+    held = plan.tokens.padded_length
+    problem = (
+        of_choice("move", move, ("auto", *MOVES))
+        or of_keys(keys)
+        or of_shapes(q, k, v)
+        or of_dtypes(q, k, v)
+        or of_plan(q, k, v, plan)
+        or of_sinks_for(q, sinks)
+        or of_lengths(q, k, plan, AttentionSpec(causal=False), (held, held))
+        or of_cache(cache, plan, spec, start)
+        or cache.problem(k, v, plan.seq_len)
+    )
+    if problem:
+        raise ValueError(problem)
+    way = cache.moves(plan, q.shape[2]).way if move == "auto" else move
+    work = Prefill(plan, spec, way, whole(keys) or keys_at_once(plan.local_len))
+    cache, out = over_devices(work, cache, (q, k, v), (sinks,))
+    return out, cache
+
+
+def decode(
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: KVCache,
+    *,
+    spec: AttentionSpec | None = None,
+    sinks: Array | None = None,
+    **unknown: Any,
+) -> tuple[Array, KVCache]:
+    """The next token or tokens, q, k, v [B, n, H or G, D] for every device: (out [B, n, H, V], the cache).
+
+    Each device attends to the keys it holds; the partials of all are gathered once and merged in the order of the
+    devices. Several tokens see each other causally.
+    """
+    spec = AttentionSpec() if spec is None else spec
+    problem = (
+        of_unknown("decode", unknown, "spec", "tree")
+        or of_shapes(q, k, v)
+        or of_dtypes(q, k, v)
+        or heads_problem(q.shape[2], k.shape[2], ulysses=1)
+        or of_sinks_for(q, sinks)
+        or of_tokens(q, k, cache, spec)
+        or cache.problem(k, v, k.shape[1])
+    )
+    if problem:
+        raise ValueError(problem)
+    cache, out = over_devices(Decode(spec), cache, (), (q, k, v, sinks))
+    return out, cache
+
+
+def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Sequence[int] | None) -> str | None:
+    """Why this chunk cannot go on this cache, or None."""
+    if (plan.ring, plan.ulysses, plan.axes) != (cache.plan.ring, cache.plan.ulysses, cache.plan.axes):
+        return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(start))
+    return of_window(cache.window, spec) or of_start(start, None if traced else cache.known)
+
+
+def of_tokens(q: Array, k: Array, cache: KVCache, spec: AttentionSpec) -> str | None:
+    """Whether there is something to decode after, and every new token has all three."""
+    if q.shape[1] != k.shape[1]:
+        return f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
+    return of_window(cache.window, spec) or of_filled(cache.known)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One device's part of a decode."""
+
+    spec: AttentionSpec
+
+    def __call__(self, cache: KVCache, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[KVCache, Array]:
+        before, n = cache.lengths, q.shape[1]
+        cache, _ = keep(cache, k, v)
+        meeting = Meeting(q, cache, self.spec, before, n, jnp.arange(n))
+        part = meeting.of(Piece(cache.k, cache.v), cache.line.rank, empty(q, v.shape[-1]))
+        every = cache.line.all_gather(packed(part, form_of(q))[None]).wait()
+        return cache, finished(merge_stack(unpacked(every, form_of(q))), sinks, q)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """One device's part of a chunk."""
+
+    plan: Plan
+    spec: AttentionSpec
+    way: str
+    keys: int
+
+    def __call__(self, cache: KVCache, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[KVCache, Array]:
+        tokens, before = self.plan.seq_len, cache.lengths
+        cache, _ = keep(cache, self.everyone(k), self.everyone(v))
+        if self.way == "queries":
+            meeting = Meeting(self.everyone(q), cache, self.spec, before, tokens, jnp.arange(tokens))
+            part = self.scattered(meeting.here(self.keys), cache.line)
+        else:
+            part = Meeting(q, cache, self.spec, before, tokens, local_positions(self.plan)).travelling(self.keys)
+        return cache, finished(part, sinks, q)
+
+    def everyone(self, x: Array) -> Array:
+        """The whole chunk's tokens, in their own order."""
+        every = x
+        for axis in (self.plan.ulysses_axis, self.plan.ring_axis):
+            every = axis.all_gather(every, 1).wait()
+        return restored(every, self.plan.tokens, 1)[:, : self.plan.seq_len]
+
+    def scattered(self, whole: Partial, line: Any) -> Partial:
+        """Partials of the whole chunk on every device -> this device's tokens, merged over all devices in order."""
+        pad = self.plan.tokens.padded_length - self.plan.seq_len
+        rows = jnp.pad(packed(whole, "lse"), ((0, 0), (0, pad), (0, 0), (0, 0)))
+        rows = permuted(rows, self.plan.tokens, 1)
+        return merge_stack(unpacked(line.all_to_all(rows[None], split=2, join=0).wait(), "lse"))
+
+
+class Piece(NamedTuple):
+    """Keys and values of some slots, from `start` on; those before `low` have had their turn."""
+
+    k: Array
+    v: Array
+    low: Any = 0
+    start: Any = 0
+
+
+class Meeting(NamedTuple):
+    """Some queries of a chunk, and a cache that has the keys of all the chunk's tokens already."""
+
+    q: Array
+    cache: KVCache
+    spec: AttentionSpec
+    before: Array  # how many tokens each batch row had
+    tokens: int
+    at: Array  # the queries' places in the chunk
+
+    def visible(self, at: Array) -> tuple[Array, Array]:
+        """The positions that the queries `at` see, begin and end [B, T], which never go back.
+
+        A token that did not fit sees nothing.
+        """
+        last = self.cache.lengths[:, None]
+        position = self.before[:, None] + at[None].astype(jnp.int32)
+        end = jnp.minimum(position + 1, last) if self.spec.causal else jnp.broadcast_to(last, position.shape)
+        window = self.spec.window
+        begin = jnp.zeros_like(end) if window is None else jnp.maximum(position + 1 - min(window, LAST), 0)
+        return jnp.where(position < last, begin, last), end
+
+    def of(self, piece: Piece, source: Any, part: Partial) -> Partial:
+        """Attention over a piece of the device `source`, merged into `part`; nothing runs where nothing is seen.
+
+        What a chunk sees of a device is at most as many keys as there are slots. Counted from the start of the round
+        in which its first key lies, they lie in that round and in the next: an interval of slots in either.
+        """
+        cache, size = self.cache, piece.k.shape[1]
+        slots = cache.k.shape[1]
+        begin, end = (below(cache, side, source) for side in self.visible(self.at))
+        origin = begin[:, :1] // slots * slots
+        score = score_of(self.q, piece.k, piece.v, self.spec, cache.plan, known=False)
+        for _ in range(1 if slots * cache.stripes.ranks >= cache.max_len else 2):
+            first, last = (jnp.clip(x - origin - piece.start, piece.low - piece.start, size) for x in (begin, end))
+            part = lax.cond(
+                (first < last).any(),
+                lambda part, where: Partial(*score.attend(self.q, piece.k, piece.v, where, carry=part)),
+                lambda part, where: part,
+                part, Intervals(first, last),
+            )  # fmt: skip
+            origin = origin + slots
+        return part
+
+    def here(self, keys: int) -> Partial:
+        """Attention over the keys that this device holds, at most `keys` of them at once."""
+        return self.in_pieces(partial(self.of, source=self.cache.line.rank), keys)
+
+    def travelling(self, keys: int) -> Partial:
+        """Attention over all devices' keys: piece after piece goes round, its hops behind the compute."""
+        line, rank = self.cache.line, self.cache.line.rank
+
+        def round_trip(piece: Piece, part: Partial) -> Partial:
+            def hop(carry: Any, distance: Any) -> Any:
+                held, part = carry
+                arriving = line.rotate(held).wait()
+                part = self.of(piece._replace(k=held[0], v=held[1]), (rank - distance) % line.size, part)
+                return lax.optimization_barrier((arriving, part)), None
+
+            carry = (piece.k, piece.v), part
+            ((k, v), part), _ = lax.scan(hop, carry, jnp.arange(line.size - 1))
+            return self.of(piece._replace(k=k, v=v), (rank + 1) % line.size, part)
+
+        return self.in_pieces(round_trip, keys)
+
+    def in_pieces(self, step: Callable[..., Partial], keys: int) -> Partial:
+        """`step` after step for pieces of this device's memory, of at most `keys` slots each."""
+        k, v, slots = self.cache.k, self.cache.v, self.cache.k.shape[1]
+        size = min(keys, slots)
+
+        def one(i: Array, part: Partial) -> Partial:
+            start = jnp.minimum(i * size, slots - size)
+            held = [lax.dynamic_slice_in_dim(x, start, size, 1) for x in (k, v)]
+            return step(Piece(held[0], held[1], i * size, start), part=part)
+
+        low, high = self.reach()
+        return lax.fori_loop(low // size, -(-high // size), one, empty(self.q, v.shape[-1]))
+
+    def reach(self) -> tuple[Array, Array]:
+        """The smallest range of slots that holds, on every device, all keys that some query of the chunk sees.
+
+        All slots, where such keys have come round. It is worked out for all devices at once, so all get the same.
+        """
+        cache, slots = self.cache, self.cache.k.shape[1]
+        begin, end = self.visible(jnp.array([0, self.tokens - 1]))
+        low, high = below(cache, begin, cache.stripes.ranks - 1).min(), below(cache, end, 0).max()
+        if cache.cut[0] is not None:  # a hop is one for all rows of the batch
+            low, high = lax.pmin(low, cache.cut[0]), lax.pmax(high, cache.cut[0])
+        return jnp.where(high > slots, 0, low), jnp.minimum(high, slots)
+
+
+def finished(part: Partial, sinks: Array | None, q: Array) -> Array:
+    return (part if sinks is None else add_sinks(part, sinks)).out.astype(q.dtype)

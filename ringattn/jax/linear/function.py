@@ -1,0 +1,181 @@
+"""Gated linear attention on JAX arrays: each device's steps from zero, the exchange of states, each device's output.
+
+    B batch   T this device's tokens   H heads   K key dim   V value dim   P segments a device
+
+The states travel beside the products within chunks (states.py). Kept for backward are the inputs and the state before
+each chunk; all else is worked out again, chunk by chunk.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from ringattn.check import of_choice, of_linear, of_scale, of_state
+from ringattn.jax.attention.function import real_tokens, starts_of
+from ringattn.jax.attention.steps import local_positions
+from ringattn.jax.attention.ulysses import cleared
+from ringattn.jax.check import of_dtypes
+from ringattn.jax.linear.states import KEPT, exchange
+from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
+from ringattn.kernels import jax_chunkwise as chunkwise
+from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.pallas.varying import axes_of, vary
+from ringattn.planning import Plan
+from ringattn.segments import BEFORE, WAYS, choose, segments
+from ringattn.spec import Docs
+
+WORDS = {"kernel": ("auto", "chunkwise"), "scan": ("auto", *WAYS)}
+
+Arrays = tuple[Array, Array, Array, Array | None, Array | None]  # q, k, v, log_decay, initial_state
+
+
+@dataclass(frozen=True)
+class Call:
+    """All of a call that is not an array: what a program is kept by."""
+
+    plan: Plan
+    scale: float
+    scan: str
+    return_state: bool
+    docs_padded: bool
+
+
+def linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array | None = None,
+    plan: Plan | None = None,
+    *,
+    initial_state: Array | None = None,
+    return_state: bool = False,
+    docs: Docs | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    scan: str = "auto",
+    check: bool | None = None,
+) -> Any:
+    """S_t = exp(log_decay_t) S_{t-1} + k_t^T v_t and o_t = scale * q_t S_t, on global arrays in the plan's order.
+
+    Inside shard_map over the plan's axes it takes this device's tokens. Without a plan the arrays are in the
+    sequence's own order, on the mesh that their sharding names.
+    """
+    plan, lying, inside = located(q, k, v, plan)
+    arrays = q, k, v, log_decay, initial_state
+    words = {"kernel": kernel, "scan": scan}
+    held = plan.local_len if inside else plan.tokens.padded_length
+    problem = problem_of(arrays, plan, docs, scale, words, held) or of_gates(log_decay, plan, docs, check)
+    if problem:
+        raise ValueError(problem)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    call = Call(plan, scale, scan, return_state, docs is not None and docs.padded)
+    starts = starts_of(docs)
+    if inside:
+        out, end = alone(call)(arrays, starts)
+    else:
+        tokens = cut_of_tokens(q, k, plan, lying)
+        rows = P(tokens[0]) if starts is not None and starts.shape[0] > 1 else P()
+        out, end = program(call, mesh_here(plan), tokens, rows)(arrays, starts)
+    return (out, end) if return_state else out
+
+
+def problem_of(
+    arrays: Arrays, plan: Plan, docs: Docs | None, scale: float | None, words: dict[str, str], held: int
+) -> str | None:
+    """The first thing that is wrong with a call, as far as shapes and dtypes show it."""
+    q, k, v, log_decay, initial_state = arrays
+    found = of_linear(q, k, v, log_decay, plan, docs, held) or of_dtypes(q, k, v) or of_scale(scale, q.shape[-1])
+    for name, word in words.items():
+        found = found or of_choice(name, word, WORDS[name])
+    if found is None and initial_state is not None:
+        found = of_state("initial_state", initial_state, q, v, accumulator(q))
+    if found is None and log_decay is not None and not jnp.issubdtype(log_decay.dtype, jnp.floating):
+        found = f"log_decay is {log_decay.dtype}; expected floats"
+    return found
+
+
+def of_gates(log_decay: Array | None, plan: Plan, docs: Docs | None, check: bool | None) -> str | None:
+    """The first gate that is not a finite number of at most 0. Only gates that are at hand can be looked at."""
+    if log_decay is None or not (plan.device == "cpu" if check is None else check):
+        return None
+    if any(isinstance(x, jax.core.Tracer) for x in (log_decay, docs and docs.starts)):
+        said = "check=True: the gates or documents are traced (jit, grad, vmap), and nobody can look at them yet"
+        return said if check else None
+    real = plan.tokens.order() < (plan.seq_len if docs is None else np.minimum(plan.seq_len, docs.starts[:, -1:]))
+    bad = ~((log_decay <= 0) & (log_decay > -jnp.inf))
+    bad &= real.reshape(-1, log_decay.shape[1], *[1] * (log_decay.ndim - 2))
+    if not bool(bad.any()):
+        return None
+    at = tuple(np.argwhere(np.asarray(bad))[0].tolist())
+    return (
+        f"log_decay{list(at)} = {float(log_decay[at]):g}: a log decay is finite and at most 0, as log_sigmoid "
+        "gives it; growth overflows, and a document's border is said with docs="
+    )
+
+
+@lru_cache(maxsize=128)
+def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: P) -> Any:
+    """(q, k, v, log_decay, initial_state), starts -> out, end on global arrays, of which `tokens` says how q is cut."""
+    state = P(tokens[0], tokens[2])
+    return over_mesh(recomputed(call), mesh, ((tokens, tokens, tokens, tokens, state), rows), (tokens, state))
+
+
+@lru_cache(maxsize=128)
+def alone(call: Call) -> Any:
+    """One device's part as a program of its own, which is compiled once."""
+    return jax.jit(recomputed(call))
+
+
+def recomputed(call: Call) -> Any:
+    """`on_device`, of which the inputs and the states before chunks are kept for backward, and nothing else."""
+    return jax.checkpoint(partial(on_device, call), policy=jax.checkpoint_policies.save_only_these_names(KEPT))
+
+
+def on_device(call: Call, arrays: Arrays, starts: Any) -> tuple[Array, Array | None]:
+    """One device's part: its tokens in, its tokens' output back, and the state behind the last token of all."""
+    plan, parts = call.plan, segments(call.plan)
+    B, T = arrays[0].shape[:2]
+    ranks = jnp.int32(plan.ring_axis.rank), jnp.int32(plan.ulysses_axis.rank)
+    *tokens, start = vary(arrays, axes_of(arrays, starts, ranks))
+    real = real_tokens(plan, starts, call.docs_padded)
+    folded: Any = (None if x is None else rows_of(cleared(x, real), parts) for x in tokens)
+    q, k, v, g = folded
+    begin = None if starts is None else begins(plan, starts, B, parts)
+    if start is None:
+        start = jnp.zeros_like(k, accumulator(k), shape=(B, *k.shape[2:], v.shape[-1]))
+    steps = chunkwise.steps_of(k, v, g, begin)
+    known = prod(n for n in start.shape if isinstance(n, int))  # a batch that is a symbol counts as one row
+    way = choose(plan, call.scan, known * start.dtype.itemsize, q.shape[-1])
+    pairs = chunkwise.pairs(q, k, v, g, begin, call.scale)
+    before, end, inner = exchange(plan, way, steps, start, chunkwise.within, pairs)
+    outer = chunkwise.passing(q, g, begin, before, call.scale)
+    out = chunkwise.joined(inner + outer, T // parts).reshape(B, T, *v.shape[2:])
+    return cleared(out, real).astype(q.dtype), end if call.return_state else None
+
+
+def rows_of(x: Array, parts: int) -> Array:
+    """The segments of each row, as rows."""
+    return x.reshape(x.shape[0] * parts, -1, *x.shape[2:])
+
+
+def begins(plan: Plan, starts: Array, batch: int, parts: int) -> Array:
+    """Where each token's document began, counted from its segment's first token, [1 or B * P, T / P].
+
+    Padding goes on with the last document; the first document goes on with what was before the sequence.
+    """
+    at = local_positions(plan)
+    own = jnp.minimum(at, jnp.maximum(starts[:, -1:] - 1, 0))
+    i = jax.vmap(partial(jnp.searchsorted, side="right"))(starts, own) - 1
+    first = jnp.take_along_axis(starts, i, 1).reshape(len(starts), parts, -1)
+    local = jnp.where(first == 0, BEFORE, first - at.reshape(parts, -1)[:, :1])
+    if parts > 1:
+        local = jnp.broadcast_to(local, (batch, *local.shape[1:]))
+    return local.reshape(-1, local.shape[-1])

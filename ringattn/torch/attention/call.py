@@ -1,0 +1,240 @@
+"""A call of attention, bound: all that is decided before anything moves or computes.
+
+`bind` looks a call up by what its arguments are: the plan, the spec, documents, shapes and dtypes, never by the numbers
+in them. One of a new kind is checked, agreed on by all ranks and made. Running it (`function.py`) looks nothing up.
+"""
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ringattn.check import of_arrays, of_words
+from ringattn.cost import Shape, kv_heads_of_a_rank
+from ringattn.kernels import Problem, is_narrow
+from ringattn.kernels.intervals import Intervals
+from ringattn.mask import Mask
+from ringattn.planning import Plan
+from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch import agree, check
+from ringattn.torch.attention.steps import Run, Score, arch_of, global_intervals, kept_score, run_of
+from ringattn.torch.handles import whole_on_one
+from ringattn.torch.sharding import real_tokens
+
+MOST, FEW = 64, 12  # bound calls that the ranks of a plan remember: without documents, and with
+PLAIN = AttentionSpec()
+
+
+class Pass(NamedTuple):
+    """What one rank runs forward, or backward, and the kernel that serves all of its steps."""
+
+    run: Run
+    kernel: Score
+
+
+class Call:
+    """One kind of call. `shape` is of the whole sequence and all heads."""
+
+    def __init__(self, mask: Mask, shape: Shape, dtype: torch.dtype, device: torch.device, gradients: bool, lse: bool):
+        plan = mask.plan
+        self.mask, self.plan, self.shape, self.dtype, self.device = mask, plan, shape, dtype, device
+        self.gradients = gradients
+        self.ring, self.ulysses = plan.ring_axis, plan.ulysses_axis
+        self.groups = plan.groups_for(shape) if plan.swaps else 1
+        self.alone = self.ulysses.size == 1 and self.groups == 1  # whether no heads are exchanged
+        self.exchanges_dlse = lse and self.ulysses.size > 1  # all ranks alike, also one whose lse has no gradient
+        self.gathers = plan.strategy == "gather"
+        keys = plan.keys
+        same = mask.key_docs is None and keys is plan
+        self.real = real_tokens(plan, mask.docs, device)
+        self.real_keys = real_tokens(keys, mask.docs if same else mask.key_docs, device)
+        self.words: agree.Words | None = None  # what all ranks compare each time; None where they need not
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The query and the key heads of one group on one rank."""
+        size, shape = self.ulysses.size, self.shape
+        return shape.heads // size // self.groups, kv_heads_of_a_rank(shape.kv_heads, size) // self.groups
+
+    @cached_property
+    def forward(self) -> Pass:
+        """What runs forward."""
+        run = self.run_forward(self.ring.rank, self.device)
+        return Pass(run, self.kernel(are_tiles(run)))
+
+    @cached_property
+    def backward(self) -> Pass:
+        """What runs backward."""
+        run = self.run_backward(self.ring.rank, self.device)
+        return Pass(run, self.kernel(are_tiles(run)))
+
+    @cached_property
+    def everywhere(self) -> tuple[Intervals, Score]:
+        """For a gather: the intervals among all keys, and the kernel that serves them."""
+        where = global_intervals(self.mask, self.ring.rank, self.device)
+        return where, self.kernel(where.tiles is not None)
+
+    def run_forward(self, rank: int, device: torch.device | None) -> Run:
+        return run_of(self.mask, rank, device, self.plan.blocks_at_once(self.block_bytes))
+
+    def run_backward(self, rank: int, device: torch.device | None) -> Run:
+        """A step brings fewer blocks, where gradients in float32 go with them. Not with a vendor's kernel that is
+        named: it has its price for every call, and gradients half as wide.
+        """
+        queries = self.plan.transport.backward == "queries"
+        nbytes = self.query_bytes if queries else self.block_bytes
+        count = self.plan.blocks_at_once(nbytes if is_narrow(self.plan.kernel) else 4 * nbytes)
+        return run_of(self.mask, rank, device, count, queries)
+
+    def refused(self) -> NotImplementedError | None:
+        """Why no kernel serves every step of every rank, found alike on all ranks before anything is sent.
+
+        Some kernels run rectangles only, and whether a rank's steps are few of them depends on the rank. Every rank
+        knows the steps of all; they are made only where the choice of the kernel depends on them.
+        """
+        why = self.reason(tiles=False)
+        if why is None:
+            return None
+        if alike := self.reason(tiles=True):
+            return alike
+        wrong = ", ".join(str(rank) for rank in range(self.plan.ring) if not self.has_tiles(rank))
+        return NotImplementedError(f"{why} (the steps of ring rank {wrong} are not few rectangles)") if wrong else None
+
+    def reason(self, tiles: bool) -> NotImplementedError | None:
+        try:
+            self.kernel(tiles)
+        except NotImplementedError as error:
+            return error
+        return None
+
+    def has_tiles(self, rank: int) -> bool:
+        """Whether every step of a ring rank is few rectangles."""
+        if self.gathers:
+            return global_intervals(self.mask, rank, None).tiles is not None
+        runs = [self.run_forward(rank, None), *([self.run_backward(rank, None)] if self.gradients else [])]
+        return all(map(are_tiles, runs))
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of the keys and values of one group that a rank of the ring holds."""
+        return self.shape.kv_bytes(self.plan.keys.tokens.shard_len, self.heads[1])
+
+    @property
+    def query_bytes(self) -> int:
+        """The same of the queries and the gradients of out."""
+        shape = self.shape
+        rows = shape.batch * self.plan.tokens.shard_len * self.heads[0]
+        return rows * (shape.head_dim + shape.value_dim) * shape.itemsize
+
+    def kernel(self, tiles: bool) -> Score:
+        """The kernel that serves this call, of which every step is few rectangles, or not."""
+        shape, spec = self.shape, self.mask.spec
+        problem = Problem(
+            device=self.device.type,
+            dtype=str(self.dtype).removeprefix("torch."),
+            head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
+            heads=self.heads[0],
+            kv_heads=self.heads[1],
+            softcap=spec.softcap is not None,
+            tiles=tiles,
+            arch=arch_of(self.device) if self.device.type == "cuda" else None,
+        )
+        return kept_score(problem, self.plan.kernel, spec.scale_for(shape.head_dim), spec.softcap)
+
+
+def are_tiles(run: Run) -> bool:
+    """Whether every step of a run is few rectangles."""
+    return all(stop.where.tiles is not None for leg in run for stop in leg.stops if stop.where)
+
+
+def bind(
+    q: Any, k: Any, v: Any, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
+    return_lse: Any = True, **more: Any,
+) -> Call:  # fmt: skip
+    """The call for these arguments. Raises on all ranks alike if it cannot be.
+
+    Where words between ranks cost little, every call is compared.
+    """
+    found = plan
+    try:
+        spec = PLAIN if spec is None else spec
+        found = whole_on_one(q, k) if plan is None else plan
+        key = key_of(q, k, v, found, spec, docs, key_docs, sinks, gradients, return_lse)
+        call = found.calls.get(key)
+        if call is not None and (forward_ad._current_level < 0 or not check.have_tangents(q, k, v, sinks)):
+            if call.words is not None:
+                agree.agree(found, call.words)
+            return call
+    except (AttributeError, TypeError, IndexError):
+        key = None  # not tensors, not a plan: what it is, the checks say
+    return make(q, k, v, found, spec, docs, key_docs, sinks, gradients, return_lse, key, **more)
+
+
+def make(
+    q: Any, k: Any, v: Any, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
+    return_lse: Any, key: Any, **more: Any,
+) -> Call:  # fmt: skip
+    """Check a call of a new kind, agree on it with all ranks, and remember it."""
+    problem = of_words(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse, **more)
+    problem = problem or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
+    if problem:
+        agree.refuse(problem, plan)
+    problem = check.problem(q, k, v, plan, spec, docs, key_docs, sinks)
+    tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
+    kept = f"{gradients}{', of the lse too' * (gradients and return_lse and plan.ulysses > 1)}"  # which is exchanged
+    words = agree.describe(plan, spec, tensors, docs, key_docs, call="attention", gradients=kept)
+    agree.agree(plan, words, problem)
+    call = call_of(q, k, v, Mask(plan, spec, docs, key_docs), gradients, return_lse)
+    refused = call.refused()
+    if plan.kernel != "auto":  # a package may be missing, or a GPU older, on one rank alone
+        agree.agree(plan, {"call": "attention", "kernel": str(refused or "serves")})
+    if refused:
+        raise refused
+    if agree.watched(plan):
+        call.words = words
+    if not check.have_tangents(q, k, v, sinks):
+        remember(plan.calls, key, call, MOST if docs is None else FEW)
+    return call
+
+
+def bound(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None,
+    sinks: Tensor | None, return_lse: bool,
+) -> Call:  # fmt: skip
+    """The call of a backward pass, whose forward pass was bound before; made again if it was forgotten."""
+    call = plan.calls.get(key_of(q, k, v, plan, spec, docs, key_docs, sinks, True, return_lse))
+    return call or call_of(q, k, v, Mask(plan, spec, docs, key_docs), True, return_lse)
+
+
+def key_of(
+    q: Tensor, k: Tensor, v: Tensor, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
+    return_lse: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What a bound call is found by: all of its arguments but the numbers in its tensors."""
+    return (
+        plan, spec, docs, key_docs, gradients, return_lse, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, q.layout, k.layout, v.layout,
+        None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+    )  # fmt: skip
+
+
+def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool, return_lse: bool) -> Call:
+    B, _, H, D = q.shape
+    lengths = mask.plan.seq_len, mask.plan.keys.seq_len
+    shape = Shape(*lengths, H, k.shape[2], D, v.shape[3], q.itemsize, B)
+    return Call(mask, shape, q.dtype, q.device, gradients, return_lse)
+
+
+def remember(calls: dict[Any, Call], key: Any, call: Call, most: int) -> None:
+    """Keep a call, and of its sort (with documents or without) the newest ones only.
+
+    Calls with documents keep two numbers a token on the device, and each batch has others.
+    """
+    packed = call.mask.docs is not None
+    same = [old for old, one in list(calls.items()) if (one.mask.docs is not None) == packed]
+    for old in same[: max(0, len(same) + 1 - most)]:
+        calls.pop(old, None)
+    calls[key] = call

@@ -1,0 +1,177 @@
+"""`attention` as ops, for torch.compile and whoever else looks at ops: selective checkpoints, fake tensors, tracers.
+
+A compiled graph holds tensors and numbers, so a plan goes in as its text and documents as where they start
+(`ringattn.torch.handles`). When an op runs it binds the call that they stand for.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.check import of_arrays, of_words
+from ringattn.cost import Shape, replicas
+from ringattn.kernels.arrays import fine
+from ringattn.planning import of_text
+from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch import check
+from ringattn.torch.attention import function as attention
+from ringattn.torch.attention.call import PLAIN, bind, bound
+from ringattn.torch.dispatch import differentiate, fake, op
+from ringattn.torch.handles import constant, docs_of, plain, plan_of, spread, starts_of, text_of, whole_on_one
+
+Numbers = tuple[Any, ...]  # of an op: the plan's text, then causal, window, softcap, scale
+
+
+def attention_op(
+    q: Tensor, k: Tensor, v: Tensor, plan: Any, spec: AttentionSpec | None, docs: Docs | None, key_docs: Docs | None,
+    sinks: Tensor | None, return_lse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) by the op `ringattn::attention`."""
+    problem = of_words(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
+    if problem := problem or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan):
+        raise ValueError(problem)
+    spec = PLAIN if spec is None else spec
+    plan = whole_on_one(q, k) if plan is None else plan
+    text = text_of(plan)
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks) if x is not None)
+    if problem := check.problem(q, k, v, plan, spec, docs, key_docs, sinks):
+        raise ValueError(problem)
+    groups = groups_of(text, plain(q.shape[0]), q.shape[2], *k.shape[2:], v.shape[3], q.itemsize) if plan.swaps else 1
+    out, lse, _ = torch.ops.ringattn.attention(
+        q, k, v, sinks, starts_of(docs), starts_of(key_docs), text, groups, keep, return_lse,
+        spec.causal, spec.window, spec.softcap, spec.scale,
+    )  # fmt: skip
+    return out, lse
+
+
+@constant
+def groups_of(plan: str, batch: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, itemsize: int) -> int:
+    """In how many groups of heads a call goes. A compiled graph holds it as a constant."""
+    return kept_groups(plan, batch, heads, kv_heads, head_dim, value_dim, itemsize)
+
+
+@lru_cache(maxsize=256)
+def kept_groups(plan: str, batch: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, itemsize: int) -> int:
+    live = of_text(plan)
+    lengths = live.seq_len, live.keys.seq_len
+    return live.groups_for(Shape(*lengths, heads, kv_heads, head_dim, value_dim, itemsize, batch))
+
+
+def arguments(q: Tensor, k: Tensor, docs: Any, key_docs: Any, plan: str, *spec: Any) -> tuple[Any, ...]:
+    """What the numbers of an op stand for: plan, spec, docs, key_docs."""
+    live = plan_of(plan, q.shape[1], k.shape[1])
+    return live, AttentionSpec(*spec), docs_of(docs, live.seq_len), docs_of(key_docs, live.keys.seq_len)
+
+
+@op("attention")
+def forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    docs: Tensor | None,
+    key_docs: Tensor | None,
+    plan: str,
+    groups: int,
+    keep: bool,
+    return_lse: bool,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(out in q's dtype, lse) of this rank's queries over all keys; to `keep`, what backward finds entered already."""
+    found = arguments(q, k, docs, key_docs, plan, causal, window, softcap, scale)
+    live, spec, documents, of_keys = found
+    return attention.forward(bind(q, k, v, live, spec, documents, of_keys, sinks, keep, return_lse), q, k, v, sinks)
+
+
+@fake("attention")
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Any, docs: Any, key_docs: Any, plan: str, groups: int, keep: bool,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    B, T, H, D = q.shape
+    V, size, exact = v.shape[3], spread(plan).ulysses, fine(q)
+    h, g = H // size // groups, k.shape[2] * replicas(k.shape[2], size) // size // groups
+    saved = [] if size == 1 or not keep else [
+        x
+        for _ in range(groups)
+        for x in (
+            q.new_empty(B, T * size, h, D),
+            k.new_empty(B, k.shape[1] * size, g, D),
+            v.new_empty(B, k.shape[1] * size, g, V),
+            q.new_empty(B, T * size, h, V),
+            q.new_empty(B, T * size, h, dtype=exact),
+        )
+    ]  # fmt: skip
+    return q.new_empty(B, T, H, V), q.new_empty(B, H, T, dtype=exact).transpose(1, 2), saved
+
+
+@op("attention_backward")
+def backward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    docs: Tensor | None,
+    key_docs: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    saved: list[Tensor],
+    dout: Tensor,
+    dlse: Tensor | None,
+    plan: str,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsinks) in the dtypes of their inputs. Where something was `saved`, the others only have shapes."""
+    found = arguments(q, k, docs, key_docs, plan, causal, window, softcap, scale)
+    live, spec, documents, of_keys = found
+    call = bound(q, k, v, live, spec, documents, of_keys, sinks, dlse is not None)
+    dq, dk, dv, dsinks = attention.backward(call, saved or (q, k, v, out, lse), sinks, dout, dlse)
+    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
+
+
+@fake("attention_backward")
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    contiguous = torch.contiguous_format
+    return *(torch.empty_like(x, memory_format=contiguous) for x in (q, k, v)), dsinks
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
+    *tensors, ctx.text, _, _, ctx.return_lse, ctx.causal, ctx.window, ctx.softcap, ctx.scale = inputs
+    ctx.plan = ctx.text and of_text(ctx.text)  # its ranks live until backward: the caller may let go of them
+    out, lse, saved = output
+    ctx.set_materialize_grads(False)  # nobody differentiates what is saved
+    q, k, v, *rest = tensors
+    if saved:  # backward takes those; of these it asks for shapes and dtypes
+        shaped = q, k, v, out, lse
+        ctx.shapes = [x.shape for x in shaped]
+        q, k, v, out, lse = (x.new_empty(0) for x in shaped)
+    ctx.save_for_backward(q, k, v, *rest, out, lse, *saved)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    kept = ctx.saved_tensors
+    q, k, v, *rest, out, lse = kept[:8]
+    if len(kept) > 8:
+        q, k, v, out, lse = (
+            x.new_empty(()).expand(shape) for x, shape in zip((q, k, v, out, lse), ctx.shapes, strict=True)
+        )
+    dout = torch.zeros_like(out, memory_format=torch.contiguous_format) if dout is None else dout
+    if dlse is None and ctx.return_lse and len(kept) > 8:  # heads are exchanged, on all ranks alike
+        dlse = torch.zeros_like(lse, memory_format=torch.contiguous_format)
+    *grads, dsinks = torch.ops.ringattn.attention_backward(
+        q, k, v, *rest, out, lse, list(kept[8:]), dout, dlse,
+        ctx.text, ctx.causal, ctx.window, ctx.softcap, ctx.scale,
+    )  # fmt: skip
+    return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 10
+
+
+differentiate("attention", _save, _backward, shown=2)

@@ -1,0 +1,244 @@
+"""`attention` in PyTorch: bind the call, then run it. Heads enter, meet the keys of all ranks, and leave.
+
+    B batch   T this rank's tokens   H query heads   G key/value heads   D head dim   V value dim
+
+Where nobody looks at ops, a call is one autograd function. Under torch.compile and the like it is one op, which binds
+the same call when it runs (`ringattn.torch.attention.compiled`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.comms.axis import Pending, one_ahead
+from ringattn.kernels.arrays import accumulator, fine
+from ringattn.kernels.partial import NEVER, Partial, sink_gradient
+from ringattn.planning import Plan
+from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch.attention import ring
+from ringattn.torch.attention.call import Call, bind
+from ringattn.torch.attention.gather import gather_backward, gather_forward
+from ringattn.torch.attention.steps import Grads, delta_of
+from ringattn.torch.attention.ulysses import Real, cleared, enter, joined, leave, repeated, summed
+from ringattn.torch.dispatch import no_autocast, no_view, once, traced
+
+Kept = list[Tensor]  # q, k, v, out and lse as they entered: of each group of heads, one after the other
+HELD = 5
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan | None = None,
+    *,
+    spec: AttentionSpec | None = None,
+    docs: Docs | None = None,
+    key_docs: Docs | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale * q k^T) v over the whole sequence, of which this rank holds its plan's part."""
+    q, k, v = autocast(q, k, v)
+    if traced(q, k, v, sinks):
+        from ringattn.torch.attention.compiled import attention_op
+
+        out, lse = attention_op(q, k, v, plan, spec, docs, key_docs, sinks, return_lse)
+    else:
+        gradients = torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) for x in (q, k, v, sinks)])
+        call = bind(q, k, v, plan, spec, docs, key_docs, sinks, gradients, return_lse=return_lse)
+        out, lse = Attention.apply(call, q, k, v, sinks) if gradients else forward(call, q, k, v, sinks)[:2]
+    return (out, lse.to(accumulator(q)).contiguous()) if return_lse else out
+
+
+def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """Under torch.autocast, inputs in its dtype, as torch's own attention takes them, or in this one."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = dtype or torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype != torch.float64 else x for x in tensors)
+
+
+class Attention(torch.autograd.Function):
+    """A bound call as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse, kept = forward(call, q, k, v, sinks)
+        out, lse = no_view(out), no_view(lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(sinks, *(kept or (q, k, v, out, lse)))
+        return out, lse
+
+    def run_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        sinks, *kept = ctx.saved_tensors
+        dq, dk, dv, dsinks = backward(ctx.call, kept, sinks, dout, dlse)
+        return None, dq, dk, dv, dsinks
+
+    backward = once(run_backward, "ringattn.attention")
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Kept]:
+    """(out in q's dtype, lse) of this rank's queries over all keys; and for backward what has entered, if it did.
+
+    A group of heads enters, and another leaves, while one is attended to.
+    """
+    kept: Kept = []
+    with no_autocast(q.device):
+        if call.alone:
+            q, k, v = (cleared(x, real) for x, real in zip((q, k, v), reals(call), strict=True))
+            start = None if sinks is None else sink_partial(q, sinks, v.shape[-1])
+            part = next(attended(call, iter([(q, k, v, start)])))
+            out, lse = part.out.to(q.dtype), part.lse
+        else:
+            out, lse, kept = swapped(call, q, k, v, sinks)
+        out, lse = cleared(out, call.real), cleared(lse, call.real, NEVER)
+        return out.contiguous(), by_heads(lse), kept
+
+
+def swapped(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Kept]:
+    """`forward` where heads are exchanged, or go one group after the other."""
+    axis = call.ulysses
+    kept: list[list[Tensor]] = []
+    keep = call.gradients and axis.size > 1
+
+    def entering() -> Iterator[tuple[Any, ...]]:
+        tensors = q, repeated(k, axis), repeated(v, axis)
+        for g, group in enumerate(entered(call, tensors, reals(call))):
+            if keep:
+                kept.append(group)
+            yield *group, None if sinks is None else sink_partial(group[0], own(call, sinks)[g], v.shape[-1])
+            del group
+
+    def leaving() -> Iterator[Pending]:
+        for g, part in enumerate(attended(call, entering())):
+            results = [part.out.to(q.dtype), part.lse]
+            if keep:
+                kept[g] += results
+            yield leave(results, axis)
+
+    outs, lses = zip(*one_ahead(leaving()), strict=True)
+    return joined(outs), joined(lses), [x.contiguous() for group in kept for x in group]
+
+
+def backward(
+    call: Call, kept: Sequence[Tensor], sinks: Tensor | None, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsinks) in the dtypes of their inputs, accumulated in float32 on the way."""
+    dout, dlse = given(call, kept, dout, dlse)
+    with no_autocast(dout.device):
+        if call.alone:
+            q, k, v, out, lse = kept
+            q, k, v, dout = (cleared(x, r) for x, r in zip((q, k, v, dout), (*reals(call), call.real), strict=True))
+            dlse = None if dlse is None else cleared(dlse, call.real)
+            dq, dk, dv, delta = next(gradients(call, iter([(q, k, v, out, lse, dout, dlse)]), sinks is not None))
+            lses, deltas = lse, delta
+        else:
+            dq, dk, dv, lses, deltas = swapped_backward(call, kept, sinks is not None, dout, dlse)
+        kv_heads = call.shape.kv_heads
+        grads = zip((dq, summed(dk, kv_heads), summed(dv, kv_heads)), reals(call), strict=True)
+        dq, dk, dv = (cleared(x, real).contiguous() for x, real in grads)
+        if sinks is None:
+            return dq, dk, dv, None
+        dsinks = torch.zeros_like(sinks)
+        mine = sink_gradient(own(call, sinks).flatten(), lses, deltas)
+        own(call, dsinks).copy_(mine.view(call.groups, -1))
+        return dq, dk, dv, dsinks
+
+
+def given(call: Call, kept: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Gradients of both outputs: zeros where there are none, of the lse only where all ranks return and exchange it."""
+    rows = call.shape.batch, call.plan.local_len, call.shape.heads
+    like = kept[0]
+    if dout is None:
+        dout = like.new_zeros(*rows, call.shape.value_dim)
+    if dlse is None and call.exchanges_dlse:
+        dlse = like.new_zeros(rows)
+    return dout, None if dlse is None else dlse.to(accumulator(like))
+
+
+def swapped_backward(
+    call: Call, kept: Sequence[Tensor], asked: bool, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, ...]:
+    """`backward` where heads are exchanged: (dq, dk, dv, lse, delta) of all groups side by side."""
+    axis, (real, real_keys, _) = call.ulysses, reals(call)
+    known = axis.size > 1  # what was kept has entered already
+    tensors, whole = ((), ()) if known else (tuple(kept), (real, real_keys, real_keys, None, None))
+    new = (dout,) if dlse is None else (dout, dlse)
+    lses, deltas = [], []
+
+    def entering() -> Iterator[Sequence[Any]]:
+        for g, group in enumerate(entered(call, (*tensors, *new), (*whole, *[real] * len(new)))):
+            group = [*kept[HELD * g : HELD * (g + 1)], *group] if known else group
+            lses.append(group[4])
+            yield group if dlse is not None else (*group, None)
+
+    def leaving() -> Iterator[Pending]:
+        for dq, dk, dv, delta in gradients(call, entering(), asked):
+            deltas.append(delta)
+            yield leave([dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)], axis)
+
+    grads = [joined(x) for x in zip(*one_ahead(leaving()), strict=True)]
+    return *grads, joined(lses), joined(deltas) if asked else joined(lses)
+
+
+def entered(call: Call, tensors: Sequence[Tensor], real: Sequence[Real]) -> Iterator[list[Tensor]]:
+    """The tensors of each group of heads, of the whole ring shard."""
+    return one_ahead(enter(tensors, real, call.ulysses, g, call.groups) for g in range(call.groups))
+
+
+def reals(call: Call) -> tuple[Real, Real, Real]:
+    """Which tokens of q, k and v are real."""
+    return call.real, call.real_keys, call.real_keys
+
+
+def own(call: Call, sinks: Tensor) -> Tensor:
+    """This rank's sinks, [groups, h]; a view."""
+    return sinks.view(call.groups, call.ulysses.size, -1)[:, call.ulysses.rank]
+
+
+def by_heads(lse: Tensor) -> Tensor:
+    """[B, T, H] in memory as [B, H, T], as kernels write it."""
+    return lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[Partial]:
+    """Attention of each group's queries (q, k, v, what they have seen already) over the keys of the whole ring."""
+    if call.gathers:
+        where, kernel = call.everywhere
+        yield from gather_forward(groups, call.ring, call.plan.keys.tokens, where, kernel)
+        return
+    run, kernel = call.forward
+    for q, k, v, start in groups:
+        yield ring.forward(q, k, v, call.ring, run, kernel, start)
+        del q, k, v, start  # before the group after the next is made room for
+
+
+def gradients(call: Call, groups: Iterable[Sequence[Any]], asked: bool) -> Iterator[Grads]:
+    """dq, dk, dv of each group (q, k, v, out, lse, dout, dlse), and its delta if that is `asked` for."""
+    if call.gathers:
+        where, kernel = call.everywhere
+        yield from gather_backward(groups, call.ring, call.plan.keys.tokens, where, kernel, asked)
+        return
+    run, kernel = call.backward
+    queries = call.plan.transport.backward == "queries"
+    alone = len(run) == len(run[0].stops) == 1
+    for q, k, v, out, lse, dout, dlse in groups:
+        taken, delta = delta_of(kernel, out, dout, dlse, asked, travels=queries)
+        rows = kernel.rounded(dout, lse, taken)
+        side: ring.Side = ring.KeysTravel(q, k, v, kernel, rows, alone)
+        if queries:
+            side = ring.QueriesTravel(q, k, v, kernel, rows)
+        travelled, stayed = ring.backward(side, call.ring, run)
+        dq, dk, dv = (*travelled, *stayed) if queries else (*stayed, *travelled)
+        yield dq.tensor(q.dtype), dk.tensor(k.dtype), dv.tensor(v.dtype), delta
+
+
+def sink_partial(q: Tensor, sinks: Tensor, value_dim: int) -> Partial:
+    """What every query has seen before its first key: the sink's logit, and a value of zero."""
+    out = torch.zeros(*q.shape[:3], value_dim, dtype=accumulator(q), device=q.device)
+    return Partial(out, sinks.detach().to(fine(q)).expand(q.shape[:3]).contiguous())

@@ -1,0 +1,55 @@
+"""Gather: all keys at once, one kernel call a group of heads; in backward the keys' gradients are scattered home.
+
+The keys of the next group come, and the gradients of the last one leave, while a group is attended to. Simple and
+quick for short sequences, at the price of O(T) memory for the keys of two groups.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from ringattn.comms.axis import All, Axis, Done, Pending, Then, one_ahead
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.partial import Partial
+from ringattn.layout import Layout
+from ringattn.torch.attention.steps import Entered, Grads, Score, Seen, delta_of
+from ringattn.torch.sharding import order_of
+
+
+def gather_forward(
+    groups: Iterable[Entered], axis: Axis, layout: Layout, where: Intervals, kernel: Score
+) -> Iterator[Partial]:
+    """Attention of this rank's queries over all keys, brought into their global order."""
+    for q, k, v, start in one_ahead(gathered(group, axis, layout) for group in groups):
+        yield kernel.attend(q, k, v, where, carry=start, out_dtype=q.dtype)
+        del k, v  # of this group, before those of the one after the next are made room for
+
+
+def gather_backward(
+    groups: Iterable[Seen], axis: Axis, layout: Layout, where: Intervals, kernel: Score, asked: bool
+) -> Iterator[Grads]:
+    """(dq, dk, dv) in float32, and delta if that is `asked` for."""
+
+    def going_home() -> Iterator[Pending]:
+        for q, k, v, out, lse, dout, dlse in one_ahead(gathered(group, axis, layout) for group in groups):
+            taken, delta = delta_of(kernel, out, dout, dlse, asked)
+            rows = kernel.rounded(dout, lse, taken)
+            dq, *grads = kernel.attend_backward(q, k, v, where, *rows)
+            del k, v, taken, rows
+            home = [axis.reduce_scatter(reordered(x, layout, back=False), 1) for x in grads]
+            del grads
+            yield All(Done(dq), *home, Done(delta))
+
+    return one_ahead(going_home())
+
+
+def gathered(group: Entered | Seen, axis: Axis, layout: Layout) -> Pending:
+    """A group (q, k, v, ...) with the keys and values of all ranks."""
+    q, k, v, *rest = group
+    pending = All(axis.all_gather(k, 1), axis.all_gather(v, 1))
+    return Then(pending, lambda found: (q, *(reordered(x, layout, back=True) for x in found), *rest))
+
+
+def reordered(x: Tensor, layout: Layout, back: bool) -> Tensor:
+    """From the global order into that of the shards, or `back`."""
+    return x if layout.name == "contiguous" else x.index_select(1, order_of(layout, x.device, back))

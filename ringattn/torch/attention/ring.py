@@ -1,0 +1,273 @@
+"""The ring: keys travel, queries stay, partials merge; the keys' gradients travel back to them and add up.
+
+A run is rounds of visits (`ringattn.schedule` says what meets whom; here it is only carried out). The block that a rank
+holds flies to its next holder during a whole round; what the next visit works on flies during one. In backward each
+visit's gradients go to the rank that holds the block, where they add up, move on with it, and go home at the end.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from ringattn.comms.axis import Axis, Done, Parcels, Parts, Pending
+from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.partial import Partial, empty
+from ringattn.kernels.total import Total
+from ringattn.schedule import Hop
+from ringattn.torch.attention.steps import Run, Score, Stop, carried_in
+
+S = TypeVar("S")
+Rows = tuple[Tensor, Tensor, Tensor]  # dout, the lse over all keys, delta (or, for tiles, the out over all keys)
+END = Stop(None, (), {}, (), ())
+EVERY = slice(None)
+LONG = 64 * 2**20  # bytes: a hop of so many takes longer than launching a kernel more
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score, start: Partial | None) -> Partial:
+    """Attention of this rank's queries over all ranks' keys. The next visit's keys fly while this one computes.
+
+    Accumulates in float32 from `start`; `out` of the result has the dtype of `q` unless no step had work.
+    """
+    part: Partial | None = start
+    held: Sequence[Tensor] = (k, v)
+    left = sum(stop.where is not None for leg in run for stop in leg.stops)
+    for i, leg in enumerate(run, start=1):
+        flight, keys = rotate(axis, held, leg.hop, f"keys of round {i + 1} of {len(run)}, forward"), held
+        for j, (stop, following) in enumerate(with_next(leg.stops, END), start=2):
+            work: Callable[[], Partial | None] = partial(as_it_was, part)
+            if stop.where:
+                left -= 1
+                dtype = carried_in(q, score, stop.where, part, ends=not left)
+                work = partial(score.attend, q, *keys, stop.where, carry=part, out_dtype=dtype)
+            keys, trip = room_for(following, *held)
+            part, coming = axis.share(*trip, work, f"keys of step {j} of {len(leg.stops)}, forward")
+            coming.wait()
+        held = flight.wait() or held
+    return part or empty(q, v.shape[-1])
+
+
+class KeysTravel:
+    """The backward pass in which keys and values travel and dq adds up where the queries are.
+
+    `alone`: there is one step, so nothing adds up, and gradients are found in the dtypes of their tensors.
+    """
+
+    named, returns = "keys", 2  # what travels, and how many of its tensors have a gradient
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, score: Score, rows: Rows, alone: bool = False):
+        self.score, self.q, self.rows = score, q, rows
+        self.travels, self.stays = (k, v), (Total(q),)
+        self.alone = alone
+
+    def turns(self, stops: Sequence[Stop]) -> "list[Turn]":
+        return turns_of(stops, self.score, self.q, *self.travels)
+
+    def work(self, turn: "Turn", here: Sequence[Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Two functions: the gradients of what travels, and of what stays."""
+        tensors = some_heads(self.q, turn.queries), *some_heads(here, turn.keys)
+        rows = some_heads(self.rows, turn.queries)
+        dq = self.stays[0].place
+        keys, queries = self.score.halves(*tensors, turn.stop.where, *rows, dq=dq, alone=self.alone)
+        return keys, lambda: (queries(),)
+
+
+class QueriesTravel:
+    """The backward pass in which queries and their rows travel and keys stay.
+
+    Fewer bytes where there are as many key heads as query heads: dq alone comes back, not dk and dv.
+    """
+
+    named, returns = "queries", 1
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, score: Score, rows: Rows):
+        self.score, self.keys = score, (k, v)
+        self.travels, self.stays = tuple(x.contiguous() for x in (q, *rows)), (Total(k), Total(v))
+
+    def turns(self, stops: Sequence[Stop]) -> "list[Turn]":
+        return turns_of(stops, self.score)
+
+    def work(self, turn: "Turn", here: Sequence[Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Two functions: the gradients of what travels, and of what stays."""
+        (q, *rows), (dk, dv) = here, self.stays
+        keys, queries = self.score.halves(q, *self.keys, turn.stop.where, *rows, dk=dk.place, dv=dv.place)
+        return lambda: (queries(),), keys
+
+
+Side = KeysTravel | QueriesTravel
+
+
+def backward(side: Side, axis: Axis, run: Run) -> tuple[Sequence[Total], Sequence[Total]]:
+    """The gradients of what travels and of what stays."""
+    held: Sequence[Tensor] = side.travels
+    own: Sequence[Total] = ()
+    arriving: Pending = Done()
+    returning: list[Pending] = []
+    for i, leg in enumerate(run, start=1):
+        say = f"round {i} of {len(run)}, backward"
+        flight = rotate(axis, held, leg.hop, f"{side.named} after {say}")
+        found = visit(side, axis, leg.stops, held)
+        if i == 1:
+            own = found
+        else:  # sums of another rank's block: what its last holder found comes here, and all of it goes on
+            add_to(found, arriving.wait())
+            sums = [total.tensor(total.exact) for total in found] if leg.hop or leg.home else []
+            arriving = rotate(axis, sums, leg.hop, f"gradients after {say}")
+            returning.append(rotate(axis, sums, leg.home, f"gradients home after {say}"))
+        held = flight.wait() or held
+    for transfer in returning:  # the own block's gradients come home in one of them; the others only sent
+        add_to(own, transfer.wait())
+    return own, side.stays
+
+
+def visit(side: Side, axis: Axis, stops: Sequence[Stop], held: Sequence[Tensor]) -> Sequence[Total]:
+    """The gradients of the held block, from all who visit it; those of this rank's own queries (or keys) add up in
+    `side.stays`. A step's gradients of other ranks' blocks are on their way while it computes the others.
+    """
+    home, turns = Home(axis, side.score.narrow, *held[: side.returns]), side.turns(stops)
+    steps = len(stops)
+    here, trip = room_for(turns[0].stop, *held)
+    axis.share(*trip, nothing, f"{side.named} of step 1 of {steps}, backward")[1].wait()
+    for i, (turn, following) in enumerate(with_next(turns, LAST), start=1 + steps - len(turns)):
+        if side.score.parted:  # what came has flown beside the gradients of what stays; else it may fly beside this
+            home.settle()
+        work = side.work(turn, here) if turn.stop.where else NOTHING
+        here, trip = room_for(following.stop, *held)
+        grads, coming = axis.share(*trip, work[0], f"{side.named} of step {i + 1} of {steps}, backward")
+        home.send(turn.stop, grads, f"gradients of step {i} of {steps}", turn.keys)
+        for total, found in zip(side.stays, work[1](), strict=False):
+            total.add(found, heads=turn.queries)
+            total.fold()
+        coming.wait()
+        del work, grads  # they hold what has been used, while room is made for what comes
+    home.settle(last=True)
+    return home.own
+
+
+def add_to(totals: Sequence[Total], found: Sequence[Tensor] | None) -> None:
+    for total, x in zip(totals, found or (), strict=False):
+        total.add(x)
+
+
+def rotate(axis: Axis, tensors: Sequence[Tensor], hop: Hop | None, what: str) -> Pending:
+    """The rotation of a round, if there is one."""
+    return axis.rotate(tensors, hop.shift, hop.send, hop.recv, what) if hop else Done()
+
+
+class Turn(NamedTuple):
+    """A stop, and which of its heads have their turn: all of them, or some of the queries' and their keys'."""
+
+    stop: Stop
+    queries: slice = EVERY
+    keys: slice = EVERY
+
+
+LAST = Turn(END)
+
+
+def turns_of(run: Sequence[Stop], score: Score, *tensors: Tensor) -> list[Turn]:
+    """Parted kernels: home first, to hide the first hop.
+
+    Others: home last, to hide the last gradients; or half of its heads, where the other half is worth being first to
+    hide the first hop of these (q, k, v).
+    """
+    home, *others = map(Turn, run)
+    if score.parted:
+        return [home, *others]
+    if tensors and others and home.stop.where and hop_bytes(others[0].stop, *tensors[1:]) >= LONG:
+        heads, kv_heads = (x.shape[2] for x in tensors[:2])
+        half = kv_heads // 2
+        cut = half * (heads // kv_heads)
+        if half:
+            first, last = Turn(run[0], slice(cut), slice(half)), Turn(run[0], slice(cut, None), slice(half, None))
+            return [first, *others, last]
+    return [*others, home]
+
+
+def hop_bytes(stop: Stop, *own: Tensor) -> float:
+    """How much a stop brings, of tensors like these."""
+    return stop.length * sum(x.nbytes / max(1, x.shape[1]) for x in own)
+
+
+def some_heads(x: Any, at: slice) -> Any:
+    """Those heads of a tensor, or of each one of several."""
+    if at == EVERY:
+        return x
+    if isinstance(x, Tensor):
+        return x[:, :, at]
+    return [some_heads(y, at) for y in x]
+
+
+def with_next(run: Sequence[S], end: S) -> Iterable[tuple[S, S]]:
+    """Each stop (or turn) and the one that follows."""
+    return zip(run, [*run[1:], end], strict=True)
+
+
+def as_it_was(x: Any) -> Any:
+    return x
+
+
+def nothing() -> tuple[Any, ...]:
+    return ()
+
+
+NOTHING = nothing, nothing
+
+
+class Trip(NamedTuple):
+    """What `Axis.share` is told: what this rank shares with whom for their same stop, and what is filled."""
+
+    tensors: Parts
+    readers: tuple[int, ...]
+    into: Parcels
+
+
+def room_for(stop: Stop, *own: Tensor) -> tuple[tuple[Tensor, ...], Trip]:
+    """Memory for what a stop brings, and how it comes."""
+    room = tuple(x.new_empty(x.shape[0], stop.length, *x.shape[2:]) for x in own) if stop.brought else own
+    into = {source: Parts(room, places) for source, places in stop.brought.items()}
+    return room, Trip(Parts(own, stop.own), stop.readers, into)
+
+
+class Home:
+    """The gradients of this rank's own tensors: its own part, and what the ranks that had them send back.
+
+    `narrow`: they come as they were found, in the tensors' dtype; else in that of sums.
+    """
+
+    def __init__(self, axis: Axis, narrow: bool, *like: Tensor):
+        self.axis, self.like = axis, like
+        self.dtypes = [x.dtype if narrow else accumulator(x) for x in like]
+        self.own = tuple(Total(x) for x in like)
+        self.coming: Sequence[Sequence[Tensor]] = ()  # what each of some ranks sends
+        self.flight: Pending = Done()
+
+    def send(self, stop: Stop, grads: Sequence[Any], what: str, heads: slice = EVERY) -> None:
+        """Send the gradients of what a stop brought to their owners, and make room for what comes from the others."""
+        if not stop.brought and not stop.readers:  # nothing moved: it worked on what is at home, if at all
+            for total, found in zip(self.own, grads, strict=False):  # none, without work
+                total.add(found, heads=heads)
+            return
+        self.settle()
+        kinds = list(zip(self.like, self.dtypes, strict=True))
+        self.coming = [[x.new_empty(x.shape, dtype=dtype) for x, dtype in kinds] for _ in stop.readers]
+        into = {r: Parts(each, stop.own) for r, each in zip(stop.readers, self.coming, strict=True)}
+        out = {s: self.parcel(grads, places) for s, places in stop.brought.items()}
+        self.flight = self.axis.move(out, into, what=what)
+
+    def settle(self, last: bool = False) -> None:
+        """Add what has come, always in the same order; but for the `last` time, make one sum of much."""
+        self.flight.wait()
+        for each in self.coming:
+            for total, found in zip(self.own, each, strict=True):
+                total.add(found)
+        for total in () if last else self.own:
+            total.fold()
+        self.coming, self.flight = (), Done()
+
+    def parcel(self, grads: Sequence[Any], places: tuple[range, ...]) -> Sequence[Tensor]:
+        """Those ranges of each gradient."""
+        if isinstance(grads[0], Total):
+            return [x.rows_at(at, dtype) for x, dtype in zip(grads, self.dtypes, strict=True) for at in places]
+        return Parts([x.to(dtype) for x, dtype in zip(grads, self.dtypes, strict=True)], places)

@@ -1,0 +1,385 @@
+"""A cache of keys and values spread over ranks.
+
+Position p lies on rank (p // block) % ranks, so the cache is balanced at any length, and a rank's positions are sorted:
+what a query sees of them is one interval, as everywhere. What attends to it is in `meeting.py`.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ringattn import serving
+from ringattn.check import (
+    beside_window,
+    each,
+    of_arrays,
+    of_back,
+    of_fork,
+    of_kept,
+    of_loaded,
+    of_memory,
+    of_pair,
+    of_room,
+    of_saved,
+    of_truncated,
+    of_words,
+)
+from ringattn.layout import Layout
+from ringattn.planning import Plan, dtype_name, hardware_of
+from ringattn.serving import BLOCK, Heads, Moves, Stripes, exchange_way, explained, prefill_moves
+from ringattn.spec import whole
+from ringattn.torch.check import of_tangents, of_types
+from ringattn.torch.inference.chunk import Holder, landings
+
+STEP = 1024  # rows in which a decode's launch grows
+KNOWN = 128  # calls that a cache remembers: what it keeps of them is small beside its keys
+lasting = torch.inference_mode(False)  # memory that calls outside of inference mode may write to as well
+
+
+class KVCache(serving.KVCache):
+    """Keys and values of every token so far; `lengths` says how many each batch row has. Make it with `allocate`."""
+
+    @lasting
+    def __init__(
+        self, plan: Plan, k: Tensor, v: Tensor, lengths: np.ndarray, max_len: int, stripes: Stripes,
+        window: int | None = None, prefix: "KVCache | None" = None,
+    ):  # fmt: skip
+        self.plan, self.k, self.v, self.max_len = plan, k, v, max_len
+        self.stripes, self.window, self.prefix = stripes, window, prefix
+        self.filled = torch.zeros(len(lengths), dtype=torch.int64, device=k.device)  # the lengths, for kernels
+        self.captured = False  # whether a CUDA graph may have moved them: then they are the truth
+        self.lengths = lengths
+        self.known: dict[Any, bool] = {}  # calls that were found right, and whether the quick way serves them
+        self.start = lengths.copy() if prefix else np.zeros_like(lengths)  # what lies before belongs to the prefix
+        self.forks: WeakSet[KVCache] = WeakSet()  # which share these keys for as long as somebody has them
+        if prefix:
+            prefix.forks.add(self)
+
+    @classmethod
+    @lasting
+    def allocate(  # type: ignore[override]  # the base's takes what either framework takes
+        cls,
+        plan: Plan,
+        *,
+        batch: int,
+        max_len: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        window: int | None = None,
+        room: int | None = None,
+        block: int = BLOCK,
+    ) -> "KVCache":
+        """An empty cache for `max_len` tokens a row, of which each rank holds its share.
+
+        With a `window` only what can still be seen is kept: memory for window + `room` tokens (room: the longest chunk
+        that will be appended at once; as long as the window by default).
+        """
+        problem = of_words(required=True, plan=plan) or of_memory(
+            room, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+            window=window, block=block,
+        )  # fmt: skip
+        if problem:
+            raise ValueError(problem)
+        sizes: Any = map(whole, (batch, max_len, kv_heads, head_dim, value_dim, window, room, block))
+        batch, max_len, kv_heads, head_dim, value_dim, window, room, block = sizes
+        dtype = getattr(torch, dtype_name(dtype))
+        ranks = plan.ring * plan.ulysses
+        kept = max_len if window is None else min(max_len, window + (window if room is None else room))
+        stripes = Stripes(ranks, block)
+        rounds = -(-kept // stripes.round) + (window is not None)  # what is dropped is dropped in whole rounds
+        shape = (batch, rounds * block, kv_heads)
+        # zeros: a tile of keys may reach past what is filled, and 0 * NaN of old memory would not be 0
+        k = torch.zeros(*shape, head_dim, dtype=dtype, device=plan.device)
+        v = torch.zeros(*shape, value_dim or head_dim, dtype=dtype, device=plan.device)
+        return cls(plan, k, v, np.zeros(batch, np.int64), max_len, stripes, window)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """A copy of how many tokens each row has. The device is asked once a captured decode may have been replayed."""
+        if self.captured:
+            self.host_lengths = np.minimum(self.filled.cpu().numpy(), self.max_len)
+        return self.host_lengths.copy()
+
+    @lengths.setter
+    def lengths(self, lengths: np.ndarray) -> None:
+        self.host_lengths = lengths.copy()
+        self.filled.copy_(torch.from_numpy(lengths), non_blocking=True)
+
+    @property
+    def ranks(self) -> int:
+        return self.stripes.ranks
+
+    @cached_property
+    def rank(self) -> int:
+        return self.plan.ring_axis.rank * self.plan.ulysses + self.plan.ulysses_axis.rank
+
+    def room(self) -> int:
+        """How many more tokens every row can take."""
+        return self.max_len - int(self.lengths.max())
+
+    @property
+    def here(self) -> tuple[int, int, int, int]:
+        """What a kernel must know to find which positions this rank holds: origin, block, round, first."""
+        stripes = self.stripes
+        return stripes.origin, stripes.block, stripes.round, self.rank * stripes.block
+
+    def know(self, call: Any, quick: bool) -> None:
+        """Remember that such a call is right; of many kinds the oldest is forgotten, on all ranks alike."""
+        if call not in self.known and len(self.known) == KNOWN:
+            del self.known[next(iter(self.known))]
+        self.known[call] = quick
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Take in the next tokens, the same k and v [B, n, G, D] on every rank; each rank keeps its own."""
+        problem = of_arrays({"k": k, "v": v}, {}, self.plan) or of_tangents(k=k, v=v) or self.problem(k, v, k.shape[1])
+        if problem:
+            raise ValueError(problem)
+        self.keep(k.detach(), v.detach(), k.shape[1])
+
+    def keep(self, k: Tensor, v: Tensor, n: int, order: Layout | None = None) -> None:
+        """Append without a question: of the next n tokens, which lie in the order of a layout's shards, if any."""
+        self.make_room(n)
+        lengths = tuple(self.lengths.tolist())
+        for rows, source, target in landings(lengths, n, order, self.stripes, self.rank, k.device):
+            for new, kept in ((k, self.k), (v, self.v)):
+                if len(rows) == len(kept):
+                    kept.index_copy_(1, target, new.index_select(1, source))
+                else:
+                    for row in rows:
+                        kept[row].index_copy_(0, target, new[row].index_select(0, source))
+        self.lengths = self.lengths + n
+
+    @contextmanager
+    def unless_it_fails(self) -> Iterator[None]:
+        """What is appended meanwhile stays if all goes well: what lies past the lengths from before is never seen."""
+        before = self.lengths
+        try:
+            yield
+        except BaseException:
+            self.lengths = before
+            raise
+
+    def grow(self, n: int, captured: bool) -> None:
+        """Count n more tokens that a kernel has appended, on the device; here too, unless a graph will repeat this."""
+        self.filled.add_(n)
+        if captured:
+            self.captured = True
+        else:
+            self.host_lengths = self.host_lengths + n
+
+    def reach(self, n: int) -> int:
+        """How many local rows a decode must plan for.
+
+        Those that can hold a key after n more tokens, rounded up to STEP so that the launch seldom changes.
+        """
+        longest = max(self.host_lengths.tolist())  # of a few numbers sooner than numpy's
+        whole, rest = divmod(longest + n - self.stripes.origin, self.stripes.round)
+        top = (whole + (rest > 0)) * self.stripes.block
+        return min(self.k.shape[1], -(-top // STEP) * STEP)
+
+    def make_room(self, n: int) -> None:
+        """With a window, move what can still be seen to the front when the end of the memory is reached."""
+        if self.window is None:
+            return
+        top = int(self.lengths.max()) + n
+        if self.stripes.below(top, 0) <= self.k.shape[1]:
+            return
+        seen = max(0, int(self.lengths.min()) + 1 - self.window)
+        rounds = (seen - self.stripes.origin) // self.stripes.round
+        drop = rounds * self.stripes.block
+        for x in (self.k, self.v):
+            x[:, : x.shape[1] - drop] = x[:, drop:].clone()
+        origin = self.stripes.origin + rounds * self.stripes.round
+        self.stripes = Stripes(self.ranks, self.stripes.block, origin)
+
+    def truncate(self, lengths: int | Sequence[int]) -> None:
+        """Forget the tokens from these lengths on (rejected ones, say); one number for all rows or one a row."""
+        problem = of_truncated(lengths, len(self.lengths))
+        if problem:
+            raise ValueError(problem)
+        new = np.array(each(lengths, len(self.lengths)))  # of any size: the check is of_back's
+        first = self.start
+        if self.window is not None and self.stripes.origin:  # the next token must still see its whole window
+            first = np.maximum(first, self.stripes.origin + self.window - 1)
+        problem = of_back(new, self.lengths, first)
+        if problem:
+            raise ValueError(problem)
+        if (new < self.shared).any():
+            shared = self.shared.tolist()
+            raise ValueError(f"truncate to {new.tolist()}: forks share the first {shared} tokens; let go of them first")
+        self.lengths = new
+
+    @lasting
+    def fork(self, copies: int = 1, max_len: int | None = None) -> "KVCache":
+        """`copies` continuations of every row that share its keys so far and append their own.
+
+        A call that attends finds a single row's keys where they are. Several rows' it copies for each continuation,
+        into memory that it holds only meanwhile. Until the fork is let go of, the keys that it shares stay.
+        """
+        if self.window is not None:
+            raise NotImplementedError(
+                "a cache with a window moves its keys and cannot share them; allocate another one"
+            )
+        max_len = self.max_len if max_len is None else max_len
+        problem = of_fork(copies, max_len, self.lengths)
+        if problem:
+            raise ValueError(problem)
+        sizes: Any = whole(copies), whole(max_len)
+        copies, max_len = sizes
+        lengths = self.lengths.repeat(copies)
+        origin = int(lengths.min()) // self.stripes.round * self.stripes.round
+        stripes = Stripes(self.ranks, self.stripes.block, origin)
+        local = -(-(max_len - origin) // stripes.round) * stripes.block
+        k, v = (x.new_zeros(len(lengths), max(local, 0), *x.shape[2:]) for x in (self.k, self.v))
+        return KVCache(self.plan, k, v, lengths, max_len, stripes, prefix=self)
+
+    @property
+    def shared(self) -> np.ndarray:
+        """How many of each row's first tokens are also those of forks."""
+        ends = [fork.start.reshape(len(self.start), -1)[:, 0] for fork in self.forks]
+        return np.max([np.zeros_like(self.start), *ends], axis=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the cache, in memory of its own: what happens to the cache does not change it."""
+        if self.prefix is not None:
+            raise NotImplementedError("a fork shares its keys with another cache: save that one and append again")
+        lengths, origin = torch.from_numpy(self.lengths), self.stripes.origin
+        k, v = self.k.clone(), self.v.clone()
+        return {"k": k, "v": v, "lengths": lengths, "origin": origin, "place": self.place, "window": self.window}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a part that was saved by the same rank of a plan of as many ranks."""
+        if self.prefix is not None or self.shared.any():
+            raise ValueError("this cache and a fork share keys, which would change for both; allocate another cache")
+        problem = of_saved(state, "k", "v", "lengths", "origin", "place", "window")
+        problem = problem or of_types(**{name: state[name] for name in ("k", "v", "lengths")})
+        if problem:
+            raise ValueError(problem)
+        place = each(state["place"], 3) if isinstance(state["place"], list | tuple) else None
+        if place is None:
+            raise ValueError(f"the state has place={state['place']!r}; pass what state_dict() gave")
+        if tuple(place) != self.place:
+            names = "rank {}, of {} ranks, in blocks of {}"
+            raise ValueError(f"the state is of {names.format(*place)}; this cache is of {names.format(*self.place)}")
+        lengths = state["lengths"].numpy(force=True)
+        problem = of_loaded(state, self, lengths) or self.of_origin(state["origin"], lengths)
+        if problem:
+            raise ValueError(problem)
+        self.k.copy_(state["k"])
+        self.v.copy_(state["v"])
+        self.lengths = lengths.astype(np.int64)
+        self.stripes = Stripes(self.ranks, self.stripes.block, whole(state["origin"]) or 0)
+
+    def of_origin(self, origin: Any, lengths: np.ndarray) -> str | None:
+        """Memory begins before all that a row's next token sees, and reaches to where rows end."""
+        seen = 0 if self.window is None else max(0, int(lengths.min()) + 1 - self.window)
+        stripes = Stripes(self.ranks, self.stripes.block, whole(origin) or 0)
+        fits = stripes.below(lengths.max(), 0) <= self.k.shape[1]
+        if fits and whole(origin) in range(0, seen + 1, stripes.round):
+            return None
+        return (
+            f"the state has origin={origin!r}, with which no cache of window={self.window} has rows of "
+            f"{lengths.tolist()} tokens; pass what state_dict() gave"
+        )
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return self.rank, self.ranks, self.stripes.block
+
+    def moves(self, plan: Plan, heads: int) -> Moves:
+        """Which way a chunk under `plan` will meet this cache, and what that costs."""
+        cached = int(self.lengths.max()) + plan.seq_len
+        hardware, hides = hardware_of(plan.device), plan.device != "cpu"
+        return prefill_moves(self.ranks, plan.local_len, cached, self.heads_of(heads), hardware, hides)
+
+    def heads_of(self, heads: int) -> Heads:
+        """What the tokens here are made of, where there are so many query heads."""
+        B, _, G, D = self.k.shape
+        return Heads(heads, G, D, self.v.shape[-1], self.k.element_size(), B)
+
+    def explain(self, chunk: int, heads: int) -> str:
+        """What prefill of a chunk with so many query heads, and decode of one token, will send."""
+        moves = self.moves(self.plan.for_length(chunk), heads)
+        nbytes = self.heads_of(heads).partial_bytes
+        way = exchange_way(nbytes, self.ranks, hardware_of(self.plan.device))
+        return explained(self, chunk, moves, nbytes, way)
+
+    def holders(self) -> tuple[Holder, ...]:
+        """Where this cache's keys are: first what a fork has from before."""
+        mine = Holder(self.stripes, tuple(self.start.tolist()), tuple(self.lengths.tolist()))
+        if self.prefix is None:
+            return (mine,)
+        copies = len(mine.first) // len(self.prefix.lengths)
+        return (*(one.copied(copies, mine.first) for one in self.prefix.holders()), mine)
+
+    def memory(self, until: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """k and v of each of the holders, of those positions below `until` if it is said."""
+        if self.prefix is not None:
+            copies = len(self.k) // len(self.prefix.k)
+            for pair in self.prefix.memory(int(self.start.max())):
+                k, v = (x[:, None].expand(-1, copies, -1, -1, -1).flatten(0, 1) for x in pair)
+                yield k, v
+        until = int(self.lengths.max()) if until is None else until
+        most = int(self.stripes.below(until, 0))  # rank 0 holds the most: the same on all ranks
+        most = -(-most // self.stripes.block) * self.stripes.block
+        yield self.k[:, :most], self.v[:, :most]
+
+    def problem(self, k: Tensor, v: Tensor, n: int) -> str | None:
+        """Why n such tokens, of which k and v are some, cannot be appended."""
+        for name, x, mine in (("k", k, self.k), ("v", v, self.v)):
+            if wrong := of_kept(name, x, mine):
+                return wrong
+            if x.dtype != mine.dtype or x.device != mine.device:
+                mine_is = f"the cache {mine.dtype} on {mine.device}; allocate another (a layer: reset())"
+                return f"{name} is {x.dtype} on {x.device}, {mine_is}"
+        return of_pair(k, v) or self.overflow(n)
+
+    def overflow(self, n: int) -> str | None:
+        """Why n more tokens do not fit."""
+        problem = of_room(n, self.lengths, self.max_len)
+        if problem is None and self.window is not None and not self.fits(n):
+            return beside_window(n, self.window)
+        return problem
+
+    def fits(self, n: int) -> bool:
+        """Whether there is memory for n tokens at once beside what can still be seen."""
+        if self.window is None:
+            return True
+        seen = max(0, int(self.lengths.min()) + 1 - self.window)
+        origin = seen // self.stripes.round * self.stripes.round
+        top = int(self.lengths.max()) + n
+        return bool(Stripes(self.ranks, self.stripes.block, origin).below(top, 0) <= self.k.shape[1])
+
+    @lasting
+    def for_chunk(self, n: int) -> "KVCache":
+        """This cache, or where n tokens at once do not fit beside its window, one with its keys and more memory."""
+        if self.fits(n) or n > self.room():
+            return self
+        rounds = -(-(int(self.lengths.max()) + n - self.stripes.origin) // self.stripes.round)
+        more = rounds * self.stripes.block - self.k.shape[1]
+        k, v = (F.pad(x, [0, 0, 0, 0, 0, more]) for x in (self.k, self.v))
+        return KVCache(self.plan, k, v, self.lengths, self.max_len, self.stripes, self.window)
+
+    @lasting
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
+        """In memory of its own, which no fork shares; of a fork, with what it goes on from."""
+        k, v, prefix = self.k.clone(), self.v.clone(), copy.deepcopy(self.prefix, memo)
+        made = KVCache(self.plan, k, v, self.lengths, self.max_len, self.stripes, self.window, prefix)
+        made.start = self.start
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a cache cannot be pickled, or share its memory with a copy: save cache.state_dict()")
+
+    def __repr__(self) -> str:
+        return f"KVCache(lengths {self.lengths.tolist()} of {self.max_len}, over {self.ranks} ranks)"

@@ -1,0 +1,233 @@
+"""Attention of new tokens against a cache that is spread over ranks: prefill and decode.
+
+    B batch   T new tokens   H query heads   G key/value heads   D head dim   V value dim
+
+`prefill` appends a chunk of a prompt and attends; `decode` does the same for a few tokens that every rank knows. How
+queries meet what each rank holds is in `meeting.py`, how the partials of all ranks become one in `exchange.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn import kernels
+from ringattn.check import of_choice, of_filled, of_keys, of_lengths, of_start, of_unknown, of_window
+from ringattn.kernels.partial import add_sinks, form_of, packed, unpacked
+from ringattn.planning import Plan, heads_problem
+from ringattn.serving import MOVES, keys_at_once
+from ringattn.spec import AttentionSpec, whole
+from ringattn.torch import agree, check
+from ringattn.torch.agree import watched
+from ringattn.torch.attention.function import autocast
+from ringattn.torch.attention.steps import problem_of
+from ringattn.torch.inference.cache import KVCache
+from ringattn.torch.inference.chunk import Chunk
+from ringattn.torch.inference.exchange import merged_everywhere
+from ringattn.torch.inference.meeting import Guests, attend_cache, attend_travelling, everyone, kernel_for, parted
+
+CAUSAL = AttentionSpec()
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    cache: KVCache,
+    *,
+    spec: AttentionSpec | None = None,
+    sinks: Tensor | None = None,
+    start: int | Sequence[int] | None = None,
+    move: str = "auto",
+    keys: int | None = None,
+) -> Tensor:
+    """Append a chunk of the prompt to the cache, and attend to everything so far: out [B, T_local, H, V].
+
+    q, k and v are this rank's part of the chunk under `plan` (the cache's plan `for_length(chunk)`). `start` is where
+    the chunk begins, checked against the cache if given. `move` says what travels: "queries", "keys", or what leaves
+    less time exposed (`cache.explain` says which). `keys` cuts the other way too: at most so many of a rank's keys
+    are attended to, or sent, at once. Nothing is differentiable: a cache keeps keys without their graph.
+    """
+    spec = CAUSAL if spec is None else spec
+    q, k, v = autocast(q, k, v, dtype=cache.k.dtype)
+    check_chunk(q, k, v, plan, cache, spec, sinks, start, move, keys)
+    q, k, v, keys = q.detach(), k.detach(), v.detach(), whole(keys)
+    chunk = Chunk(spec, plan.seq_len, tuple(cache.lengths.tolist()), cache.holders())
+    way = cache.moves(plan, q.shape[2]).way if move == "auto" else move
+    new = everyone(torch.cat([k, v], -1), plan)
+    with cache.unless_it_fails():
+        if way == "keys" and cache.ranks > 1:
+            part = attend_travelling(q, new, plan, cache, chunk, keys or keys_at_once(plan.local_len))
+        else:
+            guests = Guests(q, plan) if cache.ranks > 1 else None
+            k, v = parted(new.wait(), cache)
+            cache.keep(k, v, plan.seq_len, plan.tokens)
+            del new, k, v  # of all ranks: not to be held while queries attend
+            chunk = chunk._replace(holders=cache.holders())
+            if guests:
+                part = guests.attend(cache, chunk, keys, q.dtype if sinks is None else torch.float32)
+            else:
+                part = attend_cache(q, cache, chunk._replace(queries=plan.tokens.shard(0)), keys)
+        part = part if sinks is None else add_sinks(part, sinks.detach())
+        return part.out.to(q.dtype)
+
+
+def check_chunk(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, spec: AttentionSpec, sinks: Tensor | None,
+    start: int | Sequence[int] | None, move: str, keys: int | None,
+) -> None:  # fmt: skip
+    """Raise on all ranks alike, before the cache is touched, if this chunk cannot be.
+
+    A kind of call that was found right once is looked up: then only the cache's lengths are new.
+    """
+    problem = of_choice("move", move, ("auto", *MOVES)) or of_keys(keys)
+    call = (plan, spec, move, whole(keys), *kinds(q, k, v, sinks))
+    if problem is None and call in cache.known and not watched(plan):
+        problem = of_cache(cache, plan, spec, start) or cache.overflow(plan.seq_len)
+        if problem:
+            raise ValueError(problem)
+        return
+    problem = (
+        problem
+        or check.of_tensors(q, k, v)
+        or check.of_plan_and_sinks(q, k, v, plan, sinks)
+        or of_lengths(q, k, plan, AttentionSpec(causal=False), (plan.local_len, plan.local_len))
+        or of_cache(cache, plan, spec, start)
+        or cache.problem(k, v, plan.seq_len)
+    )
+    settle(cache, plan, spec, {"q": q, "k": k, "v": v, "sinks": sinks}, f"move={move}, keys={whole(keys)}", problem)
+    kernel_for(q, cache, spec)
+    cache.know(call, quick=False)
+
+
+def kinds(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Any, ...]:
+    """Shapes, dtypes and devices of a call's tensors, as a dictionary key."""
+    dtypes, devices = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
+    more = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
+    return q.shape, k.shape, v.shape, dtypes, devices, more, check.have_tangents(q, k, v, sinks)
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVCache,
+    *,
+    spec: AttentionSpec | None = None,
+    sinks: Tensor | None = None,
+    **unknown: Any,
+) -> Tensor:
+    """The next token or tokens, the same q, k, v [B, n, H or G, D] on every rank: out [B, n, H, V] on every rank.
+
+    Each rank attends to the keys it holds; the partials of all ranks are exchanged once and merged in rank order.
+    Several tokens see each other causally. Nothing is differentiable, as in `prefill`.
+
+    On a GPU the host asks the device for nothing, and a call can be captured in a CUDA graph once it has been made
+    outside of one. Replays append without asking for room: what does not fit is dropped.
+    """
+    spec = CAUSAL if spec is None else spec
+    q, k, v = autocast(q, k, v, dtype=cache.k.dtype)
+    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    quick = ready(q, k, v, cache, spec, sinks, unknown, capturing)
+    if quick:
+        return decode_quickly(q, k, v, cache, spec, sinks, capturing)
+    q, k, v = q.detach(), k.detach(), v.detach()
+    before, n = tuple(cache.lengths.tolist()), q.shape[1]
+    with cache.unless_it_fails():
+        cache.keep(k, v, n)
+        chunk = Chunk(spec, n, before, cache.holders())
+        part, form = attend_cache(q, cache, chunk), form_of(q)
+        return merged_everywhere(packed(part, form), cache.plan, form, sinks, q.dtype)
+
+
+def ready(
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec, sinks: Tensor | None,
+    unknown: dict[str, Any], capturing: bool,
+) -> bool:  # fmt: skip
+    """Raise on all ranks alike, before the cache is touched, if this call cannot be; else whether it can go quickly.
+
+    A kind of call that was found right once is looked up: then only the cache's lengths are new.
+    """
+    problem, call = None, (spec, *kinds(q, k, v, sinks))
+    quick = cache.known.get(call)
+    if capturing:
+        problem = of_capture(cache, quick)
+    elif quick is not None and not unknown and cache.window is None and not watched(cache.plan):
+        problem = of_filled(cache.lengths) or cache.overflow(k.shape[1])
+    else:
+        problem = (
+            of_unknown("decode", unknown, "spec", "tree")
+            or check.of_tensors(q, k, v)
+            or heads_problem(q.shape[2], k.shape[2], ulysses=1)
+            or check.of_sinks_for(q, sinks)
+            or of_cache(cache, cache.plan, spec, None)
+            or of_filled(cache.lengths)
+            or cache.problem(k, v, k.shape[1])
+        )
+        if problem is None and q.shape[1] != k.shape[1]:
+            problem = f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
+        settle(cache, cache.plan, spec, {"q": q, "k": k, "v": v, "sinks": sinks}, "decode", problem)
+        quick = is_quick(q, v, cache, spec)
+        cache.know(call, quick)
+    if problem:
+        raise ValueError(problem)
+    return bool(quick)
+
+
+def is_quick(q: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec) -> bool:
+    """Whether the decode kernel serves, so that nothing of a step has to be planned on the host."""
+    problem = problem_of(q, cache.k, v, spec, tiles=False, few=True)
+    return cache.prefix is None and kernels.select(problem, cache.plan.kernel).name == "decode"
+
+
+def of_capture(cache: KVCache, quick: bool | None) -> str | None:
+    """What keeps a call from being captured in a CUDA graph; `quick` is None where no call like it was made before."""
+    if cache.window is not None:
+        return "a cache with a window moves its keys as it fills: decode on it cannot be captured"
+    if quick is None:
+        return "call decode once, like this, before it is captured: to compile it, and to agree with the other ranks"
+    if not quick:
+        return "only the decode kernel, on a cache that is no fork, can be captured: others plan on the host"
+    return None
+
+
+def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Sequence[int] | None) -> str | None:
+    """What keeps a chunk of this plan, spec and start from the cache, in a sentence; None where nothing does."""
+    if (plan.ring, plan.ulysses) != (cache.plan.ring, cache.plan.ulysses) or plan.axes is not cache.plan.axes:
+        return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
+    return of_window(cache.window, spec) or of_start(start, cache.lengths)
+
+
+def settle(
+    cache: KVCache, plan: Plan, spec: AttentionSpec, call: dict[str, Tensor | None], how: str, problem: str | None
+) -> None:
+    """Raise alike on all ranks, before the cache is touched; where words are cheap, lengths are compared too."""
+    words = agree.describe(plan, spec, call, None, call="on a cache", how=how)
+    if watched(plan):
+        words["cache"] = f"{cache}, window {cache.window}, {cache.stripes}"
+    agree.agree(plan, words, problem)
+
+
+def decode_quickly(
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec, sinks: Tensor | None,
+    capturing: bool,
+) -> Tensor:  # fmt: skip
+    """Append, attend and merge in a few launches that read the lengths where they are, on the device."""
+    from ringattn.kernels.triton import append, decode, merge
+
+    n = q.shape[1]
+    cache.make_room(n)
+    where = append.append(k, v, cache.k, cache.v, cache.filled, cache.here, causal=spec.causal, window=spec.window)
+    splits = decode.splits_for(q, cache.v, cache.v.shape[1] if capturing else cache.reach(n))
+    scale = spec.scale_for(q.shape[-1])
+    parts = decode.decode_splits(q, cache.k, cache.v, where, scale, spec.softcap, splits, "lse")
+    if cache.ranks == 1:
+        out = merge.merge_stack(parts, None, sinks, dtype=q.dtype).out
+    else:
+        rows, form = torch.empty(*q.shape[:3], v.shape[-1] + 1, dtype=torch.float32, device=q.device), form_of(q)
+        part = merge.merge_stack(parts, into=unpacked(rows, "lse") if form == "lse" else None)
+        out = merged_everywhere(rows if form == "lse" else packed(part, form), cache.plan, form, sinks, q.dtype)
+    cache.grow(n, capturing)
+    return out

@@ -1,0 +1,190 @@
+"""How queries of a prompt meet the keys of a cache that is spread over ranks, piece by piece.
+
+`attend_cache` meets the keys that this rank holds. Where there are others, `Guests` come to the keys and go home with
+what they found, or keys come to the queries (`attend_travelling`), whichever a call has chosen.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringattn import kernels
+from ringattn.comms.axis import Axis, Done, Parts, Pending
+from ringattn.kernels.arrays import accumulator, fine
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.partial import Partial, empty, form_of, packed, unpacked
+from ringattn.layout import Layout
+from ringattn.planning import Plan
+from ringattn.serving import queries_at_once
+from ringattn.spec import AttentionSpec
+from ringattn.torch.attention.ring import END, nothing, room_for, with_next
+from ringattn.torch.attention.steps import Score, problem_of, score_of
+from ringattn.torch.inference.cache import KVCache
+from ringattn.torch.inference.chunk import (
+    Chunk,
+    guests_of,
+    in_any_order,
+    own_pieces,
+    part_of,
+    pieces_of,
+    whereabouts_on,
+)
+from ringattn.torch.inference.exchange import merged
+
+
+def everyone(x: Tensor, plan: Plan) -> Pending:
+    """Every rank's tokens, on their way: [tokens of all shards, one after the other, B, ...]."""
+    return plan.ring_axis.all_gather(plan.ulysses_axis.all_gather(x.movedim(1, 0), 0).wait(), 0)
+
+
+def parted(new: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    """k and v, [B, tokens, G, D or V], of what `everyone` brought."""
+    k, v = new.movedim(0, 1).split([cache.k.shape[-1], cache.v.shape[-1]], -1)
+    return k, v
+
+
+def kernel_for(q: Tensor, cache: KVCache, spec: AttentionSpec) -> kernels.Kernel:
+    """What attends to a cache; NotImplementedError with every reason where nothing can."""
+    return kernels.select(problem_of(q, cache.k, cache.v, spec, tiles=True, few=True), cache.plan.kernel)
+
+
+class Visit(NamedTuple):
+    """Keys and values, [B, ..., G, D or V], in the order of their positions, and what is seen of them, if anything."""
+
+    kept: Sequence[Tensor]
+    where: Intervals | None
+
+
+class Meeting:
+    """Queries that meet pieces of a cache one after the other, each merged into what was found before."""
+
+    def __init__(self, q: Tensor, cache: KVCache, spec: AttentionSpec):
+        self.q, self.cache, self.spec, self.part = q, cache, spec, None
+        self.tiled = kernel_for(q, cache, spec).tiles  # whether the kernel is one that asks for tiles
+        self.scores: dict[bool, Score] = {}
+
+    def of(self, visits: Iterable[Visit]) -> None:
+        """Attend to the keys of each visit, and merge what is found into `part`."""
+        for kept, where in visits:
+            if where is None:
+                continue
+            k, v = (x.flatten(1, -3) for x in kept)
+            rectangles = self.tiled and where.tiles is not None
+            if rectangles not in self.scores:
+                every = [where] if self.tiled else [where._replace(tiles=None)]
+                self.scores[rectangles] = score_of(self.q, k, v, self.spec, self.cache.plan.kernel, every, few=True)
+            self.part = self.scores[rectangles].attend(self.q, k, v, where, carry=self.part)
+
+    def end(self) -> Partial:
+        """What the queries found in all visits; over no keys, if there were none."""
+        return self.part or empty(self.q, self.cache.v.shape[-1])
+
+
+def attend_cache(q: Tensor, cache: KVCache, chunk: Chunk, keys: int | None = None) -> Partial:
+    """Attention of a chunk's queries over the keys this rank holds, at most `keys` of them at once."""
+    meeting = Meeting(q, cache, chunk.spec)
+    plans = pieces_of(chunk, ((cache.rank,),), keys, q.device, meeting.tiled)
+    for cuts, (k, v) in zip(plans, cache.memory(), strict=True):
+        for piece in cuts:
+            meeting.of([Visit((k[:, piece.keys], v[:, piece.keys]), *piece.seen)])
+    return meeting.end()
+
+
+def axes_of(plan: Plan) -> tuple[Axis, Axis]:
+    """The axis along which queries or keys travel block by block, and the one within a block, if the plan has two."""
+    return (plan.ring_axis, plan.ulysses_axis) if plan.ring > 1 else (plan.ulysses_axis, plan.ring_axis)
+
+
+class Guests:
+    """Everyone's queries, who come to the keys of this rank block after block, and whose partials go home again.
+
+    The next block is on its way while one attends, and so are the partials of the one before. Those at home attend
+    last: beside them the last guests leave. Where a plan has both axes a block is of a whole ring rank.
+    """
+
+    def __init__(self, q: Tensor, plan: Plan):
+        self.axis, self.within = axes_of(plan)
+        blocks = plan.tokens if plan.ring > 1 else Layout("contiguous", plan.tokens.padded_length, plan.ulysses)
+        self.q = self.within.all_gather(q, 1).wait().contiguous()
+        rows = self.q.shape[0] * self.q.shape[1] * self.q.shape[2]
+        at_home, *self.run = guests_of(blocks, self.axis.rank, queries_at_once(rows))
+        self.run.append(at_home)
+        self.here, trip = room_for(self.run[0], self.q)
+        _, self.coming = self.axis.share(*trip, nothing, f"queries of step 1 of {len(self.run)}, prefill")
+
+    def attend(self, cache: KVCache, chunk: Chunk, keys: int | None, dtype: torch.dtype) -> Partial:
+        """This rank's partial over the keys of all, merged in rank order; its out may be of `dtype`."""
+        rows = (self.axis.size, *self.q.shape[:3])  # by the rank that has the keys
+        room = partial(torch.empty, device=self.q.device)
+        out = room(*rows, cache.v.shape[-1], dtype=accumulator(self.q))
+        found = Partial(out, room(rows, dtype=fine(self.q)))
+        leaving: Pending = Done()
+        self.coming.wait()
+        for i, (stop, following) in enumerate(with_next(self.run, END)):
+            say = f"step {i + 1} of {len(self.run)}, prefill"
+            asking = chunk._replace(queries=stop.shard)
+            work = partial(attend_cache, self.here[0], cache, asking, keys)
+            self.here, trip = room_for(following, self.q)
+            part, self.coming = self.axis.share(*trip, work, f"queries after {say}")
+            leaving.wait()
+            if stop.readers or stop.brought:
+                home = {r: Parts([x[r] for x in found], stop.own) for r in stop.readers}
+                away = {r: Parts(part, places) for r, places in stop.brought.items()}
+                leaving = self.axis.move(away, home, what=f"partials of {say}")
+            else:
+                for x, mine in zip(found, part, strict=True):
+                    x[self.axis.rank].copy_(mine)
+            self.coming.wait()
+            del work, part
+        if self.within.size == 1:
+            return merged(found, dtype)
+        form = form_of(self.q)
+        share = packed(merged(found), form).movedim(1, 0)  # [T, B, H, V + 1 or 2]
+        stack = self.within.all_to_all(share, 0, 0).wait().unflatten(0, (self.within.size, -1))
+        return merged(unpacked(stack.movedim(1, 2), form), dtype)
+
+
+def attend_travelling(q: Tensor, new: Pending, plan: Plan, cache: KVCache, chunk: Chunk, keys: int) -> Partial:
+    """Attention of this rank's own queries over all ranks' keys, and then over the chunk's, which the cache then keeps.
+
+    Of each rank at most `keys` come at a time, from all at once, beside the work on as many that are here and on those
+    that came before. Where a plan has both axes, "here" is a whole ring rank.
+    """
+    meeting = Meeting(q, cache, chunk.spec)
+    axis, inner = axes_of(plan)
+    here = range(axis.rank * inner.size, (axis.rank + 1) * inner.size)
+    groups = tuple(here), tuple(r for r in range(cache.ranks) if r not in here)
+    shard = plan.tokens.shard(plan.ring_axis.rank)
+    chunk = chunk._replace(queries=part_of(shard, plan.local_slice(plan.ulysses_axis.rank)))
+    plans = pieces_of(chunk, groups, keys, q.device, meeting.tiled)
+    sources = [r for r in range(axis.size) if r != axis.rank]
+    visits: list[Visit] = []
+    for piece, kept in ((piece, kept) for cuts, kept in zip(plans, cache.memory(), strict=True) for piece in cuts):
+        mine = [in_blocks(x[:, piece.keys], cache.stripes.block, inner) for x in kept]
+        room = [x.new_empty(x.shape[0], len(sources), *x.shape[1:]) for x in mine]
+        into = {r: [x[:, i] for x in room] for i, r in enumerate(sources)}
+        work = partial(meeting.of, [*visits, Visit(mine, piece.seen[0])])
+        _, coming = axis.share(mine, sources, into, work, "cached keys")
+        coming.wait()
+        visits = [in_order(room, piece.seen[1])]
+    k, v = parted(new.wait().index_select(0, whereabouts_on(q.device, plan.tokens, chunk.tokens)), cache)
+    own = own_pieces(chunk, keys * cache.ranks, q.device, meeting.tiled)
+    meeting.of([*visits, *(Visit((k[:, cut], v[:, cut]), where) for cut, where in own)])
+    cache.keep(k, v, chunk.tokens)
+    return meeting.end()
+
+
+def in_order(room: Sequence[Tensor], where: Intervals | None) -> Visit:
+    """A visit of what came, [B, sources, blocks, ...]: brought into the order of positions where that matters."""
+    keys = prod(room[0].shape[1:-2])
+    return Visit(room if in_any_order(where, keys) else [x.transpose(1, 2) for x in room], where)
+
+
+def in_blocks(x: Tensor, block: int, inner: Axis) -> Tensor:
+    """[B, keys, G, D] as [B, blocks, inner ranks, keys of a block, G, D]: the keys of inner ranks too, in order."""
+    x = x.unflatten(1, (-1, min(block, x.shape[1])))
+    return x[:, :, None] if inner.size == 1 else inner.all_gather(x[:, :, None], 2).wait()

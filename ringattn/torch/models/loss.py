@@ -1,0 +1,186 @@
+"""Losses that are averaged over the real tokens of all ranks.
+
+B batch   T this rank's tokens   V vocabulary
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ringattn.check import of_packed, of_words
+from ringattn.kernels.arrays import accumulator
+from ringattn.planning import Plan
+from ringattn.spec import Docs, whole
+from ringattn.torch.agree import agree, watched
+from ringattn.torch.check import of_types
+from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
+from ringattn.torch.same_data import compare_data
+from ringattn.torch.sharding import real_tokens
+
+
+def token_mean(
+    losses_BT: Tensor,
+    plan: Plan,
+    *,
+    mask: Tensor | None = None,
+    docs: Docs | None = None,
+    over: Sequence[Any] = (),
+) -> Tensor:
+    """sum of the real tokens' losses over all ranks / number of real tokens over all ranks.
+
+    Every rank gets the same value. Its gradient is this rank's share, so gradients are summed over ranks, never
+    averaged. Padding does not count, nor do tokens where `mask`, of bools or integers, is 0 (labels to ignore); what a
+    token that does not count holds, even NaN, does not matter. `over` names further axes to average over
+    (comms.mesh.axis(mesh, "data")).
+
+    Use `cross_entropy` for labels: it leaves ignored ones out. F.cross_entropy(reduction="none") gives 0 for them, and
+    here such a 0 would count as the loss of a token.
+    """
+    problem = of_words(required=True, plan=plan)
+    if problem is None and plan.framework != "torch":
+        problem = "token_mean is for torch; JAX arrays are global: take the mean where plan.real_tokens()"
+    if problem:
+        raise ValueError(problem)
+    problem = of_losses(losses_BT, plan, mask, docs) or of_axes(over) or of_ignored(losses_BT, plan, mask, docs)
+    agree(plan, {"call": "token_mean", "over": "" if problem else str([axis.name for axis in over])}, problem)
+    compare_data(plan, watched(plan))
+    return mean_over_ranks(losses_BT, counted_of(losses_BT, plan, mask, docs), plan, over)
+
+
+def cross_entropy(
+    logits_BTV: Tensor,
+    labels_BT: Tensor,
+    plan: Plan,
+    *,
+    ignore_index: int = -100,
+    docs: Docs | None = None,
+    over: Sequence[Any] = (),
+) -> Tensor:
+    """The mean cross entropy of the labels of all ranks that are not `ignore_index`, nor of padding.
+
+    `logits_BTV` and `labels_BT` are this rank's tokens; a label is the class of its own token, so for a language model
+    shift the labels before `plan.shard`. Computed in float32 (float64 for float64), of a few tokens at once, and again
+    in backward. The value, its gradient, `docs` and `over` are as in `token_mean`.
+    """
+    problem = of_words(required=True, plan=plan)
+    if problem is None and plan.framework != "torch":
+        problem = "cross_entropy is for torch; JAX arrays are global: take the mean where plan.real_tokens()"
+    if problem:
+        raise ValueError(problem)
+    problem = of_labels(logits_BTV, labels_BT, plan, ignore_index, docs) or of_axes(over)
+    agree(plan, {"call": "cross_entropy", "over": "" if problem else str([axis.name for axis in over])}, problem)
+    compare_data(plan, watched(plan))
+    counted = counted_of(labels_BT, plan, labels_BT != ignore_index, docs)
+    at_once = tokens_at_once(LOGITS, logits_BTV.shape[2], len(logits_BTV))
+    labels = torch.where(counted, labels_BT, 0).long()
+    return mean_over_ranks(in_pieces(entropies, at_once, logits_BTV, labels, counted), counted, plan, over)
+
+
+def entropies(logits_BtV: Tensor, labels_Bt: Tensor, counted_Bt: Tensor) -> Tensor:
+    """The cross entropy of each token that counts. Logits of others are cleared: NaN times a gradient of 0 is NaN."""
+    logits = torch.where(counted_Bt[..., None], logits_BtV.to(accumulator(logits_BtV)), 0.0)
+    return F.cross_entropy(logits.flatten(0, 1), labels_Bt.flatten(), reduction="none").view_as(labels_Bt)
+
+
+def counted_of(like_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | None) -> Tensor:
+    """[B, T]: which of this rank's tokens count."""
+    counted = torch.ones_like(like_BT, dtype=torch.bool)
+    for chosen in (mask, real_tokens(plan, docs, like_BT.device)):
+        if chosen is not None:
+            counted = counted & chosen.bool()
+    return counted
+
+
+def mean_over_ranks(losses_BT: Tensor, counted: Tensor, plan: Plan, over: Sequence[Any]) -> Tensor:
+    """The mean over the tokens of all ranks that count; its gradient is this rank's share."""
+    mine = torch.where(counted, losses_BT, 0.0).sum(dtype=accumulator(losses_BT))
+    total = torch.stack([mine.detach().double(), counted.sum().double()])[None]
+    for axis in (plan.ulysses_axis, plan.ring_axis, *over):
+        total = axis.all_gather(total).wait().sum(0, keepdim=True)
+    everyone, count = total[0].unbind()
+    share = mine / count.clamp(min=1).to(mine.dtype)
+    return share + ((everyone / count.clamp(min=1)).to(mine.dtype) - share).detach()
+
+
+def of_losses(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | None) -> str | None:
+    """A loss for each of this rank's tokens, and which of them count."""
+    if found := of_types(losses=losses_BT) or of_words(docs=docs):
+        return found
+    shape = tuple(losses_BT.shape)
+    if len(shape) != 2 or not losses_BT.is_floating_point():
+        return f"losses has shape {shape} and dtype {losses_BT.dtype}; expected a float for each token, [batch, tokens]"
+    if shape[1] != plan.local_len:
+        return f"losses has {shape[1]} tokens, a rank of this plan holds {plan.local_len} ({plan})"
+    return of_packed("docs", docs, plan.seq_len, shape[0]) or (None if mask is None else of_mask(mask, losses_BT))
+
+
+def of_ignored(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | None) -> str | None:
+    """Losses that F.cross_entropy made with labels to ignore, as autograd remembers them, none of which may count."""
+    node = losses_BT.grad_fn
+    for _ in range(8):  # views and factors
+        if node is None or node.name().startswith("NllLoss"):
+            break
+        following = [other for other, _ in node.next_functions if other is not None]
+        node = following[0] if len(following) == 1 else None
+    labels = getattr(node, "_saved_target", None)
+    if labels is None or labels.numel() != losses_BT.numel():
+        return None
+    ignored = labels.reshape(losses_BT.shape) == node._saved_ignore_index  # type: ignore[union-attr]
+    count = int((ignored & counted_of(losses_BT, plan, mask, docs)).sum())
+    if not count:
+        return None
+    return (
+        f"{count} of the losses are of labels that F.cross_entropy ignores, and would count as 0; use "
+        "ringattn.cross_entropy(logits, labels, plan), or say mask=labels != ignore_index"
+    )
+
+
+def of_labels(logits_BTV: Tensor, labels_BT: Tensor, plan: Plan, ignore_index: Any, docs: Docs | None) -> str | None:
+    """Logits and a label for each of this rank's tokens; on CPUs labels are looked at too."""
+    if found := of_types(logits=logits_BTV, labels=labels_BT) or of_words(docs=docs):
+        return found
+    shape, floating = tuple(logits_BTV.shape), logits_BTV.is_floating_point()
+    if len(shape) != 3 or not floating or not shape[2]:
+        return f"logits has shape {shape} and dtype {logits_BTV.dtype}; expected floats [batch, tokens, vocabulary]"
+    if shape[1] != plan.local_len:
+        return f"logits has {shape[1]} tokens, a rank of this plan holds {plan.local_len} ({plan})"
+    if tuple(labels_BT.shape) != shape[:2] or labels_BT.dtype not in (torch.int32, torch.int64):
+        return (
+            f"labels has shape {tuple(labels_BT.shape)} and dtype {labels_BT.dtype}; expected int64 or int32 "
+            f"{shape[:2]}, a class for each token"
+        )
+    if labels_BT.device != logits_BTV.device:
+        return f"labels is on {labels_BT.device}, logits on {logits_BTV.device}; put both on one device"
+    if whole(ignore_index) is None:
+        return f"ignore_index={ignore_index!r}: the label that does not count, a whole number"
+    if found := of_packed("docs", docs, plan.seq_len, shape[0]):
+        return found
+    if labels_BT.is_cpu:
+        counted = counted_of(labels_BT, plan, labels_BT != ignore_index, docs)
+        wrong = labels_BT[counted & ((labels_BT < 0) | (labels_BT >= shape[2]))]
+        if wrong.numel():
+            return f"label {wrong[0]} is not among {shape[2]} classes, nor ignore_index={ignore_index}"
+    return None
+
+
+def of_axes(over: Any) -> str | None:
+    """Axes to average over."""
+    if isinstance(over, list | tuple) and all(hasattr(axis, "all_gather") for axis in over):
+        return None
+    return f"over={over!r}: a list of axes, such as [ringattn.comms.mesh.axis(mesh, 'data')]"
+
+
+def of_mask(mask: Tensor, like: Tensor) -> str | None:
+    if found := of_types(mask=mask):
+        return found
+    if mask.is_floating_point() or mask.is_complex():
+        return f"mask is {mask.dtype}: a token counts or does not, so give bools (mask > 0) or integers"
+    if mask.device != like.device:
+        return f"mask is on {mask.device}, losses on {like.device}; put both on one device"
+    if mask.dim() > 2 or any(m not in (1, n) for m, n in zip(mask.shape[::-1], like.shape[::-1], strict=False)):
+        shapes = f"mask has shape {tuple(mask.shape)}, losses {tuple(like.shape)}"
+        return f"{shapes}: mask must have that shape, or 1 where it says the same for all"
+    return None
