@@ -1,23 +1,10 @@
 """One device, no ranks: the implementations of `attend`, and which of them serves a problem.
 
-Every implementation has the same two functions, attend and attend_backward, with the signatures of `reference.py`,
-and must equal it. Its module may have more:
-
-    refuses(problem)                  why it cannot serve a problem, or None
-    prepare(q, dout, lse, delta, ...) JAX: these rows as every step of a backward takes them, made once
-
-    row_delta(out, dout, dlse)        torch: rowsum(dout * out) - dlse, where it has a quicker way than `reference`
-    halves(as attend_backward)        torch: two functions, one gives (dk, dv), the other dq; without it no gradient is
-                                      made alone
-    totals(as attend_backward)        torch: totals (ringattn.kernels.total), of which nothing is added up yet
-
-    options(problem)                  JAX: more keyword arguments for both functions
-    parted = False                    JAX: no gradient is made alone; who wants one pays for all three
+`protocol.py` says what an implementation offers; each module of the table ends with one, called KERNEL.
 
 `select` takes the first one of the table that does not refuse, and can say why the others did.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -47,27 +34,29 @@ class Problem:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A name in the table; its module is imported only when it is asked."""
+    """An entry of the table. Its module is imported when it is needed; ":NAME" behind it names a value but KERNEL."""
 
     name: str
     module: str
-    told: tuple[str, ...] = ()  # devices on which it is asked only when it is named: there it is slow, or not at all
-    tiles: bool = False  # it runs full and causal rectangles only; its backward takes out in the place of delta
-    rounds: bool = False  # what it finds of a rectangle has the inputs' dtype
+    named: tuple[str, ...] = ()  # devices on which it runs only if it is named: it is slow there, or cannot run
+    tiles: bool = False  # it runs full and causal rectangles only
+    rounds: bool = False  # what it finds of a rectangle has the dtype of the inputs
 
     def load(self) -> Any:
-        return import_module(self.module)
+        """Its functions: a TorchKernel, a JaxKernel or a LinearKernel, by the table it stands in."""
+        module, _, name = self.module.partition(":")
+        return getattr(import_module(module), name or "KERNEL")
 
     def refuses(self, problem: Problem) -> str | None:
         """Why this kernel cannot serve the problem, or None when it can."""
         try:
-            module = self.load()
+            found = self.load()
         except ModuleNotFoundError as error:
             return f"{error.name} is not installed"
         except Exception as error:  # one broken package is no reason that the others do not serve
             return f"cannot be imported: {type(error).__name__}: {error}"
-        check: Callable[[Problem], str | None] | None = getattr(module, "refuses", None)
-        return check(problem) if check else None
+        why: str | None = found.refuses(problem)
+        return why
 
 
 # The order is the order of preference. On an H200 (benchmarks/kernels-h200.jsonl) cuDNN is faster than ours on what is
@@ -75,14 +64,14 @@ class Kernel:
 # step pays a merge besides, and the backward three times the memory in passing: so auto takes ours, for every mask
 # alike, and the vendors run when they are named.
 TABLE = (
-    Kernel("decode", "ringattn.kernels.triton.decode", told=("cpu",)),
-    Kernel("triton", "ringattn.kernels.triton", told=("cpu",)),
-    Kernel("cudnn", "ringattn.kernels.vendor.cudnn", told=("cpu",), tiles=True, rounds=True),
-    Kernel("fa4", "ringattn.kernels.vendor.fa4", told=("cpu",), tiles=True, rounds=True),
-    Kernel("flash", "ringattn.kernels.vendor.flash", told=("cpu",), tiles=True, rounds=True),
+    Kernel("decode", "ringattn.kernels.triton.decode", named=("cpu",)),
+    Kernel("triton", "ringattn.kernels.triton", named=("cpu",)),
+    Kernel("cudnn", "ringattn.kernels.vendor.cudnn", named=("cpu",), tiles=True, rounds=True),
+    Kernel("fa4", "ringattn.kernels.vendor.fa4", named=("cpu",), tiles=True, rounds=True),
+    Kernel("flash", "ringattn.kernels.vendor.flash", named=("cpu",), tiles=True, rounds=True),
     Kernel("sdpa_cpu", "ringattn.kernels.vendor.sdpa_cpu", tiles=True),
-    Kernel("tiled", "ringattn.kernels.tiled", told=("cuda",)),
-    Kernel("reference", "ringattn.kernels.reference", told=("cuda",)),
+    Kernel("tiled", "ringattn.kernels.tiled", named=("cuda",)),
+    Kernel("reference", "ringattn.kernels.reference", named=("cuda",)),
 )
 
 
@@ -103,7 +92,7 @@ def select(problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TAB
     """The kernel called `impl`, or with "auto" the first of the table that serves the problem and is not slow there."""
     if impl != "auto" and impl not in (k.name for k in table):
         raise ValueError(f"kernel={impl!r}: choose one of auto, {', '.join(k.name for k in table)}")
-    asked = [k for k in table if k.name == impl or (impl == "auto" and problem.device not in k.told)]
+    asked = [k for k in table if k.name == impl or (impl == "auto" and problem.device not in k.named)]
     for kernel in asked:  # one after the other: what comes behind the chosen one is not even imported
         if kernel.refuses(problem) is None:
             return kernel
@@ -111,5 +100,5 @@ def select(problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TAB
     why = [f"{k.name}: {reasons[k.name]}" for k in asked]
     others = [k for k in table if reasons[k.name] is None]
     slow = " (slow on this device)"
-    why += [f"kernel={k.name!r} would serve{slow * (problem.device in k.told)}" for k in others]
+    why += [f"kernel={k.name!r} would serve{slow * (problem.device in k.named)}" for k in others]
     raise NotImplementedError(f"no kernel serves {problem}: {'; '.join(why)}")

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear import Later, Room, Scan, State, now
+from ringattn.kernels.protocol import LinearKernel
 
 CHUNK = 64
 AT_ONCE = 2**18  # numbers in one tensor of the working set
@@ -269,3 +270,6 @@ def suffix(x: Tensor) -> Tensor:
 def prefix(x: Tensor) -> Tensor:
     """sum over j < t, along the tokens."""
     return x.new_ones(x.shape[-2], x.shape[-2]).tril(-1) @ x
+
+
+KERNEL = LinearKernel(scan_states, read_out, scan_gradients, gradients, room)

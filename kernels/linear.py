@@ -5,7 +5,7 @@
     S_t = exp(g_t) S_{t-1} + k_t^T v_t        S [K, V], g the log decay, <= 0
     o_t = scale * q_t S_t
 
-Every implementation has the same functions, and must equal `recurrent`. What ranks exchange lies between them:
+Every implementation is a `protocol.LinearKernel`, and must equal `recurrent`. What ranks exchange lies between them:
 
     scan_states(k, v, g, begin) -> Scan                          what these tokens leave, from a state of zero
     read_out(q, k, v, g, begin, scan, start_kv, scale[, kept]) -> out     given the state before the first token
@@ -71,7 +71,7 @@ def compose(earlier: State, later: State) -> State:
 
 
 TABLE = (
-    Kernel("triton", "ringattn.kernels.triton.linear", told=("cpu",)),
+    Kernel("triton", "ringattn.kernels.triton.linear", named=("cpu",)),
     Kernel("chunkwise", "ringattn.kernels.chunkwise"),
 )
 

@@ -141,15 +141,21 @@ def merge_stack(stack: Any) -> Partial:
     return reduce(merge, parts) if isinstance(stack, Partial) else from_streams(reduce(merge_streams, parts))
 
 
+def row_delta(out_BTHV: Array, dout_BTHV: Array, dlse_BTH: Array | None = None) -> Array:
+    """rowsum(dout * out) - dlse: all that the backward pass needs to know of out and of the lse's gradient."""
+    xp, dtype = namespace(out_BTHV), accumulator(out_BTHV)
+    delta = xp.sum(astype(dout_BTHV, dtype) * astype(out_BTHV, dtype), axis=-1)
+    return delta if dlse_BTH is None else delta - dlse_BTH
+
+
 def rounded(
-    dout: Array, lse: Array, delta: Array, kept: Callable[[Array], Array] | None = None
-) -> tuple[Array, Array, Array]:
+    dout: Array, lse: Array, delta: Array | None, kept: Callable[[Array], Array] | None = None
+) -> tuple[Array, Array, Any]:
     """(dout, lse, delta) of a backward pass, with the lse in the dtype that scores have.
 
     Weights exp(score - lse) are then off by a factor, the same for all keys of a query, by which its dout and delta are
-    multiplied: weights appear in gradients only in products with these. A delta of four dims is an out, from which a
-    kernel makes delta = rowsum(dout * out) itself. `kept` tells what a kernel makes of the lse that it is given, where
-    it rounds again.
+    multiplied: weights appear in gradients only in products with these. `delta` is None for a kernel that makes it from
+    out. `kept` says what a kernel makes of the lse that it is given, where it rounds again.
     """
     exact = accumulator(dout)
     if lse.dtype == exact:
@@ -158,7 +164,7 @@ def rounded(
     taken = astype(low, lse.dtype) if kept is None else kept(low)
     off = xp.where(lse == NEVER, xp.zeros_like(lse), taken - lse)
     factor = astype(xp.exp(off), exact)
-    return dout * factor[..., None], low, delta if delta.ndim == dout.ndim else astype(delta, exact) * factor
+    return dout * factor[..., None], low, None if delta is None else astype(delta, exact) * factor
 
 
 def sigmoid(x: Array) -> Array:

@@ -11,6 +11,7 @@ from typing import Any
 from ringattn.kernels.arrays import Array, accumulator, arange, astype, fine, is_torch, namespace
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial, merge, rounded
+from ringattn.kernels.protocol import JaxKernel, TorchKernel
 
 
 def attend(
@@ -127,13 +128,6 @@ def plus(total: Array | None, part: Array) -> Array:
     return part if total is None else total + part
 
 
-def row_delta(out_BTHV: Array, dout_BTHV: Array, dlse_BTH: Array | None = None) -> Array:
-    """rowsum(dout * out) - dlse: all that the backward pass needs to know of out and of the lse's gradient."""
-    xp, dtype = namespace(out_BTHV), accumulator(out_BTHV)
-    delta = xp.sum(astype(dout_BTHV, dtype) * astype(out_BTHV, dtype), axis=-1)
-    return delta if dlse_BTH is None else delta - dlse_BTH
-
-
 def visible_scores(q_BTHD: Array, k_BSGD: Array, where: Intervals, scale: float, softcap: float | None) -> Array:
     """scale * q k^T, softly capped, with -inf outside each query's interval: [B, G, R, T, S]."""
     xp = namespace(q_BTHD)
@@ -150,3 +144,7 @@ def split_heads(x_BTH_: Array, k_BSGD: Array) -> Array:
     B, T, H, *rest = x_BTH_.shape
     G = k_BSGD.shape[2]
     return astype(x_BTH_, accumulator(x_BTH_)).reshape(B, T, G, H // G, *rest)
+
+
+KERNEL = TorchKernel(attend, attend_backward)
+JAX = JaxKernel(attend, attend_backward)

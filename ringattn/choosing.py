@@ -286,7 +286,7 @@ def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: s
     chosen = known.select(problem, kernel).name
     lines = [f"kernel {kernel} -> {chosen} ({device}, {dtype}, head dim {problem.head_dim})"]
     for other in known.TABLE:
-        serves = "would serve, slowly: name it" if device in other.told else "would serve"
+        serves = "would serve, slowly: name it" if device in other.named else "would serve"
         if other.name != chosen:
             lines.append(f"  {other.name}: {other.refuses(problem) or serves}")
     return lines

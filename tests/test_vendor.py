@@ -15,6 +15,7 @@ from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, Tile, tiles_of
 from ringattn.kernels.partial import NEVER, Partial
+from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.vendor import sdpa_cpu
 from ringattn.kernels.vendor.tiles import over_tiles
 from ringattn.layout import LAYOUTS, Layout, to_local
@@ -95,11 +96,11 @@ def intervals_of(mask: str, T: int, device: str = "cpu") -> Intervals:
 
 
 def run(
-    module: object, mask: str, shape: tuple[int, ...], dtype: torch.dtype, only_lse: bool = False
+    kernel: TorchKernel, mask: str, shape: tuple[int, ...], dtype: torch.dtype, only_lse: bool = False
 ) -> dict[str, tuple]:
     """(found, expected) of the partial, of a merge into a carry, and of accumulated gradients, in a vendor's dtype."""
     B, T, H, G, D, V = shape
-    device = "cpu" if module is sdpa_cpu else "cuda"
+    device = "cpu" if kernel is sdpa_cpu.KERNEL else "cuda"
     torch.manual_seed(T)
     q, k, v, dout = (
         torch.randn(s, device=device).to(dtype) for s in ((B, T, H, D), (B, T, G, D), (B, T, G, V), (B, T, H, V))
@@ -108,20 +109,20 @@ def run(
     where, options = intervals_of(mask, T, device), {"scale": D**-0.5}
     exact = [x.double() for x in (q, k, v, dout)]
     truth = reference.attend(*exact[:3], where, **options)
-    found = module.attend(q, k, v, where, **options)  # type: ignore[attr-defined]
+    found = kernel.attend(q, k, v, where, **options)
     carry = Partial(torch.randn_like(found.out), torch.randn_like(found.lse))
-    again = module.attend(q, k, v, where, carry=Partial(*(x.clone() for x in carry)), **options)  # type: ignore[attr-defined]
+    again = kernel.attend(q, k, v, where, carry=Partial(*(x.clone() for x in carry)), **options)
     truth_again = reference.attend(*exact[:3], where, carry=Partial(*(x.double() for x in carry)), **options)
     delta = (exact[3] * truth.out).sum(-1) - torch.randn(B, T, H, device=device)
     delta[truth.lse == NEVER] = 0
     grads = reference.attend_backward(*exact[:3], where, exact[3], truth.lse, delta, **options)
     start = [torch.ones(x.shape, dtype=found.out.dtype, device=device) for x in (q, k, v)]
     rows = (dout, truth.lse.to(found.lse.dtype), delta.to(found.lse.dtype))
-    given = module.attend_backward(
+    given = kernel.attend_backward(
         q, k, v, where, *rows, **options, **dict(zip(("dq", "dk", "dv"), start, strict=True))
-    )  # type: ignore[attr-defined]
+    )
     alone = (exact[3] * truth.out).sum(-1)  # of out alone, which is handed on as it is
-    by_out = module.attend_backward(q, k, v, where, *rows[:2], found.out.to(dtype), **options)  # type: ignore[attr-defined]
+    by_out = kernel.attend_backward(q, k, v, where, *rows[:2], None, out=found.out.to(dtype), **options)
     grads += reference.attend_backward(*exact[:3], where, exact[3], truth.lse, alone, **options)
     real = truth.lse != NEVER
     assert (found.lse[~real] == NEVER).all() and (found.out[~real] == 0).all()
@@ -144,30 +145,30 @@ def largest(x: torch.Tensor) -> float:
 @pytest.mark.parametrize("shape", [(2, 61, 4, 2, 32, 32), (1, 70, 6, 1, 40, 40), (1, 33, 2, 2, 64, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sdpa_cpu_equals_reference(mask: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    for name, error in errors(run(sdpa_cpu, mask, shape, dtype)).items():
+    for name, error in errors(run(sdpa_cpu.KERNEL, mask, shape, dtype)).items():
         assert error < (2e-6 if dtype == torch.float32 else 1e-14), f"{mask} {shape}: {name} is off by {error}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sdpa_cpu_in_half_precision(dtype: torch.dtype) -> None:
-    for name, error in errors(run(sdpa_cpu, "prefix", (1, 64, 4, 2, 32, 32), dtype)).items():
+    for name, error in errors(run(sdpa_cpu.KERNEL, "prefix", (1, 64, 4, 2, 32, 32), dtype)).items():
         assert error < 8 * torch.finfo(dtype).eps, f"{name} is off by {error}"
 
 
-def carried(module: object, mask: str, dtype: torch.dtype) -> list[Partial]:
+def carried(kernel: TorchKernel, mask: str, dtype: torch.dtype) -> list[Partial]:
     """A second step after a causal one whose out was carried in the inputs' dtype, and in float32."""
-    device = "cuda" if torch.cuda.is_available() and module is not sdpa_cpu else "cpu"
+    device = "cuda" if torch.cuda.is_available() and kernel is not sdpa_cpu.KERNEL else "cpu"
     torch.manual_seed(0)
     q, k, v, more_k, more_v = (torch.randn(1, 160, h, 64, device=device).to(dtype) for h in (4, 2, 2, 2, 2))
     options = {"scale": 0.125}
     found = []
     for first in (dtype, None):
-        carry = module.attend(q, k, v, intervals_of("causal", 160, device), out_dtype=first, **options)  # type: ignore[attr-defined]
+        carry = kernel.attend(q, k, v, intervals_of("causal", 160, device), out_dtype=first, **options)
         assert carry.out.dtype == (first or torch.float32)
         for last in (dtype, None):
             where = intervals_of(mask, 160, device)
             before = Partial(*(x.clone() for x in carry))
-            found.append(module.attend(q, more_k, more_v, where, carry=before, out_dtype=last, **options))  # type: ignore[attr-defined]
+            found.append(kernel.attend(q, more_k, more_v, where, carry=before, out_dtype=last, **options))
     return found
 
 
@@ -180,10 +181,8 @@ def same(parts: list[Partial]) -> bool:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_first_step_is_carried_as_its_kernel_rounded_it_and_nothing_is_lost(mask: str) -> None:
-    class Rounds:
-        attend = staticmethod(over_tiles("a kernel that rounds", rounding, sdpa_cpu.backward)[0])
-
-    assert same(carried(Rounds, mask, torch.bfloat16))
+    rounds = over_tiles("a kernel that rounds", rounding, sdpa_cpu.backward, sdpa_cpu.refuses)
+    assert same(carried(rounds, mask, torch.bfloat16))
 
 
 def rounding(*tile: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,7 +193,7 @@ def rounding(*tile: Any) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_gradient_of_the_lse_alone_gets_through(dtype: torch.dtype) -> None:
     """dout = 0: a vendor's own delta would be zero, and with it every gradient."""
-    pairs = run(sdpa_cpu, "causal", (1, 40, 2, 2, 32, 32), dtype, only_lse=True)
+    pairs = run(sdpa_cpu.KERNEL, "causal", (1, 40, 2, 2, 32, 32), dtype, only_lse=True)
     assert pairs["dq"][1].abs().max() > 0.1
     for name in ("dq", "dk"):
         error = errors(pairs)[name]
@@ -330,7 +329,7 @@ def test_what_is_not_finite_reaches_those_who_see_it_and_nobody_else(kernel: str
 
 
 def test_the_same_call_twice_gives_the_same_bits() -> None:
-    a, b = (run(sdpa_cpu, "docs", (2, 61, 4, 2, 32, 32), torch.float32) for _ in range(2))
+    a, b = (run(sdpa_cpu.KERNEL, "docs", (2, 61, 4, 2, 32, 32), torch.float32) for _ in range(2))
     assert all(torch.equal(a[name][0], b[name][0]) for name in a)
 
 
@@ -343,7 +342,7 @@ def test_inputs_whose_last_dim_is_not_contiguous_give_the_same() -> None:
         for results, x in ((found, strided), (truth, [x.contiguous() for x in strided])):
             part = sdpa_cpu.attend(*x[:3], where, **options)
             results += part
-            results += sdpa_cpu.attend_backward(*x[:3], where, x[3], part.lse, part.lse, **options)
+            results += sdpa_cpu.KERNEL.attend_backward(*x[:3], where, x[3], part.lse, part.lse, **options)
         assert all(map(torch.equal, found, truth))
 
 
@@ -392,7 +391,7 @@ def test_gpu_vendor_equals_reference(name: str, mask: str, shape: tuple[int, ...
     problem = kernels.Problem("cuda", "bfloat16", D, V, H, G, tiles=True, arch=arch)
     if (reason := kernels.refusals(problem)[name]) is not None:
         pytest.skip(reason)
-    module = import_module(f"ringattn.kernels.vendor.{name}")
-    for what, error in errors(run(module, mask, shape, torch.bfloat16)).items():
+    kernel = import_module(f"ringattn.kernels.vendor.{name}").KERNEL
+    for what, error in errors(run(kernel, mask, shape, torch.bfloat16)).items():
         assert error < 2e-2, f"{name} {mask} {shape}: {what} is off by {error}"
-    assert same(carried(module, mask, torch.bfloat16))
+    assert same(carried(kernel, mask, torch.bfloat16))

@@ -7,10 +7,10 @@ __all__ = ["TABLE", "Kernel", "Problem", "select"]
 
 # The order is the order of preference.
 TABLE = (
-    Kernel("splash", "ringattn.kernels.pallas.splash", told=("cpu", "cuda")),
-    Kernel("stock_splash", "ringattn.kernels.vendor.jax_splash", told=("cpu", "tpu")),
+    Kernel("splash", "ringattn.kernels.pallas.splash", named=("cpu", "cuda")),
+    Kernel("stock_splash", "ringattn.kernels.vendor.jax_splash", named=("cpu", "tpu")),
     Kernel("cudnn", "ringattn.kernels.vendor.jax_cudnn", tiles=True, rounds=True),
-    Kernel("reference", "ringattn.kernels.reference"),
+    Kernel("reference", "ringattn.kernels.reference:JAX"),
 )
 
 

@@ -24,6 +24,7 @@ from ringattn.kernels.pallas.blocks import Blocks, Shape, blocks_for, by_heads, 
 from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.kernels.pallas.worklist import FIRST, LAST, WHOLE, WORK, Ranges, by_keys, by_queries, passing, staying
 from ringattn.kernels.partial import NEVER, Partial
+from ringattn.kernels.protocol import JaxKernel
 
 LOG2E = math.log2(math.e)
 
@@ -431,3 +432,6 @@ def call_of(
 def precision_of(x: Array) -> Any:
     """Float32 operands are multiplied as such; the default would round them to bfloat16."""
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+KERNEL = JaxKernel(attend, attend_backward, refuses, options)

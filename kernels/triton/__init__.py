@@ -1,11 +1,12 @@
 """Flash attention in Triton: one kernel family over intervals, for GPUs of several makers, and for CPUs interpreted."""
 
 from ringattn.kernels import Problem
+from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.triton.backward import attend_backward, halves, rounded, row_delta
 from ringattn.kernels.triton.forward import attend
 from ringattn.kernels.triton.table import WIDEST
 
-__all__ = ["attend", "attend_backward", "halves", "refuses", "rounded", "row_delta"]
+__all__ = ["KERNEL", "attend", "attend_backward", "refuses", "row_delta"]
 
 
 def refuses(problem: Problem) -> str | None:
@@ -35,3 +36,6 @@ def interpreting() -> bool:
     from ringattn.kernels.triton.forward import forward_kernel
 
     return not isinstance(forward_kernel, JITFunction)
+
+
+KERNEL = TorchKernel(attend, attend_backward, refuses, row_delta, rounded, halves)

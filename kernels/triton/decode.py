@@ -10,7 +10,6 @@ splits: rows of different lengths stay balanced and the host never waits for the
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
-from typing import Any
 
 import torch
 import triton
@@ -21,6 +20,8 @@ from ringattn.kernels import Problem
 from ringattn.kernels.arrays import fine
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, Streams
+from ringattn.kernels.protocol import TorchKernel
+from ringattn.kernels.triton import backward
 from ringattn.kernels.triton.blocks import LN2, logits, tanh
 from ringattn.kernels.triton.launch import kind_of, launch, power_of_2
 from ringattn.kernels.triton.merge import merge_stack
@@ -174,25 +175,6 @@ def attend(
     return part if out_dtype is None else Partial(part.out.to(out_dtype), part.lse)
 
 
-def attend_backward(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of few queries: the kernels of every other shape serve here as well."""
-    from ringattn.kernels.triton import backward
-
-    return backward.attend_backward(*args, **options)
-
-
-def row_delta(*args: Any) -> Tensor:
-    from ringattn.kernels.triton import backward
-
-    return backward.row_delta(*args)
-
-
-def rounded(*rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    from ringattn.kernels.triton import backward
-
-    return backward.rounded(*rows)
-
-
 def decode_splits(
     q_BTHD: Tensor,
     k_BSGD: Tensor,
@@ -255,3 +237,7 @@ def splits_for(q_BTHD: Tensor, v_BSGV: Tensor, keys: int) -> int:
 def multiprocessors(device: torch.device) -> int:
     """The GPU's multiprocessors; 1 for the interpreter, which runs programs one by one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+# the gradients of few queries: the kernels of every other shape serve here as well
+KERNEL = TorchKernel(attend, backward.attend_backward, refuses, backward.row_delta, backward.rounded)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ringattn.kernels import Problem
 from ringattn.kernels.linear import Later, Room, Scan, State, now
+from ringattn.kernels.protocol import LinearKernel
 from ringattn.kernels.triton import cannot_run
 from ringattn.kernels.triton.blocks import launch
 from ringattn.kernels.triton.launch import cdiv, power_of_2
@@ -273,3 +274,6 @@ def refuses(problem: Problem) -> str | None:
         dims = f"key dim {problem.head_dim}, value dim {problem.value_dim}"
         return f"{dims}: at most {WIDEST_KEY} and {WIDEST_VALUE}"
     return None
+
+
+KERNEL = LinearKernel(scan_states, read_out, scan_gradients, gradients, room, refuses)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.vendor import cudnn_refusal as refuses
-from ringattn.kernels.vendor.tiles import heads_first, over_tiles, row_delta
+from ringattn.kernels.vendor.tiles import heads_first, over_tiles
 
 
 def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -42,5 +42,4 @@ def backward(
     return dq, dk, dv
 
 
-__all__ = ["attend", "attend_backward", "refuses", "row_delta", "totals"]
-attend, attend_backward, totals = over_tiles("cuDNN", forward, backward)
+KERNEL = over_tiles("cuDNN", forward, backward, refuses)

@@ -7,7 +7,7 @@ from torch import Tensor
 from ringattn.kernels import Problem
 from ringattn.kernels.partial import NEVER
 from ringattn.kernels.vendor import equal_dims, gpu_refusal
-from ringattn.kernels.vendor.tiles import heads_first, over_tiles, row_delta
+from ringattn.kernels.vendor.tiles import heads_first, over_tiles
 
 
 def refuses(problem: Problem) -> str | None:
@@ -36,5 +36,4 @@ def backward(
     return dq, dk, dv
 
 
-__all__ = ["attend", "attend_backward", "refuses", "row_delta", "totals"]
-attend, attend_backward, totals = over_tiles("FlashAttention-4", forward, backward)
+KERNEL = over_tiles("FlashAttention-4", forward, backward, refuses)

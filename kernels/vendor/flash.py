@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ringattn.kernels import Problem
 from ringattn.kernels.vendor import equal_dims, gpu_refusal
-from ringattn.kernels.vendor.tiles import heads_first, over_tiles, row_delta
+from ringattn.kernels.vendor.tiles import heads_first, over_tiles
 
 
 def refuses(problem: Problem) -> str | None:
@@ -39,5 +39,4 @@ def backward(
     )
 
 
-__all__ = ["attend", "attend_backward", "refuses", "row_delta", "totals"]
-attend, attend_backward, totals = over_tiles("FlashAttention-2", forward, backward)
+KERNEL = over_tiles("FlashAttention-2", forward, backward, refuses)

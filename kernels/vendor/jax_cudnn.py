@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from ringattn.kernels import Problem
+from ringattn.kernels.protocol import JaxKernel
 from ringattn.kernels.vendor import cudnn_refusal, equal_dims
 from ringattn.kernels.vendor.jax_tiles import over_tiles
-
-parted = False  # one call makes dq, dk and dv
 
 
 def refuses(problem: Problem) -> str | None:
@@ -34,7 +33,7 @@ class Delta(NamedTuple):
 def prepare(
     q: Array, dout: Array, lse: Array, delta: Array, out: Array, dlse: Array | None = None
 ) -> tuple[Array, Array, Delta]:
-    """`jax_tiles.as_they_are`, in cuDNN's words."""
+    """Out in the place of delta, since cuDNN makes delta itself."""
     return dout.astype(q.dtype), lse, Delta(out.astype(q.dtype), dlse)
 
 
@@ -109,3 +108,4 @@ def without_softcap(softcap: float | None) -> None:
 
 
 attend, attend_backward = over_tiles("cuDNN", forward, backward)
+KERNEL = JaxKernel(attend, attend_backward, refuses, prepare=prepare, parted=False)  # one call makes dq, dk and dv

@@ -21,6 +21,7 @@ from ringattn.kernels.intervals import Tile
 from ringattn.kernels.pallas.blocks import by_heads, divided, padded
 from ringattn.kernels.pallas.varying import axes_of
 from ringattn.kernels.partial import NEVER
+from ringattn.kernels.protocol import JaxKernel
 from ringattn.kernels.vendor.jax_tiles import over_tiles
 
 MOST = 512  # queries and keys a block
@@ -173,3 +174,4 @@ def kernel_of(
 
 
 attend, attend_backward = over_tiles("the stock splash kernel", forward, backward)
+KERNEL = JaxKernel(attend, attend_backward, refuses, options)

@@ -23,14 +23,6 @@ Forward = Callable[..., tuple[Array, Array]]
 Backward = Callable[..., tuple[Array, Array, Array]]
 
 
-def as_they_are(q: Array, dout: Array, lse: Array, delta: Array, out: Any, dlse: Any = None) -> tuple[Array, ...]:
-    """(dout, lse, delta): a kernel that wants them in another form for all steps has a `prepare` of its own.
-
-    delta is rowsum(dout * out) - dlse; dlse is None where nobody differentiates the lse.
-    """
-    return dout, lse, delta
-
-
 def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """`attend` and `attend_backward` with the signatures of `reference`, from a vendor's two functions of one tile."""
 

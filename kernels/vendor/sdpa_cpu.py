@@ -5,6 +5,7 @@ gets wrong goes to `tiled`: numbers that are not finite (it takes NaN for an emp
 not see by 0), and large scores, since its lse is rounded to float32: merges and gradients start from it.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,8 +52,7 @@ def backward(
     return dq, dk, dv
 
 
-__all__ = ["attend", "attend_backward", "refuses", "row_delta", "totals"]
-attend_tiles, _, totals_of_tiles = over_tiles("sdpa_cpu", forward, backward)
+BY_TILES = over_tiles("sdpa_cpu", forward, backward, refuses)
 
 
 def attend(
@@ -70,7 +70,7 @@ def attend(
     narrow = q_BTHD.dtype not in (torch.float32, torch.float64)
     alone = len(tiles) == 1 and covers(tiles[0].queries, q.shape[1]) and carry is None and out_dtype is not None
     right = q.dtype == torch.float64 or (alone and narrow) or largest_score(q, k, score["scale"]) < LARGE
-    run = attend_tiles if where.tiles is None or (right and finite(q, k, v)) else tiled.attend
+    run = BY_TILES.attend if where.tiles is None or (right and finite(q, k, v)) else tiled.attend
     part = run(q, k, v, where, carry=carry, out_dtype=out_dtype, **score)
     return Partial(part.out, part.lse.to(fine(q_BTHD)))
 
@@ -82,16 +82,17 @@ def totals(
     where: Intervals,
     dout_BTHV: Tensor,
     lse_BTH: Tensor,
-    delta_BTH: Tensor,
+    delta_BTH: Tensor | None,
+    *,
+    out: Tensor | None = None,
     **score: Any,
 ) -> tuple[Total, Total, Total]:
-    q, k, v, dout, delta = widened(q_BTHD, k_BSGD, v_BSGV, dout_BTHV, delta_BTH)
-    if not finite(q, k, v, dout) and delta.dim() == 4:
-        delta = row_delta(delta, dout)
-    return totals_of_tiles(q, k, v, where, dout, lse_BTH, delta, **score)
-
-
-attend_backward = sums_of(totals)
+    q, k, v, dout = widened(q_BTHD, k_BSGD, v_BSGV, dout_BTHV)
+    out = None if out is None else widened(out)[0]
+    if out is not None and not finite(q, k, v, dout):
+        delta_BTH, out = row_delta(out, dout), None
+    assert BY_TILES.totals is not None
+    return BY_TILES.totals(q, k, v, where, dout, lse_BTH, delta_BTH, out=out, **score)
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -110,3 +111,6 @@ def largest_score(q_BTHD: Tensor, k_BSGD: Tensor, scale: float) -> float:
         return 0.0
     longest = [float(torch.linalg.vector_norm(x, dim=-1).max()) for x in (q_BTHD, k_BSGD)]
     return abs(scale) * longest[0] * longest[1]
+
+
+KERNEL = replace(BY_TILES, attend=attend, attend_backward=sums_of(totals), totals=totals)

@@ -1,9 +1,8 @@
 """Attention tile by tile: partials of tiles merge, and with the global lse the gradients of tiles add up.
 
-A vendor's backward computes delta = rowsum(dout * out) by itself and uses `out` for nothing else. So it is handed the
-out over all keys, which makes each tile exact. Where delta is another, since the lse has a gradient too or out is on
-another rank, no `out` that a vendor would take says so in every range of numbers: our own kernel, which takes delta as
-it is, serves there.
+A vendor's backward computes delta = rowsum(dout * out) by itself and uses `out` for nothing else. Given the out over
+all keys, each tile is exact. If the lse has a gradient too, or out is on another rank, no `out` gives the right delta
+in every range of numbers: then out= is left out, and our own kernel, which takes delta, does the work.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from ringattn.kernels import partial, reference, tiled
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals, Tile
 from ringattn.kernels.partial import Partial, empty, rounded
+from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.total import Total
 
 # (q, k, v, causal, scale) -> out [B, T, H, V], lse [B, T, H]; (dout, q, k, v, out, lse, causal, scale) -> dq, dk, dv
@@ -23,10 +23,8 @@ Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Any], ...]:
-    """From a vendor's two functions of one tile: `attend` and `attend_backward` with the signatures of `reference`,
-    and `totals`, which is the latter with sums that are still to be made.
-    """
+def over_tiles(name: str, forward: Forward, backward: Backward, refuses: Callable[..., str | None]) -> TorchKernel:
+    """The kernel that runs a vendor's two functions of one tile over all tiles of a step."""
 
     def attend(
         q_BTHD: Tensor,
@@ -71,20 +69,21 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
         where: Intervals,
         dout_BTHV: Tensor,
         lse_BTH: Tensor,
-        delta_BTH: Any,
+        delta_BTH: Tensor | None,
         *,
         scale: float,
         softcap: float | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Total, Total, Total]:
         tiles = tiles_or_refuse(name, where, softcap)
         dq, dk, dv = sums = Total(q_BTHD), Total(k_BSGD), Total(v_BSGV)
         dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
-        if delta_BTH.dim() == 3:
+        if out is None:
             inputs = q_BTHD, k_BSGD, v_BSGV, where, dout_BTHV, lse_BTH, delta_BTH
             for total, part in zip(sums, own_backward(q_BTHD)(*inputs, scale=scale), strict=True):
                 total.add(part)
             return sums
-        q_BTHD, k_BSGD, v_BSGV, dout, out = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV, dout_BTHV, delta_BTH))
+        q_BTHD, k_BSGD, v_BSGV, dout, out = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV, dout_BTHV, out))
         for queries, keys, causal in largest_first(tiles):
             rows = [cut(x, queries) for x in (dout, q_BTHD, out, lse_BTH)]
             found = backward(*rows[:2], cut(k_BSGD, keys), cut(v_BSGV, keys), *rows[2:], causal, scale)
@@ -92,7 +91,7 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
                 total.add(part, at)
         return dq, dk, dv
 
-    return attend, sums_of(totals), totals
+    return TorchKernel(attend, sums_of(totals), refuses, row_delta, totals=totals, by_out=True)
 
 
 def sums_of(totals: Callable[..., tuple[Total, Total, Total]]) -> Callable[..., tuple[Tensor, ...]]:

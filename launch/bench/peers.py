@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringattn import kernels
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.vendor.tiles import heads_first, row_delta
+from ringattn.kernels.vendor.tiles import heads_first
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,18 @@ def of_table(name: str) -> Callable[[Inputs], Runs]:
     def runs(given: Inputs) -> Runs:
         if (reason := refusal(name, given)) is not None:
             raise NotImplementedError(reason)
-        module, tensors = kernel_of(name).load(), (given.q, given.k, given.v, given.where)
+        kernel, tensors = kernel_of(name).load(), (given.q, given.k, given.v, given.where)
 
         def forward() -> Any:
-            return module.attend(*tensors, scale=given.scale, out_dtype=given.q.dtype)
+            return kernel.attend(*tensors, scale=given.scale, out_dtype=given.q.dtype)
 
         part = forward()
 
         def backward() -> Any:
-            delta = row_delta(part.out, given.dout)
-            return module.attend_backward(*tensors, given.dout, part.lse, delta, scale=given.scale)
+            if kernel.by_out:
+                return kernel.attend_backward(*tensors, given.dout, part.lse, None, out=part.out, scale=given.scale)
+            delta = kernel.row_delta(part.out, given.dout)
+            return kernel.attend_backward(*tensors, given.dout, part.lse, delta, scale=given.scale)
 
         return Runs(forward, backward)
 

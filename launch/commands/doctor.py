@@ -175,7 +175,7 @@ def choice(kernel: kernels.Kernel, problem: kernels.Problem) -> Finding:
     """Why a kernel is not the one that serves."""
     why = kernel.refuses(problem)
     if why is None:
-        why = "would serve if named; slow here" if problem.device in kernel.told else "would serve too"
+        why = "would serve if named; slow here" if problem.device in kernel.named else "would serve too"
         return Finding("ok", f"  {kernel.name}", why)
     return Finding("none", f"  {kernel.name}", why)
 

@@ -14,8 +14,8 @@ from jax import Array
 from ringattn.comms.jax import automatic_beside, generation
 from ringattn.kernels import pallas
 from ringattn.kernels.intervals import Choice, Intervals, Sets, Tile, tiles_of
+from ringattn.kernels.protocol import JaxKernel
 from ringattn.kernels.vendor import jax_splash
-from ringattn.kernels.vendor.jax_tiles import as_they_are
 from ringattn.layout import Layout, to_local
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import LAST, Plan
@@ -246,14 +246,13 @@ def score_of(
     kernel = pallas.select(problem, plan.kernel)
     if kernel.name != "reference":
         refuse_automatic(kernel.name)
-    module = kernel.load()
+    found: JaxKernel = kernel.load()
     given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap}
-    given |= module.options(problem) if hasattr(module, "options") else {}
-    prepare, parted = getattr(module, "prepare", as_they_are), getattr(module, "parted", True)
-    attend_backward: Any = partial(module.attend_backward, **given)
+    given |= found.options(problem)
+    attend_backward: Any = partial(found.attend_backward, **given)
     if kernel.name != "reference":
         attend_backward = once(kernel.name, attend_backward)
-    return Score(partial(module.attend, **given), attend_backward, prepare, parted)
+    return Score(partial(found.attend, **given), attend_backward, found.prepare, found.parted)
 
 
 def refuse_automatic(kernel: str) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ringattn import kernels
 from ringattn.check import of_choice
-from ringattn.kernels import reference
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.kernels.partial import Partial
@@ -166,7 +165,7 @@ def attend_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel, where = chosen(q, k, v, begin, end, softcap, impl)
     with no_autocast(q.device):
-        delta = getattr(kernel, "row_delta", reference.row_delta)(out, dout, dlse.to(out.dtype))
+        delta = kernel.row_delta(out, dout, dlse.to(out.dtype))
         grads = kernel.attend_backward(q, k, v, where, dout, lse, delta, scale=scale, softcap=softcap)
     dq, dk, dv = (g.to(x.dtype).contiguous() for g, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv

@@ -20,7 +20,7 @@ from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention import ring
 from ringattn.torch.attention.call import Call, bind
 from ringattn.torch.attention.gather import gather_backward, gather_forward
-from ringattn.torch.attention.steps import Grads, delta_of
+from ringattn.torch.attention.steps import Grads, rows_of
 from ringattn.torch.attention.ulysses import Real, cleared, enter, joined, leave, repeated, summed
 from ringattn.torch.dispatch import no_autocast, no_view, once, traced
 
@@ -228,8 +228,7 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], asked: bool) -> Itera
     queries = call.plan.transport.backward == "queries"
     alone = len(run) == len(run[0].stops) == 1
     for q, k, v, out, lse, dout, dlse in groups:
-        taken, delta = delta_of(kernel, out, dout, dlse, asked, travels=queries)
-        rows = kernel.rounded(dout, lse, taken)
+        rows, delta = rows_of(kernel, out, lse, dout, dlse, asked, travels=queries)
         side: ring.Side = ring.KeysTravel(q, k, v, kernel, rows, alone)
         if queries:
             side = ring.QueriesTravel(q, k, v, kernel, rows)

@@ -12,7 +12,7 @@ from ringattn.comms.axis import All, Axis, Done, Pending, Then, one_ahead
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
 from ringattn.layout import Layout
-from ringattn.torch.attention.steps import Entered, Grads, Score, Seen, delta_of
+from ringattn.torch.attention.steps import Entered, Grads, Score, Seen, rows_of
 from ringattn.torch.sharding import order_of
 
 
@@ -32,10 +32,9 @@ def gather_backward(
 
     def going_home() -> Iterator[Pending]:
         for q, k, v, out, lse, dout, dlse in one_ahead(gathered(group, axis, layout) for group in groups):
-            taken, delta = delta_of(kernel, out, dout, dlse, asked)
-            rows = kernel.rounded(dout, lse, taken)
-            dq, *grads = kernel.attend_backward(q, k, v, where, *rows)
-            del k, v, taken, rows
+            rows, delta = rows_of(kernel, out, lse, dout, dlse, asked)
+            dq, *grads = kernel.gradients(q, k, v, where, rows)
+            del k, v, rows
             home = [axis.reduce_scatter(reordered(x, layout, back=False), 1) for x in grads]
             del grads
             yield All(Done(dq), *home, Done(delta))

@@ -16,10 +16,9 @@ from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.total import Total
 from ringattn.schedule import Hop
-from ringattn.torch.attention.steps import Run, Score, Stop, carried_in
+from ringattn.torch.attention.steps import Rows, Run, Score, Stop, carried_in
 
 S = TypeVar("S")
-Rows = tuple[Tensor, Tensor, Tensor]  # dout, the lse over all keys, delta (or, for tiles, the out over all keys)
 END = Stop(None, (), {}, (), ())
 EVERY = slice(None)
 LONG = 64 * 2**20  # bytes: a hop of so many takes longer than launching a kernel more
@@ -67,9 +66,9 @@ class KeysTravel:
     def work(self, turn: "Turn", here: Sequence[Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Two functions: the gradients of what travels, and of what stays."""
         tensors = some_heads(self.q, turn.queries), *some_heads(here, turn.keys)
-        rows = some_heads(self.rows, turn.queries)
+        rows = Rows(*(x if x is None else some_heads(x, turn.queries) for x in self.rows))
         dq = self.stays[0].place
-        keys, queries = self.score.halves(*tensors, turn.stop.where, *rows, dq=dq, alone=self.alone)
+        keys, queries = self.score.halves(*tensors, turn.stop.where, rows, dq=dq, alone=self.alone)
         return keys, lambda: (queries(),)
 
 
@@ -83,7 +82,7 @@ class QueriesTravel:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, score: Score, rows: Rows):
         self.score, self.keys = score, (k, v)
-        self.travels, self.stays = tuple(x.contiguous() for x in (q, *rows)), (Total(k), Total(v))
+        self.travels, self.stays = tuple(x.contiguous() for x in (q, *rows[:3])), (Total(k), Total(v))
 
     def turns(self, stops: Sequence[Stop]) -> "list[Turn]":
         return turns_of(stops, self.score)
@@ -91,7 +90,7 @@ class QueriesTravel:
     def work(self, turn: "Turn", here: Sequence[Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Two functions: the gradients of what travels, and of what stays."""
         (q, *rows), (dk, dv) = here, self.stays
-        keys, queries = self.score.halves(q, *self.keys, turn.stop.where, *rows, dk=dk.place, dv=dv.place)
+        keys, queries = self.score.halves(q, *self.keys, turn.stop.where, Rows(*rows), dk=dk.place, dv=dv.place)
         return lambda: (queries(),), keys
 
 

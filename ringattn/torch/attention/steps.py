@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
-from ringattn.kernels import partial as partials
-from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, tiles_of
+from ringattn.kernels.partial import Partial
+from ringattn.kernels.protocol import TorchKernel
 from ringattn.layout import Layout, Shard, count_below
 from ringattn.mask import Mask, schedule_of
 from ringattn.schedule import Hop, Visit
@@ -51,18 +51,29 @@ class Leg(NamedTuple):
 Run = tuple[Leg, ...]
 
 
-class Score(NamedTuple):
-    """A kernel's functions with everything of the spec that is not an interval already said."""
+class Rows(NamedTuple):
+    """What a backward pass knows of its queries. A kernel takes delta, or makes it of out."""
 
-    attend: Callable[..., Any]
-    attend_backward: Callable[..., Any]
-    halves: Callable[..., Any]  # attend_backward as two functions: one gives (dk, dv), the other dq
-    parted: bool  # whether each of them does its own half only; then it adds up in what it is given
-    tiles: bool  # whether it runs tile by tile, and takes out for delta
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor | None
+    out: Tensor | None = None
+
+
+class Score(NamedTuple):
+    """A kernel, with all that it needs to know of a call but the tensors and the intervals."""
+
+    kernel: TorchKernel
+    attend: Callable[..., Partial]
+    gradients: Callable[..., Any]  # (q, k, v, where, rows) -> dq, dk, dv
+    halves: Callable[..., Any]  # the same as two functions: one gives (dk, dv), the other dq
     rounds: bool  # whether what it finds of a tile has the inputs' dtype
     narrow: bool  # whether gradients travel in the inputs' dtype, as such a kernel of all ranks finds them
-    row_delta: Callable[..., Any]
-    rounded: Callable[..., Any]  # (dout, lse, delta) with the lse in the dtype that the kernel takes
+
+    @property
+    def parted(self) -> bool:
+        """Whether each of `halves` does its own half only; then it adds up in what it is given."""
+        return self.kernel.halves is not None
 
 
 @lru_cache(maxsize=8)
@@ -184,18 +195,27 @@ def score_of(
 
 @lru_cache(maxsize=1024)
 def kept_score(problem: kernels.Problem, impl: str, scale: float, softcap: float | None) -> Score:
-    kernel = kernels.select(problem, impl)
-    module = kernel.load()
+    entry = kernels.select(problem, impl)
+    kernel: TorchKernel = entry.load()
     given = {"scale": scale, "softcap": softcap}
-    row_delta = getattr(module, "row_delta", reference.row_delta)
-    whole = partial(module.attend_backward, **given)
-    parted = hasattr(module, "halves")
-    found = partial(getattr(module, "totals", module.attend_backward), **given)
-    halves = partial(module.halves, **given) if parted else partial(both_at_once, found)
-    attend = partial(module.attend, **given)
-    rounded = getattr(module, "rounded", partials.rounded)
+    gradients = with_rows(kernel, partial(kernel.attend_backward, **given))
+    if kernel.halves:
+        halves = with_rows(kernel, partial(kernel.halves, **given))
+    else:
+        halves = partial(both_at_once, with_rows(kernel, partial(kernel.totals or kernel.attend_backward, **given)))
     narrow = kernels.is_narrow(impl)
-    return Score(attend, whole, halves, parted, kernel.tiles, kernel.rounds, narrow, row_delta, rounded)
+    return Score(kernel, partial(kernel.attend, **given), gradients, halves, entry.rounds, narrow)
+
+
+def with_rows(kernel: TorchKernel, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with `Rows` in the place of dout, lse and delta (and out, for a kernel that takes it)."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, where: Intervals, rows: Rows, **more: Any) -> Any:
+        if kernel.by_out:
+            more["out"] = rows.out
+        return function(q, k, v, where, *rows[:3], **more)
+
+    return run
 
 
 def carried_in(q: Tensor, score: Score, where: Intervals, carry: Any, ends: bool) -> torch.dtype | None:
@@ -204,17 +224,18 @@ def carried_in(q: Tensor, score: Score, where: Intervals, carry: Any, ends: bool
     return q.dtype if ends or alone else None
 
 
-def delta_of(
-    score: Score, out: Tensor, dout: Tensor, dlse: Tensor | None, asked: bool, travels: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """delta as the kernel takes it, and its numbers if they are `asked` for.
+def rows_of(
+    score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, asked: bool, travels: bool = False
+) -> tuple[Rows, Tensor | None]:
+    """The rows of a backward pass as the kernel takes them, and delta if it is `asked` for.
 
-    A kernel that makes delta from `out` again takes just that, unless the lse has a gradient too, which is then a term
-    of delta, or delta `travels`: it is much smaller than out.
+    A kernel that makes delta of `out` gets that, unless the lse has a gradient too, which is a term of delta, or the
+    rows travel: delta is much smaller than out.
     """
-    by_out = score.tiles and dlse is None and not travels
-    delta = None if by_out and not asked else score.row_delta(out, dout, dlse)
-    return (out if by_out else delta), delta  # type: ignore[return-value]  # one of the two is there
+    by_out = score.kernel.by_out and dlse is None and not travels
+    delta = None if by_out and not asked else score.kernel.row_delta(out, dout, dlse)
+    rows = score.kernel.rounded(dout, lse, None if by_out else delta)
+    return Rows(*rows, out if by_out else None), delta
 
 
 def both_at_once(

@@ -20,6 +20,7 @@ from ringattn.check import of_choice, of_linear, of_scale, of_state
 from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear import Room
+from ringattn.kernels.protocol import LinearKernel
 from ringattn.planning import Plan, of_text
 from ringattn.segments import BEFORE, WAYS, choose, order, segments
 from ringattn.spec import Docs
@@ -164,8 +165,8 @@ class Call:
         return x.unflatten(0, (self.batch, self.parts)).flatten(1, 2)
 
 
-def selected(q: Tensor, v: Tensor, kernel: str) -> Any:
-    """The module with the kernel's functions. It is chosen by numbers, also where a compiler traces with symbols."""
+def selected(q: Tensor, v: Tensor, kernel: str) -> LinearKernel:
+    """The kernel. It is chosen by numbers, also where a compiler traces with symbols."""
     problem = kernels.Problem(
         device=q.device.type,
         dtype=str(q.dtype).removeprefix("torch."),
@@ -175,7 +176,8 @@ def selected(q: Tensor, v: Tensor, kernel: str) -> Any:
         kv_heads=int(q.shape[2]),
         arch=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
     )
-    return linear.select(problem, kernel).load()
+    found: LinearKernel = linear.select(problem, kernel).load()
+    return found
 
 
 def rows(x: Tensor, parts: int) -> Tensor:
@@ -183,7 +185,7 @@ def rows(x: Tensor, parts: int) -> Tensor:
     return x.unflatten(1, (parts, -1)).flatten(0, 1)
 
 
-def empty_states(kernel: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Tensor | None:
+def empty_states(kernel: LinearKernel, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Tensor | None:
     """Room for the states before all chunks, if they are small beside the inputs, which backward needs in any case."""
     room: Room = kernel.room(k, v)
     sizes, dtype = room
