@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels import partial, reference, tiled
+from ringattn.kernels import partial, tiled
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals, Tile
 from ringattn.kernels.partial import Partial, empty, rounded
@@ -183,7 +183,7 @@ def row_delta(out_BTHV: Tensor, dout_BTHV: Tensor, dlse_BTH: Tensor | None = Non
         from ringattn.kernels.triton import backward
 
         return backward.row_delta(out_BTHV, dout_BTHV, dlse_BTH)
-    return reference.row_delta(out_BTHV, dout_BTHV, dlse_BTH)
+    return partial.row_delta(out_BTHV, dout_BTHV, dlse_BTH)
 
 
 def covers(queries: slice, length: int) -> bool:

@@ -50,6 +50,7 @@ class Call:
         same = mask.key_docs is None and keys is plan
         self.real = real_tokens(plan, mask.docs, device)
         self.real_keys = real_tokens(keys, mask.docs if same else mask.key_docs, device)
+        self.padded = self.real is not None or self.real_keys is not None  # whether padding must be cleared here
         self.words: agree.Words | None = None  # what all ranks compare each time; None where they need not
 
     @property

@@ -90,13 +90,15 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     kept: Kept = []
     with no_autocast(q.device):
         if call.alone:
-            q, k, v = (cleared(x, real) for x, real in zip((q, k, v), reals(call), strict=True))
+            if call.padded:
+                q, k, v = (cleared(x, real) for x, real in zip((q, k, v), reals(call), strict=True))
             start = None if sinks is None else sink_partial(q, sinks, v.shape[-1])
             part = next(attended(call, iter([(q, k, v, start)])))
             out, lse = part.out.to(q.dtype), part.lse
         else:
             out, lse, kept = swapped(call, q, k, v, sinks)
-        out, lse = cleared(out, call.real), cleared(lse, call.real, NEVER)
+        if call.padded:
+            out, lse = cleared(out, call.real), cleared(lse, call.real, NEVER)
         return out.contiguous(), by_heads(lse), kept
 
 
@@ -133,8 +135,9 @@ def backward(
     with no_autocast(dout.device):
         if call.alone:
             q, k, v, out, lse = kept
-            q, k, v, dout = (cleared(x, r) for x, r in zip((q, k, v, dout), (*reals(call), call.real), strict=True))
-            dlse = None if dlse is None else cleared(dlse, call.real)
+            if call.padded:
+                q, k, v, dout = (cleared(x, r) for x, r in zip((q, k, v, dout), (*reals(call), call.real), strict=True))
+                dlse = None if dlse is None else cleared(dlse, call.real)
             dq, dk, dv, delta = next(gradients(call, iter([(q, k, v, out, lse, dout, dlse)]), sinks is not None))
             lses, deltas = lse, delta
         else:

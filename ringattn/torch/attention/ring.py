@@ -16,7 +16,7 @@ from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.total import Total
 from ringattn.schedule import Hop
-from ringattn.torch.attention.steps import Rows, Run, Score, Stop, carried_in
+from ringattn.torch.attention.steps import Rows, Run, Score, Stop
 
 S = TypeVar("S")
 END = Stop(None, (), {}, (), ())
@@ -38,7 +38,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score,
             work: Callable[[], Partial | None] = partial(as_it_was, part)
             if stop.where:
                 left -= 1
-                dtype = carried_in(q, score, stop.where, part, ends=not left)
+                rounded = part is None and score.rounds and len(stop.where.tiles or ()) == 1
+                dtype = q.dtype if rounded or not left else None
                 work = partial(score.attend, q, *keys, stop.where, carry=part, out_dtype=dtype)
             keys, trip = room_for(following, *held)
             part, coming = axis.share(*trip, work, f"keys of step {j} of {len(leg.stops)}, forward")

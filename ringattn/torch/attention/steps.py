@@ -218,12 +218,6 @@ def with_rows(kernel: TorchKernel, function: Callable[..., Any]) -> Callable[...
     return run
 
 
-def carried_in(q: Tensor, score: Score, where: Intervals, carry: Any, ends: bool) -> torch.dtype | None:
-    """The dtype for the out of a step: q's where the attention ends, and where the kernel had rounded to it anyway."""
-    alone = carry is None and score.rounds and len(where.tiles or ()) == 1
-    return q.dtype if ends or alone else None
-
-
 def rows_of(
     score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, asked: bool, travels: bool = False
 ) -> tuple[Rows, Tensor | None]:
