@@ -46,7 +46,7 @@ class TorchKernel:
     """
 
     attend: Attend
-    attend_backward: Callable[..., tuple[Any, Any, Any]]
+    attend_backward: Callable[..., tuple[Any, ...]]
     refuses: "Callable[[Problem], str | None]" = serves
     row_delta: Callable[..., Any] = row_delta
     rounded: Callable[..., tuple[Any, Any, Any]] = rounded

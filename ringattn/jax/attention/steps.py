@@ -247,7 +247,7 @@ def score_of(
     if kernel.name != "reference":
         refuse_automatic(kernel.name)
     found: JaxKernel = kernel.load()
-    given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap}
+    given: dict[str, Any] = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap}
     given |= found.options(problem)
     attend_backward: Any = partial(found.attend_backward, **given)
     if kernel.name != "reference":

@@ -67,7 +67,7 @@ class KeysTravel:
     def work(self, turn: "Turn", here: Sequence[Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Two functions: the gradients of what travels, and of what stays."""
         tensors = some_heads(self.q, turn.queries), *some_heads(here, turn.keys)
-        rows = Rows(*(x if x is None else some_heads(x, turn.queries) for x in self.rows))
+        rows = Rows(*(some_heads(x, turn.queries) for x in self.rows))
         dq = self.stays[0].place
         keys, queries = self.score.halves(*tensors, turn.stop.where, rows, dq=dq, alone=self.alone)
         return keys, lambda: (queries(),)
@@ -83,7 +83,10 @@ class QueriesTravel:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, score: Score, rows: Rows):
         self.score, self.keys = score, (k, v)
-        self.travels, self.stays = tuple(x.contiguous() for x in (q, *rows[:3])), (Total(k), Total(v))
+        dout, lse, delta, _ = rows
+        assert delta is not None, "rows that travel have a delta"
+        self.travels = tuple(x.contiguous() for x in (q, dout, lse, delta))
+        self.stays = Total(k), Total(v)
 
     def turns(self, stops: Sequence[Stop]) -> "list[Turn]":
         return turns_of(stops, self.score)
@@ -192,7 +195,7 @@ def hop_bytes(stop: Stop, *own: Tensor) -> float:
 
 def some_heads(x: Any, at: slice) -> Any:
     """Those heads of a tensor, or of each one of several."""
-    if at == EVERY:
+    if at == EVERY or x is None:
         return x
     if isinstance(x, Tensor):
         return x[:, :, at]

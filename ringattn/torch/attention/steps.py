@@ -197,7 +197,7 @@ def score_of(
 def kept_score(problem: kernels.Problem, impl: str, scale: float, softcap: float | None) -> Score:
     entry = kernels.select(problem, impl)
     kernel: TorchKernel = entry.load()
-    given = {"scale": scale, "softcap": softcap}
+    given: dict[str, Any] = {"scale": scale, "softcap": softcap}
     gradients = with_rows(kernel, partial(kernel.attend_backward, **given))
     if kernel.halves:
         halves = with_rows(kernel, partial(kernel.halves, **given))

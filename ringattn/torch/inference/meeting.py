@@ -63,7 +63,8 @@ class Meeting:
     """Queries that meet pieces of a cache one after the other, each merged into what was found before."""
 
     def __init__(self, q: Tensor, cache: KVCache, spec: AttentionSpec):
-        self.q, self.cache, self.spec, self.part = q, cache, spec, None
+        self.q, self.cache, self.spec = q, cache, spec
+        self.part: Partial | None = None
         self.tiled = kernel_for(q, cache, spec).tiles  # whether the kernel is one that asks for tiles
         self.scores: dict[bool, Score] = {}
 
