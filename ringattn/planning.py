@@ -298,6 +298,17 @@ class Plan:
         """The whole sequence from every rank's part: the inverse of `shard`, padding removed; differentiable."""
         return self._sharding.unshard(x, self, dim)
 
+    def roll(self, x: Any, shift: int = -1, dim: int = 1, docs: Any = None, fill: Any = None) -> Any:
+        """This rank's part of the whole sequence moved on by `shift` places, from its part of it; differentiable.
+
+        Position p gets position p - shift, so shift=-1 gives every token its successor: labels, or the targets of
+        multi-token prediction. Nothing wraps around or crosses documents: there it is `fill`, by default -100 for
+        integers and 0 for all else. In torch only the tokens that change ranks are sent, once (twice where both the
+        ring and the Ulysses rank change): one token a segment for shift=-1, all of them where stripes take turns. JAX
+        takes the array that `shard` made, and gathers it.
+        """
+        return self._sharding.roll(x, self, shift, dim, docs, fill)
+
     def positions(self) -> Any:
         """The global positions of this rank's tokens, for RoPE and position embeddings; padding repeats the last one.
 

@@ -13,13 +13,13 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringattn.check import of_shapes
+from ringattn.check import of_packed, of_shapes, of_words
 from ringattn.comms.axis import Ranks, Solo
 from ringattn.comms.jax import MeshAxis, platform
 from ringattn.jax.attention.steps import local_positions
 from ringattn.layout import Layout
 from ringattn.planning import Plan
-from ringattn.spec import whole
+from ringattn.spec import Docs, whole
 
 
 def shard(x: Array, plan: Plan, dim: int = 1, compare: bool = True) -> Array:
@@ -53,6 +53,30 @@ def unshard(x: Array, plan: Plan, dim: int = 1) -> Array:
         )
     everything = restored(placed(x, plan, dim, ()), plan.tokens, dim)
     return jax.lax.slice_in_dim(everything, 0, plan.seq_len, axis=dim)
+
+
+def roll(x: Array, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None = None, fill: Any = None) -> Array:
+    """Position p of the sequence gets position p - shift, `fill` where that is outside of it or of p's document."""
+    dim, count, T = dim_of(x, dim), whole(shift), plan.seq_len
+    if is_local(plan):
+        raise ValueError("inside a shard_map arrays are this device's tokens only: roll before it or after it")
+    if count is None:
+        raise ValueError(f"shift={shift!r}: how many places tokens move, a whole number")
+    problem = of_words(docs=docs) or (docs is not None and of_packed("docs", docs, T, x.shape[0]))
+    if problem or (docs is not None and dim == 0 and len(docs.starts) > 1):
+        raise ValueError(problem or f"dim=0: {docs} are of the rows of dim 0, which cannot be the sequence too")
+    at, limits = jnp.arange(T), jnp.array([[0, T]]) if docs is None else jnp.asarray(docs.starts)
+    document = jax.vmap(partial(jnp.searchsorted, side="right"), (0, None))(limits[:, 1:], at)
+    begin, end = (
+        jnp.take_along_axis(jnp.pad(x, ((0, 0), (0, 1))), document, 1) for x in (limits[:, :-1], limits[:, 1:])
+    )
+    inside = (at - count >= begin) & (at - count < end)
+    shape = [
+        n if i == dim else len(inside) if i == 0 else 1 for i, n in enumerate((*x.shape[:dim], T, *x.shape[dim + 1 :]))
+    ]
+    moved = jnp.take(unshard(x, plan, dim), jnp.clip(at - count, 0, T - 1), dim)
+    empty = (-100 if jnp.issubdtype(x.dtype, jnp.integer) else 0) if fill is None else fill
+    return shard(jnp.where(inside.reshape(shape), moved, jnp.asarray(empty, x.dtype)), plan, dim)
 
 
 def dim_of(x: Array, dim: int) -> int:

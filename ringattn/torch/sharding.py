@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ringattn.check import of_packed, of_words
 from ringattn.layout import Layout
 from ringattn.planning import Plan
 from ringattn.spec import Docs, whole
 from ringattn.torch import same_data
 from ringattn.torch.agree import agree, describe
 from ringattn.torch.check import of_types
+from ringattn.torch.exchange import Exchange, Exchanged, Place, place_of, sizes_of
 
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,13 +114,63 @@ def order_of(layout: Layout, device: torch.device, back: bool = False) -> Tensor
 
 def unshard(x: Tensor, plan: Plan, dim: int = 1) -> Tensor:
     """The whole sequence from every rank's part: the inverse of `shard`, padding removed; differentiable."""
-    problem = of_dim(x, dim)
-    if problem is None and x.shape[dim] != plan.local_len:
-        problem = f"dim {dim} of x has {x.shape[dim]} tokens; a rank of this plan holds {plan.local_len} ({plan})"
+    problem = of_part(x, plan, dim)
     keep = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
     words = {} if problem else describe(plan, None, {"x": x}, None, call="unshard", dim=dim % x.dim(), gradients=keep)
     agree(plan, words, problem)
     return Unshard.apply(x, plan, dim % x.dim())
+
+
+def roll(x: Tensor, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None = None, fill: Any = None) -> Tensor:
+    """Position p of the sequence gets position p - shift; `fill` where that is outside of it or of p's document."""
+    problem = of_part(x, plan, dim) or of_shift(shift) or of_words(docs=docs)
+    if problem is None and docs is not None:
+        problem = of_packed("docs", docs, plan.seq_len, x.shape[0])
+        if problem is None and dim % x.dim() == 0 and docs.first is None:
+            problem = f"dim={dim!r}: {docs} are of the rows of dim 0, which cannot be the sequence too"
+    keep = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
+    how = {} if problem else {"call": "roll", "dim": str(dim % x.dim()), "shift": str(shift), "gradients": str(keep)}
+    agree(plan, {} if problem else describe(plan, None, {"x": x}, docs) | how, problem)
+    dim, place = dim % x.dim(), place_of(plan)
+    moved = Exchanged.apply(x, shifted(plan, int(shift), place, x.device), plan, dim)
+    outside = ~within(plan, int(shift), docs, place, x.device)
+    shape = [n if i == dim else len(outside) if i == 0 else 1 for i, n in enumerate(x.shape)]
+    integers = not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
+    return moved.masked_fill(outside.view(shape), (-100 if integers else 0) if fill is None else fill)
+
+
+@kept
+def shifted(plan: Plan, shift: int, place: Place, device: torch.device) -> Exchange:
+    """Every position p gets position p - shift, where both are of the sequence. `place` is this rank's."""
+    order, T = plan.tokens.order(), plan.seq_len
+    come = order - shift
+    inside = (order < T) & (come >= 0) & (come < T)
+    source = np.where(inside, np.argsort(order)[np.where(inside, come, 0)], -1)
+    return Exchange(sizes_of(plan), place, source, device)
+
+
+@kept
+def within(plan: Plan, shift: int, docs: Docs | None, place: Place, device: torch.device) -> Tensor:
+    """Whether each of this rank's positions p and p - shift are of one document, [1 or rows, T_local]."""
+    at, rows = local_positions(plan, *place), []
+    for starts in np.array([[0, plan.seq_len]]) if docs is None else (docs.first or docs).starts:
+        begin, end = (
+            np.append(x, plan.seq_len)[np.searchsorted(starts[1:], at, "right")] for x in (starts, starts[1:])
+        )
+        rows.append((at < starts[-1]) & (at - shift >= begin) & (at - shift < end))
+    return torch.from_numpy(np.stack(rows)).to(device)
+
+
+def of_shift(shift: Any) -> str | None:
+    return None if whole(shift) is not None else f"shift={shift!r}: how many places tokens move, a whole number"
+
+
+def of_part(x: Tensor, plan: Plan, dim: int) -> str | None:
+    """A tensor whose dim is this rank's tokens."""
+    problem = of_dim(x, dim)
+    if problem is None and x.shape[dim] != plan.local_len:
+        problem = f"dim {dim} of x has {x.shape[dim]} tokens; a rank of this plan holds {plan.local_len} ({plan})"
+    return problem
 
 
 def check_whole(x: Tensor, plan: Plan, dim: int) -> None:
