@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.torch.models import hf
+from ringattn.torch.models.hf_attention import attend
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 peft = pytest.importorskip("peft", reason="peft is not installed (pip install peft)")
@@ -281,9 +282,9 @@ def test_what_a_model_asks_of_its_attention_is_never_dropped():
             model(batch() % 50)
     q = torch.randn(1, 4, 5, 8)
     told = {"ringattn": hf.Call(ra.plan(seq_len=5), None), "position_ids": torch.arange(5), "use_cache": False}
-    assert hf.attend(torch.nn.Identity(), q, q, q, None, **told)[0].shape == (1, 5, 4, 8)
+    assert attend(torch.nn.Identity(), q, q, q, None, **told)[0].shape == (1, 5, 4, 8)
     with pytest.raises(ValueError, match="Identity asks its attention for indices, position_bias, which is not supp"):
-        hf.attend(torch.nn.Identity(), q, q, q, None, **told, position_bias=q, indices=q, alibi=None)
+        attend(torch.nn.Identity(), q, q, q, None, **told, position_bias=q, indices=q, alibi=None)
 
 
 def test_a_mask_that_a_layer_changes_is_refused():
@@ -381,6 +382,83 @@ def test_bad_input_is_named():
         model(batch(), position_ids=torch.zeros(3, 2, T, dtype=torch.long))
     with pytest.raises(ValueError, match="from which generate\\(\\) would take the wrong ones"):
         model.generate(batch(), max_new_tokens=2, use_cache=False)
+
+
+def state(model):
+    """All that a call of the model depends on beside its weights, of every module and config."""
+    modules = {}
+    for name, m in model.named_modules():
+        hooks = [vars(m)[kind].copy() for kind in HOOKS]
+        modules[name] = hooks, {k: v for k, v in vars(m).items() if k[0] != "_" and not isinstance(v, torch.Tensor)}
+    return modules, {id(c): c._attn_implementation for c in hf.configs_of(model)}
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs")
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Phi3"])
+def test_unprepare_leaves_nothing_behind(name):
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "factor": 4.0,
+            "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}  # fmt: skip
+    more = {"max_position_embeddings": 16, "original_max_position_embeddings": 16, "rope_parameters": rope}
+    model = build(name, **(more if name == "Phi3" else {}))
+    own = model.forward = model.forward  # an attribute of its own, as accelerate's hooks leave one
+    model.config.output_hidden_states = False
+    expected, before = model(batch(), use_cache=False).logits, state(model)
+    assert hf.prepare(model, plan_of_one())(batch()).loss is None and state(model) != before
+    assert hf.unprepare(model) is model and state(model) == before and model.forward is own
+    assert torch.equal(model(batch(), use_cache=False).logits, expected)
+    assert model.generate(batch()[:, :3], max_new_tokens=2, do_sample=False).shape == (2, 5)
+    with pytest.raises(ValueError, match=f"this {name}ForCausalLM is not prepared; nothing is to be undone"):
+        hf.unprepare(model)
+
+
+@pytest.mark.parametrize("adapters_first", [True, False])
+def test_unprepare_inside_of_adapters(adapters_first):
+    model = lora(build("Llama")) if adapters_first else build("Llama")
+    mine = hf.prepare(model, plan_of_one())
+    mine = mine if adapters_first else lora(mine)
+    spread = mine(input_ids=batch()).logits
+    assert hf.unprepare(mine) is mine and not hasattr(mine.get_base_model(), "ringattn")
+    torch.testing.assert_close(mine(input_ids=batch(), use_cache=False).logits, spread, rtol=1e-5, atol=1e-5)
+    assert mine.get_base_model().config._attn_implementation == "eager"
+
+
+def test_a_model_is_prepared_for_a_block():
+    model = build("Llama")
+    expected = model(batch(), labels=batch(), use_cache=False)
+    with hf.prepared(model, plan_of_one()) as mine:
+        assert mine is model and mine.ringattn.compare
+        torch.testing.assert_close(mine(batch(), labels=batch()).loss, expected.loss)
+    assert not hasattr(model, "ringattn")
+    with pytest.raises(KeyError), hf.prepared(model, plan_of_one()):
+        raise KeyError
+    assert torch.equal(model(batch(), labels=batch(), use_cache=False).loss, expected.loss)
+
+
+def test_a_copy_is_unprepared_alone():
+    model = hf.prepare(
+        build("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), plan_of_one()
+    )
+    copy = hf.unprepare(deepcopy(model))
+    assert copy.config._attn_implementation == "eager" and model.config._attn_implementation == "ringattn"
+    torch.testing.assert_close(copy(batch(), use_cache=False).logits, model(batch()).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_what_would_be_wrong_after_unprepare_is_refused():
+    model = hf.prepare(build("Llama"), plan_of_one())
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
+    loss = model.train()(batch(), labels=batch()).loss
+    hf.unprepare(model)
+    with pytest.raises(ValueError, match="recomputes its layers, and it was unprepared since forward"):
+        loss.backward()
+    wrapped = hf.prepare(build("Llama"), plan_of_one())
+    wrapped.forward = lambda *args, of=wrapped.forward, **given: of(*args, **given)
+    with pytest.raises(ValueError, match="forward of this LlamaForCausalLM was wrapped after prepare"):
+        hf.unprepare(wrapped)
+    wrapped = hf.prepare(build("Llama"), plan_of_one())
+    wrapped.set_attn_implementation("sdpa")
+    assert hf.unprepare(wrapped).config._attn_implementation == "sdpa"  # what the user chose since then
 
 
 def test_what_is_changed_after_prepare_is_refused():

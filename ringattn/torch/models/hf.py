@@ -1,4 +1,4 @@
-"""Models of the transformers library over sequences that are spread over ranks: `prepare(model, plan)`, `OverRanks`.
+"""Models of the transformers library over sequences that are spread over ranks: `prepare(model, plan)`, `unprepare`.
 
 The prepared model takes whole sequences, the same on every rank of the plan, and does what only the whole knows:
 positions, shifted labels, padding, packed documents, and the loss that is averaged over the tokens of all ranks.
@@ -6,8 +6,8 @@ positions, shifted labels, padding, packed documents, and the loss that is avera
     B batch   T all tokens   t this rank's tokens   V vocabulary
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from types import MethodType
@@ -17,17 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from ringattn import api
 from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.spec import Docs
 from ringattn.torch.agree import watched
+from ringattn.torch.models.hf_attention import ARGUMENTS, NAME, Call, hide_last, register, show_last, stretched
+from ringattn.torch.models.hf_trainer import OverRanks as OverRanks
 from ringattn.torch.models.loss import token_mean
 from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.torch.same_data import compare_data
 
-NAME = "ringattn"  # what transformers calls this attention
 OTHERS = 64  # lengths beside the plan's own whose plans are kept
 IGNORED = -100  # a label that does not count
 
@@ -42,19 +41,97 @@ def prepare(model: nn.Module, plan: Plan, *, over: Sequence[Any] = (), compare: 
     is spread in the same way. A model with peft's adapters is prepared inside of them. Token ids and labels are
     compared between the ranks of the plan, at first and then now and then, unless `compare` is False.
     """
-    outer, model = model, model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    refuse(model, plan, over)
+    bare = inner(model)
+    refuse(bare, plan, over)
     register()
-    model.set_attn_implementation(NAME)  # type: ignore[operator]
-    model.ringattn = Spread({plan.seq_len: plan}, tuple(over), numbered_by(model), is_counted(model), compare)
-    for rotary in stretched(model):
-        rotary.register_forward_pre_hook(show_last, with_kwargs=True)
-        rotary.register_forward_hook(hide_last)
-    model.local_forward = model.forward
-    model.forward = MethodType(forward, model)  # not a closure: a copy of the model runs its own weights
-    model.generate = generate
-    model.accepts_loss_kwargs = False  # Trainer: the loss is a mean, of each batch by itself
-    return outer
+    attributes = {name: vars(bare)[name] for name in SET if name in vars(bare)}
+    configs = [(config, config._attn_implementation) for config in configs_of(bare)]
+    bare.set_attn_implementation(NAME)
+    bare.ringattn = Spread({plan.seq_len: plan}, tuple(over), numbered_by(bare), is_counted(bare), compare)
+    hooks = [
+        hook
+        for rotary in stretched(bare)
+        for hook in (
+            rotary.register_forward_pre_hook(show_last, with_kwargs=True),
+            rotary.register_forward_hook(hide_last),
+        )
+    ]
+    bare.ringattn_before = Before(attributes, configs, hooks)
+    bare.local_forward = bare.forward
+    bare.forward = MethodType(forward, bare)  # not a closure: a copy of the model runs its own weights
+    bare.generate = generate
+    bare.accepts_loss_kwargs = False  # Trainer: the loss is a mean, of each batch by itself
+    return model
+
+
+SET = ("ringattn", "ringattn_before", "local_forward", "forward", "generate", "accepts_loss_kwargs")  # by prepare
+
+
+@dataclass
+class Before:
+    """What `unprepare` puts back: attributes of the model, the attention of its configs; and hooks that it removes."""
+
+    attributes: dict[str, Any]
+    configs: list[tuple[Any, str | None]]
+    hooks: list[Any]
+
+
+def unprepare(model: nn.Module) -> nn.Module:
+    """The same model as it was before `prepare`, with the weights that it has now; also inside of peft's adapters.
+
+    Undone are the model's forward and generate, the attention of its configs (unless it was changed since), and the
+    hooks of rotary angles. The name of this attention stays registered with transformers, and changes no other model.
+    """
+    bare = inner(model)
+    name = type(bare).__name__
+    if not hasattr(bare, "ringattn"):
+        raise ValueError(f"this {name} is not prepared; nothing is to be undone")
+    if getattr(bare.forward, "__func__", None) is not forward:
+        raise ValueError(
+            f"the forward of this {name} was wrapped after prepare; undo that first (accelerate: "
+            "accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
+        )
+    before = bare.ringattn_before
+    for hook in before.hooks:
+        hook.remove()
+    for rotary in stretched(bare):
+        vars(rotary).pop("ringattn_last", None)
+    for config, way in before.configs:
+        if config._attn_implementation == NAME:
+            config._attn_implementation_internal = way
+    for attribute in SET:
+        vars(bare).pop(attribute, None)
+    vars(bare).update(before.attributes)
+    return model
+
+
+@contextmanager
+def prepared(model: nn.Module, plan: Plan, *, over: Sequence[Any] = (), compare: bool = True) -> Iterator[nn.Module]:
+    """`with prepared(model, plan) as model:` prepares the model, and undoes that at the end of the block.
+
+    Call backward in the block too if activations are recomputed there.
+    """
+    found = prepare(model, plan, over=over, compare=compare)
+    try:
+        yield found
+    finally:
+        unprepare(model)
+
+
+def inner(model: nn.Module) -> Any:
+    """The model inside of peft's adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """Every config whose attention `set_attn_implementation` may change, once."""
+    found: dict[int, Any] = {}
+    waiting: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    for config in waiting:
+        if id(config) not in found and hasattr(config, "_attn_implementation"):
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -96,6 +173,8 @@ def forward(
     """What a prepared model does with whole sequences. torch.compile takes what lies in between: the layers."""
     plan, given = cut(self, input_ids, attention_mask, position_ids, labels, inputs_embeds, kwargs)
     output = self.local_forward(**given)
+    if any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
+        guard(self, output)
     return output if labels is None else with_loss(self, output, labels, attention_mask, plan)
 
 
@@ -143,96 +222,27 @@ def cut(
 
 
 @torch.compiler.disable
+def guard(self: Any, output: Any) -> None:
+    """Refuse a backward pass that would recompute layers of a model that is no longer prepared: they would be wrong."""
+
+    def check(grad: Tensor) -> None:
+        if not hasattr(self, "ringattn"):
+            raise ValueError(
+                f"backward of this {type(self).__name__} recomputes its layers, and it was unprepared since forward; "
+                "call backward before unprepare, inside of `with hf.prepared(...)`"
+            )
+
+    for x in output.values():
+        if isinstance(x, Tensor) and x.requires_grad:
+            x.register_hook(check)
+
+
+@torch.compiler.disable
 def with_loss(self: Any, output: Any, labels: Tensor, attention_mask: Tensor | None, plan: Plan) -> Any:
     """The model's output, and first of all the loss over all ranks."""
     spread = self.ringattn
     loss = mean_loss(output.logits, labels, attention_mask, plan, spread.over, spread.compare)
     return type(output)(**{"loss": loss, **{name: x for name, x in output.items() if name != "loss"}})
-
-
-class OverRanks:
-    """Has transformers' Trainer train a prepared model: `class LongTrainer(hf.OverRanks, Trainer): ...`.
-
-    Ranks of one plan get the same examples, and those of a data axis (`prepare(..., over=(axis,))`) different ones. DDP
-    and FSDP average gradients over all ranks: here they come out as sums of the ranks' shares.
-    """
-
-    args: Any
-    model: Any
-
-    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        for name in ("label_smoother", "compute_loss_func", "compute_metrics"):
-            if getattr(self, name, None) is not None:
-                raise ValueError(f"this trainer has a {name}, which needs all logits on one rank; leave it out")
-        output = model(**inputs)
-        share = output.loss - output.loss.detach()  # zero, with this rank's gradient
-        loss = output.loss + (self.args.world_size - 1) * share
-        return (loss, output) if return_outputs else loss
-
-    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
-        """The loss alone: no rank has all logits."""
-        with torch.no_grad():
-            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None  # type: ignore[attr-defined]
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        way = self.args.train_sampling_strategy
-        if way not in ("random", "sequential"):
-            raise ValueError(
-                f"train_sampling_strategy={way!r} deals out examples by their lengths, others to each rank, and the "
-                "ranks of a plan need the same: say 'random' or 'sequential'"
-            )
-        return self.loader(self.train_dataset, self.args.train_batch_size, way == "random")  # type: ignore[attr-defined]
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        found = self.eval_dataset if eval_dataset is None else eval_dataset  # type: ignore[attr-defined]
-        found = self.eval_dataset[found] if isinstance(found, str) else found  # type: ignore[attr-defined]
-        return self.loader(found, self.args.eval_batch_size)
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        return self.loader(test_dataset, self.args.eval_batch_size)
-
-    def loader(self, dataset: Any, batch: int, shuffle: bool = False) -> DataLoader[Any]:
-        """Batches of the dataset: the same for all ranks of a plan, and each data rank's own."""
-        over = self.model.ringattn.over
-        ranks = math.prod(axis.size for axis in over)
-        mine = 0
-        for axis in over:
-            mine = mine * axis.size + axis.rank
-        said = {name: getattr(self.args, f"dataloader_{name}") for name in LOADING}
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        sampler: Any = None
-        if not isinstance(dataset, IterableDataset):
-            sampler = DistributedSampler(dataset, ranks, mine, shuffle, seed, said["drop_last"])
-        elif ranks > 1:
-            raise ValueError(
-                f"{type(dataset).__name__} is an IterableDataset, which every rank reads for itself: it cannot be "
-                f"dealt out to {ranks} data ranks; give a dataset with a length, or make a mesh without a data axis"
-            )
-        collate = self._get_collator_with_removed_columns(self.data_collator)  # type: ignore[attr-defined]
-        loader: Any = DataLoader(dataset, batch, sampler=sampler, collate_fn=collate, **said)
-        ordered = dataset if sampler is None else sampler
-        if hasattr(ordered, "set_epoch"):  # Trainer tells the loader, or where a restart skips batches what makes them
-            loader.set_epoch = loader.batch_sampler.set_epoch = ordered.set_epoch
-        return loader
-
-
-LOADING = (  # what Trainer's dataloader_ arguments say of a DataLoader
-    "drop_last",
-    "num_workers",
-    "pin_memory",
-    "persistent_workers",
-    "prefetch_factor",
-    "multiprocessing_context",
-    "in_order",
-)
-
-
-@dataclass(frozen=True)
-class Call:
-    """What every attention layer of one forward pass must know; it travels with the layers' keyword arguments."""
-
-    plan: Plan
-    docs: Docs | None
 
 
 def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, labels: Any) -> tuple[int, int]:
@@ -298,101 +308,10 @@ def cross_entropy(logits_BtV: Tensor, labels_Bt: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED).view_as(labels_Bt)
 
 
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    ringattn: Call | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface: [B, H, t, D] in, [B, t, H, V] out."""
-    name = type(module).__name__
-    if ringattn is None:
-        raise ValueError(
-            f"{name} was called outside a prepared model (call model(...) after ringattn.hf.prepare(model, plan)), or "
-            "by one that does not hand its keyword arguments on, and cannot be spread over ranks"
-        )
-    more = sorted(k for k, v in others.items() if v is not None and v is not False and k not in TOLD)
-    if isinstance(attention_mask, Sliding):
-        sliding_window, attention_mask = attention_mask.keys, None
-    if attention_mask is not None or more:
-        what = ", ".join(["a mask of its own"] * (attention_mask is not None) + more)
-        raise ValueError(f"{name} asks its attention for {what}, which is not supported over ranks")
-    if dropout:
-        raise ValueError(f"{name} has attention dropout {dropout}, which has no exact form over ranks; set it to 0")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if sliding_window and not causal:
-        raise ValueError(f"{name} sees {sliding_window} keys to both sides; only windows that count back are supported")
-    spec = AttentionSpec(causal=causal, window=sliding_window or None, softcap=softcap, scale=scaling)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = api.attention(q, k, v, ringattn.plan, spec=spec, docs=ringattn.docs, sinks=s_aux)
-    return out, None
-
-
-@dataclass(frozen=True)
-class Sliding:
-    """What stands for a sliding mask, for layers that say how far they see by their mask alone."""
-
-    keys: int
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise ValueError(
-            f"a layer of this model changes its mask, a sliding window of {self.keys} keys, before its attention (it "
-            f"asks for mask.{name}): a mask of its own is not supported over ranks"
-        )
-
-
-def asked_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Sliding | None:
-    """The mask is in the intervals. Without this entry transformers would drop padding without a word."""
-    return None if local_size is None else Sliding(local_size)
-
-
-def stretched(model: nn.Module) -> list[nn.Module]:
-    """The modules whose rotary angles depend on how long the sequence is, which they take from the last position."""
-    found = []
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
-            found.append(module)
-    return found
-
-
-def show_last(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """One more position, the last one of the whole sequence, wherever it lies."""
-    x, positions = args[0], kwargs.pop("position_ids") if "position_ids" in kwargs else args[1]
-    last = module.ringattn_last.to(positions).expand(len(positions), 1)
-    return (x, torch.cat([positions, last], 1), *args[2:]), kwargs
-
-
-def hide_last(module: nn.Module, args: Any, angles: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """(cos, sin) without it."""
-    return tuple(x[:, :-1] for x in angles)
-
-
-def register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, asked_mask)
-
-
 LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # of models that predict the next token
 POOLED = ("SequenceClassification", "MultipleChoice", "NextSentencePrediction")
 LAYERS = ("full_attention", "sliding_attention")
-ARGUMENTS = ("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch")
 ROUTERS = "that adds a loss over this rank's tokens only, which is not supported"
-TOLD = (*ARGUMENTS, "position_ids", "use_cache", "cache_position")  # layers are told these, beside their attention
 
 
 def refuse(model: nn.Module, plan: Any, over: Any) -> None:

@@ -1,0 +1,112 @@
+"""What transformers calls in the layers of a prepared model: attention, masks, and rotary angles."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringattn import api
+from ringattn.planning import Plan
+from ringattn.spec import AttentionSpec, Docs
+
+NAME = "ringattn"  # what transformers calls this attention
+ARGUMENTS = ("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch")
+TOLD = (*ARGUMENTS, "position_ids", "use_cache", "cache_position")  # layers are told these, beside their attention
+
+
+@dataclass(frozen=True)
+class Call:
+    """What every attention layer of one forward pass must know; it travels with the layers' keyword arguments."""
+
+    plan: Plan
+    docs: Docs | None
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    ringattn: Call | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: [B, H, t, D] in, [B, t, H, V] out."""
+    name = type(module).__name__
+    if ringattn is None:
+        raise ValueError(
+            f"{name} was called outside a prepared model (call model(...) after ringattn.hf.prepare(model, plan)), or "
+            "by one that does not hand its keyword arguments on, and cannot be spread over ranks"
+        )
+    more = sorted(k for k, v in others.items() if v is not None and v is not False and k not in TOLD)
+    if isinstance(attention_mask, Sliding):
+        sliding_window, attention_mask = attention_mask.keys, None
+    if attention_mask is not None or more:
+        what = ", ".join(["a mask of its own"] * (attention_mask is not None) + more)
+        raise ValueError(f"{name} asks its attention for {what}, which is not supported over ranks")
+    if dropout:
+        raise ValueError(f"{name} has attention dropout {dropout}, which has no exact form over ranks; set it to 0")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if sliding_window and not causal:
+        raise ValueError(f"{name} sees {sliding_window} keys to both sides; only windows that count back are supported")
+    spec = AttentionSpec(causal=causal, window=sliding_window or None, softcap=softcap, scale=scaling)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = api.attention(q, k, v, ringattn.plan, spec=spec, docs=ringattn.docs, sinks=s_aux)
+    return out, None
+
+
+@dataclass(frozen=True)
+class Sliding:
+    """What stands for a sliding mask, for layers that say how far they see by their mask alone."""
+
+    keys: int
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise ValueError(
+            f"a layer of this model changes its mask, a sliding window of {self.keys} keys, before its attention (it "
+            f"asks for mask.{name}): a mask of its own is not supported over ranks"
+        )
+
+
+def asked_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Sliding | None:
+    """The mask is in the intervals. Without this entry transformers would drop padding without a word."""
+    return None if local_size is None else Sliding(local_size)
+
+
+def stretched(model: nn.Module) -> list[nn.Module]:
+    """The modules whose rotary angles depend on how long the sequence is, which they take from the last position."""
+    found = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
+            found.append(module)
+    return found
+
+
+def show_last(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """One more position, the last one of the whole sequence, wherever it lies."""
+    x, positions = args[0], kwargs.pop("position_ids") if "position_ids" in kwargs else args[1]
+    last = module.ringattn_last.to(positions).expand(len(positions), 1)
+    return (x, torch.cat([positions, last], 1), *args[2:]), kwargs
+
+
+def hide_last(module: nn.Module, args: Any, angles: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """(cos, sin) without it."""
+    return tuple(x[:, :-1] for x in angles)
+
+
+def register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, asked_mask)
