@@ -7,6 +7,7 @@ And that gated linear attention equals its recurrence: out, the state behind the
     ringattn verify backend=gloo device=cuda                   4 ranks on the GPUs that are here, even one
     torchrun --nproc-per-node=4 -m ringattn verify             the ranks that were started
     ringattn verify random=100 seed=7                          random calls: any shape, mask, mesh, magnitude and dtype
+    ringattn verify model=FOLDER ranks=2 tokens=4096           a transformers model beside itself on one rank
 
 Runs the tests' list of cases on every strategy and layout that this number of ranks allows, with NaN in the padding.
 A float32 result may be off by 2e-6 of its norm, a lower precision by twice what one device is off by, dense, in the
@@ -15,6 +16,9 @@ no single element of attention may be off by more than the dtype's rounding adds
 the worst error over that. Random calls, of caches too, are held to the latter alone; a call that fails is repeated by
 the line that is printed. The exit status is 1 if any is off by more. A kernel that is named may refuse cases; auto may
 not.
+
+A model is a folder that model.save_pretrained wrote, or a config.json (random weights). Its logits, loss, hidden states
+and gradients may be off by twice what it is off by on one rank in float32; the table says in which layer they part.
 """
 
 import math
@@ -35,7 +39,7 @@ from ringattn.comms import local, messages
 from ringattn.comms.mesh import init_mesh
 from ringattn.kernels import linear
 from ringattn.launch import processes
-from ringattn.launch.verify import drawn, linear_oracle, oracle, rounding
+from ringattn.launch.verify import drawn, linear_oracle, model, oracle, rounding
 from ringattn.launch.verify.cases import FEATURES, Case
 from ringattn.launch.words import option
 from ringattn.layout import LAYOUTS
@@ -60,6 +64,9 @@ class Options:
     timeout: float = option(300.0, "seconds after which processes that hang are ended")
     random: int = option(0, "so many random calls instead of the cases")
     seed: int = option(0, "the number of the first random call; each one follows from its own number alone")
+    model: str | None = option(None, "a folder of a transformers model, or a config.json, instead of the cases")
+    tokens: int | None = option(None, "of the model: so many random tokens (4096, or as many as it takes)")
+    docs: int = option(0, "of the model: so many packed documents of random lengths (0: one)")
 
     @property
     def count(self) -> int:
@@ -93,6 +100,8 @@ def run(options: Options) -> int:
     if problem:
         print(f"ringattn verify: {problem}", file=sys.stderr)
         return 2
+    if options.model is not None:
+        return model.run(options)
     started = "RANK" in os.environ
     options = joined(options) if started else options
     speaks = not started or dist.get_rank() == 0
@@ -142,8 +151,12 @@ def wrong(options: Options) -> str | None:
         return "device=cuda, and torch sees no GPU; use device=cpu"
     if options.backend == "nccl" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", options.count)):
         return f"ranks={options.count} need as many GPUs, and torch sees {torch.cuda.device_count()}; gloo shares them"
-    if options.random and options.cases:
+    if options.model is None and options.random and options.cases:
         return f"random={options.random} draws its own cases; leave cases={','.join(options.cases)} out, or random"
+    if options.model is not None:
+        return model.wrong(options)
+    if options.tokens or options.docs:
+        return f"tokens={options.tokens}, docs={options.docs} are of a model; say model=FOLDER too"
     if not chosen(options):
         names = ", ".join(case.name for case in (*FEATURES, *linear_oracle.FEATURES))
         return f"cases={','.join(options.cases)} matches none of {names}"

@@ -1,0 +1,252 @@
+"""`ringattn verify model=PATH`: a transformers model over ranks beside the same model on one rank, layer by layer.
+
+Logits, loss, hidden states and every gradient, in float32. The truth is one rank's in float64, and what float32 may be
+off by is what one rank in float32 is off by: over ranks it may be twice that, and EPSILON more. Packed documents are
+each run alone on one rank.
+"""
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ringattn import choosing
+from ringattn.comms import local
+from ringattn.comms.mesh import init_mesh
+from ringattn.launch import processes
+from ringattn.torch.models import hf
+
+EPSILON = 5e-6
+LONGEST = 4096  # tokens, if nothing is said
+SMALL = 0.1  # of a layer's largest gradient: errors of smaller ones are relative to this, as some are only rounding
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Random tokens [1, T], and the lengths of the documents that they are packed from, if they are."""
+
+    tokens: Tensor
+    lengths: list[int]
+
+    @property
+    def labels(self) -> Tensor:
+        """The tokens, of which the first of a document is nobody's successor."""
+        labels = self.tokens.clone()
+        starts = torch.tensor([0, *self.lengths[:-1]]).cumsum(0)
+        labels[:, starts[1:]] = hf.IGNORED
+        return labels
+
+    @property
+    def positions(self) -> Tensor | None:
+        if len(self.lengths) == 1:
+            return None
+        return torch.cat([torch.arange(n) for n in self.lengths])[None]
+
+
+@dataclass
+class Found:
+    """What one pass gave: the whole sequence's values, and every gradient."""
+
+    loss: float
+    values: list[Tensor]  # [1, T, ...]: the embeddings, the hidden states after each layer, the logits
+    gradients: dict[str, Tensor]
+
+
+@dataclass
+class Row:
+    """One layer: how far its values and its worst gradient are off, over ranks and on one rank."""
+
+    name: str
+    values: tuple[float, float] | None = None
+    gradients: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def worst(self) -> str | None:
+        return max(self.gradients, key=lambda n: self.gradients[n][0] / allowed(self.gradients[n][1]), default=None)
+
+    @property
+    def errors(self) -> list[tuple[float, float]]:
+        return [*([self.values] if self.values else []), *self.gradients.values()]
+
+    @property
+    def good(self) -> bool:
+        return all(error <= allowed(own) for error, own in self.errors)
+
+
+def allowed(own: float) -> float:
+    return 2 * own + EPSILON
+
+
+def wrong(options: Any) -> str | None:
+    """Why the model cannot be verified with these options, before anything is loaded."""
+    for name in ("cases", "random"):
+        if getattr(options, name):
+            return f"model={options.model} is compared as a whole; leave {name} out"
+    if options.kernel != "auto" or options.precision != "float32":
+        return "model=: it is compared in float32, by the kernel that auto takes; leave kernel and dtype out"
+    path = Path(options.model)
+    if not (path / "config.json").is_file() and not path.is_file():
+        return (
+            f"model={path}: no such config, nor a folder with a config.json, as model.save_pretrained(FOLDER) writes it"
+        )
+    return None
+
+
+def run(options: Any) -> int:
+    """Compare, and print the table; 0 if the model is the same over ranks."""
+    begun = time.perf_counter()
+    model = load(options)
+    batch = draw(options, model.config.get_text_config())
+    where = f"{options.count} ranks ({options.backend}), {options.device}, float32"
+    said = f"{len(batch.lengths)} documents, " * (len(batch.lengths) > 1)
+    print(f"{type(model).__name__}: {batch.tokens.shape[1]} tokens, {said}{where}", file=sys.stderr)
+    hf.refuse_model(model, type(model).__name__)
+    exact, own = alone(precise(model), batch), alone(deepcopy(model), batch)
+    spread = over_ranks(options, model, batch)
+    rows, losses = compared(exact, own, spread), (abs(spread.loss - exact.loss), abs(own.loss - exact.loss))
+    print("\n".join(report(rows, losses, spread.loss, own.loss, where, time.perf_counter() - begun)))
+    return 0 if all(row.good for row in rows) and losses[0] <= allowed(losses[1]) else 1
+
+
+def load(options: Any) -> Any:
+    """The model in float32: with the weights of its folder, or random ones by the seed."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(options.model)
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if path.is_dir() and any(path.glob("*.safetensors*")):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    else:
+        torch.manual_seed(options.seed)
+        model = AutoModelForCausalLM.from_config(config).float()
+    return model.to(options.device).eval()
+
+
+def precise(model: Any) -> Any:
+    """A copy in float64, whose experts are plain products: there are no grouped ones in float64."""
+    copy = deepcopy(model).double()
+    copy.set_experts_implementation("eager")
+    return copy
+
+
+def draw(options: Any, config: Any) -> Batch:
+    """Random tokens, and documents of random lengths, by the seed."""
+    most = getattr(config, "max_position_embeddings", None) or LONGEST
+    T = min(LONGEST, most) if options.tokens is None else options.tokens
+    if most < T:
+        raise ValueError(f"tokens={T}: the model has max_position_embeddings={most}; say tokens={most} or fewer")
+    if options.docs > T:
+        raise ValueError(f"docs={options.docs} do not fit in {T} tokens; say fewer docs, or more tokens")
+    g = torch.Generator().manual_seed(options.seed)
+    tokens = torch.randint(0, config.vocab_size, (1, T), generator=g)
+    cuts = sorted((torch.randperm(T - 1, generator=g)[: max(0, options.docs - 1)] + 1).tolist())
+    return Batch(tokens.to(options.device), [b - a for a, b in zip([0, *cuts], [*cuts, T], strict=True)])
+
+
+def alone(model: Any, batch: Batch) -> Found:
+    """The model itself on one rank: each document by itself."""
+    parts = []
+    for tokens in batch.tokens.split(batch.lengths, 1):
+        output = model(tokens, output_hidden_states=True, use_cache=False)
+        parts.append([*output.hidden_states, output.logits])
+    values = [torch.cat(x, 1) for x in zip(*parts, strict=True)]
+    labels = batch.labels[0, 1:]
+    loss = F.cross_entropy(values[-1][0, :-1], labels, ignore_index=hf.IGNORED)
+    loss.backward()
+    return Found(loss.item(), [x.detach() for x in values], gradients(model))
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def over_ranks(options: Any, model: Any, batch: Batch) -> Found:
+    if options.backend == "threads":
+        models = [deepcopy(model) for _ in range(options.count)]
+        return local.run(lambda mesh: one(mesh, models[mesh.rank], batch), device=options.device, ring=options.count,
+                         timeout=options.timeout)[0]  # fmt: skip
+    return processes.run(process, options.count, options, backend=options.backend, timeout=options.timeout)[0]
+
+
+def process(options: Any) -> Found | None:
+    """One rank of processes: what the first one found."""
+    model, mesh = load(options), init_mesh(ring=options.count, device_type=options.device)
+    found = one(mesh, model, draw(options, model.config.get_text_config()))
+    return found if mesh.get_rank() == 0 else None
+
+
+def one(mesh: Any, model: Any, batch: Batch) -> Found:
+    """One rank of the prepared model; what it gives is of the whole sequence."""
+    plan = choosing.plan(mesh, seq_len=batch.tokens.shape[1])
+    positions = batch.positions if batch.positions is None else batch.positions.to(batch.tokens.device)
+    output = hf.prepare(model, plan)(
+        batch.tokens, labels=batch.labels, position_ids=positions, output_hidden_states=True
+    )
+    output.loss.backward()
+    values = [plan.unshard(x.detach()) for x in (*output.hidden_states, output.logits)]
+    shares = {name: plan.ring_axis.all_gather(x[None]).wait().sum(0) for name, x in gradients(model).items()}
+    return Found(output.loss.item(), values, shares)
+
+
+def compared(exact: Found, own: Found, spread: Found) -> list[Row]:
+    """Every value and gradient, layer by layer, in the order of the model."""
+    layers = len(exact.values) - 2
+    rows = [Row("embeddings"), *(Row(f"layer {i}") for i in range(layers)), Row("norm and head")]
+    for row, truth, *others in zip(rows, exact.values, spread.values, own.values, strict=True):
+        row.values = tuple(error(x, truth) for x in others)  # type: ignore[assignment]
+    for at, names in by_layer(list(exact.gradients), layers).items():
+        floor = SMALL * max(float(exact.gradients[name].norm()) for name in names)
+        for name in names:
+            found = (error(of.gradients[name], exact.gradients[name], floor) for of in (spread, own))
+            rows[at].gradients[name] = tuple(found)  # type: ignore[assignment]
+    return rows
+
+
+def by_layer(names: list[str], layers: int) -> dict[int, list[str]]:
+    """The weights of each row: 0 is the embeddings, -1 what follows the layers."""
+    found: dict[int, list[str]] = {}
+    for name in names:
+        number = re.search(r"\.(\d+)\.", name)
+        at = int(number[1]) + 1 if number else 0 if any(word in name for word in ("embed", "wte", "wpe")) else -1
+        found.setdefault(at if at <= layers else -1, []).append(name)
+    return found
+
+
+def error(found: Tensor, truth: Tensor, floor: float = 0.0) -> float:
+    """|found - truth| / |truth|; inf where something is NaN or infinite."""
+    gap = float((found.to(truth.device).double() - truth).norm()) / max(float(truth.norm()), floor, 1e-30)
+    return gap if gap == gap else float("inf")
+
+
+def report(
+    rows: list[Row], losses: tuple[float, float], loss: float, own: float, where: str, seconds: float
+) -> Iterator[str]:
+    """The table, the loss, and the verdict: the first layer where they part, if they do."""
+    yield f"relative errors against one rank in float64: over {where}, and of one rank in float32"
+    yield ""
+    width = max(len(row.name) for row in rows)
+    wide = 2 + max(len(row.worst or "") for row in rows)
+    yield f"{'':<{width}}{'values':>11}{'one rank':>11}{'gradients':>11}{'one rank':>11}  {'of':<{wide}}result"
+    for row in rows:
+        pairs = [row.values, row.gradients[row.worst] if row.worst else None]
+        cells = "".join("".join(f"{x:>11.1e}" for x in pair) if pair else f"{'-':>11}" * 2 for pair in pairs)
+        yield f"{row.name:<{width}}{cells}  {row.worst or '-':<{wide}}{'pass' if row.good else 'FAIL'}"
+    yield ""
+    good = losses[0] <= allowed(losses[1])
+    yield f"loss {loss:.7f} over ranks, {own:.7f} on one: {'pass' if good else 'FAIL'} (off by {losses[0]:.1e})"
+    first = next((row for row in rows if row.values and row.values[0] > allowed(row.values[1])), None)
+    if first and first.values:
+        off, own_error = first.values
+        yield f"they part in {first.name}: off by {off:.1e}, and rounding allows {allowed(own_error):.1e}"
+    elif bad := [row for row in reversed(rows) if not row.good]:
+        yield f"values are equal; gradients part in {bad[0].name}: {bad[0].worst}"
+    passed = good and all(row.good for row in rows)
+    yield f"the model is {'the same' if passed else 'NOT the same'} over ranks, in {seconds:.1f} s"
