@@ -5,7 +5,7 @@ RUN := PYTHONPATH=. OMP_NUM_THREADS=1 $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: help install test test-slow test-ray test-gpu test-mutants train bench lint types
+.PHONY: help install test test-slow test-ray test-gpu test-hosts test-mutants train bench lint types
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -29,6 +29,9 @@ test-ray: $(READY)  ## run all that needs a Ray cluster, emulated here: minutes
 
 test-gpu:  ## run the tests that need a GPU, with the python that holds torch for it
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
+
+test-hosts: $(READY)  ## run every route between two hosts with slow links, emulated here (Linux, root): a minute
+	$(RUN)/python tests/hosts.py
 
 test-mutants: $(READY)  ## change the source in many small ways, each of which a named quick test must notice
 	$(RUN)/python tests/mutants.py $(ARGS)

@@ -71,9 +71,11 @@ class ProcessGroupAxis(Moves):
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.by: str = dist.get_backend(group)
         self.on_gpus = torch.cuda.is_available() and not self.cheap_words  # a group may have a backend for each device
-        self.hosts = 0 if self.cheap_words else hosts_of(group)
+        hosts = hosts_of(group)
+        self.hosts = 0 if self.cheap_words and hosts == 1 else hosts  # on one host gloo's relay is as fast as any route
         self.hops_known = ref(hop_group(group))
-        self.far_known = ref(far_group(group)) if self.hosts > 1 else self.hops_known
+        far = hosts > 1 and not self.cheap_words  # gloo's transfers do not wait for each other
+        self.far_known = ref(far_group(group)) if far else self.hops_known
         self.sent = 0
 
     @property
