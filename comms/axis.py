@@ -130,7 +130,6 @@ class Ranks:
         self.framework, self.device, self.here = framework, device, here
         self.calls: dict[Any, Any] = {}  # bound calls, by what they are
         self.agreed: dict[Any, set[Any]] = {}  # by plan, the kinds of calls that all ranks agreed on
-        self.right: dict[Any, set[Any]] = {}  # by plan, calls with documents that were right here
         self.kept: dict[str, Any] = {}  # what a framework notes
         self.plans: dict[str, Any] = {}  # those that compiled graphs asked for, by their text
         self.number = next(NUMBERS)

@@ -60,6 +60,9 @@ def command(argv: list[str] | None) -> int:
 
 
 def module_of(name: str) -> str:
+    """Where a command is; of a suite of benchmarks by "bench.NAME"."""
+    if name.startswith("bench."):
+        return f"ringattn.launch.{name}"
     return f"ringattn.launch.{FOLDERS.get(name, f'commands.{name}')}"
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ringattn.planning import Plan, Transport
     from ringattn.serving import KVCache
     from ringattn.spec import AttentionSpec, Docs
-    from ringattn.torch.attention.attend import attend
+    from ringattn.torch.attention.one_device import attend
     from ringattn.torch.models import hf, nn
     from ringattn.torch.models.loss import cross_entropy, token_mean
 
@@ -28,7 +28,7 @@ PUBLIC = {
     "Plan": "ringattn.planning",
     "Transport": "ringattn.planning",
     "aot_report": "ringattn.jax.aot",
-    "attend": "ringattn.torch.attention.attend",
+    "attend": "ringattn.torch.attention.one_device",
     "attention": "ringattn.api",
     "cross_entropy": "ringattn.torch.models.loss",
     "decode": "ringattn.api",

@@ -196,11 +196,6 @@ class Plan:
         return kept_for(self, self.axes.agreed)
 
     @property
-    def right(self) -> set[Any]:
-        """The calls of this plan with documents that were right here."""
-        return kept_for(self, self.axes.right)
-
-    @property
     def kept(self) -> dict[str, Any]:
         """What else a framework notes of the ranks."""
         return self.axes.kept

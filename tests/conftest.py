@@ -1,7 +1,9 @@
 """Set up before anything imports triton: without a GPU its kernels run in the interpreter."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -21,12 +23,15 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture
-def fresh_scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A monkeypatch for a kernel's functions, which calls look up once."""
+def fresh_scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """`change(module, attend=...)`: a kernel with other functions, which calls look up once."""
     from ringattn.torch.attention.steps import kept_score
 
+    def change(module: Any, **functions: Any) -> None:
+        monkeypatch.setattr(module, "KERNEL", replace(module.KERNEL, **functions))
+
     kept_score.cache_clear()
-    yield monkeypatch
+    yield change
     kept_score.cache_clear()
 
 

@@ -7,7 +7,7 @@ import ringattn as ra
 from ringattn.comms.local import LocalAxis, run
 from ringattn.torch import agree, check
 from ringattn.torch.attention import call
-from ringattn.torch.linear import function as linear
+from ringattn.torch.linear import call as linear
 
 
 @pytest.fixture
@@ -51,7 +51,6 @@ def test_a_call_with_documents_that_were_right_is_not_looked_at_again(function, 
     problem = module.problem
     monkeypatch.setattr(module, "problem", lambda *call: looked.append(call[0].shape) or problem(*call))
     monkeypatch.setattr(agree, "MOST", 5)
-    monkeypatch.setattr(agree, "FEW", 3)
     monkeypatch.setattr(call, "FEW", 3)
 
     def one(mesh):
@@ -62,7 +61,7 @@ def test_a_call_with_documents_that_were_right_is_not_looked_at_again(function, 
             function(*qkv(), plan=plan, docs=ra.Docs.from_lengths([[16]] * 3))
         for step in range(2, 6):
             function(*qkv(), plan=plan, docs=lengths(step))
-        assert len(plan.agreed) == 1 and len(plan.calls or plan.right) == 3  # five of it, and it remembers three
+        assert len(plan.agreed) == 1 and len(plan.calls) == 3  # five of it, and it remembers three
         for batch in range(1, 6):
             function(*qkv(batch=batch), plan=plan)
 

@@ -203,24 +203,26 @@ def test_heads_in_groups_are_the_same_bits_and_bytes(case, groups):
         ),
     ],
 )
-def test_a_group_of_heads_travels_while_another_is_attended_to(sizes, strategy, forward, backward, fresh_scores):
+def test_a_group_of_heads_travels_while_another_is_attended_to(
+    sizes, strategy, forward, backward, fresh_scores, monkeypatch
+):
     """The order in which things start: e enters, l leaves, g gathers, s scatters, for each tensor; R is the kernel."""
     said: dict[int, str] = defaultdict(str)  # by thread: by rank
 
-    def noted(where: object, name: str, letter: Callable[..., str]) -> None:
-        function = getattr(where, name)
-
+    def noting(function: Callable[..., object], letter: Callable[..., str]) -> Callable[..., object]:
         def call(*args: object, **options: object) -> object:
             said[threading.get_ident()] += letter(*args)
             return function(*args, **options)
 
-        fresh_scores.setattr(where, name, call)
+        return call
 
-    noted(LocalAxis, "all_to_all", lambda axis, x, split, join: "e" if split == 2 else "l")
-    noted(LocalAxis, "all_gather", lambda *_: "g")
-    noted(LocalAxis, "reduce_scatter", lambda *_: "s")
-    noted(tiled, "attend", lambda *_: "R")
-    noted(tiled, "attend_backward", lambda *_: "R")
+    def way(axis: object, x: object, split: int, join: int) -> str:
+        return "e" if split == 2 else "l"
+
+    for name, letter in {"all_to_all": way, "all_gather": lambda *_: "g", "reduce_scatter": lambda *_: "s"}.items():
+        monkeypatch.setattr(LocalAxis, name, noting(getattr(LocalAxis, name), letter))
+    names = "attend", "attend_backward"
+    fresh_scores(tiled, **{name: noting(getattr(tiled.KERNEL, name), lambda *_: "R") for name in names})
 
     def one(mesh):
         plan = choosing.plan(mesh, seq_len=16, strategy=strategy, kernel="tiled", transport=Transport(groups=3))

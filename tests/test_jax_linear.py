@@ -10,11 +10,10 @@ import torch
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
 
-from tests.linear_oracle import docs_of, inputs, truth  # noqa: E402
-
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
 from ringattn.kernels import jax_chunkwise  # noqa: E402
+from ringattn.launch.verify.linear_oracle import docs_of, inputs, truth  # noqa: E402
 from ringattn.launch.verify.oracle import error  # noqa: E402
 
 T = 61  # a prime: no number of devices divides it

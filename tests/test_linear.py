@@ -5,12 +5,12 @@ import torch
 from hypothesis import given as forall
 from hypothesis import settings
 from hypothesis import strategies as st
-from tests.linear_oracle import K, begins, inputs, truth
 
 import ringattn as ra
 from ringattn.kernels import chunkwise
 from ringattn.kernels.linear import State, compose
 from ringattn.kernels.recurrent import prepared, recurrent
+from ringattn.launch.verify.linear_oracle import K, begins, inputs, truth
 from ringattn.launch.verify.oracle import error
 
 T = 153  # two whole chunks and a part

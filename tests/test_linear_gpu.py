@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.linear_oracle import docs_of, errors, inputs, truth, worst
 
 import ringattn as ra
 from ringattn.launch.processes import run
+from ringattn.launch.verify.linear_oracle import docs_of, errors, inputs, truth, worst
 from ringattn.segments import WAYS
-from ringattn.torch.linear import function as linear
+from ringattn.torch.linear import call as linear
 from tests.test_gpu import backend_for
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.linear_oracle import B, H, K, V, docs_of, errors, inputs, truth, worst
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,9 +20,10 @@ from ringattn.kernels.linear import State
 from ringattn.launch import bench, words
 from ringattn.launch.processes import run as run_processes
 from ringattn.launch.verify import command as verify
+from ringattn.launch.verify.linear_oracle import B, H, K, V, docs_of, errors, inputs, truth, worst
 from ringattn.planning import Plan
 from ringattn.segments import WAYS, choose, order, segments
-from ringattn.torch.linear import function as linear
+from ringattn.torch.linear import call as linear
 from ringattn.torch.linear import states
 
 T = 61  # a prime: no number of ranks divides it

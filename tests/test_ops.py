@@ -6,7 +6,7 @@ import torch
 import ringattn
 from ringattn import kernels
 from ringattn.kernels.partial import NEVER, Partial
-from ringattn.torch.attention import attend as ops
+from ringattn.torch.attention import one_device as ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ["auto", "tiled", "reference"]

@@ -13,8 +13,8 @@ pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.
 
 from ringattn.conf import compose, schema
 from ringattn.conf.schema import Data, Model, Strategy, Train
-from ringattn.launch import bench, words
-from ringattn.launch.train import complete, configured, metrics
+from ringattn.launch import bench, complete, words
+from ringattn.launch.train import configured, metrics
 from ringattn.launch.train import start as train
 
 ROOT = Path(__file__).parent.parent

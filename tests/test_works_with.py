@@ -404,7 +404,7 @@ def test_no_grad_and_inference_mode_give_the_same_bits_and_keep_nothing():
 def test_without_gradients_a_group_of_heads_is_dropped_once_it_left(grad, fresh_scores):
     seen: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # by thread: by rank
     alive: dict[int, list[int]] = defaultdict(list)
-    attend = tiled.attend
+    attend = tiled.KERNEL.attend
 
     def noted(q, *rest, **options):
         me = threading.get_ident()
@@ -412,7 +412,7 @@ def test_without_gradients_a_group_of_heads_is_dropped_once_it_left(grad, fresh_
         seen[me].append(weakref.ref(q))
         return attend(q, *rest, **options)
 
-    fresh_scores.setattr(tiled, "attend", noted)
+    fresh_scores(tiled, attend=noted)
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=16, kernel="tiled", transport=ra.Transport(groups=4))
@@ -430,13 +430,13 @@ from ringattn import api
 def late():
     while "ringattn.torch.inference.function" not in sys.modules:
         pass
-    assert hasattr(api.part("inference", torch.zeros(1)), "prefill")
+    assert hasattr(api.part("inference.function", torch.zeros(1)), "prefill")
     print("whole")
 
 sys.setswitchinterval(1e-6)
 second = threading.Thread(target=late)
 second.start()
-api.part("inference", torch.zeros(1))
+api.part("inference.function", torch.zeros(1))
 second.join()
 """
 

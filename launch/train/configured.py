@@ -31,7 +31,7 @@ def run(words: list[str], task: Callable[[Train, str], int | None], rank: int = 
         print(f"{USAGE}\n{compose.choices()}\n\n{schema.explain()}")
         return 0
     if "--completion" in words:
-        from ringattn.launch.train import complete
+        from ringattn.launch import complete
 
         print(complete.SCRIPT.format(python=shlex.quote(sys.executable)))
         return 0

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ringattn.torch.attention.compiled
-import ringattn.torch.linear.function  # noqa: F401 (their ops are named below)
+import ringattn.torch.linear.compiled  # noqa: F401 (their ops are named below)
 from ringattn.conf.schema import Model
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs

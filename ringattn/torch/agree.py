@@ -10,7 +10,6 @@ from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import same_data
 
 MOST = 1024  # kinds of calls that a plan remembers
-FEW = 64  # and calls with documents, which every batch has others of
 
 Words = dict[str, str]
 Said = dict[str, Any]  # one rank's words, its place on its axes, and its problem
@@ -84,18 +83,16 @@ def kind_of(words: Words) -> tuple[Any, ...]:
     return tuple((name, word == "None" if name in ("docs", "key_docs") else word) for name, word in words.items())
 
 
-def remember(plan: Plan, kind: Any, with_docs: bool = False) -> None:
+def remember(plan: Plan, kind: Any) -> None:
     """Calls of this kind need not be looked at again, where that costs more than looking them up.
 
     All ranks forget at once when there are too many: those that compare must be the same.
     """
     if watched(plan):
         return
-    known, most = (plan.right, FEW) if with_docs else (plan.agreed, MOST)
-    if len(known) >= most:
-        known.clear()
-        plan.right.clear()  # it rests on what was agreed
-    known.add(kind)
+    if len(plan.agreed) >= MOST:
+        plan.agreed.clear()
+    plan.agreed.add(kind)
 
 
 def watched(plan: Plan) -> bool:

@@ -5,5 +5,5 @@ call.py       what is decided before a call runs, once for each kind of call
 steps.py      the steps of one rank, and the kernel that runs them
 ring.py       the executor of a ring; gather.py and ulysses.py, what runs instead of it or around it
 compiled.py   the same call as an op, for torch.compile
-attend.py     one device, local intervals
+one_device.py one device, local intervals
 """

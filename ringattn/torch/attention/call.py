@@ -40,6 +40,7 @@ class Call:
     def __init__(self, mask: Mask, shape: Shape, dtype: torch.dtype, device: torch.device, gradients: bool, lse: bool):
         plan = mask.plan
         self.mask, self.plan, self.shape, self.dtype, self.device = mask, plan, shape, dtype, device
+        self.docs = mask.docs
         self.gradients = gradients
         self.ring, self.ulysses = plan.ring_axis, plan.ulysses_axis
         self.groups = plan.groups_for(shape) if plan.swaps else 1
@@ -197,7 +198,7 @@ def make(
     if agree.watched(plan):
         call.words = words
     if not check.have_tangents(q, k, v, sinks):
-        remember(plan.calls, key, call, MOST if docs is None else FEW)
+        remember(plan.calls, key, call)
     return call
 
 
@@ -229,13 +230,14 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool, return
     return Call(mask, shape, q.dtype, q.device, gradients, return_lse)
 
 
-def remember(calls: dict[Any, Call], key: Any, call: Call, most: int) -> None:
+def remember(calls: dict[Any, Any], key: Any, call: Any) -> None:
     """Keep a call, and of its sort (with documents or without) the newest ones only.
 
     Calls with documents keep two numbers a token on the device, and each batch has others.
     """
-    packed = call.mask.docs is not None
-    same = [old for old, one in list(calls.items()) if (one.mask.docs is not None) == packed]
+    packed = call.docs is not None
+    most = FEW if packed else MOST
+    same = [old for old, one in list(calls.items()) if (one.docs is not None) == packed]
     for old in same[: max(0, len(same) + 1 - most)]:
         calls.pop(old, None)
     calls[key] = call

@@ -15,7 +15,7 @@ from ringattn.segments import Place, order, segments
 from ringattn.spec import Docs
 from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.handles import docs_of, plan_of, spread, starts_of, text_of, whole_on_one
-from ringattn.torch.linear.function import begins
+from ringattn.torch.linear.call import begins
 from ringattn.torch.linear.states import gathered
 from ringattn.torch.sharding import own_positions
 

@@ -14,7 +14,7 @@ from ringattn.launch import bench, words
 SCRIPT = """_ringattn() {{
     local line="${{COMP_LINE:0:COMP_POINT}}"
     local word="${{line##* }}"
-    mapfile -t COMPREPLY < <({python} -m ringattn.launch.train.complete "$line" 2>/dev/null)
+    mapfile -t COMPREPLY < <({python} -m ringattn.launch.complete "$line" 2>/dev/null)
     if [[ $word == *=* && $COMP_WORDBREAKS == *=* ]]; then COMPREPLY=("${{COMPREPLY[@]#*=}}"); fi
 }}
 complete -o nospace -o default -F _ringattn ringattn"""
@@ -30,12 +30,13 @@ def after(line: str) -> list[str]:
     own = said[0] != "bench"
     if said[0 if own else 1] not in (words.COMMANDS if own else bench.SUITES):
         return []
-    return [f"{key}=" for key in options(said[0] if own else f"bench/{said[1]}") if key.startswith(word)]
+    return [f"{key}=" for key in options(said[0] if own else f"bench.{said[1]}") if key.startswith(word)]
 
 
 def options(command: str) -> list[str]:
     """The keys of a command, read from its source, for importing it takes seconds."""
-    tree = ast.parse((Path(words.__file__).parent / f"{command}.py").read_text())
+    folder, _, name = words.module_of(command).removeprefix("ringattn.launch.").rpartition(".")
+    tree = ast.parse((Path(words.__file__).parent / folder.replace(".", "/") / f"{name}.py").read_text())
     kinds = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Options"]
     return [f.target.id for f in kinds[0].body if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)]
 
