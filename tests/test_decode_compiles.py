@@ -51,7 +51,7 @@ def main(arch: str) -> None:
             def work(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> None:
                 for rows in (1, 8, 16) if q.dtype == torch.bfloat16 else (1,):  # a tile of 16, 32 and 64 rows
                     few = where._replace(begin=where.begin[:, :rows], end=where.end[:, :rows])
-                    decode_splits(q[:, :rows], k, v, few, 0.1, 5.0 if rows == 8 else None, 4, "lse")
+                    decode_splits(q[:, :rows], k, v, few, 0.1, 5.0 if rows == 8 else None, 4)
 
             for kernel in compiled(target, work):
                 print(json.dumps({"dims": [D, V], "dtype": str(dtype), "limit": limit, **resources(kernel)}))

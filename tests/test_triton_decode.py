@@ -16,7 +16,6 @@ from ringattn.kernels.triton.launch import COMPILED
 from ringattn.kernels.triton.merge import STACK, merge_into, merge_stack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FORMS = ("lse", "streams")
 #        B   T  H  G    D    V    S  dtype           softcap
 CASES = [
     (2, 1, 4, 2, 64, 64, 130, torch.float32, None),
@@ -28,9 +27,9 @@ CASES = [
 ]
 
 
-def decode(q, k, v, where, *, scale, softcap=None, splits=None, form="lse") -> Partial:
-    """As `attend`, in as many splits, which are handed over in the form, as asked for."""
-    return merge_stack(decode_splits(q, k, v, where, scale, softcap, splits, form))
+def decode(q, k, v, where, *, scale, softcap=None, splits=None) -> Partial:
+    """As `attend`, with a given number of splits."""
+    return merge_stack(decode_splits(q, k, v, where, scale, softcap, splits))
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -70,27 +69,17 @@ def test_decode_equals_reference(case: tuple, splits: int | None) -> None:
     assert out < (2e-6 if case[7] == torch.float32 else 2e-3) and lse < 5e-6, f"{case} splits={splits}: {out} {lse}"
 
 
-@pytest.mark.parametrize("case", [CASES[0], (1, 2, 2, 1, 16, 16, 50, torch.float16, 20.0)], ids=str)
-def test_both_forms_are_equal(case: tuple) -> None:
-    inputs, options = problem_of(case)
-    a, b = (decode(*inputs, splits=3, form=form, **options) for form in FORMS)
-    out, lse = worst(a, Partial(b.out.double(), b.lse))
-    assert out < 1e-6 and lse < 1e-6, f"{case}: the forms differ by {out}, {lse}"
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_scores_of_tens_of_thousands_stay_finite(form: str) -> None:
+def test_scores_of_tens_of_thousands_stay_finite() -> None:
     q, k, v = (
         (torch.rand(s, device=DEVICE) * 100 - 50).half() for s in ((1, 2, 2, 64), (1, 80, 1, 64), (1, 80, 1, 16))
     )
     where = Intervals(*(torch.tensor([x], dtype=torch.int32, device=DEVICE) for x in ([0, 30], [79, 80])))
-    got = decode(q, k, v, where, scale=64**-0.5, splits=2, form=form)
+    got = decode(q, k, v, where, scale=64**-0.5, splits=2)
     out, _ = worst(got, reference.attend(q.double(), k.double(), v.double(), where, scale=64**-0.5))
-    assert out < 0.03, f"{form}: error {out}"  # values up to 50 in float16 products
+    assert out < 0.03, f"error {out}"  # values up to 50 in float16 products
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_scores_of_ten_thousand_lose_no_digits_between_splits(form: str) -> None:
+def test_scores_of_ten_thousand_lose_no_digits_between_splits() -> None:
     """With a scale of log(2), by which scores are exact in base 2 as well; and merged into a carry."""
     torch.manual_seed(0)
     q, k, v = (
@@ -101,7 +90,7 @@ def test_scores_of_ten_thousand_lose_no_digits_between_splits(form: str) -> None
         Intervals(*(torch.full((1, 3), x, dtype=torch.int32, device=DEVICE) for x in (0, n))) for n in (90, 60)
     )
     truth = reference.attend(q.double(), k.double(), v.double(), where, scale=math.log(2))
-    parts = decode_splits(q, k[:, :60], v[:, :60], some, math.log(2), None, 3, form)
+    parts = decode_splits(q, k[:, :60], v[:, :60], some, math.log(2), None, 3)
     got = attend(
         q, k[:, 60:], v[:, 60:], Intervals(some.begin, some.end - 30), scale=math.log(2), carry=merge_stack(parts)
     )
@@ -216,9 +205,6 @@ def test_a_launch_of_another_length_is_of_the_same_kind() -> None:
 
 
 def test_refusals_are_named() -> None:
-    inputs, options = problem_of(CASES[0])
-    with pytest.raises(ValueError, match="form='tree'"):
-        decode(*inputs, form="tree", **options)
     double = Partial(*(torch.zeros(1, 1, 1, 1, *s, dtype=torch.float64, device=DEVICE) for s in ((4,), ())))
     with pytest.raises(NotImplementedError, match=r"partial\.merge"):
         merge_stack(double)
@@ -231,11 +217,9 @@ def test_decode_in_bfloat16(D: int, V: int, T: int) -> None:
     inputs, options = problem_of((2, T, 8, 2, D, V, 3000, torch.bfloat16, None))
     q, k, v, where = inputs
     expected = reference.attend(q.double(), k.double(), v.double(), where, **options)
-    for form in FORMS:
-        for splits in (None, 1, 13, 200):
-            got = decode(*inputs, splits=splits, form=form, **options)
-            out, lse = worst(got, expected)
-            assert out < 1e-2 and lse < 1e-5, f"{form} {splits}: {out} {lse}"
+    for splits in (None, 1, 13, 200):
+        out, lse = worst(decode(*inputs, splits=splits, **options), expected)
+        assert out < 1e-2 and lse < 1e-5, f"{splits} splits: {out} {lse}"
 
 
 @pytest.mark.gpu

@@ -121,7 +121,7 @@ def some_call(draw: random.Random):
         linear_backward,
         lambda: merge.merge_stack(Partial(*stack), carry, sinks),
         lambda: merge.merge_stack(Streams(*stack, stack[1]), carry),
-        lambda: decode.decode_splits(q[:, :4], into_k, into_v, few, scale, softcap, splits, "lse"),
+        lambda: decode.decode_splits(q[:, :4], into_k, into_v, few, scale, softcap, splits),
         lambda: append.append(k[:, :3], v[:, :3], into_k, into_v, lengths, (0, 64, 256, 64), window=window),
     ])  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""Decode: few queries, many keys. The keys are split over the whole GPU, and one more kernel merges what comes back.
+"""Decode: few queries, many keys. One kernel splits the keys over the whole GPU, and a second one merges the partials.
 
     B batch   T queries   S keys   H query heads   G key/value heads   R = H / G   D head dim   V value dim
 
 The T * R rows that share a key head lie in one tile, so every key is loaded once, whatever the number of query heads.
-A batch row's own range of keys, from its first `begin` to its last `end`, is found inside the kernel and cut into even
-splits: rows of different lengths stay balanced and the host never waits for the device.
+The kernel itself finds the range of keys of a batch row, from its first `begin` to its last `end`, and cuts it into
+even splits. So rows of different lengths stay balanced, and the host never waits for the device.
 """
 
 from dataclasses import dataclass
@@ -19,31 +19,43 @@ from torch import Tensor
 from ringattn.kernels import Problem
 from ringattn.kernels.arrays import fine
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import Partial, Streams
+from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.triton import backward
 from ringattn.kernels.triton.blocks import LN2, logits, tanh
 from ringattn.kernels.triton.launch import kind_of, launch, power_of_2
 from ringattn.kernels.triton.merge import merge_stack
 
-MOST_ROWS = 64  # the T * R rows of a key head that one tile takes; where there are more, `forward` is the kernel
+MOST_ROWS = 64  # the T * R rows of a key head that one tile can hold; with more rows use the kernel in forward.py
 
 
 @triton.jit(do_not_specialize=["B", "T", "S", "G", "R"])
 def decode_kernel(
     q, k, v, begin, end,  # [B, T, H, D], [B, S, G, D], [B, S, G, V], [B or 1, T] twice
-    out, top, total,  # [splits, B, T, H, V], [splits, B, T, H], and with STREAMS [splits, B, T, H]
+    out, lse,  # [splits, B, T, H, V], [splits, B, T, H]
     q_b, q_t, q_h, q_d,
     k_b, k_s, k_g, k_d,
     v_b, v_s, v_g, v_v,
     where_b, where_t,
     scale, cap,  # s = scale * q k^T in base 2; with SOFTCAP s = cap * tanh(scale * q k^T)
     B, T, S, G, R, D, V,
-    STREAMS: tl.constexpr, SOFTCAP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     WHOLE_D: tl.constexpr, WHOLE_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(O, M, L) or (O, LSE) of BLOCK_M rows of one key head over one split of the keys; base 2 inside."""
+    """out and lse of BLOCK_M rows (t, h) of one key head, over one split of the keys. Statistics inside are in base 2.
+
+    Programs: (key heads x blocks of rows, splits, batch rows). A program finds the keys [low, high) that its rows see,
+    from the intervals themselves, and takes the part of them that is its split. An empty split gives (0, -inf).
+
+    Loop: over the keys of the split, BLOCK_N at a time: an online softmax with the running maximum m, sum z and
+    accumulator o, as in the forward kernel. Every tile is masked, since a split may end inside a tile, and rows may
+    have different intervals.
+
+    Why at the odd places: the offset of a tile takes 64 bits, once a tile, and the offsets inside it take 32. Where D
+    or V is a power of two (WHOLE_D, WHOLE_V) the loads need no mask along it. `safe`, as `zero` in the forward kernel,
+    avoids -inf - -inf for a row that has seen no key yet; `z != 0` also holds for NaN.
+    """
     g, block = tl.program_id(0) % G, tl.program_id(0) // G
     split, splits = tl.program_id(1), tl.num_programs(1)
     b = tl.program_id(2).to(tl.int64)
@@ -90,23 +102,16 @@ def decode_kernel(
 
     some = z != 0
     at = ((split * B + b) * T + t) * (G * R) + h
-    if STREAMS:
-        natural = m.to(tl.float64) * LN2
-        m = natural.to(tl.float32)
-        left = tl.exp((natural - tl.where(some, m, 0.0)).to(tl.float32))  # what rounding the maximum left out
-        o *= left[:, None]
-        tl.store(total + at, z * left, mask=live)
-    else:
-        o = o / tl.where(some, z, 1.0)[:, None]
-        m = m.to(top.dtype.element_ty) * LN2
-        m = tl.where(some, m + tl.log(tl.where(some, z, 1.0)), float("-inf"))
-    tl.store(top + at, m, mask=live)
+    o = o / tl.where(some, z, 1.0)[:, None]
+    m = m.to(lse.dtype.element_ty) * LN2
+    m = tl.where(some, m + tl.log(tl.where(some, z, 1.0)), float("-inf"))
+    tl.store(lse + at, m, mask=live)
     tl.store(out + at[:, None] * V + w[None, :], o, mask=live[:, None] & (w < V)[None, :])
 
 
 @dataclass(frozen=True)
 class Config:
-    """A tile of rows and keys, the stages of its pipeline, and how many programs share a multiprocessor."""
+    """Rows and keys of a tile, warps, pipeline stages, and how many programs share a multiprocessor."""
 
     block_m: int
     block_n: int
@@ -117,7 +122,7 @@ class Config:
 
 @lru_cache(maxsize=256)
 def config(rows: int, head_dim: int, value_dim: int, itemsize: int) -> Config:
-    """Tiles of 16 KiB of keys and values, two in flight for each of three programs an SM: what an H200 streams best."""
+    """Tiles of 16 KiB of keys or values, two in flight for each of three programs an SM: the fastest on an H200."""
     block_m = 16 if itemsize == 4 else min(MOST_ROWS, max(16, power_of_2(rows)))  # float32 has no tensor cores here
     key_bytes = power_of_2(2 * max(head_dim, value_dim)) * itemsize
     block_n, wide = min(128, max(16, 16384 // key_bytes)), key_bytes > 1024
@@ -126,9 +131,10 @@ def config(rows: int, head_dim: int, value_dim: int, itemsize: int) -> Config:
 
 @lru_cache(maxsize=1024)
 def choose_splits(rows: int, keys: int, slots: int) -> int:
-    """How many splits of `keys` keys let `rows` rows of programs, `slots` of them at once, finish first.
+    """The number of splits of `keys` keys with the least predicted time, for `rows` programs a split.
 
-    Time in keys: whole waves of programs, each as long as its share and a start-up of 128 keys; a merged row costs 8.
+    `slots` programs run at the same time. Times are in keys: each wave of programs takes the keys of a split and 128
+    more to start, and the merge takes 8 for each program.
     """
 
     def time(splits: int) -> float:
@@ -138,16 +144,16 @@ def choose_splits(rows: int, keys: int, slots: int) -> int:
 
 
 def refuses(problem: Problem) -> str | None:
-    """Why decode is not the kernel for this problem."""
+    """Why this kernel cannot serve the problem, or None when it can."""
     interpreted = not isinstance(decode_kernel, triton.JITFunction)
     if problem.device != "cuda" and not interpreted:
-        return f"decode runs on GPUs, not on {problem.device} (there: in Triton's interpreter only)"
+        return f"decode runs on GPUs, and on {problem.device} only in Triton's interpreter (TRITON_INTERPRET=1)"
     if problem.dtype not in ("bfloat16", "float16", "float32"):
         return f"decode takes bfloat16, float16 and float32, not {problem.dtype}"
     if max(problem.head_dim, problem.value_dim) > 256:
         return f"decode takes head dims up to 256, got head_dim={problem.head_dim}, value_dim={problem.value_dim}"
     if problem.queries is None:
-        return "decode is for few queries, and their number is not known"
+        return "decode is for few queries, and the number of queries is not known"
     rows = problem.queries * problem.heads // problem.kv_heads
     if rows > MOST_ROWS:
         return f"decode is for few queries: {problem.queries} make {rows} rows a key head, more than {MOST_ROWS}"
@@ -165,13 +171,13 @@ def attend(
     carry: Partial | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Partial:
-    """softmax(scale * q k^T) v over each query's interval, in two launches: split over the keys, then merged.
+    """softmax(scale * q k^T) v over each query's interval, in two launches: splits of the keys, then their merge.
 
-    A carry is one more partial in the second launch.
+    A carry is one more partial in the merge; it is not overwritten.
     """
-    parts = decode_splits(q_BTHD, k_BSGD, v_BSGV, where, scale, softcap, None, "lse")
+    parts = decode_splits(q_BTHD, k_BSGD, v_BSGV, where, scale, softcap)
     alone = carry is None and parts.out.shape[0] == 1
-    part = Partial(parts.out[0], parts[1][0]) if alone else merge_stack(parts, carry)
+    part = Partial(parts.out[0], parts.lse[0]) if alone else merge_stack(parts, carry)
     return part if out_dtype is None else Partial(part.out.to(out_dtype), part.lse)
 
 
@@ -182,23 +188,15 @@ def decode_splits(
     where: Intervals,
     scale: float,
     softcap: float | None,
-    splits: int | None,
-    form: str,
-) -> Partial | Streams:
-    """What each split of the keys contributes, stacked along a first dim of `splits`.
-
-    Both forms, "lse" (out, lse) and "streams" (O, M, L), say the same.
-    """
-    if form not in ("lse", "streams"):
-        raise ValueError(f"form={form!r}: choose lse or streams")
+    splits: int | None = None,
+) -> Partial:
+    """The partial of each split of the keys, stacked along a first dim of `splits`, which is chosen if not given."""
     B, T, H, D = q_BTHD.shape
     _, S, G, V = v_BSGV.shape
     tile, blocks = blocks_of(q_BTHD, v_BSGV)
     splits = splits or splits_for(q_BTHD, v_BSGV, S)
     out = torch.empty(splits, B, T, H, V, dtype=torch.float32, device=q_BTHD.device)
-    exact = torch.float32 if form == "streams" else fine(q_BTHD)
-    top = torch.empty(splits, B, T, H, dtype=exact, device=q_BTHD.device)
-    total = torch.empty_like(top) if form == "streams" else top
+    lse = torch.empty(splits, B, T, H, dtype=fine(q_BTHD), device=q_BTHD.device)
     block_d, block_v = power_of_2(max(16, D)), power_of_2(max(16, V))
     if out.numel():
         strides = (
@@ -206,20 +204,19 @@ def decode_splits(
             where.begin.stride(0) if where.begin.shape[0] > 1 else 0, where.begin.stride(1),
         )  # fmt: skip
         constants = (
-            form == "streams", softcap is not None, tile.block_m, tile.block_n, block_d, block_v, block_d == D,
-            block_v == V, tile.stages,
+            softcap is not None, tile.block_m, tile.block_n, block_d, block_v, block_d == D, block_v == V, tile.stages,
         )  # fmt: skip
-        tensors = q_BTHD, k_BSGD, v_BSGV, where.begin, where.end, out, top, total
+        tensors = q_BTHD, k_BSGD, v_BSGV, where.begin, where.end, out, lse
         launch(
             decode_kernel, (G * blocks, splits, B), tensors,
             (*strides, *logits(scale, softcap), B, T, S, G, H // G, D, V, *constants),
             (q_BTHD.dtype, q_BTHD.device, kind_of((*strides, D, V)), constants, tile.warps), num_warps=tile.warps,
         )  # fmt: skip
-    return Streams(out, top, total) if form == "streams" else Partial(out, top)
+    return Partial(out, lse)
 
 
 def blocks_of(q_BTHD: Tensor, v_BSGV: Tensor) -> tuple[Config, int]:
-    """The tile, and how many of them the rows of a key head are."""
+    """The tile sizes, and how many tiles the rows of a key head fill."""
     _, T, H, D = q_BTHD.shape
     rows = T * (H // v_BSGV.shape[2])
     tile = config(rows, D, v_BSGV.shape[3], q_BTHD.element_size())
@@ -227,7 +224,7 @@ def blocks_of(q_BTHD: Tensor, v_BSGV: Tensor) -> tuple[Config, int]:
 
 
 def splits_for(q_BTHD: Tensor, v_BSGV: Tensor, keys: int) -> int:
-    """How many splits serve best where at most the first `keys` keys are seen."""
+    """The best number of splits if at most the first `keys` keys are seen."""
     tile, blocks = blocks_of(q_BTHD, v_BSGV)
     programs = q_BTHD.shape[0] * v_BSGV.shape[2] * blocks
     return choose_splits(programs, keys, multiprocessors(q_BTHD.device) * tile.per_sm)
@@ -239,5 +236,5 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-# the gradients of few queries: the kernels of every other shape serve here as well
+# the backward pass of few queries runs the general kernels
 KERNEL = TorchKernel(attend, backward.attend_backward, refuses, backward.row_delta, backward.rounded)

@@ -222,7 +222,7 @@ def decode_quickly(
     where = append.append(k, v, cache.k, cache.v, cache.filled, cache.here, causal=spec.causal, window=spec.window)
     splits = decode.splits_for(q, cache.v, cache.v.shape[1] if capturing else cache.reach(n))
     scale = spec.scale_for(q.shape[-1])
-    parts = decode.decode_splits(q, cache.k, cache.v, where, scale, spec.softcap, splits, "lse")
+    parts = decode.decode_splits(q, cache.k, cache.v, where, scale, spec.softcap, splits)
     if cache.ranks == 1:
         out = merge.merge_stack(parts, None, sinks, dtype=q.dtype).out
     else:
