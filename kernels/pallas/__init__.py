@@ -1,4 +1,4 @@
-"""The implementations of `attend` for JAX arrays, and which of them serves a problem."""
+"""The kernels for JAX arrays, and which of them serves a problem."""
 
 from ringattn import kernels
 from ringattn.kernels import Kernel, Problem
@@ -15,5 +15,5 @@ TABLE = (
 
 
 def select(problem: Problem, impl: str = "auto") -> Kernel:
-    """`ringattn.kernels.select`, of this table."""
+    """`ringattn.kernels.select` from this table."""
     return kernels.select(problem, impl, TABLE)

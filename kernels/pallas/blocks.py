@@ -1,4 +1,4 @@
-"""How many queries and keys a block holds: as many as the vector memory takes, and no padding for its own sake."""
+"""How many queries and keys a block holds: the most that fit into vector memory, with little padding."""
 
 from typing import NamedTuple
 
@@ -8,15 +8,15 @@ from jax import Array
 LANES = 128
 MIB = 2**20
 
-# The vector memory that one kernel may take, by generation (its number, and 1 for the larger chip of that number):
-# half of what a core has, where that leaves the compiler's usual 16 MiB.
+# The vector memory that one kernel may use, by generation (its number, and 1 for the larger chip of that number): half
+# of what a core has, or the compiler's default of 16 MiB.
 VMEM = {(4, 0): 16 * MIB, (5, 0): 64 * MIB, (5, 1): 32 * MIB, (6, 0): 64 * MIB, (7, 0): 32 * MIB}
 USUAL = 16 * MIB
 SIZES = ((1024, 1024), (1024, 512), (512, 512), (512, 256), (256, 256), (128, 128))
 
 
 class Blocks(NamedTuple):
-    """Queries and keys a block, each a multiple of 128, and the vector memory that the compiler is told to allow."""
+    """Queries and keys of a block, each a multiple of 128, and the compiler's limit of vector memory."""
 
     q: int
     k: int
@@ -24,7 +24,7 @@ class Blocks(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What the memory of one tile depends on."""
+    """What the memory of a tile depends on, besides its size."""
 
     head_dim: int
     value_dim: int
@@ -32,16 +32,16 @@ class Shape(NamedTuple):
 
 
 def needs(q: int, k: int, shape: Shape) -> int:
-    """About the bytes of the hungriest kernel, dK/dV: its tiles, operands and results twice, and accumulators.
+    """About how many bytes the dK/dV kernel, which needs the most, takes: tiles, double buffers and accumulators.
 
-    Six bytes a pair of a tile for every byte of the dtype is what compiled kernels were found to take.
+    Compiled kernels were found to take six bytes a pair of a tile for each byte of the dtype.
     """
     width, size = shape.head_dim + shape.value_dim, shape.itemsize
     return 6 * size * q * k + 2 * size * width * (q + k) + 12 * width * k + 256 * q
 
 
 def blocks_for(queries: int, keys: int, shape: Shape, arch: tuple[int, int] | None, given: Blocks | None) -> Blocks:
-    """The given blocks, checked, or the largest that fit the memory and divide these lengths with little padding."""
+    """The given blocks, checked, or the largest that fit into memory, evened out over these lengths."""
     limit = VMEM.get(arch, USUAL) if arch else USUAL
     fit = [size for size in SIZES if needs(*size, shape) <= limit]
     if given is None:
@@ -49,7 +49,7 @@ def blocks_for(queries: int, keys: int, shape: Shape, arch: tuple[int, int] | No
         return Blocks(divided(queries, q), divided(keys, k), limit)
     for name, size in {"queries": given.q, "keys": given.k}.items():
         if size < LANES or size % LANES:
-            raise ValueError(f"a block of {size} {name}: make it a multiple of {LANES}")
+            raise ValueError(f"a block of {size} {name} is not supported; use a multiple of {LANES}")
     need = needs(given.q, given.k, shape)
     if need > given.vmem:
         raise ValueError(
@@ -61,7 +61,7 @@ def blocks_for(queries: int, keys: int, shape: Shape, arch: tuple[int, int] | No
 
 
 def divided(length: int, most: int) -> int:
-    """The block of equal blocks of at most `most` that cover the length, rounded up to whole lanes.
+    """The size of equal blocks of at most `most` that cover the length, rounded up to whole lanes.
 
     >>> divided(700, 512), divided(5, 512), divided(1024, 512)
     (384, 128, 512)

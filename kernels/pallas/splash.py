@@ -1,10 +1,10 @@
-"""Flash attention for TPUs over intervals, forward and backward, at the granularity of blocks that have work.
+"""Flash attention for TPUs over intervals, forward and backward; pairs of blocks without work are not visited.
 
     B batch   T queries   S keys   H query heads   G key/value heads   R = H / G   D head dim   V value dim
 
-Scores are held transposed, [keys, queries]: a query's maximum and sum lie along lanes, where they cost one vector
-operation a sublane group and meet the accumulator [V, queries] without a transpose. Exponentials are base 2, log2(e)
-being part of the float32 scale; the lse that comes in and goes out is natural.
+Scores are transposed, [keys, queries]: the maxima and sums of queries then lie along lanes, and scale the accumulator
+[V, queries] without a transpose. Exponentials are base 2, with log2(e) as part of the float32 scale; the lse of the
+arguments and results is natural.
 """
 
 import math
@@ -28,8 +28,8 @@ from ringattn.kernels.protocol import JaxKernel
 
 LOG2E = math.log2(math.e)
 
-# A tile is computed in pieces, so that the scores of the next ones are made while this one's exponentials are: the
-# matrix units and the others are then busy at once. Sizes by the bundles that the compiler makes of them on v6e.
+# A tile is computed in pieces. The scores of the next pieces are computed beside the exponentials of this one, so that
+# matrix and vector units work at the same time. The sizes are those with the fewest instruction bundles on v6e.
 SOME_QUERIES, SOME_KEYS, AHEAD = 512, 256, 2
 NN, NT = (((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))  # a @ b and a @ b^T
 
@@ -43,12 +43,12 @@ def refuses(problem: Problem) -> str | None:
 
 
 def options(problem: Problem) -> dict[str, Any]:
-    """What the two functions are told beside the problem itself."""
+    """The kernel's own keyword arguments for this problem."""
     return {"interpret": problem.device != "tpu", "arch": problem.arch}
 
 
 class Score(NamedTuple):
-    """How a product becomes a base-2 score, and back."""
+    """The base-2 score of a product q k, and its derivative."""
 
     scale: float
     softcap: float | None
@@ -64,7 +64,7 @@ class Score(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What all three kernels share: operands by heads and padded to blocks, the work, and how to run it."""
+    """What all three kernels share: operands by heads, padded to blocks; their ranges; and how to run."""
 
     q: Array  # [B, H, T, D]
     k: Array  # [B, G, S, D]
@@ -87,12 +87,12 @@ class Call(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """From a batch row's entries to the next one's; 0 where one list serves all rows."""
+        """The distance from a batch row's entries to those of the next row; 0 if all rows share one list."""
         return 0 if self.begin.shape[0] == 1 else self.q.shape[2] // self.blocks.q * self.key_blocks
 
 
 class Walk(NamedTuple):
-    """One kernel's way over the blocks: what an entry says of queries and of keys, and which heads a program has."""
+    """How one kernel visits pairs of blocks: which queries, keys and heads a grid step loads."""
 
     call: Call
     queries_stay: bool
@@ -107,7 +107,7 @@ class Walk(NamedTuple):
         return passing(entry) if self.queries_stay else staying(entry)
 
     def spec(self, shape: tuple[int, ...], dim: int, keys: bool = False) -> pl.BlockSpec:
-        """The block of an array [B, heads, ...] whose `dim` is queries (or keys) that an entry asks for."""
+        """The block of an array [B, heads, ...], whose `dim` is queries (or keys), that belongs to an entry."""
         size = self.call.blocks.k if keys else self.call.blocks.q
         block = (1, 1, *(size if i == dim else n for i, n in enumerate(shape) if i > 1))
 
@@ -137,9 +137,10 @@ class Walk(NamedTuple):
         results: list[tuple[tuple[int, ...], int]],
         scratch: list[tuple[int, ...]],
     ) -> list[Array]:
-        """The kernel over (batch, heads, entries[, heads that share a key]): operands and results with their dims.
+        """Run the kernel over the grid (batch, heads, entries[, query heads that share a key head]).
 
-        The kernel is given queries, keys, begin, end, results, scratch; how many entries there are is traced.
+        Operands and results come with the dim of their queries or keys. The arguments of the kernel are the entries,
+        queries, keys, begin, end, results and scratch. The number of entries is traced.
         """
         call = self.call
         work = (by_queries if self.queries_stay else by_keys)(call.ranges, call.key_blocks)
@@ -180,7 +181,7 @@ def attend(
     arch: tuple[int, int] | None = None,
     interpret: bool = False,
 ) -> Partial:
-    """softmax(scale * q k^T) v over each query's interval, beginning from `carry`."""
+    """softmax(scale * q k^T) v over each query's interval, merged into `carry`."""
     k_BSGD, _, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
     call = call_of((q_BTHD, k_BSGD, v_BSGV), where, (blocks, arch), interpret, carry)
     (_, H, T, _), V, bq = call.q.shape, v_BSGV.shape[3], call.blocks.q
@@ -214,7 +215,7 @@ def attend_backward(
     arch: tuple[int, int] | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in float32: two kernels, of which the one that nobody asks for is not run."""
+    """(dq, dk, dv) in float32, from two kernels; XLA drops the one whose results are not used."""
     scored, k_BSGD, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
     q_BTHD, dout_BTHV, lse_BTH, delta_BTH = jax_finite.of_rows(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)
     call = call_of((q_BTHD, scored, v_BSGV), where, (blocks, arch), interpret, (dout_BTHV, lse_BTH, delta_BTH))
@@ -247,14 +248,28 @@ def attend_backward(
 
 
 def forward_kernel(entries: Any, q: Any, *rest: Any, walk: Walk, score: Score, precision: Any, carried: bool) -> None:
-    """One block of queries meets one block of keys: the online softmax, transposed."""
+    """The online softmax of one block of queries and one block of keys, transposed.
+
+    Grid: (batch, query heads, entries). Consecutive entries of one query block share the scratch: top is the running
+    maximum, total the sum of 2^(score - top) in eight rows, acc the sum of 2^(score - top) v, [V, queries]. `start`
+    sets them at the block's first entry, from the carry if there is one, and `finish` writes out and lse at its last.
+    Every query block has at least one entry, so its result is written even if it sees nothing.
+
+    A tile is one pair of blocks, computed in pieces: for each piece of the queries, all pieces of the keys. The loop is
+    unrolled, and `ready` holds the scores of the next AHEAD pieces, so that the compiler can compute them beside the
+    exponentials of this one. `before`, `sums` and `result` keep the statistics of a piece of the queries in registers.
+
+    Why at the odd places: `sums` has eight rows, one for each sublane, because adding whole registers is cheap; they
+    are added up once, in `finish`. A masked tile may leave a maximum at -inf, and `safe` keeps -inf - -inf out. A whole
+    tile needs no mask (`on_work`).
+    """
     *given, k, v_t, begin, end, out, lse, top, total, acc = rest
     entry = entry_here(entries, walk)
     first_key = walk.key_block(entry) * k.shape[2]
 
     @pl.when(entry & FIRST != 0)
     def start() -> None:
-        if carried:  # (out, lse) are the statistics (out, max = lse, sum = 1)
+        if carried:  # as statistics: a maximum of lse, a sum of 1, an accumulator of out
             top[...] = given[1][0, 0] * LOG2E
             row = lax.broadcasted_iota(jnp.int32, total.shape, 0)
             total[...] = jnp.where((row == 0) & (top[...] != NEVER), 1.0, 0.0)
@@ -279,7 +294,7 @@ def forward_kernel(entries: Any, q: Any, *rest: Any, walk: Walk, score: Score, p
             now = jnp.maximum(before, ready[i].max(0, keepdims=True))
             safe = now if whole else jnp.where(now == NEVER, 0.0, now)
             p, shrink = jnp.exp2(ready[i] - safe), jnp.exp2(before - safe)
-            before, sums = now, sums * shrink + p.reshape(-1, 8, p.shape[1]).sum(0)  # eight sums, added up at the end
+            before, sums = now, sums * shrink + p.reshape(-1, 8, p.shape[1]).sum(0)
             new = lax.dot_general(v_t[0, 0, :, keys], p.astype(v_t.dtype), NN, precision, jnp.float32)
             result = result * shrink + new
             if keys == columns[-1]:
@@ -300,7 +315,10 @@ def dq_kernel(
     entries: Any, q_t: Any, dout_t: Any, lse2: Any, delta: Any, k: Any, v: Any, k_t: Any, begin: Any, end: Any,
     dq: Any, acc: Any, *, walk: Walk, score: Score, precision: Any,
 ) -> None:  # fmt: skip
-    """dq^T = scale * k^T ds, added up over the key blocks that pass."""
+    """dq^T = scale * k^T ds of one block of queries, added up over the key blocks of its entries.
+
+    Grid and entries are those of `forward_kernel`. The lse is final, so a tile is one step, without pieces.
+    """
     entry = entry_here(entries, walk)
 
     @pl.when(entry & FIRST != 0)
@@ -323,7 +341,13 @@ def dkv_kernel(
     entries: Any, q_t: Any, dout_t: Any, lse2: Any, delta: Any, k: Any, v: Any, begin: Any, end: Any,
     dk: Any, dv: Any, acc_k: Any, acc_v: Any, *, walk: Walk, score: Score, precision: Any,
 ) -> None:  # fmt: skip
-    """dk^T = scale * q^T ds^T and dv^T = dout^T p^T, over the query blocks that pass and the heads that share a key."""
+    """dk^T = scale * q^T ds^T and dv^T = dout^T p^T of one block of keys, added up over query blocks and query heads.
+
+    Grid: (batch, key heads, entries, query heads that share a key head). Here key blocks stay and query blocks pass
+    (`worklist.by_keys`). Query heads are the innermost axis: for each entry all heads of the group follow each other,
+    so the accumulators start at the first head of the first entry and are written at the last head of the last one.
+    Tiles are computed in pieces, with the scores of the next AHEAD pieces ready, as in `forward_kernel`.
+    """
     entry, member = entry_here(entries, walk), pl.program_id(3)
 
     @pl.when((entry & FIRST != 0) & (member == 0))
@@ -352,7 +376,7 @@ def dkv_kernel(
 
 
 class Block(NamedTuple):
-    """A pair of blocks in the backward pass; `mask` is the number of the key block, begin and end, or None."""
+    """A pair of blocks in the backward pass. `mask` is (number of the key block, begin, end) or None."""
 
     q_t: Any
     k: Any
@@ -363,7 +387,7 @@ class Block(NamedTuple):
     mask: tuple[Any, Any, Any] | None
 
     def scores(self, keys: slice, at: slice, score: Score, precision: Any) -> tuple[Any, Any]:
-        """Base-2 scores, -inf where nothing is seen, and v dout^T: both [keys, queries]."""
+        """Base-2 scores, -inf where a query does not see a key, and v dout^T: both [keys, queries]."""
         s = score(lax.dot_general(self.k[0, 0, keys], self.q_t[0, 0, :, at], NN, precision, jnp.float32))
         if self.mask is not None:
             number, begin, end = self.mask
@@ -385,19 +409,19 @@ def entry_here(entries: Any, walk: Walk) -> Any:
 
 
 def on_work(entry: Any, tile: Callable[[bool], None]) -> None:
-    """Run the tile with its mask, without it where every pair is seen, or not at all."""
+    """Run the tile without a mask if every pair is seen, with a mask if some are, else not at all."""
     pl.when(entry & WHOLE != 0)(lambda: tile(True))
     pl.when(entry & (WORK | WHOLE) == WORK)(lambda: tile(False))
 
 
 def visible(s: Any, first_key: Any, begin: Any, end: Any) -> Any:
-    """Which of these scores [keys, queries] count, the keys from `first_key` on; begin and end are [1, 1, queries]."""
+    """Which scores [keys, queries] are visible, for keys from `first_key` on; begin and end are [1, 1, queries]."""
     index = lax.broadcasted_iota(jnp.int32, s.shape, 0) + first_key
     return (begin[0] <= index) & (index < end[0])
 
 
 def pieces(length: int, most: int) -> list[slice]:
-    """A block cut into equal pieces of at most `most`, or left whole where that does not divide it."""
+    """A block cut into pieces of `most`, or left whole if `most` does not divide it."""
     size = most if length % most == 0 else length
     return [slice(at, at + size) for at in range(0, length, size)]
 
@@ -405,13 +429,13 @@ def pieces(length: int, most: int) -> list[slice]:
 def call_of(
     operands: tuple[Array, Array, Array],
     where: Intervals,
-    asked: tuple[Blocks | None, tuple[int, int] | None],
+    sizes: tuple[Blocks | None, tuple[int, int] | None],
     interpret: bool,
     others: Any,
 ) -> Call:
-    """Operands by heads, padded to whole blocks; padding is a query that sees nothing and a key that nobody sees."""
+    """Operands by heads, padded to whole blocks: padding queries see no key, and no query sees padding keys."""
     q_BTHD, k_BSGD, v_BSGV = operands
-    blocks, arch = asked
+    blocks, arch = sizes
     shape = Shape(q_BTHD.shape[3], v_BSGV.shape[3], q_BTHD.dtype.itemsize)
     chosen = blocks_for(q_BTHD.shape[1], k_BSGD.shape[1], shape, arch, blocks)
     axes = axes_of(operands, where.begin, where.end, others)
@@ -430,7 +454,7 @@ def call_of(
 
 
 def precision_of(x: Array) -> Any:
-    """Float32 operands are multiplied as such; the default would round them to bfloat16."""
+    """The highest precision for float32, which the default would round to bfloat16."""
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
 
 

@@ -1,4 +1,4 @@
-"""Which mesh axes a value differs along, inside shard_map; nothing outside of it, or where that is not tracked."""
+"""Along which mesh axes a value varies, inside shard_map; none outside of it, or with check_vma=False."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from jax import lax
 
 
 def axes_of(*values: Any) -> frozenset[str]:
-    """The axes along which one of the values differs from device to device."""
+    """The mesh axes along which at least one of the values varies."""
     return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(values)))
 
 
 def vary(value: Any, axes: frozenset[str]) -> Any:
-    """The same values, counted as different along these axes: what a loop carries must not change its kind."""
+    """The same values, marked as varying along these axes: the type of a loop's carry must not change."""
 
     def one(x: Any) -> Any:
         missing = tuple(sorted(axes - axes_of(x)))

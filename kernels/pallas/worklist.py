@@ -1,8 +1,8 @@
 """Which pairs of blocks have work, as the list of a kernel's grid steps.
 
-A kernel's innermost grid axis walks over this list and nothing else, so what nobody sees costs nothing, whatever the
-mask, also where the intervals are traced and differ from device to device. An entry is one int32, read before the
-blocks are fetched: the block that stays (whose result adds up), the block that passes, and four flags.
+A kernel's grid steps are the entries of this list, so pairs of blocks that see nothing of each other cost nothing. The
+intervals may be traced, and may differ from device to device. An entry is one int32, read before the blocks are
+fetched: the staying block (whose result is accumulated), the passing block, and four flags.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,8 @@ from jax import Array
 from ringattn.kernels.intervals import Intervals
 
 BITS = 13  # of a block's number
-FIRST, LAST, WORK, WHOLE = 1, 2, 4, 8  # of the stays-block's entries; of one entry: some pair is seen, every pair is
+# Flags: the first and the last entry of a staying block; some query of the pair sees some key, every query sees all.
+FIRST, LAST, WORK, WHOLE = 1, 2, 4, 8
 
 
 class Ranges(NamedTuple):
@@ -43,27 +44,30 @@ class Ranges(NamedTuple):
 
 
 class Worklist(NamedTuple):
-    """Entries [rows, most], of which the first `steps` are walked; rows with fewer end in entries that do nothing."""
+    """Entries [rows, most], of which the first `steps` run; rows with fewer entries end in entries without flags."""
 
     entries: Array
     steps: Array
 
 
 def by_queries(ranges: Ranges, key_blocks: int) -> Worklist:
-    """Query blocks stay, the key blocks they see pass."""
+    """Query blocks stay, and the key blocks they see pass."""
     return listed(ranges, ranges.first, ranges.last, key_blocks, queries_stay=True)
 
 
 def by_keys(ranges: Ranges, key_blocks: int) -> Worklist:
-    """Key blocks stay, the query blocks that see them pass."""
+    """Key blocks stay, and the query blocks that see them pass."""
     return listed(ranges, *ranges.queries(key_blocks), ranges.first.shape[1], queries_stay=False)
 
 
 def listed(ranges: Ranges, first: Array, last: Array, passing_blocks: int, queries_stay: bool) -> Worklist:
-    """Every staying block has at least one entry: its result must be written even if it is nothing."""
+    """The list, in order of staying blocks. Each has at least one entry, so that its result is always written."""
     rows, n = first.shape
     if max(n, passing_blocks) > 1 << BITS:
-        raise NotImplementedError(f"{max(n, passing_blocks)} blocks of tokens on one device; at most {1 << BITS}")
+        raise NotImplementedError(
+            f"{max(n, passing_blocks)} blocks of tokens on one device, and at most {1 << BITS} are supported; "
+            "use larger blocks or more devices"
+        )
     counts = jnp.maximum(last - first, 1)
     stops = jnp.cumsum(counts, 1)
     at = jnp.broadcast_to(jnp.arange(n * passing_blocks, dtype=jnp.int32), (rows, n * passing_blocks))

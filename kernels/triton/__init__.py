@@ -1,4 +1,4 @@
-"""Flash attention in Triton: one kernel family over intervals, for GPUs of several makers, and for CPUs interpreted."""
+"""Flash attention over intervals in Triton, for NVIDIA and AMD GPUs, and for CPUs in Triton's interpreter."""
 
 from ringattn.kernels import Problem
 from ringattn.kernels.protocol import TorchKernel
@@ -14,23 +14,23 @@ def refuses(problem: Problem) -> str | None:
     if (reason := cannot_run(problem)) is not None:
         return reason
     if max(problem.head_dim, problem.value_dim) > WIDEST:
-        return f"head dim {problem.head_dim}, value dim {problem.value_dim}: at most {WIDEST}"
+        return f"takes dims up to {WIDEST}, got head_dim={problem.head_dim}, value_dim={problem.value_dim}"
     return None
 
 
 def cannot_run(problem: Problem) -> str | None:
-    """Why no Triton kernel serves the problem's device or dtype, or None."""
+    """Why no Triton kernel can serve the problem's device or dtype, or None."""
     if problem.device not in ("cuda", "cpu"):
-        return f"no Triton backend for device {problem.device!r}"
+        return f"Triton has no backend for device {problem.device!r}"
     if problem.device == "cpu" and not interpreting():
-        return "Triton runs on GPUs; on a CPU only its interpreter does (TRITON_INTERPRET=1), for tests"
+        return "Triton runs on GPUs, and on a CPU only in its interpreter (TRITON_INTERPRET=1), for tests"
     if problem.dtype not in ("float16", "bfloat16", "float32"):
-        return f"dtype {problem.dtype}: float16, bfloat16 or float32"
+        return f"takes float16, bfloat16 and float32, not {problem.dtype}"
     return None
 
 
 def interpreting() -> bool:
-    """Whether these kernels were made for Triton's interpreter, which was settled when triton was imported."""
+    """Whether these kernels run in Triton's interpreter, which is decided when triton is imported."""
     from triton.runtime.jit import JITFunction
 
     from ringattn.kernels.triton.forward import forward_kernel

@@ -1,9 +1,9 @@
-"""New tokens into striped memory, and the intervals of their queries, from lengths that the device knows.
+"""Appends new tokens to a rank's cache and computes the intervals of their queries, from lengths on the device.
 
-    B batch   T new tokens   S rows of memory   G key/value heads   D head dim   V value dim
+    B batch   T new tokens   S rows of the cache   G key/value heads   D head dim   V value dim
 
-Position p of a row lies here if `mine <= (p - origin) % round < mine + block`. The host is asked for nothing that
-changes from token to token, so that a CUDA graph of a step can be replayed for the next one.
+This rank holds position p if `mine <= (p - origin) % round < mine + block`. Whatever changes from token to token is
+read on the device, so that a CUDA graph of one step can be replayed for the next one.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.triton.launch import kind_of, launch, power_of_2
 
-FARTHEST = 2**31 - 1  # positions are below that, and Triton compiles numbers above it apart
+FARTHEST = 2**31 - 1  # positions lie below it, and Triton compiles another kernel for numbers above it
 
 
 @triton.jit(do_not_specialize=["T", "S", "G", "origin", "block", "round", "mine", "window"])
@@ -25,10 +25,10 @@ def append_kernel(
     ik_b, ik_s, ik_g, ik_d,
     iv_b, iv_s, iv_g, iv_v,
     T, S, G, D, V,
-    origin, block, round, mine, window,  # a window of 0 is none
+    origin, block, round, mine, window,  # 0: no window
     CAUSAL: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One token of one row: its key and value to where they belong, if that is here, and what its query sees."""
+    """One token of one batch row: store its key and value if this rank holds them, and what its query sees."""
     t, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + b)
     p = length + t
@@ -39,7 +39,7 @@ def append_kernel(
 
     offset = (p - origin) % round - mine
     row = (p - origin) // round * block + offset
-    heads = tl.where((offset >= 0) & (offset < block) & (row < S), G, 0)  # of this token that are kept here
+    heads = tl.where((offset >= 0) & (offset < block) & (row < S), G, 0)  # none if another rank holds it
     g, d, w = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     mask = (g < heads)[:, None] & (d < D)[None, :]
     key = tl.load(k + b * k_b + t * k_t + g[:, None] * k_g + d[None, :] * k_d, mask=mask)
@@ -51,7 +51,7 @@ def append_kernel(
 
 @triton.jit
 def local_index(position, origin, block, round, mine):
-    """How many positions of this memory lie below `position`."""
+    """How many of the positions that this rank holds lie below `position`."""
     p = tl.maximum(position - origin, 0)
     return p // round * block + tl.minimum(tl.maximum(p % round - mine, 0), block)
 
@@ -60,11 +60,10 @@ def append(
     k_BTGD: Tensor, v_BTGV: Tensor, into_k: Tensor, into_v: Tensor, lengths_B: Tensor,
     place: tuple[int, int, int, int], *, causal: bool = True, window: int | None = None,
 ) -> Intervals:  # fmt: skip
-    """Tokens `lengths` to `lengths + T` of every row, where this memory holds them; `lengths` stays as it is.
+    """Store the tokens at positions `lengths` to `lengths + T` of every row, those that this rank holds.
 
-    `place` is (origin, block, round, mine), as above.
-
-    Returns the intervals of local indices that queries at these positions see. A token past the memory is dropped.
+    `place` is (origin, block, round, mine), as above. `lengths` does not change. Tokens past the end of the cache are
+    dropped. Returns the intervals of local indices that queries at these positions see.
     """
     B, T, G, D = k_BTGD.shape
     S, V = into_v.shape[1], v_BTGV.shape[-1]

@@ -1,11 +1,12 @@
 """Flash attention backward over intervals, from the lse over all keys: no atomics, the same bits every run.
 
-`dq` is a walk of a block of queries over the keys it sees, as in the forward. `dk, dv` is a walk of a block of keys
-over the queries that see it, all heads of its group beside each other: both ends of the intervals never decrease, so
-those queries are an interval too, found by a binary search. Scores are taken transposed there, [keys, queries], so
-that both products that follow read their left side from registers. With p = 2^(score - lse):
+With p = 2^(score - lse), scores and lse in base 2:
 
     dv = p^T dout      ds = p * (dout v^T - delta)      dq = scale * ds k      dk = scale * ds^T q
+
+Two kernels recompute the scores. `dq_kernel` owns a block of queries and loops over the keys they see, as the forward
+does. `dkdv_kernel` owns a block of keys and loops over the queries that see them. Both ends of the intervals never
+decrease, so those queries are an interval too, which `spans_kernel` finds by binary search.
 """
 
 from collections.abc import Callable
@@ -43,6 +44,7 @@ def delta_kernel(
     out_ptr, dout_ptr, dlse_ptr, delta_ptr, out_st, dout_st, dlse_st, delta_st, T,
     V: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
+    """delta = rowsum(dout * out) - dlse, for ROWS queries of one head."""
     first = tl.program_id(0) * ROWS
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
@@ -69,7 +71,7 @@ def row_delta(out_BTHV: Tensor, dout_BTHV: Tensor, dlse_BTH: Tensor | None = Non
 
 @triton.jit
 def stats_kernel(lse_ptr, delta_ptr, stats_ptr, lse_st, delta_st, T, H, room, ROWS: tl.constexpr):
-    """(log2(e) * lse, delta) side by side; (+inf, 0) for a row that saw nothing, so that its weights are 0."""
+    """(log2(e) * lse, delta) next to each other; (+inf, 0) for a row that sees no key, so that its weights are 0."""
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -82,7 +84,7 @@ def stats_kernel(lse_ptr, delta_ptr, stats_ptr, lse_st, delta_st, T, H, room, RO
 
 
 def row_stats(lse_BTH: Tensor, delta_BTH: Tensor) -> Tensor:
-    """The two numbers a row of weights is made from, [B, H, 2, T] with rows of a multiple of 16 bytes."""
+    """The lse in base 2 and delta, [B, H, 2, T], with rows of a multiple of 16 bytes, which descriptors require."""
     B, T, H = lse_BTH.shape
     stats = torch.empty(B, H, 2, cdiv(T, 4) * 4, dtype=torch.float32, device=lse_BTH.device)
     numbers = (lse_BTH.stride(), delta_BTH.stride(), T, H, stats.shape[-1])
@@ -92,7 +94,7 @@ def row_stats(lse_BTH: Tensor, delta_BTH: Tensor) -> Tensor:
 
 @triton.jit
 def count_below(ptr, x, T, steps):
-    """How many of ptr[0:T], which never decrease, are below each x: a binary search of `steps` steps."""
+    """How many of the sorted ptr[0:T] are below each x, by binary search in `steps` steps."""
     lo = x * 0
     hi = lo + T
     for _ in range(steps):
@@ -107,15 +109,22 @@ def spans_kernel(
     begin_ptr, end_ptr, spans_ptr, rows_st, T, S, blocks, steps,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """The rows of `spans` for LANES blocks of KEYS keys, one block a lane; no loop besides the binary searches.
+
+    [lo, hi) are the queries that see any key of the block: their end lies past its first key, and their begin before
+    its stop. [full, part) are those that see all of it: their end is not before its stop, and their begin not past its
+    first key. No query sees a key from `last` on: those that begin there are padding, and do not count for hi. lo is
+    rounded down to a multiple of 4, since the copy engine reads float32 stats from multiples of 16 bytes. The queries
+    below the true lo see none of the keys; they are in a masked tile.
+    """
     block = tl.program_id(0) * LANES + tl.arange(0, LANES)
     row = tl.program_id(1).to(tl.int64)
     begin_ptr += row * rows_st
     end_ptr += row * rows_st
     first = block * KEYS
     stop = tl.minimum(first + KEYS, S)
-    # no query sees a key from here on: those that begin there are padding
     last = tl.load(end_ptr + T - 1, mask=T > 0, other=0)
-    lo = count_below(end_ptr, first + 1, T, steps) // 4 * 4  # the copy engine wants 16 bytes
+    lo = count_below(end_ptr, first + 1, T, steps) // 4 * 4
     hi = tl.maximum(lo, count_below(begin_ptr, tl.minimum(stop, last), T, steps))
     full = count_below(end_ptr, stop, T, steps)
     part = count_below(begin_ptr, first + 1, T, steps)
@@ -134,11 +143,11 @@ def spans_kernel(
 
 
 def spans(where: Intervals, length: int, cut: Tile) -> Tensor:
-    """For each block of keys: lo, hi, 0, head, turn, tail, count. The queries [lo, hi) see any of it, `count` tiles.
+    """For each block of keys: lo, hi, 0, head, turn, tail, count; the queries [lo, hi) see it, and are `count` tiles.
 
-    Tiles [0, head) and [tail, count) are masked. Those between are taken from `turn` on, and then those before it:
-    blocks that run at once would all ask for the same queries at the same time, which takes a tenth longer. So each
-    begins a tile after the one before it, as they do anyway where a query sees the keys before it.
+    Tiles [0, head) and [tail, count) are masked. The middle starts at `turn`, and ends with the tiles before `turn`.
+    Blocks that run at the same time would otherwise load the same queries at the same time, which takes a tenth longer.
+    So each block starts one tile after the block before it. Under a causal mask they do so anyway, and turn is head.
     """
     known, sizes = where.made, (length, cut.queries, cut.keys)
     if known is not None and sizes in known:
@@ -150,20 +159,23 @@ def spans(where: Intervals, length: int, cut: Tile) -> Tensor:
     constants = {"QUERIES": cut.queries, "KEYS": cut.keys, "LANES": 32, "WIDTH": 8}
     launch(spans_kernel, (cdiv(blocks, 32), rows), (begin, end, table), numbers, **constants)
     if known is not None and not (table.is_cuda and torch.cuda.is_current_stream_capturing()):
-        known[sizes] = table  # what a graph makes is made again at each replay, in memory of the graph's
+        known[sizes] = table  # not during a capture: the memory of a table made there belongs to the graph
     return table
 
 
 @triton.jit
 def span_of(spans_ptr, at, PHASE: tl.constexpr):
-    """The tiles of a phase: 0 the masked head, 1 the middle from its turn on, 2 up to there, 3 the masked tail."""
+    """The tiles of a phase: 0 the masked head, 1 the middle from `turn` on, 2 the middle before it, 3 the masked tail.
+
+    They are loaded phase by phase, because registers are what limits the kernel.
+    """
     if PHASE == 1:
         at += 2
     elif PHASE == 2:
         at += 1
     else:
         at += PHASE
-    return tl.load(spans_ptr + at), tl.load(spans_ptr + at + 1)  # only here: registers are what bounds the kernel
+    return tl.load(spans_ptr + at), tl.load(spans_ptr + at + 1)
 
 
 @triton.jit
@@ -174,6 +186,24 @@ def dkdv_kernel(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, ADD_DK: tl.constexpr, ADD_DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
+    """dk and dv of a block of KEYS keys of one key head, summed over the queries that see it and the R query heads.
+
+    Programs: one for each block of keys of each key head. k and v stay in registers or shared memory; dk and dv are
+    accumulated in float32 and stored once, or added to what is there with ADD_DK and ADD_DV.
+
+    Loop: over the queries [lo, hi) that see the block, QUERIES at a time, in the four phases of `span_of`; phases 0 and
+    3 are masked. Within a tile of queries the R heads that share the keys follow each other (i // R is the tile, i % R
+    the head): all of them have the same intervals, and adding them up here needs no atomics.
+
+    Why at the odd places:
+    - Scores are transposed, [keys, queries], so that p and ds are the left operands of the products for dv and dk and
+      can stay in registers.
+    - The queries of an empty row have an lse of +inf in `stats`, and so have loads past hi: their p is 0. A descriptor
+      reads 0 past hi instead, but 0 for q and dout too; nothing is added then.
+    - Keys from `last` on are seen by no query. They are read as 0, since padding may hold NaN, and 0 * NaN is NaN.
+    - Intervals, dout and delta are loaded only where they are needed, because registers limit the kernel. For the same
+      reason a head's offset takes 64 bits only if FAR says that 32 may overflow.
+    """
     block, b, g = head_of(G, blocks, False)
     first = block * KEYS
     keys = first + tl.arange(0, KEYS)
@@ -209,7 +239,7 @@ def dkdv_kernel(
                 q = q_src.load([t, r, 0]).reshape(QUERIES, WIDTH_D)
                 lse = stats.load([2 * r, t]).reshape(QUERIES)
             else:
-                apart = tl.cast(r, tl.int64) if FAR else r  # 64 bits cost registers
+                apart = tl.cast(r, tl.int64) if FAR else r
                 q = tile(q_src + apart * q_st[2], t, hi, q_st[1], q_st[3], QUERIES, D, WIDTH_D, False)
                 rows = t + tl.arange(0, QUERIES)
                 lse = tl.load(stats + 2 * r * room + rows, mask=rows < hi, other=float("inf"))
@@ -229,7 +259,7 @@ def dkdv_kernel(
                 dout = tile(dout_src + apart * dout_st[2], t, hi, dout_st[1], dout_st[3], QUERIES, V, WIDTH_V, False)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
             dp = tl.dot(v, dout.T, input_precision=PRECISION)
-            if TMA:  # loaded only here, for the registers
+            if TMA:
                 delta = stats.load([2 * r + 1, t]).reshape(QUERIES)
             else:
                 delta = tl.load(stats + (2 * r + 1) * room + rows, mask=rows < hi, other=0.0)
@@ -252,6 +282,12 @@ def dq_kernel(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, ADD: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
+    """dq of a block of QUERIES queries of one head, summed over the keys they see; added to what is there with ADD.
+
+    Programs and loop are those of `forward_kernel`: one program for each block of queries of each head, and the keys
+    [lo, hi) in four phases, of which 0 and 3 are masked. No running maximum is needed, because the lse is final, so
+    tiles are independent of each other. A row that sees no key, and a row past T, has an lse of +inf: its p is 0.
+    """
     block, b, h = head_of(H, blocks, True)
     first = block * QUERIES
     rows = first + tl.arange(0, QUERIES)
@@ -293,20 +329,20 @@ def dq_kernel(
                 ds = ds * (1 - bend * bend)
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
-    dq = tl.where((begin < end)[:, None], dq * scale, 0.0)  # whatever padding holds does not come out
+    dq = tl.where((begin < end)[:, None], dq * scale, 0.0)  # padding may hold NaN, and then its dq is NaN
     dq_ptr += b * dq_st[0] + h * dq_st[2]
     add_rows(dq_ptr, dq, first, T, dq_st[1], dq_st[3], QUERIES, D, WIDTH_D, ADD)
 
 
 def attend_backward(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in float32 from the lse over all keys, added in place to the accumulators that are given."""
+    """(dq, dk, dv) in float32 from the lse over all keys, added in place to dq=, dk=, dv= if they are given."""
     keys, queries = halves(*inputs, **options)
     dk, dv = keys()
     return queries(), dk, dv
 
 
 def rounded(dout_BTHV: Tensor, lse_BTH: Tensor, delta_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`partial.rounded`, for what `stats_kernel` makes of the lse, which it brings to base 2."""
+    """`partial.rounded`, for an lse that `stats_kernel` also converts to base 2, which rounds it once more."""
     return partial.rounded(dout_BTHV, lse_BTH, delta_BTH, lambda lse: (lse * LOG2E.value).double() / LOG2E.value)
 
 
@@ -327,9 +363,9 @@ def halves(
     alone: bool = False,
     table: Table | None = None,
 ) -> tuple[Callable[[], tuple[Tensor, Tensor]], Callable[[], Tensor]]:
-    """`attend_backward` in two parts that may run in any order: what has a way to go goes first.
+    """`attend_backward` as two functions, for (dk, dv) and for dq. Run first the one whose result has to travel.
 
-    `alone`: nothing will be added to what is found, which has the dtypes of the inputs.
+    `alone`: nothing will be added to the gradients, so they have the dtypes of the inputs.
     """
     dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
     shape = Shape.of(q_BTHD, v_BSGV)

@@ -32,7 +32,7 @@ def tanh(x):
 
 @triton.jit
 def matrix(ptr, stop, stride, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr):
-    """What `tile` loads from: a descriptor that ends at row `stop`, or the plain pointer."""
+    """The source for `tile`: with TMA a tensor descriptor that ends at row `stop`, else the pointer."""
     if TMA:
         return tl.make_tensor_descriptor(ptr, [stop, COLS], [stride, 1], [ROWS, WIDTH])
     else:
@@ -56,7 +56,7 @@ def tile(
 def cells(
     ptr, first, stop, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """The addresses of a tile, and which of them lie inside the matrix; 64 bits where 32 could overflow."""
+    """The addresses of a tile, and which of them lie inside the matrix; the tile's own offset takes 64 bits."""
     rows = tl.arange(0, ROWS)
     cols = tl.arange(0, WIDTH)
     at = ptr + tl.cast(first, tl.int64) * stride_row + rows[:, None] * stride_row + cols[None, :] * stride_col
@@ -71,7 +71,7 @@ def add_rows(
     ptr, x, first, stop, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """Writes x to rows [first, stop) of a matrix, or adds it to what is there."""
+    """Write x to rows [first, stop) of a matrix; with ADD add it to them."""
     at, inside = cells(ptr, first, stop, stride_row, stride_col, ROWS, COLS, WIDTH)
     if ADD:
         x += tl.load(at, mask=inside, other=0.0)
@@ -80,10 +80,10 @@ def add_rows(
 
 @triton.jit
 def seen(begin_ptr, end_ptr, first, T, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """The intervals of a block of queries, and the keys [lo, hi) that one of them sees in tiles from `lo`:
+    """The intervals of a block of queries, and the keys [lo, hi) that at least one of them sees, as tiles from `lo` on.
 
-    tiles [0, head) and [tail, count) are masked, every query sees all of the tiles [head, tail) between them. Rows past
-    T count as the last one. An empty row leaves no tile unmasked.
+    Every query sees all keys of the tiles [head, tail); tiles [0, head) and [tail, count) need a mask. Rows past T
+    repeat the last row. If a row is empty, head = tail: all tiles need a mask.
     """
     rows = tl.minimum(first + tl.arange(0, ROWS), T - 1)
     begin = tl.load(begin_ptr + rows)
@@ -108,10 +108,10 @@ def phases(lo, hi, clear_lo, clear_hi, SIZE: tl.constexpr):
 
 @triton.jit
 def span(PHASE: tl.constexpr, block, head, tail, count):
-    """The tiles of a phase: 0 the masked head, 1 and 2 the middle, 3 the masked tail.
+    """The tiles [start, stop) of a phase: 0 the masked head, 1 and 2 the middle, 3 the masked tail.
 
-    Blocks that run at once would all ask for the same tile at the same time, which takes longer: each begins the middle
-    a tile after the block before it, goes on to the tail, and then takes those before.
+    Blocks that run at the same time would otherwise load the same tile at the same time, which is slower. So each block
+    starts its middle one tile after the block before it (phase 1), and ends it with the tiles it skipped (phase 2).
     """
     turn = head + block % tl.maximum(tail - head, 1)
     if PHASE == 0:
@@ -126,9 +126,10 @@ def span(PHASE: tl.constexpr, block, head, tail, count):
 
 @triton.jit
 def head_of(heads, blocks, LAST_FIRST: tl.constexpr):
-    """(block, batch row, head) of this program: head by head, so that the heads of a group find its keys in the cache.
+    """(block, batch row, head) of this program.
 
-    Under a causal mask the last queries and the first keys have the most work: those blocks come first.
+    All blocks of a head come before those of the next one, so that heads of one group find its keys in the cache. Under
+    a causal mask the last queries and the first keys have the most work, so those blocks come first.
     """
     pid = tl.program_id(0)
     block = pid % blocks
@@ -137,7 +138,7 @@ def head_of(heads, blocks, LAST_FIRST: tl.constexpr):
     return block, (pid // blocks // heads).to(tl.int64), (pid // blocks % heads).to(tl.int64)
 
 
-KINDS: dict[Any, tuple[Any, ...]] = {}  # of launches with the same numbers
+KINDS: dict[Any, tuple[Any, ...]] = {}  # by kernel, tile sizes, numbers and dtypes: what `launch.launch` needs
 MOST = 4096
 
 
@@ -147,14 +148,14 @@ def launch(
 ) -> None:  # fmt: skip
     """kernel[programs](*tensors, *numbers, **sizes) with the warps, stages and registers of `cut`.
 
-    Descriptors made there find their memory in torch's pool.
+    A kernel that makes tensor descriptors (TMA) gets memory for them from torch.
     """
     if 0 in programs:
         return
     device = tensors[0].device
     same = id(kernel), device, cut, numbers, *sizes.values(), *[x.dtype for x in tensors]
     known = KINDS.get(same)
-    if known is None:  # once for these numbers: what the compiler may see of them, and the constants in their order
+    if known is None:  # first launch with these numbers: what the compiler sees of them, and the constants in order
         constants = tuple([sizes[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]])
         kind = (*[x.dtype for x in tensors], device, kind_of(numbers), constants, cut)
         known = kind, (*numbers, *constants), options_of(cut)
@@ -177,7 +178,7 @@ def options_of(cut: Any) -> dict[str, int]:
 
 
 def with_descriptors(device: torch.device, start: Callable[[], None]) -> None:
-    """A launch whose kernel makes descriptors, for which Triton asks for memory."""
+    """Launch a kernel that makes tensor descriptors: Triton asks an allocator for their memory."""
 
     def run() -> None:
         triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
@@ -187,7 +188,7 @@ def with_descriptors(device: torch.device, start: Callable[[], None]) -> None:
 
 
 def rows_of(where: Intervals) -> tuple[Tensor, Tensor, int]:
-    """(begin, end, stride between batch rows), the stride 0 where all batch rows share one."""
+    """(begin, end, stride between batch rows); the stride is 0 if all batch rows share one row of intervals."""
     begin, end = (x.to(torch.int32).contiguous() for x in (where.begin, where.end))
     return begin, end, begin.stride(0) if begin.shape[0] > 1 else 0
 
@@ -198,9 +199,7 @@ def logits(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 def describable(strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether the copy engine can read a tensor that begins at a multiple of 16 bytes: so does each of its rows, whose
-    elements lie side by side.
-    """
+    """Whether an aligned tensor can have a descriptor: contiguous rows that start at multiples of 16 bytes."""
     return strides[-1] == 1 and all(s * itemsize % 16 == 0 for s in strides[:-1])
 
 

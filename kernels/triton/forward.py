@@ -1,11 +1,4 @@
-"""Flash attention forward over intervals: one kernel for every mask, merging into the carried partial as it goes.
-
-A program owns a block of queries of one head and walks the keys [lo, hi) that at least one of them sees, tile by tile:
-a masked head, a middle in which every query sees every key and nothing is masked, a masked tail. Statistics are kept
-in base 2: m is the running maximum of the scores, sum that of 2^(score - m), acc that of 2^(score - m) v. The carried
-partial is where they start: (m, sum, acc) = (lse, 1, out), so a ring step needs no merge of its own. Where inputs are
-float32 the lse is float64, and sum and acc take what m cannot hold of it.
-"""
+"""Flash attention forward over intervals: one kernel for every mask, which also merges into the carried partial."""
 
 import torch
 import triton
@@ -44,6 +37,26 @@ def forward_kernel(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, CARRY: tl.constexpr, IN_PLACE: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
+    """out and lse of a block of QUERIES queries of one head, over the keys of their intervals.
+
+    Programs: one for each block of queries of each head; `head_of` gives the order.
+
+    Statistics are in base 2: m is the running maximum of the scores, sum that of 2^(score - m), acc that of
+    2^(score - m) v. With CARRY they start from the carried partial, as (m, sum, acc) = (lse, 1, out), so a ring step
+    needs no merge of its own. With IN_PLACE the result overwrites the carry, so a block that sees no key stops early.
+
+    Loop: over the keys [lo, hi) that at least one query sees, KEYS at a time, in four phases: 0 the masked head, 1 and
+    2 the middle, 3 the masked tail. Every query sees every key of the middle. PHASE is a constant, so the code for the
+    middle has no mask. `span` says why the middle takes two phases.
+
+    Why at the odd places:
+    - `rise`: without a softcap the scale is applied inside exp2, where it is one fused multiply-add a score.
+    - `zero`: a row that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN. Only a masked tile can leave
+      a row so, because a block with an empty row has no middle.
+    - A float64 lse (float32 inputs) does not fit into m, which is float32: sum and acc take the rest as a factor.
+    - `sum != 0` also holds for NaN, so NaN is not mistaken for an empty row.
+    - hi is where loads stop: what padding holds past it is read as 0, since 0 * NaN would be NaN.
+    """
     block, b, h = head_of(H, blocks, True)
     first = block * QUERIES
     rows = first + tl.arange(0, QUERIES)
@@ -73,7 +86,7 @@ def forward_kernel(
         old = old_out_ptr + b * old_out_st[0] + h * old_out_st[2]
         old, inside = cells(old, first, T, old_out_st[1], old_out_st[3], QUERIES, V, WIDTH_V)
         acc = tl.load(old, mask=inside, other=0.0).to(tl.float32)
-        if old_lse_ptr.dtype.element_ty == tl.float64:  # what the maximum, in float32, leaves out
+        if old_lse_ptr.dtype.element_ty == tl.float64:  # the part of the lse that float32 rounds away
             sum = tl.exp2((lse - tl.where(m == float("-inf"), 0.0, m)).to(tl.float32))
             acc *= sum[:, None]
     else:
@@ -99,7 +112,7 @@ def forward_kernel(
                 s = tl.where((begin[:, None] <= keys[None, :]) & (keys[None, :] < end[:, None]), s, float("-inf"))
             top = tl.maximum(m, tl.max(s, 1) * rise)
             zero = top
-            if PHASE % 3 == 0:  # a row that has seen nothing yet: 2^(-inf - 0) = 0
+            if PHASE % 3 == 0:  # a row that has seen no key yet: 2^(-inf - 0) = 0
                 zero = tl.where(top == float("-inf"), 0.0, top)
             p = tl.exp2(s * rise - zero[:, None])
             shrink = tl.exp2(m - zero)
@@ -131,8 +144,8 @@ def attend(
 ) -> Partial:
     """softmax(scale * q k^T) v over each query's interval, merged into `carry` inside the kernel.
 
-    `carry` is updated in place where its dtype allows; use what is returned. `table` holds tile sizes to use instead
-    of the built-in ones. `causal` replaces the intervals by [0, t + 1) in the kernel: a benchmark's yardstick.
+    `carry` is updated in place if `carry.out` has the dtype of the result; use the returned partial. `table` replaces
+    the built-in tile sizes. `causal` replaces the intervals by [0, t + 1), which the kernel computes: for benchmarks.
     """
     shape = Shape.of(q_BTHD, v_BSGV)
     B, T, H = shape.B, shape.T, shape.H

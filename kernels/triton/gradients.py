@@ -1,4 +1,4 @@
-"""Gradients added up in one pass, as they come home."""
+"""Adds up the parts of a gradient in one pass (`ringattn.kernels.total`)."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ def add_kernel(
     out_ptr, x0, x1, x2, x3, x4, x5, places, T, H,
     N: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Each row (t, h) of out is the sum of the N parts that have it, which lie row after row as out does."""
+    """Each row (t, h) of out is the sum of those of the N parts that cover it; all parts are contiguous."""
     parts = (x0, x1, x2, x3, x4, x5)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b = tl.program_id(1).to(tl.int64)

@@ -1,8 +1,8 @@
 """Gated linear attention in Triton: the four functions of `ringattn.kernels.linear`, for any strides and lengths.
 
-The sequence is walked in segments, about as many as a GPU can walk at a time, however long it is. The states before all
-chunks exist only while `read_out` or `gradients` runs, unless they are kept from one to the other; the scores within
-chunks in any case.
+The number of segments (linear_states.py) depends on how many programs a GPU runs at the same time, not on the length.
+The states before all chunks exist only while `read_out` or `gradients` runs, unless they are kept for the backward
+pass. The scores within chunks are never kept.
 """
 
 from typing import Any, NamedTuple
@@ -22,12 +22,12 @@ from ringattn.kernels.triton.linear_states import CHANNEL, HEAD, NONE, join_kern
 from ringattn.kernels.triton.table import architecture
 
 WIDEST_KEY, WIDEST_VALUE = 256, 512
-PART = 4  # tokens; pairs within as many are multiplied out where decays are strong
-PROGRAMS = 1024  # the walks that a GPU is given at a time
+PART = 4  # tokens of a part: in chunks with strong decays, pairs within a part are multiplied out
+PROGRAMS = 1024  # about how many programs of `states_kernel` run at the same time
 
 
 class Cut(NamedTuple):
-    """How one kernel is cut: key channels and value channels a tile (at most), warps and pipeline stages."""
+    """Sizes of one kernel: key channels and value channels of a tile (at most), warps and pipeline stages."""
 
     keys: int
     values: int
@@ -36,7 +36,9 @@ class Cut(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """One entry of the table: tokens a chunk, and the kernels; gradients and scores once more for strong decays."""
+    """One entry of the table: tokens of a chunk, and each kernel's sizes; `strong` and `strong_scores` are those of
+    gradients and scores in chunks with strong decays.
+    """
 
     chunk: int
     states: Cut
@@ -59,9 +61,9 @@ JOIN = Cut(16, 64, 2, 3)
 SMALL = Cuts.alike(32, Cut(32, 32, 4, 1))
 SINGLE = SMALL._replace(gradients=Cut(16, 32, 4, 1), strong=Cut(16, 16, 4, 1), strong_scores=Cut(16, 16, 4, 1))
 
-# By architecture and bits of a number, as in table.py; "/wide" for heads of more than 128 channels, where they want
-# another cut. sm90/16 was measured on an H200, where strong gradients and wide heads are faster with a few spills than
-# cut so small that they have none; the others are only compiled, without spills.
+# By architecture and bits of the dtype, as in table.py; "/wide" is for heads of more than 128 channels. sm90/16 was
+# measured on an H200: there strong gradients and wide heads are faster with a few spills than with smaller tiles and
+# none. The others were only compiled, without spills.
 TABLE = {
     "sm90/16": FAST,
     "sm90/16/wide": FAST._replace(gradients=Cut(64, 64, 4, 1)),
@@ -78,33 +80,30 @@ TABLE = {
 
 
 def entry(key: str, width: int) -> Cuts:
-    """The table's, for heads of this many channels."""
+    """The entry of the table for heads of this many channels."""
     return TABLE.get(f"{key}/wide", TABLE[key]) if width > 128 else TABLE[key]
 
 
 class Segments(NamedTuple):
-    """What a scan saves, float32: the state before each segment (of gradients: behind it) if it is zero before all.
+    """What a scan saves, in float32, for the later passes; of gradients, "before" is behind."""
 
-    And what the gates leave of the state before them all, base 2, and the strongest decay of a channel in each chunk.
-    """
-
-    before: Tensor  # [B, S, H, K, V]
-    passed: Tensor  # [B, S, H, G]
-    strongest: Tensor  # [B, N, H, tiles of channels]; of a channel's own gates only
+    before: Tensor  # [B, S, H, K, V]: the state before each segment, if the state before the first token is zero
+    passed: Tensor  # [B, S, H, G]: the log decay, in base 2, from the first token to each segment
+    strongest: Tensor  # [B, N, H, tiles of channels]: the strongest decay in each chunk; for gates per channel only
 
 
 def scan_states(k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None) -> Scan:
-    """What the tokens leave behind, from a state of zero."""
+    """The state behind the last token, if the state before the first one is zero."""
     return Call(k, v, g, begin).scan(k, v, 1.0, reverse=False)
 
 
 def scan_gradients(q: Tensor, dout: Tensor, g: Tensor | None, begin: Tensor | None, scale: float) -> Scan:
-    """The gradient for the state before the first token, if that for the state behind the last one is zero."""
+    """The gradient for the state before the first token, if the gradient for the state behind the last one is zero."""
     return Call(q, dout, g, begin).scan(q, dout, scale, reverse=True)
 
 
 def room(k: Tensor, v: Tensor) -> Room:
-    """For the states before all chunks, [B, N, H, K, V]."""
+    """The shape and dtype of the states before all chunks, [B, N, H, K, V]."""
     return Call(k, v, None, None).room()
 
 
@@ -112,9 +111,9 @@ def read_out(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan, start_kv: Later,
     scale: float, kept: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """out [B, T, H, V] in q's dtype: in each chunk the products within, and q against the state before it."""
+    """out [B, T, H, V] in q's dtype: the products within each chunk, plus q times the state before it."""
     call = Call(k, v, g, begin)
-    a = call.scores(q, k, scan.saved.strongest, scale)  # while the state before the first token may be on its way
+    a = call.scores(q, k, scan.saved.strongest, scale)  # before start_kv is needed, which may still travel
     states = call.states(k, v, scan.saved, now(start_kv), 1.0, reverse=False, kept=kept)
     return call.apply(q, v, a, states, scale, reverse=False)
 
@@ -123,10 +122,10 @@ def gradients(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan | Tensor, start_kv: Later,
     rscan: Scan, dout: Tensor, dend_kv: Later, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, dg) in the dtypes and shapes of their inputs; `dend_kv`: of the state behind the last token."""
+    """(dq, dk, dv, dg) in the dtypes and shapes of their inputs; `dend_kv` is the gradient for the end state."""
     call, strongest = Call(k, v, g, begin), rscan.saved.strongest
     states = scan if isinstance(scan, Tensor) else call.states(k, v, scan.saved, now(start_kv), 1.0, reverse=False)
-    a = call.scores(q, k, strongest, scale)  # while the gradient of the end state may be on its way
+    a = call.scores(q, k, strongest, scale)  # before dend_kv is needed, which may still travel
     dstates = call.states(q, dout, rscan.saved, now(dend_kv), scale, reverse=True)
     dv = call.apply(k, dout, a, dstates, 1.0, reverse=True)
     dq, dk, dg = call.gradients(q, k, v, dout, states, dstates, strongest, scale)
@@ -134,7 +133,7 @@ def gradients(
 
 
 class Call:
-    """One call's shape, gates and documents: what all of its launches have in common."""
+    """What all launches of one call share: its shape, gates and documents."""
 
     def __init__(self, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None) -> None:
         (self.B, self.T, self.H, self.K), self.V = k.shape, v.shape[-1]
@@ -145,13 +144,13 @@ class Call:
         self.N = cdiv(self.T, self.cuts.chunk)
         self.chunks = self.B * self.N * self.H
         self.begin = None if begin is None else begin.to(torch.int32).contiguous()
-        # A state, and scores, can pass float16's range.
+        # States and scores may exceed the range of float16.
         self.inner = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
         self.exact = self.dtype == torch.float32
         self.precision = "ieee" if arch in ("cpu", "gfx942") else "tf32x3" if self.exact else "tf32"
 
     def tile(self, cut: Cut) -> tuple[int, int]:
-        """(keys, values) a tile: the cut's, or the powers of two that hold them all; a product needs at least 16."""
+        """(keys, values) of a tile: the cut's, or the smallest powers of two, at least 16, that hold all channels."""
         held_k, held_v = (max(16, power_of_2(x)) for x in (self.K, self.V))
         return min(cut.keys, held_k), min(cut.values, held_v)
 
@@ -164,7 +163,7 @@ class Call:
         self, kernel: Any, programs: int, cut: Cut, inputs: tuple[Tensor, ...], others: tuple[Tensor, ...],
         *numbers: float, **flags: Any,
     ) -> None:  # fmt: skip
-        """All kernels take the inputs, gates and documents, contiguous tensors, strides of the former, and numbers."""
+        """Launch with the arguments that all kernels take; `others` are contiguous, so they have no strides."""
         g, begin, (block_k, block_v) = self.g, self.begin, self.tile(cut)
         g_st = (0,) * 4 if g is None else (*g.stride(), 0)[:4]
         begin_st = 0 if begin is None or begin.shape[0] == 1 else begin.stride(0)
@@ -182,7 +181,7 @@ class Call:
         return torch.empty(*sizes, dtype=dtype, device=self.device)
 
     def scan(self, x: Tensor, y: Tensor, scale: float, reverse: bool) -> Scan:
-        """All segments walked at the same time from a state of zero, and joined."""
+        """The first two passes of linear_states.py: all segments from a state of zero, then the join."""
         (tiles_k, tiles_v), G = self.tiles(self.cuts.states), self.K if self.gate == CHANNEL else 1
         S = max(1, min(self.N, cdiv(PROGRAMS, self.B * self.H * tiles_k * tiles_v)))
         ends, before = (self.empty(self.B, S, self.H, self.K, self.V) for _ in range(2))
@@ -198,14 +197,14 @@ class Call:
         return Scan(whole, Segments(before, passed, strongest))
 
     def room(self) -> Room:
-        """The size and dtype of what `states` finds."""
+        """The shape and dtype of the result of `states`."""
         return (self.B, self.N, self.H, self.K, self.V), self.inner
 
     def states(
         self, x: Tensor, y: Tensor, saved: Segments, first: Tensor | None, scale: float, reverse: bool,
         kept: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """The state before each chunk (in reverse: behind), [B, N, H, K, V], if `first` is the one before them all."""
+        """The third pass: the state before (in reverse: behind) each chunk, [B, N, H, K, V], starting from `first`."""
         sizes, dtype = self.room()
         found = self.empty(*sizes, dtype=dtype) if kept is None else kept
         begins = x if first is None else first.float().contiguous()
@@ -217,7 +216,7 @@ class Call:
         self, x: Tensor, y: Tensor, others: tuple[Tensor, ...], S: int, scale: float, reverse: bool,
         STORE: bool = False, FIRST: bool = False,
     ) -> None:  # fmt: skip
-        """Over the chunks of every segment; tensors that this walk has no use for stand in for themselves."""
+        """Launch `states_kernel`; arguments that a pass does not use may be any tensor."""
         tiles_k, tiles_v = self.tiles(self.cuts.states)
         self.launch(
             states_kernel, self.B * S * self.H * tiles_k * tiles_v, self.cuts.states, (x, y), others,
@@ -225,11 +224,11 @@ class Call:
         )  # fmt: skip
 
     def both(self, cut: Cut, strong: Cut) -> list[tuple[bool, Cut]]:
-        """The launches of a kernel that passes over chunks: without strong decays and, where there can be, with."""
+        """(strong, cut) of the launches of a kernel: for gentle chunks and, with gates per channel, for strong ones."""
         return [(False, cut), (True, strong)][: 2 if self.gate == CHANNEL else 1]
 
     def scores(self, q: Tensor, k: Tensor, strongest: Tensor, scale: float) -> Tensor:
-        """scale * (q_i . decay from j to i . k_j) for the pairs j <= i of each chunk, [B, N, H, C, C]."""
+        """a_ij of linear_products.py for the pairs j <= i of each chunk, [B, N, H, C, C]."""
         a = self.empty(self.B, self.N, self.H, self.cuts.chunk, self.cuts.chunk, dtype=self.inner)
         for strong, cut in self.both(self.cuts.scores, self.cuts.strong_scores):
             self.launch(
@@ -255,7 +254,7 @@ class Call:
         dg = dq
         if g is not None and self.gate == CHANNEL:
             dg = self.empty(*q.shape, dtype=g.dtype)
-        elif self.gate == HEAD:  # every tile of channels has its part
+        elif self.gate == HEAD:  # one part for each tile of channels, summed below
             dg = self.empty(*q.shape[:3], tiles)
         for strong, cut in self.both(self.cuts.gradients, self.cuts.strong):
             self.launch(
@@ -271,8 +270,8 @@ def refuses(problem: Problem) -> str | None:
     if (reason := cannot_run(problem)) is not None:
         return reason
     if problem.head_dim > WIDEST_KEY or problem.value_dim > WIDEST_VALUE:
-        dims = f"key dim {problem.head_dim}, value dim {problem.value_dim}"
-        return f"{dims}: at most {WIDEST_KEY} and {WIDEST_VALUE}"
+        limits = f"takes key dims up to {WIDEST_KEY} and value dims up to {WIDEST_VALUE}"
+        return f"{limits}, got {problem.head_dim} and {problem.value_dim}"
     return None
 
 

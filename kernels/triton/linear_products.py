@@ -1,23 +1,27 @@
 """The products of gated linear attention in Triton: outputs and gradients, all chunks at the same time.
 
-A chunk knows the state before it, h, and the gradient for the state behind it, dh. With b the sum of the gates from the
-chunk's start through a token, and e the sum of those behind it in the chunk:
+Given are the state before each chunk, h, and the gradient for the state behind it, dh. With b the sum of the gates from
+the chunk's start through a token, and e the sum of the gates behind it in the chunk:
 
     a_ij = scale * sum_k q_ik 2^(b_i - b_j) k_jk  for j <= i        da = scale * dout v^T, likewise
     out  = (scale * q 2^b) h + a v                                  dv = (k 2^e) dh + a^T dout
     dq   = scale * 2^b (dout h^T) + sum_j da_ij 2^(b_i - b_j) k_j   dk = 2^e (v dh^T) + sum_i da_ij 2^(b_i - b_j) q_i
     dg_t = what the pairs j < t <= i add to q dq, summed = sum over i >= t of (q dq - k dk) + sum_v (h dh)(behind)
 
-The decay between two tokens is split at a point between them, so that it can be multiplied into q and k before a matrix
-product. Where no channel of the chunk decays below 2^-100 any point will do for all pairs: half of the decay, and one
-product. Otherwise the chunk is cut in halves, those in halves and so on, down to parts of a few tokens: every pair of
-two parts is separated by exactly one cut, and one product serves all pairs of the cuts of one size, of rows that are of
-q behind their cut and of k before it. Pairs within a part are multiplied out. All factors are products of gates, at
-most 1, and no gate, however strong, costs its neighbours their bits. The pair of a token with itself is taken apart: it
-has no decay, and does not cancel in dg.
+The decay between two tokens is split at a point between them, so that its two factors can be multiplied into q and k
+before a matrix product. There are two cases, and a launch for each:
 
-In dg a pair's part in q dq and its part in k dk cancel for all tokens t that are not between the two. They only do if
-both are products of the same numbers, so q and k are rounded, with their decay, before a product would cut them off.
+Gentle: no channel of the chunk decays below 2^-100. Then one point serves all pairs, where half of the chunk's decay is
+reached, and one matrix product does too.
+
+Strong: the chunk is cut in halves, those in halves and so on, down to parts of PART tokens. Exactly one cut separates
+the tokens of two different parts. One matrix product serves all cuts of one size: its rows are of q behind their cut
+and of k before it. Pairs within a part are multiplied out. All factors are products of gates, at most 1, so a strong
+gate costs its neighbours no bits.
+
+The pair of a token with itself is kept apart: it has no decay, and does not cancel in dg. In dg what a pair adds to
+q dq and to k dk cancels for all t that are not between the two. It only does so if both are products of the same
+numbers, so q and k are rounded, with their decay, before a product would truncate them.
 """
 
 import triton
@@ -45,7 +49,7 @@ GENTLE = tl.constexpr(100.0)  # products of 2^50 with numbers of 16 bits, and th
 
 @triton.jit
 def passes_over(strongest_ptr, chunk, TILES: tl.constexpr, STRONG: tl.constexpr):
-    """Whether the chunk is for the other launch: one takes the chunks with a strong decay, one those without."""
+    """Whether the other launch computes this chunk: one takes the strong chunks, the other one the gentle ones."""
     strongest = tl.load(strongest_ptr + chunk * TILES)
     for i in tl.static_range(1, TILES):
         strongest = tl.minimum(strongest, tl.load(strongest_ptr + chunk * TILES + i))
@@ -54,7 +58,7 @@ def passes_over(strongest_ptr, chunk, TILES: tl.constexpr, STRONG: tl.constexpr)
 
 @triton.jit
 def from_middle(g_ptr, g_st, first, T, column, CHUNK: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr):
-    """(of q, of k): the decay between any two tokens of a chunk without strong ones, in two factors."""
+    """The factors (of q, of k) whose product is the decay between two tokens of a gentle chunk."""
     g = gates(g_ptr, g_st, first, T, column, CHUNK, K, WIDTH, CHANNEL)
     b = tl.cumsum(g, 0) - 0.5 * tl.sum(g, 0)[None, :]
     return tl.exp2(b), tl.exp2(-b)
@@ -64,7 +68,7 @@ def from_middle(g_ptr, g_st, first, T, column, CHUNK: tl.constexpr, K: tl.conste
 def nth(
     i, ptr, st, first, T, column, PART: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """The i-th token of each part, [PARTS, 1, WIDTH]; or of several i, [1, N, 1], [PARTS, N, WIDTH]."""
+    """The i-th token of each part, [PARTS, 1, WIDTH]; for i of shape [1, N, 1], N tokens of each, [PARTS, N, WIDTH]."""
     rows = i + PART * tl.arange(0, PARTS)[:, None, None]
     cols = column + tl.arange(0, WIDTH)[None, None, :]
     inside = first + rows < T
@@ -78,21 +82,23 @@ def nth(
 def nth_decay(
     i, g_ptr, g_st, first, T, column, PART: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """What the i-th token of each part leaves of what was before it."""
+    """The decay at the i-th token of each part, as a factor."""
     g = nth(i, g_ptr, g_st, first, T, column, PART, PARTS, K, WIDTH)
     return tl.exp2(tl.maximum(g * LOG2E, LOWEST))
 
 
 @triton.jit
 def passed(i, decay, through, ahead, total):
-    """What is left from a part's start through each token, behind each to the part's end, and over it: now with i."""
+    """Include token i of each part in the decays: from the part's start through each token, behind each token up to
+    the part's end, and over the whole part.
+    """
     t = tl.arange(0, through.shape[1])[None, :, None]
     return through * tl.where(t >= i, decay, 1.0), ahead * tl.where(t < i, decay, 1.0), total * decay
 
 
 @triton.jit
 def doubled(level, through, ahead, total):
-    """The same within pieces of 2^(level + 1) parts, from what is left within their halves."""
+    """The same decays within pieces of 2^(level + 1) parts, from those within their halves."""
     PARTS: tl.constexpr = total.shape[0]
     WIDTH: tl.constexpr = total.shape[2]
     half = 1 << level
@@ -104,14 +110,14 @@ def doubled(level, through, ahead, total):
 
 @triton.jit
 def cut_at(level, through, ahead):
-    """[CHUNK, WIDTH]: `through` behind the cuts between halves of 2^level parts, `ahead` before them."""
+    """[CHUNK, WIDTH]: `through` for tokens behind the cut between halves of 2^level parts, `ahead` for those before."""
     late = tl.arange(0, through.shape[0])[:, None, None] & (1 << level) != 0
     return tl.reshape(tl.where(late, through, ahead), [through.shape[0] * through.shape[1], through.shape[2]])
 
 
 @triton.jit
 def across(size, CHUNK: tl.constexpr, CUTS: tl.constexpr = 1):
-    """Whether just the cut between two halves of so many tokens lies between i and j; or, with CUTS = 0, none."""
+    """Whether i and j lie in the two halves, of `size` tokens each, of one piece; with CUTS = 0, in the same half."""
     return (tl.arange(0, CHUNK)[:, None] // size ^ tl.arange(0, CHUNK)[None, :] // size) == CUTS
 
 
@@ -123,14 +129,14 @@ def earlier(CHUNK: tl.constexpr):
 
 @triton.jit
 def column_of(x, i):
-    """x[:, :, i], kept as an axis."""
+    """x[:, :, i : i + 1]."""
     N: tl.constexpr = x.shape[2]
     return tl.sum(tl.where(tl.arange(0, N)[None, None, :] == i, x, 0.0), 2)[:, :, None]
 
 
 @triton.jit
 def decay_between(g_ptr, g_st, first, T, CHUNK: tl.constexpr, GATE: tl.constexpr):
-    """From j to i for the pairs j < i, where all channels share a gate or there is none; 0 elsewhere."""
+    """The decay from j to i for j < i, else 0; for gates that all channels share, or none."""
     after = earlier(CHUNK)
     if GATE == HEAD:
         g = gates(g_ptr, g_st, first, T, 0, CHUNK, 1, 1, GATE)
@@ -141,7 +147,7 @@ def decay_between(g_ptr, g_st, first, T, CHUNK: tl.constexpr, GATE: tl.constexpr
 
 @triton.jit
 def related(begin_ptr, first, T, CHUNK: tl.constexpr):
-    """Whether j is of the document of i, or of a later one."""
+    """Whether j is of the document of i, or of a later one, which the caller masks as j > i."""
     tokens = first + tl.arange(0, CHUNK)
     return tl.load(begin_ptr + tl.minimum(tokens, T - 1))[:, None] <= tokens[None, :]
 
@@ -152,7 +158,21 @@ def scores_kernel(
     K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, GATE: tl.constexpr, DOCS: tl.constexpr,
     PRECISION: tl.constexpr, TILES: tl.constexpr, PART: tl.constexpr, STRONG: tl.constexpr,
 ):  # fmt: skip
-    """a of one chunk of one head, [B, N, H, CHUNK, CHUNK]."""
+    """a_ij = scale * sum_k q_ik 2^(b_i - b_j) k_jk of one chunk of one head, [B, N, H, CHUNK, CHUNK]; 0 for j > i.
+
+    Programs: one for each head, chunk and batch row. With gates per channel there are two launches, and a program stops
+    at once if its chunk is for the other one (`passes_over`).
+
+    Loop: over tiles of BLOCK_K key channels, added up in `a`. In the gentle launch q and k take their factors, and one
+    product gives all pairs. In the strong one:
+    - An inner loop over the PART tokens of a part multiplies decays into q and k. `near` [parts, j, i] gets column i
+      when the decays up to token i are in k and no later one.
+    - A loop over the levels takes the pairs across the cuts of each size, from one product x x^T. `a` is its initial
+      value, and only pairs across a cut of this level keep the sum. Then the decays are extended to twice the size.
+
+    Why at the odd places: the diagonal of a gentle chunk is summed in float32 (`own`), where the factors of q and k
+    cancel. A gate that all channels share is multiplied into `a` at the end.
+    """
     _, h, n, b = place(tl.program_id(0), 1, H, N)
     chunk = (b * N + n) * H + h
     if GATE == CHANNEL:  # noqa: SIM102
@@ -185,7 +205,7 @@ def scores_kernel(
         else:
             q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K)
             k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K)
-            if GATE == CHANNEL:  # of a token with itself the factors cancel
+            if GATE == CHANNEL:
                 of_q, of_k = from_middle(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K)
                 q, k = q.to(tl.float32) * of_q, k.to(tl.float32) * of_k
             a = product(q, tl.trans(k), a, PRECISION)
@@ -213,7 +233,12 @@ def apply_kernel(
     GATE: tl.constexpr, DOCS: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a chunk's outputs, x and y being q and v; or, in reverse, of dv, with k, dout, dh and a^T."""
+    """A tile of a chunk's out, from q and v as x and y; in reverse of its dv, from k, dout, dh and a^T.
+
+    Programs: one for each tile of BLOCK_V value channels, head, chunk and batch row. The loop over tiles of BLOCK_K key
+    channels adds up x against the state, x with its decay from the chunk's start (in reverse: to its end); the products
+    within the chunk, a y, come last. Tokens that do not see the state, because a document began, have x = 0.
+    """
     tile, h, n, b = place(tl.program_id(0), (V + BLOCK_V - 1) // BLOCK_V, H, N)
     column_v = tile * BLOCK_V
     first = n * CHUNK
@@ -250,8 +275,26 @@ def gradients_kernel(
     GATE: tl.constexpr, DOCS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
     TILES: tl.constexpr, PART: tl.constexpr, STRONG: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a chunk's dq and dk, and of dg [B, T, H, K]; with one gate a head, its gradient tile by tile,
-    [B, T, H, tiles]."""
+    """A tile of BLOCK_K channels of a chunk's dq, dk and dg.
+
+    Programs: one for each tile of key channels, head, chunk and batch row. With gates per channel there are two
+    launches, as for `scores_kernel`. dg is [B, T, H, K]; with one gate a head it is [B, T, H, tiles], to be summed.
+
+    1. A loop over tiles of BLOCK_V value channels adds up da = dout v^T (`own` is its diagonal, in float32), old = dout
+       h^T for dq, new = v dh^T for dk, and passing = rowsum(h dh), what goes through the chunk from state to state.
+    2. Document borders are masked, and decays multiplied into old, new and passing.
+    3. The pairs within the chunk, by kind of gate:
+       - No gate, or one a head: da takes the decay between the tokens, and one product each gives dq and dk. dg is
+         summed for each kind of pair alone, so that nothing has to cancel.
+       - Gentle (ONCE, for 16 bits): old and new take only half of the chunk's decay here. The other half is in the
+         factors of q and k, so that the pairs can be added to them in the same accumulator.
+       - Gentle, float32: the same products in an accumulator of their own.
+       - Strong: da is made symmetric, so that one product a level gives dq behind the cuts and dk before them. Pairs
+         within a part are two recurrences over its tokens: near_k from the last to the first, near_q the other way.
+    4. dg, for gates per channel: the suffix sums of q dq - k dk, plus what passes the chunk. `passing` also takes
+       sum(k new) there, which turns minus the sum over tokens from t on into the sum over tokens before t.
+    5. The pair of each token with itself is added. q and k are loaded again, since step 3 has changed them.
+    """
     tile, h, n, b = place(tl.program_id(0), (K + BLOCK_K - 1) // BLOCK_K, H, N)
     chunk = (b * N + n) * H + h
     if GATE == CHANNEL:  # noqa: SIM102
@@ -304,7 +347,7 @@ def gradients_kernel(
         new *= tl.exp2(behind(g_ptr, g_st, through, total, first, T, column, CHUNK, K, BLOCK_K, GATE, EXACT))
     if GATE == CHANNEL:
         da = rounded(da, PRECISION)
-        if ONCE:  # old and new are seen from the chunk's middle, as the pairs are: the products add up
+        if ONCE:
             of_q, of_k = from_middle(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K)
             ds = tl.where(earlier(CHUNK), da, 0.0)
             k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
@@ -375,7 +418,7 @@ def gradients_kernel(
         ds = da * decay_between(g_ptr, g_st, first, T, CHUNK, GATE)
         dq = product(ds, k, old, PRECISION)
         dk = product(tl.trans(ds), q, new, PRECISION)
-        if GATE == HEAD:  # each kind of pair by itself: nothing cancels
+        if GATE == HEAD:
             after = tl.arange(0, CHUNK)[:, None] > tl.arange(0, CHUNK)[None, :]
             pairs = tl.cumsum(ds * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0, reverse=True)
             dg = tl.sum(tl.where(after, pairs + tl.sum(k * new, 1)[None, :], 0.0), 1)

@@ -1,15 +1,19 @@
-"""The states of gated linear attention in Triton: what chunks leave behind, and how they follow from one another.
+"""The states of gated linear attention in Triton: the state before every chunk, found segment by segment.
 
     B batch   T tokens   H heads   K key dim   V value dim   G gates a head, K or 1
     C tokens a chunk   N chunks   S segments of chunks
 
-Only the walk from state to state is sequential. So the sequence is cut into segments, which are walked at the same time
-from a state of zero; joining what they leave is quick, and says what the state is before each of them. A second walk
-starts there and writes down the state before every chunk; what the state before the first token adds to each segment's
-is what the gates leave of it, so that state may come late. In reverse, with q and dout for k and v, the same kernels
-give the gradient for the state behind every chunk.
+The recurrence from state to state is the only sequential part. It runs in three passes:
 
-Gates are in base 2 here, and none is below -256: 2^-256 is 0, and larger numbers would cost the sums their bits.
+    states_kernel              all segments at the same time, each from a state of zero
+    join_kernel                joins their ends into the state before each segment; quick, since segments are few
+    states_kernel with STORE   all segments again, from these states, storing the state before every chunk
+
+The state before the first token adds to a segment's state what the gates leave of it. Only the third pass needs it, so
+it may arrive late. In reverse, with q and dout for k and v, the same kernels give the gradient for the state behind
+every chunk.
+
+Gates are in base 2 here, and clamped at -256: 2^-256 is 0 in float32, and larger numbers would cost sums their bits.
 """
 
 import triton
@@ -23,7 +27,7 @@ NONE, HEAD, CHANNEL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # GATE:
 
 @triton.jit
 def place(pid, tiles, H, N):
-    """(tile, head, chunk or segment, batch row) of a program: the tiles of one chunk beside each other, then heads."""
+    """(tile, head, chunk or segment, batch row) of a program: tiles vary fastest, then heads."""
     return pid % tiles, (pid // tiles % H).to(tl.int64), pid // tiles // H % N, (pid // tiles // H // N).to(tl.int64)
 
 
@@ -31,7 +35,7 @@ def place(pid, tiles, H, N):
 def block(
     ptr, first, stop, column, stride_row, stride_col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """The addresses of a tile whose upper left corner is (first, column), and which of them lie inside the matrix."""
+    """The addresses of the tile that starts at (first, column), and which of them lie inside the matrix."""
     rows = tl.arange(0, ROWS)
     cols = column + tl.arange(0, WIDTH)
     at = ptr + tl.cast(first, tl.int64) * stride_row + rows[:, None] * stride_row + cols[None, :] * stride_col
@@ -60,7 +64,7 @@ def store(
 
 @triton.jit
 def load_decays(ptr, segment, column, K: tl.constexpr, WIDTH: tl.constexpr, GATE: tl.constexpr):
-    """The decays of a segment's channels, [WIDTH] or, where channels share one, [1]."""
+    """The decays of a segment's channels, [WIDTH], or [1] if the channels share one."""
     if GATE == CHANNEL:
         channels = column + tl.arange(0, WIDTH)
         return tl.load(ptr + segment * K + channels, mask=channels < K, other=0.0)
@@ -81,7 +85,7 @@ def store_decays(ptr, x, segment, column, K: tl.constexpr, WIDTH: tl.constexpr, 
 def gates(
     ptr, st, first, stop, column, ROWS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, GATE: tl.constexpr
 ):  # fmt: skip
-    """The gates of some tokens in base 2, [ROWS, WIDTH] or, where channels share one, [ROWS, 1]."""
+    """The gates of ROWS tokens in base 2, [ROWS, WIDTH], or [ROWS, 1] if the channels share one."""
     if GATE == CHANNEL:
         g = load(ptr, first, stop, column, st[1], st[3], ROWS, K, WIDTH)
     elif GATE == HEAD:
@@ -93,7 +97,7 @@ def gates(
 
 @triton.jit
 def sums(g, GATE: tl.constexpr):
-    """(from the chunk's start through each token, over the whole chunk)."""
+    """The sums of the gates (from the chunk's start through each token, over the whole chunk)."""
     if GATE == CHANNEL:
         return tl.cumsum(g, 0), tl.sum(g, 0)
     elif GATE == NONE:
@@ -106,7 +110,7 @@ def sums(g, GATE: tl.constexpr):
 
 @triton.jit
 def rounded(x, PRECISION: tl.constexpr):
-    """x as a product in tf32 sees it, to the nearest: what tensor cores are given they cut off after 10 bits."""
+    """x rounded to tf32, to the nearest: tensor cores themselves truncate after 10 bits."""
     if PRECISION == "tf32" and x.dtype == tl.float32:
         return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
     else:
@@ -124,7 +128,10 @@ def behind(
     ptr, st, through, total, first, stop, column, ROWS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     GATE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the gates behind each token: taken by itself, or (16 bits do not see it) as a difference."""
+    """The sum of the gates behind each token, up to the chunk's end.
+
+    With EXACT it is summed by itself. Otherwise it is total - through, whose rounding 16-bit inputs do not notice.
+    """
     if EXACT and GATE == CHANNEL:
         later = gates(ptr, st, first + 1, tl.minimum(first + ROWS, stop), column, ROWS, K, WIDTH, GATE)
         return tl.cumsum(later, 0, reverse=True)
@@ -138,14 +145,14 @@ def behind(
 
 @triton.jit
 def seen_from_start(begin_ptr, first, T, CHUNK: tl.constexpr):
-    """Whether a token's document began before the chunk: it sees the state that the chunk starts with."""
+    """Whether a token sees the state before the chunk: its document began before the chunk."""
     tokens = first + tl.arange(0, CHUNK)
     return (tl.load(begin_ptr + tl.minimum(tokens, T - 1)) < first)[:, None]
 
 
 @triton.jit
 def seen_from_end(begin_ptr, first, T, CHUNK: tl.constexpr):
-    """Whether a token is of the document that the chunk ends in: it is in the state behind the chunk."""
+    """Whether a token is in the state behind the chunk: it is of the document that the chunk ends in."""
     last = tl.load(begin_ptr + tl.minimum(first + CHUNK, T) - 1)
     return (first + tl.arange(0, CHUNK) >= last)[:, None]
 
@@ -158,11 +165,20 @@ def states_kernel(
     GATE: tl.constexpr, DOCS: tl.constexpr, REVERSE: tl.constexpr, STORE: tl.constexpr, FIRST: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Walks one segment with a tile of the state: x and y are k and v or, in reverse, q and dout.
+    """A tile [BLOCK_K, BLOCK_V] of the state, over the chunks of one segment; x, y are k, v, or in reverse q, dout.
 
-    With STORE it begins at `before`, with FIRST at what `passed` leaves of `first` besides, and writes the state before
-    (in reverse: behind) each chunk. Without, it begins at zero and writes what is left at the end, the decay of the
-    whole segment and, of each chunk, that of the channel that decays the most.
+    Programs: one for each tile of the state, head, segment and batch row.
+
+    Loop: chunk by chunk, from the segment's start, or in reverse from its end: state = 2^total * state + x^T y, where x
+    carries the decay from its token to the chunk's end (in reverse: from the chunk's start to its token).
+
+    Without STORE (first pass) the state starts at zero. Stored are the state at the end, the decay over the segment,
+    and for each chunk the strongest decay among the tile's channels, which `passes_over` reads.
+    With STORE (third pass) the state starts at `before`, and with FIRST at what `passed` leaves of `first` besides. The
+    state before (in reverse: behind) each chunk is stored.
+
+    Why at the odd places: programs with the same channels have the same gates, so only those with column_v = 0 store
+    decays. Where a document begins in the chunk, total is -inf: nothing of the state before it is left.
     """
     TILES_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     TILES_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -221,9 +237,11 @@ def join_kernel(
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     GATE: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """The state before each segment and behind the last (in reverse: behind each, and before the first), from zero.
+    """A tile of the state before each segment and behind the last one; in reverse, behind each and before the first.
 
-    And the decay from the first segment's start (in reverse: from the last one's end) to there.
+    Programs: one for each head of each batch row, tile of K and tile of V. The loop over the segments adds up what the
+    first pass of `states_kernel` stored: state = 2^decay * state + end, from a state of zero. `passed` is the decay
+    from the start of the sequence (in reverse: from its end) to each segment.
     """
     row = tl.program_id(0).to(tl.int64)
     column_k = tl.program_id(1) * BLOCK_K

@@ -1,9 +1,9 @@
-"""Partials merged on the GPU: many at once, or one into another where it lies, in one kernel.
+"""Merges partials on the GPU in one kernel: many at the same time, or one into another in place.
 
-    (O, LSE)    weights exp(lse - max lse), found first, then one weighted mean
-    (O, M, L)   a tree: two statistics at a time are brought to the larger maximum and added
+    (out, lse)        a mean weighted by exp(lse - max lse)
+    (out, max, sum)   `Streams`: a tree, in which each pair is scaled to the larger maximum and added
 
-The same meaning as `ringattn.kernels.partial`: an lse of -inf marks an empty side, whatever its out holds.
+As in `ringattn.kernels.partial`, an lse (or max) of -inf marks an empty side, whatever its out holds.
 """
 
 from typing import Any
@@ -16,13 +16,13 @@ from torch import Tensor
 from ringattn.kernels.partial import Partial, Streams
 from ringattn.kernels.triton.launch import kind_of, launch, power_of_2
 
-STACK = 128  # how many partials one program can hold; `merge_stack` folds longer stacks first
+STACK = 128  # how many partials one program can hold; `merge_stack` first merges the rest of longer stacks
 
 
 @triton.jit(do_not_specialize=["N", "B", "T", "H"])
 def merge_kernel(
     out, top, total,  # [N, B, T, H, V], [N, B, T, H], and with STREAMS [N, B, T, H]
-    old_out, old_lse, sinks,  # [B, T, H, V], [B, T, H] and [H], each only where its flag says so
+    old_out, old_lse, sinks,  # [B, T, H, V] and [B, T, H] with CARRY, [H] with SINKS
     new_out, new_lse,
     out_n, out_b, out_t, out_h, out_v,
     top_n, top_b, top_t, top_h,
@@ -34,7 +34,16 @@ def merge_kernel(
     STREAMS: tl.constexpr, CARRY: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """out = sum_i w_i out_i / sum_i w_i and lse = log sum_i w_i, where w_i = exp(lse_i), for BLOCK_R rows (b, t, h)."""
+    """out = sum_i w_i out_i / sum_i w_i and lse = log sum_i w_i, where w_i = exp(lse_i), for BLOCK_R rows (b, t, h).
+
+    Programs: (blocks of rows, blocks of columns). There is no loop: a program loads all N partials of its rows at the
+    same time, as a tile [BLOCK_N, BLOCK_R, BLOCK_V], and reduces along N. Carry and sinks are merged after that, as two
+    more sides with statistics (out, max, sum).
+
+    Why at the odd places: the lse, out and new memory may be float64 or 16 bits, so an old lse is split into a float32
+    maximum and a factor `one`, which is 0 for an empty side. The out of an empty side is not loaded, since it may be
+    NaN. Where the carry is overwritten, a program owns whole rows (`merge_once`), or columns would read a new lse.
+    """
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     live, inside = row < B * T * H, column < V
@@ -70,19 +79,19 @@ def merge_kernel(
         sink = tl.load(sinks + h, mask=live, other=float("-inf")).to(tl.float32)
         one = tl.where(sink != float("-inf"), 1.0, 0.0)
         o, m, z = merge_statistics(o, m, z, tl.zeros_like(o), sink[:, None], one[:, None])
-    some = z != 0  # so is NaN
+    some = z != 0  # also where z is NaN
     o = tl.where(some, o / tl.where(some, z, 1.0), 0.0)
     new_at = (b * new_b + t * new_t + h * new_h)[:, None] + (column * new_v)[None, :]
     tl.store(new_out + new_at, o.to(new_out.dtype.element_ty), mask=live[:, None] & inside[None, :])
     lse = m.to(new_lse.dtype.element_ty) + tl.log(tl.where(some, z, 1.0))
-    lse = tl.where(some, lse, float("-inf"))  # the same in every column: store one
+    lse = tl.where(some, lse, float("-inf"))  # the same in every column, so only column 0 is stored
     lse_at = (b * end_b + t * end_t + h * end_h)[:, None] + (column * 0)[None, :]
     tl.store(new_lse + lse_at, lse, mask=live[:, None] & (column == 0)[None, :])
 
 
 @triton.jit
 def merge_statistics(out_a, top_a, sum_a, out_b, top_b, sum_b):
-    """(O, M, L) of both sides: brought to the larger maximum, then added. Associative, so a tree may do it."""
+    """(out, max, sum) of both sides, scaled to the larger maximum and added. Associative, so `tl.reduce` may use it."""
     top = tl.maximum(top_a, top_b)
     safe = tl.where(top == float("-inf"), 0.0, top)
     a, b = tl.exp(top_a - safe), tl.exp(top_b - safe)
@@ -90,7 +99,7 @@ def merge_statistics(out_a, top_a, sum_a, out_b, top_b, sum_b):
 
 
 def merge_into(a: Partial, b: Partial, sinks_H: Tensor | None = None) -> Partial:
-    """a <- a + b, in a's own memory: attention over both sets of keys (and a sink a head)."""
+    """Merge b, and a sink for each head if given, into a, in place: attention over both sets of keys."""
     return merge_once(Partial(b.out[None], b.lse[None]), a, sinks_H, a)
 
 
@@ -98,9 +107,9 @@ def merge_stack(
     parts: Partial | Streams, carry: Partial | None = None, sinks_H: Tensor | None = None, into: Partial | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Partial:  # fmt: skip
-    """The sum of the partials (or statistics) stacked along a first dim, of `carry`, and of a sink a head.
+    """Merge the partials (or streams) stacked along a first dim, `carry`, and a sink for each head.
 
-    It goes `into` memory of any strides, and of any dtype for its out, where that is given; else its out has `dtype`.
+    The result is written to `into` if given, with any strides and any dtype of its out; else its out has `dtype`.
     """
     out, top = parts[:2]
     n = out.shape[0]
@@ -116,12 +125,12 @@ def merge_stack(
 
 
 def merge_once(parts: Partial | Streams, carry: Partial | None, sinks_H: Tensor | None, new: Partial) -> Partial:
-    """One kernel over blocks of rows. When `new` is the carry, one program owns all of a row."""
+    """One launch of `merge_kernel`. If `new` is the carry, a program owns whole rows, since it overwrites their lse."""
     out, top = parts[:2]
     n, B, T, H, V = out.shape
     rows, streams = B * T * H, isinstance(parts, Streams)
     if out.dtype == torch.float64:
-        raise NotImplementedError("the fused merge is float32; ringattn.kernels.partial.merge serves float64")
+        raise NotImplementedError("the fused merge computes in float32; for float64 use kernels.partial.merge")
     if rows == 0:
         return new
     columns = power_of_2(V)
@@ -130,7 +139,7 @@ def merge_once(parts: Partial | Streams, carry: Partial | None, sinks_H: Tensor 
     block_r = max(1, min(power_of_2(rows), 2048 // (block_n * block_v)))
     total: Any = parts.sum if isinstance(parts, Streams) else top
     if total.stride() != top.stride():
-        raise ValueError(f"maximum and sum must be laid out alike, got strides {top.stride()} and {total.stride()}")
+        raise ValueError(f"max and sum of streams need equal strides, got {top.stride()} and {total.stride()}")
     old = new if carry is None else carry
     grid = (-(-rows // block_r), -(-V // block_v), 1)
     tensors = out, top, total, old.out, old.lse, new.lse if sinks_H is None else sinks_H, new.out, new.lse

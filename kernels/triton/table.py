@@ -1,8 +1,8 @@
-"""Tile sizes per architecture, dtype and width: plain data, the same on every rank, nothing is tuned at import.
+"""Tile sizes for each architecture, dtype and width: plain data, the same on every rank; nothing is tuned at import.
 
-An entry's key is "arch/bits/width": `width` is the larger of the head and the value dim, rounded up to a power of two.
-The sm90 entries were measured on an H200; the others are compiled for their GPU (no spills, shared memory within its
-limit) and not measured. `ringattn tune` measures on the GPU at hand and writes such a table, which `load` reads.
+The key of an entry is "arch/bits/width", where width is the larger of head dim and value dim, rounded up to a power of
+two. The sm90 entries were measured on an H200. The others were only compiled for their GPU (no spills, shared memory
+within its limit). `ringattn tune` measures on the present GPU and writes a table that `load` reads.
 """
 
 import json
@@ -17,7 +17,7 @@ WIDEST = 256
 
 
 class Tile(NamedTuple):
-    """How one kernel is cut: queries and keys a block, warps and pipeline stages, how it loads, a cap on registers."""
+    """Sizes of one kernel: queries and keys of a tile, warps, pipeline stages, loads by TMA, a limit of registers."""
 
     queries: int
     keys: int
@@ -28,7 +28,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The three kernels of one entry."""
+    """The sizes of the three kernels of one entry."""
 
     forward: Tile
     dq: Tile
@@ -84,7 +84,7 @@ TABLE: Table = {
 def entry(arch: str, bits: int, width: int, described: bool = True, table: Table | None = None) -> Tiles:
     """The tiles for an architecture, dtype and width: from `table` if it has them, else from the built-in table.
 
-    Where the copy engine cannot read the tensors (`described` is False), the entry of the generation that has none.
+    Tensors that cannot have descriptors (`described` is False) use the entry of sm80, which has no TMA.
     """
     key = f"{arch}/{bits}/{width}"
     tiles = table[key] if table and key in table else TABLE[key]
@@ -93,7 +93,7 @@ def entry(arch: str, bits: int, width: int, described: bool = True, table: Table
 
 @lru_cache
 def architecture(device: torch.device) -> str:
-    """The GPU family whose entries serve this device; "cpu" is Triton's interpreter."""
+    """The GPU family whose entries this device uses; "cpu" is Triton's interpreter."""
     if device.type != "cuda":
         return device.type
     if torch.version.hip:
