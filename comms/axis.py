@@ -1,7 +1,7 @@
-"""One axis of a mesh of ranks, and what can be sent along it. Moves bytes, knows no mathematics.
+"""One axis of a mesh of ranks, and the transfers along it. Moves bytes, knows no mathematics.
 
-Every operation starts at once and returns a handle; `handle.wait()` gives the result. Between the two the tensors that
-were handed over are in flight: they may be read, never written.
+Every operation starts at once and returns a handle; `handle.wait()` gives the result. Until then the tensors that were
+passed are in flight: they may be read, but not written.
 """
 
 from collections import deque
@@ -12,13 +12,13 @@ from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 T = TypeVar("T")
-Parcels = Mapping[int, Sequence[Any]]  # tensors to or from each of some ranks
+ByRank = Mapping[int, Sequence[Any]]  # the tensors to send to, or to receive from, each of some ranks
 
 TRANSPORTS = ("auto", "symmetric", "group")
 
 
-class Parts(Sequence[Any]):
-    """Ranges of dim 1 of some tensors, tensor by tensor: views that are cut once, when somebody asks for them."""
+class Slices(Sequence[Any]):
+    """Slices of tensors along dim 1: all ranges of the first tensor, then of the next. Views, made on first use."""
 
     def __init__(self, tensors: Sequence[Any], places: tuple[range, ...]):
         self.tensors, self.places = tensors, places
@@ -51,7 +51,7 @@ class Done:
 
 
 class Then:
-    """`pending`, and a function of what arrived."""
+    """A transfer whose result is passed through a function."""
 
     def __init__(self, pending: Pending, finish: Callable[[Any], Any]):
         self.pending, self.finish = pending, finish
@@ -61,7 +61,7 @@ class Then:
 
 
 class All:
-    """Several transfers as one: a list of what each brought."""
+    """Several transfers as one; its result is the list of their results."""
 
     def __init__(self, *pending: Pending):
         self.pending = pending
@@ -71,73 +71,73 @@ class All:
 
 
 class Axis(Protocol):
-    """`size` ranks in a line that closes to a ring; this process is number `rank`."""
+    """`size` ranks in a ring; this process is number `rank`."""
 
     name: str
     size: int
     rank: int
-    by: str  # what carries the bytes, in words
-    cheap_words: bool  # whether exchange_words costs little beside a call
-    hosts: int  # on how many hosts the ranks lie, as many on each, in order; 0: nobody knows
+    by: str  # the transport, for people to read
+    cheap_words: bool  # whether exchange_words is cheap compared with a call
+    hosts: int  # the number of hosts, if each holds as many consecutive ranks; 0 if it does not, or is not known
 
-    def move(self, out: Parcels, into: Parcels, what: str = "") -> Pending:
-        """Send the tensors of `out` to their ranks, and fill those of `into` from theirs.
+    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
+        """Send the tensors of `out` to their ranks, and receive those of `into` from their ranks.
 
-        What rank a sends to b and what b fills from a have the same shapes in the same order. `what` names it in the
-        error of a rank whose peer is lost.
+        The tensors that rank a sends to b and those that b receives from a have the same shapes in the same order. If a
+        rank is lost, the error of its peer names the transfer with `what`.
         """
 
     def share(
-        self, tensors: Sequence[Any], readers: Sequence[int], into: Parcels, work: Callable[[], T], what: str = ""
+        self, tensors: Sequence[Any], readers: Sequence[int], into: ByRank, work: Callable[[], T], what: str = ""
     ) -> tuple[T, Pending]:
-        """`work()`, and a move that flies beside it, of the same tensors to all who read them.
+        """Run `work()` while the same tensors travel to all readers; returns its result and the transfer.
 
-        Those of `into` are filled from what their ranks share, at the same turn of theirs.
+        The tensors of `into` are received from what their ranks share in their matching call.
         """
 
     def rotate(
         self, tensors: Sequence[Any], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
     ) -> Pending:
-        """Send to rank + shift what rank - shift sends here; the handle gives what arrived (None if not `recv`).
+        """Send tensors to rank + shift and receive from rank - shift; the handle gives the latter, or None.
 
-        A rank that only receives also hands over tensors: what arrives has their shapes and dtypes.
+        What arrives has the shapes and dtypes of `tensors`, so a rank that only receives passes tensors too.
         """
 
     def all_to_all(self, x: Any, split: int, join: int) -> Pending:
-        """Cut `x` into `size` pieces along dim `split`, give piece i to rank i, join what arrives along dim `join`."""
+        """Cut `x` into `size` pieces along dim `split`, send piece i to rank i, join what arrives along dim `join`."""
 
     def all_gather(self, x: Any, dim: int = 0) -> Pending:
-        """Every rank's `x`, in rank order, joined along `dim`."""
+        """The `x` of all ranks, joined along `dim` in rank order."""
 
     def reduce_scatter(self, x: Any, dim: int = 0) -> Pending:
-        """The sum over ranks of their `x`, of which each rank gets its own piece along `dim`."""
+        """The sum of the `x` of all ranks, of which rank i gets piece i along `dim`."""
 
     def exchange_words(self, words: Any) -> list[Any]:
-        """Every rank's small Python value, in rank order. Blocks: for checks, not for data."""
+        """The small Python values of all ranks, in rank order. It blocks: for checks, not for data."""
 
     def over(self, transport: str) -> "Axis":
-        """The same ranks over that transport, if this axis has more than one: "symmetric" or "group"."""
+        """The same ranks over the transport "symmetric" or "group", if this axis has more than one."""
 
 
 class Ranks:
-    """Where a plan runs: the framework, the kind of device and the two axes; and what was bound and agreed on there.
+    """The ranks of a plan: framework, kind of device and the two axes, with caches that live as long as they do.
 
-    What is kept goes when the ranks go. `here` is False for ranks that a plan is only drawn up for.
+    `here` is False if the plan is only computed, for ranks that do not exist.
     """
 
     def __init__(self, ring: Any, ulysses: Any, framework: str = "torch", device: str = "cpu", here: bool = True):
         self.ring, self.ulysses = ring, ulysses
         self.framework, self.device, self.here = framework, device, here
-        self.calls: dict[Any, Any] = {}  # bound calls, by what they are
-        self.agreed: dict[Any, set[Any]] = {}  # by plan, the kinds of calls that all ranks agreed on
-        self.kept: dict[str, Any] = {}  # what a framework notes
-        self.plans: dict[str, Any] = {}  # those that compiled graphs asked for, by their text
+        self.calls: dict[Any, Any] = {}  # bound calls, by their key
+        self.agreed: dict[Any, set[Any]] = {}  # by plan: the kinds of calls that all ranks agreed on
+        self.kept: dict[str, Any] = {}  # caches of the framework's side
+        self.plans: dict[str, Any] = {}  # the plans of compiled graphs, by their text
         self.number = next(NUMBERS)
         LIVE[self.number] = self
 
     @cached_property
     def place(self) -> tuple[Any, ...]:
-        """What makes plans differ: in JAX the devices, since programs are kept by their plans; in torch nothing."""
+        """What makes ranks of two plans differ: in JAX, whose programs are cached by plan, the axes; else nothing."""
         axes = [tuple(vars(axis).items()) for axis in self] if self.framework == "jax" and self.here else []
         return (self.framework, *([self.device] if axes else []), *axes)
 
@@ -151,11 +151,11 @@ class Ranks:
         return iter((self.ring, self.ulysses))
 
     def __reduce__(self) -> Any:
-        """Only a plan of one rank is pickled, or of ranks that are not here."""
+        """Pickles plans of one rank, and plans of ranks that are not here."""
         return (one_rank, (self.device,)) if self.here else (Ranks, (None, None, self.framework, self.device, False))
 
 
-# A compiled graph holds numbers and strings, no objects: it finds the ranks it was made for by their number.
+# A compiled graph holds numbers and strings, but no objects: it finds its ranks by their number.
 LIVE: "WeakValueDictionary[int, Ranks]" = WeakValueDictionary()
 NUMBERS = count()
 NOT_HERE = Ranks(None, None, here=False)
@@ -163,14 +163,14 @@ NOT_HERE = Ranks(None, None, here=False)
 
 @cache
 def one_rank(device: str = "cpu") -> Ranks:
-    """One rank, the same for all plans of one device."""
+    """The ranks of plans of one rank: the same object for all plans of one device."""
     return Ranks(Solo("ring"), Solo("ulysses"), device=device)
 
 
 def one_ahead(transfers: Iterable[Pending]) -> Iterator[Any]:
-    """What each transfer brings, in order; the next one is under way before what came is handed over to be used.
+    """The results of the transfers, in order; each next transfer is started before a result is yielded.
 
-    Chained, the work between two of them runs beside both: what it needs next is coming, what it gave last is leaving.
+    Two of these in a chain let the work between them overlap with both: with what arrives next and what left last.
     """
     flying: deque[Pending] = deque()
     for one in transfers:
@@ -182,18 +182,18 @@ def one_ahead(transfers: Iterable[Pending]) -> Iterator[Any]:
 
 
 class Solo:
-    """An axis of one rank: everything arrives where it was."""
+    """An axis of one rank, where every transfer returns its input."""
 
     size, rank, by, cheap_words, hosts = 1, 0, "nothing", True, 1
 
     def __init__(self, name: str = "ring"):
         self.name = name
 
-    def move(self, out: Parcels, into: Parcels, what: str = "") -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
         return Done()
 
     def share(
-        self, tensors: Sequence[Any], readers: Sequence[int], into: Parcels, work: Callable[[], T], what: str = ""
+        self, tensors: Sequence[Any], readers: Sequence[int], into: ByRank, work: Callable[[], T], what: str = ""
     ) -> tuple[T, Pending]:
         return work(), Done()
 

@@ -1,7 +1,7 @@
-"""Axes of a JAX mesh, as seen by the one program that all devices run inside shard_map.
+"""Axes of a JAX mesh, for the single program that all devices run inside shard_map.
 
-XLA starts a transfer early and finishes it late by itself, so handles have nothing to wait for; which orders it may
-choose from is said with `jax.lax.optimization_barrier` where the loop is written.
+XLA itself starts transfers early and finishes them late, so handles have nothing to wait for. The loops restrict its
+order with `jax.lax.optimization_barrier`.
 """
 
 import math
@@ -24,7 +24,7 @@ from ringattn.comms.axis import Done, Ranks
 class MeshAxis:
     """`size` devices along the axis `name` of `mesh`; an axis that the mesh lacks has size 1.
 
-    Several names are one axis, the last one innermost; a mesh without devices serves where its program is traced.
+    Several names form one axis, the last one innermost. A mesh without devices is enough to trace a program.
     """
 
     name: str | tuple[str, ...]
@@ -32,7 +32,7 @@ class MeshAxis:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes of the mesh that this one is made of."""
+        """The axes of the mesh that form this one."""
         names = (self.name,) if isinstance(self.name, str) else self.name
         return tuple(name for name in names if name in self.mesh.axis_names)
 
@@ -42,11 +42,11 @@ class MeshAxis:
 
     @property
     def rank(self) -> Any:
-        """The device's place on the axis: traced, since one program serves all of them."""
+        """The device's place on the axis: traced, since all devices run one program."""
         return lax.axis_index(self.name) if self.size > 1 else 0
 
     def rotate(self, tensors: Sequence[Any], shift: int = 1, senders: Sequence[int] | None = None) -> Done:
-        """Send to rank + shift what rank - shift sends here; zeros arrive from ranks that are not among the senders."""
+        """Send to rank + shift and receive from rank - shift; zeros arrive from ranks that are not senders."""
         ranks = range(self.size) if senders is None else senders
         names, places = self.in_mesh_order
         pairs = [(places[r], places[(r + shift) % self.size]) for r in ranks]
@@ -54,34 +54,34 @@ class MeshAxis:
 
     @property
     def in_mesh_order(self) -> tuple[tuple[str, ...], list[int]]:
-        """The axis as ppermute counts, which goes by the mesh's order of names: those names, and each rank's place."""
+        """(names, places): the axes in the mesh's order, by which ppermute counts, and the place of each rank."""
         names = tuple(name for name in self.mesh.axis_names if name in self.names)
         places = np.arange(self.size).reshape([axis_size(self.mesh, name) for name in names])
         return names, places.transpose([names.index(name) for name in self.names]).ravel().tolist()
 
     def all_to_all(self, x: Any, split: int, join: int) -> Done:
-        """Cut `x` into `size` pieces along dim `split`, give piece i to rank i, join what arrives along dim `join`."""
+        """Cut `x` into `size` pieces along dim `split`, send piece i to rank i, join what arrives along dim `join`."""
         if self.size > 1 and automatic_beside():
             return Done(joined(self.swapped(pieces(x, self.size, split)), join))
         return Done(x if self.size == 1 else lax.all_to_all(x, self.name, split, join, tiled=True))
 
     def all_gather(self, x: Any, dim: int = 0) -> Done:
-        """Every rank's `x`, in rank order, joined along `dim`."""
+        """The `x` of all ranks, joined along `dim` in rank order."""
         if self.size > 1 and automatic_beside():
             return Done(joined(self.swapped(jnp.broadcast_to(x, (self.size, *x.shape))), dim))
         return Done(x if self.size == 1 else lax.all_gather(x, self.name, axis=dim, tiled=True))
 
     def reduce_scatter(self, x: Any, dim: int = 0) -> Done:
-        """The sum over ranks of their `x`, of which each rank gets its own piece along `dim`."""
+        """The sum of the `x` of all ranks, of which rank i gets piece i along `dim`."""
         if self.size > 1 and automatic_beside():
             return Done(self.swapped(pieces(x, self.size, dim)).sum(0))
         return Done(x if self.size == 1 else lax.psum_scatter(x, self.name, scatter_dimension=dim, tiled=True))
 
     def swapped(self, x: Any) -> Any:
-        """[size, ...]: what each rank has for this one, of what each has for every other one; by rotations.
+        """An all-to-all of x [size, ...] by rotations: row i goes to rank i, and arrives as the row of its sender.
 
-        XLA brings whole arrays to every device for its own collectives where the compiler cuts them too, but not for a
-        rotation.
+        Where the compiler shards other axes of the mesh, XLA gathers whole arrays for its own collectives, but not for
+        rotations.
         """
         ranks = np.arange(self.size)
         away = jnp.take(x, (self.rank + ranks) % self.size, axis=0)  # for the rank so many steps ahead
@@ -90,7 +90,7 @@ class MeshAxis:
 
 
 def automatic_beside() -> dict[str, int]:
-    """Inside a shard_map: the axes of more than one device that it leaves to the compiler, and their sizes."""
+    """Inside a shard_map: the sizes of the axes of more than one device that it leaves to the compiler."""
     here = jax.sharding.get_abstract_mesh()
     kinds = zip(here.axis_names, here.axis_types, strict=True)
     left = {name: here.shape[name] for name, kind in kinds if kind == AxisType.Auto and here.shape[name] > 1}
@@ -112,11 +112,12 @@ def relay(
     axis: MeshAxis, start: Any, onward: Callable[[Any, Any], Any], reverse: bool,
     work: Callable[[Any], Any], given: Any, made: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """What all earlier ranks made of `start` [pieces, ...], each in its turn; meanwhile `made` becomes work(given).
+    """An exclusive scan of `start` [pieces, ...] over the ranks, and work(given) written into `made` meanwhile.
 
-    As in ringattn.comms.scan: `onward(i, x)` makes of piece i what goes on, while piece i + 1 arrives; `start` counts
-    on the first rank only; `reverse` begins at the last. All ranks hop at once, and what is not a rank's turn is not
-    kept. Beside each hop a share of the chunks is worked on, which the first dims of `given` and `made` count.
+    As `ringattn.comms.scan.Relay`: `onward(i, x)` turns piece i into what the next rank gets, while piece i + 1
+    arrives; only the first rank's `start` counts; `reverse` begins at the last rank. All ranks rotate in every step,
+    and ignore what arrives outside their turn. Beside each rotation a share of the chunks is computed; the first dims
+    of `given` and `made` count the chunks.
     """
     n, chunks = len(start), len(jax.tree.leaves(given)[0])
     place = axis.size - 1 - axis.rank if reverse else axis.rank
@@ -134,7 +135,7 @@ def relay(
         x, found, made = carry
         at, found = kept(found, x, t)
         (arriving,) = axis.rotate((onward(at, x),), -1 if reverse else 1, senders).wait()
-        if beside:  # the last share may begin within the one before
+        if beside:  # the last share may overlap with the one before
             done = work(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, t * few, few), given))
             arriving, done = lax.optimization_barrier((arriving, done))  # see ringattn.jax.attention.ring
             made = jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, t * few, 0), made, done)
@@ -156,20 +157,20 @@ def axis_size(mesh: Mesh | AbstractMesh, name: str) -> int:
 
 
 def device_of(mesh: Mesh | AbstractMesh | None) -> Any:
-    """One device of a mesh, or what stands for it in a mesh without devices; without a mesh the default device."""
+    """One device of a mesh, or the abstract device of a mesh without devices; without a mesh the default device."""
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0]
     return getattr(mesh, "abstract_device", None) or jax.devices()[0]
 
 
 def platform(mesh: Mesh | AbstractMesh) -> str:
-    """The kind of device in the words of the kernel table: cpu, cuda, tpu."""
+    """The kind of device, with the names of `kernels.Problem`: cpu, cuda or tpu."""
     kind = device_of(mesh).platform
     return {"gpu": "cuda"}.get(kind, kind)
 
 
 def generation(mesh: Mesh | AbstractMesh | None = None) -> tuple[int, int] | None:
-    """A TPU's generation, and 1 for the larger chip where there are two: v5e is (5, 0), v5p (5, 1); else None."""
+    """A TPU's (generation, 1 for the larger of two chips): v5e is (5, 0), v5p (5, 1). None for other devices."""
     kind = device_of(mesh).device_kind
     number = re.match(r"TPU\s?v?(\d+)", kind)
     if number is None:
@@ -186,7 +187,7 @@ def init_mesh(
 ) -> Mesh:
     """A Mesh with axes data, ring and ulysses over the devices; or data and sequence, which `plan` will factor.
 
-    Ulysses is innermost, where the links are fastest. `devices` are all of them unless given.
+    Ulysses is innermost, where the links are fastest. By default `devices` are all devices.
     """
     sizes = {"data": data, "ring": ring, "ulysses": ulysses}
     if sequence is not None:
@@ -201,15 +202,15 @@ def init_mesh(
     have = jax.devices() if devices is None else list(devices)
     need = int(np.prod(list(sizes.values())))
     if need != len(have):
-        said = " x ".join(f"{n}={s}" for n, s in sizes.items())
+        product = " x ".join(f"{n}={s}" for n, s in sizes.items())
         raise ValueError(
-            f"{said} needs {need} devices, and there are {len(have)}; make the product {len(have)}, or say devices="
+            f"{product} needs {need} devices, and there are {len(have)}; make the product {len(have)}, or pass devices="
         )
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=have)
 
 
 def split(mesh: Mesh, name: str, sizes: dict[str, int]) -> Mesh:
-    """The mesh with one axis cut into several, the last one innermost; the devices stay where they are."""
+    """The mesh with one axis cut into several, the last one innermost; devices keep their order."""
     cut = {n: s for old, size in mesh.shape.items() for n, s in (sizes if old == name else {old: size}).items()}
     kinds = [
         kind

@@ -1,11 +1,11 @@
-"""N ranks in one process, one thread each: for tests, and for trying things out without starting anything.
+"""Ranks as threads of one process: for tests, and for trying things out without starting processes.
 
 >>> from ringattn.comms.local import run
 >>> run(lambda mesh: mesh.axis("ring").rank, ring=4)
 [0, 1, 2, 3]
 
-What a rank hands over is copied at once, and at `wait()` the original must be as it was: a buffer that was written
-while it was in flight is an AssertionError here instead of silent corruption on a network.
+What a rank sends is copied at once, and must be unchanged at `wait()`. So a buffer that is written while it is in
+flight raises an AssertionError here, where a network would corrupt data silently.
 """
 
 import threading
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Parcels, Pending, Then
+from ringattn.comms.axis import ByRank, Pending, Then
 from ringattn.comms.messages import plain
 from ringattn.comms.moves import Moves
 
 
 class Board:
-    """Where ranks leave things for each other. One failed rank wakes and fails all the others."""
+    """The values that ranks have sent and not yet received. If one rank fails, all others fail too."""
 
     def __init__(self, timeout: float = 60.0):
         self.items: dict[tuple[Any, ...], Any] = {}
@@ -43,10 +43,13 @@ class Board:
                 return self.items.pop(key)
             if ready:
                 raise ConnectionError("another rank failed") from self.failed
-            raise TimeoutError(f"nothing arrived within {self.timeout} s for {key}")
+            name, _, source, to, number = key
+            raise TimeoutError(
+                f"{name} rank {to} received nothing from rank {source} within {self.timeout} s (its transfer {number})"
+            )
 
     def check_empty(self) -> None:
-        """Everything that was sent must have been taken: on a network it would meet a later call, or never leave."""
+        """Check that everything sent was received: on a network a later call would receive it, or the sender hang."""
         left = [f"{name} rank {source} -> {to} (its transfer {number})" for name, _, source, to, number in self.items]
         assert not left, f"{len(left)} transfers were sent and never received: {', '.join(left[:8])}"
 
@@ -56,8 +59,8 @@ class Board:
             self.changed.notify_all()
 
 
-class Letters:
-    """Copies on their way; `wait` takes what arrived and checks that nobody wrote to what was sent."""
+class LocalTransfer:
+    """Values in flight; `wait` returns what arrived, and checks that what was sent is unchanged."""
 
     def __init__(self, axis: "LocalAxis", keys: Sequence[tuple[Any, ...]], sent: Sequence[Tensor]):
         self.axis, self.keys = axis, keys
@@ -75,62 +78,60 @@ def version(t: Tensor) -> int:
 
 
 class LocalAxis(Moves):
-    """One thread's place on an axis. `sent` counts the bytes this rank has handed to others."""
+    """One thread's place on an axis. `sent` counts the bytes that this rank has sent."""
 
     by, cheap_words = "threads", True
 
     def __init__(self, board: Board, name: str, group: tuple[Any, ...], size: int, rank: int, hosts: int = 1):
         self.board, self.name, self.group, self.size, self.rank, self.hosts = board, name, group, size, rank, hosts
         self.sent = 0
-        self.counts: Counter[tuple[str, int, int]] = (
-            Counter()
-        )  # letters so far from one rank to another: they keep order
-        self.open = 0  # transfers that nobody has waited for yet
+        self.counts: Counter[tuple[str, int, int]] = Counter()  # values so far, by direction, source and destination
+        self.open = 0  # transfers without a wait so far
 
-    def swap(self, letters: dict[int, Any], sources: Sequence[int]) -> Letters:
-        """Post one letter a destination; the handle gives those of the sources."""
+    def exchange(self, values: dict[int, Any], sources: Sequence[int]) -> LocalTransfer:
+        """Send one value to each destination; the handle gives one from each source."""
         self.open += 1
-        tensors = [t for letter in letters.values() for t in leaves(letter)]
-        for destination, letter in letters.items():
+        tensors = [t for value in values.values() for t in leaves(value)]
+        for destination, value in values.items():
             if destination != self.rank:
-                self.sent += sum(t.nbytes for t in leaves(letter))
-            self.board.put(self.address(self.rank, destination, "out"), copied(letter))
-        return Letters(self, [self.address(source, self.rank, "in") for source in sources], tensors)
+                self.sent += sum(t.nbytes for t in leaves(value))
+            self.board.put(self.address(self.rank, destination, "out"), copied(value))
+        return LocalTransfer(self, [self.address(source, self.rank, "in") for source in sources], tensors)
 
     def address(self, source: int, destination: int, way: str) -> tuple[Any, ...]:
-        """The next letter from one rank to another, as the sender and the receiver both number it."""
+        """The key of the next value from one rank to another; sender and receiver count alike."""
         self.counts[way, source, destination] += 1
         return self.name, self.group, source, destination, self.counts[way, source, destination]
 
-    def move(self, out: Parcels, into: Parcels, what: str = "") -> Pending:
-        letters = self.swap({rank: tuple(tensors) for rank, tensors in out.items()}, list(into))
-        return Then(letters, lambda arrived: unpack(arrived, into))
+    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
+        transfer = self.exchange({rank: tuple(tensors) for rank, tensors in out.items()}, list(into))
+        return Then(transfer, lambda arrived: unpack(arrived, into))
 
     def exchange_words(self, words: Any) -> list[Any]:
         everyone = range(self.size)
-        return self.swap(dict.fromkeys(everyone, plain(words)), everyone).wait()
+        return self.exchange(dict.fromkeys(everyone, plain(words)), everyone).wait()
 
     def over(self, transport: str) -> "LocalAxis":
         return self
 
 
-def unpack(arrived: Sequence[tuple[Tensor, ...]], into: Parcels) -> None:
-    for letter, tensors in zip(arrived, into.values(), strict=True):
-        for found, x in zip(letter, tensors, strict=True):
+def unpack(arrived: Sequence[tuple[Tensor, ...]], into: ByRank) -> None:
+    for value, tensors in zip(arrived, into.values(), strict=True):
+        for found, x in zip(value, tensors, strict=True):
             assert found.shape == x.shape, f"{tuple(found.shape)} arrived where {tuple(x.shape)} was expected"
             x.copy_(found)
 
 
-def leaves(letter: Any) -> list[Tensor]:
-    if isinstance(letter, Tensor):
-        return [letter]
-    return [t for t in letter if isinstance(t, Tensor)] if isinstance(letter, tuple) else []
+def leaves(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for t in value if isinstance(t, Tensor)] if isinstance(value, tuple) else []
 
 
-def copied(letter: Any) -> Any:
-    if isinstance(letter, Tensor):
-        return letter.detach().clone()
-    return tuple(copied(t) for t in letter) if isinstance(letter, tuple) else letter
+def copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return tuple(copied(t) for t in value) if isinstance(value, tuple) else value
 
 
 class LocalMesh:
@@ -142,7 +143,7 @@ class LocalMesh:
         self.coordinates: dict[str, int] = {}
         for name in reversed(sizes):
             rank, self.coordinates[name] = divmod(rank, sizes[name])
-        self.made: dict[Any, Any] = {}  # one object an axis: it counts the letters
+        self.made: dict[Any, Any] = {}  # one object for each axis, since it counts transfers
 
     def axis(self, name: str) -> Any:
         if name not in self.made:
@@ -152,7 +153,7 @@ class LocalMesh:
         return self.made[name]
 
     def check_finished(self) -> None:
-        """Every transfer must have been waited for: a handle that is dropped may never be sent on a network."""
+        """Check that every transfer was waited for: on a network it might otherwise never be sent."""
         for made in self.made.values():
             if isinstance(made, LocalMesh):
                 made.check_finished()
@@ -174,9 +175,8 @@ def run(
 ) -> list[Any]:
     """`function(mesh)` on every rank of a mesh with axes of these sizes (ring=4, ulysses=2), all in this process.
 
-    Returns the ranks' results in order. The first error of any rank stops all and is raised. With device="cuda" all
-    ranks share one GPU. `hosts` is on how many the ranks are
-    said to lie, which plans go by.
+    Returns the ranks' results in order. The first error of any rank stops all ranks and is raised. With device="cuda"
+    all ranks share one GPU. Plans treat the ranks as if they were on `hosts` hosts.
     """
     board, count = Board(timeout), prod(sizes.values())
     results: list[Any] = [None] * count

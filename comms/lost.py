@@ -1,7 +1,7 @@
-"""Who is lost: errors of the transport name the ranks that died or hang.
+"""Makes errors of the transport name the ranks that died or hang.
 
-A transfer knows its peers. A collective does not: whoever it fails for answers a roll call in the store, and the ranks
-that do not answer are named.
+A transfer knows its peer. A collective does not, so the ranks for which it fails answer a roll call in the store, and
+the error names those that do not answer.
 """
 
 import time
@@ -15,14 +15,14 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-ROLL_CALL = 5.0  # seconds in which ranks must answer; less where the time-out is less than twice that
+ROLL_CALL = 5.0  # seconds in which ranks must answer, but at most half the time-out
 
-BROKEN: Any = WeakSet()  # the groups of all ranks, of which some rank is lost
-MET: Any = WeakKeyDictionary()  # how often the ranks of such a group have met
+BROKEN: Any = WeakSet()  # world groups that have lost a rank
+MET: Any = WeakKeyDictionary()  # by world group: how often its ranks have met, for each purpose
 
 
 class Lost(NamedTuple):
-    """What to say when a rank is lost: whom each work of a list needs, and what they were for."""
+    """What the error of a lost rank needs: the ranks that each work of a list depends on, and the works' purpose."""
 
     axis: Any
     needs: Sequence[Collection[int]]
@@ -30,7 +30,7 @@ class Lost(NamedTuple):
 
     @contextmanager
     def named(self, work: int = 0) -> Iterator[None]:
-        """An error of the transport says whom it lost; another one goes by as it is."""
+        """Turn an error of the transport into one that names the lost rank; other errors pass unchanged."""
         try:
             yield
         except RuntimeError as error:
@@ -38,10 +38,10 @@ class Lost(NamedTuple):
                 raise
             raise self.error(work, str(error)) from error
 
-    def error(self, work: int, said: str) -> ConnectionError:
-        """Names the rank, or those that it may be; and the one that was lost first, if another rank has said so.
+    def error(self, work: int, message: str) -> ConnectionError:
+        """The error that names the lost rank, or the candidates, and the first loss that any rank has reported.
 
-        The first loss brings others, so it is what a rank that knows whom it lost tells all.
+        One loss causes others, so the first rank that is certain of its loss reports it to all (`first_loss`).
         """
         note()
         axis, needs = self.axis, sorted({r % self.axis.size for r in self.needs[min(work, len(self.needs) - 1)]})
@@ -49,12 +49,12 @@ class Lost(NamedTuple):
         if axis.size < all_ranks:
             whom += f", which is rank {' or '.join(str(axis.peer(r)) for r in needs)} of {all_ranks}"
         what = self.what and f" ({self.what})"
-        mine = f"{axis.name} rank {axis.rank} lost {axis.name} rank {whom}{what}: {reason(said)}"
+        mine = f"{axis.name} rank {axis.rank} lost {axis.name} rank {whom}{what}: {reason(message)}"
         return ConnectionError(with_first_loss(mine, certain=len(needs) == 1))
 
 
 def note() -> None:
-    """From now on nobody waits for transfers that were given up: a rank is lost."""
+    """Note that a rank is lost: abandoned transfers are not waited for any more."""
     if dist.group.WORLD is not None:
         BROKEN.add(dist.group.WORLD)
 
@@ -64,18 +64,18 @@ def broken() -> bool:
 
 
 def of_transport(error: BaseException | str) -> bool:
-    """Whether a connection or a time-out is what failed: as gloo says it, also under TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    """Whether a connection failed or timed out, by torch's error type or gloo's texts."""
     return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "monitoredBarrier"))
 
 
-def reason(said: str) -> str:
-    """The line that tells, of what gloo says."""
-    return said.splitlines()[0].split("] ")[-1].split(". This is")[0]
+def reason(message: str) -> str:
+    """The useful part of gloo's message."""
+    return message.splitlines()[0].split("] ")[-1].split(". This is")[0]
 
 
 @contextmanager
 def missing_named(what: str) -> Iterator[None]:
-    """An error of the transport in a collective of all ranks names those that do not answer a roll call."""
+    """Make an error of the transport in a collective of all ranks name those that do not answer a roll call."""
     try:
         yield
     except RuntimeError as error:
@@ -84,21 +84,22 @@ def missing_named(what: str) -> Iterator[None]:
         raise ConnectionError(f"{what}: {who_is_missing(str(error))}") from error
 
 
-def who_is_missing(said: str) -> str:
-    """The ranks that do not answer, where a collective of all ranks failed and says this."""
+def who_is_missing(message: str) -> str:
+    """A sentence that names the ranks that do not answer, after a collective of all ranks failed with this message."""
     if not dist.is_initialized():
-        return reason(said)
+        return reason(message)
     note()
     absent, ranks = roll_call(), dist.get_world_size()
     if not absent:
-        return with_first_loss(f"rank {dist.get_rank()} of {ranks} lost its connection: {reason(said)}", certain=False)
+        mine = f"rank {dist.get_rank()} of {ranks} lost its connection: {reason(message)}"
+        return with_first_loss(mine, certain=False)
     s = "s" * (len(absent) > 1)
     mine = f"rank{s} {', '.join(map(str, absent))} of {ranks} did not answer (dead, hung, or in another call)"
-    return f"{with_first_loss(mine)}: {reason(said)}"
+    return f"{with_first_loss(mine)}: {reason(message)}"
 
 
 def roll_call() -> list[int]:
-    """The ranks that do not answer. Every rank whose collective failed answers, and waits a while for the others."""
+    """The ranks that do not answer in time. Every rank whose collective failed calls it, which is its answer."""
     limit = patience(dist.group.WORLD)
     end = time.monotonic() + min(ROLL_CALL, limit.total_seconds() / 2 if limit else ROLL_CALL)
     absent = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
@@ -108,13 +109,13 @@ def roll_call() -> list[int]:
         while absent and time.monotonic() < end:
             time.sleep(0.02)
             absent = [rank for rank in absent if not store.check([str(rank)])]
-    except (RuntimeError, ValueError):  # the store went with the rank that kept it
+    except (RuntimeError, ValueError):  # the store was lost with the rank that kept it
         return []
     return absent
 
 
 def meet(what: str, mine: str) -> None:
-    """All ranks come here, in time and with the same words; an error names those that do not."""
+    """Check that all ranks call this in time with equal arguments; the error names those that do not."""
     world, limit = dist.group.WORLD, patience(dist.group.WORLD)
     if limit is None:  # a group whose ranks do not exist
         return
@@ -129,28 +130,28 @@ def meet(what: str, mine: str) -> None:
         store.set("given up", mine)
         absent = ", ".join(name for name in names if not store.check([name]))
         raise ConnectionError(
-            f"rank {rank} of {ranks} waits with {what} {mine}: rank {absent} did not come within "
+            f"rank {rank} of {ranks} waits to make the {what} {mine}: rank {absent} did not join within "
             f"{limit.total_seconds():g} s; it died, hangs, or makes another call"
         ) from error
     if store.check(["given up"]):
-        raise ConnectionError(f"rank {rank} of {ranks} comes too late with {what} {mine}: others have given up waiting")
+        raise ConnectionError(f"rank {rank} of {ranks} is too late to make the {what} {mine}: other ranks timed out")
     found = store.multi_get(names) if store.has_extended_api() else [store.get(name) for name in names]
     by: dict[str, list[str]] = {}
     for name, one in zip(names, found, strict=True):
         by.setdefault(one.decode(), []).append(name)
     if len(by) > 1:
         who = "; ".join(f"rank {', '.join(them)} has {one}" for one, them in by.items())
-        raise ValueError(f"the ranks do not make the same {what}: {who}")
+        raise ValueError(f"all ranks must make the same {what}, but {who}")
 
 
 def with_first_loss(mine: str, certain: bool = True) -> str:
-    """What this rank says of a loss, and what the first of all ranks said; to be that one, it must be certain."""
-    first = first_word(mine if certain else "")
+    """This rank's report of a loss, with the first report of any rank, which it may be itself if it is certain."""
+    first = first_loss(mine if certain else "")
     return mine if first in ("", mine) else f"{mine}; the first loss: {first}"
 
 
-def first_word(mine: str = "") -> str:
-    """What the first rank of all said that lost another: `mine` if that is this one, or no store is left to ask."""
+def first_loss(mine: str = "") -> str:
+    """The first report of a loss by any rank: `mine` if there is no other, or if the store is lost."""
     try:
         store = dist.PrefixStore("ringattn", dist.distributed_c10d._get_default_store())
         if not mine and not store.check(["lost"]):
@@ -165,7 +166,7 @@ def store_of(what: str) -> Any:
 
 
 def patience(group: Any, device_type: str = "") -> timedelta | None:
-    """How long a group waits for a rank, if it has a time-out: a fake one does not."""
+    """The time-out of a group, or None if it has none, as a fake group."""
     devices = [torch.device(device_type)] if device_type else group._device_types
     for backend in (backend_of(group, device) for device in devices):
         limit: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
@@ -175,7 +176,7 @@ def patience(group: Any, device_type: str = "") -> timedelta | None:
 
 
 def set_patience(limit: timedelta, group: Any = None) -> None:
-    """Of one group, or of that of all ranks: over each of its backends."""
+    """Set the time-out of all backends of a group, by default of the world group."""
     group = group or dist.group.WORLD
     for device in group._device_types:
         backend = backend_of(group, device)
@@ -184,7 +185,7 @@ def set_patience(limit: timedelta, group: Any = None) -> None:
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """A group's transport for a device, if it has one: itself, not what TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it in."""
+    """A group's backend for a device or None, without the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     try:
         backend = group._get_backend(device)
     except RuntimeError:

@@ -1,7 +1,7 @@
-"""Where tensors lie: runs of bytes, joined where they touch, cut and grouped into batches that fill a slot.
+"""The memory of tensors as runs of bytes, joined where they touch, and cut into batches that fill a slot.
 
-Both sides of a slot cut the same bytes at the same places. Within a batch each makes as few copies as its memory
-allows: runs of one size at one distance are the rows of one piece.
+Sender and receiver cut the same bytes at the same places. Within a batch each side makes as few copies as its memory
+allows: runs of the same size at the same distance become the rows of one piece.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Parts
+from ringattn.comms.axis import Slices
 
 SLOT = 16 * 2**20  # bytes
-APART = 2**48  # bytes: more than a tensor has
-FAR = 2**31 - 1  # bytes: the greatest distance of the rows of one copy that the driver takes
-MANY = 8  # runs: a tensor of more is packed first, which takes the host less time than as many copies
+APART = 2**48  # bytes: more than any tensor has
+FAR = 2**31 - 1  # bytes: the driver's limit for the distance between rows of one copy
+MANY = 8  # a tensor of more runs is packed first, which takes the host less time than so many copies
 
 Run = tuple[int, int, int]  # address, bytes, and the allocation it lies in
 
 
 class Piece(NamedTuple):
-    """What one copy moves: rows of memory, which lie one after the other in a slot."""
+    """What one copy moves: rows of memory, which are contiguous in a slot."""
 
     address: int
     size: int  # bytes of a row
@@ -35,7 +35,7 @@ def weight(groups: Iterable[Sequence[Piece]]) -> int:
 
 
 def is_few(x: Tensor) -> bool:
-    """Whether a tensor lies in so few runs that they are moved as they are; others are packed first."""
+    """Whether a tensor has few enough runs to be moved without packing."""
     return x.is_contiguous() or count_runs(x) <= MANY
 
 
@@ -43,12 +43,12 @@ def count_runs(x: Tensor) -> int:
     return 1 if x.is_contiguous() else len(x) * count_runs(x[0])
 
 
-def located(parts: Parts) -> list[list[Piece]] | None:
-    """The pieces of ranges in batches; None where some are too many. Cut once for tensors of the same shape."""
-    layout = layout_of(tuple([(x.dtype, x.shape, x.stride()) for x in parts.tensors]), parts.places, SLOT)
+def located(slices: Slices) -> list[list[Piece]] | None:
+    """The pieces of slices in batches, or None if a slice has too many runs. Cached for tensors of the same shape."""
+    layout = layout_of(tuple([(x.dtype, x.shape, x.stride()) for x in slices.tensors]), slices.places, SLOT)
     if layout is None:
         return None
-    starts = [x.data_ptr() for x in parts.tensors]
+    starts = [x.data_ptr() for x in slices.tensors]
     return [[Piece(starts[i] + at, size, rows, pitch) for i, at, size, rows, pitch in batch] for batch in layout]
 
 
@@ -56,18 +56,18 @@ def located(parts: Parts) -> list[list[Piece]] | None:
 def layout_of(
     kinds: tuple[Any, ...], places: tuple[range, ...], slot: int
 ) -> list[list[tuple[int, int, int, int, int]]] | None:
-    """The batches of ranges of tensors like these: each piece as (tensor, bytes from its start, size, rows, pitch)."""
+    """The batches of slices of such tensors; each piece is (tensor, offset in bytes, size, rows, pitch)."""
     found: list[Run] = []
     for i, (dtype, shape, stride) in enumerate(kinds):
-        parts = Parts([torch.empty_strided(shape, stride, dtype=dtype, device="meta")], places)
-        if not all(map(is_few, parts)):
+        slices = Slices([torch.empty_strided(shape, stride, dtype=dtype, device="meta")], places)
+        if not all(map(is_few, slices)):
             return None
-        found += [(i * APART + at, size, i) for at, size, _ in joined(parts)]  # a meta tensor begins at 0
+        found += [(i * APART + at, size, i) for at, size, _ in joined(slices)]  # the address of a meta tensor is 0
     return [[(*divmod(at, APART), size, rows, pitch) for at, size, rows, pitch in batch] for batch in batches(found)]
 
 
 def batches(runs: Iterable[Run]) -> Iterator[list[Piece]]:
-    """Runs, cut and grouped so that each group fills at most a slot, in as few pieces as they make."""
+    """Runs, cut and grouped into batches of at most a slot, each in as few pieces as possible."""
     group: list[Run] = []
     room = SLOT
     for address, size, home in runs:
@@ -82,7 +82,7 @@ def batches(runs: Iterable[Run]) -> Iterator[list[Piece]]:
 
 
 def stacked(runs: Iterable[Run]) -> list[Piece]:
-    """Runs in their order; neighbours of one size at one distance in one allocation are the rows of one piece."""
+    """Pieces of runs, in order: runs of the same size at the same distance in one allocation become one piece."""
     found: list[Piece] = []
     before = -1
     for address, size, home in runs:
@@ -97,9 +97,9 @@ def stacked(runs: Iterable[Run]) -> list[Piece]:
 
 
 def joined(tensors: Iterable[Tensor]) -> list[Run]:
-    """The runs of some tensors; one that goes on where the last one ended makes one with it.
+    """The runs of tensors in order, joined where one starts at the end of another.
 
-    But for those of two allocations: a copy may not run from one into another, even where they lie side by side.
+    Runs of two allocations are not joined, even if they are adjacent: a copy may not cross from one into another.
     """
     found: list[Run] = []
     for x in tensors:
@@ -114,7 +114,7 @@ def joined(tensors: Iterable[Tensor]) -> list[Run]:
 
 
 def runs_of(x: Tensor) -> list[tuple[int, int]]:
-    """The addresses and bytes of the runs of memory that a tensor is, in order."""
+    """The (address, bytes) of the contiguous runs of a tensor, in order."""
     if x.is_contiguous():
         return [(x.data_ptr(), x.nbytes)] if x.nbytes else []
     return [run for part in x for run in runs_of(part)]

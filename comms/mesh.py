@@ -1,4 +1,4 @@
-"""Names and builds the mesh: data outermost, ring, and ulysses innermost, where the links are fastest."""
+"""Builds the mesh and its axes: data outermost, then ring, and ulysses innermost, where the links are fastest."""
 
 from datetime import timedelta
 from math import prod
@@ -15,7 +15,7 @@ from ringattn.comms.lost import meet, patience, set_patience
 from ringattn.comms.process_group import CollectiveAxis, ProcessGroupAxis
 from ringattn.comms.symmetric import over_nccl, shared_axis
 
-SPLIT: Any = WeakIdKeyDictionary()  # what each mesh was cut into
+SPLIT: Any = WeakIdKeyDictionary()  # by mesh: the meshes that it was split into
 
 
 def init_mesh(
@@ -23,8 +23,8 @@ def init_mesh(
 ) -> DeviceMesh:
     """A DeviceMesh with axes data, ring and ulysses over all ranks; or data and sequence, which `plan` will factor.
 
-    Ranks must have been started (torchrun, or init_process_group, whose time-out holds along all axes). The default
-    device is cuda where the ranks have NCCL, else cpu.
+    Start the ranks first, with torchrun or init_process_group, whose time-out then holds along all axes. The default
+    device is cuda if the ranks have NCCL, else cpu.
     """
     sizes = {"data": data, "ring": ring, "ulysses": ulysses}
     if sequence is not None:
@@ -40,8 +40,8 @@ def init_mesh(
     if dist.is_initialized():
         have = dist.get_world_size()
         if need != have:
-            said = " x ".join(f"{n}={s}" for n, s in sizes.items())
-            raise ValueError(f"{said} needs {need} ranks, and {have} were started; make the product {have}")
+            product = " x ".join(f"{n}={s}" for n, s in sizes.items())
+            raise ValueError(f"{product} needs {need} ranks, and {have} were started; make the product {have}")
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() and _has_nccl() else "cpu"
     if device_type == "cuda" and dist.is_initialized():
@@ -55,7 +55,7 @@ def init_mesh(
             raise
         raise ValueError(
             f"no ranks were started: run this under torchrun --nproc-per-node={need}, or call "
-            "torch.distributed.init_process_group first; ringattn.comms.local.run has threads of one process for ranks"
+            "torch.distributed.init_process_group first; ringattn.comms.local.run runs ranks as threads of one process"
         ) from error
     limit_waiting(patience(dist.group.WORLD, device_type), mesh)
     return mesh
@@ -66,15 +66,15 @@ def described(sizes: dict[str, int], device_type: str) -> str:
 
 
 def take_gpu() -> None:
-    """Give this rank a GPU if nobody has: each its own, or where there are too few, some share one."""
+    """Set this rank's GPU unless one is in use: each rank its own, as long as there are enough."""
     if torch.cuda.is_available() and not torch.cuda.is_initialized():
         torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=dist.get_rank()) % torch.cuda.device_count())
 
 
 def limit_waiting(limit: timedelta | None, *meshes: DeviceMesh) -> None:
-    """Waiting longer than this for another rank, along any axis of these meshes, is an error.
+    """Set the time-out of all axes of these meshes.
 
-    Of itself torch gives the groups of a mesh a time-out of its own, of half an hour over gloo.
+    By default torch gives the groups of a mesh a time-out of their own, of half an hour over gloo.
     """
     if limit is not None:
         for group in (mesh.get_group(name) for mesh in meshes for name in axis_names(mesh)):
@@ -90,7 +90,7 @@ def axis_names(mesh: Any) -> tuple[str, ...]:
 
 
 def axis_size(mesh: Any, name: str) -> int:
-    """How many ranks lie along an axis; 1 for an axis the mesh does not have."""
+    """The number of ranks along an axis; 1 if the mesh does not have it."""
     names = axis_names(mesh)
     if name not in names:
         return 1
@@ -98,10 +98,10 @@ def axis_size(mesh: Any, name: str) -> int:
 
 
 def axis(mesh: Any, name: str, transport: str = "auto") -> Axis:
-    """The axis of that name as something to send along; a Solo where the mesh has none, or one of a single rank.
+    """The axis of that name, for transfers; a Solo if the mesh lacks it, or if it has one rank.
 
-    `transport` is "symmetric" (GPUs that see each other's memory) or "group" (NCCL, gloo); auto takes the first that
-    is there, and leaves to the other what goes sooner by it. Every rank must ask alike.
+    `transport` is "symmetric" (GPUs that see each other's memory) or "group" (NCCL, gloo). "auto" takes "symmetric" if
+    it is available, with "group" for transfers that are faster there. All ranks must pass the same arguments.
     """
     if axis_size(mesh, name) == 1:
         return Solo(name)
@@ -117,13 +117,13 @@ def axis(mesh: Any, name: str, transport: str = "auto") -> Axis:
             return shared
     if transport == "symmetric":
         raise ValueError(
-            f"by='symmetric' needs GPUs of one host that see each other's memory; the {name} axis "
-            f"({dist.get_backend(group)}) has not; leave it out"
+            f"by='symmetric' needs GPUs of one host that see each other's memory, which those of the {name} axis "
+            f"({dist.get_backend(group)}) do not; leave out by="
         )
     if on_gpus and dist.get_backend(group) == "gloo":
         raise ValueError(
-            f"gloo moves no GPU memory between the ranks of the {name} axis; start them with a GPU each and "
-            "init_process_group('nccl'), or to share GPUs with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 and without "
+            f"gloo cannot move GPU memory between the ranks of the {name} axis; start each rank with its own GPU and "
+            "init_process_group('nccl'), or share GPUs with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 and without "
             "by='group'"
         )
     return grouped
@@ -135,7 +135,7 @@ def axes(mesh: Any, transport: str = "auto") -> Ranks:
 
 
 def split(mesh: Any, name: str, sizes: dict[str, int]) -> Any:
-    """The mesh with one axis cut into several, the last one innermost: the same one each time. Every rank must ask."""
+    """The mesh with one axis cut into several, the last one innermost; cached. All ranks must call it."""
     if isinstance(mesh, LocalMesh):
         return mesh.split(name, sizes)
     made, how = SPLIT.setdefault(mesh, {}), (name, *sizes.items())
@@ -145,7 +145,7 @@ def split(mesh: Any, name: str, sizes: dict[str, int]) -> Any:
 
 
 def cut(mesh: DeviceMesh, name: str, sizes: dict[str, int]) -> DeviceMesh:
-    """A mesh like this one with groups of its own, which live as long as the process."""
+    """A new mesh with one axis cut into several; its groups live as long as the process."""
     parts = [sizes if old == name else {old: axis_size(mesh, old)} for old in axis_names(mesh)]
     shape = {n: s for part in parts for n, s in part.items()}
     meet("mesh", described(shape, mesh.device_type))

@@ -1,4 +1,4 @@
-"""Small values between ranks, as JSON: reading what arrived runs nothing that it holds."""
+"""Small values between ranks, as JSON, which is safe to decode: unlike pickle it runs no code."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def plain(value: Any) -> Any:
-    """The value as its reader gets it: None, bools, numbers, strings, lists (tuples become lists), dicts by strings."""
+    """The value as it arrives: None, bools, numbers, strings, lists (tuples become lists), dicts with string keys."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -16,8 +16,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: plain(one) for key, one in value.items()}
     raise TypeError(
-        f"ranks exchange None, bools, numbers, strings, lists and dicts with string keys, not {type(value).__name__} "
-        f"({value!r:.80})"
+        f"ranks exchange None, bools, numbers, strings, lists and dicts with string keys, but got "
+        f"{type(value).__name__} ({value!r:.80})"
     )
 
 
@@ -26,18 +26,18 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes, rank: int) -> Any:
-    """What that rank has encoded."""
+    """The value that this rank encoded."""
     try:
         return json.loads(data)
     except ValueError:
         raise ValueError(
-            f"rank {rank} sent {len(data)} bytes that are not JSON ({data[:40]!r}); all ranks must make the same calls "
-            "with the same version of ringattn"
+            f"rank {rank} sent {len(data)} bytes that are not JSON ({data[:40]!r}); use the same version of ringattn "
+            "on all ranks, and make the same calls in the same order"
         ) from None
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's small value, in the order of the group: lengths first, then all values padded to the longest."""
+    """The small values of all ranks, in group order. Lengths travel first, then all values padded to the longest."""
     device, size = host_or_gpu(group), dist.get_world_size(group)
     mine = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8).to(device)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
@@ -51,6 +51,6 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def host_or_gpu(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a group's small values travel: from the host, unless it has NCCL alone."""
+    """The device from which a group's small values travel: the host, unless the group has only NCCL."""
     over_host = "gloo" in dist.get_backend_config(group) or "nccl" not in dist.get_backend(group)
     return torch.device("cpu") if over_host else torch.device("cuda", torch.cuda.current_device())

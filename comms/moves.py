@@ -1,4 +1,4 @@
-"""What an axis that can move tensors can do with that alone: every transfer is from one rank to another, by name."""
+"""All transfers of an axis made of `move`, so that every transfer is between two ranks that errors can name."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -6,13 +6,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Done, Parcels, Pending, Then
+from ringattn.comms.axis import ByRank, Done, Pending, Then
 
 T = TypeVar("T")
 
 
 class Moves:
-    """An axis of which only `move` is left to be said."""
+    """An axis that only lacks `move`."""
 
     name: str
     size: int
@@ -21,7 +21,7 @@ class Moves:
     move: Callable[..., Pending]
 
     def share(
-        self, tensors: Sequence[Tensor], readers: Sequence[int], into: Parcels, work: Callable[[], T], what: str = ""
+        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, work: Callable[[], T], what: str = ""
     ) -> tuple[T, Pending]:
         if not readers and not into:
             return work(), Done()
@@ -44,7 +44,7 @@ class Moves:
     def all_gather(self, x: Tensor, dim: int = 0, what: str = "all_gather") -> Pending:
         x = as_stored(x)
         result = self.room(x, dim)
-        places, mine = result.chunk(self.size, dim), [x]  # one list for all: packed once
+        places, mine = result.chunk(self.size, dim), [x]  # the same list for all ranks, so that it is packed once
         out = {rank: mine for rank in range(self.size) if rank != self.rank}
         pending = self.move(out, self.others(places), what=what)
         places[self.rank].copy_(x)
@@ -60,28 +60,28 @@ class Moves:
         return f"{self.name}: rank {self.rank} of {self.size} ({self.by})"
 
     def room(self, like: Tensor, dim: int) -> Tensor:
-        """Memory for `size` tensors like this one, joined along `dim`."""
+        """Memory for `size` tensors of this shape, joined along `dim`."""
         whole = [n * self.size if i == dim % like.dim() else n for i, n in enumerate(like.shape)]
         return torch.empty(whole, dtype=like.dtype, device=like.device)
 
     def others(self, tensors: Sequence[Tensor]) -> dict[int, list[Tensor]]:
-        """One tensor a rank, for all ranks but this one."""
+        """The tensors by rank, without this rank's."""
         return {rank: [x] for rank, x in enumerate(tensors) if rank != self.rank}
 
 
 def as_stored(x: Tensor) -> Tensor:
-    """Whose memory is what it says: torch conjugates and negates lazily."""
+    """`x` with lazy conjugations and negations applied, so that its memory holds its values."""
     return x.detach().resolve_conj().resolve_neg()
 
 
 def rotated(
     axis: Any, move: Callable[..., Pending], tensors: Sequence[Tensor], shift: int, send: bool, recv: bool, what: str
 ) -> Pending:
-    """A rotation made of a move: to rank + shift, from rank - shift, into memory like the tensors that are sent."""
+    """A rotation as a move to rank + shift and from rank - shift, into new memory shaped like `tensors`."""
     if shift % axis.size == 0:
         return Done(tuple(tensors) if recv else None)
     there, here = (axis.rank + shift) % axis.size, (axis.rank - shift) % axis.size
     arriving = tuple(x.new_empty(x.shape) for x in tensors) if recv else None
-    out: Parcels = {there: tensors} if send else {}
+    out: ByRank = {there: tensors} if send else {}
     pending = move(out, {here: arriving} if arriving else {}, what=what)
     return Then(pending, lambda _: arriving)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.comms import messages
-from ringattn.comms.axis import Parcels, Pending, Then
+from ringattn.comms.axis import ByRank, Pending, Then
 from ringattn.comms.lost import Lost, broken, patience
 from ringattn.comms.moves import Moves, as_stored, rotated
 
@@ -27,13 +27,13 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 ENDED = "destroy_process_group() has ended the ranks of this plan; make the mesh and the plan again"
 
-# What is found once for a group goes with it. Nothing here may keep a group alive: it has threads and connections.
+# Caches by group. Nothing here may keep a group alive, since it has threads and connections.
 HOSTS: Any = WeakKeyDictionary()
 TWINS: Any = WeakKeyDictionary()
 
 
 class Works:
-    """Work in flight, and the tensors it reads and writes, which must live until it is done."""
+    """torch's works in flight, and the tensors they read and write, which must live until then."""
 
     def __init__(self, works: Sequence[Any], result: Any, held: Sequence[Any], lost: Lost):
         self.works, self.result, self.held, self.lost = works, result, held, lost
@@ -48,9 +48,9 @@ class Works:
         return self.result
 
     def __del__(self) -> None:
-        """Nobody waited, for an error came first: it is waited for now, or the next call would meet what it sends.
+        """Without a wait, since an error came first: wait now, or the next call would receive what this one sends.
 
-        Not where a rank is lost: then there is no next call, and nobody may answer.
+        If a rank is lost there is no next call, and a wait could last for ever.
         """
         if self.works and not broken() and not sys.is_finalizing():
             with suppress(RuntimeError, ConnectionError):
@@ -58,13 +58,13 @@ class Works:
 
 
 class ProcessGroupAxis(Moves):
-    """The ranks of one process group, in group order. `sent` counts the bytes this rank has handed to others.
+    """The ranks of one process group, in group order. `sent` counts the bytes that this rank has sent.
 
-    Made of moves, so that an error names the rank that was lost.
+    All transfers are moves, so that an error names the lost rank.
     """
 
     cheap_words = True
-    one_by_one = True  # each transfer is a work of its own
+    one_by_one = True  # one work for each tensor
 
     def __init__(self, group: dist.ProcessGroup, name: str = "ring"):
         self.name, self.known = name, ref(group)
@@ -84,39 +84,39 @@ class ProcessGroupAxis(Moves):
 
     @property
     def hops(self) -> dist.ProcessGroup:
-        """Where transfers within a host go."""
+        """The group for transfers within a host."""
         return alive(self.hops_known)
 
     @property
     def far(self) -> dist.ProcessGroup:
-        """Where those between hosts go."""
+        """The group for transfers between hosts."""
         return alive(self.far_known)
 
     def limit(self) -> tuple[Any, ...]:
-        """How long to wait for one transfer, as a work is asked.
+        """The time-out of one transfer, as an argument of `work.wait`.
 
-        gloo's groups keep the time-out that they were made with, which for a mesh is torch's, whatever is set later.
+        A gloo group keeps the time-out it was made with, for a mesh torch's default, even if another one is set later.
         """
         limit = patience(group, "cpu") if (group := self.known()) is not None else None
         return () if limit is None else (limit,)
 
-    def move(self, out: Parcels, into: Parcels, what: str = "") -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
         return self.post(self.hops, out, into, None, what)
 
     def share(
-        self, tensors: Sequence[Tensor], readers: Sequence[int], into: Parcels, work: Callable[[], T], what: str = ""
+        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, work: Callable[[], T], what: str = ""
     ) -> tuple[T, Pending]:
-        """A GPU gets the work first: launching a move takes a while too."""
+        """On GPUs the work is launched first, since launching a move takes the host a while."""
         if not self.on_gpus or not (readers or into):
             return super().share(tensors, readers, into, work, what)
         since = torch.cuda.current_stream().record_event()
         result = work()
         return result, self.post(self.hops, dict.fromkeys(readers, tensors), into, since, what)
 
-    def post(self, group: dist.ProcessGroup, out: Parcels, into: Parcels, since: Any, what: str) -> Pending:
+    def post(self, group: dist.ProcessGroup, out: ByRank, into: ByRank, since: Any, what: str) -> Pending:
         with beside(since):
             leaving = [(rank, x) for rank, tensors in out.items() for x in tensors]
-            packed = {id(x): x.contiguous() for _, x in leaving}  # once for all who get it
+            packed = {id(x): x.contiguous() for _, x in leaving}  # once for all receivers
             outgoing = [(rank, packed[id(x)]) for rank, x in leaving]
             arriving = [(rank, x, whole(x)) for rank, tensors in into.items() for x in tensors]
             ops = [dist.P2POp(dist.isend, x, self.peer(rank), group) for rank, x in outgoing]
@@ -129,7 +129,7 @@ class ProcessGroupAxis(Moves):
         return Then(Works(works, parted, (out, outgoing), lost), unpack)
 
     def started(self, ops: list[dist.P2POp], lost: Lost) -> list[Any]:
-        """The works of some transfers; where a connection is known to be gone already, they fail here."""
+        """Start transfers and return their works. It fails here if a connection is already known to be closed."""
         works: list[Any] = []
         batches = [[op] for op in ops] if self.one_by_one else [ops]
         for together in filter(None, batches):  # torch refuses an empty one
@@ -145,17 +145,17 @@ class ProcessGroupAxis(Moves):
     def exchange_words(self, words: Any) -> list[Any]:
         sent = self.sent
         mine = messages.encode(words)
-        everyone = self.told(mine) or [mine] * self.size
-        self.sent = sent  # what carries words is not counted
-        return [messages.decode(said, self.peer(rank)) for rank, said in enumerate(everyone)]
+        everyone = self.gather_bytes(mine) or [mine] * self.size
+        self.sent = sent  # words do not count
+        return [messages.decode(data, self.peer(rank)) for rank, data in enumerate(everyone)]
 
-    def told(self, said: bytes) -> list[bytes] | None:
-        """What each rank says; None where all say the same. Their digests go first, and mostly alone."""
-        mine, digest = (torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (said, sha256(said).digest()))
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """The bytes of all ranks, or None if all are equal: then only digests travel."""
+        mine, digest = (torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (data, sha256(data).digest()))
         digests = self.all_gather(digest, what="words").wait().unflatten(0, (self.size, -1))
         if (digests == digest).all():
             return None
-        lengths = self.all_gather(torch.tensor([len(said)], device=mine.device), what="words").wait().tolist()
+        lengths = self.all_gather(torch.tensor([len(data)], device=mine.device), what="words").wait().tolist()
         everyone = [mine if r == self.rank else mine.new_empty(length) for r, length in enumerate(lengths)]
         self.move(self.others([mine] * self.size), self.others(everyone), what="words").wait()
         return [x.numpy().tobytes() for x in everyone]
@@ -171,12 +171,12 @@ class ProcessGroupAxis(Moves):
 
 
 class CollectiveAxis(ProcessGroupAxis):
-    """The same by the collectives of torch, where those are faster than moves: over NCCL."""
+    """The same with torch's collectives, which are faster than moves over NCCL."""
 
     cheap_words = one_by_one = False
 
     def limit(self) -> tuple[Any, ...]:
-        """A limit would have the host wait for what only its stream waits for; these groups keep what is set."""
+        """None: with a time-out the host would wait, not just its stream; these groups have their own."""
         return ()
 
     def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
@@ -200,7 +200,7 @@ class CollectiveAxis(ProcessGroupAxis):
         return self.collective("reduce_scatter", reduce_scatter_single, mine, pieces.flatten(0, 1))
 
     def collective(self, what: str, call: Callable[..., Any], result: Tensor, x: Tensor) -> Pending:
-        """One of torch's collectives, under way; it brings `result`."""
+        """Start one of torch's collectives, which writes `result`."""
         lost = self.losing_any(what)
         with lost.named():
             return Works([call(result, x, group=self.group, async_op=True)], result, [x], lost)
@@ -210,12 +210,12 @@ class CollectiveAxis(ProcessGroupAxis):
             return messages.gather(words, self.group)
 
     def losing_any(self, what: str) -> Lost:
-        """What to say when any other rank is lost."""
+        """The error for a transfer that needs all other ranks."""
         return Lost(self, [[rank for rank in range(self.size) if rank != self.rank]], what)
 
 
 def whole(x: Tensor) -> Tensor:
-    """`x` if it lies in one piece, else memory of its shape that does."""
+    """`x` if it is contiguous, else new contiguous memory of its shape."""
     return x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
@@ -225,7 +225,7 @@ def unpack(parted: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def beside(since: Any) -> AbstractContextManager[Any]:
-    """Where work that may start at that moment is launched: on a stream of its own, which waits for nothing later."""
+    """A context that launches work on a side stream, which waits for the event `since` but for nothing later."""
     if since is None:
         return nullcontext()
     stream = side_stream(torch.cuda.current_device())
@@ -239,7 +239,7 @@ def side_stream(device: int) -> torch.cuda.Stream:
 
 
 def hosts_of(group: dist.ProcessGroup) -> int:
-    """On how many machines a group's ranks lie, if as many on each and in order; else 0. Every rank must ask."""
+    """The number of hosts of a group, if each holds as many consecutive ranks, else 0. All ranks must call it."""
     if group not in HOSTS:
         boot = Path("/proc/sys/kernel/random/boot_id")
         names = messages.gather([socket.gethostname(), boot.read_text() if boot.exists() else ""], group)
@@ -252,15 +252,15 @@ def hosts_of(group: dist.ProcessGroup) -> int:
 
 
 def far_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A twin of a group for what goes between hosts: NCCL would have what comes later on the same group wait for it."""
+    """A twin group for transfers between hosts: on one NCCL group, later transfers would wait for these."""
     return twin(group, "far", "cuda")
 
 
 def hop_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group that hops use: `group`, or a twin of it under TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    """The group for hops: `group`, or a twin of it under TORCH_DISTRIBUTED_DEBUG=DETAIL with gloo.
 
-    There torch compares the ranks' counts of calls at every collective, and counts hops too, of which ranks make
-    different numbers: who has nothing to send does not.
+    There torch compares at every collective how many calls each rank has made, hops included. Ranks make different
+    numbers of hops, since a rank with nothing to send makes none.
     """
     if dist.get_debug_level() != dist.DebugLevel.DETAIL or dist.get_backend(group) != "gloo":
         return group
@@ -268,7 +268,7 @@ def hop_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def twin(group: dist.ProcessGroup, purpose: str, device: str, **options: Any) -> dist.ProcessGroup:
-    """Another group of the same ranks for a purpose, as patient as this one: the same one each time."""
+    """Another group of the same ranks with the same time-out; one for each purpose, cached."""
     known = TWINS.setdefault(group, {})
     if purpose not in known:
         limit, ranks = patience(group, device), dist.get_process_group_ranks(group)
@@ -278,7 +278,7 @@ def twin(group: dist.ProcessGroup, purpose: str, device: str, **options: Any) ->
 
 
 def alive(known: Any) -> dist.ProcessGroup:
-    """The group that was known here; torch holds it until it is destroyed."""
+    """The group of a weak reference; torch keeps it alive until it is destroyed."""
     group: dist.ProcessGroup | None = known()
     if group is None:
         raise ValueError(ENDED)

@@ -1,7 +1,7 @@
-"""Values that go along an axis from rank to rank: a scan, and sending to all and adding up from all by trees.
+"""A scan from rank to rank, and broadcast and sum by trees.
 
-All three are made of `rotate` alone, so every kind of axis has them on which each rank runs a program of its own; for
-the one program of a JAX mesh there is `ringattn.comms.jax.relay`.
+All three use only `rotate`, so they work on every axis whose ranks run programs of their own. The single program of a
+JAX mesh uses `ringattn.comms.jax.relay` instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from ringattn.comms.axis import Axis, Done, Pending
 
 
 class Relay:
-    """An exclusive scan: `wait()` gives what all earlier ranks made of `start`, each in its turn.
+    """An exclusive scan: `wait()` gives `start` after the steps of all earlier ranks, in their order.
 
-    What travels may be cut into pieces: `steps[i]` makes of piece i what goes on, while piece i + 1 arrives, so that
-    the ranks of a long line work on different pieces at the same time. The values of `start` count on the first rank
-    only; elsewhere they say what a piece looks like. `reverse` begins at the last rank.
+    The value may be cut into pieces: `steps[i]` turns piece i into what the next rank gets, while piece i + 1 arrives,
+    so that ranks work on different pieces at the same time. `start` gives values on the first rank, and only shapes and
+    dtypes on the others. `reverse` begins at the last rank.
     """
 
     def __init__(self, axis: Axis, start: Sequence[Any], steps: Sequence[Callable[[Any], Any]], reverse: bool):
@@ -23,7 +23,7 @@ class Relay:
         self.shift = -1 if reverse else 1
         place = axis.size - 1 - axis.rank if reverse else axis.rank
         self.first, self.last = place == 0, place == axis.size - 1
-        if self.first:  # it waits for nobody
+        if self.first:  # it waits for no other rank
             onward = [] if self.last else [step(x) for step, x in zip(steps, start, strict=True)]
             self.hops = [self.move(x, send=True) for x in onward]
         else:
@@ -47,7 +47,7 @@ class Relay:
 
 
 def broadcast(axis: Axis, x: Any, source: int) -> Any:
-    """`source`'s tensor on every rank, in log2(size) steps; the others' say what it looks like."""
+    """The tensor of rank `source` on every rank, in log2(size) steps; the other ranks pass one of its shape."""
     place, reach = (axis.rank - source) % axis.size, 1
     while reach < axis.size:
         sends, receives = place < reach and place + reach < axis.size, reach <= place < 2 * reach
@@ -58,7 +58,7 @@ def broadcast(axis: Axis, x: Any, source: int) -> Any:
 
 
 def add_up(axis: Axis, x: Any, target: int) -> Any:
-    """The sum of every rank's tensor on `target`, in log2(size) steps; of no meaning elsewhere."""
+    """The sum of all ranks' tensors on rank `target`, in log2(size) steps; undefined on the other ranks."""
     place, reach = (axis.rank - target) % axis.size, 1
     while 2 * reach < axis.size:
         reach *= 2

@@ -1,12 +1,12 @@
 """An axis over GPUs that see each other's memory: copies by the copy engines, signals instead of barriers.
 
-Tensors go through the slots of a window (window.py), piece by piece (memory.py), and a thread names whoever is waited
-for in vain (watch.py). All of it is put on two streams of this device, in the same order on every rank: no host waits,
-and no order can block (even if both streams were one).
+Tensors go through the slots of a window (window.py) in batches of pieces (memory.py), and a thread reports a rank that
+others wait for in vain (watch.py). All copies and signals are launched on two streams of this device, in the same order
+on every rank. So no host waits, and nothing can deadlock, even if both streams were one.
 
-What goes over a link takes no multiprocessor. A copy within a GPU does: it would wait until a kernel that fills all of
-them lets some go. So work that is launched after a move begins when its first pieces, all that its slots have room for,
-are in their slots (and those of earlier moves that had more).
+A copy over a link takes no multiprocessor, but a copy within a GPU does: it would wait until a kernel that fills all of
+them releases some. So work that is launched after a move starts when the first batches of the move, as many as it has
+slots, are in their slots (and the rest of earlier moves).
 """
 
 import sys
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.comms import messages
-from ringattn.comms.axis import Axis, Done, Parcels, Parts, Pending
+from ringattn.comms.axis import Axis, ByRank, Done, Pending, Slices
 from ringattn.comms.engines import IN, OUT, CopyEngines, End, Lanes
 from ringattn.comms.memory import Piece, batches, is_few, joined, located, weight
 from ringattn.comms.moves import Moves
@@ -32,26 +32,26 @@ from ringattn.comms.window import HEAD, SHARED, Peers, Window
 
 T = TypeVar("T")
 
-KEPT: list[Any] = []  # windows live as long as the process: others see them
-CONNECTED: Any = WeakKeyDictionary()  # by the group of all ranks, and then by the ranks of a group
+KEPT: list[Any] = []  # windows, which live as long as the process, because other processes map them
+CONNECTED: Any = WeakKeyDictionary()  # connections by the group of all ranks, then by the ranks of a group
 
 
-class Laid(NamedTuple):
-    """The pieces of some tensors in batches, and which of them lie elsewhere: (tensor, where it is packed)."""
+class Batched(NamedTuple):
+    """The pieces of some tensors in batches; `packed` lists the tensors that are copied first: (tensor, its copy)."""
 
     batches: list[list[Piece]]
-    moved: list[tuple[Tensor, Tensor]]
+    packed: list[tuple[Tensor, Tensor]]
 
 
 class Flight:
-    """A move in flight. What lanes read and fill must live until then, and what is packed or unpacked there too."""
+    """A move in flight. It holds all tensors that the lanes read and write, so that their memory lives until then."""
 
     def __init__(self, lanes: Lanes, watch: Watch, *held: Any):
         self.lanes, self.watch, self.held = lanes, watch, list(held)
         self.end: End | None = None
 
     def launched(self) -> "Flight":
-        """All of it: now there is something to wait for."""
+        """Call it when all copies are launched; returns this flight, which can now be waited for."""
         self.end = self.lanes.finish()
         return self
 
@@ -62,13 +62,13 @@ class Flight:
         self.held.clear()
 
     def __del__(self) -> None:
-        """Nobody waited, for an error came first: the lanes are done with the memory before it is let go."""
+        """Without a wait, since an error came first: the memory is released when the lanes are done with it."""
         if self.held and not sys.is_finalizing():
             (self.end or self.lanes.finish()).settle()
 
 
 class SymmetricAxis(Moves):
-    """GPUs of one host in group order. Everything is made of moves; words go through the process group."""
+    """GPUs of one host in group order. All transfers are moves; words go through the process group."""
 
     by, cheap_words, hosts = "symmetric memory", False, 1
 
@@ -79,70 +79,70 @@ class SymmetricAxis(Moves):
         self.lanes, self.rank, self.size = peers.lanes, peers.rank, watch.size
         self.sent = 0
 
-    def move(self, out: Parcels, into: Parcels, what: str = "") -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
         self.watch.check()
         if not out and not into:
             return Done()
         self.lanes.start()
-        leaving = {id(tensors): self.laid(tensors, self.packed) for tensors in out.values()}  # once for all who get it
+        leaving = {id(tensors): self.batched(tensors, self.packed) for tensors in out.values()}  # packed once
         sends = {r: leaving[id(tensors)].batches for r, tensors in out.items()}
-        arriving = {r: self.laid(tensors, self.roomy) for r, tensors in into.items()}
-        receives = {r: laid.batches for r, laid in arriving.items()}
-        first, told = self.peers.window.own, partial(self.watch.expect, what=what)
+        arriving = {r: self.batched(tensors, self.buffer) for r, tensors in into.items()}
+        receives = {r: each.batches for r, each in arriving.items()}
+        first, expect = self.peers.window.own, partial(self.watch.expect, what=what)
         steps = sorted({(r - self.rank) % self.size for r in out} | {(self.rank - r) % self.size for r in into})
         pairs = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
-        self.peers.send([(there, sends[there][:first]) for there, _ in pairs if there in sends], told)
+        self.peers.send([(there, sends[there][:first]) for there, _ in pairs if there in sends], expect)
         self.lanes.precede(OUT)
         for there, here in pairs:  # the same order of pairs on every rank
             for outward, inward in zip_longest(sends.get(there, ())[first:], receives.get(here, ())):
                 if inward is not None:
-                    self.peers.receive(here, inward, told)
+                    self.peers.receive(here, inward, expect)
                 if outward is not None:
-                    self.peers.send([(there, [outward])], told)
+                    self.peers.send([(there, [outward])], expect)
         self.unpack(arriving)
         self.sent += sum(map(weight, sends.values()))
         return Flight(self.lanes, self.watch, out, into, leaving, arriving).launched()
 
     def share(
-        self, tensors: Sequence[Tensor], readers: Sequence[int], into: Parcels, work: Callable[[], T], what: str = ""
+        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, work: Callable[[], T], what: str = ""
     ) -> tuple[T, Pending]:
-        """Shows what the slots have room for, lets the device work, and then fetches what others show."""
+        """Put as many batches as fit into the shared slots, run the work, then fetch what the other ranks put there."""
         self.watch.check()
         if not readers and not into:
             return work(), Done()
         self.lanes.start()
-        leaving = self.laid(tensors, self.packed) if readers else Laid([], [])
-        arriving = {r: self.laid(x, self.roomy) for r, x in sorted(into.items(), key=self.steps_from)}
+        leaving = self.batched(tensors, self.packed) if readers else Batched([], [])
+        arriving = {r: self.batched(x, self.buffer) for r, x in sorted(into.items(), key=self.steps_from)}
         flight = Flight(self.lanes, self.watch, tensors, leaving, into, arriving)
-        told = partial(self.watch.expect, what=what)
+        expect = partial(self.watch.expect, what=what)
         if readers:
-            self.peers.show(readers, 0, leaving.batches[:SHARED], told)
+            self.peers.show(readers, 0, leaving.batches[:SHARED], expect)
             self.lanes.precede(OUT)
         try:
             result = work()
-        finally:  # what is shown is fetched even if the work fails: the next call would find it in the slots
-            self.fetch(arriving, leaving.batches[SHARED:], readers, told)
+        finally:  # even if the work fails: the next call would find the batches in the slots
+            self.fetch(arriving, leaving.batches[SHARED:], readers, expect)
             self.sent += weight(leaving.batches) * len(readers)
             flight.launched()
         return result, flight
 
-    def fetch(self, arriving: Mapping[int, Laid], later: Sequence[Any], readers: Sequence[int], told: Any) -> None:
-        """Fetches what others show, and shows what had no room: it waits until what is in its slots is fetched."""
-        for i in range(max(len(later), *(len(laid.batches) for laid in arriving.values()), 0)):
-            for source, laid in arriving.items():
-                if i < len(laid.batches):
-                    self.peers.see(source, i, laid.batches[i], told)
+    def fetch(self, arriving: Mapping[int, Batched], later: Sequence[Any], readers: Sequence[int], expect: Any) -> None:
+        """Fetch the batches of other ranks, and put the `later` ones of this rank into slots as they become free."""
+        for i in range(max(len(later), *(len(each.batches) for each in arriving.values()), 0)):
+            for source, each in arriving.items():
+                if i < len(each.batches):
+                    self.peers.see(source, i, each.batches[i], expect)
             if i < len(later):
-                self.peers.show(readers, SHARED + i, [later[i]], told)
+                self.peers.show(readers, SHARED + i, [later[i]], expect)
         self.unpack(arriving)
 
-    def steps_from(self, parcel: tuple[int, Any]) -> int:
-        """How far behind this rank the one is from whom a parcel comes."""
-        return (self.rank - parcel[0]) % self.size
+    def steps_from(self, item: tuple[int, Any]) -> int:
+        """The distance from the rank of an item of `into` to this rank."""
+        return (self.rank - item[0]) % self.size
 
-    def unpack(self, arriving: Mapping[int, Laid]) -> None:
-        for laid in arriving.values():
-            for x, y in laid.moved:
+    def unpack(self, arriving: Mapping[int, Batched]) -> None:
+        for each in arriving.values():
+            for x, y in each.packed:
                 self.lanes.fill(IN, x, y)
 
     def exchange_words(self, words: Any) -> list[Any]:
@@ -151,32 +151,32 @@ class SymmetricAxis(Moves):
     def over(self, transport: str) -> Axis:
         return self.group or self if transport == "group" else self
 
-    def laid(self, tensors: Sequence[Tensor], elsewhere: Callable[[Tensor], Tensor]) -> Laid:
-        """Where tensors lie; those that lie in many pieces, `elsewhere`."""
-        known = located(tensors) if isinstance(tensors, Parts) else None
+    def batched(self, tensors: Sequence[Tensor], elsewhere: Callable[[Tensor], Tensor]) -> Batched:
+        """The batches of tensors. `elsewhere` gives contiguous memory for a tensor of many pieces."""
+        known = located(tensors) if isinstance(tensors, Slices) else None
         if known is not None:
-            return Laid(known, [])
+            return Batched(known, [])
         pairs = [(x, x if is_few(x) else elsewhere(x)) for x in tensors]
-        return Laid(list(batches(joined([y for _, y in pairs]))), [(x, y) for x, y in pairs if x is not y])
+        return Batched(list(batches(joined([y for _, y in pairs]))), [(x, y) for x, y in pairs if x is not y])
 
     def packed(self, x: Tensor) -> Tensor:
         with self.lanes.apart(OUT):
             return x.contiguous()
 
-    def roomy(self, x: Tensor) -> Tensor:
+    def buffer(self, x: Tensor) -> Tensor:
         with self.lanes.apart(IN):
             return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def shared_axis(group: dist.ProcessGroup, name: str, other: Axis | None = None) -> SymmetricAxis | None:
-    """The axis of a group of GPU ranks that all see each other's memory; None for others. Every rank must ask.
+    """The axis of a group of GPU ranks that all see each other's memory, or None. A collective: all ranks must call it.
 
-    `other` is the axis over the group itself, for what goes sooner there.
+    `other` is the axis over the group itself, for transfers that are faster there.
     """
     if hosts_of(group) != 1:
         return None
     ranks, known = (*dist.get_process_group_ranks(group),), CONNECTED.setdefault(dist.group.WORLD, {})
-    if ranks not in known:  # whichever of their groups asks: one more mesh has no more windows
+    if ranks not in known:  # one connection for all groups of the same ranks
         known[ranks] = connect(group)
     connection = known[ranks]
     if connection is None:
@@ -186,13 +186,13 @@ def shared_axis(group: dist.ProcessGroup, name: str, other: Axis | None = None) 
 
 
 def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
-    """One window a rank, tried out and kept: memory for a few slots, whatever will travel."""
+    """Allocate a window on every rank, exchange their addresses and try a few transfers; None if a rank fails."""
     import torch.distributed._symmetric_memory as symmetric
 
     device = torch.device("cuda", torch.cuda.current_device())
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     here = messages.gather([device.index, reaches_all()], group)
-    shared = len({gpu for gpu, _ in here}) < size  # ranks that see one GPU each, or, as gloo lets them, share one
+    shared = len({gpu for gpu, _ in here}) < size  # ranks that see one GPU each, or share one, which gloo allows
     if not all(reaches for _, reaches in here) or (shared and over_nccl(group)):
         return None
     window = attempt(group, lambda: symmetric.empty(Window.bytes(size), dtype=torch.uint8, device=device))
@@ -202,7 +202,7 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
     def meet() -> Any:
         handle = symmetric.rendezvous(window, group)
         flags = window[:HEAD].view(torch.int32)
-        flags[::2], flags[1::2] = 0, 1  # nothing is full, everything is free
+        flags[::2], flags[1::2] = 0, 1  # no slot is full, every slot is free
         torch.cuda.synchronize()
         return handle
 
@@ -211,8 +211,8 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
         return None
     KEPT.append((window, handle))
     lanes, view = CopyEngines(device), Window([int(address) for address in handle.buffer_ptrs], rank)
-    come = torch.zeros(2, size, dtype=torch.int32).pin_memory()
-    peers, watch = Peers(lanes, view), Watch(lanes, view, size, come, timeout=20.0)
+    counts = torch.zeros(2, size, dtype=torch.int32).pin_memory()
+    peers, watch = Peers(lanes, view), Watch(lanes, view, size, counts, timeout=20.0)
     if agreed(group, trial(SymmetricAxis(peers, watch, lambda words: [words]), device)):
         return None
     watch.timeout = group._get_backend(device).options._timeout.total_seconds()
@@ -220,7 +220,7 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
 
 
 def attempt(group: dist.ProcessGroup, make: Callable[[], Any]) -> Any:
-    """What it makes; None on all ranks if it fails on one: a container may forbid what sharing memory needs."""
+    """The result of `make()`, or None on all ranks if it fails on one: a container may forbid to share memory."""
     made = problem = None
     try:
         made = make()
@@ -230,19 +230,16 @@ def attempt(group: dist.ProcessGroup, make: Callable[[], Any]) -> Any:
 
 
 def agreed(group: dist.ProcessGroup, problem: str | None) -> bool:
-    """Whether some rank has a problem, which all are told."""
+    """Whether any rank has a problem; then all ranks warn of it."""
     problems = [p for p in messages.gather(problem, group) if p]
     if problems:
-        instead = "NCCL moves everything" if over_nccl(group) else "nothing can be moved"
-        warnings.warn(f"{instead}, since GPU memory cannot be shared here: {problems[0]}", stacklevel=3)
+        instead = "NCCL is used instead" if over_nccl(group) else "and gloo cannot move GPU memory"
+        warnings.warn(f"these ranks cannot share GPU memory, {instead}: {problems[0]}", stacklevel=3)
     return bool(problems)
 
 
 def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
-    """More pieces than slots from each rank to each other, and some for all, in rows that lie apart.
-
-    What is wrong with what comes.
-    """
+    """The problem of a trial, or None: more batches than slots between all ranks, of rows that are not contiguous."""
     turns = axis.peers.window.own + 1
     mine = torch.full((turns, 4), axis.rank, dtype=torch.int32, device=device)[:, ::2]
     others = [rank for rank in range(axis.size) if rank != axis.rank]
@@ -253,22 +250,22 @@ def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
             axis.share([mine[i]], others, {r: [shown[r]] for r in others}, lambda: None)[1].wait()
             for rows in (arrived.view(-1, 2).tolist(), [x.tolist() for x in shown]):
                 if rows != [[r, r] for r in range(axis.size)]:
-                    return f"rank {axis.rank} was sent {rows}"
+                    return f"rank {axis.rank} received {rows}"
     except (RuntimeError, ConnectionError) as error:
         return str(error).splitlines()[0]
     return None
 
 
 def reaches_all() -> bool:
-    """Whether this process's GPU can read the memory of all others that are here."""
+    """Whether this process's GPU can read the memory of all other GPUs it sees."""
     here, count = torch.cuda.current_device(), torch.cuda.device_count()
     return all(torch.cuda.can_device_access_peer(here, i) for i in range(count) if i != here)
 
 
 def over_nccl(group: dist.ProcessGroup) -> bool:
-    return "nccl" in dist.get_backend(group)  # it may also have gloo, for CPUs
+    return "nccl" in dist.get_backend(group)  # it may also name gloo, for CPUs
 
 
 def words_over(known: Any, words: Any) -> list[Any]:
-    """Every rank's words, by a group that this axis does not keep alive."""
+    """The words of all ranks, over a group that this axis does not keep alive."""
     return messages.gather(words, alive(known))

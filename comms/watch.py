@@ -1,4 +1,4 @@
-"""Who has been waited for in vain, where nothing that waits can be interrupted."""
+"""Time-outs for lanes, which cannot be interrupted: finds the rank that a lane waits for in vain."""
 
 import sys
 import threading
@@ -18,27 +18,27 @@ T = TypeVar("T")
 
 
 class Watch:
-    """Names the rank that others wait for in vain: a thread that sees how far the lanes have come.
+    """A thread that follows the progress of the lanes, and reports the rank that one of them waits for too long.
 
-    Lanes cannot be interrupted. When a wait takes too long all flags are set, so that whoever waits for the device may
-    go on; whatever arrived is void then, and every later use of the axis is an error.
+    Then it sets all flags, so that the device does not wait for ever. What arrived until then is invalid, and every
+    later use of the axis raises the error.
     """
 
-    def __init__(self, lanes: Lanes, window: Window, size: int, come: Tensor, timeout: float):
+    def __init__(self, lanes: Lanes, window: Window, size: int, counts: Tensor, timeout: float):
         self.lanes, self.window, self.size, self.timeout = lanes, window, size, timeout
-        self.come = come.numpy()  # [2, size] in memory that lanes write and this process reads: counts of transfers
-        self.address = come.data_ptr()
-        self.asked: Counter[tuple[int, int]] = Counter()
+        self.done_counts = counts.numpy()  # [2, size]: waits that are over, by lane and peer; the lanes write them
+        self.address = counts.data_ptr()
+        self.expected: Counter[tuple[int, int]] = Counter()
         self.open: deque[tuple[float, int, int, int, str]] = deque()
         self.error: str | None = None
         self.thread: threading.Thread | None = None
 
     def expect(self, lane: int, peer: int, what: str) -> None:
-        """The lane has been asked to wait for that peer; here it will say that it did."""
+        """Note that the lane now waits for that peer, and let it write here when the wait is over."""
         if self.lanes.recorded():
             return
-        self.asked[lane, peer] += 1
-        number = self.asked[lane, peer]
+        self.expected[lane, peer] += 1
+        number = self.expected[lane, peer]
         self.lanes.set(lane, self.address + 4 * (lane * self.size + peer), number)
         self.open.append((time.monotonic() + self.timeout, lane, peer, number, what))
         if self.thread is None:
@@ -50,7 +50,7 @@ class Watch:
             raise ConnectionError(self.error)
 
     def run(self) -> None:
-        """Never ends: whoever was at work when a rank was lost may still ask the lanes for something."""
+        """Look every `turn` seconds. After a loss it goes on setting flags, for work that is still launched then."""
         turn = min(0.2, self.timeout / 10)
         while self.error is None:
             time.sleep(turn)
@@ -63,7 +63,7 @@ class Watch:
                     f"rank {self.window.rank} of {self.size}: {way} rank {peer} within {self.timeout:g} s"
                     f"{what and f' ({what})'}; it died, hangs, or makes another call"
                 )
-                if lane == IN:  # that rank may be waiting for the one that is lost: it speaks first
+                if lane == IN:  # that rank may itself wait for the lost one: let it report first
                     time.sleep(2 * turn)
                 self.error = in_time(partial(with_first_loss, mine), 5 * turn) or mine
         print(self.error, file=sys.stderr, flush=True)
@@ -77,7 +77,7 @@ class Watch:
 
     def done(self) -> bool:
         _, lane, peer, number, _ = self.open[0]
-        return int(self.come[lane, peer]) >= number
+        return int(self.done_counts[lane, peer]) >= number
 
     def release(self) -> None:
         for peer in range(self.size):
@@ -87,7 +87,7 @@ class Watch:
 
 
 def in_time(ask: Callable[[], T], seconds: float) -> T | None:
-    """What `ask` gives within so many seconds; None if that takes longer or fails."""
+    """The result of `ask()`, or None if it takes longer than `seconds` or fails."""
     answers: list[T] = []
     asking = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
     asking.start()

@@ -1,13 +1,13 @@
-"""Memory that all ranks of a host can read and write, and the two sides of the protocol of its slots.
+"""Memory that all ranks of a host can read and write, and the protocol by which senders and receivers share its slots.
 
-Every rank has a window: some slots for each other rank, some for what many read, and for each slot and other rank two
-flags. What is sent goes through the slots piece by piece, so a window is small whatever travels:
+Every rank has a window: slots for each other rank, shared slots for tensors with several readers, and two flags for
+each slot and other rank. Tensors go through the slots batch by batch, so a window stays small:
 
-    sender      waits until the slot is free, copies a piece into it, sets the receiver's flag: it is full
-    receiver    waits until it is full, copies the piece out over the link, sets the sender's flag: it is free
+    sender      waits until the slot is free, copies a batch into it, and sets the receiver's flag: it is full
+    receiver    waits until the slot is full, copies the batch out over the link, and sets the sender's flag: it is free
 
-A flag goes from 0 to 1 by the other side and back to 0 by the side that waits, so it needs no numbers, and a captured
-CUDA graph may be replayed. Both sides count their pieces, so both know which slot is next.
+The other side sets a flag to 1, and the side that waits for it sets it back to 0. No flag counts, so a captured CUDA
+graph can be replayed. Both sides count their batches, so both know which slot is next.
 """
 
 from collections import Counter
@@ -18,17 +18,17 @@ from ringattn.comms import memory
 from ringattn.comms.engines import IN, OUT, Lanes
 from ringattn.comms.memory import Piece
 
-SLOTS = 12  # for all other ranks together, and at least two for each
-SHARED = 4  # for what several ranks read
+SLOTS = 12  # for all other ranks together, but at least two for each
+SHARED = 4  # slots for tensors with several readers
 HEAD = 4096  # bytes for the flags: up to 85 ranks
 
 
 class Window:
-    """Where things lie: every rank's window as it is seen from here, by its first address."""
+    """The addresses of slots and flags, from the address of each rank's window as this rank sees it."""
 
     def __init__(self, bases: Sequence[int], rank: int):
         self.bases, self.rank = bases, rank
-        self.own = slots_of(len(bases))  # how many slots each other rank has for itself
+        self.own = slots_of(len(bases))  # how many slots there are for each other rank alone
         self.slots = SHARED + self.own
 
     @staticmethod
@@ -36,8 +36,8 @@ class Window:
         return HEAD + (SHARED + (size - 1) * slots_of(size)) * memory.SLOT
 
     def slot(self, owner: int, receiver: int, slot: int) -> int:
-        """Where a slot for that receiver lies; the first ones are shared, and the same for all."""
-        place = (receiver - owner - 1) % len(self.bases)  # nobody has one for itself
+        """The address of a slot of `owner` for `receiver`; the first SHARED slots are the same for all receivers."""
+        place = (receiver - owner - 1) % len(self.bases)  # a rank has no slots for itself
         return self.bases[owner] + HEAD + (slot + (place * self.own if slot >= SHARED else 0)) * memory.SLOT
 
     def full(self, receiver: int, sender: int, slot: int) -> int:
@@ -48,15 +48,15 @@ class Window:
 
 
 def slots_of(size: int) -> int:
-    """How many slots a rank of so many has for each other one alone."""
+    """How many slots a rank has for each other rank alone, with `size` ranks."""
     return max(2, SLOTS // max(1, size - 1))
 
 
-Told = Callable[[int, int], None]  # that a lane has been asked to wait for a peer
+Expect = Callable[[int, int], None]  # notes that a lane waits for a peer: `Watch.expect`
 
 
 class Put(NamedTuple):
-    """What is copied into a slot, and who is told that it is full."""
+    """A copy into a slot, and the readers whose flags are set after it."""
 
     to: int
     pieces: Sequence[Piece]
@@ -65,28 +65,31 @@ class Put(NamedTuple):
 
 
 class Peers:
-    """The two sides of the protocol, and how many pieces have gone between this rank and each other alone so far."""
+    """Both sides of the protocol, and how many batches this rank has sent to and received from each other rank."""
 
     def __init__(self, lanes: Lanes, window: Window):
         self.lanes, self.window, self.rank = lanes, window, window.rank
         self.size = len(window.bases)
-        self.gone: Counter[int] = Counter()
-        self.come: Counter[int] = Counter()
+        self.sent: Counter[int] = Counter()
+        self.received: Counter[int] = Counter()
 
-    def send(self, batches: Iterable[tuple[int, Sequence[Sequence[Piece]]]], told: Told) -> None:
-        """To each of some ranks some batches for it alone, no more than it has slots."""
+    def send(self, batches: Iterable[tuple[int, Sequence[Sequence[Piece]]]], expect: Expect) -> None:
+        """Send batches to ranks, to each no more than it has slots."""
         puts = []
         for peer, sent in batches:
             for pieces in sent:
-                slot = SHARED + self.gone[peer] % self.window.own
-                self.gone[peer] += 1
+                slot = SHARED + self.sent[peer] % self.window.own
+                self.sent[peer] += 1
                 self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
                 puts.append(Put(self.window.slot(self.rank, peer, slot), pieces, (peer,), slot))
-            told(OUT, peer)
+            expect(OUT, peer)
         self.put(puts)
 
-    def show(self, readers: Sequence[int], first: int, batches: Iterable[Sequence[Piece]], told: Told) -> None:
-        """To some ranks at once. All others must be done with the slot; those that do not read it now are again."""
+    def show(self, readers: Sequence[int], first: int, batches: Iterable[Sequence[Piece]], expect: Expect) -> None:
+        """Put batches into shared slots for several readers, from slot `first` on.
+
+        Waits until the slots are free for all ranks, readers now or not, and frees them at once for those that are not.
+        """
         slots = [(i % SHARED, pieces) for i, pieces in enumerate(batches, first)]
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
@@ -94,11 +97,11 @@ class Peers:
                 self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
                 if peer not in readers:
                     self.lanes.set(OUT, self.window.free(self.rank, peer, slot))
-            told(OUT, peer)
+            expect(OUT, peer)
         self.put([Put(self.window.slot(self.rank, self.rank, slot), pieces, readers, slot) for slot, pieces in slots])
 
     def put(self, puts: Sequence[Put]) -> None:
-        """All copies one after the other: each signal between two of them would take longer than they do."""
+        """All copies first, then all signals: a signal between two copies would take longer than a copy."""
         for put in puts:
             to = put.to
             for address, size, rows, pitch in put.pieces:
@@ -108,20 +111,20 @@ class Peers:
             for peer in put.readers:
                 self.lanes.set(OUT, self.window.full(peer, self.rank, put.slot))
 
-    def receive(self, peer: int, pieces: Sequence[Piece], told: Told) -> None:
-        slot = SHARED + self.come[peer] % self.window.own
-        self.come[peer] += 1
-        self.take(peer, slot, pieces, told)
+    def receive(self, peer: int, pieces: Sequence[Piece], expect: Expect) -> None:
+        slot = SHARED + self.received[peer] % self.window.own
+        self.received[peer] += 1
+        self.take(peer, slot, pieces, expect)
 
-    def see(self, peer: int, piece: int, pieces: Sequence[Piece], told: Told) -> None:
-        """What that rank shows."""
-        self.take(peer, piece % SHARED, pieces, told)
+    def see(self, peer: int, piece: int, pieces: Sequence[Piece], expect: Expect) -> None:
+        """Receive a batch from a shared slot of that rank."""
+        self.take(peer, piece % SHARED, pieces, expect)
 
-    def take(self, peer: int, slot: int, pieces: Sequence[Piece], told: Told) -> None:
+    def take(self, peer: int, slot: int, pieces: Sequence[Piece], expect: Expect) -> None:
         source = self.window.slot(peer, self.rank, slot)
         self.lanes.wait(IN, self.window.full(self.rank, peer, slot))
         for address, size, rows, pitch in pieces:
             self.lanes.copy(IN, address, source, size, rows, pitch, size)
             source += rows * size
         self.lanes.set(IN, self.window.free(peer, self.rank, slot))
-        told(IN, peer)
+        expect(IN, peer)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
 from ringattn.comms import messages
-from ringattn.comms.axis import Axis, Parts, Solo
+from ringattn.comms.axis import Axis, Slices, Solo
 from ringattn.comms.local import run
 from ringattn.comms.mesh import axis, init_mesh
 from ringattn.comms.process_group import CollectiveAxis
@@ -39,7 +39,7 @@ def exercise(a: Axis) -> None:
         readers = others if not turn or r % 2 == 0 else []
         wide, room = torch.full((2, 40, 3), r + 10.0 * turn), torch.full((2, n, 40, 3), -1.0)
         done, hop = a.share(
-            Parts([wide], (range(9), range(9, 40))),
+            Slices([wide], (range(9), range(9, 40))),
             readers,
             {s: [room[:, s, :9], room[:, s, 9:]] for s in showing},
             lambda: "done",
@@ -71,14 +71,14 @@ def test_threads(size):
 
 def over_gloo() -> None:
     mesh = init_mesh(ring=4, device_type="cpu")
-    exercise(CollectiveAxis(mesh.get_group("ring")))  # what NCCL is asked for
+    exercise(CollectiveAxis(mesh.get_group("ring")))  # the collectives that NCCL uses
     a = axis(mesh, "ring")
     exercise(a)
-    parts, held = Parts([torch.ones(2, 4, 3)], (range(2),)), []
+    slices, held = Slices([torch.ones(2, 4, 3)], (range(2),)), []
     started, a.started = a.started, lambda ops, lost: held.extend(ops) or started(ops, lost)
     others = [s for s in range(4) if s != a.rank]
-    a.move(dict.fromkeys(others, parts), {s: [torch.empty(2, 2, 3)] for s in others}).wait()
-    assert len({op.tensor.data_ptr() for op in held}) == 1 + 3  # packed once for all who get it
+    a.move(dict.fromkeys(others, slices), {s: [torch.empty(2, 2, 3)] for s in others}).wait()
+    assert len({op.tensor.data_ptr() for op in held}) == 1 + 3  # packed once for all receivers
 
 
 def test_gloo_processes():

@@ -9,7 +9,7 @@ alone, and before the work that it flies beside.
 from dataclasses import replace
 from typing import Any
 
-from ringattn.comms.axis import Parcels, Pending, Ranks
+from ringattn.comms.axis import ByRank, Pending, Ranks
 from ringattn.comms.moves import Moves
 from ringattn.launch.words import option
 from ringattn.planning import Plan
@@ -45,10 +45,10 @@ class Folded(Moves):
     def sent(self) -> int:
         return int(self.axis.sent)
 
-    def move(self, out: Parcels, into: Parcels, what: str = "") -> Pending:
+    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
         return self.axis.move(self.nearer(out, 1), self.nearer(into, -1), what)
 
-    def nearer(self, parcels: Parcels, way: int) -> Parcels:
+    def nearer(self, parcels: ByRank, way: int) -> ByRank:
         """To a rank so many places away goes what would go to others as far beyond it; never to this rank itself."""
         found: dict[int, list[Any]] = {}
         for place, tensors in sorted((way * (r - self.rank) % self.size, tensors) for r, tensors in parcels.items()):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from ringattn.comms.axis import Axis, Done, Parcels, Parts, Pending
+from ringattn.comms.axis import Axis, ByRank, Done, Pending, Slices
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.total import Total
@@ -221,16 +221,16 @@ NOTHING = nothing, nothing
 class Trip(NamedTuple):
     """What `Axis.share` is told: what this rank shares with whom for their same stop, and what is filled."""
 
-    tensors: Parts
+    tensors: Slices
     readers: tuple[int, ...]
-    into: Parcels
+    into: ByRank
 
 
 def room_for(stop: Stop, *own: Tensor) -> tuple[tuple[Tensor, ...], Trip]:
     """Memory for what a stop brings, and how it comes."""
     room = tuple(x.new_empty(x.shape[0], stop.length, *x.shape[2:]) for x in own) if stop.brought else own
-    into = {source: Parts(room, places) for source, places in stop.brought.items()}
-    return room, Trip(Parts(own, stop.own), stop.readers, into)
+    into = {source: Slices(room, places) for source, places in stop.brought.items()}
+    return room, Trip(Slices(own, stop.own), stop.readers, into)
 
 
 class Home:
@@ -255,7 +255,7 @@ class Home:
         self.settle()
         kinds = list(zip(self.like, self.dtypes, strict=True))
         self.coming = [[x.new_empty(x.shape, dtype=dtype) for x, dtype in kinds] for _ in stop.readers]
-        into = {r: Parts(each, stop.own) for r, each in zip(stop.readers, self.coming, strict=True)}
+        into = {r: Slices(each, stop.own) for r, each in zip(stop.readers, self.coming, strict=True)}
         out = {s: self.parcel(grads, places) for s, places in stop.brought.items()}
         self.flight = self.axis.move(out, into, what=what)
 
@@ -273,4 +273,4 @@ class Home:
         """Those ranges of each gradient."""
         if isinstance(grads[0], Total):
             return [x.rows_at(at, dtype) for x, dtype in zip(grads, self.dtypes, strict=True) for at in places]
-        return Parts([x.to(dtype) for x, dtype in zip(grads, self.dtypes, strict=True)], places)
+        return Slices([x.to(dtype) for x, dtype in zip(grads, self.dtypes, strict=True)], places)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
-from ringattn.comms.axis import Axis, Done, Parts, Pending
+from ringattn.comms.axis import Axis, Done, Pending, Slices
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, empty, form_of, packed, unpacked
@@ -133,8 +133,8 @@ class Guests:
             part, self.coming = self.axis.share(*trip, work, f"queries after {say}")
             leaving.wait()
             if stop.readers or stop.brought:
-                home = {r: Parts([x[r] for x in found], stop.own) for r in stop.readers}
-                away = {r: Parts(part, places) for r, places in stop.brought.items()}
+                home = {r: Slices([x[r] for x in found], stop.own) for r in stop.readers}
+                away = {r: Slices(part, places) for r, places in stop.brought.items()}
                 leaving = self.axis.move(away, home, what=f"partials of {say}")
             else:
                 for x, mine in zip(found, part, strict=True):
