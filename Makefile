@@ -30,7 +30,7 @@ test-ray: $(READY)  ## run all that needs a Ray cluster, emulated here: minutes
 test-gpu:  ## run the tests that need a GPU, with the python that holds torch for it
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
 
-test-hosts: $(READY)  ## run every route between two hosts with slow links, emulated here (Linux, root): a minute
+test-hosts: $(READY)  ## run every route between two hosts with slow links, emulated here (Linux, root): two minutes
 	$(RUN)/python tests/hosts.py
 
 test-mutants: $(READY)  ## change the source in many small ways, each of which a named quick test must notice

@@ -60,7 +60,11 @@ class Visit(NamedTuple):
 
 
 class Meeting:
-    """Queries that meet pieces of a cache one after the other, each merged into what was found before."""
+    """Queries that meet pieces of a cache one after the other, each merged into what was found before.
+
+    A named kernel that runs rectangles only runs the pieces that are; which they are depends on the rank and on the
+    rows' lengths. The best of the others runs the rest.
+    """
 
     def __init__(self, q: Tensor, cache: KVCache, spec: AttentionSpec):
         self.q, self.cache, self.spec = q, cache, spec
@@ -77,7 +81,8 @@ class Meeting:
             rectangles = self.tiled and where.tiles is not None
             if rectangles not in self.scores:
                 every = [where] if self.tiled else [where._replace(tiles=None)]
-                self.scores[rectangles] = score_of(self.q, k, v, self.spec, self.cache.plan.kernel, every, few=True)
+                impl = "auto" if self.tiled and not rectangles else self.cache.plan.kernel
+                self.scores[rectangles] = score_of(self.q, k, v, self.spec, impl, every, few=True)
             self.part = self.scores[rectangles].attend(self.q, k, v, where, carry=self.part)
 
     def end(self) -> Partial:
