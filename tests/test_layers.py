@@ -67,6 +67,12 @@ def test_nobody_below_imports_launch_or_tests():
             assert not [n for n in imports(path) if within(n, "ringattn.launch", "tests")], path
 
 
+def test_nobody_imports_the_modules_with_other_libraries_names():
+    for path in (p for folder in ("ringattn", "launch") for p in python_files(folder)):
+        if "compat" not in path.relative_to(ROOT).parts:
+            assert not [n for n in imports(path) if within(n, "ringattn.compat")], path
+
+
 def test_torch_and_jax_do_not_import_each_other():
     for mine, other in (("torch", "jax"), ("jax", "torch")):
         for path in python_files(f"ringattn/{mine}"):

@@ -1,0 +1,305 @@
+"""The functions of ring_flash_attn, by their names and signatures: `from ringattn.compat.ring_flash_attn import ...`.
+
+Each name says which tokens a rank holds:
+
+    ring_*            one block of the sequence                    q [B, t, H, D]
+    zigzag_ring_*     block r from the front and from the back     q [B, t, H, D]
+    stripe_*          every n-th token                             q [B, t, H, D]
+    ring_*_varlen     one block of every document                  q [t, H, D]
+    zigzag_*_varlen   two blocks of every document                 q [t, H, D]
+    llama3_*_varlen   one block of all documents, one by one       q [t, H, D]
+
+`group` is a process group, None for all ranks, or a mesh with an axis "ring". Windows are exact over ranks, `softcap=`
+(a keyword) too, and the lse of `return_attn_probs=True` is differentiable: (out, lse, None), lse [B, H, t] or [H, t].
+The varlen functions that cut every document take q, k and v to the plan's order and out back to theirs, each once
+over the network; llama3's do not. `dropout_p` and `alibi_slopes` are refused. `deterministic`, `max_seqlen` and
+`heads_k_stride` are accepted and change nothing.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from inspect import Parameter, Signature
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ringattn import api
+from ringattn.check import NO_ALIBI, NO_DROPOUT
+from ringattn.compat.hf_flash_attn import restore_hf_flash_attn, substitute_hf_flash_attn, update_ring_flash_attn_params
+from ringattn.compat.process_groups import plan_over
+from ringattn.planning import Plan
+from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch.agree import agree, describe, refuse
+from ringattn.torch.exchange import Exchange, Exchanged, Place, place_of, sizes_of
+
+Function = Callable[..., Any]
+Prepared = tuple[Tensor, Tensor, int, int, slice]
+
+NUMBERS: Any = WeakIdKeyDictionary()  # by cu_seqlens: its version, and its numbers on the host
+PREPARED: Any = WeakIdKeyDictionary()  # by the cu_seqlens_q that prepare made: its version, and all documents
+
+
+class Options(NamedTuple):
+    """What all functions take last, in this order; `softcap` by name only."""
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    alibi_slopes: Any = None
+    deterministic: bool = False
+    return_attn_probs: bool = False
+    group: Any = None
+    softcap: float = 0.0
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What is computed; a ValueError that names what cannot be."""
+        if self.dropout_p:
+            raise ValueError(f"dropout_p={self.dropout_p}: {NO_DROPOUT}")
+        if self.alibi_slopes is not None:
+            raise ValueError(f"alibi_slopes: {NO_ALIBI}")
+        left, right = self.window_size
+        if right > 0 and not self.causal:
+            raise ValueError(
+                f"window_size={(left, right)} without causal=True sees keys that come later; only windows that count "
+                "back are supported: say causal=True, or (left, 0)"
+            )
+        causal = self.causal or right == 0
+        if left >= 0 and not causal:
+            raise ValueError(
+                f"window_size={(left, right)} needs causal=True: only windows that count back are supported"
+            )
+        window = left + 1 if left >= 0 else None  # flash attention does not count the query's own key
+        return AttentionSpec(causal, window, self.softcap or None, self.softmax_scale)
+
+
+def named(name: str, doc: str, arguments: str) -> Callable[[Function], Function]:
+    """A function of this name, whose signature is these arguments and then all options."""
+    head = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in arguments.split()]
+    tail = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD, default=d) for n, d in Options._field_defaults.items()]
+    whole = Signature([*head, *tail[:-1], tail[-1].replace(kind=Parameter.KEYWORD_ONLY)])
+
+    def make(function: Function) -> Function:
+        """From one of these arguments and of Options."""
+
+        def call(*args: Any, **given: Any) -> Any:
+            bound = whole.bind(*args, **given)
+            bound.apply_defaults()
+            values = list(bound.arguments.values())
+            return function(*values[: len(head)], Options(*values[len(head) :]))
+
+        call.__name__ = call.__qualname__ = name
+        call.__doc__, call.__signature__ = doc, whole  # type: ignore[attr-defined]
+        return call
+
+    return make
+
+
+def family(name: str, doc: str, function: Function, more: str = "") -> tuple[Function, Function, Function]:
+    """NAME_func of q, k, v; of q and kv [.., 2, G, D]; and of qkv [.., 3, H, D]."""
+    prefix = name.removesuffix("_func")
+    return (
+        named(name, doc, f"q k v {more}")(function),
+        named(f"{prefix}_kvpacked_func", doc, f"q kv {more}")(lambda q, kv, *a: function(q, *kv.unbind(-3), *a)),
+        named(f"{prefix}_qkvpacked_func", doc, f"qkv {more}")(lambda qkv, *a: function(*qkv.unbind(-3), *a)),
+    )
+
+
+def of_batch(layout: str) -> Function:
+    """Attention over sequences whose tokens lie in this layout."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Any:
+        spec = options.spec
+        plan = plan_over(options.group, q.device.type, q.shape[1], layout, local_keys=k.shape[1])
+        if spec.causal and q.shape[1] != k.shape[1]:
+            raise ValueError(f"causal: {q.shape[1]} queries a rank and {k.shape[1]} keys; they must be the same tokens")
+        if not options.return_attn_probs:
+            return api.attention(q, k, v, plan, spec=spec)
+        out, lse = api.attention(q, k, v, plan, spec=spec, return_lse=True)
+        return out, lse.transpose(1, 2), None
+
+    return function
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs, options: Options
+) -> tuple[Tensor, ...]:
+    """(out,) [t, H, D], and the lse [t, H] if it is asked for."""
+    given = q[None], k[None], v[None], plan
+    if options.return_attn_probs:
+        return tuple(x[0] for x in api.attention(*given, spec=spec, docs=docs, return_lse=True))
+    return (api.attention(*given, spec=spec, docs=docs)[0],)
+
+
+def known(kept: Any, cu_seqlens: Tensor) -> Any:
+    """What is kept for this tensor, unless it was written since."""
+    at, value = kept.get(cu_seqlens, (None, None))
+    return value if at == version(cu_seqlens) else None
+
+
+def version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def on_host(cu_seqlens: Tensor) -> list[int]:
+    """Its numbers; a GPU is waited for once, and not in each layer."""
+    found: list[int] | None = known(NUMBERS, cu_seqlens)
+    if found is None:
+        found = cu_seqlens.tolist()
+        NUMBERS[cu_seqlens] = version(cu_seqlens), found
+    return found
+
+
+def of_cut_documents(layout: str) -> Function:
+    """Attention within documents, of each of which every rank holds its part in this layout."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, options: Options) -> Any:
+        spec, t = options.spec, len(q)
+        local = np.array(on_host(cu_seqlens), np.int64)
+        plan = plan_over(options.group, q.device.type, t, layout)
+        if problem := of_cut(q, k, v, local, layout):
+            refuse(problem, plan)
+        docs = Docs.from_cu_seqlens(local * plan.ring)
+        agree(plan, describe(plan, spec, {"q": q, "k": k, "v": v}, docs, call=f"{layout} documents"))
+        exchange = reordered(plan, local.tobytes(), place_of(plan), q.device)
+        given = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
+        parts = Exchanged.apply(given, exchange, plan, 0).split([x[0].numel() for x in (q, k, v)], 1)
+        q, k, v = (x.view(like.shape) for x, like in zip(parts, (q, k, v), strict=True))
+        found = packed(q, k, v, plan, spec, docs, options)
+        back = [Exchanged.apply(x, exchange.back, plan, 0) for x in found]
+        return (back[0], back[1].T, None) if options.return_attn_probs else back[0]
+
+    return function
+
+
+def of_cut(q: Tensor, k: Tensor, v: Tensor, local: np.ndarray, layout: str) -> str | None:
+    """What is wrong with these tensors, or with the documents of which every rank has its part."""
+    if not q.dtype == k.dtype == v.dtype:
+        return f"q, k and v must have one dtype, and they have {q.dtype}, {k.dtype} and {v.dtype}"
+    if not len(q) == len(k) == len(v) == local[-1]:
+        return (
+            f"q has {len(q)} tokens on this rank, k {len(k)}, v {len(v)}, and cu_seqlens ends with {local[-1]}; "
+            "cu_seqlens are this rank's: those of the whole divided by the number of ranks"
+        )
+    if layout == "zigzag" and (np.diff(local) % 2).any():
+        return (
+            f"cu_seqlens={local.tolist()}: zigzag cuts each document into two parts a rank; pad documents to a "
+            "multiple of twice the number of ranks"
+        )
+    return None
+
+
+@lru_cache(maxsize=16)
+def reordered(plan: Plan, local: bytes, place: Place, device: torch.device) -> Exchange:
+    """From where documents that are cut over all ranks lie to where the plan has their tokens."""
+    slots = np.argsort(positions(plan, np.frombuffer(local, np.int64)))  # of every position
+    return Exchange(sizes_of(plan), place, slots[plan.tokens.order()], device)
+
+
+def positions(plan: Plan, local: np.ndarray) -> np.ndarray:
+    """The global position of every rank's tokens, rank by rank, where each rank has its part of each document."""
+    lengths, n = np.diff(local), plan.ring
+    length, start = (np.repeat(x, lengths) for x in (lengths, local[:-1]))
+    at, rank = np.arange(local[-1]) - start, np.arange(n)[:, None]
+    if plan.layout == "contiguous":
+        return (n * start + rank * length + at).ravel()
+    half = length // 2
+    return (n * start + np.where(at < half, rank * half + at, (2 * n - 2 - rank) * half + at)).ravel()
+
+
+def llama3(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    heads_k_stride: int, local_k_slice: slice, options: Options,
+) -> Any:  # fmt: skip
+    """Attention within documents that lie one after the other over the ranks."""
+    spec = options.spec
+    plan = plan_over(options.group, q.device.type, len(q), "contiguous", "gather")
+    docs = known(PREPARED, cu_seqlens_q)
+    if docs is None:  # a copy: every rank says which documents it has tokens of
+        starts = [local_k_slice.start + start for start in on_host(cu_seqlens_k)[:-1]]
+        everyone = {start for one in plan.ring_axis.exchange_words(starts) for start in one}
+        docs = Docs.from_cu_seqlens([*sorted(everyone), plan.seq_len])
+    out, *lse = packed(q, k, v, plan, spec, docs, options)
+    return (out, lse[0].T, None) if lse else out
+
+
+def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens: Tensor, causal: bool, rank: int, world_size: int) -> Prepared:
+    """One rank's cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k and local_k_slice, of those of all documents.
+
+    Rank r has block r of the packed documents; its keys begin with its first document, and end with its last query,
+    or with its last document where not `causal`.
+    """
+    whole = on_host(cu_seqlens)
+    if whole[-1] % world_size:
+        raise ValueError(f"{whole[-1]} tokens over {world_size} ranks: pad them to a multiple of the number of ranks")
+    begin, end = (r * whole[-1] // world_size for r in (rank, rank + 1))
+    first = max(i for i, start in enumerate(whole[:-1]) if start <= begin)
+    last = next(i for i, stop in enumerate(whole) if stop >= end)
+    queries = cu_seqlens[first : last + 1].clamp(begin, end) - begin
+    limit = end if causal else whole[last]
+    keys = cu_seqlens[first : last + 1].clamp(max=limit) - whole[first]
+    PREPARED[queries] = version(queries), Docs.from_cu_seqlens(whole)
+    longest = (int(x.diff().max()) for x in (queries, keys))
+    return queries, keys, *longest, slice(whole[first], limit)  # type: ignore[return-value]
+
+
+ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = family(
+    "ring_flash_attn_func", "Rank r has block r of the sequence.", of_batch("contiguous")
+)
+zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = family(
+    "zigzag_ring_flash_attn_func", "Of 2n blocks, rank r has r and 2n - 1 - r.", of_batch("zigzag")
+)
+stripe_flash_attn_func, stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = family(
+    "stripe_flash_attn_func", "Rank r has tokens r, r + n, r + 2n and so on.", of_batch("striped")
+)
+ring_flash_attn_varlen_func, ring_flash_attn_varlen_kvpacked_func, ring_flash_attn_varlen_qkvpacked_func = family(
+    "ring_flash_attn_varlen_func",
+    "Rank r has block r of each document; cu_seqlens are those of this rank's tokens.",
+    of_cut_documents("contiguous"),
+    "cu_seqlens max_seqlen",
+)
+(
+    zigzag_ring_flash_attn_varlen_func,
+    zigzag_ring_flash_attn_varlen_kvpacked_func,
+    zigzag_ring_flash_attn_varlen_qkvpacked_func,
+) = family(
+    "zigzag_ring_flash_attn_varlen_func",
+    "Of 2n blocks of each document, rank r has r and 2n - 1 - r; cu_seqlens are those of this rank's tokens.",
+    of_cut_documents("zigzag"),
+    "cu_seqlens max_seqlen",
+)
+llama3_flash_attn_varlen_func, llama3_flash_attn_varlen_kvpacked_func, llama3_flash_attn_varlen_qkvpacked_func = family(
+    "llama3_flash_attn_varlen_func",
+    "Rank r has block r of the packed documents; llama3_flash_attn_prepare_cu_seqlens makes its arguments.",
+    llama3,
+    "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k heads_k_stride local_k_slice",
+)
+
+__all__ = [
+    "llama3_flash_attn_prepare_cu_seqlens",
+    "llama3_flash_attn_varlen_func",
+    "llama3_flash_attn_varlen_kvpacked_func",
+    "llama3_flash_attn_varlen_qkvpacked_func",
+    "restore_hf_flash_attn",
+    "ring_flash_attn_func",
+    "ring_flash_attn_kvpacked_func",
+    "ring_flash_attn_qkvpacked_func",
+    "ring_flash_attn_varlen_func",
+    "ring_flash_attn_varlen_kvpacked_func",
+    "ring_flash_attn_varlen_qkvpacked_func",
+    "stripe_flash_attn_func",
+    "stripe_flash_attn_kvpacked_func",
+    "stripe_flash_attn_qkvpacked_func",
+    "substitute_hf_flash_attn",
+    "update_ring_flash_attn_params",
+    "zigzag_ring_flash_attn_func",
+    "zigzag_ring_flash_attn_kvpacked_func",
+    "zigzag_ring_flash_attn_qkvpacked_func",
+    "zigzag_ring_flash_attn_varlen_func",
+    "zigzag_ring_flash_attn_varlen_kvpacked_func",
+    "zigzag_ring_flash_attn_varlen_qkvpacked_func",
+]

@@ -1,0 +1,240 @@
+"""`ringattn.compat.ring_flash_attn`: every function equals dense float64 attention, out, lse and gradients."""
+
+from inspect import signature
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringattn.comms.local import run
+from ringattn.compat import ring_flash_attn as compat
+from ringattn.launch import processes
+from ringattn.launch.verify import oracle
+from ringattn.launch.verify.cases import Case
+from ringattn.spec import AttentionSpec
+
+T, LENGTHS = 48, [16, 24, 8]  # multiples of twice the ranks
+
+
+def blocks(x, rank, ranks, which):
+    """What a rank holds of one sequence in dim 0."""
+    if which == "stripe":
+        return x[rank::ranks]
+    if which == "zigzag":
+        parts = x.chunk(2 * ranks)
+        return torch.cat([parts[rank], parts[2 * ranks - 1 - rank]])
+    return x.chunk(ranks)[rank]
+
+
+def part(x, rank, ranks, which):
+    """What a rank holds of x [B, T, ...], as the functions want it."""
+    if which.endswith("varlen"):
+        return torch.cat([blocks(d, rank, ranks, which.removesuffix("_varlen")) for d in x[0].split(LENGTHS)])
+    if which == "llama3":
+        return x[0].chunk(ranks)[rank]
+    return torch.stack([blocks(row, rank, ranks, which) for row in x])
+
+
+FUNCTIONS = {
+    "ring": "ring_flash_attn", "zigzag": "zigzag_ring_flash_attn", "stripe": "stripe_flash_attn",
+    "ring_varlen": "ring_flash_attn_varlen", "zigzag_varlen": "zigzag_ring_flash_attn_varlen",
+    "llama3": "llama3_flash_attn_varlen",
+}  # fmt: skip
+OPTIONS = {
+    "causal": ({"causal": True}, AttentionSpec()),
+    "full": ({}, AttentionSpec(causal=False)),
+    "window": ({"causal": True, "window_size": (6, 0), "softmax_scale": 0.3}, AttentionSpec(window=7, scale=0.3)),
+    "window_alone": ({"window_size": (6, 0)}, AttentionSpec(window=7)),
+    "softcap": ({"causal": True, "softcap": 2.0, "deterministic": True}, AttentionSpec(softcap=2.0)),
+}
+
+
+def case_of(which, spec):
+    packed = which.endswith("varlen") or which == "llama3"
+    return Case(which, seq_len=T, batch=1 if packed else 2, spec=spec, lengths=LENGTHS if packed else None)
+
+
+def call(which, form, rank, ranks, group, given, options, copied=False):
+    """out, lse and gradients of this rank's part, and what they should be as a function of the whole."""
+    leaves = {n: part(given[n], rank, ranks, which).requires_grad_() for n in "qkv"}
+    q, k, v = leaves.values()
+    tensors = (q, k, v)
+    if form:
+        tensors = (q, torch.stack([k, v], -3)) if form == "_kvpacked" else (torch.stack([q, k, v], -3),)
+    more = ()
+    cu = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    if which.endswith("varlen"):
+        more = (cu // ranks, max(LENGTHS) // ranks)
+    if which == "llama3":
+        made = compat.llama3_flash_attn_prepare_cu_seqlens(cu, options.get("causal", False), rank, ranks)
+        made = (made[0].clone(), *made[1:]) if copied else made
+        more = (*made[:4], 1, made[4])
+    function = getattr(compat, f"{FUNCTIONS[which]}{form}_func")
+    out, lse, nothing = function(*tensors, *more, return_attn_probs=True, group=group, **options)
+    assert nothing is None
+    heads_last = lse.T if lse.dim() == 2 else lse.transpose(1, 2)
+    dout, dlse = (part(given[n], rank, ranks, which) for n in ("dout", "dlse"))
+    oracle.loss(out, heads_last, dout, dlse).backward()
+    alone = function(*tensors, *more, group=group, **options)
+    assert torch.equal(alone, out)
+    return {"out": out.detach(), "lse": heads_last.detach(), **{f"d{n}": x.grad for n, x in leaves.items()}}
+
+
+def check(which, found, truth, ranks, where=""):
+    for rank, results in enumerate(found):
+        for name, x in results.items():
+            error = oracle.error(x, part(truth[name], rank, ranks, which), float(truth[name].norm()))
+            assert error <= 2e-6, f"{which} {where} rank {rank}: {name} is off by {error}"
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("which", FUNCTIONS)
+def test_equals_dense_float64(which, options):
+    words, spec = OPTIONS[options]
+    case = case_of(which, spec)
+    given = oracle.inputs(case, torch.float32)
+    truth = oracle.dense(case, given)
+    found = run(lambda mesh: call(which, "", mesh.rank, 4, mesh, given, words), ring=4)
+    check(which, found, truth, 4)
+
+
+@pytest.mark.parametrize("which", FUNCTIONS)
+def test_one_rank_alone(which):
+    case = case_of(which, AttentionSpec())
+    given = oracle.inputs(case, torch.float32)
+    found = run(lambda mesh: call(which, "", 0, 1, mesh, given, {"causal": True}), ring=1)
+    check(which, found, oracle.dense(case, given), 1)
+
+
+@pytest.mark.parametrize("form", ["_kvpacked", "_qkvpacked"])
+@pytest.mark.parametrize("which", FUNCTIONS)
+def test_packed_forms(which, form):
+    """Heads as many as key heads, for qkv."""
+    case = Case(which, seq_len=T, heads=2, kv_heads=2, batch=case_of(which, None).batch,
+                lengths=case_of(which, None).lengths)  # fmt: skip
+    given = oracle.inputs(case, torch.float32)
+    truth = oracle.dense(case, given)
+    found = run(lambda mesh: call(which, form, mesh.rank, 2, mesh, given, {"causal": True}), ring=2)
+    check(which, found, truth, 2)
+
+
+def of_groups():
+    """Two groups of two ranks, each with its own sequences; then all four ranks."""
+    rank, found = dist.get_rank(), []
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for group, ranks, at in ((groups[rank // 2], 2, rank % 2), (None, 4, rank)):
+        for which in FUNCTIONS:
+            given = oracle.inputs(
+                case_of(which, AttentionSpec()), torch.float32, seed=0 if group is None else rank // 2
+            )
+            found.append(call(which, "", at, ranks, group, given, {"causal": True}, copied=True))
+    return found
+
+
+def test_over_process_groups():
+    results = processes.run(of_groups, 4)
+    for i, which in enumerate(FUNCTIONS):
+        case = case_of(which, AttentionSpec())
+        for group in range(2):
+            truth = oracle.dense(case, oracle.inputs(case, torch.float32, seed=group))
+            check(which, [results[2 * group + r][i] for r in range(2)], truth, 2, f"group {group}")
+        truth = oracle.dense(case, oracle.inputs(case, torch.float32))
+        check(which, [one[len(FUNCTIONS) + i] for one in results], truth, 4)
+
+
+def test_what_one_rank_is_told_of_packed_documents():
+    """Eight ranks with two tokens each, of documents of 7, 7 and 2."""
+    cu = torch.tensor([0, 7, 14, 16], dtype=torch.int32)
+    for causal in (True, False):
+        for rank in range(8):
+            q, k, longest_q, longest_k, keys = compat.llama3_flash_attn_prepare_cu_seqlens(cu, causal, rank, 8)
+            assert q.dtype == k.dtype == cu.dtype and q[0] == k[0] == 0 and len(q) == len(k)
+            assert q[-1] == 2 and keys.stop - keys.start == k[-1]
+            assert (longest_q, longest_k) == (q.diff().max(), k.diff().max())
+            assert keys.start in cu and (keys.stop == 2 * rank + 2 if causal else keys.stop in cu)
+    assert compat.llama3_flash_attn_prepare_cu_seqlens(cu, True, 3, 8)[0].tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="16 tokens over 3 ranks: pad them"):
+        compat.llama3_flash_attn_prepare_cu_seqlens(cu, True, 0, 3)
+
+
+LAST = [
+    "dropout_p",
+    "softmax_scale",
+    "causal",
+    "window_size",
+    "alibi_slopes",
+    "deterministic",
+    "return_attn_probs",
+    "group",
+]
+
+
+@pytest.mark.parametrize("which", FUNCTIONS)
+def test_signatures(which):
+    more = {"varlen": ["cu_seqlens", "max_seqlen"]}.get(which.split("_")[-1], [])
+    if which == "llama3":
+        more = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "heads_k_stride", "local_k_slice"]
+    for form, first in (("", ["q", "k", "v"]), ("_kvpacked", ["q", "kv"]), ("_qkvpacked", ["qkv"])):
+        name = f"{FUNCTIONS[which]}{form}_func"
+        function = getattr(compat, name)
+        found = signature(function).parameters
+        assert [*found] == [*first, *more, *LAST, "softcap"] and found["softcap"].kind == found["softcap"].KEYWORD_ONLY
+        assert found["causal"].default is False and found["window_size"].default == (-1, -1)
+        assert function.__name__ == name and name in compat.__all__
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dropout_p": 0.1}, "dropout_p=0.1: attention dropout is not supported"),
+        ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: ALiBi is not supported"),
+        ({"window_size": (3, 3)}, r"window_size=\(3, 3\) without causal=True sees keys that come later"),
+        ({"window_size": (3, -1)}, r"window_size=\(3, -1\) needs causal=True"),
+        ({}, "no ranks were started: call torch.distributed.init_process_group"),
+    ],
+)
+@pytest.mark.parametrize("which", ["zigzag", "ring_varlen", "llama3"])
+def test_what_cannot_be_is_refused(which, given, said):
+    q = torch.ones((1, 4, 4, 8) if which == "zigzag" else (4, 4, 8))
+    cu = torch.tensor([0, 4])
+    more = {"zigzag": (), "ring_varlen": (cu, 4), "llama3": (cu, cu, 4, 4, 1, slice(0, 4))}[which]
+    with pytest.raises(ValueError, match=said):
+        getattr(compat, f"{FUNCTIONS[which]}_func")(q, q, q, *more, **given)
+
+
+def test_what_is_not_in_its_layout_is_refused():
+    def refused(mesh, function, said, *given, **options):
+        with pytest.raises(ValueError, match=said):
+            function(*given, group=mesh, **options)
+
+    q, cu = torch.ones(1, 5, 2, 8), torch.tensor([0, 2, 5])
+    zigzag, varlen = compat.zigzag_ring_flash_attn_func, compat.zigzag_ring_flash_attn_varlen_func
+    run(lambda mesh: refused(mesh, zigzag, "5 tokens a rank: zigzag needs an even number", q, q, q), ring=2)
+    other = torch.tensor([0, 2, 6])
+    differ = "do not make the same call: .*docs: "
+    run(lambda mesh: refused(mesh, varlen, differ, *[torch.ones(6, 2, 8)] * 3, other[:: mesh.rank + 1], 4), ring=2)
+    run(
+        lambda mesh: refused(
+            mesh, varlen, "zigzag cuts each document into two", *[q[0, :4]] * 3, torch.tensor([0, 1, 4]), 3
+        ),
+        ring=2,
+    )
+    run(lambda mesh: refused(mesh, varlen, "cu_seqlens ends with 10", *[q[0, :4]] * 3, 2 * cu, 3), ring=2)
+    run(
+        lambda mesh: refused(mesh, zigzag, "4 queries a rank and 2 keys", q[:, :4], *[q[:, :2]] * 2, causal=True),
+        ring=2,
+    )
+
+
+def test_keys_of_another_sequence():
+    case = Case("cross", seq_len=16, key_len=24, spec=AttentionSpec(causal=False))
+    given = oracle.inputs(case, torch.float32)
+    found = run(lambda mesh: call("ring", "", mesh.rank, 2, mesh, given, {}), ring=2)
+    check("ring", found, oracle.dense(case, given), 2)
+
+
+def test_cu_seqlens_that_are_filled_again_are_read_again():
+    cu = torch.tensor([0, 3, 6])
+    assert compat.on_host(cu) == [0, 3, 6]
+    cu[1] = 2
+    assert compat.on_host(cu) == [0, 2, 6]
