@@ -78,7 +78,7 @@ class Axis(Protocol):
     rank: int
     by: str  # the transport, for people to read
     cheap_words: bool  # whether exchange_words is cheap compared with a call
-    hosts: int  # the number of hosts, if each holds as many consecutive ranks; 0 if it does not, or is not known
+    hosts: int  # the number of hosts, if each holds equally many consecutive ranks; else, or if unknown, 0
 
     def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
         """Send the tensors of `out` to their ranks, and receive those of `into` from their ranks.

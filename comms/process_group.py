@@ -239,7 +239,7 @@ def side_stream(device: int) -> torch.cuda.Stream:
 
 
 def hosts_of(group: dist.ProcessGroup) -> int:
-    """The number of hosts of a group, if each holds as many consecutive ranks, else 0. All ranks must call it."""
+    """The number of hosts of a group, if each holds equally many consecutive ranks, else 0. All ranks must call it."""
     if group not in HOSTS:
         boot = Path("/proc/sys/kernel/random/boot_id")
         names = messages.gather([socket.gethostname(), boot.read_text() if boot.exists() else ""], group)

@@ -1,8 +1,7 @@
-"""One device, no ranks: the implementations of `attend`, and which of them serves a problem.
+"""One device, no ranks: the kernels, and which of them serves a problem.
 
-`protocol.py` says what an implementation offers; each module of the table ends with one, called KERNEL.
-
-`select` takes the first one of the table that does not refuse, and can say why the others did.
+`protocol.py` defines what a kernel offers; each module of the table ends with one, called KERNEL. `select` returns the
+first kernel of the table that does not refuse the problem. If all refuse, its error lists every reason.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """What a kernel is asked to run, as far as the choice between kernels depends on it."""
+    """The properties of a call that the choice between kernels depends on."""
 
     device: str  # "cpu", "cuda", "tpu"
     dtype: str  # "float32", "bfloat16", ...
@@ -22,10 +21,10 @@ class Problem:
     heads: int
     kv_heads: int
     softcap: bool = False
-    tiles: bool = False  # every step is a few full or causal rectangles, known before anything runs
-    known: bool = True  # the intervals are known before anything runs, whatever they are
-    arch: tuple[int, int] | None = None  # a GPU's compute capability
-    queries: int | None = None  # how many a batch row has, where that is known
+    tiles: bool = False  # every step is a few full or causal rectangles, known before the program runs
+    known: bool = True  # the intervals are known before the program runs
+    arch: tuple[int, int] | None = None  # a GPU's compute capability, or a TPU's generation
+    queries: int | None = None  # queries of a batch row, if known
 
     def __str__(self) -> str:
         dims = f"{self.heads} query and {self.kv_heads} key heads of {self.head_dim}, values of {self.value_dim}"
@@ -34,16 +33,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Kernel:
-    """An entry of the table. Its module is imported when it is needed; ":NAME" behind it names a value but KERNEL."""
+    """An entry of the table. Its module is imported on first use; ":NAME" after it names a value other than KERNEL."""
 
     name: str
     module: str
-    named: tuple[str, ...] = ()  # devices on which it runs only if it is named: it is slow there, or cannot run
-    tiles: bool = False  # it runs full and causal rectangles only
-    rounds: bool = False  # what it finds of a rectangle has the dtype of the inputs
+    named: tuple[str, ...] = ()  # devices on which "auto" skips it, since it is slow there or cannot run
+    tiles: bool = False  # runs full and causal rectangles only
+    rounds: bool = False  # the results for a rectangle have the dtype of the inputs
 
     def load(self) -> Any:
-        """Its functions: a TorchKernel, a JaxKernel or a LinearKernel, by the table it stands in."""
+        """The kernel: a TorchKernel, a JaxKernel or a LinearKernel, depending on the table."""
         module, _, name = self.module.partition(":")
         return getattr(import_module(module), name or "KERNEL")
 
@@ -53,16 +52,16 @@ class Kernel:
             found = self.load()
         except ModuleNotFoundError as error:
             return f"{error.name} is not installed"
-        except Exception as error:  # one broken package is no reason that the others do not serve
+        except Exception as error:  # a broken package must not break the other kernels
             return f"cannot be imported: {type(error).__name__}: {error}"
         why: str | None = found.refuses(problem)
         return why
 
 
-# The order is the order of preference. On an H200 (benchmarks/kernels-h200.jsonl) cuDNN is faster than ours on what is
-# few rectangles, by 16 to 30% at head dim 128 and 1 to 15% at 64, and slower on packed documents, by 3 and 16%. A ring
-# step pays a merge besides, and the backward three times the memory in passing: so auto takes ours, for every mask
-# alike, and the vendors run when they are named.
+# In order of preference. On an H200 (benchmarks/kernels-h200.jsonl) cuDNN is faster than our kernel for a few
+# rectangles, by 16 to 30% at head dim 128 and 1 to 15% at 64, and slower for packed documents, by 3 and 16%. But a ring
+# step with it needs a separate merge, and its backward three times the memory for a moment. So "auto" takes our kernel
+# for every mask, and vendor kernels run if they are named.
 TABLE = (
     Kernel("decode", "ringattn.kernels.triton.decode", named=("cpu",)),
     Kernel("triton", "ringattn.kernels.triton", named=("cpu",)),
@@ -76,28 +75,28 @@ TABLE = (
 
 
 def is_narrow(impl: str) -> bool:
-    """Whether what every rank's kernel finds has the inputs' dtype, so that gradients travel as such: "auto" may differ
-    from rank to rank.
+    """Whether gradients have, and travel in, the dtype of the inputs on all ranks. Not with "auto", which may choose
+    different kernels on different ranks.
     """
     return any(kernel.rounds and kernel.name == impl for kernel in TABLE)
 
 
 def refusals(problem: Problem, table: tuple[Kernel, ...] = TABLE) -> dict[str, str | None]:
-    """Every kernel of the table, with its reason to refuse this problem (None: it would serve)."""
+    """For each kernel of the table the reason why it refuses this problem, or None if it serves it."""
     return {kernel.name: kernel.refuses(problem) for kernel in table}
 
 
 @lru_cache(maxsize=1024)
 def select(problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TABLE) -> Kernel:
-    """The kernel called `impl`, or with "auto" the first of the table that serves the problem and is not slow there."""
+    """The kernel called `impl`, or with "auto" the first of the table that serves the problem and is fast there."""
     if impl != "auto" and impl not in (k.name for k in table):
         raise ValueError(f"kernel={impl!r}: choose one of auto, {', '.join(k.name for k in table)}")
-    asked = [k for k in table if k.name == impl or (impl == "auto" and problem.device not in k.named)]
-    for kernel in asked:  # one after the other: what comes behind the chosen one is not even imported
+    candidates = [k for k in table if k.name == impl or (impl == "auto" and problem.device not in k.named)]
+    for kernel in candidates:  # kernels after the chosen one are not imported
         if kernel.refuses(problem) is None:
             return kernel
     reasons = refusals(problem, table)
-    why = [f"{k.name}: {reasons[k.name]}" for k in asked]
+    why = [f"{k.name}: {reasons[k.name]}" for k in candidates]
     others = [k for k in table if reasons[k.name] is None]
     slow = " (slow on this device)"
     why += [f"kernel={k.name!r} would serve{slow * (problem.device in k.named)}" for k in others]

@@ -1,9 +1,9 @@
-"""The few words in which torch and jax.numpy differ, so that the reference kernels are written once."""
+"""The few functions in which torch and jax.numpy differ, so that reference kernels are written once."""
 
 import sys
 from typing import Any
 
-Array = Any  # a torch.Tensor or a jax.Array; which one is found from the value, never imported for it
+Array = Any  # a torch.Tensor or a jax.Array; neither framework is imported to find out which
 
 
 def is_torch(x: Array) -> bool:
@@ -32,16 +32,16 @@ def astype(x: Array, dtype: Any) -> Array:
 
 
 def accumulator(x: Array) -> Any:
-    """The dtype results add up in: float64 for float64 inputs, float32 for every other."""
+    """The dtype of sums: float64 for float64 inputs, else float32."""
     xp = namespace(x)
     return xp.float64 if x.dtype == xp.float64 else xp.float32
 
 
 def fine(x: Array) -> Any:
-    """The dtype of an lse over inputs like x: float64 for float32 ones too where the framework has it, as torch has.
+    """The dtype of an lse: float64 for float64 inputs, and in torch for float32 inputs too; else float32.
 
-    A merge weighs two sides by exp(the difference of their lse), and float32 rounds an lse of 1e4 by 5e-4. What 16-bit
-    inputs round anyway is far more.
+    A merge weighs two sides by exp(the difference of their lse), and float32 rounds an lse of 1e4 by 5e-4. With 16-bit
+    inputs other rounding errors are far larger.
     """
     xp = namespace(x)
     return xp.float64 if is_torch(x) and x.dtype == xp.float32 else accumulator(x)

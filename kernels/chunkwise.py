@@ -3,12 +3,12 @@
     B batch   T tokens   H heads   N chunks   C tokens a chunk   K key dim   V value dim   G gates a head, K or 1
 
 Within a chunk every pair of tokens (i, j <= i) needs the decay between them. Cut the chunk in halves, those in halves
-and so on: every pair is parted at exactly one cut, and its decay is what lies between j and the cut times what lies
-between the cut and i. Both are sums of gates that start at the cut, so all exponents are <= 0, and a gate near zero
-costs its neighbours no precision, which it does where sums from the chunk's start are subtracted. Between chunks a
-state is carried. A gate's gradient is a sum over the pairs it lies between; nothing cancels.
+and so on: exactly one cut separates a pair, and its decay is that from j to the cut times that from the cut to i. Both
+are sums of gates that start at the cut. So all exponents are <= 0, and no precision is lost, as it would be if sums
+from the chunk's start were subtracted. Between chunks a state is carried. A gate's gradient is a sum over the pairs
+that it lies between; nothing cancels.
 
-A few chunks are worked on at a time: memory besides the results is small, and stays in the processor's cache.
+A few chunks are computed at a time, so that the working set is small and stays in the processor's cache.
 """
 
 from collections.abc import Iterable
@@ -23,37 +23,37 @@ from ringattn.kernels.linear import Later, Room, Scan, State, now
 from ringattn.kernels.protocol import LinearKernel
 
 CHUNK = 64
-AT_ONCE = 2**18  # numbers in one tensor of the working set
-KEPT = 2**25  # numbers: chunks' states are kept between two passes up to here, and computed again beyond
+AT_ONCE = 2**18  # the size of one tensor of the working set
+KEPT = 2**25  # chunks' states of up to this size are kept between two passes; larger ones are recomputed
 
-Own = tuple[Tensor, Tensor]  # what each chunk does to the state: adds kv [B, H, N, K, V], log decay [B, H, N, G]
+Own = tuple[Tensor, Tensor]  # the maps of the state by single chunks: kv [B, H, N, K, V], log decay [B, H, N, G]
 
 
 class Decays(NamedTuple):
-    """What the gates of some chunks do, as factors; zero where a document's border lies between."""
+    """The decays of some chunks, as factors unless noted; zero across a document's border."""
 
     cuts: list[tuple[Tensor, Tensor]]  # for halves of 1, 2, 4, ... tokens: logs from the cut to i, from j to the cut
-    seen: Tensor | None  # [1 or B, 1, N, C, C]: whether i and j are of one document; None: they all are
-    from_start: Tensor  # [B, H, N, C, G]: of the state before the chunk, as a token sees it
-    to_end: Tensor  # [B, H, N, C, G]: of a token, as the chunk's end sees it
-    across: Tensor  # [B, H, N, G]: log, of the state before the chunk, as the chunk's end sees it
+    seen: Tensor | None  # [1 or B, 1, N, C, C]: whether i and j are of one document; None: all are
+    from_start: Tensor  # [B, H, N, C, G]: from the state before the chunk to each token
+    to_end: Tensor  # [B, H, N, C, G]: from each token to the chunk's end
+    across: Tensor  # [B, H, N, G]: log, from the state before the chunk to the chunk's end
 
 
 def scan_states(k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None) -> Scan:
-    """What the tokens leave behind, from a state of zero."""
+    """The state behind the last token, if the state before the first one is zero."""
     parts = pieces(k, v)
     return scanned(own_states(chunks(k, p), chunks(v, p), decays(k, g, begin, p)) for p in parts)
 
 
 def scan_gradients(q: Tensor, dout: Tensor, g: Tensor | None, begin: Tensor | None, scale: float) -> Scan:
-    """The gradient for the state before the first token, if that for the state behind the last one is zero."""
+    """The gradient for the state before the first token, if the gradient for the state behind the last one is zero."""
     parts = reversed(pieces(q, dout))
     own = (own_gradients(chunks(q, p) * scale, chunks(dout, p), decays(q, g, begin, p)) for p in parts)
     return scanned(own, backward=True)
 
 
 def room(k: Tensor, v: Tensor) -> Room:
-    """For the states before all chunks, [B, H, N, K, V]."""
+    """The shape and dtype of the states before all chunks, [B, H, N, K, V]."""
     B, T, H, K = k.shape
     return (B, H, -(-T // CHUNK), K, v.shape[-1]), accumulator(k)
 
@@ -62,7 +62,7 @@ def read_out(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan, start_kv: Later,
     scale: float, kept: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """out [B, T, H, V] in q's dtype: in each chunk the products within, and q against the state before it."""
+    """out [B, T, H, V] in q's dtype: the products within each chunk, plus q times the state before it."""
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     state = now(start_kv)
     for n, p in enumerate(pieces(q, v)):
@@ -79,7 +79,7 @@ def gradients(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan | Tensor, start_kv: Later,
     rscan: Scan, dout: Tensor, dend_kv: Later, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, dg) in the dtypes and shapes of their inputs; `dend_kv`: of the state behind the last token."""
+    """(dq, dk, dv, dg) in the dtypes and shapes of their inputs; `dend_kv` is the gradient for the end state."""
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dg = None if g is None else torch.empty_like(g, memory_format=torch.contiguous_format)
     parts = pieces(q, v)
@@ -89,7 +89,7 @@ def gradients(
         d, qs, ks = decays(k, g, begin, p), chunks(q, p) * scale, chunks(k, p)
         vs, douts = chunks(v, p), chunks(dout, p)
         if isinstance(scan, Tensor):
-            before = scan[:, :, of_chunks(p)].contiguous()  # other strides, other bits
+            before = scan[:, :, of_chunks(p)].contiguous()  # other strides would give other bits
         else:
             before, _ = walk(scan.saved[n] if scan.saved else own_states(ks, vs, d), starts[n])
         own = rscan.saved[len(parts) - 1 - n] if rscan.saved else own_gradients(qs, douts, d)
@@ -145,7 +145,7 @@ def gradients_within(q: Tensor, k: Tensor, dscores: Tensor, d: Decays) -> tuple[
 
 
 def decays(like: Tensor, g: Tensor | None, begin: Tensor | None, part: slice) -> Decays:
-    """The gates of these tokens, summed from each cut outwards: sums of 1, 2, 4, ... gates, each from two of half."""
+    """The decays of these tokens: gates summed from each cut outwards, for blocks of 1, 2, 4, ... tokens in turn."""
     gates = like.new_zeros(1, 1, 1, 1).expand(*like.shape[:3], 1) if g is None else g if g.dim() == 4 else g[..., None]
     after = chunks(gates, part, accumulator(like)).unsqueeze(-2)  # [B, H, N, blocks, tokens of a block, G]
     ahead = torch.zeros_like(after)
@@ -179,7 +179,7 @@ def own_gradients(q: Tensor, dout: Tensor, d: Decays) -> Own:
 
 
 def walk(own: Own, start: Tensor | None, backward: bool = False) -> tuple[Tensor, Tensor]:
-    """The state before each chunk, [B, H, N, K, V], and the one behind the last; backward, from the last chunk on."""
+    """The state before each chunk, [B, H, N, K, V], and the one behind the last; backward, from last to first."""
     kv, log_decay = own
     state = torch.zeros_like(kv[:, :, 0]) if start is None else start.to(kv.dtype)
     decay, before = log_decay.exp()[..., None], torch.empty_like(kv)
@@ -191,7 +191,7 @@ def walk(own: Own, start: Tensor | None, backward: bool = False) -> tuple[Tensor
 
 
 def scanned(parts: Iterable[Own], backward: bool = False) -> Scan:
-    """All chunks together, and each piece's own, in the order walked, if they are not too many."""
+    """The map of all chunks together; also saves those of each piece, in order, if they are not too large."""
     saved: list[Own] = []
     state, total, size = None, None, 0
     for own in parts:
@@ -207,14 +207,14 @@ def scanned(parts: Iterable[Own], backward: bool = False) -> Scan:
 
 
 def pieces(k: Tensor, v: Tensor) -> list[slice]:
-    """The tokens, a few chunks at a time."""
+    """Slices of the tokens, of a few chunks each."""
     B, T, H, K = k.shape
     few = max(1, AT_ONCE // (B * H * CHUNK * max(K, v.shape[-1], CHUNK))) * CHUNK
     return [slice(t, min(t + few, T)) for t in range(0, T, few)]
 
 
 def chunks(x: Tensor, part: slice, dtype: torch.dtype | None = None) -> Tensor:
-    """[B, T, H, X] as [B, H, N, C, X] in the accumulator's dtype; a last chunk is filled up with zeros."""
+    """[B, T, H, X] as [B, H, N, C, X] in the accumulator's dtype; the last chunk is padded with zeros."""
     x = x[:, part].transpose(1, 2).to(dtype or accumulator(x))
     fill = -x.shape[2] % CHUNK
     x = F.pad(x, (0, 0, 0, fill)) if fill else x
@@ -222,7 +222,7 @@ def chunks(x: Tensor, part: slice, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def of_chunks(part: slice) -> slice:
-    """Which chunks these tokens are."""
+    """The chunks of these tokens."""
     return slice(part.start // CHUNK, -(-part.stop // CHUNK))
 
 
@@ -258,7 +258,7 @@ def corners(x: Tensor, half: Tensor) -> Tensor:
 
 
 def per_gate(x: Tensor, gates: Tensor) -> Tensor:
-    """Summed over the channels that share a gate."""
+    """The sum over the channels that share a gate."""
     return x if gates.shape[-1] > 1 else x.sum(-1, keepdim=True)
 
 

@@ -1,4 +1,4 @@
-"""Which keys each query sees, as a kernel is told it."""
+"""Which keys each query sees: the form in which kernels get a mask."""
 
 from typing import Any, NamedTuple
 
@@ -8,9 +8,9 @@ from ringattn.kernels.arrays import Array
 
 
 class Tile(NamedTuple):
-    """A rectangle of a step that a vendor kernel can run: all pairs, or the causal half of a square.
+    """A rectangle of queries and keys that a vendor kernel can run: all pairs, or the causal half of a square.
 
-    A kernel that takes any mask known beforehand is given its own word for one in the place of `causal`.
+    Kernels that take any fixed mask get their own mask object in place of `causal`.
     """
 
     queries: slice
@@ -19,14 +19,14 @@ class Tile(NamedTuple):
 
 
 class Sets(tuple):  # of tuples of tiles
-    """The same only as itself: slices have no hash, and a program's constants need one."""
+    """Tuples of tiles, compared and hashed by identity: constants of a program need a hash, and slices have none."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
 
 class Choice(NamedTuple):
-    """The tiles of a program that runs on many devices and at many steps: `sets[which]`, where `which` is traced."""
+    """The tiles of one program for all devices and steps: `sets[which]`, where `which` is traced."""
 
     sets: Sets
     which: Any
@@ -35,25 +35,22 @@ class Choice(NamedTuple):
 class Intervals(NamedTuple):
     """Query t of row b sees the keys [begin[b, t], end[b, t]): int32, [B or 1, T], both never decreasing along t.
 
-    `begin >= end` is an empty row. `tiles` says the same as rectangles where that is possible, and is None where it is
-    not. `host` holds (begin, end) as numpy arrays where the host made them, so that nobody reads the device to plan.
-    `choice` stands for `tiles` where one program serves all devices. `made` holds what a kernel worked out of intervals
-    that several calls share; None: nothing is kept.
+    A row with begin >= end is empty.
     """
 
     begin: Array
     end: Array
-    tiles: tuple[Tile, ...] | None = None
-    host: Any = None
-    choice: Choice | None = None
-    made: dict[Any, Any] | None = None
+    tiles: tuple[Tile, ...] | None = None  # the same mask as a few rectangles, if possible
+    host: Any = None  # (begin, end) as numpy arrays, if the host made them: planning must not read the device
+    choice: Choice | None = None  # instead of `tiles`, if one program serves all devices
+    made: dict[Any, Any] | None = None  # a kernel's cache, for intervals that several calls share
 
 
 def tiles_of(begin: np.ndarray, end: np.ndarray, most: int = 64) -> tuple[Tile, ...] | None:
     """Host intervals [rows, T] as at most `most` rectangles that together cover exactly the same pairs, or None.
 
-    Runs of queries with one begin and one end are a full rectangle. Runs whose end grows by one a query are the causal
-    half of a square, beside a full rectangle of the keys that all of them see. All batch rows must agree.
+    A run of queries with equal begin and end is a full rectangle. A run whose end grows by one with each query is the
+    causal half of a square, next to a full rectangle of the keys that all of them see. All batch rows must be equal.
 
     >>> tiles_of(np.zeros((1, 3), int), np.array([[3, 4, 5]]))
     (Tile(queries=slice(0, 3, None), keys=slice(0, 2, None), causal=False), \

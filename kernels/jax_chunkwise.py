@@ -1,10 +1,10 @@
-"""Gated linear attention of one device in jax.numpy, chunk by chunk; gradients are JAX's own.
+"""Gated linear attention on one device in jax.numpy, chunk by chunk; JAX derives the gradients.
 
     B batch   T tokens   H heads   N chunks   C tokens a chunk   K key dim   V value dim   G gates a head, K or 1
 
-Pairs within a chunk are parted at the cuts of ringattn.kernels.chunkwise: every exponent is a sum of gates, at most 0,
-and none is a difference, so that no gradient of a gate is one either. What a chunk does to the state before it is a
-factor and a summand; factors are 0 where a document began. Backward each chunk's own work is done again.
+The cuts of ringattn.kernels.chunkwise separate the pairs within a chunk. Every exponent is a sum of gates, at most 0,
+and never a difference, so gradients of gates are not differences either. A chunk maps the state by a factor, which is 0
+if a document begins in it, and a summand. The backward pass recomputes the work within each chunk.
 """
 
 from collections.abc import Callable
@@ -20,21 +20,21 @@ from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.pallas.varying import axes_of, vary
 
 CHUNK = 64
-AT_ONCE = 2**20  # numbers in one tensor of the working set
+AT_ONCE = 2**20  # the size of one tensor of the working set
 
 
 def cuts() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For blocks of 2, 4, 8, ... tokens, each cut in the middle: [levels, C, C], whether t counts for i, for j; pairs.
+    """For blocks of 2, 4, 8, ... tokens, each cut in the middle: three masks [levels, C, C].
 
-    The gates from the cut to i, those behind j up to the cut, and the pairs (i, j) that lie on either side of it.
+    The gates t from the cut to i, the gates t behind j up to the cut, and the pairs (i, j) on both sides of it.
     """
     half = 2 ** np.arange(CHUNK.bit_length() - 1)[:, None, None]
     t = np.arange(CHUNK)
     one, other = t[:, None], t[None]
-    alike = one // (2 * half) == other // (2 * half)
+    same = one // (2 * half) == other // (2 * half)
     second = t // half % 2 == 1  # [levels, 1, C]
     row = second.swapaxes(1, 2)
-    return alike & row & second & (other <= one), alike & ~row & ~second & (other > one), alike & row & ~second
+    return same & row & second & (other <= one), same & ~row & ~second & (other > one), same & row & ~second
 
 
 AFTER, AHEAD, PARTED = cuts()
@@ -42,7 +42,7 @@ UNTIL, LATER = np.tri(CHUNK), np.tri(CHUNK, k=-1).T  # the gates up to t, and th
 
 
 class Step(NamedTuple):
-    """What some tokens make of the state before them: factor * state + kv, with factor [..., K or 1, 1]."""
+    """The map of the state by some tokens: factor * state + kv, with factor [..., K or 1, 1]."""
 
     factor: Array
     kv: Array
@@ -55,29 +55,29 @@ class Step(NamedTuple):
 
 
 def steps_of(k: Array, v: Array, g: Array | None, begin: Array | None) -> Step:
-    """What each chunk does, [N, B, H, ...]. Arguments are those of ringattn.kernels.linear."""
+    """The map of each chunk, [N, B, H, ...]. Arguments are those of ringattn.kernels.linear."""
     return over_chunks(step_of_chunk, chunks(k), chunks(v), gates(k, g), begins(begin))
 
 
 def pairs(
     q: Array, k: Array, v: Array, g: Array | None, begin: Array | None, scale: float
 ) -> tuple[tuple[Array, Array, Array, Array], Array | None]:
-    """What `within` takes, [N, ...]: what has a gradient, and what has none."""
+    """The arguments of `within`, [N, ...]: those with a gradient, and the one without."""
     return (chunks(q) * scale, chunks(k), chunks(v), gates(k, g)), begins(begin)
 
 
 def within(arrays: tuple[Array, Array, Array, Array], begin: Array | None) -> Array:
-    """What tokens see of their own chunks, [N, B, H, C, V]: it needs no state."""
+    """What tokens read from their own chunks, [N, B, H, C, V]; needs no state."""
     return over_chunks(within_chunk, *arrays, begin)
 
 
 def passing(q: Array, g: Array | None, begin: Array | None, before: Array, scale: float) -> Array:
-    """What tokens see of the states before their chunks, [N, B, H, C, V]."""
+    """What tokens read from the states before their chunks, [N, B, H, C, V]."""
     return over_chunks(passing_chunk, chunks(q) * scale, gates(q, g), begins(begin), before)
 
 
 def composed(steps: Step, reverse: bool = False) -> Step:
-    """All steps of the first dim, one after the other; in reverse the last one comes first."""
+    """The composition of all steps along the first dim, in order, or in reverse order."""
     nothing = vary(Step(jnp.ones_like(steps.factor[0]), jnp.zeros_like(steps.kv[0])), axes_of(steps))
     return lax.scan(lambda done, step: (done.then(step), None), nothing, steps, reverse=reverse)[0]
 
@@ -118,7 +118,7 @@ def passing_chunk(q: Array, g: Array, begin: Array | None, before: Array) -> Arr
 
 
 def weights(q: Array, k: Array, g: Array) -> Array:
-    """(q_i . decay from j to i . k_j) for all pairs j <= i: [B, H, C, C]; each pair is parted at one level's cut."""
+    """(q_i . decay from j to i . k_j) for all pairs j <= i: [B, H, C, C]; the level that cuts a pair gives it."""
     own = (q * k).sum(-1)[..., None] * np.eye(CHUNK, dtype=q.dtype)
     q, k, g = (x[..., None, :, :] for x in (q, k, g))
     pairs = product(q * jnp.exp(summed(AFTER, g)), jnp.matrix_transpose(k * jnp.exp(summed(AHEAD, g))))
@@ -126,7 +126,7 @@ def weights(q: Array, k: Array, g: Array) -> Array:
 
 
 def summed(which: np.ndarray, g: Array) -> Array:
-    """The sums of those gates of a chunk that `which` [..., C, C] says."""
+    """The sums of the gates of a chunk that the mask `which` [..., C, C] selects."""
     return product(jnp.asarray(which, g.dtype), g)
 
 
@@ -135,7 +135,7 @@ def product(a: Array, b: Array) -> Array:
 
 
 def over_chunks(function: Callable[..., Any], *arrays: Any) -> Any:
-    """`function` of each chunk, a few at a time, or one where sizes are symbols; backward works each out again."""
+    """`function` of each chunk, a few at a time (one if sizes are symbolic); the backward pass recomputes it."""
     x: Array = arrays[0]
     size = len(AFTER) * prod(x.shape[1:])
     few = min(len(x), AT_ONCE // size) if isinstance(size, int) else 1
@@ -143,14 +143,14 @@ def over_chunks(function: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def chunks(x: Array) -> Array:
-    """[B, T, H, X] as [N, B, H, C, X] in the accumulator's dtype; a last chunk is filled up with zeros."""
+    """[B, T, H, X] as [N, B, H, C, X] in the accumulator's dtype; the last chunk is padded with zeros."""
     B, T, H, X = x.shape
     filled = jnp.pad(x.astype(accumulator(x)), ((0, 0), (0, -T % CHUNK), (0, 0), (0, 0)))
     return filled.reshape(B, -1, CHUNK, H, X).transpose(1, 0, 3, 2, 4)
 
 
 def gates(like: Array, g: Array | None) -> Array:
-    """The chunks of g with a last dim of K or 1; zeros if there are none."""
+    """The chunks of g with a last dim of K or 1; zeros if g is None."""
     if g is None:
         g = jnp.zeros_like(like[..., 0])
     return chunks((g if g.ndim == 4 else g[..., None]).astype(accumulator(like)))

@@ -1,11 +1,11 @@
 """A result is a partial, and partials merge.
 
     out  [B, T, H, V]   softmax(scores) @ v over the keys seen so far, normalised
-    lse  [B, T, H]      log(sum(exp(scores))), natural logarithm; -inf where no key was seen; float64 in torch where
-                        inputs are float32, since a merge needs small differences between large ones
+    lse  [B, T, H]      log(sum(exp(scores))), natural logarithm; -inf if no key was seen; float64 in torch for float32
+                        inputs, since a merge needs small differences between large numbers
 
-Merging is associative and commutative, and `empty` is its neutral element, so keys may arrive in any
-blocks and any order. Written once for torch and jax.numpy.
+Merging is associative and commutative, and `empty` is its neutral element, so keys may arrive in any blocks and in any
+order. Written once for torch and jax.numpy.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class Streams(NamedTuple):
     sum: Array
 
 
-FORMS: dict[str, Any] = {"lse": Partial, "streams": Streams}  # in which a result travels
+FORMS: dict[str, Any] = {"lse": Partial, "streams": Streams}  # the forms in which results travel
 
 
 def empty(q: Array, value_dim: int) -> Partial:
@@ -59,7 +59,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def normalise_empty(part: Partial) -> Partial:
-    """Zeros where the lse is -inf, whatever their kernel wrote there."""
+    """The partial with out = 0 where the lse is -inf: a kernel may have written anything there."""
     xp = namespace(part.out)
     return Partial(xp.where((part.lse == NEVER)[..., None], xp.zeros_like(part.out), part.out), part.lse)
 
@@ -72,7 +72,7 @@ def add_sinks(part: Partial, sinks_H: Array) -> Partial:
 
 
 def sink_gradient(sinks_H: Array, lse_BTH: Array, delta_BTH: Array) -> Array:
-    """d loss / d sink = -sum over the rows of exp(sink - lse) * delta: a key whose value is zero. Padding has none."""
+    """d loss / d sink = -sum over the rows of exp(sink - lse) * delta: a sink is a key whose value is zero."""
     xp = namespace(lse_BTH)
     weight = xp.exp(astype(sinks_H, lse_BTH.dtype) - lse_BTH)
     weight = xp.where(lse_BTH == NEVER, xp.zeros_like(weight), weight)  # -inf - -inf is NaN
@@ -80,7 +80,7 @@ def sink_gradient(sinks_H: Array, lse_BTH: Array, delta_BTH: Array) -> Array:
 
 
 def to_streams(part: Partial) -> Streams:
-    """(out, lse) as statistics in the dtype of out: the maximum is the lse, rounded, and the sum what that left out.
+    """(out, lse) as statistics in the dtype of out: max is the rounded lse, and sum = exp(lse - max) the rest.
 
     So the sum is about one, and zero for an empty row.
     """
@@ -95,7 +95,7 @@ def to_streams(part: Partial) -> Streams:
 def from_streams(streams: Streams) -> Partial:
     """Statistics as (out / sum, max + log(sum)); an empty row (sum = 0) becomes zeros and -inf."""
     xp = namespace(streams.out)
-    seen = streams.sum != 0  # so is NaN
+    seen = streams.sum != 0  # also where it is NaN
     total = xp.where(seen, streams.sum, xp.ones_like(streams.sum))
     top = astype(streams.max, fine(streams.max))
     lse = xp.where(seen, top + xp.log(total), xp.full_like(top, NEVER))
@@ -113,36 +113,36 @@ def merge_streams(a: Streams, b: Streams) -> Streams:
 
 
 def form_of(q: Array) -> str:
-    """How partials of such queries travel: (out, lse), or as streams where an lse is finer than their out."""
+    """The form in which partials of such queries travel: streams if the lse has more bits than out, else lse."""
     return "lse" if fine(q) == accumulator(q) else "streams"
 
 
 def packed(part: Partial, form: str) -> Array:
-    """A partial as one array to send: [..., V + 1], or [..., V + 2] as streams."""
+    """A partial as one array: [..., V + 1], or [..., V + 2] as streams."""
     whole = part if form == "lse" else to_streams(part)
     return namespace(part.out).concatenate([whole[0], *(x[..., None] for x in whole[1:])], -1)
 
 
 def unpacked(rows: Array, form: str) -> Any:
-    """The Partial, or the Streams, of what was packed."""
+    """The inverse of `packed`, as Partial or Streams."""
     V = rows.shape[-1] - len(FORMS[form]._fields) + 1
     return FORMS[form](rows[..., :V], *(rows[..., i] for i in range(V, rows.shape[-1])))
 
 
 def partial_of(rows: Array, form: str) -> Partial:
-    """The Partial of what was packed."""
+    """The inverse of `packed`, as Partial."""
     found = unpacked(rows, form)
     return from_streams(found) if isinstance(found, Streams) else found
 
 
 def merge_stack(stack: Any) -> Partial:
-    """Partials, or streams, stacked along a first dim, merged in their order."""
+    """Merge partials (or streams) stacked along a first dim, in order."""
     parts = [type(stack)(*one) for one in zip(*stack, strict=True)]
     return reduce(merge, parts) if isinstance(stack, Partial) else from_streams(reduce(merge_streams, parts))
 
 
 def row_delta(out_BTHV: Array, dout_BTHV: Array, dlse_BTH: Array | None = None) -> Array:
-    """rowsum(dout * out) - dlse: all that the backward pass needs to know of out and of the lse's gradient."""
+    """rowsum(dout * out) - dlse: all that the backward pass needs of out and of the lse's gradient."""
     xp, dtype = namespace(out_BTHV), accumulator(out_BTHV)
     delta = xp.sum(astype(dout_BTHV, dtype) * astype(out_BTHV, dtype), axis=-1)
     return delta if dlse_BTH is None else delta - dlse_BTH
@@ -151,11 +151,11 @@ def row_delta(out_BTHV: Array, dout_BTHV: Array, dlse_BTH: Array | None = None) 
 def rounded(
     dout: Array, lse: Array, delta: Array | None, kept: Callable[[Array], Array] | None = None
 ) -> tuple[Array, Array, Any]:
-    """(dout, lse, delta) of a backward pass, with the lse in the dtype that scores have.
+    """(dout, lse, delta) of a backward pass, with the lse rounded to the dtype of scores, and dout, delta corrected.
 
-    Weights exp(score - lse) are then off by a factor, the same for all keys of a query, by which its dout and delta are
-    multiplied: weights appear in gradients only in products with these. `delta` is None for a kernel that makes it from
-    out. `kept` says what a kernel makes of the lse that it is given, where it rounds again.
+    Rounding the lse changes the weights exp(score - lse) of a query by one factor for all keys. In gradients weights
+    only appear in products with dout or delta, so these are multiplied by its inverse. `delta` is None for a kernel
+    that computes it from out. `kept` gives the lse that a kernel really uses, if it rounds once more.
     """
     exact = accumulator(dout)
     if lse.dtype == exact:
@@ -168,6 +168,6 @@ def rounded(
 
 
 def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)), for both frameworks; exact at both infinities, where its gradient is zero."""
+    """1 / (1 + exp(-x)), for both frameworks; exact at both infinities, with a gradient of zero there."""
     xp = namespace(x)
     return xp.exp(-xp.logaddexp(xp.zeros_like(x), -x))  # exp(-x) alone overflows, and 0 * inf is NaN

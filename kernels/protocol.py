@@ -1,6 +1,6 @@
-"""What an implementation of attention offers: each kernel module ends with one of these values, called KERNEL.
+"""The types of kernels: each kernel module ends with a value of one of these types, called KERNEL.
 
-All functions of one kernel compute the same attention, with the signatures of `reference.py`, and must equal it.
+All kernels compute the same attention as `reference.py`, with the same signatures.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Attend(Protocol):
-    """Attention of the queries over their intervals, merged into `carry`; out in `out_dtype` if it is given."""
+    """Attention of the queries over their intervals, merged into `carry`; `out` has `out_dtype` if that is given."""
 
     def __call__(
         self, q_BTHD: Any, k_BSGD: Any, v_BSGV: Any, where: Intervals, /, *, scale: float, softcap: float | None = None,
@@ -36,13 +36,13 @@ class TorchKernel:
     attend           -> Partial(out, lse)
     attend_backward  (q, k, v, where, dout, lse, delta) -> (dq, dk, dv) in float32, added to dq=, dk=, dv= if given
     refuses          why it cannot serve a problem, or None
-    row_delta        (out, dout, dlse) -> rowsum(dout * out) - dlse, in the quickest way there is
-    rounded          (dout, lse, delta) with the lse in the dtype that attend_backward computes with
-    halves           as attend_backward, in two functions: one gives (dk, dv), the other dq, and each works alone. None:
-                     one call finds all three
-    totals           as attend_backward, as `Total`s of which nothing is added up yet. None: it adds up itself
-    by_out           whether `totals` and attend_backward take out=, and make delta from it; given a delta they leave
-                     the work to a kernel that takes one
+    row_delta        (out, dout, dlse) -> rowsum(dout * out) - dlse
+    rounded          (dout, lse, delta) with the lse in the dtype that attend_backward computes in
+    halves           as attend_backward, but as two functions, one for (dk, dv) and one for dq, which can run alone;
+                     None if only all three gradients together are possible
+    totals           as attend_backward, but returns `Total`s, whose parts are not added up yet; None if not supported
+    by_out           whether `totals` and attend_backward take out= and compute delta from it. If they get delta, they
+                     use another kernel
     """
 
     attend: Attend
@@ -62,7 +62,7 @@ def no_options(problem: "Problem") -> dict[str, Any]:
 def as_they_are(
     q: Array, dout: Array, lse: Array, delta: Array, out: Array, dlse: Array | None = None
 ) -> tuple[Array, ...]:
-    """`prepare` of a kernel that takes dout, lse and delta."""
+    """`prepare` of a kernel that uses dout, lse and delta unchanged."""
     return dout, lse, delta
 
 
@@ -71,9 +71,9 @@ class JaxKernel:
     """A kernel for JAX arrays.
 
     attend, attend_backward, refuses   as in torch
-    options    of a problem: more keyword arguments for both functions
-    prepare    (q, dout, lse, delta, out, dlse) -> these rows as every step of a backward pass takes them, made once
-    parted     whether one gradient can be had without the others; if not, who wants one pays for three
+    options    (problem) -> more keyword arguments for both functions
+    prepare    (q, dout, lse, delta, out, dlse) -> the rows that each step of a backward pass takes, computed once
+    parted     whether one gradient can be computed alone; if not, it costs as much as all three
     """
 
     attend: Attend
@@ -86,7 +86,7 @@ class JaxKernel:
 
 @dataclass(frozen=True)
 class LinearKernel:
-    """A kernel of gated linear attention; `ringattn.kernels.linear` says what its functions compute."""
+    """A kernel of gated linear attention; `ringattn.kernels.linear` documents its functions."""
 
     scan_states: Callable[..., Any]
     read_out: Callable[..., Any]

@@ -1,7 +1,7 @@
-"""Gated linear attention from its definition, token by token. The truth, by autograd.
+"""Gated linear attention by its definition, token by token, with gradients by autograd: the reference of its kernels.
 
-It takes `start` [B, H, K, V], the state before the first token, and gives (out [B, T, H, V], the state behind the
-last one), in float32 (float64 for float64 inputs).
+`start` [B, H, K, V] is the state before the first token. The results are out [B, T, H, V] and the state behind the last
+token, in float32 (float64 for float64 inputs).
 """
 
 import torch
@@ -13,7 +13,7 @@ from ringattn.kernels.arrays import accumulator
 def recurrent(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, start: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """S_t = exp(g_t) S_{t-1} + k_t^T v_t and o_t = scale * q_t S_t, where a document's first token finds S = 0."""
+    """S_t = exp(g_t) S_{t-1} + k_t^T v_t and o_t = scale * q_t S_t; each document starts with S = 0."""
     q, k, v, g, state = prepared(q, k, v, g, start)
     out = []
     for t in range(q.shape[1]):
@@ -28,7 +28,7 @@ def recurrent(
 def prepared(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, start: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """All in the accumulator's dtype, a gate for every key channel, and a state of zeros if there is none."""
+    """The inputs in the accumulator's dtype, with a gate for every key channel, and by default a state of zeros."""
     B, _, H, K = q.shape
     q, k, v = (x.to(accumulator(x)) for x in (q, k, v))
     g = torch.zeros_like(k) if g is None else g.to(q.dtype)

@@ -1,4 +1,4 @@
-"""Attention over intervals, dense and obvious: the truth that every other kernel must equal.
+"""Attention over intervals, dense and simple: every other kernel must give the same results.
 
     B batch   T queries   S keys   H query heads   G key/value heads   R = H / G   D head dim   V value dim
 
@@ -25,7 +25,7 @@ def attend(
     carry: Partial | None = None,
     out_dtype: Any = None,
 ) -> Partial:
-    """softmax(scale * q k^T) v over each query's interval, merged into `carry`; `out` in `out_dtype` if it is given."""
+    """softmax(scale * q k^T) v over each query's interval, merged into `carry`; `out` has `out_dtype` if given."""
     xp = namespace(q_BTHD)
     if not is_torch(q_BTHD):
         k_BSGD, _, v_BSGV = finite().of_keys(k_BSGD, v_BSGV)
@@ -34,7 +34,7 @@ def attend(
     top = xp.where(top == NEVER, xp.zeros_like(top), top)
     p = xp.exp(s - top)
     total = xp.sum(p, axis=-1, keepdims=True)
-    seen = total != 0  # so is NaN
+    seen = total != 0  # also where total is NaN
     p = p / xp.where(seen, total, xp.ones_like(total))
     lse = astype(top, fine(q_BTHD)) + xp.log(xp.where(seen, total, xp.ones_like(total)))
     lse = xp.where(seen, lse, xp.full_like(lse, NEVER))
@@ -64,8 +64,8 @@ def attend_backward(
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) of these keys, given the lse over *all* keys and delta = rowsum(dout * out) - dlse.
 
-    With the global lse, p = exp(s - lse) is exact for any block of keys, so nothing is merged: gradients add up, here
-    to the dq, dk, dv that were given (whose memory a kernel may reuse).
+    With the lse over all keys, p = exp(s - lse) is exact for any block of keys, so the gradients of blocks add up. They
+    are added to dq, dk, dv if given, whose memory a kernel may reuse.
     """
     xp, scored = namespace(q_BTHD), k_BSGD
     if not is_torch(q_BTHD):
@@ -91,9 +91,9 @@ def attend_backward(
 
 
 def product(weights: Array, x: Array, hidden: Array | None) -> Array:
-    """weights @ x, where what is hidden (its weight is 0) adds nothing, whatever x holds there: 0 * NaN is NaN.
+    """weights @ x without the rows of x that are hidden: their weight is 0, but 0 * NaN would be NaN.
 
-    In JAX, which cannot look at the numbers, x is finite (ringattn.kernels.jax_finite).
+    In JAX, which cannot look at numbers, x is already finite (ringattn.kernels.jax_finite).
     """
     if hidden is None or not is_torch(x) or bool(x.isfinite().all()):
         return weights @ x
@@ -107,7 +107,7 @@ def product(weights: Array, x: Array, hidden: Array | None) -> Array:
 
 
 def finite() -> Any:
-    """What keeps NaN out of products in JAX; imported where there is JAX."""
+    """The module that keeps NaN out of products in JAX, imported only with JAX arrays."""
     from ringattn.kernels import jax_finite
 
     return jax_finite
@@ -119,7 +119,7 @@ def by_head(x_BSGD: Array, dtype: Any) -> Array:
 
 
 def finish(part: Partial, carry: Partial | None, out_dtype: Any) -> Partial:
-    """`part` merged into what was carried, its out in the dtype that was asked for."""
+    """`part` merged into `carry` if there is one, with its out in `out_dtype` if that is given."""
     part = part if carry is None else merge(carry, part)
     return part if out_dtype is None else Partial(astype(part.out, out_dtype), part.lse)
 
@@ -129,7 +129,7 @@ def plus(total: Array | None, part: Array) -> Array:
 
 
 def visible_scores(q_BTHD: Array, k_BSGD: Array, where: Intervals, scale: float, softcap: float | None) -> Array:
-    """scale * q k^T, softly capped, with -inf outside each query's interval: [B, G, R, T, S]."""
+    """scale * q k^T with the softcap applied, and -inf outside each query's interval: [B, G, R, T, S]."""
     xp = namespace(q_BTHD)
     s = xp.einsum("btgrd,bsgd->bgrts", split_heads(q_BTHD, k_BSGD), astype(k_BSGD, accumulator(q_BTHD))) * scale
     if softcap is not None:

@@ -1,10 +1,10 @@
-"""Flash attention in plain torch: the same tiling, rescaling and skipping as the GPU kernels, written for reading.
+"""Flash attention in plain torch: the same tiling, rescaling and skipping as the GPU kernels, written to be read.
 
-Queries are cut into chunks of `block_q` and keys into chunks of `block_k` (neither needs to divide its length). For
-one query chunk the key chunks come one after the other, and three statistics are carried: the running maximum of the
-scores, the running sum of exp(score - maximum), and the running sum of exp(score - maximum) * v. Whenever a chunk
-raises the maximum, what was summed before is scaled down by exp(old maximum - new maximum). Memory is one tile of
-scores, whatever the lengths. On CPUs it serves what torch's own kernel does not.
+Queries are cut into blocks of `block_q` and keys into blocks of `block_k` (neither needs to divide its length). A block
+of queries visits the blocks of keys in order, and carries three statistics: the running maximum of the scores, the
+running sum of exp(score - maximum), and the running sum of exp(score - maximum) * v. When a block raises the maximum,
+the sums so far are scaled by exp(old maximum - new maximum). Memory is one tile of scores, whatever the lengths. On
+CPUs it runs what torch's own kernel does not support.
 """
 
 import torch
@@ -33,7 +33,7 @@ def attend(
     block_q: int = BLOCK,
     block_k: int = BLOCK,
 ) -> Partial:
-    """softmax(scale * q k^T) v over each query's interval, one tile after the other, merged into `carry`."""
+    """softmax(scale * q k^T) v over each query's interval, tile by tile, merged into `carry`."""
     part = empty(q_BTHD, v_BSGV.shape[-1])
     for queries in blocks(q_BTHD.shape[1], block_q):
         inside = rows_of(where, queries)
@@ -57,7 +57,7 @@ def start(q_BGND: Tensor, value_dim: int) -> Streams:
 def absorb(old: Streams, s_BGNS: Tensor, v_BGSV: Tensor, hidden: Tensor | None) -> Streams:
     """One step of the online softmax: the statistics after one more tile of scores."""
     top = torch.maximum(old.max, s_BGNS.amax(-1))
-    safe = torch.where(top == NEVER, 0.0, top)  # a row that has still seen nothing: exp(-inf - 0) = 0
+    safe = torch.where(top == NEVER, 0.0, top)  # a row that has seen no key yet: exp(-inf - 0) = 0
     shrink = torch.exp(old.max - safe)
     p = s_BGNS.sub_(safe[..., None]).exp_()
     return Streams(old.out * shrink[..., None] + product(p, v_BGSV, hidden), top, old.sum * shrink + p.sum(-1))
@@ -80,7 +80,7 @@ def attend_backward(
     block_q: int = BLOCK,
     block_k: int = BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), tile by tile: scores are computed again, and with the global lse no tile waits for another."""
+    """(dq, dk, dv), tile by tile. Scores are recomputed; with the lse over all keys, tiles are independent."""
     dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
     dq, dk, dv = (
         torch.zeros(x.shape, dtype=accumulator(x), device=x.device) if given is None else given
@@ -111,7 +111,7 @@ def attend_backward(
 
 
 def scores(q_BGND: Tensor, k_BSGD: Tensor, hidden: Tensor | None, softcap: float | None) -> Tensor:
-    """The tile q k^T (q is already scaled), softly capped, -inf where it is hidden: [B, G, N, S]."""
+    """The tile q k^T (q is already scaled) with the softcap applied, and -inf where it is hidden: [B, G, N, S]."""
     s = q_BGND @ by_head(k_BSGD).mT
     if softcap is not None:
         s = s.div_(softcap).tanh_().mul_(softcap)
@@ -119,7 +119,7 @@ def scores(q_BGND: Tensor, k_BSGD: Tensor, hidden: Tensor | None, softcap: float
 
 
 def hidden_of(where: Intervals, keys: int, q_BGND: Tensor) -> Tensor | None:
-    """Which keys a row does not see, [B or 1, 1, N, S]; None in the middle of a row block, where all see all."""
+    """Which keys a row does not see, [B or 1, 1, N, S], or None if all rows see all keys."""
     if bool((where.begin <= 0).all()) and bool((where.end >= keys).all()):
         return None
     index = torch.arange(keys, device=q_BGND.device)
@@ -128,7 +128,7 @@ def hidden_of(where: Intervals, keys: int, q_BGND: Tensor) -> Tensor | None:
 
 
 def grouped(x_BTH_: Tensor, k_BSGD: Tensor) -> Tensor:
-    """[B, T, H, ...] as [B, G, R * T, ...]: the rows that share a key head lie in one matrix, in float32 or float64."""
+    """[B, T, H, ...] as [B, G, R * T, ...]: one matrix of all rows that share a key head, in float32 or float64."""
     x = reference.split_heads(x_BTH_, k_BSGD)
     return x.permute(0, 2, 3, 1, *range(4, x.dim())).flatten(2, 3)
 
@@ -159,7 +159,7 @@ def shifted(where: Intervals, keys: slice) -> Intervals:
 
 
 def seen_blocks(where: Intervals, length: int, size: int) -> list[slice]:
-    """The key blocks that at least one of these queries sees; the others are never touched."""
+    """The key blocks that at least one of these queries sees."""
     real = where.begin < where.end
     if not bool(real.any()):
         return []

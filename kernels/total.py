@@ -1,7 +1,7 @@
-"""A gradient as the parts that it is the sum of: kept as they were found, and added in one pass when it is asked for.
+"""A gradient as a list of parts, which are added up in one pass when the sum is needed.
 
-A part has all rows and heads or some of them, and a dtype of its own: what a vendor's tile finds in bfloat16 loses
-nothing if it is kept and sent as such. Sums are made in float32 (in float64 for float64).
+A part covers all rows and heads, or some of them, and keeps its dtype: a bfloat16 result of a vendor kernel is stored
+and sent as bfloat16. Sums are computed in float32 (float64 for float64).
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ringattn.kernels.arrays import accumulator
 
-MOST = 6  # parts that one pass adds
+MOST = 6  # parts that one pass can add
 
 
 class Part(NamedTuple):
-    """What was found [B, rows, heads, D] for the rows and heads from a first one to before another."""
+    """A part `found` [B, rows, heads, D] of a gradient, for the rows and heads in these half-open ranges."""
 
     found: Tensor
     rows: tuple[int, int]
@@ -24,14 +24,14 @@ class Part(NamedTuple):
 
 
 class Total:
-    """What adds up to a gradient of the shape of `like`, in the order in which it is added."""
+    """The parts of a gradient with the shape of `like`, in the order in which they were added."""
 
     def __init__(self, like: Tensor):
         self.shape, self.device, self.exact = like.shape, like.device, accumulator(like)
         self.parts: list[Part] = []
 
     def add(self, found: Any, rows: slice = slice(None), heads: slice = slice(None)) -> None:
-        """A tensor or a total of these rows and heads; None, or what was added up in `place`, adds nothing."""
+        """Add a tensor or a total for these rows and heads. None, and a sum that is already in `place`, add nothing."""
         if found is None or found is self.place:
             return
         t, h = range(self.shape[1])[rows], range(self.shape[2])[heads]
@@ -41,18 +41,18 @@ class Total:
 
     @property
     def place(self) -> Tensor | None:
-        """Where a kernel may add its part by itself: the sum so far, if it lies in one tensor."""
+        """The sum so far, if it is one tensor: a kernel may add its part to it in place."""
         if len(self.parts) == 1 and self.covers(self.parts[0]) and self.parts[0].found.dtype == self.exact:
             return self.parts[0].found
         return None
 
     def fold(self) -> None:
-        """Make one part of all, if they take more memory than the sum and one more of half its width would."""
+        """Add up all parts if they take more than 1.5 times the memory of the sum."""
         if 2 * sum(part.found.nbytes for part in self.parts) > 3 * self.shape.numel() * self.exact.itemsize:
             self.tensor(self.exact)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """The sum, from here on the only part. It may lie in the memory of the first one."""
+        """The sum, which replaces all parts. It may reuse the memory of the first part."""
         total = self.sum_of(self.parts, dtype)
         self.parts = [self.whole(total)]
         return total
@@ -61,7 +61,7 @@ class Total:
         return Part(found, (0, self.shape[1]), (0, self.shape[2]))
 
     def rows_at(self, at: range, dtype: torch.dtype) -> Tensor:
-        """Those rows of the sum. What one part alone has is left where it lies; what none has is zero."""
+        """These rows of the sum: a view if one part alone covers them, zeros if none does."""
         parts = [part for part in self.parts if part.rows[0] < at.stop and at.start < part.rows[1]]
         if not parts:
             return torch.zeros(self.shape[0], len(at), *self.shape[2:], dtype=dtype, device=self.device)
@@ -79,7 +79,7 @@ class Total:
             return first.to(dtype)
         in_place = self.covers(parts[0]) and first.dtype == dtype == self.exact and first.is_contiguous()
         if self.device.type == "cuda" and self.exact == torch.float32:
-            from ringattn.kernels.triton.gradients import add_parts  # comes with every torch that has a GPU
+            from ringattn.kernels.triton.gradients import add_parts  # triton is part of torch for GPUs
 
             while len(parts) > MOST:
                 room = torch.empty(self.shape, dtype=self.exact, device=self.device)

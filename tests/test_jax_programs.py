@@ -1,6 +1,7 @@
 """The JAX backend under JAX's transformations, and what it refuses."""
 
 import dataclasses
+import re
 from functools import partial
 
 import numpy as np
@@ -334,7 +335,7 @@ def test_a_kernel_that_the_platform_lacks_or_that_cannot_do_it_says_why(small, p
     stock = dataclasses.replace(plan, kernel="stock_splash")
     docs = ra.Docs.from_lengths([10, 20])
     traced = jax.jit(lambda docs, *x: through(stock, docs=docs)(*x))
-    expect(["these documents are not", "'splash' would serve"], lambda: traced(docs, *small), NotImplementedError)
+    expect(["documents", "'splash' would serve"], lambda: traced(docs, *small), NotImplementedError)
     whole, tokens = [stock.shard(x) for x in small], P("data", ("ring", "ulysses"))
     inside = jax.shard_map(
         lambda *x: ra.attention(*x, stock), mesh=stock.ring_axis.mesh, in_specs=tokens, out_specs=tokens
@@ -346,15 +347,16 @@ def test_a_kernel_that_the_platform_lacks_or_that_cannot_do_it_says_why(small, p
     ("change", "why"),
     [
         ({}, None),
-        ({"device": "tpu"}, "cuDNN runs on CUDA devices, not on tpu"),
-        ({"arch": (7, 5)}, "cuDNN needs compute capability 8.0, this is 7.5"),
-        ({"dtype": "float32"}, "cuDNN takes bfloat16 and float16, not float32"),
-        ({"softcap": True}, "cuDNN has no softcap"),
-        ({"arch": (8, 0), "head_dim": 256}, "cuDNN takes head dims that 8 divides, up to 128, got 256"),
-        ({"value_dim": 64}, "cuDNN needs equal dims, got head_dim=128, value_dim=64"),
-        ({"tiles": False}, "these intervals are not known to be a few full or causal rectangles"),
+        ({"device": "tpu"}, "cuDNN.*tpu"),
+        ({"arch": (7, 5)}, r"cuDNN.*8\.0.*7\.5"),
+        ({"dtype": "float32"}, "cuDNN.*bfloat16 and float16, not float32"),
+        ({"softcap": True}, "cuDNN.*softcap"),
+        ({"arch": (8, 0), "head_dim": 256}, "cuDNN.*128.*256"),
+        ({"value_dim": 64}, "cuDNN.*head_dim=128, value_dim=64"),
+        ({"tiles": False}, "rectangles"),
     ],
     ids=str,
 )
 def test_cudnn_says_what_it_cannot(change, why):
-    assert jax_cudnn.refuses(dataclasses.replace(FITS_CUDNN, **change)) == why
+    reason = jax_cudnn.refuses(dataclasses.replace(FITS_CUDNN, **change))
+    assert reason is None if why is None else re.search(why, reason or ""), reason

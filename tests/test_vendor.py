@@ -351,7 +351,7 @@ def test_tiles_that_are_not_known_are_refused_by_name() -> None:
     where = intervals_of("causal", 4)
     with pytest.raises(NotImplementedError, match=r"tiles_of.*the triton and tiled kernels run any intervals"):
         sdpa_cpu.attend(x, x, x, where._replace(tiles=None), scale=1.0)
-    with pytest.raises(NotImplementedError, match="has no softcap"):
+    with pytest.raises(NotImplementedError, match=r"softcap=5\.0"):
         sdpa_cpu.attend(x, x, x, where, scale=1.0, softcap=5.0)
 
 

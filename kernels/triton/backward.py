@@ -114,7 +114,7 @@ def spans_kernel(
     [lo, hi) are the queries that see any key of the block: their end lies past its first key, and their begin before
     its stop. [full, part) are those that see all of it: their end is not before its stop, and their begin not past its
     first key. No query sees a key from `last` on: those that begin there are padding, and do not count for hi. lo is
-    rounded down to a multiple of 4, since the copy engine reads float32 stats from multiples of 16 bytes. The queries
+    rounded down to a multiple of 4, since TMA reads the float32 stats from multiples of 16 bytes. The queries
     below the true lo see none of the keys; they are in a masked tile.
     """
     block = tl.program_id(0) * LANES + tl.arange(0, LANES)

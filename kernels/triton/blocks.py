@@ -229,7 +229,7 @@ class Shape(NamedTuple):
         return constants_of(self, softcap is not None, like.dtype, like.is_cuda)
 
     def tiles(self, q: Tensor, others: tuple[Tensor, ...], table: Table | None) -> Tiles:
-        """The table's entry; one without descriptors where the copy engine cannot read the tensors."""
+        """The table's entry, or one without TMA if some tensor cannot have a descriptor."""
         aligned = not any([x.data_ptr() % 16 for x in (q, *others)])
         strides = tuple([x.stride() for x in (q, *others)])
         if table is None:
@@ -249,7 +249,7 @@ def constants_of(shape: Shape, softcap: bool, dtype: torch.dtype, on_gpu: bool) 
 def tiles_of(
     shape: Shape, device: torch.device, itemsize: int, strides: tuple[Any, ...], aligned: bool, table: Table | None
 ) -> Tiles:
-    """The entry of a table for tensors with these strides, all of numbers of so many bytes."""
+    """The entry of a table for tensors with these strides, of numbers of `itemsize` bytes."""
     described = aligned and all(describable(each, itemsize) for each in strides)
     return entry(architecture(device), itemsize * 8, max(32, *shape.widths), described, table)
 

@@ -174,8 +174,8 @@ def states_kernel(
 
     Without STORE (first pass) the state starts at zero. Stored are the state at the end, the decay over the segment,
     and for each chunk the strongest decay among the tile's channels, which `passes_over` reads.
-    With STORE (third pass) the state starts at `before`, and with FIRST at what `passed` leaves of `first` besides. The
-    state before (in reverse: behind) each chunk is stored.
+    With STORE (third pass) the state starts at `before`, and FIRST adds what `passed` leaves of `first`. The state
+    before (in reverse: behind) each chunk is stored.
 
     Why at the odd places: programs with the same channels have the same gates, so only those with column_v = 0 store
     decays. Where a document begins in the chunk, total is -inf: nothing of the state before it is left.

@@ -1,30 +1,30 @@
-"""Other people's kernels behind our signature: a step cut into full and causal tiles, one vendor call a tile.
+"""Vendor kernels with our signature: a step is cut into full and causal tiles, with one vendor call for each.
 
-A file is a vendor. It says which problems it refuses, and brings `forward` and `backward` of one tile; `tiles.py` runs
-the tiles and merges what they give. Conventions differ (which dim is which, what an empty row's lse is) and end here.
+Each file is a vendor: which problems it refuses, and `forward` and `backward` of one tile. `tiles.py` runs the tiles
+and merges their results. Differences in conventions (order of dims, the lse of an empty row) end here.
 """
 
 from ringattn.kernels import Problem
 
 
 def gpu_refusal(problem: Problem, name: str, oldest: tuple[int, int], largest: int) -> str | None:
-    """What every GPU vendor here refuses: other devices and dtypes, softcap, unknown tiles, dims it has no code for."""
+    """What every GPU vendor here refuses: other devices and dtypes, softcap, unsupported dims, unknown tiles."""
     if problem.device != "cuda":
         return f"{name} runs on CUDA devices, not on {problem.device}"
     if problem.arch is not None and problem.arch < oldest:
-        return f"{name} needs compute capability {oldest[0]}.{oldest[1]}, this is {problem.arch[0]}.{problem.arch[1]}"
+        return f"{name} needs compute capability {oldest[0]}.{oldest[1]}, got {problem.arch[0]}.{problem.arch[1]}"
     if problem.dtype not in ("bfloat16", "float16"):
         return f"{name} takes bfloat16 and float16, not {problem.dtype}"
     if problem.softcap:
-        return f"{name} has no softcap"
+        return f"{name} does not support softcap"
     for dim in (problem.head_dim, problem.value_dim):
         if dim % 8 or dim > largest:
-            return f"{name} takes head dims that 8 divides, up to {largest}, got {dim}"
+            return f"{name} takes head dims that are multiples of 8 up to {largest}, got {dim}"
     return None if problem.tiles else "these intervals are not known to be a few full or causal rectangles"
 
 
 def cudnn_refusal(problem: Problem) -> str | None:
-    """What cuDNN's fused attention refuses, whichever framework calls it."""
+    """What cuDNN's fused attention refuses, in both frameworks."""
     return gpu_refusal(problem, "cuDNN", (8, 0), 256 if problem.arch is None or problem.arch >= (9, 0) else 128)
 
 

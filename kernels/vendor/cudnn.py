@@ -1,4 +1,4 @@
-"""cuDNN's fused attention, as torch calls it."""
+"""cuDNN's fused attention, through torch."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if q_BTHD.shape[1] == k_BSGD.shape[1] == 1:  # which cuDNN refuses: the same query twice, of which one found nothing
+    if q_BTHD.shape[1] == k_BSGD.shape[1] == 1:  # cuDNN refuses one query of one key: pass it twice, with dout = 0
         zero = torch.zeros_like(dout_BTHV)
         twice = [torch.cat([x, y], 1) for x, y in ((dout_BTHV, zero), (q_BTHD, q_BTHD), (out_BTHV, zero))]
         lse_BTH = lse_BTH.repeat(1, 2, 1)
@@ -33,7 +33,7 @@ def backward(
         return dq[:, :1], dk, dv
     dout, q, k, v, out = map(heads_first, (dout_BTHV, q_BTHD, k_BSGD, v_BSGV, out_BTHV))
     lse = heads_first(lse_BTH).contiguous()[..., None]
-    unused = torch.empty((), dtype=torch.int64, device=q.device)  # the dropout's seed and offset
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of dropout
     lengths = (None, None, q.shape[2], k.shape[2])
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse, unused, unused, None, *lengths, 0.0, causal, scale=scale

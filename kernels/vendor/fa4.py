@@ -1,4 +1,4 @@
-"""FlashAttention-4 (`pip install flash-attn-4`), where it is installed."""
+"""FlashAttention-4, if it is installed (`pip install flash-attn-4`)."""
 
 import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
@@ -17,7 +17,7 @@ def refuses(problem: Problem) -> str | None:
 
 def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = _flash_attn_fwd(q_BTHD, k_BSGD, v_BSGV, softmax_scale=scale, causal=causal, return_lse=True)[:2]
-    return out, heads_first(lse.masked_fill(lse == NEVER, torch.nan))  # it writes -inf for NaN; no row here is empty
+    return out, heads_first(lse.masked_fill(lse == NEVER, torch.nan))  # it writes -inf for NaN; no row is empty
 
 
 def backward(

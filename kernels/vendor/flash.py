@@ -1,4 +1,4 @@
-"""FlashAttention-2 as it is built into torch."""
+"""FlashAttention-2, which is built into torch."""
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     lengths = (None, None, q_BTHD.shape[1], k_BSGD.shape[1])
-    seed = torch.zeros(2, dtype=torch.uint64, device=q_BTHD.device)  # the dropout's, unused
+    seed = torch.zeros(2, dtype=torch.uint64, device=q_BTHD.device)  # of dropout, unused
     lse = heads_first(lse_BTH).contiguous()
     return torch.ops.aten._flash_attention_backward(
         dout_BTHV, q_BTHD, k_BSGD, v_BSGV, out_BTHV, lse, *lengths, 0.0, causal, seed, seed, scale=scale

@@ -1,11 +1,11 @@
-"""cuDNN's fused attention on JAX arrays: a step cut into full and causal tiles, one call a tile.
+"""cuDNN's fused attention on JAX arrays: a step is cut into full and causal tiles, with one call for each.
 
-jax.nn.dot_product_attention rounds the log-sum-exp to the dtype of the keys, which a ring cannot use. The call beneath
-it leaves cuDNN's own float32 statistics as they are, and its backward takes whichever statistics it is given. It makes
-delta = rowsum(dout * out) by itself, so with the lse and the out over all keys each tile's gradients are exact.
+jax.nn.dot_product_attention rounds the lse to the dtype of the keys, which is too coarse for a ring. The private
+function below it keeps cuDNN's float32 lse, and its backward accepts any lse. cuDNN computes delta = rowsum(dout * out)
+itself, so with the lse and the out over all keys each tile's gradients are exact.
 
-A gradient of the lse adds dlse to what delta is subtracted from. No `out` says that in every range of numbers, so it
-has a call of its own, in which values are 0: then ds = p * (0 - delta), and delta = -dlse is exact.
+If the lse has a gradient too, delta = rowsum(dout * out) - dlse. No `out` gives that delta in every range of numbers.
+So dlse takes a second call with values of 0, where ds = p * (0 - delta), and delta = -dlse is exact.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ def refuses(problem: Problem) -> str | None:
 
 
 class Delta(NamedTuple):
-    """What cuDNN takes in delta's place: the out over all keys, and the lse's gradient if it has one."""
+    """What cuDNN needs in place of delta: the out over all keys, and the lse's gradient if there is one."""
 
     out: Array
     dlse: Array | None
@@ -33,7 +33,7 @@ class Delta(NamedTuple):
 def prepare(
     q: Array, dout: Array, lse: Array, delta: Array, out: Array, dlse: Array | None = None
 ) -> tuple[Array, Array, Delta]:
-    """Out in the place of delta, since cuDNN makes delta itself."""
+    """Replaces delta by out, since cuDNN computes delta itself."""
     return dout.astype(q.dtype), lse, Delta(out.astype(q.dtype), dlse)
 
 
@@ -72,7 +72,7 @@ def backward(
     return dq.astype(exact) + more_q.astype(exact), dk.astype(exact) + more_k.astype(exact), dv
 
 
-PARTS = 3  # three numbers of 8 bits are as exact as one in float32
+PARTS = 3  # three bfloat16 numbers, of 8 bits each, are as exact as one float32 number
 
 
 def rows_with_delta(delta: Array, like: Array) -> tuple[Array, Array]:
@@ -89,10 +89,10 @@ def rows_with_delta(delta: Array, like: Array) -> tuple[Array, Array]:
 def fused_backward(
     q: Array, k: Array, v: Array, dout: Array, lse: Array, out: Array, causal: bool, scale: float
 ) -> tuple[Array, Array, Array]:
-    """cuDNN's own call."""
+    """cuDNN's backward for one tile."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    unused = jnp.zeros(0, q.dtype)  # the bias, lengths, offsets and pages that this call does without
+    unused = jnp.zeros(0, q.dtype)  # bias, lengths, offsets and pages
     dq, dk, dv = cudnn._dot_product_attention_bwd_p_wrapper.bind(
         q, k, v, *[unused] * 7, lse.swapaxes(1, 2), out, dout,
         scale=scale, seed=42, dropout_rate=0.0, variadic_args=(False, False),
@@ -104,8 +104,8 @@ def fused_backward(
 
 def without_softcap(softcap: float | None) -> None:
     if softcap is not None:
-        raise NotImplementedError(f"cuDNN has no softcap (got {softcap}); the reference has")
+        raise NotImplementedError(f"cuDNN does not support softcap={softcap}; use kernel='reference'")
 
 
 attend, attend_backward = over_tiles("cuDNN", forward, backward)
-KERNEL = JaxKernel(attend, attend_backward, refuses, prepare=prepare, parted=False)  # one call makes dq, dk and dv
+KERNEL = JaxKernel(attend, attend_backward, refuses, prepare=prepare, parted=False)  # one call computes dq, dk and dv

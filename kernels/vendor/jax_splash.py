@@ -1,11 +1,11 @@
-"""JAX's stock splash attention for TPUs, where the mask is known before the program is: a second opinion on ours.
+"""JAX's stock splash attention for TPUs, for masks that are known before tracing: a check of our own kernel.
 
-It takes any fixed mask, so a step is one tile of all queries and keys, whose mask is its intervals. Its backward
-kernels take whichever lse and delta they are given, and are called as they are: the public function keeps to its own
-lse, which a ring cannot use. They are private; a test compares every gradient.
+It takes any fixed mask, so a step is one tile of all queries and keys, whose mask is its intervals. The public function
+uses its own lse in the backward pass, which is wrong for a ring. So the private backward kernels are called, which take
+any lse and delta; a test compares every gradient.
 
-It does not say what differs from device to device (so no `check_vma`), divides by the sum of a row without keys, and
-wants q multiplied by the scale beforehand, which rounds it once more where the scale is no power of two.
+It does not support `check_vma`, it divides by zero for a row without keys, and it needs q multiplied by the scale,
+which rounds q once more unless the scale is a power of two.
 """
 
 from dataclasses import dataclass
@@ -24,25 +24,25 @@ from ringattn.kernels.partial import NEVER
 from ringattn.kernels.protocol import JaxKernel
 from ringattn.kernels.vendor.jax_tiles import over_tiles
 
-MOST = 512  # queries and keys a block
+MOST = 512  # queries and keys of a block, at most
 
 
 def refuses(problem: Problem) -> str | None:
     if problem.device not in ("tpu", "cpu"):
         return f"is a TPU kernel (interpreted on CPUs), and the device is {problem.device}"
     if problem.dtype not in (("bfloat16",) if problem.device == "tpu" else ("bfloat16", "float32")):
-        return f"takes bfloat16 (on CPUs float32 too; a TPU would round it), not {problem.dtype}"
-    return None if problem.known else "its mask is fixed before the program runs, and these documents are not"
+        return f"takes bfloat16 (and float32 on CPUs; a TPU would round it), not {problem.dtype}"
+    return None if problem.known else "needs a mask known before the program runs, and these documents are traced"
 
 
 def options(problem: Problem) -> dict[str, Any]:
-    """What the two functions are told beside the problem itself."""
+    """The kernel's own keyword arguments for this problem."""
     return {"interpret": problem.device != "tpu"}
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """Intervals [rows, T], as a value: equal if they say the same."""
+    """Intervals [rows, T] as a hashable value."""
 
     begin: bytes
     end: bytes
@@ -55,7 +55,7 @@ class Fixed:
 
 
 def cut(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Tile, ...]:
-    """The whole step as one tile, whose third part is its intervals; none where nobody sees anything."""
+    """The whole step as one tile, with its intervals in place of `causal`; no tile if no query sees a key."""
     if (begin >= end).all():
         return ()
     first, last = (np.ascontiguousarray(x, np.int32).tobytes() for x in (begin, end))
@@ -122,25 +122,25 @@ def backward(
 
 
 def operands(q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, scale: float) -> tuple[Array, Array, Array]:
-    """By heads, in whole blocks, q multiplied by the scale."""
+    """The operands by heads, padded to whole blocks, with q multiplied by the scale."""
     if axes_of(q_BTHD, k_BSGD, v_BSGV):
         raise NotImplementedError(
-            "kernel='stock_splash' does not say what differs from device to device; use shard_map(check_vma=False), or "
-            "kernel='splash'"
+            "kernel='stock_splash' does not support values that vary along mesh axes; use shard_map(check_vma=False), "
+            "or kernel='splash'"
         )
     bq, bk = divided(q_BTHD.shape[1], MOST), divided(k_BSGD.shape[1], MOST)
     return by_heads(q_BTHD * jnp.asarray(scale, q_BTHD.dtype), bq), by_heads(k_BSGD, bk), by_heads(v_BSGV, bk)
 
 
 def by_rows(run: Any, rows: int, *arrays: Array) -> Any:
-    """run(i, ...) over the batch, where i is the row of the intervals that a batch entry has."""
+    """run(i, ...) for each batch row, where i is its row of the intervals."""
     if rows == 1:
         return jax.vmap(lambda *x: run(0, *x))(*arrays)
     return jax.tree.map(lambda *x: jnp.stack(x), *(run(i, *(x[i] for x in arrays)) for i in range(rows)))
 
 
 def nonempty(seen: Fixed) -> Array:
-    """Which queries see a key at all, [rows, T, 1]."""
+    """Which queries see at least one key, [rows, T, 1]."""
     begin, end = seen.intervals
     return jnp.asarray(begin < end)[..., None]
 
@@ -153,11 +153,11 @@ def kernel_of(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     begin, end = (np.pad(x[row], (0, queries[1] - x.shape[1]))[:, None] for x in seen.intervals)
-    if (begin >= end).all():  # it must have something to do; rows without keys are cleared afterwards
+    if (begin >= end).all():  # the kernel needs some work; rows without keys are cleared afterwards
         begin, end = np.zeros_like(begin), np.ones_like(end)
 
     class Mask(masks.Mask):
-        """A block of it is made when it is asked for."""
+        """Intervals as a stock mask, of which blocks are computed on demand."""
 
         shape = (queries[1], keys)
 

@@ -1,7 +1,7 @@
-"""Attention tile by tile on JAX arrays: partials of tiles merge, and with the global lse their gradients add up.
+"""Attention tile by tile on JAX arrays: partials of tiles merge, and with the lse over all keys their gradients add up.
 
-One program serves all devices, so which tiles a step has is a `switch` among the few sets that any of them has. As in
-`tiles.py` of the torch side, except that nothing is written in place.
+One program serves all devices, so the tiles of a step are a `switch` among the few sets of tiles that occur. As
+`tiles.py` for torch, except that nothing is written in place.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.kernels.partial import NEVER, Partial, empty, merge
 
 # (q, k, v, causal, **score) -> out [B, T, H, V], lse [B, T, H], and (q, k, v, rows, causal, **score) -> dq, dk, dv:
-# rows are what `prepare` makes of (dout, lse, delta), and score is scale, softcap and the kernel's own options.
+# rows are the result of `prepare` for (dout, lse, delta), and score is scale, softcap and the kernel's own options.
 Forward = Callable[..., tuple[Array, Array]]
 Backward = Callable[..., tuple[Array, Array, Array]]
 
@@ -67,8 +67,8 @@ def chosen(name: str, where: Intervals, run: Callable[..., Any], arrays: tuple[A
     """run(tiles, *arrays) with the tiles of this device and step."""
     if where.choice is None:
         raise NotImplementedError(
-            f"{name} runs tiles that are known before the program is, and of these intervals none are; the reference "
-            "runs any intervals"
+            f"{name} needs tiles that are known before the program runs, and these intervals have none; use "
+            "kernel='reference', which takes any intervals"
         )
     sets = where.choice.sets
     if len(sets) == 1:
@@ -100,7 +100,7 @@ def backward_tiles(
 
 
 def accumulated(total: Array | None, part: Array, at: slice, like: Array, alone: bool) -> Array:
-    """total[:, at] + part in float32; a total that is not there yet begins as the part, with zeros around it."""
+    """total with `part` added to its [:, at], in float32; without a total, the part with zeros around it."""
     part = part.astype(accumulator(like))
     if total is None:
         return around(part, at, like)
@@ -108,10 +108,10 @@ def accumulated(total: Array | None, part: Array, at: slice, like: Array, alone:
 
 
 def around(part: Array, at: slice, like: Array, fill: float = 0.0) -> Array:
-    """`part` as the [:, at] of an array with as many tokens as `like`, which changes nothing elsewhere.
+    """`part` as the [:, at] of an array with as many tokens as `like`, with `fill` elsewhere.
 
-    Adding that to a total is one pass over it. Putting the part into the total in a branch copies the total first,
-    since the other branches were given it too: that pays where there are several parts.
+    Adding that to a total is one pass over it. To update the total in place, a branch of a `switch` must copy it first,
+    since all branches get it; that is faster only with several parts.
     """
     edges = [(0, 0), (at.start, like.shape[1] - at.stop)] + [(0, 0)] * (part.ndim - 2)
     return jnp.pad(part, edges, constant_values=fill)

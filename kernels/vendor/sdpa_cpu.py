@@ -1,8 +1,8 @@
-"""torch's own flash attention for CPUs: the tiles of a step on the machine that has no GPU, in every float dtype.
+"""torch's own flash attention for CPUs, tile by tile, in every float dtype.
 
-Inputs of 16 bits are computed in float32, which costs little here: the kernel would round weights to 16 bits. What it
-gets wrong goes to `tiled`: numbers that are not finite (it takes NaN for an empty row, and multiplies what a query does
-not see by 0), and large scores, since its lse is rounded to float32: merges and gradients start from it.
+16-bit inputs are computed in float32, which costs little here, since the kernel would round weights to 16 bits. `tiled`
+takes over where this kernel is wrong. It takes NaN for an empty row, and multiplies values that a query does not see by
+0. And it rounds the lse to float32, which is too coarse for merges and gradients of large scores.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from ringattn.kernels.total import Total
 from ringattn.kernels.vendor import equal_dims
 from ringattn.kernels.vendor.tiles import covers, heads_first, over_tiles, row_delta, sums_of
 
-LARGE = 64.0  # a score from which on float32 rounds an lse by more than 2e-6, and a merge's weights with it
+LARGE = 64.0  # from this score on float32 rounds an lse, and the weights of a merge, by more than 2e-6
 
 
 def refuses(problem: Problem) -> str | None:
@@ -27,7 +27,7 @@ def refuses(problem: Problem) -> str | None:
         return f"sdpa_cpu runs on the CPU, not on {problem.device}"
     if not problem.tiles:
         return "these intervals are not known to be a few full or causal rectangles"
-    return "sdpa_cpu has no softcap" if problem.softcap else equal_dims(problem, "sdpa_cpu")
+    return "sdpa_cpu does not support softcap" if problem.softcap else equal_dims(problem, "sdpa_cpu")
 
 
 def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -101,12 +101,12 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def finite(*tensors: Tensor) -> bool:
-    """Whether all numbers are, in one pass over each; False too where a sum is not."""
+    """Whether all numbers are finite, by the sum of each tensor; also False if a sum overflows."""
     return all(bool(x.sum().isfinite()) for x in tensors)
 
 
 def largest_score(q_BTHD: Tensor, k_BSGD: Tensor, scale: float) -> float:
-    """A bound of all scores: the longest query times the longest key."""
+    """An upper bound of all scores: the norm of the longest query times that of the longest key."""
     if not q_BTHD.numel() or not k_BSGD.numel():
         return 0.0
     longest = [float(torch.linalg.vector_norm(x, dim=-1).max()) for x in (q_BTHD, k_BSGD)]

@@ -1,8 +1,8 @@
-"""Attention tile by tile: partials of tiles merge, and with the global lse the gradients of tiles add up.
+"""Attention tile by tile: partials of tiles merge, and with the lse over all keys the gradients of tiles add up.
 
-A vendor's backward computes delta = rowsum(dout * out) by itself and uses `out` for nothing else. Given the out over
-all keys, each tile is exact. If the lse has a gradient too, or out is on another rank, no `out` gives the right delta
-in every range of numbers: then out= is left out, and our own kernel, which takes delta, does the work.
+A vendor's backward computes delta = rowsum(dout * out) itself and uses `out` for nothing else. Given the out over all
+keys, each tile is exact. If the lse has a gradient too, or out is on another rank, no `out` gives the right delta in
+every range of numbers. Then call without out=, and our own kernel, which takes delta, computes the gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def over_tiles(name: str, forward: Forward, backward: Backward, refuses: Callable[..., str | None]) -> TorchKernel:
-    """The kernel that runs a vendor's two functions of one tile over all tiles of a step."""
+    """A kernel that runs a vendor's two functions of one tile over all tiles of a step."""
 
     def attend(
         q_BTHD: Tensor,
@@ -50,7 +50,7 @@ def over_tiles(name: str, forward: Forward, backward: Backward, refuses: Callabl
         if len(tiles) == 1 and carry is None and covers(tiles[0].queries, q_BTHD.shape[1]):
             part = run(tiles[0])
             return Partial(part.out.to(dtype), part.lse)
-        between = untouched([tile.queries for tile in tiles], q_BTHD.shape[1])  # if each row is merged once at most
+        between = untouched([tile.queries for tile in tiles], q_BTHD.shape[1])  # None: a row has several merges
         total = carry or empty(q_BTHD, v_BSGV.shape[-1])
         if between is None:
             total = Partial(total.out.to(exact), total.lse)
@@ -95,7 +95,7 @@ def over_tiles(name: str, forward: Forward, backward: Backward, refuses: Callabl
 
 
 def sums_of(totals: Callable[..., tuple[Total, Total, Total]]) -> Callable[..., tuple[Tensor, ...]]:
-    """`attend_backward` of a kernel that leaves its gradients as parts to be added."""
+    """`attend_backward` of a kernel that has `totals`."""
 
     def attend_backward(
         *inputs: Any, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None, **options: Any
@@ -110,31 +110,31 @@ def sums_of(totals: Callable[..., tuple[Total, Total, Total]]) -> Callable[..., 
 
 
 def cut(x: Tensor, rows: slice) -> Tensor:
-    """Those rows of a tensor; all of them at no cost."""
+    """These rows of a tensor; the tensor itself if they are all."""
     return x if covers(rows, x.shape[1]) else x[:, rows]
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """`x` with its last dim contiguous, which vendors take for granted."""
+    """`x` with a contiguous last dim, which vendor kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def tiles_or_refuse(name: str, where: Intervals, softcap: float | None) -> tuple[Tile, ...]:
     if softcap is not None:
-        raise NotImplementedError(f"{name} has no softcap (got {softcap}); the triton and tiled kernels have")
+        raise NotImplementedError(f"{name} does not support softcap={softcap}; the triton and tiled kernels do")
     if where.tiles is None:
         raise NotImplementedError(
-            f"{name} runs full and causal rectangles only, and these intervals are not known to be few of them "
+            f"{name} runs full and causal rectangles only, and these intervals come without them "
             "(kernels.intervals.tiles_of finds them); the triton and tiled kernels run any intervals"
         )
     return where.tiles
 
 
 def merge_rows(total: Partial, rows: slice, part: Partial, into: Partial) -> None:
-    """into[:, rows] <- total[:, rows] + part."""
+    """into[:, rows] = merge(total[:, rows], part)."""
     mine, new = (Partial(x.out[:, rows], x.lse[:, rows]) for x in (total, into))
     if total.out.is_cuda and total.lse.dtype == torch.float32:
-        from ringattn.kernels.triton.merge import merge_into, merge_stack  # comes with every torch that has a GPU
+        from ringattn.kernels.triton.merge import merge_into, merge_stack  # triton is part of torch for GPUs
 
         if into is total:
             merge_into(mine, part)
@@ -159,7 +159,7 @@ def untouched(queries: Sequence[slice], length: int) -> list[slice] | None:
 
 
 def largest_first(tiles: Sequence[Tile]) -> list[Tile]:
-    """While a large one runs, the next ones are launched."""
+    """The tiles by size: while a large one runs, the host launches the next ones."""
     return sorted(tiles, key=area, reverse=True)
 
 
@@ -169,16 +169,16 @@ def area(tile: Tile) -> int:
 
 
 def own_backward(q: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """The `attend_backward` of our own kernel for q's device, which takes delta as numbers."""
+    """The `attend_backward` of our own kernel for q's device, which takes delta."""
     if q.is_cuda:
-        from ringattn.kernels.triton import backward  # comes with every torch that has a GPU
+        from ringattn.kernels.triton import backward  # triton is part of torch for GPUs
 
         return backward.attend_backward
     return tiled.attend_backward
 
 
 def row_delta(out_BTHV: Tensor, dout_BTHV: Tensor, dlse_BTH: Tensor | None = None) -> Tensor:
-    """rowsum(dout * out) - dlse, in one fused pass where there is a GPU."""
+    """rowsum(dout * out) - dlse, in one fused pass on GPUs."""
     if out_BTHV.is_cuda and accumulator(out_BTHV) == torch.float32:
         from ringattn.kernels.triton import backward
 
