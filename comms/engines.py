@@ -45,10 +45,10 @@ class Lanes(Protocol):
     def finish(self) -> "End":
         """The end of all work of both lanes so far."""
 
-    def apart(self, lane: int) -> Any:
+    def on(self, lane: int) -> Any:
         """A context in which torch launches its work on this lane."""
 
-    def recorded(self) -> bool:
+    def capturing(self) -> bool:
         """Whether launches are being captured into a CUDA graph."""
 
     def attach(self) -> None:
@@ -95,7 +95,7 @@ class CopyEngines:
 
     def fill(self, lane: int, to: torch.Tensor, source: torch.Tensor) -> None:
         self.flush(lane)
-        with self.apart(lane):
+        with self.on(lane):
             to.copy_(source)
 
     def precede(self, lane: int) -> None:
@@ -114,10 +114,10 @@ class CopyEngines:
             self.flush(lane)
         return Events([stream.record_event() for stream in self.streams[:AID]], self.device)
 
-    def apart(self, lane: int) -> Any:
+    def on(self, lane: int) -> Any:
         return torch.cuda.stream(self.streams[lane])
 
-    def recorded(self) -> bool:
+    def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
     def attach(self) -> None:

@@ -61,19 +61,19 @@ class MeshAxis:
 
     def all_to_all(self, x: Any, split: int, join: int) -> Done:
         """Cut `x` into `size` pieces along dim `split`, send piece i to rank i, join what arrives along dim `join`."""
-        if self.size > 1 and automatic_beside():
+        if self.size > 1 and automatic_axes():
             return Done(joined(self.swapped(pieces(x, self.size, split)), join))
         return Done(x if self.size == 1 else lax.all_to_all(x, self.name, split, join, tiled=True))
 
     def all_gather(self, x: Any, dim: int = 0) -> Done:
         """The `x` of all ranks, joined along `dim` in rank order."""
-        if self.size > 1 and automatic_beside():
+        if self.size > 1 and automatic_axes():
             return Done(joined(self.swapped(jnp.broadcast_to(x, (self.size, *x.shape))), dim))
         return Done(x if self.size == 1 else lax.all_gather(x, self.name, axis=dim, tiled=True))
 
     def reduce_scatter(self, x: Any, dim: int = 0) -> Done:
         """The sum of the `x` of all ranks, of which rank i gets piece i along `dim`."""
-        if self.size > 1 and automatic_beside():
+        if self.size > 1 and automatic_axes():
             return Done(self.swapped(pieces(x, self.size, dim)).sum(0))
         return Done(x if self.size == 1 else lax.psum_scatter(x, self.name, scatter_dimension=dim, tiled=True))
 
@@ -89,7 +89,7 @@ class MeshAxis:
         return jnp.take(found, (self.rank - ranks) % self.size, axis=0)
 
 
-def automatic_beside() -> dict[str, int]:
+def automatic_axes() -> dict[str, int]:
     """Inside a shard_map: the sizes of the axes of more than one device that it leaves to the compiler."""
     here = jax.sharding.get_abstract_mesh()
     kinds = zip(here.axis_names, here.axis_types, strict=True)

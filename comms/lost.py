@@ -100,7 +100,7 @@ def who_is_missing(message: str) -> str:
 
 def roll_call() -> list[int]:
     """The ranks that do not answer in time. Every rank whose collective failed calls it, which is its answer."""
-    limit = patience(dist.group.WORLD)
+    limit = timeout_of(dist.group.WORLD)
     end = time.monotonic() + min(ROLL_CALL, limit.total_seconds() / 2 if limit else ROLL_CALL)
     absent = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
     try:
@@ -116,7 +116,7 @@ def roll_call() -> list[int]:
 
 def meet(what: str, mine: str) -> None:
     """Check that all ranks call this in time with equal arguments; the error names those that do not."""
-    world, limit = dist.group.WORLD, patience(dist.group.WORLD)
+    world, limit = dist.group.WORLD, timeout_of(dist.group.WORLD)
     if limit is None:  # a group whose ranks do not exist
         return
     met = MET.setdefault(world, Counter())
@@ -165,7 +165,7 @@ def store_of(what: str) -> Any:
     return dist.PrefixStore(f"ringattn {what}", dist.distributed_c10d._get_default_store())
 
 
-def patience(group: Any, device_type: str = "") -> timedelta | None:
+def timeout_of(group: Any, device_type: str = "") -> timedelta | None:
     """The time-out of a group, or None if it has none, as a fake group."""
     devices = [torch.device(device_type)] if device_type else group._device_types
     for backend in (backend_of(group, device) for device in devices):
@@ -175,7 +175,7 @@ def patience(group: Any, device_type: str = "") -> timedelta | None:
     return None
 
 
-def set_patience(limit: timedelta, group: Any = None) -> None:
+def set_timeout(limit: timedelta, group: Any = None) -> None:
     """Set the time-out of all backends of a group, by default of the world group."""
     group = group or dist.group.WORLD
     for device in group._device_types:

@@ -34,7 +34,7 @@ def weight(groups: Iterable[Sequence[Piece]]) -> int:
     return sum(piece.rows * piece.size for group in groups for piece in group)
 
 
-def is_few(x: Tensor) -> bool:
+def has_few_runs(x: Tensor) -> bool:
     """Whether a tensor has few enough runs to be moved without packing."""
     return x.is_contiguous() or count_runs(x) <= MANY
 
@@ -60,7 +60,7 @@ def layout_of(
     found: list[Run] = []
     for i, (dtype, shape, stride) in enumerate(kinds):
         slices = Slices([torch.empty_strided(shape, stride, dtype=dtype, device="meta")], places)
-        if not all(map(is_few, slices)):
+        if not all(map(has_few_runs, slices)):
             return None
         found += [(i * APART + at, size, i) for at, size, _ in joined(slices)]  # the address of a meta tensor is 0
     return [[(*divmod(at, APART), size, rows, pitch) for at, size, rows, pitch in batch] for batch in batches(found)]

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringattn.comms.axis import Axis, Ranks, Solo
 from ringattn.comms.local import LocalMesh
-from ringattn.comms.lost import meet, patience, set_patience
+from ringattn.comms.lost import meet, set_timeout, timeout_of
 from ringattn.comms.process_group import CollectiveAxis, ProcessGroupAxis
 from ringattn.comms.symmetric import over_nccl, shared_axis
 
@@ -57,7 +57,7 @@ def init_mesh(
             f"no ranks were started: run this under torchrun --nproc-per-node={need}, or call "
             "torch.distributed.init_process_group first; ringattn.comms.local.run runs ranks as threads of one process"
         ) from error
-    limit_waiting(patience(dist.group.WORLD, device_type), mesh)
+    set_timeouts(timeout_of(dist.group.WORLD, device_type), mesh)
     return mesh
 
 
@@ -71,14 +71,14 @@ def take_gpu() -> None:
         torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=dist.get_rank()) % torch.cuda.device_count())
 
 
-def limit_waiting(limit: timedelta | None, *meshes: DeviceMesh) -> None:
+def set_timeouts(limit: timedelta | None, *meshes: DeviceMesh) -> None:
     """Set the time-out of all axes of these meshes.
 
     By default torch gives the groups of a mesh a time-out of their own, of half an hour over gloo.
     """
     if limit is not None:
         for group in (mesh.get_group(name) for mesh in meshes for name in axis_names(mesh)):
-            set_patience(limit, group)
+            set_timeout(limit, group)
 
 
 def _has_nccl() -> bool:
@@ -150,5 +150,5 @@ def cut(mesh: DeviceMesh, name: str, sizes: dict[str, int]) -> DeviceMesh:
     shape = {n: s for part in parts for n, s in part.items()}
     meet("mesh", described(shape, mesh.device_type))
     made = DeviceMesh(mesh.device_type, mesh.mesh.reshape(*shape.values()), mesh_dim_names=tuple(shape))
-    limit_waiting(patience(mesh.get_group(name), mesh.device_type), made)
+    set_timeouts(timeout_of(mesh.get_group(name), mesh.device_type), made)
     return made

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringattn.comms import messages
 from ringattn.comms.axis import ByRank, Pending, Then
-from ringattn.comms.lost import Lost, broken, patience
+from ringattn.comms.lost import Lost, broken, timeout_of
 from ringattn.comms.moves import Moves, as_stored, rotated
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class ProcessGroupAxis(Moves):
 
         A gloo group keeps the time-out it was made with, for a mesh torch's default, even if another one is set later.
         """
-        limit = patience(group, "cpu") if (group := self.known()) is not None else None
+        limit = timeout_of(group, "cpu") if (group := self.known()) is not None else None
         return () if limit is None else (limit,)
 
     def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
@@ -271,7 +271,7 @@ def twin(group: dist.ProcessGroup, purpose: str, device: str, **options: Any) ->
     """Another group of the same ranks with the same time-out; one for each purpose, cached."""
     known = TWINS.setdefault(group, {})
     if purpose not in known:
-        limit, ranks = patience(group, device), dist.get_process_group_ranks(group)
+        limit, ranks = timeout_of(group, device), dist.get_process_group_ranks(group)
         known[purpose] = dist.new_group(ranks, timeout=limit, use_local_synchronization=True, **options)
     made: dist.ProcessGroup = known[purpose]
     return made

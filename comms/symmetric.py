@@ -24,7 +24,7 @@ from torch import Tensor
 from ringattn.comms import messages
 from ringattn.comms.axis import Axis, ByRank, Done, Pending, Slices
 from ringattn.comms.engines import IN, OUT, CopyEngines, End, Lanes
-from ringattn.comms.memory import Piece, batches, is_few, joined, located, weight
+from ringattn.comms.memory import Piece, batches, has_few_runs, joined, located, weight
 from ringattn.comms.moves import Moves
 from ringattn.comms.process_group import alive, hosts_of
 from ringattn.comms.watch import Watch
@@ -116,7 +116,7 @@ class SymmetricAxis(Moves):
         flight = Flight(self.lanes, self.watch, tensors, leaving, into, arriving)
         expect = partial(self.watch.expect, what=what)
         if readers:
-            self.peers.show(readers, 0, leaving.batches[:SHARED], expect)
+            self.peers.put_shared(readers, 0, leaving.batches[:SHARED], expect)
             self.lanes.precede(OUT)
         try:
             result = work()
@@ -131,9 +131,9 @@ class SymmetricAxis(Moves):
         for i in range(max(len(later), *(len(each.batches) for each in arriving.values()), 0)):
             for source, each in arriving.items():
                 if i < len(each.batches):
-                    self.peers.see(source, i, each.batches[i], expect)
+                    self.peers.take_shared(source, i, each.batches[i], expect)
             if i < len(later):
-                self.peers.show(readers, SHARED + i, [later[i]], expect)
+                self.peers.put_shared(readers, SHARED + i, [later[i]], expect)
         self.unpack(arriving)
 
     def steps_from(self, item: tuple[int, Any]) -> int:
@@ -156,15 +156,15 @@ class SymmetricAxis(Moves):
         known = located(tensors) if isinstance(tensors, Slices) else None
         if known is not None:
             return Batched(known, [])
-        pairs = [(x, x if is_few(x) else elsewhere(x)) for x in tensors]
+        pairs = [(x, x if has_few_runs(x) else elsewhere(x)) for x in tensors]
         return Batched(list(batches(joined([y for _, y in pairs]))), [(x, y) for x, y in pairs if x is not y])
 
     def packed(self, x: Tensor) -> Tensor:
-        with self.lanes.apart(OUT):
+        with self.lanes.on(OUT):
             return x.contiguous()
 
     def buffer(self, x: Tensor) -> Tensor:
-        with self.lanes.apart(IN):
+        with self.lanes.on(IN):
             return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 

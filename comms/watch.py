@@ -35,7 +35,7 @@ class Watch:
 
     def expect(self, lane: int, peer: int, what: str) -> None:
         """Note that the lane now waits for that peer, and let it write here when the wait is over."""
-        if self.lanes.recorded():
+        if self.lanes.capturing():
             return
         self.expected[lane, peer] += 1
         number = self.expected[lane, peer]

@@ -85,7 +85,9 @@ class Peers:
             expect(OUT, peer)
         self.put(puts)
 
-    def show(self, readers: Sequence[int], first: int, batches: Iterable[Sequence[Piece]], expect: Expect) -> None:
+    def put_shared(
+        self, readers: Sequence[int], first: int, batches: Iterable[Sequence[Piece]], expect: Expect
+    ) -> None:
         """Put batches into shared slots for several readers, from slot `first` on.
 
         Waits until the slots are free for all ranks, readers now or not, and frees them at once for those that are not.
@@ -116,7 +118,7 @@ class Peers:
         self.received[peer] += 1
         self.take(peer, slot, pieces, expect)
 
-    def see(self, peer: int, piece: int, pieces: Sequence[Piece], expect: Expect) -> None:
+    def take_shared(self, peer: int, piece: int, pieces: Sequence[Piece], expect: Expect) -> None:
         """Receive a batch from a shared slot of that rank."""
         self.take(peer, piece % SHARED, pieces, expect)
 

@@ -96,10 +96,10 @@ class ThreadLanes:
             self.put(lane, end.set)
         return Ends(ends)
 
-    def apart(self, lane):
+    def on(self, lane):
         return nullcontext()
 
-    def recorded(self):
+    def capturing(self):
         return False
 
     def attach(self):
@@ -325,7 +325,7 @@ def test_batches_are_the_bytes_of_their_tensors_in_order(seed, monkeypatch):
     whole = b"".join(x.contiguous().numpy().tobytes() for x in parts)
     slots = [whole[i : i + memory.SLOT] for i in range(0, len(whole), memory.SLOT)]
     known = memory.located(parts)
-    assert (known is None) == (not all(map(memory.is_few, parts)))
+    assert (known is None) == (not all(map(memory.has_few_runs, parts)))
     for found in (known, list(memory.batches(memory.joined(parts)))):
         if found is not None:
             assert [b"".join(map(read, batch)) for batch in found] == slots

@@ -132,8 +132,8 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
     mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses or 1, device_type=device.type)
     everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
     limit = timedelta(seconds=config.cluster.timeout)
-    lost.set_patience(limit)
-    meshes.limit_waiting(limit, mesh, everyone)
+    lost.set_timeout(limit)
+    meshes.set_timeouts(limit, mesh, everyone)
     there = device.type == config.device
     plan = choosing.plan(
         mesh if there else elsewhere(config.device, [(s.ring or 1, s.ulysses or 1)]),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ringattn.comms.jax import automatic_beside, generation
+from ringattn.comms.jax import automatic_axes, generation
 from ringattn.kernels import pallas
 from ringattn.kernels.intervals import Choice, Intervals, Sets, Tile, tiles_of
 from ringattn.kernels.protocol import JaxKernel
@@ -257,7 +257,7 @@ def score_of(
 
 def refuse_automatic(kernel: str) -> None:
     """Raise inside a shard_map that leaves axes to the compiler: it can cut jax.numpy, but no kernel's own call."""
-    if left := automatic_beside():
+    if left := automatic_axes():
         axes = ", ".join(f"{name}={size}" for name, size in left.items())
         raise NotImplementedError(
             f"kernel={kernel!r} on a mesh with the automatic axes {axes}: the compiler cannot cut the kernel's call by "
