@@ -16,7 +16,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: plain(one) for key, one in value.items()}
     raise TypeError(
-        f"ranks exchange None, bools, numbers, strings, lists and dicts with string keys, but got "
+        "ranks exchange None, bools, numbers, strings, lists and dicts with string keys, but got "
         f"{type(value).__name__} ({value!r:.80})"
     )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.linear import Later, Room, Scan, State, now
+from ringattn.kernels.linear import Deferred, Scan, ShapeAndDtype, State, resolve
 from ringattn.kernels.protocol import LinearKernel
 
 CHUNK = 64
@@ -52,19 +52,19 @@ def scan_gradients(q: Tensor, dout: Tensor, g: Tensor | None, begin: Tensor | No
     return scanned(own, backward=True)
 
 
-def room(k: Tensor, v: Tensor) -> Room:
+def states_shape(k: Tensor, v: Tensor) -> ShapeAndDtype:
     """The shape and dtype of the states before all chunks, [B, H, N, K, V]."""
     B, T, H, K = k.shape
     return (B, H, -(-T // CHUNK), K, v.shape[-1]), accumulator(k)
 
 
 def read_out(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan, start_kv: Later,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan, start_kv: Deferred,
     scale: float, kept: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """out [B, T, H, V] in q's dtype: the products within each chunk, plus q times the state before it."""
     out = q.new_empty(*q.shape[:3], v.shape[-1])
-    state = now(start_kv)
+    state = resolve(start_kv)
     for n, p in enumerate(pieces(q, v)):
         d, qs, ks, vs = decays(k, g, begin, p), chunks(q, p) * scale, chunks(k, p), chunks(v, p)
         own = scan.saved[n] if scan.saved else own_states(ks, vs, d)
@@ -76,15 +76,15 @@ def read_out(
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan | Tensor, start_kv: Later,
-    rscan: Scan, dout: Tensor, dend_kv: Later, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan | Tensor, start_kv: Deferred,
+    rscan: Scan, dout: Tensor, dend_kv: Deferred, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dg) in the dtypes and shapes of their inputs; `dend_kv` is the gradient for the end state."""
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     dg = None if g is None else torch.empty_like(g, memory_format=torch.contiguous_format)
     parts = pieces(q, v)
     starts = [] if isinstance(scan, Tensor) else before_pieces(k, v, g, begin, scan, start_kv)
-    dstate = now(dend_kv)
+    dstate = resolve(dend_kv)
     for n, p in reversed(list(enumerate(parts))):
         d, qs, ks = decays(k, g, begin, p), chunks(q, p) * scale, chunks(k, p)
         vs, douts = chunks(v, p), chunks(dout, p)
@@ -109,10 +109,10 @@ def gradients(
 
 
 def before_pieces(
-    k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan, start_kv: Later
+    k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan, start_kv: Deferred
 ) -> list[Tensor | None]:
     """The state before each piece."""
-    parts, states = pieces(k, v), [now(start_kv)]
+    parts, states = pieces(k, v), [resolve(start_kv)]
     for n, p in enumerate(parts[:-1]):
         own = scan.saved[n] if scan.saved else own_states(chunks(k, p), chunks(v, p), decays(k, g, begin, p))
         states.append(walk(own, states[-1])[1])
@@ -272,4 +272,4 @@ def prefix(x: Tensor) -> Tensor:
     return x.new_ones(x.shape[-2], x.shape[-2]).tril(-1) @ x
 
 
-KERNEL = LinearKernel(scan_states, read_out, scan_gradients, gradients, room)
+KERNEL = LinearKernel(scan_states, read_out, scan_gradients, gradients, states_shape)

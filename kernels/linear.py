@@ -11,7 +11,7 @@ Every implementation is a `protocol.LinearKernel`, and must equal `recurrent`. R
     read_out(q, k, v, g, begin, scan, start_kv, scale[, kept]) -> out     given the start state
     scan_gradients(q, dout, g, begin, scale) -> Scan             the start state's gradient, if the end state's is zero
     gradients(q, k, v, g, begin, scan, start_kv, rscan, dout, dend_kv, scale) -> dq, dk, dv, dg
-    room(k, v) -> Room                                           shape and dtype of the states before all chunks
+    states_shape(k, v) -> ShapeAndDtype                          of the states before all chunks
 
 The start state is the state before the first token, the end state the one behind the last token. The backward pass
 needs the state before every chunk again. `read_out` writes them to `kept` if it is given, and `gradients` takes `kept`
@@ -22,7 +22,7 @@ the index of the first token of each token's document, relative to the first tok
 (or None) see `start_kv`; the others see a state that was reset at `begin`. Gates of -inf would do the same, but they
 would cost the sums of gates their precision.
 
-`start_kv` and `dend_kv` may be functions that wait for the state (`now`): kernels first launch what does not need it.
+`start_kv` and `dend_kv` may be functions that wait for the state (`resolve`), so that kernels launch other work first.
 """
 
 from collections.abc import Callable
@@ -48,10 +48,10 @@ class State(NamedTuple):
         return self.log_decay.exp()[..., None] * kv + self.kv
 
 
-Later = Tensor | Callable[[], Tensor | None] | None
+Deferred = Tensor | Callable[[], Tensor | None] | None  # a state, or a function that waits for it
 
 
-def now(x: Later) -> Tensor | None:
+def resolve(x: Deferred) -> Tensor | None:
     """The state; waits for it if it is still travelling."""
     return x() if callable(x) else x
 
@@ -63,7 +63,7 @@ class Scan(NamedTuple):
     saved: Any = None
 
 
-Room = tuple[tuple[int, ...], Any]  # the shape and dtype of the states before all chunks
+ShapeAndDtype = tuple[tuple[int, ...], Any]
 
 
 def compose(earlier: State, later: State) -> State:

@@ -92,5 +92,5 @@ class LinearKernel:
     read_out: Callable[..., Any]
     scan_gradients: Callable[..., Any]
     gradients: Callable[..., Any]
-    room: Callable[..., Any]
+    states_shape: Callable[..., Any]
     refuses: "Callable[[Problem], str | None]" = serves

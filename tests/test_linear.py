@@ -23,7 +23,7 @@ def found(given, begin, start=True, passes=chunkwise, keep=False):
     q, k, v, g, dout, dend = (given[n] for n in ("q", "k", "v", "g", "dout", "dend"))
     state, scale = given["state"] if start else None, K**-0.5
     own = passes.scan_states(k, v, g, begin)
-    sizes, dtype = passes.room(k, v)
+    sizes, dtype = passes.states_shape(k, v)
     kept = torch.full(sizes, torch.nan, dtype=dtype) if keep else None
     out = passes.read_out(q, k, v, g, begin, own, state, scale, kept)
     back = passes.scan_gradients(q, dout, g, begin, scale)

@@ -97,7 +97,7 @@ def truth_of(x: Given) -> dict[str, torch.Tensor]:
 def found_by(x: Given, kernels: object = linear, keep: bool = False) -> dict[str, torch.Tensor]:
     """The passes, one after the other, as one rank runs them; `keep`: the states before all chunks, for backward."""
     scan = kernels.scan_states(x.k, x.v, x.g, x.begin)
-    sizes, dtype = kernels.room(x.k, x.v)
+    sizes, dtype = kernels.states_shape(x.k, x.v)
     kept = torch.full(sizes, torch.nan, dtype=dtype, device=DEVICE) if keep else None
     out = kernels.read_out(x.q, x.k, x.v, x.g, x.begin, scan, x.start, x.scale, kept)
     rscan = kernels.scan_gradients(x.q, x.dout, x.g, x.begin, x.scale)

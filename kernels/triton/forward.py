@@ -50,7 +50,8 @@ def forward_kernel(
     middle has no mask. `span` says why the middle takes two phases.
 
     Why at the odd places:
-    - `rise`: without a softcap the scale is applied inside exp2, where it is one fused multiply-add a score.
+    - `rise`: without a softcap the scale is applied inside exp2, where it is one fused multiply-add a score. It is
+      positive, so the maximum can be taken before it is applied.
     - `zero`: a row that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN. Only a masked tile can leave
       a row so, because a block with an empty row has no middle.
     - A float64 lse (float32 inputs) does not fit into m, which is float32: sum and acc take the rest as a factor.

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels import Problem
-from ringattn.kernels.linear import Later, Room, Scan, State, now
+from ringattn.kernels.linear import Deferred, Scan, ShapeAndDtype, State, resolve
 from ringattn.kernels.protocol import LinearKernel
 from ringattn.kernels.triton import cannot_run
 from ringattn.kernels.triton.blocks import launch
@@ -102,31 +102,31 @@ def scan_gradients(q: Tensor, dout: Tensor, g: Tensor | None, begin: Tensor | No
     return Call(q, dout, g, begin).scan(q, dout, scale, reverse=True)
 
 
-def room(k: Tensor, v: Tensor) -> Room:
+def states_shape(k: Tensor, v: Tensor) -> ShapeAndDtype:
     """The shape and dtype of the states before all chunks, [B, N, H, K, V]."""
-    return Call(k, v, None, None).room()
+    return Call(k, v, None, None).states_shape()
 
 
 def read_out(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan, start_kv: Later,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan, start_kv: Deferred,
     scale: float, kept: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """out [B, T, H, V] in q's dtype: the products within each chunk, plus q times the state before it."""
     call = Call(k, v, g, begin)
     a = call.scores(q, k, scan.saved.strongest, scale)  # before start_kv is needed, which may still travel
-    states = call.states(k, v, scan.saved, now(start_kv), 1.0, reverse=False, kept=kept)
+    states = call.states(k, v, scan.saved, resolve(start_kv), 1.0, reverse=False, kept=kept)
     return call.apply(q, v, a, states, scale, reverse=False)
 
 
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan | Tensor, start_kv: Later,
-    rscan: Scan, dout: Tensor, dend_kv: Later, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan | Tensor, start_kv: Deferred,
+    rscan: Scan, dout: Tensor, dend_kv: Deferred, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(dq, dk, dv, dg) in the dtypes and shapes of their inputs; `dend_kv` is the gradient for the end state."""
     call, strongest = Call(k, v, g, begin), rscan.saved.strongest
-    states = scan if isinstance(scan, Tensor) else call.states(k, v, scan.saved, now(start_kv), 1.0, reverse=False)
+    states = scan if isinstance(scan, Tensor) else call.states(k, v, scan.saved, resolve(start_kv), 1.0, reverse=False)
     a = call.scores(q, k, strongest, scale)  # before dend_kv is needed, which may still travel
-    dstates = call.states(q, dout, rscan.saved, now(dend_kv), scale, reverse=True)
+    dstates = call.states(q, dout, rscan.saved, resolve(dend_kv), scale, reverse=True)
     dv = call.apply(k, dout, a, dstates, 1.0, reverse=True)
     dq, dk, dg = call.gradients(q, k, v, dout, states, dstates, strongest, scale)
     return dq, dk, dv, dg
@@ -196,7 +196,7 @@ class Call:
         )  # fmt: skip
         return Scan(whole, Segments(before, passed, strongest))
 
-    def room(self) -> Room:
+    def states_shape(self) -> ShapeAndDtype:
         """The shape and dtype of the result of `states`."""
         return (self.B, self.N, self.H, self.K, self.V), self.inner
 
@@ -205,7 +205,7 @@ class Call:
         kept: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The third pass: the state before (in reverse: behind) each chunk, [B, N, H, K, V], starting from `first`."""
-        sizes, dtype = self.room()
+        sizes, dtype = self.states_shape()
         found = self.empty(*sizes, dtype=dtype) if kept is None else kept
         begins = x if first is None else first.float().contiguous()
         others = (begins, saved.before, saved.passed, found, saved.before, saved.passed, saved.strongest)
@@ -275,4 +275,4 @@ def refuses(problem: Problem) -> str | None:
     return None
 
 
-KERNEL = LinearKernel(scan_states, read_out, scan_gradients, gradients, room, refuses)
+KERNEL = LinearKernel(scan_states, read_out, scan_gradients, gradients, states_shape, refuses)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ringattn.kernels.partial import Partial, Streams
 from ringattn.kernels.triton.launch import kind_of, launch, power_of_2
 
-STACK = 128  # how many partials one program can hold; `merge_stack` first merges the rest of longer stacks
+STACK = 128  # partials that one program can hold; `merge_stack` merges the rest of longer stacks first
 
 
 @triton.jit(do_not_specialize=["N", "B", "T", "H"])
@@ -40,9 +40,10 @@ def merge_kernel(
     same time, as a tile [BLOCK_N, BLOCK_R, BLOCK_V], and reduces along N. Carry and sinks are merged after that, as two
     more sides with statistics (out, max, sum).
 
-    Why at the odd places: the lse, out and new memory may be float64 or 16 bits, so an old lse is split into a float32
-    maximum and a factor `one`, which is 0 for an empty side. The out of an empty side is not loaded, since it may be
-    NaN. Where the carry is overwritten, a program owns whole rows (`merge_once`), or columns would read a new lse.
+    Why at the odd places: an lse may be float64, so an old one is split into a float32 maximum and a factor `one`,
+    which is 0 for an empty side. The out of an empty side is not loaded, since it may be NaN. If the carry is
+    overwritten, a program owns whole rows (`merge_once`): otherwise one program could read an lse that another one has
+    replaced.
     """
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -113,7 +114,7 @@ def merge_stack(
     """
     out, top = parts[:2]
     n = out.shape[0]
-    while n > STACK:  # fold the tail, so that the last launch sees at most STACK
+    while n > STACK:  # merge the rest first, so that the last launch gets at most STACK
         keep = n - STACK
         tail = type(parts)(*(x[keep:] for x in parts))
         carry, parts, n = merge_stack(tail, carry), type(parts)(*(x[:keep] for x in parts)), keep

@@ -37,6 +37,7 @@ def over_tiles(name: str, forward: Forward, backward: Backward, refuses: Callabl
         carry: Partial | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Partial:
+        """One vendor call for each tile, whose rows are merged into the carry: in place if its out has `out_dtype`."""
         tiles = tiles_or_refuse(name, where, softcap)
         q_BTHD, k_BSGD, v_BSGV = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV))
 

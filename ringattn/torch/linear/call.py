@@ -12,7 +12,6 @@ from ringattn import kernels
 from ringattn.check import of_choice, of_linear, of_scale, of_state
 from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.linear import Room
 from ringattn.kernels.protocol import LinearKernel
 from ringattn.planning import Plan
 from ringattn.segments import BEFORE, WAYS, choose, segments
@@ -150,9 +149,8 @@ def rows(x: Tensor, parts: int) -> Tensor:
 
 
 def empty_states(kernel: LinearKernel, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Tensor | None:
-    """Room for the states before all chunks, if they are small beside the inputs, which backward needs in any case."""
-    room: Room = kernel.room(k, v)
-    sizes, dtype = room
+    """Memory for the states before all chunks, if it is small compared with the inputs, which backward keeps anyway."""
+    sizes, dtype = kernel.states_shape(k, v)
     inputs = sum(prod(x.shape) * x.itemsize for x in (q, k, v, g) if x is not None)
     return q.new_empty(sizes, dtype=dtype) if prod(sizes) * dtype.itemsize <= SHARE * inputs else None
 
