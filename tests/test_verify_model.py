@@ -30,7 +30,8 @@ def config(folder, kind, **more):
 @pytest.mark.parametrize("more", [[], ["docs=5"], ["ranks=3", "tokens=61", "seed=5"]])
 def test_a_saved_model_passes(saved, capsys, more):
     assert words.main(["verify", f"model={saved}", *([] if "ranks=3" in more else ["ranks=2"]), *more]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1].startswith("LlamaForCausalLM: ")
     rows = [line.split()[0] for line in out.splitlines() if line.endswith("pass")]
     assert rows == ["embeddings", "layer", "layer", "norm"] and "the model is the same over ranks" in out
     assert "model.layers.1." in out and "loss 4." in out
@@ -46,9 +47,10 @@ def test_a_saved_model_passes(saved, capsys, more):
 )
 def test_a_config_is_enough(tmp_path, capsys, kind, more):
     """Documents too: those of GptOss see each other on one rank, unless each is run alone."""
-    assert words.main(["verify", f"model={config(tmp_path, kind, **more)}", "ranks=2", "docs=3"]) == 0, (
-        capsys.readouterr()
-    )
+    status = words.main(["verify", f"model={config(tmp_path, kind, **more)}", "ranks=2", "docs=3"])
+    out, err = capsys.readouterr()
+    assert status == 0, out
+    assert f"{kind}ForCausalLM with random weights: 128 tokens, 3 documents" in err
 
 
 def test_over_processes(saved, capsys):
@@ -100,6 +102,12 @@ def test_a_gradient_that_is_off_is_named(saved, capsys, monkeypatch):
 def test_what_cannot_be_is_refused(saved, capsys, more, said):
     assert words.main(["verify", *(word.format(saved) for word in more)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_start_by_torchrun_is_refused(saved, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    assert words.main(["verify", f"model={saved}"]) == 2
+    assert "starts its own ranks; run it without torchrun" in capsys.readouterr().err
 
 
 def test_models_that_cannot_be_spread_are_refused(tmp_path, capsys):

@@ -5,6 +5,7 @@ off by is what one rank in float32 is off by: over ranks it may be twice that, a
 each run alone on one rank.
 """
 
+import os
 import re
 import sys
 import time
@@ -92,6 +93,8 @@ def wrong(options: Any) -> str | None:
             return f"model={options.model} is compared as a whole; leave {name} out"
     if options.kernel != "auto" or options.precision != "float32":
         return "model=: it is compared in float32, by the kernel that auto takes; leave kernel and dtype out"
+    if "RANK" in os.environ:
+        return f"model={options.model} starts its own ranks; run it without torchrun"
     path = Path(options.model)
     if not (path / "config.json").is_file() and not path.is_file():
         return (
@@ -107,7 +110,8 @@ def run(options: Any) -> int:
     batch = draw(options, model.config.get_text_config())
     where = f"{options.count} ranks ({options.backend}), {options.device}, float32"
     said = f"{len(batch.lengths)} documents, " * (len(batch.lengths) > 1)
-    print(f"{type(model).__name__}: {batch.tokens.shape[1]} tokens, {said}{where}", file=sys.stderr)
+    weights = "" if has_weights(Path(options.model)) else " with random weights"
+    print(f"{type(model).__name__}{weights}: {batch.tokens.shape[1]} tokens, {said}{where}", file=sys.stderr)
     hf.refuse_model(model, type(model).__name__)
     exact, own = alone(precise(model), batch), alone(deepcopy(model), batch)
     spread = over_ranks(options, model, batch)
@@ -122,12 +126,16 @@ def load(options: Any) -> Any:
 
     path = Path(options.model)
     config = AutoConfig.from_pretrained(path, local_files_only=True)
-    if path.is_dir() and any(path.glob("*.safetensors*")):
+    if has_weights(path):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     else:
         torch.manual_seed(options.seed)
         model = AutoModelForCausalLM.from_config(config).float()
     return model.to(options.device).eval()
+
+
+def has_weights(path: Path) -> bool:
+    return path.is_dir() and any(found for kind in ("*.safetensors*", "*.bin*") for found in path.glob(kind))
 
 
 def precise(model: Any) -> Any:
