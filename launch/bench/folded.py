@@ -48,10 +48,10 @@ class Folded(Moves):
     def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
         return self.axis.move(self.nearer(out, 1), self.nearer(into, -1), what)
 
-    def nearer(self, parcels: ByRank, way: int) -> ByRank:
+    def nearer(self, by_rank: ByRank, way: int) -> ByRank:
         """To a rank so many places away goes what would go to others as far beyond it; never to this rank itself."""
         found: dict[int, list[Any]] = {}
-        for place, tensors in sorted((way * (r - self.rank) % self.size, tensors) for r, tensors in parcels.items()):
+        for place, tensors in sorted((way * (r - self.rank) % self.size, tensors) for r, tensors in by_rank.items()):
             found.setdefault((self.rank + way * (place % self.axis.size or 1)) % self.axis.size, []).extend(tensors)
         return found
 
