@@ -1,12 +1,18 @@
 """Set up before anything imports triton: without a GPU its kernels run in the interpreter."""
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing import forkserver
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=8 "
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",  # programs that run once
+)
 
 import torch
 
@@ -33,6 +39,15 @@ def fresh_scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None
     kept_score.cache_clear()
     yield change
     kept_score.cache_clear()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Several workers: each starts the server that forks ranks, which imports what they share."""
+    if hasattr(session.config, "workerinput"):
+        from ringattn.launch.train.torchrun import PRELOAD
+
+        multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, "ringattn.launch.processes"])
+        forkserver.ensure_running()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from ringattn.launch import processes
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+# imported once, not by every rank; torch._dynamo, which FSDP and models without memory import, takes as long as torch
+PRELOAD = ["torch", "torch._dynamo", "ringattn.launch.train.trainer"]
 
 
 def started() -> bool:
@@ -124,7 +126,7 @@ def local(function: Callable[..., Any], ranks: int, device: str, *args: Any, pat
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve the other ranks
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # nobody else may connect
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "ringattn.launch.train.trainer"])  # imported once, not by every rank
+    context.set_forkserver_preload(PRELOAD)
     with passed_on(signal.SIGTERM, *processes.TERMINALS) as ranks_begin:
         serve(context)
         ranks_begin()
