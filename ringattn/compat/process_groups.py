@@ -14,26 +14,33 @@ PLANS: Any = WeakIdKeyDictionary()  # by group, as long as it lives
 
 
 def plan_over(
-    group: Any, device: str, local_len: int, layout: str, strategy: str = "ring", local_keys: int | None = None
+    group: Any,
+    device: str,
+    local_len: int,
+    layout: str,
+    strategy: str = "ring",
+    local_keys: int | None = None,
+    axis: str = "ring",
 ) -> Plan:
     """The plan of sequences of which every rank of the group holds `local_len` tokens: the same one each time.
 
-    The group is one of torch.distributed, None for all ranks, or a mesh with an axis "ring".
+    The group is a process group (or None for all ranks), which becomes this axis, or a mesh with axes "ring" and/or
+    "ulysses".
     """
     if group is None:
         group = dist.group.WORLD if dist.is_initialized() else None
     if group is None:
         raise ValueError("no ranks were started: call torch.distributed.init_process_group first, or give group=")
-    known = PLANS.setdefault(group, {}).setdefault((device, layout, strategy), {})
+    known = PLANS.setdefault(group, {}).setdefault((device, layout, strategy, axis), {})
     if not known:
-        mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("ring",)) if is_group(group) else group
+        mesh = DeviceMesh.from_group(group, device, mesh_dim_names=(axis,)) if is_group(group) else group
         known[0] = choosing.plan(mesh, seq_len=1, layout=layout, strategy=strategy)  # keeps the axes
     lengths = local_len, local_len if local_keys is None else local_keys
     if lengths not in known:
         if len(known) > MOST:
             del known[list(known)[1]]
-        ring = known[0].ring
-        known[lengths] = known[0].for_length(lengths[0] * ring, key_len=lengths[1] * ring)
+        ranks = known[0].ring * known[0].ulysses
+        known[lengths] = known[0].for_length(lengths[0] * ranks, key_len=lengths[1] * ranks)
     plan: Plan = known[lengths]
     if (plan.local_len, plan.keys.local_len) != lengths:
         raise ValueError(f"{local_len} tokens a rank: {layout} needs an even number, two parts of the same length")

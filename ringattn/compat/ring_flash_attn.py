@@ -109,12 +109,12 @@ def family(name: str, doc: str, function: Function, more: str = "") -> tuple[Fun
     )
 
 
-def of_batch(layout: str) -> Function:
-    """Attention over sequences whose tokens lie in this layout."""
+def of_batch(layout: str, axis: str = "ring") -> Function:
+    """Attention over sequences whose tokens lie in this layout; `axis` is what a process group becomes."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Any:
         spec = options.spec
-        plan = plan_over(options.group, q.device.type, q.shape[1], layout, local_keys=k.shape[1])
+        plan = plan_over(options.group, q.device.type, q.shape[1], layout, local_keys=k.shape[1], axis=axis)
         if spec.causal and q.shape[1] != k.shape[1]:
             raise ValueError(f"causal: {q.shape[1]} queries a rank and {k.shape[1]} keys; they must be the same tokens")
         if not options.return_attn_probs:

@@ -1,0 +1,216 @@
+"""The modules of yunchang, by their names and signatures: `from ringattn.compat.yunchang import ...`.
+
+`set_seq_parallel_pg` arranges the ranks, Ulysses ranks next to each other or (`use_ulysses_low=False`) ring ranks.
+Either way ring rank r holds the tokens that `ring_impl_type` names, cut contiguously among its Ulysses ranks:
+
+    basic    block r of the sequence
+    zigzag   blocks r and 2 * ring - 1 - r of 2 * ring
+    strip    every ring-th token, from r on
+
+`EXTRACT_FUNC_DICT[ring_impl_type]` cuts a whole sequence so. Windows, `softcap` and fewer key heads than Ulysses ranks
+are exact. `dropout_p` and `alibi_slopes` are refused. The kernel is chosen for the device: `attn_type`, `use_sync`,
+`use_pack_qkv`, `deterministic` and `return_attn_probs` are accepted and change nothing; the modules return out alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringattn.comms.mesh import init_mesh, split
+from ringattn.compat.ring_flash_attn import Options, of_batch
+from ringattn.layout import Layout
+
+LAYOUTS = {"basic": "contiguous", "zigzag": "zigzag", "strip": "striped", "basic_pytorch": "contiguous"}
+
+
+class AttnType(Enum):
+    """Kernels that are exact; which one runs is chosen for the device."""
+
+    FA = "fa"
+    FA3 = "fa3"
+    TORCH = "torch"
+
+
+@dataclass
+class ProcessGroups:
+    """How `set_seq_parallel_pg` arranged the ranks; the groups are None before that."""
+
+    mesh: Any = None
+    ulysses_low: bool = True
+
+    @property
+    def RING_PG(self) -> Any:
+        return self.mesh and self.mesh.get_group("ring")
+
+    @property
+    def ULYSSES_PG(self) -> Any:
+        return self.mesh and self.mesh.get_group("ulysses")
+
+
+PROCESS_GROUP = ProcessGroups()
+
+
+def set_seq_parallel_pg(
+    sp_ulysses_degree: int, sp_ring_degree: int, rank: int, world_size: int, use_ulysses_low: bool = True
+) -> None:
+    """Spread sequences over ring x Ulysses ranks that follow each other; all ranks call it, for modules made later."""
+    ranks = sp_ulysses_degree * sp_ring_degree
+    if ranks < 1 or world_size % ranks:
+        raise ValueError(
+            f"sp_ulysses_degree={sp_ulysses_degree} x sp_ring_degree={sp_ring_degree} ranks share a sequence; their "
+            f"number must divide world_size={world_size}"
+        )
+    if dist.is_initialized() and (rank, world_size) != (dist.get_rank(), dist.get_world_size()):
+        raise ValueError(
+            f"rank={rank}, world_size={world_size}: this is rank {dist.get_rank()} of {dist.get_world_size()} that "
+            "were started; pass those of torch.distributed"
+        )
+    sizes = {"ring": sp_ring_degree, "ulysses": sp_ulysses_degree}
+    order = sizes if use_ulysses_low else dict(reversed(sizes.items()))
+    PROCESS_GROUP.mesh = split(init_mesh(data=world_size // ranks, sequence=ranks), "sequence", order)
+    PROCESS_GROUP.ulysses_low = use_ulysses_low
+
+
+class UlyssesAttention(nn.Module):
+    """Attention over the ranks of a process group that exchange heads for tokens; rank r has block r."""
+
+    def __init__(
+        self,
+        sequence_process_group: Any = None,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+        use_sync: bool = False,
+        attn_type: Any = AttnType.FA,
+    ):
+        super().__init__()
+        check(attn_type, scatter_idx, gather_idx)
+        self.group, self.attention = sequence_process_group, of_batch("contiguous", axis="ulysses")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Any = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+    ) -> Tensor:
+        """Out [B, t, H, D] of this rank's tokens, from theirs."""
+        options = Options(
+            dropout_p, softmax_scale, causal, window_size, alibi_slopes, group=self.group, softcap=softcap
+        )
+        return self.attention(query, key, value, options)
+
+
+class LongContextAttention(UlyssesAttention):
+    """Attention over a ring of groups of Ulysses ranks: those of `set_seq_parallel_pg`, or of a mesh."""
+
+    def __init__(
+        self,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
+        ring_impl_type: str = "basic",
+        use_pack_qkv: bool = False,
+        use_sync: bool = False,
+        attn_type: Any = AttnType.FA,
+        *,
+        mesh: Any = None,
+    ):
+        mesh = PROCESS_GROUP.mesh if mesh is None else mesh
+        if mesh is None:
+            raise ValueError("call set_seq_parallel_pg before LongContextAttention, or give it mesh=")
+        super().__init__(mesh, scatter_idx, gather_idx, use_sync, attn_type)
+        self.attention = of_batch(layout_of(ring_impl_type))
+
+
+class LongContextAttentionQKVPacked(nn.Module):
+    """LongContextAttention of one tensor qkv [B, t, 3, H, D]."""
+
+    def __init__(
+        self,
+        scatter_idx: int = 3,
+        gather_idx: int = 1,
+        ring_impl_type: str = "basic",
+        use_sync: bool = False,
+        attn_type: Any = AttnType.FA,
+        *,
+        mesh: Any = None,
+    ):
+        super().__init__()
+        self.inner = LongContextAttention(scatter_idx - 1, gather_idx, ring_impl_type, attn_type=attn_type, mesh=mesh)
+
+    def forward(self, qkv: Tensor, *args: Any, **given: Any) -> Tensor:
+        """What follows qkv is what LongContextAttention takes after value."""
+        return self.inner(*qkv.unbind(2), *args, **given)
+
+
+def check(attn_type: Any, scatter_idx: int, gather_idx: int) -> None:
+    """A ValueError that names what is not supported."""
+    kind, exact = getattr(attn_type, "value", attn_type), [one.value for one in AttnType]
+    if kind not in exact:
+        raise ValueError(f"attn_type={kind!r}: attention is exact here; use one of {', '.join(exact)}")
+    if (scatter_idx, gather_idx) != (2, 1):
+        raise ValueError(
+            f"heads in dim {scatter_idx} and tokens in dim {gather_idx}: only [batch, tokens, heads, head dim] is "
+            "supported; leave out scatter_idx and gather_idx"
+        )
+
+
+def layout_of(ring_impl_type: str) -> str:
+    if ring_impl_type not in LAYOUTS:
+        raise ValueError(f"ring_impl_type={ring_impl_type!r}: use one of {', '.join(LAYOUTS)}")
+    return LAYOUTS[ring_impl_type]
+
+
+def extract_local(
+    name: str,
+    value: Tensor,
+    rank: int,
+    world_size: int,
+    rd: int | None = None,
+    ud: int | None = None,
+    dim: int = 1,
+    **others: Any,
+) -> Tensor:
+    """One rank's tokens of a whole sequence, differentiable; ring size `rd` and Ulysses size `ud`."""
+    rd = world_size // (ud or 1) if rd is None else rd
+    ud = world_size // rd if ud is None else ud
+    layout = Layout(layout_of(name), value.shape[dim], rd, ud)
+    if layout.padded_length != layout.length:
+        raise ValueError(
+            f"{layout.length} tokens over ring={rd} x ulysses={ud}: pad them to {layout.padded_length} tokens"
+        )
+    place = rank % (rd * ud)
+    r, u = divmod(place, ud) if PROCESS_GROUP.ulysses_low else (place % rd, place // rd)
+    mine = torch.from_numpy(layout.positions(r)).to(value.device)
+    return value.index_select(dim, mine.chunk(ud)[u])
+
+
+EXTRACT_FUNC_DICT: dict[str, Callable[..., Tensor]] = {name: partial(extract_local, name) for name in LAYOUTS}
+basic_extract_local, zigzag_extract_local, stripe_extract_local = (
+    EXTRACT_FUNC_DICT[name] for name in ("basic", "zigzag", "strip")
+)
+
+__all__ = [
+    "EXTRACT_FUNC_DICT",
+    "PROCESS_GROUP",
+    "AttnType",
+    "LongContextAttention",
+    "LongContextAttentionQKVPacked",
+    "UlyssesAttention",
+    "basic_extract_local",
+    "set_seq_parallel_pg",
+    "stripe_extract_local",
+    "zigzag_extract_local",
+]

@@ -1,0 +1,181 @@
+"""`ringattn.compat.yunchang`: its modules equal dense float64 attention, gradients too, in its users' layouts."""
+
+from inspect import signature
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringattn.comms.local import run
+from ringattn.compat import yunchang as compat
+from ringattn.launch import processes
+from ringattn.launch.verify import oracle
+from ringattn.launch.verify.cases import Case
+from ringattn.spec import AttentionSpec
+
+T = 48
+
+
+def part(x, name, r, u, ring, ulysses):
+    """What rank u of the Ulysses ranks of ring rank r holds of x [B, T, ...], in the words of yunchang's users."""
+    if name == "zigzag":
+        blocks = x.chunk(2 * ring, 1)
+        shard = torch.cat([blocks[r], blocks[-1 - r]], 1)
+    else:
+        shard = x[:, r::ring] if name == "strip" else x.chunk(ring, 1)[r]
+    return shard.chunk(ulysses, 1)[u]
+
+
+OPTIONS = {
+    "causal": ({"causal": True}, AttentionSpec()),
+    "full": ({}, AttentionSpec(causal=False)),
+    "window": ({"causal": True, "window_size": (6, 0), "softmax_scale": 0.3}, AttentionSpec(window=7, scale=0.3)),
+    "softcap": ({"causal": True, "softcap": 2.0, "deterministic": True}, AttentionSpec(softcap=2.0)),
+}
+
+
+def results(module, given, mine, options, together=False):
+    """out and gradients of one rank; `mine` cuts whole tensors."""
+    leaves = {n: mine(given[n]).clone().requires_grad_() for n in "qkv"}
+    tensors = (torch.stack([*leaves.values()], 2),) if together else leaves.values()
+    out = module(*tensors, **options, return_attn_probs=True)
+    out.backward(mine(given["dout"]))
+    return {"out": out.detach(), **{f"d{n}": x.grad for n, x in leaves.items()}}
+
+
+def check(found, truth, mine, where):
+    for name, x in found.items():
+        error = oracle.error(x, mine(truth[name]), float(truth[name].norm()))
+        assert error <= 2e-6, f"{where}: {name} is off by {error}"
+
+
+def dense(case, given):
+    """The truth for the loss sum(out * dout)."""
+    return oracle.dense(case, {**given, "dlse": torch.zeros_like(given["dlse"])})
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", ["basic", "zigzag", "strip"])
+def test_a_ring_of_ulysses_ranks_equals_dense_float64(name, options):
+    words, spec = OPTIONS[options]
+    case = Case(name, seq_len=T, spec=spec)
+    given = oracle.inputs(case, torch.float32)
+    truth = dense(case, given)
+
+    def one(mesh):
+        r, u = (mesh.coordinates[n] for n in ("ring", "ulysses"))
+        module = compat.LongContextAttention(ring_impl_type=name, mesh=mesh)
+
+        def mine(x):
+            return part(x, name, r, u, 2, 2)
+
+        check(results(module, given, mine, words), truth, mine, f"ring rank {r}, Ulysses rank {u}")
+
+    run(one, ring=2, ulysses=2)
+
+
+def test_fewer_key_heads_than_ulysses_ranks():
+    case = Case("multi_query", seq_len=T, kv_heads=1)
+    given = oracle.inputs(case, torch.float32)
+    truth = dense(case, given)
+
+    def one(mesh):
+        def mine(x):
+            return x.chunk(4, 1)[mesh.rank]
+
+        check(results(compat.UlyssesAttention(mesh), given, mine, {"causal": True}), truth, mine, f"rank {mesh.rank}")
+
+    run(one, ulysses=4)
+
+
+def of_groups():
+    """Every arrangement of four ranks, each group with sequences of its own, cut by EXTRACT_FUNC_DICT."""
+    rank = dist.get_rank()
+    for ulysses, ring, low in ((2, 2, True), (2, 2, False), (4, 1, True), (1, 4, False), (1, 2, True), (2, 1, False)):
+        compat.set_seq_parallel_pg(ulysses, ring, rank, 4, low)
+        place = dist.get_rank(compat.PROCESS_GROUP.RING_PG), dist.get_rank(compat.PROCESS_GROUP.ULYSSES_PG)
+        where = rank % (ring * ulysses)
+        assert place == (divmod(where, ulysses) if low else divmod(where, ring)[::-1])
+        case = Case("groups", seq_len=T, kv_heads=4)
+        given = oracle.inputs(case, torch.float32, seed=rank // (ring * ulysses))
+        truth = dense(case, given)
+        modules = {n: compat.LongContextAttention(ring_impl_type=n) for n in ("basic", "zigzag", "strip")}
+        modules["together"] = compat.LongContextAttentionQKVPacked(ring_impl_type="zigzag")
+        if ring == 1:
+            modules["ulysses"] = compat.UlyssesAttention(sequence_process_group=compat.PROCESS_GROUP.ULYSSES_PG)
+        for name, module in modules.items():
+            cut = {"together": "zigzag", "ulysses": "basic"}.get(name, name)
+
+            def mine(x, cut=cut, place=place, ring=ring, ulysses=ulysses):
+                found = compat.EXTRACT_FUNC_DICT[cut](x, rank, world_size=4, rd=ring, ud=ulysses)
+                assert torch.equal(found, part(x, cut, *place, ring, ulysses))
+                return found
+
+            found = results(module, given, mine, {"causal": True}, together=name == "together")
+            check(found, truth, mine, f"{name}, ulysses {ulysses}, ring {ring}, rank {rank}")
+    with pytest.raises(ValueError, match=f"rank=9, world_size=4: this is rank {rank} of 4"):
+        compat.set_seq_parallel_pg(2, 2, 9, 4)
+    case = Case("all", seq_len=T, kv_heads=4)
+    given = oracle.inputs(case, torch.float32)
+    found = results(compat.UlyssesAttention(), given, lambda x: x.chunk(4, 1)[rank], {"causal": True})
+    check(found, dense(case, given), lambda x: x.chunk(4, 1)[rank], f"all ranks, rank {rank}")
+
+
+def test_over_process_groups():
+    processes.run(of_groups, 4)
+
+
+def test_what_a_rank_gets_of_a_whole_sequence():
+    x = torch.arange(16)[None]
+    expected = {"basic": [4, 5, 6, 7], "zigzag": [12, 13, 14, 15], "strip": [8, 10, 12, 14]}
+    for name, tokens in expected.items():
+        assert compat.EXTRACT_FUNC_DICT[name](x, 1, 4, rd=2, ud=2)[0].tolist() == tokens
+    assert compat.basic_extract_local(x, 3, 4)[0].tolist() == [12, 13, 14, 15]
+    with pytest.raises(ValueError, match="15 tokens over ring=2 x ulysses=2: pad them to 16 tokens"):
+        compat.zigzag_extract_local(x[:, 1:], 0, 4, rd=2, ud=2)
+
+
+NAMES = [
+    "query", "key", "value", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",
+    "deterministic", "return_attn_probs",
+]  # fmt: skip
+
+
+def test_signatures():
+    for module in (compat.LongContextAttention, compat.UlyssesAttention):
+        assert list(signature(module.forward).parameters)[1:] == NAMES
+    assert list(signature(compat.set_seq_parallel_pg).parameters) == [
+        "sp_ulysses_degree", "sp_ring_degree", "rank", "world_size", "use_ulysses_low",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"dropout_p": 0.1}, "dropout_p=0.1: attention dropout is not supported"),
+        ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: ALiBi is not supported"),
+        ({"window_size": (3, 3)}, r"window_size=\(3, 3\) without causal=True"),
+    ],
+)
+def test_what_is_not_supported_is_refused(given, error):
+    q = torch.ones(1, 4, 4, 8)
+
+    def one(mesh):
+        with pytest.raises(ValueError, match=error):
+            compat.LongContextAttention(mesh=mesh)(q, q, q, **given)
+
+    run(one, ring=1)
+
+
+def test_modules_that_cannot_be_made():
+    with pytest.raises(ValueError, match="call set_seq_parallel_pg before LongContextAttention"):
+        compat.LongContextAttention()
+    for given, error in (
+        ({"ring_impl_type": "stripe"}, "ring_impl_type='stripe': use one of basic, zigzag, strip"),
+        ({"attn_type": "sage_fp8"}, "attn_type='sage_fp8': attention is exact here"),
+        ({"scatter_idx": 1, "gather_idx": 2}, "heads in dim 1 and tokens in dim 2"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            compat.LongContextAttention(mesh=object(), **given)
+    with pytest.raises(ValueError, match=r"sp_ulysses_degree=3 x sp_ring_degree=1 .* must divide world_size=4"):
+        compat.set_seq_parallel_pg(3, 1, 0, 4)
