@@ -150,9 +150,9 @@ def test_without_a_gpu_a_benchmark_says_how_it_runs(suite, capsys):
     "argv",
     [
         ("decode", "kv_heads=2"),
-        ("prefill", "kv_heads=2", "chunk=64"),
+        pytest.param(("prefill", "kv_heads=2", "chunk=64"), marks=pytest.mark.slow),
         ("ring", "kv_heads=2"),
-        ("scan", "scan=ring"),
+        pytest.param(("scan", "scan=ring"), marks=pytest.mark.slow),
     ],
     ids=lambda argv: argv[0],
 )

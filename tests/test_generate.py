@@ -50,6 +50,7 @@ def example():
     return module
 
 
+@pytest.mark.slow
 def test_a_hybrid_of_linear_and_softmax_attention_generates_too(example, tmp_path):
     test_the_text_is_what_the_whole_model_would_say(a_run_of("hybrid", tmp_path), example)
 

@@ -181,7 +181,12 @@ def test_gradients_by_cudnn_are_right_whatever_the_size_of_dout_beside_that_of_t
 
 @pytest.mark.parametrize(
     "name",
-    ["causal-ring4x1-zigzag", "causal-ring4x1-striped", "docs-ring2x2-striped", "docs-gather4x1-zigzag"],
+    [
+        "causal-ring4x1-zigzag",
+        pytest.param("causal-ring4x1-striped", marks=pytest.mark.slow),
+        "docs-ring2x2-striped",
+        pytest.param("docs-gather4x1-zigzag", marks=pytest.mark.slow),
+    ],
 )
 def test_steps_cut_into_tiles_equal_dense_float64(name, tile_by_tile):
     case = next(c for c in CASES if str(c) == name)

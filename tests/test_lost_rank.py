@@ -181,7 +181,7 @@ HANGING = {"attention": an_attention, "mesh": a_mesh, "stop": agreeing_to_stop, 
     ("what", "sizes", "detail"),
     [
         ("attention", {"ring": 2, "ulysses": 2}, False),
-        ("attention", {"ring": 2, "ulysses": 2}, True),
+        pytest.param("attention", {"ring": 2, "ulysses": 2}, True, marks=pytest.mark.slow),
         ("mesh", {"ring": 3}, False),
         ("stop", {"ring": 3}, False),
         ("save", {"ring": 3}, True),

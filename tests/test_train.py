@@ -76,6 +76,7 @@ def test_a_long_sequence_passes_the_mlp_in_pieces(monkeypatch):
         assert (a - b).norm() <= 2e-6 * a.norm()
 
 
+@pytest.mark.slow
 def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(tmp_path):
     mixed = dataclasses.replace(TINY.model, softmax_every=2, convolution=3)
     jobs = {
@@ -90,10 +91,10 @@ def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(tmp_path
 
 
 @pytest.mark.slow
-def test_fifty_steps_on_2_4_and_8_ranks_are_those_of_one(tmp_path):
+def test_fifty_steps_on_2_and_8_ranks_are_those_of_one(tmp_path):
     long = dataclasses.replace(TINY, steps=50, model=dataclasses.replace(TINY.model, layers=1))
     one = over(1, {"one": long}, tmp_path)["one"]
-    for ranks in (2, 4, 8):
+    for ranks in (2, 8):  # on 4 the ways are those of five steps, above
         spread = {
             "ring": {"keys": "ring", "layout": "zigzag"},
             "gather": {"keys": "gather", "layout": "striped"},
@@ -117,6 +118,7 @@ def test_it_learns(tmp_path):
     assert found[-1] < 0.5 * found[0], found
 
 
+@pytest.mark.slow
 def test_a_deep_model_learns_from_its_first_steps(tmp_path):
     """As many blocks as the experiment for GPUs, narrow, at its schedule: the rate grows as the width shrinks."""
     pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")

@@ -1,5 +1,6 @@
 """The examples run, at a small size, as they say they are run."""
 
+import json
 import os
 import re
 import subprocess
@@ -32,42 +33,67 @@ def test_without_transformers_an_example_says_what_to_install(name, tmp_path):
     assert done.stderr == "transformers is not installed; in the checkout: pip install '.[hf]'\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--help"], "make train ARGS="),
-        (["run", "prompt", "20", "warm"], "'warm' is no number that can be here: generate.py RUN PROMPT"),
-        (["run", "prompt", "many"], "'many' is no number that can be here"),
-        (["run", "prompt", "20", "nan"], "'nan' is no number that can be here"),
-        (["runs/none", "x", "5", "0.7"], "runs/none holds no checkpoint yet"),
-        (["run", "prompt", "20", "0.7"], "run holds no checkpoint yet"),
-    ],
-)
-def test_generate_explains_itself(words, said, tmp_path):
+CALLS = """
+import json, os, runpy, sys
+for words, more in json.loads(sys.argv[1]):
+    sys.argv[1:], status = words[1:], 0
+    sys.argv[0] = words[0]
+    os.environ.update(more)
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        status = 1 if isinstance(end.code, str) else end.code or 0
+        print(end.code if isinstance(end.code, str) else "")
+    print(f"status {status}", flush=True)
+"""
+
+
+def calls(name, *words, more=None):
+    """What an example prints when it is called with these words, and its exit status: one process for all calls."""
+    script = str(ROOT / "examples" / f"{name}.py")
+    asked = json.dumps([[[script, *one], (more or {}).get(" ".join(one), {})] for one in words])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "examples" / "generate.py"), *words]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
-    assert done.returncode == (words[0] != "--help")
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS, asked], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=600,
+    )  # fmt: skip
+    assert "Traceback" not in done.stdout, done.stdout
+    return [
+        (said, int(status))
+        for said, status in re.findall(r"(.*?)^status (\d+)$", done.stdout, re.DOTALL | re.MULTILINE)
+    ]
+
+
+def test_generate_explains_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = {
+        ("--help",): "make train ARGS=",
+        ("run", "prompt", "20", "warm"): "'warm' is no number that can be here: generate.py RUN PROMPT",
+        ("run", "prompt", "many"): "'many' is no number that can be here",
+        ("run", "prompt", "20", "nan"): "'nan' is no number that can be here",
+        ("runs/none", "x", "5", "0.7"): "runs/none holds no checkpoint yet",
+        ("run", "prompt", "20", "0.7"): "run holds no checkpoint yet",
+    }
+    for words, (said, status) in zip(expected, calls("generate", *expected), strict=True):
+        assert expected[words] in said and status == (words[0] != "--help"), (words, said)
 
 
 @pytest.mark.parametrize("name", WORDS)
-@pytest.mark.parametrize("word", ["--help", "", "nowhere"])
-def test_an_example_explains_itself(name, word, tmp_path):
+def test_an_example_explains_itself(name):
     """Asked to, without torchrun, and of a text that is not there."""
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
-    elif word == "nowhere":
-        pytest.skip("reads no text")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **({"RANK": "0"} if word == "nowhere" else {})}
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *(["", word] if word == "nowhere" else [word])]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    said = {"--help": f"examples/{name}.py", "": "ranks are started by torchrun", "nowhere": "nowhere is no file: "}
-    assert said[word] in done.stdout + done.stderr and "Traceback" not in done.stderr
-    assert done.returncode == (word != "--help")
+    expected = {("--help",): f"examples/{name}.py", ("",): "ranks are started by torchrun"}
+    if name in NEEDS:  # it reads a text
+        expected["", "nowhere"] = "nowhere is no file: "
+    found = calls(name, *expected, more={" nowhere": {"RANK": "0"}})
+    for words, (said, status) in zip(expected, found, strict=True):
+        assert expected[words] in said and status == (words[0] != "--help"), (words, said)
 
 
-@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize(
+    "name", ["long_layer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("finetune_hf", "trainer_hf"))]
+)
 def test_the_loss_falls(name, tmp_path):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")

@@ -39,6 +39,7 @@ def run(command, folder):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_twenty_losses_equal_torchs(tmp_path):
     words = [*documented(), *WORDS]
     said = run([str(EXAMPLE), *words], tmp_path)

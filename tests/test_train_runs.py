@@ -28,6 +28,7 @@ from ringattn.launch.train.trainer import work
 from tests.training import SOURCES, TINY, alone, losses, made, over
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_on_any_number_of_ranks(tmp_path):
     whole = over(2, {"whole": TINY}, tmp_path)["whole"]
     saved = over(4, {"saved": dataclasses.replace(TINY, save_every=1, keep=3)}, tmp_path)["saved"]

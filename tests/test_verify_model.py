@@ -53,6 +53,7 @@ def test_a_config_is_enough(tmp_path, capsys, kind, more):
     assert f"{kind}ForCausalLM with random weights: 128 tokens, 3 documents" in err
 
 
+@pytest.mark.slow
 def test_over_processes(saved, capsys):
     assert words.main(["verify", f"model={saved}", "ranks=2", "backend=gloo", "docs=3"]) == 0
     assert "2 ranks (gloo)" in capsys.readouterr().out
