@@ -16,7 +16,7 @@ import torch
 import ringattn as ra
 from ringattn.comms.axis import Ranks
 from ringattn.comms.local import run
-from ringattn.cost import HARDWARE, Shape, predict, seen_pairs
+from ringattn.cost import HARDWARE, Shape, exchanged, predict, seen_pairs
 from ringattn.layout import Layout
 from ringattn.planning import Plan
 
@@ -82,6 +82,8 @@ def test_predicted_bytes_are_the_bytes_of_the_blocks():
     shape = Shape(1024, 1024, 8, 2, 64, 32, itemsize=2, batch=3)
     cost = predict(shape, layout, layout, seen_pairs(layout, layout, ra.AttentionSpec()), "ring", HARDWARE["h200"])
     assert cost.sent == 3 * (3 * 256 * 2 * (64 + 32) * 2)
+    block = 3 * 256 * 2 * (64 + 32) * 2
+    assert exchanged(shape, 4, 1, "gather", (256, 256)) == 3 * block and exchanged(shape, 4, 1, "ring", (256, 256)) == 0
 
 
 def test_keys_of_another_length_are_planned_alike():

@@ -16,7 +16,7 @@ from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import CASES, FEATURES, Case
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.mask import Mask, pieces, schedule_of
-from ringattn.schedule import Schedule, needed
+from ringattn.schedule import Schedule, growing, needed
 from ringattn.spec import AttentionSpec, Docs, bounds
 from ringattn.torch.attention.steps import kept_score
 
@@ -240,3 +240,9 @@ def test_the_last_query_of_a_sequence_is_in_its_schedule():
     plan = ra.Plan(8, 8, layout="contiguous")
     found = schedule_of(Mask(plan, AttentionSpec(window=2))).needed
     assert (found == (np.eye(8) + np.eye(8, k=-1) > 0)).all()
+
+
+def test_a_step_brings_what_can_hide_behind_the_work_before_it():
+    assert [len(step) for step in growing(range(30), 64)] == [3, 12, 15]
+    assert [len(step) for step in growing(range(30), 8)] == [3, 8, 8, 8, 3]
+    assert [d for step in growing(range(30), 8) for d in step] == list(range(30))

@@ -135,7 +135,6 @@ def global_bounds(mask: Mask, positions: Array, starts: Any, key_starts: Any) ->
         limits = starts if key_starts is None else jnp.asarray(key_starts, jnp.int32)
         limits = jnp.pad(limits, ((0, 0), (0, 1)), mode="edge")  # the last document is the padding, and is empty
         i = jax.vmap(lambda row: jnp.searchsorted(row, positions, side="right"))(starts) - 1
-        i = jnp.where(p < starts[:, -1:], i, starts.shape[1] - 1)
         begin, end = jnp.take_along_axis(limits, i, 1), jnp.take_along_axis(limits, i + 1, 1)
         if key_starts is not None:
             lasts = jnp.pad(starts, ((0, 0), (0, 1)), mode="edge")
