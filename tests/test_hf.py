@@ -145,6 +145,86 @@ def test_packed_documents_are_each_document_alone():
         torch.testing.assert_close(logits, torch.stack(alone), rtol=1e-5, atol=1e-5)
 
 
+def flattened(**which):
+    """Three documents as transformers packs them."""
+    rows = [{"input_ids": batch()[0, a:b].tolist()} for a, b in ((0, 20), (20, 21), (21, T))]
+    return transformers.DataCollatorWithFlattening(**which)(rows)
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        {"return_flash_attn_kwargs": True, "return_seq_idx": True},
+        {"return_flash_attn_kwargs": True, "return_position_ids": False},
+        {"return_seq_idx": True, "return_position_ids": False},
+    ],
+    ids=["all", "cu_seq_lens", "seq_idx"],
+)
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_batches_of_the_flattening_collator_equal_one_rank(name, which):
+    plain, given = build(name), flattened(**which)
+    assert "seq_idx" in given or "cu_seq_lens_q" in given
+    copies = [deepcopy(plain) for _ in range(4)]
+    output = plain(**flattened(), use_cache=False)
+    output.loss.backward()
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=T)
+        mine = hf.prepare(copies[mesh.rank], plan)
+        found = mine(**given)
+        found.loss.backward()
+        return float(found.loss.detach()), plan.unshard(found.logits.detach()), gradients(mine)
+
+    results = run(one, ring=2, ulysses=2)
+    for loss, logits, _ in results:
+        assert loss == pytest.approx(float(output.loss.detach()), abs=2e-6)
+        torch.testing.assert_close(logits, output.logits, rtol=1e-5, atol=1e-5)
+    for weight, gradient in gradients(plain).items():
+        torch.testing.assert_close(sum(g[weight] for *_, g in results), gradient, rtol=1e-4, atol=2e-6)
+
+
+def test_a_packed_batch_that_contradicts_itself_is_refused():
+    model, given = hf.prepare(build("Llama"), plan_of_one()), flattened(return_flash_attn_kwargs=True)
+    cu = given["cu_seq_lens_q"]
+    for change, error in (
+        ({"cu_seq_lens_k": cu[[0, 1, 3]]}, "cu_seq_lens_q and cu_seq_lens_k begin documents at different tokens"),
+        ({"seq_idx": (given["position_ids"] > 3).int()}, "cu_seq_lens_q and seq_idx begin documents at different"),
+        ({"position_ids": torch.arange(T)[None] % 7}, "position_ids begin again at token 7, and cu_seq_lens_q has no"),
+        ({"cu_seq_lens_q": cu[:-1]}, r"cu_seq_lens_q=\[0, 20, 21\] with 1 rows of 37 tokens: it must rise from 0 to"),
+        ({"cu_seq_lens_q": cu.tolist()}, "cu_seq_lens_q is of type list; expected a tensor"),
+        ({"seq_idx": cu}, r"seq_idx has shape \(4,\); expected \(1, 37\)"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            model(**{**given, **change})
+    with pytest.raises(ValueError, match="with 2 rows of 37 tokens"):
+        model(batch(), cu_seq_lens_q=cu)
+    running = model(**{**given, "position_ids": torch.arange(T)[None]})  # documents, and positions that do not restart
+    torch.testing.assert_close(running.loss, model(**given).loss)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_labels_that_are_shifted_already(packed):
+    shifted = batch().roll(-1, 1)
+    shifted[:, [-1, 5, 6]] = -100
+    given = {"position_ids": positions()} if packed else {}
+    plain = build("Llama")
+    copies = [deepcopy(plain) for _ in range(2)]
+    expected = plain(batch(), labels=batch(), shift_labels=shifted, use_cache=False, **given).loss
+    expected.backward()
+
+    def one(mesh):
+        mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T))
+        alone = mine(batch(), shift_labels=shifted, **given).loss  # and labels are not needed
+        assert torch.equal(alone, mine(batch(), labels=batch(), shift_labels=shifted, **given).loss)
+        alone.backward()
+        return float(alone.detach()), gradients(mine)
+
+    (loss, mine), (_, other) = run(one, ring=2)
+    assert loss == pytest.approx(float(expected.detach()), abs=2e-6)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(mine[name] + other[name], gradient, rtol=1e-4, atol=2e-6)
+
+
 def test_ignored_labels_do_not_count():
     labels = batch()
     labels[0, :30] = -100
@@ -355,6 +435,7 @@ def test_a_refused_model_is_as_it_was(plan, over, said):
         ({"inputs_embeds": torch.ones(2, T)}, r"expected \[batch, tokens, width\]"),
         ({"input_ids": batch(), "labels": [1]}, r"labels is of type list; expected a tensor of shape \(2, 37\)"),
         ({"input_ids": batch(), "labels": batch()[:, 1:]}, r"labels has shape \(2, 36\); expected .*\(2, 37\)"),
+        ({"input_ids": batch(), "shift_labels": batch()[:, 1:]}, r"shift_labels has shape \(2, 36\); expected"),
         ({"input_ids": batch(), "position_ids": torch.arange(T)}, r"position_ids has shape \(37,\)"),
     ],
 )
@@ -378,6 +459,8 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="outside a prepared model"):
         model.model(batch())
     assert torch.equal(model(batch(), logits_to_keep=0).logits, model(batch()).logits)
+    with pytest.raises(ValueError, match="logits_to_keep: the tokens to keep lie on several ranks; leave it out"):
+        model(batch(), logits_to_keep=1)
     with pytest.raises(ValueError, match=r"several positions a token \(M-RoPE\) are not supported"):
         model(batch(), position_ids=torch.zeros(3, 2, T, dtype=torch.long))
     with pytest.raises(ValueError, match="from which generate\\(\\) would take the wrong ones"):

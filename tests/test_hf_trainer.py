@@ -130,6 +130,41 @@ def test_what_is_said_of_loading_holds(tmp_path: Path) -> None:
         trainer_of(tmp_path, train_sampling_strategy="group_by_length").train()
 
 
+def test_batches_of_the_flattening_collator_train_as_in_one_model(tmp_path: Path) -> None:
+    """Documents of several lengths; transformers' own Trainer sees them by position_ids."""
+    from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    import ringattn as ra
+    from ringattn.torch.models import hf
+
+    class LongTrainer(hf.OverRanks, Trainer):
+        pass
+
+    torch.manual_seed(0)
+    rows = [{"input_ids": torch.randint(0, 16, (n,)).tolist()} for n in (9, 1, 14, 5, 12, 7, 3, 11)]
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    args = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", logging_steps=1,
+        learning_rate=1e-2, train_sampling_strategy="sequential", num_train_epochs=2, per_device_train_batch_size=4,
+    )  # fmt: skip
+
+    def losses(kind, prepare, **which) -> list[float]:
+        torch.manual_seed(1)
+        model = prepare(LlamaForCausalLM(LlamaConfig(vocab_size=16, num_hidden_layers=2, **shape)))
+        collator = DataCollatorWithFlattening(**which)
+        trainer = kind(model=model, args=args, train_dataset=rows, data_collator=collator)
+        trainer.train()
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+    plain = losses(Trainer, lambda model: model)
+    ours = losses(
+        LongTrainer, lambda model: hf.prepare(model, ra.plan(seq_len=29)), return_flash_attn_kwargs=True,
+        return_seq_idx=True,
+    )  # fmt: skip
+    assert len(plain) == 4
+    np.testing.assert_allclose(ours, plain, atol=1e-5)
+
+
 class Stream(torch.utils.data.IterableDataset):
     """Examples without a length, which begin elsewhere in every epoch."""
 

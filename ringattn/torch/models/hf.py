@@ -13,15 +13,14 @@ from inspect import signature
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringattn.planning import Plan
-from ringattn.spec import Docs
 from ringattn.torch.agree import watched
 from ringattn.torch.models.hf_attention import ARGUMENTS, NAME, Call, hide_last, register, show_last, stretched
+from ringattn.torch.models.hf_packed import PACKING, UNUSED, documents
 from ringattn.torch.models.hf_trainer import OverRanks as OverRanks
 from ringattn.torch.models.loss import token_mean
 from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
@@ -168,14 +167,18 @@ def forward(
     *,
     labels: Tensor | None = None,
     inputs_embeds: Tensor | None = None,
+    shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
     """What a prepared model does with whole sequences. torch.compile takes what lies in between: the layers."""
-    plan, given = cut(self, input_ids, attention_mask, position_ids, labels, inputs_embeds, kwargs)
+    following = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
+    plan, given = cut(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)
     output = self.local_forward(**given)
     if any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
         guard(self, output)
-    return output if labels is None else with_loss(self, output, labels, attention_mask, plan)
+    if shift_labels is None and labels is not None:
+        shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return output if shift_labels is None else with_loss(self, output, shift_labels, attention_mask, plan)
 
 
 @torch.compiler.disable
@@ -184,14 +187,15 @@ def cut(
     input_ids: Tensor | None,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
-    labels: Tensor | None,
+    following: dict[str, Tensor | None],
     inputs_embeds: Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[Plan, dict[str, Any]]:
     """The plan for these sequences, and what the model itself is called with: this rank's tokens."""
-    B, T = sizes(input_ids, inputs_embeds, position_ids, labels)
+    B, T = sizes(input_ids, inputs_embeds, position_ids, following)
+    (labels,) = following.values()
     plan, device = self.ringattn.local(T), (input_ids if inputs_embeds is None else inputs_embeds).device  # type: ignore[union-attr]
-    where, name = documents(B, T, attention_mask, position_ids), type(self).__name__
+    where, name = documents(B, T, attention_mask, position_ids, kwargs), type(self).__name__
     way = self.config.get_text_config()._attn_implementation
     if way != NAME:
         raise ValueError(f"{name} was prepared, and then given {way!r} as its attention; leave that as prepare set it")
@@ -238,14 +242,14 @@ def guard(self: Any, output: Any) -> None:
 
 
 @torch.compiler.disable
-def with_loss(self: Any, output: Any, labels: Tensor, attention_mask: Tensor | None, plan: Plan) -> Any:
+def with_loss(self: Any, output: Any, following: Tensor, attention_mask: Tensor | None, plan: Plan) -> Any:
     """The model's output, and first of all the loss over all ranks."""
     spread = self.ringattn
-    loss = mean_loss(output.logits, labels, attention_mask, plan, spread.over, spread.compare)
+    loss = mean_loss(output.logits, following, attention_mask, plan, spread.over, spread.compare)
     return type(output)(**{"loss": loss, **{name: x for name, x in output.items() if name != "loss"}})
 
 
-def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, labels: Any) -> tuple[int, int]:
+def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, following: dict[str, Any]) -> tuple[int, int]:
     """(B, T) of what was given; a ValueError about what is no tensor of that shape."""
     name, given = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
     if given is None:
@@ -257,7 +261,7 @@ def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, labels: Any) ->
         kind = "[batch, tokens]" if dims == 2 else "[batch, tokens, width]"
         raise ValueError(f"{name} has shape {tuple(given.shape)}; expected {kind}")
     B, T = given.shape[:2]
-    for other, x, rows in (("labels", labels, (B,)), ("position_ids", position_ids, (B, 1))):
+    for other, x, rows in (*((*label, (B,)) for label in following.items()), ("position_ids", position_ids, (B, 1))):
         if x is not None and (not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != T or x.shape[0] not in rows):
             found = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is of type {type(x).__name__}"
             several = "; several positions a token (M-RoPE) are not supported" * (getattr(x, "ndim", 0) == 3)
@@ -265,35 +269,10 @@ def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, labels: Any) ->
     return B, T
 
 
-def documents(B: int, T: int, attention_mask: Tensor | None, position_ids: Tensor | None) -> Docs | None:
-    """The documents that a padding mask and the positions describe; None where every row is one whole document.
-
-    A row is cut where padding begins or ends, and where a position is not the one before plus one.
-    """
-    if attention_mask is not None and tuple(attention_mask.shape) != (B, T):
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; expected ({B}, {T}), 1 where a token is real: "
-            "masks of another kind are said by position_ids (packed documents) or by the model's configuration"
-        )
-    cuts = np.zeros((B, T), bool)
-    if attention_mask is not None:
-        real = attention_mask.bool().numpy(force=True)
-        cuts[:, 1:] |= real[:, 1:] != real[:, :-1]
-        if (cuts.sum(1) > 2).any() or ((cuts.sum(1) == 2) & real[:, 0]).any():
-            raise ValueError("attention_mask has padding between real tokens; it may stand before or after them")
-    if position_ids is not None:
-        positions = position_ids.expand(B, T).numpy(force=True)
-        cuts[:, 1:] |= np.diff(positions, axis=1) != 1
-    if not cuts.any():
-        return None
-    return Docs.from_lengths([np.diff([0, *np.flatnonzero(row), T]).tolist() for row in cuts])
-
-
 def mean_loss(
-    logits_BtV: Tensor, labels_BT: Tensor, mask: Tensor | None, plan: Plan, over: Sequence[Any], compare: bool = True
+    logits_BtV: Tensor, following: Tensor, mask: Tensor | None, plan: Plan, over: Sequence[Any], compare: bool = True
 ) -> Tensor:
-    """The mean cross entropy of each token's successor, over the labels of all ranks that count."""
-    following = F.pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
+    """The mean cross entropy of each token's successor [B, T], over those of all ranks that count."""
     if mask is not None:
         following = following.masked_fill(~mask.bool(), IGNORED)  # what padding predicts does not count
     labels = plan.shard(following, dim=1, compare=compare).to(logits_BtV.device)
@@ -380,9 +359,14 @@ def accepted(kwargs: dict[str, Any]) -> dict[str, Any]:
     found = {k: v for k, v in kwargs.items() if v is not None and v is not False and k != "use_cache"}
     if type(found.get("logits_to_keep")) is int and found["logits_to_keep"] == 0:
         del found["logits_to_keep"]  # all of them
-    unknown = sorted(set(found) - set(ARGUMENTS))
+    if "logits_to_keep" in found:
+        raise ValueError(
+            "logits_to_keep: the tokens to keep lie on several ranks; leave it out, and take them from "
+            "plan.unshard(output.logits)"
+        )
+    unknown = sorted(set(found) - {*ARGUMENTS, *PACKING, *UNUSED})
     if unknown:
         raise ValueError(f"a prepared model does not take {', '.join(unknown)}")
     if found.get("output_router_logits"):
         raise ValueError(f"output_router_logits: {ROUTERS}")
-    return {k: v for k, v in found.items() if k != "num_items_in_batch"}
+    return {k: v for k, v in found.items() if k not in ("num_items_in_batch", *PACKING, *UNUSED)}

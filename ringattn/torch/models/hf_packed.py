@@ -1,0 +1,88 @@
+"""The documents of a batch for transformers' models: by a padding mask, positions, and what collators give for packing.
+
+B batch   T all tokens
+"""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ringattn.spec import Docs
+
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # beside position_ids, from DataCollatorWithFlattening
+UNUSED = ("max_length_q", "max_length_k")  # what the others say already
+
+
+def documents(
+    B: int, T: int, attention_mask: Tensor | None, position_ids: Tensor | None, more: dict[str, Any]
+) -> Docs | None:
+    """The documents of every row; None where each is one whole document.
+
+    A row is cut where padding begins or ends, where a position is not the one before plus one, and where `more` begins
+    a document.
+    """
+    if attention_mask is not None and tuple(attention_mask.shape) != (B, T):
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; expected ({B}, {T}), 1 where a token is real: "
+            "masks of another kind are said by position_ids (packed documents) or by the model's configuration"
+        )
+    cuts, packed = np.zeros((B, T), bool), packing(B, T, more)
+    if position_ids is not None:
+        positions = position_ids.expand(B, T).numpy(force=True)
+        cuts[:, 1:] = np.diff(positions, axis=1) != 1
+    if packed is not None:
+        name, begins = packed
+        if len(at := np.argwhere(cuts & ~begins)):
+            raise ValueError(
+                f"position_ids begin again at token {at[0, 1]}, and {name} has no document that begins there; make "
+                "them agree, or give one of them"
+            )
+        cuts |= begins
+    if attention_mask is not None:
+        cuts |= padded(attention_mask)
+    if not cuts.any():
+        return None
+    return Docs.from_lengths([np.diff([0, *np.flatnonzero(row), T]).tolist() for row in cuts])
+
+
+def padded(attention_mask: Tensor) -> np.ndarray:
+    """Where padding begins or ends."""
+    real = attention_mask.bool().numpy(force=True)
+    cuts = np.zeros(real.shape, bool)
+    cuts[:, 1:] = real[:, 1:] != real[:, :-1]
+    if (cuts.sum(1) > 2).any() or ((cuts.sum(1) == 2) & real[:, 0]).any():
+        raise ValueError("attention_mask has padding between real tokens; it may stand before or after them")
+    return cuts
+
+
+def packing(B: int, T: int, more: dict[str, Any]) -> tuple[str, np.ndarray] | None:
+    """Which argument says where documents begin, and where, [B, T], but for the first of a row."""
+    found: dict[str, np.ndarray] = {}
+    for name in PACKING:
+        x = more.get(name)
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is of type {type(x).__name__}; expected a tensor")
+        x = x.numpy(force=True)
+        cuts = np.zeros((B, T), bool)
+        if name == "seq_idx":
+            if x.shape != (B, T):
+                raise ValueError(f"seq_idx has shape {x.shape}; expected ({B}, {T}), the document of each token")
+            cuts[:, 1:] = x[:, 1:] != x[:, :-1]
+        else:
+            if B != 1 or x.ndim != 1 or not x.size or x[0] != 0 or x[-1] != T or (np.diff(x) < 0).any():
+                raise ValueError(
+                    f"{name}={x.tolist()} with {B} rows of {T} tokens: it must rise from 0 to the number of tokens in "
+                    "one row, as DataCollatorWithFlattening packs them"
+                )
+            cuts[0, x[(x > 0) & (x < T)]] = True
+        found[name] = cuts
+    if not found:
+        return None
+    (first, begins), *others = found.items()
+    for name, cuts in others:
+        if (cuts != begins).any():
+            raise ValueError(f"{first} and {name} begin documents at different tokens; make them agree, or give one")
+    return first, begins
