@@ -1,0 +1,62 @@
+"""The decoders that docs/hugging-face.md lists are the same over ranks, values and gradients, with packed documents."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ringattn.launch import words
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "initializer_range": 0.3, "attention_dropout": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0, "dropout": 0.0, "hidden_dropout": 0.0,
+}  # fmt: skip
+WINDOW = {"sliding_window": 7}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_local_experts": 4}
+GROUPS = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+LATENT = {
+    **GROUPS, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+    "first_k_dense_replace": 1, "head_dim": None,
+}  # fmt: skip
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+MODELS = {
+    "afmoe": EXPERTS, "apertus": {}, "arcee": {}, "bitnet": {}, "cohere": {}, "cohere2": WINDOW, "cohere2_moe": GROUPS,
+    "cwm": {}, "deepseek_v2": LATENT, "deepseek_v3": LATENT, "diffllama": {}, "dots1": GROUPS, "ernie4_5": {},
+    "ernie4_5_moe": {**EXPERTS, "moe_num_experts": 4, "moe_k": 2}, "exaone4": WINDOW, "exaone_moe": GROUPS,
+    "flex_olmo": EXPERTS, "gemma": {}, "gemma2": WINDOW, "gemma3_text": WINDOW, "glm": {}, "glm4": {},
+    "glm4_moe": GROUPS, "gpt2": GPT2, "gpt_bigcode": GPT2, "gpt_neox": {}, "gpt_oss": {**EXPERTS, **WINDOW},
+    "granite": {}, "granitemoe": EXPERTS, "granitemoeshared": EXPERTS, "helium": {}, "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": GROUPS, "jetmoe": {}, "llama": {}, "mimo_v2_flash": GROUPS, "minicpm3": LATENT,
+    "minimax_m2": EXPERTS, "ministral": WINDOW, "ministral3": {}, "mistral": WINDOW, "mixtral": EXPERTS,
+    "modernbert-decoder": {}, "nanochat": {}, "olmo": {}, "olmo2": {}, "olmo3": WINDOW, "olmoe": EXPERTS,
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "persimmon": {}, "phi": {}, "phi3": {}, "phimoe": EXPERTS,
+    "qwen2": {}, "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16}, "qwen3": {}, "qwen3_moe": EXPERTS,
+    "seed_oss": {}, "smollm3": {}, "solar_open": GROUPS, "starcoder2": WINDOW, "vaultgemma": WINDOW, "youtu": LATENT,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_listed_model_is_the_same_over_ranks(tmp_path, capsys, kind):
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    given = {name: value for name, value in {**SMALL, **MODELS[kind]}.items() if value is not None}
+    transformers.AutoConfig.for_model(kind, **given).save_pretrained(tmp_path)
+    status = words.main(["verify", f"model={tmp_path}", "ranks=2", "tokens=97", "docs=3"])
+    out, err = capsys.readouterr()
+    assert status == 0, out + err
+
+
+def test_the_page_lists_these_and_no_others():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    page = (Path(__file__).parent.parent / "docs" / "hugging-face.md").read_text()
+    listed = re.search(r"tiny random models of each:\s+(.*?)\.\n", page, re.DOTALL)
+    assert listed
+    known = {CLASSES[kind] for kind in MODELS if kind in CLASSES}
+    names = {re.sub("ForCausalLM|LMHeadModel", "", name) for name in known}
+    found = listed[1].replace("\n", " ").split(", ")
+    assert found == sorted(found, key=str.lower) and (names == set(found) or len(known) < len(MODELS))
