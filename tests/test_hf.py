@@ -183,6 +183,14 @@ def test_batches_of_the_flattening_collator_equal_one_rank(name, which):
         torch.testing.assert_close(sum(g[weight] for *_, g in results), gradient, rtol=1e-4, atol=2e-6)
 
 
+def test_padding_of_a_padding_free_batch_whose_positions_are_zeros():
+    """As collators pad to a multiple of some length; such a token is a document of its own."""
+    tail = torch.cat([torch.arange(20), torch.arange(12), torch.zeros(5, dtype=torch.long)])
+    labels = batch()
+    labels[:, tail == 0] = -100
+    compare("Llama", position_ids=tail.expand(2, T), labels=labels)
+
+
 def test_a_packed_batch_that_contradicts_itself_is_refused():
     model, given = hf.prepare(build("Llama"), plan_of_one()), flattened(return_flash_attn_kwargs=True)
     cu = given["cu_seq_lens_q"]

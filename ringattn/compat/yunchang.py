@@ -134,6 +134,9 @@ class LongContextAttention(UlyssesAttention):
         self.attention = of_batch(layout_of(ring_impl_type))
 
 
+AsyncLongContextAttention = LongContextAttention  # a plan overlaps what Ulysses ranks exchange by itself
+
+
 class LongContextAttentionQKVPacked(nn.Module):
     """LongContextAttention of one tensor qkv [B, t, 3, H, D]."""
 
@@ -205,6 +208,7 @@ basic_extract_local, zigzag_extract_local, stripe_extract_local = (
 __all__ = [
     "EXTRACT_FUNC_DICT",
     "PROCESS_GROUP",
+    "AsyncLongContextAttention",
     "AttnType",
     "LongContextAttention",
     "LongContextAttentionQKVPacked",
