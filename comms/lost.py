@@ -36,7 +36,11 @@ class Lost(NamedTuple):
         except RuntimeError as error:
             if not of_transport(error):
                 raise
-            raise self.error(work, str(error)) from error
+            try:
+                found = self.error(work, str(error))
+            except ValueError:  # another thread ended the process group meanwhile, as Ray does
+                found = ConnectionError(reason(str(error)))
+            raise found from error
 
     def error(self, work: int, message: str) -> ConnectionError:
         """The error that names the lost rank, or the candidates, and the first loss that any rank has reported.
@@ -81,7 +85,11 @@ def missing_named(what: str) -> Iterator[None]:
     except RuntimeError as error:
         if not of_transport(error):
             raise
-        raise ConnectionError(f"{what}: {who_is_missing(str(error))}") from error
+        try:
+            found = who_is_missing(str(error))
+        except ValueError:  # another thread ended the process group meanwhile, as Ray does
+            found = reason(str(error))
+        raise ConnectionError(f"{what}: {found}") from error
 
 
 def who_is_missing(message: str) -> str:

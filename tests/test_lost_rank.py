@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
+from ringattn.comms import lost
 from ringattn.launch.processes import RankError, run
 from ringattn.launch.train import checkpoint, trainer
 from ringattn.torch.attention import ring
@@ -219,3 +220,19 @@ def test_all_others_name_it_and_the_step(victim, route, stays, tmp_path):
         seconds, error = text.split(" ", 1)
         assert float(seconds) < 1.5 * TIMEOUT, f"rank {rank}: {text}"
         assert f"lost ring rank {victim} (" in error and ("step" in error or "round" in error), f"rank {rank}: {text}"
+
+
+def test_a_group_that_another_thread_ends_meanwhile_leaves_the_loss_a_loss(monkeypatch):
+    """Ray ends the process group of a rank whose peer died, while that rank asks who is missing."""
+
+    def gone(*args):
+        raise ValueError("Default process group has not been initialized")
+
+    monkeypatch.setattr(lost, "who_is_missing", gone)
+    with pytest.raises(ConnectionError, match="saving: .* reset by peer"), lost.missing_named("saving"):
+        raise RuntimeError(
+            "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. This is"
+        )
+    monkeypatch.setattr(lost.Lost, "error", gone)
+    with pytest.raises(ConnectionError, match="Connection closed"), lost.Lost(None, [[1]], "keys").named():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
