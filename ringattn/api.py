@@ -1,10 +1,10 @@
-"""The public functions: each finds the framework from its arguments and calls the function of the same name there."""
+"""The public functions: each finds the framework of its arguments and calls that framework's function of that name."""
 
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from ringattn.check import kind, of_arrays, of_partials, of_unknown, of_words
+from ringattn.check import kind, of_arguments, of_arrays, of_partials, of_unknown
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.partial import merge as merged
 from ringattn.planning import Plan
@@ -28,29 +28,29 @@ def attention(
     """softmax(scale * q k^T) v over the whole sequence, exact, whichever rank holds which part of it.
 
     q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] are this rank's tokens under `plan` (see `Plan.shard`); G divides
-    H. Without a plan they are everything: on one device, or, jax arrays, on the mesh that their sharding names. Returns
-    out [B, T, H, V] in q's dtype, and with `return_lse` also lse [B, T, H], the natural log-sum-exp in float32,
+    H. Without a plan they are the whole sequence: on one device, or, for jax arrays, on the mesh of their sharding.
+    Returns out [B, T, H, V] in q's dtype, and with `return_lse` also lse [B, T, H], the natural log-sum-exp in float32,
     differentiable.
 
     spec      causal, window, softcap, scale; causal by default
-    docs      packed documents, the same on every rank; `key_docs` those of the keys where they are another sequence.
-              Causal, a document's last query is at the position of its last key: of Lq queries and Lk keys, query i
-              sees the keys up to i + Lk - Lq, and the first Lq - Lk queries see none
-    sinks     [H], a logit a head that takes part in the softmax with a value of zero
+    docs      packed documents, the same on every rank; `key_docs`: those of the keys, if keys are another sequence.
+              With causal, a document's last query is at the position of its last key: with Lq queries and Lk keys,
+              query i sees the keys up to i + Lk - Lq, and the first Lq - Lk queries see none
+    sinks     [H], one logit per head that takes part in the softmax with a value of zero
     """
     if unknown:
         refuse(of_unknown("attention", unknown, "spec", "docs") or "", plan)
-    found: Any
+    function: Any
     if kind(q) == "torch":
         from ringattn.torch.attention.function import (
-            attention as found,  # checks the arguments of each new kind of call
+            attention as function,  # checks the arguments of each new kind of call
         )
     else:
-        problem = of_words(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
+        problem = of_arguments(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
         if problem := problem or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan):
             refuse(problem, plan)
-        from ringattn.jax import attention as found
-    return found(q, k, v, plan, spec=spec, docs=docs, key_docs=key_docs, sinks=sinks, return_lse=return_lse)
+        from ringattn.jax import attention as function
+    return function(q, k, v, plan, spec=spec, docs=docs, key_docs=key_docs, sinks=sinks, return_lse=return_lse)
 
 
 def linear_attention(
@@ -72,42 +72,43 @@ def linear_attention(
     """S_t = exp(log_decay_t) S_{t-1} + k_t^T v_t and o_t = scale * q_t S_t, over the whole sequence, exact.
 
     q, k [B, T, H, K] and v [B, T, H, V] are this rank's tokens under `plan`, whose layout is contiguous or zigzag;
-    without a plan they are everything. Returns out [B, T, H, V] in q's dtype, and with `return_state` also the state
-    behind the last token [B, H, K, V], the same on every rank, in float32 (float64 for float64 inputs).
+    without a plan they are the whole sequence. Returns out [B, T, H, V] in q's dtype, and with `return_state` also the
+    state after the last token [B, H, K, V], the same on every rank, in float32 (float64 for float64 inputs).
 
-    log_decay       [B, T, H, K] a gate a key channel, [B, T, H] one a head, None for none; natural logarithm, at most 0
-    initial_state   the state before the first token, the same on every rank; its gradient is this rank's share (of
+    log_decay       [B, T, H, K] one gate per key channel, [B, T, H] one per head, None for no decay; natural logarithm,
+                    at most 0
+    initial_state   the state before the first token, the same on every rank; its gradient is this rank's share (for
                     global JAX arrays: all of it)
-    docs            packed documents: where one begins the state is zero, except at the first token
+    docs            packed documents: the state is zero where a document begins, except at the first token
     scale           of q; 1 / sqrt(K) by default
     kernel          auto, triton or chunkwise; in JAX auto or chunkwise
-    scan            how states go from rank to rank: auto, gather, ring or pipeline
-    check           look at every gate, which waits for the device; by default on CPUs only
+    scan            how states travel from rank to rank: auto, gather, ring or pipeline
+    check           check every gate, which waits for the device; by default on CPUs only
     """
     optional = {"log_decay": log_decay, "initial_state": initial_state}
     problem = (
         of_unknown("linear_attention", unknown, "docs")
-        or of_words(plan=plan, docs=docs, return_state=return_state, check=check)
+        or of_arguments(plan=plan, docs=docs, return_state=return_state, check=check)
         or of_arrays({"q": q, "k": k, "v": v}, optional, plan)
     )
     if problem:
         refuse(problem, plan)
-    found: Any  # by statements: torch.compile traces no import_module
+    module: Any  # import statements, since torch.compile cannot trace import_module
     if kind(q) == "jax":
-        import ringattn.jax.linear.function as found
+        import ringattn.jax.linear.function as module
     else:
-        import ringattn.torch.linear.function as found
-    return found.linear_attention(
+        import ringattn.torch.linear.function as module
+    return module.linear_attention(
         q, k, v, log_decay, plan, initial_state=initial_state, return_state=return_state, docs=docs, scale=scale,
         kernel=kernel, scan=scan, check=check,
     )  # fmt: skip
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Attention over the union of two disjoint sets of keys, exact, from what queries found in each; differentiable.
+    """Attention over the union of two disjoint sets of keys, exact, from the partials of both; differentiable.
 
-    out [B, T, H, V] and lse [B, T, H] are those that `attend` gives, or `attention` with return_lse=True. A row whose
-    lse is -inf has seen no key.
+    out [B, T, H, V] and lse [B, T, H] come from `attend`, or from `attention` with return_lse=True. A row whose lse is
+    -inf has seen no key.
     """
     problem = of_partials(a, b)
     if problem:
@@ -129,19 +130,19 @@ def prefill(
     keys: int | None = None,
     **unknown: Any,
 ) -> Any:
-    """Append a chunk of the prompt to the cache and attend to everything so far: out, with JAX (out, the cache).
+    """Append a chunk of the prompt to the cache and attend to everything so far. Returns out; in JAX (out, cache).
 
-    q, k and v are this rank's part of the chunk under `plan`, which is the cache's plan `for_length(chunk)`. Nothing is
+    q, k and v are this rank's part of the chunk under `plan`, which is the cache's plan `for_length(chunk)`. Not
     differentiable.
 
-    start     where the chunk begins, one number or one a row: checked against the cache
-    move      what travels: "queries", "keys", or what leaves less time exposed (`cache.explain` says which)
-    keys      at most so many of a rank's keys are attended to, or sent, at once
+    start     where the chunk begins, one number or one per row: checked against the cache
+    move      what travels: "queries", "keys", or "auto", which leaves less time exposed (`cache.explain` shows which)
+    keys      the most keys of a rank that are attended to, or sent, at once
     """
     problem = (
         of_unknown("prefill", unknown, "spec")
         or of_cached(plan, cache)
-        or of_words(spec=spec)
+        or of_arguments(spec=spec)
         or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
     )
     if problem:
@@ -161,13 +162,13 @@ def decode(
     sinks: Any = None,
     **unknown: Any,
 ) -> Any:
-    """The next token or tokens, the same on every rank or device: out, with JAX (out, the cache). Not differentiable.
+    """Append the next tokens, the same on every rank, to the cache and attend: out; in JAX (out, cache).
 
-    Several tokens see each other causally.
+    Several tokens see each other causally. Not differentiable.
     """
     plan = getattr(cache, "plan", None)
     problem = (
-        of_cached(plan, cache) or of_words(spec=spec) or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
+        of_cached(plan, cache) or of_arguments(spec=spec) or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
     )
     if problem:
         refuse(problem, plan)
@@ -175,13 +176,12 @@ def decode(
 
 
 def part(name: str, array: Any) -> Any:
-    """The module of this name for this tensor's framework."""
-    where = f"ringattn.{kind(array)}.{name}"
-    return import_module(where)  # and not from sys.modules, where another thread may have it half imported
+    """The module with this name in the package of the array's framework."""
+    return import_module(f"ringattn.{kind(array)}.{name}")  # sys.modules may hold it half imported by another thread
 
 
 def refuse(problem: str, plan: Any) -> None:
-    """Raise what is wrong with a call; on all ranks of a torch plan alike, where only some of them may know."""
+    """Raise the problem: on all ranks of a torch plan, although only some of them may have noticed it."""
     if isinstance(plan, Plan) and plan.framework == "torch":
         from ringattn.torch import agree
 
@@ -190,7 +190,7 @@ def refuse(problem: str, plan: Any) -> None:
 
 
 def of_cached(plan: Any, cache: Any) -> str | None:
-    """A plan and a cache are what their names say."""
+    """`plan` is a Plan and `cache` a KVCache."""
     if not isinstance(cache, KVCache):
         swapped = "; plan comes before cache" * isinstance(cache, Plan)
         return f"cache is of type {type(cache).__name__}; make one with KVCache.allocate(plan, ...){swapped}"
@@ -202,7 +202,7 @@ def of_cached(plan: Any, cache: Any) -> str | None:
 def init_mesh(
     data: int = 1, ring: int = 1, ulysses: int = 1, sequence: int | None = None, device_type: str | None = None
 ) -> Any:
-    """A torch DeviceMesh over all ranks: axes data, ring and ulysses, or data and sequence, which `plan` factors."""
+    """A torch DeviceMesh over all ranks: axes data, ring and ulysses; or data and sequence, which `plan` factors."""
     from ringattn.comms import mesh
 
     return mesh.init_mesh(data, ring, ulysses, sequence, device_type)

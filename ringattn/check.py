@@ -1,7 +1,6 @@
-"""What a call must satisfy, by shapes alone: the first thing that is wrong, as a sentence with numbers and the remedy.
+"""Checks of a call by shapes alone. Each returns the first problem, with its numbers and the remedy, or None.
 
-Every function gives None for what is right. Tensors of any framework are asked for nothing but their shape; what has a
-dtype or a device is checked in ringattn.torch and ringattn.jax.
+They work on tensors of any framework and read only shapes; ringattn.torch and ringattn.jax check dtypes and devices.
 """
 
 import sys
@@ -13,11 +12,11 @@ import numpy as np
 from ringattn.planning import Plan, Transport, dtype_name, groups_problem, heads_problem
 from ringattn.spec import AttentionSpec, Docs, of_factor, whole
 
-PACKED = Docs, "say Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
-SAY = "say True or False"
+PACKED = Docs, "pass Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
+SAY = "pass True or False"
 WORDS: dict[str, tuple[type, str]] = {
     "plan": (Plan, "make one with ringattn.plan(mesh, seq_len=...)"),
-    "spec": (AttentionSpec, "say AttentionSpec(causal=..., window=..., softcap=..., scale=...)"),
+    "spec": (AttentionSpec, "pass AttentionSpec(causal=..., window=..., softcap=..., scale=...)"),
     "docs": PACKED,
     "key_docs": PACKED,
     "transport": (Transport, "give Transport(route=..., hosts=..., together=..., backward=..., groups=..., by=...)"),
@@ -27,8 +26,8 @@ WORDS: dict[str, tuple[type, str]] = {
 }
 
 
-def of_words(required: bool = False, **words: Any) -> str | None:
-    """A plan, a spec, documents and yes or no are what their names say."""
+def of_arguments(required: bool = False, **words: Any) -> str | None:
+    """Arguments that are no tensors have the types that their names require."""
     for name, value in words.items():
         kind, remedy = WORDS[name]
         if (value is not None or required) and not isinstance(value, kind):
@@ -52,17 +51,17 @@ REFUSED = {  # other libraries' arguments
     "attn_mask": NO_MASK,
     "mask": NO_MASK,
 }
-INSTEAD = {  # of those, what an argument of ours says
+INSTEAD = {  # of those, the ones that an argument of ours replaces
     "spec": {
-        "is_causal": "say spec=AttentionSpec(causal=...)",
-        "causal": "say spec=AttentionSpec(causal=...)",
-        "window": "say spec=AttentionSpec(window=...)",
-        "window_size": "say spec=AttentionSpec(window=...)",
-        "softcap": "say spec=AttentionSpec(softcap=...)",
-        "scale": "say spec=AttentionSpec(scale=...)",
-        "softmax_scale": "say spec=AttentionSpec(scale=...)",
+        "is_causal": "pass spec=AttentionSpec(causal=...)",
+        "causal": "pass spec=AttentionSpec(causal=...)",
+        "window": "pass spec=AttentionSpec(window=...)",
+        "window_size": "pass spec=AttentionSpec(window=...)",
+        "softcap": "pass spec=AttentionSpec(softcap=...)",
+        "scale": "pass spec=AttentionSpec(scale=...)",
+        "softmax_scale": "pass spec=AttentionSpec(scale=...)",
     },
-    "docs": {"cu_seqlens": "say docs=Docs.from_cu_seqlens(...)"},
+    "docs": {"cu_seqlens": "pass docs=Docs.from_cu_seqlens(...)"},
     "transport": dict.fromkeys(
         ("route", "hosts", "together", "backward", "groups"), "it is part of transport=Transport(...)"
     ),
@@ -71,7 +70,7 @@ INSTEAD = {  # of those, what an argument of ours says
 
 
 def of_unknown(function: str, unknown: dict[str, Any], *takes: str) -> str | None:
-    """Every argument that a function does not take, and what to use instead: of what it `takes`, if that says it."""
+    """Every argument that a function does not take, and what to use instead, out of what it `takes`."""
     if not unknown:
         return None
     known = dict(REFUSED)
@@ -81,7 +80,7 @@ def of_unknown(function: str, unknown: dict[str, Any], *takes: str) -> str | Non
 
 
 def kind(x: Any) -> str | None:
-    """Whose array this is: "torch" or "jax", or nobody's."""
+    """The framework of an array: "torch", "jax", or None."""
     for name, array in (("torch", "Tensor"), ("jax", "Array")):
         if name in sys.modules and isinstance(x, getattr(sys.modules[name], array)):
             return name
@@ -100,7 +99,7 @@ def of_partials(a: Any, b: Any) -> str | None:
     """Two partials over the same rows."""
     for name, x in (("a", a), ("b", b)):
         if getattr(x, "_fields", None) != ("out", "lse"):
-            return f"{name} is of type {type(x).__name__}; say Partial(out, lse)"
+            return f"{name} is of type {type(x).__name__}; pass Partial(out, lse)"
     if found := of_kinds(*a, *b):
         return found
     (out_a, lse_a), (out_b, lse_b) = ([tuple(x.shape) for x in side] for side in (a, b))
@@ -113,7 +112,7 @@ def of_partials(a: Any, b: Any) -> str | None:
 
 
 def of_arrays(arrays: dict[str, Any], optional: dict[str, Any], plan: Plan | None = None) -> str | None:
-    """All are tensors of one framework, which is the plan's; those that may not be left out have 4 dims."""
+    """All are tensors of one framework, that of the plan; the required ones have 4 dims."""
     if found := of_kinds(*arrays.values()):
         return found
     framework: Any = kind(next(iter(arrays.values())))
@@ -132,7 +131,7 @@ def of_arrays(arrays: dict[str, Any], optional: dict[str, Any], plan: Plan | Non
 def of_dims(**arrays: Any) -> str | None:
     for name, x in arrays.items():
         if getattr(x, "is_nested", False):
-            return f"{name} is a nested tensor; put its rows one after the other and say docs=Docs.from_lengths(...)"
+            return f"{name} is a nested tensor; put its rows one after the other and pass docs=Docs.from_lengths(...)"
         if hasattr(x, "to_local"):
             return f"{name} is a DTensor; give {name}.to_local(), this rank's tokens under the plan"
         if len(x.shape) != 4:
@@ -147,7 +146,7 @@ def of_choice(name: str, value: Any, choices: Sequence[str]) -> str | None:
 
 
 def of_shapes(q: Any, k: Any, v: Any) -> str | None:
-    """q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] go together."""
+    """q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] match."""
     if found := of_dims(q=q, k=k, v=v):
         return found
     if not q.shape[0] == k.shape[0] == v.shape[0]:
@@ -167,7 +166,7 @@ def of_batch(q: Any) -> str | None:
 
 
 def of_plan(q: Any, k: Any, v: Any, plan: Plan) -> str | None:
-    """Heads that can be spread, and are those the plan was made for."""
+    """The heads can be spread over the ranks, and are those that the plan was made for."""
     heads = q.shape[2], k.shape[2]
     if plan.heads is not None and plan.heads != heads:
         found = f"q and k have {heads[0]} and {heads[1]} heads, the plan was made for heads={plan.heads}"
@@ -183,7 +182,7 @@ def of_plan(q: Any, k: Any, v: Any, plan: Plan) -> str | None:
 
 
 def of_exchanged(q: Any, k: Any, plan: Plan) -> str:
-    """What to add to an error where heads and tokens look exchanged, as in [batch, heads, tokens, head_dim]."""
+    """A hint for an error if heads and tokens look exchanged, as in [batch, heads, tokens, head_dim]."""
     (tokens, heads), (keys, kv_heads) = q.shape[1:3], k.shape[1:3]
     lengths = plan.local_len, plan.seq_len, plan.tokens.padded_length
     grouped = heads == kv_heads > tokens > keys and tokens % keys == 0
@@ -193,18 +192,16 @@ def of_exchanged(q: Any, k: Any, plan: Plan) -> str:
 
 
 def of_sinks(sinks: Any, heads: int, floating: bool) -> str | None:
-    """One float a query head."""
+    """One float per query head."""
     if tuple(sinks.shape) != (heads,) or not floating:
-        return (
-            f"sinks has shape {tuple(sinks.shape)} and dtype {sinks.dtype}; expected one float a query head, ({heads},)"
-        )
+        return f"sinks has shape {tuple(sinks.shape)} and dtype {sinks.dtype}; expected one per query head, ({heads},)"
     return None
 
 
 def of_lengths(
     q: Any, k: Any, plan: Plan, spec: AttentionSpec, held: tuple[int, int], key_docs: Docs | None = None
 ) -> str | None:
-    """q and k hold as many tokens as they must: what a rank holds, or in JAX outside shard_map what all hold."""
+    """q and k have the right number of tokens: those of a rank, or in JAX outside of shard_map those of all ranks."""
     for name, x, part, length in (("q", q, plan, held[0]), ("k", k, plan.keys, held[1])):
         if x.shape[1] != length:
             uncut = x.shape[1] == part.seq_len
@@ -223,13 +220,13 @@ def of_lengths(
 
 
 def of_packed(name: str, packed: Docs | None, length: int, batch: int) -> str | None:
-    """Documents, if there are some, that cover so many tokens, in one row or in one a batch entry."""
+    """Documents, if there are any, cover `length` tokens, in one row or in one row per batch entry."""
     if packed is None:
         return None
     if packed.length != length:
         return (
             f"{name}: document lengths add up to {packed.length}, the sequence has {length} tokens; "
-            f"if the rest is padding say Docs.from_lengths(lengths, pad_to={length})"
+            f"if the rest is padding pass Docs.from_lengths(lengths, pad_to={length})"
         )
     if packed.starts.shape[0] not in (1, batch):
         return f"{name} describes {packed.starts.shape[0]} rows, the batch has {batch}; give 1 row or {batch}"
@@ -237,11 +234,11 @@ def of_packed(name: str, packed: Docs | None, length: int, batch: int) -> str | 
 
 
 def of_docs(batch: int, plan: Plan, docs: Docs | None, key_docs: Docs | None) -> str | None:
-    """Documents that cover the sequence, in one row or in one a batch entry."""
+    """Documents cover the sequence, in one row or in one row per batch entry."""
     if docs is None:
         return "key_docs needs docs: document i of the queries sees document i of the keys" if key_docs else None
     if plan.keys.seq_len != plan.seq_len and key_docs is None:
-        return f"docs with {plan.seq_len} queries and {plan.keys.seq_len} keys: also say key_docs, the keys' documents"
+        return f"docs with {plan.seq_len} queries and {plan.keys.seq_len} keys: also pass key_docs, the keys' documents"
     found = of_packed("docs", docs, plan.seq_len, batch) or of_packed("key_docs", key_docs, plan.keys.seq_len, batch)
     if found:
         return found
@@ -253,9 +250,9 @@ def of_docs(batch: int, plan: Plan, docs: Docs | None, key_docs: Docs | None) ->
 def of_linear(
     q: Any, k: Any, v: Any, log_decay: Any, plan: Plan, docs: Docs | None, held: int | None = None
 ) -> str | None:
-    """q, k [B, T, H, K], v [B, T, H, V] and gates a key channel, a head, or none; segments in the sequence's order.
+    """q, k [B, T, H, K], v [B, T, H, V] and the gates match, and each rank's segments are consecutive tokens.
 
-    `held` is how many tokens they must have; by default what a rank holds.
+    `held` is the number of tokens that they must have; by default that of a rank.
     """
     held = plan.local_len if held is None else held
     heads = q.shape[2:3] == k.shape[2:3]
@@ -265,7 +262,7 @@ def of_linear(
     if found:
         return found
     if q.shape[1] != k.shape[1]:
-        return f"q has {q.shape[1]} tokens, k {k.shape[1]}; linear attention is of one sequence with itself"
+        return f"q has {q.shape[1]} tokens, k {k.shape[1]}; linear attention needs as many keys as queries"
     if log_decay is not None and tuple(log_decay.shape) not in (tuple(k.shape), tuple(k.shape[:3])):
         return (
             f"log_decay has shape {tuple(log_decay.shape)}; expected {tuple(k.shape)}, a gate for every key channel, "
@@ -273,11 +270,11 @@ def of_linear(
         )
     if plan.layout == "striped" and plan.ring > 1:
         return (
-            "layout='striped' deals out neighbouring tokens to different ranks, and a state would have to visit every "
-            "rank between two of them; use layout='zigzag' or 'contiguous'"
+            "layout='striped' deals out neighbouring tokens to different ranks, so a state would have to travel after "
+            "every token; use layout='zigzag' or 'contiguous'"
         )
     if plan.keys is not plan:
-        return f"the plan has {plan.seq_len} queries and {plan.keys.seq_len} keys; linear attention is of one sequence"
+        return f"the plan has {plan.seq_len} queries and {plan.keys.seq_len} keys; linear attention needs as many"
     return of_lengths(q, k, plan, AttentionSpec(), (held, held)) or of_docs(q.shape[0], plan, docs, None)
 
 
@@ -286,7 +283,7 @@ def of_scale(scale: float | None, key_dim: int) -> str | None:
 
 
 def of_state(name: str, state: Any, q: Any, v: Any, dtype: Any) -> str | None:
-    """A state [B, H, K, V] in the dtype that states have."""
+    """A state is [B, H, K, V] in the dtype of states."""
     expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
     if tuple(state.shape) != expected:
         return f"{name} has shape {tuple(state.shape)}; expected {expected}: batch, heads, key dim, value dim"
@@ -296,7 +293,7 @@ def of_state(name: str, state: Any, q: Any, v: Any, dtype: Any) -> str | None:
 
 
 def each(given: Any, rows: int) -> list[int] | None:
-    """A whole number for each row, from one for all or one a row; None for what is neither."""
+    """A whole number for each row, from one for all rows or one per row; None for anything else."""
     given = given.tolist() if hasattr(given, "tolist") else given
     many = list(given) if isinstance(given, (list, tuple)) else [given] * rows
     found = [n for n in map(whole, many) if n is not None]
@@ -316,7 +313,7 @@ def of_start(start: int | Sequence[int] | None, lengths: np.ndarray | None) -> s
 
 
 def of_kept(name: str, x: Any, mine: Any) -> str | None:
-    """New tokens [B, n, G, D] have the shape of those that a cache keeps."""
+    """New tokens [B, n, G, D] have the shape of the tokens in a cache."""
     if len(x.shape) == 4 and (x.shape[0], *x.shape[2:]) == (mine.shape[0], *mine.shape[2:]):
         return None
     B, _, G, D = mine.shape
@@ -324,7 +321,7 @@ def of_kept(name: str, x: Any, mine: Any) -> str | None:
 
 
 def of_pair(k: Any, v: Any) -> str | None:
-    """New tokens have a key and a value each, and there are some."""
+    """There is at least one new token, and each has a key and a value."""
     if k.shape[1] == v.shape[1] > 0:
         return None
     return f"k has {k.shape[1]} tokens, v {v.shape[1]}; every new token has both, and there must be at least one"
@@ -337,7 +334,7 @@ def of_sizes(**sizes: Any) -> str | None:
 
 
 def of_memory(room: Any, **sizes: Any) -> str | None:
-    """The sizes of a cache; value_dim, window and room may be left out."""
+    """The sizes of a cache; value_dim, window and room are optional."""
     found = of_sizes(**{n: x for n, x in sizes.items() if x is not None or n not in ("value_dim", "window")})
     if found is None and room is not None and (whole(room) is None or room < 0):
         return f"room={room!r}: the longest chunk that will be appended at once, a whole number"
@@ -345,21 +342,21 @@ def of_memory(room: Any, **sizes: Any) -> str | None:
 
 
 def of_fork(copies: Any, max_len: Any, lengths: np.ndarray | None) -> str | None:
-    """Some copies, in which what the rows hold has room."""
+    """There are copies, and the rows fit in them."""
     found = of_sizes(copies=copies, max_len=max_len)
     if found is None and lengths is not None and max_len < lengths.max():
-        return f"max_len={max_len}: the rows hold up to {lengths.max()} tokens already; say more, or truncate first"
+        return f"max_len={max_len}: the rows hold up to {lengths.max()} tokens already; pass more, or truncate first"
     return found
 
 
 def of_saved(state: Any, *names: str) -> str | None:
-    """A state has all that a cache of this framework saves."""
+    """A state has all the entries that a cache of this framework saves."""
     missing = [name for name in names if not isinstance(state, dict) or name not in state]
     return f"the state has no {', '.join(missing)}; pass what state_dict() of such a cache gave" if missing else None
 
 
 def of_loaded(state: dict[str, Any], cache: Any, lengths: np.ndarray | None) -> str | None:
-    """A saved state is of a cache like this one, with the same window, and its rows fit, if they are known."""
+    """A saved state comes from a cache with this one's shapes and window, and its rows fit, if they are known."""
     if state["window"] != cache.window:
         return f"the state is of a cache with window={state['window']}, this one's is {cache.window}; allocate it so"
     if state["k"].shape != cache.k.shape or state["v"].shape != cache.v.shape:
@@ -376,14 +373,14 @@ def of_loaded(state: dict[str, Any], cache: Any, lengths: np.ndarray | None) -> 
 
 
 def of_truncated(given: Any, rows: int) -> str | None:
-    """One length for all rows, or one a row."""
+    """One length for all rows, or one per row."""
     if each(given, rows) is not None:
         return None
     return f"truncate to {given!r}: one whole number, or one for each of {rows} rows"
 
 
 def of_keys(keys: Any) -> str | None:
-    """How many keys at once, if that is said."""
+    """How many keys at once; optional."""
     if keys is None or (whole(keys) or 0) >= 1:
         return None
     return f"keys={keys!r}: the most keys at once, at least 1, a whole number"
@@ -391,7 +388,7 @@ def of_keys(keys: Any) -> str | None:
 
 def of_filled(lengths: np.ndarray | None) -> str | None:
     """There is something to decode after, if that is known."""
-    if lengths is None or all(lengths.tolist()):  # of a few numbers sooner than numpy's
+    if lengths is None or all(lengths.tolist()):  # faster than numpy for a few numbers
         return None
     return f"decode before prefill: the cache holds {lengths.tolist()} tokens; prefill a prompt first"
 
@@ -407,14 +404,14 @@ def beside_window(n: int, window: int) -> str:
 
 
 def of_window(kept: int | None, spec: AttentionSpec) -> str | None:
-    """A cache that keeps a window serves what sees no more."""
+    """A cache that keeps a window serves specs with no larger window."""
     if kept is None or (spec.window is not None and spec.window <= kept):
         return None
     return f"the cache keeps a window of {kept} keys, the spec sees window={spec.window}"
 
 
 def of_back(new: np.ndarray | None, lengths: np.ndarray | None, first: np.ndarray | None) -> str | None:
-    """Tokens are taken back from where rows are to where they can go, if all is known."""
+    """Rows are truncated to lengths that they can return to, if those are known."""
     if new is None or lengths is None or first is None:
         return None
     if (new <= lengths).all() and (new >= first).all():

@@ -1,4 +1,4 @@
-"""How a plan is chosen: every candidate that the mesh allows, priced, and the one that is predicted to be fastest."""
+"""How a plan is chosen: the candidate with the least predicted time, out of all that the mesh allows."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ringattn import kernels
-from ringattn.check import of_unknown, of_words
+from ringattn.check import of_arguments, of_unknown
 from ringattn.comms.axis import Ranks, one_rank
 from ringattn.cost import Cost, Hardware, Shape, kv_heads_of_a_rank, predict, seen_pairs
 from ringattn.planning import TRAVELLERS, Plan, Transport, dtype_name, hardware_of
@@ -31,14 +31,14 @@ def plan(
     transport: Transport | None = None,
     **unknown: Any,
 ) -> Plan:
-    """How `seq_len` tokens are spread over the mesh: every choice can be given, the rest is picked by predicted time.
+    """A plan for `seq_len` tokens over the mesh. Any choice can be given; the others are made by predicted time.
 
-    The mesh has axes "ring" and/or "ulysses", whose sizes are then fixed, or "sequence", which is factored here; no
-    mesh means one device, and a `choosing.Target` ranks that need not be there. `heads` is (query heads, key heads).
-    Every rank must make the same plan; `explain()` shows the candidates and why this one. `docs`, if they are known,
-    let it pick the layout that suits them. `transport` says how blocks travel over a torch mesh.
+    The mesh has axes "ring" and/or "ulysses", whose sizes are then fixed, or "sequence", which is factored here. No
+    mesh means one device; a `choosing.Target` stands for ranks that need not exist. `heads` is (query heads, key
+    heads). Every rank must make the same plan; `explain()` shows the candidates and why this one was chosen. With
+    `docs` the layout is chosen for these documents. `transport` is how blocks travel over a torch mesh.
     """
-    words = of_words(spec=spec, docs=docs, transport=transport)
+    words = of_arguments(spec=spec, docs=docs, transport=transport)
     if problem := of_unknown("plan", unknown, "spec", "docs", "transport") or words:
         raise ValueError(problem)
     spec = AttentionSpec() if spec is None else spec
@@ -46,7 +46,7 @@ def plan(
     target = target_of(mesh, transport.by)
     if target.framework == "jax" and transport.chosen:
         raise ValueError(
-            f"transport={transport.chosen}: JAX's compiler moves the blocks, and nothing of that can be chosen; leave "
+            f"transport={transport.chosen}: in JAX the compiler moves the blocks, so it is not supported; leave "
             "transport out"
         )
     alone = Plan(
@@ -62,7 +62,7 @@ def plan(
         raise ValueError(f"docs: document lengths add up to {docs.length}, and seq_len={seq_len}; make them the same")
     if docs is not None and alone.keys.seq_len != alone.seq_len:
         raise ValueError(
-            f"docs with key_len={key_len}: work is counted for documents of one sequence; leave docs out of the plan, "
+            f"docs with key_len={key_len}: work is counted for one sequence only; leave docs out of the plan, "
             "and pass docs and key_docs to attention"
         )
     dtype = ("float32" if target.device == "cpu" else "bfloat16") if dtype is None else dtype_name(dtype)
@@ -83,11 +83,11 @@ def plan(
 
 
 def settled(transport: Transport, plan: Plan, sizes: dict[str, int] | None) -> Transport:
-    """The transport with nothing left open that all ranks must know; `sizes` are the bytes a block has in backward."""
+    """The transport with every choice made that all ranks must share; `sizes` are the bytes of a block in backward."""
     found = getattr(plan.axes.ring, "hosts", 0) or None  # None: unknown
     hosts = found if transport.hosts is None else transport.hosts
     if plan.ring == 1 and hosts is not None:
-        hosts = 1  # a ring of one rank lies on one of them
+        hosts = 1  # a ring of one rank lies on one host
     route, backward = transport.route, transport.backward
     if route == "auto":
         route = "relay" if hosts is None else route_over(hosts, plan.ring)
@@ -98,7 +98,7 @@ def settled(transport: Transport, plan: Plan, sizes: dict[str, int] | None) -> T
 
 
 class Target(NamedTuple):
-    """Where a plan is for: whose speeds count, the (ring, ulysses) sizes there can be, and how they become axes."""
+    """The device of a plan, the (ring, ulysses) sizes that it can have, and how they become axes."""
 
     device: str
     sizes: Sequence[tuple[int, int]]
@@ -107,12 +107,12 @@ class Target(NamedTuple):
 
 
 def elsewhere(device: str, sizes: Sequence[tuple[int, int]], ring: Any = None) -> Target:
-    """Ranks that are not here; `ring` answers what a plan asks of its axis."""
+    """A target of ranks that do not exist here; `ring` stands in for their axis."""
     return Target(device, sizes, lambda r, u: Ranks(ring, None, device=device, here=False))
 
 
 def target_of(mesh: Any, by: str = "auto") -> Target:
-    """Where a mesh is: its device, the sizes it allows, and its axes once they are chosen."""
+    """The target for a mesh: its device, the sizes it allows, and its axes once sizes are chosen."""
     if isinstance(mesh, Target):
         return mesh
     if mesh is None:
@@ -151,13 +151,13 @@ def is_jax_mesh(mesh: Any) -> bool:
 
 
 def default_device() -> str:
-    """Where tensors of a plan without a mesh are made: the GPU if torch sees one."""
+    """The device of a plan without a mesh: the GPU if torch finds one."""
     torch = sys.modules.get("torch")
     return "cuda" if torch is not None and torch.cuda.is_available() else "cpu"
 
 
 def factored(size: int) -> list[tuple[int, int]]:
-    """Every (ring, ulysses) of so many ranks."""
+    """Every (ring, ulysses) whose product is `size`."""
     return [(size // u, u) for u in range(1, size + 1) if size % u == 0]
 
 
@@ -169,7 +169,7 @@ def candidates(
     spec: AttentionSpec,
     docs: Docs | None = None,
 ) -> list[Plan]:
-    """Every plan that `alone` can be spread into over these sizes; what varies is strategy and layout, where "auto"."""
+    """Every plan that spreads `alone` over one of these sizes; strategy and layout vary if they are "auto"."""
     found = []
     for ring, ulysses in sizes:
         if len(sizes) > 1 and (
@@ -179,7 +179,7 @@ def candidates(
         names = ("ulysses",) if ring == 1 else ("ring", "gather")
         layouts = ("contiguous",) if ring == 1 or not spec.causal else ("zigzag", "contiguous")
         if ring > 1 and docs is not None:
-            layouts = (*layouts, "striped")  # balanced whatever the documents are
+            layouts = (*layouts, "striped")  # balanced for any documents
         found += [
             replace(alone, ring=ring, ulysses=ulysses, strategy=s, layout=one)
             for s in (names if strategy == "auto" else (strategy,))
@@ -197,7 +197,7 @@ def candidates(
 def priced(
     options: list[Plan], shape: Shape, spec: AttentionSpec, hardware: Hardware, docs: Docs | None = None
 ) -> list[tuple[Plan, Cost]]:
-    """The candidates with what they are predicted to cost, that of least time first."""
+    """The candidates with their predicted costs, fastest first."""
     found = []
     for plan in options:
         layouts = plan.tokens, plan.keys.tokens
@@ -220,7 +220,7 @@ def candidates_report(options: list[tuple[Plan, Cost]], hardware: Hardware) -> l
 
 
 def route_over(hosts: int, ring: int) -> str:
-    """The route for a ring on so many hosts."""
+    """The default route for a ring on this many hosts."""
     if hosts == 1:
         return "direct"
     return "levels" if ring > hosts else "relay"
@@ -249,7 +249,7 @@ def route_report(plan: Plan, sizes: dict[str, int] | None) -> list[str]:
 
 
 def groups_report(plan: Plan, shape: Shape | None) -> list[str]:
-    """In how many groups of heads what Ulysses and gather exchange goes, if torch exchanges any."""
+    """The number of groups of heads in which Ulysses and gather exchange, if torch exchanges any."""
     if plan.framework != "torch" or not plan.swaps:
         return []
     if plan.transport.groups is not None:
@@ -257,14 +257,14 @@ def groups_report(plan: Plan, shape: Shape | None) -> list[str]:
     elif shape is not None:
         groups, why = plan.groups_for(shape), f"{plan.exchanged(shape) / 1e6:.1f} MB a rank"
     else:
-        return ["heads exchanged in groups: say heads and head_dim to see how many"]
+        return ["heads exchanged in groups: pass heads and head_dim to see how many"]
     if groups == 1:
         return [f"heads exchanged all at once ({why})"]
-    return [f"heads exchanged in {groups} groups ({why}): one travels while another is attended to"]
+    return [f"heads exchanged in {groups} groups ({why}): one travels while another is computed"]
 
 
 def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: str) -> list[str]:
-    """Which kernel will run and why each other one will not; an unknown name is refused here."""
+    """Which kernel will run, and why the others will not; raises for an unknown name."""
     from ringattn.kernels import pallas as for_jax
 
     known: Any = for_jax if plan.framework == "jax" else kernels
@@ -281,12 +281,12 @@ def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: s
         heads=shape.heads // plan.ulysses,
         kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
         softcap=spec.softcap is not None,
-        tiles=spec.window is None,  # documents and stripes may cut a step into more pieces than rectangles
+        tiles=spec.window is None,  # documents and stripes may cut a step into too many rectangles
     )
     chosen = known.select(problem, kernel).name
     lines = [f"kernel {kernel} -> {chosen} ({device}, {dtype}, head dim {problem.head_dim})"]
     for other in known.TABLE:
-        serves = "would serve, slowly: name it" if device in other.named else "would serve"
+        serves = "would serve, slowly, if named" if device in other.named else "would serve"
         if other.name != chosen:
             lines.append(f"  {other.name}: {other.refuses(problem) or serves}")
     return lines

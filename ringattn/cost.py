@@ -1,4 +1,4 @@
-"""What a plan moves and computes, and about how long that takes on known hardware. Plain Python and numpy."""
+"""The cost model: what a plan moves and computes, and its predicted time on known hardware. Plain Python and numpy."""
 
 import math
 from dataclasses import dataclass
@@ -11,30 +11,30 @@ from ringattn.spec import AttentionSpec, Docs, bounds
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates one rank really reaches: kernel flops a second, link bytes a second each way, seconds a transfer.
+    """Measured rates of one rank: kernel flops per second, link bytes per second each way, seconds per transfer.
 
-    `room` is how many bytes of keys a step may bring at once: few large steps fill a GPU better than many small ones.
-    Where GPUs see each other's memory there are two transports: copy engines, which these rates are of, start `engines`
-    seconds later than a process group, which brings a few MiB at `group_link` bytes a second.
+    `room` is the most bytes of keys that a step brings at once: few large steps fill a GPU better than many small ones.
+    Between GPUs that can read each other's memory there are two transports: copy engines, which these rates are for,
+    start `engines` seconds later than a process group, which moves a few MiB at `group_link` bytes per second.
     """
 
     name: str
     flops: float
     link: float
     latency: float
-    memory: float  # bytes a second, read or written
+    memory: float  # bytes per second, read or written
     room: int = 0
     engines: float = 0.0
     group_link: float = 0.0
 
     def blocks_at_once(self, block: int) -> int:
-        """How many blocks of that many bytes a step may bring."""
+        """How many blocks of `block` bytes a step may bring."""
         return max(1, self.room // max(1, block))
 
 
 HARDWARE = {
     "h200": Hardware("H200, NVLink", 550e12, 250e9, 20e-6, 4e12, room=384 * 2**20, engines=25e-6, group_link=160e9),
-    "tpu": Hardware("TPU v6e, half its datasheet's rates", 459e12, 45e9, 5e-6, 0.8e12),  # never measured here
+    "tpu": Hardware("TPU v6e, half its datasheet's rates", 459e12, 45e9, 5e-6, 0.8e12),  # not measured
     "cpu": Hardware("CPU", 5e10, 1e9, 300e-6, 1e10),
 }
 
@@ -64,7 +64,7 @@ class Shape:
         return self.batch * tokens * self.heads * (self.head_dim + self.value_dim) * self.itemsize  # q, and out back
 
     def backward_bytes(self, ring: int, grads: int = 4) -> dict[str, int]:
-        """What a block brings about in backward, by what travels: its tensors, and gradients of so many bytes back."""
+        """The bytes that a block moves in backward, if keys or queries travel: its tensors, and gradients back."""
         tokens, block = self.seq_len // ring, self.kv_bytes(self.key_len // ring, self.kv_heads)
         rows = self.batch * tokens * self.heads
         return {
@@ -75,10 +75,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a forward pass is predicted to take."""
+    """The predicted cost of a forward pass."""
 
     seconds: float
-    exposed: float  # seconds that no compute hides
+    exposed: float  # seconds of transfers that no compute hides
     sent: int  # bytes a rank sends
     imbalance: float  # work of the busiest rank over the mean
 
@@ -87,7 +87,7 @@ SAMPLED_ROWS = 65536
 
 
 def seen_pairs(layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None) -> np.ndarray:
-    """[rank, block]: how many (query, key) pairs of two ring shards are seen, from at most SAMPLED_ROWS queries."""
+    """[rank, block]: how many (query, key) pairs of two ring shards are seen, sampled at SAMPLED_ROWS queries."""
     every = max(1, layout.padded_length // SAMPLED_ROWS)
     sample = np.stack([np.concatenate([r[::every] for r in layout.shard(rank)]) for rank in range(layout.ring)])
     sides = bounds(spec, sample.ravel(), layout.length, key_layout.length, docs)
@@ -96,9 +96,9 @@ def seen_pairs(layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Do
 
 
 def keys_below(layout: Layout, positions: np.ndarray) -> np.ndarray:
-    """[rank, block]: how many keys of a block lie below positions [..., rank, n], added up over a rank's positions.
+    """[rank, block]: how many keys of a block lie below positions [..., rank, n], summed over a rank's positions.
 
-    Keys are dealt out in pieces of neighbours, in laps: one piece to each rank, in zigzag one more on the way back.
+    Layouts deal out pieces of consecutive keys in laps: one piece to each rank, in zigzag one more on the way back.
     """
     pieces = sorted((r.start, rank) for rank in range(layout.ring) for r in layout.shard(rank))
     owners = np.array([rank for _, rank in pieces])
@@ -125,9 +125,9 @@ def kv_heads_of_a_rank(kv_heads: int, ulysses: int) -> int:
 
 
 def exchanged(shape: Shape, ring: int, ulysses: int, strategy: str, local: tuple[int, int]) -> int:
-    """The bytes a rank sends forward that no step hides: through Ulysses and back, and of gathered keys.
+    """The bytes that a rank sends in forward and no step hides: Ulysses' exchanges both ways, and gathered keys.
 
-    `local` is how many tokens a rank holds, of the queries and of the keys.
+    `local` is how many tokens of the queries and of the keys a rank holds.
     """
     kv_heads = shape.kv_heads * replicas(shape.kv_heads, ulysses)
     block = shape.kv_bytes(local[1], kv_heads)
@@ -136,13 +136,16 @@ def exchanged(shape: Shape, ring: int, ulysses: int, strategy: str, local: tuple
 
 
 MOST_GROUPS = 4
-MORE_LATENCIES, MORE_WORK = 15, 0.0065  # what a group more costs, that in parts of the attention: 2 H200s, 32K and 131K
+MORE_LATENCIES, MORE_WORK = (
+    15,
+    0.0065,
+)  # cost of one more group: latencies, part of the attention's time; 2 H200s, 32K and 131K
 
 
 def groups_of(shape: Shape, sent: int, ranks: int, kv_heads: int, hardware: Hardware) -> int:
-    """In how many groups to cut the heads of a rank, so that one group travels while another is attended to.
+    """How many groups to cut a rank's heads into, so that one group travels while another is computed.
 
-    Each costs launches, and a GPU is filled less well by smaller ones.
+    Each group costs launches, and smaller groups fill a GPU less well.
     """
     attending = shape.flops_a_pair * shape.seq_len * shape.key_len / 2 / ranks / hardware.flops
     more = MORE_LATENCIES * hardware.latency + MORE_WORK * attending

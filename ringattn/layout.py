@@ -1,7 +1,7 @@
 """Which tokens a rank of the ring holds: contiguous, striped or zigzag, for any length.
 
 A shard is a few Python ranges in increasing order, so its positions are sorted, and the local index of a global
-position is a sum of clipped divisions: the same as searchsorted, without the array.
+position is a sum of clipped divisions: searchsorted without the array.
 
     contiguous   0 0 0 0 1 1 1 1      rank r holds one block
     striped      0 1 0 1 0 1 0 1      rank r holds every size-th token
@@ -25,7 +25,7 @@ class Layout:
     name: str
     length: int
     ring: int = 1
-    multiple: int = 1  # of what each shard's length must be a multiple: the Ulysses size
+    multiple: int = 1  # each shard's length is a multiple of it: the Ulysses size
 
     def __post_init__(self) -> None:
         if self.name not in LAYOUTS:
@@ -59,7 +59,7 @@ class Layout:
 
 
 def sorted_positions(shard: Shard) -> np.ndarray:
-    """The positions of a shard, of which ranges may take turns."""
+    """The positions of a shard, whose ranges may interleave."""
     positions = np.concatenate([np.arange(r.start, r.stop, r.step, dtype=np.int64) for r in shard])
     positions.sort(kind="stable")
     return positions
@@ -68,12 +68,12 @@ def sorted_positions(shard: Shard) -> np.ndarray:
 def count_below(shard: Shard, position: Any) -> Any:
     """How many of the shard's positions are below `position`: searchsorted(positions, position), in closed form.
 
-    Takes numpy arrays, tensors and traced arrays alike, and so serves every backend.
+    Works on numpy arrays, tensors and traced arrays.
     """
     counts = (position - r.start if r.step == 1 else (position - r.start + r.step - 1) // r.step for r in shard)
     return sum(count.clip(0, len(r)) for count, r in zip(counts, shard, strict=True))
 
 
 def to_local(shard: Shard, begin: Any, end: Any) -> tuple[Any, Any]:
-    """The interval of a shard's local indices that lies in each global interval [begin, end)."""
+    """Each global interval [begin, end) as an interval of the shard's local indices."""
     return count_below(shard, begin), count_below(shard, end)

@@ -1,4 +1,4 @@
-"""Who sees whom in one call: a plan, a spec and its documents, and the schedule that follows from them."""
+"""Which query sees which key in a call: a plan, a spec and its documents, and the schedule that follows from them."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -13,7 +13,7 @@ from ringattn.spec import AttentionSpec, Docs, Spans, bounds, spans
 
 @dataclass(frozen=True)
 class Mask:
-    """All that decides who sees whom and is known before anything runs: documents that JAX traces are not."""
+    """All that decides which query sees which key, known before anything runs (documents that JAX traces are not)."""
 
     plan: Plan
     spec: AttentionSpec
@@ -22,7 +22,7 @@ class Mask:
 
     @property
     def arguments(self) -> tuple[int, int, Docs | None, Docs | None]:
-        """The lengths of the queries and of the keys, and their documents: one row where all rows are alike."""
+        """The lengths of the queries and of the keys, and their documents: one row if all rows are equal."""
         docs, key_docs = self.docs, self.key_docs
         if docs is not None and docs.first is not None and (key_docs is None or key_docs.first is not None):
             docs, key_docs = docs.first, None if key_docs is None else key_docs.first
@@ -33,13 +33,13 @@ class Mask:
         return bounds(self.spec, positions, *self.arguments)
 
     def spans(self, shard: Shard) -> Spans:
-        """What the queries of a shard see, in the order of their positions."""
+        """The spans of a shard's queries, in the order of their positions."""
         return spans(self.spec, sorted_positions(shard), partial(count_below, shard), *self.arguments)
 
 
 @lru_cache(maxsize=32)
 def schedule_of(mask: Mask) -> Schedule:
-    """Who needs whose keys, the same on every rank."""
+    """Which rank needs whose keys; the same on every rank."""
     plan = mask.plan
     queries, held = ([layout.shard(r) for r in range(plan.ring)] for layout in (plan.tokens, plan.keys.tokens))
     return Schedule(needed(mask.spec, pieces(*mask.arguments), queries, held))

@@ -1,7 +1,7 @@
 """A plan: how one sequence length is spread over the ranks, chosen once, printed, and used by every call.
 
-Frozen and hashable. It knows the axes it runs on only as objects with a size and a rank. Plans are equal whatever their
-process groups; in JAX only over the same devices, since programs are kept by their plans.
+Frozen and hashable. It uses its axes only as objects with a size and a rank. Plans compare equal whatever their process
+groups are; in JAX only over the same devices, since plans are the keys of cached programs.
 """
 
 import json
@@ -35,7 +35,7 @@ NEEDED = ("seq_len", "ring", "ulysses")  # the others may be None
 
 
 def size_of(name: str, value: Any) -> Any:
-    """The size as an int, from anything that is one, also numpy's ints; None where that says to choose."""
+    """The size as an int, also from numpy's ints; None where that means to choose."""
     if value is None and name not in NEEDED:
         return None
     size = whole(value)
@@ -48,16 +48,16 @@ def size_of(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Transport:
-    """How blocks travel between the ranks of a torch mesh. `ringattn.plan` makes every choice that is left open.
+    """How blocks travel between the ranks of a torch mesh. `ringattn.plan` chooses whatever is not given.
 
-    route      how blocks of keys reach the ranks of a ring: "direct", from their owner to each that sees them, "relay",
-               from rank to rank, or "levels", from host to host and there direct; auto goes by `hosts`
-    hosts      how many the ring lies on, one after the other with as many ranks on each; by default as found
-    together   how many blocks a step may bring on the direct route; by default as many as are small
-    backward   what travels in backward on the direct route, "keys" or "queries"; auto takes what is fewer bytes
-    groups     in how many groups of heads Ulysses and gather exchange, one while another is attended to; by default as
-               many as save time
-    by         "symmetric" (GPUs that see each other's memory: copy engines move everything) or "group" (NCCL, gloo)
+    route      how blocks of keys reach the ranks of a ring: "direct", from their owner to each rank that sees them;
+               "relay", from rank to rank; "levels", from host to host and direct within a host; auto depends on `hosts`
+    hosts      the number of hosts of the ring, with consecutive ranks and equally many on each; by default detected
+    together   the most blocks that a step may bring on the direct route; by default several if they are small
+    backward   what travels in backward on the direct route, "keys" or "queries"; auto takes the one with fewer bytes
+    groups     the number of groups of heads that Ulysses and gather exchange, one while another is computed; by default
+               chosen by predicted time
+    by         "symmetric" (copy engines, between GPUs that can read each other's memory) or "group" (NCCL, gloo)
     """
 
     route: str = "auto"
@@ -76,7 +76,7 @@ class Transport:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """What is not left open, by name."""
+        """The choices that are given, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
@@ -90,14 +90,16 @@ class Plan:
     strategy: str = "ring"
     layout: str = "contiguous"
     kernel: str = "auto"
-    transport: Transport = Transport("direct", 1, backward="keys")  # on torch meshes; no route, hosts or backward open
+    transport: Transport = Transport(
+        "direct", 1, backward="keys"
+    )  # on torch meshes; route, hosts and backward are never auto here
     key_len: int | None = None
     heads: tuple[int, int] | None = None
     head_dim: int | None = None
     value_dim: int | None = None
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
     report: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    number: int = field(init=False, compare=False, repr=False)  # the hash, which every call of attention asks for
+    number: int = field(init=False, compare=False, repr=False)  # the hash, which every call of attention needs
     text: str = field(init=False, compare=False, repr=False)  # for a compiled graph, which holds no objects
 
     def __post_init__(self) -> None:
@@ -124,19 +126,22 @@ class Plan:
         compared = [getattr(self, f.name) for f in fields(self) if f.compare]
         object.__setattr__(self, "number", hash(tuple(compared)))
         object.__setattr__(self, "text", self._text())
-        _ = self.local_len, self.keys.local_len  # now, as Python 3.11 takes a lock for it, which torch.compile refuses
+        _ = (
+            self.local_len,
+            self.keys.local_len,
+        )  # cached now: Python 3.11 takes a lock for it, which torch.compile refuses
 
     def _text(self) -> str:
-        """All that the plan is, for a compiled graph, which holds no objects: `of_text` makes the plan of it again."""
+        """The whole plan as text, for a compiled graph, which holds no objects; `of_text` is the inverse."""
         values = [getattr(self, name) for name in NAMED]
         return json.dumps([self.axes.number, values, list(vars(self.transport).values())])
 
     def _transport_problem(self) -> str | None:
-        """What of the transport does not suit the sizes."""
+        """How the transport contradicts the sizes, if it does."""
         how = self.transport
         assert how.hosts is not None and "auto" not in (how.route, how.backward), how
         if self.ring % how.hosts:
-            return f"hosts={how.hosts} for ring={self.ring}: each host has as many ranks; use one that divides the ring"
+            return f"hosts={how.hosts} for ring={self.ring}: hosts have equally many ranks; use a divisor of the ring"
         if how.route == "levels" and how.hosts < 2:
             return (
                 f"route='levels' needs a ring on several hosts, and ring={self.ring} lies on one; use route='direct' "
@@ -144,13 +149,13 @@ class Plan:
             )
         if how.groups not in (None, 1) and self.ulysses == 1 and self.strategy != "gather":
             return (
-                f"groups={how.groups!r} cuts what Ulysses and gather exchange, and strategy={self.strategy!r} over "
-                "ulysses=1 does neither; leave it out"
+                f"groups={how.groups!r} is for Ulysses and gather, and strategy={self.strategy!r} over ulysses=1 "
+                "uses neither; leave it out"
             )
         return None
 
     def _check_positions(self) -> None:
-        """Positions, and those up to a stripe behind them, are int32."""
+        """Positions, and those up to a stripe after them, fit in int32."""
         most = LAST - self.ring + 1
         for name, length in (("seq_len", self.seq_len), ("key_len", self.key_len or 1)):
             padded = Layout(self.layout, length, self.ring, self.ulysses).padded_length
@@ -161,13 +166,13 @@ class Plan:
                 )
 
     def __copy__(self) -> "Plan":
-        return self  # a value: nobody can tell a copy from it
+        return self  # a value
 
     def __deepcopy__(self, memo: Any) -> "Plan":
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Axes are where they were made: only a plan of one torch rank, or of ranks that are not here, is pickled."""
+        """Axes belong to their process: only a plan of one torch rank, or without a mesh, can be pickled."""
         if self.axes.here and (self.ring * self.ulysses > 1 or self.framework == "jax"):
             raise TypeError(
                 f"a plan on a mesh cannot be pickled ({self}): make the plan on every rank, with ringattn.plan"
@@ -187,7 +192,7 @@ class Plan:
 
     @property
     def calls(self) -> dict[Any, Any]:
-        """The calls that were bound along the axes of this plan."""
+        """The bound calls that are cached for the axes of this plan."""
         return self.axes.calls
 
     @property
@@ -197,7 +202,7 @@ class Plan:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What else a framework notes of the ranks."""
+        """Other values that a framework caches for the ranks."""
         return self.axes.kept
 
     @cached_property
@@ -239,11 +244,11 @@ class Plan:
 
     @property
     def hosts(self) -> int:
-        """On how many hosts the route takes the ring to lie: "direct" on one, "relay" each rank on one of its own."""
+        """The number of hosts that the route assumes: "direct" one, "relay" one per rank."""
         return {"direct": 1, "relay": self.ring}.get(self.transport.route, self.transport.hosts or 1)
 
     def shape(self, itemsize: int) -> Shape | None:
-        """A call of this plan with numbers of so many bytes, if its heads are known."""
+        """The shape of a call with items of `itemsize` bytes, if the plan has heads."""
         if self.heads is None or self.head_dim is None:
             return None
         value_dim = self.value_dim or self.head_dim
@@ -251,7 +256,7 @@ class Plan:
 
     @property
     def swaps(self) -> bool:
-        """Whether a call exchanges heads (Ulysses) or gathers keys, so that it can go group of heads by group."""
+        """Whether a call exchanges heads (Ulysses) or gathers keys, so that it can run in groups of heads."""
         return self.ulysses > 1 or (self.strategy == "gather" and self.ring > 1)
 
     def exchanged(self, shape: Shape) -> int:
@@ -259,7 +264,7 @@ class Plan:
         return exchanged(shape, self.ring, self.ulysses, self.strategy, (self.local_len, self.keys.local_len))
 
     def groups_for(self, shape: Shape) -> int:
-        """In how many groups of heads a call's exchanges go."""
+        """The number of groups of heads in which a call's exchanges run."""
         if self.transport.groups is not None:
             return self.transport.groups
         kv_heads = kv_heads_of_a_rank(shape.kv_heads, self.ulysses)
@@ -278,14 +283,14 @@ class Plan:
         """Which part of its ring shard a Ulysses rank holds."""
         return slice(ulysses_rank * self.local_len, (ulysses_rank + 1) * self.local_len)
 
-    # What needs a framework lives in ringattn.torch and ringattn.jax, under the same names.
+    # The functions that need a framework are in ringattn.torch and ringattn.jax, under the same names.
 
     def shard(self, x: Any, dim: int = 1, *, compare: bool = True) -> Any:
-        """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if need be.
+        """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if necessary.
 
-        Where that is all of it the memory may be that of `x`. In torch, checksums of integers (token ids, labels) are
-        compared between ranks in the calls that follow, at first and then now and then: a sampler that gives each rank
-        other sequences is an error. `compare=False` leaves that out.
+        The result may share the memory of `x` if it is all of it. In torch, the calls that follow compare checksums of
+        integers (token ids, labels) between ranks, at first and then now and then, and raise an error if a sampler
+        gives the ranks different sequences. `compare=False` disables that.
         """
         return self._sharding.shard(x, self, dim, compare)
 
@@ -294,13 +299,13 @@ class Plan:
         return self._sharding.unshard(x, self, dim)
 
     def roll(self, x: Any, shift: int = -1, dim: int = 1, docs: Any = None, fill: Any = None) -> Any:
-        """This rank's part of the whole sequence moved on by `shift` places, from its part of it; differentiable.
+        """This rank's part of the whole sequence shifted by `shift` places, from its part of it; differentiable.
 
         Position p gets position p - shift, so shift=-1 gives every token its successor: labels, or the targets of
-        multi-token prediction. Nothing wraps around or crosses documents: there it is `fill`, by default -100 for
-        integers and 0 for all else. In torch only the tokens that change ranks are sent, once (twice where both the
-        ring and the Ulysses rank change): one token a segment for shift=-1, all of them where stripes take turns. JAX
-        takes the array that `shard` made, and gathers it.
+        multi-token prediction. Nothing wraps around or crosses documents: such positions get `fill`, by default -100
+        for integers and 0 otherwise. In torch only the tokens that change ranks are sent, once (twice if both the ring
+        and the Ulysses rank change): one token per segment for shift=-1, all of them in the striped layout. JAX takes
+        the array that `shard` made, and gathers it.
         """
         return self._sharding.roll(x, self, shift, dim, docs, fill)
 
@@ -312,7 +317,7 @@ class Plan:
         return self._sharding.positions(self)
 
     def real_tokens(self) -> Any:
-        """For each of this rank's tokens, whether it is one of the sequence; False for padding."""
+        """Whether each of this rank's tokens belongs to the sequence; False for padding."""
         return self._sharding.real_positions(self)
 
     @property
@@ -322,7 +327,7 @@ class Plan:
         return import_module(f"ringattn.{self.framework}.sharding")
 
     def explain(self) -> str:
-        """The candidates with their predicted times, why this one was taken, and which kernel runs."""
+        """The candidates with their predicted times, why this one was chosen, and which kernel runs."""
         return "\n".join([str(self), *self.report])
 
     def __str__(self) -> str:
@@ -351,7 +356,7 @@ def of_text(text: str) -> Plan:
 
 
 def kept_for(plan: Plan, sets: dict[Any, set[Any]]) -> set[Any]:
-    """The set of a plan, of at most as many plans as anybody uses in turn."""
+    """The set of a plan; at 256 plans all sets are cleared."""
     if plan not in sets and len(sets) == 256:
         sets.clear()
     return sets.setdefault(plan, set())
@@ -369,8 +374,10 @@ def heads_of(heads: Any) -> tuple[int, int] | None:
 
 
 def dtype_name(dtype: Any) -> str:
-    """What a dtype of torch, JAX or numpy, or a string, is called; a ValueError for what attention does not take."""
-    bare = dtype if isinstance(dtype, type) else getattr(dtype, "dtype", dtype)  # jnp.float32 is no dtype but has one
+    """The name of a dtype of torch, JAX or numpy, or of a string; a ValueError if attention does not support it."""
+    bare = (
+        dtype if isinstance(dtype, type) else getattr(dtype, "dtype", dtype)
+    )  # jnp.float32 is not a dtype but has one
     name = getattr(bare, "__name__", None) or getattr(bare, "name", None) or str(bare).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
@@ -384,7 +391,7 @@ def check_heads(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> No
 
 
 def heads_problem(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> str | None:
-    """Key heads divide query heads, and the Ulysses size divides query heads (key heads are repeated if need be)."""
+    """Key heads divide query heads, and the Ulysses size divides query heads (key heads are repeated if necessary)."""
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         return f"{kv_heads} key heads do not divide {heads} query heads"
     if heads % ulysses:
@@ -396,7 +403,7 @@ def heads_problem(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> 
 
 
 def groups_problem(groups: int | None, kv_heads: int, ulysses: int) -> str | None:
-    """Every group has as many key heads of each rank."""
+    """Every group has equally many key heads of each rank."""
     if groups is None:
         return None
     here = kv_heads_of_a_rank(kv_heads, ulysses)

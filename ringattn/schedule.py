@@ -1,17 +1,17 @@
-"""Who meets whose block at which step of a ring, and what travels for it.
+"""Which rank sees which block at which step of a ring, and the transfers that this needs.
 
-Block j is what ring rank j holds: the tokens of one shard. The ring lies on some hosts, one after the other with as
-many ranks on each, and a rank's run has two loops:
+Block j holds the tokens of ring rank j. The ring lies on one or more hosts, with consecutive ranks and equally many on
+each, and a rank's run has two loops:
 
-    round    the block that a rank holds goes on to the rank of the same place on another host. At distance o every
-             rank holds a block whose home is o hosts back. A distance at which no rank sees anything is left out and
-             the hop across it is longer; a block that no host further along sees stops where it is
+    round    the block that a rank holds moves to the rank with the same place on another host. At distance o every
+             rank holds a block whose home is o hosts back. A distance at which no rank sees anything is skipped by a
+             longer hop; a block that no later host sees stops travelling
     visit    within a round the ranks of one host read the blocks that they hold from each other, several small ones
-             at a visit. No transfer waits for another
+             per visit. No transfer waits for another
 
-On one host there is one round, and every block comes directly from its owner. With one rank a host there is one visit
-a round, and blocks are relayed from rank to rank. In backward, gradients add up where a block is held, go on with it,
-and go home from its last holder.
+On one host there is one round, and every block comes directly from its owner. With one rank per host there is one visit
+per round, and blocks are relayed from rank to rank. In backward, a block's holder sums its gradients; they move on with
+the block, and go home from its last holder.
 
 Plain numpy: print it, test it, no device needed.
 """
@@ -28,7 +28,7 @@ from ringattn.spec import AttentionSpec
 
 @dataclass(frozen=True)
 class Hop:
-    """One rotation, as one rank takes part in it."""
+    """One rank's part in a rotation."""
 
     shift: int
     send: bool
@@ -37,18 +37,18 @@ class Hop:
 
 @dataclass(frozen=True)
 class Visit:
-    """What one rank works on at one step. Gradients go back the way that the blocks came."""
+    """The blocks that one rank works on at one step. Gradients take the way of the blocks in reverse."""
 
-    sources: tuple[int, ...]  # the blocks that are here: those that it sees any of
+    sources: tuple[int, ...]  # the blocks that are here: those that it sees a part of
     readers: tuple[int, ...]  # the ranks that read, at the same step, the block that this rank holds
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one rank does while it holds one block."""
+    """The steps of one rank while it holds one block."""
 
     held: int  # the block
-    here: bool  # whether it is here: a block stops travelling when no host further along sees it
+    here: bool  # whether it is here: a block stops travelling when no later host sees it
     visits: tuple[Visit, ...]  # the first one is of the held block
     hop: Hop | None  # of the held block to its next holder, which starts before the visits
     home: Hop | None  # of finished gradients to their owners after the visits; None if none is finished
@@ -66,16 +66,16 @@ class Schedule:
 
     @property
     def turned(self) -> "Schedule":
-        """The same meetings where queries travel and keys stay."""
+        """The schedule in which queries travel and keys stay."""
         return Schedule(self.needed.T)
 
     @cached_property
     def distances(self) -> list[int]:
-        """0, and every distance at which some rank sees the block of the rank so far behind it."""
+        """0, and every distance d at which some rank sees the block of the rank d before it."""
         return met(by_distance(self.needed, self.ring))
 
     def rounds(self, rank: int, hosts: int = 1, together: int = 1) -> list[Round]:
-        """The whole run of one ring rank; a visit brings up to `together` blocks."""
+        """All rounds of one ring rank; a visit brings up to `together` blocks."""
         size = self.ring // hosts
         host, place = divmod(rank, size)
         distances, last = self.crossings(hosts)
@@ -96,7 +96,7 @@ class Schedule:
         return found
 
     def crossings(self, hosts: int) -> tuple[list[int], np.ndarray]:
-        """The distances between hosts at which something is seen, and the last one at which each block is."""
+        """The distances between hosts at which something is seen, and for each block the last one."""
         if hosts not in self.crossed:
             seen = by_distance(self.needed.reshape(hosts, -1, self.ring).max(1), hosts)
             last = np.array([max(np.flatnonzero(column).tolist(), default=0) for column in seen.T])
@@ -110,13 +110,13 @@ class Schedule:
 
     @cached_property
     def near(self) -> dict[tuple[int, int, int], list[int]]:
-        """The distances within a host at which something is seen, by its first rank, the first block, and its size."""
+        """The distances within a host at which something is seen; keys are (first rank, first block, ranks)."""
         return {}
 
     def visits(self, rank: int, first: int, size: int, together: int) -> tuple[Visit, ...]:
-        """The steps of one rank while the blocks [first, first + size) are on its host; the first is the held block's.
+        """The steps of one rank while the blocks [first, first + size) are on its host, the held block's step first.
 
-        A distance within the host at which none of its ranks sees anything is left out.
+        A distance within the host at which none of its ranks sees anything is skipped.
         """
         host, place = rank // size * size, rank % size
         here = self.needed[host : host + size, first : first + size]
@@ -140,7 +140,7 @@ class Schedule:
 
 
 def by_distance(needed: np.ndarray, size: int) -> np.ndarray:
-    """[distance, block]: whether the one of `size` hosts (or ranks) that is so far from a block's home sees it."""
+    """[distance, block]: whether the host (or rank), one of `size`, at this distance from a block's home sees it."""
     d, j = np.mgrid[:size, : needed.shape[1]]
     return needed[(j // (needed.shape[1] // size) + d) % size, j]
 
@@ -151,7 +151,7 @@ def met(seen: np.ndarray) -> list[int]:
 
 
 def growing(distances: Sequence[int], together: int) -> Iterator[Sequence[int]]:
-    """What each step brings: at most three times what has been worked on before, so that it can hide behind that."""
+    """The distances of each step: at most three times as many as before it, so that compute can hide the transfer."""
     done = 0
     while done < len(distances):
         now = distances[done : done + min(together, 3 * (done + 1))]
@@ -160,13 +160,13 @@ def growing(distances: Sequence[int], together: int) -> Iterator[Sequence[int]]:
 
 
 def needed(spec: AttentionSpec, pieces: np.ndarray, queries: Sequence[Shard], keys: Sequence[Shard]) -> np.ndarray:
-    """[i, j]: whether some query of shard i sees a key of shard j. All shards are of one layout each.
+    """[i, j]: whether some query of shard i sees a key of shard j.
 
-    A piece, of [4, n], is a document: queries [start, stop) and keys [start, stop), aligned at their ends. It is cut
-    into runs whose queries are of one shard and together see one range of keys, so that nothing is done token by token.
+    Each of the n `pieces` [4, n] is a document: queries [start, stop) and keys [start, stop), aligned at their ends. It
+    is cut into runs of queries of one shard that together see one range of keys, to avoid work per token.
     """
     start, stop, begin, end = pieces
-    shift = end - stop  # a query's own position among the keys
+    shift = end - stop  # from a query's position to the same position among the keys
     if spec.causal:
         start = np.maximum(start, begin - shift)  # earlier ones see nothing
     cut = by_block if queries[0][0].step == 1 else by_stripe
@@ -180,11 +180,11 @@ def needed(spec: AttentionSpec, pieces: np.ndarray, queries: Sequence[Shard], ke
     return marked(owner[some], begin[some], end[some], keys)
 
 
-Runs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # whose, of which piece, its queries [first, last)
+Runs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # owner, piece, and queries [first, last)
 
 
 def by_block(shards: Sequence[Shard], start: np.ndarray, stop: np.ndarray, window: int | None) -> Runs:
-    """Each piece as one run in every block that it reaches."""
+    """Each piece as one run in every block that it overlaps."""
     size, owners = len(shards[0][0]), owners_of(shards)
     counts = np.where(start < stop, (stop - 1) // size - start // size + 1, 0)
     at = np.repeat(np.arange(len(start)), counts)
@@ -194,9 +194,9 @@ def by_block(shards: Sequence[Shard], start: np.ndarray, stop: np.ndarray, windo
 
 
 def by_stripe(shards: Sequence[Shard], start: np.ndarray, stop: np.ndarray, window: int | None) -> Runs:
-    """Each piece as one run of every stripe, or its first two queries there, where windows do not touch.
+    """Each piece as one run in every stripe, or as its first two queries there if windows do not overlap.
 
-    The window of the first may begin before the document; those of all others reach the same stripes as the second's.
+    The first query's window may begin before the document; all others' windows reach the same stripes as the second's.
     """
     ring = len(shards)
     owner, at = (x.ravel() for x in np.mgrid[:ring, : len(start)])
@@ -231,5 +231,5 @@ def marked(owner: np.ndarray, begin: np.ndarray, end: np.ndarray, keys: Sequence
 
 
 def owners_of(shards: Sequence[Shard]) -> np.ndarray:
-    """Whose each block is, or each stripe, in the order of their first tokens."""
+    """The owner of each block, or stripe, in the order of their first tokens."""
     return np.array([rank for _, rank in sorted((r.start, rank) for rank, shard in enumerate(shards) for r in shard)])

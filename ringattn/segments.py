@@ -1,10 +1,10 @@
-"""The segments of the sequence that ranks hold, the order in which a state passes them, and the way it takes.
+"""The segments of the sequence that ranks hold, the order in which a state passes them, and how it travels.
 
-Plain Python, the same for all frameworks. Of three ways the one of least predicted time is taken:
+Plain Python, the same for all frameworks. The fastest of three ways, by predicted time, is used:
 
     gather     every rank gets every segment's state, and composes those before its own
-    ring       the state itself goes from rank to rank, each takes it past its own segment
-    pipeline   the same with the state cut along the key dim, so that a long line of ranks is busy at once
+    ring       the state travels from rank to rank, and each carries it across its own segment
+    pipeline   like ring, with the state cut along the key dim, so that many ranks work at once
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from ringattn.planning import Plan, hardware_of
 Place = tuple[int, int, int]  # ring rank, Ulysses rank, which of its segments
 
 WAYS = ("gather", "ring", "pipeline")
-BEFORE = -(2**30)  # where the first document began, as every token sees it: before anything that is here
-ROOM = 2**28  # bytes that all ranks' states may take on each
+BEFORE = -(2**30)  # the start of the first document: before all tokens of any segment
+ROOM = 2**28  # the most bytes that the states of all ranks may take on each rank
 
 
 def passes(plan: Plan) -> int:
-    """How often the sequence goes round the ring: in zigzag there and back."""
+    """How often the sequence passes the ring: in zigzag there and back."""
     return 2 if plan.layout == "zigzag" and plan.ring > 1 else 1
 
 
@@ -31,7 +31,7 @@ def segments(plan: Plan) -> int:
 
 @lru_cache(maxsize=64)
 def order(plan: Plan) -> list[Place]:
-    """Every segment of every rank, as they follow each other in the sequence."""
+    """Every segment of every rank, in the order of the sequence."""
     P = segments(plan)
     length = plan.local_len // P
     starts: dict[Place, int] = {}
@@ -46,7 +46,7 @@ def order(plan: Plan) -> list[Place]:
 
 @dataclass(frozen=True)
 class Way:
-    """How states travel; `pieces` is how many the key dim is cut into."""
+    """How states travel; the key dim is cut into `pieces`."""
 
     name: str
     pieces: int = 1
@@ -54,7 +54,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Road:
-    """What the time of an exchange depends on."""
+    """The sizes that the time of an exchange depends on."""
 
     device: str
     ring: int
@@ -64,7 +64,7 @@ class Road:
     key_dim: int
 
     def seconds(self, way: Way) -> float:
-        """Until the last rank knows its state."""
+        """The predicted time until the last rank has its state."""
         hardware = hardware_of(self.device)
         if way.name == "gather":
             return hardware.latency + (self.ranks - 1) * self.passes * self.size / hardware.link
@@ -72,17 +72,17 @@ class Road:
         return self.passes * (self.ring - 1 + way.pieces - 1) * hop
 
 
-def choose(plan: Plan, asked: str, size: int, key_dim: int) -> Way:
-    """The way that was asked for, or the one of least predicted time; a state has `size` bytes."""
-    return fastest(Road(plan.device, plan.ring, plan.ring * plan.ulysses, passes(plan), size, key_dim), asked)
+def choose(plan: Plan, requested: str, size: int, key_dim: int) -> Way:
+    """The requested way, or for "auto" the fastest by predicted time; a state has `size` bytes."""
+    return fastest(Road(plan.device, plan.ring, plan.ring * plan.ulysses, passes(plan), size, key_dim), requested)
 
 
 @lru_cache(maxsize=256)
-def fastest(road: Road, asked: str) -> Way:
+def fastest(road: Road, requested: str) -> Way:
     cuts = [n for n in (2, 4, 8, 16, 32) if road.key_dim % n == 0] or [1]
     options = [Way("gather"), Way("ring"), *(Way("pipeline", n) for n in cuts)]
-    if asked != "auto":
-        options = [way for way in options if way.name == asked]
+    if requested != "auto":
+        options = [way for way in options if way.name == requested]
     elif road.ranks * road.passes * road.size > ROOM:
         options = options[1:]
     return min(options, key=road.seconds)

@@ -1,4 +1,4 @@
-"""Where a cache's tokens lie, and which way prefill and decode send: plain Python that can be printed and tested."""
+"""Where a cache's tokens lie, and what prefill and decode send: plain Python that can be printed and tested."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -6,20 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.check import of_words
+from ringattn.check import of_arguments
 from ringattn.cost import Hardware
 
 BLOCK = 64  # positions that lie together on one rank
 FEWEST_KEYS = 1024  # a hop of fewer keys than this is mostly latency
-FILLING = 65536  # rows of queries, of all heads, that keep a GPU busy
+FILLING = 65536  # rows of queries, over all heads, that keep a GPU busy
 
 
 class KVCache:
-    """Keys and values of every token so far, spread over ranks or devices.
+    """The keys and values of all earlier tokens, spread over ranks or devices.
 
-    `allocate` makes the one of the plan's framework: in torch calls change it, in JAX it is a value, and calls return
-    another. Both also have append, truncate, fork, room, explain,
-    state_dict and load_state_dict.
+    `allocate` makes a cache of the plan's framework. In torch calls change it; in JAX it is a value, and calls return a
+    new one. Both also have append, truncate, fork, room, explain, state_dict and load_state_dict.
     """
 
     plan: Any
@@ -48,10 +47,10 @@ class KVCache:
     ) -> Any:
         """An empty cache for `max_len` tokens a row, of which each rank holds its share; bfloat16 by default.
 
-        With a `window` only what can still be seen is kept: memory for window + `room` tokens (room: the longest chunk
-        that will be appended at once; as long as the window by default). `more` is of JAX: cut=.
+        With a `window` only keys that can still be seen are kept, in memory for window + `room` tokens (room: the
+        longest chunk that will be appended at once; by default the window). `more` is for JAX: cut=.
         """
-        problem = of_words(required=True, plan=plan)
+        problem = of_arguments(required=True, plan=plan)
         if problem:
             raise ValueError(problem)
         if dtype is not None:
@@ -89,7 +88,7 @@ class Stripes:
 
 @dataclass(frozen=True)
 class Heads:
-    """What a token is made of."""
+    """The sizes of a token."""
 
     heads: int
     kv_heads: int
@@ -104,7 +103,7 @@ class Heads:
 
     @property
     def partial_bytes(self) -> int:
-        """What a query has found, in float32."""
+        """The bytes of a query's partial, in float32."""
         return self.batch * self.heads * (self.value_dim + 1) * 4
 
     @property
@@ -118,15 +117,17 @@ class Heads:
 
 @dataclass(frozen=True)
 class Moves:
-    """Which way a chunk of a prompt meets the cache, with what a rank sends either way and what nothing hides."""
+    """What travels when a chunk of a prompt attends to a cache, and both ways' bytes and exposed time."""
 
     way: str  # "queries" or "keys"
     sent: dict[str, int]
     exposed: dict[str, float]  # seconds
 
     def __str__(self) -> str:
-        said = [f"{way}: {self.sent[way] / 1e6:.1f} MB sent, {self.exposed[way] * 1e3:.2f} ms exposed" for way in MOVES]
-        return f"{self.way} travel ({'; '.join(said)})"
+        figures = [
+            f"{way}: {self.sent[way] / 1e6:.1f} MB sent, {self.exposed[way] * 1e3:.2f} ms exposed" for way in MOVES
+        ]
+        return f"{self.way} travel ({'; '.join(figures)})"
 
 
 MOVES = ("queries", "keys")
@@ -135,12 +136,12 @@ MOVES = ("queries", "keys")
 def prefill_moves(
     ranks: int, local: int, cached: int, heads: Heads, hardware: Hardware, hides: bool = True, beside: bool = True
 ) -> Moves:
-    """Queries or keys, whichever leaves less time exposed, for `local` queries a rank and `cached` keys in all.
+    """Queries or keys, whichever leaves less time exposed, for `local` queries per rank and `cached` keys in all.
 
-    What travels is hidden by the compute beside it, but for the first queries, and, unless they travel `beside` it, all
-    queries. Keys then come from all others at once, but for the chunk's, which every rank is sent anyway; else from one
-    after the other. Each time each query's partial is read and written once more. Where nothing is hidden, because who
-    sends is who computes (`hides=False`), it is fewer bytes that win.
+    Compute hides transfers, except that of the first queries, and that of all queries unless they travel `beside` it.
+    Keys then come from all ranks at once, except the chunk's, which every rank receives anyway; otherwise they come
+    from one rank after the other. Each step reads and writes each query's partial once more. If nothing is hidden,
+    because the sender also computes (`hides=False`), the way with fewer bytes is chosen.
     """
     hops, partials = ranks - 1, local * heads.partial_bytes
     held = -(-max(0, cached - ranks * local * beside) // ranks)
@@ -166,7 +167,7 @@ def prefill_moves(
 
 
 def explained(cache: Any, chunk: int, moves: Moves, nbytes: int, way: str) -> str:
-    """What a chunk of a prompt and a decoded token will send."""
+    """A report of what a chunk of a prompt and a decoded token will send."""
     return (
         f"{cache}\na chunk of {chunk} tokens: {moves}\n"
         f"a decoded token: partials of {nbytes / 1e3:.1f} kB a rank, exchanged by {way}"
@@ -174,22 +175,22 @@ def explained(cache: Any, chunk: int, moves: Moves, nbytes: int, way: str) -> st
 
 
 def keys_at_once(local: int) -> int:
-    """How many keys a rank sends in one hop: a few times its queries, so that memory follows the chunk."""
+    """How many keys a rank sends in one hop: a few times its queries, so that memory is proportional to the chunk."""
     return max(FEWEST_KEYS, 4 * local)
 
 
 def queries_at_once(rows: int) -> int:
-    """How many ranks' queries, of so many rows each, a step takes: few of them together, so that they fill a GPU."""
+    """How many ranks' queries, with `rows` rows each, a step takes: enough to fill a GPU."""
     return max(1, FILLING // max(1, rows))
 
 
 def exchange_way(nbytes: int, ranks: int, hardware: Hardware) -> str:
-    """How partials of `nbytes` a rank become one on every rank.
+    """How partials of `nbytes` per rank are merged into one on every rank.
 
-    gather    everybody's partials to everybody, merged there: (ranks - 1) x nbytes, one transfer
-    scatter   each rank merges its share of the rows and hands it to all: 2 x nbytes at most, two transfers
+    gather    every rank sends its partials to all, and each merges them: (ranks - 1) x nbytes, one transfer
+    scatter   each rank merges its share of the rows and sends it to all: 2 x nbytes at most, two transfers
 
-    Either way every row is merged in rank order, and all ranks have the same bits.
+    Either way every row is merged in rank order, so all ranks have the same bits.
     """
     gather = hardware.latency + (ranks - 1) * nbytes / hardware.link
     scatter = 2 * hardware.latency + 2 * (ranks - 1) * nbytes / ranks / hardware.link
@@ -197,10 +198,10 @@ def exchange_way(nbytes: int, ranks: int, hardware: Hardware) -> str:
 
 
 def exchange_over(nbytes: int, ranks: int, hardware: Hardware) -> str:
-    """The transport by which partials of `nbytes` a rank arrive sooner, where there are both.
+    """The transport with which partials of `nbytes` per rank arrive sooner, if both are available.
 
-    group       NCCL, which starts sooner: a token
-    symmetric   copy engines, which move faster: what is large
+    group       NCCL, which starts sooner: for a token
+    symmetric   copy engines, which move faster: for large partials
     """
     if not hardware.group_link:
         return "group"

@@ -1,7 +1,7 @@
 """A mask is an interval: every query sees one contiguous range [begin, end) of global key positions.
 
-Causal, sliding window, packed documents, padding and cross attention are all two numbers a query, and both numbers
-never decrease along the sequence. Plain numpy: what is decided here can be printed and tested without a device.
+Causal, sliding window, packed documents, padding and cross attention all become two numbers per query, and neither
+decreases along the sequence. Plain numpy, which can be printed and tested without a device.
 """
 
 import math
@@ -21,7 +21,7 @@ Row = np.ndarray  # int64 [T], or [rows, T] where the rows of a batch differ
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What attention is computed: softmax(scale * q k^T) v, the scores softly capped, over the keys that may be seen.
+    """Which attention is computed: softmax(scale * q k^T) v over the keys that each query may see, with a softcap.
 
     causal   a query sees no key after its own position
     window   a query sees the last `window` keys up to and including its own position (needs causal)
@@ -36,12 +36,12 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, (bool, np.bool_)):
-            raise ValueError(f"causal={self.causal!r}: say True or False")
+            raise ValueError(f"causal={self.causal!r}: pass True or False")
         if self.window is not None:
             if isinstance(self.window, bool) or not isinstance(self.window, Integral) or self.window < 1:
                 raise ValueError(f"window={self.window!r}: the number of keys a query sees, at least 1 (None for all)")
             if self.window >= 2**63:
-                raise ValueError(f"window={self.window}: positions are counted in 64 bits; say None for all keys")
+                raise ValueError(f"window={self.window}: positions are counted in 64 bits; use None for all keys")
             if not self.causal:
                 raise ValueError(
                     f"window={self.window} counts back from the query's own position, which has no meaning with "
@@ -60,10 +60,10 @@ class AttentionSpec:
 
 
 class Docs:
-    """Packed documents: where each one starts, for one row or for every row of a batch. Equal docs compare equal.
+    """Packed documents: where each one starts, for one row or for every row of a batch. Docs compare by value.
 
-    `starts` is int64 [rows, n + 1]: document i of a row is [starts[i], starts[i + 1]), and what lies past the last
-    start is padding that nobody sees. Rows with fewer documents end in empty ones.
+    `starts` is int64 [rows, n + 1]: document i of a row is [starts[i], starts[i + 1]). Tokens after the last start are
+    padding, which no query sees. Rows with fewer documents end in empty ones.
     """
 
     def __init__(self, starts: np.ndarray, length: int):
@@ -77,8 +77,8 @@ class Docs:
 
     def _keep(self, starts: np.ndarray, length: int) -> None:
         if "torch" in sys.modules and sys.modules["torch"].compiler.is_dynamo_compiling():
-            # numpy would be traced as tensors; an error while it traces leaves this call to Python. is_compiling would
-            # be True here in every thread while another one compiles.
+            # torch.compile would trace numpy as tensors; with an error it leaves this call to Python instead. Not
+            # is_compiling, which is True in every thread while one of them compiles.
             raise ValueError("Docs are made of numbers: make them before the compiled function and pass them to it")
         self.starts, self.length = starts, length
         starts.setflags(write=False)
@@ -89,7 +89,7 @@ class Docs:
 
     @classmethod
     def known(cls, starts: np.ndarray, length: int) -> "Docs":
-        """Of starts that are right and that nobody changes: they are not looked at, nor copied."""
+        """Docs of these starts without a check or a copy: they must be right and may not change later."""
         docs = object.__new__(cls)
         docs._keep(starts, length)
         return docs
@@ -132,7 +132,7 @@ class Docs:
             raise ValueError(f"documents of {max(length, *totals)} tokens: positions are counted in 64 bits")
         if pad_to is None and len(set(totals)) > 1:
             raise ValueError(
-                f"the rows' document lengths add up to {totals}, not to one length; say pad_to={max(totals)} (or more) "
+                f"the rows' document lengths add up to {totals}, not one length; pass pad_to={max(totals)} (or more) "
                 "to let the shorter rows end in padding"
             )
         if max(totals) > length:
@@ -146,7 +146,7 @@ class Docs:
 
     @cached_property
     def first(self) -> "Docs | None":
-        """The first row, where all rows are alike."""
+        """The first row alone if all rows are equal; else None."""
         if len(self.starts) == 1:
             return self
         return Docs.known(self.starts[:1], self.length) if (self.starts == self.starts[:1]).all() else None
@@ -159,31 +159,31 @@ class Docs:
 
     def __repr__(self) -> str:
         shape: Any = getattr(self.starts, "shape", ())
-        if len(shape) != 2:  # in a tree of something else than arrays
+        if len(shape) != 2:  # in a JAX tree whose leaves are not arrays
             return f"Docs({self.starts!r}, {self.length} tokens)"
         rows, n = shape
         return f"Docs({n - 1} documents, {rows} row{'s' * (rows > 1)}, {self.length} tokens)"
 
 
 def whole(value: Any) -> int | None:
-    """The int that a value is: Python's, numpy's, or an array of one; None for what is none."""
+    """The value as an int, from Python's ints, numpy's, or an array with one; None for anything else."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
     try:
         return operator.index(value)
-    except TypeError:  # every tensor has an __index__, also one of floats
+    except TypeError:  # every tensor has an __index__, even one of floats
         return None
 
 
 def of_factor(name: str, value: Any, default: str = "None") -> str | None:
-    """What is wrong with a factor of scores, a number above 0 whose products with others float32 still holds."""
+    """The problem with a factor of scores: it must be above 0, and its products must fit in float32."""
     if value is None:
         return None
     number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else -1
     if not 0 < number < math.inf:
-        return f"{name}={value!r}: must be a finite number above 0 (no array), or {default}"
+        return f"{name}={value!r}: must be a finite number above 0 (not an array), or {default}"
     if not 1e-18 <= number <= 1e18:
-        return f"{name}={value!r}: scores are worked out in float32; say a number from 1e-18 to 1e18, or {default}"
+        return f"{name}={value!r}: scores are computed in float32; pass a number from 1e-18 to 1e18, or {default}"
     return None
 
 
@@ -194,29 +194,29 @@ def are_starts(starts: Row, length: int) -> bool:
 
 
 def is_count(n: Any) -> bool:
-    """Whether it is a whole number of at least 0, as an int or a float."""
+    """Whether n is a whole number of at least 0, as an int or a float."""
     return isinstance(n, (int, float)) and 0 <= n < 2**63 and int(n) == n
 
 
 def are_counts(row: list[Any]) -> bool:
-    """Whether all are whole numbers of at least 0; ints, of which there may be very many, at once."""
+    """Whether all are whole numbers of at least 0; many ints are checked at once."""
     if set(map(type, row)) == {int}:
         return min(row) >= 0 and max(row) < 2**63
     return all(map(is_count, row))
 
 
 def untraced(given: Any) -> Any:
-    """The same, unless JAX traces it."""
+    """The argument itself; an error if JAX traces it."""
     if "jax" in sys.modules and isinstance(given, sys.modules["jax"].core.Tracer):
         raise ValueError(
-            f"documents are made of numbers that are at hand, and these are traced (jit, grad, vmap): {given!r}; make "
-            "Docs outside jit and pass them as an argument"
+            f"Docs need concrete numbers, and these are traced (jit, grad, vmap): {given!r}; make Docs outside jit and "
+            "pass them as an argument"
         )
     return given
 
 
 def rows_of(name: str, given: Any) -> list[list[Any]]:
-    """One row of numbers, or one a batch entry, from lists, arrays and tensors."""
+    """One row of numbers, or one per batch entry, from lists, arrays and tensors."""
     if hasattr(given, "tolist"):
         given = untraced(given).tolist()
     if not isinstance(given, (list, tuple)):
@@ -227,10 +227,10 @@ def rows_of(name: str, given: Any) -> list[list[Any]]:
 
 
 class Spans(NamedTuple):
-    """The keys that queries at increasing positions see, in the few numbers from which they follow.
+    """The intervals of queries at increasing positions, as the few numbers from which they are computed.
 
-    The queries of a row are cut into runs, one a document: run i has counts[i] queries, and each of them sees
-    [max(begin[i], low), min(end[i], high)), where `low` and `high` are a query's own.
+    The queries of a row are cut into runs, one per document: run i has counts[i] queries, and each of them sees
+    [max(begin[i], low), min(end[i], high)), where each query has its own `low` and `high`.
     """
 
     counts: Row  # [rows, runs]
@@ -240,16 +240,16 @@ class Spans(NamedTuple):
     high: Row | None  # the same; None without causal
 
     def through(self, count: Callable[[Row], Row]) -> "Spans":
-        """The same with every key position counted otherwise, by a function that never decreases."""
+        """The spans with every key position mapped by a function that never decreases."""
         end, low, high = (None if x is None else count(x) for x in (self.end, self.low, self.high))
         return self._replace(begin=count(self.begin), end=end, low=low, high=high)
 
     def spread(self, dtype: Any = np.int32) -> tuple[Row, Row]:
-        """The intervals (begin, end) of all queries, [rows, T], made without anything larger on the way."""
+        """The intervals (begin, end) of all queries, [rows, T], computed without larger arrays."""
         begin = repeated(self.begin.astype(dtype), self.counts)
         low, high = (None if x is None else x.astype(dtype) for x in (self.low, self.high))
         if self.end is None:
-            end = np.broadcast_to(high, begin.shape).copy()  # type: ignore[arg-type]  # one of both is there
+            end = np.broadcast_to(high, begin.shape).copy()  # type: ignore[arg-type]  # one of the two is an array
         else:
             end = repeated(self.end.astype(dtype), self.counts)
             if high is not None:
@@ -261,7 +261,7 @@ class Spans(NamedTuple):
 
 
 def repeated(values: Row, counts: Row) -> Row:
-    """[rows, runs] -> [rows, T]: each value as often as its count says; every row's counts have one sum."""
+    """[rows, runs] -> [rows, T]: each value repeated `counts` times; the counts of all rows have the same sum."""
     return np.repeat(values.ravel(), counts.ravel()).reshape(len(values), -1)
 
 
@@ -275,12 +275,12 @@ def spans(
     key_docs: Docs | None = None,
     offset: int = 0,
 ) -> Spans:
-    """What `bounds` says of queries at these increasing positions, of which below(x) lie below x."""
+    """The spans of `bounds` for queries at increasing positions, of which below(x) lie below x."""
     key_len = seq_len if key_len is None else key_len
     starts, limits = np.array([[0, seq_len]]), np.array([[0, key_len]])
     if docs is not None:
         starts, limits = docs.starts, (docs if key_docs is None else key_docs).starts
-    # two more runs see nothing: what is behind the documents, and behind the sequence
+    # two more runs see nothing: the tokens after the documents, and those after the sequence
     counts = np.diff(below(np.pad(starts, ((0, 0), (0, 1)), constant_values=seq_len)), append=len(positions))
     begin = np.pad(limits, ((0, 0), (0, 1)), constant_values=key_len)
     end = np.pad(np.pad(limits[:, 1:], ((0, 0), (0, 1)), mode="edge"), ((0, 0), (0, 1)), constant_values=key_len)

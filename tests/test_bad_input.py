@@ -57,13 +57,13 @@ def call(change=lambda q, k, v: (q, k, v), plan=None, ring=2, ulysses=2, **given
          r"docs: document lengths add up to 60, the sequence has 64 tokens; .*pad_to=64"),
         (lambda *x: x, {"docs": ra.Docs.from_lengths([[64]] * 3)}, "3 rows, the batch has 2; give 1 row or 2"),
         (lambda *x: x, {"key_docs": ra.Docs.from_lengths([64])}, "key_docs needs docs"),
-        (lambda *x: x, {"sinks": torch.zeros(3)}, r"sinks has shape \(3,\).*expected one float a query head, \(4,\)"),
+        (lambda *x: x, {"sinks": torch.zeros(3)}, r"sinks has shape \(3,\).*expected one per query head, \(4,\)"),
         (lambda *x: x, {"dropout": 0.1}, "dropout: attention dropout is not supported"),
         (lambda *x: x, {"alibi_slopes": 1, "bias": 2}, "alibi_slopes: ALiBi is not supported.*bias: an additive bias"),
-        (lambda *x: x, {"causal": True}, r"causal: say spec=AttentionSpec\(causal=...\)"),
+        (lambda *x: x, {"causal": True}, r"causal: pass spec=AttentionSpec\(causal=...\)"),
         (lambda *x: x, {"temprature": 2}, "temprature: attention has no such argument"),
-        (lambda *x: x, {"docs": [30, 34]}, r"docs is of type list; say Docs.from_lengths"),
-        (lambda *x: x, {"spec": {"causal": False}}, r"spec is of type dict; say AttentionSpec\(causal"),
+        (lambda *x: x, {"docs": [30, 34]}, r"docs is of type list; pass Docs.from_lengths"),
+        (lambda *x: x, {"spec": {"causal": False}}, r"spec is of type dict; pass AttentionSpec\(causal"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_is_refused_on_all_ranks_alike(change, given, says):
@@ -128,11 +128,11 @@ def test_words_that_one_rank_alone_says_are_refused_on_all(given, says):
         ({"log_decay": ra.plan(seq_len=16)}, "log_decay is of type Plan"),
         ({"initial_state": 0}, "initial_state is of type int"),
         ({"initial_state": torch.zeros(2, 4, 8, 8).numpy()}, "initial_state is of type ndarray"),
-        ({"docs": [6, 10]}, "docs is of type list; say Docs.from_lengths"),
+        ({"docs": [6, 10]}, "docs is of type list; pass Docs.from_lengths"),
         ({"plan": "x"}, r"plan is of type str; make one with ringattn.plan\(mesh"),
         ({"kernel": None}, "kernel=None: choose one of auto, triton, chunkwise"),
         ({"scan": None}, "scan=None: choose one of auto, gather, ring, pipeline"),
-        ({"scale": torch.tensor(0.5)}, r"scale=tensor\(0.5000\): must be a finite number above 0 \(no array\)"),
+        ({"scale": torch.tensor(0.5)}, r"scale=tensor\(0.5000\): must be a finite number above 0 \(not an array\)"),
         ({"scale": "x"}, "scale='x'"),
         ({"q": torch.zeros(3)}, r"q has shape \(3,\); expected 4 dims"),
         ({"q": torch.zeros(())}, r"q has shape \(\); expected 4 dims"),
@@ -323,7 +323,7 @@ def test_what_is_not_a_tensor_is_refused():
         ra.attention(q, k, None)
     nested = torch.nested.nested_tensor([torch.zeros(3, 4, 8), torch.zeros(5, 4, 8)], layout=torch.jagged)
     for function in (ra.attention, ra.linear_attention):
-        with pytest.raises(ValueError, match=r"q is a nested tensor; .* say docs=Docs.from_lengths"):
+        with pytest.raises(ValueError, match=r"q is a nested tensor; .* pass docs=Docs.from_lengths"):
             function(nested, nested, nested)
         with pytest.raises(ValueError, match=r"q is a DTensor; give q.to_local\(\)"):
             function(*(x.as_subclass(Spread) for x in tensors()))
@@ -331,10 +331,10 @@ def test_what_is_not_a_tensor_is_refused():
 
 def test_what_is_not_yes_or_no_is_refused():
     for word in ("no", torch.tensor(True), torch.tensor([True, False]), 1):
-        with pytest.raises(ValueError, match=f"return_lse is of type {type(word).__name__}; say True or False"):
+        with pytest.raises(ValueError, match=f"return_lse is of type {type(word).__name__}; pass True or False"):
             ra.attention(*tensors(), return_lse=word)
         for name in ("return_state", "check"):
-            with pytest.raises(ValueError, match=f"{name} is of type {type(word).__name__}; say True or False"):
+            with pytest.raises(ValueError, match=f"{name} is of type {type(word).__name__}; pass True or False"):
                 ra.linear_attention(*tensors(G=4), **{name: word})
 
 
@@ -424,7 +424,7 @@ def test_every_function_refuses_unknown_words_alike(name):
     cache = ra.KVCache.allocate(plan, batch=1, max_len=16, kv_heads=2, head_dim=8, dtype=x.dtype)
     cache.append(x, x)
     where = {"prefill": (plan, cache), "decode": (cache,)}.get(name, ())
-    spec = f"{name} has no such argument" if name == "linear_attention" else r"say spec=AttentionSpec\(causal=...\)"
+    spec = f"{name} has no such argument" if name == "linear_attention" else r"pass spec=AttentionSpec\(causal=...\)"
     for word, says in [
         ("dropout", "dropout: attention dropout is not supported: it has no exact form over ranks"),
         ("bias", "bias: an additive bias is not supported: masks are intervals"),

@@ -214,7 +214,7 @@ CALL = {n: x.float() if x is not None else x for n, x in inputs(9, "channel").it
         ({"docs": lambda _: ra.Docs.from_lengths([4, 4])}, "add up to 8, the sequence has 9 tokens"),
         ({"scale": lambda _: 0.0}, "scale=0.0: must be a finite number above 0"),
         ({"scale": lambda _: True}, "scale=True: must be a finite number above 0"),
-        ({"return_state": lambda _: CALL["state"]}, "return_state is of type Tensor; say True or False"),
+        ({"return_state": lambda _: CALL["state"]}, "return_state is of type Tensor; pass True or False"),
         ({"scan": lambda _: "tree"}, "scan='tree': choose one of auto, gather, ring, pipeline"),
         ({"kernel": lambda _: "fast"}, "kernel='fast': choose one of auto, triton, chunkwise"),
         ({"q": lambda q: q.numpy()}, "expected torch tensors or jax arrays, got ndarray, Tensor, Tensor"),

@@ -79,7 +79,7 @@ def test_adds_up_in_float32_or_float64(dtype):
         ({"losses_BT": torch.rand(4).mean()}, r"losses has shape \(\) .*expected a float for each token"),
         ({"losses_BT": torch.ones(1, 4).int()}, "losses has shape .* dtype torch.int32; expected a float"),
         ({"losses_BT": [0.5] * 4}, "losses is of type list; it must be a torch tensor"),
-        ({"docs": [8]}, "docs is of type list; say Docs.from_lengths"),
+        ({"docs": [8]}, "docs is of type list; pass Docs.from_lengths"),
         ({"docs": ra.Docs.from_lengths([6])}, "docs: document lengths add up to 6, the sequence has 8 tokens"),
         ({"docs": ra.Docs.from_lengths([[8]] * 3)}, "docs describes 3 rows, the batch has 2"),
         ({"mask": [True] * 4}, "mask is of type list; it must be a torch tensor"),

@@ -75,7 +75,7 @@ X = torch.zeros(2, 6, 32)
         (lambda: layer()(X, positions=torch.arange(5)), r"positions have shape \(5,\); x has 2 rows of 6 tokens"),
         (lambda: layer()(X, positions=[0, 1, 2]), "positions is of type list; it must be a torch tensor"),
         (lambda: layer()(X, "x"), r"plan is of type str; make one with ringattn.plan\(mesh"),
-        (lambda: layer()(X, docs=[6]), r"docs is of type list; say Docs.from_lengths"),
+        (lambda: layer()(X, docs=[6]), r"docs is of type list; pass Docs.from_lengths"),
         (lambda: layer()([0.0]), "x is of type list; it must be a torch tensor"),
         (lambda: StreamingAttention(32, 4).prefill(X, "x"), "plan is of type str"),
         (lambda: StreamingAttention(32, 4).prefill(X, ra.plan(seq_len=5)), "x has 6 tokens, a rank of this plan holds"),

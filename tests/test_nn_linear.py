@@ -163,7 +163,7 @@ def test_an_impossible_layer_is_refused():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"docs": [T]}, "docs is of type list; say Docs.from_lengths"),
+        ({"docs": [T]}, "docs is of type list; pass Docs.from_lengths"),
         ({"docs": ra.Docs.from_lengths([[T]] * 3)}, "docs describes 3 rows, the batch has 2"),
         ({"docs": ra.Docs.from_lengths([T - 1])}, "docs: document lengths add up to 44, the sequence has 45 tokens"),
         ({"plan": "x"}, r"plan is of type str; make one with ringattn.plan\(mesh"),

@@ -139,7 +139,7 @@ def test_groups_that_cannot_be_are_refused():
 
     with pytest.raises(ValueError, match="groups=3 does not divide the 2 key heads that a rank attends to; leave it"):
         run(lambda mesh: one(mesh, transport=ra.Transport(groups=3)), ulysses=2)
-    with pytest.raises(ValueError, match="groups=2 cuts what Ulysses and gather exchange"):
+    with pytest.raises(ValueError, match="groups=2 is for Ulysses and gather"):
         run(lambda mesh: one(mesh, transport=ra.Transport(groups=2), strategy="ring"), ring=2)
 
 
@@ -202,15 +202,15 @@ def test_a_plan_on_ranks_is_copied_with_its_axes_and_never_pickled():
         ({"heads": ("8", "2")}, "heads=('8', '2'): (query heads, key heads)"),
         ({"transport": "symmetric"}, "transport is of type str; give Transport(route="),
         ({"route": "relay"}, "route: it is part of transport=Transport"),
-        ({"causal": True}, "causal: say spec="),
-        ({"docs": [8, 8]}, "docs is of type list; say Docs.from_lengths"),
+        ({"causal": True}, "causal: pass spec="),
+        ({"docs": [8, 8]}, "docs is of type list; pass Docs.from_lengths"),
         ({"docs": ra.Docs.from_lengths([8])}, "docs: document lengths add up to 8, and seq_len=16"),
-        ({"spec": {}}, "spec is of type dict; say AttentionSpec"),
+        ({"spec": {}}, "spec is of type dict; pass AttentionSpec"),
         ({"mesh": 4}, "mesh=4 is of type int; make one with ringattn.init_mesh"),
         ({"mesh": "ring"}, "mesh='ring' is of type str"),
         ({"mesh": (2, 2)}, "mesh=(2, 2) is of type tuple"),
         ({"mesh": jax.sharding.Mesh(jax.devices()[:1], ("ring",)), "transport": ra.Transport(hosts=2, by="group")},
-         "transport={'hosts': 2, 'by': 'group'}: JAX's compiler moves the blocks"),
+         "transport={'hosts': 2, 'by': 'group'}: in JAX the compiler moves the blocks"),
     ],
 )  # fmt: skip
 def test_what_no_plan_can_be_made_of_is_refused(given, says):
@@ -267,7 +267,7 @@ def test_documents_that_are_known_choose_the_layout():
         ({"groups": True}, "groups=True"),
         ({"hosts": "a"}, "hosts='a': on how many hosts"),
         ({"backward": "values"}, "backward='values': choose one of auto, keys, queries"),
-        ({"route": "levels", "hosts": 3}, "hosts=3 for ring=2: each host has as many ranks"),
+        ({"route": "levels", "hosts": 3}, "hosts=3 for ring=2: hosts have equally many ranks"),
         ({"by": "pigeon"}, "by='pigeon': choose one of auto, symmetric, group"),
     ],
 )

@@ -228,7 +228,7 @@ def test_what_is_no_cache_or_of_the_other_framework_is_refused():
         (lambda: cache.append(y, y), "made for a torch mesh, and k is a jax array"),
         (lambda: jax_cache.append(x, x), "made for a jax mesh, and k is a torch tensor"),
         (lambda: ra.decode(x, x, x, cache, sinks=[0.0, 0.0]), "sinks is of type list; it must be a torch tensor"),
-        (lambda: ra.decode(x, x, x, cache, spec={}), "spec is of type dict; say AttentionSpec"),
+        (lambda: ra.decode(x, x, x, cache, spec={}), "spec is of type dict; pass AttentionSpec"),
         (lambda: cache.load_state_dict(jax_cache.state_dict()), "the state has no origin"),
         (lambda: jax_cache.load_state_dict(cache.state_dict()), "the state has no first"),
     ]:

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringattn.check import of_packed, of_shapes, of_words
+from ringattn.check import of_arguments, of_packed, of_shapes
 from ringattn.comms.axis import Ranks, Solo
 from ringattn.comms.jax import MeshAxis, platform
 from ringattn.jax.attention.steps import local_positions
@@ -62,7 +62,7 @@ def roll(x: Array, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None 
         raise ValueError("inside a shard_map arrays are this device's tokens only: roll before it or after it")
     if count is None:
         raise ValueError(f"shift={shift!r}: how many places tokens move, a whole number")
-    problem = of_words(docs=docs) or (docs is not None and of_packed("docs", docs, T, x.shape[0]))
+    problem = of_arguments(docs=docs) or (docs is not None and of_packed("docs", docs, T, x.shape[0]))
     if problem or (docs is not None and dim == 0 and len(docs.starts) > 1):
         raise ValueError(problem or f"dim=0: {docs} are of the rows of dim 0, which cannot be the sequence too")
     at, limits = jnp.arange(T), jnp.array([[0, T]]) if docs is None else jnp.asarray(docs.starts)

@@ -1,4 +1,4 @@
-"""What every rank must say alike before anything is sent, and the error that names who did not."""
+"""Whether all ranks make the same call, compared before anything is sent; the error names the ranks that differ."""
 
 import zlib
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ from ringattn.torch import same_data
 MOST = 1024  # kinds of calls that a plan remembers
 
 Words = dict[str, str]
-Said = dict[str, Any]  # one rank's words, its place on its axes, and its problem
+Entry = dict[str, Any]  # one rank's words, its place on its axes, and its problem
 
 
 def describe(
@@ -23,7 +23,7 @@ def describe(
     key_docs: Docs | None = None,
     **more: Any,
 ) -> Words:
-    """One call as words that are equal on all ranks: the plan's choices, the spec, shapes, documents, and `more`."""
+    """The words of a call, equal on all ranks: the plan's choices, the spec, shapes, documents, and `more`."""
     how = plan.transport
     words = {name: str(value) for name, value in more.items()} | {
         "plan": str(plan),
@@ -38,12 +38,11 @@ def describe(
 
 
 def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
-    """Raise on all ranks alike if one of them has a problem, or if their words differ; says which ranks and fields.
+    """Raise the same error on all ranks if one has a problem or if their words differ; it names the ranks and fields.
 
-    Where words travel cheaply (gloo, threads) every call is compared. Elsewhere only the first call of each kind is
-    compared; calls that differ only in their documents are of one kind. What is wrong later with one rank's call alone
-    is raised there alone, since the others may not stop to listen; documents that then differ between ranks are not
-    noticed.
+    Where words are cheap to exchange (gloo, threads) every call is compared. Elsewhere only the first call of each kind
+    is; calls that differ only in their documents are of one kind. After that, a rank raises its problems alone, since
+    the others do not wait for them, and documents that differ between ranks are not noticed.
     """
     ring, ulysses = plan.ring_axis, plan.ulysses_axis
     alone, kind = ring.size * ulysses.size == 1, kind_of(words)
@@ -54,12 +53,12 @@ def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
     try:
         taken = list(same_data.numbers_taken(plan))
         mine = {"at": [ring.rank, ulysses.rank], "words": words, "problem": problem, "taken": taken}
-        said = together(ulysses.exchange_words(together(ring.exchange_words([mine]))))
+        entries = together(ulysses.exchange_words(together(ring.exchange_words([mine]))))
     except (RuntimeError, OSError) as error:
         if problem:
             raise ValueError(problem) from error
         raise
-    everyone = {(one["at"][0], one["at"][1]): one for one in said}
+    everyone = {(one["at"][0], one["at"][1]): one for one in entries}
     complain({place: one["problem"] for place, one in everyone.items() if one["problem"]}, len(everyone))
     same_data.judge({place: tuple(one["taken"]) for place, one in everyone.items()})  # may be why words differ
     compare({place: one["words"] for place, one in everyone.items()})
@@ -67,26 +66,26 @@ def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
 
 
 def refuse(problem: str, plan: Any) -> NoReturn:
-    """Raise what is wrong with a call; on all ranks of the plan alike, where only some of them may know."""
+    """Raise the problem on all ranks of the plan, although only some of them may have noticed it."""
     if isinstance(plan, Plan) and plan.axes.here:
         agree(plan, {}, problem)
     raise ValueError(problem)
 
 
-def together(parts: list[list[Said]]) -> list[Said]:
-    """What several ranks brought from others, as one list: also where another rank's axes are others."""
+def together(parts: list[list[Entry]]) -> list[Entry]:
+    """The entries that several ranks collected, as one list."""
     return [one for part in parts for one in part]
 
 
 def kind_of(words: Words) -> tuple[Any, ...]:
-    """A call's words without its documents, which every batch has others of: only whether it has any."""
+    """A call's words with only the presence of documents, since every batch has other documents."""
     return tuple((name, word == "None" if name in ("docs", "key_docs") else word) for name, word in words.items())
 
 
 def remember(plan: Plan, kind: Any) -> None:
-    """Calls of this kind need not be looked at again, where that costs more than looking them up.
+    """Do not compare calls of this kind again, if comparing costs more than this look-up.
 
-    All ranks forget at once when there are too many: those that compare must be the same.
+    All ranks clear their set at the same call, since all must compare the same calls.
     """
     if watched(plan):
         return
@@ -96,13 +95,13 @@ def remember(plan: Plan, kind: Any) -> None:
 
 
 def watched(plan: Plan) -> bool:
-    """Whether every call is compared between ranks, because words cost little there."""
+    """Whether every call is compared between ranks, because exchanging words is cheap."""
     ring, ulysses = plan.ring_axis, plan.ulysses_axis
     return bool(ring.size * ulysses.size > 1 and ring.cheap_words and ulysses.cheap_words)
 
 
 def complain(problems: dict[same_data.Place, str], count: int) -> None:
-    """The first rank's problem, for everybody; with the ranks' names if it is not everybody's."""
+    """Raise the first rank's problem on all ranks, naming the ranks that have it unless all do."""
     if problems:
         why = next(iter(problems.values()))
         where = "" if len(problems) == count else f" (on {ranks(problems)})"

@@ -1,9 +1,9 @@
-"""Ops that torch knows: torch.compile sees one node, autograd one function, and the host loses little time.
+"""Custom ops with little overhead: torch.compile sees one node, autograd one function.
 
-torch's `custom_op` says the same and takes the host 140 us more a call that trains (480, not 340, on a CPU): it
-flattens lists of tensors as trees, fills in defaults and looks for aliases each time.
+torch's `custom_op` does the same and costs the host 140 us more per training call (480, not 340, on a CPU): it flattens
+lists of tensors as trees, fills in defaults and looks for aliases each time.
 
-Gradients are there once and in reverse mode: everything else that torch would answer with zeros is refused here.
+Only first derivatives in reverse mode are supported. For others torch would return zeros; they are refused here.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,13 +36,13 @@ def op(name: str) -> Callable[[Run], Run]:
 
 def refuse_transforms(*_: Any) -> NoReturn:
     raise NotImplementedError(
-        "vmap (also is_grads_batched and vectorize=True) and the gradients of torch.func do not see through ringattn: "
-        "give it a batch, and differentiate with torch.autograd"
+        "vmap (also is_grads_batched and vectorize=True) and the gradients of torch.func are not supported: pass a "
+        "batch, and differentiate with torch.autograd"
     )
 
 
 def fake(name: str) -> Callable[[Run], Run]:
-    """The function tells what an op returns, without computing it."""
+    """The function gives the shapes and dtypes that an op returns, without computing it."""
 
     def register(shapes: Run) -> Run:
         torch.library.register_fake(f"ringattn::{name}", shapes, lib=LIBRARY)
@@ -52,7 +52,7 @@ def fake(name: str) -> Callable[[Run], Run]:
 
 
 def no_autocast(device: torch.device) -> Any:
-    """A context without torch.autocast; to leave one that is off costs the host as much as a small kernel's launch."""
+    """A context without torch.autocast. None is entered if autocast is off: that costs as much as a kernel launch."""
     on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
@@ -68,15 +68,15 @@ class Once:
 
 
 def no_view(x: Any) -> Any:
-    """The same memory as a tensor of its own: autograd lets nobody write into a view that a function returns."""
+    """The same memory as a tensor that is no view: autograd forbids writing into a view that a function returns."""
     return x.data if isinstance(x, Tensor) and x._is_view() else x
 
 
 class NoSecondDerivative(torch.autograd.Function):
-    """The first `count` tensors: gradients, of which there are no further ones.
+    """The first `count` tensors, gradients that cannot be differentiated again.
 
-    The others are what they depend on, so that whoever differentiates them comes by here; `edge` always requires a
-    gradient, for what was saved may stand in for inputs without depending on them.
+    The others are the tensors that they depend on, so that differentiating them calls this backward. `edge` always
+    requires a gradient, because saved tensors may replace inputs without depending on them.
     """
 
     @staticmethod
@@ -87,14 +87,13 @@ class NoSecondDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:
         raise NotImplementedError(
-            f"second derivatives of {ctx.where} are not there: its gradients cannot be differentiated; do without "
+            f"second derivatives of {ctx.where} are not supported: its gradients cannot be differentiated; drop "
             "create_graph=True, or detach them"
         )
 
 
 def check_tangents(names: Sequence[str], tensors: Sequence[Any]) -> None:
-    """No tensor is differentiated in forward mode; also where a compiled graph does that, of which Python knows
-    nothing."""
+    """No tensor is differentiated in forward mode, even by a compiled graph that runs outside of Python."""
     for name, x in zip(names, tensors, strict=False):
         if isinstance(x, Tensor) and torch._VF._unpack_dual(x, level=0).tangent is not None:
             raise ValueError(f"{name} {TANGENT}")
@@ -120,13 +119,13 @@ def once(backward: Run, where: str) -> Any:
 
 
 def is_batched(x: Tensor) -> bool:
-    """Whether it stands for a batch of tensors, under vmap or is_grads_batched."""
+    """Whether x stands for a batch of tensors, under vmap or is_grads_batched."""
     functorch = torch._C._functorch
     return bool(functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x))
 
 
 def traced(*tensors: Any) -> bool:
-    """Whether somebody looks at each op, or its tensors are not plain ones, so that a call must be an op."""
+    """Whether a call must be an op: a mode traces ops, or the tensors are of a subclass."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -139,7 +138,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def differentiate(name: str, save: Callable[[Any, Any, Any], None], gradients: Run, shown: int | None = None) -> None:
-    """An op's gradients. Of a tuple that it returns only the first `shown` have any; the others `save` may keep."""
+    """Register an op's gradients. Only its first `shown` outputs have gradients; `save` may keep the others."""
     run = getattr(torch.ops.ringattn, name).default
     names = [one.name for one in run._schema.arguments]
 

@@ -1,4 +1,4 @@
-"""Tokens that change places between the ranks of a plan: each goes from where it is to the rank that asks for it.
+"""Tokens that change places between the ranks of a plan.
 
 A slot is a place for one token: rank by rank, Ulysses ranks inside of ring ranks, `plan.local_len` slots each.
 """
@@ -17,11 +17,11 @@ Place = tuple[int, int]  # ring rank, Ulysses rank
 
 
 class Exchange:
-    """Slot i gets the token of slot `source[i]`, and zeros where that is -1. No slot gives its token twice.
+    """Slot i gets the token of slot `source[i]`, or zeros if that is -1. No token goes to two slots.
 
-    Only tokens that change ranks travel: along the Ulysses axis to the column of the rank they go to, then along the
-    ring. What is sent at each hop is in the order of the slots it is for, so nothing else must be sent with it.
-    It holds no ranks, so it may be cached: equal plans may be of other process groups.
+    Only tokens that change ranks travel: along the Ulysses axis to the column of their destination, then along the
+    ring. They are sent in the order of their destination slots, so no indices are sent with them. It refers to no
+    process groups, so it may be cached for equal plans with other groups.
     """
 
     def __init__(self, sizes: tuple[int, int, int], place: Place, source: np.ndarray, device: torch.device):
@@ -50,7 +50,7 @@ class Exchange:
         return Exchange(self.sizes, self.place, source, self.device)
 
     def carry(self, x: Tensor, plan: Plan, dim: int) -> Tensor:
-        """What this rank's slots get, of the tokens that lie along `dim` of every rank's `x`."""
+        """The tokens of this rank's slots, from every rank's `x`, whose tokens lie along `dim`."""
         x = x.movedim(dim, 0)
         column = hop(plan.ulysses_axis, [x.index_select(0, at) for at in self.give], self.met)
         leaving = column.index_select(0, self.sort) if plan.ulysses > 1 else column
@@ -59,7 +59,7 @@ class Exchange:
 
 
 def hop(axis: Axis, parts: list[Tensor], counts: list[int]) -> Tensor:
-    """One part for each rank of an axis; so many tokens come from each, joined in the order of the ranks."""
+    """Send one part to each rank of an axis; `counts` tokens come from each, joined in the order of the ranks."""
     here = parts[axis.rank]
     arrived = [here if r == axis.rank else here.new_empty(n, *here.shape[1:]) for r, n in enumerate(counts)]
     out = {r: [x] for r, x in enumerate(parts) if r != axis.rank and len(x)}
@@ -68,7 +68,7 @@ def hop(axis: Axis, parts: list[Tensor], counts: list[int]) -> Tensor:
 
 
 class Exchanged(torch.autograd.Function):
-    """Every rank's tokens after an exchange; gradients take the way back."""
+    """This rank's tokens after an exchange; gradients are exchanged back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange, plan: Plan, dim: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""A compiled graph holds tensors, numbers and strings: a plan goes into an op as its text, and documents as starts.
+"""A compiled graph holds tensors, numbers and strings: ops take a plan as its text, and documents as their starts.
 
-A call without a plan is one device's, whose lengths are the tensors'. While a graph is traced they may be symbols: then
-no plan is made, and the op finds it when it runs.
+A call without a plan is for one device, and its lengths are those of the tensors. They may be symbolic while a graph is
+traced: then no plan is made until the op runs.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from ringattn.comms.axis import one_rank
 from ringattn.planning import Plan, Transport, of_text
 from ringattn.spec import Docs
 
-HELD: dict[str, Plan] = {}  # those that compiled graphs were made with, by their text
+HELD: dict[str, Plan] = {}  # the plans that compiled graphs use, by their text
 
 TELLS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 def constant(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile calls the function while it traces, and keeps the result.
+    """torch.compile calls the function while it traces, and holds the result as a constant.
 
-    Arguments must be plain ints: `plain(n)` is one where n may be a symbol.
-    torch.compiler.assume_constant_result says the same and imports torch's compiler for it, which takes a second.
+    Arguments must be plain ints: use `plain(n)` if n may be symbolic. torch.compiler.assume_constant_result does the
+    same, but imports torch's compiler, which takes a second.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -37,9 +37,9 @@ def kept_plan(seq_len: int, key_len: int) -> Plan:
 
 
 class Alone:
-    """What stands for one device's plan while a graph is traced: lengths may be symbols there.
+    """Stands for the plan of one device while a graph is traced, where lengths may be symbolic.
 
-    Where the graph breaks after all it comes into plain Python, and answers the rest as the plan does.
+    After a graph break it is used in plain Python, and takes all other attributes from the plan.
     """
 
     ring = ulysses = 1
@@ -51,7 +51,7 @@ class Alone:
         self.keys = self if key_len == seq_len else Alone(key_len, key_len)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("seq_len", "keys"):  # it is being copied
+        if name.startswith("__") or name in ("seq_len", "keys"):  # while it is copied
             raise AttributeError(name)
         return getattr(kept_plan(self.seq_len, self.keys.seq_len), name)
 
@@ -62,51 +62,51 @@ def whole_on_one(q: Tensor, k: Tensor) -> Any:
 
 
 def text_of(plan: Any) -> str:
-    """The plan's text, for an op; "" for that of one device, which it finds by the tensors' lengths."""
+    """The plan's text, for an op; "" for one device, whose plan follows from the tensors' lengths."""
     if not torch.compiler.is_compiling():
         return str(plan.text)
     if exporting() and not isinstance(plan, Alone):
         raise ValueError(
-            "torch.export with a plan: what is exported would hold ranks of this process; export the module without a "
-            "plan, for one device"
+            "torch.export with a plan is not supported: the exported program would hold ranks of this process; export "
+            "the module without a plan, for one device"
         )
     return "" if isinstance(plan, Alone) else str(held(plan.text))
 
 
 def exporting() -> bool:
-    """Whether torch.export traces. torch 2.11 says so of torch.compile too, and only its flag tells them apart."""
+    """Whether torch.export traces. In torch 2.11 is_exporting is True under torch.compile too, so use its flag."""
     return torch.compiler.is_exporting() if TELLS else torch.compiler._is_exporting_flag
 
 
 def plain(n: int) -> int:
-    """The number, and of one that is a symbol while a graph is traced its value: ranges are made of values."""
+    """The number as a plain int; of a symbolic one, its value: ranges need values."""
     return range(n).stop
 
 
 def plan_of(text: str, seq_len: int, key_len: int) -> Plan:
-    """The plan with this text; for "" that of one device, of tensors this long."""
+    """The plan with this text; for "" that of one device, for tensors of these lengths."""
     return kept_plan(seq_len, key_len) if text == "" else of_text(text)
 
 
 def spread(text: str) -> Any:
-    """The plan while a graph is traced, for what does not depend on lengths: ring, ulysses, layout."""
+    """The plan while a graph is traced, for attributes that do not depend on lengths: ring, ulysses, layout."""
     return Alone(0, 0) if text == "" else of_text(text)
 
 
 @constant
 def held(text: str) -> str:
-    """A text that a compiled graph holds as a constant; from here on its plan lives as long as the process."""
+    """A text that a compiled graph holds as a constant; keeps its plan alive until the process ends."""
     HELD[text] = of_text(text)
     return text
 
 
 def starts_of(docs: Docs | None) -> Tensor | None:
-    """Where documents start, for an op: in memory of its own, whatever the default device."""
+    """The starts of documents as a tensor for an op: a copy, on the CPU whatever the default device is."""
     return None if docs is None else torch.from_numpy(docs.starts.copy())
 
 
 def docs_of(starts: Tensor | None, length: int) -> Docs | None:
-    """The documents whose starts came into an op."""
+    """The documents with the starts that an op received."""
     if starts is None:
         return None
     host = starts.numpy(force=True)
@@ -115,5 +115,5 @@ def docs_of(starts: Tensor | None, length: int) -> Docs | None:
 
 @lru_cache(maxsize=64)
 def kept_docs(starts: bytes, shape: tuple[int, ...], length: int) -> Docs:
-    """The same documents for the same starts: what is known of them is looked up by them, and soonest by themselves."""
+    """The cached documents with these starts. Caches are keyed by documents, and the same object is found fastest."""
     return Docs.known(np.frombuffer(starts, np.int64).reshape(shape), length)

@@ -1,8 +1,8 @@
-"""Whether all ranks of a plan were handed the same sequences: checksums of what plan.shard cuts, compared.
+"""Whether all ranks of a plan shard the same sequences: the ranks compare checksums of the tensors that they shard.
 
-A sampler that deals examples out over all ranks gives each rank of a plan other sequences, and their parts would be
-spliced into one. Checksums go with the words that ranks exchange anyway (`agree`). Where words are not cheap they are
-also gathered now and then (`compare_data`), and looked at one call later, so that nobody waits for the device.
+A sampler that deals examples out over all ranks gives the ranks of a plan different sequences, whose parts would be
+joined into one. The words that ranks exchange anyway (`agree`) contain the checksums. Where words are not cheap,
+checksums are also gathered now and then (`compare_data`) and compared one call later, to avoid waiting for the device.
 """
 
 import threading
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ringattn.planning import Plan
 
-FIRST, EVERY = 4, 64  # the steps whose data are compared: so many at first, and then one in so many
-MOST = 16  # checksums kept between two comparisons; with more than that, the comparison is left out
+FIRST, EVERY = 4, 64  # the steps whose data are compared: the first 4, and then one in 64
+MOST = 16  # checksums kept between two comparisons; with more than that, the comparison is skipped
 SAMPLED = 2**22  # numbers of a tensor that a checksum reads at most
 
 Place = tuple[int, int]  # ring rank, ulysses rank
@@ -23,11 +23,15 @@ Place = tuple[int, int]  # ring rank, ulysses rank
 
 @dataclass
 class Seen:
-    """What this rank cut since the ranks last compared, and a comparison on its way."""
+    """What this rank sharded since the last comparison, and the comparison in flight."""
 
     steps: int = 0
-    cut: list[tuple[int, Tensor]] = field(default_factory=list)  # by which thread: one that loads ahead is at no step
-    flying: tuple[Tensor, Any] | None = None  # [ring, ulysses, (how many, checksum)] on the host, and when it is there
+    cut: list[tuple[int, Tensor]] = field(
+        default_factory=list
+    )  # with the thread: a thread that loads ahead belongs to no step
+    flying: tuple[Tensor, Any] | None = (
+        None  # [ring, ulysses, (count, checksum)] on the host, and the event after which it is valid
+    )
 
     @property
     def due(self) -> bool:
@@ -39,7 +43,7 @@ def seen_of(plan: Plan) -> Seen:
 
 
 def note(x: Tensor, plan: Plan) -> None:
-    """Keep a checksum of a whole tensor of integers, if this step is one that is compared."""
+    """Keep a checksum of a whole tensor of integers, if this step is compared."""
     if torch.compiler.is_compiling() or plan.ring * plan.ulysses == 1 or not plain(x):
         return
     seen = seen_of(plan)
@@ -48,7 +52,7 @@ def note(x: Tensor, plan: Plan) -> None:
 
 
 def plain(x: Tensor) -> bool:
-    """Integers that are at hand, not traced, fake or captured ones."""
+    """Integers with values: not traced, fake or captured."""
     return (
         type(x) is Tensor
         and not (x.is_floating_point() or x.is_complex() or x.is_meta)
@@ -59,7 +63,7 @@ def plain(x: Tensor) -> bool:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """An int64 of the numbers and where they stand, on their device; other numbers almost surely have another."""
+    """An int64 that depends on the numbers and their places, on their device."""
     flat = x.detach().reshape(-1)
     flat = flat[:: flat.numel() // SAMPLED + 1].long()
     mixed = (flat + torch.arange(1, len(flat) + 1, device=x.device) * 0x1E3779B97F4A7C15) * 0x3F58476D1CE4E5B9
@@ -68,7 +72,7 @@ def checksum(x: Tensor) -> Tensor:
 
 
 def taken(plan: Plan) -> list[Tensor]:
-    """What this thread cut since the last time, and from now on nothing; empty where it was too much to keep."""
+    """The checksums of this thread since the last call, which are then dropped; empty if there were too many."""
     seen, me = seen_of(plan), threading.get_ident()
     mine = [one for thread, one in seen.cut if thread == me]
     full = len(seen.cut) > MOST
@@ -77,14 +81,14 @@ def taken(plan: Plan) -> list[Tensor]:
 
 
 def numbers_taken(plan: Plan) -> tuple[int, ...]:
-    """The same as numbers, for which this waits for the device."""
+    """The checksums as numbers, for which this waits for the device."""
     return tuple(int(one) for one in taken(plan))
 
 
 def compare_data(plan: Plan, cheap_words: bool) -> None:
-    """Count a step; where `agree` does not compare every call, compare now and then, and raise a call later.
+    """Count a step. Where `agree` does not compare every call, compare now and then, and raise one call later.
 
-    All ranks call this alike, and look at the same call's result, so they raise alike.
+    All ranks call this at the same calls and read the same comparison, so they raise together.
     """
     if torch.compiler.is_compiling() or plan.ring * plan.ulysses == 1:
         return
@@ -106,7 +110,7 @@ def compare_data(plan: Plan, cheap_words: bool) -> None:
 
 
 def to_host(x: Tensor) -> tuple[Tensor, Any]:
-    """A copy on the host, and the event after which it is there."""
+    """A copy on the host, and the event after which it is valid."""
     if not x.is_cuda:
         return x.clone(), None
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
@@ -116,7 +120,7 @@ def to_host(x: Tensor) -> tuple[Tensor, Any]:
 
 
 def landed(seen: Seen) -> None:
-    """Look at the comparison that is on its way, if there is one."""
+    """Read the comparison in flight, if there is one."""
     if seen.flying is None:
         return
     (rows, done), seen.flying = seen.flying, None
@@ -126,9 +130,9 @@ def landed(seen: Seen) -> None:
 
 
 def judge(found: dict[Place, tuple[int, ...]], count: bool = False) -> None:
-    """Raise where ranks cut other tensors. Ranks that cut another number of them are not compared.
+    """Raise if ranks sharded different tensors. Ranks with different numbers of tensors are not compared.
 
-    With `count` a rank's numbers are how many tensors it cut, and one checksum of them.
+    With `count` a rank's numbers are the number of its tensors, and one checksum of all.
     """
     (first, expected), *others = found.items()
     same = (lambda a, b: a[0] == b[0]) if count else (lambda a, b: len(a) == len(b))

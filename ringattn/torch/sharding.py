@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringattn.check import of_packed, of_words
+from ringattn.check import of_arguments, of_packed
 from ringattn.layout import Layout
 from ringattn.planning import Plan
 from ringattn.spec import Docs, whole
@@ -20,7 +20,7 @@ from ringattn.torch.exchange import Exchange, Exchanged, Place, place_of, sizes_
 
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Its tensors, kept by its arguments; made anew under a FakeTensorMode, where they hold nothing."""
+    """Cache the function's tensors by its arguments; under a FakeTensorMode make new ones, which hold no numbers."""
     known = lru_cache(maxsize=64)(function)
 
     def call(*args: Any) -> Any:
@@ -36,12 +36,12 @@ def positions(plan: Plan) -> Tensor:
 
 
 def real_positions(plan: Plan) -> Tensor:
-    """Whether each of this rank's tokens is one of the sequence, [T_local]; False for padding."""
+    """Whether each of this rank's tokens belongs to the sequence, [T_local]; False for padding."""
     return torch.from_numpy(own_positions(plan) < plan.seq_len).to(plan.device)
 
 
 def own_positions(plan: Plan) -> np.ndarray:
-    """Where this rank's tokens lie; those from `seq_len` on are padding."""
+    """The positions of this rank's tokens; those from `seq_len` on are padding."""
     return local_positions(plan, plan.ring_axis.rank, plan.ulysses_axis.rank)
 
 
@@ -74,7 +74,7 @@ def strided(x: Tensor, dim: int, r: range) -> Tensor:
 
 
 class Unshard(torch.autograd.Function):
-    """The whole sequence on every rank; its gradient is the sum of what all ranks did with it."""
+    """The whole sequence on every rank; its gradient is the sum of the gradients on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: Plan, dim: int) -> Tensor:
@@ -89,7 +89,7 @@ class Unshard(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """This rank's part of the sum of what all ranks hold: the transpose of `Unshard`, and that is its gradient."""
+    """This rank's part of the sum over all ranks: the transpose of `Unshard`, which is also its gradient."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, plan: Plan, dim: int) -> Tensor:
@@ -107,7 +107,7 @@ class Summed(torch.autograd.Function):
 
 @kept
 def order_of(layout: Layout, device: torch.device, back: bool = False) -> Tensor:
-    """The positions of all shards one after the other, padding included; `back`: where each position is in there."""
+    """The positions of all shards in the order of ranks, padding included; with `back`, the inverse of that order."""
     order = layout.order()
     return torch.from_numpy(np.argsort(order) if back else order).to(device, non_blocking=True)
 
@@ -123,11 +123,11 @@ def unshard(x: Tensor, plan: Plan, dim: int = 1) -> Tensor:
 
 def roll(x: Tensor, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None = None, fill: Any = None) -> Tensor:
     """Position p of the sequence gets position p - shift; `fill` where that is outside of it or of p's document."""
-    problem = of_part(x, plan, dim) or of_shift(shift) or of_words(docs=docs)
+    problem = of_part(x, plan, dim) or of_shift(shift) or of_arguments(docs=docs)
     if problem is None and docs is not None:
         problem = of_packed("docs", docs, plan.seq_len, x.shape[0])
         if problem is None and dim % x.dim() == 0 and docs.first is None:
-            problem = f"dim={dim!r}: {docs} are of the rows of dim 0, which cannot be the sequence too"
+            problem = f"dim={dim!r}: {docs} are of the rows of dim 0, which cannot also be the sequence"
     keep = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
     how = {} if problem else {"call": "roll", "dim": str(dim % x.dim()), "shift": str(shift), "gradients": str(keep)}
     agree(plan, {} if problem else describe(plan, None, {"x": x}, docs) | how, problem)
@@ -141,7 +141,7 @@ def roll(x: Tensor, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None
 
 @kept
 def shifted(plan: Plan, shift: int, place: Place, device: torch.device) -> Exchange:
-    """Every position p gets position p - shift, where both are of the sequence. `place` is this rank's."""
+    """Every position p gets position p - shift, if both are in the sequence. `place` is this rank's."""
     order, T = plan.tokens.order(), plan.seq_len
     come = order - shift
     inside = (order < T) & (come >= 0) & (come < T)
@@ -151,7 +151,7 @@ def shifted(plan: Plan, shift: int, place: Place, device: torch.device) -> Excha
 
 @kept
 def within(plan: Plan, shift: int, docs: Docs | None, place: Place, device: torch.device) -> Tensor:
-    """Whether each of this rank's positions p and p - shift are of one document, [1 or rows, T_local]."""
+    """For each position p of this rank, whether p - shift is in the same document, [1 or rows, T_local]."""
     at, rows = local_positions(plan, *place), []
     for starts in np.array([[0, plan.seq_len]]) if docs is None else (docs.first or docs).starts:
         begin, end = (
@@ -166,7 +166,7 @@ def of_shift(shift: Any) -> str | None:
 
 
 def of_part(x: Tensor, plan: Plan, dim: int) -> str | None:
-    """A tensor whose dim is this rank's tokens."""
+    """Dim `dim` of x has this rank's tokens."""
     problem = of_dim(x, dim)
     if problem is None and x.shape[dim] != plan.local_len:
         problem = f"dim {dim} of x has {x.shape[dim]} tokens; a rank of this plan holds {plan.local_len} ({plan})"
@@ -182,7 +182,7 @@ def check_whole(x: Tensor, plan: Plan, dim: int) -> None:
 
 
 def of_dim(x: Tensor, dim: int) -> str | None:
-    """A tensor that has this dim."""
+    """x has dim `dim`."""
     found = of_types(x=x)
     if found is None and not (whole(dim) is not None and -x.dim() <= dim < x.dim()):
         return f"dim={dim!r}: x has shape {tuple(x.shape)}; say which of its {x.dim()} dims is the sequence"

@@ -26,6 +26,7 @@ from ringattn import serving
 from ringattn.check import (
     beside_window,
     each,
+    of_arguments,
     of_arrays,
     of_back,
     of_fork,
@@ -36,7 +37,6 @@ from ringattn.check import (
     of_room,
     of_saved,
     of_truncated,
-    of_words,
 )
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
@@ -88,7 +88,7 @@ class KVCache(serving.KVCache):
         that will be appended at once; as long as the window by default). `cut` names what else cuts it than the
         sequence's axes: P("data", None, "tensor") the batch and the heads; by default data the batch, where it divides.
         """
-        problem = of_words(required=True, plan=plan) or of_memory(
+        problem = of_arguments(required=True, plan=plan) or of_memory(
             room, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
             window=window, block=block,
         ) or of_positions(max_len)  # fmt: skip

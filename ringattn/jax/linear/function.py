@@ -117,7 +117,7 @@ def of_gates(log_decay: Array | None, plan: Plan, docs: Docs | None, check: bool
     at = tuple(np.argwhere(np.asarray(bad))[0].tolist())
     return (
         f"log_decay{list(at)} = {float(log_decay[at]):g}: a log decay is finite and at most 0, as log_sigmoid "
-        "gives it; growth overflows, and a document's border is said with docs="
+        "gives it; growth overflows, and use docs= for document borders"
     )
 
 

@@ -1,7 +1,7 @@
-"""A call of attention, bound: all that is decided before anything moves or computes.
+"""A bound call of attention: all that is decided before anything moves or computes.
 
-`bind` looks a call up by what its arguments are: the plan, the spec, documents, shapes and dtypes, never by the numbers
-in them. One of a new kind is checked, agreed on by all ranks and made. Running it (`function.py`) looks nothing up.
+`bind` looks a call up by its plan, spec, documents, shapes and dtypes, never by the numbers in tensors. It checks a
+call of a new kind, compares it between ranks, and caches it. Running it (`function.py`) looks nothing up.
 """
 
 from functools import cached_property
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ringattn.check import of_arrays, of_words
+from ringattn.check import of_arguments, of_arrays
 from ringattn.cost import Shape, kv_heads_of_a_rank
 from ringattn.kernels import Problem, is_narrow
 from ringattn.kernels.intervals import Intervals
@@ -23,19 +23,19 @@ from ringattn.torch.attention.steps import Run, Score, arch_of, global_intervals
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.sharding import real_tokens
 
-MOST, FEW = 64, 12  # bound calls that the ranks of a plan remember: without documents, and with
+MOST, FEW = 64, 12  # the most bound calls that are cached for a plan: without documents, and with
 PLAIN = AttentionSpec()
 
 
 class Pass(NamedTuple):
-    """What one rank runs forward, or backward, and the kernel that serves all of its steps."""
+    """The run of one rank, forward or backward, and the kernel that serves all of its steps."""
 
     run: Run
     kernel: Score
 
 
 class Call:
-    """One kind of call. `shape` is of the whole sequence and all heads."""
+    """One kind of call. `shape` is that of the whole sequence and all heads."""
 
     def __init__(self, mask: Mask, shape: Shape, dtype: torch.dtype, device: torch.device, gradients: bool, lse: bool):
         plan = mask.plan
@@ -51,8 +51,8 @@ class Call:
         same = mask.key_docs is None and keys is plan
         self.real = real_tokens(plan, mask.docs, device)
         self.real_keys = real_tokens(keys, mask.docs if same else mask.key_docs, device)
-        self.padded = self.real is not None or self.real_keys is not None  # whether padding must be cleared here
-        self.words: agree.Words | None = None  # what all ranks compare each time; None where they need not
+        self.padded = self.real is not None or self.real_keys is not None  # whether this rank must clear padding
+        self.words: agree.Words | None = None  # what the ranks compare in every call; None if they do not
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -62,13 +62,13 @@ class Call:
 
     @cached_property
     def forward(self) -> Pass:
-        """What runs forward."""
+        """The forward pass of this rank."""
         run = self.run_forward(self.ring.rank, self.device)
         return Pass(run, self.kernel(are_tiles(run)))
 
     @cached_property
     def backward(self) -> Pass:
-        """What runs backward."""
+        """The backward pass of this rank."""
         run = self.run_backward(self.ring.rank, self.device)
         return Pass(run, self.kernel(are_tiles(run)))
 
@@ -82,8 +82,8 @@ class Call:
         return run_of(self.mask, rank, device, self.plan.blocks_at_once(self.block_bytes))
 
     def run_backward(self, rank: int, device: torch.device | None) -> Run:
-        """A step brings fewer blocks, where gradients in float32 go with them. Not with a vendor's kernel that is
-        named: it has its price for every call, and gradients half as wide.
+        """The steps of backward, which bring fewer blocks, since float32 gradients travel too. Not with a named vendor
+        kernel: each of its calls has a cost, and its gradients are half as wide.
         """
         queries = self.plan.transport.backward == "queries"
         nbytes = self.query_bytes if queries else self.block_bytes
@@ -91,10 +91,10 @@ class Call:
         return run_of(self.mask, rank, device, count, queries)
 
     def refused(self) -> NotImplementedError | None:
-        """Why no kernel serves every step of every rank, found alike on all ranks before anything is sent.
+        """Why no kernel serves every step of every rank: the same error on all ranks, before anything is sent.
 
-        Some kernels run rectangles only, and whether a rank's steps are few of them depends on the rank. Every rank
-        knows the steps of all; they are made only where the choice of the kernel depends on them.
+        Some kernels run rectangles only, and whether a rank's steps are few rectangles depends on the rank. Every rank
+        can make the steps of all ranks, and does so only if the choice of the kernel depends on them.
         """
         why = self.reason(tiles=False)
         if why is None:
@@ -125,13 +125,13 @@ class Call:
 
     @property
     def query_bytes(self) -> int:
-        """The same of the queries and the gradients of out."""
+        """The bytes of the queries and of the gradients of out."""
         shape = self.shape
         rows = shape.batch * self.plan.tokens.shard_len * self.heads[0]
         return rows * (shape.head_dim + shape.value_dim) * shape.itemsize
 
     def kernel(self, tiles: bool) -> Score:
-        """The kernel that serves this call, of which every step is few rectangles, or not."""
+        """The kernel for this call; `tiles`: every step is few rectangles."""
         shape, spec = self.shape, self.mask.spec
         problem = Problem(
             device=self.device.type,
@@ -156,9 +156,9 @@ def bind(
     q: Any, k: Any, v: Any, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
     return_lse: Any = True, **more: Any,
 ) -> Call:  # fmt: skip
-    """The call for these arguments. Raises on all ranks alike if it cannot be.
+    """The call for these arguments. If they are wrong on one rank, all ranks raise the same error.
 
-    Where words between ranks cost little, every call is compared.
+    Where exchanging words is cheap, the ranks compare every call.
     """
     found = plan
     try:
@@ -171,7 +171,7 @@ def bind(
                 agree.agree(found, call.words)
             return call
     except (AttributeError, TypeError, IndexError):
-        key = None  # not tensors, not a plan: what it is, the checks say
+        key = None  # not tensors, or not a plan: the checks report it
     return make(q, k, v, found, spec, docs, key_docs, sinks, gradients, return_lse, key, **more)
 
 
@@ -179,8 +179,8 @@ def make(
     q: Any, k: Any, v: Any, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
     return_lse: Any, key: Any, **more: Any,
 ) -> Call:  # fmt: skip
-    """Check a call of a new kind, agree on it with all ranks, and remember it."""
-    problem = of_words(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse, **more)
+    """Check a call of a new kind, compare it with the other ranks, and cache it."""
+    problem = of_arguments(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse, **more)
     problem = problem or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
     if problem:
         agree.refuse(problem, plan)
@@ -191,7 +191,7 @@ def make(
     agree.agree(plan, words, problem)
     call = call_of(q, k, v, Mask(plan, spec, docs, key_docs), gradients, return_lse)
     refused = call.refused()
-    if plan.kernel != "auto":  # a package may be missing, or a GPU older, on one rank alone
+    if plan.kernel != "auto":  # one rank alone may lack a package, or have an older GPU
         agree.agree(plan, {"call": "attention", "kernel": str(refused or "serves")})
     if refused:
         raise refused
@@ -206,7 +206,7 @@ def bound(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None,
     sinks: Tensor | None, return_lse: bool,
 ) -> Call:  # fmt: skip
-    """The call of a backward pass, whose forward pass was bound before; made again if it was forgotten."""
+    """The call of a backward pass: the one that forward bound, made again if it is no longer cached."""
     call = plan.calls.get(key_of(q, k, v, plan, spec, docs, key_docs, sinks, True, return_lse))
     return call or call_of(q, k, v, Mask(plan, spec, docs, key_docs), True, return_lse)
 
@@ -215,7 +215,7 @@ def key_of(
     q: Tensor, k: Tensor, v: Tensor, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
     return_lse: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """What a bound call is found by: all of its arguments but the numbers in its tensors."""
+    """The key of a bound call: all of its arguments except the numbers in tensors."""
     return (
         plan, spec, docs, key_docs, gradients, return_lse, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, q.layout, k.layout, v.layout,
@@ -231,9 +231,9 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool, return
 
 
 def remember(calls: dict[Any, Any], key: Any, call: Any) -> None:
-    """Keep a call, and of its sort (with documents or without) the newest ones only.
+    """Cache a call, and drop the oldest of its sort (with documents or without) if there are too many.
 
-    Calls with documents keep two numbers a token on the device, and each batch has others.
+    Calls with documents keep two numbers per token on the device, and each batch has other documents.
     """
     packed = call.docs is not None
     most = FEW if packed else MOST

@@ -1,7 +1,7 @@
-"""`attention` as ops, for torch.compile and whoever else looks at ops: selective checkpoints, fake tensors, tracers.
+"""`attention` as ops, for torch.compile and all else that sees ops: selective checkpoints, fake tensors, tracers.
 
-A compiled graph holds tensors and numbers, so a plan goes in as its text and documents as where they start
-(`ringattn.torch.handles`). When an op runs it binds the call that they stand for.
+A compiled graph holds tensors and numbers, so a plan is passed as its text and documents as their starts
+(`ringattn.torch.handles`). When an op runs, it turns them back and binds the call.
 """
 
 from functools import lru_cache
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.check import of_arrays, of_words
+from ringattn.check import of_arguments, of_arrays
 from ringattn.cost import Shape, replicas
 from ringattn.kernels.arrays import fine
 from ringattn.planning import of_text
@@ -29,7 +29,7 @@ def attention_op(
     sinks: Tensor | None, return_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse) by the op `ringattn::attention`."""
-    problem = of_words(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
+    problem = of_arguments(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
     if problem := problem or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan):
         raise ValueError(problem)
     spec = PLAIN if spec is None else spec
@@ -48,7 +48,7 @@ def attention_op(
 
 @constant
 def groups_of(plan: str, batch: int, heads: int, kv_heads: int, head_dim: int, value_dim: int, itemsize: int) -> int:
-    """In how many groups of heads a call goes. A compiled graph holds it as a constant."""
+    """The number of groups of heads of a call, which a compiled graph holds as a constant."""
     return kept_groups(plan, batch, heads, kv_heads, head_dim, value_dim, itemsize)
 
 
@@ -60,7 +60,7 @@ def kept_groups(plan: str, batch: int, heads: int, kv_heads: int, head_dim: int,
 
 
 def arguments(q: Tensor, k: Tensor, docs: Any, key_docs: Any, plan: str, *spec: Any) -> tuple[Any, ...]:
-    """What the numbers of an op stand for: plan, spec, docs, key_docs."""
+    """The plan, spec, docs and key_docs that the arguments of an op stand for."""
     live = plan_of(plan, q.shape[1], k.shape[1])
     return live, AttentionSpec(*spec), docs_of(docs, live.seq_len), docs_of(key_docs, live.keys.seq_len)
 
@@ -82,7 +82,7 @@ def forward_op(
     softcap: float | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(out in q's dtype, lse) of this rank's queries over all keys; to `keep`, what backward finds entered already."""
+    """(out in q's dtype, lse) of this rank's queries over all keys; with `keep`, also the tensors that entered."""
     found = arguments(q, k, docs, key_docs, plan, causal, window, softcap, scale)
     live, spec, documents, of_keys = found
     return attention.forward(bind(q, k, v, live, spec, documents, of_keys, sinks, keep, return_lse), q, k, v, sinks)
@@ -129,7 +129,7 @@ def backward_op(
     softcap: float | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dsinks) in the dtypes of their inputs. Where something was `saved`, the others only have shapes."""
+    """(dq, dk, dv, dsinks) in the dtypes of their inputs. If tensors were `saved`, q, k, v only give shapes."""
     found = arguments(q, k, docs, key_docs, plan, causal, window, softcap, scale)
     live, spec, documents, of_keys = found
     call = bound(q, k, v, live, spec, documents, of_keys, sinks, dlse is not None)
@@ -146,11 +146,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tupl
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
     *tensors, ctx.text, _, _, ctx.return_lse, ctx.causal, ctx.window, ctx.softcap, ctx.scale = inputs
-    ctx.plan = ctx.text and of_text(ctx.text)  # its ranks live until backward: the caller may let go of them
+    ctx.plan = ctx.text and of_text(ctx.text)  # keeps its ranks alive until backward
     out, lse, saved = output
-    ctx.set_materialize_grads(False)  # nobody differentiates what is saved
+    ctx.set_materialize_grads(False)  # saved outputs have no gradients
     q, k, v, *rest = tensors
-    if saved:  # backward takes those; of these it asks for shapes and dtypes
+    if saved:  # backward reads them instead of q, k, v, out, lse, of which it needs only shapes and dtypes
         shaped = q, k, v, out, lse
         ctx.shapes = [x.shape for x in shaped]
         q, k, v, out, lse = (x.new_empty(0) for x in shaped)

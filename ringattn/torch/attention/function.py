@@ -1,9 +1,9 @@
-"""`attention` in PyTorch: bind the call, then run it. Heads enter, meet the keys of all ranks, and leave.
+"""`attention` in PyTorch: bind the call, then run it. Heads enter, attend to the keys of all ranks, and leave.
 
     B batch   T this rank's tokens   H query heads   G key/value heads   D head dim   V value dim
 
-Where nobody looks at ops, a call is one autograd function. Under torch.compile and the like it is one op, which binds
-the same call when it runs (`ringattn.torch.attention.compiled`).
+In eager mode a call is one autograd function. Under torch.compile, and wherever ops are traced, it is one op, which
+binds the same call when it runs (`ringattn.torch.attention.compiled`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ from ringattn.torch.attention.steps import Grads, rows_of
 from ringattn.torch.attention.ulysses import Real, cleared, enter, joined, leave, repeated, summed
 from ringattn.torch.dispatch import no_autocast, no_view, once, traced
 
-Kept = list[Tensor]  # q, k, v, out and lse as they entered: of each group of heads, one after the other
+Kept = list[Tensor]  # q, k, v, out and lse after they entered: group of heads by group of heads
 HELD = 5
 
 
@@ -54,7 +54,7 @@ def attention(
 
 
 def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """Under torch.autocast, inputs in its dtype, as torch's own attention takes them, or in this one."""
+    """Under torch.autocast, the inputs cast to its dtype, as for torch's own attention, or to `dtype`."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
@@ -83,9 +83,9 @@ class Attention(torch.autograd.Function):
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Kept]:
-    """(out in q's dtype, lse) of this rank's queries over all keys; and for backward what has entered, if it did.
+    """(out in q's dtype, lse) of this rank's queries over all keys, and what backward needs of the heads that entered.
 
-    A group of heads enters, and another leaves, while one is attended to.
+    While one group of heads is computed, the next one enters and the previous one leaves.
     """
     kept: Kept = []
     with no_autocast(q.device):
@@ -103,7 +103,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
 
 
 def swapped(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Kept]:
-    """`forward` where heads are exchanged, or go one group after the other."""
+    """`forward` where heads are exchanged, or computed group by group."""
     axis = call.ulysses
     kept: list[list[Tensor]] = []
     keep = call.gradients and axis.size > 1
@@ -154,7 +154,7 @@ def backward(
 
 
 def given(call: Call, kept: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gradients of both outputs: zeros where there are none, of the lse only where all ranks return and exchange it."""
+    """The gradients of both outputs, zeros for a missing one; of the lse only if all ranks return and exchange it."""
     rows = call.shape.batch, call.plan.local_len, call.shape.heads
     like = kept[0]
     if dout is None:
@@ -165,11 +165,11 @@ def given(call: Call, kept: Sequence[Tensor], dout: Tensor | None, dlse: Tensor 
 
 
 def swapped_backward(
-    call: Call, kept: Sequence[Tensor], asked: bool, dout: Tensor, dlse: Tensor | None
+    call: Call, kept: Sequence[Tensor], with_delta: bool, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, ...]:
     """`backward` where heads are exchanged: (dq, dk, dv, lse, delta) of all groups side by side."""
     axis, (real, real_keys, _) = call.ulysses, reals(call)
-    known = axis.size > 1  # what was kept has entered already
+    known = axis.size > 1  # the kept tensors have already entered
     tensors, whole = ((), ()) if known else (tuple(kept), (real, real_keys, real_keys, None, None))
     new = (dout,) if dlse is None else (dout, dlse)
     lses, deltas = [], []
@@ -181,16 +181,16 @@ def swapped_backward(
             yield group if dlse is not None else (*group, None)
 
     def leaving() -> Iterator[Pending]:
-        for dq, dk, dv, delta in gradients(call, entering(), asked):
+        for dq, dk, dv, delta in gradients(call, entering(), with_delta):
             deltas.append(delta)
             yield leave([dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)], axis)
 
     grads = [joined(x) for x in zip(*one_ahead(leaving()), strict=True)]
-    return *grads, joined(lses), joined(deltas) if asked else joined(lses)
+    return *grads, joined(lses), joined(deltas) if with_delta else joined(lses)
 
 
 def entered(call: Call, tensors: Sequence[Tensor], real: Sequence[Real]) -> Iterator[list[Tensor]]:
-    """The tensors of each group of heads, of the whole ring shard."""
+    """For each group of heads, its tensors over the whole ring shard."""
     return one_ahead(enter(tensors, real, call.ulysses, g, call.groups) for g in range(call.groups))
 
 
@@ -210,7 +210,7 @@ def by_heads(lse: Tensor) -> Tensor:
 
 
 def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[Partial]:
-    """Attention of each group's queries (q, k, v, what they have seen already) over the keys of the whole ring."""
+    """Attention of each group (q, k, v, the partial to start from) over the keys of the whole ring."""
     if call.gathers:
         where, kernel = call.everywhere
         yield from gather_forward(groups, call.ring, call.plan.keys.tokens, where, kernel)
@@ -218,20 +218,20 @@ def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[Partial]:
     run, kernel = call.forward
     for q, k, v, start in groups:
         yield ring.forward(q, k, v, call.ring, run, kernel, start)
-        del q, k, v, start  # before the group after the next is made room for
+        del q, k, v, start  # frees their memory before the group after the next is allocated
 
 
-def gradients(call: Call, groups: Iterable[Sequence[Any]], asked: bool) -> Iterator[Grads]:
-    """dq, dk, dv of each group (q, k, v, out, lse, dout, dlse), and its delta if that is `asked` for."""
+def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> Iterator[Grads]:
+    """dq, dk, dv of each group (q, k, v, out, lse, dout, dlse), and its delta if `with_delta`."""
     if call.gathers:
         where, kernel = call.everywhere
-        yield from gather_backward(groups, call.ring, call.plan.keys.tokens, where, kernel, asked)
+        yield from gather_backward(groups, call.ring, call.plan.keys.tokens, where, kernel, with_delta)
         return
     run, kernel = call.backward
     queries = call.plan.transport.backward == "queries"
     alone = len(run) == len(run[0].stops) == 1
     for q, k, v, out, lse, dout, dlse in groups:
-        rows, delta = rows_of(kernel, out, lse, dout, dlse, asked, travels=queries)
+        rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta, travels=queries)
         side: ring.Side = ring.KeysTravel(q, k, v, kernel, rows, alone)
         if queries:
             side = ring.QueriesTravel(q, k, v, kernel, rows)
@@ -241,6 +241,6 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], asked: bool) -> Itera
 
 
 def sink_partial(q: Tensor, sinks: Tensor, value_dim: int) -> Partial:
-    """What every query has seen before its first key: the sink's logit, and a value of zero."""
+    """The partial of every query before its first key: the sink's logit, and a value of zero."""
     out = torch.zeros(*q.shape[:3], value_dim, dtype=accumulator(q), device=q.device)
     return Partial(out, sinks.detach().to(fine(q)).expand(q.shape[:3]).contiguous())

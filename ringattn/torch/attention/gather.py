@@ -1,7 +1,7 @@
 """Gather: all keys at once, one kernel call a group of heads; in backward the keys' gradients are scattered home.
 
-The keys of the next group come, and the gradients of the last one leave, while a group is attended to. Simple and
-quick for short sequences, at the price of O(T) memory for the keys of two groups.
+While one group is computed, the keys of the next one arrive and the gradients of the previous one leave. Simple, and
+fast for short sequences; it needs O(T) memory for the keys of two groups.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,17 +22,17 @@ def gather_forward(
     """Attention of this rank's queries over all keys, brought into their global order."""
     for q, k, v, start in one_ahead(gathered(group, axis, layout) for group in groups):
         yield kernel.attend(q, k, v, where, carry=start, out_dtype=q.dtype)
-        del k, v  # of this group, before those of the one after the next are made room for
+        del k, v  # frees their memory before the group after the next is allocated
 
 
 def gather_backward(
-    groups: Iterable[Seen], axis: Axis, layout: Layout, where: Intervals, kernel: Score, asked: bool
+    groups: Iterable[Seen], axis: Axis, layout: Layout, where: Intervals, kernel: Score, with_delta: bool
 ) -> Iterator[Grads]:
-    """(dq, dk, dv) in float32, and delta if that is `asked` for."""
+    """(dq, dk, dv) in float32, and delta if `with_delta`."""
 
     def going_home() -> Iterator[Pending]:
         for q, k, v, out, lse, dout, dlse in one_ahead(gathered(group, axis, layout) for group in groups):
-            rows, delta = rows_of(kernel, out, lse, dout, dlse, asked)
+            rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta)
             dq, *grads = kernel.gradients(q, k, v, where, rows)
             del k, v, rows
             home = [axis.reduce_scatter(reordered(x, layout, back=False), 1) for x in grads]

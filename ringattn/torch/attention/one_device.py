@@ -1,9 +1,9 @@
-"""Attention of one device over local intervals as a torch op, differentiable and compilable.
+"""Attention on one device over local intervals as a torch op, differentiable and compilable.
 
     B batch   T queries   S keys   H query heads   G key/value heads   D head dim   V value dim
 
-It is one node for torch.compile and one function for autograd. What a partial carries is float32 (float64 for float64
-inputs), and both of its halves have gradients: that of the lse is one more term of delta.
+It is one node for torch.compile and one function for autograd. A partial is float32 (float64 for float64 inputs), and
+both out and lse have gradients: that of the lse is one more term of delta.
 """
 
 from typing import Any
@@ -37,9 +37,8 @@ def attend(
 
     `begin` and `end` are integers [T] or [B, T], and neither decreases along the queries; begin >= end is an empty
     row (out = 0, lse = -inf). `impl` names a kernel of `ringattn.kernels.TABLE`; those that run rectangles only
-    (cudnn, flash, fa4) read the intervals back to find them. `check=True` looks at every interval, which waits for
-    the device; by default that is done on CPUs only. Intervals that leave the keys, and that nobody looked at, may end
-    the process.
+    (cudnn, flash, fa4) read the intervals back to find them. `check=True` checks every interval, which waits for the
+    device; by default only CPUs do so. Unchecked intervals that lie outside of the keys may crash the process.
 
     >>> q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 1, 8)
     >>> causal = torch.arange(4)
@@ -82,7 +81,7 @@ def of_numbers(scale: float | None, softcap: float | None) -> str | None:
 
 
 def of_values(begin: Tensor, end: Tensor, keys: int, check: bool | None) -> str | None:
-    """The first interval that is out of range or decreases, if they are to be looked at."""
+    """The first interval that is out of range or decreases, if intervals are checked."""
     compiling = torch.compiler.is_compiling()
     if not (begin.is_cpu and not compiling if check is None else check):
         return None
@@ -93,7 +92,7 @@ def of_values(begin: Tensor, end: Tensor, keys: int, check: bool | None) -> str 
         outside = ((rows < 0) | (rows > keys)).nonzero()
         if len(outside):
             row, t = outside[0].tolist()
-            return f"{name}[{row}, {t}] = {rows[row, t]} lies outside [0, {keys}], the keys there are; clamp it"
+            return f"{name}[{row}, {t}] = {rows[row, t]} lies outside [0, {keys}], the range of keys; clamp it"
         falls = (rows.diff(dim=-1) < 0).nonzero()
         if len(falls):
             row, t = falls[0].tolist()
@@ -107,9 +106,9 @@ def of_values(begin: Tensor, end: Tensor, keys: int, check: bool | None) -> str 
 def chosen(
     q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, softcap: float | None, impl: str
 ) -> tuple[Any, Intervals]:
-    """The selected kernel's module, and the intervals, as tiles too if reading them waits for nobody or was asked."""
-    told = next((kernel.tiles for kernel in kernels.TABLE if kernel.name == impl), False)
-    tiles = tiles_of(begin.numpy(force=True), end.numpy(force=True)) if told or q.device.type == "cpu" else None
+    """The selected kernel's module, and the intervals, with tiles if the kernel needs them or reading is free."""
+    needs_tiles = next((kernel.tiles for kernel in kernels.TABLE if kernel.name == impl), False)
+    tiles = tiles_of(begin.numpy(force=True), end.numpy(force=True)) if needs_tiles or q.device.type == "cpu" else None
     problem = kernels.Problem(
         device=q.device.type,
         dtype=str(q.dtype).removeprefix("torch."),

@@ -1,8 +1,9 @@
 """The ring: keys travel, queries stay, partials merge; the keys' gradients travel back to them and add up.
 
-A run is rounds of visits (`ringattn.schedule` says what meets whom; here it is only carried out). The block that a rank
-holds flies to its next holder during a whole round; what the next visit works on flies during one. In backward each
-visit's gradients go to the rank that holds the block, where they add up, move on with it, and go home at the end.
+A run is rounds of visits (`ringattn.schedule` decides who sees which block; this file carries it out). A rank sends the
+block that it holds to the next holder during a whole round, and receives the next visit's blocks during one visit. In
+backward each visit's gradients go to the rank that holds the block. They add up there, move on with the block, and go
+home at the end.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,11 +22,11 @@ from ringattn.torch.attention.steps import Rows, Run, Score, Stop
 S = TypeVar("S")
 END = Stop(None, (), {}, (), ())
 EVERY = slice(None)
-LONG = 64 * 2**20  # bytes: a hop of so many takes longer than launching a kernel more
+LONG = 64 * 2**20  # bytes: a hop this large takes longer than launching one more kernel
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score, start: Partial | None) -> Partial:
-    """Attention of this rank's queries over all ranks' keys. The next visit's keys fly while this one computes.
+    """Attention of this rank's queries over all ranks' keys. The next visit's keys travel while this one computes.
 
     Accumulates in float32 from `start`; `out` of the result has the dtype of `q` unless no step had work.
     """
@@ -49,9 +50,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score,
 
 
 class KeysTravel:
-    """The backward pass in which keys and values travel and dq adds up where the queries are.
+    """The backward pass in which keys and values travel and each rank sums the dq of its own queries.
 
-    `alone`: there is one step, so nothing adds up, and gradients are found in the dtypes of their tensors.
+    `alone`: there is one step, so nothing is summed, and gradients have the dtypes of their tensors.
     """
 
     named, returns = "keys", 2  # what travels, and how many of its tensors have a gradient
@@ -76,7 +77,7 @@ class KeysTravel:
 class QueriesTravel:
     """The backward pass in which queries and their rows travel and keys stay.
 
-    Fewer bytes where there are as many key heads as query heads: dq alone comes back, not dk and dv.
+    Sends fewer bytes if there are as many key heads as query heads: only dq comes back, not dk and dv.
     """
 
     named, returns = "queries", 1
@@ -102,38 +103,38 @@ Side = KeysTravel | QueriesTravel
 
 
 def backward(side: Side, axis: Axis, run: Run) -> tuple[Sequence[Total], Sequence[Total]]:
-    """The gradients of what travels and of what stays."""
+    """The gradients of the tensors that travel and of those that stay."""
     held: Sequence[Tensor] = side.travels
     own: Sequence[Total] = ()
     arriving: Pending = Done()
     returning: list[Pending] = []
     for i, leg in enumerate(run, start=1):
-        say = f"round {i} of {len(run)}, backward"
-        flight = rotate(axis, held, leg.hop, f"{side.named} after {say}")
+        label = f"round {i} of {len(run)}, backward"
+        flight = rotate(axis, held, leg.hop, f"{side.named} after {label}")
         found = visit(side, axis, leg.stops, held)
         if i == 1:
             own = found
-        else:  # sums of another rank's block: what its last holder found comes here, and all of it goes on
+        else:  # sums of another rank's block: add those of its last holder, and pass them on
             add_to(found, arriving.wait())
             sums = [total.tensor(total.exact) for total in found] if leg.hop or leg.home else []
-            arriving = rotate(axis, sums, leg.hop, f"gradients after {say}")
-            returning.append(rotate(axis, sums, leg.home, f"gradients home after {say}"))
+            arriving = rotate(axis, sums, leg.hop, f"gradients after {label}")
+            returning.append(rotate(axis, sums, leg.home, f"gradients home after {label}"))
         held = flight.wait() or held
-    for transfer in returning:  # the own block's gradients come home in one of them; the others only sent
+    for transfer in returning:  # one of them brings the gradients of this rank's own block; the others only send
         add_to(own, transfer.wait())
     return own, side.stays
 
 
 def visit(side: Side, axis: Axis, stops: Sequence[Stop], held: Sequence[Tensor]) -> Sequence[Total]:
-    """The gradients of the held block, from all who visit it; those of this rank's own queries (or keys) add up in
-    `side.stays`. A step's gradients of other ranks' blocks are on their way while it computes the others.
+    """The gradients of the held block, from all ranks that read it; those of this rank's own queries (or keys) add up
+    in `side.stays`. A step's gradients of other ranks' blocks travel while it computes the rest.
     """
     home, turns = Home(axis, side.score.narrow, *held[: side.returns]), side.turns(stops)
     steps = len(stops)
     here, trip = room_for(turns[0].stop, *held)
     axis.share(*trip, nothing, f"{side.named} of step 1 of {steps}, backward")[1].wait()
     for i, (turn, following) in enumerate(with_next(turns, LAST), start=1 + steps - len(turns)):
-        if side.score.parted:  # what came has flown beside the gradients of what stays; else it may fly beside this
+        if side.score.parted:  # gradients travelled during the other half of this step; else they may during the next
             home.settle()
         work = side.work(turn, here) if turn.stop.where else NOTHING
         here, trip = room_for(following.stop, *held)
@@ -143,7 +144,7 @@ def visit(side: Side, axis: Axis, stops: Sequence[Stop], held: Sequence[Tensor])
             total.add(found, heads=turn.queries)
             total.fold()
         coming.wait()
-        del work, grads  # they hold what has been used, while room is made for what comes
+        del work, grads  # frees what is used up before memory for the next step is allocated
     home.settle(last=True)
     return home.own
 
@@ -159,7 +160,7 @@ def rotate(axis: Axis, tensors: Sequence[Tensor], hop: Hop | None, what: str) ->
 
 
 class Turn(NamedTuple):
-    """A stop, and which of its heads have their turn: all of them, or some of the queries' and their keys'."""
+    """A stop and the heads that are computed: all of them, or some query heads and their key heads."""
 
     stop: Stop
     queries: slice = EVERY
@@ -170,10 +171,10 @@ LAST = Turn(END)
 
 
 def turns_of(run: Sequence[Stop], score: Score, *tensors: Tensor) -> list[Turn]:
-    """Parted kernels: home first, to hide the first hop.
+    """The order of a round's stops: where to put home, the stop that needs no transfer, so that it hides most.
 
-    Others: home last, to hide the last gradients; or half of its heads, where the other half is worth being first to
-    hide the first hop of these (q, k, v).
+    With parted kernels home is first and hides the first hop. With others it is last and hides the last gradients. If
+    the first hop is long, half of home's heads are first and the other half last.
     """
     home, *others = map(Turn, run)
     if score.parted:
@@ -189,12 +190,12 @@ def turns_of(run: Sequence[Stop], score: Score, *tensors: Tensor) -> list[Turn]:
 
 
 def hop_bytes(stop: Stop, *own: Tensor) -> float:
-    """How much a stop brings, of tensors like these."""
+    """The bytes that a stop brings of tensors like these."""
     return stop.length * sum(x.nbytes / max(1, x.shape[1]) for x in own)
 
 
 def some_heads(x: Any, at: slice) -> Any:
-    """Those heads of a tensor, or of each one of several."""
+    """The heads `at` of a tensor, or of each tensor in a list."""
     if at == EVERY or x is None:
         return x
     if isinstance(x, Tensor):
@@ -219,7 +220,7 @@ NOTHING = nothing, nothing
 
 
 class Trip(NamedTuple):
-    """What `Axis.share` is told: what this rank shares with whom for their same stop, and what is filled."""
+    """The arguments of `Axis.share`: what this rank sends, who reads it at the same stop, and where it receives."""
 
     tensors: Slices
     readers: tuple[int, ...]
@@ -227,28 +228,28 @@ class Trip(NamedTuple):
 
 
 def room_for(stop: Stop, *own: Tensor) -> tuple[tuple[Tensor, ...], Trip]:
-    """Memory for what a stop brings, and how it comes."""
+    """Memory for what a stop brings, and the transfer that fills it."""
     room = tuple(x.new_empty(x.shape[0], stop.length, *x.shape[2:]) for x in own) if stop.brought else own
     into = {source: Slices(room, places) for source, places in stop.brought.items()}
     return room, Trip(Slices(own, stop.own), stop.readers, into)
 
 
 class Home:
-    """The gradients of this rank's own tensors: its own part, and what the ranks that had them send back.
+    """The gradients of this rank's own tensors: its own part, and the parts that their readers send back.
 
-    `narrow`: they come as they were found, in the tensors' dtype; else in that of sums.
+    `narrow`: parts are sent in the tensors' dtype; else in the dtype of sums.
     """
 
     def __init__(self, axis: Axis, narrow: bool, *like: Tensor):
         self.axis, self.like = axis, like
         self.dtypes = [x.dtype if narrow else accumulator(x) for x in like]
         self.own = tuple(Total(x) for x in like)
-        self.coming: Sequence[Sequence[Tensor]] = ()  # what each of some ranks sends
+        self.coming: Sequence[Sequence[Tensor]] = ()  # the tensors that each reader sends
         self.flight: Pending = Done()
 
     def send(self, stop: Stop, grads: Sequence[Any], what: str, heads: slice = EVERY) -> None:
-        """Send the gradients of what a stop brought to their owners, and make room for what comes from the others."""
-        if not stop.brought and not stop.readers:  # nothing moved: it worked on what is at home, if at all
+        """Send the gradients of the blocks that a stop brought to their owners, and receive those of this rank's."""
+        if not stop.brought and not stop.readers:  # nothing travelled: the stop worked on its own block, if at all
             for total, found in zip(self.own, grads, strict=False):  # none, without work
                 total.add(found, heads=heads)
             return
@@ -260,7 +261,7 @@ class Home:
         self.flight = self.axis.move(out, into, what=what)
 
     def settle(self, last: bool = False) -> None:
-        """Add what has come, always in the same order; but for the `last` time, make one sum of much."""
+        """Add what arrived, always in the same order. Unless it is the `last` time, fold totals of many parts."""
         self.flight.wait()
         for each in self.coming:
             for total, found in zip(self.own, each, strict=True):
@@ -270,7 +271,7 @@ class Home:
         self.coming, self.flight = (), Done()
 
     def parcel(self, grads: Sequence[Any], places: tuple[range, ...]) -> Sequence[Tensor]:
-        """Those ranges of each gradient."""
+        """The ranges `places` of each gradient."""
         if isinstance(grads[0], Total):
             return [x.rows_at(at, dtype) for x, dtype in zip(grads, self.dtypes, strict=True) for at in places]
         return Slices([x.to(dtype) for x, dtype in zip(grads, self.dtypes, strict=True)], places)

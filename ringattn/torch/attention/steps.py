@@ -1,6 +1,6 @@
-"""What one rank runs: its schedule's steps, each with the local intervals of its queries, on the device.
+"""The steps of one rank: those of its schedule, with the local intervals of its queries on the device.
 
-Made once for a plan, a spec and its documents, and kept: every layer of a model asks for the same ones.
+They are made once for a plan, a spec and its documents, and cached: all layers of a model use the same ones.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,19 +21,19 @@ from ringattn.schedule import Hop, Visit
 from ringattn.spec import AttentionSpec, Spans
 
 # The tensors of one group of heads, of a whole ring shard.
-Entered = Sequence[Any]  # q, k, v, and what the queries have seen already
+Entered = Sequence[Any]  # q, k, v, and the partial that the queries start from
 Seen = Sequence[Any]  # q, k, v, out, lse and the gradients of the latter two, of lse perhaps None
-Grads = Sequence[Any]  # dq, dk, dv, and delta where it was asked for
+Grads = Sequence[Any]  # dq, dk, dv, and delta where it is requested
 
 
 class Stop(NamedTuple):
-    """One visit of a rank's run, as it is carried out."""
+    """One visit of a rank's run, with its intervals and transfers."""
 
-    where: Intervals | None  # of the queries among the keys that are here; None without work
+    where: Intervals | None  # of the queries among the keys that are here; None if there is no work
     shard: Shard  # the positions of the keys (or queries) that are here
-    brought: dict[int, tuple[range, ...]]  # from whom, and where among them each of a block's ranges lies
+    brought: dict[int, tuple[range, ...]]  # by source rank: where each range of its block lies among the keys here
     readers: tuple[int, ...]  # who reads the block that this rank holds, at the same step
-    own: tuple[range, ...]  # the ranges of that block, as it is read
+    own: tuple[range, ...]  # the ranges of that block, in the order in which they are read
 
     @property
     def length(self) -> int:
@@ -41,7 +41,7 @@ class Stop(NamedTuple):
 
 
 class Leg(NamedTuple):
-    """One round of a rank's run, as it is carried out."""
+    """One round of a rank's run, with its stops and transfers."""
 
     stops: tuple[Stop, ...]
     hop: Hop | None  # of the held block, to its next holder
@@ -52,7 +52,7 @@ Run = tuple[Leg, ...]
 
 
 class Rows(NamedTuple):
-    """What a backward pass knows of its queries. A kernel takes delta, or makes it of out."""
+    """The rows of a backward pass. A kernel takes delta, or computes it from out."""
 
     dout: Tensor
     lse: Tensor
@@ -61,25 +61,25 @@ class Rows(NamedTuple):
 
 
 class Score(NamedTuple):
-    """A kernel, with all that it needs to know of a call but the tensors and the intervals."""
+    """A kernel bound to all arguments of a call except the tensors and the intervals."""
 
     kernel: TorchKernel
     attend: Callable[..., Partial]
     gradients: Callable[..., Any]  # (q, k, v, where, rows) -> dq, dk, dv
     halves: Callable[..., Any]  # the same as two functions: one gives (dk, dv), the other dq
-    rounds: bool  # whether what it finds of a tile has the inputs' dtype
-    narrow: bool  # whether gradients travel in the inputs' dtype, as such a kernel of all ranks finds them
+    rounds: bool  # whether its results for a tile have the dtype of the inputs
+    narrow: bool  # whether gradients travel in the dtype of the inputs, because such a kernel runs on all ranks
 
     @property
     def parted(self) -> bool:
-        """Whether each of `halves` does its own half only; then it adds up in what it is given."""
+        """Whether each of `halves` computes only its half; then it adds to the totals that it is given."""
         return self.kernel.halves is not None
 
 
 @lru_cache(maxsize=8)
 def run_of(mask: Mask, rank: int, device: torch.device | None, together: int = 1, queries: bool = False) -> Run:
-    """What one ring rank carries out, each visit with up to `together` blocks: of keys, or of queries where those
-    travel and keys stay.
+    """The run of one ring rank. Each visit has up to `together` blocks of keys, or with `queries` of queries, which
+    then travel while keys stay.
     """
     plan, schedule = mask.plan, schedule_of(mask)
     if queries:
@@ -113,7 +113,7 @@ def stops(
     where: Callable[[Shard], Intervals | None],
     holder: Callable[[int], int] = int,
 ) -> tuple[Stop, ...]:
-    """Each visit with the places of what it brings, whose ranges are put in order; `holder` has a block now."""
+    """Each visit with the places of the blocks it brings, sorted by range; `holder` gives the rank that has a block."""
     found = []
     for i, visit in enumerate(visits):
         ranges = sorted(((r, s) for s in visit.sources for r in layout.shard(s)), key=lambda pair: pair[0].start)
@@ -134,20 +134,20 @@ def cuts(shard: Shard) -> tuple[range, ...]:
 
 
 def stripes(shard: Shard) -> tuple[range, ...]:
-    """Where the tokens of each range lie among those of all, when ranges take turns."""
+    """Where the tokens of each range lie in the shard, if the ranges are stripes."""
     return tuple(range(i, sum(map(len, shard)), len(shard)) for i in range(len(shard)))
 
 
 @lru_cache(maxsize=8)
 def global_intervals(mask: Mask, rank: int, device: torch.device | None) -> Intervals:
-    """The intervals of one ring rank's queries among all keys, for keys that were gathered into their global order."""
+    """The intervals of one ring rank's queries among all keys in their global order."""
     return on_device(mask.spans(mask.plan.tokens.shard(rank)), device)
 
 
 def on_device(found: Spans, device: torch.device | None) -> Intervals:
-    """Intervals on the device; without one they stay on the host, as those of another rank.
+    """Intervals on the device; without a device they stay on the host, like those of another rank.
 
-    Where rows differ they are no rectangles, and a GPU makes them from the few numbers that they follow from.
+    If rows differ they are not rectangles, and a GPU computes them from the few numbers of their spans.
     """
     alike = len(found.counts) == 1
     if not alike and device is not None and device.type != "cpu":
@@ -188,7 +188,7 @@ def score_of(
     intervals: Iterable[Intervals | None],
     few: bool = False,
 ) -> Score:
-    """The kernel that serves all these intervals, its scale and softcap filled in. `few`: it may be decoding."""
+    """The kernel that serves all these intervals, with its scale and softcap. `few`: the call may be decode."""
     tiles = all(where.tiles is not None for where in intervals if where)
     return kept_score(problem_of(q, k, v, spec, tiles, few), impl, spec.scale_for(q.shape[-1]), spec.softcap)
 
@@ -208,7 +208,7 @@ def kept_score(problem: kernels.Problem, impl: str, scale: float, softcap: float
 
 
 def with_rows(kernel: TorchKernel, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with `Rows` in the place of dout, lse and delta (and out, for a kernel that takes it)."""
+    """The function, taking `Rows` instead of dout, lse and delta (and out, for a kernel that takes it)."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, where: Intervals, rows: Rows, **more: Any) -> Any:
         if kernel.by_out:
@@ -219,15 +219,15 @@ def with_rows(kernel: TorchKernel, function: Callable[..., Any]) -> Callable[...
 
 
 def rows_of(
-    score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, asked: bool, travels: bool = False
+    score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, with_delta: bool, travels: bool = False
 ) -> tuple[Rows, Tensor | None]:
-    """The rows of a backward pass as the kernel takes them, and delta if it is `asked` for.
+    """The rows of a backward pass as the kernel takes them, and delta if `with_delta`.
 
-    A kernel that makes delta of `out` gets that, unless the lse has a gradient too, which is a term of delta, or the
-    rows travel: delta is much smaller than out.
+    A kernel that computes delta gets `out`, unless the lse has a gradient too, which is a term of delta, or the rows
+    travel: delta is much smaller than out.
     """
     by_out = score.kernel.by_out and dlse is None and not travels
-    delta = None if by_out and not asked else score.kernel.row_delta(out, dout, dlse)
+    delta = None if by_out and not with_delta else score.kernel.row_delta(out, dout, dlse)
     rows = score.kernel.rounded(dout, lse, None if by_out else delta)
     return Rows(*rows, out if by_out else None), delta
 
@@ -235,7 +235,7 @@ def rows_of(
 def both_at_once(
     gradients: Callable[..., Any], *args: Any, dq: Any = None, dk: Any = None, dv: Any = None, alone: bool = False
 ) -> tuple[Callable[[], tuple[Any, Any]], Callable[[], Any]]:
-    """`halves` of a kernel that cannot part them. It adds to nothing: who asked does."""
+    """`halves` of a kernel that computes both at once. It adds to no totals: its caller does."""
     found: list[Any] = []
 
     def run() -> list[Any]:
@@ -261,4 +261,4 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tiles: bool
     )
 
 
-arch_of = lru_cache(torch.cuda.get_device_capability)  # asked for in every call
+arch_of = lru_cache(torch.cuda.get_device_capability)  # cached, since every call needs it

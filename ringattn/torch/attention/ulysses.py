@@ -1,9 +1,9 @@
 """Ulysses: trade a slice of the sequence with all heads for the whole ring shard with a slice of the heads.
 
 `enter` runs before the ring and `leave` after it; each is the other's adjoint. Both take one group of heads at a time,
-so that a group travels while another is attended to. Key heads are repeated where the Ulysses size does not divide
-them, and the gradients of the copies are summed. Padding is cleared on the way, forward and backward, so that whatever
-a caller's padding holds, even NaN, never meets a real token.
+so that one group travels while another is computed. Key heads are repeated if the Ulysses size does not divide them,
+and the gradients of the copies are summed. Padding is zeroed on the way, forward and backward, so that nothing in a
+caller's padding, not even NaN, reaches a real token.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def joined(groups: Sequence[Tensor]) -> Tensor:
 
 
 def repeated(x: Tensor, axis: Axis) -> Tensor:
-    """Each key head as often as it takes for the Ulysses size to divide them."""
+    """Key heads, each repeated until the Ulysses size divides their number."""
     times = replicas(x.shape[2], axis.size)
     return x.repeat_interleave(times, 2) if times > 1 else x
 

@@ -20,6 +20,7 @@ from ringattn import serving
 from ringattn.check import (
     beside_window,
     each,
+    of_arguments,
     of_arrays,
     of_back,
     of_fork,
@@ -30,7 +31,6 @@ from ringattn.check import (
     of_room,
     of_saved,
     of_truncated,
-    of_words,
 )
 from ringattn.layout import Layout
 from ringattn.planning import Plan, dtype_name, hardware_of
@@ -84,7 +84,7 @@ class KVCache(serving.KVCache):
         With a `window` only what can still be seen is kept: memory for window + `room` tokens (room: the longest chunk
         that will be appended at once; as long as the window by default).
         """
-        problem = of_words(required=True, plan=plan) or of_memory(
+        problem = of_arguments(required=True, plan=plan) or of_memory(
             room, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
             window=window, block=block,
         )  # fmt: skip

@@ -131,16 +131,16 @@ class Guests:
         leaving: Pending = Done()
         self.coming.wait()
         for i, (stop, following) in enumerate(with_next(self.run, END)):
-            say = f"step {i + 1} of {len(self.run)}, prefill"
+            label = f"step {i + 1} of {len(self.run)}, prefill"
             asking = chunk._replace(queries=stop.shard)
             work = partial(attend_cache, self.here[0], cache, asking, keys)
             self.here, trip = room_for(following, self.q)
-            part, self.coming = self.axis.share(*trip, work, f"queries after {say}")
+            part, self.coming = self.axis.share(*trip, work, f"queries after {label}")
             leaving.wait()
             if stop.readers or stop.brought:
                 home = {r: Slices([x[r] for x in found], stop.own) for r in stop.readers}
                 away = {r: Slices(part, places) for r, places in stop.brought.items()}
-                leaving = self.axis.move(away, home, what=f"partials of {say}")
+                leaving = self.axis.move(away, home, what=f"partials of {label}")
             else:
                 for x, mine in zip(found, part, strict=True):
                     x[self.axis.rank].copy_(mine)

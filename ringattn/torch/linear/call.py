@@ -124,7 +124,7 @@ def of_gates(log_decay: Tensor | None, plan: Plan, docs: Docs | None) -> str | N
     at = tuple(bad.nonzero()[0].tolist())
     return (
         f"log_decay{list(at)} = {float(log_decay[at].detach()):g}: a log decay is finite and at most 0, as logsigmoid "
-        "gives it; growth overflows, and a document's border is said with docs="
+        "gives it; growth overflows, and use docs= for document borders"
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringattn.check import of_packed, of_words
+from ringattn.check import of_arguments, of_packed
 from ringattn.kernels.arrays import accumulator
 from ringattn.planning import Plan
 from ringattn.spec import Docs, whole
@@ -39,7 +39,7 @@ def token_mean(
     Use `cross_entropy` for labels: it leaves ignored ones out. F.cross_entropy(reduction="none") gives 0 for them, and
     here such a 0 would count as the loss of a token.
     """
-    problem = of_words(required=True, plan=plan)
+    problem = of_arguments(required=True, plan=plan)
     if problem is None and plan.framework != "torch":
         problem = "token_mean is for torch; JAX arrays are global: take the mean where plan.real_tokens()"
     if problem:
@@ -65,7 +65,7 @@ def cross_entropy(
     shift the labels before `plan.shard`. Computed in float32 (float64 for float64), of a few tokens at once, and again
     in backward. The value, its gradient, `docs` and `over` are as in `token_mean`.
     """
-    problem = of_words(required=True, plan=plan)
+    problem = of_arguments(required=True, plan=plan)
     if problem is None and plan.framework != "torch":
         problem = "cross_entropy is for torch; JAX arrays are global: take the mean where plan.real_tokens()"
     if problem:
@@ -107,7 +107,7 @@ def mean_over_ranks(losses_BT: Tensor, counted: Tensor, plan: Plan, over: Sequen
 
 def of_losses(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | None) -> str | None:
     """A loss for each of this rank's tokens, and which of them count."""
-    if found := of_types(losses=losses_BT) or of_words(docs=docs):
+    if found := of_types(losses=losses_BT) or of_arguments(docs=docs):
         return found
     shape = tuple(losses_BT.shape)
     if len(shape) != 2 or not losses_BT.is_floating_point():
@@ -134,13 +134,13 @@ def of_ignored(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | 
         return None
     return (
         f"{count} of the losses are of labels that F.cross_entropy ignores, and would count as 0; use "
-        "ringattn.cross_entropy(logits, labels, plan), or say mask=labels != ignore_index"
+        "ringattn.cross_entropy(logits, labels, plan), or pass mask=labels != ignore_index"
     )
 
 
 def of_labels(logits_BTV: Tensor, labels_BT: Tensor, plan: Plan, ignore_index: Any, docs: Docs | None) -> str | None:
     """Logits and a label for each of this rank's tokens; on CPUs labels are looked at too."""
-    if found := of_types(logits=logits_BTV, labels=labels_BT) or of_words(docs=docs):
+    if found := of_types(logits=logits_BTV, labels=labels_BT) or of_arguments(docs=docs):
         return found
     shape, floating = tuple(logits_BTV.shape), logits_BTV.is_floating_point()
     if len(shape) != 3 or not floating or not shape[2]:

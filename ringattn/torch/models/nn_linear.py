@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringattn import api
-from ringattn.check import of_packed, of_sizes, of_words
+from ringattn.check import of_arguments, of_packed, of_sizes
 from ringattn.kernels.recurrent import recurrent
 from ringattn.planning import Plan
 from ringattn.spec import Docs, of_factor, whole
@@ -31,7 +31,7 @@ def head_size(d_model: int, heads: int, said: int | None = None) -> int:
 
 def check_input(x: Tensor, d_model: int, plan: Plan | None = None, docs: Docs | None = None) -> None:
     """A ValueError for what is not a rank's [batch, tokens, d_model], or whose documents are of another sequence."""
-    problem = of_types(x=x) or of_words(plan=plan, docs=docs) or of_input(x, d_model, plan, docs)
+    problem = of_types(x=x) or of_arguments(plan=plan, docs=docs) or of_input(x, d_model, plan, docs)
     if problem:
         raise ValueError(problem)
 
