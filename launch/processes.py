@@ -21,8 +21,8 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's word for ranks that share a GPU, which gloo lets them
-GRACE = 1.5  # seconds the others have to end by themselves after the first error
+SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # lets ranks share a GPU, which gloo supports
+GRACE = 1.5  # seconds that the other ranks have to end after the first error
 MOST = max(64, 4 * (os.cpu_count() or 1))  # ranks on one machine
 EXTRAS = {
     "matplotlib": "plot",
@@ -32,13 +32,13 @@ EXTRAS = {
     "ray": "ray",
     "transformers": "hf",
 }
-TERMINALS = (signal.SIGINT, signal.SIGHUP)  # which a terminal sends to all of its processes
-CLOSED = (  # what is said of a rank that is gone; the last one under TORCH_DISTRIBUTED_DEBUG=DETAIL
+TERMINALS = (signal.SIGINT, signal.SIGHUP)  # a terminal sends them to all of its processes
+CLOSED = (  # errors about a lost rank; the last one under TORCH_DISTRIBUTED_DEBUG=DETAIL
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
     "failed to pass monitoredBarrier",
 )  # fmt: skip
-BAD = (ValueError, NotImplementedError, OSError)  # what is said in one sentence, without a traceback
-WRONG_INPUT, FAILED = 2, 1  # exit statuses: only of the second may the same command succeed later
+BAD = (ValueError, NotImplementedError, OSError)  # printed as one sentence, without a traceback
+WRONG_INPUT, FAILED = 2, 1  # exit statuses: after FAILED the same command may succeed later
 WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
@@ -51,7 +51,7 @@ class RankError(RuntimeError):
 
 
 def kind_of(error: BaseException) -> tuple[type, str]:
-    """An error's type and text; of a RankError those that the rank had, as far as they are Python's own."""
+    """An error's type and text; for a RankError those of the rank's error, if it is a builtin one."""
     if not isinstance(error, RankError):
         return type(error), str(error)
     name, _, text = error.summary.partition(": ")
@@ -60,21 +60,21 @@ def kind_of(error: BaseException) -> tuple[type, str]:
 
 
 def sentence(error: BaseException) -> str | None:
-    """All there is to say of a wrong call's error, raised here or on a rank; None for one that needs its traceback.
+    """The sentence for a usage error, raised here or on a rank; None for errors that need a traceback.
 
-    A broken connection does.
+    A broken connection needs one.
     """
     kind, text = kind_of(error)
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package != "ringattn":
         return f"{package} is not installed (in the checkout: pip install '.[{EXTRAS.get(package, 'dev')}]')"
     if isinstance(error, ImportError) and package not in ("", "ringattn"):
-        return f"{package} is here and cannot be imported ({text}); install it again"
+        return f"{package} is installed but cannot be imported ({text}); install it again"
     return text if issubclass(kind, BAD) and not issubclass(kind, ConnectionError) else None
 
 
 def status(error: BaseException) -> int:
-    """The exit status: 2 where the input must change, 1 where another attempt may help, as with a full disk."""
+    """The exit status: 2 if the input must change, 1 if another attempt may succeed, as with a full disk."""
     kind, _ = kind_of(error)
     may_pass = sentence(error) is None or (issubclass(kind, OSError) and not issubclass(kind, WRONG_PATH))
     return FAILED if may_pass else WRONG_INPUT
@@ -94,8 +94,8 @@ def run(
 
     The function must be importable (no lambda). After `timeout` seconds (None: never) every rank is ended and a
     RankError is raised; a single collective that waits for `collective_timeout` seconds is an error of its rank.
-    The first call of a process may name modules to `preload`, which every rank then has at once. After the first
-    error the others have `grace` seconds to end by themselves.
+    The first call of a process may name modules to `preload`, which every rank then has imported from the start. After
+    the first error the others have `grace` seconds to end by themselves.
     """
     if not 1 <= ranks <= MOST:
         raise ValueError(f"{ranks} ranks, each a process here: on this machine there can be 1 to {MOST}")
@@ -122,11 +122,11 @@ def run(
 
 @contextmanager
 def unheard(*signals: signal.Signals) -> Iterator[None]:
-    """Signals that processes started meanwhile are not given, nor those that they start; this one is, afterwards.
+    """Block signals for processes started meanwhile and their children; this process receives them afterwards.
 
-    A terminal's go to all of its processes, and are the first one's to answer.
+    A terminal sends its signals to all of its processes, and the first one handles them.
     """
-    resource_tracker.ensure_running()  # which begins with the first process, and would lift the mask
+    resource_tracker.ensure_running()  # it starts with the first process, and would reset the mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -135,7 +135,7 @@ def unheard(*signals: signal.Signals) -> Iterator[None]:
 
 
 def collect(pipes: list[Connection], started: list[Any], deadline: float, grace: float = GRACE) -> list[Any]:
-    """Every rank's result, or the first error once the others had a moment to say theirs."""
+    """Every rank's result, or the first error, after the others had a moment to report theirs."""
     results: dict[int, Any] = {}
     errors: dict[int, RankError] = {}
     waiting = dict(enumerate(pipes))
@@ -162,7 +162,7 @@ def collect(pipes: list[Connection], started: list[Any], deadline: float, grace:
 
 
 def end_of(process: Any) -> str:
-    """How a process ended, which closed its pipe just now."""
+    """How a process that just closed its pipe ended."""
     process.join(GRACE)
     code = process.exitcode
     if code is None:
@@ -174,7 +174,7 @@ def end_of(process: Any) -> str:
 
 
 def root_cause(errors: dict[int, RankError]) -> RankError:
-    """The error that is not just news of another rank's death: what a rank says of itself, else a death."""
+    """The original error: one that a rank reports about itself rather than another rank's death; else a death."""
     news = [e for e in errors.values() if "ConnectionError" in e.summary or any(word in e.summary for word in CLOSED)]
     deaths = [e for e in errors.values() if "ended without a word" in e.summary]
     own = [e for e in errors.values() if e not in news and e not in deaths]
@@ -210,13 +210,13 @@ def work(
         dist.barrier()
         dist.destroy_process_group()
     except BaseException as error:
-        with suppress(BrokenPipeError):  # nobody is there who could be told
+        with suppress(BrokenPipeError):  # the parent is gone
             say(pipe, False, (f"{type(error).__name__}: {error}", traceback.format_exc()))
         os._exit(1)
 
 
 def end_with_parent() -> None:
-    """When the process that asked for this rank is gone, however it ended, a SIGTERM: training saves, all else ends."""
+    """Send this rank a SIGTERM when the process that started it is gone: training saves, all else ends."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -224,12 +224,12 @@ def end_with_parent() -> None:
 
 
 def end_with_launcher(launcher: int) -> None:
-    """The same for a rank that another program started, whose process id this is."""
+    """The same for a rank started by another program, whose process id is `parent`."""
     while os.getppid() == launcher:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def say(pipe: Connection, good: bool, value: Any) -> None:
-    """Plain bytes: tensors as themselves and not as handles, which would die with this process."""
+    """Plain bytes, in which tensors are copied; handles would end with this process."""
     pipe.send_bytes(pickle.dumps((good, value)))

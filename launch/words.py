@@ -1,8 +1,8 @@
 """The command line: `ringattn NAME key=value ...`, the same words for every command, without Hydra.
 
 A command is a module with a docstring, a dataclass `Options` whose fields are its keys (a field's metadata says what it
-means), and `run(options) -> int | None`, whose ValueErrors are printed for a wrong call. `train` and `bench` have a
-`main(words)` of their own. COMMANDS and FOLDERS below are the only register.
+means), and `run(options) -> int | None`, whose ValueErrors are printed as usage errors. `train` and `bench` have their
+own `main(words)`. COMMANDS and FOLDERS below list all commands.
 """
 
 import ast
@@ -27,20 +27,20 @@ COMMANDS = {
     "bench": "time and measure, side by side; one JSON line a row",
     "tune": "measure kernel configurations on this GPU and write a table of the best",
     "plot": "draw pictures from benchmark lines",
-    "doctor": "say what this machine has, what works, and what to do about what does not",
+    "doctor": "show what this machine has, what works, and how to fix what does not",
 }
 FOLDERS = {"train": "train.start", "verify": "verify.command", "bench": "bench"}  # the others are commands/NAME.py
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; a wrong call is one sentence and exit status 2, and a reader that went away is no error."""
+    """Run one command. A usage error is one sentence and exit status 2; a closed output pipe is not an error."""
     try:
         return command(argv)
     except KeyboardInterrupt:
         print("ringattn: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # or the interpreter complains about what it could not write
+        sys.stderr.close()  # else the interpreter reports the failed write
         return 1
 
 
@@ -60,14 +60,14 @@ def command(argv: list[str] | None) -> int:
 
 
 def module_of(name: str) -> str:
-    """Where a command is; of a suite of benchmarks by "bench.NAME"."""
+    """The module of a command, or of a suite of benchmarks, "bench.NAME"."""
     if name.startswith("bench."):
         return f"ringattn.launch.{name}"
     return f"ringattn.launch.{FOLDERS.get(name, f'commands.{name}')}"
 
 
 def call(name: str, module: types.ModuleType, words: list[str]) -> int | None:
-    """Parse the words into the module's Options and run it; --help explains them."""
+    """Parse the words into the module's Options and run it; --help shows them."""
     if hasattr(module, "main"):
         return module.main(words)
     if any(w in ("-h", "--help") for w in words):
@@ -77,7 +77,7 @@ def call(name: str, module: types.ModuleType, words: list[str]) -> int | None:
 
 
 def answer(name: str, work: Callable[[], int | None]) -> int:
-    """The exit status of `work`; of a wrong call 2, after its sentence."""
+    """The exit status of `work`; after a usage error, whose sentence is printed, 2."""
     try:
         return work() or 0
     except Exception as error:
@@ -102,10 +102,9 @@ def usage(name: str, module: types.ModuleType) -> str:
 def option(
     default: Any, help: str, least: int | None = None, among: tuple[str, ...] = (), alone: str | None = None
 ) -> Any:
-    """A field of an `Options` dataclass: its default, the line that --help shows, and what its values can be.
+    """A field of an `Options` dataclass: its default, the line that --help shows, and its allowed values.
 
-    Numbers are above 0 if nothing else is said by `least` or by a default of 0. `alone` is what --key without a value
-    means.
+    Numbers must be above 0 unless `least` or a default of 0 allows others. `alone` is the value of --key without one.
     """
     metadata = {"help": help, "least": least, "among": among, "alone": alone}
     if isinstance(default, list | dict):
@@ -114,9 +113,9 @@ def option(
 
 
 def values(words: list[str], options: type) -> dict[str, Any]:
-    """What key=value words say of the fields of an `Options`; a bare word is the first field's.
+    """The fields of an `Options` that key=value words set; a bare word is the value of the first field.
 
-    Keys that are unknown or said twice, wrong types and values that cannot be are refused.
+    Unknown or repeated keys, wrong types and values that are not allowed are refused.
     """
     fields = {f.name: f for f in dataclasses.fields(options)}
     hints = typing.get_type_hints(options)
@@ -129,7 +128,7 @@ def values(words: list[str], options: type) -> dict[str, Any]:
         if key not in fields:
             raise ValueError(f"no option {key!r}{nearest(key, fields)} (there are {', '.join(fields)})")
         if key in given:
-            raise ValueError(f"{key} is said twice; say it once")
+            raise ValueError(f"{key} is given twice; give it once")
         if word.startswith("-") and not equals:
             alone = "true" if hints[key] is bool else fields[key].metadata.get("alone")
             if alone is None:
@@ -141,7 +140,7 @@ def values(words: list[str], options: type) -> dict[str, Any]:
 
 
 def bare(word: str, fields: dict[str, Any], hints: dict[str, Any]) -> str:
-    """The first field's name, where a word without a key can be its value."""
+    """The first field's name, if a word without a key can be its value."""
     first = next(iter(fields))
     try:
         convert(first, word, hints[first])
@@ -151,7 +150,7 @@ def bare(word: str, fields: dict[str, Any], hints: dict[str, Any]) -> str:
 
 
 def allow(field: dataclasses.Field[Any], value: Any) -> None:
-    """A ValueError for a value that the field, or an element that its list, cannot have."""
+    """A ValueError for a value, or an element of a list, that the field does not allow."""
     least, among = field.metadata.get("least"), field.metadata.get("among")
     for one in value if isinstance(value, list | tuple) else [value]:
         if among and one is not None and one not in among:
@@ -188,7 +187,7 @@ def convert(key: str, text: str, hint: Any) -> Any:
 
 
 def writable(path: Path) -> Path:
-    """The file that out= names; an OSError, before the work for it begins, where it cannot be written."""
+    """The file that out= names; an OSError before the work begins if it cannot be written."""
     new = not path.exists()
     try:
         path.open("a").close()
@@ -204,7 +203,7 @@ def default_of(field: Any) -> Any:
 
 
 def show(value: Any) -> str:
-    """A value as it is said."""
+    """A value as it is written on the command line."""
     if value is None:
         return "null"
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

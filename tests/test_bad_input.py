@@ -180,7 +180,7 @@ def test_a_state_of_another_dtype_is_named_alike_in_both_frameworks():
 
 def test_sparse_and_meta_tensors_are_refused():
     q, k, v = tensors()
-    with pytest.raises(ValueError, match="q, k and v are on meta, where there are no numbers"):
+    with pytest.raises(ValueError, match="q, k and v are on meta, which has no numbers"):
         ra.attention(*(x.to("meta") for x in (q, k, v)))
     with pytest.raises(ValueError, match=r"q has the layout torch.sparse_coo; give q.to_dense\(\)"):
         ra.attention(*(x.to_sparse() for x in (q, k, v)))

@@ -267,7 +267,7 @@ def test_keys_are_free_again_once_the_forks_that_share_them_are_gone():
     del second
     assert cache.shared.tolist() == first.lengths[::3].tolist() == [7, 16]
     cache.truncate([7, 18])
-    with pytest.raises(ValueError, match=r"forks share the first \[7, 16\] tokens; let go of them first"):
+    with pytest.raises(ValueError, match=r"forks share the first \[7, 16\] tokens; delete the forks first"):
         cache.truncate(6)
     beyond = first.fork()
     del first  # another fork goes on from it

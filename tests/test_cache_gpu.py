@@ -59,7 +59,7 @@ def a_captured_decode(transport, new):
         prefill(*(plan.shard(x[:, :160]) for x in (q, k, v)), plan, cache)
         cache.truncate([160, 101])
     at = [x[:, 160 : 160 + new].clone() for x in (q, k, v)]
-    with pytest.raises(ValueError, match="call decode once, like this, before it is captured"):
+    with pytest.raises(ValueError, match="call decode once like this before it is captured"):
         captured(caches[0], at)
     eager = [decode(*(x[:, i : i + new] for x in (q, k, v)), caches[0]) for i in range(160, 205, new)]
     replayed = [decode(*at, caches[1])]

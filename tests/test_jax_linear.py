@@ -175,7 +175,7 @@ def test_what_is_wrong_is_said():
         ra.linear_attention(q, k, v, g, scan="tree")
     with pytest.raises(ValueError, match=r"log_decay\[0, 3, 1, 2\] = 0.5: a log decay is finite and at most 0"):
         ra.linear_attention(q, k, v, g.at[0, 3, 1, 2].set(0.5))
-    with pytest.raises(ValueError, match="check=True: the gates or documents are traced"):
+    with pytest.raises(ValueError, match="check=True needs gates and documents that are not traced"):
         jax.jit(lambda g: ra.linear_attention(q, k, v, g, check=True))(g)
     with pytest.raises(ValueError, match="initial_state has shape"):
         ra.linear_attention(q, k, v, g, initial_state=given["state"][:1])

@@ -128,7 +128,7 @@ def test_wrong_order_and_wrong_rows_are_errors():
     state = made.state
     with pytest.raises(ValueError, match="x has 1 batch rows, the sequence so far 2"):
         made.step(x[:1])
-    with pytest.raises(ValueError, match="x asks for gradients"):
+    with pytest.raises(ValueError, match="x requires gradients"):
         made.prefill(x.requires_grad_())
     with pytest.raises(ValueError, match="x has no tokens"):
         made.step(x.detach()[:, :0])
@@ -244,7 +244,7 @@ def test_the_convolution_sends_the_tokens_at_borders_and_no_others(ring, ulysses
 
 def test_tokens_before_the_sequence_get_no_gradient():
     x, weight, first = torch.randn(1, 8, 3), torch.randn(3, 4), torch.randn(1, 3, 3, requires_grad=True)
-    with pytest.raises(ValueError, match=r"give first.detach\(\)"):
+    with pytest.raises(ValueError, match=r"pass first.detach\(\)"):
         causal_convolution(x, weight, first=first)
     with torch.no_grad():
         causal_convolution(x, weight, first=first)

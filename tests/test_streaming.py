@@ -89,7 +89,7 @@ def test_calls_in_the_wrong_order_are_named_and_change_nothing():
     for wrong, says in [
         (lambda: alone.prefill(x), "41 more tokens do not fit: rows hold up to 41 of max_len=43"),
         (lambda: alone.prefill(x[:1]), "x has 1 batch rows, the sequence so far 2; reset"),
-        (lambda: alone.step(x[:, :1].clone().requires_grad_()), "x asks for gradients, and prefill and step keep none"),
+        (lambda: alone.step(x[:, :1].clone().requires_grad_()), "x requires gradients, but prefill and step have none"),
     ]:
         with pytest.raises(ValueError, match=says):
             wrong()

@@ -53,7 +53,7 @@ def measure(name: str, words: list[str]) -> None:
         return
     outs = [w.removeprefix("out=") for w in words if w.startswith("out=")]
     if len(outs) > 1:
-        raise ValueError("out is said twice; say it once")
+        raise ValueError("out is given twice; give it once")
     said = values([w for w in words if not w.startswith("out=")], suite.Options)
     options = suite.Options(**said)
     fits(options, sized="tokens" in said)

@@ -1,4 +1,4 @@
-"""A command whose words make a configuration, as `ringattn train` is: it runs, or one sentence says why not."""
+"""Run a command whose words make a configuration, such as `ringattn train`, or print one sentence on why not."""
 
 import os
 import shlex
@@ -17,15 +17,15 @@ Groups choose files of conf/, keys change single values; --cfg job prints the re
 --config-dir DIR adds your own files; eval "$(ringattn train --completion)" has bash complete them.
 """
 
-PATIENCE = 20.0  # seconds that a rank leaves the word to rank 0
+PATIENCE = 20.0  # seconds that a rank waits for rank 0 to report a problem
 
 
 def run(words: list[str], task: Callable[[Train, str], int | None], rank: int = 0, started: bool = False) -> int | None:
-    """`task(config, what a sweep says of it alone)` for each configuration that the words make; its exit status.
+    """`task(config, its own words in a sweep)` for each configuration that the words make; the exit status.
 
-    What cannot be is one sentence from rank 0 and status 2. A task's None, a signal stopped it, ends a sweep too, whose
-    status is then that of the runs before it, None if all were good.
-    `started` means that many ranks run this at once.
+    A wrong configuration is one sentence from rank 0 and status 2. If a task returns None, a signal stopped it: the
+    sweep ends too, with the status of the runs before it, None if all were good. `started`: many ranks run this at
+    once.
     """
     if "-h" in words or "--help" in words:
         print(f"{USAGE}\n{compose.choices()}\n\n{schema.explain()}")
@@ -65,7 +65,7 @@ def run(words: list[str], task: Callable[[Train, str], int | None], rank: int = 
 
 
 def complain(problem: str, rank: int, status: int = WRONG_INPUT) -> int:
-    """Say what is wrong, once: on rank 0, or where rank 0 has no complaint; the status to end with."""
+    """Print the problem once: on rank 0, or on the rank that has it if rank 0 does not; return the exit status."""
     if rank:
         leave_to_first(status)
         problem = f"rank {rank}: {problem}"
@@ -74,9 +74,9 @@ def complain(problem: str, rank: int, status: int = WRONG_INPUT) -> int:
 
 
 def leave_to_first(status: int) -> None:
-    """Wait until rank 0 has reported the problem, which all ranks have as a rule, and the launcher ends this one.
+    """Wait until rank 0 has reported the problem, which usually all ranks have, and the launcher ends this rank.
 
-    A rank that is ended so has the status of its own problem: Slurm reports the highest one, and a signal is higher.
+    A rank that is ended this way exits with its own status: Slurm reports the highest one, and a signal's is higher.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(status))
     time.sleep(PATIENCE)

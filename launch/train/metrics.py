@@ -1,4 +1,4 @@
-"""What a run says about itself: a line while it goes, JSON lines to keep, TensorBoard and W&B on request, a picture."""
+"""The metrics of a run: a progress line, JSON lines in a file, optionally TensorBoard and W&B, and a picture."""
 
 import contextlib
 import ctypes
@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 def peak_flops(device: torch.device) -> float:
-    """What one rank could do at most: a GPU's data sheet; else what a large matrix product reaches here, measured."""
+    """The peak flops of one rank: of a GPU from its data sheet, else measured with a large matrix product."""
     if device.type == "cuda":
         known = [peak for name, peak in PEAKS.items() if name in torch.cuda.get_device_name(device)]
         if known:
@@ -51,7 +51,9 @@ class Memory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            with contextlib.suppress(OSError, AttributeError):  # what was freed goes back, where the C library can
+            with contextlib.suppress(
+                OSError, AttributeError
+            ):  # return freed memory to the system, if the C library can
                 ctypes.CDLL(None).malloc_trim(0)
             with contextlib.suppress(OSError):  # not Linux: the mark stays that of the whole process
                 Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
@@ -64,12 +66,12 @@ class Memory:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else status("VmHWM")
 
     def grown(self) -> int:
-        """The peak above what was held at `reset`."""
+        """The peak above the memory held at `reset`."""
         return max(0, self.peak() - self.before)
 
 
 def status(name: str) -> int:
-    """A size from /proc/self/status in bytes; where there is none, the largest the process ever was."""
+    """A size from /proc/self/status in bytes; without that file, the largest size of the process so far."""
     try:
         line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
         return int(line.split()[1]) * 1024
@@ -78,7 +80,7 @@ def status(name: str) -> int:
 
 
 def process_began() -> float:
-    """When this process was started, as `time.time` counts; now, where nothing says so."""
+    """When this process started, as `time.time`; now, if that is unknown."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         lived = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
@@ -88,12 +90,12 @@ def process_began() -> float:
 
 
 def mfu_words(share: float) -> list[str]:
-    """The share of the flops that could be, in words; a small model has next to none, which is not said."""
+    """The model flops utilization in words; left out if it is below 0.5%, as for small models."""
     return [f"MFU {share:.0%}"] if share >= 0.005 else []
 
 
 def say(text: str, stream: Any = None, end: str = "\n") -> None:
-    """Write to stderr, or another stream; once nobody reads it any more, what is written is lost and no error."""
+    """Write to stderr, or another stream; if it is closed, drop the text without an error."""
     stream = stream or sys.stderr
     try:
         stream.write(text + end)
@@ -103,7 +105,7 @@ def say(text: str, stream: Any = None, end: str = "\n") -> None:
 
 
 class Bar:
-    """One line on the terminal that is written again and again; where there is none a line every so many steps."""
+    """A progress line on the terminal that is overwritten; without a terminal, one line every few steps."""
 
     def __init__(self, steps: int, every: int | None = None, stream: Any = None):
         self.steps, self.stream = steps, stream or sys.stderr
@@ -125,7 +127,7 @@ class Bar:
         ])  # fmt: skip
         if self.live:
             width = shutil.get_terminal_size().columns - 1
-            cells = max(0, min(20, width - len(text) - 3))  # the bar takes what the numbers leave
+            cells = max(0, min(20, width - len(text) - 3))  # the bar fills the rest of the line
             done = round(cells * step / self.steps)
             text = f"[{'#' * done}{'.' * (cells - done)}] {text}"[:width]
             text = f"\r{text:<{width}}"
@@ -184,7 +186,7 @@ class Log:
             return False
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # every row was written when it came
+        with contextlib.suppress(OSError):  # every row is already written
             self.file.close()
         if self.writer:
             self.writer.close()
@@ -193,7 +195,7 @@ class Log:
 
 
 def wandb_run(wandb: Any, folder: Path, config: Train) -> Any:
-    """A run of W&B; where it cannot be made, mostly for want of a login, an error with what to do."""
+    """A run of W&B; if it cannot be made, usually because of a missing login, an error with the remedy."""
     try:
         return wandb.init(project=config.wandb, dir=str(folder), name=folder.name, config=dataclasses.asdict(config))
     except wandb.Error as error:
@@ -206,7 +208,7 @@ def wandb_run(wandb: Any, folder: Path, config: Train) -> Any:
 
 
 def loggers(config: Train) -> dict[str, Any]:
-    """The modules of the loggers that were asked for, by package; a ValueError for one that is not installed."""
+    """The modules of the requested loggers, by package; a ValueError for one that is not installed."""
     asked = {"torch.utils.tensorboard": ("tensorboard", config.tensorboard), "wandb": ("wandb", config.wandb)}
     return {package: optional(module, package) for module, (package, wanted) in asked.items() if wanted}
 
@@ -220,7 +222,7 @@ def optional(module: str, package: str) -> Any:
 
 @contextlib.contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """An error of the disk, said with the file and with what to do."""
+    """A disk error, raised with the file and the remedy."""
     try:
         yield
     except OSError as error:
@@ -228,9 +230,9 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 def cut(path: Path, step: int) -> None:
-    """Take out the rows of what is done again after `step`: later steps, and what was measured at the end.
+    """Remove the rows that will be written again after `step`: later steps, and measurements made at the end.
 
-    Where that is all of it, as no checkpoint was made, the file is kept under another name.
+    If that is all rows, because there is no checkpoint, the file is renamed instead.
     """
     rows = lines(path)
     if rows and step == 0:
@@ -243,13 +245,13 @@ def cut(path: Path, step: int) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl in the order of their steps; of those of the same step and kind, the last."""
+    """The rows of metrics.jsonl in the order of steps; of several with the same step and kind, the last."""
     rows = {(row["step"], row["kind"]): row for row in lines(path)}
     return [rows[k] for k in sorted(rows)]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The rows as they stand in a file, if there is one; what is torn, or was never ours, is left out."""
+    """The rows of a file, if it exists, without incomplete or foreign lines."""
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
@@ -259,7 +261,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float) -> Path | None:
-    """picture.png: each run's loss, and beside it the memory that was measured. None without matplotlib."""
+    """picture.png: each run's loss and measured memory. None without matplotlib."""
     try:
         import matplotlib
 

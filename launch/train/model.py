@@ -1,6 +1,6 @@
-"""A decoder whose sequence may be spread over ranks: RMSNorm, attention, SwiGLU; and how its weights are.
+"""A decoder whose sequence may be spread over ranks: RMSNorm, attention, SwiGLU; and its weights.
 
-Attention is softmax with RoPE in every block, or in one of so many, and gated linear attention in the others.
+Attention is softmax with RoPE in every block, or in every n-th, and gated linear attention in the others.
 
 B batch   T this rank's tokens   C width   V vocabulary
 """
@@ -24,11 +24,11 @@ from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.models.nn import Attention, GatedLinearAttention
 from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
 
-AT_ONCE = 2**30  # numbers of a gate, where memory comes first
+AT_ONCE = 2**30  # the most numbers of a gate at a time, if memory matters most
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)); of so many tokens at once that a gate has `at_once` numbers at most, if told."""
+    """down(silu(gate(x)) * up(x)), optionally for a few tokens at a time, whose gate has at most `at_once` numbers."""
 
     def __init__(self, dim: int, hidden: int, at_once: int | None = None):
         super().__init__()
@@ -46,7 +46,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); `recompute` says what the backward pass computes again."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); `recompute` is what the backward pass recomputes."""
 
     def __init__(self, model: Model, recompute: str = "none", linear: bool = False):
         super().__init__()
@@ -80,8 +80,8 @@ def linear_attention(model: Model) -> nn.Module:
 
 
 def keep(recompute: str) -> Any:
-    """What is kept of a block while the rest is recomputed: attention, whose work grows with the square of the length;
-    and, if only pointwise work is to be done again, every exchange and matrix product."""
+    """The ops of a block whose results are kept: attention, whose work grows with the square of the length; and every
+    exchange and matrix product if only pointwise work is recomputed."""
     ours = torch.ops.ringattn
     kept = {ours.attention.default, ours.linear_attention.default}
     if recompute == "pointwise":
@@ -94,7 +94,7 @@ def keep(recompute: str) -> Any:
 
 
 class Head(nn.Linear):
-    """Logits; or the cross entropy of given labels, of so many tokens at once that their logits take a GiB at most."""
+    """Logits; or the cross entropy of given labels, for a few tokens at a time, whose logits take at most a GiB."""
 
     def forward(self, x_BTC: Tensor, labels_BT: Tensor | None = None) -> Tensor:
         if labels_BT is None:
@@ -104,7 +104,7 @@ class Head(nn.Linear):
     def losses(self, x_BTC: Tensor, labels_BT: Tensor) -> Tensor:
         logits = super().forward(x_BTC).float()
         losses = F.cross_entropy(logits.flatten(0, 1), labels_BT.flatten(), reduction="none")
-        return losses.view_as(labels_BT).clone()  # FSDP2 hangs a hook on what a module returns: not on a view
+        return losses.view_as(labels_BT).clone()  # FSDP2 puts a hook on a module's output, which must not be a view
 
 
 class Decoder(nn.Module):
@@ -129,7 +129,7 @@ class Decoder(nn.Module):
                 plan.padded,
                 plan.keys.local_len,
                 plan.keys.padded,
-            )  # a compiled block cannot work them out
+            )  # a compiled block cannot compute them
             positions = plan.positions().to(tokens_BT.device)
         x = self.embed(tokens_BT)
         for block in self.blocks:
@@ -142,9 +142,9 @@ def head_dim(model: Model) -> int:
 
 
 def build(model: Model, seed: int, device: torch.device, mesh: Any = None, **choices: Any) -> Decoder:
-    """The decoder, its weights drawn from the seed alone, and cut over all ranks of `mesh` (FSDP2).
+    """The decoder, with weights that depend on the seed alone, sharded over all ranks of `mesh` (FSDP2).
 
-    Made one part after the other, so that no rank ever holds more than its shard and one whole block.
+    It is made part by part, so that no rank ever holds more than its shard and one whole block.
     `choices`: recompute; precision, "float32" or "bfloat16" (the master weights are float32 in either case); compile.
     """
     precision, compiled = choices.pop("precision", "float32"), choices.pop("compile", False)
@@ -162,7 +162,7 @@ def build(model: Model, seed: int, device: torch.device, mesh: Any = None, **cho
 
 
 def parts(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
-    """What is sharded together: each block, the embedding, the norm and the head; last of all, the whole."""
+    """The modules that FSDP2 shards as units: each block, the embedding, the norm, the head; the whole model last."""
     for i, block in enumerate(decoder.blocks):
         yield f"blocks.{i}", block
     for name in ("embed", "norm", "head"):
@@ -178,7 +178,7 @@ def initialise(part: nn.Module, name: str, seed: int, layers: int, shard: tuple[
     Drawn on the CPU from a stream of each weight's own, so that no sharding, device or order changes them; and only the
     rows that rank `shard[0]` of `shard[1]` keeps.
     """
-    if not name or next(part.parameters()).is_meta:  # nothing to draw for
+    if not name or next(part.parameters()).is_meta:  # no weights to draw
         return
     for own, weight in part.named_parameters():
         if weight.dim() == 1:
@@ -196,7 +196,7 @@ def initialise(part: nn.Module, name: str, seed: int, layers: int, shard: tuple[
 
 
 def normal(name: str, begin: int, end: int, piece: int = 2**16) -> Tensor:
-    """Normal numbers [begin, end) of an endless row that depends on its name alone; threads draw a piece each."""
+    """Numbers [begin, end) of an endless normal sequence that depends on its name alone; threads draw a piece each."""
     low, high = begin // piece, -(-end // piece)
     drawn = torch.empty((high - low) * piece)
 
@@ -224,7 +224,7 @@ def train_flops(model: Model, documents: Sequence[int]) -> float:
     """Flops of one sequence of documents, forward and backward: 6 a weight and token, 12 a visible pair, head and head
     dim. Whole sequences are one document.
 
-    Linear attention as its recurrence has them: 12 a token, head and number in a state.
+    Linear attention is counted as its recurrence: 12 per token, head and number in a state.
     """
     dim, inner = head_dim(model), head_dim(model) * model.heads
     softmax = model.layers // model.softmax_every
@@ -242,6 +242,6 @@ def train_flops(model: Model, documents: Sequence[int]) -> float:
 
 
 def visible(tokens: int, window: int) -> int:
-    """How many (query, key) pairs a causal window leaves of so many tokens."""
+    """How many (query, key) pairs a causal window leaves, for `tokens` tokens."""
     window = min(window, tokens)
     return window * (window + 1) // 2 + (tokens - window) * window

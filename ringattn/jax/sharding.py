@@ -314,8 +314,8 @@ def placed_alike(q: Array, k: Array, v: Array) -> Placed | None:
     if any(at is not None and isinstance(at.mesh, AbstractMesh) for at in found.values()):  # beside traced ones, data
         found = {name: at and at._replace(mesh=at.mesh.abstract_mesh) for name, at in found.items()}
     if len(set(found.values())) > 1:
-        said = "; ".join(f"{name}: {'one device' if at is None else at}" for name, at in found.items())
-        raise ValueError(f"without a plan, q, k and v must lie alike, and they are cut by {said}; use jax.reshard")
+        cuts = "; ".join(f"{name}: {'one device' if at is None else at}" for name, at in found.items())
+        raise ValueError(f"without a plan, q, k and v need equal shardings, but are cut by {cuts}; use jax.reshard")
     return found["q"]
 
 

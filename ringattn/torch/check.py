@@ -1,4 +1,4 @@
-"""What a call must satisfy in torch: the shapes of ringattn.check, and dtypes and devices."""
+"""Checks of a call in torch: the shapes of ringattn.check, and dtypes and devices."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ringattn.check import of_docs, of_lengths, of_plan, of_shapes, of_sinks
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 
-TANGENT = "carries a tangent of forward-mode differentiation; gradients are there in reverse mode only"
+TANGENT = "carries a tangent of forward-mode differentiation; only reverse mode is supported"
 
 
 def problem(
@@ -23,7 +23,7 @@ def problem(
     key_docs: Docs | None,
     sinks: Tensor | None,
 ) -> str | None:
-    """The first thing that is wrong with a call; None for one that can be served."""
+    """The first problem of a call, or None."""
     return (
         of_tensors(q, k, v)
         or of_plan_and_sinks(q, k, v, plan, sinks)
@@ -50,12 +50,12 @@ def of_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if len({x.device for x in named.values()}) > 1:
         return ", ".join(f"{n} is on {x.device}" for n, x in named.items()) + "; put all three on one device"
     if q.is_meta:
-        return "q, k and v are on meta, where there are no numbers; give tensors on a device"
+        return "q, k and v are on meta, which has no numbers; pass tensors on a device"
     return of_dense(**named) or of_shapes(q, k, v)
 
 
 def of_dense(**tensors: Tensor | None) -> str | None:
-    """None of them, where it is there, is sparse or in the layout of another library."""
+    """No tensor is sparse or in the layout of another library."""
     for name, x in tensors.items():
         if x is not None and x.layout != torch.strided:
             return f"{name} has the layout {x.layout}; give {name}.to_dense()"
@@ -63,19 +63,19 @@ def of_dense(**tensors: Tensor | None) -> str | None:
 
 
 def has_tangent(x: Tensor) -> bool:
-    """Whether it is differentiated in forward mode, which a torch op of ours would answer with zeros."""
+    """Whether x is differentiated in forward mode, for which a custom op would return zeros."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
     return forward_ad.unpack_dual(x).tangent is not None
 
 
 def have_tangents(*tensors: Tensor | None) -> bool:
-    """Whether one of them, where it is there, is differentiated in forward mode."""
+    """Whether a tensor is differentiated in forward mode."""
     return any(x is not None and has_tangent(x) for x in tensors)
 
 
 def of_tangents(**tensors: Tensor | None) -> str | None:
-    """None of them, where it is there, is differentiated in forward mode."""
+    """No tensor is differentiated in forward mode."""
     for name, x in tensors.items():
         if have_tangents(x):
             return f"{name} {TANGENT}"

@@ -38,22 +38,22 @@ Starts = tuple[Any, Any]  # of the documents, of the keys' documents: int32 [row
 
 
 def bare_docs(aux: tuple[int, bool], leaves: tuple[Any]) -> Docs:
-    """Docs whose starts may be traced: nothing looks at their values."""
+    """Docs whose starts may be traced: their values are not read."""
     docs = object.__new__(Docs)
     (docs.starts,), (docs.length, docs.padded) = leaves, aux
     return docs
 
 
-# Documents may be arguments of a jitted function: where they start is then traced, how many there are is not.
+# Documents may be arguments of a jitted function: their starts are then traced, their number is not.
 jax.tree_util.register_pytree_node(Docs, lambda docs: ((docs.starts,), (docs.length, docs.padded)), bare_docs)
 
 
 @dataclass(frozen=True)
 class Call:
-    """All of a call that is not an array: what a program is kept by."""
+    """All of a call that is not an array: the key of a cached program."""
 
     mask: Mask
-    lse: bool = True  # somebody gets the lse, and may differentiate it
+    lse: bool = True  # whether the caller gets the lse, and may differentiate it
     docs_padded: bool = False
     key_docs_padded: bool = False
 
@@ -98,7 +98,7 @@ def starts_of(docs: Docs | None) -> Array | None:
 
 
 def call_of(plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None, lse: bool) -> Call:
-    """Documents that are known now decide which hops are needed; traced ones do not."""
+    """Concrete documents decide which hops are needed; traced ones do not."""
     known = tuple(d if d is not None and isinstance(d.starts, np.ndarray) else None for d in (docs, key_docs))
     if (docs is None) != (known[0] is None) or (key_docs is None) != (known[1] is None):
         known = (None, None)
@@ -108,11 +108,11 @@ def call_of(plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs |
 
 @lru_cache(maxsize=128)
 def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: tuple[P, P]) -> Any:
-    """(q, k, v, sinks), starts -> out, lse on global arrays, of which `tokens` says how q, k and v are cut."""
+    """(q, k, v, sinks), starts -> out, lse on global arrays; `tokens` is the sharding of q, k and v."""
     specs = ((tokens, tokens, tokens, P(tokens[2])), rows)
     interpreted = call.mask.plan.kernel == "splash" and call.mask.plan.device != "tpu"
-    untold = interpreted or call.mask.plan.kernel == "stock_splash"  # of what varies
-    return over_mesh(partial(on_device, call), mesh, specs, (tokens, tokens), check_vma=not untold)
+    unmarked = interpreted or call.mask.plan.kernel == "stock_splash"  # its results are not marked as varying
+    return over_mesh(partial(on_device, call), mesh, specs, (tokens, tokens), check_vma=not unmarked)
 
 
 @lru_cache(maxsize=128)
@@ -159,19 +159,19 @@ def exchange(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
 
 
 def exchange_fwd(call: Call, arrays: Arrays, starts: Starts) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
-    """What is kept is differentiated too in second derivatives, the lse as much as the rest."""
+    """The residuals, including the lse, are differentiated too in second derivatives."""
     out, lse = exchange(replace(call, lse=True), arrays, starts)
     out, lse = checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
     return (out, lse), (arrays, starts, out, lse)
 
 
 def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array]) -> tuple[Arrays, None]:
-    """Gradients in the dtypes of their inputs, added up in float32 on the way."""
+    """Gradients in the dtypes of their inputs, accumulated in float32."""
     (q, k, v, sinks), starts, out, lse = saved
     dout, dlse = given
     mask, axis = call.mask, call.mask.plan.ring_axis
     score, sight = step_of(q, k, v, mask, *starts)
-    lse = jnp.where(lse == NEVER, 0, lse)  # of no key, whose exp(-inf - lse) has then a derivative too
+    lse = jnp.where(lse == NEVER, 0, lse)  # of empty rows, so that exp(-inf - lse) has a derivative
     delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
     delta = delta - dlse if call.lse else delta
     rows = score.prepare(q, dout, lse, delta, out, dlse if call.lse else None)
@@ -187,6 +187,6 @@ exchange.defvjp(exchange_fwd, exchange_bwd)
 
 
 def sink_partial(q: Array, sinks: Array, value_dim: int) -> Partial:
-    """What every query has seen before its first key: the sink's logit, and a value of zero."""
+    """The partial of every query before its first key: the sink's logit, and a value of zero."""
     out = jnp.zeros((*q.shape[:3], value_dim), accumulator(q))
     return Partial(out, jnp.broadcast_to(sinks.astype(out.dtype), q.shape[:3]))

@@ -1,6 +1,6 @@
 """Gather: all keys at once, one kernel call; in backward the keys' gradients are summed and scattered home.
 
-Simple and quick for short sequences, at the price of O(T) memory for the keys.
+Simple, and fast for short sequences; it needs O(T) memory for the keys.
 """
 
 from jax import Array

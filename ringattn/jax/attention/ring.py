@@ -40,18 +40,20 @@ def ring_backward(
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) in float32. `rows` are this device's dout, global lse and delta, as the kernel wants them.
 
-    The work at home is done in two halves: its dq while the keys set out, its (dk, dv) while the others' return. What
-    cannot be halved is done while they return, which takes longer: gradients are float32.
+    The work at home has two halves: dq while the keys start to travel, (dk, dv) while the others' return. A kernel
+    without halves runs while they return, which takes longer, since gradients are float32.
     """
 
     def step(move: Move, carry: tuple[Pair, Any, Any], distance: Any) -> tuple[Pair, Any, Any]:
-        keys, dq, grads = carry  # the first of these steps adds to nothing, or to the dq that was made at home
+        keys, dq, grads = carry  # the first of these steps adds to zero, or to the dq from home
         arriving, following = rotate(axis, keys, move.keys), rotate(axis, grads, move.grads)
         dq, dk, dv = score.attend_backward(q, *keys, sight.at(distance), *rows, dq=dq)
         arriving, following, dq, dk, dv = lax.optimization_barrier((arriving, following, dq, dk, dv))
         return arriving, dq, (dk, dv) if move.grads is None else (following[0] + dk, following[1] + dv)
 
-    k, v, rows = lax.optimization_barrier((k, v, rows))  # or the first hop is sent, and its room held, long before
+    k, v, rows = lax.optimization_barrier(
+        (k, v, rows)
+    )  # else XLA sends the first hop, and holds its memory, long before
     home = (q, k, v, sight.at(0), *rows)
     if not route.hops:
         return score.attend_backward(*home)
@@ -60,7 +62,7 @@ def ring_backward(
         arriving, dq = lax.optimization_barrier((arriving, score.attend_backward(*home)[0]))
     carry = vary((arriving, dq, None), axes_of(q, k, v, rows, sight.begin))
     _, dq, grads = travel(route.backward, step, carry)
-    grads, home = lax.optimization_barrier((grads, home))  # or this work is done before there is a hop to hide
+    grads, home = lax.optimization_barrier((grads, home))  # else XLA does this work before there is a hop to hide
     own = score.attend_backward(*home, dq=None if score.parted else dq)
     dq = dq if score.parted else own[0]
     returned, *own = lax.optimization_barrier((rotate(axis, grads, route.home), *own[1:]))

@@ -1,4 +1,4 @@
-"""What one device runs: its ring's hops, the same on all of them, and the intervals of its queries, traced by rank."""
+"""The steps of one device: the ring's hops, the same on all devices, and its queries' intervals, traced by rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,23 +23,23 @@ from ringattn.spec import AttentionSpec
 
 
 class Score(NamedTuple):
-    """A kernel's functions with everything of the spec that is not an interval already said."""
+    """A kernel's functions bound to all of the spec except intervals."""
 
     attend: Callable[..., Any]
     attend_backward: Callable[..., Any]
     prepare: Callable[..., Any]  # (q, dout, lse, delta, out, dlse) -> the rows that every step of a backward takes
-    parted: bool = True  # whether who wants only some gradients pays for those only
+    parted: bool = True  # whether it can compute only some gradients, at their cost alone
 
 
 class Hop(NamedTuple):
-    """One rotation: how far, and the ranks that send something somebody still needs."""
+    """One rotation: the distance, and the ranks whose block another rank still needs."""
 
     shift: int
     senders: tuple[int, ...]
 
 
 class Move(NamedTuple):
-    """The hops that fly during one step: of the keys to the next step, and of the gradients of the step before."""
+    """The hops in flight during one step: the keys of the next step, and the gradients of the previous one."""
 
     keys: Hop | None
     grads: Hop | None
@@ -47,7 +47,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """The distances at which somebody sees something, and the keys' hops between them."""
+    """The distances at which some rank sees something, and the keys' hops between them."""
 
     distances: tuple[int, ...]
     hops: tuple[Hop, ...]
@@ -83,7 +83,7 @@ def runs(distances: tuple[int, ...], moves: list[Move]) -> list[tuple[Move, list
 
 @lru_cache(maxsize=64)
 def route_of(mask: Mask) -> Route:
-    """Distances at which nobody sees anything are left out, and a hop that nobody needs on the way is not sent."""
+    """The route without distances at which no rank sees anything, and without hops that no rank needs."""
     schedule, everyone = schedule_of(mask), range(mask.plan.ring)
     steps = [schedule.rounds(r, schedule.ring) for r in everyone]
     pairs = list(pairwise(schedule.distances))
@@ -96,7 +96,7 @@ def route_of(mask: Mask) -> Route:
 
 @dataclass(frozen=True)
 class Piece:
-    """A range whose start is traced: the same arithmetic as on a `range` serves it."""
+    """A range whose start is traced, for the same arithmetic as on a `range`."""
 
     start: Any
     step: int
@@ -149,7 +149,7 @@ def global_bounds(mask: Mask, positions: Array, starts: Any, key_starts: Any) ->
 
 
 class Table(NamedTuple):
-    """A mask as rectangles: which of a few sets of tiles each ring rank has, by what it is asked for."""
+    """A mask as rectangles: which of a few sets of tiles each ring rank has, for each distance."""
 
     sets: tuple[tuple[Tile, ...], ...]
     which: np.ndarray  # [distances, ranks]
@@ -166,12 +166,12 @@ class Table(NamedTuple):
 jax.tree_util.register_pytree_node(Choice, lambda c: ((c.which,), c.sets), lambda sets, which: Choice(sets, *which))
 
 
-MOST_TILES = 256  # of all sets of a program together: each is compiled
+MOST_TILES = 256  # the most tiles of all sets in a program: each is compiled
 Cut = Callable[[np.ndarray, np.ndarray, int], tuple[Tile, ...] | None]
 
 
 def cut_of(plan: Plan) -> Cut | None:
-    """How the plan's kernel wants intervals (begin, end, keys) that are known: as which tiles; None: as they are."""
+    """Known intervals (begin, end, keys) as tiles for the plan's kernel; None if it takes intervals."""
     if plan.kernel == "stock_splash":
         return jax_splash.cut
     return rectangles if plan.device == "cuda" else None
@@ -205,7 +205,7 @@ def table_of(mask: Mask, cut: Cut = rectangles) -> Table | None:
 
 
 class Sight(NamedTuple):
-    """What this ring rank's queries see: global intervals, and their part in any block of keys."""
+    """The keys that this ring rank's queries see: global intervals, and their part in any block of keys."""
 
     begin: Array
     end: Array
@@ -226,7 +226,7 @@ class Sight(NamedTuple):
 
 
 def step_of(q: Array, k: Array, v: Array, mask: Mask, starts: Any, key_starts: Any) -> tuple[Score, Sight]:
-    """The kernel that scores, and what it is to score."""
+    """The kernel, bound to the spec."""
     plan = mask.plan
     known = (starts is None or mask.docs is not None) and (key_starts is None or mask.key_docs is not None)
     cut = cut_of(plan)

@@ -103,12 +103,11 @@ def problem_of(
 
 
 def of_gates(log_decay: Array | None, plan: Plan, docs: Docs | None, check: bool | None) -> str | None:
-    """The first gate that is not a finite number of at most 0. Only gates that are at hand can be looked at."""
+    """The first gate that is not a finite number of at most 0. Only concrete gates can be checked."""
     if log_decay is None or not (plan.device == "cpu" if check is None else check):
         return None
     if any(isinstance(x, jax.core.Tracer) for x in (log_decay, docs and docs.starts)):
-        said = "check=True: the gates or documents are traced (jit, grad, vmap), and nobody can look at them yet"
-        return said if check else None
+        return "check=True needs gates and documents that are not traced (jit, grad, vmap)" if check else None
     real = plan.tokens.order() < (plan.seq_len if docs is None else np.minimum(plan.seq_len, docs.starts[:, -1:]))
     bad = ~((log_decay <= 0) & (log_decay > -jnp.inf))
     bad &= real.reshape(-1, log_decay.shape[1], *[1] * (log_decay.ndim - 2))
@@ -117,7 +116,7 @@ def of_gates(log_decay: Array | None, plan: Plan, docs: Docs | None, check: bool
     at = tuple(np.argwhere(np.asarray(bad))[0].tolist())
     return (
         f"log_decay{list(at)} = {float(log_decay[at]):g}: a log decay is finite and at most 0, as log_sigmoid "
-        "gives it; growth overflows, and use docs= for document borders"
+        "gives it; growth overflows; for document borders use docs="
     )
 
 

@@ -3,6 +3,6 @@
 function.py   prefill and decode
 cache.py      KVCache
 chunk.py      what the queries of a chunk see of a cache, as intervals
-meeting.py    how the queries of a prompt meet the keys of all ranks
-exchange.py   how the partials of all ranks become one
+meeting.py    how the queries of a prompt attend to the keys of all ranks
+exchange.py   how the partials of all ranks are merged
 """

@@ -1,7 +1,7 @@
 """A cache of keys and values spread over ranks.
 
-Position p lies on rank (p // block) % ranks, so the cache is balanced at any length, and a rank's positions are sorted:
-what a query sees of them is one interval, as everywhere. What attends to it is in `meeting.py`.
+Position p lies on rank (p // block) % ranks, so the cache is balanced at any length. A rank's positions are sorted, so
+a query sees one interval of them. Attention to a cache is in `meeting.py`.
 """
 
 import copy
@@ -40,12 +40,12 @@ from ringattn.torch.check import of_tangents, of_types
 from ringattn.torch.inference.chunk import Holder, landings
 
 STEP = 1024  # rows in which a decode's launch grows
-KNOWN = 128  # calls that a cache remembers: what it keeps of them is small beside its keys
+KNOWN = 128  # the most kinds of calls that a cache remembers
 lasting = torch.inference_mode(False)  # memory that calls outside of inference mode may write to as well
 
 
 class KVCache(serving.KVCache):
-    """Keys and values of every token so far; `lengths` says how many each batch row has. Make it with `allocate`."""
+    """The keys and values of all earlier tokens; each batch row has `lengths` of them. Make it with `allocate`."""
 
     @lasting
     def __init__(
@@ -55,11 +55,13 @@ class KVCache(serving.KVCache):
         self.plan, self.k, self.v, self.max_len = plan, k, v, max_len
         self.stripes, self.window, self.prefix = stripes, window, prefix
         self.filled = torch.zeros(len(lengths), dtype=torch.int64, device=k.device)  # the lengths, for kernels
-        self.captured = False  # whether a CUDA graph may have moved them: then they are the truth
+        self.captured = False  # whether a CUDA graph may have changed them: then only the device has the lengths
         self.lengths = lengths
-        self.known: dict[Any, bool] = {}  # calls that were found right, and whether the quick way serves them
-        self.start = lengths.copy() if prefix else np.zeros_like(lengths)  # what lies before belongs to the prefix
-        self.forks: WeakSet[KVCache] = WeakSet()  # which share these keys for as long as somebody has them
+        self.known: dict[
+            Any, bool
+        ] = {}  # kinds of calls that passed the checks, and whether the decode kernel serves them
+        self.start = lengths.copy() if prefix else np.zeros_like(lengths)  # earlier tokens are in the prefix
+        self.forks: WeakSet[KVCache] = WeakSet()  # the live forks, which share these keys
         if prefix:
             prefix.forks.add(self)
 
@@ -81,8 +83,8 @@ class KVCache(serving.KVCache):
     ) -> "KVCache":
         """An empty cache for `max_len` tokens a row, of which each rank holds its share.
 
-        With a `window` only what can still be seen is kept: memory for window + `room` tokens (room: the longest chunk
-        that will be appended at once; as long as the window by default).
+        With a `window` only keys that can still be seen are kept, in memory for window + `room` tokens (room: the
+        longest chunk that will be appended at once; by default the window).
         """
         problem = of_arguments(required=True, plan=plan) or of_memory(
             room, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
@@ -96,16 +98,16 @@ class KVCache(serving.KVCache):
         ranks = plan.ring * plan.ulysses
         kept = max_len if window is None else min(max_len, window + (window if room is None else room))
         stripes = Stripes(ranks, block)
-        rounds = -(-kept // stripes.round) + (window is not None)  # what is dropped is dropped in whole rounds
+        rounds = -(-kept // stripes.round) + (window is not None)  # keys are dropped in whole rounds
         shape = (batch, rounds * block, kv_heads)
-        # zeros: a tile of keys may reach past what is filled, and 0 * NaN of old memory would not be 0
+        # zeros: a tile may extend past the filled keys, and 0 * NaN from old memory is not 0
         k = torch.zeros(*shape, head_dim, dtype=dtype, device=plan.device)
         v = torch.zeros(*shape, value_dim or head_dim, dtype=dtype, device=plan.device)
         return cls(plan, k, v, np.zeros(batch, np.int64), max_len, stripes, window)
 
     @property
     def lengths(self) -> np.ndarray:
-        """A copy of how many tokens each row has. The device is asked once a captured decode may have been replayed."""
+        """A copy of how many tokens each row has; read from the device if a captured decode may have been replayed."""
         if self.captured:
             self.host_lengths = np.minimum(self.filled.cpu().numpy(), self.max_len)
         return self.host_lengths.copy()
@@ -129,25 +131,25 @@ class KVCache(serving.KVCache):
 
     @property
     def here(self) -> tuple[int, int, int, int]:
-        """What a kernel must know to find which positions this rank holds: origin, block, round, first."""
+        """The numbers from which a kernel computes this rank's positions: origin, block, round, first."""
         stripes = self.stripes
         return stripes.origin, stripes.block, stripes.round, self.rank * stripes.block
 
     def know(self, call: Any, quick: bool) -> None:
-        """Remember that such a call is right; of many kinds the oldest is forgotten, on all ranks alike."""
+        """Remember that calls of this kind pass the checks; drop the oldest of too many, on all ranks alike."""
         if call not in self.known and len(self.known) == KNOWN:
             del self.known[next(iter(self.known))]
         self.known[call] = quick
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Take in the next tokens, the same k and v [B, n, G, D] on every rank; each rank keeps its own."""
+        """Append the next tokens, the same k and v [B, n, G, D] on every rank; each rank keeps its share."""
         problem = of_arrays({"k": k, "v": v}, {}, self.plan) or of_tangents(k=k, v=v) or self.problem(k, v, k.shape[1])
         if problem:
             raise ValueError(problem)
         self.keep(k.detach(), v.detach(), k.shape[1])
 
     def keep(self, k: Tensor, v: Tensor, n: int, order: Layout | None = None) -> None:
-        """Append without a question: of the next n tokens, which lie in the order of a layout's shards, if any."""
+        """Append the next n tokens without checks; `order`: they are in the order of this layout's shards."""
         self.make_room(n)
         lengths = tuple(self.lengths.tolist())
         for rows, source, target in landings(lengths, n, order, self.stripes, self.rank, k.device):
@@ -161,7 +163,7 @@ class KVCache(serving.KVCache):
 
     @contextmanager
     def unless_it_fails(self) -> Iterator[None]:
-        """What is appended meanwhile stays if all goes well: what lies past the lengths from before is never seen."""
+        """Restore the lengths if the body raises: keys past the lengths are never seen."""
         before = self.lengths
         try:
             yield
@@ -170,7 +172,7 @@ class KVCache(serving.KVCache):
             raise
 
     def grow(self, n: int, captured: bool) -> None:
-        """Count n more tokens that a kernel has appended, on the device; here too, unless a graph will repeat this."""
+        """Add n tokens, which a kernel has appended, to the lengths on the device, and on the host unless captured."""
         self.filled.add_(n)
         if captured:
             self.captured = True
@@ -178,17 +180,17 @@ class KVCache(serving.KVCache):
             self.host_lengths = self.host_lengths + n
 
     def reach(self, n: int) -> int:
-        """How many local rows a decode must plan for.
+        """How many local rows a decode must cover.
 
-        Those that can hold a key after n more tokens, rounded up to STEP so that the launch seldom changes.
+        Those that can hold a key after n more tokens, rounded up to STEP so that the launch rarely changes.
         """
-        longest = max(self.host_lengths.tolist())  # of a few numbers sooner than numpy's
+        longest = max(self.host_lengths.tolist())  # faster than numpy for a few numbers
         whole, rest = divmod(longest + n - self.stripes.origin, self.stripes.round)
         top = (whole + (rest > 0)) * self.stripes.block
         return min(self.k.shape[1], -(-top // STEP) * STEP)
 
     def make_room(self, n: int) -> None:
-        """With a window, move what can still be seen to the front when the end of the memory is reached."""
+        """With a window, move keys that can still be seen to the front when the memory is full."""
         if self.window is None:
             return
         top = int(self.lengths.max()) + n
@@ -203,11 +205,11 @@ class KVCache(serving.KVCache):
         self.stripes = Stripes(self.ranks, self.stripes.block, origin)
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
-        """Forget the tokens from these lengths on (rejected ones, say); one number for all rows or one a row."""
+        """Drop the tokens from these lengths on, for example rejected ones; one number for all rows or one per row."""
         problem = of_truncated(lengths, len(self.lengths))
         if problem:
             raise ValueError(problem)
-        new = np.array(each(lengths, len(self.lengths)))  # of any size: the check is of_back's
+        new = np.array(each(lengths, len(self.lengths)))  # of any size; of_back checks them
         first = self.start
         if self.window is not None and self.stripes.origin:  # the next token must still see its whole window
             first = np.maximum(first, self.stripes.origin + self.window - 1)
@@ -216,15 +218,17 @@ class KVCache(serving.KVCache):
             raise ValueError(problem)
         if (new < self.shared).any():
             shared = self.shared.tolist()
-            raise ValueError(f"truncate to {new.tolist()}: forks share the first {shared} tokens; let go of them first")
+            raise ValueError(
+                f"truncate to {new.tolist()}: forks share the first {shared} tokens; delete the forks first"
+            )
         self.lengths = new
 
     @lasting
     def fork(self, copies: int = 1, max_len: int | None = None) -> "KVCache":
         """`copies` continuations of every row that share its keys so far and append their own.
 
-        A call that attends finds a single row's keys where they are. Several rows' it copies for each continuation,
-        into memory that it holds only meanwhile. Until the fork is let go of, the keys that it shares stay.
+        A call reads the shared keys of a single row in place. Those of several rows it copies for each continuation,
+        into memory that it frees afterwards. Shared keys stay in memory until the fork is deleted.
         """
         if self.window is not None:
             raise NotImplementedError(
@@ -245,12 +249,12 @@ class KVCache(serving.KVCache):
 
     @property
     def shared(self) -> np.ndarray:
-        """How many of each row's first tokens are also those of forks."""
+        """How many of each row's first tokens are shared with forks."""
         ends = [fork.start.reshape(len(self.start), -1)[:, 0] for fork in self.forks]
         return np.max([np.zeros_like(self.start), *ends], axis=0)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the cache, in memory of its own: what happens to the cache does not change it."""
+        """A copy of this rank's part of the cache."""
         if self.prefix is not None:
             raise NotImplementedError("a fork shares its keys with another cache: save that one and append again")
         lengths, origin = torch.from_numpy(self.lengths), self.stripes.origin
@@ -258,7 +262,7 @@ class KVCache(serving.KVCache):
         return {"k": k, "v": v, "lengths": lengths, "origin": origin, "place": self.place, "window": self.window}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a part that was saved by the same rank of a plan of as many ranks."""
+        """Load a part that the same rank saved, under a plan of equally many ranks."""
         if self.prefix is not None or self.shared.any():
             raise ValueError("this cache and a fork share keys, which would change for both; allocate another cache")
         problem = of_saved(state, "k", "v", "lengths", "origin", "place", "window")
@@ -281,7 +285,7 @@ class KVCache(serving.KVCache):
         self.stripes = Stripes(self.ranks, self.stripes.block, whole(state["origin"]) or 0)
 
     def of_origin(self, origin: Any, lengths: np.ndarray) -> str | None:
-        """Memory begins before all that a row's next token sees, and reaches to where rows end."""
+        """The memory begins before all that a row's next token sees, and reaches to the end of the rows."""
         seen = 0 if self.window is None else max(0, int(lengths.min()) + 1 - self.window)
         stripes = Stripes(self.ranks, self.stripes.block, whole(origin) or 0)
         fits = stripes.below(lengths.max(), 0) <= self.k.shape[1]
@@ -297,25 +301,25 @@ class KVCache(serving.KVCache):
         return self.rank, self.ranks, self.stripes.block
 
     def moves(self, plan: Plan, heads: int) -> Moves:
-        """Which way a chunk under `plan` will meet this cache, and what that costs."""
+        """What will travel when a chunk under `plan` attends to this cache, and what that costs."""
         cached = int(self.lengths.max()) + plan.seq_len
         hardware, hides = hardware_of(plan.device), plan.device != "cpu"
         return prefill_moves(self.ranks, plan.local_len, cached, self.heads_of(heads), hardware, hides)
 
     def heads_of(self, heads: int) -> Heads:
-        """What the tokens here are made of, where there are so many query heads."""
+        """The sizes of a token here, with `heads` query heads."""
         B, _, G, D = self.k.shape
         return Heads(heads, G, D, self.v.shape[-1], self.k.element_size(), B)
 
     def explain(self, chunk: int, heads: int) -> str:
-        """What prefill of a chunk with so many query heads, and decode of one token, will send."""
+        """A report of what prefill of a chunk with `heads` query heads, and decode of one token, will send."""
         moves = self.moves(self.plan.for_length(chunk), heads)
         nbytes = self.heads_of(heads).partial_bytes
         way = exchange_way(nbytes, self.ranks, hardware_of(self.plan.device))
         return explained(self, chunk, moves, nbytes, way)
 
     def holders(self) -> tuple[Holder, ...]:
-        """Where this cache's keys are: first what a fork has from before."""
+        """The memories that hold this cache's keys: for a fork, first those that it shares."""
         mine = Holder(self.stripes, tuple(self.start.tolist()), tuple(self.lengths.tolist()))
         if self.prefix is None:
             return (mine,)
@@ -323,7 +327,7 @@ class KVCache(serving.KVCache):
         return (*(one.copied(copies, mine.first) for one in self.prefix.holders()), mine)
 
     def memory(self, until: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """k and v of each of the holders, of those positions below `until` if it is said."""
+        """k and v of each holder, below position `until` if given."""
         if self.prefix is not None:
             copies = len(self.k) // len(self.prefix.k)
             for pair in self.prefix.memory(int(self.start.max())):
@@ -335,7 +339,7 @@ class KVCache(serving.KVCache):
         yield self.k[:, :most], self.v[:, :most]
 
     def problem(self, k: Tensor, v: Tensor, n: int) -> str | None:
-        """Why n such tokens, of which k and v are some, cannot be appended."""
+        """Why n tokens like those in k and v cannot be appended."""
         for name, x, mine in (("k", k, self.k), ("v", v, self.v)):
             if wrong := of_kept(name, x, mine):
                 return wrong
@@ -352,7 +356,7 @@ class KVCache(serving.KVCache):
         return problem
 
     def fits(self, n: int) -> bool:
-        """Whether there is memory for n tokens at once beside what can still be seen."""
+        """Whether there is memory for n tokens at once in addition to those that can still be seen."""
         if self.window is None:
             return True
         seen = max(0, int(self.lengths.min()) + 1 - self.window)
@@ -362,7 +366,7 @@ class KVCache(serving.KVCache):
 
     @lasting
     def for_chunk(self, n: int) -> "KVCache":
-        """This cache, or where n tokens at once do not fit beside its window, one with its keys and more memory."""
+        """This cache, or, if n tokens at once do not fit beside its window, a larger copy."""
         if self.fits(n) or n > self.room():
             return self
         rounds = -(-(int(self.lengths.max()) + n - self.stripes.origin) // self.stripes.round)
@@ -372,7 +376,7 @@ class KVCache(serving.KVCache):
 
     @lasting
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
-        """In memory of its own, which no fork shares; of a fork, with what it goes on from."""
+        """A copy that shares no memory with forks; of a fork, including the keys that it shares."""
         k, v, prefix = self.k.clone(), self.v.clone(), copy.deepcopy(self.prefix, memo)
         made = KVCache(self.plan, k, v, self.lengths, self.max_len, self.stripes, self.window, prefix)
         made.start = self.start

@@ -1,6 +1,6 @@
-"""What the queries of a chunk see of a cache, piece of keys by piece, and where its new tokens go: on the device.
+"""Which keys of a cache the queries of a chunk see, in pieces, and where its new tokens are written: on the device.
 
-Made once for a chunk and kept: every layer of a model asks for the same ones.
+They are made once for a chunk and cached: all layers of a model use the same ones.
 """
 
 from functools import lru_cache
@@ -19,9 +19,9 @@ from ringattn.torch.attention.steps import Stop, stops
 
 
 class Holder(NamedTuple):
-    """Memory that holds keys: how it is dealt out, and from which position to which each batch row has its keys there.
+    """Memory that holds keys: its stripes, and the first and last position of each batch row in it.
 
-    A fork has several: its own, and those of the caches that it goes on from.
+    A fork has several: its own, and those of the caches that it was forked from.
     """
 
     stripes: Stripes
@@ -29,9 +29,8 @@ class Holder(NamedTuple):
     last: tuple[int, ...]
 
     def copied(self, copies: int, until: tuple[int, ...]) -> "Holder":
-        """This memory as a fork sees it: every row `copies` times, each visible up to `until`.
-
-        There the fork's own keys begin.
+        """This memory as a fork sees it: every row `copies` times, visible up to `until`, where the fork's own keys
+        begin.
         """
         first, last = (tuple(n for n in side for _ in range(copies)) for side in (self.first, self.last))
         return Holder(self.stripes, first, tuple(map(min, last, until)))
@@ -40,8 +39,8 @@ class Holder(NamedTuple):
 class Chunk(NamedTuple):
     """A chunk of `tokens` new tokens.
 
-    `before`: how many each batch row had. `holders`: the memory whose keys it may see. `queries`: which of its
-    positions are the queries (None: all); those from `tokens` on are padding.
+    `before`: how many tokens each batch row had. `holders`: the memory whose keys it may see. `queries`: its positions
+    that are queries (None: all); those from `tokens` on are padding.
     """
 
     spec: AttentionSpec
@@ -70,13 +69,13 @@ OwnPiece = tuple[slice, Intervals | None]  # a slice of the chunk's tokens, and 
 
 
 def own_pieces(chunk: Chunk, most: int, device: torch.device, tiled: bool) -> tuple[OwnPiece, ...]:
-    """The chunk's own tokens, at most `most` at once: the same in every row, and for every chunk as long."""
+    """The chunk's own tokens, at most `most` at once: the same in every row and for every chunk of this length."""
     return pieces_alone(chunk._replace(before=(), holders=()), most, device, tiled)
 
 
 @lru_cache(maxsize=32)
 def pieces_alone(chunk: Chunk, most: int, device: torch.device, tiled: bool) -> tuple[OwnPiece, ...]:
-    """`own_pieces`, kept by what it depends on."""
+    """`own_pieces`, cached by the arguments that it depends on."""
     begin, end = (x.reshape(1, 1, -1) for x in bounds(chunk.spec, chunk.positions, chunk.tokens, chunk.tokens))
     cuts = [slice(at, min(at + most, chunk.tokens)) for at in range(0, chunk.tokens, most)]
     return tuple((cut, within(begin, end, cut, device, tiled)) for cut in cuts)
@@ -86,7 +85,7 @@ def pieces_alone(chunk: Chunk, most: int, device: torch.device, tiled: bool) -> 
 def pieces_of(
     chunk: Chunk, groups: Groups, most: int | None, device: torch.device, tiled: bool
 ) -> tuple[tuple[Piece, ...], ...]:
-    """Each holder's pieces, of at most `most` keys a rank. `tiled`: for a kernel that asks for tiles."""
+    """Each holder's pieces, of at most `most` keys per rank. `tiled`: for a kernel that needs tiles."""
     found = []
     for holder in chunk.holders:
         sides = [seen(chunk, holder, chunk.positions, ranks) for ranks in groups]
@@ -96,7 +95,7 @@ def pieces_of(
 
 
 def cuts_of(low: int, high: int, most: int | None, block: int) -> list[slice]:
-    """Slices of local indices, each of whole blocks or within one: there the ranks' keys follow one another."""
+    """Slices of local indices, each of whole blocks or within one block, so that the ranks' keys are consecutive."""
     low, high = low // block * block, -(-high // block) * block
     size = max(block, high - low) if most is None else most
     size = size // block * block or max(n for n in range(1, size + 1) if block % n == 0)
@@ -117,17 +116,17 @@ def seen(chunk: Chunk, holder: Holder, positions: np.ndarray, ranks: tuple[int, 
 
 
 def reach(chunk: Chunk, holder: Holder) -> tuple[int, int]:
-    """From which to which local index some rank holds a key that some query of the whole chunk sees.
+    """The range of local indices at which any rank holds a key that any query of the whole chunk sees.
 
-    All ranks find the same: it asks about all of them, and about the whole chunk.
+    It is the same on all ranks.
     """
-    ends = np.array([0, chunk.tokens - 1])  # intervals never go back: these two say it
+    ends = np.array([0, chunk.tokens - 1])  # intervals never decrease, so the first and last query suffice
     begin, end = seen(chunk, holder, ends, tuple(range(holder.stripes.ranks)))
     return int(begin.min()), int(end.max())
 
 
 def within(begin: np.ndarray, end: np.ndarray, keys: slice, device: torch.device, tiled: bool) -> Intervals | None:
-    """The part of some ranks' intervals, [ranks, rows, T], that lies among these keys of theirs, taken together."""
+    """The intervals of some ranks, [ranks, rows, T], restricted to the slice `keys` of each and joined."""
     size = keys.stop - keys.start
     if begin[..., -1].max() <= keys.start and end[..., 0].min() >= keys.stop:
         return everything(begin.shape[-1], len(begin) * size, device)
@@ -144,7 +143,7 @@ def in_any_order(where: Intervals | None, keys: int) -> bool:
 
 @lru_cache(maxsize=64)
 def everything(queries: int, keys: int, device: torch.device) -> Intervals:
-    """Every query sees every key: most pieces of a long prompt."""
+    """The intervals in which every query sees every key, as in most pieces of a long prompt."""
     return on_device(np.stack([np.full((1, queries), edge, np.int32) for edge in (0, keys)]), device, tiled=True)
 
 
@@ -155,13 +154,13 @@ def on_device(host: np.ndarray, device: torch.device, tiled: bool) -> Intervals:
 
 @lru_cache(maxsize=32)
 def guests_of(blocks: Layout, rank: int, together: int) -> tuple[Stop, ...]:
-    """Everyone's queries, as they come to one rank: first its own, then up to `together` blocks at a time."""
+    """The stops at which all ranks' queries come to one rank: first its own, then up to `together` blocks at a time."""
     everyone = Schedule(np.ones((blocks.ring, blocks.ring), bool))
     return stops(everyone.rounds(rank, together=together)[0].visits, blocks, rank, lambda shard: None)
 
 
 def part_of(shard: Shard, some: slice) -> Shard:
-    """Of a shard the tokens with these local indices."""
+    """The tokens of a shard with these local indices."""
     ends = np.cumsum([len(r) for r in shard]).tolist()
     starts = [end - len(r) for r, end in zip(shard, ends, strict=True)]
     cut = (r[max(0, some.start - at) : max(0, some.stop - at)] for r, at in zip(shard, starts, strict=True))
@@ -180,7 +179,7 @@ class Landing(NamedTuple):
 def landings(
     lengths: tuple[int, ...], n: int, order: Layout | None, stripes: Stripes, rank: int, device: torch.device
 ) -> tuple[Landing, ...]:
-    """What a rank keeps of the `n` tokens after these lengths, which lie in the order of a layout's shards, if any."""
+    """Which of the n tokens after these lengths a rank keeps; `order`: the layout whose shards order them."""
     found = []
     for length in sorted(set(lengths)):
         positions = np.arange(length, length + n)
@@ -195,11 +194,11 @@ def landings(
 
 @lru_cache(maxsize=32)
 def whereabouts(layout: Layout) -> np.ndarray:
-    """Where each position lies among all shards, one after the other."""
+    """The place of each position in the order of all shards."""
     return np.argsort(layout.order())
 
 
 @lru_cache(maxsize=32)
 def whereabouts_on(device: torch.device, layout: Layout, n: int) -> Tensor:
-    """The same of the first n positions, on the device."""
+    """`whereabouts` of the first n positions, on the device."""
     return torch.from_numpy(whereabouts(layout)[:n]).to(device)

@@ -1,4 +1,4 @@
-"""Partials of all ranks become one: stacked and merged in rank order, so that every rank has the same bits."""
+"""Merge the partials of all ranks: stacked and merged in rank order, so that every rank has the same bits."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def merged_everywhere(rows: Tensor, plan: Plan, form: str, sinks: Tensor | None,
 
 
 def shared(rows: Tensor, axis: Any, form: str) -> Partial:
-    """Each rank merges its share of the rows, and hands it to all."""
+    """Each rank merges its share of the rows, and sends it to all."""
     flat = rows.flatten(0, -2)[:, None, None]
     pad = -len(flat) % axis.size
     stack = axis.all_to_all(F.pad(flat, [0] * 6 + [0, pad]), 0, 0).wait().unflatten(0, (axis.size, -1))
@@ -39,7 +39,7 @@ def shared(rows: Tensor, axis: Any, form: str) -> Partial:
 
 
 def merged(stack: Partial | Streams, dtype: torch.dtype = torch.float32) -> Partial:
-    """Stacked partials [ranks, ...] merged in rank order: in one kernel on GPUs, which makes an out of `dtype`."""
+    """Stacked partials [ranks, ...] merged in rank order: on GPUs in one kernel, whose out has `dtype`."""
     if stack.out.is_cuda and stack.out.dtype == torch.float32:
         from ringattn.kernels.triton import merge
 

@@ -2,8 +2,8 @@
 
     B batch   T new tokens   H query heads   G key/value heads   D head dim   V value dim
 
-`prefill` appends a chunk of a prompt and attends; `decode` does the same for a few tokens that every rank knows. How
-queries meet what each rank holds is in `meeting.py`, how the partials of all ranks become one in `exchange.py`.
+`prefill` appends a chunk of a prompt and attends; `decode` does the same for a few tokens that every rank has.
+`meeting.py` attends to the keys of each rank, `exchange.py` merges the partials of all ranks.
 """
 
 from collections.abc import Sequence
@@ -46,9 +46,9 @@ def prefill(
     """Append a chunk of the prompt to the cache, and attend to everything so far: out [B, T_local, H, V].
 
     q, k and v are this rank's part of the chunk under `plan` (the cache's plan `for_length(chunk)`). `start` is where
-    the chunk begins, checked against the cache if given. `move` says what travels: "queries", "keys", or what leaves
-    less time exposed (`cache.explain` says which). `keys` cuts the other way too: at most so many of a rank's keys
-    are attended to, or sent, at once. Nothing is differentiable: a cache keeps keys without their graph.
+    the chunk begins, checked against the cache if given. `move` is what travels: "queries", "keys", or "auto", which
+    leaves less time exposed (`cache.explain` shows which). `keys` is the most keys of a rank that are attended to, or
+    sent, at once. Not differentiable: a cache keeps keys without their graph.
     """
     spec = CAUSAL if spec is None else spec
     q, k, v = autocast(q, k, v, dtype=cache.k.dtype)
@@ -64,7 +64,7 @@ def prefill(
             guests = Guests(q, plan) if cache.ranks > 1 else None
             k, v = parted(new.wait(), cache)
             cache.keep(k, v, plan.seq_len, plan.tokens)
-            del new, k, v  # of all ranks: not to be held while queries attend
+            del new, k, v  # of all ranks: frees their memory before queries attend
             chunk = chunk._replace(holders=cache.holders())
             if guests:
                 part = guests.attend(cache, chunk, keys, q.dtype if sinks is None else torch.float32)
@@ -78,9 +78,9 @@ def check_chunk(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, spec: AttentionSpec, sinks: Tensor | None,
     start: int | Sequence[int] | None, move: str, keys: int | None,
 ) -> None:  # fmt: skip
-    """Raise on all ranks alike, before the cache is touched, if this chunk cannot be.
+    """Raise the same error on all ranks, before the cache is changed, if this chunk is wrong.
 
-    A kind of call that was found right once is looked up: then only the cache's lengths are new.
+    Kinds of calls that passed once are cached: then only the cache's lengths are checked.
     """
     problem = of_choice("move", move, ("auto", *MOVES)) or of_keys(keys)
     call = (plan, spec, move, whole(keys), *kinds(q, k, v, sinks))
@@ -119,13 +119,13 @@ def decode(
     sinks: Tensor | None = None,
     **unknown: Any,
 ) -> Tensor:
-    """The next token or tokens, the same q, k, v [B, n, H or G, D] on every rank: out [B, n, H, V] on every rank.
+    """Attention of the next tokens, the same q, k, v [B, n, H or G, D] on every rank: out [B, n, H, V] on every rank.
 
     Each rank attends to the keys it holds; the partials of all ranks are exchanged once and merged in rank order.
-    Several tokens see each other causally. Nothing is differentiable, as in `prefill`.
+    Several tokens see each other causally. Not differentiable, as in `prefill`.
 
-    On a GPU the host asks the device for nothing, and a call can be captured in a CUDA graph once it has been made
-    outside of one. Replays append without asking for room: what does not fit is dropped.
+    On a GPU the host reads nothing from the device, and a call can be captured in a CUDA graph once it has run outside
+    of one. Replays append without checking for room: tokens that do not fit are dropped.
     """
     spec = CAUSAL if spec is None else spec
     q, k, v = autocast(q, k, v, dtype=cache.k.dtype)
@@ -146,9 +146,9 @@ def ready(
     q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec, sinks: Tensor | None,
     unknown: dict[str, Any], capturing: bool,
 ) -> bool:  # fmt: skip
-    """Raise on all ranks alike, before the cache is touched, if this call cannot be; else whether it can go quickly.
+    """Raise the same error on all ranks, before the cache is changed, if this call is wrong; else return `is_quick`.
 
-    A kind of call that was found right once is looked up: then only the cache's lengths are new.
+    Kinds of calls that passed once are cached: then only the cache's lengths are checked.
     """
     problem, call = None, (spec, *kinds(q, k, v, sinks))
     quick = cache.known.get(call)
@@ -177,24 +177,24 @@ def ready(
 
 
 def is_quick(q: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec) -> bool:
-    """Whether the decode kernel serves, so that nothing of a step has to be planned on the host."""
+    """Whether the decode kernel supports the call, so that the host plans nothing per step."""
     problem = problem_of(q, cache.k, v, spec, tiles=False, few=True)
     return cache.prefix is None and kernels.select(problem, cache.plan.kernel).name == "decode"
 
 
 def of_capture(cache: KVCache, quick: bool | None) -> str | None:
-    """What keeps a call from being captured in a CUDA graph; `quick` is None where no call like it was made before."""
+    """Why a call cannot be captured in a CUDA graph; `quick` is None if no call of its kind ran before."""
     if cache.window is not None:
         return "a cache with a window moves its keys as it fills: decode on it cannot be captured"
     if quick is None:
-        return "call decode once, like this, before it is captured: to compile it, and to agree with the other ranks"
+        return "call decode once like this before it is captured, to compile it and to compare it between ranks"
     if not quick:
         return "only the decode kernel, on a cache that is no fork, can be captured: others plan on the host"
     return None
 
 
 def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Sequence[int] | None) -> str | None:
-    """What keeps a chunk of this plan, spec and start from the cache, in a sentence; None where nothing does."""
+    """Why a chunk with this plan, spec and start does not fit the cache, or None."""
     if (plan.ring, plan.ulysses) != (cache.plan.ring, cache.plan.ulysses) or plan.axes is not cache.plan.axes:
         return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
     return of_window(cache.window, spec) or of_start(start, cache.lengths)
@@ -203,7 +203,7 @@ def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Seque
 def settle(
     cache: KVCache, plan: Plan, spec: AttentionSpec, call: dict[str, Tensor | None], how: str, problem: str | None
 ) -> None:
-    """Raise alike on all ranks, before the cache is touched; where words are cheap, lengths are compared too."""
+    """Raise the same error on all ranks, before the cache is changed; where words are cheap, compare lengths too."""
     words = agree.describe(plan, spec, call, None, call="on a cache", how=how)
     if watched(plan):
         words["cache"] = f"{cache}, window {cache.window}, {cache.stripes}"
@@ -214,7 +214,7 @@ def decode_quickly(
     q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec, sinks: Tensor | None,
     capturing: bool,
 ) -> Tensor:  # fmt: skip
-    """Append, attend and merge in a few launches that read the lengths where they are, on the device."""
+    """Append, attend and merge in a few launches that read the lengths on the device."""
     from ringattn.kernels.triton import append, decode, merge
 
     n = q.shape[1]

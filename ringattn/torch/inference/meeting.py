@@ -1,7 +1,7 @@
-"""How queries of a prompt meet the keys of a cache that is spread over ranks, piece by piece.
+"""How queries of a prompt attend to the keys of a cache that is spread over ranks, piece by piece.
 
-`attend_cache` meets the keys that this rank holds. Where there are others, `Guests` come to the keys and go home with
-what they found, or keys come to the queries (`attend_travelling`), whichever a call has chosen.
+`attend_cache` attends to the keys that this rank holds. With several ranks, either queries travel to the keys and their
+partials come back (`Guests`), or keys travel to the queries (`attend_travelling`), as the call chose.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,43 +37,43 @@ from ringattn.torch.inference.exchange import merged
 
 
 def everyone(x: Tensor, plan: Plan) -> Pending:
-    """Every rank's tokens, on their way: [tokens of all shards, one after the other, B, ...]."""
+    """A transfer of every rank's tokens: [tokens of all shards in rank order, B, ...]."""
     return plan.ring_axis.all_gather(plan.ulysses_axis.all_gather(x.movedim(1, 0), 0).wait(), 0)
 
 
 def parted(new: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-    """k and v, [B, tokens, G, D or V], of what `everyone` brought."""
+    """k and v, [B, tokens, G, D or V], from the result of `everyone`."""
     k, v = new.movedim(0, 1).split([cache.k.shape[-1], cache.v.shape[-1]], -1)
     return k, v
 
 
 def kernel_for(q: Tensor, cache: KVCache, spec: AttentionSpec) -> kernels.Kernel:
-    """What attends to a cache; NotImplementedError with every reason where nothing can."""
+    """The kernel that attends to a cache; NotImplementedError with every reason if there is none."""
     return kernels.select(problem_of(q, cache.k, cache.v, spec, tiles=True, few=True), cache.plan.kernel)
 
 
 class Visit(NamedTuple):
-    """Keys and values, [B, ..., G, D or V], in the order of their positions, and what is seen of them, if anything."""
+    """Keys and values, [B, ..., G, D or V], in the order of positions, and the queries' intervals, if not empty."""
 
     kept: Sequence[Tensor]
     where: Intervals | None
 
 
 class Meeting:
-    """Queries that meet pieces of a cache one after the other, each merged into what was found before.
+    """Queries that attend to the pieces of a cache one by one, and merge their partials.
 
-    A named kernel that runs rectangles only runs the pieces that are; which they are depends on the rank and on the
-    rows' lengths. The best of the others runs the rest.
+    A named kernel that supports rectangles only runs the pieces that are rectangles, which depends on the rank and on
+    the lengths of rows. The best other kernel runs the rest.
     """
 
     def __init__(self, q: Tensor, cache: KVCache, spec: AttentionSpec):
         self.q, self.cache, self.spec = q, cache, spec
         self.part: Partial | None = None
-        self.tiled = kernel_for(q, cache, spec).tiles  # whether the kernel is one that asks for tiles
+        self.tiled = kernel_for(q, cache, spec).tiles  # whether the kernel needs tiles
         self.scores: dict[bool, Score] = {}
 
     def of(self, visits: Iterable[Visit]) -> None:
-        """Attend to the keys of each visit, and merge what is found into `part`."""
+        """Attend to the keys of each visit, and merge the result into `part`."""
         for kept, where in visits:
             if where is None:
                 continue
@@ -86,12 +86,12 @@ class Meeting:
             self.part = self.scores[rectangles].attend(self.q, k, v, where, carry=self.part)
 
     def end(self) -> Partial:
-        """What the queries found in all visits; over no keys, if there were none."""
+        """The partial over all visits; an empty one if there were none."""
         return self.part or empty(self.q, self.cache.v.shape[-1])
 
 
 def attend_cache(q: Tensor, cache: KVCache, chunk: Chunk, keys: int | None = None) -> Partial:
-    """Attention of a chunk's queries over the keys this rank holds, at most `keys` of them at once."""
+    """Attention of a chunk's queries over the keys that this rank holds, at most `keys` of them at once."""
     meeting = Meeting(q, cache, chunk.spec)
     plans = pieces_of(chunk, ((cache.rank,),), keys, q.device, meeting.tiled)
     for cuts, (k, v) in zip(plans, cache.memory(), strict=True):
@@ -106,10 +106,10 @@ def axes_of(plan: Plan) -> tuple[Axis, Axis]:
 
 
 class Guests:
-    """Everyone's queries, who come to the keys of this rank block after block, and whose partials go home again.
+    """The queries of all ranks, which come to the keys of this rank block by block, and whose partials go home.
 
-    The next block is on its way while one attends, and so are the partials of the one before. Those at home attend
-    last: beside them the last guests leave. Where a plan has both axes a block is of a whole ring rank.
+    While one block attends, the next one and the partials of the previous one travel. This rank's own queries attend
+    last, which hides the last transfer. If a plan has both axes, a block is that of a whole ring rank.
     """
 
     def __init__(self, q: Tensor, plan: Plan):
@@ -123,7 +123,7 @@ class Guests:
         _, self.coming = self.axis.share(*trip, nothing, f"queries of step 1 of {len(self.run)}, prefill")
 
     def attend(self, cache: KVCache, chunk: Chunk, keys: int | None, dtype: torch.dtype) -> Partial:
-        """This rank's partial over the keys of all, merged in rank order; its out may be of `dtype`."""
+        """This rank's partial over the keys of all ranks, merged in rank order; its out may have `dtype`."""
         rows = (self.axis.size, *self.q.shape[:3])  # by the rank that has the keys
         room = partial(torch.empty, device=self.q.device)
         out = room(*rows, cache.v.shape[-1], dtype=accumulator(self.q))
@@ -155,10 +155,10 @@ class Guests:
 
 
 def attend_travelling(q: Tensor, new: Pending, plan: Plan, cache: KVCache, chunk: Chunk, keys: int) -> Partial:
-    """Attention of this rank's own queries over all ranks' keys, and then over the chunk's, which the cache then keeps.
+    """Attention of this rank's own queries over all ranks' keys, then over the chunk's, which the cache then keeps.
 
-    Of each rank at most `keys` come at a time, from all at once, beside the work on as many that are here and on those
-    that came before. Where a plan has both axes, "here" is a whole ring rank.
+    At most `keys` keys of each rank arrive at a time, from all ranks at once, while earlier ones and as many local ones
+    are computed. If a plan has both axes, "local" is a whole ring rank.
     """
     meeting = Meeting(q, cache, chunk.spec)
     axis, inner = axes_of(plan)
@@ -185,12 +185,12 @@ def attend_travelling(q: Tensor, new: Pending, plan: Plan, cache: KVCache, chunk
 
 
 def in_order(room: Sequence[Tensor], where: Intervals | None) -> Visit:
-    """A visit of what came, [B, sources, blocks, ...]: brought into the order of positions where that matters."""
+    """A visit of the keys that arrived, [B, sources, blocks, ...], sorted by position where that matters."""
     keys = prod(room[0].shape[1:-2])
     return Visit(room if in_any_order(where, keys) else [x.transpose(1, 2) for x in room], where)
 
 
 def in_blocks(x: Tensor, block: int, inner: Axis) -> Tensor:
-    """[B, keys, G, D] as [B, blocks, inner ranks, keys of a block, G, D]: the keys of inner ranks too, in order."""
+    """[B, keys, G, D] as [B, blocks, inner ranks, keys of a block, G, D], in order."""
     x = x.unflatten(1, (-1, min(block, x.shape[1])))
     return x[:, :, None] if inner.size == 1 else inner.all_gather(x[:, :, None], 2).wait()

@@ -1,6 +1,6 @@
 """Gated linear attention over ranks. Read function.py first.
 
 function.py   the public function, its forward and its backward pass
-states.py     how states go from rank to rank
+states.py     how states travel from rank to rank
 halo.py       the tokens before a shard, for a short convolution
 """

@@ -1,4 +1,4 @@
-"""A call of linear attention, bound: all that is decided before states move, as in ringattn.torch.attention.call."""
+"""A bound call of linear attention: all that is decided before states move, as in ringattn.torch.attention.call."""
 
 from functools import lru_cache
 from math import prod
@@ -23,7 +23,7 @@ from ringattn.torch.check import have_tangents, of_dense, of_tangents, of_tensor
 from ringattn.torch.linear import states
 from ringattn.torch.sharding import local_positions, real_tokens
 
-SHARE = 0.5  # of the bytes of q, k, v and the gates: states of up to so many are kept for backward
+SHARE = 0.5  # states of up to this share of the bytes of q, k, v and the gates are kept for backward
 
 
 class Call:
@@ -45,11 +45,11 @@ class Call:
         self.kernel = selected(q, v, kernel)
         size = 8 if q.dtype == torch.float64 else 4
         self.way = choose(plan, scan, q.shape[0] * q.shape[2] * q.shape[3] * v.shape[3] * size, q.shape[3])
-        self.words: agree.Words = {}  # what all ranks compare
-        self.compared = agree.watched(plan)  # whether they compare it at every call
+        self.words: agree.Words = {}  # what the ranks compare
+        self.compared = agree.watched(plan)  # whether they compare it in every call
 
     def exchange(self, own: linear.State, start: Tensor | None, **how: bool) -> states.Here | states.Exchange:
-        """What is before each segment, on its way."""
+        """The transfer of the state before each segment."""
         return states.Here(own, start) if self.alone else states.Exchange(self.plan, own, start, self.way, **how)
 
     def folded(self, *tensors: Tensor | None) -> list[Any]:
@@ -65,7 +65,7 @@ def bind(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, plan: Plan, initial_state: Tensor | None,
     docs: Docs | None, scale: float | None, kernel: str, scan: str, gradients: bool, look: bool, return_state: bool,
 ) -> Call:  # fmt: skip
-    """The call for these arguments. Raises on all ranks alike if it cannot be; `look`: or if a gate cannot be."""
+    """The call for these arguments. Raises the same error on all ranks if they, or with `look` a gate, are wrong."""
     tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay, "initial_state": initial_state}
     kinds = tuple(None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors.values())
     key = ("linear_attention", plan, docs, scale, kernel, scan, gradients, return_state, kinds)
@@ -90,7 +90,7 @@ def problem(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, plan: Plan, initial_state: Tensor | None,
     docs: Docs | None, scale: float | None, kernel: str, scan: str,
 ) -> str | None:  # fmt: skip
-    """The first thing that is wrong with a call, as far as shapes, dtypes and devices show it."""
+    """The first problem with the shapes, dtypes and devices of a call."""
     found = (
         of_linear(q, k, v, log_decay, plan, docs)
         or of_tensors(q, k, v)
@@ -112,7 +112,7 @@ def problem(
 
 
 def of_gates(log_decay: Tensor | None, plan: Plan, docs: Docs | None) -> str | None:
-    """The first gate that is not a finite number of at most 0. Reads them all, and so waits for the device."""
+    """The first gate that is not a finite number of at most 0. Reads all gates, so it waits for the device."""
     if log_decay is None:
         return None
     real: Real = real_tokens(plan, docs, log_decay.device)
@@ -124,12 +124,12 @@ def of_gates(log_decay: Tensor | None, plan: Plan, docs: Docs | None) -> str | N
     at = tuple(bad.nonzero()[0].tolist())
     return (
         f"log_decay{list(at)} = {float(log_decay[at].detach()):g}: a log decay is finite and at most 0, as logsigmoid "
-        "gives it; growth overflows, and use docs= for document borders"
+        "gives it; growth overflows; for document borders use docs="
     )
 
 
 def selected(q: Tensor, v: Tensor, kernel: str) -> LinearKernel:
-    """The kernel. It is chosen by numbers, also where a compiler traces with symbols."""
+    """The kernel. It is chosen by concrete sizes, even while a compiler traces with symbolic ones."""
     problem = kernels.Problem(
         device=q.device.type,
         dtype=str(q.dtype).removeprefix("torch."),
@@ -149,7 +149,7 @@ def rows(x: Tensor, parts: int) -> Tensor:
 
 
 def empty_states(kernel: LinearKernel, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Tensor | None:
-    """Memory for the states before all chunks, if it is small compared with the inputs, which backward keeps anyway."""
+    """Memory for the states before all chunks, if it is small compared to the inputs, which backward keeps anyway."""
     sizes, dtype = kernel.states_shape(k, v)
     inputs = sum(prod(x.shape) * x.itemsize for x in (q, k, v, g) if x is not None)
     return q.new_empty(sizes, dtype=dtype) if prod(sizes) * dtype.itemsize <= SHARE * inputs else None
@@ -159,9 +159,9 @@ def empty_states(kernel: LinearKernel, q: Tensor, k: Tensor, v: Tensor, g: Tenso
 def begins(
     plan: Plan, docs: Docs | None, ring_rank: int, ulysses_rank: int, batch: int, device: torch.device
 ) -> Tensor | None:
-    """Where each token's document began, counted from its segment's first token, [1 or B * P, T / P]; None: before it.
+    """The start of each token's document relative to its segment's first token, [1 or B * P, T / P]; None: earlier.
 
-    Padding goes on with the last document; the first document goes on with what was before the sequence.
+    Padding continues the last document; the first document continues from the initial state.
     """
     if docs is None:
         return None

@@ -1,4 +1,4 @@
-"""`linear_attention` as ops, for torch.compile and whoever else looks at ops."""
+"""`linear_attention` as ops, for torch.compile and all else that sees ops."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def forward_op(
     return_state: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`function.forward`; what is not there is an empty tensor."""
+    """`function.forward`; a missing tensor is an empty one."""
     live = plan_of(plan, q.shape[1], q.shape[1])
     known = docs_of(docs, live.seq_len)
     call = bind(q, k, v, g, live, initial, known, scale, kernel, scan, keep, look, return_state)
@@ -90,7 +90,7 @@ def backward_op(
     scan: str,
     return_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`function.backward`; what is not there is an empty tensor."""
+    """`function.backward`; a missing tensor is an empty one."""
     live = plan_of(plan, q.shape[1], q.shape[1])
     known = docs_of(docs, live.seq_len)
     call = Call(q, v, live, known, scale, kernel, scan, True, return_state)

@@ -1,10 +1,10 @@
 """Gated linear attention in PyTorch: each rank's pass from zero, the exchange of states, each rank's output.
 
-    B batch   T this rank's tokens   H heads   K key dim   V value dim   P segments a rank
+    B batch   T this rank's tokens   H heads   K key dim   V value dim   P segments per rank
 
-Kept for backward are the inputs and, where they are small beside the inputs, the states before all chunks. Where they
-are large it is the state before each segment, and those in between are computed again. Under torch.compile a call is
-one op (compiled.py).
+Backward needs the inputs and the states before all chunks. These are kept if they are small compared to the inputs;
+otherwise only the state before each segment is, and the others are recomputed. Under torch.compile a call is one op
+(compiled.py).
 """
 
 from typing import Any
@@ -78,8 +78,8 @@ class LinearAttention(torch.autograd.Function):
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial: Tensor | None) -> Found:
-    """(out, the state behind the last token), and for backward, if it will want them: the state before each of this
-    rank's segments, or those before each chunk.
+    """(out, the state behind the last token), and for backward, if it will run, the state before each of this rank's
+    segments, or before each chunk.
     """
     with no_autocast(q.device):
         q, k, v, g = call.folded(q, k, v, g)
@@ -101,7 +101,7 @@ def backward(
     dout = torch.zeros_like(v) if dout is None else dout
     if not call.return_state:
         dend = None
-    elif dend is None:  # not used here, but perhaps on another rank
+    elif dend is None:  # unused here, but perhaps used on another rank
         dend = q.new_zeros(q.shape[0], *q.shape[2:], v.shape[3], dtype=accumulator(q))
     with no_autocast(q.device):
         q, k, v, g, dout = call.folded(q, k, v, g, dout)
@@ -111,7 +111,7 @@ def backward(
             dend = states.total_at(call.plan, dend, call.way, last[0])
         flying = call.exchange(back.end, dend, backward=True)
         own: Any = kept
-        if kept is None:  # walked again, while the gradients of the states are on their way
+        if kept is None:  # recompute them while the gradients of the states travel
             own = call.kernel.scan_states(k, v, g, call.begin)
         before = initial if call.alone else start
         dq, dk, dv, dg = call.kernel.gradients(

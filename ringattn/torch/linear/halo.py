@@ -1,6 +1,6 @@
-"""The few tokens before each segment that a rank holds, from the ranks that hold them; and the convolution over them.
+"""The halo of each segment, a few tokens before it that other ranks hold, and the convolution that needs it.
 
-B batch   T this rank's tokens   P segments a rank   W width   C channels
+B batch   T this rank's tokens   P segments per rank   W width   C channels
 """
 
 from functools import lru_cache
@@ -30,7 +30,7 @@ def causal_convolution(
     plan = whole_on_one(x_BTC, x_BTC) if plan is None else plan
     text = text_of(plan)
     if first is not None and first.requires_grad and torch.is_grad_enabled():
-        raise ValueError("first is what came before, and gets no gradient; give first.detach()")
+        raise ValueError("first has no gradient; pass first.detach()")
     P, W = segments(plan), weight_CW.shape[1]
     halo = torch.ops.ringattn.tokens_before(x_BTC, first, text, W - 1)
     rows = torch.cat([halo, x_BTC.unflatten(1, (P, -1))], 2).flatten(0, 1)  # [B * P, W - 1 + T / P, C]
@@ -47,7 +47,7 @@ def causal_convolution(
 
 
 def last_tokens(x_BTC: Tensor, plan: Plan, count: int, first: Tensor | None = None) -> Tensor:
-    """The last `count` tokens of the whole sequence, on every rank; `first`, those before it, where it is too short."""
+    """The last `count` tokens of the whole sequence, on every rank; a short sequence is preceded by `first`."""
     at = torch.from_numpy(own_positions(plan)).to(x_BTC.device) - (plan.seq_len - count)
     mine = (at >= 0) & (at < count)
     found = x_BTC.new_zeros(len(x_BTC), count, x_BTC.shape[2]).index_copy(1, at[mine], x_BTC[:, mine])
@@ -58,7 +58,7 @@ def last_tokens(x_BTC: Tensor, plan: Plan, count: int, first: Tensor | None = No
 
 
 class Tail(NamedTuple):
-    """The last tokens of one segment, on their way to a later one."""
+    """The last tokens of one segment, which travel to a later one."""
 
     source: Place
     to: Place
@@ -67,9 +67,9 @@ class Tail(NamedTuple):
 
 @lru_cache(maxsize=64)
 def tails(plan: Plan, count: int) -> list[Tail]:
-    """What all segments need of those before them, to see `count` tokens back; in the order of the sequence."""
+    """The tails that segments need to see `count` tokens back, in the order of the sequence."""
     walk, length = order(plan), plan.local_len // segments(plan)
-    reach = range(-(-count // length), 0, -1)  # segments back: more than one where they are shorter than `count`
+    reach = range(-(-count // length), 0, -1)  # segments back: more than one if they are shorter than `count`
     return [
         Tail(walk[i - d], to, min(length, count - (d - 1) * length))
         for i, to in enumerate(walk)
@@ -79,9 +79,9 @@ def tails(plan: Plan, count: int) -> list[Tail]:
 
 
 def carried(plan: Plan, ways: list[Tail], given: dict[Tail, Tensor], like: Tensor) -> dict[Tail, Tensor]:
-    """What is `given` at the sources that are here, brought to where it goes: [B, count, C] each, as `like` [B, _, C].
+    """The tails that arrive at this rank, from those that are `given` here: [B, count, C] each, like `like` [B, _, C].
 
-    First to the right Ulysses rank, then to the right ring rank: one hop mostly, two where both differ.
+    First to the right Ulysses rank, then to the right ring rank: usually one hop, two if both differ.
     """
     r, u = plan.ring_axis.rank, plan.ulysses_axis.rank
     given = moved(plan.ulysses_axis, [(w, w.source[1], w.to[1]) for w in ways if w.source[0] == r], given, like)
@@ -89,7 +89,7 @@ def carried(plan: Plan, ways: list[Tail], given: dict[Tail, Tensor], like: Tenso
 
 
 def moved(axis: Axis, ways: list[tuple[Tail, int, int]], given: dict[Tail, Tensor], like: Tensor) -> dict[Tail, Tensor]:
-    """Each tail from one rank of an axis to another, or where it is."""
+    """Move each tail from one rank of an axis to another, or leave it."""
     out: dict[int, list[Tensor]] = {}
     into: dict[int, list[Tensor]] = {}
     found = {}
@@ -126,7 +126,7 @@ def _(x: Tensor, first: Tensor | None, plan: str, count: int) -> Tensor:
 
 @op("tokens_before_backward")
 def tokens_before_backward(grad: Tensor, plan: str, length: int) -> Tensor:
-    """The gradients of all halos, brought to the tokens they are of."""
+    """The gradients of all halos, sent to the ranks of their tokens."""
     live = plan_of(plan, length, length)
     B, P, count, C = grad.shape
     ways, given = tails(live, count), {}
@@ -164,7 +164,7 @@ def _(x: Tensor, docs: Tensor, plan: str) -> Tensor:
 
 
 def back(way: Tail) -> Tail:
-    """The way of its gradient."""
+    """The way of the gradient of a tail."""
     return Tail(way.to, way.source, way.tokens)
 
 

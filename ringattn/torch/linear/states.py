@@ -1,12 +1,12 @@
-"""The exchange of linear attention: from what each segment of the sequence does to a state, the state before each.
+"""The exchange of linear attention: the state before each segment, from what each segment does to a state.
 
-    B batch   P segments a rank   H heads   K key dim   V value dim
+    B batch   P segments per rank   H heads   K key dim   V value dim
 
 A rank holds one segment, or two that are apart (zigzag). The bytes that travel do not depend on the sequence's length.
-The ways it may go are those of ringattn.segments.
+The ways to exchange states are those of ringattn.segments.
 
-Backward the gradient of the state takes the same ways in reverse. Ulysses ranks hold consecutive pieces of one ring
-shard: they gather among themselves first, and then all go round the ring alike.
+In backward the gradient of the state takes the same way in reverse. Ulysses ranks hold consecutive pieces of one ring
+shard: they gather among themselves first, and then all of them pass states around the ring.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ from ringattn.segments import Place, Way, order, passes, segments
 
 
 class Step(NamedTuple):
-    """What a segment makes of the state before it: factor * state + kv. `factor` is [B, H, K, 1]."""
+    """What a segment does to the state before it: factor * state + kv. `factor` is [B, H, K, 1]."""
 
     factor: Tensor
     kv: Tensor
@@ -51,10 +51,10 @@ class Here:
 
 
 class Exchange:
-    """The state before each of this rank's segments, on its way: what does not need it may run before `before()`.
+    """A transfer of the state before each of this rank's segments; `before()` waits for it.
 
-    `own` is what each segment does, `start` [B, H, K, V] the state before the first of all, the same on every rank.
-    Backward everything runs from the last segment to the first.
+    `own` is what each segment does, `start` [B, H, K, V] the state before the first segment, the same on every rank. In
+    backward all runs from the last segment to the first.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Exchange:
         return dict(zip(self.walk, before, strict=False))
 
     def around(self) -> dict[Place, Tensor]:
-        """Once or, in zigzag, twice round the ring; the second time begins where the first one ended."""
+        """Once or, in zigzag, twice around the ring; the second pass begins at the end of the first."""
         found: dict[Place, Tensor] = {}
         for i in range(passes(self.plan)):
             relay = self.flying if i == 0 else self.relay(i, self.behind)
@@ -103,7 +103,7 @@ class Exchange:
         return found
 
     def relay(self, i: int, value: Tensor) -> Relay:
-        """The state on its i-th way round the ring; `value` is what the first rank begins with."""
+        """The i-th pass of the state around the ring; the first rank begins with `value`."""
         whole = reduce(Step.then, (self.steps[place] for place in self.places(i)))
         cut = [Step(*both) for both in zip(*(x.chunk(self.way.pieces, 2) for x in whole), strict=True)]
         pieces = [x.contiguous() for x in value.chunk(self.way.pieces, 2)]
@@ -111,7 +111,7 @@ class Exchange:
         return Relay(self.plan.ring_axis, pieces, [step.after for step in cut], reverse)
 
     def places(self, i: int) -> list[Place]:
-        """The segments of this ring shard that the i-th way passes, in its order."""
+        """The segments of this ring shard in the i-th pass, in its order."""
         shard = [place for place in self.walk if place[0] == self.rank]
         each = len(shard) // passes(self.plan)
         return shard[i * each : (i + 1) * each]
@@ -140,6 +140,6 @@ def gathered(x: Tensor, axis: Axis) -> Tensor:
 
 
 def total_at(plan: Plan, x: Tensor, way: Way, ring_rank: int) -> Tensor:
-    """The sum over all ranks; known on this ring rank, or where everything is gathered on every one."""
+    """The sum over all ranks: on ring rank `ring_rank`, or on all ranks if the way is gather."""
     x = gathered(x, plan.ulysses_axis).sum(0)
     return gathered(x, plan.ring_axis).sum(0) if way.name == "gather" else add_up(plan.ring_axis, x, ring_rank)

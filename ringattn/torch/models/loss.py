@@ -32,12 +32,11 @@ def token_mean(
     """sum of the real tokens' losses over all ranks / number of real tokens over all ranks.
 
     Every rank gets the same value. Its gradient is this rank's share, so gradients are summed over ranks, never
-    averaged. Padding does not count, nor do tokens where `mask`, of bools or integers, is 0 (labels to ignore); what a
-    token that does not count holds, even NaN, does not matter. `over` names further axes to average over
-    (comms.mesh.axis(mesh, "data")).
+    averaged. Padding does not count, nor do tokens where `mask`, of bools or integers, is 0 (labels to ignore); their
+    losses are ignored, even NaN. `over` is further axes to average over (comms.mesh.axis(mesh, "data")).
 
-    Use `cross_entropy` for labels: it leaves ignored ones out. F.cross_entropy(reduction="none") gives 0 for them, and
-    here such a 0 would count as the loss of a token.
+    Use `cross_entropy` for labels: it skips ignored ones. F.cross_entropy(reduction="none") gives 0 for them, which
+    would count here as the loss of a token.
     """
     problem = of_arguments(required=True, plan=plan)
     if problem is None and plan.framework != "torch":
@@ -62,8 +61,8 @@ def cross_entropy(
     """The mean cross entropy of the labels of all ranks that are not `ignore_index`, nor of padding.
 
     `logits_BTV` and `labels_BT` are this rank's tokens; a label is the class of its own token, so for a language model
-    shift the labels before `plan.shard`. Computed in float32 (float64 for float64), of a few tokens at once, and again
-    in backward. The value, its gradient, `docs` and `over` are as in `token_mean`.
+    shift the labels before `plan.shard`. Computed in float32 (float64 for float64), for a few tokens at a time, and
+    recomputed in backward. The value, its gradient, `docs` and `over` are as in `token_mean`.
     """
     problem = of_arguments(required=True, plan=plan)
     if problem is None and plan.framework != "torch":
@@ -80,7 +79,7 @@ def cross_entropy(
 
 
 def entropies(logits_BtV: Tensor, labels_Bt: Tensor, counted_Bt: Tensor) -> Tensor:
-    """The cross entropy of each token that counts. Logits of others are cleared: NaN times a gradient of 0 is NaN."""
+    """The cross entropy of each token that counts. Others' logits are zeroed: NaN times a gradient of 0 is NaN."""
     logits = torch.where(counted_Bt[..., None], logits_BtV.to(accumulator(logits_BtV)), 0.0)
     return F.cross_entropy(logits.flatten(0, 1), labels_Bt.flatten(), reduction="none").view_as(labels_Bt)
 
@@ -118,7 +117,7 @@ def of_losses(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | N
 
 
 def of_ignored(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | None) -> str | None:
-    """Losses that F.cross_entropy made with labels to ignore, as autograd remembers them, none of which may count."""
+    """No loss that counts is of a label that F.cross_entropy ignored, as found in the autograd graph."""
     node = losses_BT.grad_fn
     for _ in range(8):  # views and factors
         if node is None or node.name().startswith("NllLoss"):
@@ -139,7 +138,7 @@ def of_ignored(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | 
 
 
 def of_labels(logits_BTV: Tensor, labels_BT: Tensor, plan: Plan, ignore_index: Any, docs: Docs | None) -> str | None:
-    """Logits and a label for each of this rank's tokens; on CPUs labels are looked at too."""
+    """Logits and a label for each of this rank's tokens; on CPUs the labels' values are checked too."""
     if found := of_types(logits=logits_BTV, labels=labels_BT) or of_arguments(docs=docs):
         return found
     shape, floating = tuple(logits_BTV.shape), logits_BTV.is_floating_point()
@@ -182,5 +181,5 @@ def of_mask(mask: Tensor, like: Tensor) -> str | None:
         return f"mask is on {mask.device}, losses on {like.device}; put both on one device"
     if mask.dim() > 2 or any(m not in (1, n) for m, n in zip(mask.shape[::-1], like.shape[::-1], strict=False)):
         shapes = f"mask has shape {tuple(mask.shape)}, losses {tuple(like.shape)}"
-        return f"{shapes}: mask must have that shape, or 1 where it says the same for all"
+        return f"{shapes}: mask must have that shape, or 1 in dims where it is the same for all"
     return None

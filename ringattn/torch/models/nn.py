@@ -30,7 +30,7 @@ def rope_angles(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin [T, dim / 2] of position * theta^(-2i / dim): the angles in float64, right at any length.
 
-    One node of a compiled graph, which would otherwise work them out again for every head.
+    One node of a compiled graph, which would otherwise compute them again for every head.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions_T.device) / dim
     angles = positions_T.double()[..., None] * theta**-exponents
@@ -54,7 +54,7 @@ def rope(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @op("positions")
 def positions_of(x: Tensor, plan: str) -> Tensor:
-    """plan.positions() on the device of x, as one node of a compiled graph; the plan comes as its text."""
+    """plan.positions() on the device of x, as one node of a compiled graph; the plan is passed as its text."""
     return of_text(plan).positions().to(x.device, copy=True)
 
 
@@ -119,12 +119,12 @@ class Attention(nn.Module):
 
 
 class StreamingAttention(Attention):
-    """Attention that also works on a sequence as it comes: `prefill` takes a prompt, or chunk after chunk of it,
-    `step` the next token or tokens, `reset` forgets them. All give what `forward` gives for the whole at once.
+    """Attention that can also process a sequence step by step: `prefill` takes a prompt, or its chunks in order, `step`
+    the next tokens, and `reset` drops the sequence. The results equal those of `forward` on the whole sequence.
 
-    The weights are those of `Attention`, under the same names. Keys and values stay in `cache`, spread over the ranks
-    of the plan that the first chunk came with; it has room for `max_len` tokens, or with a window for what can still be
-    seen and the longest chunk so far.
+    The weights are those of `Attention`, under the same names. Keys and values are in `cache`, spread over the ranks of
+    the first chunk's plan. It has room for `max_len` tokens, or with a window for the tokens that can still be seen and
+    the longest chunk so far.
 
     Only `forward` is differentiable, and only `forward` takes a spec that is not causal.
     """
@@ -165,12 +165,12 @@ class StreamingAttention(Attention):
         q, k, v = self.projected(x_BTC, plan.positions().to(x_BTC.device) + self.filled)
         cache = self.allocate(k, plan) if cache is None else cache.for_chunk(plan.seq_len)
         out = prefill(q, k, v, plan, cache, spec=self.spec)
-        self.cache = cache  # not before: a chunk that was refused leaves nothing behind
+        self.cache = cache  # last, so that a refused chunk changes nothing
         return self.out(out.flatten(2))
 
     @torch.no_grad()
     def step(self, x_BTC: Tensor) -> Tensor:
-        """The next token or tokens, the same on every rank, and so is what comes back."""
+        """The layer's output for the next tokens; input and output are the same on every rank."""
         self.check(x_BTC)
         if self.cache is None:
             raise ValueError("step before prefill: this layer has seen no prompt; call prefill(x, plan) first")
@@ -181,7 +181,7 @@ class StreamingAttention(Attention):
         return self.out(out.flatten(2))
 
     def reset(self) -> None:
-        """Forget the sequence, and give its memory back."""
+        """Drop the sequence, and free its memory."""
         self.cache = None
 
     @property
@@ -192,8 +192,8 @@ class StreamingAttention(Attention):
     def check(self, x: Tensor, plan: Plan | None = None) -> None:
         if not self.spec.causal:
             raise ValueError(
-                "the layer's spec has causal=False: its tokens see those that have not come yet, so prefill and step "
-                "have no answer; call forward on the whole sequence"
+                "the layer's spec has causal=False: tokens see later ones, so prefill and step are not supported; call "
+                "forward on the whole sequence"
             )
         check_stream(x, self.d_model, None if self.cache is None else len(self.cache.filled), plan)
 

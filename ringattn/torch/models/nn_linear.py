@@ -1,4 +1,4 @@
-"""Gated linear attention as a layer: over ranks when it trains, with a state of fixed size when it generates.
+"""Gated linear attention as a layer: over ranks in training, with a state of fixed size in generation.
 
 B batch   T this rank's tokens   C width   H heads   K key dim   V value dim
 """
@@ -20,7 +20,7 @@ FEW = 8  # tokens that `step` takes one by one
 
 
 def head_size(d_model: int, heads: int, said: int | None = None) -> int:
-    """The size of a head: as said, or its share of d_model."""
+    """The size of a head: as given, or its share of d_model."""
     if found := of_sizes(d_model=d_model, heads=heads):
         raise ValueError(found)
     size = d_model // heads if said is None else said
@@ -30,7 +30,7 @@ def head_size(d_model: int, heads: int, said: int | None = None) -> int:
 
 
 def check_input(x: Tensor, d_model: int, plan: Plan | None = None, docs: Docs | None = None) -> None:
-    """A ValueError for what is not a rank's [batch, tokens, d_model], or whose documents are of another sequence."""
+    """A ValueError unless x is a rank's [batch, tokens, d_model] and documents match its sequence."""
     problem = of_types(x=x) or of_arguments(plan=plan, docs=docs) or of_input(x, d_model, plan, docs)
     if problem:
         raise ValueError(problem)
@@ -51,13 +51,13 @@ def of_input(x: Tensor, d_model: int, plan: Plan | None, docs: Docs | None) -> s
 
 
 def check_stream(x: Tensor, d_model: int, rows: int | None, plan: Plan | None = None) -> None:
-    """A ValueError for what cannot go on a sequence of so many batch rows (None: it begins here)."""
+    """A ValueError if x cannot continue a sequence with `rows` batch rows (None: it begins here)."""
     check_input(x, d_model, plan)
     if not x.shape[1]:
         raise ValueError("x has no tokens; a chunk or a step has 1 or more")
     if x.requires_grad:
         raise ValueError(
-            "x asks for gradients, and prefill and step keep none: call them under torch.no_grad(), or train with "
+            "x requires gradients, but prefill and step have none: call them under torch.no_grad(), or train with "
             "forward"
         )
     if rows is not None and len(x) != rows:
@@ -67,11 +67,11 @@ def check_stream(x: Tensor, d_model: int, rows: int | None, plan: Plan | None = 
 class GatedLinearAttention(nn.Module):
     """out(swish(w x) * norm(linear_attention(qkv(x), log decay))), of which this rank has its plan's tokens.
 
-    The log decay is logsigmoid(up(down(x))) / temperature, a gate a key channel (gate="channel") or a head ("head"),
-    or there is none (None). With `convolution` = W > 0, q, k and v first pass a causal convolution over W tokens.
+    The log decay is logsigmoid(up(down(x))) / temperature, one gate per key channel (gate="channel") or per head
+    ("head"), or none (None). With `convolution` = W > 0, q, k and v first pass a causal convolution over W tokens.
 
-    `forward` is for training: nothing else is differentiable. `prefill`, `step` and `reset` work on a sequence as it
-    comes, as those of `StreamingAttention` do, and keep the state, which is the same on every rank.
+    Only `forward` is differentiable. `prefill`, `step` and `reset` process a sequence step by step, as in
+    `StreamingAttention`, and keep the state, which is the same on every rank.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class GatedLinearAttention(nn.Module):
         self.norm = nn.GroupNorm(heads, values)  # a group is a head
         self.out = nn.Linear(values, d_model, bias=False)
         self.state: Tensor | None = None  # [B, H, K, V], float32
-        self.tail: Tensor | None = None  # the last tokens, as far as the convolution will still need them
+        self.tail: Tensor | None = None  # the last tokens, which the convolution will still need
 
     def forward(
         self, x_BTC: Tensor, plan: Plan | None = None, positions: Tensor | None = None, docs: Docs | None = None
@@ -135,12 +135,12 @@ class GatedLinearAttention(nn.Module):
         out, state = api.linear_attention(
             q, k, v, self.log_decay(x_BTC), plan, initial_state=self.state, return_state=True, kernel=self.kernel
         )
-        self.state, self.tail = state, tail  # not before: a chunk that was refused leaves nothing behind
+        self.state, self.tail = state, tail  # last, so that a refused chunk changes nothing
         return self.finished(out, x_BTC)
 
     @torch.no_grad()
     def step(self, x_BTC: Tensor) -> Tensor:
-        """The next token or tokens, the same on every rank, and so is what comes back."""
+        """The layer's output for the next tokens; input and output are the same on every rank."""
         self.check(x_BTC)
         if self.state is None:
             raise ValueError("step before prefill: this layer has seen no prompt; call prefill(x, plan) first")
@@ -154,11 +154,11 @@ class GatedLinearAttention(nn.Module):
             mixed = F.silu(F.conv1d(rows.mT, self.mix.flip(1)[:, None], groups=rows.shape[2]).mT)
         q, k, v = self.parted(mixed)
         out, state = recurrent(q, k, v, self.log_decay(x_BTC), None, self.state, self.key_dim**-0.5)
-        self.state, self.tail = state, tail  # not before: a step that failed leaves nothing behind
+        self.state, self.tail = state, tail  # last, so that a failed step changes nothing
         return self.finished(out.to(x_BTC.dtype), x_BTC)
 
     def reset(self) -> None:
-        """Forget the sequence."""
+        """Drop the sequence."""
         self.state, self.tail = None, None
 
     def check(self, x: Tensor, plan: Plan | None = None) -> None:
@@ -173,7 +173,7 @@ class GatedLinearAttention(nn.Module):
         return q, k, v
 
     def log_decay(self, x_BTC: Tensor) -> Tensor | None:
-        """In float32: sums of gates near zero lose their bits in 16."""
+        """The log decay in float32: sums of gates near zero lose precision in 16 bits."""
         if self.gate is None:
             return None
         g = F.logsigmoid(self.up(self.down(x_BTC)).float()) / self.temperature

@@ -1,4 +1,4 @@
-"""What is done to each token by itself, done to a few at once: what lies in between is never there for all of them."""
+"""Apply a function of single tokens to a few tokens at a time, so that intermediate results stay small."""
 
 from collections.abc import Callable
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-LOGITS = 2**28  # of so many numbers at once
+LOGITS = 2**28  # the most logits at a time
 
 
 def tokens_at_once(numbers: int, width: int, batch: int) -> int:
-    """Of how many tokens a tensor of that width has at most so many numbers."""
+    """The most tokens for which a tensor of this width has at most `numbers` numbers."""
     return max(1, numbers // (width * max(1, batch)))
 
 
 def in_pieces(function: Callable[..., Tensor], tokens: int, *given: Tensor) -> Tensor:
-    """`function` of so many tokens at once. Backward computes each piece again, when its turn comes."""
+    """`function` of a few tokens at a time. Backward recomputes each piece."""
     if given[0].shape[1] <= tokens:
         return function(*given)
     pieces = zip(*(x.split(tokens, 1) for x in given), strict=True)
