@@ -47,7 +47,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         from ringattn.launch.train.torchrun import PRELOAD
 
         multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, "ringattn.launch.processes"])
+        kept = os.dup(1), os.dup(2)
+        with open(os.devnull, "w") as nowhere:  # what ranks print is nobody's: they are forked from here on
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
         forkserver.ensure_running()
+        for number, copy in enumerate(kept, start=1):
+            os.dup2(copy, number)
+            os.close(copy)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
