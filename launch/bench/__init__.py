@@ -1,4 +1,4 @@
-"""Time and measure things side by side: `ringattn bench SUITE [key=value ...]`.
+"""Benchmarks, side by side: `ringattn bench SUITE [key=value ...]`.
 
     decode    a token over a cache that is spread over ranks: time over that of copying it
     jax       attention on JAX arrays over this machine's GPUs, beside its kernel alone
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(name: str, words: list[str]) -> None:
-    """Run a suite, and keep its rows where that was asked for."""
+    """Run a suite, and append its rows to out=FILE if given."""
     suite = import_module(f"ringattn.launch.bench.{name}")
     if any(w in ("-h", "--help") for w in words):
         print(usage(f"bench {name}", suite))
@@ -64,7 +64,7 @@ def measure(name: str, words: list[str]) -> None:
 
 
 def fits(options: Any, sized: bool) -> None:
-    """A ValueError for heads that do not divide, missing GPUs, and a GPU's sizes on a CPU if none were said."""
+    """A ValueError for heads that do not divide, missing GPUs, and a GPU's sizes on a CPU if none are given."""
     import torch
 
     fields = {f.name: f for f in dataclasses.fields(options)}
@@ -84,7 +84,7 @@ def fits(options: Any, sized: bool) -> None:
 
 
 def write(rows: list[dict[str, Any]], path: Path) -> None:
-    """Append the rows to `path`, each with where and with what it was measured."""
+    """Append the rows to `path`, each with the machine and versions of its measurement."""
     stamp = {"commit": commit(), **machine()}
     with path.open("a") as file:
         file.writelines(json.dumps({**stamp, **row}) + "\n" for row in rows)
@@ -104,12 +104,12 @@ def cell(value: Any) -> str:
 
 
 def on_ranks(measure: Callable[..., Any], ranks: int, device: str, timeout: float, *args: Any) -> list[Any]:
-    """`measure(*args)` on so many ranks, processes of this machine, in order."""
+    """The results of `measure(*args)` on all ranks, processes of this machine, in order."""
     return run_ranks(measure, ranks, *args, backend="nccl" if device == "cuda" else "gloo", timeout=timeout)
 
 
-def told(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, which rank 0 says to stderr as it comes: the table has to wait for all of them."""
+def reported(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, which rank 0 prints to stderr right away; the table comes after all rows."""
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
@@ -119,7 +119,7 @@ def told(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def meet() -> None:
-    """All ranks come here, and their devices have done all that was asked of them."""
+    """A barrier of all ranks, after their devices have finished."""
     import torch.distributed as dist
 
     finish()

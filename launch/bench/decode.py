@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ringattn.launch.bench import captured, meet, on_ranks, table, told
+from ringattn.launch.bench import captured, meet, on_ranks, reported, table
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "ranks", "transport", "new", "mode", "us", "floor_us", "over_floor", "limit_us", "faster"]
@@ -76,7 +76,7 @@ def measure(options: Options) -> list[dict[str, Any]]:
                 us = timed(captured(step) if mode == "graph" else step, 1 if mode == "call" else CALLS, options)
                 row = {"tokens": tokens, "ranks": ranks, "transport": transport, "mode": mode, "us": us}
                 more = {"copy_tb_per_s": rate / 1e12, "floor_us": nbytes / ranks / rate * 1e6}
-                found.append(told({**row, **more}))
+                found.append(reported({**row, **more}))
     return found
 
 

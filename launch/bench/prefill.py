@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringattn.launch.bench import on_ranks, table, told
+from ringattn.launch.bench import on_ranks, reported, table
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.bench.memory import held
 from ringattn.launch.words import option
@@ -77,7 +77,7 @@ def measure(options: Options) -> list[dict[str, Any]]:
             ms, peak, moved = timed(call, prompt, plan, tokens, options)
             name = f"chunks of {chunk}" if way == "chunks" else way
             row = {"case": f"{tokens} tokens", "name": name, "tokens": tokens, "way": way, "chunk": chunk}
-            found.append(told({**row, "ms": ms, "peak_mib": peak, "moved": moved}))
+            found.append(reported({**row, "ms": ms, "peak_mib": peak, "moved": moved}))
     return found
 
 

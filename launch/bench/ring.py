@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringattn.launch.bench import captured, on_ranks, table, timeline, together, told
+from ringattn.launch.bench import captured, on_ranks, reported, table, timeline, together
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.words import option
 
@@ -125,7 +125,7 @@ def measure(options: Options) -> dict[str, Any]:
                 flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim
                 row = {"tokens": tokens, "mask": mask, "who": who, **about, "mode": mode, "ms": ms, "flops": flops}
                 more = {"floor_ms": floors[mode], "peak": peak(options, tokens, mode)}
-                found["rows"].append(told({**row, **more}))
+                found["rows"].append(reported({**row, **more}))
                 if options.trace and (mask, tokens) == asked_for(options)[0]:
                     found["spans"][f"{who} {tokens} {mode}"] = timeline.record(calls[mode])
     return found

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ringattn.launch.bench import on_ranks, ring, table, told
+from ringattn.launch.bench import on_ranks, reported, ring, table
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.words import option
 
@@ -68,7 +68,7 @@ def measure(options: Options) -> list[dict[str, Any]]:
                     call()
                     row = {"tokens": tokens, "layout": layout, "scan": scan, "mode": mode}
                     row |= {"MB": (sent(plan) - before) / 1e6, "floor_ms": floors[mode], "ms": ring.timed(call, how)}
-                    found.append(told(row))
+                    found.append(reported(row))
     return found
 
 

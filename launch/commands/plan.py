@@ -45,11 +45,11 @@ class Options:
     window: int | None = option(None, "how many keys a query sees at most")
     docs: tuple[int, ...] | None = option(None, "lengths of packed documents; the rest is padding", least=0)
     device: str = option("cuda", "cuda or cpu: whose speeds and kernels to assume")
-    dtype: str | None = option(None, "bfloat16 on cuda and float32 on cpu, if not said")
+    dtype: str | None = option(None, "by default bfloat16 on cuda and float32 on cpu")
 
 
 class Link(NamedTuple):
-    """What a plan asks of an axis whose ranks are not there."""
+    """The axis of a plan whose ranks do not exist here."""
 
     by: str
     hosts: int
@@ -74,7 +74,7 @@ def run(options: Options) -> int:
 
 
 def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
-    """The plan that the ranks of such a mesh would make."""
+    """The plan that the ranks of this mesh would make."""
     if options.sequence is not None and (options.ring, options.ulysses) != (1, 1):
         raise ValueError(f"sequence={options.sequence} leaves ring and ulysses to the plan; leave them out")
     if (ranks := options.sequence or options.ring * options.ulysses) > MOST:

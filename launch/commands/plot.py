@@ -74,11 +74,11 @@ MARGIN = 0.35  # inches above and below the panels, for titles and ticks
 class Options:
     source: str = option("pictures", "pictures, or a file of benchmark lines")
     out: str | None = option(None, "where to: a folder for pictures (docs/pictures), a file for lines (FILE.svg)")
-    metric: str | None = option(None, "which figure of the lines to draw (the first known kind, if not said)")
+    metric: str | None = option(None, "which figure of the lines to draw (default: the first known kind)")
 
 
 def run(options: Options) -> int:
-    """Draw what was asked and print the names of the files."""
+    """Draw the requested pictures and print the names of the files."""
     matplotlib.use("Agg")
     with matplotlib.rc_context(STYLE):
         if options.source == "pictures":
@@ -235,7 +235,7 @@ def case_names(rows: list[Row], taken: set[str]) -> list[tuple[Row, str]]:
 
 
 def usual_values(rows: list[Row], taken: set[str]) -> dict[str, str]:
-    """What nine in ten rows have in common, by key: it is said once."""
+    """What nine in ten rows have in common, by key, for the title."""
     most = {k: Counter(str(r[k]) for r in rows if r.get(k)).most_common(1) for k in differing(rows, taken)}
     return {k: value for k, ((value, count),) in most.items() if count >= 0.9 * len(rows)}
 

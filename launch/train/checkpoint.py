@@ -38,7 +38,7 @@ class Checkpoints:
         self.writing: tuple[int, Future[None]] | None = None
         self.thread = ThreadPoolExecutor(1, "checkpoints")
         self.copies: dict[str, Tensor] = {}
-        self.copied: Any = None  # what a GPU says when it has copied
+        self.copied: Any = None  # the event after which a GPU has copied
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Copy everything now, write it while training goes on. `state` is small and goes into JSON."""
@@ -296,7 +296,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def unreadable(path: Path, why: str) -> str:
-    """What to say of a checkpoint that is broken."""
+    """The error for a broken checkpoint."""
     older = [str(p) for p in complete(path.parent) if p.name < path.name]
     instead = f"say resume=PATH to go on from an older one: {', '.join(older)}" if older else "there is no older one"
     return f"{path} cannot be read ({' '.join(why.split())}); {instead}"

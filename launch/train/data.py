@@ -29,7 +29,7 @@ class Corpus:
     name: str
     files: tuple[Path, ...]
     dtype: np.dtype = np.dtype(np.uint8)  # noqa: RUF009 (immutable)
-    ends: tuple[int, ...] = field(init=False)  # where each file ends, in tokens
+    ends: tuple[int, ...] = field(init=False)  # the end of each file, in tokens
 
     def __post_init__(self) -> None:
         sizes = [f.stat().st_size // self.dtype.itemsize for f in self.files]
@@ -124,7 +124,7 @@ class Windows:
 
 @lru_cache(maxsize=4)
 def shuffled(count: int, *seed: int) -> np.ndarray:
-    """The numbers below `count` in an order that the seed alone decides; drawn once, and nobody's to change."""
+    """The numbers below `count` in an order that depends on the seed alone; drawn once and read-only."""
     order = np.random.default_rng(seed).permutation(count)
     order.flags.writeable = False
     return order
@@ -203,7 +203,7 @@ def extremes(corpus: Corpus, vocab: int, part: int = 0, parts: int = 1, piece: i
 
 
 def check_vocabulary(low: int, high: int, vocab: int) -> None:
-    """A ValueError where the lowest or the highest token of the data is none of the model's."""
+    """A ValueError if the lowest or the highest token of the data is outside of the model's vocabulary."""
     if low < 0:
         raise ValueError(f"the data holds token {low}; tokens are 0 or above: look at data.path and data.tokens")
     if high >= vocab:

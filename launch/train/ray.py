@@ -84,7 +84,7 @@ def connect(config: Train) -> Any:
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
     if address is None:  # read when ray is imported: no server of this cluster listens beyond this machine
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # and nobody is told
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends no statistics
         passed.setdefault("GLOO_SOCKET_IFNAME", torchrun.LOOPBACK)
         keep_token_private()
     where = {"num_cpus": max(config.nproc or 2, os.cpu_count() or 1)} if address is None else {"address": address}

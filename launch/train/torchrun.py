@@ -26,7 +26,7 @@ PRELOAD = ["torch", "torch._dynamo", "ringattn.launch.train.trainer"]
 
 
 def started() -> bool:
-    """Whether this process is one rank of a group that somebody else started."""
+    """Whether this process is a rank of a group that another program started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -87,7 +87,7 @@ def join(device: str, timeout: float) -> torch.device:
 
 
 def on_loopback(host: str) -> bool:
-    """Whether nobody beyond this machine reaches this address."""
+    """Whether this address is reachable only from this machine."""
     return host == "localhost" or host.strip("[]") == "::1" or host.startswith("127.")
 
 
@@ -124,7 +124,7 @@ def local(function: Callable[..., Any], ranks: int, device: str, *args: Any, pat
     The whole may take for ever; one exchange that takes longer than `patience` seconds is an error.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve the other ranks
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # nobody else may connect
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # no other machine may connect
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with passed_on(signal.SIGTERM, *processes.TERMINALS) as ranks_begin:

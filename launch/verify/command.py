@@ -58,7 +58,7 @@ class Options:
     ranks: int | None = option(None, "how many (4; random calls on threads: 1 to 8; under torchrun: as were started)")
     backend: str = option("threads", "threads of this process, or processes with gloo or nccl")
     device: str = option("cpu", "cpu or cuda")
-    cases: tuple[str, ...] = option((), "only cases whose name holds one of these words (all if none is said)")
+    cases: tuple[str, ...] = option((), "only cases whose name holds one of these words (default: all)")
     kernel: str = option("auto", "auto, or the name of a kernel")
     dtype: str | None = option(None, "float64, float32, bfloat16 or float16 (float32; random calls: any of them)")
     timeout: float = option(300.0, "seconds after which processes that hang are ended")

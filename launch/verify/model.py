@@ -26,7 +26,7 @@ from ringattn.launch import processes
 from ringattn.torch.models import hf
 
 EPSILON = 5e-6
-LONGEST = 4096  # tokens, if nothing is said
+LONGEST = 4096  # tokens by default
 SMALL = 0.1  # of a layer's largest gradient: errors of smaller ones are relative to this, as some are only rounding
 
 

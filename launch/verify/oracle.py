@@ -14,7 +14,7 @@ Grads = dict[str, Tensor]
 
 
 def visible(case: Case, batch_row: int) -> Tensor:
-    """[T, S]: may query i see key j, from the words of the spec."""
+    """[T, S]: whether query i sees key j, from the definition of the spec."""
     i, j = torch.arange(case.seq_len)[:, None], torch.arange(case.key_len or case.seq_len)[None]
     if case.key_lengths is not None:  # counted back from the end of a document
         i, j = -left(row_of(case.lengths, batch_row), i), -left(row_of(case.key_lengths, batch_row), j)
