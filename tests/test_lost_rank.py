@@ -229,7 +229,7 @@ def test_a_group_that_another_thread_ends_meanwhile_leaves_the_loss_a_loss(monke
         raise ValueError("Default process group has not been initialized")
 
     monkeypatch.setattr(lost, "who_is_missing", gone)
-    with pytest.raises(ConnectionError, match="saving: .* reset by peer"), lost.missing_named("saving"):
+    with pytest.raises(ConnectionError, match=r"saving: .* reset by peer"), lost.missing_named("saving"):
         raise RuntimeError(
             "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. This is"
         )
