@@ -291,7 +291,7 @@ def test_without_a_plan_what_cannot_be_known_is_refused(small):
     )
     placed = spread(auto, small, None, "a")
     expect(["('a', 'b')", "automatic", "plan", "Explicit"], lambda: jax.jit(ra.attention)(*placed))
-    expect(["lie alike", "q: batch ()", "one device", "reshard"], lambda: ra.attention(placed[0], *small[1:]))
+    expect(["equal shardings", "q: batch ()", "one device", "reshard"], lambda: ra.attention(placed[0], *small[1:]))
     expect(["head dim of q", "('b',)"], lambda: ra.attention(*spread(explicit, small, None, "a", None, "b")))
 
 
