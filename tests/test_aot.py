@@ -117,6 +117,7 @@ def test_a_grid_step_takes_at_most_four_fifths_of_the_stock_kernels_bundles(tmp_
         assert masked <= 1.1 * theirs[0], f"{name} with its mask: {masked} bundles, stock {theirs[0]}"
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_blocks_that_do_not_fit_are_named_with_what_they_need():
     plan = ra.Plan(8192, heads=(2, 1), head_dim=128)

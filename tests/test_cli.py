@@ -149,7 +149,7 @@ def test_without_a_gpu_a_benchmark_says_how_it_runs(suite, capsys):
 @pytest.mark.parametrize(
     "argv",
     [
-        ("decode", "kv_heads=2"),
+        pytest.param(("decode", "kv_heads=2"), marks=pytest.mark.slow),
         pytest.param(("prefill", "kv_heads=2", "chunk=64"), marks=pytest.mark.slow),
         ("ring", "kv_heads=2"),
         pytest.param(("scan", "scan=ring"), marks=pytest.mark.slow),

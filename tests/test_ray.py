@@ -30,6 +30,7 @@ ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERE
                "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.3"}  # fmt: skip
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.ray,
     pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed (pip install '.[ray]')"),
     pytest.mark.skipif(not find_spec("hydra"), reason="hydra-core is not installed (pip install '.[train]')"),
 ]
@@ -116,7 +117,6 @@ def test_a_killed_rank_and_a_killed_node_cost_nothing_but_time(cluster, tmp_path
     assert run.losses() == undisturbed
 
 
-@pytest.mark.ray
 def test_the_first_attempt_begins_at_the_checkpoint_that_was_named_and_the_next_at_the_runs_own(cluster, tmp_path):
     before = Run(tmp_path, "cluster=local", "steps=20", "keep=9")
     assert "in 20 steps" in before.ended()
@@ -131,7 +131,6 @@ def test_the_first_attempt_begins_at_the_checkpoint_that_was_named_and_the_next_
     assert said.count("set aside what is newer, as NAME.aside: step-00000010, step-00000015, step-00000020") == 1
 
 
-@pytest.mark.ray
 def test_with_too_few_nodes_it_goes_on_with_fewer_ranks_and_a_sigterm_saves(cluster, tmp_path, undisturbed):
     run = Run(tmp_path, f"cluster.address={cluster.address}", "cluster.at_least=1")
     run.after(steps=7)
@@ -148,7 +147,6 @@ def test_with_too_few_nodes_it_goes_on_with_fewer_ranks_and_a_sigterm_saves(clus
     np.testing.assert_allclose(run.losses(), undisturbed[:done], atol=1e-5)
 
 
-@pytest.mark.ray
 def test_what_cannot_be_is_said_once_and_nobody_tries_again(cluster, tmp_path):
     run = Run(tmp_path, f"cluster.address={cluster.address}", "data.path=/nowhere", "nproc=1")
     said = run.ended()
@@ -184,7 +182,6 @@ def qkv(tokens: int) -> list[np.ndarray]:
     return [rng.standard_normal((1, tokens, heads, 16)).astype(np.float32) for heads in (4, 2, 2)]
 
 
-@pytest.mark.ray
 def test_processes_of_one_jax_program(cluster, monkeypatch):
     pytest.importorskip("jax", reason="jax is not installed")
     monkeypatch.setenv("XLA_FLAGS", "")

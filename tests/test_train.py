@@ -31,30 +31,32 @@ ROWS = Path(__file__).parent.parent / "benchmarks" / "train-h200.jsonl"
 MEASURED = [json.loads(line) for line in ROWS.read_text().splitlines()]
 
 
-def test_the_loss_is_that_of_one_rank_whatever_the_strategy(tmp_path):
+WAYS = {
+    "zigzag": where(layout="zigzag", keys="ring"),
+    "gather": where(keys="gather"),
+    "ulysses": where(ulysses=4, keys="ulysses"),
+    "hybrid": where(ulysses=2, keys="ring"),
+    "uneven": dataclasses.replace(TINY, seq_len=97),
+    "data": where(data=2),
+}
+MORE = {
+    "pointwise": where(recompute="pointwise", ulysses=2),
+    "cheap": where(recompute="cheap", ulysses=2),
+    "striped": where(layout="striped", keys="ring"),
+    "contiguous": where(layout="contiguous", keys="ring"),
+    "recomputed": where(recompute="block"),
+    "accumulated": dataclasses.replace(TINY, accumulate=2),
+}
+
+
+@pytest.mark.parametrize("jobs", [WAYS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["ways", "more"])
+def test_the_loss_is_that_of_one_rank_whatever_the_strategy(jobs, tmp_path):
     batch = dataclasses.replace(TINY, batch=2)
-    one = over(1, {"one": TINY, "two_sequences": batch}, tmp_path / "1")
-    four = over(
-        4,
-        {
-            "pointwise": where(recompute="pointwise", ulysses=2),
-            "cheap": where(recompute="cheap", ulysses=2),
-            "zigzag": where(layout="zigzag", keys="ring"),
-            "striped": where(layout="striped", keys="ring"),
-            "contiguous": where(layout="contiguous", keys="ring"),
-            "gather": where(keys="gather"),
-            "ulysses": where(ulysses=4, keys="ulysses"),
-            "hybrid": where(ulysses=2, keys="ring"),
-            "recomputed": where(recompute="block"),
-            "uneven": dataclasses.replace(TINY, seq_len=97),
-            "data": where(data=2),
-            "accumulated": dataclasses.replace(TINY, accumulate=2),
-        },
-        tmp_path / "4",
-    )
-    uneven = over(1, {"uneven": dataclasses.replace(TINY, seq_len=97)}, tmp_path / "u")["uneven"]
-    for name, found in four.items():
-        expected = {"uneven": uneven}.get(name, one["two_sequences" if name in ("data", "accumulated") else "one"])
+    alone = {"one": TINY, "two_sequences": batch, "uneven": WAYS["uneven"]}
+    one = over(1, alone, tmp_path / "1")
+    same = {"uneven": "uneven", "data": "two_sequences", "accumulated": "two_sequences"}
+    for name, found in over(4, jobs, tmp_path / "4").items():
+        expected = one[same.get(name, "one")]
         gap = max(abs(a - b) for a, b in zip(found, expected, strict=True))
         assert gap <= 1e-5, f"{name}: the loss differs from one rank's by {gap:.1e}: {found} and {expected}"
 
@@ -111,6 +113,7 @@ def test_fifty_steps_on_2_and_8_ranks_are_those_of_one(tmp_path):
             np.testing.assert_allclose(found, one, rtol=0, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path):
     (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 200)
     config = dataclasses.replace(TINY, data=Data(path=str(tmp_path / "text")), steps=25, optimizer=Optimizer(lr=1e-2))

@@ -265,11 +265,10 @@ def one_rank(told: dict[str, Any]) -> None:
             asked=lambda: dist.get_rank() == 0 and asked(board.read.remote("stopping")),
         )
     except Exception as error:
-        if processes.status(error) == processes.FAILED:
+        ended = not dist.is_initialized()  # by Ray, in another thread: a peer died, whatever the error here is
+        if ended or processes.status(error) == processes.FAILED:
             raise
         ray.get(board.say.remote(str(error)))
-        if not dist.is_initialized():
-            return
         if over_nccl():
             raise  # NCCL's peers would wait for this rank until their time is up
         dist.destroy_process_group()  # gloo's peers notice
