@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from ringattn.check import kind, of_arguments, of_arrays, of_partials, of_unknown
+from ringattn.check import of_arguments, of_arrays, of_partials, of_unknown
+from ringattn.kernels.arrays import is_torch
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.partial import merge as merged
 from ringattn.planning import Plan
@@ -41,7 +42,7 @@ def attention(
     if unknown:
         refuse(of_unknown("attention", unknown, "spec", "docs") or "", plan)
     function: Any
-    if kind(q) == "torch":
+    if is_torch(q):
         from ringattn.torch.attention.function import (
             attention as function,  # checks the arguments of each new kind of call
         )
@@ -94,10 +95,10 @@ def linear_attention(
     if problem:
         refuse(problem, plan)
     module: Any  # import statements, since torch.compile cannot trace import_module
-    if kind(q) == "jax":
-        import ringattn.jax.linear.function as module
-    else:
+    if is_torch(q):
         import ringattn.torch.linear.function as module
+    else:
+        import ringattn.jax.linear.function as module
     return module.linear_attention(
         q, k, v, log_decay, plan, initial_state=initial_state, return_state=return_state, docs=docs, scale=scale,
         kernel=kernel, scan=scan, check=check,
@@ -139,17 +140,9 @@ def prefill(
     move      what travels: "queries", "keys", or "auto", which leaves less time exposed (`cache.explain` shows which)
     keys      the most keys of a rank that are attended to, or sent, at once
     """
-    problem = (
-        of_unknown("prefill", unknown, "spec")
-        or of_cached(plan, cache)
-        or of_arguments(spec=spec)
-        or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
-    )
-    if problem:
-        refuse(problem, getattr(cache, "plan", plan))
-    return part("inference.function", q).prefill(
-        q, k, v, plan, cache, spec=spec, sinks=sinks, start=start, move=move, keys=keys
-    )
+    problem = of_unknown("prefill", unknown, "spec") or of_cached(plan, cache)
+    function = inference(problem, q, k, v, getattr(cache, "plan", plan), spec, sinks).prefill
+    return function(q, k, v, plan, cache, spec=spec, sinks=sinks, start=start, move=move, keys=keys)
 
 
 def decode(
@@ -167,17 +160,22 @@ def decode(
     Several tokens see each other causally. Not differentiable.
     """
     plan = getattr(cache, "plan", None)
-    problem = (
-        of_cached(plan, cache) or of_arguments(spec=spec) or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
-    )
+    function = inference(of_cached(plan, cache), q, k, v, plan, spec, sinks).decode
+    return function(q, k, v, cache, spec=spec, sinks=sinks, **unknown)
+
+
+def inference(problem: str | None, q: Any, k: Any, v: Any, plan: Any, spec: Any, sinks: Any) -> Any:
+    """The module of inference of the array's framework; raises if the arguments are wrong.
+
+    That of torch checks the arguments of each new kind of call.
+    """
+    torch = is_torch(q)
+    if not torch:
+        problem = problem or of_arguments(spec=spec) or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
     if problem:
         refuse(problem, plan)
-    return part("inference.function", q).decode(q, k, v, cache, spec=spec, sinks=sinks, **unknown)
-
-
-def part(name: str, array: Any) -> Any:
-    """The module with this name in the package of the array's framework."""
-    return import_module(f"ringattn.{kind(array)}.{name}")  # sys.modules may hold it half imported by another thread
+    framework = "torch" if torch else "jax"  # import_module: another thread may have imported half of it
+    return import_module(f"ringattn.{framework}.inference.function")
 
 
 def refuse(problem: str, plan: Any) -> None:

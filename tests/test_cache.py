@@ -396,8 +396,8 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(sizes, move, monkeypatch):
             found = call()
         return found
 
-    def merged(rows, plan, form, sinks, dtype):
-        return real(rows, plan, form, sinks, dtype) if sinks is None else out_of_memory()
+    def merged(rows, call, sinks, dtype):
+        return real(rows, call, sinks, dtype) if sinks is None else out_of_memory()
 
     expected, real = run(partial(one, fails=False), **sizes), inference.merged_everywhere
     monkeypatch.setattr(inference, "add_sinks", out_of_memory)
@@ -407,13 +407,13 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(sizes, move, monkeypatch):
 
 
 def test_what_is_remembered_of_calls_is_bounded(monkeypatch):
-    monkeypatch.setattr("ringattn.torch.inference.cache.KNOWN", 3)
+    monkeypatch.setattr("ringattn.torch.inference.call.MOST", 3)
     plan, (q, k, v) = ra.plan(seq_len=16), draw(T=16)
     cache = KVCache.allocate(plan, batch=2, max_len=64, kv_heads=2, head_dim=8, dtype=q.dtype)
     for n in (1, 2, 3, 4, 5, 5):
         prefill(*(x[:, :n] for x in (q, k, v)), plan.for_length(n), cache)
         decode(*(x[:, :1] for x in (q, k, v)), cache)
-    assert len(cache.known) == 3
+    assert len(cache.calls) == 3
 
 
 def test_a_fork_copies_what_it_shares_and_nothing_that_came_later():

@@ -14,7 +14,8 @@ from ringattn.comms.local import LocalAxis, run
 from ringattn.comms.symmetric import SymmetricAxis
 from ringattn.cost import HARDWARE
 from ringattn.serving import Heads, Stripes, exchange_over, exchange_way, keys_at_once, prefill_moves
-from ringattn.torch.inference import chunk, exchange, meeting
+from ringattn.torch.inference import call as calls
+from ringattn.torch.inference import chunk, meeting
 from ringattn.torch.inference.cache import KVCache
 
 H200, CPU = HARDWARE["h200"], HARDWARE["cpu"]
@@ -102,7 +103,7 @@ def test_a_token_goes_by_what_starts_sooner_and_a_large_exchange_by_what_is_fast
 def test_a_decode_asks_the_axis_for_the_transport_of_its_bytes(monkeypatch):
     asked = []
     monkeypatch.setattr(LocalAxis, "over", lambda self, transport: asked.append(transport) or self)
-    monkeypatch.setattr(exchange, "hardware_of", lambda device: H200)
+    monkeypatch.setattr(calls, "hardware_of", lambda device: H200)
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=4)
@@ -137,7 +138,7 @@ def test_either_exchange_gives_every_rank_the_same_bits(dtype, limit, monkeypatc
 
     expected = ra.attention(*(torch.cat([x, x], 1).double() for x in (q, k, v)))[:, 7:]
     for way in ("gather", "scatter"):
-        monkeypatch.setattr(exchange, "exchange_way", lambda *args, way=way: way)
+        monkeypatch.setattr(calls, "exchange_way", lambda *args, way=way: way)
         for sizes in ({"ring": 4}, {"ring": 2, "ulysses": 3}):
             outs = run(one, **sizes)
             assert all(torch.equal(out, outs[0]) for out in outs)

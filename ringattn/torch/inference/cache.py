@@ -40,7 +40,6 @@ from ringattn.torch.check import of_tangents, of_types
 from ringattn.torch.inference.chunk import Holder, landings
 
 STEP = 1024  # rows in which a decode's launch grows
-KNOWN = 128  # the most kinds of calls that a cache remembers
 lasting = torch.inference_mode(False)  # memory that calls outside of inference mode may write to as well
 
 
@@ -57,9 +56,7 @@ class KVCache(serving.KVCache):
         self.filled = torch.zeros(len(lengths), dtype=torch.int64, device=k.device)  # the lengths, for kernels
         self.captured = False  # whether a CUDA graph may have changed them: then only the device has the lengths
         self.lengths = lengths
-        self.known: dict[
-            Any, bool
-        ] = {}  # kinds of calls that passed the checks, and whether the decode kernel serves them
+        self.calls: dict[Any, Any] = {}  # bound calls, by their key (`call.py`)
         self.start = lengths.copy() if prefix else np.zeros_like(lengths)  # earlier tokens are in the prefix
         self.forks: WeakSet[KVCache] = WeakSet()  # the live forks, which share these keys
         if prefix:
@@ -134,12 +131,6 @@ class KVCache(serving.KVCache):
         """The numbers from which a kernel computes this rank's positions: origin, block, round, first."""
         stripes = self.stripes
         return stripes.origin, stripes.block, stripes.round, self.rank * stripes.block
-
-    def know(self, call: Any, quick: bool) -> None:
-        """Remember that calls of this kind pass the checks; drop the oldest of too many, on all ranks alike."""
-        if call not in self.known and len(self.known) == KNOWN:
-            del self.known[next(iter(self.known))]
-        self.known[call] = quick
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Append the next tokens, the same k and v [B, n, G, D] on every rank; each rank keeps its share."""

@@ -1,29 +1,29 @@
-"""How queries of a prompt attend to the keys of a cache that is spread over ranks, piece by piece.
+"""How new queries attend to the keys of a cache that is spread over ranks, piece by piece.
 
 `attend_cache` attends to the keys that this rank holds. With several ranks, either queries travel to the keys and their
-partials come back (`Guests`), or keys travel to the queries (`attend_travelling`), as the call chose.
+partials come back (`Guests`), or keys travel to the queries (`attend_travelling`). In decode every rank has all
+queries, and partials are merged in rank order, so that every rank has the same bits (`merged_everywhere`).
 """
 
 from collections.abc import Iterable, Sequence
 from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ringattn import kernels
 from ringattn.comms.axis import Axis, Done, Pending, Slices
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import Partial, empty, form_of, packed, unpacked
+from ringattn.kernels.partial import Partial, Streams, add_sinks, empty, merge_stack, packed, partial_of, unpacked
 from ringattn.layout import Layout
 from ringattn.planning import Plan
 from ringattn.serving import queries_at_once
-from ringattn.spec import AttentionSpec
 from ringattn.torch.attention.ring import END, nothing, room_for, with_next
-from ringattn.torch.attention.steps import Score, problem_of, score_of
 from ringattn.torch.inference.cache import KVCache
+from ringattn.torch.inference.call import Call, Decode, Prefill
 from ringattn.torch.inference.chunk import (
     Chunk,
     guests_of,
@@ -33,7 +33,6 @@ from ringattn.torch.inference.chunk import (
     pieces_of,
     whereabouts_on,
 )
-from ringattn.torch.inference.exchange import merged
 
 
 def everyone(x: Tensor, plan: Plan) -> Pending:
@@ -47,11 +46,6 @@ def parted(new: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def kernel_for(q: Tensor, cache: KVCache, spec: AttentionSpec) -> kernels.Kernel:
-    """The kernel that attends to a cache; NotImplementedError with every reason if there is none."""
-    return kernels.select(problem_of(q, cache.k, cache.v, spec, tiles=True, few=True), cache.plan.kernel)
-
-
 class Visit(NamedTuple):
     """Keys and values, [B, ..., G, D or V], in the order of positions, and the queries' intervals, if not empty."""
 
@@ -60,17 +54,12 @@ class Visit(NamedTuple):
 
 
 class Meeting:
-    """Queries that attend to the pieces of a cache one by one, and merge their partials.
+    """Queries that attend to the pieces of a cache one by one, and merge their partials."""
 
-    A named kernel that supports rectangles only runs the pieces that are rectangles, which depends on the rank and on
-    the lengths of rows. The best other kernel runs the rest.
-    """
-
-    def __init__(self, q: Tensor, cache: KVCache, spec: AttentionSpec):
-        self.q, self.cache, self.spec = q, cache, spec
+    def __init__(self, q: Tensor, cache: KVCache, call: Call):
+        self.q, self.cache = q, cache
+        self.kernels = call.kernels(q.shape[1])
         self.part: Partial | None = None
-        self.tiled = kernel_for(q, cache, spec).tiles  # whether the kernel needs tiles
-        self.scores: dict[bool, Score] = {}
 
     def of(self, visits: Iterable[Visit]) -> None:
         """Attend to the keys of each visit, and merge the result into `part`."""
@@ -78,22 +67,17 @@ class Meeting:
             if where is None:
                 continue
             k, v = (x.flatten(1, -3) for x in kept)
-            rectangles = self.tiled and where.tiles is not None
-            if rectangles not in self.scores:
-                every = [where] if self.tiled else [where._replace(tiles=None)]
-                impl = "auto" if self.tiled and not rectangles else self.cache.plan.kernel
-                self.scores[rectangles] = score_of(self.q, k, v, self.spec, impl, every, few=True)
-            self.part = self.scores[rectangles].attend(self.q, k, v, where, carry=self.part)
+            self.part = self.kernels.of(where).attend(self.q, k, v, where, carry=self.part)
 
     def end(self) -> Partial:
         """The partial over all visits; an empty one if there were none."""
         return self.part or empty(self.q, self.cache.v.shape[-1])
 
 
-def attend_cache(q: Tensor, cache: KVCache, chunk: Chunk, keys: int | None = None) -> Partial:
+def attend_cache(q: Tensor, call: Call, cache: KVCache, chunk: Chunk, keys: int | None = None) -> Partial:
     """Attention of a chunk's queries over the keys that this rank holds, at most `keys` of them at once."""
-    meeting = Meeting(q, cache, chunk.spec)
-    plans = pieces_of(chunk, ((cache.rank,),), keys, q.device, meeting.tiled)
+    meeting = Meeting(q, cache, call)
+    plans = pieces_of(chunk, ((cache.rank,),), keys, q.device, meeting.kernels.tiled)
     for cuts, (k, v) in zip(plans, cache.memory(), strict=True):
         for piece in cuts:
             meeting.of([Visit((k[:, piece.keys], v[:, piece.keys]), *piece.seen)])
@@ -122,7 +106,7 @@ class Guests:
         self.here, trip = room_for(self.run[0], self.q)
         _, self.coming = self.axis.share(*trip, nothing, f"queries of step 1 of {len(self.run)}, prefill")
 
-    def attend(self, cache: KVCache, chunk: Chunk, keys: int | None, dtype: torch.dtype) -> Partial:
+    def attend(self, call: Prefill, cache: KVCache, chunk: Chunk, dtype: torch.dtype) -> Partial:
         """This rank's partial over the keys of all ranks, merged in rank order; its out may have `dtype`."""
         rows = (self.axis.size, *self.q.shape[:3])  # by the rank that has the keys
         room = partial(torch.empty, device=self.q.device)
@@ -133,7 +117,7 @@ class Guests:
         for i, (stop, following) in enumerate(with_next(self.run, END)):
             label = f"step {i + 1} of {len(self.run)}, prefill"
             asking = chunk._replace(queries=stop.shard)
-            work = partial(attend_cache, self.here[0], cache, asking, keys)
+            work = partial(attend_cache, self.here[0], call, cache, asking, call.most)
             self.here, trip = room_for(following, self.q)
             part, self.coming = self.axis.share(*trip, work, f"queries after {label}")
             leaving.wait()
@@ -148,25 +132,24 @@ class Guests:
             del work, part
         if self.within.size == 1:
             return merged(found, dtype)
-        form = form_of(self.q)
-        share = packed(merged(found), form).movedim(1, 0)  # [T, B, H, V + 1 or 2]
+        share = packed(merged(found), call.form).movedim(1, 0)  # [T, B, H, V + 1 or 2]
         stack = self.within.all_to_all(share, 0, 0).wait().unflatten(0, (self.within.size, -1))
-        return merged(unpacked(stack.movedim(1, 2), form), dtype)
+        return merged(unpacked(stack.movedim(1, 2), call.form), dtype)
 
 
-def attend_travelling(q: Tensor, new: Pending, plan: Plan, cache: KVCache, chunk: Chunk, keys: int) -> Partial:
+def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, chunk: Chunk) -> Partial:
     """Attention of this rank's own queries over all ranks' keys, then over the chunk's, which the cache then keeps.
 
-    At most `keys` keys of each rank arrive at a time, from all ranks at once, while earlier ones and as many local ones
-    are computed. If a plan has both axes, "local" is a whole ring rank.
+    At most `call.keys` keys of each rank arrive at a time, from all ranks at once, while earlier ones and as many local
+    ones are computed. If a plan has both axes, "local" is a whole ring rank.
     """
-    meeting = Meeting(q, cache, chunk.spec)
+    meeting, plan = Meeting(q, cache, call), call.plan
     axis, inner = axes_of(plan)
     here = range(axis.rank * inner.size, (axis.rank + 1) * inner.size)
     groups = tuple(here), tuple(r for r in range(cache.ranks) if r not in here)
     shard = plan.tokens.shard(plan.ring_axis.rank)
     chunk = chunk._replace(queries=part_of(shard, plan.local_slice(plan.ulysses_axis.rank)))
-    plans = pieces_of(chunk, groups, keys, q.device, meeting.tiled)
+    plans = pieces_of(chunk, groups, call.keys, q.device, meeting.kernels.tiled)
     sources = [r for r in range(axis.size) if r != axis.rank]
     visits: list[Visit] = []
     for piece, kept in ((piece, kept) for cuts, kept in zip(plans, cache.memory(), strict=True) for piece in cuts):
@@ -178,7 +161,7 @@ def attend_travelling(q: Tensor, new: Pending, plan: Plan, cache: KVCache, chunk
         coming.wait()
         visits = [in_order(room, piece.seen[1])]
     k, v = parted(new.wait().index_select(0, whereabouts_on(q.device, plan.tokens, chunk.tokens)), cache)
-    own = own_pieces(chunk, keys * cache.ranks, q.device, meeting.tiled)
+    own = own_pieces(chunk, call.keys * cache.ranks, q.device, meeting.kernels.tiled)
     meeting.of([*visits, *(Visit((k[:, cut], v[:, cut]), where) for cut, where in own)])
     cache.keep(k, v, chunk.tokens)
     return meeting.end()
@@ -194,3 +177,38 @@ def in_blocks(x: Tensor, block: int, inner: Axis) -> Tensor:
     """[B, keys, G, D] as [B, blocks, inner ranks, keys of a block, G, D], in order."""
     x = x.unflatten(1, (-1, min(block, x.shape[1])))
     return x[:, :, None] if inner.size == 1 else inner.all_gather(x[:, :, None], 2).wait()
+
+
+def merged_everywhere(rows: Tensor, call: Decode, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The merge of all ranks' packed partials and of the sinks, the same bits on every rank."""
+    part = None
+    for axis, at_once in call.exchange:
+        rows = rows if part is None else packed(part, call.form)
+        if at_once:
+            last = axis is call.exchange[-1][0] and sinks is None
+            every = axis.all_gather(rows[None], 0).wait()
+            part = merged(unpacked(every, call.form), dtype if last else torch.float32)
+        else:
+            part = shared(rows, axis, call.form)
+    if part is None:  # one rank
+        part = partial_of(rows, call.form)
+    part = part if sinks is None else add_sinks(part, sinks.detach())
+    return part.out.to(dtype).contiguous()
+
+
+def shared(rows: Tensor, axis: Any, form: str) -> Partial:
+    """Each rank merges its share of the rows, and sends it to all."""
+    flat = rows.flatten(0, -2)[:, None, None]
+    pad = -len(flat) % axis.size
+    stack = axis.all_to_all(F.pad(flat, [0] * 6 + [0, pad]), 0, 0).wait().unflatten(0, (axis.size, -1))
+    everyone = axis.all_gather(packed(merged(unpacked(stack, form)), form), 0).wait()[: len(flat)]
+    return partial_of(everyone.reshape(rows.shape), form)
+
+
+def merged(stack: Partial | Streams, dtype: torch.dtype = torch.float32) -> Partial:
+    """Stacked partials [ranks, ...] merged in rank order: on GPUs in one kernel, whose out has `dtype`."""
+    if stack.out.is_cuda and stack.out.dtype == torch.float32:
+        from ringattn.kernels.triton import merge
+
+        return merge.merge_stack(stack, dtype=dtype)
+    return merge_stack(stack)

@@ -1,0 +1,247 @@
+"""Bound calls on a cache: all that is decided before anything moves or computes, as in ringattn.torch.attention.call.
+
+A cache keeps the calls that were made on it, by all of their arguments except the numbers in tensors. A call of a new
+kind is checked and compared between ranks. After that, only what depends on the cache's lengths is checked.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ringattn import kernels
+from ringattn.check import (
+    of_arguments,
+    of_arrays,
+    of_choice,
+    of_filled,
+    of_keys,
+    of_lengths,
+    of_start,
+    of_unknown,
+    of_window,
+)
+from ringattn.comms.axis import Axis
+from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.partial import form_of
+from ringattn.planning import Plan, hardware_of, heads_problem
+from ringattn.serving import MOVES, exchange_over, exchange_way, keys_at_once
+from ringattn.spec import AttentionSpec, whole
+from ringattn.torch import agree, check
+from ringattn.torch.attention.steps import Score, kept_score, problem_of
+from ringattn.torch.inference.cache import KVCache
+
+MOST = 128  # the most bound calls that a cache keeps
+FULL = AttentionSpec(causal=False)
+
+
+class Kernels:
+    """The kernels of a call for some number of queries, loaded when the first piece needs them.
+
+    A named kernel that supports rectangles only runs the pieces that are rectangles, which depends on the rank and on
+    the lengths of rows. The best other kernel runs the rest.
+    """
+
+    def __init__(self, problem: kernels.Problem, impl: str, spec: AttentionSpec):
+        self.problem, self.impl = problem, impl
+        self.score = spec.scale_for(problem.head_dim), spec.softcap
+        self.tiled = kernels.select(problem, impl).tiles  # whether the named or best kernel needs tiles
+
+    @cached_property
+    def rectangles(self) -> Score:
+        return kept_score(self.problem, self.impl, *self.score)
+
+    @cached_property
+    def others(self) -> Score:
+        return kept_score(replace(self.problem, tiles=False), "auto" if self.tiled else self.impl, *self.score)
+
+    def of(self, where: Intervals) -> Score:
+        return self.rectangles if self.tiled and where.tiles is not None else self.others
+
+
+class Call:
+    """What prefill and decode have in common. The keys and values of a cache have the heads and dims of the call's."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, spec: AttentionSpec):
+        self.plan, self.spec = plan, spec
+        self.impl = cache.plan.kernel
+        self.form = form_of(q)  # in which partials travel
+        self.problem = problem_of(q, k, v, spec, tiles=True, few=True)
+        self.made: dict[int, Kernels] = {}
+        self.kernels(q.shape[1])  # raises if no kernel supports the call
+        self.words: agree.Words | None = None  # what the ranks compare in every call; None if they do not
+
+    def kernels(self, queries: int) -> Kernels:
+        """The kernels for this many queries: with several ranks, those of some ranks attend together."""
+        if queries not in self.made:
+            self.made[queries] = Kernels(replace(self.problem, queries=queries), self.impl, self.spec)
+        return self.made[queries]
+
+    def check(self, cache: KVCache, problem: str | None) -> None:
+        """Raise the problem: on all ranks where they compare every call."""
+        if self.words is not None:
+            agree.agree(self.plan, self.words | words_of(cache), problem)
+        elif problem:
+            raise ValueError(problem)
+
+
+class Prefill(Call):
+    """A chunk of a prompt. `keys`: the most keys of a rank that are sent at once."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, spec: AttentionSpec, move: str,
+        keys: int | None,
+    ):  # fmt: skip
+        super().__init__(q, k, v, plan, cache, spec)
+        self.move, self.most = move, whole(keys)
+        self.keys = self.most or keys_at_once(plan.local_len)
+
+
+class Decode(Call):
+    """A few tokens that every rank has."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec):
+        super().__init__(q, k, v, cache.plan, cache, spec)
+        chosen = kernels.select(replace(self.problem, tiles=False), self.impl)
+        self.quick = chosen.name == "decode" and cache.prefix is None  # whether the host plans nothing for a call
+        self.scale = spec.scale_for(q.shape[-1])
+        axes = [axis for axis in (self.plan.ulysses_axis, self.plan.ring_axis) if axis.size > 1]
+        self.exchange = [leg(axis, self.plan, q, v) for axis in axes]
+
+
+def leg(axis: Axis, plan: Plan, q: Tensor, v: Tensor) -> tuple[Axis, bool]:
+    """How partials of such queries travel along an axis: over which transport, and whether all ranks receive all.
+
+    Else each rank merges a share of the rows, and sends it to all.
+    """
+    columns = v.shape[-1] + (1 if form_of(q) == "lse" else 2)
+    road = prod(q.shape[:3]) * columns * accumulator(q).itemsize, axis.size, hardware_of(plan.device)
+    return axis.over(exchange_over(*road)), exchange_way(*road) == "gather"
+
+
+def bind_prefill(
+    q: Any, k: Any, v: Any, plan: Plan, cache: KVCache, spec: Any, sinks: Any, start: int | Sequence[int] | None,
+    move: Any, keys: Any,
+) -> Prefill:  # fmt: skip
+    """The call for these arguments. Raises the same error on all ranks, before the cache is changed, if they are wrong.
+
+    Where exchanging words is cheap, the ranks compare every call.
+    """
+    ranks = plan.axes.number  # plans of two meshes may be equal
+    key, call = found(cache, q, k, v, sinks, plan, ranks, spec, move, keys)
+    if call is not None:
+        call.check(cache, of_start(start, cache.lengths) or cache.overflow(plan.seq_len))
+        return call
+    refuse_types(q, k, v, spec, sinks, plan)
+    problem = (
+        of_choice("move", move, ("auto", *MOVES))
+        or of_keys(keys)
+        or check.of_tensors(q, k, v)
+        or check.of_plan_and_sinks(q, k, v, plan, sinks)
+        or of_lengths(q, k, plan, FULL, (plan.local_len, plan.local_len))
+        or of_cache(cache, plan, spec)
+        or of_start(start, cache.lengths)
+        or cache.problem(k, v, plan.seq_len)
+    )
+    words = compared(cache, plan, spec, (q, k, v, sinks), f"move={move}, keys={whole(keys)}", problem)
+    return remembered(cache, key, words, Prefill(q, k, v, plan, cache, spec, move, keys))
+
+
+def bind_decode(
+    q: Any, k: Any, v: Any, cache: KVCache, spec: Any, sinks: Any, unknown: dict[str, Any], capturing: bool
+) -> Decode:
+    """As `bind_prefill`. While a CUDA graph is captured, the call must be bound already."""
+    key, call = found(cache, q, k, v, sinks, spec)
+    if capturing:
+        problem = of_capture(cache, call)
+        if problem:
+            raise ValueError(problem)
+        return call
+    if call is not None and not unknown:
+        call.check(cache, of_filled(cache.lengths) or cache.overflow(k.shape[1]))
+        return call
+    refuse_types(q, k, v, spec, sinks, cache.plan)
+    problem = (
+        of_unknown("decode", unknown, "spec", "tree")
+        or check.of_tensors(q, k, v)
+        or heads_problem(q.shape[2], k.shape[2], ulysses=1)
+        or check.of_sinks_for(q, sinks)
+        or of_window(cache.window, spec)
+        or of_filled(cache.lengths)
+        or cache.problem(k, v, k.shape[1])
+    )
+    if problem is None and q.shape[1] != k.shape[1]:
+        problem = f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
+    words = compared(cache, cache.plan, spec, (q, k, v, sinks), "decode", problem)
+    return remembered(cache, key, words, Decode(q, k, v, cache, spec))
+
+
+def found(cache: KVCache, q: Any, k: Any, v: Any, sinks: Any, *how: Any) -> tuple[Any, Any]:
+    """The key of a call, and the call if it is bound. No key if arguments are wrong: the checks report them."""
+    try:
+        key = (
+            how, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            q.layout, k.layout, v.layout,
+            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
+        )  # fmt: skip
+        if forward_ad._current_level >= 0 and check.have_tangents(q, k, v, sinks):
+            return None, None
+        return key, cache.calls.get(key)
+    except (AttributeError, TypeError):
+        return None, None
+
+
+def refuse_types(q: Any, k: Any, v: Any, spec: Any, sinks: Any, plan: Plan) -> None:
+    """Raise on all ranks if an argument has the wrong type."""
+    problem = of_arguments(spec=spec) or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
+    if problem:
+        agree.refuse(problem, plan)
+
+
+def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec) -> str | None:
+    """Why a chunk with this plan and spec does not fit the cache, or None."""
+    if (plan.ring, plan.ulysses) != (cache.plan.ring, cache.plan.ulysses) or plan.axes is not cache.plan.axes:
+        return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
+    return of_window(cache.window, spec)
+
+
+def of_capture(cache: KVCache, call: Any) -> str | None:
+    """Why a call cannot be captured in a CUDA graph; `call` is None if none of its kind ran before."""
+    if cache.window is not None:
+        return "a cache with a window moves its keys as it fills: decode on it cannot be captured"
+    if call is None:
+        return "call decode once like this before it is captured, to compile it and to compare it between ranks"
+    if not call.quick:
+        return "only the decode kernel, on a cache that is no fork, can be captured: others plan on the host"
+    return None
+
+
+def compared(
+    cache: KVCache, plan: Plan, spec: AttentionSpec, tensors: Sequence[Any], how: str, problem: str | None
+) -> agree.Words:
+    """The words of a call, which all ranks agree on; raises the same error on all ranks if they differ."""
+    named = dict(zip(("q", "k", "v", "sinks"), tensors, strict=True))
+    words = agree.describe(plan, spec, named, None, call="on a cache", how=how)
+    agree.agree(plan, words | words_of(cache) if agree.watched(plan) else words, problem)
+    return words
+
+
+def words_of(cache: KVCache) -> agree.Words:
+    """What ranks compare of a cache where words are cheap: its lengths too."""
+    return {"cache": f"{cache}, window {cache.window}, {cache.stripes}"}
+
+
+def remembered(cache: KVCache, key: Any, words: agree.Words, call: Any) -> Any:
+    """The call, kept by the cache."""
+    if agree.watched(call.plan):
+        call.words = words
+    if key is not None:
+        if len(cache.calls) == MOST:  # drop the oldest, on all ranks alike
+            del cache.calls[next(iter(cache.calls))]
+        cache.calls[key] = call
+    return call
