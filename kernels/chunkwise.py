@@ -1,4 +1,4 @@
-"""Gated linear attention chunk by chunk, in plain torch: matrix products only, and no gate is ever inverted.
+"""Linear attention chunk by chunk, in plain torch: matrix products and a triangular solve; no gate is ever inverted.
 
     B batch   T tokens   H heads   N chunks   C tokens a chunk   K key dim   V value dim   G gates a head, K or 1
 
@@ -8,10 +8,15 @@ are sums of gates that start at the cut. So all exponents are <= 0, and no preci
 from the chunk's start were subtracted. Between chunks a state is carried. A gate's gradient is a sum over the pairs
 that it lies between; nothing cancels.
 
+The delta rule writes u_i = beta_i (v_i - what k_i reads) in the place of v_i. k_i reads the state before the chunk and
+the u of earlier tokens, so u solves a triangular system, and is linear in that state: u = U - W state. With u all is as
+without the delta rule. Backward, k is a second query, whose output has the gradient -dv.
+
 A few chunks are computed at a time, so that the working set is small and stays in the processor's cache.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -19,14 +24,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.linear import Deferred, Scan, ShapeAndDtype, State, resolve
+from ringattn.kernels.linear import (
+    Deferred,
+    Gradients,
+    Inputs,
+    Map,
+    Scan,
+    ShapeAndDtype,
+    of_keys,
+    of_values,
+    resolve,
+)
 from ringattn.kernels.protocol import LinearKernel
 
 CHUNK = 64
 AT_ONCE = 2**18  # the size of one tensor of the working set
-KEPT = 2**25  # chunks' states of up to this size are kept between two passes; larger ones are recomputed
-
-Own = tuple[Tensor, Tensor]  # the maps of the state by single chunks: kv [B, H, N, K, V], log decay [B, H, N, G]
+KEPT = 2**25  # chunks' maps of up to this size are kept between two passes; larger ones are recomputed
 
 
 class Decays(NamedTuple):
@@ -39,83 +52,180 @@ class Decays(NamedTuple):
     across: Tensor  # [B, H, N, G]: log, from the state before the chunk to the chunk's end
 
 
-def scan_states(k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None) -> Scan:
-    """The state behind the last token, if the state before the first one is zero."""
-    parts = pieces(k, v)
-    return scanned(own_states(chunks(k, p), chunks(v, p), decays(k, g, begin, p)) for p in parts)
+class Piece:
+    """A few chunks, [B, H, N, C, ...], and what follows from them without a state; computed when it is first needed."""
+
+    def __init__(self, x: Inputs, part: slice) -> None:
+        self.x, self.part, self.d = x, part, decays(x.v, x.g, x.begin, part)
+
+    @cached_property
+    def q(self) -> Tensor:
+        return of_values(chunks(self.x.q, self.part), self.x.v.shape[2], 1) * self.x.scale
+
+    @cached_property
+    def k(self) -> Tensor:
+        return of_values(chunks(self.x.k, self.part), self.x.v.shape[2], 1)
+
+    @cached_property
+    def v(self) -> Tensor:
+        return chunks(self.x.v, self.part)
+
+    @cached_property
+    def beta(self) -> Tensor:
+        """[B, H, N, C, 1]"""
+        assert self.x.beta is not None
+        return chunks(self.x.beta[..., None], self.part, accumulator(self.x.v))
+
+    @cached_property
+    def written(self) -> Tensor:
+        """k as it is at the end of the chunk."""
+        return self.k * self.d.to_end
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """The weight of u_j in output i."""
+        return weights(self.q, self.k, self.d)
+
+    @cached_property
+    def reads(self) -> Tensor:
+        """The weight of u_j in what k_i reads: of earlier tokens only."""
+        return weights(self.k, self.k, self.d).tril(-1)
+
+    @cached_property
+    def solved(self) -> tuple[Tensor, Tensor]:
+        """U [B, H, N, C, V] and W [B, H, N, C, K] of the delta rule."""
+        rhs = self.beta * torch.cat([self.v, self.k * self.d.from_start], -1)
+        u, w = solve(self.beta * self.reads, rhs).split([self.v.shape[-1], self.k.shape[-1]], -1)
+        return u, w
+
+    def values(self, before: Tensor) -> Tensor:
+        """u [B, H, N, C, V], given the state before each chunk."""
+        if self.x.beta is None:
+            return self.v
+        u, w = self.solved
+        return u - w @ before
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """What each chunk multiplies the state by, as in `Map`."""
+        across = self.d.across.exp()
+        if self.x.beta is None:
+            return across[..., None]
+        return torch.diag_embed(across.expand(*across.shape[:-1], self.k.shape[-1])) - self.written.mT @ self.solved[1]
+
+    def own(self) -> Map:
+        """The map of the state by each chunk: factor [B, H, N, ...], kv [B, H, N, K, V]."""
+        values = self.v if self.x.beta is None else self.solved[0]
+        return Map(self.factor, self.written.mT @ values)
+
+    def own_gradients(self, dout: Tensor) -> Map:
+        """The map from the gradient for the state behind each chunk to that for the state before it."""
+        reader = self.q * self.d.from_start
+        if self.x.beta is None:
+            return Map(self.factor, reader.mT @ dout)
+        return Map(self.factor.mT, (reader - self.weights @ self.solved[1]).mT @ dout)
+
+    def rule_gradients(self, du: Tensor, u: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """(dv, dbeta) of the delta rule from the gradient for u."""
+        missing = self.v - (self.k * self.d.from_start) @ before - self.reads @ u  # u = beta * missing
+        dsolved = solve(self.beta * self.reads, du, transposed=True)
+        return self.beta * dsolved, (dsolved * missing).sum(-1)
 
 
-def scan_gradients(q: Tensor, dout: Tensor, g: Tensor | None, begin: Tensor | None, scale: float) -> Scan:
-    """The gradient for the state before the first token, if the gradient for the state behind the last one is zero."""
-    parts = reversed(pieces(q, dout))
-    own = (own_gradients(chunks(q, p) * scale, chunks(dout, p), decays(q, g, begin, p)) for p in parts)
-    return scanned(own, backward=True)
+def solve(lower: Tensor, rhs: Tensor, transposed: bool = False) -> Tensor:
+    """(1 + lower)^-1 rhs, or that of its transpose; what `lower` holds on the diagonal and above does not count."""
+    matrix = lower.mT if transposed else lower
+    return torch.linalg.solve_triangular(matrix, rhs, upper=transposed, unitriangular=True)
+
+
+def scan_states(x: Inputs, maps: bool = True) -> Scan:
+    """The map of the state by all tokens."""
+    return scanned(x, pieces(x), Piece.own) if maps else Scan(None)
+
+
+def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
+    """The map from the gradient for the state behind the last token to that for the state before the first one."""
+
+    def own(piece: Piece) -> Map:
+        return piece.own_gradients(chunks(dout, piece.part))
+
+    return scanned(x, pieces(x)[::-1], own, backward=True) if maps else Scan(None)
 
 
 def states_shape(k: Tensor, v: Tensor) -> ShapeAndDtype:
     """The shape and dtype of the states before all chunks, [B, H, N, K, V]."""
-    B, T, H, K = k.shape
-    return (B, H, -(-T // CHUNK), K, v.shape[-1]), accumulator(k)
+    B, T, H, V = v.shape
+    return (B, H, -(-T // CHUNK), k.shape[-1], V), accumulator(k)
 
 
-def read_out(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan, start_kv: Deferred,
-    scale: float, kept: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """out [B, T, H, V] in q's dtype: the products within each chunk, plus q times the state before it."""
-    out = q.new_empty(*q.shape[:3], v.shape[-1])
-    state = resolve(start_kv)
-    for n, p in enumerate(pieces(q, v)):
-        d, qs, ks, vs = decays(k, g, begin, p), chunks(q, p) * scale, chunks(k, p), chunks(v, p)
-        own = scan.saved[n] if scan.saved else own_states(ks, vs, d)
-        before, state = walk(own, state)
+def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(out [B, T, H, V] in q's dtype, the state behind the last token): the products within each chunk, plus q times
+    the state before it.
+    """
+    out = x.q.new_empty(x.v.shape)
+    state = resolve(start)
+    for n, part in enumerate(pieces(x)):
+        piece = Piece(x, part)
+        before, state = walk(scan.saved[n] if scan.saved else piece.own(), state)
         if kept is not None:
-            kept[:, :, of_chunks(p)] = before
-        put(out, p, weights(qs, ks, d) @ vs + (qs * d.from_start) @ before)
-    return out
+            kept[:, :, of_chunks(part)] = before
+        put(out, part, piece.weights @ piece.values(before) + (piece.q * piece.d.from_start) @ before)
+    assert state is not None
+    return out, state
 
 
-def gradients(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan | Tensor, start_kv: Deferred,
-    rscan: Scan, dout: Tensor, dend_kv: Deferred, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, dg) in the dtypes and shapes of their inputs; `dend_kv` is the gradient for the end state."""
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    dg = None if g is None else torch.empty_like(g, memory_format=torch.contiguous_format)
-    parts = pieces(q, v)
-    starts = [] if isinstance(scan, Tensor) else before_pieces(k, v, g, begin, scan, start_kv)
-    dstate = resolve(dend_kv)
-    for n, p in reversed(list(enumerate(parts))):
-        d, qs, ks = decays(k, g, begin, p), chunks(q, p) * scale, chunks(k, p)
-        vs, douts = chunks(v, p), chunks(dout, p)
+def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout: Tensor, dend: Deferred) -> Gradients:
+    """The gradients in the dtypes and shapes of their inputs, and that for the start state; `dend` is the gradient for
+    the end state.
+    """
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3])
+    dg, dbeta = (None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[3:5])
+    parts = pieces(x)
+    starts = [] if isinstance(scan, Tensor) else before_pieces(x, scan, start)
+    dstate = resolve(dend)
+    for n, part in reversed(list(enumerate(parts))):
+        p, douts = Piece(x, part), chunks(dout, part)
         if isinstance(scan, Tensor):
-            before = scan[:, :, of_chunks(p)].contiguous()  # other strides would give other bits
+            before = scan[:, :, of_chunks(part)].contiguous()  # other strides would give other bits
         else:
-            before, _ = walk(scan.saved[n] if scan.saved else own_states(ks, vs, d), starts[n])
-        own = rscan.saved[len(parts) - 1 - n] if rscan.saved else own_gradients(qs, douts, d)
+            before, _ = walk(scan.saved[n] if scan.saved else p.own(), starts[n])
+        own = rscan.saved[len(parts) - 1 - n] if rscan.saved else p.own_gradients(douts)
         behind, dstate = walk(own, dstate, backward=True)
 
-        dscores = douts @ vs.mT if d.seen is None else (douts @ vs.mT) * d.seen
-        within = gradients_within(qs, ks, dscores, d)
-        dqs, dks = (douts @ before.mT) * d.from_start, (vs @ behind.mT) * d.to_end
-        put(dv, p, weights(qs, ks, d).mT @ douts + (ks * d.to_end) @ behind)
-        put(dq, p, (dqs + within[0]) * scale)
-        put(dk, p, dks + within[1])
+        u = p.values(before)
+        dvs = p.weights.mT @ douts + p.written @ behind
+        if dbeta is not None:
+            dvs, dbetas = p.rule_gradients(dvs, u, before)
+            put(dbeta[..., None], part, dbetas[..., None])
+        put(dv, part, dvs)
+        dks = (u @ behind.mT) * p.d.to_end
+        dgs = prefix(per_gate(p.k * dks, p.d.across))
+        passing = per_gate((before * behind).sum(-1) * p.d.across.exp(), p.d.across)  # from before the chunk to behind
+        dgs = dgs + passing[..., None, :]
+        for reader, dread in [(p.q, douts)] if dbeta is None else [(p.q, douts), (p.k, -dvs)]:
+            dscores = dread @ u.mT
+            dscores = dscores if reader is p.q else dscores.tril(-1)  # k reads earlier tokens only
+            within = gradients_within(reader, p.k, dscores if p.d.seen is None else dscores * p.d.seen, p.d)
+            of_before = (dread @ before.mT) * p.d.from_start
+            dreader = of_before + within[0]
+            dks = dks + within[1]
+            dgs = dgs + within[2] + suffix(per_gate(reader * of_before, p.d.across))
+            if reader is p.q:
+                put(dq, part, of_keys(dreader * x.scale, dq.shape[2], 1))
+            else:
+                dks = dks + dreader
+        put(dk, part, of_keys(dks, dk.shape[2], 1))
         if dg is not None:
-            passing = per_gate((before * behind).sum(-1) * d.across.exp(), d.across)  # from before the chunk to behind
-            dgs = within[2] + suffix(per_gate(qs * dqs, d.across)) + prefix(per_gate(ks * dks, d.across))
-            put(dg if dg.dim() == 4 else dg[..., None], p, dgs + passing[..., None, :])
-    return dq, dk, dv, dg
+            put(dg if dg.dim() == 4 else dg[..., None], part, dgs)
+    assert dstate is not None
+    return dq, dk, dv, dg, dbeta, dstate
 
 
-def before_pieces(
-    k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan, start_kv: Deferred
-) -> list[Tensor | None]:
+def before_pieces(x: Inputs, scan: Scan, start: Deferred) -> list[Tensor | None]:
     """The state before each piece."""
-    parts, states = pieces(k, v), [resolve(start_kv)]
-    for n, p in enumerate(parts[:-1]):
-        own = scan.saved[n] if scan.saved else own_states(chunks(k, p), chunks(v, p), decays(k, g, begin, p))
-        states.append(walk(own, states[-1])[1])
+    parts, states = pieces(x), [resolve(start)]
+    for n, part in enumerate(parts[:-1]):
+        states.append(walk(scan.saved[n] if scan.saved else Piece(x, part).own(), states[-1])[1])
     return states
 
 
@@ -170,46 +280,47 @@ def decays(like: Tensor, g: Tensor | None, begin: Tensor | None, part: slice) ->
     )
 
 
-def own_states(k: Tensor, v: Tensor, d: Decays) -> Own:
-    return (k * d.to_end).mT @ v, d.across
-
-
-def own_gradients(q: Tensor, dout: Tensor, d: Decays) -> Own:
-    return (q * d.from_start).mT @ dout, d.across
-
-
-def walk(own: Own, start: Tensor | None, backward: bool = False) -> tuple[Tensor, Tensor]:
+def walk(own: Map, start: Tensor | None, backward: bool = False) -> tuple[Tensor, Tensor]:
     """The state before each chunk, [B, H, N, K, V], and the one behind the last; backward, from last to first."""
-    kv, log_decay = own
-    state = torch.zeros_like(kv[:, :, 0]) if start is None else start.to(kv.dtype)
-    decay, before = log_decay.exp()[..., None], torch.empty_like(kv)
-    N = kv.shape[2]
+    state = torch.zeros_like(own.kv[:, :, 0]) if start is None else start.to(own.kv.dtype)
+    before = torch.empty_like(own.kv)
+    N = own.kv.shape[2]
     for n in range(N - 1, -1, -1) if backward else range(N):
         before[:, :, n] = state
-        state = torch.addcmul(kv[:, :, n], decay[:, :, n], state)
+        state = Map(own.factor[:, :, n], own.kv[:, :, n]).after(state)
     return before, state
 
 
-def scanned(parts: Iterable[Own], backward: bool = False) -> Scan:
-    """The map of all chunks together; also saves those of each piece, in order, if they are not too large."""
-    saved: list[Own] = []
-    state, total, size = None, None, 0
-    for own in parts:
-        kv, log_decay = own
-        state = walk(own, state, backward)[1]
-        total = log_decay.sum(2) if total is None else total + log_decay.sum(2)
-        size += kv.numel()
+def scanned(x: Inputs, parts: list[slice], own_of: Callable[[Piece], Map], backward: bool = False) -> Scan:
+    """The map of all chunks together; also saves those of each piece, in order, if they are not too large.
+
+    By the delta rule its factor is what becomes of the unit matrix, whose columns are walked beside the state's.
+    """
+    saved: list[Map] = []
+    K, decay, size = x.k.shape[-1], torch.zeros((), dtype=accumulator(x.v), device=x.v.device), 0
+    unit = None if x.beta is None else torch.eye(K, dtype=decay.dtype, device=decay.device)
+    state: Tensor | None = None
+    for part in parts:
+        piece = Piece(x, part)
+        own = own_of(piece)
+        columns = own if unit is None else Map(own.factor, F.pad(own.kv, (K, 0)))
+        if unit is not None and state is None:
+            state = F.pad(unit, (0, own.kv.shape[-1])).expand_as(columns.kv[:, :, 0])
+        state = walk(columns, state, backward)[1]
+        decay = decay + piece.d.across.sum(2)
+        size += own.kv.numel() + own.factor.numel()
         saved.append(own)
         if size > KEPT:
             saved.clear()
-    assert state is not None and total is not None
-    return Scan(State(total, state), saved if size <= KEPT else None)
+    assert state is not None
+    whole = Map(decay.exp()[..., None], state) if unit is None else Map(state[..., :K], state[..., K:])
+    return Scan(whole, saved if size <= KEPT else None)
 
 
-def pieces(k: Tensor, v: Tensor) -> list[slice]:
+def pieces(x: Inputs) -> list[slice]:
     """Slices of the tokens, of a few chunks each."""
-    B, T, H, K = k.shape
-    few = max(1, AT_ONCE // (B * H * CHUNK * max(K, v.shape[-1], CHUNK))) * CHUNK
+    B, T, H, V = x.v.shape
+    few = max(1, AT_ONCE // (B * H * CHUNK * max(x.k.shape[-1], V, CHUNK))) * CHUNK
     return [slice(t, min(t + few, T)) for t in range(0, T, few)]
 
 

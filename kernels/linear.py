@@ -1,51 +1,88 @@
-"""Gated linear attention on one device: a chunk maps the state before it to the state behind it, and maps compose.
+"""Linear attention on one device: a token, a chunk or a rank maps the state by an affine map, and maps compose.
 
-    B batch   T tokens   H heads   K key dim   V value dim   G gates a head: K (one a key channel) or 1
+    B batch   T tokens   H value heads   G key heads, which divide H   K key dim   V value dim
 
-    S_t = exp(g_t) S_{t-1} + k_t^T v_t        S [K, V], g the log decay, <= 0
+    S_t = exp(g_t) S_{t-1} + k_t^T u_t        S [K, V], g the log decay, <= 0
     o_t = scale * q_t S_t
+
+    u_t = v_t                                        gated linear attention
+    u_t = beta_t (v_t - k_t exp(g_t) S_{t-1})        the delta rule
+
+By the delta rule the state decays, then k reads it, then u is written. Given its u, it is gated linear attention.
+Nothing here normalises k; with |k| <= 1 and beta in [0, 2] no map of the state enlarges it.
 
 Every implementation is a `protocol.LinearKernel`, and must equal `recurrent`. Ranks exchange states between its calls:
 
-    scan_states(k, v, g, begin) -> Scan                          the end state, from a start state of zero
-    read_out(q, k, v, g, begin, scan, start_kv, scale[, kept]) -> out     given the start state
-    scan_gradients(q, dout, g, begin, scale) -> Scan             the start state's gradient, if the end state's is zero
-    gradients(q, k, v, g, begin, scan, start_kv, rscan, dout, dend_kv, scale) -> dq, dk, dv, dg
-    states_shape(k, v) -> ShapeAndDtype                          of the states before all chunks
+    scan_states(x[, maps]) -> Scan                        the map of all tokens, unless `maps` is False
+    read_out(x, scan, start[, kept]) -> out, end          given the start state
+    scan_gradients(x, dout[, maps]) -> Scan               the map from the end state's gradient to the start state's
+    gradients(x, scan, start, rscan, dout, dend) -> dq, dk, dv, dg, dbeta, dstart
+    states_shape(k, v) -> ShapeAndDtype                   of the states before all chunks
 
-The start state is the state before the first token, the end state the one behind the last token. The backward pass
+The start state is the state before the first token, the end state the one behind the last token. One device alone
+passes maps=False: it knows the start state, and the map of all tokens may cost as much as the output. The backward pass
 needs the state before every chunk again. `read_out` writes them to `kept` if it is given, and `gradients` takes `kept`
 in place of the scan: it then skips that work, and gives the same bits.
 
-q, k [B, T, H, K], v [B, T, H, V]; g [B, T, H, K], [B, T, H] or None (no decay). `begin` [1 or B, T] int32 or None is
-the index of the first token of each token's document, relative to the first token here. Tokens with a negative begin
-(or None) see `start_kv`; the others see a state that was reset at `begin`. Gates of -inf would do the same, but they
-would cost the sums of gates their precision.
-
-`start_kv` and `dend_kv` may be functions that wait for the state (`resolve`), so that kernels launch other work first.
+`start` and `dend` may be functions that wait for the state (`resolve`), so that kernels launch other work first.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ringattn.kernels import Kernel, Problem
-from ringattn.kernels import select as select_from
+from ringattn import kernels
+from ringattn.kernels import Kernel
 
 
-class State(NamedTuple):
-    """The map of the state by some tokens: kv -> exp(log_decay) kv + self.kv, in float32 or float64.
+@dataclass(frozen=True)
+class Problem(kernels.Problem):
+    """The properties of a call of linear attention; heads and kv_heads are its value and key heads."""
 
-    `log_decay` [B, H, G] is -inf if a document begins among the tokens; `kv` is [B, H, K, V].
+    beta: bool = False  # the delta rule
+
+
+class Inputs(NamedTuple):
+    """The tokens of one call on one device.
+
+    `begin` [1 or B, T] int32 or None is the index of the first token of each token's document, relative to the first
+    token here. Tokens with a negative begin (or None) see the start state; the others see a state that was reset to
+    zero at `begin`. Gates of -inf would do the same, but they would cost the sums of gates their precision.
     """
 
-    log_decay: Tensor
+    q: Tensor  # [B, T, G, K]
+    k: Tensor  # [B, T, G, K]
+    v: Tensor  # [B, T, H, V]
+    g: Tensor | None  # [B, T, H, K], [B, T, H] or None: no decay
+    beta: Tensor | None  # [B, T, H]: the delta rule; None: gated linear attention
+    begin: Tensor | None
+    scale: float
+
+
+class Map(NamedTuple):
+    """What some tokens do to the state: factor * state + kv, in float32 or float64.
+
+    `factor` is a decay of each row, [B, H, K or 1, 1], and for the delta rule a matrix [B, H, K, K]. It is 0 if a
+    document begins among the tokens. `kv` is [B, H, K, V]. Each column of the state is mapped independently.
+    """
+
+    factor: Tensor
     kv: Tensor
 
-    def after(self, kv: Tensor) -> Tensor:
-        """The state behind these tokens if `kv` is the state before them."""
-        return self.log_decay.exp()[..., None] * kv + self.kv
+    def after(self, state: Tensor) -> Tensor:
+        """The state behind these tokens if `state` is before them."""
+        if self.factor.shape[-1] == 1:
+            return torch.addcmul(self.kv, self.factor, state)
+        return self.kv + self.factor @ state
+
+    def then(self, later: "Map") -> "Map":
+        """The composition of both maps: associative, not commutative."""
+        rows = self.factor.shape[-1] == 1
+        factor = later.factor * self.factor if rows else later.factor @ self.factor
+        return Map(factor, later.after(self.kv))
 
 
 Deferred = Tensor | Callable[[], Tensor | None] | None  # a state, or a function that waits for it
@@ -57,18 +94,24 @@ def resolve(x: Deferred) -> Tensor | None:
 
 
 class Scan(NamedTuple):
-    """`end`: the map of all tokens together. `saved`: what later functions of the same kernel need."""
+    """`map`: that of all tokens together, or None. `saved`: what later functions of the same kernel need."""
 
-    end: State
+    map: Map | None
     saved: Any = None
 
 
 ShapeAndDtype = tuple[tuple[int, ...], Any]
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]  # dq, dk, dv, dg, dbeta, dstart
 
 
-def compose(earlier: State, later: State) -> State:
-    """The composition of both maps: associative, not commutative."""
-    return State(earlier.log_decay + later.log_decay, later.after(earlier.kv))
+def of_values(x: Tensor, heads: int, dim: int) -> Tensor:
+    """q or k with each key head repeated for its value heads, along `dim`."""
+    return x if x.shape[dim] == heads else x.repeat_interleave(heads // x.shape[dim], dim)
+
+
+def of_keys(dx: Tensor, heads: int, dim: int) -> Tensor:
+    """The gradient of `of_values`: the sum over the value heads of each key head."""
+    return dx if dx.shape[dim] == heads else dx.unflatten(dim, (heads, -1)).sum(dim + 1)
 
 
 TABLE = (
@@ -79,4 +122,4 @@ TABLE = (
 
 def select(problem: Problem, impl: str = "auto") -> Kernel:
     """`ringattn.kernels.select` from this table."""
-    return select_from(problem, impl, TABLE)
+    return kernels.select(problem, impl, TABLE)

@@ -1,4 +1,4 @@
-"""Gated linear attention by its definition, token by token, with gradients by autograd: the reference of its kernels.
+"""Linear attention by its definition, token by token, with gradients by autograd: the reference of its kernels.
 
 `start` [B, H, K, V] is the state before the first token. The results are out [B, T, H, V] and the state behind the last
 token, in float32 (float64 for float64 inputs).
@@ -8,29 +8,36 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.linear import Inputs, of_values
 
 
-def recurrent(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, start: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """S_t = exp(g_t) S_{t-1} + k_t^T v_t and o_t = scale * q_t S_t; each document starts with S = 0."""
-    q, k, v, g, state = prepared(q, k, v, g, start)
+def recurrent(x: Inputs, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    """S_t = exp(g_t) S_{t-1} + k_t^T u_t and o_t = scale * q_t S_t; each document starts with S = 0.
+
+    u_t is v_t, or with beta, by the delta rule, beta_t (v_t - k_t exp(g_t) S_{t-1}).
+    """
+    q, k, v, g, beta, state = prepared(x, start)
     out = []
     for t in range(q.shape[1]):
         state = g[:, t].exp()[..., None] * state
-        if begin is not None:
-            state = torch.where((begin[:, t] == t)[:, None, None, None], 0.0, state)
-        state = state + k[:, t, :, :, None] * v[:, t, :, None, :]
-        out.append(scale * (q[:, t, :, None] @ state)[:, :, 0])
+        if x.begin is not None:
+            state = torch.where((x.begin[:, t] == t)[:, None, None, None], 0.0, state)
+        u = v[:, t, :, None]
+        if beta is not None:
+            u = beta[:, t, :, None, None] * (u - k[:, t, :, None] @ state)
+        state = state + k[:, t, :, :, None] * u
+        out.append(x.scale * (q[:, t, :, None] @ state)[:, :, 0])
     return torch.stack(out, 1), state
 
 
-def prepared(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, start: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The inputs in the accumulator's dtype, with a gate for every key channel, and by default a state of zeros."""
-    B, _, H, K = q.shape
-    q, k, v = (x.to(accumulator(x)) for x in (q, k, v))
-    g = torch.zeros_like(k) if g is None else g.to(q.dtype)
+def prepared(x: Inputs, start: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """The inputs in the accumulator's dtype, with q, k and a gate of every key channel for each value head, and by
+    default a state of zeros.
+    """
+    q, k, v = (t.to(accumulator(t)) for t in x[:3])
+    q, k = (of_values(t, v.shape[2], 2) for t in (q, k))
+    g = torch.zeros_like(k) if x.g is None else x.g.to(q.dtype)
     g = (g if g.dim() == 4 else g[..., None]).expand_as(k)
-    return q, k, v, g, q.new_zeros(B, H, K, v.shape[-1]) if start is None else start.to(q.dtype)
+    beta = None if x.beta is None else x.beta.to(q.dtype)
+    B, _, H, K = k.shape
+    return q, k, v, g, beta, q.new_zeros(B, H, K, v.shape[-1]) if start is None else start.to(q.dtype)

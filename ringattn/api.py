@@ -61,6 +61,7 @@ def linear_attention(
     log_decay: Any = None,
     plan: Plan | None = None,
     *,
+    beta: Any = None,
     initial_state: Any = None,
     return_state: bool = False,
     docs: Docs | None = None,
@@ -70,23 +71,28 @@ def linear_attention(
     check: bool | None = None,
     **unknown: Any,
 ) -> Any:
-    """S_t = exp(log_decay_t) S_{t-1} + k_t^T v_t and o_t = scale * q_t S_t, over the whole sequence, exact.
+    """S_t = exp(log_decay_t) S_{t-1} + k_t^T u_t and o_t = scale * q_t S_t, over the whole sequence, exact.
 
-    q, k [B, T, H, K] and v [B, T, H, V] are this rank's tokens under `plan`, whose layout is contiguous or zigzag;
-    without a plan they are the whole sequence. Returns out [B, T, H, V] in q's dtype, and with `return_state` also the
-    state after the last token [B, H, K, V], the same on every rank, in float32 (float64 for float64 inputs).
+    u_t is v_t: gated linear attention. With `beta` it is beta_t (v_t - k_t exp(log_decay_t) S_{t-1}): the delta rule,
+    as in DeltaNet, Gated DeltaNet and Kimi Delta Attention. k is used as it is; these models normalise it before.
+
+    q, k [B, T, G, K] and v [B, T, H, V] are this rank's tokens under `plan`, whose layout is contiguous or zigzag;
+    without a plan they are the whole sequence. G divides H. Returns out [B, T, H, V] in q's dtype, and with
+    `return_state` also the state after the last token [B, H, K, V], the same on every rank, in float32 (float64 for
+    float64 inputs).
 
     log_decay       [B, T, H, K] one gate per key channel, [B, T, H] one per head, None for no decay; natural logarithm,
-                    at most 0
+                    at most 0; -inf forgets all
+    beta            [B, T, H], in [0, 2]
     initial_state   the state before the first token, the same on every rank; its gradient is this rank's share (for
                     global JAX arrays: all of it)
     docs            packed documents: the state is zero where a document begins, except at the first token
     scale           of q; 1 / sqrt(K) by default
     kernel          auto, triton or chunkwise; in JAX auto or chunkwise
     scan            how states travel from rank to rank: auto, gather, ring or pipeline
-    check           check every gate, which waits for the device; by default on CPUs only
+    check           check every gate and beta, which waits for the device; by default on CPUs only
     """
-    optional = {"log_decay": log_decay, "initial_state": initial_state}
+    optional = {"log_decay": log_decay, "beta": beta, "initial_state": initial_state}
     problem = (
         of_unknown("linear_attention", unknown, "docs")
         or of_arguments(plan=plan, docs=docs, return_state=return_state, check=check)
@@ -100,8 +106,8 @@ def linear_attention(
     else:
         import ringattn.jax.linear.function as module
     return module.linear_attention(
-        q, k, v, log_decay, plan, initial_state=initial_state, return_state=return_state, docs=docs, scale=scale,
-        kernel=kernel, scan=scan, check=check,
+        q, k, v, log_decay, plan, beta=beta, initial_state=initial_state, return_state=return_state, docs=docs,
+        scale=scale, kernel=kernel, scan=scan, check=check,
     )  # fmt: skip
 
 

@@ -145,13 +145,13 @@ def of_choice(name: str, value: Any, choices: Sequence[str]) -> str | None:
     return f"{name}={value!r}: choose one of {', '.join(choices)}"
 
 
-def of_shapes(q: Any, k: Any, v: Any) -> str | None:
-    """q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] match."""
+def of_shapes(q: Any, k: Any, v: Any, linear: bool = False) -> str | None:
+    """q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] match; in linear attention k's heads divide those of v."""
     if found := of_dims(q=q, k=k, v=v):
         return found
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         return f"batch sizes differ: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}"
-    if k.shape[1:3] != v.shape[1:3]:
+    if k.shape[1] != v.shape[1] or (k.shape[2] != v.shape[2] and not linear):
         return f"k has {k.shape[1]} tokens x {k.shape[2]} heads, v {v.shape[1]} x {v.shape[2]}; they must be the same"
     if q.shape[3] != k.shape[3]:
         return f"head dims differ: q {q.shape[3]}, k {k.shape[3]}; only v may have another"
@@ -248,26 +248,30 @@ def of_docs(batch: int, plan: Plan, docs: Docs | None, key_docs: Docs | None) ->
 
 
 def of_linear(
-    q: Any, k: Any, v: Any, log_decay: Any, plan: Plan, docs: Docs | None, held: int | None = None
+    q: Any, k: Any, v: Any, log_decay: Any, beta: Any, plan: Plan, docs: Docs | None, held: int | None = None
 ) -> str | None:
-    """q, k [B, T, H, K], v [B, T, H, V] and the gates match, and each rank's segments are consecutive tokens.
+    """q, k [B, T, G, K], v [B, T, H, V], gates and beta match, and each rank's segments are consecutive tokens.
 
     `held` is the number of tokens that they must have; by default that of a rank.
     """
     held = plan.local_len if held is None else held
-    heads = q.shape[2:3] == k.shape[2:3]
-    if len(q.shape) == len(k.shape) == 4 and not heads:
-        return f"q has {q.shape[2]} heads, k {k.shape[2]}; every head of linear attention has its own key"
-    found = of_shapes(q, k, v) or of_batch(q)
+    found = of_shapes(q, k, v, linear=True) or of_batch(q)
     if found:
         return found
+    if q.shape[2] != k.shape[2]:
+        return f"q has {q.shape[2]} heads, k {k.shape[2]}; linear attention needs as many query heads as key heads"
+    if v.shape[2] % k.shape[2]:
+        return f"k has {k.shape[2]} heads, v {v.shape[2]}; the key heads must divide the value heads"
     if q.shape[1] != k.shape[1]:
         return f"q has {q.shape[1]} tokens, k {k.shape[1]}; linear attention needs as many keys as queries"
-    if log_decay is not None and tuple(log_decay.shape) not in (tuple(k.shape), tuple(k.shape[:3])):
+    heads = tuple(v.shape[:3])
+    if log_decay is not None and tuple(log_decay.shape) not in ((*heads, k.shape[3]), heads):
         return (
-            f"log_decay has shape {tuple(log_decay.shape)}; expected {tuple(k.shape)}, a gate for every key channel, "
-            f"or {tuple(k.shape[:3])}, one for every head"
+            f"log_decay has shape {tuple(log_decay.shape)}; expected {(*heads, k.shape[3])}, a gate for every key "
+            f"channel, or {heads}, one for every head"
         )
+    if beta is not None and tuple(beta.shape) != heads:
+        return f"beta has shape {tuple(beta.shape)}; expected {heads}, one for every token and value head"
     if plan.layout == "striped" and plan.ring > 1:
         return (
             "layout='striped' deals out neighbouring tokens to different ranks, so a state would have to travel after "
@@ -278,13 +282,23 @@ def of_linear(
     return of_lengths(q, k, plan, AttentionSpec(), (held, held)) or of_docs(q.shape[0], plan, docs, None)
 
 
+def wrong_number(name: str, at: tuple[int, ...], value: float) -> str:
+    """What is wrong with this gate or beta."""
+    if name == "beta":
+        return (
+            f"beta{list(at)} = {value:g}: beta is in [0, 2], as sigmoid or 2 * sigmoid gives it; outside of it the "
+            "state grows without bound"
+        )
+    return f"log_decay{list(at)} = {value:g}: a log decay is at most 0, as logsigmoid gives it; growth overflows"
+
+
 def of_scale(scale: float | None, key_dim: int) -> str | None:
     return of_factor("scale", scale, f"None for 1 / sqrt({key_dim})")
 
 
 def of_state(name: str, state: Any, q: Any, v: Any, dtype: Any) -> str | None:
     """A state is [B, H, K, V] in the dtype of states."""
-    expected = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    expected = (v.shape[0], v.shape[2], q.shape[3], v.shape[3])
     if tuple(state.shape) != expected:
         return f"{name} has shape {tuple(state.shape)}; expected {expected}: batch, heads, key dim, value dim"
     if state.dtype != dtype:

@@ -2,9 +2,9 @@
 
 Plain Python, the same for all frameworks. The fastest of three ways, by predicted time, is used:
 
-    gather     every rank gets every segment's state, and composes those before its own
+    gather     every rank gets every segment's map of the state, and composes those before its own
     ring       the state travels from rank to rank, and each carries it across its own segment
-    pipeline   like ring, with the state cut along the key dim, so that many ranks work at once
+    pipeline   like ring, with the state cut along the value dim, so that many ranks work at once
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Place = tuple[int, int, int]  # ring rank, Ulysses rank, which of its segments
 
 WAYS = ("gather", "ring", "pipeline")
 BEFORE = -(2**30)  # the start of the first document: before all tokens of any segment
-ROOM = 2**28  # the most bytes that the states of all ranks may take on each rank
+ROOM = 2**28  # the most bytes that the maps of all ranks may take on each rank
 
 
 def passes(plan: Plan) -> int:
@@ -46,7 +46,7 @@ def order(plan: Plan) -> list[Place]:
 
 @dataclass(frozen=True)
 class Way:
-    """How states travel; the key dim is cut into `pieces`."""
+    """How states travel; the value dim is cut into `pieces`."""
 
     name: str
     pieces: int = 1
@@ -60,29 +60,35 @@ class Road:
     ring: int
     ranks: int
     passes: int
-    size: int  # bytes of a state
-    key_dim: int
+    state: int  # bytes of a state
+    map: int  # bytes of a segment's map of the state
+    value_dim: int
 
     def seconds(self, way: Way) -> float:
         """The predicted time until the last rank has its state."""
         hardware = hardware_of(self.device)
         if way.name == "gather":
-            return hardware.latency + (self.ranks - 1) * self.passes * self.size / hardware.link
-        hop = hardware.latency + self.size / way.pieces / hardware.link
+            return hardware.latency + (self.ranks - 1) * self.passes * self.map / hardware.link
+        hop = hardware.latency + self.state / way.pieces / hardware.link
         return self.passes * (self.ring - 1 + way.pieces - 1) * hop
 
 
-def choose(plan: Plan, requested: str, size: int, key_dim: int) -> Way:
-    """The requested way, or for "auto" the fastest by predicted time; a state has `size` bytes."""
-    return fastest(Road(plan.device, plan.ring, plan.ring * plan.ulysses, passes(plan), size, key_dim), requested)
+def choose(plan: Plan, requested: str, columns: int, value_dim: int, factor: int = 1) -> Way:
+    """The requested way, or for "auto" the fastest by predicted time.
+
+    A column of a state has `columns` bytes; the factor of a map has `factor` such columns beside those of a state.
+    """
+    state, whole = columns * value_dim, columns * (factor + value_dim)
+    road = Road(plan.device, plan.ring, plan.ring * plan.ulysses, passes(plan), state, whole, value_dim)
+    return fastest(road, requested)
 
 
 @lru_cache(maxsize=256)
 def fastest(road: Road, requested: str) -> Way:
-    cuts = [n for n in (2, 4, 8, 16, 32) if road.key_dim % n == 0] or [1]
+    cuts = [n for n in (2, 4, 8, 16, 32) if road.value_dim % n == 0] or [1]
     options = [Way("gather"), Way("ring"), *(Way("pipeline", n) for n in cuts)]
     if requested != "auto":
         options = [way for way in options if way.name == requested]
-    elif road.ranks * road.passes * road.size > ROOM:
+    elif road.ranks * road.passes * road.map > ROOM:
         options = options[1:]
     return min(options, key=road.seconds)

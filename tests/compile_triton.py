@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.linear import Inputs
 from ringattn.kernels.triton import blocks, linear
 from ringattn.kernels.triton.backward import attend_backward
 from ringattn.kernels.triton.forward import attend
@@ -124,10 +125,11 @@ def run_linear(bits: int, dims: tuple[int, int], gate: str) -> None:
     q, k, v, dout = (torch.empty(1, 512, 8, d, dtype=dtype) for d in (dims[0], *dims, dims[1]))
     g = {"channel": q, "head": q[..., 0], "none": None}[gate]
     begin = torch.zeros(1, 512, dtype=torch.int32) if gate == "channel" and dims[0] <= 128 else None
-    scan, rscan = linear.scan_states(k, v, g, begin), linear.scan_gradients(q, dout, g, begin, 0.1)
-    state = scan.end.kv
-    linear.read_out(q, k, v, g, begin, scan, state, 0.1)
-    linear.gradients(q, k, v, g, begin, scan, state, rscan, dout, state, 0.1)
+    x = Inputs(q, k, v, g, None, begin, 0.1)
+    scan, rscan = linear.scan_states(x), linear.scan_gradients(x, dout)
+    state = scan.map.kv
+    linear.read_out(x, scan, state)
+    linear.gradients(x, scan, state, rscan, dout, state)
 
 
 def linear_rows(arch: str) -> None:

@@ -8,29 +8,32 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn.kernels import chunkwise
-from ringattn.kernels.linear import State, compose
+from ringattn.kernels.linear import Inputs, Map
 from ringattn.kernels.recurrent import prepared, recurrent
-from ringattn.launch.verify.linear_oracle import K, begins, inputs, truth
+from ringattn.launch.verify.linear_oracle import LEAVES, K, begins, inputs, truth
 from ringattn.launch.verify.oracle import error
 
 T = 153  # two whole chunks and a part
 PACKED = ((30, 20, 100, 3), (64, 64, 25))  # borders inside chunks and at their edges
 GATES = ("channel", "head", None)
+RULES = ({}, {"beta": True}, {"beta": True, "key_heads": 1})
 
 
 def found(given, begin, start=True, passes=chunkwise, keep=False):
     """out, end and every gradient by the functions of a kernel; `keep`: the states before all chunks."""
-    q, k, v, g, dout, dend = (given[n] for n in ("q", "k", "v", "g", "dout", "dend"))
-    state, scale = given["state"] if start else None, K**-0.5
-    own = passes.scan_states(k, v, g, begin)
-    sizes, dtype = passes.states_shape(k, v)
+    x = Inputs(*(given[n] for n in LEAVES), begin, K**-0.5)
+    state, dout, dend = given["state"] if start else None, given["dout"], given["dend"]
+    own = passes.scan_states(x)
+    sizes, dtype = passes.states_shape(x.k, x.v)
     kept = torch.full(sizes, torch.nan, dtype=dtype) if keep else None
-    out = passes.read_out(q, k, v, g, begin, own, state, scale, kept)
-    back = passes.scan_gradients(q, dout, g, begin, scale)
-    dq, dk, dv, dg = passes.gradients(q, k, v, g, begin, kept if keep else own, state, back, dout, dend, scale)
-    end = own.end.after(given["state"]) if start else own.end.kv
-    result = {"out": out, "end": end, "dq": dq, "dk": dk, "dv": dv, "dstate": back.end.after(dend)}
-    return result if g is None else {**result, "dg": dg}
+    out, end = passes.read_out(x, own, state, kept)
+    back = passes.scan_gradients(x, dout)
+    *grads, dstate = passes.gradients(x, kept if keep else own, state, back, dout, dend)
+    mapped = own.map.after(torch.zeros_like(given["state"]) if state is None else state)
+    torch.testing.assert_close(mapped, end, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(back.map.after(dend), dstate, rtol=1e-4, atol=1e-5)
+    result = {"out": out, "end": end, "dstate": dstate, **{f"d{n}": t for n, t in zip(LEAVES, grads, strict=True)}}
+    return {n: t for n, t in result.items() if t is not None}
 
 
 def check(result, expected, limit):
@@ -39,14 +42,14 @@ def check(result, expected, limit):
         assert value <= limit, f"{name} is off by {value:.2e} (limit {limit:.0e})"
 
 
-def parallel(q, k, v, g, begin, start, scale):
+def parallel(x, start):
     """o_i = scale * sum over j <= i of (q_i . exp(b_i - b_j) k_j) v_j, with b the decays summed from the first token.
 
     The differences b_i - b_j <= 0 are taken before exp: (q exp(b)) (k exp(-b))^T overflows as soon as -b is large.
     Takes T^2 K numbers a head.
     """
-    q, k, v, g, state = prepared(q, k, v, g, start)
-    T = q.shape[1]
+    q, k, v, g, _, state = prepared(x, start)
+    T, begin = q.shape[1], x.begin
     b = g.cumsum(1)
     i, j = torch.arange(T, device=q.device)[:, None], torch.arange(T, device=q.device)
     first = q.new_full((1, T), -1.0) if begin is None else begin  # of my document; -1: it began earlier
@@ -57,7 +60,7 @@ def parallel(q, k, v, g, begin, start, scale):
     out = torch.einsum("bhij,bjhv->bihv", weights, v) + torch.einsum("bihk,bhkv->bihv", q * old, state)
     last = decay[:, -1]  # of each token, at the end
     end = old[:, -1, :, :, None] * state + torch.einsum("bjhk,bjhv->bhkv", k * last, v)
-    return scale * out, end
+    return x.scale * out, end
 
 
 @pytest.mark.parametrize("lengths", [None, PACKED], ids=["one", "packed"])
@@ -65,7 +68,8 @@ def parallel(q, k, v, g, begin, start, scale):
 def test_the_parallel_form_equals_the_recurrence(gate, lengths):
     given = inputs(T, gate)
     leaves = {n: given[n].requires_grad_() for n in ("q", "k", "v", "g", "state") if given[n] is not None}
-    out, end = parallel(*(leaves.get(n) for n in "qkvg"), begins(lengths, T), leaves["state"], K**-0.5)
+    x = Inputs(*(leaves.get(n) for n in LEAVES), begins(lengths, T), K**-0.5)
+    out, end = parallel(x, leaves["state"])
     ((out * given["dout"]).sum() + (end * given["dend"]).sum()).backward()
     result = {"out": out.detach(), "end": end.detach(), **{f"d{n}": x.grad for n, x in leaves.items()}}
     check(result, truth(T, gate, lengths), 1e-10)
@@ -75,16 +79,17 @@ def test_the_parallel_form_equals_the_recurrence(gate, lengths):
 @pytest.mark.parametrize("lengths", [None, PACKED], ids=["one", "packed"])
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("memory", ["kept", "again"])
-def test_the_chunkwise_form_equals_the_recurrence(gate, lengths, dtype, limit, memory, monkeypatch):
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_the_chunkwise_form_equals_the_recurrence(gate, lengths, dtype, limit, memory, rule, monkeypatch):
     if memory == "again":  # one chunk at a time, and states computed again in every pass
         monkeypatch.setattr(chunkwise, "AT_ONCE", 1)
         monkeypatch.setattr(chunkwise, "KEPT", 0)
-    given, begin = inputs(T, gate, dtype), begins(lengths, T)
-    check(found(given, None if begin is None else begin.int()), truth(T, gate, lengths, dtype), limit)
+    given, begin = inputs(T, gate, dtype, **rule), begins(lengths, T)
+    check(found(given, None if begin is None else begin.int()), truth(T, gate, lengths, dtype, **rule), limit)
 
 
 def test_without_a_start_state_it_is_zero():
-    given, zero = inputs(T, "channel"), torch.zeros_like(inputs(1, None)["state"])
+    given, zero = inputs(T, "channel", beta=True), torch.zeros_like(inputs(1, None)["state"])
     with_zeros, without = (found({**given, "state": zero}, None, start) for start in (True, False))
     for name in with_zeros:
         assert torch.equal(with_zeros[name], without[name]), name
@@ -92,9 +97,10 @@ def test_without_a_start_state_it_is_zero():
 
 @pytest.mark.parametrize("at_once", [1, chunkwise.AT_ONCE])
 @pytest.mark.parametrize("gate", GATES)
-def test_states_that_are_kept_and_states_walked_again_give_the_same_bits(gate, at_once, monkeypatch):
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_states_that_are_kept_and_states_walked_again_give_the_same_bits(gate, at_once, rule, monkeypatch):
     monkeypatch.setattr(chunkwise, "AT_ONCE", at_once)
-    given, begin = inputs(T, gate, torch.float32), begins(PACKED, T).int()
+    given, begin = inputs(T, gate, torch.float32, **rule), begins(PACKED, T).int()
     again, kept = (found(given, begin, keep=keep) for keep in (False, True))
     for name in again:
         assert torch.equal(again[name], kept[name]), name
@@ -102,10 +108,11 @@ def test_states_that_are_kept_and_states_walked_again_give_the_same_bits(gate, a
 
 @pytest.mark.parametrize("deep", [1e-6, 30.0, 3000.0])
 @pytest.mark.parametrize("gate", ["channel", "head"])
-def test_gates_near_one_and_near_zero_lose_no_precision(gate, deep):
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_gates_near_one_and_near_zero_lose_no_precision(gate, deep, rule):
     """Also where both meet: a gate of exp(-3000) must not take the bits of the sums beside it along."""
-    given = inputs(T, gate, torch.float32, deep)
-    exact = dict(truth(T, gate, None, torch.float32, deep))
+    given = inputs(T, gate, torch.float32, deep, **rule)
+    exact = dict(truth(T, gate, None, torch.float32, deep, **rule))
     result = found(given, None)
     assert result["dstate"].norm() <= 1.001 * exact["dstate"].norm()
     if deep > 1000:
@@ -124,13 +131,12 @@ def test_a_hundred_thousand_steps():
     q, k, v, dout, g = (x.float() for x in (q, k, v, dout, g))
 
     def both(dtype):
-        a = [x.to(dtype) for x in (q, k, v, g)]
-        own, back = chunkwise.scan_states(*a[1:], None), chunkwise.scan_gradients(a[0], dout.to(dtype), a[3], None, 1.0)
-        out = chunkwise.read_out(*a, None, own, None, 1.0)
-        return out, own.end.kv, *chunkwise.gradients(*a, None, own, None, back, dout.to(dtype), None, 1.0)
+        x, do = Inputs(*(t.to(dtype) for t in (q, k, v, g)), None, None, 1.0), dout.to(dtype)
+        own, back = chunkwise.scan_states(x), chunkwise.scan_gradients(x, do)
+        return *chunkwise.read_out(x, own, None), *chunkwise.gradients(x, own, None, back, do, None)[:4]
 
     exact = both(torch.float64)
-    out, end = recurrent(q.double(), k.double(), v.double(), g.double(), None, None, 1.0)
+    out, end = recurrent(Inputs(q.double(), k.double(), v.double(), g.double(), None, None, 1.0), None)
     torch.testing.assert_close(exact[0], out, rtol=1e-10, atol=1e-9)  # of sums over all tokens, rounded in other orders
     torch.testing.assert_close(exact[1], end, rtol=1e-10, atol=1e-9)
     for name, x, expected in zip(("out", "end", "dq", "dk", "dv", "dg"), both(torch.float32), exact, strict=True):
@@ -147,21 +153,41 @@ def test_any_lengths_and_borders(data):
     borders = sorted(data.draw(st.sets(st.integers(1, length), max_size=4)) | {0})
     begin = torch.tensor([max(b for b in borders if b <= t) for t in range(length)])
     begin = torch.where(begin == 0, data.draw(st.sampled_from([0, -1, -100])), begin)[None]
-    given = inputs(length, data.draw(st.sampled_from(GATES)))
+    given = inputs(length, data.draw(st.sampled_from(GATES)), **data.draw(st.sampled_from(RULES)))
     result = found(given, begin.int())
-    out, end = recurrent(*(given[n] for n in "qkvg"), begin, given["state"], K**-0.5)
+    out, end = recurrent(Inputs(*(given[n] for n in LEAVES), begin, K**-0.5), given["state"])
     check({"out": result["out"], "end": result["end"]}, {"out": out, "end": end}, 1e-10)
 
 
-def test_states_compose_in_order_and_in_any_grouping():
+def test_maps_compose_in_order_and_in_any_grouping():
     generator = torch.Generator().manual_seed(0)
-    a, b, c = (
-        State(-torch.rand(1, 2, 3, generator=generator), torch.randn(1, 2, 3, 4, generator=generator)) for _ in "abc"
-    )
-    torch.testing.assert_close(compose(compose(a, b), c), compose(a, compose(b, c)))
-    assert not torch.allclose(compose(a, b).kv, compose(b, a).kv)
-    reset = State(torch.full((1, 2, 3), float("-inf")), b.kv)
-    assert torch.equal(compose(a, reset).kv, b.kv) and compose(reset, reset).log_decay.eq(float("-inf")).all()
+    for columns in (1, 3):  # a decay of each row, and a matrix
+        a, b, c = (Map(*(torch.randn(1, 2, 3, n, generator=generator) for n in (columns, 4))) for _ in "abc")
+        torch.testing.assert_close(a.then(b).then(c), a.then(b.then(c)))
+        assert not torch.allclose(a.then(b).kv, b.then(a).kv)
+        state = torch.randn(1, 2, 3, 4, generator=generator)
+        torch.testing.assert_close(a.then(b).after(state), b.after(a.after(state)))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("gate", ["channel", "head"])
+def test_a_gate_of_minus_infinity_forgets_all(gate, rule):
+    """As a document that begins there; finite gates as strong do the same."""
+    given = inputs(T, gate, torch.float32, **rule)
+    docs = ra.Docs.from_lengths([70, T - 70])
+    at = (slice(None), slice(70, 71))
+    results = []
+    for gate_there, packed in ((-torch.inf, None), (-1e4, None), (-1e30, None), (0.0, docs)):
+        leaves = {n: given[n].clone() for n in LEAVES if given[n] is not None}
+        leaves["g"][at] = gate_there
+        leaves = {n: x.requires_grad_() for n, x in leaves.items()}
+        how = {"beta": leaves.get("beta"), "return_state": True, "docs": packed}
+        out, end = ra.linear_attention(*(leaves[n] for n in "qkvg"), **how)
+        grads = torch.autograd.grad((out * given["dout"]).sum() + (end * given["dend"]).sum(), list(leaves.values()))
+        results.append([out, end, *grads])
+    for result in results[:3]:
+        for x, expected in zip(result, results[3], strict=True):
+            torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_pieces_with_their_states_are_the_whole_and_the_invariant_holds():
@@ -198,13 +224,16 @@ CALL = {n: x.float() if x is not None else x for n, x in inputs(9, "channel").it
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"log_decay": lambda g: -g}, r"log_decay\[0, 0, 0, 0\] = .*: a log decay is finite and at most 0"),
-        ({"log_decay": lambda g: g.log()}, "= nan: a log decay is finite"),
-        ({"log_decay": lambda g: g * float("inf")}, "= -inf: a log decay is finite"),
+        ({"log_decay": lambda g: -g}, r"log_decay\[0, 0, 0, 0\] = .*: a log decay is at most 0"),
+        ({"log_decay": lambda g: g.log()}, "= nan: a log decay is at most 0"),
         ({"log_decay": lambda g: g[..., :3]}, r"expected \(2, 9, 2, 8\).*or \(2, 9, 2\), one for every head"),
         ({"log_decay": lambda g: g.int()}, "log_decay is torch.int32; expected floats"),
         ({"log_decay": lambda g: g.to("meta")}, "log_decay is on meta, q on cpu"),
-        ({"k": lambda k: k[:, :, :1], "v": lambda v: v[:, :, :1]}, "q has 2 heads, k 1; every head"),
+        ({"k": lambda k: k[:, :, :1], "v": lambda v: v[:, :, :1]}, "q has 2 heads, k 1; .*as many query heads as key"),
+        ({"v": lambda v: v[:, :, :1]}, "k has 2 heads, v 1; the key heads must divide the value heads"),
+        ({"beta": lambda _: torch.ones(2, 9)}, r"beta has shape \(2, 9\); expected \(2, 9, 2\)"),
+        ({"beta": lambda _: torch.full((2, 9, 2), 2.1)}, r"beta\[0, 0, 0\] = 2.1: beta is in \[0, 2\]"),
+        ({"beta": lambda _: torch.ones(2, 9, 2).long()}, "beta is torch.int64; expected floats"),
         ({"k": lambda k: k[..., :4]}, "head dims differ: q 8, k 4"),
         ({"k": lambda k: k[:, :5], "v": lambda v: v[:, :5]}, "q has 9 tokens, k 5"),
         ({"q": lambda q: q[0]}, "q has shape .*expected 4 dims"),

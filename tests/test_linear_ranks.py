@@ -16,7 +16,7 @@ import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.comms.mesh import axis
 from ringattn.comms.scan import Relay, add_up, broadcast
-from ringattn.kernels.linear import State
+from ringattn.kernels.linear import Map
 from ringattn.launch import bench, words
 from ringattn.launch.processes import run as run_processes
 from ringattn.launch.verify import command as verify
@@ -34,8 +34,8 @@ MESHES = [(r, 1, layout) for r in (2, 3, 4, 5, 6, 7, 8) for layout in ("contiguo
 MESHES += [(1, 4, "contiguous"), (2, 2, "contiguous"), (2, 2, "zigzag"), (2, 3, "zigzag"), (2, 4, "zigzag")]
 
 
-def check(ring, ulysses, layout, gate, lengths, scan="auto", T=T, dtype=torch.float64, limit=1e-10):
-    given, expected = inputs(T, gate, dtype), truth(T, gate, lengths, dtype)
+def check(ring, ulysses, layout, gate, lengths, scan="auto", T=T, dtype=torch.float64, limit=1e-10, **rule):
+    given, expected = inputs(T, gate, dtype, **rule), truth(T, gate, lengths, dtype, **rule)
     docs = docs_of(lengths, T)
     results = run(
         lambda mesh: errors(mesh, given, expected, docs, layout=layout, scan=scan), ring=ring, ulysses=ulysses
@@ -49,6 +49,7 @@ def check(ring, ulysses, layout, gate, lengths, scan="auto", T=T, dtype=torch.fl
 def test_equals_the_recurrence(ring, ulysses, layout, scan):
     check(ring, ulysses, layout, "channel", None, scan)
     check(ring, ulysses, layout, "head", PACKED, scan)
+    check(ring, ulysses, layout, "head", PACKED, scan, beta=True, key_heads=1)
 
 
 @pytest.mark.parametrize(("ring", "ulysses", "layout"), [(1, 1, "contiguous"), (4, 1, "zigzag"), (2, 3, "zigzag")])
@@ -59,6 +60,7 @@ def test_equals_the_recurrence(ring, ulysses, layout, scan):
 def test_every_gate_with_every_packing(ring, ulysses, layout, gate, lengths):
     check(ring, ulysses, layout, gate, lengths)
     check(ring, ulysses, layout, gate, lengths, dtype=torch.float32, limit=2e-6)
+    check(ring, ulysses, layout, gate, lengths, dtype=torch.float32, limit=2e-6, beta=True)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -66,6 +68,7 @@ def test_segments_of_several_chunks(layout):
     lengths = ((300, 500, LONG - 800), (64, LONG - 100))
     check(8, 1, layout, "channel", lengths, T=LONG)
     check(8, 1, layout, "channel", lengths, T=LONG, dtype=torch.float32, limit=2e-6)
+    check(8, 1, layout, "channel", None, T=LONG, dtype=torch.float32, limit=2e-6, beta=True, key_heads=1)
 
 
 def test_fewer_tokens_than_ranks():
@@ -139,7 +142,7 @@ def test_bytes_a_rank_sends_do_not_depend_on_the_length(layout, scan):
     counts = [run(lambda mesh, n=length: one(mesh, n), ring=4) for length in (64, 640)]
     assert counts[0] == counts[1]
     for forward, backward in counts[0]:
-        assert forward <= rows * H * K * (V + 1) * 4 and backward <= rows * H * K * V * 4
+        assert forward <= rows * H * K * V * 4 and backward <= rows * H * K * V * 4
     assert max(forward for forward, _ in counts[0]) == rows * H * K * V * 4  # the state itself: no decay travels
 
 
@@ -170,19 +173,19 @@ def test_a_scan_over_256_ranks_equals_the_sequential_result(layout, scan, backwa
     ranks = 256
     plan = Plan(seq_len=2 * ranks, ring=ranks, layout=layout)
     P, generator = segments(plan), torch.Generator().manual_seed(0)
-    decay = -torch.rand(ranks, P, 1, 2, generator=generator, dtype=torch.float64)
+    decay = torch.rand(ranks, P, 1, 2, 1, generator=generator, dtype=torch.float64)
     kv = torch.randn(ranks, P, 1, 2, 3, generator=generator, dtype=torch.float64)
     start = torch.randn(1, 1, 2, 3, generator=generator, dtype=torch.float64)
     state, expected = start, {}
     for r, _, p in order(plan)[:: -1 if backward else 1]:
         expected[r, p] = state
-        state = decay[r, p].exp()[None, ..., None] * state + kv[r, p][None]
+        state = decay[r, p][None] * state + kv[r, p][None]
 
     def one(mesh):
         mine = ra.plan(mesh, seq_len=2 * ranks, layout=layout)
         r = mine.ring_axis.rank
-        way = choose(mine, scan, 48, 2)
-        flying = states.Exchange(mine, State(decay[r], kv[r]), start, way, backward, end_everywhere=True)
+        way = choose(mine, scan, 16, 3)
+        flying = states.Exchange(mine, Map(decay[r], kv[r]), start, way, backward, end_everywhere=True)
         return flying.before(), flying.behind
 
     for r, (before, end) in enumerate(run(one, ring=ranks)):
@@ -197,8 +200,8 @@ def test_states_are_on_their_way_before_anybody_waits(scan):
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=64, layout="contiguous")
-        own = State(-torch.rand(1, 1, 4), torch.randn(1, 1, 4, 3))
-        flying = states.Exchange(plan, own, None, choose(plan, scan, 48, 4))
+        own = Map(torch.rand(1, 1, 4, 1), torch.randn(1, 1, 4, 3))
+        flying = states.Exchange(plan, own, None, choose(plan, scan, 16, 3))
         sent = plan.ring_axis.sent
         assert flying.before() is flying.before()  # and waited for once
         return sent
@@ -217,11 +220,12 @@ def test_segments_follow_each_other_in_the_order_of_the_sequence():
 
 def test_the_way_states_travel_is_chosen_by_size():
     few, many = Plan(seq_len=4096, ring=4, layout="zigzag"), Plan(seq_len=2**20, ring=256, layout="zigzag")
-    small, large = 16 * 128 * 128 * 4, 64 * 256 * 256 * 4
+    small, large = 8 * 128 * 4, 64 * 256 * 4  # bytes of a column of a state
     assert choose(few, "auto", small, 128).name == "gather"
-    assert choose(few, "auto", 2**28, 128).name in ("ring", "pipeline")  # no room for all of them
+    assert choose(few, "auto", 2**21, 128).name in ("ring", "pipeline")  # no room for all of them
+    assert choose(few, "auto", small, 128, factor=128).name == "pipeline"  # by the delta rule, maps are twice as large
     assert choose(many, "auto", large, 256).name == "pipeline"
-    assert choose(many, "auto", large, 255).pieces == 1  # a key dim that cannot be cut
+    assert choose(many, "auto", large, 255).pieces == 1  # a value dim that cannot be cut
     for way in WAYS:
         assert choose(few, way, small, 128).name == way
 
@@ -296,7 +300,8 @@ def test_opcheck():
     state = torch.randn(1, 2, 4, 4).requires_grad_()
     plan = ra.plan(seq_len=5)
     for return_state, initial, gate, keep in ((True, state, -g.exp(), True), (False, None, None, False)):
-        args = (q, k, v, gate, initial, None, plan.text, False, 0.5, "auto", "auto", return_state, keep)
+        beta = None if gate is None else torch.rand(1, 5, 2).requires_grad_()
+        args = (q, k, v, gate, beta, initial, None, plan.text, False, 0.5, "auto", "auto", return_state, keep)
         torch.library.opcheck(torch.ops.ringattn.linear_attention, args)
 
 
@@ -404,7 +409,7 @@ def test_verify_runs_linear_attention_too(capsys, monkeypatch):
     assert words.main(["verify", "ranks=2", "cases=linear_packed,linear_head"]) == 0
     said = capsys.readouterr().out
     assert "18 of 18 cases pass" in said  # 2 features x 3 ways of the states x (2 on the ring + Ulysses)
-    assert "end       dq       dk       dv       dg   dstate" in said and "dsinks" not in said
+    assert "end       dq       dk       dv       dg    dbeta   dstate" in said and "dsinks" not in said
 
     def off(*args, **how):
         errors, share = exact(*args, **how)

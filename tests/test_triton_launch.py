@@ -72,6 +72,7 @@ def some_call(draw: random.Random):
     import torch
 
     from ringattn.kernels.intervals import Intervals
+    from ringattn.kernels.linear import Inputs
     from ringattn.kernels.partial import Partial, Streams
     from ringattn.kernels.total import Part
     from ringattn.kernels.triton import append, backward, decode, forward, gradients, linear, merge
@@ -96,15 +97,14 @@ def some_call(draw: random.Random):
     ql, kl, vl, dl = (tensor(B, T, H, n) for n in (K, K, W, W))
     g = draw.choice([None, tensor(B, T, H), tensor(B, T, H, K)])
     begin = draw.choice([None, torch.zeros(draw.choice([1, B]), T, dtype=torch.int32)])
+    x = Inputs(ql, kl, vl, g, None, begin, 0.1)
     stack = tensor(5, B, T, H, V, dtype=torch.float32), torch.empty(5, B, T, H)
 
     def linear_forward():
-        scan = linear.scan_states(kl, vl, g, begin)
-        linear.read_out(ql, kl, vl, g, begin, scan, state, 0.1)
+        linear.read_out(x, linear.scan_states(x), state)
 
     def linear_backward():
-        scan, rscan = linear.scan_states(kl, vl, g, begin), linear.scan_gradients(ql, dl, g, begin, 0.1)
-        linear.gradients(ql, kl, vl, g, begin, scan, state, rscan, dl, None, 0.1)
+        linear.gradients(x, linear.scan_states(x), state, linear.scan_gradients(x, dl), dl, None)
 
     state = draw.choice([None, torch.empty(B, H, K, W)])
     lengths, kept = torch.zeros(B, dtype=torch.int64), (torch.empty(B, 640, G, n, dtype=dtype) for n in (D, V))

@@ -9,6 +9,7 @@ import torch
 from triton._C.libtriton.ir import INPUT_PRECISION
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from ringattn.kernels.linear import Inputs
 from ringattn.kernels.recurrent import recurrent
 from ringattn.kernels.triton import linear
 from ringattn.launch.bench import linear as bench
@@ -27,6 +28,7 @@ class Case:
     B: int = 1
     T: int = 70
     H: int = 2
+    G: int | None = None  # key heads, if fewer
     K: int = 32
     V: int = 32
     decay: float = 1.0  # the mean log decay of a token, below 0; "mixed": some of 1000 among weak ones
@@ -78,7 +80,7 @@ def draw(case: Case) -> Given:
         starts = torch.tensor(case.begins)
         begin = starts[torch.searchsorted(starts, torch.arange(T), right=True) - 1].int()[None].to(DEVICE)
     states = [normal(B, H, K, V).to(DEVICE) if case.states else None for _ in range(2)]
-    q, k, v, dout = (laid_out(normal(B, T, H, d)) for d in (K, K, V, V))
+    q, k, v, dout = (laid_out(normal(B, T, h, d)) for h, d in ((case.G or H, K), (case.G or H, K), (H, V), (H, V)))
     return Given(q, k, v, None if g is None else laid_out(g), begin, states[0], dout, states[1], K**-0.5)
 
 
@@ -86,9 +88,9 @@ def truth_of(x: Given) -> dict[str, torch.Tensor]:
     """By autograd through the recurrence, token by token in float64."""
     q, k, v = (t.double().requires_grad_() for t in (x.q, x.k, x.v))
     g = None if x.g is None else x.g.double().requires_grad_()
-    zero = torch.zeros(x.q.shape[0], *x.q.shape[2:], x.v.shape[-1], dtype=torch.float64, device=DEVICE)
+    zero = torch.zeros(x.q.shape[0], *x.v.shape[2:3], x.q.shape[3], x.v.shape[3], dtype=torch.float64, device=DEVICE)
     start = (zero if x.start is None else x.start.double()).requires_grad_()
-    out, end = recurrent(q, k, v, g, x.begin, start, x.scale)
+    out, end = recurrent(Inputs(q, k, v, g, None, x.begin, x.scale), start)
     loss = (out * x.dout).sum() + (end * (zero.detach() if x.dend is None else x.dend)).sum()
     grads = torch.autograd.grad(loss, [q, k, v, start, *([] if g is None else [g])])
     return dict(zip(NAMES, (out.detach(), end.detach(), *grads), strict=False))
@@ -96,16 +98,14 @@ def truth_of(x: Given) -> dict[str, torch.Tensor]:
 
 def found_by(x: Given, kernels: object = linear, keep: bool = False) -> dict[str, torch.Tensor]:
     """The passes, one after the other, as one rank runs them; `keep`: the states before all chunks, for backward."""
-    scan = kernels.scan_states(x.k, x.v, x.g, x.begin)
+    inputs = Inputs(x.q, x.k, x.v, x.g, None, x.begin, x.scale)
+    scan = kernels.scan_states(inputs)
     sizes, dtype = kernels.states_shape(x.k, x.v)
     kept = torch.full(sizes, torch.nan, dtype=dtype, device=DEVICE) if keep else None
-    out = kernels.read_out(x.q, x.k, x.v, x.g, x.begin, scan, x.start, x.scale, kept)
-    rscan = kernels.scan_gradients(x.q, x.dout, x.g, x.begin, x.scale)
-    rest = (x.begin, kept if keep else scan, None if keep else x.start, rscan, x.dout, x.dend, x.scale)
-    dq, dk, dv, dg = kernels.gradients(x.q, x.k, x.v, x.g, *rest)
-    zero = torch.zeros_like(scan.end.kv)
-    end = scan.end.after(zero if x.start is None else x.start)
-    dstart = rscan.end.after(zero if x.dend is None else x.dend)
+    out, end = kernels.read_out(inputs, scan, x.start, kept)
+    rscan = kernels.scan_gradients(inputs, x.dout)
+    before = (kept, None) if keep else (scan, x.start)
+    dq, dk, dv, dg, _, dstart = kernels.gradients(inputs, *before, rscan, x.dout, x.dend)
     values = (out, end, dq, dk, dv, dstart, *([] if x.g is None else [dg]))
     return dict(zip(NAMES, values, strict=False))
 
@@ -131,6 +131,7 @@ CASES = [
     Case(),
     Case("head"),
     Case("none"),
+    Case("head", H=4, G=2, B=2, begins=DOCUMENTS),
     Case(decay=20.0),
     Case("head", decay=20.0),
     Case(decay=1e-3, T=64),

@@ -11,8 +11,19 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels import Problem
-from ringattn.kernels.linear import Deferred, Scan, ShapeAndDtype, State, resolve
+from ringattn import kernels
+from ringattn.kernels.linear import (
+    Deferred,
+    Gradients,
+    Inputs,
+    Map,
+    Problem,
+    Scan,
+    ShapeAndDtype,
+    of_keys,
+    of_values,
+    resolve,
+)
 from ringattn.kernels.protocol import LinearKernel
 from ringattn.kernels.triton import cannot_run
 from ringattn.kernels.triton.blocks import launch
@@ -92,14 +103,16 @@ class Segments(NamedTuple):
     strongest: Tensor  # [B, N, H, tiles of channels]: the strongest decay in each chunk; for gates per channel only
 
 
-def scan_states(k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None) -> Scan:
-    """The state behind the last token, if the state before the first one is zero."""
-    return Call(k, v, g, begin).scan(k, v, 1.0, reverse=False)
+def scan_states(x: Inputs, maps: bool = True) -> Scan:
+    """The map of the state by all tokens, which these kernels find in any case."""
+    k = of_values(x.k, x.v.shape[2], 2)
+    return Call(k, x.v, x.g, x.begin).scan(k, x.v, 1.0, reverse=False)
 
 
-def scan_gradients(q: Tensor, dout: Tensor, g: Tensor | None, begin: Tensor | None, scale: float) -> Scan:
-    """The gradient for the state before the first token, if the gradient for the state behind the last one is zero."""
-    return Call(q, dout, g, begin).scan(q, dout, scale, reverse=True)
+def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
+    """The map from the gradient for the state behind the last token to that for the state before the first one."""
+    q = of_values(x.q, x.v.shape[2], 2)
+    return Call(q, dout, x.g, x.begin).scan(q, dout, x.scale, reverse=True)
 
 
 def states_shape(k: Tensor, v: Tensor) -> ShapeAndDtype:
@@ -107,36 +120,45 @@ def states_shape(k: Tensor, v: Tensor) -> ShapeAndDtype:
     return Call(k, v, None, None).states_shape()
 
 
-def read_out(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan, start_kv: Deferred,
-    scale: float, kept: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """out [B, T, H, V] in q's dtype: the products within each chunk, plus q times the state before it."""
-    call = Call(k, v, g, begin)
-    a = call.scores(q, k, scan.saved.strongest, scale)  # before start_kv is needed, which may still travel
-    states = call.states(k, v, scan.saved, resolve(start_kv), 1.0, reverse=False, kept=kept)
-    return call.apply(q, v, a, states, scale, reverse=False)
+def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(out [B, T, H, V] in q's dtype, the state behind the last token): the products within each chunk, plus q times
+    the state before it.
+    """
+    q, k = (of_values(t, x.v.shape[2], 2) for t in (x.q, x.k))
+    call = Call(k, x.v, x.g, x.begin)
+    a = call.scores(q, k, scan.saved.strongest, x.scale)  # before the start state is needed, which may still travel
+    first = resolve(start)
+    states = call.states(k, x.v, scan.saved, first, 1.0, reverse=False, kept=kept)
+    return call.apply(q, x.v, a, states, x.scale, reverse=False), behind(scan, first)
 
 
-def gradients(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None, scan: Scan | Tensor, start_kv: Deferred,
-    rscan: Scan, dout: Tensor, dend_kv: Deferred, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, dg) in the dtypes and shapes of their inputs; `dend_kv` is the gradient for the end state."""
-    call, strongest = Call(k, v, g, begin), rscan.saved.strongest
-    states = scan if isinstance(scan, Tensor) else call.states(k, v, scan.saved, resolve(start_kv), 1.0, reverse=False)
-    a = call.scores(q, k, strongest, scale)  # before dend_kv is needed, which may still travel
-    dstates = call.states(q, dout, rscan.saved, resolve(dend_kv), scale, reverse=True)
+def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout: Tensor, dend: Deferred) -> Gradients:
+    """The gradients in the dtypes and shapes of their inputs, and that for the start state; `dend` is the gradient for
+    the end state.
+    """
+    q, k = (of_values(t, x.v.shape[2], 2) for t in (x.q, x.k))
+    call, strongest = Call(k, x.v, x.g, x.begin), rscan.saved.strongest
+    states = scan if isinstance(scan, Tensor) else call.states(k, x.v, scan.saved, resolve(start), 1.0, reverse=False)
+    a = call.scores(q, k, strongest, x.scale)  # before the end state's gradient is needed, which may still travel
+    last = resolve(dend)
+    dstates = call.states(q, dout, rscan.saved, last, x.scale, reverse=True)
     dv = call.apply(k, dout, a, dstates, 1.0, reverse=True)
-    dq, dk, dg = call.gradients(q, k, v, dout, states, dstates, strongest, scale)
-    return dq, dk, dv, dg
+    dq, dk, dg = call.gradients(q, k, x.v, dout, states, dstates, strongest, x.scale)
+    G = x.k.shape[2]
+    return of_keys(dq, G, 2), of_keys(dk, G, 2), dv, dg, None, behind(rscan, last)
+
+
+def behind(scan: Scan, start: Tensor | None) -> Tensor:
+    """The state behind all tokens, if `start` is the one before them."""
+    assert scan.map is not None
+    return scan.map.kv if start is None else scan.map.after(start)
 
 
 class Call:
     """What all launches of one call share: its shape, gates and documents."""
 
     def __init__(self, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None) -> None:
-        (self.B, self.T, self.H, self.K), self.V = k.shape, v.shape[-1]
+        (self.B, self.T, self.H, self.V), self.K = v.shape, k.shape[-1]
         self.device, self.dtype, self.g = k.device, k.dtype, g
         self.gate = NONE if g is None else CHANNEL if g.dim() == 4 else HEAD
         arch = architecture(k.device)
@@ -188,13 +210,13 @@ class Call:
         decays, passed = (self.empty(self.B, S, self.H, G) for _ in range(2))
         strongest = self.empty(self.B, self.N, self.H, tiles_k)
         self.walk(x, y, (x, before, passed, x, ends, decays, strongest), S, scale, reverse)
-        whole = State(self.empty(self.B, self.H, G), self.empty(self.B, self.H, self.K, self.V))
+        log_decay, end = self.empty(self.B, self.H, G), self.empty(self.B, self.H, self.K, self.V)
         launch(
             join_kernel, (self.B * self.H, cdiv(self.K, JOIN.keys), cdiv(self.V, JOIN.values)),
-            (ends, decays, before, passed, whole.kv, whole.log_decay), (S, self.H), JOIN,
+            (ends, decays, before, passed, end, log_decay), (S, self.H), JOIN,
             K=self.K, V=self.V, BLOCK_K=JOIN.keys, BLOCK_V=JOIN.values, GATE=self.gate.value, REVERSE=reverse,
         )  # fmt: skip
-        return Scan(whole, Segments(before, passed, strongest))
+        return Scan(Map(log_decay.exp()[..., None], end), Segments(before, passed, strongest))
 
     def states_shape(self) -> ShapeAndDtype:
         """The shape and dtype of the result of `states`."""
@@ -265,10 +287,12 @@ class Call:
         return dq, dk, None if g is None else dg if g.dim() == 4 else dg.sum(-1).to(g.dtype)
 
 
-def refuses(problem: Problem) -> str | None:
+def refuses(problem: kernels.Problem) -> str | None:
     """Why these kernels cannot serve the problem, or None when they can."""
     if (reason := cannot_run(problem)) is not None:
         return reason
+    if isinstance(problem, Problem) and problem.beta:
+        return "computes gated linear attention, not yet the delta rule (beta=)"
     if problem.head_dim > WIDEST_KEY or problem.value_dim > WIDEST_VALUE:
         limits = f"takes key dims up to {WIDEST_KEY} and value dims up to {WIDEST_VALUE}"
         return f"{limits}, got {problem.head_dim} and {problem.value_dim}"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn.conf.schema import nearest
-from ringattn.kernels import chunkwise
+from ringattn.kernels import chunkwise, linear
 from ringattn.kernels.linear import TABLE
 from ringattn.launch.bench import table
 from ringattn.launch.bench.kernels import DTYPES, attempt, distance, median_ms, peak_gib
@@ -202,17 +202,15 @@ def inputs(case: Case, options: Options) -> Inputs:
 
 def passes(kernels: Any, given: Inputs) -> tuple[Pass, Pass]:
     """Forward, and backward from what the forward saved, as one device runs the four functions of a kernel."""
-    q, k, v, g, dout = given.q, given.k, given.v, given.g, given.dout
+    x = linear.Inputs(given.q, given.k, given.v, given.g, None, None, given.scale)
 
     def forward() -> tuple[Any, ...]:
-        scan = kernels.scan_states(k, v, g, None)
-        return (kernels.read_out(q, k, v, g, None, scan, None, given.scale),)
+        return kernels.read_out(x, kernels.scan_states(x, maps=False), None)[:1]
 
-    scan = kernels.scan_states(k, v, g, None)
+    scan = kernels.scan_states(x, maps=False)
 
     def backward() -> tuple[Any, ...]:
-        rscan = kernels.scan_gradients(q, dout, g, None, given.scale)
-        return kernels.gradients(q, k, v, g, None, scan, None, rscan, dout, None, given.scale)
+        return kernels.gradients(x, scan, None, kernels.scan_gradients(x, given.dout, maps=False), given.dout, None)[:4]
 
     return forward, backward
 

@@ -1,5 +1,6 @@
 """Prove on this machine that attention over ranks equals dense float64 attention: out, lse and every gradient.
-And that gated linear attention equals its recurrence: out, the state behind the last token and every gradient.
+And that linear attention, gated and by the delta rule, equals its recurrence: out, the state behind the last token and
+every gradient.
 
     ringattn verify                                            4 ranks as threads of this process
     ringattn verify backend=gloo ranks=2 cases=docs,window     real processes, some of the cases
@@ -248,7 +249,7 @@ def one_case(options: Options, case: AnyCase, mesh: Any) -> dict[str, Any]:
 
 
 def one_linear(options: Options, case: linear_oracle.Case, mesh: Any) -> dict[str, Any]:
-    given = linear_oracle.inputs(case.seq_len, case.gate, getattr(torch, options.precision))
+    given = linear_oracle.inputs(case.seq_len, case.gate, getattr(torch, options.precision), **case.rule)
     given = {name: None if x is None else x.to(options.device) for name, x in given.items()}
     exact = {name: x.to(options.device) for name, x in truth_of(case, options).items()}
     how = {"layout": case.layout, "scan": case.strategy, "kernel": options.kernel}
@@ -276,7 +277,8 @@ def truth_of(case: AnyCase, options: Options) -> dict[str, Tensor]:
         return drawn.known(case)[1]
     if isinstance(case, Case):
         return truth(*feature(case), options.precision)
-    return linear_oracle.truth(case.seq_len, case.gate, case.lengths, getattr(torch, options.precision))
+    dtype = getattr(torch, options.precision)
+    return linear_oracle.truth(case.seq_len, case.gate, case.lengths, dtype, **case.rule)
 
 
 def limits_of(case: AnyCase, options: Options) -> dict[str, float]:

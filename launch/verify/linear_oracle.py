@@ -1,4 +1,4 @@
-"""Gated linear attention token by token in float64, one call over ranks held against it, and a list of such calls."""
+"""Linear attention token by token in float64, one call over ranks held against it, and a list of such calls."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ringattn as ra
+from ringattn.kernels.linear import Inputs
 from ringattn.kernels.recurrent import recurrent
 from ringattn.launch.verify.oracle import error, local
 from ringattn.segments import WAYS
@@ -30,6 +31,13 @@ class Case:
     ulysses: int = 1
     strategy: str = "gather"
     layout: str = "zigzag"
+    beta: bool = False  # the delta rule
+    key_heads: int = H
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """What `inputs` and `truth` are named by, beside the gate."""
+        return {"beta": self.beta, "key_heads": self.key_heads}
 
     def __str__(self) -> str:
         return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
@@ -41,8 +49,14 @@ FEATURES = (
     Case("linear_no_gate", gate=None, lengths=((20, 35),)),
     Case("linear_packed", lengths=((20, 0, 11, 30), (1, 2, 50))),
     Case("linear_chunks", gate="head", lengths=((150, 250, 157), (64, 457)), seq_len=557),
+    Case("linear_groups", gate="head", key_heads=1),
+    Case("linear_delta", beta=True),
+    Case("linear_delta_head", gate="head", beta=True, key_heads=1, lengths=((20, 0, 11, 30), (1, 2, 50))),
+    Case("linear_delta_no_gate", gate=None, beta=True, lengths=((20, 35),)),
+    Case("linear_delta_chunks", beta=True, key_heads=1, lengths=((150, 250, 157), (64, 457)), seq_len=557),
 )
-RESULTS = ("out", "end", "dq", "dk", "dv", "dg", "dstate")
+LEAVES = ("q", "k", "v", "g", "beta")
+RESULTS = ("out", "end", *(f"d{n}" for n in LEAVES), "dstate")
 
 
 def placed(ranks: int) -> Iterator[Case]:
@@ -53,22 +67,36 @@ def placed(ranks: int) -> Iterator[Case]:
             yield replace(case, ring=ring, ulysses=ulysses, layout=layout, strategy=way)
 
 
-def inputs(T: int, gate: str | None, dtype: torch.dtype = torch.float64, deep: float = 1.0) -> dict[str, Any]:
-    """Random q, k, v, log decays, a state and what comes back; the same on every rank."""
+def inputs(
+    T: int, gate: str | None, dtype: torch.dtype = torch.float64, deep: float = 1.0, beta: bool = False,
+    key_heads: int = H,
+) -> dict[str, Any]:  # fmt: skip
+    """Random q, k, v, log decays, a state and what comes back; the same on every rank. With `beta`, by the delta rule,
+    every second k has length 1 and the others are shorter, and some betas are 0, 1 and 2.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     shapes = {"channel": (B, T, H, K), "head": (B, T, H)}
-    given = {
-        "q": draw(B, T, H, K), "k": draw(B, T, H, K), "v": draw(B, T, H, V),
+    q, k = (draw(B, T, key_heads, K) for _ in "qk")
+    given: dict[str, Any] = {
+        "q": q, "k": k, "v": draw(B, T, H, V),
         "g": None if gate is None else deep * torch.nn.functional.logsigmoid(draw(*shapes[gate])),
         "state": draw(B, H, K, V), "dout": draw(B, T, H, V), "dend": draw(B, H, K, V),
     }  # fmt: skip
+    given["beta"] = None
+    if beta:
+        lengths, betas = (torch.rand(B, T, h, generator=generator, dtype=torch.float64) for h in (key_heads, H))
+        lengths[:, 1::2] = 1
+        given["k"] = torch.nn.functional.normalize(k, dim=-1) * lengths[..., None]
+        for t, value in enumerate((0.0, 0.5, 1.0)):
+            betas[:, t::7] = value
+        given["beta"] = 2 * betas
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    as_states = ("state", "dend")
-    return {n: x if x is None else x.to(exact if n in as_states or n == "g" else dtype) for n, x in given.items()}
+    in_float32 = ("state", "dend", "g", "beta")
+    return {n: x if x is None else x.to(exact if n in in_float32 else dtype) for n, x in given.items()}
 
 
 def begins(lengths: Lengths | None, T: int) -> Tensor | None:
@@ -94,20 +122,21 @@ def real(x: Tensor, lengths: Lengths | None) -> Tensor:
 
 @lru_cache
 def truth(
-    T: int, gate: str | None, lengths: Lengths | None = None, dtype: torch.dtype = torch.float64, deep: float = 1.0
-) -> dict[str, Tensor]:
+    T: int, gate: str | None, lengths: Lengths | None = None, dtype: torch.dtype = torch.float64, deep: float = 1.0,
+    beta: bool = False, key_heads: int = H,
+) -> dict[str, Tensor]:  # fmt: skip
     """out, the end state and every gradient, by autograd through the recurrence, for inputs rounded to `dtype`."""
-    return dense(inputs(T, gate, dtype, deep), lengths)
+    return dense(inputs(T, gate, dtype, deep, beta, key_heads), lengths)
 
 
 def dense(given: dict[str, Any], lengths: Lengths | None) -> dict[str, Tensor]:
     """The same for any inputs."""
     T = given["q"].shape[1]
     given = {n: None if x is None else x.detach().double() for n, x in given.items()}
-    leaves = {n: given[n].requires_grad_() for n in ("q", "k", "v", "g", "state") if given[n] is not None}
-    q, k, v = (real(given[n], lengths) for n in "qkv")
-    g = None if given["g"] is None else real(given["g"], lengths)
-    out, end = recurrent(q, k, v, g, begins(lengths, T), given["state"], given["q"].shape[-1] ** -0.5)
+    leaves = {n: given[n].requires_grad_() for n in (*LEAVES, "state") if given[n] is not None}
+    q, k, v, g, beta = (None if given[n] is None else real(given[n], lengths) for n in LEAVES)
+    assert q is not None and k is not None and v is not None
+    out, end = recurrent(Inputs(q, k, v, g, beta, begins(lengths, T), q.shape[-1] ** -0.5), given["state"])
     loss = (out * real(given["dout"], lengths)).sum() + (end * given["dend"]).sum()
     loss.backward()
     return {"out": out.detach(), "end": end.detach(), **{f"d{n}": x.grad for n, x in leaves.items()}}
@@ -132,11 +161,11 @@ def run(mesh: Any, given: dict[str, Any], docs: ra.Docs | None, **choices: Any) 
     """
     T = given["q"].shape[1]
     plan = ra.plan(mesh, seq_len=T, layout=choices.pop("layout", "auto"))
-    leaves = {n: local(given[n], plan).requires_grad_() for n in "qkvg" if given[n] is not None}
+    leaves = {n: local(given[n], plan).requires_grad_() for n in LEAVES if given[n] is not None}
     state = given["state"].clone().requires_grad_()
     out, end = ra.linear_attention(
         leaves["q"], leaves["k"], leaves["v"], leaves.get("g"), plan,
-        initial_state=state, return_state=True, docs=docs, **choices,
+        beta=leaves.get("beta"), initial_state=state, return_state=True, docs=docs, **choices,
     )  # fmt: skip
     ranks, rank = plan.ring * plan.ulysses, plan.ring_axis.rank * plan.ulysses + plan.ulysses_axis.rank
     share = 2 * (rank + 1) / (ranks * (ranks + 1))

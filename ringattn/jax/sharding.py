@@ -344,9 +344,9 @@ def placement(name: str, x: Array) -> Placed | None:
     return Placed(mesh, batch, tokens, heads)
 
 
-def located(q: Array, k: Array, v: Array, plan: Plan | None) -> tuple[Plan, Placed | None, bool]:
+def located(q: Array, k: Array, v: Array, plan: Plan | None, linear: bool = False) -> tuple[Plan, Placed | None, bool]:
     """The plan of a call; where its arrays lie, if nobody gave one; whether they are one device's part."""
-    shapes = of_shapes(q, k, v)
+    shapes = of_shapes(q, k, v, linear)
     if shapes:
         raise ValueError(shapes)
     lying = placed_alike(q, k, v) if plan is None else None

@@ -38,7 +38,7 @@ def of_types(**tensors: Any) -> str | None:
     return next((f"{name} is of type {found}; it must be a torch tensor" for name, found in wrong), None)
 
 
-def of_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def of_tensors(q: Tensor, k: Tensor, v: Tensor, linear: bool = False) -> str | None:
     named = {"q": q, "k": k, "v": v}
     for name, x in named.items():
         if not x.is_floating_point() or x.element_size() < 2:
@@ -51,7 +51,7 @@ def of_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return ", ".join(f"{n} is on {x.device}" for n, x in named.items()) + "; put all three on one device"
     if q.is_meta:
         return "q, k and v are on meta, which has no numbers; pass tensors on a device"
-    return of_dense(**named) or of_shapes(q, k, v)
+    return of_dense(**named) or of_shapes(q, k, v, linear)
 
 
 def of_dense(**tensors: Tensor | None) -> str | None:

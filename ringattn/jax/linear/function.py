@@ -55,6 +55,7 @@ def linear_attention(
     log_decay: Array | None = None,
     plan: Plan | None = None,
     *,
+    beta: Array | None = None,
     initial_state: Array | None = None,
     return_state: bool = False,
     docs: Docs | None = None,
@@ -68,7 +69,9 @@ def linear_attention(
     Inside shard_map over the plan's axes it takes this device's tokens. Without a plan the arrays are in the
     sequence's own order, on the mesh that their sharding names.
     """
-    plan, lying, inside = located(q, k, v, plan)
+    if beta is not None:
+        raise NotImplementedError("the delta rule (beta=) is not implemented in JAX yet; use torch")
+    plan, lying, inside = located(q, k, v, plan, linear=True)
     arrays = q, k, v, log_decay, initial_state
     words = {"kernel": kernel, "scan": scan}
     held = plan.local_len if inside else plan.tokens.padded_length
@@ -92,7 +95,7 @@ def problem_of(
 ) -> str | None:
     """The first thing that is wrong with a call, as far as shapes and dtypes show it."""
     q, k, v, log_decay, initial_state = arrays
-    found = of_linear(q, k, v, log_decay, plan, docs, held) or of_dtypes(q, k, v) or of_scale(scale, q.shape[-1])
+    found = of_linear(q, k, v, log_decay, None, plan, docs, held) or of_dtypes(q, k, v) or of_scale(scale, q.shape[-1])
     for name, word in words.items():
         found = found or of_choice(name, word, WORDS[name])
     if found is None and initial_state is not None:

@@ -2,14 +2,13 @@
 
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn import kernels
-from ringattn.check import of_choice, of_linear, of_scale, of_state
+from ringattn.check import of_choice, of_linear, of_scale, of_state, wrong_number
 from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.protocol import LinearKernel
@@ -26,31 +25,48 @@ from ringattn.torch.sharding import local_positions, real_tokens
 SHARE = 0.5  # states of up to this share of the bytes of q, k, v and the gates are kept for backward
 
 
+class Given(NamedTuple):
+    """The tensors of a call, as its user passes them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None = None
+    beta: Tensor | None = None
+    initial_state: Tensor | None = None
+
+
 class Call:
     """One kind of call."""
 
     def __init__(
-        self, q: Tensor, v: Tensor, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str,
-        gradients: bool, return_state: bool,
+        self, x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str, gradients: bool,
+        return_state: bool,
     ):  # fmt: skip
         self.plan, self.docs = plan, docs
-        self.scale = q.shape[-1] ** -0.5 if scale is None else scale
+        self.scale = x.q.shape[-1] ** -0.5 if scale is None else scale
         self.gradients, self.return_state = gradients, return_state
         self.alone = plan.ring * plan.ulysses == 1
         self.parts = segments(plan)
-        self.batch = q.shape[0]
-        self.real = real_tokens(plan, docs, q.device)
+        self.batch, _, H, V = x.v.shape
+        self.real = real_tokens(plan, docs, x.q.device)
         self.place = plan.ring_axis.rank, plan.ulysses_axis.rank
-        self.begin = begins(plan, docs, *self.place, q.shape[0], q.device)
-        self.kernel = selected(q, v, kernel)
-        size = 8 if q.dtype == torch.float64 else 4
-        self.way = choose(plan, scan, q.shape[0] * q.shape[2] * q.shape[3] * v.shape[3] * size, q.shape[3])
+        self.begin = begins(plan, docs, *self.place, self.batch, x.q.device)
+        self.kernel = selected(x, kernel)
+        K, size = x.q.shape[3], 8 if x.q.dtype == torch.float64 else 4
+        self.state_shape = (self.batch, H, K, V)
+        self.way = choose(plan, scan, self.batch * H * K * size, V, 1 if x.beta is None else K)
         self.words: agree.Words = {}  # what the ranks compare
         self.compared = agree.watched(plan)  # whether they compare it in every call
 
-    def exchange(self, own: linear.State, start: Tensor | None, **how: bool) -> states.Here | states.Exchange:
-        """The transfer of the state before each segment."""
-        return states.Here(own, start) if self.alone else states.Exchange(self.plan, own, start, self.way, **how)
+    def exchange(self, scan: linear.Scan, start: Tensor | None, **how: bool) -> states.Exchange | None:
+        """The transfer of the state before each segment; on one device nothing travels."""
+        return None if scan.map is None or self.alone else states.Exchange(self.plan, scan.map, start, self.way, **how)
+
+    def inputs(self, x: Given) -> linear.Inputs:
+        """The tokens of this rank's segments, for the kernel."""
+        q, k, v, g, beta = self.folded(*x[:5])
+        return linear.Inputs(q, k, v, g, beta, self.begin, self.scale)
 
     def folded(self, *tensors: Tensor | None) -> list[Any]:
         """This rank's segments as rows of the batch, [B * P, T / P, ...], padding zeroed."""
@@ -62,82 +78,79 @@ class Call:
 
 
 def bind(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, plan: Plan, initial_state: Tensor | None,
-    docs: Docs | None, scale: float | None, kernel: str, scan: str, gradients: bool, look: bool, return_state: bool,
+    x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str, gradients: bool, look: bool,
+    return_state: bool,
 ) -> Call:  # fmt: skip
     """The call for these arguments. Raises the same error on all ranks if they, or with `look` a gate, are wrong."""
-    tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay, "initial_state": initial_state}
-    kinds = tuple(None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors.values())
+    kinds = tuple(None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in x)
     key = ("linear_attention", plan, docs, scale, kernel, scan, gradients, return_state, kinds)
-    tangents = have_tangents(*tensors.values())
+    tangents = have_tangents(*x)
     call = None if tangents else plan.calls.get(key)
     if call is None:
-        found = problem(q, k, v, log_decay, plan, initial_state, docs, scale, kernel, scan)
-        found = found or (look and of_gates(log_decay, plan, docs)) or None
-        asked = f"{scale} {kernel} {scan} {return_state}"
+        found = problem(x, plan, docs, scale, kernel, scan)
+        found = found or (look and of_numbers(x, plan, docs)) or None
+        asked, tensors = f"{scale} {kernel} {scan} {return_state}", x._asdict()
         words = agree.describe(plan, None, tensors, docs, call="linear_attention", gradients=gradients, asked=asked)
         agree.agree(plan, words, found)
-        call = Call(q, v, plan, docs, scale, kernel, scan, gradients, return_state)
+        call = Call(x, plan, docs, scale, kernel, scan, gradients, return_state)
         call.words = words
         if not tangents:
             remember(plan.calls, key, call)
     elif look or call.compared:
-        agree.agree(plan, call.words, of_gates(log_decay, plan, docs) if look else None)
+        agree.agree(plan, call.words, of_numbers(x, plan, docs) if look else None)
     return call
 
 
-def problem(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, plan: Plan, initial_state: Tensor | None,
-    docs: Docs | None, scale: float | None, kernel: str, scan: str,
-) -> str | None:  # fmt: skip
+def problem(x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str) -> str | None:
     """The first problem with the shapes, dtypes and devices of a call."""
+    others = x._asdict()
+    q, k, v = (others.pop(name) for name in "qkv")
     found = (
-        of_linear(q, k, v, log_decay, plan, docs)
-        or of_tensors(q, k, v)
-        or of_tangents(log_decay=log_decay, initial_state=initial_state)
-        or of_dense(log_decay=log_decay, initial_state=initial_state)
+        of_linear(q, k, v, x.log_decay, x.beta, plan, docs)
+        or of_tensors(q, k, v, linear=True)
+        or of_tangents(**others)
+        or of_dense(**others)
         or of_scale(scale, q.shape[-1])
         or of_choice("kernel", kernel, ("auto", *(one.name for one in linear.TABLE)))
         or of_choice("scan", scan, ("auto", *WAYS))
     )
-    if found is None and initial_state is not None:
-        found = of_state("initial_state", initial_state, q, v, accumulator(q))
-    for name, x in (("log_decay", log_decay), ("initial_state", initial_state)):
-        if found is None and x is not None:
-            if not x.is_floating_point():
-                found = f"{name} is {x.dtype}; expected floats"
-            elif x.device != q.device:
-                found = f"{name} is on {x.device}, q on {q.device}; put both on one device"
+    if found is None and x.initial_state is not None:
+        found = of_state("initial_state", x.initial_state, q, v, accumulator(q))
+    for name, t in others.items():
+        if found is None and t is not None:
+            if not t.is_floating_point():
+                found = f"{name} is {t.dtype}; expected floats"
+            elif t.device != q.device:
+                found = f"{name} is on {t.device}, q on {q.device}; put both on one device"
     return found
 
 
-def of_gates(log_decay: Tensor | None, plan: Plan, docs: Docs | None) -> str | None:
-    """The first gate that is not a finite number of at most 0. Reads all gates, so it waits for the device."""
-    if log_decay is None:
-        return None
-    real: Real = real_tokens(plan, docs, log_decay.device)
-    bad = ~((log_decay <= 0) & (log_decay > float("-inf")))
-    if real is not None:
-        bad &= real.reshape(*real.shape, *[1] * (bad.dim() - 2))
-    if not bool(bad.any()):
-        return None
-    at = tuple(bad.nonzero()[0].tolist())
-    return (
-        f"log_decay{list(at)} = {float(log_decay[at].detach()):g}: a log decay is finite and at most 0, as logsigmoid "
-        "gives it; growth overflows; for document borders use docs="
-    )
+def of_numbers(x: Given, plan: Plan, docs: Docs | None) -> str | None:
+    """The first gate above 0, or beta outside of [0, 2]. Reads all of them, so it waits for the device."""
+    real: Real = real_tokens(plan, docs, x.q.device)
+    for name, t in (("log_decay", x.log_decay), ("beta", x.beta)):
+        if t is None:
+            continue
+        bad = ~(t <= 0) if name == "log_decay" else ~((t >= 0) & (t <= 2))
+        if real is not None:
+            bad &= real.reshape(*real.shape, *[1] * (bad.dim() - 2))
+        if bool(bad.any()):
+            at = tuple(bad.nonzero()[0].tolist())
+            return wrong_number(name, at, float(t[at].detach()))
+    return None
 
 
-def selected(q: Tensor, v: Tensor, kernel: str) -> LinearKernel:
+def selected(x: Given, kernel: str) -> LinearKernel:
     """The kernel. It is chosen by concrete sizes, even while a compiler traces with symbolic ones."""
-    problem = kernels.Problem(
-        device=q.device.type,
-        dtype=str(q.dtype).removeprefix("torch."),
-        head_dim=int(q.shape[-1]),
-        value_dim=int(v.shape[-1]),
-        heads=int(q.shape[2]),
-        kv_heads=int(q.shape[2]),
-        arch=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+    problem = linear.Problem(
+        device=x.q.device.type,
+        dtype=str(x.q.dtype).removeprefix("torch."),
+        head_dim=int(x.q.shape[-1]),
+        value_dim=int(x.v.shape[-1]),
+        heads=int(x.v.shape[2]),
+        kv_heads=int(x.k.shape[2]),
+        beta=x.beta is not None,
+        arch=torch.cuda.get_device_capability(x.q.device) if x.q.is_cuda else None,
     )
     found: LinearKernel = linear.select(problem, kernel).load()
     return found
@@ -148,11 +161,11 @@ def rows(x: Tensor, parts: int) -> Tensor:
     return x.unflatten(1, (parts, -1)).flatten(0, 1)
 
 
-def empty_states(kernel: LinearKernel, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> Tensor | None:
+def empty_states(kernel: LinearKernel, x: linear.Inputs) -> Tensor | None:
     """Memory for the states before all chunks, if it is small compared to the inputs, which backward keeps anyway."""
-    sizes, dtype = kernel.states_shape(k, v)
-    inputs = sum(prod(x.shape) * x.itemsize for x in (q, k, v, g) if x is not None)
-    return q.new_empty(sizes, dtype=dtype) if prod(sizes) * dtype.itemsize <= SHARE * inputs else None
+    sizes, dtype = kernel.states_shape(x.k, x.v)
+    inputs = sum(prod(t.shape) * t.itemsize for t in x[:5] if t is not None)
+    return x.q.new_empty(sizes, dtype=dtype) if prod(sizes) * dtype.itemsize <= SHARE * inputs else None
 
 
 @lru_cache(maxsize=32)

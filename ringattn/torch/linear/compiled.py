@@ -6,28 +6,29 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.linear import Inputs
 from ringattn.planning import Plan, of_text
 from ringattn.segments import segments
 from ringattn.spec import Docs
 from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.handles import docs_of, plan_of, spread, starts_of, text_of
 from ringattn.torch.linear import function
-from ringattn.torch.linear.call import Call, bind, empty_states, problem, rows, selected
+from ringattn.torch.linear.call import Call, Given, bind, empty_states, problem, rows, selected
 
 
 def linear_op(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, initial_state: Tensor | None, plan: Plan,
-    docs: Docs | None, scale: float | None, kernel: str, scan: str, keep: bool, check: bool | None, return_state: bool,
+    x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str, keep: bool,
+    check: bool | None, return_state: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, end) by the op `ringattn::linear_attention`."""
     if check and torch.compiler.is_compiling():
         raise ValueError("check=True reads the gates, which a compiled graph cannot; check outside torch.compile")
-    if found := problem(q, k, v, log_decay, plan, initial_state, docs, scale, kernel, scan):
+    if found := problem(x, plan, docs, scale, kernel, scan):
         raise ValueError(found)
-    look = (q.device.type == "cpu" if check is None else check) and not torch.compiler.is_compiling()
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    look = (x.q.device.type == "cpu" if check is None else check) and not torch.compiler.is_compiling()
+    scale = x.q.shape[-1] ** -0.5 if scale is None else scale
     out, end, *_ = torch.ops.ringattn.linear_attention(
-        q, k, v, log_decay, initial_state, starts_of(docs), text_of(plan), look, scale, kernel, scan, return_state, keep
+        *x, starts_of(docs), text_of(plan), look, scale, kernel, scan, return_state, keep
     )
     return out, end
 
@@ -38,6 +39,7 @@ def forward_op(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
+    beta: Tensor | None,
     initial: Tensor | None,
     docs: Tensor | None,
     plan: str,
@@ -51,22 +53,24 @@ def forward_op(
     """`function.forward`; a missing tensor is an empty one."""
     live = plan_of(plan, q.shape[1], q.shape[1])
     known = docs_of(docs, live.seq_len)
-    call = bind(q, k, v, g, live, initial, known, scale, kernel, scan, keep, look, return_state)
-    out, *rest = function.forward(call, q, k, v, g, initial)
+    given = Given(q, k, v, g, beta, initial)
+    call = bind(given, live, known, scale, kernel, scan, keep, look, return_state)
+    out, *rest = function.forward(call, given)
     end, start, kept = (q.new_empty(0, dtype=accumulator(q)) if x is None else x for x in rest)
     return out, end, start, kept
 
 
 @fake("linear_attention")
 def _(
-    q: Tensor, k: Tensor, v: Tensor, g: Any, initial: Any, docs: Any, plan: str, look: bool, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Any, initial: Any, docs: Any, plan: str, look: bool, scale: float,
     kernel: str, scan: str, return_state: bool, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    (B, T, H, K), V, live, dtype = q.shape, v.shape[3], spread(plan), accumulator(q)
+    (B, T, H, V), K, live, dtype = v.shape, q.shape[3], spread(plan), accumulator(q)
     P = segments(live)
     end = q.new_empty(B, H, K, V, dtype=dtype) if return_state else q.new_empty(0, dtype=dtype)
-    folded = rows(q, P), rows(k, P), rows(v, P), None if g is None else rows(g, P)
-    found = empty_states(selected(q, v, kernel), *folded) if keep else None
+    g, beta = (None if t is None else rows(t, P) for t in (g, beta))
+    x = Inputs(rows(q, P), rows(k, P), rows(v, P), g, beta, None, scale)
+    found = empty_states(selected(Given(q, k, v, g, beta), kernel), x) if keep else None
     walked = keep and found is None and live.ring * live.ulysses > 1
     start = q.new_empty(B * P, H, K, V, dtype=dtype) if walked else q.new_empty(0, dtype=dtype)
     return q.new_empty(B, T, H, V), end, start, q.new_empty(0, dtype=dtype) if found is None else found
@@ -78,6 +82,7 @@ def backward_op(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
+    beta: Tensor | None,
     initial: Tensor | None,
     docs: Tensor | None,
     start: Tensor,
@@ -89,24 +94,25 @@ def backward_op(
     kernel: str,
     scan: str,
     return_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`function.backward`; a missing tensor is an empty one."""
     live = plan_of(plan, q.shape[1], q.shape[1])
     known = docs_of(docs, live.seq_len)
-    call = Call(q, v, live, known, scale, kernel, scan, True, return_state)
+    given = Given(q, k, v, g, beta, initial)
+    call = Call(given, live, known, scale, kernel, scan, True, return_state)
     before, every = (x if x.numel() else None for x in (start, kept))
-    dq, dk, dv, *rest = function.backward(call, q, k, v, g, initial, before, every, dout, dend)
-    dg, dinitial = (start.new_empty(0) if x is None else x for x in rest)
-    return dq, dk, dv, dg, dinitial
+    grads = function.backward(call, given, before, every, dout, dend)
+    dq, dk, dv, dg, dbeta, dinitial = (start.new_empty(0) if x is None else x for x in grads)
+    return dq, dk, dv, dg, dbeta, dinitial
 
 
 @fake("linear_attention_backward")
 def _(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial: Tensor | None, docs: Any, start: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Any, initial: Any, docs: Any, start: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     contiguous = torch.contiguous_format
     grads = [torch.empty_like(x, memory_format=contiguous) for x in (q, k, v)]
-    for x in (g, initial):
+    for x in (g, beta, initial):
         grads.append(start.new_empty(0) if x is None else torch.empty_like(x, memory_format=contiguous))
     return tuple(grads)
 
@@ -119,11 +125,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, dout: Tensor | None, dend: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, g, initial, docs, *kept = ctx.saved_tensors
-    dq, dk, dv, dg, dinitial = torch.ops.ringattn.linear_attention_backward(
-        q, k, v, g, initial, docs, *kept, dout, dend, ctx.text, ctx.scale, ctx.kernel, ctx.scan, ctx.return_state
+    *tensors, docs, start, kept = ctx.saved_tensors
+    grads = torch.ops.ringattn.linear_attention_backward(
+        *tensors, docs, start, kept, dout, dend, ctx.text, ctx.scale, ctx.kernel, ctx.scan, ctx.return_state
     )
-    return dq, dk, dv, None if g is None else dg, None if initial is None else dinitial, *[None] * 8
+    return *(None if x is None else dx for x, dx in zip(tensors, grads, strict=True)), *[None] * 8
 
 
 differentiate("linear_attention", _save, _backward, shown=2)

@@ -1,4 +1,4 @@
-"""Gated linear attention in PyTorch: each rank's pass from zero, the exchange of states, each rank's output.
+"""Linear attention in PyTorch: each rank's map of the state, the exchange of states, each rank's output.
 
     B batch   T this rank's tokens   H heads   K key dim   V value dim   P segments per rank
 
@@ -21,9 +21,10 @@ from ringattn.torch.attention.ulysses import cleared
 from ringattn.torch.dispatch import no_autocast, no_view, once, traced
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.linear import states
-from ringattn.torch.linear.call import Call, bind, empty_states
+from ringattn.torch.linear.call import Call, Given, bind, empty_states
 
 Found = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+Gradients = tuple[Tensor | None, ...]  # in the order of `Given`
 
 
 def linear_attention(
@@ -33,6 +34,7 @@ def linear_attention(
     log_decay: Tensor | None = None,
     plan: Plan | None = None,
     *,
+    beta: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
     docs: Docs | None = None,
@@ -41,21 +43,21 @@ def linear_attention(
     scan: str = "auto",
     check: bool | None = None,
 ) -> Any:
-    """S_t = exp(log_decay_t) S_{t-1} + k_t^T v_t and o_t = scale * q_t S_t; this rank holds its plan's tokens."""
+    """S_t = exp(log_decay_t) S_{t-1} + k_t^T u_t and o_t = scale * q_t S_t; this rank holds its plan's tokens."""
     plan = whole_on_one(q, q) if plan is None else plan
     q, k, v = autocast(q, k, v)
-    tensors = q, k, v, log_decay, initial_state
-    keep = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
+    x = Given(q, k, v, log_decay, beta, initial_state)
+    keep = torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in x)
     out: Tensor
     end: Tensor | None
-    if traced(*tensors):
+    if traced(*x):
         from ringattn.torch.linear.compiled import linear_op
 
-        out, end = linear_op(*tensors, plan, docs, scale, kernel, scan, keep, check, return_state)
+        out, end = linear_op(x, plan, docs, scale, kernel, scan, keep, check, return_state)
     else:
         look = q.device.type == "cpu" if check is None else check
-        call = bind(q, k, v, log_decay, plan, initial_state, docs, scale, kernel, scan, keep, look, return_state)
-        out, end = LinearAttention.apply(call, *tensors) if keep else forward(call, *tensors)[:2]
+        call = bind(x, plan, docs, scale, kernel, scan, keep, look, return_state)
+        out, end = LinearAttention.apply(call, *x) if keep else forward(call, x)[:2]
     return (out, end) if return_state else out
 
 
@@ -64,64 +66,61 @@ class LinearAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> tuple[Tensor, Tensor | None]:
-        out, end, start, kept = forward(call, *tensors)
+        out, end, start, kept = forward(call, Given(*tensors))
         ctx.call = call
         ctx.set_materialize_grads(False)  # no zeros as large as the states
         ctx.save_for_backward(*tensors, start, kept)
         return no_view(out), None if end is None else no_view(end)
 
     def run_backward(ctx: Any, dout: Tensor | None, dend: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, g, initial, start, kept = ctx.saved_tensors
-        return None, *backward(ctx.call, q, k, v, g, initial, start, kept, dout, dend)
+        *tensors, start, kept = ctx.saved_tensors
+        return None, *backward(ctx.call, Given(*tensors), start, kept, dout, dend)
 
     backward = once(run_backward, "ringattn.linear_attention")
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial: Tensor | None) -> Found:
+def forward(call: Call, given: Given) -> Found:
     """(out, the state behind the last token), and for backward, if it will run, the state before each of this rank's
     segments, or before each chunk.
     """
-    with no_autocast(q.device):
-        q, k, v, g = call.folded(q, k, v, g)
-        own = call.kernel.scan_states(k, v, g, call.begin)
-        flying = call.exchange(own.end, initial, end_everywhere=call.return_state)
-        kept = empty_states(call.kernel, q, k, v, g) if call.gradients else None
-        out = call.kernel.read_out(q, k, v, g, call.begin, own, flying.before, call.scale, kept)
-        start = flying.before()
-        start = start if call.gradients and kept is None and not call.alone else None
-        end = flying.behind if call.return_state else None
-    return call.whole(out).contiguous(), end, start, kept
+    with no_autocast(given.q.device):
+        x = call.inputs(given)
+        own = call.kernel.scan_states(x, maps=not call.alone)
+        flying = call.exchange(own, given.initial_state, end_everywhere=call.return_state)
+        kept = empty_states(call.kernel, x) if call.gradients else None
+        out, end = call.kernel.read_out(x, own, flying.before if flying else given.initial_state, kept)
+        start = None
+        if flying is not None:
+            start, end = flying.before(), flying.behind
+    start = start if call.gradients and kept is None else None
+    return call.whole(out).contiguous(), end if call.return_state else None, start, kept
 
 
 def backward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial: Tensor | None, start: Tensor | None,
-    kept: Tensor | None, dout: Tensor | None, dend: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """(dq, dk, dv, dg, this rank's share of the initial state's gradient); `dend` is this rank's share too."""
-    dout = torch.zeros_like(v) if dout is None else dout
+    call: Call, given: Given, start: Tensor | None, kept: Tensor | None, dout: Tensor | None, dend: Tensor | None
+) -> Gradients:
+    """The gradients of the tensors, that of the initial state as this rank's share; `dend` is this rank's share too."""
+    dout = torch.zeros_like(given.v) if dout is None else dout
     if not call.return_state:
         dend = None
     elif dend is None:  # unused here, but perhaps used on another rank
-        dend = q.new_zeros(q.shape[0], *q.shape[2:], v.shape[3], dtype=accumulator(q))
-    with no_autocast(q.device):
-        q, k, v, g, dout = call.folded(q, k, v, g, dout)
-        back = call.kernel.scan_gradients(q, dout, g, call.begin, call.scale)
+        dend = dout.new_zeros(call.state_shape, dtype=accumulator(given.q))
+    with no_autocast(given.q.device):
+        x, (dout,) = call.inputs(given), call.folded(dout)
+        back = call.kernel.scan_gradients(x, dout, maps=not call.alone)
         last, first = order(call.plan)[-1], order(call.plan)[0]
         if dend is not None and not call.alone:
             dend = states.total_at(call.plan, dend, call.way, last[0])
-        flying = call.exchange(back.end, dend, backward=True)
+        flying = call.exchange(back, dend, backward=True)
         own: Any = kept
         if kept is None:  # recompute them while the gradients of the states travel
-            own = call.kernel.scan_states(k, v, g, call.begin)
-        before = initial if call.alone else start
-        dq, dk, dv, dg = call.kernel.gradients(
-            q, k, v, g, call.begin, own, before, back, dout, flying.before, call.scale
-        )
-        flying.before()
-        dinitial = None
-        if initial is not None:
+            own = call.kernel.scan_states(x, maps=False)
+        before = given.initial_state if call.alone else start
+        *grads, dinitial = call.kernel.gradients(x, own, before, back, dout, flying.before if flying else dend)
+        if flying is not None:
+            flying.before()
             dinitial = flying.behind if call.place == first[:2] else torch.zeros_like(flying.behind)
-        # the gates of padding lie before the end state, and have gradients
-        dg = None if dg is None else cleared(call.whole(dg), call.real).contiguous()
-    dq, dk, dv = (call.whole(x).contiguous() for x in (dq, dk, dv))
-    return dq, dk, dv, dg, dinitial
+        dq, dk, dv, dg, dbeta = (None if t is None else call.whole(t).contiguous() for t in grads)
+        if dg is not None:  # padding lies before the end state, so its gates have gradients
+            dg = cleared(dg, call.real).contiguous()
+    return dq, dk, dv, dg, dbeta, None if given.initial_state is None else dinitial

@@ -1,64 +1,37 @@
-"""The exchange of linear attention: the state before each segment, from what each segment does to a state.
+"""The exchange of linear attention: the state before each segment, from each segment's map of the state.
 
     B batch   P segments per rank   H heads   K key dim   V value dim
 
 A rank holds one segment, or two that are apart (zigzag). The bytes that travel do not depend on the sequence's length.
 The ways to exchange states are those of ringattn.segments.
 
-In backward the gradient of the state takes the same way in reverse. Ulysses ranks hold consecutive pieces of one ring
-shard: they gather among themselves first, and then all of them pass states around the ring.
+In backward the gradient of the state takes the same way in reverse, by other maps. Ulysses ranks hold consecutive
+pieces of one ring shard: they gather among themselves first, and then all of them pass states around the ring.
 """
 
 from collections.abc import Iterable
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringattn.comms.axis import Axis
 from ringattn.comms.scan import Relay, add_up, broadcast
-from ringattn.kernels.linear import State
+from ringattn.kernels.linear import Map
 from ringattn.planning import Plan
 from ringattn.segments import Place, Way, order, passes, segments
-
-
-class Step(NamedTuple):
-    """What a segment does to the state before it: factor * state + kv. `factor` is [B, H, K, 1]."""
-
-    factor: Tensor
-    kv: Tensor
-
-    def after(self, state: Tensor) -> Tensor:
-        return torch.addcmul(self.kv, self.factor, state)
-
-    def then(self, later: "Step") -> "Step":
-        return Step(self.factor * later.factor, later.after(self.kv))
-
-
-class Here:
-    """One device: nothing travels."""
-
-    def __init__(self, own: State, start: Tensor | None):
-        self.start, self.own = start, own
-
-    def before(self) -> Tensor | None:
-        return self.start
-
-    @property
-    def behind(self) -> Tensor:
-        return self.own.kv if self.start is None else self.own.after(self.start)
 
 
 class Exchange:
     """A transfer of the state before each of this rank's segments; `before()` waits for it.
 
-    `own` is what each segment does, `start` [B, H, K, V] the state before the first segment, the same on every rank. In
-    backward all runs from the last segment to the first.
+    `own` is the map of each segment, [B * P, ...], `start` [B, H, K, V] the state before the first segment, the same on
+    every rank. In backward all runs from the last segment to the first.
     """
 
     def __init__(
-        self, plan: Plan, own: State, start: Tensor | None, way: Way, backward: bool = False,
+        self, plan: Plan, own: Map, start: Tensor | None, way: Way, backward: bool = False,
         end_everywhere: bool = False,
     ):  # fmt: skip
         self.plan, self.way, self.backward, self.end_everywhere = plan, way, backward, end_everywhere
@@ -68,11 +41,13 @@ class Exchange:
         self.walk = order(plan)[::-1] if backward else order(plan)
         self.mine = [(self.rank, plan.ulysses_axis.rank, p) for p in range(self.P)]
         self.found: Tensor | None = None
-        shard = gathered(torch.cat([own.log_decay.expand(N, H, K)[..., None], own.kv], -1), plan.ulysses_axis)
+        self.V = V
+        factor = own.factor.expand(N, H, K, -1)
+        shard = gathered(torch.cat([factor, own.kv], -1), plan.ulysses_axis)
         if way.name == "gather":
             self.flying: Any = plan.ring_axis.all_gather(shard[None])
         else:
-            self.steps = {(self.rank, u, p): step for (_, u, p), step in steps_of(shard[None], self.P).items()}
+            self.maps = {(self.rank, u, p): each for (_, u, p), each in maps_of(shard[None], self.P, V).items()}
             self.flying = self.relay(0, self.start)
 
     def before(self) -> Tensor:
@@ -85,9 +60,9 @@ class Exchange:
 
     def through_all(self) -> dict[Place, Tensor]:
         """The states before all segments up to the last one of this rank, or before all."""
-        steps = steps_of(self.flying.wait(), self.P)
+        maps = maps_of(self.flying.wait(), self.P, self.V)
         last = len(self.walk) - 1 if self.end_everywhere else max(self.walk.index(place) for place in self.mine)
-        before, self.behind = through((steps[place] for place in self.walk[: last + 1]), self.start)
+        before, self.behind = through((maps[place] for place in self.walk[: last + 1]), self.start)
         return dict(zip(self.walk, before, strict=False))
 
     def around(self) -> dict[Place, Tensor]:
@@ -96,7 +71,7 @@ class Exchange:
         for i in range(passes(self.plan)):
             relay = self.flying if i == 0 else self.relay(i, self.behind)
             places = self.places(i)
-            before, self.behind = through((self.steps[place] for place in places), torch.cat(relay.wait(), 2))
+            before, self.behind = through((self.maps[place] for place in places), torch.cat(relay.wait(), 3))
             found.update(zip(places, before, strict=True))
         if self.end_everywhere:
             self.behind = broadcast(self.plan.ring_axis, self.behind, self.walk[-1][0])
@@ -104,11 +79,11 @@ class Exchange:
 
     def relay(self, i: int, value: Tensor) -> Relay:
         """The i-th pass of the state around the ring; the first rank begins with `value`."""
-        whole = reduce(Step.then, (self.steps[place] for place in self.places(i)))
-        cut = [Step(*both) for both in zip(*(x.chunk(self.way.pieces, 2) for x in whole), strict=True)]
-        pieces = [x.contiguous() for x in value.chunk(self.way.pieces, 2)]
+        whole = reduce(Map.then, (self.maps[place] for place in self.places(i)))
+        cut = [Map(whole.factor, kv) for kv in whole.kv.chunk(self.way.pieces, 3)]
+        pieces = [x.contiguous() for x in value.chunk(self.way.pieces, 3)]
         reverse = i == 1 if passes(self.plan) == 2 else self.backward
-        return Relay(self.plan.ring_axis, pieces, [step.after for step in cut], reverse)
+        return Relay(self.plan.ring_axis, pieces, [each.after for each in cut], reverse)
 
     def places(self, i: int) -> list[Place]:
         """The segments of this ring shard in the i-th pass, in its order."""
@@ -117,21 +92,21 @@ class Exchange:
         return shard[i * each : (i + 1) * each]
 
 
-def through(steps: Iterable[Step], state: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The state before each step, and behind the last."""
+def through(maps: Iterable[Map], state: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The state before each map, and behind the last."""
     before = []
-    for step in steps:
+    for each in maps:
         before.append(state)
-        state = step.after(state)
+        state = each.after(state)
     return before, state
 
 
-def steps_of(every: Tensor, P: int) -> dict[Place, Step]:
-    """The segments' steps from [R, U, B * P, H, K, 1 + V], log decay and state."""
+def maps_of(every: Tensor, P: int, V: int) -> dict[Place, Map]:
+    """The segments' maps from [R, U, B * P, H, K, 1 or K + V], factor and kv."""
     places = every.unflatten(2, (-1, P))
-    factor, kv = places[..., :1].exp(), places[..., 1:]
+    factor, kv = places[..., :-V], places[..., -V:]
     R, U = places.shape[:2]
-    return {(r, u, p): Step(factor[r, u, :, p], kv[r, u, :, p]) for r in range(R) for u in range(U) for p in range(P)}
+    return {(r, u, p): Map(factor[r, u, :, p], kv[r, u, :, p]) for r in range(R) for u in range(U) for p in range(P)}
 
 
 def gathered(x: Tensor, axis: Axis) -> Tensor:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ringattn import api
 from ringattn.check import of_arguments, of_packed, of_sizes
+from ringattn.kernels.linear import Inputs
 from ringattn.kernels.recurrent import recurrent
 from ringattn.planning import Plan
 from ringattn.spec import Docs, of_factor, whole
@@ -153,7 +154,7 @@ class GatedLinearAttention(nn.Module):
             tail = rows[:, x_BTC.shape[1] :]
             mixed = F.silu(F.conv1d(rows.mT, self.mix.flip(1)[:, None], groups=rows.shape[2]).mT)
         q, k, v = self.parted(mixed)
-        out, state = recurrent(q, k, v, self.log_decay(x_BTC), None, self.state, self.key_dim**-0.5)
+        out, state = recurrent(Inputs(q, k, v, self.log_decay(x_BTC), None, None, self.key_dim**-0.5), self.state)
         self.state, self.tail = state, tail  # last, so that a failed step changes nothing
         return self.finished(out.to(x_BTC.dtype), x_BTC)
 
