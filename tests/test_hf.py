@@ -387,16 +387,75 @@ def test_what_layers_are_told_beside_is_let_through(name):
     assert len(model(batch(), output_hidden_states=True, return_dict=True, num_items_in_batch=3).hidden_states) == 3
 
 
+@pytest.mark.parametrize("embedded", [False, True])
 @pytest.mark.parametrize("kind", ["roberta", "xlm-roberta-xl"])
-def test_positions_by_a_rule_of_the_model_are_asked_for(kind):
+def test_positions_by_a_rule_of_the_model(kind, embedded):
+    """RoBERTa counts from padding_idx + 1 on, and skips padding."""
     model, tokens = small(kind, is_decoder=True).eval(), 3 + batch() % 40
-    positions = torch.arange(T)[None].expand(2, -1) + model.config.pad_token_id + 1
+    mask = torch.ones_like(tokens)
+    if not embedded:
+        mask[1, 20:] = 0
+        tokens[1, 20:] = model.config.pad_token_id
+    given = {"inputs_embeds": model.get_input_embeddings()(tokens).detach()} if embedded else {"input_ids": tokens}
+    copies = [deepcopy(model) for _ in range(2)]
     with torch.no_grad():
-        expected = model(tokens, labels=tokens, use_cache=False)
-        hf.prepare(model, plan_of_one())
-        with pytest.raises(ValueError, match=r"numbers the tokens by a rule of its own.*say position_ids"):
-            model(tokens)
-        torch.testing.assert_close(model(tokens, labels=tokens, position_ids=positions).loss, expected.loss)
+        expected = model(**given, attention_mask=mask, use_cache=False).logits
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=T)
+        with torch.no_grad():
+            return plan.unshard(hf.prepare(copies[mesh.rank], plan)(**given, attention_mask=mask).logits)
+
+    for logits in run(one, ring=2):
+        torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep", [1, 9, torch.tensor([30, 2, -1, 2])], ids=["last", "nine", "positions"])
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+def test_logits_of_some_tokens_are_on_every_rank(keep, strategy):
+    """Their gradients are sums over the ranks, which all have the same loss here."""
+    plain = build("Gemma2")
+    copies = [deepcopy(plain) for _ in range(4)]
+    expected = plain(batch(), logits_to_keep=keep, use_cache=False).logits
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    (expected * weight).sum().backward()
+
+    def one(mesh):
+        layout = "zigzag" if strategy == "ring" else "contiguous"
+        mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T, strategy=strategy, layout=layout))
+        found = mine(batch(), logits_to_keep=keep).logits
+        (found * weight).sum().backward()
+        return found.detach(), gradients(mine)
+
+    results = run(one, ring=2, ulysses=2)
+    for logits, _ in results:
+        torch.testing.assert_close(logits, expected.detach(), rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients(plain).items():
+        mean = sum(g[name] for _, g in results) / 4
+        torch.testing.assert_close(mean, gradient, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_gradients_for_what_averages_them_and_losses_divided_by_a_count():
+    """As DDP averages, and as a trainer counts the labels of several batches."""
+    plain, labels = build("Llama"), batch()
+    labels[0, :30] = -100
+    copies = [deepcopy(plain) for _ in range(2)]
+    given = [{"input_ids": batch(), "labels": labels}, {"input_ids": batch()[:1], "labels": batch()[:1]}]
+    count = sum(int((x["labels"][:, 1:] != -100).sum()) for x in given)
+    expected = sum(plain(**x, num_items_in_batch=count, use_cache=False).loss for x in given)
+    expected.backward()
+
+    def one(mesh):
+        mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T), averaged=True)
+        loss = sum(mine(**x, num_items_in_batch=count).loss for x in given)
+        loss.backward()
+        return float(loss.detach()), gradients(mine)
+
+    results = run(one, ring=2)
+    assert [loss for loss, _ in results] == pytest.approx([float(expected.detach())] * 2, abs=2e-6)
+    for name, gradient in gradients(plain).items():
+        mean = (results[0][1][name] + results[1][1][name]) / 2
+        torch.testing.assert_close(mean, gradient, rtol=1e-4, atol=2e-6)
 
 
 def test_a_copy_runs_its_own_weights():
@@ -467,8 +526,8 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match="outside a prepared model"):
         model.model(batch())
     assert torch.equal(model(batch(), logits_to_keep=0).logits, model(batch()).logits)
-    with pytest.raises(ValueError, match="logits_to_keep: the tokens to keep lie on several ranks; leave it out"):
-        model(batch(), logits_to_keep=1)
+    with pytest.raises(ValueError, match="logits_to_keep with labels: the loss needs the logits of all tokens"):
+        model(batch(), labels=batch(), logits_to_keep=1)
     with pytest.raises(ValueError, match=r"several positions a token \(M-RoPE\) are not supported"):
         model(batch(), position_ids=torch.zeros(3, 2, T, dtype=torch.long))
     with pytest.raises(ValueError, match="from which generate\\(\\) would take the wrong ones"):
@@ -587,12 +646,12 @@ def test_logits_become_float32_a_few_at_a_time(monkeypatch):
         (loss, *torch.autograd.grad(loss, logits))
         for at_once in (2**28, 2 * 4 * 8)
         for _ in [monkeypatch.setattr(hf, "LOGITS", at_once)]
-        for loss in [hf.mean_loss(logits, labels, None, plan, ())]
+        for loss in [hf.mean_loss(logits, labels, plan, ())]
     )
     assert torch.equal(whole, cut) and torch.equal(grad, other) and seen == [10, 4, 4, 2, 2, 4, 4]
 
 
 def test_plans_of_other_lengths_are_not_kept_for_ever():
-    spread = hf.Spread({10: ra.plan(seq_len=10)}, (), None)
+    spread = hf.Spread({10: ra.plan(seq_len=10)}, ())
     assert [spread.local(n).seq_len for n in range(10, 200)] == list(range(10, 200))
     assert list(spread.plans) == [10, *range(200 - hf.OTHERS, 200)]

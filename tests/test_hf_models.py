@@ -35,7 +35,8 @@ MODELS = {
     "modernbert-decoder": {}, "nanochat": {}, "olmo": {}, "olmo2": {}, "olmo3": WINDOW, "olmoe": EXPERTS,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "persimmon": {}, "phi": {}, "phi3": {}, "phimoe": EXPERTS,
     "qwen2": {}, "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16}, "qwen3": {}, "qwen3_moe": EXPERTS,
-    "seed_oss": {}, "smollm3": {}, "solar_open": GROUPS, "starcoder2": WINDOW, "vaultgemma": WINDOW, "youtu": LATENT,
+    "roberta": {"is_decoder": True}, "seed_oss": {}, "smollm3": {}, "solar_open": GROUPS, "starcoder2": WINDOW,
+    "vaultgemma": WINDOW, "xlm-roberta-xl": {"is_decoder": True}, "youtu": LATENT,
 }  # fmt: skip
 
 

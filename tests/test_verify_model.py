@@ -96,7 +96,7 @@ def test_a_gradient_that_is_off_is_named(saved, capsys, monkeypatch):
         (["tokens=8"], "tokens=8, docs=0 are of a model; say model=FOLDER too"),
         (["model={}", "cases=docs"], "is compared as a whole; leave cases out"),
         (["model={}", "dtype=bfloat16"], "it is compared in float32"),
-        (["model={}", "tokens=129"], "tokens=129: the model has max_position_embeddings=128; say tokens=128"),
+        (["model={}", "tokens=129"], "tokens=129: the model has positions for 128; give tokens=128"),
         (["model={}", "tokens=4", "docs=5"], "docs=5 do not fit in 4 tokens"),
     ],
 )

@@ -45,11 +45,14 @@ class Batch:
         labels[:, starts[1:]] = hf.IGNORED
         return labels
 
-    @property
-    def positions(self) -> Tensor | None:
+    def positions(self, model: Any) -> Tensor | None:
+        """What the model itself would number the tokens of each document by, if there are several."""
         if len(self.lengths) == 1:
             return None
-        return torch.cat([torch.arange(n) for n in self.lengths])[None]
+        documents = self.tokens.split(self.lengths, 1)
+        own = [hf.numbered(model, tokens, None) for tokens in documents]
+        counted = [torch.arange(n, device=self.tokens.device)[None] for n in self.lengths]
+        return torch.cat([a if b is None else b for a, b in zip(counted, own, strict=True)], 1)
 
 
 @dataclass
@@ -107,7 +110,7 @@ def run(options: Any) -> int:
     """Compare, and print the table; 0 if the model is the same over ranks."""
     begun = time.perf_counter()
     model = load(options)
-    batch = draw(options, model.config.get_text_config())
+    batch = draw(options, model)
     where = f"{options.count} ranks ({options.backend}), {options.device}, float32"
     said = f"{len(batch.lengths)} documents, " * (len(batch.lengths) > 1)
     weights = "" if has_weights(Path(options.model)) else " with random weights"
@@ -145,16 +148,20 @@ def precise(model: Any) -> Any:
     return copy
 
 
-def draw(options: Any, config: Any) -> Batch:
-    """Random tokens, and documents of random lengths, by the seed."""
-    most = getattr(config, "max_position_embeddings", None) or LONGEST
+def draw(options: Any, model: Any) -> Batch:
+    """Random tokens but for padding's, and documents of random lengths, by the seed."""
+    config = model.config.get_text_config()
+    first = hf.numbered(model, torch.ones(1, 1, dtype=torch.long) + (config.pad_token_id or 0), None)
+    most = (getattr(config, "max_position_embeddings", None) or LONGEST) - (0 if first is None else int(first))
     T = min(LONGEST, most) if options.tokens is None else options.tokens
     if most < T:
-        raise ValueError(f"tokens={T}: the model has max_position_embeddings={most}; say tokens={most} or fewer")
+        raise ValueError(f"tokens={T}: the model has positions for {most}; give tokens={most} or fewer")
     if options.docs > T:
         raise ValueError(f"docs={options.docs} do not fit in {T} tokens; say fewer docs, or more tokens")
     g = torch.Generator().manual_seed(options.seed)
-    tokens = torch.randint(0, config.vocab_size, (1, T), generator=g)
+    padding = config.vocab_size if config.pad_token_id is None else config.pad_token_id
+    tokens = torch.randint(0, config.vocab_size - (padding < config.vocab_size), (1, T), generator=g)
+    tokens += tokens >= padding
     cuts = sorted((torch.randperm(T - 1, generator=g)[: max(0, options.docs - 1)] + 1).tolist())
     return Batch(tokens.to(options.device), [b - a for a, b in zip([0, *cuts], [*cuts, T], strict=True)])
 
@@ -187,16 +194,15 @@ def over_ranks(options: Any, model: Any, batch: Batch) -> Found:
 def process(options: Any) -> Found | None:
     """One rank of processes: what the first one found."""
     model, mesh = load(options), init_mesh(ring=options.count, device_type=options.device)
-    found = one(mesh, model, draw(options, model.config.get_text_config()))
+    found = one(mesh, model, draw(options, model))
     return found if mesh.get_rank() == 0 else None
 
 
 def one(mesh: Any, model: Any, batch: Batch) -> Found:
     """One rank of the prepared model; what it gives is of the whole sequence."""
     plan = choosing.plan(mesh, seq_len=batch.tokens.shape[1])
-    positions = batch.positions if batch.positions is None else batch.positions.to(batch.tokens.device)
     output = hf.prepare(model, plan)(
-        batch.tokens, labels=batch.labels, position_ids=positions, output_hidden_states=True
+        batch.tokens, labels=batch.labels, position_ids=batch.positions(model), output_hidden_states=True
     )
     output.loss.backward()
     values = [plan.unshard(x.detach()) for x in (*output.hidden_states, output.logits)]

@@ -6,6 +6,7 @@ positions, shifted labels, padding, packed documents, and the loss that is avera
     B batch   T all tokens   t this rank's tokens   V vocabulary
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringattn.planning import Plan
-from ringattn.torch.agree import watched
-from ringattn.torch.models.hf_attention import ARGUMENTS, NAME, Call, hide_last, register, show_last, stretched
-from ringattn.torch.models.hf_packed import PACKING, UNUSED, documents
+from ringattn.torch.agree import agree, watched
+from ringattn.torch.models.hf_attention import NAME, Call, hide_last, register, show_last, stretched
+from ringattn.torch.models.hf_kept import Kept, kept
+from ringattn.torch.models.hf_packed import documents
+from ringattn.torch.models.hf_refusals import LOSSES, accepted, refuse
+from ringattn.torch.models.hf_refusals import refuse_model as refuse_model
 from ringattn.torch.models.hf_trainer import OverRanks as OverRanks
-from ringattn.torch.models.loss import token_mean
+from ringattn.torch.models.loss import mean_over_ranks
 from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.torch.same_data import compare_data
 
@@ -30,15 +34,19 @@ OTHERS = 64  # lengths beside the plan's own whose plans are kept
 IGNORED = -100  # a label that does not count
 
 
-def prepare(model: nn.Module, plan: Plan, *, over: Sequence[Any] = (), compare: bool = True) -> nn.Module:
+def prepare(
+    model: nn.Module, plan: Plan, *, over: Sequence[Any] = (), compare: bool = True, averaged: bool = False
+) -> nn.Module:
     """The same model, whose `forward` takes whole sequences and computes this rank's tokens.
 
     model(input_ids, labels=, attention_mask=, position_ids=) gives `loss`, the mean over the real tokens of all
     ranks, and `logits` [B, t, V] of this rank's tokens (plan.unshard joins them). Its gradients are this rank's share:
-    sum them over ranks, never average. `attention_mask` [B, T] marks padding on either side; `position_ids` that start
-    again mark packed documents. `over` names further axes to average over (a data axis). Another length than the plan's
-    is spread in the same way. A model with peft's adapters is prepared inside of them. Token ids and labels are
-    compared between the ranks of the plan, at first and then now and then, unless `compare` is False.
+    sum them over ranks, or set `averaged` for what averages them over all ranks, as DDP and FSDP do. With
+    `num_items_in_batch` the loss is a sum, divided by it. `logits_to_keep` gives the logits of those tokens, of the
+    last n or at given positions, on every rank. `attention_mask` [B, T] marks padding on either side; `position_ids`
+    that start again mark packed documents. `over` names further axes to average over (a data axis). Another length than
+    the plan's is spread in the same way. A model with peft's adapters is prepared inside of them. Token ids and labels
+    are compared between the ranks of the plan, at first and then now and then, unless `compare` is False.
     """
     bare = inner(model)
     refuse(bare, plan, over)
@@ -46,7 +54,7 @@ def prepare(model: nn.Module, plan: Plan, *, over: Sequence[Any] = (), compare: 
     attributes = {name: vars(bare)[name] for name in SET if name in vars(bare)}
     configs = [(config, config._attn_implementation) for config in configs_of(bare)]
     bare.set_attn_implementation(NAME)
-    bare.ringattn = Spread({plan.seq_len: plan}, tuple(over), numbered_by(bare), is_counted(bare), compare)
+    bare.ringattn = Spread({plan.seq_len: plan}, tuple(over), is_counted(bare), compare, averaged)
     hooks = [
         hook
         for rotary in stretched(bare)
@@ -59,7 +67,7 @@ def prepare(model: nn.Module, plan: Plan, *, over: Sequence[Any] = (), compare: 
     bare.local_forward = bare.forward
     bare.forward = MethodType(forward, bare)  # not a closure: a copy of the model runs its own weights
     bare.generate = generate
-    bare.accepts_loss_kwargs = False  # Trainer: the loss is a mean, of each batch by itself
+    bare.accepts_loss_kwargs = True  # Trainer: the loss takes num_items_in_batch
     return model
 
 
@@ -105,12 +113,14 @@ def unprepare(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def prepared(model: nn.Module, plan: Plan, *, over: Sequence[Any] = (), compare: bool = True) -> Iterator[nn.Module]:
+def prepared(
+    model: nn.Module, plan: Plan, *, over: Sequence[Any] = (), compare: bool = True, averaged: bool = False
+) -> Iterator[nn.Module]:
     """`with prepared(model, plan) as model:` prepares the model, and undoes that at the end of the block.
 
     Call backward in the block too if activations are recomputed there.
     """
-    found = prepare(model, plan, over=over, compare=compare)
+    found = prepare(model, plan, over=over, compare=compare, averaged=averaged)
     try:
         yield found
     finally:
@@ -139,9 +149,15 @@ class Spread:
 
     plans: dict[int, Plan]
     over: tuple[Any, ...]
-    numbered: str | None  # the module that would number the tokens by a rule of its own, not from 0 on
     counted: bool = False  # whether the model counts real tokens where padding comes first
     compare: bool = True  # whether ranks compare what they are given
+    averaged: bool = False  # whether gradients are averaged over ranks afterwards, instead of summed
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks a gradient is reduced over."""
+        plan = next(iter(self.plans.values()))
+        return plan.ring * plan.ulysses * math.prod(axis.size for axis in self.over)
 
     def local(self, T: int) -> Plan:
         if T not in self.plans:
@@ -168,17 +184,46 @@ def forward(
     labels: Tensor | None = None,
     inputs_embeds: Tensor | None = None,
     shift_labels: Tensor | None = None,
+    logits_to_keep: int | Tensor = 0,
+    num_items_in_batch: Any = None,
     **kwargs: Any,
 ) -> Any:
     """What a prepared model does with whole sequences. torch.compile takes what lies in between: the layers."""
     following = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
     plan, given = cut(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)
+    kept = few(self, logits_to_keep, plan, following, given)
     output = self.local_forward(**given)
     if any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
         guard(self, output)
-    if shift_labels is None and labels is not None:
+    if kept is not None:
+        return changed(output, logits=kept.join(output.logits))
+    targets = targets_of(labels, shift_labels, attention_mask)
+    return output if targets is None else with_loss(self, output, targets, plan, num_items_in_batch)
+
+
+def targets_of(labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+    """What each token [B, T] is to predict: IGNORED for the last token of a row, and what padding predicts."""
+    if shift_labels is None:
+        if labels is None:
+            return None
         shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    return output if shift_labels is None else with_loss(self, output, shift_labels, attention_mask, plan)
+    return shift_labels if attention_mask is None else shift_labels.masked_fill(~attention_mask.bool(), IGNORED)
+
+
+@torch.compiler.disable
+def few(
+    self: Any, keep: int | Tensor, plan: Plan, following: dict[str, Tensor | None], given: dict[str, Any]
+) -> Kept | None:
+    """The tokens whose logits are wanted, if that is not all; the model computes those of this rank."""
+    if not isinstance(keep, Tensor) and not keep:
+        return None
+    if any(x is not None for x in following.values()):
+        raise ValueError("logits_to_keep with labels: the loss needs the logits of all tokens; leave one of them out")
+    if "logits_to_keep" not in signature(self.local_forward).parameters:
+        raise ValueError(f"{type(self).__name__} does not take logits_to_keep; leave it out")
+    found = kept(keep, plan, given["position_ids"].device)
+    given["logits_to_keep"] = found.mine
+    return found
 
 
 @torch.compiler.disable
@@ -207,14 +252,13 @@ def cut(
         )
     if labels is not None and self.get_output_embeddings() is None:
         raise ValueError(f"{name} gives no logits, so labels mean nothing to it; prepare a ...ForCausalLM, say")
-    if position_ids is None and self.ringattn.numbered:
-        raise ValueError(
-            f"{self.ringattn.numbered} numbers the tokens by a rule of its own, for which it must see all of them; say "
-            "position_ids, as its create_position_ids_from_input_ids gives them"
-        )
-    positions = torch.arange(T, device=device)[None] if position_ids is None else position_ids
-    if position_ids is None and self.ringattn.counted and attention_mask is not None:
+    positions = position_ids
+    if positions is None:
+        positions = numbered(self, input_ids, inputs_embeds)
+    if positions is None and self.ringattn.counted and attention_mask is not None:
         positions = (attention_mask.cumsum(1) * attention_mask).long() - 1
+    if positions is None:
+        positions = torch.arange(T, device=device)[None]
     named = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
     shards = {name: plan.shard(x, dim=1, compare=self.ringattn.compare) for name, x in named.items() if x is not None}
     for rotary in stretched(self):
@@ -242,11 +286,21 @@ def guard(self: Any, output: Any) -> None:
 
 
 @torch.compiler.disable
-def with_loss(self: Any, output: Any, following: Tensor, attention_mask: Tensor | None, plan: Plan) -> Any:
+def with_loss(self: Any, output: Any, targets: Tensor, plan: Plan, items: Any) -> Any:
     """The model's output, and first of all the loss over all ranks."""
     spread = self.ringattn
-    loss = mean_loss(output.logits, following, attention_mask, plan, spread.over, spread.compare)
-    return type(output)(**{"loss": loss, **{name: x for name, x in output.items() if name != "loss"}})
+    loss = mean_loss(output.logits, targets, plan, spread.over, spread.compare, items)
+    return changed(output, loss=scaled(loss, spread.ranks) if spread.averaged else loss)
+
+
+def changed(output: Any, **new: Any) -> Any:
+    """The model's output with other values, which come first."""
+    return type(output)(**{**new, **{name: x for name, x in output.items() if name not in new}})
+
+
+def scaled(loss: Tensor, ranks: int) -> Tensor:
+    """The same loss, whose gradient is `ranks` times as large: a mean over the ranks makes it their sum."""
+    return loss + (ranks - 1) * (loss - loss.detach())
 
 
 def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, following: dict[str, Any]) -> tuple[int, int]:
@@ -270,15 +324,16 @@ def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, following: dict
 
 
 def mean_loss(
-    logits_BtV: Tensor, following: Tensor, mask: Tensor | None, plan: Plan, over: Sequence[Any], compare: bool = True
+    logits_BtV: Tensor, targets: Tensor, plan: Plan, over: Sequence[Any], compare: bool = True, items: Any = None
 ) -> Tensor:
-    """The mean cross entropy of each token's successor [B, T], over those of all ranks that count."""
-    if mask is not None:
-        following = following.masked_fill(~mask.bool(), IGNORED)  # what padding predicts does not count
-    labels = plan.shard(following, dim=1, compare=compare).to(logits_BtV.device)
-    counted = plan.shard(following != IGNORED, dim=1, compare=False).to(logits_BtV.device)
+    """The mean cross entropy of the targets [B, T] of all ranks that count; with `items`, their sum divided by it."""
+    labels = plan.shard(targets, dim=1, compare=compare).to(logits_BtV.device)
+    counted = plan.shard(targets != IGNORED, dim=1, compare=False).to(logits_BtV.device)
     at_once = tokens_at_once(LOGITS, logits_BtV.shape[-1], len(logits_BtV))
-    return token_mean(in_pieces(cross_entropy, at_once, logits_BtV, labels), plan, mask=counted, over=over)
+    losses = in_pieces(cross_entropy, at_once, logits_BtV, labels)
+    agree(plan, {"call": "the loss of a prepared model", "over": str([axis.name for axis in over])}, None)
+    compare_data(plan, watched(plan))
+    return mean_over_ranks(losses, counted, plan, over, items)
 
 
 def cross_entropy(logits_BtV: Tensor, labels_Bt: Tensor) -> Tensor:
@@ -287,56 +342,14 @@ def cross_entropy(logits_BtV: Tensor, labels_Bt: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED).view_as(labels_Bt)
 
 
-LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # of models that predict the next token
-POOLED = ("SequenceClassification", "MultipleChoice", "NextSentencePrediction")
-LAYERS = ("full_attention", "sliding_attention")
-ROUTERS = "that adds a loss over this rank's tokens only, which is not supported"
+RULES = "create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"
 
 
-def refuse(model: nn.Module, plan: Any, over: Any) -> None:
-    """A ValueError that names what cannot be, before anything of the model is changed."""
-    name = type(model).__name__
-    if not isinstance(plan, Plan):
-        raise ValueError(f"plan is of type {type(plan).__name__}; say ringattn.plan(mesh, seq_len=...)")
-    if plan.heads is not None or plan.head_dim is not None:
-        raise ValueError("make the plan without heads and head_dim: a model's layers may differ in them")
-    if not isinstance(over, list | tuple) or not all(hasattr(axis, "rank") for axis in over):
-        raise ValueError(f"over={over!r}: say axes, as in over=(ringattn.comms.mesh.axis(mesh, 'data'),)")
-    if hasattr(model, "ringattn"):
-        raise ValueError(f"this {name} is already prepared; prepare a new model, or a copy made before")
-    refuse_model(model, name)
-
-
-def refuse_model(model: nn.Module, name: str) -> None:
-    """A ValueError that names what of the model cannot be spread over ranks."""
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "set_attn_implementation"):
-        raise ValueError(f"{name} is not a transformers model")
-    text = config.get_text_config()
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder; only decoder-only models are supported")
-    if not (type(model)._can_set_attn_implementation() and model._supports_attention_backend):  # type: ignore[attr-defined]
-        raise ValueError(f"{name} does not use transformers' attention interface, so its attention cannot be replaced")
-    if any(kind in name for kind in POOLED):
-        raise ValueError(f"{name} reads its answer off one token of the sequence, which lies on one rank only")
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(LAYERS))
-    if others:
-        raise ValueError(f"{name} has layers of type {', '.join(others)}; supported are {', '.join(LAYERS)}")
-    mixing = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)})
-    if mixing:
-        raise ValueError(f"{name} also mixes tokens by {', '.join(mixing)}, which is not spread over ranks")
-    if getattr(text, "output_router_logits", False):
-        raise ValueError(f"{name} has output_router_logits in its config: {ROUTERS}; set it to False")
-    if getattr(text, "attention_dropout", 0.0):
-        raise ValueError(
-            f"{name} has attention_dropout={text.attention_dropout}; set it to 0, dropout is not supported"
-        )
-
-
-def numbered_by(model: nn.Module) -> str | None:
-    """What of the model makes positions of its own where none are given."""
-    rules = "create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"
-    return next((type(m).__name__ for m in model.modules() if any(hasattr(m, rule) for rule in rules)), None)
+def numbered(model: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor | None:
+    """The positions that a model gives whole sequences by a rule of its own, as RoBERTa does; None without a rule."""
+    rule, x = (RULES[0], input_ids) if inputs_embeds is None else (RULES[1], inputs_embeds)
+    embeddings = next((m for m in model.modules() if hasattr(m, rule)), None)
+    return None if embeddings is None else getattr(embeddings, rule)(x, embeddings.padding_idx)
 
 
 def is_counted(model: nn.Module) -> bool:
@@ -350,23 +363,3 @@ def generate(*args: Any, **kwargs: Any) -> None:
         "a prepared model gives the logits of this rank's tokens, from which generate() would take the wrong ones; "
         "generate with the model as it was, or token by token with ringattn.KVCache, prefill and decode"
     )
-
-
-def accepted(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments that keep their meaning when a rank holds a part of the sequence."""
-    if kwargs.get("return_dict") is False:
-        raise ValueError("return_dict=False is not supported: a prepared model gives loss and logits by name")
-    found = {k: v for k, v in kwargs.items() if v is not None and v is not False and k != "use_cache"}
-    if type(found.get("logits_to_keep")) is int and found["logits_to_keep"] == 0:
-        del found["logits_to_keep"]  # all of them
-    if "logits_to_keep" in found:
-        raise ValueError(
-            "logits_to_keep: the tokens to keep lie on several ranks; leave it out, and take them from "
-            "plan.unshard(output.logits)"
-        )
-    unknown = sorted(set(found) - {*ARGUMENTS, *PACKING, *UNUSED})
-    if unknown:
-        raise ValueError(f"a prepared model does not take {', '.join(unknown)}")
-    if found.get("output_router_logits"):
-        raise ValueError(f"output_router_logits: {ROUTERS}")
-    return {k: v for k, v in found.items() if k not in ("num_items_in_batch", *PACKING, *UNUSED)}

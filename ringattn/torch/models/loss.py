@@ -93,13 +93,17 @@ def counted_of(like_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | No
     return counted
 
 
-def mean_over_ranks(losses_BT: Tensor, counted: Tensor, plan: Plan, over: Sequence[Any]) -> Tensor:
-    """The mean over the tokens of all ranks that count; its gradient is this rank's share."""
+def mean_over_ranks(losses_BT: Tensor, counted: Tensor, plan: Plan, over: Sequence[Any], items: Any = None) -> Tensor:
+    """The mean over the tokens of all ranks that count; its gradient is this rank's share.
+
+    With `items`, the sum over these tokens divided by it: a part of the mean over several batches.
+    """
     mine = torch.where(counted, losses_BT, 0.0).sum(dtype=accumulator(losses_BT))
     total = torch.stack([mine.detach().double(), counted.sum().double()])[None]
     for axis in (plan.ulysses_axis, plan.ring_axis, *over):
         total = axis.all_gather(total).wait().sum(0, keepdim=True)
     everyone, count = total[0].unbind()
+    count = count if items is None else torch.as_tensor(items, dtype=count.dtype, device=count.device)
     share = mine / count.clamp(min=1).to(mine.dtype)
     return share + ((everyone / count.clamp(min=1)).to(mine.dtype) - share).detach()
 

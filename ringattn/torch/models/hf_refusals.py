@@ -1,0 +1,67 @@
+"""What a prepared model cannot do: refused by name, before anything of the model is changed, or in the call."""
+
+from typing import Any
+
+from torch import nn
+
+from ringattn.planning import Plan
+from ringattn.torch.models.hf_attention import ARGUMENTS
+from ringattn.torch.models.hf_packed import PACKING, UNUSED
+
+LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # of models that predict the next token
+POOLED = ("SequenceClassification", "MultipleChoice", "NextSentencePrediction")
+LAYERS = ("full_attention", "sliding_attention")
+ROUTERS = "that adds a loss over this rank's tokens only, which is not supported"
+
+
+def refuse(model: nn.Module, plan: Any, over: Any) -> None:
+    """A ValueError that names what cannot be, before anything of the model is changed."""
+    name = type(model).__name__
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan is of type {type(plan).__name__}; say ringattn.plan(mesh, seq_len=...)")
+    if plan.heads is not None or plan.head_dim is not None:
+        raise ValueError("make the plan without heads and head_dim: a model's layers may differ in them")
+    if not isinstance(over, list | tuple) or not all(hasattr(axis, "rank") for axis in over):
+        raise ValueError(f"over={over!r}: say axes, as in over=(ringattn.comms.mesh.axis(mesh, 'data'),)")
+    if hasattr(model, "ringattn"):
+        raise ValueError(f"this {name} is already prepared; prepare a new model, or a copy made before")
+    refuse_model(model, name)
+
+
+def refuse_model(model: nn.Module, name: str) -> None:
+    """A ValueError that names what of the model cannot be spread over ranks."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        raise ValueError(f"{name} is not a transformers model")
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder; only decoder-only models are supported")
+    if not (type(model)._can_set_attn_implementation() and model._supports_attention_backend):  # type: ignore[attr-defined]
+        raise ValueError(f"{name} does not use transformers' attention interface, so its attention cannot be replaced")
+    if any(kind in name for kind in POOLED):
+        raise ValueError(f"{name} reads its answer off one token of the sequence, which lies on one rank only")
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(LAYERS))
+    if others:
+        raise ValueError(f"{name} has layers of type {', '.join(others)}; supported are {', '.join(LAYERS)}")
+    mixing = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)})
+    if mixing:
+        raise ValueError(f"{name} also mixes tokens by {', '.join(mixing)}, which is not spread over ranks")
+    if getattr(text, "output_router_logits", False):
+        raise ValueError(f"{name} has output_router_logits in its config: {ROUTERS}; set it to False")
+    if getattr(text, "attention_dropout", 0.0):
+        raise ValueError(
+            f"{name} has attention_dropout={text.attention_dropout}; set it to 0, dropout is not supported"
+        )
+
+
+def accepted(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments that keep their meaning when a rank holds a part of the sequence."""
+    if kwargs.get("return_dict") is False:
+        raise ValueError("return_dict=False is not supported: a prepared model gives loss and logits by name")
+    found = {k: v for k, v in kwargs.items() if v is not None and v is not False and k != "use_cache"}
+    unknown = sorted(set(found) - {*ARGUMENTS, *PACKING, *UNUSED})
+    if unknown:
+        raise ValueError(f"a prepared model does not take {', '.join(unknown)}")
+    if found.get("output_router_logits"):
+        raise ValueError(f"output_router_logits: {ROUTERS}")
+    return {k: v for k, v in found.items() if k not in (*PACKING, *UNUSED)}
