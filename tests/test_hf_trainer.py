@@ -15,61 +15,126 @@ pytest.importorskip("transformers", reason="transformers is not installed (pip i
 pytest.importorskip("accelerate", reason="accelerate is not installed (pip install '.[hf]')")
 
 
-def trained(data: int, batch: int, folder: str) -> list[float]:
-    """One rank: the losses of six steps, of an evaluation and of a prediction, with gradients from two batches a step.
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "vocab_size": 64, "num_hidden_layers": 2, "sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1,
+    "attention_dropout": 0.0,
+}  # fmt: skip
 
-    Without data ranks, transformers' own Trainer and model.
+
+def rows(n: int) -> list[dict]:
+    """Sequences that count up from anywhere, of different lengths, of which only some labels count."""
+    torch.manual_seed(1)
+    found = []
+    for i in range(n):
+        tokens = (torch.arange(20 + 7 * (i % 5)) + torch.randint(0, 64, (1,))) % 64
+        labels = tokens.clone()
+        labels[: i % 11] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def padded(batch: list[dict]) -> dict:
+    """The rows of a batch, padded on the right."""
+    pad = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    real = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in batch]
+    stack = torch.nn.utils.rnn.pad_sequence
+    return {name: stack([row[name] for row in real], True, value) for name, value in pad.items()}
+
+
+def right(found) -> dict:
+    """A metric of all logits, which depends on every example."""
+    labels = np.concatenate([x[:, 1:].flatten() for x in found.label_ids])
+    best = np.concatenate([x[:, :-1].argmax(-1).flatten() for x in found.predictions])
+    return {"right": int(((best == labels) & (labels >= 0)).sum()), "labels": int((labels >= 0).sum())}
+
+
+def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int, options: dict) -> list[float]:
+    """One rank: losses, norms of gradients and metrics of transformers' Trainer, over data x context-parallel ranks.
+
+    `way` is "plain" (Trainer's own), "prepared" (the model is, and DDP averages) or "accelerate" (FSDP2).
     """
     import torch.distributed as dist
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    import transformers
+    from accelerate import ParallelismConfig, PartialState
+    from accelerate.utils import DistributedType
+    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
     import ringattn as ra
     from ringattn.comms.mesh import axis
     from ringattn.torch.models import hf
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    os.environ.update({name: str(value) for name, value in said.items()})  # as torchrun does; nobody connects
+    started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    os.environ.update({name: str(value) for name, value in started.items()})  # as torchrun does; nobody connects
 
     class LongTrainer(hf.OverRanks, Trainer):
         pass
 
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **shape))
-    tokens = (torch.arange(50) + torch.randint(0, 64, (32, 1))) % 64
-    examples = [{"input_ids": x, "labels": x} for x in tokens]
-    if data:
-        mesh = ra.init_mesh(data=data, ring=ranks // data)
+    config = getattr(transformers, f"{kind}Config")(**SHAPE)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    options = dict(options)
+    if options.pop("lora", False):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
+    (data, ring), packed = sizes, kind == "Mistral"
+    more: dict = dict(options)
+    if way == "accelerate":
+        wrap = {"version": 2, "transformer_layer_cls_to_wrap": [f"{kind}DecoderLayer"]}
+        sharded = ParallelismConfig(dp_shard_size=data, cp_size=ring)
+        more |= {"fsdp": True, "fsdp_config": wrap, "parallelism_config": sharded}
+    elif way == "prepared":
+        mesh = ra.init_mesh(data=data, ring=ring)
         model = hf.prepare(model, ra.plan(mesh, seq_len=50), over=(axis(mesh, "data"),))
     args = TrainingArguments(
-        folder, use_cpu=True, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, max_steps=6,
-        gradient_accumulation_steps=2, learning_rate=1e-2, lr_scheduler_type="constant", logging_steps=1,
-        eval_strategy="steps", eval_steps=6, save_strategy="no", report_to="none", disable_tqdm=True,
+        folder, use_cpu=True, per_device_train_batch_size=4 // data, per_device_eval_batch_size=4 // data,
+        max_steps=steps, gradient_accumulation_steps=2, learning_rate=3e-3, lr_scheduler_type="constant",
+        logging_steps=1, eval_strategy="steps", eval_steps=steps, save_strategy="no", report_to="none",
+        disable_tqdm=True, eval_do_concat_batches=False, train_sampling_strategy="sequential",
+        ddp_find_unused_parameters=False, **more,
     )  # fmt: skip
-    kind = LongTrainer if data else Trainer
-    trainer = kind(model=model, args=args, train_dataset=examples[:-4], eval_dataset=examples[-4:])
+    if way == "accelerate":  # which knows FSDP2 on GPUs only; gloo carries it
+        assert args.device.type == "cpu"
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    trainer = (Trainer if way == "plain" else LongTrainer)(
+        model=model, args=args, train_dataset=rows(24), eval_dataset=rows(5 - packed), compute_metrics=right,
+        data_collator=DataCollatorWithFlattening() if packed else padded,
+    )  # fmt: skip
     trainer.train()
-    losses = [row.get("loss", row.get("eval_loss")) for row in trainer.state.log_history[:-1]]
-    return [*losses, trainer.predict(examples[-4:]).metrics["test_loss"]]
+    names = "loss", "grad_norm", "eval_loss", "eval_right", "eval_labels"
+    return [row[name] for row in trainer.state.log_history for name in names if name in row]
 
 
 @pytest.mark.slow
-def test_losses_over_ring_and_data_ranks_are_those_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind, steps, options, ways",
+    [
+        ("GptOss", 50, {}, ("prepared", "accelerate")),  # padded: windows and sinks
+        ("Mistral", 50, {}, ("accelerate",)),  # packed
+        ("Llama", 6, {"lora": True, "activation_checkpointing": True}, ("accelerate",)),
+    ],
+    ids=["padded", "packed", "adapters"],
+)
+def test_losses_over_ranks_are_those_of_one(tmp_path: Path, kind: str, steps: int, options: dict, ways) -> None:
     """In a process of its own: DistributedDataParallel does not survive TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     script = (
         "import json; from ringattn.launch.processes import run; from test_hf_trainer import trained; "
-        "sizes = (1, 0, 2), (1, 1, 2), (4, 2, 1); "
-        f"print(json.dumps([run(trained, *size, {str(tmp_path)!r})[0] for size in sizes]))"
+        f"ways = ('plain', (1, 1)), *((way, (2, 2)) for way in {ways}); "
+        f"print(json.dumps([run(trained, a * b, way, (a, b), {str(tmp_path)!r}, {kind!r}, {steps}, {options!r})[0] "
+        "for way, (a, b) in ways]))"
     )
     here = Path(__file__).parent
     environment = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "OFF", "PYTHONPATH": f"{here.parent}:{here}"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     plain, *ours = json.loads(done.stdout.splitlines()[-1])
-    assert len(plain) == 8 and plain[5] < plain[0]
+    assert len(plain) == 2 * steps + 3 and min(plain[: 2 * steps : 2]) < plain[0]
     for found in ours:
-        np.testing.assert_allclose(found, plain, atol=1e-5)
+        np.testing.assert_allclose(found[: 2 * steps : 2], plain[: 2 * steps : 2], atol=1e-5)  # losses
+        np.testing.assert_allclose(found, plain, atol=1e-4)
 
 
 def examples(n: int = 7) -> list[dict]:
@@ -95,7 +160,7 @@ def trainer_of(folder: Path, dataset=None, over=(), **said):
     model = LlamaForCausalLM(LlamaConfig(vocab_size=16, num_hidden_layers=1, **shape))
     model = hf.prepare(model, ra.plan(seq_len=10), over=over)
     said = {"num_train_epochs": 3, "per_device_train_batch_size": 2, "save_strategy": "no", **said}
-    mine = {name: said.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in said}
+    mine = {name: said.pop(name) for name in ("compute_loss_func",) if name in said}
     args = TrainingArguments(str(folder), use_cpu=True, report_to="none", disable_tqdm=True, **said)
     trainer = LongTrainer(model=model, args=args, train_dataset=examples() if dataset is None else dataset, **mine)
     trainer.seen = seen
@@ -191,9 +256,8 @@ def test_a_stream_is_read_by_all_ranks_of_a_plan_and_not_dealt_out(tmp_path: Pat
     [
         ({"label_smoothing_factor": 0.5}, "label_smoother"),
         ({"compute_loss_func": lambda *a, **b: None}, "compute_loss_func"),
-        ({"compute_metrics": lambda found: {}}, "compute_metrics"),
     ],
 )
-def test_a_loss_or_metrics_of_all_logits_are_refused(tmp_path: Path, said: dict, name: str) -> None:
+def test_a_loss_of_all_logits_is_refused(tmp_path: Path, said: dict, name: str) -> None:
     with pytest.raises(ValueError, match=f"this trainer has a {name}, which needs all logits on one rank"):
         trainer_of(tmp_path, **said).train()

@@ -23,7 +23,8 @@ from ringattn import choosing
 from ringattn.comms import local
 from ringattn.comms.mesh import init_mesh
 from ringattn.launch import processes
-from ringattn.torch.models import hf
+from ringattn.torch.models import hf_model
+from ringattn.torch.models.hf_refusals import refuse_model
 
 EPSILON = 5e-6
 LONGEST = 4096  # tokens by default
@@ -42,7 +43,7 @@ class Batch:
         """The tokens, of which the first of a document is nobody's successor."""
         labels = self.tokens.clone()
         starts = torch.tensor([0, *self.lengths[:-1]]).cumsum(0)
-        labels[:, starts[1:]] = hf.IGNORED
+        labels[:, starts[1:]] = hf_model.IGNORED
         return labels
 
     def positions(self, model: Any) -> Tensor | None:
@@ -50,7 +51,7 @@ class Batch:
         if len(self.lengths) == 1:
             return None
         documents = self.tokens.split(self.lengths, 1)
-        own = [hf.numbered(model, tokens, None) for tokens in documents]
+        own = [hf_model.numbered(model, tokens, None) for tokens in documents]
         counted = [torch.arange(n, device=self.tokens.device)[None] for n in self.lengths]
         return torch.cat([a if b is None else b for a, b in zip(counted, own, strict=True)], 1)
 
@@ -115,7 +116,7 @@ def run(options: Any) -> int:
     said = f"{len(batch.lengths)} documents, " * (len(batch.lengths) > 1)
     weights = "" if has_weights(Path(options.model)) else " with random weights"
     print(f"{type(model).__name__}{weights}: {batch.tokens.shape[1]} tokens, {said}{where}", file=sys.stderr)
-    hf.refuse_model(model, type(model).__name__)
+    refuse_model(model, type(model).__name__)
     exact, own = alone(precise(model), batch), alone(deepcopy(model), batch)
     spread = over_ranks(options, model, batch)
     rows, losses = compared(exact, own, spread), (abs(spread.loss - exact.loss), abs(own.loss - exact.loss))
@@ -151,7 +152,7 @@ def precise(model: Any) -> Any:
 def draw(options: Any, model: Any) -> Batch:
     """Random tokens but for padding's, and documents of random lengths, by the seed."""
     config = model.config.get_text_config()
-    first = hf.numbered(model, torch.ones(1, 1, dtype=torch.long) + (config.pad_token_id or 0), None)
+    first = hf_model.numbered(model, torch.ones(1, 1, dtype=torch.long) + (config.pad_token_id or 0), None)
     most = (getattr(config, "max_position_embeddings", None) or LONGEST) - (0 if first is None else int(first))
     T = min(LONGEST, most) if options.tokens is None else options.tokens
     if most < T:
@@ -174,7 +175,7 @@ def alone(model: Any, batch: Batch) -> Found:
         parts.append([*output.hidden_states, output.logits])
     values = [torch.cat(x, 1) for x in zip(*parts, strict=True)]
     labels = batch.labels[0, 1:]
-    loss = F.cross_entropy(values[-1][0, :-1], labels, ignore_index=hf.IGNORED)
+    loss = F.cross_entropy(values[-1][0, :-1], labels, ignore_index=hf_model.IGNORED)
     loss.backward()
     return Found(loss.item(), [x.detach() for x in values], gradients(model))
 
@@ -201,7 +202,7 @@ def process(options: Any) -> Found | None:
 def one(mesh: Any, model: Any, batch: Batch) -> Found:
     """One rank of the prepared model; what it gives is of the whole sequence."""
     plan = choosing.plan(mesh, seq_len=batch.tokens.shape[1])
-    output = hf.prepare(model, plan)(
+    output = hf_model.prepare(model, plan)(
         batch.tokens, labels=batch.labels, position_ids=batch.positions(model), output_hidden_states=True
     )
     output.loss.backward()

@@ -21,6 +21,8 @@ class Call:
 
     plan: Plan
     docs: Docs | None
+    cache: Any = None  # of hf_generate.py
+    spread: bool = False  # with a cache: whether each rank has a part of the new tokens, or all of them
 
 
 def attend(
@@ -59,8 +61,12 @@ def attend(
         raise ValueError(f"{name} sees {sliding_window} keys to both sides; only windows that count back are supported")
     spec = AttentionSpec(causal=causal, window=sliding_window or None, softcap=softcap, scale=scaling)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = api.attention(q, k, v, ringattn.plan, spec=spec, docs=ringattn.docs, sinks=s_aux)
-    return out, None
+    if ringattn.cache is not None:
+        if not hasattr(module, "layer_idx"):
+            raise ValueError(f"{name} has no layer_idx, by which its cache would be found; use_cache=False works")
+        plan = ringattn.plan if ringattn.spread else None
+        return ringattn.cache.attend(module.layer_idx, q, k, v, plan, spec, s_aux), None
+    return api.attention(q, k, v, ringattn.plan, spec=spec, docs=ringattn.docs, sinks=s_aux), None
 
 
 @dataclass(frozen=True)

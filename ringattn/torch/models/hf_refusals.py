@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from ringattn.planning import Plan
-from ringattn.torch.models.hf_attention import ARGUMENTS
+from ringattn.torch.models.hf_attention import ARGUMENTS, NAME
 from ringattn.torch.models.hf_packed import PACKING, UNUSED
 
 LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # of models that predict the next token
@@ -51,6 +51,16 @@ def refuse_model(model: nn.Module, name: str) -> None:
     if getattr(text, "attention_dropout", 0.0):
         raise ValueError(
             f"{name} has attention_dropout={text.attention_dropout}; set it to 0, dropout is not supported"
+        )
+
+
+def refuse_other_attention(model: Any) -> None:
+    """A ValueError if the attention of a prepared model was replaced since."""
+    way = model.config.get_text_config()._attn_implementation
+    if way != NAME:
+        raise ValueError(
+            f"{type(model).__name__} was prepared, and then given {way!r} as its attention; leave that as prepare set "
+            "it"
         )
 
 

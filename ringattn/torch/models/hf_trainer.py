@@ -1,38 +1,106 @@
 """transformers' Trainer over ranks: `class LongTrainer(hf.OverRanks, Trainer): ...`."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from ringattn.torch.models import hf_accelerate, hf_model
+
 
 class OverRanks:
-    """Has transformers' Trainer train a prepared model: `class LongTrainer(hf.OverRanks, Trainer): ...`.
+    """Has transformers' Trainer train over ranks: `class LongTrainer(hf.OverRanks, Trainer): ...`.
 
-    Ranks of one plan get the same examples, and those of a data axis (`prepare(..., over=(axis,))`) different ones. DDP
-    and FSDP average gradients over all ranks: here they come out as sums of the ranks' shares.
+    Give it a model and TrainingArguments(parallelism_config=ParallelismConfig(cp_size=N)), or a prepared model. Ranks
+    of one plan get the same examples, and those of a data axis (`prepare(..., over=(axis,))`) different ones.
+    Gradients, which DDP and FSDP average over all ranks, come out as sums of the ranks' shares.
     """
 
     args: Any
     model: Any
+    accelerator: Any
+    gather_function: Any
 
-    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        for name in ("label_smoother", "compute_loss_func", "compute_metrics"):
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        if self.by_accelerate:
+            hf_accelerate.over_ranks(self.accelerator)
+            hf_accelerate.prepare_for(self.accelerator, self.model, None)
+
+    @property
+    def by_accelerate(self) -> bool:
+        """Whether accelerate's mesh says which ranks share a sequence, and so deals out the examples."""
+        return getattr(getattr(self.accelerator, "parallelism_config", None), "cp_size", 1) > 1
+
+    @property
+    def spread(self) -> Any:
+        return self.model.ringattn
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+        """Whole sequences: the prepared model cuts them."""
+        return hf_accelerate.unchanged, inputs
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        for name in ("label_smoother", "compute_loss_func"):
             if getattr(self, name, None) is not None:
                 raise ValueError(f"this trainer has a {name}, which needs all logits on one rank; leave it out")
-        output = model(**inputs)
-        share = output.loss - output.loss.detach()  # zero, with this rank's gradient
-        loss = output.loss + (self.args.world_size - 1) * share
+        output = model(**inputs, num_items_in_batch=num_items_in_batch)
+        loss = output.loss if self.spread.averaged else hf_model.scaled(output.loss, self.args.world_size)
         return (loss, output) if return_outputs else loss
 
-    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
-        """The loss alone: no rank has all logits."""
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Tensor | None:
+        """How many labels count, of all batches that are accumulated and of all data ranks."""
+        names = "labels", "shift_labels", "attention_mask"
+        targets = [hf_model.targets_of(*(batch.get(name) for name in names)) for batch in batch_samples]
+        counts = [(one != hf_model.IGNORED).sum() for one in targets if one is not None]
+        if not counts or len(counts) < len(targets):
+            return None
+        count = torch.stack(counts).sum(0, keepdim=True).to(device)
+        for axis in self.spread.over:
+            count = axis.all_gather(count).wait().sum(0, keepdim=True)
+        return count[0]
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """The loss, and for metrics the logits of the whole sequences and their labels."""
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         with torch.no_grad():
-            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None  # type: ignore[attr-defined]
+            loss, output = self.compute_loss(model, inputs, return_outputs=True)
+            if prediction_loss_only:
+                return loss, None, None
+            labels = inputs.get("labels", inputs.get("shift_labels"))
+            return loss, self.spread.local(labels.shape[1]).unshard(output.logits), labels
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        counted = Counted(dataloader, self.data_place, not self.by_accelerate)
+        self.gather_function = lambda x: self.of_data_ranks(x, counted.real)
+        return super().evaluation_loop(counted, *args, **kwargs)  # type: ignore[misc]
+
+    def of_data_ranks(self, x: Tensor, real: int | None) -> Tensor:
+        """The rows of all data ranks in the order of the dataset, without those that only fill up the last batch."""
+        plan = next(iter(self.spread.plans.values()))
+        first = torch.tensor([plan.ring_axis.rank == 0 and plan.ulysses_axis.rank == 0], device=x.device).int()
+        rows = self.accelerator.gather(x).unflatten(0, (self.args.world_size, -1))
+        rows = rows[self.accelerator.gather(first).bool()]
+        return (rows if self.by_accelerate else rows.transpose(0, 1)).flatten(0, 1)[:real]
+
+    @property
+    def data_place(self) -> tuple[int, int]:
+        """How many data ranks there are, and which of them this is."""
+        over, mine = self.spread.over, 0
+        for axis in over:
+            mine = mine * axis.size + axis.rank
+        return math.prod(axis.size for axis in over), mine
 
     def get_train_dataloader(self) -> DataLoader[Any]:
+        if self.by_accelerate:
+            return super().get_train_dataloader()  # type: ignore[misc]
         way = self.args.train_sampling_strategy
         if way not in ("random", "sequential"):
             raise ValueError(
@@ -42,36 +110,67 @@ class OverRanks:
         return self.loader(self.train_dataset, self.args.train_batch_size, way == "random")  # type: ignore[attr-defined]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        if self.by_accelerate:
+            return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
         found = self.eval_dataset if eval_dataset is None else eval_dataset  # type: ignore[attr-defined]
         found = self.eval_dataset[found] if isinstance(found, str) else found  # type: ignore[attr-defined]
         return self.loader(found, self.args.eval_batch_size)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        if self.by_accelerate:
+            return super().get_test_dataloader(test_dataset)  # type: ignore[misc]
         return self.loader(test_dataset, self.args.eval_batch_size)
 
     def loader(self, dataset: Any, batch: int, shuffle: bool = False) -> DataLoader[Any]:
         """Batches of the dataset: the same for all ranks of a plan, and each data rank's own."""
-        over = self.model.ringattn.over
-        ranks = math.prod(axis.size for axis in over)
-        mine = 0
-        for axis in over:
-            mine = mine * axis.size + axis.rank
-        said = {name: getattr(self.args, f"dataloader_{name}") for name in LOADING}
+        ranks, mine = self.data_place
+        given = {name: getattr(self.args, f"dataloader_{name}") for name in LOADING}
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         sampler: Any = None
         if not isinstance(dataset, IterableDataset):
-            sampler = DistributedSampler(dataset, ranks, mine, shuffle, seed, said["drop_last"])
+            sampler = DistributedSampler(dataset, ranks, mine, shuffle, seed, given["drop_last"])
         elif ranks > 1:
             raise ValueError(
                 f"{type(dataset).__name__} is an IterableDataset, which every rank reads for itself: it cannot be "
                 f"dealt out to {ranks} data ranks; give a dataset with a length, or make a mesh without a data axis"
             )
         collate = self._get_collator_with_removed_columns(self.data_collator)  # type: ignore[attr-defined]
-        loader: Any = DataLoader(dataset, batch, sampler=sampler, collate_fn=collate, **said)
+        loader: Any = DataLoader(dataset, batch, sampler=sampler, collate_fn=collate, **given)
         ordered = dataset if sampler is None else sampler
         if hasattr(ordered, "set_epoch"):  # Trainer tells the loader, or where a restart skips batches what makes them
             loader.set_epoch = loader.batch_sampler.set_epoch = ordered.set_epoch
         return loader
+
+
+class Counted:
+    """A loader whose last batch may repeat examples, so that all data ranks have equally many: these do not count.
+
+    Data ranks have one row each in turn if `dealt`, else one batch each.
+    """
+
+    def __init__(self, loader: Any, place: tuple[int, int], dealt: bool):
+        self.loader, self.place, self.dealt = loader, place, dealt
+        self.real: int | None = None  # how many rows of the batch, of all data ranks, count; None: all of them
+
+    def __iter__(self) -> Iterator[Any]:
+        dataset, before = getattr(self.loader, "dataset", None), 0
+        total = len(dataset) if hasattr(dataset, "__len__") else None  # type: ignore[arg-type]
+        for batch in self.loader:
+            if total is not None:
+                n, (ranks, mine) = next(len(x) for x in batch.values() if isinstance(x, Tensor)), self.place
+                at = torch.arange(n) * ranks + mine if self.dealt else torch.arange(n) + mine * n
+                for name in {"labels", "shift_labels"} & set(batch):
+                    repeated = (before + at >= total)[:, None].to(batch[name].device)
+                    batch[name] = batch[name].masked_fill(repeated, hf_model.IGNORED)
+                self.real = min(n * ranks, total - before)
+                before += n * ranks
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
 
 
 LOADING = (  # what Trainer's dataloader_ arguments say of a DataLoader

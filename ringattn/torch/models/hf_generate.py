@@ -1,0 +1,197 @@
+"""`generate` of a prepared model: transformers' own loop, with caches over ranks.
+
+A prompt is spread over the ranks of the plan; after that every rank has each new token. Left padding moves behind the
+prompt while that is read, and is then dropped from the caches, whose rows have lengths of their own.
+
+    B batch   n new tokens   V vocabulary
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn import api
+from ringattn.planning import Plan
+from ringattn.serving import KVCache
+from ringattn.spec import AttentionSpec
+from ringattn.torch import same_data
+from ringattn.torch.agree import watched
+from ringattn.torch.models.hf_attention import Call, stretched
+from ringattn.torch.models.hf_kept import kept
+from ringattn.torch.models.hf_refusals import accepted, refuse_other_attention
+
+FEW = 16  # more new tokens than this are spread over ranks
+LOOPS = ("greedy_search", "sample", "beam_search", "beam_sample")  # of transformers, whose caches only grow
+
+
+class RanksCache:
+    """What `generate` takes for a cache: one `ringattn.KVCache` a layer, for `max_len` tokens a row."""
+
+    is_compileable = is_croppable = False
+
+    def __init__(self, plan: Plan, max_len: int):
+        self.plan, self.max_len = plan, max_len
+        self.layers: dict[int, Any] = {}
+        self.length = 0  # of every row, with its padding
+        self.padding: Tensor | None = None  # [B], how many tokens of padding each row began with
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, spec: AttentionSpec, sinks: Any
+    ) -> Tensor:
+        """Append to the layer's cache and attend to it; without a plan every rank has all of the tokens."""
+        if layer not in self.layers:
+            self.layers[layer] = KVCache.allocate(
+                self.plan, batch=len(k), max_len=self.max_len, kv_heads=k.shape[2], head_dim=k.shape[3],
+                value_dim=v.shape[3], dtype=k.dtype,
+            )  # fmt: skip
+        cache = self.layers[layer]
+        if plan is None:
+            return api.decode(q, k, v, cache, spec=spec, sinks=sinks)
+        return api.prefill(q, k, v, plan, cache, spec=spec, sinks=sinks)
+
+    def grow(self, n: int) -> None:
+        """Count n more tokens; after the first ones, drop the padding that is now behind them."""
+        if self.length == 0 and self.padding is not None:
+            for cache in self.layers.values():
+                cache.truncate((n - self.padding).tolist())
+        self.length += n
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i goes on from row beam_idx[i]."""
+        for cache in self.layers.values():
+            state = cache.state_dict()
+            for name in ("k", "v", "lengths"):
+                state[name] = state[name][beam_idx.to(state[name].device)]
+            cache.load_state_dict(state)
+
+
+def with_cache(
+    self: Any, cache: Any, x: dict[str, Tensor | None], attention_mask: Tensor | None,
+    position_ids: Tensor | None, keep: int | Tensor, given: dict[str, Any],
+) -> Any:  # fmt: skip
+    """The model's output for new tokens, the same on every rank: logits [B, kept, V] of the last `keep`, or of all."""
+    if not isinstance(cache, RanksCache):
+        raise ValueError(
+            f"past_key_values is of type {type(cache).__name__}: a prepared model takes the cache over ranks that its "
+            "own generate(..., return_dict_in_generate=True) returns"
+        )
+    if isinstance(keep, Tensor):
+        raise ValueError("logits_to_keep with a cache: a number of last tokens, not positions")
+    refuse_other_attention(self)
+    name, tokens = next((name, x) for name, x in x.items() if x is not None)
+    B, n = tokens.shape[:2]
+    spread, plan = self.ringattn, cache.plan
+    if spread.compare and name == "input_ids":
+        same_data.note(tokens, plan)
+        same_data.compare_data(plan, watched(plan))
+    padding = padding_of(attention_mask, cache, B, n)
+    if position_ids is None:
+        position_ids = torch.arange(cache.length, cache.length + n, device=tokens.device)[None].expand(B, n)
+        position_ids = position_ids if cache.padding is None else (position_ids - cache.padding[:, None]).clamp(min=0)
+    position_ids, n_kept = position_ids.expand(B, n), min(keep or n, n)
+    more = {"use_cache": False, **accepted(given)}
+    for rotary in stretched(self):
+        rotary.ringattn_last = position_ids.max()
+    with torch.no_grad():
+        if cache.length and n <= FEW:
+            shards, call = {name: tokens, "position_ids": position_ids}, Call(plan, None, cache)
+            output = self.local_forward(**shards, **keeping(self, n_kept), **more, ringattn=call)
+            logits = output.logits[:, -n_kept:]
+        else:
+            part = spread.local(n)
+            every, rows = (torch.arange(size, device=tokens.device) for size in (n, B))
+            rows, first = rows[:, None], 0 if padding is None else padding[:, None]
+            at = (every + first) % n  # real tokens first, then the padding
+            shards = {name: part.shard(tokens[rows, at], 1), "position_ids": part.shard(position_ids[rows, at], 1)}
+            last = torch.arange(n - n_kept, n, device=tokens.device)[None] - (
+                0 if padding is None else padding[:, None]
+            )
+            wanted, back = torch.unique(last % n, return_inverse=True)
+            few = kept(wanted, part, tokens.device)
+            call = Call(part, None, cache, spread=True)
+            output = self.local_forward(**shards, **keeping(self, few.mine), **more, ringattn=call)
+            mine = output.logits if takes_kept(self) else output.logits[:, few.mine]
+            logits = few.join(mine)[rows, back.view(-1, n_kept).expand(B, n_kept)]
+    cache.grow(n)
+    return type(output)(**{**output, "logits": logits, "past_key_values": cache})
+
+
+def takes_kept(model: Any) -> bool:
+    return "logits_to_keep" in signature(model.local_forward).parameters
+
+
+def keeping(model: Any, keep: Any) -> dict[str, Any]:
+    """The argument that has the model compute the logits of these tokens only, if it takes one."""
+    return {"logits_to_keep": keep} if takes_kept(model) else {}
+
+
+def padding_of(attention_mask: Tensor | None, cache: RanksCache, B: int, n: int) -> Tensor | None:
+    """How many of these n tokens are padding, in front of each row; only a prompt may begin with some."""
+    if attention_mask is None or bool(attention_mask[:, -n:].all()):
+        return None
+    if attention_mask.shape != (B, cache.length + n):
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; expected {(B, cache.length + n)}: the "
+            f"{cache.length} tokens in the cache, and {n} new ones"
+        )
+    mask = attention_mask.long()
+    if cache.length or (mask.diff(dim=1) < 0).any():
+        raise ValueError(
+            "attention_mask has padding behind real tokens; generate takes it on the left, before a prompt"
+        )
+    cache.padding = n - mask.sum(1)
+    if (cache.padding == n).any():
+        raise ValueError("attention_mask has a row of padding only; give each row a token")
+    return cache.padding
+
+
+def prepare_cache(
+    self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, max_len: int
+) -> None:
+    """What transformers' `generate` calls to make its cache."""
+    kind, way = generation_config.cache_implementation, str(getattr(generation_mode, "value", generation_mode))
+    if kind not in (None, "dynamic"):
+        raise ValueError(f"cache_implementation={kind!r}: a prepared model has caches over ranks only; leave it out")
+    if way not in LOOPS:
+        raise ValueError(f"{way} is not supported over ranks; supported are {', '.join(LOOPS)}")
+    plan = next(iter(self.ringattn.plans.values()))
+    if generation_config.do_sample and plan.ring * plan.ulysses > 1 and "threads" in (
+        plan.ring_axis.by, plan.ulysses_axis.by
+    ):  # fmt: skip
+        raise ValueError("do_sample: ranks that are threads share one generator; sample with processes, by torchrun")
+    if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+        model_kwargs["past_key_values"] = RanksCache(plan, max_len)
+
+
+def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' `generate` with whole prompts, the same on every rank, which all sample as the first rank does."""
+    with numbers_of_the_first(next(iter(self.ringattn.plans.values()))):
+        return type(self).generate(self, *args, **kwargs)
+
+
+@contextmanager
+def numbers_of_the_first(plan: Plan) -> Iterator[None]:
+    """Every rank of the plan draws the random numbers of the first one; afterwards the others have their own again."""
+    axes = plan.ulysses_axis, plan.ring_axis
+    if plan.ring * plan.ulysses == 1 or any(axis.by == "threads" for axis in axes):
+        yield
+        return
+    device = torch.device(plan.device)
+    own = torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
+    state = own.to(device).view(torch.int64)[None]
+    for axis in axes:
+        state = axis.all_gather(state).wait()[:1]
+    set_state = torch.cuda.set_rng_state if device.type == "cuda" else torch.set_rng_state
+    set_state(state[0].view(torch.uint8).cpu())
+    try:
+        yield
+    finally:
+        if any(axis.rank for axis in axes):
+            set_state(own)

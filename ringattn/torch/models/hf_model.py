@@ -1,0 +1,364 @@
+"""A transformers model over sequences that are spread over ranks: `prepare`, `unprepare`, and its `forward`.
+
+The prepared model takes whole sequences, the same on every rank of the plan, and does what only the whole knows:
+positions, shifted labels, padding, packed documents, and the loss that is averaged over the tokens of all ranks.
+
+    B batch   T all tokens   t this rank's tokens   V vocabulary
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ringattn.planning import Plan
+from ringattn.torch.agree import agree, watched
+from ringattn.torch.models import hf_generate
+from ringattn.torch.models.hf_attention import NAME, Call, hide_last, register, show_last, stretched
+from ringattn.torch.models.hf_kept import Kept, kept
+from ringattn.torch.models.hf_packed import documents
+from ringattn.torch.models.hf_refusals import LOSSES, accepted, refuse, refuse_other_attention
+from ringattn.torch.models.loss import mean_over_ranks
+from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
+from ringattn.torch.same_data import compare_data
+
+OTHERS = 64  # lengths beside the plan's own whose plans are kept
+IGNORED = -100  # a label that does not count
+
+
+def prepare(
+    model: nn.Module, plan: Plan, *, over: Sequence[Any] = (), compare: bool = True, averaged: bool = False
+) -> nn.Module:
+    """The same model, whose `forward` takes whole sequences and computes this rank's tokens.
+
+    model(input_ids, labels=, attention_mask=, position_ids=) gives `loss`, the mean over the real tokens of all
+    ranks, and `logits` [B, t, V] of this rank's tokens (plan.unshard joins them). Its gradients are this rank's share:
+    sum them over ranks, or set `averaged` for what averages them over all ranks, as DDP and FSDP do. With
+    `num_items_in_batch` the loss is a sum, divided by it. `logits_to_keep` gives the logits of those tokens, of the
+    last n or at given positions, on every rank. `attention_mask` [B, T] marks padding on either side; `position_ids`
+    that start again mark packed documents. `over` names further axes to average over (a data axis). Another length than
+    the plan's is spread in the same way. A model with peft's adapters is prepared inside of them. Token ids and labels
+    are compared between the ranks of the plan, at first and then now and then, unless `compare` is False.
+    """
+    bare = inner(model)
+    refuse(bare, plan, over)
+    register()
+    attributes = {name: vars(bare)[name] for name in SET if name in vars(bare)}
+    configs = [(config, config._attn_implementation) for config in configs_of(bare)]
+    bare.set_attn_implementation(NAME)
+    bare.ringattn = Spread({plan.seq_len: plan}, tuple(over), is_counted(bare), compare, averaged)
+    hooks = [
+        hook
+        for rotary in stretched(bare)
+        for hook in (
+            rotary.register_forward_pre_hook(show_last, with_kwargs=True),
+            rotary.register_forward_hook(hide_last),
+        )
+    ]
+    bare.ringattn_before = Before(attributes, configs, hooks)
+    bare.local_forward = bare.forward
+    bare.forward = MethodType(forward, bare)  # not a closure: a copy of the model runs its own weights
+    bare.generate = MethodType(hf_generate.generate, bare)
+    bare._prepare_cache_for_generation = MethodType(hf_generate.prepare_cache, bare)
+    bare.accepts_loss_kwargs = True  # Trainer: the loss takes num_items_in_batch
+    return model
+
+
+SET = (  # by prepare
+    "ringattn", "ringattn_before", "local_forward", "forward", "generate", "_prepare_cache_for_generation",
+    "accepts_loss_kwargs",
+)  # fmt: skip
+
+
+@dataclass
+class Before:
+    """What `unprepare` puts back: attributes of the model, the attention of its configs; and hooks that it removes."""
+
+    attributes: dict[str, Any]
+    configs: list[tuple[Any, str | None]]
+    hooks: list[Any]
+
+
+def unprepare(model: nn.Module) -> nn.Module:
+    """The same model as it was before `prepare`, with the weights that it has now; also inside of peft's adapters.
+
+    Undone are the model's forward and generate, the attention of its configs (unless it was changed since), and the
+    hooks of rotary angles. The name of this attention stays registered with transformers, and changes no other model.
+    """
+    bare = inner(model)
+    name = type(bare).__name__
+    if not hasattr(bare, "ringattn"):
+        raise ValueError(f"this {name} is not prepared; nothing is to be undone")
+    if getattr(bare.forward, "__func__", None) is not forward:
+        raise ValueError(
+            f"the forward of this {name} was wrapped after prepare; undo that first (accelerate: "
+            "accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
+        )
+    before = bare.ringattn_before
+    for hook in before.hooks:
+        hook.remove()
+    for rotary in stretched(bare):
+        vars(rotary).pop("ringattn_last", None)
+    for config, way in before.configs:
+        if config._attn_implementation == NAME:
+            config._attn_implementation_internal = way
+    for attribute in SET:
+        vars(bare).pop(attribute, None)
+    vars(bare).update(before.attributes)
+    return model
+
+
+@contextmanager
+def prepared(
+    model: nn.Module, plan: Plan, *, over: Sequence[Any] = (), compare: bool = True, averaged: bool = False
+) -> Iterator[nn.Module]:
+    """`with prepared(model, plan) as model:` prepares the model, and undoes that at the end of the block.
+
+    Call backward in the block too if activations are recomputed there.
+    """
+    found = prepare(model, plan, over=over, compare=compare, averaged=averaged)
+    try:
+        yield found
+    finally:
+        unprepare(model)
+
+
+def inner(model: nn.Module) -> Any:
+    """The model inside of peft's adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """Every config whose attention `set_attn_implementation` may change, once."""
+    found: dict[int, Any] = {}
+    waiting: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    for config in waiting:
+        if id(config) not in found and hasattr(config, "_attn_implementation"):
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where a prepared model's sequences lie, by length, and the axes that its loss is also averaged over."""
+
+    plans: dict[int, Plan]
+    over: tuple[Any, ...]
+    counted: bool = False  # whether the model counts real tokens where padding comes first
+    compare: bool = True  # whether ranks compare what they are given
+    averaged: bool = False  # whether gradients are averaged over ranks afterwards, instead of summed
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks a gradient is reduced over."""
+        plan = next(iter(self.plans.values()))
+        return plan.ring * plan.ulysses * math.prod(axis.size for axis in self.over)
+
+    def local(self, T: int) -> Plan:
+        if T not in self.plans:
+            first, *others = self.plans
+            if len(others) == OTHERS:
+                del self.plans[others[0]]
+            self.plans[T] = self.plans[first].for_length(T)
+        return self.plans[T]
+
+    def __deepcopy__(self, memo: Any) -> "Spread":
+        return self  # a copy of the model has the same ranks
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a prepared model belongs to its ranks; save its state_dict() or save_pretrained(FOLDER)")
+
+
+@torch.compiler.disable(recursive=False)
+def forward(
+    self: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    *,
+    labels: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    logits_to_keep: int | Tensor = 0,
+    num_items_in_batch: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """What a prepared model does with whole sequences. torch.compile takes what lies in between: the layers."""
+    following = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
+    if (cache := kwargs.pop("past_key_values", None)) is not None:
+        if any(x is not None for x in following.values()):
+            raise ValueError("labels with past_key_values: a cache has no gradients; leave one of them out")
+        x = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+        return hf_generate.with_cache(self, cache, x, attention_mask, position_ids, logits_to_keep, kwargs)
+    plan, given = cut(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)
+    kept = few(self, logits_to_keep, plan, following, given)
+    output = self.local_forward(**given)
+    if any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
+        guard(self, output)
+    if kept is not None:
+        return changed(output, logits=kept.join(output.logits))
+    targets = targets_of(labels, shift_labels, attention_mask)
+    return output if targets is None else with_loss(self, output, targets, plan, num_items_in_batch)
+
+
+def targets_of(labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+    """What each token [B, T] is to predict: IGNORED for the last token of a row, and what padding predicts."""
+    if shift_labels is None:
+        if labels is None:
+            return None
+        shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return shift_labels if attention_mask is None else shift_labels.masked_fill(~attention_mask.bool(), IGNORED)
+
+
+@torch.compiler.disable
+def few(
+    self: Any, keep: int | Tensor, plan: Plan, following: dict[str, Tensor | None], given: dict[str, Any]
+) -> Kept | None:
+    """The tokens whose logits are wanted, if that is not all; the model computes those of this rank."""
+    if not isinstance(keep, Tensor) and not keep:
+        return None
+    if any(x is not None for x in following.values()):
+        raise ValueError("logits_to_keep with labels: the loss needs the logits of all tokens; leave one of them out")
+    if "logits_to_keep" not in signature(self.local_forward).parameters:
+        raise ValueError(f"{type(self).__name__} does not take logits_to_keep; leave it out")
+    found = kept(keep, plan, given["position_ids"].device)
+    given["logits_to_keep"] = found.mine
+    return found
+
+
+@torch.compiler.disable
+def cut(
+    self: Any,
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    following: dict[str, Tensor | None],
+    inputs_embeds: Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[Plan, dict[str, Any]]:
+    """The plan for these sequences, and what the model itself is called with: this rank's tokens."""
+    B, T = sizes(input_ids, inputs_embeds, position_ids, following)
+    (labels,) = following.values()
+    plan, device = self.ringattn.local(T), (input_ids if inputs_embeds is None else inputs_embeds).device  # type: ignore[union-attr]
+    where, name = documents(B, T, attention_mask, position_ids, kwargs), type(self).__name__
+    refuse_other_attention(self)
+    if labels is not None and (hasattr(self, "_loss_function") or getattr(self, "loss_type", None) not in LOSSES):
+        kind = "a loss_function of its own" if hasattr(self, "_loss_function") else self.loss_type
+        raise ValueError(
+            f"{name} is trained by another loss ({kind}) than that of the next token, which is the one here; leave out "
+            "labels, and work the loss out from its logits"
+        )
+    if labels is not None and self.get_output_embeddings() is None:
+        raise ValueError(f"{name} gives no logits, so labels mean nothing to it; prepare a ...ForCausalLM, say")
+    positions = position_ids
+    if positions is None:
+        positions = numbered(self, input_ids, inputs_embeds)
+    if positions is None and self.ringattn.counted and attention_mask is not None:
+        positions = (attention_mask.cumsum(1) * attention_mask).long() - 1
+    if positions is None:
+        positions = torch.arange(T, device=device)[None]
+    named = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+    shards = {name: plan.shard(x, dim=1, compare=self.ringattn.compare) for name, x in named.items() if x is not None}
+    for rotary in stretched(self):
+        rotary.ringattn_last = positions.max()
+    shards["position_ids"] = plan.shard(positions.expand(B, T), dim=1, compare=False)
+    if labels is None:
+        compare_data(plan, watched(plan))
+    return plan, {**shards, "use_cache": False, "ringattn": Call(plan, where), **accepted(kwargs)}
+
+
+@torch.compiler.disable
+def guard(self: Any, output: Any) -> None:
+    """Refuse a backward pass that would recompute layers of a model that is no longer prepared: they would be wrong."""
+
+    def check(grad: Tensor) -> None:
+        if not hasattr(self, "ringattn"):
+            raise ValueError(
+                f"backward of this {type(self).__name__} recomputes its layers, and it was unprepared since forward; "
+                "call backward before unprepare, inside of `with hf.prepared(...)`"
+            )
+
+    for x in output.values():
+        if isinstance(x, Tensor) and x.requires_grad:
+            x.register_hook(check)
+
+
+@torch.compiler.disable
+def with_loss(self: Any, output: Any, targets: Tensor, plan: Plan, items: Any) -> Any:
+    """The model's output, and first of all the loss over all ranks."""
+    spread = self.ringattn
+    loss = mean_loss(output.logits, targets, plan, spread.over, spread.compare, items)
+    return changed(output, loss=scaled(loss, spread.ranks) if spread.averaged else loss)
+
+
+def changed(output: Any, **new: Any) -> Any:
+    """The model's output with other values, which come first."""
+    return type(output)(**{**new, **{name: x for name, x in output.items() if name not in new}})
+
+
+def scaled(loss: Tensor, ranks: int) -> Tensor:
+    """The same loss, whose gradient is `ranks` times as large: a mean over the ranks makes it their sum."""
+    return loss + (ranks - 1) * (loss - loss.detach())
+
+
+def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, following: dict[str, Any]) -> tuple[int, int]:
+    """(B, T) of what was given; a ValueError about what is no tensor of that shape."""
+    name, given = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+    if given is None:
+        raise ValueError("say input_ids or inputs_embeds: whole sequences, the same on every rank")
+    dims = 2 if inputs_embeds is None else 3
+    if not isinstance(given, Tensor):
+        raise ValueError(f"{name} is of type {type(given).__name__}; say torch.tensor({name})")
+    if given.dim() != dims:
+        kind = "[batch, tokens]" if dims == 2 else "[batch, tokens, width]"
+        raise ValueError(f"{name} has shape {tuple(given.shape)}; expected {kind}")
+    B, T = given.shape[:2]
+    for other, x, rows in (*((*label, (B,)) for label in following.items()), ("position_ids", position_ids, (B, 1))):
+        if x is not None and (not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != T or x.shape[0] not in rows):
+            found = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is of type {type(x).__name__}"
+            several = "; several positions a token (M-RoPE) are not supported" * (getattr(x, "ndim", 0) == 3)
+            raise ValueError(f"{other} {found}; expected a tensor of shape ({B}, {T}), whole as {name} is{several}")
+    return B, T
+
+
+def mean_loss(
+    logits_BtV: Tensor, targets: Tensor, plan: Plan, over: Sequence[Any], compare: bool = True, items: Any = None
+) -> Tensor:
+    """The mean cross entropy of the targets [B, T] of all ranks that count; with `items`, their sum divided by it."""
+    labels = plan.shard(targets, dim=1, compare=compare).to(logits_BtV.device)
+    counted = plan.shard(targets != IGNORED, dim=1, compare=False).to(logits_BtV.device)
+    at_once = tokens_at_once(LOGITS, logits_BtV.shape[-1], len(logits_BtV))
+    losses = in_pieces(cross_entropy, at_once, logits_BtV, labels)
+    agree(plan, {"call": "the loss of a prepared model", "over": str([axis.name for axis in over])}, None)
+    compare_data(plan, watched(plan))
+    return mean_over_ranks(losses, counted, plan, over, items)
+
+
+def cross_entropy(logits_BtV: Tensor, labels_Bt: Tensor) -> Tensor:
+    """In float32, of each token that has a label; 0 for the others."""
+    logits, labels = logits_BtV.float().flatten(0, 1), labels_Bt.flatten()
+    return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED).view_as(labels_Bt)
+
+
+RULES = "create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"
+
+
+def numbered(model: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor | None:
+    """The positions that a model gives whole sequences by a rule of its own, as RoBERTa does; None without a rule."""
+    rule, x = (RULES[0], input_ids) if inputs_embeds is None else (RULES[1], inputs_embeds)
+    embeddings = next((m for m in model.modules() if hasattr(m, rule)), None)
+    return None if embeddings is None else getattr(embeddings, rule)(x, embeddings.padding_idx)
+
+
+def is_counted(model: nn.Module) -> bool:
+    """Whether positions are counted over the real tokens: an embedding of positions that asks for the padding mask."""
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    return any("attention_mask" in signature(m.forward).parameters for m in embeddings)

@@ -1,0 +1,144 @@
+"""`generate` of a prepared model gives, on every rank, the tokens that the model itself gives on one."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn.comms.local import run
+from ringattn.launch import processes
+from ringattn.torch.models import hf
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
+pytest.importorskip("peft", reason="peft is not installed (pip install peft)")
+
+from test_hf import T, batch, build, lora, plan_of_one  # noqa: E402
+
+
+def talkative(name: str, **more):
+    """A model whose weights are large enough that each prompt goes on in its own way."""
+    model = build(name, **more).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.2, generator=torch.Generator().manual_seed(weight.numel()))
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompts(padded: bool) -> dict[str, torch.Tensor]:
+    tokens, mask = batch(), torch.ones(2, T, dtype=torch.long)
+    if padded:
+        tokens[1, :12] = mask[1, :12] = 0
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+CASES = {
+    "greedy": ("Llama", {"ring": 2, "ulysses": 2}, False, {}),
+    "windows": ("Gemma2", {"ring": 2, "ulysses": 2}, False, {}),
+    "sinks": ("GptOss", {"ring": 2}, True, {}),
+    "learned positions": ("OPT", {"ring": 2}, True, {}),
+    "beams": ("Llama", {"ring": 2}, True, {"num_beams": 3, "num_return_sequences": 2}),
+    "no cache": ("Llama", {"ring": 2}, True, {"use_cache": False, "max_new_tokens": 8}),
+    "a prompt in chunks": ("Mistral", {"ulysses": 2}, False, {"prefill_chunk_size": 17}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_one_rank(case):
+    name, ranks, padded, options = CASES[case]
+    options = {"max_new_tokens": 20, "do_sample": False, **options}
+    plain, given = talkative(name), prompts(padded)
+    copies = [deepcopy(plain) for _ in range(4)]
+    expected = plain.generate(**given, **options)
+    assert len(set(expected[0, T:].tolist())) > 1
+
+    def one(mesh):
+        layout = "zigzag" if "ring" in ranks else "auto"
+        return hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T, layout=layout)).generate(**given, **options)
+
+    for found in run(one, **ranks):
+        assert torch.equal(found, expected), f"{case}: {found.tolist()}, expected {expected.tolist()}"
+
+
+def test_logits_of_every_step_and_a_second_turn():
+    """The cache that generate returns goes on with more tokens; few of them, or so many that ranks share them."""
+    plain, options = talkative("Llama"), {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    copies = [deepcopy(plain) for _ in range(2)]
+
+    def turns(model, cache=None):
+        found, tokens = [], batch()
+        for more in (0, 3, 30):
+            tokens = torch.cat([tokens, batch()[:, :more]], 1)
+            cached = {"past_key_values": cache} if cache is not None else {}
+            answer = model.generate(
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, **cached, **options
+            )
+            found.append(torch.stack(answer.logits))
+            tokens, cache = answer.sequences, answer.past_key_values
+        return tokens, found
+
+    tokens, logits = turns(plain)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=T)
+        return turns(hf.prepare(copies[mesh.rank], plan), hf.RanksCache(plan, max_len=100))
+
+    for mine, found in run(one, ring=2):
+        assert torch.equal(mine, tokens)
+        for ours, theirs in zip(found, logits, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def sampled(ranks: int) -> tuple[list, list[float]]:
+    """One rank: samples, and the next random number; ranks have generators of their own."""
+    import torch.distributed as dist
+
+    torch.manual_seed(3)
+    model = talkative("Llama")
+    if ranks > 1:
+        model = hf.prepare(model, ra.plan(ra.init_mesh(ring=ranks), seq_len=T))
+    torch.manual_seed(7 + dist.get_rank())
+    found = model.generate(**prompts(True), do_sample=True, temperature=2.0, max_new_tokens=10)
+    return found.tolist(), torch.rand(1).tolist()
+
+
+@pytest.mark.slow
+def test_all_ranks_sample_what_one_rank_would():
+    (expected, follows), *_ = processes.run(sampled, 1, 1)
+    (first, after), (second, other) = processes.run(sampled, 2, 2)
+    assert first == second == expected and after == follows != other
+
+
+def test_adapters_and_a_model_that_is_unprepared():
+    plain = lora(talkative("Llama"))
+    options = {**prompts(False), "do_sample": False, "max_new_tokens": 6}
+    expected = plain.generate(**options)
+    own = dict(vars(plain.get_base_model()))
+    mine = hf.prepare(plain, plan_of_one())
+    assert torch.equal(mine.generate(**options), expected)
+    hf.unprepare(mine)
+    assert {*vars(plain.get_base_model())} == {*own} and torch.equal(plain.generate(**options), expected)
+
+
+def test_what_generate_cannot_do_is_refused():
+    model = hf.prepare(talkative("Llama"), plan_of_one())
+    tokens, mask = batch(), torch.ones(2, T, dtype=torch.long)
+    with pytest.raises(ValueError, match="cache_implementation='static': a prepared model has caches over ranks only"):
+        model.generate(tokens, max_new_tokens=2, cache_implementation="static")
+    with pytest.raises(ValueError, match="assisted_generation is not supported over ranks; supported are greedy"):
+        model.generate(tokens[:1], max_new_tokens=2, prompt_lookup_num_tokens=2)
+    with pytest.raises(ValueError, match="past_key_values is of type DynamicCache: a prepared model takes the cache"):
+        model.generate(tokens, max_new_tokens=2, past_key_values=transformers.DynamicCache())
+    mask[0, 30:] = 0
+    with pytest.raises(ValueError, match="attention_mask has padding behind real tokens"):
+        model.generate(tokens, attention_mask=mask, max_new_tokens=2)
+    with pytest.raises(ValueError, match="labels with past_key_values"):
+        model(tokens, labels=tokens, past_key_values=hf.RanksCache(plan_of_one(), 50))
+
+    def one(mesh):
+        prepared = hf.prepare(talkative("Llama"), ra.plan(mesh, seq_len=T))
+        with pytest.raises(ValueError, match="ranks that are threads share one generator"):
+            prepared.generate(tokens, do_sample=True, max_new_tokens=2)
+
+    run(one, ring=2)
