@@ -6,7 +6,7 @@ the error names those that do not answer.
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -21,6 +21,21 @@ BROKEN: Any = WeakSet()  # world groups that have lost a rank
 MET: Any = WeakKeyDictionary()  # by world group: how often its ranks have met, for each purpose
 
 
+@contextmanager
+def renamed(error_of: Callable[[str], str], prefix: str = "") -> Iterator[None]:
+    """Turn an error of the transport into a ConnectionError with the text that `error_of` makes of its message."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not of_transport(error):
+            raise
+        try:
+            found = error_of(str(error))
+        except ValueError:  # another thread ended the process group meanwhile, as Ray does
+            found = reason(str(error))
+        raise ConnectionError(prefix + found) from error
+
+
 class Lost(NamedTuple):
     """What the error of a lost rank needs: the ranks that each work of a list depends on, and the works' purpose."""
 
@@ -31,18 +46,10 @@ class Lost(NamedTuple):
     @contextmanager
     def named(self, work: int = 0) -> Iterator[None]:
         """Turn an error of the transport into one that names the lost rank; other errors pass unchanged."""
-        try:
+        with renamed(lambda message: self.error(work, message)):
             yield
-        except RuntimeError as error:
-            if not of_transport(error):
-                raise
-            try:
-                found = self.error(work, str(error))
-            except ValueError:  # another thread ended the process group meanwhile, as Ray does
-                found = ConnectionError(reason(str(error)))
-            raise found from error
 
-    def error(self, work: int, message: str) -> ConnectionError:
+    def error(self, work: int, message: str) -> str:
         """The error that names the lost rank, or the candidates, and the first loss that any rank has reported.
 
         One loss causes others, so the first rank that is certain of its loss reports it to all (`first_loss`).
@@ -54,7 +61,7 @@ class Lost(NamedTuple):
             whom += f", which is rank {' or '.join(str(axis.peer(r)) for r in needs)} of {all_ranks}"
         what = self.what and f" ({self.what})"
         mine = f"{axis.name} rank {axis.rank} lost {axis.name} rank {whom}{what}: {reason(message)}"
-        return ConnectionError(with_first_loss(mine, certain=len(needs) == 1))
+        return with_first_loss(mine, certain=len(needs) == 1)
 
 
 def note() -> None:
@@ -80,16 +87,8 @@ def reason(message: str) -> str:
 @contextmanager
 def missing_named(what: str) -> Iterator[None]:
     """Make an error of the transport in a collective of all ranks name those that do not answer a roll call."""
-    try:
+    with renamed(who_is_missing, f"{what}: "):
         yield
-    except RuntimeError as error:
-        if not of_transport(error):
-            raise
-        try:
-            found = who_is_missing(str(error))
-        except ValueError:  # another thread ended the process group meanwhile, as Ray does
-            found = reason(str(error))
-        raise ConnectionError(f"{what}: {found}") from error
 
 
 def who_is_missing(message: str) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.conf import schema
-from ringattn.conf.schema import GROUPS, Train
 
 NOT_HYDRA = "Hydra's own settings cannot be changed here, for they can run code"
 
@@ -46,7 +45,7 @@ def of_word(word: str, parser: Any, asked: argparse.Namespace) -> str | None:
     if word.startswith("~"):
         return f"{word}: nothing can be taken away; say {name}=VALUE"
     if not equals:
-        return without_value(name)
+        return f"{name} has no value; say {name}=VALUE"
     try:
         override = parser.parse_overrides([word])[0]
     except HydraException:
@@ -58,34 +57,6 @@ def of_word(word: str, parser: Any, asked: argparse.Namespace) -> str | None:
             return f"{word}: several values are a sweep; add --multirun, or put quotes around a value with commas"
         if not override.is_discrete_sweep():
             return f"{word}: a sweep takes its values from a list, range() or choice()"
-        return unknown_choice(name, value, asked.config_dir)
-    return unknown_choice(name, value, asked.config_dir) or wrong_type(override, name, value)
-
-
-def without_value(name: str) -> str:
-    """What to say instead of a name alone."""
-    defaults = {key: f.default for key, f in schema.every_key()}
-    if name in GROUPS:
-        return f"{name} has no value; choose one of {', '.join(files(name))}"
-    if name in defaults:
-        default = defaults[name]
-        return f"{name} has no value; say {name}={'null' if default is None else default}, or another"
-    return f"{name} is no key; {keys_of(name)}"
-
-
-def keys_of(section: str) -> str:
-    names = [key for key, _ in schema.every_key() if key.startswith(f"{section}.")]
-    return f"its keys are {', '.join(names)}"
-
-
-def unknown_choice(group: str, value: str, folder: Path | None) -> str | None:
-    """Why `group=value` names no file, neither ours nor one of the folder's; None where it does."""
-    if group not in GROUPS or "(" in value:
-        return None
-    have = files(group, folder)
-    for one in value.split(","):
-        if one.strip("'\" ") not in have:
-            return f"{group}={one}: choose one of {', '.join(have)}{schema.nearest(one, have)}"
     return None
 
 
@@ -93,25 +64,6 @@ def files(group: str, folder: Path | None = None) -> list[str]:
     """What a group offers: our files, and those of the folder."""
     places = [Path(__file__).parent, *([folder] if folder else [])]
     return sorted({p.stem for place in places for p in (place / group).glob("*.yaml")})
-
-
-def wrong_type(override: Any, name: str, value: str) -> str | None:
-    """Why a key cannot have the value; None where it can, and for a group."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    if name in GROUPS:
-        return None
-    kinds = {key: f.type for key, f in schema.every_key()}
-    try:
-        OmegaConf.update(OmegaConf.structured(Train), name, override.value())
-    except OmegaConfBaseException as error:
-        if name in kinds:
-            return f"{name}={value}: expected {kind_name(kinds[name])}"
-        if isinstance(override.value(), dict):
-            return explain(error)
-        return f"{name}={value}: {name} is no key; {keys_of(name)}"
-    return None
 
 
 def kind_name(kind: Any) -> str:
@@ -130,8 +82,9 @@ def explain(error: Exception) -> str:
         mark = error.problem_mark
         return f"{mark.name}, line {mark.line + 1}: {error.problem or error.context}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, name = error.missing_cfg_file.rpartition("/")
-        return f"{where}there is no {group or name}={name}{schema.nearest(name, list(error.options or ()))}"
+        group, _, name = error.missing_cfg_file.partition("/")
+        have = list(error.options or ())
+        return f"{where}{group}={name}: choose one of {', '.join(have)}{schema.nearest(name, have)}"
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.check import of_arguments
+from ringattn.check import of_arguments, of_memory
 from ringattn.cost import Hardware
+from ringattn.planning import dtype_name
+from ringattn.spec import whole
 
 BLOCK = 64  # positions that lie together on one rank
 FEWEST_KEYS = 1024  # a hop of fewer keys than this is mostly latency
@@ -50,16 +52,19 @@ class KVCache:
         With a `window` only keys that can still be seen are kept, in memory for window + `room` tokens (room: the
         longest chunk that will be appended at once; by default the window). `more` is for JAX: cut=.
         """
-        problem = of_arguments(required=True, plan=plan)
+        problem = of_arguments(required=True, plan=plan) or of_memory(
+            room, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+            window=window, block=block,
+        )  # fmt: skip
         if problem:
             raise ValueError(problem)
-        if dtype is not None:
-            more["dtype"] = dtype
+        sizes: Any = map(whole, (batch, max_len, kv_heads, head_dim, value_dim, window, room, block))
+        batch, max_len, kv_heads, head_dim, value_dim, window, room, block = sizes  # also numpy's, as plain numbers
+        most = None if window is None else window + (window if room is None else room)
+        stripes, dims = Stripes(plan.ring * plan.ulysses, block), (head_dim, value_dim or head_dim)
         kind = import_module(f"ringattn.{plan.framework}.inference.cache").KVCache
-        return kind.allocate(
-            plan, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
-            window=window, room=room, block=block, **more,
-        )  # fmt: skip
+        dtype = "bfloat16" if dtype is None else dtype_name(dtype)
+        return kind.made(plan, batch, max_len, kv_heads, dims, dtype, stripes, window, most, **more)
 
 
 @dataclass(frozen=True)

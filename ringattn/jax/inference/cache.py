@@ -26,13 +26,11 @@ from ringattn import serving
 from ringattn.check import (
     beside_window,
     each,
-    of_arguments,
     of_arrays,
     of_back,
     of_fork,
     of_kept,
     of_loaded,
-    of_memory,
     of_pair,
     of_room,
     of_saved,
@@ -41,9 +39,8 @@ from ringattn.check import (
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.sharding import check_context, moved, sequence_axes
-from ringattn.planning import LAST, Plan, dtype_name, hardware_of
-from ringattn.serving import BLOCK, Heads, Moves, Stripes, explained, prefill_moves
-from ringattn.spec import whole
+from ringattn.planning import LAST, Plan, hardware_of
+from ringattn.serving import Heads, Moves, Stripes, explained, prefill_moves
 
 
 @partial(
@@ -67,49 +64,25 @@ class KVCache(serving.KVCache):
     cut: P  # by which axes of the mesh batch and heads are cut
 
     @classmethod
-    def allocate(  # type: ignore[override]  # the base's takes what either framework takes
-        cls,
-        plan: Plan,
-        *,
-        batch: int,
-        max_len: int,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
-        dtype: Any = jnp.bfloat16,
-        window: int | None = None,
-        room: int | None = None,
-        block: int = BLOCK,
-        cut: P | None = None,
-    ) -> "KVCache":
-        """An empty cache for `max_len` tokens a row, of which each device holds its share.
+    def made(
+        cls, plan: Plan, batch: int, max_len: int, kv_heads: int, dims: tuple[int, int], dtype: str, stripes: Stripes,
+        window: int | None, most: int | None, cut: P | None = None,
+    ) -> "KVCache":  # fmt: skip
+        """An empty cache for `allocate`, which has checked the sizes; with a window for `most` tokens at one time.
 
-        With a `window` only what can still be seen is kept: memory for window + `room` tokens (room: the longest chunk
-        that will be appended at once; as long as the window by default). `cut` names what else cuts it than the
-        sequence's axes: P("data", None, "tensor") the batch and the heads; by default data the batch, where it divides.
+        `cut` names the axes of the mesh, apart from those of the sequence, that cut the cache: P("data", None,
+        "tensor") the batch and the heads; by default data cuts the batch, if it divides it.
         """
-        problem = of_arguments(required=True, plan=plan) or of_memory(
-            room, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
-            window=window, block=block,
-        ) or of_positions(max_len)  # fmt: skip
-        if problem is None and plan.framework != "jax":
-            problem = "the plan was made for a torch mesh; give plan() a mesh of jax devices"
-        if problem:
-            raise ValueError(problem)
         cut = usual_cut(plan, batch) if cut is None else cut
-        problem = of_cut(plan, cut, batch, kv_heads)
+        problem = of_positions(max_len) or of_cut(plan, cut, batch, kv_heads)
         if problem:
             raise ValueError(problem)
-        dtype, max_len, block = dtype_name(dtype), operator.index(max_len), operator.index(block)
-        window, room = whole(window), whole(room)  # numpy's numbers would make arrays of their own dtype
-        stripes = Stripes(plan.ring * plan.ulysses, block)
-        most = None if window is None else window + (window if room is None else room)
         rows = (batch, stripes.ranks * slots_for(max_len, most, stripes), kv_heads)
         there = along = None
         if isinstance(plan.ring_axis, MeshAxis):
             specs = spec_of(cut, sequence_axes(plan)), P(cut[0])
             there, along = (NamedSharding(plan.ring_axis.mesh, spec) for spec in specs)
-        k, v = (zeros((*rows, dim), dtype, there) for dim in (head_dim, value_dim or head_dim))
+        k, v = (zeros((*rows, dim), dtype, there) for dim in dims)
         lengths, first = (zeros((batch,), jnp.int32, along) for _ in range(2))
         return cls(k, v, lengths, first, plan, max_len, stripes, window, most, cut)
 

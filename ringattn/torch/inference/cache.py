@@ -20,21 +20,19 @@ from ringattn import serving
 from ringattn.check import (
     beside_window,
     each,
-    of_arguments,
     of_arrays,
     of_back,
     of_fork,
     of_kept,
     of_loaded,
-    of_memory,
     of_pair,
     of_room,
     of_saved,
     of_truncated,
 )
 from ringattn.layout import Layout
-from ringattn.planning import Plan, dtype_name, hardware_of
-from ringattn.serving import BLOCK, Heads, Moves, Stripes, exchange_way, explained, prefill_moves
+from ringattn.planning import Plan, hardware_of
+from ringattn.serving import Heads, Moves, Stripes, exchange_way, explained, prefill_moves
 from ringattn.spec import whole
 from ringattn.torch.check import of_tangents, of_types
 from ringattn.torch.inference.chunk import Holder, landings
@@ -64,42 +62,16 @@ class KVCache(serving.KVCache):
 
     @classmethod
     @lasting
-    def allocate(  # type: ignore[override]  # the base's takes what either framework takes
-        cls,
-        plan: Plan,
-        *,
-        batch: int,
-        max_len: int,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        window: int | None = None,
-        room: int | None = None,
-        block: int = BLOCK,
-    ) -> "KVCache":
-        """An empty cache for `max_len` tokens a row, of which each rank holds its share.
-
-        With a `window` only keys that can still be seen are kept, in memory for window + `room` tokens (room: the
-        longest chunk that will be appended at once; by default the window).
-        """
-        problem = of_arguments(required=True, plan=plan) or of_memory(
-            room, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
-            window=window, block=block,
-        )  # fmt: skip
-        if problem:
-            raise ValueError(problem)
-        sizes: Any = map(whole, (batch, max_len, kv_heads, head_dim, value_dim, window, room, block))
-        batch, max_len, kv_heads, head_dim, value_dim, window, room, block = sizes
-        dtype = getattr(torch, dtype_name(dtype))
-        ranks = plan.ring * plan.ulysses
-        kept = max_len if window is None else min(max_len, window + (window if room is None else room))
-        stripes = Stripes(ranks, block)
+    def made(
+        cls, plan: Plan, batch: int, max_len: int, kv_heads: int, dims: tuple[int, int], dtype: str, stripes: Stripes,
+        window: int | None, most: int | None,
+    ) -> "KVCache":  # fmt: skip
+        """An empty cache for `allocate`, which has checked the sizes; with a window for `most` tokens at one time."""
+        kept = max_len if most is None else min(max_len, most)
         rounds = -(-kept // stripes.round) + (window is not None)  # keys are dropped in whole rounds
-        shape = (batch, rounds * block, kv_heads)
+        shape = (batch, rounds * stripes.block, kv_heads)
         # zeros: a tile may extend past the filled keys, and 0 * NaN from old memory is not 0
-        k = torch.zeros(*shape, head_dim, dtype=dtype, device=plan.device)
-        v = torch.zeros(*shape, value_dim or head_dim, dtype=dtype, device=plan.device)
+        k, v = (torch.zeros(*shape, dim, dtype=getattr(torch, dtype), device=plan.device) for dim in dims)
         return cls(plan, k, v, np.zeros(batch, np.int64), max_len, stripes, window)
 
     @property
