@@ -4,10 +4,13 @@
 first kernel of the table that does not refuse the problem. If all refuse, its error lists every reason.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
+
+from ringattn.kernels.rates import LONG, rate
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,9 @@ class Problem:
     known: bool = True  # the intervals are known before the program runs
     arch: tuple[int, int] | None = None  # a GPU's compute capability, or a TPU's generation
     queries: int | None = None  # queries of a batch row, if known
+    deterministic: bool = False  # the bits of all results must be the same in every run
+    rows: int | None = None  # batch rows x queries x heads of the device, if known
+    mask: str = "long"  # of `rates.py`, where the steps are not few rectangles
 
     def __str__(self) -> str:
         dims = f"{self.heads} query and {self.kv_heads} key heads of {self.head_dim}, values of {self.value_dim}"
@@ -39,7 +45,7 @@ class Kernel:
     module: str
     named: tuple[str, ...] = ()  # devices on which "auto" skips it, since it is slow there or cannot run
     tiles: bool = False  # runs full and causal rectangles only
-    rounds: bool = False  # the results for a rectangle have the dtype of the inputs
+    narrow: bool = False  # gradients have the dtype of the inputs
 
     def load(self) -> Any:
         """The kernel: a TorchKernel, a JaxKernel or a LinearKernel, depending on the table."""
@@ -58,27 +64,17 @@ class Kernel:
         return why
 
 
-# In order of preference. On an H200 (benchmarks/kernels-h200.jsonl) cuDNN is faster than our kernel for a few
-# rectangles, by 16 to 30% at head dim 128 and 1 to 15% at 64, and slower for packed documents, by 3 and 16%. But a ring
-# step with it needs a separate merge, and its backward three times the memory for a moment. So "auto" takes our kernel
-# for every mask, and vendor kernels run if they are named.
+# In order of preference where no rates are known. Where they are (`rates.py`), "auto" takes the fastest.
 TABLE = (
     Kernel("decode", "ringattn.kernels.triton.decode", named=("cpu",)),
     Kernel("triton", "ringattn.kernels.triton", named=("cpu",)),
-    Kernel("cudnn", "ringattn.kernels.vendor.cudnn", named=("cpu",), tiles=True, rounds=True),
-    Kernel("fa4", "ringattn.kernels.vendor.fa4", named=("cpu",), tiles=True, rounds=True),
-    Kernel("flash", "ringattn.kernels.vendor.flash", named=("cpu",), tiles=True, rounds=True),
+    Kernel("cudnn", "ringattn.kernels.vendor.cudnn", named=("cpu",), tiles=True, narrow=True),
+    Kernel("fa4", "ringattn.kernels.vendor.fa4", named=("cpu",), narrow=True),
+    Kernel("flash", "ringattn.kernels.vendor.flash", named=("cpu",), tiles=True, narrow=True),
     Kernel("sdpa_cpu", "ringattn.kernels.vendor.sdpa_cpu", tiles=True),
     Kernel("tiled", "ringattn.kernels.tiled", named=("cuda",)),
     Kernel("reference", "ringattn.kernels.reference", named=("cuda",)),
 )
-
-
-def is_narrow(impl: str) -> bool:
-    """Whether gradients have, and travel in, the dtype of the inputs on all ranks. Not with "auto", which may choose
-    different kernels on different ranks.
-    """
-    return any(kernel.rounds and kernel.name == impl for kernel in TABLE)
 
 
 def refusals(problem: Problem, table: tuple[Kernel, ...] = TABLE) -> dict[str, str | None]:
@@ -86,12 +82,38 @@ def refusals(problem: Problem, table: tuple[Kernel, ...] = TABLE) -> dict[str, s
     return {kernel.name: kernel.refuses(problem) for kernel in table}
 
 
+def by_rate(problem: Problem, backward: bool) -> Callable[[Kernel], float]:
+    """A sort key: the fastest first, as far as rates are known, and before all the kernel that serves decode alone."""
+    width, mask = max(problem.head_dim, problem.value_dim), "rectangles" if problem.tiles else problem.mask
+
+    def key(kernel: Kernel) -> float:
+        if kernel.name == "decode":
+            return float("-inf")
+        if problem.rows is not None and problem.rows < LONG:
+            return 0.0
+        return -(rate(kernel.name, problem.arch, mask, width, backward, problem.softcap) or 0.0)
+
+    return key
+
+
 @lru_cache(maxsize=1024)
-def select(problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TABLE) -> Kernel:
-    """The kernel called `impl`, or with "auto" the first of the table that serves the problem and is fast there."""
+def select(
+    problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TABLE, backward: bool = False,
+    shared: frozenset[str] | None = None,
+) -> Kernel:  # fmt: skip
+    """The kernel called `impl`, or with "auto" the fastest that serves the problem, forward or backward.
+
+    Gradients of some kernels travel in the dtype of the inputs, which all ranks must know. So "auto" takes such a
+    kernel only if it is in `shared`, those that all ranks have; None stands for a call of one device.
+    """
     if impl != "auto" and impl not in (k.name for k in table):
         raise ValueError(f"kernel={impl!r}: choose one of auto, {', '.join(k.name for k in table)}")
-    candidates = [k for k in table if k.name == impl or (impl == "auto" and problem.device not in k.named)]
+    if impl == "auto":
+        candidates = [k for k in table if problem.device not in k.named]
+        candidates = [k for k in candidates if shared is None or not k.narrow or k.name in shared]
+        candidates.sort(key=by_rate(problem, backward))
+    else:
+        candidates = [k for k in table if k.name == impl]
     for kernel in candidates:  # kernels after the chosen one are not imported
         if kernel.refuses(problem) is None:
             return kernel
@@ -101,3 +123,32 @@ def select(problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TAB
     slow = " (slow on this device)"
     why += [f"kernel={k.name!r} would serve{slow * (problem.device in k.named)}" for k in others]
     raise NotImplementedError(f"no kernel serves {problem}: {'; '.join(why)}")
+
+
+def narrow_kernels(device: str, table: tuple[Kernel, ...] = TABLE) -> list[str]:
+    """The kernels here whose gradients have the dtype of the inputs; those that cannot be imported are left out."""
+    found = []
+    for kernel in table:
+        if kernel.narrow and device not in kernel.named:
+            try:
+                kernel.load()
+            except Exception:  # not installed, or broken: `refuses` says why
+                continue
+            found.append(kernel.name)
+    return found
+
+
+INSTALL = {"fa4": "pip install 'ringattn[fa4]'"}
+
+
+def gain(missing: Kernel, problem: Problem, chosen: str) -> str | None:
+    """What installing a kernel's package would gain over the chosen kernel, if both are measured and it is faster."""
+    if missing.name not in INSTALL or "not installed" not in (missing.refuses(problem) or ""):
+        return None
+    width, mask = max(problem.head_dim, problem.value_dim), "rectangles" if problem.tiles else problem.mask
+    rates = [[rate(n, problem.arch, mask, width, b) for b in (False, True)] for n in (missing.name, chosen)]
+    (forward, backward), (mine, mine_back) = rates
+    if not (forward and backward and mine and mine_back) or max(forward / mine, backward / mine_back) < 1.05:
+        return None
+    how = f"{forward / mine:.2f} x as fast forward, {backward / mine_back:.2f} x backward"
+    return f"not installed; {INSTALL[missing.name]} makes long sequences {how}"

@@ -29,6 +29,11 @@ def serves(problem: "Problem") -> str | None:
     return None
 
 
+def in_full(where: Intervals) -> bool:
+    """`rounds` of a kernel whose results are float32 (float64 for float64) if that is requested."""
+    return False
+
+
 @dataclass(frozen=True)
 class TorchKernel:
     """A kernel for torch tensors.
@@ -41,8 +46,9 @@ class TorchKernel:
     halves           as attend_backward, but as two functions, one for (dk, dv) and one for dq, which can run alone;
                      None if only all three gradients together are possible
     totals           as attend_backward, but returns `Total`s, whose parts are not added up yet; None if not supported
-    by_out           whether `totals` and attend_backward take out= and compute delta from it. If they get delta, they
-                     use another kernel
+    by_out           whether `totals` and attend_backward take out= and compute delta from it. If they get delta
+                     instead, some use another kernel
+    rounds           whether the results for these intervals have the dtype of the inputs anyway
     """
 
     attend: Attend
@@ -53,6 +59,7 @@ class TorchKernel:
     halves: Callable[..., tuple[Callable[[], Any], Callable[[], Any]]] | None = None
     totals: Callable[..., tuple[Any, Any, Any]] | None = None
     by_out: bool = False
+    rounds: Callable[[Intervals], bool] = in_full
 
 
 def no_options(problem: "Problem") -> dict[str, Any]:

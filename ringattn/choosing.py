@@ -28,6 +28,7 @@ def plan(
     strategy: str = "auto",
     layout: str = "auto",
     kernel: str = "auto",
+    deterministic: bool = False,
     transport: Transport | None = None,
     **unknown: Any,
 ) -> Plan:
@@ -36,7 +37,9 @@ def plan(
     The mesh has axes "ring" and/or "ulysses", whose sizes are then fixed, or "sequence", which is factored here. No
     mesh means one device; a `choosing.Target` stands for ranks that need not exist. `heads` is (query heads, key
     heads). Every rank must make the same plan; `explain()` shows the candidates and why this one was chosen. With
-    `docs` the layout is chosen for these documents. `transport` is how blocks travel over a torch mesh.
+    `docs` the layout is chosen for these documents. With `deterministic` only kernels run whose gradients have the same
+    bits in every run, as also under torch.use_deterministic_algorithms. `transport` is how blocks travel over a torch
+    mesh.
     """
     words = of_arguments(spec=spec, docs=docs, transport=transport)
     if problem := of_unknown("plan", unknown, "spec", "docs", "transport") or words:
@@ -56,6 +59,7 @@ def plan(
         head_dim=head_dim,
         value_dim=value_dim,
         kernel=kernel,
+        deterministic=deterministic,
         axes=Ranks(None, None, target.framework, target.device, here=False),
     )
     if docs is not None and docs.length != alone.seq_len:
@@ -75,10 +79,10 @@ def plan(
         costs = priced(options, shape, spec, hardware, docs)
         best, report = costs[0][0], candidates_report(costs, hardware)
     best = replace(best, axes=target.bind(best.ring, best.ulysses))
-    narrow = target.framework == "torch" and kernels.is_narrow(kernel)
+    narrow = target.framework == "torch" and any(k.narrow and k.name == kernel for k in kernels.TABLE)
     sizes = shape.backward_bytes(best.ring, shape.itemsize if narrow else 4) if shape else None
     best = replace(best, transport=settled(transport, best, sizes))
-    report += [*route_report(best, sizes), *groups_report(best, shape), *kernel_report(best, shape, spec, dtype)]
+    report += [*route_report(best, sizes), *groups_report(best, shape), *kernel_report(best, shape, spec, dtype, docs)]
     return replace(best, report=tuple(report))
 
 
@@ -263,7 +267,9 @@ def groups_report(plan: Plan, shape: Shape | None) -> list[str]:
     return [f"heads exchanged in {groups} groups ({why}): one travels while another is computed"]
 
 
-def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: str) -> list[str]:
+def kernel_report(
+    plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: str, docs: Docs | None = None
+) -> list[str]:
     """Which kernel will run, and why the others will not; raises for an unknown name."""
     from ringattn.kernels import pallas as for_jax
 
@@ -281,12 +287,25 @@ def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: s
         heads=shape.heads // plan.ulysses,
         kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
         softcap=spec.softcap is not None,
-        tiles=spec.window is None,  # documents and stripes may cut a step into too many rectangles
+        tiles=spec.window is None and docs is None,  # stripes may still cut a step into too many rectangles
+        arch=arch_here(device),
+        deterministic=plan.deterministic,
+        rows=plan.tokens.shard_len * (shape.heads // plan.ulysses),
     )
     chosen = known.select(problem, kernel).name
     lines = [f"kernel {kernel} -> {chosen} ({device}, {dtype}, head dim {problem.head_dim})"]
     for other in known.TABLE:
         serves = "would serve, slowly, if named" if device in other.named else "would serve"
         if other.name != chosen:
-            lines.append(f"  {other.name}: {other.refuses(problem) or serves}")
+            more = None if plan.framework == "jax" else kernels.gain(other, problem, chosen)
+            lines.append(f"  {other.name}: {more or other.refuses(problem) or serves}")
     return lines
+
+
+def arch_here(device: str) -> tuple[int, int] | None:
+    """The compute capability of this process's GPU, if plans are for GPUs and torch finds one."""
+    torch = sys.modules.get("torch")
+    if device != "cuda" or torch is None or not torch.cuda.is_available():
+        return None
+    found: tuple[int, int] = torch.cuda.get_device_capability()
+    return found

@@ -97,6 +97,7 @@ class Plan:
     heads: tuple[int, int] | None = None
     head_dim: int | None = None
     value_dim: int | None = None
+    deterministic: bool = False  # only kernels whose results have the same bits in every run
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
     report: tuple[str, ...] = field(default=(), compare=False, repr=False)
     number: int = field(init=False, compare=False, repr=False)  # the hash, which every call of attention needs

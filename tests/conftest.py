@@ -31,14 +31,14 @@ torch.set_num_threads(1)
 @pytest.fixture
 def fresh_scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """`change(module, attend=...)`: a kernel with other functions, which calls look up once."""
-    from ringattn.torch.attention.steps import kept_score
+    from ringattn.torch.attention.steps import score_with
 
     def change(module: Any, **functions: Any) -> None:
         monkeypatch.setattr(module, "KERNEL", replace(module.KERNEL, **functions))
 
-    kept_score.cache_clear()
+    score_with.cache_clear()
     yield change
-    kept_score.cache_clear()
+    score_with.cache_clear()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -18,7 +18,8 @@ from ringattn.layout import LAYOUTS, Layout
 from ringattn.mask import Mask, pieces, schedule_of
 from ringattn.schedule import Schedule, growing, needed
 from ringattn.spec import AttentionSpec, Docs, bounds
-from ringattn.torch.attention.steps import kept_score
+from ringattn.torch.attention import call
+from ringattn.torch.attention.steps import score_with
 
 
 @given(
@@ -178,7 +179,7 @@ def test_the_last_gradients_fly_beside_work_at_home(kv_heads, monkeypatch):
         return noted
 
     def watched(*args):
-        score = kept_score(*args)
+        score = score_with(*args)
         return score._replace(halves=noting("work", score.halves))
 
     def one(mesh):
@@ -190,7 +191,7 @@ def test_the_last_gradients_fly_beside_work_at_home(kv_heads, monkeypatch):
         happened = list(events[threading.get_ident()])
         return [plan.unshard(x.grad) for x in (q, k, v)], happened
 
-    monkeypatch.setattr("ringattn.torch.attention.call.kept_score", watched)
+    monkeypatch.setattr("ringattn.torch.attention.call.score_with", watched)
     given = [torch.randn(1, 64, h, 8) for h in (8, kv_heads, kv_heads)]
     leaves = [x.clone().requires_grad_() for x in given]
     ra.attention(*leaves).sum().backward()
@@ -205,9 +206,8 @@ def test_a_vendors_kernel_meets_as_many_blocks_in_backward_as_in_forward(kernel,
     """It pays for each call; with others gradients in float32 need the room."""
     block = 2 * 4 * 16 * 2 * 8  # bytes: keys and values of 16 tokens
     monkeypatch.setitem(HARDWARE, "cpu", replace(HARDWARE["cpu"], room=3 * block))
-    monkeypatch.setattr(
-        "ringattn.torch.attention.call.is_narrow", lambda kernel: kernel == "sdpa_cpu"
-    )  # as a GPU vendor's is
+    real = call.select  # gradients of sdpa_cpu travel in the dtype of the inputs, as those of a GPU vendor's do
+    monkeypatch.setattr(call, "select", lambda *args, **more: replace(real(*args, **more), narrow=kernel == "sdpa_cpu"))
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, kernel=kernel, strategy="ring")

@@ -7,20 +7,24 @@ and merges their results. Differences in conventions (order of dims, the lse of 
 from ringattn.kernels import Problem
 
 
-def gpu_refusal(problem: Problem, name: str, oldest: tuple[int, int], largest: int) -> str | None:
-    """What every GPU vendor here refuses: other devices and dtypes, softcap, unsupported dims, unknown tiles."""
+def gpu_refusal(problem: Problem, name: str, oldest: tuple[int, int], largest: int, tiles: bool = True) -> str | None:
+    """What every GPU vendor here refuses: other devices and dtypes, softcap, unsupported dims, all but
+    few rectangles, unless `tiles` is False; then neither softcap nor intervals are refused.
+    """
     if problem.device != "cuda":
         return f"{name} runs on CUDA devices, not on {problem.device}"
     if problem.arch is not None and problem.arch < oldest:
         return f"{name} needs compute capability {oldest[0]}.{oldest[1]}, got {problem.arch[0]}.{problem.arch[1]}"
     if problem.dtype not in ("bfloat16", "float16"):
         return f"{name} takes bfloat16 and float16, not {problem.dtype}"
-    if problem.softcap:
+    if problem.softcap and tiles:
         return f"{name} does not support softcap"
     for dim in (problem.head_dim, problem.value_dim):
         if dim % 8 or dim > largest:
             return f"{name} takes head dims that are multiples of 8 up to {largest}, got {dim}"
-    return None if problem.tiles else "these intervals are not known to be a few full or causal rectangles"
+    if problem.deterministic:
+        return f"the bits of {name}'s gradients differ from run to run"
+    return None if problem.tiles or not tiles else "these intervals are not known to be a few full or causal rectangles"
 
 
 def cudnn_refusal(problem: Problem) -> str | None:

@@ -1,23 +1,180 @@
-"""FlashAttention-4, if it is installed (`pip install flash-attn-4`)."""
+"""FlashAttention-4, if it is installed (`pip install 'ringattn[fa4]'`), for any intervals, in one call a step.
 
+Where the intervals are one of FA4's own masks (full, causal, a window, packed documents), it runs that. For all others
+it gets a mask function, which reads the interval of a query, and lists of the tiles to visit.
+"""
+
+import os
+from inspect import signature
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
-from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
+from torch.nn.functional import pad
+
+# FA4 compiles a kernel for each kind of call, which takes seconds, and keeps it on disk if these are set at its import.
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path.home() / ".cache" / "ringattn" / "fa4"))
+
+import cutlass
+import cutlass.cute as cute
+from flash_attn.cute import utils
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 from ringattn.kernels import Problem
+from ringattn.kernels.intervals import Intervals, Tile
 from ringattn.kernels.partial import NEVER
+from ringattn.kernels.triton.block_lists import block_lists
 from ringattn.kernels.vendor import equal_dims, gpu_refusal
+from ringattn.kernels.vendor.forms import Form, form_of
 from ringattn.kernels.vendor.tiles import heads_first, over_tiles
+
+NAME = "FlashAttention-4"
+NEEDED = {"mask_mod", "block_sparse_tensors", "aux_tensors"}
+OLD = NEEDED.difference(signature(_flash_attn_fwd).parameters)
+OLD |= (NEEDED | {"dlse"}).difference(signature(_flash_attn_bwd).parameters)
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # others were not right, or not tried
+PADDED = 384  # a multiple of all blocks of queries: the mask function also reads the intervals of rows past the last
+
+
+class Sizes(NamedTuple):
+    """(queries, keys) of the tiles that FA4 computes with."""
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
 
 
 def refuses(problem: Problem) -> str | None:
-    name = "FlashAttention-4"
-    return gpu_refusal(problem, name, (9, 0), 128) or equal_dims(problem, name)
+    if OLD:
+        return f"this {NAME} has no {', '.join(sorted(OLD))}: upgrade with pip install -U 'ringattn[fa4]'"
+    if problem.arch is not None and problem.arch[0] != 9:  # tried on Hopper only: elsewhere what is surely there
+        return gpu_refusal(problem, NAME, (9, 0), 128) or equal_dims(problem, NAME)
+    dims = problem.head_dim, problem.value_dim
+    if dims not in DIMS:
+        return (
+            f"{NAME} is used for head dims {', '.join(f'{d}/{v}' if d != v else str(d) for d, v in DIMS)}, got {dims}"
+        )
+    if problem.heads != problem.kv_heads and dims[0] != dims[1]:
+        return f"{NAME} has no gradients for grouped heads with unequal dims"
+    return gpu_refusal(problem, NAME, (9, 0), 256, tiles=False)
 
 
-def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = _flash_attn_fwd(q_BTHD, k_BSGD, v_BSGV, softmax_scale=scale, causal=causal, return_lse=True)[:2]
-    return out, heads_first(lse.masked_fill(lse == NEVER, torch.nan))  # it writes -inf for NaN; no row is empty
+class Own(NamedTuple):
+    """One of FA4's own masks, as its arguments."""
+
+    options: dict[str, Any]
+    packed: bool  # whether the batch is one row of documents
+
+
+class Listed(NamedTuple):
+    """Any intervals: what FA4 needs beside q, k and v."""
+
+    bounds: list[Tensor]  # begin and end of each query, [B, T], with room past the last one
+    forward: BlockSparseTensorsTorch
+    backward: BlockSparseTensorsTorch
+    no_key: Tensor  # the lse of a row without a finite score: -inf if it sees no key, else NaN
+
+
+@cute.jit
+def sees(
+    batch: cute.TensorSSA, head: cute.TensorSSA, query: cute.TensorSSA, key: cute.TensorSSA, seqlens: Any, bounds: Any
+) -> cute.TensorSSA:
+    """Whether a query sees a key: begin <= key < end."""
+    begin = utils.scalar_to_ssa(bounds[0][batch[0], query[0]], cutlass.Int32)
+    end = utils.scalar_to_ssa(bounds[1][batch[0], query[0]], cutlass.Int32)
+    return (key >= begin) & (key < end)
+
+
+def as_one(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor) -> tuple[Tile, ...]:
+    """The step as one call, or none if no query sees a key: its rectangle, with `Own` or `Listed` as its mask."""
+    kind = "fa4", q_BTHD.shape[0], k_BSGD.shape[1], q_BTHD.shape[3], v_BSGV.shape[3]
+    known = where.made
+    if known is not None and kind in known:
+        found: tuple[Tile, ...] = known[kind]
+        return found
+    found = made(where, q_BTHD, k_BSGD, v_BSGV)
+    if known is not None and not torch.cuda.is_current_stream_capturing():
+        known[kind] = found
+    return found
+
+
+def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor) -> tuple[Tile, ...]:
+    (B, T, _, D), S, V = q_BTHD.shape, k_BSGD.shape[1], v_BSGV.shape[3]
+    if where.host is not None and len(where.host[0]) == 1:
+        begin, end = where.host[0][0], where.host[1][0]
+        if not (begin < end).any():
+            return ()
+        form = form_of(begin, end)
+        if form is not None and (form.starts is None or B == 1 or covers_all(form, T, S)):
+            return (Tile(form.queries, form.keys, own(form, B, q_BTHD.device)),)
+    elif where.tiles is not None:  # from a caller that keeps no host copy
+        if not where.tiles:
+            return ()
+        if len(where.tiles) == 1:
+            queries, keys, causal = where.tiles[0]
+            return (Tile(queries, keys, own(Form(queries, keys, causal), B, q_BTHD.device)),)
+    last = S if where.host is None else int(where.host[1].max(initial=0))  # no query sees a key from here on
+    sizes = sizes_of(D, V)
+    forward, backward = (
+        BlockSparseTensorsTorch(*block_lists(where, last, *size, by_keys), block_size=size)
+        for size, by_keys in ((sizes.forward, False), (sizes.backward, True))
+    )
+    room = 0, -T % PADDED
+    bounds = [pad(x.to(torch.int32), room).expand(B, -1) for x in (where.begin, where.end)]
+    empty = (where.begin >= where.end)[:, None]  # [rows, 1, T]
+    no_key = torch.where(empty, NEVER, torch.nan)
+    return (Tile(slice(0, T), slice(0, last), Listed(bounds, forward, backward, no_key)),)
+
+
+def covers_all(form: Form, T: int, S: int) -> bool:
+    return (form.queries.stop - form.queries.start, form.keys.stop - form.keys.start) == (T, S)
+
+
+def sizes_of(head_dim: int, value_dim: int) -> Sizes:
+    """The tiles that FA4 computes with on Hopper, for these dims."""
+    if head_dim <= 64:
+        return Sizes((192, 128), (128, 128))
+    if head_dim <= 96:
+        return Sizes((192, 128), (64, 128))
+    if head_dim <= 128:
+        return Sizes((128, 128), (128, 128))
+    if head_dim <= 192:
+        return Sizes((128, 128 if value_dim <= 128 else 112), (64, 96))
+    return Sizes((128, 80), (64, 64))
+
+
+def own(form: Form, batch: int, device: torch.device) -> Own:
+    options: dict[str, Any] = {"causal": form.causal and form.window is None}
+    if form.window is not None:
+        options |= {"window_size_left": form.window, "window_size_right": 0}
+    if form.starts is not None:
+        each = np.asarray(form.starts[:-1])[None] + np.arange(batch)[:, None] * form.starts[-1]
+        ends = np.append(each.ravel(), batch * form.starts[-1]).astype(np.int32)
+        starts, longest = torch.from_numpy(ends).to(device, non_blocking=True), int(np.diff(form.starts).max())
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return Own(options, form.starts is not None)
+
+
+def forward(
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, mask: Own | Listed, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    B, T, H, _ = q_BTHD.shape
+    given: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap, "return_lse": True}
+    tensors: tuple[Tensor, ...] = q_BTHD, k_BSGD, v_BSGV
+    if isinstance(mask, Listed):
+        given |= {"mask_mod": sees, "block_sparse_tensors": mask.forward, "aux_tensors": mask.bounds}
+        out, lse = _flash_attn_fwd(*tensors, **given)[:2]
+        return out, heads_first(torch.where(lse == NEVER, mask.no_key, lse))
+    if mask.packed:
+        tensors = tuple(x.flatten(0, 1) for x in tensors)
+    out, lse = _flash_attn_fwd(*tensors, **given, **mask.options)[:2]
+    lse = lse.masked_fill(lse == NEVER, torch.nan)  # it writes -inf for NaN; no row is empty
+    if mask.packed:  # [H, B * T]
+        return out.view(B, T, *out.shape[1:]), lse.view(H, B, T).permute(1, 2, 0)
+    return out, heads_first(lse)
 
 
 def backward(
@@ -25,15 +182,29 @@ def backward(
     q_BTHD: Tensor,
     k_BSGD: Tensor,
     v_BSGV: Tensor,
-    out_BTHV: Tensor,
+    out_BTHV: Tensor | None,
     lse_BTH: Tensor,
-    causal: bool,
+    mask: Own | Listed,
     scale: float,
+    softcap: float | None = None,
+    delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    lse = heads_first(lse_BTH).contiguous()
-    tensors = (q_BTHD, k_BSGD, v_BSGV, out_BTHV, dout_BTHV)
-    dq, dk, dv = _flash_attn_bwd(*tensors, lse, softmax_scale=scale, causal=causal)[:3]
-    return dq, dk, dv
+    """FA4 computes delta = rowsum(dout * out) - dlse. Given delta instead of out, out = 0 and dlse = -delta."""
+    if out_BTHV is None:
+        out_BTHV = torch.zeros_like(dout_BTHV)
+    lse, minus = (None if x is None else heads_first(x).contiguous() for x in (lse_BTH, delta))
+    tensors: tuple[Tensor, ...] = q_BTHD, k_BSGD, v_BSGV, out_BTHV, dout_BTHV
+    dlse = None if minus is None else -minus
+    options: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap or 0.0, "dlse": dlse}
+    if isinstance(mask, Listed):
+        options |= {"mask_mod": sees, "block_sparse_tensors": mask.backward, "aux_tensors": mask.bounds}
+    else:
+        options |= mask.options
+        if mask.packed:
+            tensors = tuple(x.flatten(0, 1) for x in tensors)
+            lse, options["dlse"] = (None if x is None else x.transpose(0, 1).flatten(1) for x in (lse, options["dlse"]))
+    dq, dk, dv = _flash_attn_bwd(*tensors, lse, **options)[:3]
+    return dq.view(q_BTHD.shape), dk.view(k_BSGD.shape), dv.view(v_BSGV.shape)
 
 
-KERNEL = over_tiles("FlashAttention-4", forward, backward, refuses)
+KERNEL = over_tiles(NAME, forward, backward, refuses, as_one)

@@ -2,10 +2,12 @@
 
 A vendor's backward computes delta = rowsum(dout * out) itself and uses `out` for nothing else. Given the out over all
 keys, each tile is exact. If the lse has a gradient too, or out is on another rank, no `out` gives the right delta in
-every range of numbers. Then call without out=, and our own kernel, which takes delta, computes the gradients.
+every range of numbers. Then call without out=: a vendor that takes delta gets it, and instead of others our own kernel
+computes the gradients.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial as bind
 from typing import Any
 
 import torch
@@ -18,13 +20,28 @@ from ringattn.kernels.partial import Partial, empty, rounded
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.total import Total
 
-# (q, k, v, causal, scale) -> out [B, T, H, V], lse [B, T, H]; (dout, q, k, v, out, lse, causal, scale) -> dq, dk, dv
-Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+# (q, k, v, mask, scale) -> out [B, T, H, V], lse [B, T, H]; (dout, q, k, v, out, lse, mask, scale) -> dq, dk, dv
+# The mask of a rectangle is whether it is causal.
+Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Pieces = Callable[[Intervals, Tensor, Tensor, Tensor], tuple[Tile, ...]]
 
 
-def over_tiles(name: str, forward: Forward, backward: Backward, refuses: Callable[..., str | None]) -> TorchKernel:
-    """A kernel that runs a vendor's two functions of one tile over all tiles of a step."""
+def over_tiles(
+    name: str, forward: Forward, backward: Backward, refuses: Callable[..., str | None],
+    as_one: Pieces | None = None,
+) -> TorchKernel:  # fmt: skip
+    """A kernel that runs a vendor's two functions of one tile over all tiles of a step.
+
+    The tiles are the rectangles that the intervals come with. A vendor that runs any intervals gives `as_one`, which
+    makes one tile of a step. Both functions then take softcap=, and its backward delta=, in place of out.
+    """
+    pieces = as_one or bind(rectangles, name)
+
+    def options(softcap: float | None) -> dict[str, Any]:
+        if softcap is not None and not as_one:
+            raise NotImplementedError(f"{name} does not support softcap={softcap}; the triton and tiled kernels do")
+        return {"softcap": softcap} if as_one else {}
 
     def attend(
         q_BTHD: Tensor,
@@ -38,12 +55,13 @@ def over_tiles(name: str, forward: Forward, backward: Backward, refuses: Callabl
         out_dtype: torch.dtype | None = None,
     ) -> Partial:
         """One vendor call for each tile, whose rows are merged into the carry: in place if its out has `out_dtype`."""
-        tiles = tiles_or_refuse(name, where, softcap)
+        given = options(softcap)
         q_BTHD, k_BSGD, v_BSGV = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV))
+        tiles = pieces(where, q_BTHD, k_BSGD, v_BSGV)
 
         def run(tile: Tile) -> Partial:
             tensors = cut(q_BTHD, tile.queries), cut(k_BSGD, tile.keys), cut(v_BSGV, tile.keys)
-            out, lse = forward(*tensors, tile.causal, scale)
+            out, lse = forward(*tensors, tile.causal, scale, **given)
             return Partial(out, lse.to(fine(q_BTHD)))
 
         exact = accumulator(q_BTHD)
@@ -76,23 +94,29 @@ def over_tiles(name: str, forward: Forward, backward: Backward, refuses: Callabl
         softcap: float | None = None,
         out: Tensor | None = None,
     ) -> tuple[Total, Total, Total]:
-        tiles = tiles_or_refuse(name, where, softcap)
+        given = options(softcap)
+        tiles = pieces(where, q_BTHD, k_BSGD, v_BSGV)
         dq, dk, dv = sums = Total(q_BTHD), Total(k_BSGD), Total(v_BSGV)
         dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
-        if out is None:
+        if out is None and not as_one:
             inputs = q_BTHD, k_BSGD, v_BSGV, where, dout_BTHV, lse_BTH, delta_BTH
             for total, part in zip(sums, own_backward(q_BTHD)(*inputs, scale=scale), strict=True):
                 total.add(part)
             return sums
-        q_BTHD, k_BSGD, v_BSGV, dout, out = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV, dout_BTHV, out))
-        for queries, keys, causal in largest_first(tiles):
-            rows = [cut(x, queries) for x in (dout, q_BTHD, out, lse_BTH)]
-            found = backward(*rows[:2], cut(k_BSGD, keys), cut(v_BSGV, keys), *rows[2:], causal, scale)
+        q_BTHD, k_BSGD, v_BSGV, dout = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV, dout_BTHV))
+        out = None if out is None else unit_stride(out)
+        for queries, keys, mask in largest_first(tiles):
+            rows = [None if x is None else cut(x, queries) for x in (dout, q_BTHD, out, lse_BTH)]
+            more = {"delta": cut(delta_BTH, queries)} if out is None and delta_BTH is not None else {}
+            found = backward(*rows[:2], cut(k_BSGD, keys), cut(v_BSGV, keys), *rows[2:], mask, scale, **given, **more)
             for total, part, at in zip((dq, dk, dv), found, (queries, keys, keys), strict=True):
                 total.add(part, at)
         return dq, dk, dv
 
-    return TorchKernel(attend, sums_of(totals), refuses, row_delta, totals=totals, by_out=True)
+    def rounds(where: Intervals) -> bool:
+        return as_one is not None or len(where.tiles or ()) == 1
+
+    return TorchKernel(attend, sums_of(totals), refuses, row_delta, totals=totals, by_out=True, rounds=rounds)
 
 
 def sums_of(totals: Callable[..., tuple[Total, Total, Total]]) -> Callable[..., tuple[Tensor, ...]]:
@@ -120,9 +144,8 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def tiles_or_refuse(name: str, where: Intervals, softcap: float | None) -> tuple[Tile, ...]:
-    if softcap is not None:
-        raise NotImplementedError(f"{name} does not support softcap={softcap}; the triton and tiled kernels do")
+def rectangles(name: str, where: Intervals, *tensors: Tensor) -> tuple[Tile, ...]:
+    """The full and causal rectangles that the intervals come with."""
     if where.tiles is None:
         raise NotImplementedError(
             f"{name} runs full and causal rectangles only, and these intervals come without them "

@@ -167,13 +167,13 @@ def serving(on: list[str]) -> list[Finding]:
         except NotImplementedError:
             first = ""
             found.append(Finding("bad", "kernels", f"none serves {asked}", "the lines below say what each one lacks"))
-        found += [choice(kernel, problem) for kernel in kernels.TABLE if kernel.name != first]
+        found += [choice(kernel, problem, first) for kernel in kernels.TABLE if kernel.name != first]
     return found
 
 
-def choice(kernel: kernels.Kernel, problem: kernels.Problem) -> Finding:
-    """Why a kernel is not the one that serves."""
-    why = kernel.refuses(problem)
+def choice(kernel: kernels.Kernel, problem: kernels.Problem, first: str) -> Finding:
+    """Why a kernel is not the one that serves, and what installing it would gain."""
+    why = kernels.gain(kernel, problem, first) or kernel.refuses(problem)
     if why is None:
         why = "would serve if named; slow here" if problem.device in kernel.named else "would serve too"
         return Finding("ok", f"  {kernel.name}", why)

@@ -3,8 +3,10 @@
 import zlib
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
+from ringattn import kernels
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import same_data
@@ -52,7 +54,8 @@ def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
         return
     try:
         taken = list(same_data.numbers_taken(plan))
-        mine = {"at": [ring.rank, ulysses.rank], "words": words, "problem": problem, "taken": taken}
+        have = kernels_here(plan)
+        mine = {"at": [ring.rank, ulysses.rank], "words": words, "problem": problem, "taken": taken, "have": have}
         entries = together(ulysses.exchange_words(together(ring.exchange_words([mine]))))
     except (RuntimeError, OSError) as error:
         if problem:
@@ -62,7 +65,24 @@ def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
     complain({place: one["problem"] for place, one in everyone.items() if one["problem"]}, len(everyone))
     same_data.judge({place: tuple(one["taken"]) for place, one in everyone.items()})  # may be why words differ
     compare({place: one["words"] for place, one in everyone.items()})
+    plan.kept["kernels"] = frozenset.intersection(*[frozenset(one["have"]) for one in everyone.values()])
     remember(plan, kind)
+
+
+def kernels_here(plan: Plan) -> list[str]:
+    """The kernels that "auto" takes only if all ranks have them, each with this rank's GPU: others have other rates."""
+    if plan.device != "cuda":
+        return []
+    arch = torch.cuda.get_device_capability()
+    return [f"{name} {arch}" for name in kernels.narrow_kernels(plan.device)]
+
+
+def shared_kernels(plan: Plan) -> frozenset[str] | None:
+    """The kernels that all ranks have, as they compared in their first call; None for one rank."""
+    if plan.ring_axis.size * plan.ulysses_axis.size == 1:
+        return None
+    found: frozenset[str] = plan.kept.get("kernels", frozenset())
+    return frozenset(one.split()[0] for one in found)
 
 
 def refuse(problem: str, plan: Any) -> NoReturn:

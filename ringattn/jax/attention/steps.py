@@ -298,4 +298,5 @@ def problem_of(
         known=known,
         arch=generation(getattr(plan.ring_axis, "mesh", None)) if plan.device == "tpu" else None,
         queries=q.shape[1],
+        deterministic=plan.deterministic,
     )

@@ -7,19 +7,21 @@ call of a new kind, compares it between ranks, and caches it. Running it (`funct
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from ringattn.check import of_arguments, of_arrays
 from ringattn.cost import Shape, kv_heads_of_a_rank
-from ringattn.kernels import Problem, is_narrow
+from ringattn.kernels import Kernel, Problem, select
 from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.rates import mask_of
 from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
-from ringattn.torch.attention.steps import Run, Score, arch_of, global_intervals, kept_score, run_of
+from ringattn.torch.attention.steps import Run, Score, arch_of, global_intervals, run_of, score_with
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.sharding import real_tokens
 
@@ -52,6 +54,8 @@ class Call:
         self.real = real_tokens(plan, mask.docs, device)
         self.real_keys = real_tokens(keys, mask.docs if same else mask.key_docs, device)
         self.padded = self.real is not None or self.real_keys is not None  # whether this rank must clear padding
+        self.deterministic = plan.deterministic or torch.are_deterministic_algorithms_enabled()
+        self.shared = agree.shared_kernels(plan)
         self.words: agree.Words | None = None  # what the ranks compare in every call; None if they do not
 
     @property
@@ -64,31 +68,63 @@ class Call:
     def forward(self) -> Pass:
         """The forward pass of this rank."""
         run = self.run_forward(self.ring.rank, self.device)
-        return Pass(run, self.kernel(are_tiles(run)))
+        return Pass(run, self.score(self.kernel(self.tiles(run))))
 
     @cached_property
     def backward(self) -> Pass:
         """The backward pass of this rank."""
         run = self.run_backward(self.ring.rank, self.device)
-        return Pass(run, self.kernel(are_tiles(run)))
+        return Pass(run, self.score(self.kernel(self.tiles(run), backward=True)))
 
     @cached_property
-    def everywhere(self) -> tuple[Intervals, Score]:
-        """For a gather: the intervals among all keys, and the kernel that serves them."""
-        where = global_intervals(self.mask, self.ring.rank, self.device)
-        return where, self.kernel(where.tiles is not None)
+    def everywhere(self) -> Intervals:
+        """For a gather: the intervals among all keys."""
+        return global_intervals(self.mask, self.ring.rank, self.device)
+
+    def kernel_everywhere(self, backward: bool = False) -> Score:
+        """For a gather: the kernel that serves them."""
+        tiles = self.all_tiles if self.shares else self.everywhere.tiles is not None
+        return self.score(self.kernel(tiles, backward))
 
     def run_forward(self, rank: int, device: torch.device | None) -> Run:
         return run_of(self.mask, rank, device, self.plan.blocks_at_once(self.block_bytes))
 
-    def run_backward(self, rank: int, device: torch.device | None) -> Run:
-        """The steps of backward, which bring fewer blocks, since float32 gradients travel too. Not with a named vendor
-        kernel: each of its calls has a cost, and its gradients are half as wide.
-        """
+    def run_backward(self, rank: int, device: torch.device | None, narrow: bool | None = None) -> Run:
+        """The steps of backward. If float32 gradients travel (not `narrow`), a step brings fewer blocks."""
+        narrow = self.narrow if narrow is None else narrow
         queries = self.plan.transport.backward == "queries"
         nbytes = self.query_bytes if queries else self.block_bytes
-        count = self.plan.blocks_at_once(nbytes if is_narrow(self.plan.kernel) else 4 * nbytes)
-        return run_of(self.mask, rank, device, count, queries)
+        return run_of(self.mask, rank, device, self.plan.blocks_at_once(nbytes if narrow else 4 * nbytes), queries)
+
+    @cached_property
+    def narrow(self) -> bool:
+        """Whether gradients travel in the dtype of the inputs, because of the kernel that all ranks run."""
+        return self.kernel(self.all_tiles if self.shares else True, backward=True).narrow
+
+    @property
+    def shares(self) -> bool:
+        """Whether all ranks must make the same choice of a kernel: gradients of some kernels travel in 16 bits."""
+        return self.plan.kernel == "auto" and self.device.type == "cuda"
+
+    @cached_property
+    def mask_kind(self) -> str:
+        """The kind of mask, by which the fastest kernel is chosen where steps are not few rectangles."""
+        _, keys, docs, key_docs = self.mask.arguments
+        lengths = np.array([[keys]]) if docs is None else np.diff(docs.starts)
+        alone = self.ring.size == 1 and len(lengths) == 1 and key_docs is None
+        return mask_of(lengths, self.mask.spec.causal, self.mask.spec.window, alone)
+
+    @cached_property
+    def all_tiles(self) -> bool:
+        """Whether every step of every rank is few rectangles. False with documents, which are new in every call."""
+        if self.docs is not None or self.mask.key_docs is not None:
+            return False
+        narrow = self.kernel(True, backward=True).narrow
+        return all(self.has_tiles(rank, narrow) for rank in range(self.plan.ring))
+
+    def tiles(self, run: Run) -> bool:
+        """Whether the kernel of this run may rely on few rectangles."""
+        return self.all_tiles if self.shares else are_tiles(run)
 
     def refused(self) -> NotImplementedError | None:
         """Why no kernel serves every step of every rank: the same error on all ranks, before anything is sent.
@@ -101,7 +137,7 @@ class Call:
             return None
         if alike := self.reason(tiles=True):
             return alike
-        wrong = ", ".join(str(rank) for rank in range(self.plan.ring) if not self.has_tiles(rank))
+        wrong = ", ".join(str(rank) for rank in range(self.plan.ring) if not self.has_tiles(rank, self.narrow))
         return NotImplementedError(f"{why} (the steps of ring rank {wrong} are not few rectangles)") if wrong else None
 
     def reason(self, tiles: bool) -> NotImplementedError | None:
@@ -111,11 +147,11 @@ class Call:
             return error
         return None
 
-    def has_tiles(self, rank: int) -> bool:
+    def has_tiles(self, rank: int, narrow: bool) -> bool:
         """Whether every step of a ring rank is few rectangles."""
         if self.gathers:
             return global_intervals(self.mask, rank, None).tiles is not None
-        runs = [self.run_forward(rank, None), *([self.run_backward(rank, None)] if self.gradients else [])]
+        runs = [self.run_forward(rank, None), *([self.run_backward(rank, None, narrow)] if self.gradients else [])]
         return all(map(are_tiles, runs))
 
     @property
@@ -130,9 +166,9 @@ class Call:
         rows = shape.batch * self.plan.tokens.shard_len * self.heads[0]
         return rows * (shape.head_dim + shape.value_dim) * shape.itemsize
 
-    def kernel(self, tiles: bool) -> Score:
+    def kernel(self, tiles: bool, backward: bool = False) -> Kernel:
         """The kernel for this call; `tiles`: every step is few rectangles."""
-        shape, spec = self.shape, self.mask.spec
+        shape = self.shape
         problem = Problem(
             device=self.device.type,
             dtype=str(self.dtype).removeprefix("torch."),
@@ -140,11 +176,18 @@ class Call:
             value_dim=shape.value_dim,
             heads=self.heads[0],
             kv_heads=self.heads[1],
-            softcap=spec.softcap is not None,
+            softcap=self.mask.spec.softcap is not None,
             tiles=tiles,
             arch=arch_of(self.device) if self.device.type == "cuda" else None,
+            deterministic=self.deterministic,
+            rows=shape.batch * self.plan.tokens.shard_len * self.heads[0],
+            mask=self.mask_kind,
         )
-        return kept_score(problem, self.plan.kernel, spec.scale_for(shape.head_dim), spec.softcap)
+        return select(problem, self.plan.kernel, backward=backward, shared=self.shared)
+
+    def score(self, kernel: Kernel) -> Score:
+        spec = self.mask.spec
+        return score_with(kernel, spec.scale_for(self.shape.head_dim), spec.softcap)
 
 
 def are_tiles(run: Run) -> bool:
@@ -187,7 +230,8 @@ def make(
     problem = check.problem(q, k, v, plan, spec, docs, key_docs, sinks)
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks}
     kept = f"{gradients}{', of the lse too' * (gradients and return_lse and plan.ulysses > 1)}"  # which is exchanged
-    words = agree.describe(plan, spec, tensors, docs, key_docs, call="attention", gradients=kept)
+    bits = plan.deterministic or torch.are_deterministic_algorithms_enabled()
+    words = agree.describe(plan, spec, tensors, docs, key_docs, call="attention", gradients=kept, deterministic=bits)
     agree.agree(plan, words, problem)
     call = call_of(q, k, v, Mask(plan, spec, docs, key_docs), gradients, return_lse)
     refused = call.refused()
@@ -217,7 +261,8 @@ def key_of(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The key of a bound call: all of its arguments except the numbers in tensors."""
     return (
-        plan, spec, docs, key_docs, gradients, return_lse, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype,
+        plan, spec, docs, key_docs, gradients, return_lse, torch.are_deterministic_algorithms_enabled(),
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, q.layout, k.layout, v.layout,
         None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
     )  # fmt: skip

@@ -212,8 +212,8 @@ def by_heads(lse: Tensor) -> Tensor:
 def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[Partial]:
     """Attention of each group (q, k, v, the partial to start from) over the keys of the whole ring."""
     if call.gathers:
-        where, kernel = call.everywhere
-        yield from gather_forward(groups, call.ring, call.plan.keys.tokens, where, kernel)
+        kernel = call.kernel_everywhere()
+        yield from gather_forward(groups, call.ring, call.plan.keys.tokens, call.everywhere, kernel)
         return
     run, kernel = call.forward
     for q, k, v, start in groups:
@@ -224,8 +224,8 @@ def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[Partial]:
 def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> Iterator[Grads]:
     """dq, dk, dv of each group (q, k, v, out, lse, dout, dlse), and its delta if `with_delta`."""
     if call.gathers:
-        where, kernel = call.everywhere
-        yield from gather_backward(groups, call.ring, call.plan.keys.tokens, where, kernel, with_delta)
+        kernel, layout = call.kernel_everywhere(backward=True), call.plan.keys.tokens
+        yield from gather_backward(groups, call.ring, layout, call.everywhere, kernel, with_delta)
         return
     run, kernel = call.backward
     queries = call.plan.transport.backward == "queries"

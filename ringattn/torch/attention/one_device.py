@@ -37,7 +37,7 @@ def attend(
 
     `begin` and `end` are integers [T] or [B, T], and neither decreases along the queries; begin >= end is an empty
     row (out = 0, lse = -inf). `impl` names a kernel of `ringattn.kernels.TABLE`; those that run rectangles only
-    (cudnn, flash, fa4) read the intervals back to find them. `check=True` checks every interval, which waits for the
+    (cudnn, flash) read the intervals back to find them. `check=True` checks every interval, which waits for the
     device; by default only CPUs do so. Unchecked intervals that lie outside of the keys may crash the process.
 
     >>> q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 1, 8)
@@ -120,8 +120,10 @@ def chosen(
         tiles=tiles is not None,
         arch=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
         queries=q.shape[1],
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return kernels.select(problem, impl).load(), Intervals(begin, end, tiles)
+    # "auto" takes no kernel that rounds a partial to the dtype of the inputs
+    return kernels.select(problem, impl, shared=frozenset()).load(), Intervals(begin, end, tiles)
 
 
 @op("attend")

@@ -39,7 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score,
             work: Callable[[], Partial | None] = partial(as_it_was, part)
             if stop.where:
                 left -= 1
-                rounded = part is None and score.rounds and len(stop.where.tiles or ()) == 1
+                rounded = part is None and score.kernel.rounds(stop.where)
                 dtype = q.dtype if rounded or not left else None
                 work = partial(score.attend, q, *keys, stop.where, carry=part, out_dtype=dtype)
             keys, trip = room_for(following, *held)

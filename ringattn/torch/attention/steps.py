@@ -67,7 +67,6 @@ class Score(NamedTuple):
     attend: Callable[..., Partial]
     gradients: Callable[..., Any]  # (q, k, v, where, rows) -> dq, dk, dv
     halves: Callable[..., Any]  # the same as two functions: one gives (dk, dv), the other dq
-    rounds: bool  # whether its results for a tile have the dtype of the inputs
     narrow: bool  # whether gradients travel in the dtype of the inputs, because such a kernel runs on all ranks
 
     @property
@@ -179,23 +178,14 @@ def spread_on(found: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
     return begin if low is None else torch.minimum(torch.maximum(begin, low), end), end
 
 
-def score_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    impl: str,
-    intervals: Iterable[Intervals | None],
-    few: bool = False,
-) -> Score:
-    """The kernel that serves all these intervals, with its scale and softcap. `few`: the call may be decode."""
-    tiles = all(where.tiles is not None for where in intervals if where)
-    return kept_score(problem_of(q, k, v, spec, tiles, few), impl, spec.scale_for(q.shape[-1]), spec.softcap)
+@lru_cache(maxsize=1024)
+def kept_score(problem: kernels.Problem, impl: str, scale: float, softcap: float | None) -> Score:
+    """The score of the kernel that serves a problem of one rank."""
+    return score_with(kernels.select(problem, impl), scale, softcap)
 
 
 @lru_cache(maxsize=1024)
-def kept_score(problem: kernels.Problem, impl: str, scale: float, softcap: float | None) -> Score:
-    entry = kernels.select(problem, impl)
+def score_with(entry: kernels.Kernel, scale: float, softcap: float | None) -> Score:
     kernel: TorchKernel = entry.load()
     given: dict[str, Any] = {"scale": scale, "softcap": softcap}
     gradients = with_rows(kernel, partial(kernel.attend_backward, **given))
@@ -203,8 +193,7 @@ def kept_score(problem: kernels.Problem, impl: str, scale: float, softcap: float
         halves = with_rows(kernel, partial(kernel.halves, **given))
     else:
         halves = partial(both_at_once, with_rows(kernel, partial(kernel.totals or kernel.attend_backward, **given)))
-    narrow = kernels.is_narrow(impl)
-    return Score(kernel, partial(kernel.attend, **given), gradients, halves, entry.rounds, narrow)
+    return Score(kernel, partial(kernel.attend, **given), gradients, halves, entry.narrow)
 
 
 def with_rows(kernel: TorchKernel, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,6 +247,8 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tiles: bool
         tiles=tiles,
         arch=arch_of(q.device) if q.is_cuda else None,
         queries=q.shape[1] if few else None,
+        rows=q.shape[0] * q.shape[1] * q.shape[2],
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 
 

@@ -1,0 +1,92 @@
+"""How fast kernels are, as measured: what "auto" chooses by. Plain data, the same on every rank.
+
+The key of a row is "arch/kernel/mask/width", with "/softcap" after it if there is one. The width is the larger of head
+dim and value dim, rounded up to a power of two. The masks are
+
+    rectangles   every step is a few full or causal rectangles
+    packed       documents without a window, or a window without documents, on one device
+    long         any other intervals, of at least FEW keys a query on average
+    short        any other intervals
+
+A row holds the useful TFLOP/s of long sequences in 16 bits, forward and backward. `ringattn tune what=rates` measures
+them; benchmarks/rates-h200.jsonl has the runs behind this table. An H100 gives the same within 3%.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+Rates = Mapping[str, tuple[float, float]]
+
+FEW = 1024
+LONG = 2**17  # rows (queries x heads): with fewer, launching a vendor's kernel takes longer than running ours
+
+RATES: dict[str, tuple[float, float]] = {
+    "sm90/triton/rectangles/64": (447, 399),
+    "sm90/triton/rectangles/128": (524, 439),
+    "sm90/triton/rectangles/256": (537, 109),
+    "sm90/triton/packed/64": (356, 350),
+    "sm90/triton/packed/128": (437, 372),
+    "sm90/triton/packed/256": (450, 100),
+    "sm90/triton/long/64": (439, 383),
+    "sm90/triton/long/128": (437, 372),
+    "sm90/triton/long/256": (518, 108),
+    "sm90/triton/short/64": (300, 280),
+    "sm90/triton/short/128": (306, 264),
+    "sm90/triton/short/256": (300, 80),
+    "sm90/triton/rectangles/64/softcap": (162, 153),
+    "sm90/triton/rectangles/128/softcap": (272, 284),
+    "sm90/cudnn/rectangles/64": (455, 414),
+    "sm90/cudnn/rectangles/128": (599, 535),
+    "sm90/cudnn/rectangles/256": (635, 375),
+    "sm90/fa4/rectangles/64": (533, 528),
+    "sm90/fa4/rectangles/128": (645, 608),
+    "sm90/fa4/rectangles/256": (708, 378),
+    "sm90/fa4/packed/64": (472, 453),
+    "sm90/fa4/packed/128": (574, 506),
+    "sm90/fa4/packed/256": (600, 300),
+    "sm90/fa4/long/64": (460, 467),
+    "sm90/fa4/long/128": (527, 406),
+    "sm90/fa4/long/256": (678, 311),
+    "sm90/fa4/short/64": (290, 220),
+    "sm90/fa4/short/128": (335, 217),
+    "sm90/fa4/short/256": (310, 150),
+    "sm90/fa4/rectangles/64/softcap": (219, 202),
+    "sm90/fa4/rectangles/128/softcap": (314, 401),
+}
+
+
+def rate(
+    kernel: str, arch: tuple[int, int] | None, mask: str, width: int, backward: bool, softcap: bool = False
+) -> float | None:
+    """The measured rate of a kernel, or None where it was not measured."""
+    if arch is None:
+        return None
+    key = f"sm{arch[0]}0/{kernel}/{mask}/{1 << (width - 1).bit_length()}"
+    row = RATES.get(f"{key}/softcap" if softcap else key)
+    return None if row is None else row[backward]
+
+
+def mask_of(lengths: np.ndarray, causal: bool, window: int | None, alone: bool) -> str:
+    """The mask of a call that is not rectangles; `lengths` [rows, documents] are those of its
+    documents; `alone`: on one device, and all batch rows have the same."""
+    if alone and (window is None or lengths.size == 1):
+        return "packed"
+    keys = lengths / 2 if causal else lengths
+    if window is not None:
+        keys = np.minimum(keys, window)
+    return "long" if (keys * lengths).sum() >= FEW * lengths.sum() else "short"
+
+
+def save(rates: Rates, path: str | Path) -> None:
+    Path(path).write_text(json.dumps({key: list(row) for key, row in sorted(rates.items())}, indent=1) + "\n")
+
+
+def use(path: str | Path) -> None:
+    """Add the rows of a file that `save` wrote to the table. Every rank must do so, before its first call."""
+    from ringattn.kernels import select
+
+    RATES.update({key: (row[0], row[1]) for key, row in json.loads(Path(path).read_text()).items()})
+    select.cache_clear()
