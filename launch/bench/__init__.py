@@ -21,7 +21,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,40 @@ def reported(row: dict[str, Any]) -> dict[str, Any]:
         said = "  ".join(f"{name}={cell(value)}" for name, value in row.items())
         print(f"rank 0:  {said}", file=sys.stderr, flush=True)
     return row
+
+
+def slowest(ranks: list[list[dict[str, Any]]], *names: str) -> Iterator[dict[str, Any]]:
+    """The rows that all ranks measured, as rank 0 has them, with the largest of these figures if there are any."""
+    for measured in zip(*ranks, strict=True):
+        yield measured[0] | {n: max(m[n] for m in measured) for n in names if measured[0][n] is not None}
+
+
+def given(options: Any, *without: str) -> dict[str, Any]:
+    """The options that a row shows; each row has figures of its own for the others, or the machine's."""
+    return {n: x for n, x in dataclasses.asdict(options).items() if n not in (*without, "timeout", "device")}
+
+
+def draws(options: Any, tokens: int, heads: str = "qkv", batch: int = 1, grads: bool = False) -> list[Any]:
+    """Random [batch, tokens, heads, head_dim] for each letter: q (or o) of the query heads, k and v of the key heads.
+
+    In bfloat16 on a GPU, else in float32. With `grads` all but o require a gradient.
+    """
+    import torch
+
+    counts = {"q": options.heads, "k": options.kv_heads, "v": options.kv_heads, "o": options.heads}
+    how = {"device": options.device, "dtype": torch.bfloat16 if options.device == "cuda" else torch.float32}
+    shapes = [(name, (batch, tokens, counts[name], options.head_dim)) for name in heads]
+    return [torch.randn(*shape, **how, requires_grad=grads and name != "o") for name, shape in shapes]
+
+
+def passes(attend: Callable[[], Any], leaves: Sequence[Any], dout: Any) -> dict[str, Callable[[], Any]]:
+    """What is timed: one forward pass, and one with its backward."""
+    import torch
+
+    return {
+        "forward": torch.no_grad()(attend),
+        "forward+backward": lambda: torch.autograd.grad(attend(), leaves, dout),
+    }
 
 
 def meet() -> None:

@@ -13,16 +13,15 @@ holds. Each of three modes ends with the merged output on every rank:
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ringattn.launch.bench import captured, meet, on_ranks, reported, table
+from ringattn.launch.bench import captured, draws, given, meet, on_ranks, reported, slowest, table
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "ranks", "transport", "new", "mode", "us", "floor_us", "over_floor", "limit_us", "faster"]
-ELSEWHERE = {"tokens", "ranks", "transports", "alone", "timeout", "device"}  # said by each row itself, or by its stamp
 CALLS = 20  # in a row, and replays
 
 
@@ -44,12 +43,10 @@ class Options:
 
 def run(options: Options) -> list[dict[str, Any]]:
     ranks = on_ranks(measure, options.ranks, options.device, options.timeout, options)
-    given = {name: value for name, value in asdict(options).items() if name not in ELSEWHERE}
     rows: list[dict[str, Any]] = []
-    for measured in zip(*ranks, strict=True):
-        us, floor = (max(m[name] for m in measured) for name in ("us", "floor_us"))
-        bounds = {"floor_us": floor, "over_floor": us / floor, "limit_us": 1.25 * floor + 25}
-        rows.append({"suite": "decode", **given, **measured[0], "us": us, **bounds})
+    for worst in slowest(ranks, "us", "floor_us"):
+        bounds = {"over_floor": worst["us"] / worst["floor_us"], "limit_us": 1.25 * worst["floor_us"] + 25}
+        rows.append({"suite": "decode", **given(options, "tokens", "ranks", "transports", "alone"), **worst, **bounds})
     for row in rows:
         one = next(
             (r for r in rows if r["ranks"] == 1 and (r["tokens"], r["mode"]) == (row["tokens"], row["mode"])), None
@@ -84,23 +81,16 @@ def steps(options: Options, plan: Any, tokens: int) -> Callable[[], Any]:
     """A call that decodes the next token, on a cache that already holds `tokens` random ones."""
     import ringattn as ra
 
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     calls = 3 * (2 + options.repeats) * CALLS * options.new
     cache = ra.KVCache.allocate(
         plan, batch=options.batch, max_len=tokens + calls, kv_heads=options.kv_heads, head_dim=options.head_dim,
-        dtype=dtype,
+        dtype=torch.bfloat16 if options.device == "cuda" else torch.float32,
     )  # fmt: skip
     cache.k.normal_()
     cache.v.normal_()
     cache.lengths = cache.lengths + tokens
-    heads = (options.heads, options.kv_heads, options.kv_heads)
-    generator = torch.Generator(options.device).manual_seed(0)  # new tokens are the same on every rank
-    q, k, v = (
-        torch.randn(
-            options.batch, options.new, h, options.head_dim, device=options.device, dtype=dtype, generator=generator
-        )
-        for h in heads
-    )
+    torch.manual_seed(0)  # new tokens are the same on every rank
+    q, k, v = draws(options, options.new, batch=options.batch)
     return lambda: ra.decode(q, k, v, cache)
 
 

@@ -5,12 +5,12 @@ above what it had before its inputs were made; `minimal_mib` is q, k, v, out, th
 """
 
 import ctypes
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ringattn.launch.bench import on_ranks, table
+from ringattn.launch.bench import draws, given, on_ranks, table
 from ringattn.launch.train import metrics
 from ringattn.launch.words import option
 
@@ -41,7 +41,7 @@ def run(options: Options) -> list[dict[str, Any]]:
         minimal = (local * per_token * itemsize + local * options.heads * 4) / 2**20
         rows.append(
             {
-                **{k: v for k, v in asdict(options).items() if k not in ("ranks", "timeout")},
+                **given(options, "ranks"),
                 "suite": "memory",
                 "ranks": ranks,
                 "local": local,
@@ -70,12 +70,7 @@ def measure(options: Options) -> int:
 def step(plan: Any, options: Options) -> None:
     import ringattn as ra
 
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    shapes = (options.heads, options.kv_heads, options.kv_heads)
-    q, k, v = (
-        torch.randn(1, plan.local_len, h, options.head_dim, device=options.device, dtype=dtype, requires_grad=True)
-        for h in shapes
-    )
+    q, k, v = draws(options, plan.local_len, grads=True)
     out = ra.attention(q, k, v, plan, spec=ra.AttentionSpec(window=options.window))
     out.backward(torch.ones_like(out))
 

@@ -11,20 +11,19 @@ this one's.
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ringattn.launch.bench import on_ranks, reported, table
+from ringattn.launch.bench import draws, given, on_ranks, reported, slowest, table
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.bench.memory import held
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "way", "chunk", "ranks", "ms", "peak_mib", "speed", "moved"]
-ELSEWHERE = {"tokens", "chunk", "ways", "moves", "timeout", "device"}  # said by each row itself, or by its stamp
 WAYS = ("ring", "whole", "chunks")
 MOVES = ("auto", "queries", "keys")
 
@@ -51,10 +50,8 @@ def run(options: Options) -> list[dict[str, Any]]:
         raise ValueError(f"chunk={options.chunk} does not divide tokens={bad[0]}; this benchmark takes whole chunks")
     ranks = on_ranks(measure, processes_of(options), options.device, options.timeout, options)
     rows: list[dict[str, Any]] = []
-    for measured in zip(*ranks, strict=True):
-        worst = {**measured[0], "ms": max(m["ms"] for m in measured), "peak_mib": max(m["peak_mib"] for m in measured)}
-        given = {name: value for name, value in asdict(options).items() if name not in ELSEWHERE}
-        rows.append({"suite": "prefill", **given, **worst})
+    for worst in slowest(ranks, "ms", "peak_mib"):
+        rows.append({"suite": "prefill", **given(options, "tokens", "chunk", "ways", "moves"), **worst})
     for row in rows:
         ring = next((r for r in rows if r["way"] == "ring" and r["tokens"] == row["tokens"]), None)
         row["speed"] = ring["ms"] / row["ms"] if ring else None
@@ -72,7 +69,7 @@ def measure(options: Options) -> list[dict[str, Any]]:
         for way, move in [(w, m) for w in options.ways for m in (options.moves if w == "chunks" else ["auto"])]:
             chunk = min(options.chunk, tokens) if way == "chunks" else tokens
             plan = folded(ra.plan(mesh, seq_len=chunk, transport=ra.Transport(by=options.transport)), options.ranks)
-            prompt = local_prompt(options, plan, tokens // chunk)
+            prompt = [draws(options, plan.local_len) for _ in range(tokens // chunk)]  # this rank's part of every chunk
             call = one_shot if way == "ring" else partial(in_chunks, move=move)
             ms, peak, moved = timed(call, prompt, plan, tokens, options)
             name = f"chunks of {chunk}" if way == "chunks" else way
@@ -118,16 +115,6 @@ def in_chunks(prompt: Prompt, plan: Any, cache: Any, move: str = "auto") -> str:
         moved.append(cache.moves(plan, q.shape[2]).way if move == "auto" else move)
         ra.prefill(q, k, v, plan, cache, move=moved[-1])
     return "-".join(dict.fromkeys((moved[0], moved[-1])))
-
-
-def local_prompt(options: Options, plan: Any, chunks: int) -> Prompt:
-    """This rank's part of every chunk."""
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    heads = (options.heads, options.kv_heads, options.kv_heads)
-    return [
-        [torch.randn(1, plan.local_len, h, options.head_dim, device=options.device, dtype=dtype) for h in heads]
-        for _ in range(chunks)
-    ]
 
 
 def new_cache(options: Options, plan: Any, tokens: int, dtype: torch.dtype) -> Any:

@@ -11,14 +11,14 @@ and lse. `peers` are torch's own context_parallel with cuDNN, by how it rotates:
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ringattn.launch.bench import captured, on_ranks, reported, table, timeline, together
+from ringattn.launch.bench import captured, draws, on_ranks, passes, reported, slowest, table, timeline, together
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.words import option
 
@@ -79,9 +79,8 @@ def run(options: Options) -> list[dict[str, Any]]:
     ranks = on_ranks(measure, processes_of(options), options.device, options.timeout, options)
     names = ("ranks", "processes", "ulysses", "heads", "kv_heads", "head_dim", "groups", "kernel", "graphs", "repeats")
     rows = []
-    for measured in zip(*(found["rows"] for found in ranks), strict=True):
-        slowest = {n: max(m[n] for m in measured) for n in ("ms", "floor_ms", "peak") if measured[0][n] is not None}
-        row = {"suite": "ring", **{n: asdict(options)[n] for n in names}, **measured[0], **slowest}
+    for worst in slowest([found["rows"] for found in ranks], "ms", "floor_ms", "peak"):
+        row = {"suite": "ring", **{n: getattr(options, n) for n in names}, **worst}
         row["tflops"] = row["flops"] / options.ranks / row["ms"] / 1e9
         if row["floor_ms"] is not None:
             row |= {"ratio": row["floor_ms"] / row["ms"], "exposed": 1 - row["floor_ms"] / row["ms"]}
@@ -208,16 +207,8 @@ def ours(options: Options, plan: Any, case: Case) -> dict[str, Callable[[], Any]
     """What is timed: one forward pass, and one with its backward, on random data."""
     import ringattn as ra
 
-    q, k, v, dout = random(options, plan.local_len)
-
-    def forward() -> None:
-        with torch.no_grad():
-            ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs)
-
-    def both() -> None:
-        torch.autograd.grad(ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs), (q, k, v), dout)
-
-    return {"forward": forward, "forward+backward": both}
+    q, k, v, dout = draws(options, plan.local_len, "qkvo", grads=True)
+    return passes(lambda: ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs), (q, k, v), dout)
 
 
 def theirs(options: Options, tokens: int) -> dict[str, Callable[[], Any]]:
@@ -225,18 +216,14 @@ def theirs(options: Options, tokens: int) -> dict[str, Callable[[], Any]]:
     from torch.nn import functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    tensors = random(options, tokens // options.ranks)
-    q, k, v, dout = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in tensors)
+    tensors = draws(options, tokens // options.ranks, "qkvo")
+    q, k, v, dout = (x.transpose(1, 2).contiguous().requires_grad_() for x in tensors)
 
     def attend() -> Any:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    def forward() -> None:
-        with torch.no_grad():
-            attend()
-
-    return {"forward": forward, "forward+backward": lambda: torch.autograd.grad(attend(), (q, k, v), dout.detach())}
+    return passes(attend, (q, k, v), dout.detach())
 
 
 @contextmanager
@@ -246,16 +233,6 @@ def torch_context_parallel(mesh: Any, ranks: int, method: str, device: str) -> I
     _attention.set_rotate_method(method)
     with context_parallel(mesh, buffers=[torch.zeros(1, 1, 2 * ranks, 1, device=device)], buffer_seq_dims=[2]):
         yield
-
-
-def random(options: Options, length: int) -> tuple[torch.Tensor, ...]:
-    """q, k, v and the gradient of out, of one rank."""
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    heads = (options.heads, options.kv_heads, options.kv_heads, options.heads)
-    return tuple(
-        torch.randn(1, length, h, options.head_dim, device=options.device, dtype=dtype, requires_grad=i < 3)
-        for i, h in enumerate(heads)
-    )
 
 
 def peak(options: Options, tokens: int, mode: str) -> float | None:

@@ -5,12 +5,12 @@ number of tokens. Times are medians, of the slowest rank.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ringattn.launch.bench import on_ranks, reported, ring, table
+from ringattn.launch.bench import given, on_ranks, passes, reported, ring, slowest, table
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.words import option
 
@@ -38,11 +38,9 @@ class Options:
 
 def run(options: Options) -> list[dict[str, Any]]:
     ranks = on_ranks(measure, processes_of(options), options.device, options.timeout, options)
-    given = {n: x for n, x in asdict(options).items() if n not in ("tokens", "layout", "scan", "timeout", "device")}
     rows = []
-    for measured in zip(*ranks, strict=True):
-        slowest = {name: max(m[name] for m in measured) for name in ("ms", "floor_ms", "MB")}
-        row = {"suite": "scan", **given, **measured[0], **slowest}
+    for worst in slowest(ranks, "ms", "floor_ms", "MB"):
+        row = {"suite": "scan", **given(options, "tokens", "layout", "scan"), **worst}
         rows.append({**row, "ratio": row["floor_ms"] / row["ms"]})
     print(table(rows, COLUMNS))
     return rows
@@ -89,11 +87,7 @@ def calls(options: Options, plan: Any, scan: str) -> dict[str, Callable[[], Any]
     def attend() -> Any:
         return ra.linear_attention(q, k, v, g, plan, scan=scan, kernel=options.kernel, check=False)
 
-    def forward() -> None:
-        with torch.no_grad():
-            attend()
-
-    return {"forward": forward, "forward+backward": lambda: torch.autograd.grad(attend(), leaves, dout)}
+    return passes(attend, leaves, dout)
 
 
 def sent(plan: Any) -> int:
