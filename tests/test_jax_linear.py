@@ -1,4 +1,4 @@
-"""Gated linear attention on JAX arrays equals the recurrence run token by token, over devices, with all gradients."""
+"""Linear attention on JAX arrays equals the recurrence run token by token, over devices, with all gradients."""
 
 import re
 from functools import lru_cache, partial
@@ -13,7 +13,7 @@ jnp = jax.numpy
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
 from ringattn.kernels import jax_chunkwise  # noqa: E402
-from ringattn.launch.verify.linear_oracle import docs_of, inputs, truth  # noqa: E402
+from ringattn.launch.verify.linear_oracle import LEAVES, docs_of, inputs, truth  # noqa: E402
 from ringattn.launch.verify.oracle import error  # noqa: E402
 
 T = 61  # a prime: no number of devices divides it
@@ -48,24 +48,25 @@ def results(plan, given, docs, **choices):
     """out, the end state and every gradient, in one program."""
 
     def loss(leaves):
-        tokens = {n: poisoned(leaves[n], plan) for n in "qkvg" if n in leaves}
+        tokens = {n: poisoned(leaves[n], plan) for n in LEAVES if n in leaves}
         out, end = ra.linear_attention(
             tokens["q"], tokens["k"], tokens["v"], tokens.get("g"), plan,
-            initial_state=leaves["state"], return_state=True, docs=docs, **choices,
+            beta=tokens.get("beta"), initial_state=leaves["state"], return_state=True, docs=docs, **choices,
         )  # fmt: skip
         out = plan.unshard(out)
         return (out * given["dout"]).sum() + (end * given["dend"]).sum(), {"out": out, "end": end}
 
-    leaves = {n: given[n] for n in (*"qkvg", "state") if n in given}
+    leaves = {n: given[n] for n in (*LEAVES, "state") if n in given}
     (_, found), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(leaves)
     return {**found, **{f"d{n}": x for n, x in grads.items()}}
 
 
-def check(place, gate, lengths, T=T, dtype=torch.float64, limit=1e-10, **choices):
+def check(place, gate, lengths, T=T, dtype=torch.float64, limit=1e-10, rule=None, **choices):
+    rule = rule or {}
     with jax.enable_x64(dtype == torch.float64):
-        given = {n: jnp.asarray(x.numpy()) for n, x in inputs(T, gate, dtype).items() if x is not None}
+        given = {n: jnp.asarray(x.numpy()) for n, x in inputs(T, gate, dtype, **rule).items() if x is not None}
         found = results(plan_of(*place, T), given, docs_of(lengths, T), **choices)
-    expected = truth(T, gate, lengths, dtype)
+    expected = truth(T, gate, lengths, dtype, **rule)
     for name, x in expected.items():
         value = error(torch.from_numpy(np.array(found[name])).double(), x, float(x.norm()))
         assert value <= limit, f"{name} is off by {value:.2e} on {place}"
@@ -74,6 +75,14 @@ def check(place, gate, lengths, T=T, dtype=torch.float64, limit=1e-10, **choices
 @pytest.mark.parametrize(("place", "gate", "lengths", "tokens", "scan"), CASES)
 def test_equals_the_recurrence(place, gate, lengths, tokens, scan):
     check(place, gate, lengths, tokens, scan=scan)
+
+
+@pytest.mark.parametrize(
+    ("place", "gate", "lengths", "tokens", "scan"),
+    [CASES[2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[::2] if case != CASES[2])],
+)
+def test_the_delta_rule_equals_the_recurrence(place, gate, lengths, tokens, scan):
+    check(place, gate, lengths, tokens, scan=scan, rule={"beta": True, "key_heads": 1})
 
 
 @lru_cache
@@ -97,7 +106,7 @@ def test_a_relay_gathers_nothing_and_no_state_travels_twice(scan):
     text = trained(8, scan).as_text()
     hops = re.findall(r"= f32\[([\d,]+)\]\S* collective-permute\(", text)
     pieces = 2 if scan == "pipeline" else 1
-    assert hops == [f"1,2,{16 // pieces},16"] * 2, "one loop forward, one backward"
+    assert hops == [f"1,2,16,{16 // pieces}"] * 2, "one loop forward, one backward"
     assert "all-gather" not in text
 
 
@@ -130,13 +139,15 @@ def test_a_few_chunks_at_a_time(monkeypatch):
 
 def test_float32():
     check((8, 1, "zigzag"), "channel", PACKED, dtype=torch.float32, limit=2e-6)
+    check((8, 1, "zigzag"), "channel", PACKED, dtype=torch.float32, limit=2e-6, rule={"beta": True})
 
 
 def test_without_a_plan_as_in_torch():
-    given = inputs(T, "head", torch.float32)
-    arrays = [given[n] for n in "qkvg"]
-    expected = ra.linear_attention(*arrays)
-    found = ra.linear_attention(*(jnp.asarray(x.numpy()) for x in arrays))
+    given = inputs(T, "head", torch.float32, beta=True, key_heads=1)
+    given["g"][:, 30] = -torch.inf
+    *arrays, beta = (given[n] for n in LEAVES)
+    expected = ra.linear_attention(*arrays, beta=beta)
+    found = ra.linear_attention(*(jnp.asarray(x.numpy()) for x in arrays), beta=jnp.asarray(beta.numpy()))
     assert error(torch.from_numpy(np.array(found)).double(), expected.double(), float(expected.norm())) <= 2e-6
 
 
@@ -173,9 +184,9 @@ def test_what_is_wrong_is_said():
         ra.linear_attention(q, k, v, g, plan_of(2, 1, "striped", 64))
     with pytest.raises(ValueError, match="scan='tree': choose one of auto, gather, ring, pipeline"):
         ra.linear_attention(q, k, v, g, scan="tree")
-    with pytest.raises(ValueError, match=r"log_decay\[0, 3, 1, 2\] = 0.5: a log decay is finite and at most 0"):
+    with pytest.raises(ValueError, match=r"log_decay\[0, 3, 1, 2\] = 0.5: a log decay is at most 0"):
         ra.linear_attention(q, k, v, g.at[0, 3, 1, 2].set(0.5))
-    with pytest.raises(ValueError, match="check=True needs gates and documents that are not traced"):
+    with pytest.raises(ValueError, match="check=True needs gates, betas and documents that are not traced"):
         jax.jit(lambda g: ra.linear_attention(q, k, v, g, check=True))(g)
     with pytest.raises(ValueError, match="initial_state has shape"):
         ra.linear_attention(q, k, v, g, initial_state=given["state"][:1])

@@ -1,4 +1,4 @@
-"""Gated linear attention on JAX arrays: each device's steps from zero, the exchange of states, each device's output.
+"""Linear attention on JAX arrays: each device's maps of the state, the exchange of states, each device's output.
 
     B batch   T this device's tokens   H heads   K key dim   V value dim   P segments a device
 
@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from ringattn.check import of_choice, of_linear, of_scale, of_state
+from ringattn.check import of_choice, of_linear, of_scale, of_state, wrong_number
 from ringattn.jax.attention.function import real_tokens, starts_of
 from ringattn.jax.attention.steps import local_positions
 from ringattn.jax.attention.ulysses import cleared
@@ -34,7 +34,7 @@ from ringattn.spec import Docs
 
 WORDS = {"kernel": ("auto", "chunkwise"), "scan": ("auto", *WAYS)}
 
-Arrays = tuple[Array, Array, Array, Array | None, Array | None]  # q, k, v, log_decay, initial_state
+Arrays = tuple[Array, Array, Array, Array | None, Array | None, Array | None]  # q, k, v, gates, beta, initial state
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,16 @@ def linear_attention(
     scan: str = "auto",
     check: bool | None = None,
 ) -> Any:
-    """S_t = exp(log_decay_t) S_{t-1} + k_t^T v_t and o_t = scale * q_t S_t, on global arrays in the plan's order.
+    """S_t = exp(log_decay_t) S_{t-1} + k_t^T u_t and o_t = scale * q_t S_t, on global arrays in the plan's order.
 
     Inside shard_map over the plan's axes it takes this device's tokens. Without a plan the arrays are in the
     sequence's own order, on the mesh that their sharding names.
     """
-    if beta is not None:
-        raise NotImplementedError("the delta rule (beta=) is not implemented in JAX yet; use torch")
     plan, lying, inside = located(q, k, v, plan, linear=True)
-    arrays = q, k, v, log_decay, initial_state
+    arrays = q, k, v, log_decay, beta, initial_state
     words = {"kernel": kernel, "scan": scan}
     held = plan.local_len if inside else plan.tokens.padded_length
-    problem = problem_of(arrays, plan, docs, scale, words, held) or of_gates(log_decay, plan, docs, check)
+    problem = problem_of(arrays, plan, docs, scale, words, held) or of_numbers(log_decay, beta, plan, docs, check)
     if problem:
         raise ValueError(problem)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -94,40 +92,43 @@ def problem_of(
     arrays: Arrays, plan: Plan, docs: Docs | None, scale: float | None, words: dict[str, str], held: int
 ) -> str | None:
     """The first thing that is wrong with a call, as far as shapes and dtypes show it."""
-    q, k, v, log_decay, initial_state = arrays
-    found = of_linear(q, k, v, log_decay, None, plan, docs, held) or of_dtypes(q, k, v) or of_scale(scale, q.shape[-1])
+    q, k, v, log_decay, beta, initial_state = arrays
+    found = of_linear(q, k, v, log_decay, beta, plan, docs, held) or of_dtypes(q, k, v) or of_scale(scale, q.shape[-1])
     for name, word in words.items():
         found = found or of_choice(name, word, WORDS[name])
     if found is None and initial_state is not None:
         found = of_state("initial_state", initial_state, q, v, accumulator(q))
-    if found is None and log_decay is not None and not jnp.issubdtype(log_decay.dtype, jnp.floating):
-        found = f"log_decay is {log_decay.dtype}; expected floats"
+    for name, x in (("log_decay", log_decay), ("beta", beta)):
+        if found is None and x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            found = f"{name} is {x.dtype}; expected floats"
     return found
 
 
-def of_gates(log_decay: Array | None, plan: Plan, docs: Docs | None, check: bool | None) -> str | None:
-    """The first gate that is not a finite number of at most 0. Only concrete gates can be checked."""
-    if log_decay is None or not (plan.device == "cpu" if check is None else check):
+def of_numbers(
+    log_decay: Array | None, beta: Array | None, plan: Plan, docs: Docs | None, check: bool | None
+) -> str | None:
+    """The first gate above 0, or beta outside of [0, 2]. Only concrete arrays can be checked."""
+    if not (plan.device == "cpu" if check is None else check):
         return None
-    if any(isinstance(x, jax.core.Tracer) for x in (log_decay, docs and docs.starts)):
-        return "check=True needs gates and documents that are not traced (jit, grad, vmap)" if check else None
+    if any(isinstance(x, jax.core.Tracer) for x in (log_decay, beta, docs and docs.starts)):
+        return "check=True needs gates, betas and documents that are not traced (jit, grad, vmap)" if check else None
     real = plan.tokens.order() < (plan.seq_len if docs is None else np.minimum(plan.seq_len, docs.starts[:, -1:]))
-    bad = ~((log_decay <= 0) & (log_decay > -jnp.inf))
-    bad &= real.reshape(-1, log_decay.shape[1], *[1] * (log_decay.ndim - 2))
-    if not bool(bad.any()):
-        return None
-    at = tuple(np.argwhere(np.asarray(bad))[0].tolist())
-    return (
-        f"log_decay{list(at)} = {float(log_decay[at]):g}: a log decay is finite and at most 0, as log_sigmoid "
-        "gives it; growth overflows; for document borders use docs="
-    )
+    for name, x in (("log_decay", log_decay), ("beta", beta)):
+        if x is None:
+            continue
+        bad = ~(x <= 0) if name == "log_decay" else ~((x >= 0) & (x <= 2))
+        bad &= real.reshape(-1, x.shape[1], *[1] * (x.ndim - 2))
+        if bool(bad.any()):
+            at = tuple(np.argwhere(np.asarray(bad))[0].tolist())
+            return wrong_number(name, at, float(x[at]))
+    return None
 
 
 @lru_cache(maxsize=128)
 def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: P) -> Any:
-    """(q, k, v, log_decay, initial_state), starts -> out, end on global arrays, of which `tokens` says how q is cut."""
+    """`Arrays`, starts -> out, end on global arrays, of which `tokens` says how q is cut."""
     state = P(tokens[0], tokens[2])
-    return over_mesh(recomputed(call), mesh, ((tokens, tokens, tokens, tokens, state), rows), (tokens, state))
+    return over_mesh(recomputed(call), mesh, ((*[tokens] * 5, state), rows), (tokens, state))
 
 
 @lru_cache(maxsize=128)
@@ -149,18 +150,25 @@ def on_device(call: Call, arrays: Arrays, starts: Any) -> tuple[Array, Array | N
     *tokens, start = vary(arrays, axes_of(arrays, starts, ranks))
     real = real_tokens(plan, starts, call.docs_padded)
     folded: Any = (None if x is None else rows_of(cleared(x, real), parts) for x in tokens)
-    q, k, v, g = folded
+    q, k, v, g, beta = folded
+    q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], 2) for x in (q, k))  # a copy for each value head
     begin = None if starts is None else begins(plan, starts, B, parts)
     if start is None:
         start = jnp.zeros_like(k, accumulator(k), shape=(B, *k.shape[2:], v.shape[-1]))
-    steps = chunkwise.steps_of(k, v, g, begin)
-    known = prod(n for n in start.shape if isinstance(n, int))  # a batch that is a symbol counts as one row
-    way = choose(plan, call.scan, known * start.dtype.itemsize, q.shape[-1])
-    pairs = chunkwise.pairs(q, k, v, g, begin, call.scale)
-    before, end, inner = exchange(plan, way, steps, start, chunkwise.within, pairs)
-    outer = chunkwise.passing(q, g, begin, before, call.scale)
-    out = chunkwise.joined(inner + outer, T // parts).reshape(B, T, *v.shape[2:])
-    return cleared(out, real).astype(q.dtype), end if call.return_state else None
+    known = prod(n for n in start.shape[:3] if isinstance(n, int))  # a batch that is a symbol counts as one row
+    way = choose(plan, call.scan, known * start.dtype.itemsize, v.shape[-1], 1 if beta is None else k.shape[-1])
+    shape, dtype = (B, T, *v.shape[2:]), v.dtype
+    g, begin, beta = (
+        chunkwise.gates(v, g),
+        chunkwise.begins(begin),
+        None if beta is None else chunkwise.chunks(beta[..., None]),
+    )
+    q, k, v = chunkwise.chunks(q) * call.scale, chunkwise.chunks(k), chunkwise.chunks(v)
+    written = chunkwise.written(k, v, g, beta, begin)
+    maps = chunkwise.maps_of(k, v, written, g, begin)
+    before, end, inner = exchange(plan, way, maps, start, chunkwise.within, ((q, k, written, g), begin))
+    out = chunkwise.joined(chunkwise.passing(q, g, begin, inner, before), T // parts).reshape(shape)
+    return cleared(out, real).astype(dtype), end if call.return_state else None
 
 
 def rows_of(x: Array, parts: int) -> Array:

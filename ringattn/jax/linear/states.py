@@ -1,4 +1,4 @@
-"""The exchange of linear attention in JAX: from what each device's chunks do to a state, the state before each.
+"""The exchange of linear attention in JAX: from the maps of each device's chunks, the state before each.
 
     B batch   P segments a device   N chunks a segment   H heads   K key dim   V value dim
 
@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ringattn.comms.jax import MeshAxis, relay
 from ringattn.jax.sharding import sequence_axes
-from ringattn.kernels.jax_chunkwise import Step, composed, walk
+from ringattn.kernels.jax_chunkwise import Map, composed, walk
 from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.planning import Plan
 from ringattn.segments import Place, Way, order, passes, segments
@@ -45,13 +45,13 @@ class Exchange:
         return order(self.plan)[:: -1 if self.reverse else 1]
 
 
-def exchange(plan: Plan, way: Way, steps: Step, start: Array, work: Work, given: Any) -> tuple[Array, Array, Any]:
+def exchange(plan: Plan, way: Way, maps: Map, start: Array, work: Work, given: Any) -> tuple[Array, Array, Any]:
     """The state before each chunk [N, B * P, H, K, V], the one behind the whole sequence, and `work(*given)`.
 
-    `steps` is what each chunk does, [N, B * P, ...]; `start` is before the first of all, the same on every device.
+    `maps` is what each chunk does, [N, B * P, ...]; `start` is before the first of all, the same on every device.
     """
     arrays, fixed = given
-    varied = vary((steps, start, arrays), axes_of(steps, start, arrays))
+    varied = vary((maps, start, arrays), axes_of(maps, start, arrays))
     before, end, made = states(Exchange(plan, way, work), *varied, fixed)
     return before, summed(end, plan), made
 
@@ -66,15 +66,15 @@ def summed(end: Array, plan: Plan) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def states(call: Exchange, steps: Step, start: Array, arrays: Any, fixed: Any) -> tuple[Array, Array, Any]:
+def states(call: Exchange, maps: Map, start: Array, arrays: Any, fixed: Any) -> tuple[Array, Array, Any]:
     """The state before each chunk; behind all, on the device that the walk ends at, zeros elsewhere; the work done.
 
     `start` is the same on every device, and so it is in reverse: every device gets the sum of those ends.
     """
     plan = call.plan
     if plan.ring * plan.ulysses == 1:
-        return *walk(steps, start, call.reverse), call.work(arrays, fixed)
-    own = composed(steps, call.reverse)
+        return *walk(maps, start, call.reverse), call.work(arrays, fixed)
+    own = composed(maps, call.reverse)
     if call.way.name == "gather" or plan.ring == 1:
         before, end = through_all(call, own, start)
         made = call.work(arrays, fixed)
@@ -82,18 +82,18 @@ def states(call: Exchange, steps: Step, start: Array, arrays: Any, fixed: Any) -
         before, end, made = around(call, own, start, (arrays, fixed))
     ring, ulysses, _ = call.walk[-1]
     here = (plan.ring_axis.rank == ring) & (plan.ulysses_axis.rank == ulysses)
-    return walk(steps, before, call.reverse)[0], jnp.where(here, end, 0), made
+    return walk(maps, before, call.reverse)[0], jnp.where(here, end, 0), made
 
 
-def forward(call: Exchange, steps: Step, start: Array, arrays: Any, fixed: Any) -> tuple[Any, Any]:
-    before, end, made = states(call, steps, start, arrays, fixed)
+def forward(call: Exchange, maps: Map, start: Array, arrays: Any, fixed: Any) -> tuple[Any, Any]:
+    before, end, made = states(call, maps, start, arrays, fixed)
     before = checkpoint_name(before, KEPT)
-    return (before, end, made), (steps.factor, before, arrays, fixed)
+    return (before, end, made), (maps, before, arrays, fixed)
 
 
-def backward(call: Exchange, saved: Any, given: Any) -> tuple[Step, Array, Any, None]:
+def backward(call: Exchange, saved: Any, given: Any) -> tuple[Map, Array, Any, None]:
     """The gradient of the state behind a chunk is factor * (that behind the next one) + (what read the state there)."""
-    factor, before, arrays, fixed = saved
+    maps, before, arrays, fixed = saved
     dbefore, dend, dmade = given
 
     def work(both: Any, fixed: Any) -> Any:
@@ -101,17 +101,14 @@ def backward(call: Exchange, saved: Any, given: Any) -> tuple[Step, Array, Any, 
         return jax.vjp(lambda x: call.work(x, fixed), arrays)[1](dmade)[0]
 
     back = Exchange(call.plan, call.way, work, not call.reverse)
-    dbehind, dstart, darrays = states(back, Step(factor, dbefore), dend, (arrays, dmade), fixed)
-    dfactor = (before * dbehind).sum(-1, keepdims=True)
-    if factor.shape[-2] == 1:
-        dfactor = dfactor.sum(-2, keepdims=True)
-    return Step(dfactor, dbehind), dstart, darrays, None
+    dbehind, dstart, darrays = states(back, maps.transposed(dbefore), dend, (arrays, dmade), fixed)
+    return Map(maps.factor_gradient(before, dbehind), dbehind), dstart, darrays, None
 
 
 states.defvjp(forward, backward)
 
 
-def through_all(call: Exchange, own: Step, start: Array) -> tuple[Array, Array]:
+def through_all(call: Exchange, own: Map, start: Array) -> tuple[Array, Array]:
     """Every device composes all segments."""
     plan = call.plan
     U, parts, axes = plan.ulysses, segments(plan), (plan.ulysses_axis, plan.ring_axis)
@@ -122,29 +119,29 @@ def through_all(call: Exchange, own: Step, start: Array) -> tuple[Array, Array]:
     return rows(before[jnp.asarray(place)[plan.ring_axis.rank, plan.ulysses_axis.rank]]), end
 
 
-def around(call: Exchange, own: Step, start: Array, given: Any) -> tuple[Array, Array, Any]:
+def around(call: Exchange, own: Map, start: Array, given: Any) -> tuple[Array, Array, Any]:
     """Once or, in zigzag, there and back round the ring; Ulysses ranks hold pieces of one shard, and go alike."""
     plan, parts, trips = call.plan, segments(call.plan), passes(call.plan)
     flip = slice(None, None, -1 if call.reverse else 1)
     shard = jax.tree.map(lambda x: gathered(plan, (plan.ulysses_axis,), x)[flip], own)
     found, made, state = [], [], start
     for i in range(trips):
-        steps, share = jax.tree.map(lambda x, i=i: x[len(x) * i // trips : len(x) * (i + 1) // trips], (shard, given))
+        maps, share = jax.tree.map(lambda x, i=i: x[len(x) * i // trips : len(x) * (i + 1) // trips], (shard, given))
         reverse = i == 1 if trips == 2 else call.reverse
-        before, state, done = passed(call, reverse, composed(steps), state, share)
-        found.append(walk(steps, before)[0])
+        before, state, done = passed(call, reverse, composed(maps), state, share)
+        found.append(walk(maps, before)[0])
         made.append(done)
     mine = lax.dynamic_slice_in_dim(jnp.concatenate(found)[flip], plan.ulysses_axis.rank * parts, parts)
     return rows(mine), state, jax.tree.map(lambda *x: jnp.concatenate(x), *made)
 
 
-def passed(call: Exchange, reverse: bool, own: Step, start: Array, given: Any) -> tuple[Array, Array, Any]:
-    """The state before this device and behind it, which goes round the ring in pieces of the key dim; the work done."""
+def passed(call: Exchange, reverse: bool, own: Map, start: Array, given: Any) -> tuple[Array, Array, Any]:
+    """The state before this device and behind it, which goes round the ring in pieces; the work done."""
     n = call.way.pieces
-    cut = Step(pieces_of(own.factor, n), pieces_of(own.kv, n))
+    cut = pieces_of(own.kv, n)
 
     def onward(i: Any, state: Array) -> Array:
-        return Step(cut.factor[i], cut.kv[i]).after(state)
+        return Map(own.factor, cut[i]).after(state)
 
     def work(given: Any) -> Any:
         return call.work(*given)
@@ -152,16 +149,14 @@ def passed(call: Exchange, reverse: bool, own: Step, start: Array, given: Any) -
     room = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(work, given))
     room = vary(room, axes_of(given))
     before, made = relay(call.plan.ring_axis, pieces_of(start, n), onward, reverse, work, given, room)
-    before = jnp.moveaxis(before, 0, 2).reshape(start.shape)
+    before = jnp.moveaxis(before, 0, 3).reshape(start.shape)
     return before, own.after(before), made
 
 
 def pieces_of(x: Array, n: int) -> Array:
-    """[B, H, K, X] as [n, B, H, K / n, X]; what all keys share is in every piece."""
-    B, H, K, X = x.shape
-    if K == 1:
-        return jnp.broadcast_to(x, (n, B, H, 1, X))
-    return jnp.moveaxis(x.reshape(B, H, n, K // n, X), 2, 0)
+    """[B, H, K, V] as [n, B, H, K, V / n]."""
+    B, H, K, V = x.shape
+    return jnp.moveaxis(x.reshape(B, H, K, n, V // n), 3, 0)
 
 
 def gathered(plan: Plan, axes: tuple[MeshAxis, ...], x: Array) -> Array:
