@@ -26,6 +26,7 @@ from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.linear import Inputs
 from ringattn.kernels.triton import blocks, linear
 from ringattn.kernels.triton.backward import attend_backward
+from ringattn.kernels.triton.block_lists import block_lists
 from ringattn.kernels.triton.forward import attend
 from ringattn.kernels.triton.table import TABLE
 
@@ -117,6 +118,8 @@ def run_entry(key: str, table: Any, softcap: float | None = None, dims: tuple[in
     options = {"scale": 0.1, "softcap": softcap, "table": table}
     attend(q, k, v, where, **options)
     attend_backward(q, k, v, where, dout, stats, stats, **options)
+    for by_keys in (False, True):
+        block_lists(where, 512, 192, 128, by_keys)
 
 
 def run_linear(bits: int, dims: tuple[int, int], gate: str) -> None:

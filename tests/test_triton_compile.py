@@ -33,7 +33,7 @@ def test_entries_fit(target: str) -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
     rows = [json.loads(line) for line in ran.stdout.splitlines()]
     kernels = {row["kernel"] for row in rows}
-    flash = {"forward_kernel", "dq_kernel", "dkdv_kernel", "stats_kernel", "spans_kernel"}
+    flash = {"forward_kernel", "dq_kernel", "dkdv_kernel", "stats_kernel", "spans_kernel", "lists_kernel"}
     linear = {"states_kernel", "join_kernel", "scores_kernel", "apply_kernel", "gradients_kernel"}
     assert kernels == (linear if target.startswith("linear") else flash)
     bad = [

@@ -4,7 +4,9 @@ Where the intervals are one of FA4's own masks (full, causal, a window, packed d
 it gets a mask function, which reads the interval of a query, and lists of the tiles to visit.
 """
 
+import logging
 import os
+from functools import lru_cache
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +38,7 @@ NAME = "FlashAttention-4"
 NEEDED = {"mask_mod", "block_sparse_tensors", "aux_tensors"}
 OLD = NEEDED.difference(signature(_flash_attn_fwd).parameters)
 OLD |= (NEEDED | {"dlse"}).difference(signature(_flash_attn_bwd).parameters)
-DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # others were not right, or not tried
+DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # others were not right, or not tried
 PADDED = 384  # a multiple of all blocks of queries: the mask function also reads the intervals of rows past the last
 
 
@@ -86,6 +88,20 @@ def sees(
     begin = utils.scalar_to_ssa(bounds[0][batch[0], query[0]], cutlass.Int32)
     end = utils.scalar_to_ssa(bounds[1][batch[0], query[0]], cutlass.Int32)
     return (key >= begin) & (key < end)
+
+
+@lru_cache(maxsize=1)
+def announce() -> None:
+    """Say once in a process why first calls take long."""
+    where = os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"]
+    logging.getLogger("ringattn").warning(
+        f"{NAME} compiles a kernel for each new kind of call, which takes some seconds, and keeps it in {where}"
+    )
+
+
+def compiled() -> int:
+    """How many kinds of calls this process has compiled, or loaded from disk."""
+    return sum(len(function.compile_cache.cache) for function in (_flash_attn_fwd, _flash_attn_bwd))
 
 
 def as_one(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor) -> tuple[Tile, ...]:
@@ -161,6 +177,7 @@ def own(form: Form, batch: int, device: torch.device) -> Own:
 def forward(
     q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, mask: Own | Listed, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
+    announce()
     B, T, H, _ = q_BTHD.shape
     given: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap, "return_lse": True}
     tensors: tuple[Tensor, ...] = q_BTHD, k_BSGD, v_BSGV

@@ -1,0 +1,243 @@
+"""FlashAttention-4 on intervals: its own forms and the lists of tiles here; the kernel itself on a GPU that has it."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ringattn as ra
+from ringattn import kernels
+from ringattn.kernels import Kernel, Problem, gain, reference, select
+from ringattn.kernels.intervals import Intervals, tiles_of
+from ringattn.kernels.partial import NEVER
+from ringattn.kernels.vendor.forms import form_of
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+PROBLEM = Problem("cuda", "bfloat16", 128, 128, 32, 8, tiles=True, arch=(9, 0), rows=2**20)
+
+
+def some_intervals(rng: np.random.Generator, T: int, S: int, rows: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Random sorted intervals, or one of the masks that models have, with empty rows around it now and then."""
+    last = np.clip(np.arange(T) + 1 + S - T, 0, S)
+    starts = np.concatenate([[0], np.sort(rng.integers(0, T, 3))])
+    document = starts[np.searchsorted(starts, np.arange(T), "right") - 1]
+    kind = rng.integers(7)
+    if kind == 0:
+        begin, end = (np.sort(rng.integers(0, S + 1, T)) for _ in range(2))
+    elif kind == 1:
+        begin, end = np.zeros(T, int), last
+    elif kind == 2:
+        begin, end = np.zeros(T, int), np.full(T, S)
+    elif kind == 3:
+        begin, end = np.maximum(last - int(rng.integers(1, 200)), 0), last
+    elif kind == 4:
+        begin, end = np.minimum(document, S), np.minimum(np.arange(T) + 1, S)
+    elif kind == 5:
+        begin, end = (
+            np.minimum(document, S),
+            np.minimum(np.append(starts, T)[np.searchsorted(starts, document, "right")], S),
+        )
+    else:
+        end = np.sort(rng.integers(0, S + 1, T))
+        begin = np.maximum(end - 100, 0)
+    if rng.integers(3) == 0:
+        cut = int(rng.integers(0, T + 1))
+        end = np.concatenate([begin[:cut], end[cut:]]) if rng.integers(2) else np.concatenate([end[:cut], begin[cut:]])
+        end = np.maximum.accumulate(end)
+        begin = np.minimum(begin, end)
+    if rows == 1:
+        return begin[None], end[None]
+    other = some_intervals(rng, T, S)
+    return np.concatenate([begin[None], other[0]]), np.concatenate([end[None], other[1]])
+
+
+def intervals(begin: np.ndarray, end: np.ndarray, host: bool) -> Intervals:
+    b, e = (torch.from_numpy(x.astype(np.int32)).to(DEVICE) for x in (begin, end))
+    return Intervals(b, e, tiles_of(begin, end) if host else None, (begin, end) if host else None, made={})
+
+
+@given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 60))
+@settings(max_examples=400, deadline=None)
+def test_a_form_is_exactly_the_intervals(seed: int, T: int, S: int) -> None:
+    begin, end = (x[0] for x in some_intervals(np.random.default_rng(seed), T, S))
+    form = form_of(begin, end)
+    if form is None:
+        return
+    seen = np.zeros((T, S), bool)
+    rows, columns = form.queries.stop - form.queries.start, form.keys.stop - form.keys.start
+    starts = form.starts or (0, rows)
+    for first, stop in pairwise(starts):
+        q = np.arange(first, stop)[:, None]
+        k = np.arange(columns)[None] if form.starts is None else np.arange(first, stop)[None]
+        last = q + columns - rows
+        here = (k <= last) | (not form.causal)
+        if form.window is not None:
+            here &= k >= last - form.window
+        keys = slice(form.keys.start + k[0, 0], form.keys.start + k[0, -1] + 1)
+        seen[form.queries.start + first : form.queries.start + stop, keys] = here
+    at = np.arange(S)
+    assert (seen == ((begin[:, None] <= at) & (at < end[:, None]))).all(), (form, begin, end)
+
+
+def test_masks_of_models_have_a_form() -> None:
+    t = np.arange(40)
+    assert form_of(t * 0, t + 1).causal and form_of(t * 0, t * 0 + 40) == form_of(t[:40] * 0, np.full(40, 40))
+    assert form_of(np.maximum(t - 6, 0), t + 1).window == 6
+    assert form_of(t // 10 * 10, t + 1).starts == (0, 10, 20, 30, 40) == form_of(t // 10 * 10, t // 10 * 10 + 10).starts
+    assert form_of(np.maximum(t // 20 * 20, t - 3), t + 1) is None, "documents with a window"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lists_hold_every_tile_once(seed: int) -> None:
+    """Against a dense mask: full tiles have no hidden pair, masked ones a visible pair, others none."""
+    pytest.importorskip("triton")
+    from ringattn.kernels.triton.block_lists import block_lists
+
+    rng = np.random.default_rng(seed)
+    T, S = (int(x) for x in rng.integers(1, 300, 2))
+    begin, end = some_intervals(rng, T, S, rows=1 + seed % 2)
+    queries, keys = [(64, 64), (48, 32), (128, 64), (192, 128)][seed % 4]
+    grid = -(-T // queries), -(-S // keys)
+    for host in (True, False):
+        for by_keys in (False, True):
+            found = block_lists(intervals(begin, end, host), S, queries, keys, by_keys)
+            for row, (b, e) in enumerate(zip(begin, end, strict=True)):
+                dense = np.zeros((grid[0] * queries, grid[1] * keys), bool)
+                dense[:T, :S] = (b[:, None] <= np.arange(S)) & (np.arange(S) < e[:, None])
+                tiles = dense.reshape(grid[0], queries, grid[1], keys).swapaxes(1, 2)
+                some, every = tiles.any((2, 3)), tiles.all((2, 3))
+                some, every = (some.T, every.T) if by_keys else (some, every)
+                for block in range(len(some)):
+                    masked, full = (
+                        index[row, 0, block, : int(count[row, 0, block])].tolist()
+                        for count, index in (found[:2], found[2:])
+                    )
+                    assert sorted(masked + full) == np.flatnonzero(some[block]).tolist()
+                    assert every[block][full].all()
+
+
+def test_auto_takes_the_fastest_kernel_that_all_ranks_have() -> None:
+    """By measured rates: here with cuDNN's refusals in the place of FA4, which this machine may lack."""
+    fa4 = Kernel("fa4", "ringattn.kernels.vendor.cudnn", named=("cpu",), narrow=True)
+    triton, cudnn = (Kernel(n, f"ringattn.kernels.{m}", named=("cpu",), narrow=n == "cudnn") for n, m in
+                     (("triton", "triton"), ("cudnn", "vendor.cudnn")))  # fmt: skip
+    both, without = (triton, cudnn, fa4), (triton, cudnn)
+    for backward in (False, True):
+        assert select(PROBLEM, table=both, backward=backward).name == "fa4"
+        assert select(PROBLEM, table=without, backward=backward).name == "cudnn"
+        assert select(PROBLEM, table=both, backward=backward, shared=frozenset({"cudnn"})).name == "cudnn"
+        for change in ({"arch": (8, 0)}, {"rows": 1000}, {"deterministic": True}, {"tiles": False}):
+            assert select(replace(PROBLEM, **change), table=both, backward=backward).name == "triton", change
+        assert select(PROBLEM, table=both, backward=backward, shared=frozenset()).name == "triton"
+    with pytest.raises(NotImplementedError, match="differ from run to run"):
+        select(replace(PROBLEM, deterministic=True), "cudnn", table=both)
+
+
+def test_what_is_missing_and_would_be_faster_says_so() -> None:
+    missing = Kernel("fa4", "a_package_that_nobody_has")
+    assert "ringattn[fa4]" in (gain(missing, PROBLEM, "triton") or "") and "1.2" in (
+        gain(missing, PROBLEM, "triton") or ""
+    )
+    assert gain(Kernel("flash", "a_package_that_nobody_has"), PROBLEM, "triton") is None
+
+
+def needs_fa4() -> object:
+    reason = next(k for k in kernels.TABLE if k.name == "fa4").refuses(PROBLEM)
+    if reason:
+        pytest.skip(reason)
+    from ringattn.kernels.vendor import fa4
+
+    return fa4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128), (256, 256)], ids=str)
+def test_any_intervals_equal_float64(dims: tuple[int, int]) -> None:
+    """75 random problems for each of four dims: out, lse, and gradients of out and of the lse."""
+    fa4, (D, V) = needs_fa4(), dims
+    rng = np.random.default_rng(D)
+    for trial in range(75):
+        rows = int(rng.integers(1, 3))
+        T, S = (int(x) for x in rng.integers(1, 700, 2))
+        B, (H, G) = max(rows, int(rng.integers(1, 3))), (2, 2) if D != V else (4, 2)
+        where = intervals(*some_intervals(rng, T, S, rows), host=bool(rng.integers(2)))
+        generator = torch.Generator("cuda").manual_seed(trial)
+        q, k, v, dout = (
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+            for shape in ((B, T, H, D), (B, S, G, D), (B, S, G, V), (B, T, H, V))
+        )
+        dlse = torch.randn(B, T, H, device="cuda", generator=generator) if trial % 3 == 0 else None
+        wide = [x.double() for x in (q, k, v)]
+        truth = reference.attend(*wide, where, scale=D**-0.5)
+        live = (where.begin < where.end)[..., None].expand(B, T, H)
+        delta = (truth.out * dout).sum(-1) - (0 if dlse is None else dlse)
+        expected = reference.attend_backward(
+            *wide, where, dout.double(), truth.lse, torch.where(live, delta, 0), scale=D**-0.5
+        )
+        part = fa4.KERNEL.attend(q, k, v, where, scale=D**-0.5)
+        assert (part.lse[~live] == NEVER).all() and (part.out[~live] == 0).all(), "empty rows"
+        assert not live.any() or (part.lse - truth.lse)[live].abs().max() < 2e-4
+        out = truth.out.to(q.dtype)
+        rows_delta = None if dlse is None else fa4.KERNEL.row_delta(out, dout, dlse)
+        found = fa4.KERNEL.attend_backward(
+            q, k, v, where, dout, truth.lse.float(), rows_delta, scale=D**-0.5, out=out if dlse is None else None
+        )
+        for name, a, b in zip(("out", "dq", "dk", "dv"), (part.out, *found), (truth.out, *expected), strict=True):
+            error = ((a.double() - b).norm() / b.norm().clamp_min(1e-3)).item()
+            assert error < 8e-3, f"trial {trial}, {name} is off by {error}: {rows} rows, {T} queries, {S} keys"
+
+
+@pytest.mark.gpu
+def test_lengths_and_documents_that_change_compile_nothing_new_and_keep_memory_flat() -> None:
+    fa4 = needs_fa4()
+    rng, spec = np.random.default_rng(0), ra.AttentionSpec()
+    peaks, compiled = [], []
+    for _ in range(200):
+        T = int(rng.integers(5000, 6000))
+        docs = ra.Docs.from_lengths([int(x) for x in np.diff(np.unique([0, *rng.integers(1, T, 6), T]))])
+        plan = ra.plan(seq_len=T, heads=(32, 8), head_dim=128, kernel="fa4")
+        q, k, v = (
+            torch.randn(1, T, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (32, 8, 8)
+        )
+        torch.cuda.reset_peak_memory_stats()
+        ra.attention(q, k, v, plan, spec=spec, docs=docs).sum().backward()
+        window = ra.AttentionSpec(window=512)
+        ra.attention(q, k, v, plan, spec=window, docs=docs).sum().backward()  # no form of its own: lists
+        peaks.append(torch.cuda.max_memory_allocated())
+        compiled.append(fa4.compiled())
+        del q, k, v
+    assert len(set(compiled[3:])) == 1, compiled
+    assert max(peaks[100:]) < 1.25 * max(peaks[5:100]), peaks
+
+
+@pytest.mark.gpu
+def test_what_is_deterministic_repeats_its_bits() -> None:
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 8192, h, 128, device="cuda", dtype=torch.bfloat16) for h in (32, 8, 8, 32))
+    plan = ra.plan(seq_len=8192, heads=(32, 8), head_dim=128, deterministic=True)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(ra.attention(*leaves, plan), leaves, dout)
+
+    first = gradients()
+    for _ in range(5):
+        assert all(map(torch.equal, gradients(), first))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 77])
+def test_nan_in_a_query_is_nan_in_its_row_alone(window: int | None) -> None:
+    fa4 = needs_fa4()
+    q, k, v = (torch.randn(1, 512, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    q[0, 5, 0, 3] = torch.nan
+    end = np.arange(1, 513)[None]
+    begin = end * 0 if window is None else np.maximum(end - window, 0) // 3 * 3
+    part = fa4.KERNEL.attend(q, k, v, intervals(begin, end, True), scale=0.1)
+    assert part.out[0, 5, 0].isnan().all() and part.lse[0, 5, 0].isnan()
+    assert part.out[0, 6:].isfinite().all() and part.out[0, :, 1].isfinite().all()
