@@ -196,8 +196,12 @@ def cached(r: random.Random, seed: int, ring: int, ulysses: int, dtype: torch.dt
 
 
 def linear(r: random.Random, seed: int, ring: int, ulysses: int, dtype: torch.dtype, kernel: str, device: str) -> Call:
-    """Gated linear attention with a state before it, perhaps of documents."""
-    T, B, H = r.choice([r.randint(1, 20), r.randint(20, 90), r.randint(90, 200)]), r.choice([1, 2]), r.choice([1, 2, 3])
+    """Linear attention, gated or by the delta rule, with a state before it, perhaps of documents."""
+    T, B, H = (
+        r.choice([r.randint(1, 20), r.randint(20, 90), r.randint(90, 300)]),
+        r.choice([1, 2]),
+        r.choice([1, 2, 3, 4]),
+    )
     dims = (16, 32, 64) if device == "cuda" else (1, 4, 8, 16, 24)
     K, V = r.choice(dims), r.choice(dims)
     gate = r.choice([None, "head", "channel"])
@@ -207,15 +211,21 @@ def linear(r: random.Random, seed: int, ring: int, ulysses: int, dtype: torch.dt
         rows = rows if isinstance(rows[0], list) else [rows]
         lengths = tuple(tuple(row) for row in rows)
     layout = r.choice(("contiguous", "zigzag"))
-    case = linear_oracle.Case("random", gate, lengths, T, ring, ulysses, r.choice(WAYS), layout)
-    shapes: dict[str, tuple[int, ...]] = {"q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, H, V), "dout": (B, T, H, V)}
+    G, beta = r.choice([n for n in range(1, H + 1) if H % n == 0]), r.random() < 0.6
+    case = linear_oracle.Case("random", gate, lengths, T, ring, ulysses, r.choice(WAYS), layout, beta, G)
+    shapes: dict[str, tuple[int, ...]] = {"q": (B, T, G, K), "k": (B, T, G, K), "v": (B, T, H, V), "dout": (B, T, H, V)}
     shapes |= {"state": (B, H, K, V), "dend": (B, H, K, V)}
     if gate:
         shapes["g"] = (B, T, H, K) if gate == "channel" else (B, T, H)
+    if beta:
+        shapes["beta"] = B, T, H
     far = 0.5 if dtype == torch.float16 else 4.0
     powers = {n: r.choice([0.0, r.uniform(-far, far)]) for n in shapes if n != "g"}
-    powers["g"] = r.uniform(-2, 1)
-    return Call(seed, case, dtype, kernel, powers, shapes=shapes)
+    powers |= {"g": r.uniform(-2, 1), "beta": 0.0}
+    if beta:
+        powers["k"] = 0.0
+    wild = ("g",) * (gate is not None and r.random() < 0.3)
+    return Call(seed, case, dtype, kernel, powers, wild=wild, shapes=shapes)
 
 
 def given_to(call: Call) -> dict[str, Any]:
@@ -223,11 +233,19 @@ def given_to(call: Call) -> dict[str, Any]:
     g = torch.Generator().manual_seed(call.seed)
     if isinstance(call.case, linear_oracle.Case):
         exact = torch.float64 if call.dtype == torch.float64 else torch.float32
-        found: dict[str, Any] = {"g": None}
+        found: dict[str, Any] = {"g": None, "beta": None}
         for name, shape in call.shapes.items():
             x = torch.randn(shape, generator=g, dtype=torch.float64)
-            x = torch.nn.functional.logsigmoid(x) if name == "g" else x
-            found[name] = (x * 10 ** call.powers[name]).to(exact if name in ("g", "state", "dend") else call.dtype)
+            if name == "g":
+                x = torch.nn.functional.logsigmoid(x)
+                if call.wild:  # some forget all
+                    x = torch.where(x < -2, torch.where(x < -2.5, -torch.inf, -1e5), x)
+            elif name == "beta":
+                x = (1 + x).clamp(0, 2)
+            elif name == "k" and call.case.beta:  # of length 1 or shorter
+                x = x / x.norm(dim=-1, keepdim=True).clamp(min=shape[-1] ** 0.5)
+            in_float32 = name in ("g", "beta", "state", "dend")
+            found[name] = (x * 10 ** call.powers[name]).to(exact if in_float32 else call.dtype)
         return found
     found = oracle.inputs(call.case, torch.float64, call.seed)
     for name, x in found.items():

@@ -117,7 +117,7 @@ def real(x: Tensor, lengths: Lengths | None) -> Tensor:
         return x
     T = x.shape[1]
     keep = torch.tensor([[t < sum(row) for t in range(T)] for row in lengths])
-    return x * keep.reshape(*keep.shape, *[1] * (x.dim() - 2))
+    return torch.where(keep.reshape(*keep.shape, *[1] * (x.dim() - 2)), x, 0.0)
 
 
 @lru_cache

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ringattn.kernels.linear import Inputs, of_keys, of_values
+from ringattn.kernels.recurrent import recurrent
 from ringattn.launch.verify import linear_oracle, oracle
 from ringattn.launch.verify.cases import Case
 
@@ -138,23 +140,79 @@ def allowances(case: Case, given: dict[str, Tensor]) -> dict[str, Tensor]:
 def linear_allowances(
     given: dict[str, Any], lengths: linear_oracle.Lengths | None, exact: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The same of gated linear attention: every term's absolute value, decayed half as fast.
+    """The same of linear attention: every term's absolute value, decayed half as fast.
 
     Half, as a decay of e^-x is off by x * unit * e^-x. A gate's gradient is a sum over all later tokens.
     """
-    dtype = Rounding.of(given["q"].dtype)
-    g = given["g"]
+    dtype, g = Rounding.of(given["q"].dtype), given["g"]
+    heads, key_heads = given["v"].shape[2], given["k"].shape[2]
     sizes: dict[str, Any] = {n: None if x is None else x.double().abs() for n, x in given.items()}
     sizes["g"] = None if g is None else g.double() / 2
-    mass = linear_oracle.dense(sizes, lengths)
-    steps = 0.0 if g is None else float(linear_oracle.real(g.double(), lengths).abs().sum(1).max())
+    for name in "qk":
+        sizes[name] = of_values(sizes[name], heads, 2)
+    mass = linear_oracle.dense(sizes, lengths) if given["beta"] is None else rule_mass(given, lengths, exact)
     if g is not None:
         later, more = (linear_oracle.real(sizes[n], lengths) * mass[f"d{n}"] for n in "qk")
         later = later + more
         later = later.flip(1).cumsum(1).flip(1) + (mass["end"] * sizes["dend"]).sum(-1)[:, None]
         mass["dg"] = later.sum(-1) if g.dim() == 3 else later
-    unit = dtype.low + dtype.unit * (4 + steps)
+    for name in ("dq", "dk"):
+        mass[name] = of_keys(mass[name], key_heads, 2)
+    decayed = torch.zeros(1, 1) if g is None else linear_oracle.real(g.double().clamp(min=-100), lengths)
+    unit = dtype.low + dtype.unit * (4 + float(decayed.abs().sum(1).max()))
     return scaled({n: unit * mass[n] + dtype.result(x) for n, x in exact.items()})
+
+
+def rule_mass(
+    given: dict[str, Any], lengths: linear_oracle.Lengths | None, exact: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The absolute values that add up to each result of the delta rule, for all key channels together.
+
+    The recurrence over absolute values would grow at each token, where the exact one shrinks. But with the exact u and
+    dv the delta rule is gated linear attention, in which k is a second query; it mixes channels, so each row has its
+    norm here. Every token becomes two: one at which k reads, and one which writes and at which q reads.
+    """
+    found = {n: x.double() for n, x in given.items() if x is not None}
+    v, beta, heads = found["v"], found["beta"][..., None], found["v"].shape[2]
+    q, k = (of_values(found[n], heads, 2) for n in "qk")
+    g = found.get("g", torch.zeros_like(beta))
+    g = g if g.dim() == 4 else g[..., None]
+    scale, twice = q.shape[-1] ** -0.5, lengths and tuple(tuple(2 * n for n in row) for row in lengths)
+
+    def woven(reads: Tensor, writes: Tensor) -> Tensor:
+        padded = (linear_oracle.real(x, lengths) for x in (reads, writes))
+        return torch.stack(list(padded), 2).flatten(1, 2)
+
+    def rows(x: Tensor, dim: int = -1) -> Tensor:
+        return x.norm(dim=dim, keepdim=True)
+
+    begin = linear_oracle.begins(twice, 2 * v.shape[1])
+    tokens = (
+        woven(k, q),
+        woven(0 * k, k),
+        woven(0 * v, v),
+        woven(g, torch.zeros_like(g)).expand(-1, -1, -1, k.shape[-1]),
+    )
+    read = recurrent(Inputs(*tokens, woven(0 * beta, beta)[..., 0], begin, 1.0), found["state"])[0][:, ::2]
+    u, dv = (beta * (v - read)).abs(), exact["dv"].abs()
+
+    def mass(writes: Tensor, dreads: Tensor) -> dict[str, Tensor]:
+        sizes = {
+            "q": woven(rows(k), scale * rows(q)), "k": woven(0 * beta, rows(k)), "v": woven(0 * v, writes),
+            "g": woven(g.amax(-1, keepdim=True) / 2, 0 * beta), "beta": None, "state": rows(found["state"], 2),
+            "dout": woven(dreads, found["dout"].abs()), "dend": rows(found["dend"], 2),
+        }  # fmt: skip
+        return linear_oracle.dense(sizes, twice)
+
+    first = mass(u, dv)
+    m = mass(u + beta * (v.abs() + first["out"][:, ::2]), dv + beta * first["dv"][:, 1::2])
+    wide = torch.ones_like(k)
+    return {
+        "out": m["out"][:, 1::2], "dq": scale * m["dq"][:, 1::2] * wide,
+        "dk": (m["dk"][:, 1::2] + m["dq"][:, ::2]) * wide, "dv": beta * m["dv"][:, 1::2] + dv,
+        "dbeta": (m["dv"][:, 1::2] * (v.abs() + m["out"][:, ::2])).sum(-1),
+        "end": m["end"].expand_as(found["state"]), "dstate": m["dstate"].expand_as(found["state"]),
+    }  # fmt: skip
 
 
 def scaled(allowed: dict[str, Tensor]) -> dict[str, Tensor]:
