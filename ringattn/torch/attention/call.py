@@ -35,6 +35,14 @@ class Pass(NamedTuple):
     run: Run
     kernel: Score
 
+    @property
+    def only(self) -> Intervals | None:
+        """The intervals of a run of one step in which nothing travels, if there is work in it."""
+        leg = self.run[0]
+        stop = leg.stops[0]
+        alone = len(self.run) == len(leg.stops) == 1
+        return stop.where if alone and not (leg.hop or leg.home or stop.brought or stop.readers) else None
+
 
 class Call:
     """One kind of call. `shape` is that of the whole sequence and all heads."""

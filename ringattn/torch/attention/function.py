@@ -216,8 +216,12 @@ def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[Partial]:
         yield from gather_forward(groups, call.ring, call.plan.keys.tokens, call.everywhere, kernel)
         return
     run, kernel = call.forward
+    where = call.forward.only
     for q, k, v, start in groups:
-        yield ring.forward(q, k, v, call.ring, run, kernel, start)
+        if where is not None:
+            yield kernel.attend(q, k, v, where, carry=start, out_dtype=q.dtype)
+        else:
+            yield ring.forward(q, k, v, call.ring, run, kernel, start)
         del q, k, v, start  # frees their memory before the group after the next is allocated
 
 
@@ -229,15 +233,22 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
         return
     run, kernel = call.backward
     queries = call.plan.transport.backward == "queries"
-    alone = len(run) == len(run[0].stops) == 1
+    where = call.backward.only
     for q, k, v, out, lse, dout, dlse in groups:
         rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta, travels=queries)
-        side: ring.Side = ring.KeysTravel(q, k, v, kernel, rows, alone)
-        if queries:
-            side = ring.QueriesTravel(q, k, v, kernel, rows)
-        travelled, stayed = ring.backward(side, call.ring, run)
-        dq, dk, dv = (*travelled, *stayed) if queries else (*stayed, *travelled)
-        yield dq.tensor(q.dtype), dk.tensor(k.dtype), dv.tensor(v.dtype), delta
+        if where is not None:
+            of_keys, of_queries = kernel.halves(q, k, v, where, rows, alone=True)
+            (dk, dv), dq = of_keys(), of_queries()
+        else:
+            side = (ring.QueriesTravel if queries else ring.KeysTravel)(q, k, v, kernel, rows)
+            travelled, stayed = ring.backward(side, call.ring, run)
+            dq, dk, dv = (*travelled, *stayed) if queries else (*stayed, *travelled)
+        yield *(in_dtype(grad, x.dtype) for grad, x in zip((dq, dk, dv), (q, k, v), strict=True)), delta
+
+
+def in_dtype(grad: Any, dtype: torch.dtype) -> Tensor:
+    """A gradient in this dtype, from a tensor or a `Total`."""
+    return grad.to(dtype) if isinstance(grad, Tensor) else grad.tensor(dtype)
 
 
 def sink_partial(q: Tensor, sinks: Tensor, value_dim: int) -> Partial:

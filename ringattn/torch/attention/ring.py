@@ -50,17 +50,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score,
 
 
 class KeysTravel:
-    """The backward pass in which keys and values travel and each rank sums the dq of its own queries.
-
-    `alone`: there is one step, so nothing is summed, and gradients have the dtypes of their tensors.
-    """
+    """The backward pass in which keys and values travel and each rank sums the dq of its own queries."""
 
     named, returns = "keys", 2  # what travels, and how many of its tensors have a gradient
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, score: Score, rows: Rows, alone: bool = False):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, score: Score, rows: Rows):
         self.score, self.q, self.rows = score, q, rows
         self.travels, self.stays = (k, v), (Total(q),)
-        self.alone = alone
 
     def turns(self, stops: Sequence[Stop]) -> "list[Turn]":
         return turns_of(stops, self.score, self.q, *self.travels)
@@ -70,7 +66,7 @@ class KeysTravel:
         tensors = some_heads(self.q, turn.queries), *some_heads(here, turn.keys)
         rows = Rows(*(some_heads(x, turn.queries) for x in self.rows))
         dq = self.stays[0].place
-        keys, queries = self.score.halves(*tensors, turn.stop.where, rows, dq=dq, alone=self.alone)
+        keys, queries = self.score.halves(*tensors, turn.stop.where, rows, dq=dq)
         return keys, lambda: (queries(),)
 
 
