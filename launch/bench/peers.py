@@ -16,6 +16,7 @@ from torch import Tensor
 from ringattn import kernels
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.vendor.tiles import heads_first
+from ringattn.torch.attention.steps import problem_of
 
 
 @dataclass(frozen=True)
@@ -41,27 +42,12 @@ class Runs(NamedTuple):
     backward: Callable[[], Any]
 
 
-def problem_of(given: Inputs) -> kernels.Problem:
-    q, k, v = given.q, given.k, given.v
-    return kernels.Problem(
-        device=q.device.type,
-        dtype=str(q.dtype).removeprefix("torch."),
-        head_dim=q.shape[-1],
-        value_dim=v.shape[-1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        tiles=given.where.tiles is not None,
-        arch=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
-        queries=q.shape[1],
-    )
-
-
 def kernel_of(name: str) -> kernels.Kernel:
     return next(kernel for kernel in kernels.TABLE if kernel.name == name)
 
 
 def refusal(name: str, given: Inputs) -> str | None:
-    return kernel_of(name).refuses(problem_of(given))
+    return kernel_of(name).refuses(problem_of(given.q, given.k, given.v, None, given.where.tiles is not None))
 
 
 def of_table(name: str) -> Callable[[Inputs], Runs]:

@@ -18,6 +18,7 @@ from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.kernels.partial import Partial
 from ringattn.planning import heads_problem
 from ringattn.spec import of_factor
+from ringattn.torch.attention.steps import problem_of
 from ringattn.torch.check import of_tensors, of_types
 from ringattn.torch.dispatch import differentiate, fake, no_autocast, op
 
@@ -109,19 +110,7 @@ def chosen(
     """The selected kernel's module, and the intervals, with tiles if the kernel needs them or reading is free."""
     needs_tiles = next((kernel.tiles for kernel in kernels.TABLE if kernel.name == impl), False)
     tiles = tiles_of(begin.numpy(force=True), end.numpy(force=True)) if needs_tiles or q.device.type == "cpu" else None
-    problem = kernels.Problem(
-        device=q.device.type,
-        dtype=str(q.dtype).removeprefix("torch."),
-        head_dim=q.shape[-1],
-        value_dim=v.shape[-1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        softcap=softcap is not None,
-        tiles=tiles is not None,
-        arch=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
-        queries=q.shape[1],
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    problem = problem_of(q, k, v, softcap, tiles is not None)
     # "auto" takes no kernel that rounds a partial to the dtype of the inputs
     return kernels.select(problem, impl, shared=frozenset()).load(), Intervals(begin, end, tiles)
 

@@ -18,7 +18,7 @@ from ringattn.kernels.protocol import TorchKernel
 from ringattn.layout import Layout, Shard, count_below
 from ringattn.mask import Mask, schedule_of
 from ringattn.schedule import Hop, Visit
-from ringattn.spec import AttentionSpec, Spans
+from ringattn.spec import Spans
 
 # The tensors of one group of heads, of a whole ring shard.
 Entered = Sequence[Any]  # q, k, v, and the partial that the queries start from
@@ -235,7 +235,8 @@ def both_at_once(
     return lambda: (run()[1], run()[2]), lambda: run()[0]
 
 
-def problem_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tiles: bool, few: bool) -> kernels.Problem:
+def problem_of(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, tiles: bool) -> kernels.Problem:
+    """The problem of a call on one device."""
     return kernels.Problem(
         device=q.device.type,
         dtype=str(q.dtype).removeprefix("torch."),
@@ -243,10 +244,10 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tiles: bool
         value_dim=v.shape[-1],
         heads=q.shape[2],
         kv_heads=k.shape[2],
-        softcap=spec.softcap is not None,
+        softcap=softcap is not None,
         tiles=tiles,
         arch=arch_of(q.device) if q.is_cuda else None,
-        queries=q.shape[1] if few else None,
+        queries=q.shape[1],
         rows=q.shape[0] * q.shape[1] * q.shape[2],
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )

@@ -71,7 +71,8 @@ class Call:
         self.plan, self.spec = plan, spec
         self.impl = cache.plan.kernel
         self.form = form_of(q)  # in which partials travel
-        self.problem = problem_of(q, k, v, spec, tiles=True, few=True)
+        self.problem = problem_of(q, k, v, spec.softcap, tiles=True)
+        self.rows = q.shape[0] * q.shape[2]  # for each query
         self.made: dict[int, Kernels] = {}
         self.kernels(q.shape[1])  # raises if no kernel supports the call
         self.words: agree.Words | None = None  # what the ranks compare in every call; None if they do not
@@ -79,7 +80,8 @@ class Call:
     def kernels(self, queries: int) -> Kernels:
         """The kernels for this many queries: with several ranks, those of some ranks attend together."""
         if queries not in self.made:
-            self.made[queries] = Kernels(replace(self.problem, queries=queries), self.impl, self.spec)
+            problem = replace(self.problem, queries=queries, rows=self.rows * queries)
+            self.made[queries] = Kernels(problem, self.impl, self.spec)
         return self.made[queries]
 
     def check(self, cache: KVCache, problem: str | None) -> None:
