@@ -1,6 +1,6 @@
 """An axis over GPUs that see each other's memory: copies by the copy engines, signals instead of barriers.
 
-Tensors go through the slots of a window (window.py) in batches of pieces (memory.py), and a thread reports a rank that
+Tensors go through the slots of an outbox (outbox.py) in batches of pieces (memory.py), and a thread reports a rank that
 others wait for in vain (watch.py). All copies and signals are launched on two streams of this device, in the same order
 on every rank. So no host waits, and nothing can deadlock, even if both streams were one.
 
@@ -26,13 +26,13 @@ from ringattn.comms.axis import Axis, ByRank, Done, Pending, Slices
 from ringattn.comms.engines import IN, OUT, CopyEngines, End, Lanes
 from ringattn.comms.memory import Piece, batches, has_few_runs, joined, located, weight
 from ringattn.comms.moves import Moves
+from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
 from ringattn.comms.process_group import alive, hosts_of
 from ringattn.comms.watch import Watch
-from ringattn.comms.window import HEAD, SHARED, Peers, Window
 
 T = TypeVar("T")
 
-KEPT: list[Any] = []  # windows, which live as long as the process, because other processes map them
+KEPT: list[Any] = []  # outboxes, which live as long as the process, because other processes map them
 CONNECTED: Any = WeakKeyDictionary()  # connections by the group of all ranks, then by the ranks of a group
 
 
@@ -88,7 +88,7 @@ class SymmetricAxis(Moves):
         sends = {r: leaving[id(tensors)].batches for r, tensors in out.items()}
         arriving = {r: self.batched(tensors, self.buffer) for r, tensors in into.items()}
         receives = {r: each.batches for r, each in arriving.items()}
-        first, expect = self.peers.window.own, partial(self.watch.expect, what=what)
+        first, expect = self.peers.outbox.own, partial(self.watch.expect, what=what)
         steps = sorted({(r - self.rank) % self.size for r in out} | {(self.rank - r) % self.size for r in into})
         pairs = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
         self.peers.send([(there, sends[there][:first]) for there, _ in pairs if there in sends], expect)
@@ -186,7 +186,7 @@ def shared_axis(group: dist.ProcessGroup, name: str, other: Axis | None = None) 
 
 
 def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
-    """Allocate a window on every rank, exchange their addresses and try a few transfers; None if a rank fails."""
+    """Allocate an outbox on every rank, exchange their addresses and try a few transfers; None if a rank fails."""
     import torch.distributed._symmetric_memory as symmetric
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -195,13 +195,13 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
     shared = len({gpu for gpu, _ in here}) < size  # ranks that see one GPU each, or share one, which gloo allows
     if not all(reaches for _, reaches in here) or (shared and over_nccl(group)):
         return None
-    window = attempt(group, lambda: symmetric.empty(Window.bytes(size), dtype=torch.uint8, device=device))
-    if window is None:
+    outbox = attempt(group, lambda: symmetric.empty(Outbox.bytes(size), dtype=torch.uint8, device=device))
+    if outbox is None:
         return None
 
     def meet() -> Any:
-        handle = symmetric.rendezvous(window, group)
-        flags = window[:HEAD].view(torch.int32)
+        handle = symmetric.rendezvous(outbox, group)
+        flags = outbox[:HEAD].view(torch.int32)
         flags[::2], flags[1::2] = 0, 1  # no slot is full, every slot is free
         torch.cuda.synchronize()
         return handle
@@ -209,8 +209,8 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
     handle = attempt(group, meet)
     if handle is None:
         return None
-    KEPT.append((window, handle))
-    lanes, view = CopyEngines(device), Window([int(address) for address in handle.buffer_ptrs], rank)
+    KEPT.append((outbox, handle))
+    lanes, view = CopyEngines(device), Outbox([int(address) for address in handle.buffer_ptrs], rank)
     counts = torch.zeros(2, size, dtype=torch.int32).pin_memory()
     peers, watch = Peers(lanes, view), Watch(lanes, view, size, counts, timeout=20.0)
     if agreed(group, trial(SymmetricAxis(peers, watch, lambda words: [words]), device)):
@@ -240,7 +240,7 @@ def agreed(group: dist.ProcessGroup, problem: str | None) -> bool:
 
 def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
     """The problem of a trial, or None: more batches than slots between all ranks, of rows that are not contiguous."""
-    turns = axis.peers.window.own + 1
+    turns = axis.peers.outbox.own + 1
     mine = torch.full((turns, 4), axis.rank, dtype=torch.int32, device=device)[:, ::2]
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     try:

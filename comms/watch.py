@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringattn.comms.engines import AID, IN, Lanes
 from ringattn.comms.lost import with_first_loss
-from ringattn.comms.window import Window
+from ringattn.comms.outbox import Outbox
 
 T = TypeVar("T")
 
@@ -24,8 +24,8 @@ class Watch:
     later use of the axis raises the error.
     """
 
-    def __init__(self, lanes: Lanes, window: Window, size: int, counts: Tensor, timeout: float):
-        self.lanes, self.window, self.size, self.timeout = lanes, window, size, timeout
+    def __init__(self, lanes: Lanes, outbox: Outbox, size: int, counts: Tensor, timeout: float):
+        self.lanes, self.outbox, self.size, self.timeout = lanes, outbox, size, timeout
         self.done_counts = counts.numpy()  # [2, size]: waits that are over, by lane and peer; the lanes write them
         self.address = counts.data_ptr()
         self.expected: Counter[tuple[int, int]] = Counter()
@@ -60,7 +60,7 @@ class Watch:
                 _, lane, peer, _, what = self.open[0]
                 way = "nothing came from" if lane == IN else "nothing was taken by"
                 mine = (
-                    f"rank {self.window.rank} of {self.size}: {way} rank {peer} within {self.timeout:g} s"
+                    f"rank {self.outbox.rank} of {self.size}: {way} rank {peer} within {self.timeout:g} s"
                     f"{what and f' ({what})'}; it died, hangs, or makes another call"
                 )
                 if lane == IN:  # that rank may itself wait for the lost one: let it report first
@@ -81,9 +81,9 @@ class Watch:
 
     def release(self) -> None:
         for peer in range(self.size):
-            for slot in range(self.window.slots):
-                self.lanes.set(AID, self.window.full(self.window.rank, peer, slot))
-                self.lanes.set(AID, self.window.free(self.window.rank, peer, slot))
+            for slot in range(self.outbox.slots):
+                self.lanes.set(AID, self.outbox.full(self.outbox.rank, peer, slot))
+                self.lanes.set(AID, self.outbox.free(self.outbox.rank, peer, slot))
 
 
 def in_time(ask: Callable[[], T], seconds: float) -> T | None:

@@ -27,19 +27,21 @@ def options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("-c", "--cfg", choices=["job"])
     parser.add_argument("-cd", "--config-dir", type=Path)
-    asked, rest = parser.parse_known_args(words)
-    asked.words = rest
-    for word in asked.words:
+    given, rest = parser.parse_known_args(words)
+    given.words = rest
+    for word in given.words:
         if word.startswith("-"):
             known = ("--multirun", "--cfg", "--config-dir", "--help", "--completion")
             raise ValueError(f"no option {word}{schema.nearest(word, list(known))} (there are {', '.join(known)})")
-    if asked.config_dir is not None and not asked.config_dir.is_dir():
-        raise ValueError(f"--config-dir {asked.config_dir}: there is no such folder")
-    return asked
+    if given.config_dir is not None and not given.config_dir.is_dir():
+        raise ValueError(f"--config-dir {given.config_dir}: there is no such folder")
+    return given
 
 
-def composed(asked: argparse.Namespace) -> list[tuple[str, Train]]:
-    """Every configuration that is asked for, checked, and what a sweep says of it alone; the runs have a name each.
+def composed(given: argparse.Namespace) -> list[tuple[str, Train]]:
+    """Every configuration that the words make, checked, with the words that a sweep adds for it alone.
+
+    Each run has its own name.
 
     A ValueError with one sentence if one of them cannot be.
     """
@@ -52,27 +54,27 @@ def composed(asked: argparse.Namespace) -> list[tuple[str, Train]]:
     ConfigStore.instance().store("schema", Train)
     with refusals.closed_environment(), initialize_config_module("ringattn.conf", "train", version_base="1.3"):
         try:
-            runs = [(words, compose(words, asked.config_dir)) for words in each(asked)]
+            runs = [(words, compose(words, given.config_dir)) for words in each(given)]
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise ValueError(refusals.explain(error)) from error
-        except KeyError as error:  # a variable of the environment that Hydra was told to copy
+        except KeyError as error:  # env_copy names a variable of the environment
             raise ValueError(f"hydra.job.env_copy: {refusals.NOT_HYDRA}") from error
     names = [config.run for _, config in runs]
     for i, name in enumerate(names):
         if name is not None and names.count(name) > 1:
             runs[i][1].run = f"{name}-{i}"
-    return [(" ".join(w for w in words if w not in asked.words), config) for words, config in runs]
+    return [(" ".join(w for w in words if w not in given.words), config) for words, config in runs]
 
 
-def each(asked: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+def each(given: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     """The words of every run: in a sweep all combinations of the values that a word lists."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     axes: list[list[str]] = []
-    for word in asked.words:
-        problem = refusals.of_word(word, parser, asked)
+    for word in given.words:
+        problem = refusals.of_word(word, parser, given)
         if problem:
             raise ValueError(problem)
         override = parser.parse_overrides([word])[0]

@@ -1,4 +1,4 @@
-"""What is said of words and files that make no configuration: one sentence, with the nearest name that would do."""
+"""Errors for words and files that make no configuration: one sentence each, with the nearest valid name."""
 
 import argparse
 import re
@@ -14,7 +14,7 @@ NOT_HYDRA = "Hydra's own settings cannot be changed here, for they can run code"
 
 @contextmanager
 def closed_environment() -> Iterator[None]:
-    """Meanwhile no value is taken from the environment, by files or words, however deep the interpolation."""
+    """A context in which neither files nor words get values from the environment, however deep the interpolation."""
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 
@@ -31,7 +31,7 @@ def closed_environment() -> Iterator[None]:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-def of_word(word: str, parser: Any, asked: argparse.Namespace) -> str | None:
+def of_word(word: str, parser: Any, given: argparse.Namespace) -> str | None:
     """What is wrong with one word, if anything: its name, its value, or that it lists several outside a sweep."""
     from hydra.errors import HydraException
 
@@ -53,7 +53,7 @@ def of_word(word: str, parser: Any, asked: argparse.Namespace) -> str | None:
     if re.match(r"\W*hydra\b", override.key_or_group):
         return f"{word}: {NOT_HYDRA}"
     if override.is_sweep_override():
-        if not asked.multirun:
+        if not given.multirun:
             return f"{word}: several values are a sweep; add --multirun, or put quotes around a value with commas"
         if not override.is_discrete_sweep():
             return f"{word}: a sweep takes its values from a list, range() or choice()"

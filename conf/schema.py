@@ -1,4 +1,4 @@
-"""What a training run is told: the dataclasses that are the truth of every key, its type, its default, its meaning.
+"""The configuration of a training run: dataclasses that define every key, its type, default and meaning.
 
 The YAML files beside this one only choose values. Nothing here needs Hydra: `Train(steps=3)` is a whole configuration.
 """

@@ -22,15 +22,15 @@ complete -o nospace -o default -F _ringattn ringattn"""
 
 def after(line: str) -> list[str]:
     """What the last word of a command line that begins with `ringattn` may become."""
-    *said, word = [*line.split(), ""][1:] if line[-1:].isspace() else line.split()[1:] or [""]
-    if said[:1] == ["train"]:
+    *before, word = [*line.split(), ""][1:] if line[-1:].isspace() else line.split()[1:] or [""]
+    if before[:1] == ["train"]:
         return candidates(word)
-    if said in ([], ["bench"]):
-        return [f"{name} " for name in (bench.SUITES if said else words.COMMANDS) if name.startswith(word)]
-    own = said[0] != "bench"
-    if said[0 if own else 1] not in (words.COMMANDS if own else bench.SUITES):
+    if before in ([], ["bench"]):
+        return [f"{name} " for name in (bench.SUITES if before else words.COMMANDS) if name.startswith(word)]
+    own = before[0] != "bench"
+    if before[0 if own else 1] not in (words.COMMANDS if own else bench.SUITES):
         return []
-    return [f"{key}=" for key in options(said[0] if own else f"bench.{said[1]}") if key.startswith(word)]
+    return [f"{key}=" for key in options(before[0] if own else f"bench.{before[1]}") if key.startswith(word)]
 
 
 def options(command: str) -> list[str]:

@@ -81,10 +81,10 @@ def answer(name: str, work: Callable[[], int | None]) -> int:
     try:
         return work() or 0
     except Exception as error:
-        said = sentence(error)
-        if said is None:
+        text = sentence(error)
+        if text is None:
             raise
-        print(f"ringattn {name}: {said}", file=sys.stderr)
+        print(f"ringattn {name}: {text}", file=sys.stderr)
         return 2
 
 

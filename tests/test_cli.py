@@ -434,7 +434,7 @@ def test_plot_says_once_what_is_usual_and_has_its_legend_below_the_bars():
     figure = plot.bars([*rows, {**rows[0], "layout": "striped"}])
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels[:2] == ["tokens=1", "tokens=2"] and labels[-1] == "tokens=1 layout=striped"
-    assert figure.get_suptitle() == "if nothing else is said: layout=zigzag"
+    assert figure.get_suptitle() == "unless noted: layout=zigzag"
     assert figure.axes[0].get_position().y0 * figure.get_figheight() == pytest.approx(plot.MARGIN) and figure.legends
     one = plot.bars(rows[::2])
     assert not one.get_suptitle() and not one.legends

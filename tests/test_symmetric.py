@@ -18,9 +18,9 @@ from ringattn.comms import memory, symmetric, watch
 from ringattn.comms.axis import Slices
 from ringattn.comms.engines import AID, IN, OUT, CopyEngines
 from ringattn.comms.local import Board, LocalAxis, LocalMesh
+from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
 from ringattn.comms.symmetric import SymmetricAxis
 from ringattn.comms.watch import Watch
-from ringattn.comms.window import HEAD, SHARED, Peers, Window
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FEATURES
 from ringattn.mask import Mask
@@ -126,18 +126,18 @@ class SharedMesh(LocalMesh):
 
 
 def axes(size: int, one: bool = False, timeout: float = 60.0) -> list[SymmetricAxis]:
-    windows = [torch.full((Window.bytes(size),), 255, dtype=torch.uint8) for _ in range(size)]
-    for m in windows:
+    outboxes = [torch.full((Outbox.bytes(size),), 255, dtype=torch.uint8) for _ in range(size)]
+    for m in outboxes:
         flags = m[:HEAD].view(torch.int32)
         flags[::2], flags[1::2] = 0, 1
     found, board = [], Board()
     for rank in range(size):
-        window = Window([m.data_ptr() for m in windows], rank)
+        outbox = Outbox([m.data_ptr() for m in outboxes], rank)
         lanes = ThreadLanes(one)
         come = torch.zeros(2, size, dtype=torch.int32)
         words = LocalAxis(board, "words", (), size, rank)
-        axis = SymmetricAxis(Peers(lanes, window), Watch(lanes, window, size, come, timeout), words.exchange_words)
-        axis.windows = windows  # held: others see it
+        axis = SymmetricAxis(Peers(lanes, outbox), Watch(lanes, outbox, size, come, timeout), words.exchange_words)
+        axis.outboxes = outboxes  # held: others see it
         found.append(axis)
     return found
 
@@ -179,7 +179,7 @@ def test_every_operation_keeps_its_promise(size, one, slot):
         on_ranks(exercise, every)
         for axis in every:  # a recorded call may be replayed: nothing is full, everything is free
             axis.lanes.finish().settle()
-        for m in every[0].windows:
+        for m in every[0].outboxes:
             flags = m[:HEAD].view(torch.int32)
             assert flags[::2].eq(0).all() and flags[1::2].eq(1).all()
 
@@ -379,7 +379,7 @@ def test_the_driver_is_asked_for_rows_only_where_there_are_some():
     assert (found.width, found.height) == (100, 3)
 
 
-def test_a_trial_tells_a_window_that_works_from_one_that_does_not(slot, monkeypatch):
+def test_a_trial_tells_an_outbox_that_works_from_one_that_does_not(slot, monkeypatch):
     assert on_ranks(lambda axis: symmetric.trial(axis, torch.device("cpu")), axes(3)) == [None] * 3
     monkeypatch.setattr(ThreadLanes, "copy", lambda *asked: None)
     assert all(

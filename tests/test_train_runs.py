@@ -228,7 +228,7 @@ def test_a_comparison_that_is_stopped_is_said_and_saves_nothing(tmp_path, monkey
 
 
 def stopped_at_once(config: Train, folder: str) -> dict:
-    return work(config, folder, time.time(), asked=lambda: True)
+    return work(config, folder, time.time(), should_stop=lambda: True)
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -336,7 +336,7 @@ def test_a_run_never_writes_into_anothers_folder(tmp_path, capsys):
 
 def test_what_goes_on_is_said_by_its_name(tmp_path):
     config = dataclasses.replace(TINY, folder=str(tmp_path), resume="auto")
-    with pytest.raises(ValueError, match=r"none was said; say run=NAME$"):
+    with pytest.raises(ValueError, match=r"none was given; say run=NAME$"):
         train.new_folder(config)
     for name in ("a", "b"):
         made(tmp_path / name / "checkpoints", 1)

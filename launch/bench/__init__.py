@@ -54,9 +54,9 @@ def measure(name: str, words: list[str]) -> None:
     outs = [w.removeprefix("out=") for w in words if w.startswith("out=")]
     if len(outs) > 1:
         raise ValueError("out is given twice; give it once")
-    said = values([w for w in words if not w.startswith("out=")], suite.Options)
-    options = suite.Options(**said)
-    fits(options, sized="tokens" in said)
+    chosen = values([w for w in words if not w.startswith("out=")], suite.Options)
+    options = suite.Options(**chosen)
+    fits(options, sized="tokens" in chosen)
     file = writable(Path(outs[0])) if outs else None
     rows = suite.run(options)
     if file:
@@ -113,8 +113,8 @@ def reported(row: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
-        said = "  ".join(f"{name}={cell(value)}" for name, value in row.items())
-        print(f"rank 0:  {said}", file=sys.stderr, flush=True)
+        text = "  ".join(f"{name}={cell(value)}" for name, value in row.items())
+        print(f"rank 0:  {text}", file=sys.stderr, flush=True)
     return row
 
 

@@ -73,8 +73,8 @@ class Options:
         for name in self.impls:
             if name not in CONTESTANTS:
                 raise ValueError(f"impls={name}: no such contestant{nearest(name, CONTESTANTS)}")
-        for said in self.cuts:
-            with recut(said):
+        for text in self.cuts:
+            with recut(text):
                 pass
         for word in self.cases:
             if not chosen([word]):
@@ -139,23 +139,23 @@ def times(given: Inputs, options: Options) -> list[dict[str, Any]]:
 def contest(options: Options, measured: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The rows of every contestant, and of the triton kernels with every cut that is to be tried."""
     rows = [row for name in options.impls or () for row in attempt(name, measured)]
-    for said in options.cuts:
-        with recut(said):
-            rows += [{**row, "impl": said} for row in attempt("triton", measured)]
+    for text in options.cuts:
+        with recut(text):
+            rows += [{**row, "impl": text} for row in attempt("triton", measured)]
     return rows
 
 
 @contextmanager
-def recut(said: str) -> Iterator[None]:
-    """The triton kernels with one of them cut as `said`, gradients=32x64x8x1: keys, values, warps, stages."""
+def recut(text: str) -> Iterator[None]:
+    """The triton kernels with one of them cut as `text`, gradients=32x64x8x1: keys, values, warps, stages."""
     from ringattn.kernels.triton.linear import TABLE as CUTS
     from ringattn.kernels.triton.linear import Cut, Cuts
 
-    kernel, _, sizes = said.partition("=")
+    kernel, _, sizes = text.partition("=")
     numbers = sizes.split("x")
     if kernel not in Cuts._fields[1:] or len(numbers) != 4 or not all(n.isdecimal() for n in numbers):
         kinds = ", ".join(Cuts._fields[1:])
-        raise ValueError(f"cuts={said}: say one of {kinds} and keys x values x warps x stages, like states=64x128x4x2")
+        raise ValueError(f"cuts={text}: say one of {kinds} and keys x values x warps x stages, like states=64x128x4x2")
     before = dict(CUTS)
     CUTS.update({key: cuts._replace(**{kernel: Cut(*map(int, numbers))}) for key, cuts in before.items()})  # type: ignore[arg-type]
     try:

@@ -45,8 +45,8 @@ def run(options: Options) -> list[dict[str, Any]]:
         raise ValueError(f"{options.run} ran on {ranks} GPUs, and torch sees {torch.cuda.device_count()} here")
     m = config.model
     if m.window is not None or m.softmax_every != 1 or config.data.documents:
-        said = f"window={m.window}, softmax_every={m.softmax_every}, documents={config.data.documents!r}"
-        raise ValueError(f"{said}: the floor is full causal attention; train without them to compare")
+        wrong = f"window={m.window}, softmax_every={m.softmax_every}, documents={config.data.documents!r}"
+        raise ValueError(f"{wrong}: the floor is full causal attention; train without them to compare")
     steps = [r for r in metrics.read(Path(options.run) / "metrics.jsonl") if r["kind"] == "step"]
     if len(steps) < 3:
         raise ValueError(f"{options.run} has {len(steps)} steps; the first two are not counted, so train 3 or more")

@@ -90,8 +90,8 @@ def merging() -> Figure:
     a, b = weights[:4].sum(), weights[4:].sum()
     for first, total, name, color in ((0, a, "a", RANKS[0]), (4, b, "b", RANKS[1])):
         left.bar(range(first, first + 4), weights[first : first + 4], color=color, width=0.8)
-        said = f"lse$_{name}$ = log {total:.1f} = {np.log(total):.2f}\n{total / (a + b):.0%} of the whole"
-        left.text(first + 1.5, 9, said, ha="center", va="center", color=color)
+        text = f"lse$_{name}$ = log {total:.1f} = {np.log(total):.2f}\n{total / (a + b):.0%} of the whole"
+        left.text(first + 1.5, 9, text, ha="center", va="center", color=color)
     left.set(title="exp(score) of the keys in block a and block b", ylim=(0, 10.5), xticks=[], yticks=[0, 4, 8])
     gap = np.linspace(-6, 6, 200)
     weight = 1 / (1 + np.exp(-gap))
@@ -168,9 +168,9 @@ def ring() -> Figure:
             for rank in range(size):
                 step, at = schedule.rounds(rank, size)[i], (rank * dx, d * dy)
                 color = RANKS[step.held] if step.here else "#888888"
-                said = f"keys {step.held}" if step.here else "not sent"
+                text = f"keys {step.held}" if step.here else "not sent"
                 meet(ax, at, (begin[0], end[0]), layout.positions(rank), layout.positions(step.held), color)
-                ax.text(at[0] + 0.5, at[1] - 0.04, said, ha="center", va="bottom", fontsize=7, color=color)
+                ax.text(at[0] + 0.5, at[1] - 0.04, text, ha="center", va="bottom", fontsize=7, color=color)
         for d in set(range(size)) - set(schedule.distances):
             ax.text(size * dx / 2 - 0.1, d * dy + 0.5, "no step: nobody sees anything", ha="center", va="center")
         for rank in range(size):

@@ -148,8 +148,8 @@ def bars(rows: list[Row], metric: str | None = None) -> Figure:
     figure, axes = panels(1, len(drawn), 2 + 4 * len(drawn), height, wspace=0.12)
     figure.subplots_adjust(bottom=MARGIN / height, top=1 - MARGIN / height)
     if usual := usual_values(rows, {series, panel, *metrics}):
-        said = " ".join(f"{k}={v}" for k, v in usual.items())
-        figure.suptitle(f"if nothing else is said: {said}", y=1, va="bottom", fontsize="medium")
+        common = " ".join(f"{k}={v}" for k, v in usual.items())
+        figure.suptitle(f"unless noted: {common}", y=1, va="bottom", fontsize="medium")
     for ax, (title, m, some) in zip(axes[0], drawn, strict=True):
         groups(ax, places, {(c, str(r.get(series, ""))): float(r[m]) for r, c in some if number(r.get(m))}, names)
         ax.set_title(title)
@@ -157,14 +157,14 @@ def bars(rows: list[Row], metric: str | None = None) -> Figure:
             ax.set_yticklabels([])
     if len(names) > 1:
         handles = [
-            matplotlib.patches.Patch(color=RANKS[i % len(RANKS)], label=n or "not said") for i, n in enumerate(names)
+            matplotlib.patches.Patch(color=RANKS[i % len(RANKS)], label=n or "default") for i, n in enumerate(names)
         ]
         figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=min(len(names), 6))
     return figure
 
 
 def curve(rows: list[Row], metric: str | None = None) -> Figure:
-    """One figure of a training run over its steps, the loss if no other is asked for."""
+    """One figure of a training run over its steps, the loss by default."""
     (name,) = figures_of(rows, metric or "loss")
     figure, ((ax,),) = panels(1, 1, 7, 3.5)
     rows = [r for r in rows if number(r["step"]) and r["step"] >= 0 and number(r.get(name))]
@@ -208,7 +208,7 @@ def groups(ax: Axes, places: list[Place], values: dict[Place, float], names: lis
 
 
 def figures_of(rows: list[Row], metric: str | None) -> list[str]:
-    """The keys to draw: the one that was asked for, or all of the first known kind."""
+    """The keys to draw: the one that was chosen, or all of the first known kind."""
     keys = distinct(k for r in rows for k, v in r.items() if number(v))
     if not keys:
         raise ValueError("there is nothing to draw: the lines hold no numbers")

@@ -2,7 +2,7 @@
 
     runs/NAME/checkpoints/step-00000100/   its files: stored.py
     runs/NAME/checkpoints/step-00000100.part/   the same while it is being written; never read
-    runs/NAME/checkpoints/step-00000100.aside/   given up, as the run went on from an older one; never read
+    runs/NAME/checkpoints/step-00000100.aside/   left behind, since the run went on from an older one; never read
 
 A checkpoint holds whole tensors in pieces, so any number of ranks can read it.
 """
@@ -115,7 +115,7 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
     def where(self, why: str) -> str:
-        """The folder and what was wrong; with the room on its disk, as torch may call a full one what it likes."""
+        """The folder and what was wrong; with the room on its disk, since torch has many texts for a full one."""
         other = any(word in why for word in ("denied", "Read-only", "deleted or moved"))
         return f"{self.folder}{'' if other else room(self.folder)}: {why}"
 
@@ -148,7 +148,7 @@ def room(folder: Path) -> str:
 def root(error: BaseException) -> str:
     """The innermost reason, in one line."""
     failures = [failure[0] for failure in getattr(error, "failures", {}).values()]
-    if failures:  # of several ranks: what the system said before what torch made of it
+    if failures:  # of several ranks: the system's error before torch's
         error = next((f for f in failures if isinstance(f, OSError)), failures[0])
         return str(error) or type(error).__name__
     while error.__cause__ or error.__context__:
@@ -189,8 +189,8 @@ def newest(found: Sequence[Path], group: Any = None) -> Path | None:
     if len(problems) == 1:
         raise ValueError(unreadable(*next(iter(problems.items()))))
     if problems:
-        said = "; ".join(f"{path} cannot be read ({why})" for path, why in problems.items())
-        raise ValueError(f"no checkpoint can be read: {said}; start another run=NAME")
+        every = "; ".join(f"{path} cannot be read ({why})" for path, why in problems.items())
+        raise ValueError(f"no checkpoint can be read: {every}; start another run=NAME")
     return None
 
 
@@ -262,7 +262,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: 
 def matching(path: Path, about: dict[str, Any]) -> dict[str, Any]:
     """The saved state of a checkpoint of this training (trainer.about); a ValueError for any other.
 
-    What an older checkpoint does not say is not asked.
+    What an older checkpoint does not contain is not compared.
     """
     state = read_state(path)
     differ = list(differences(state, about))
@@ -281,7 +281,7 @@ def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What a complete checkpoint says of itself, and how many sequences its steps had; a ValueError where it cannot."""
+    """The state of a complete checkpoint, with the number of sequences of a step; a ValueError if it cannot be read."""
     found = complete(path.parent)
     if path not in found:
         below = complete(path / "checkpoints") or complete(path)

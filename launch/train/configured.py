@@ -36,18 +36,18 @@ def run(words: list[str], task: Callable[[Train, str], int | None], rank: int = 
         print(complete.SCRIPT.format(python=shlex.quote(sys.executable)))
         return 0
     try:
-        asked = compose.options(words)
-        if asked.multirun and started:
+        given = compose.options(words)
+        if given.multirun and started:
             raise ValueError(
                 "a sweep starts many runs, and the ranks of one run are already started; sweep outside torchrun"
             )
-        configs = compose.composed(asked)
+        configs = compose.composed(given)
     except (ImportError, ValueError) as error:
-        said = sentence(error)
-        if said is None:
+        text = sentence(error)
+        if text is None:
             raise
-        return complain(said, rank)
-    if asked.cfg:
+        return complain(text, rank)
+    if given.cfg:
         for _, config in configs if rank == 0 else ():
             print(compose.as_yaml(config), end="")
         return 0

@@ -59,7 +59,7 @@ class Corpus:
 
 
 class Window(NamedTuple):
-    """A sequence and the token after it, [seq_len + 1]; where documents other than the first one begin in it."""
+    """A sequence and the token after it, [seq_len + 1]; and where documents other than the first one begin in it."""
 
     tokens: np.ndarray
     cuts: np.ndarray
@@ -69,10 +69,10 @@ class Window(NamedTuple):
         return np.diff([0, *self.cuts[self.cuts < count], count]).tolist()
 
     def predicted(self, count: int) -> np.ndarray:
-        """Whether each of `count` tokens is asked for its successor: not where another document begins."""
-        asked = np.ones(count, bool)
-        asked[self.cuts[self.cuts <= count] - 1] = False
-        return asked
+        """Whether each of `count` tokens predicts its successor: not if another document begins there."""
+        found = np.ones(count, bool)
+        found[self.cuts[self.cuts <= count] - 1] = False
+        return found
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def open_corpus(data: Data, vocab: int) -> Corpus:
 
 
 def check_tokens(corpus: Corpus) -> None:
-    """A ValueError for a file that holds something else than the integers, or not a whole number of them."""
+    """Raise a ValueError for a file of other contents than integers, or not of a whole number of them."""
     for file in corpus.files:
         size = file.stat().st_size
         if size % corpus.dtype.itemsize:
@@ -180,7 +180,7 @@ def find(folder: Path, suffix: str, skip: tuple[str, ...] = ()) -> list[Path]:
 
 
 def windows(corpus: Corpus, data: Data, seq_len: int, seed: int) -> Windows:
-    """The corpus cut into sequences; a ValueError where it is shorter than one to train on."""
+    """The corpus cut into sequences; a ValueError if it is too short for one."""
     cut = Windows(corpus, seq_len, seed, data.held_out, data.documents)
     if cut.total < 1:
         shorter = f"seq_len={len(corpus) - 1} or less, or " * (len(corpus) > 1)
@@ -192,7 +192,7 @@ def windows(corpus: Corpus, data: Data, seq_len: int, seed: int) -> Windows:
 
 
 def extremes(corpus: Corpus, vocab: int, part: int = 0, parts: int = 1, piece: int = 1 << 24) -> tuple[int, int]:
-    """The lowest and the highest token in one of so many parts of the files; (0, 0), unread, where all would do."""
+    """The lowest and the highest token in one of `parts` parts of the files; (0, 0) if every value is valid."""
     kind, low, high = np.iinfo(corpus.dtype), 0, 0
     for file in corpus.files if kind.min < 0 or kind.max >= vocab else ():
         tokens = np.memmap(file, corpus.dtype, "r")

@@ -209,8 +209,8 @@ def wandb_run(wandb: Any, folder: Path, config: Train) -> Any:
 
 def loggers(config: Train) -> dict[str, Any]:
     """The modules of the requested loggers, by package; a ValueError for one that is not installed."""
-    asked = {"torch.utils.tensorboard": ("tensorboard", config.tensorboard), "wandb": ("wandb", config.wandb)}
-    return {package: optional(module, package) for module, (package, wanted) in asked.items() if wanted}
+    wanted_by = {"torch.utils.tensorboard": ("tensorboard", config.tensorboard), "wandb": ("wandb", config.wandb)}
+    return {package: optional(module, package) for module, (package, wanted) in wanted_by.items() if wanted}
 
 
 def optional(module: str, package: str) -> Any:

@@ -38,7 +38,7 @@ PASSED_ON = (
 
 
 class Board:
-    """What the driver and the ranks tell each other: what is wrong, what rank 0 sums up, that the run shall stop."""
+    """What the driver and the ranks exchange: a problem, the summary of rank 0, and the request to stop."""
 
     def __init__(self) -> None:
         self.problem: str | None = None
@@ -59,15 +59,15 @@ class Board:
 
 
 def fit(config: Train, work: Callable[..., Any], choose_folder: Callable[[Train], Path]) -> tuple[dict[str, Any], Path]:
-    """`work` on Ray's workers until it ends; what rank 0 sums up, and the run's folder."""
+    """Run `work` on Ray's workers until it ends; returns the summary of rank 0, and the run's folder."""
     ray = connect(config)
     try:
         config, gpus = sized(config, ray.cluster_resources())
         folder = choose_folder(config).absolute()
         board = on_this_node(ray, Board)
-        told = {"config": config, "work": work, "folder": str(folder), "started": time.time(), "board": board}
+        task = {"config": config, "work": work, "folder": str(folder), "started": time.time(), "board": board}
         with stopping(lambda: board.stop.remote()):
-            failure = attempt(told, gpus)
+            failure = attempt(task, gpus)
         problem, summary = (ray.get(board.read.remote(name)) for name in ("problem", "summary"))
         if problem:
             raise ValueError(problem)
@@ -171,7 +171,7 @@ def on_this_node(ray: Any, kind: type) -> Any:
     return ray.remote(num_cpus=0, scheduling_strategy=here)(kind).remote()
 
 
-def attempt(told: dict[str, Any], gpus: bool) -> processes.RankError | None:
+def attempt(task: dict[str, Any], gpus: bool) -> processes.RankError | None:
     """Train with as many attempts as failures are allowed; why the last one failed."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
@@ -180,11 +180,11 @@ def attempt(told: dict[str, Any], gpus: bool) -> processes.RankError | None:
         def _register_sigint_handler(self, controller: Any) -> None:
             """Ctrl-C stays with `stopping`: Ray's own handler would end the ranks before they save."""
 
-    config, folder = told["config"], Path(told["folder"])
+    config, folder = task["config"], Path(task["folder"])
     c = config.cluster
     trainer = Trainer(
         one_rank,
-        train_loop_config=told,
+        train_loop_config=task,
         torch_config=joining(torchrun.backend(config.device), c.timeout),
         scaling_config=ScalingConfig(
             num_workers=config.nproc if c.at_least is None else (c.at_least, config.nproc),
@@ -245,24 +245,24 @@ def join(meeting: tuple[str, int], backend: str, timeout: float) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=patience)
 
 
-def one_rank(told: dict[str, Any]) -> None:
+def one_rank(task: dict[str, Any]) -> None:
     """A worker's whole run. A problem that only its user can mend goes to the board, and then nobody tries again."""
     import ray
 
     from ringattn.launch.train.start import resolved
 
-    board = told["board"]
+    board = task["board"]
     if ray.get(board.read.remote("problem")):
         return
     try:
         ranks = dist.get_world_size()
-        config, _, _ = resolved(fitted(told["config"], ranks), ranks)
-        asked = partial(ray.get, timeout=60.0)
-        summary = told["work"](
+        config, _, _ = resolved(fitted(task["config"], ranks), ranks)
+        answer = partial(ray.get, timeout=60.0)
+        summary = task["work"](
             config,
-            told["folder"],
-            told["started"],
-            asked=lambda: dist.get_rank() == 0 and asked(board.read.remote("stopping")),
+            task["folder"],
+            task["started"],
+            should_stop=lambda: dist.get_rank() == 0 and answer(board.read.remote("stopping")),
         )
     except Exception as error:
         ended = not dist.is_initialized()  # by Ray, in another thread: a peer died, whatever the error here is
@@ -319,7 +319,7 @@ def jax_run(
 ) -> list[Any]:
     """`function(*args)` on every process of one JAX program, which Ray's nodes run; their results in order.
 
-    Each process has the devices that jax finds with its resources ({"CPU": 1} unless said; {"GPU": 8}, {"TPU": 4}).
+    Each process has the devices that jax finds with its resources ({"CPU": 1} by default; {"GPU": 8}, {"TPU": 4}).
     The first one that fails ends the others; so does `patience` seconds without all of them having met.
     """
     ray = connect(Train(nproc=ranks, cluster=Cluster(kind="ray", address=address)))

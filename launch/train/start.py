@@ -43,17 +43,17 @@ def main(words: list[str] | None = None) -> int:
     return status
 
 
-def work(*told: Any, **more: Any) -> dict[str, Any]:
+def work(*arguments: Any, **more: Any) -> dict[str, Any]:
     """trainer.work. A process that only starts ranks does not import it: that takes longer than torch."""
     from ringattn.launch.train import trainer
 
-    return trainer.work(*told, **more)
+    return trainer.work(*arguments, **more)
 
 
 def here(config: Train, began: float | None = None, swept: str = "") -> int | None:
     """Start the ranks, and beside them, for the picture, one rank with the same seed.
 
-    The exit status; None where a signal stopped it. `swept` is what a sweep says of this run alone.
+    Returns the exit status, or None if a signal stopped it. `swept`: the words that a sweep adds for this run alone.
     """
     folder: Path | None = None
     try:
@@ -74,10 +74,10 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
         if ended(config, folder):
             say(f"nothing to train: already at step {config.steps} of {config.steps} in {folder}", sys.stdout)
             return 0
-        patience, told = config.cluster.timeout, (config, str(folder), began or time.time())
+        patience, arguments = config.cluster.timeout, (config, str(folder), began or time.time())
         there = device == "cpu" or ranks <= torch.cuda.device_count()  # not so in a dry run only
         announce(config, folder)
-        summary = torchrun.local(work, ranks, device if there else "cpu", *told, patience=patience)[0]
+        summary = torchrun.local(work, ranks, device if there else "cpu", *arguments, patience=patience)[0]
         if config.dry_run:
             return 0
         runs, stopped = {plural(ranks): folder}, summary["stopped"]
@@ -90,15 +90,15 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
         say("stopped before the first step; there is nothing to save", sys.stdout)
         return None
     except (processes.RankError, *processes.BAD) as error:
-        said, status = processes.sentence(error), processes.status(error)
-        say(f"ringattn train: {said or error}")
+        status = processes.status(error)
+        say(f"ringattn train: {processes.sentence(error) or error}")
         if status == processes.FAILED and folder is not None and checkpoints_of(folder):
             say(again(config, folder, swept))
         return status
 
 
 def check(config: Train) -> None:
-    """Refuse what needs no rank to be found wrong: the data, the checkpoint, a logger that is not installed."""
+    """Check what can be checked without ranks: the data, the checkpoint, and whether loggers are installed."""
     data.windows(data.open_corpus(config.data, config.model.vocab), config.data, config.seq_len, config.seed)
     if config.resume not in (None, "auto"):
         from ringattn.launch.train.checkpoint import read_state
@@ -108,7 +108,7 @@ def check(config: Train) -> None:
 
 
 def announce(config: Train, folder: Path) -> None:
-    """What begins now, and where it writes."""
+    """Print what begins now, and where it writes."""
     if not config.dry_run:
         what = f"{config.model.layers} blocks of width {config.model.dim} on {config.data.path}"
         where = f"sequences of {config.seq_len:,} tokens over {plural(config.nproc or 1)} on {config.device}"
@@ -116,11 +116,11 @@ def announce(config: Train, folder: Path) -> None:
 
 
 def compared(config: Train, folder: Path, device: str) -> dict[str, Path]:
-    """The same training on one rank, by its name, if it came to its end; one that was stopped is said."""
+    """The same training on one rank, by its name; nothing if it was stopped, which is reported."""
     say("the same on one rank:")
-    told = alone(config), str(folder), time.time()
+    arguments = alone(config), str(folder), time.time()
     try:
-        summary = torchrun.local(work, 1, device, *told, patience=config.cluster.timeout)[0]
+        summary = torchrun.local(work, 1, device, *arguments, patience=config.cluster.timeout)[0]
     except torchrun.Stopped:
         summary = {"stopped": True, "step": 0}
     if summary["stopped"]:
@@ -147,18 +147,18 @@ def under_torchrun(config: Train, began: float | None = None) -> int:
         dist.destroy_process_group()
     except Exception as error:
         bad, status = processes.sentence(error), processes.status(error)
-        said = str(error).splitlines()[0] if str(error) else ""
+        text = str(error).splitlines()[0] if str(error) else ""
         if bad is not None:
-            configured.complain(said, rank, status)
+            configured.complain(text, rank, status)
         else:
             kind = "" if isinstance(error, ConnectionError) else f"{type(error).__name__}: "
-            print(f"ringattn train: rank {rank}: {kind}{said}", file=sys.stderr, flush=True)
+            print(f"ringattn train: rank {rank}: {kind}{text}", file=sys.stderr, flush=True)
         os._exit(status)  # other ranks may hang in a collective: do not wait for them
     return 0
 
 
 def resolved(config: Train, ranks: int | None) -> tuple[Train, int, str]:
-    """The configuration with every `auto` that does not need the ranks decided; how many ranks; their device."""
+    """The configuration with every `auto` decided that can be without ranks; how many ranks; their device."""
     gpus = torch.cuda.device_count()
     device = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
     if device == "cuda" and not gpus and not config.dry_run:
@@ -200,12 +200,12 @@ def alone(config: Train) -> Train:
 
 
 def new_folder(config: Train) -> Path:
-    """Where this run writes: its name's folder, or a new one named after the time. Never into another run's."""
+    """The folder of this run: that of its name, or a new one named after the time; never another run's."""
     name = config.run or torchrun.run_name()
     if name is None and config.resume == "auto":
         runs = sorted(path.name for path in Path(config.folder).glob("*") if checkpoints_of(path))
         there = f"; {config.folder} has {', '.join(runs[-3:])}" if runs else ""
-        raise ValueError(f"resume=auto goes on with a run by its name, and none was said; say run=NAME{there}")
+        raise ValueError(f"resume=auto goes on with a run by its name, and none was given; say run=NAME{there}")
     name = name or time.strftime("%Y%m%d-%H%M%S")
     folder, again = Path(config.folder) / name, 1
     while config.run is None and not torchrun.started() and folder.exists():
@@ -219,15 +219,15 @@ def new_folder(config: Train) -> Path:
 
 
 def ended(config: Train, folder: Path) -> bool:
-    """Whether resume=auto finds these very words, which ask for no checkpoint, trained to their end."""
+    """Whether resume=auto finds a finished run of this very configuration, which saves no checkpoints."""
     about, log = folder / "config.json", folder / "metrics.jsonl"
     if config.resume != "auto" or config.save_every or not (about.is_file() and log.is_file()):
         return False
     try:
-        said = {**json.loads(about.read_text())["config"], "resume": "auto"}
+        saved = {**json.loads(about.read_text())["config"], "resume": "auto"}
     except (ValueError, KeyError, TypeError):  # torn: it is written anew
         return False
-    return said == dataclasses.asdict(config) and any(row["step"] == config.steps for row in metrics.read(log))
+    return saved == dataclasses.asdict(config) and any(row["step"] == config.steps for row in metrics.read(log))
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
@@ -242,27 +242,27 @@ def checkpoints_of(folder: Path) -> list[Path]:
 def shared(config: Train, began: float) -> tuple[Path, float]:
     """Rank 0's choice of folder, and when its first attempt began, on every rank.
 
-    What it refuses, the attempts after this one refuse too.
+    What it refuses, later attempts refuse too.
     """
-    said: dict[str, Any] = {"folder": "", "problem": "", "started_at": began}
+    found: dict[str, Any] = {"folder": "", "problem": "", "started_at": began}
     if dist.get_rank() == 0:
         refused, notes = "refused", torchrun.notes()
-        said["started_at"] = float(notes.compare_set("started_at", "", str(began)))
+        found["started_at"] = float(notes.compare_set("started_at", "", str(began)))
         try:
-            said["problem"] = notes.get(refused).decode() if notes.check([refused]) else ""
-            said["folder"] = str(new_folder(config))
+            found["problem"] = notes.get(refused).decode() if notes.check([refused]) else ""
+            found["folder"] = str(new_folder(config))
         except ValueError as error:
-            said["problem"] = str(error)
+            found["problem"] = str(error)
             notes.set(refused, str(error))
     with lost.missing_named("before the training"):
-        said = messages.gather(said)[0]
-    if said["problem"]:
-        raise ValueError(said["problem"])
-    return Path(said["folder"]), said["started_at"]
+        found = messages.gather(found)[0]
+    if found["problem"]:
+        raise ValueError(found["problem"])
+    return Path(found["folder"]), found["started_at"]
 
 
 def again(config: Train, folder: Path, swept: str = "") -> str:
-    """How to go on with a run: what its words said of model and data must be said again.
+    """How to go on with a run: the words about model and data must be given again.
 
     A sweep whose words name its runs goes on as a whole.
     """

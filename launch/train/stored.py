@@ -1,6 +1,6 @@
 """A checkpoint's folder on disk: every file has a checksum, and nothing in it runs code when it is read.
 
-step-00000100/state.json     what the training says of itself; size and CRC-32 of every other file; its own CRC-32
+step-00000100/state.json     the state of the training; size and CRC-32 of every other file; its own CRC-32
 step-00000100/index.json     each tensor's pieces: the file, the first byte and the bytes of each
 step-00000100/__0_0.distcp   the pieces that rank 0 wrote; torch reads them with weights_only=True
 step-00000100/.metadata      torch's own index, for torch's tools: a pickle, which is never read here
@@ -51,7 +51,7 @@ def numbered(folder: Path) -> list[Path]:
 
 
 def complete(folder: Path) -> list[Path]:
-    """The checkpoints that were written to their end, oldest first; none of their parts has been looked at."""
+    """The checkpoints that were written to their end, oldest first; their parts are not checked."""
     return [p for p in numbered(folder) if (p / "state.json").is_file()]
 
 
@@ -133,7 +133,7 @@ def write_state(path: Path, state: dict[str, Any], parts: dict[str, dict[str, An
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself, and how many sequences its steps had. Its parts have not been looked at."""
+    """The state of a checkpoint, with the number of sequences of a step. Its parts are not checked."""
     try:
         state = json.loads((path / "state.json").read_text())
         saved = state.pop("crc32", None)

@@ -61,12 +61,15 @@ class Job:
         return self.config.batch * self.config.accumulate * self.axis.size
 
 
-def work(config: Train, folder: str, started_at: float, asked: Callable[[], bool] | None = None) -> dict[str, Any]:
-    """One rank's whole run; the process group is ready. Returns what the summary says.
+def work(
+    config: Train, folder: str, started_at: float, should_stop: Callable[[], bool] | None = None
+) -> dict[str, Any]:
+    """One rank's whole run; the process group is ready. Returns the figures of the summary.
 
-    `started_at` is the same in all attempts of a run, on all ranks; `asked` says whether to stop, beside SIGTERM.
+    `started_at` is the same in all attempts of a run, on all ranks; `should_stop`: another way to stop, beside
+    SIGTERM.
     """
-    stop = Stop(config.cluster.timeout, asked)
+    stop = Stop(config.cluster.timeout, should_stop)
     over_gpus = "nccl" in dist.get_backend_config()  # a dry run may be for GPUs that are not here
     device = torch.device("cuda", torch.cuda.current_device()) if over_gpus else torch.device("cpu")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // torchrun.neighbours()) if device.type == "cpu" else 1)
@@ -88,7 +91,7 @@ def work(config: Train, folder: str, started_at: float, asked: Callable[[], bool
 
 
 def train(job: Job, stop: "Stop") -> bool:
-    """From where the run stands to its end, or until a rank was told to stop; returns whether that was it."""
+    """Train to the end of the run, or until a rank gets a request to stop; returns whether one did."""
     config, rank0 = job.config, dist.get_rank() == 0
     checkpoints = Checkpoints(job.folder, config.keep, torchrun.words_group(config.cluster.timeout))
     resume(job, checkpoints)
@@ -104,10 +107,10 @@ def train(job: Job, stop: "Stop") -> bool:
             if config.reference and job.step > begun:
                 probe_memory(job, log)
     except (RuntimeError, ConnectionError) as error:
-        said = in_words(error, job.step)
-        if said is None:
+        named = in_words(error, job.step)
+        if named is None:
             raise
-        raise said from None
+        raise named from None
     finally:
         if log:
             log.close()
@@ -115,7 +118,7 @@ def train(job: Job, stop: "Stop") -> bool:
 
 
 def in_words(error: RuntimeError | ConnectionError, step: int) -> ConnectionError | None:
-    """The error where another rank is gone or hangs, with the step and that rank: axes name it, gloo does not."""
+    """The error if another rank is lost, with the step and that rank; axes name the rank, gloo does not."""
     if isinstance(error, ConnectionError):
         return ConnectionError(f"after step {step}: {error}")
     if not lost.of_transport(error) and not any(word in str(error) for word in CLOSED):
@@ -163,7 +166,7 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
 
 
 def check_tokens(corpus: data.Corpus, vocab: int) -> None:
-    """Refuse tokens that the model does not know before anything is trained; each rank looks at its part of them."""
+    """Refuse tokens outside the model's vocabulary before training begins; each rank checks its part of them."""
     low, high = data.extremes(corpus, vocab, dist.get_rank(), dist.get_world_size())
     seen = torch.tensor([-low, high])
     dist.all_reduce(seen, op=dist.ReduceOp.MAX)
@@ -171,7 +174,7 @@ def check_tokens(corpus: data.Corpus, vocab: int) -> None:
 
 
 def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Stop") -> bool:
-    """Steps until the last one, or until a rank was told to stop; returns whether that was it."""
+    """Steps until the last one, or until a rank gets a request to stop; returns whether one did."""
     config, memory = job.config, metrics.Memory(job.device)
     peak = metrics.peak_flops(job.device) * dist.get_world_size()
     bar = metrics.Bar(config.steps, config.log_every) if log else None
@@ -212,7 +215,7 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Sto
 
 
 def due(config: Train, step: int) -> bool:
-    """Whether a checkpoint is made after this step: every so many, and after the last one."""
+    """Whether a checkpoint is saved after this step: every `save_every` steps, and after the last one."""
     return bool(config.save_every) and (step % config.save_every == 0 or step == config.steps)
 
 
@@ -261,17 +264,17 @@ def train_batch(job: Job, micro: int) -> list[data.Window]:
 def batch_loss(job: Job, batch: list[data.Window]) -> Tensor:
     """The mean cross entropy of the next token, over all ranks; its gradient is this rank's share.
 
-    Documents do not see each other, and none is asked how the next one begins.
+    Documents do not see each other, and no token predicts the first one of the next document.
     """
     tokens, plan = np.stack([w.tokens for w in batch])[:, : job.plan.seq_len + 1], job.plan
     whole = torch.from_numpy(tokens)
     inputs, labels = (plan.shard(x).to(job.device) for x in (whole[:, :-1], whole[:, 1:]))
-    docs, asked = None, None
+    docs, predicted = None, None
     if job.windows.documents:
         docs = Docs.from_lengths([w.lengths(plan.seq_len) for w in batch])
-        asked = plan.shard(torch.from_numpy(np.stack([w.predicted(plan.seq_len) for w in batch]))).to(job.device)
+        predicted = plan.shard(torch.from_numpy(np.stack([w.predicted(plan.seq_len) for w in batch]))).to(job.device)
     losses = job.decoder(inputs, plan, docs, labels_BT=labels)
-    return token_mean(losses, plan, mask=asked, over=(job.axis,))
+    return token_mean(losses, plan, mask=predicted, over=(job.axis,))
 
 
 @torch.no_grad()
@@ -286,9 +289,9 @@ def evaluate(job: Job, log: metrics.Log | None) -> None:
 
 
 def probe_memory(job: Job, log: metrics.Log | None) -> None:
-    """How much a forward and backward pass takes at an eighth, a quarter, half of the length, and all of it.
+    """The memory of a forward and backward pass at an eighth, a quarter, half and all of the length.
 
-    After the last step, so that the first one need not wait; what is only set up once is there by then.
+    After the last step, so that the first one does not wait, and what is allocated only once is not counted.
     """
     memory = metrics.Memory(job.device)
     whole = job.plan
@@ -305,7 +308,7 @@ def probe_memory(job: Job, log: metrics.Log | None) -> None:
 
 
 def save(job: Job, checkpoints: Checkpoints, log: metrics.Log | None) -> None:
-    """A checkpoint knows what it is of and how many sequences were seen; the log, how long training waited."""
+    """Save a checkpoint with the number of sequences so far, and log how long training waited."""
     begin = time.perf_counter()
     seen = {"sequences": job.step * job.a_step, "steps": job.config.steps, "started_at": job.started_at}
     checkpoints.save(job.step, job.decoder, job.optimizer, {**about(job), **seen})
@@ -314,7 +317,7 @@ def save(job: Job, checkpoints: Checkpoints, log: metrics.Log | None) -> None:
 
 
 def about(job: Job) -> dict[str, Any]:
-    """What must stay the same where a run goes on: the model, what decides the order of the data, and the data."""
+    """What must be the same when a run goes on: the model, the data, and what decides their order."""
     config, corpus = job.config, job.windows.corpus
     return {
         "model": dataclasses.asdict(config.model),
@@ -347,32 +350,32 @@ def resume(job: Job, checkpoints: Checkpoints) -> None:
 
 
 class Stop:
-    """A SIGTERM to any rank, or whoever else may ask, ends the run after the current step, on all ranks alike.
+    """A SIGTERM to any rank, or `other` returning True, ends the run after the current step, on all ranks alike.
 
-    So does what a terminal sends, unless it is ignored: torchrun and Slurm pass that on as it is.
+    So do the signals of a terminal, unless they are ignored: torchrun and Slurm pass them on.
     """
 
     def __init__(self, patience: float, other: Callable[[], bool] | None = None) -> None:
-        self.told, self.other = False, other
+        self.signalled, self.other = False, other
         self.group = torchrun.words_group(patience)
         if threading.current_thread() is threading.main_thread():  # nobody else may hear signals
             for number in (signal.SIGTERM, *TERMINALS):
                 if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
-                    signal.signal(number, self.tell)
+                    signal.signal(number, self.on_signal)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # one that came before is heard now
 
-    def tell(self, number: int, frame: Any) -> None:
-        self.told = True
+    def on_signal(self, number: int, frame: Any) -> None:
+        self.signalled = True
 
     def agreed(self) -> bool:
-        asked = torch.tensor(int(self.told or (self.other is not None and self.other())))
+        stop = torch.tensor(int(self.signalled or (self.other is not None and self.other())))
         with lost.missing_named("agreeing whether to stop"):
-            dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(asked)
+            dist.all_reduce(stop, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(stop)
 
 
 def profiler(job: Job) -> Any:
-    """A trace of steps 2 to 4 of rank 0 and its sums, where it was asked for; otherwise something that does nothing."""
+    """A trace of steps 2 to 4 of rank 0 and its sums, if requested; otherwise an object that does nothing."""
     if not job.config.profile or dist.get_rank() != 0:
         return contextlib.nullcontext(Silent())
     from torch.profiler import profile, schedule
@@ -393,12 +396,12 @@ class Silent:
 def save_config(job: Job) -> TextIO:
     """config.json: the resolved configuration, the versions, the commit, the plan.
 
-    The folder is this run's alone while the file that is returned is open.
+    No other run can use the folder while the returned file is open.
     """
     checkpoints = job.folder / "checkpoints"
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
-        if checkpoints.exists():  # said now, not when the first of them is due
+        if checkpoints.exists():  # an error now, not when the first of them is due
             checkpoints.mkdir(exist_ok=True)
             if not os.access(checkpoints, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), checkpoints)
@@ -428,7 +431,7 @@ def save_config(job: Job) -> TextIO:
 
 
 def describe(job: Job) -> str:
-    """What would be trained, in how much memory, and how it would be spread."""
+    """The report of a dry run: the model, the memory, and how the sequence is spread."""
     config, m, ranks = job.config, job.config.model, dist.get_world_size()
     weights = sum(p.numel() for p in job.decoder.parameters())
     memory = estimate.needs(config, job.decoder, job.plan.local_len, ranks)
@@ -454,7 +457,7 @@ def gib(size: float) -> str:
 
 
 def has(device: str) -> str:
-    """How much a GPU of this machine has, if it is one of them that is asked about."""
+    """The memory of a GPU of this machine, if the device is a GPU and there is one."""
     if device != "cuda" or not torch.cuda.is_available():
         return ""
     return f"; a GPU here has {gib(torch.cuda.get_device_properties(0).total_memory)}"

@@ -46,7 +46,7 @@ class Case:
 
 FULL = AttentionSpec(causal=False)
 
-# What is asked, on any layout, strategy and mesh.
+# What can be computed on any layout, strategy and mesh.
 FEATURES = (
     Case("causal"),
     Case("full", spec=FULL),

@@ -424,8 +424,8 @@ def rows(outcomes: list[Outcome], names: tuple[str, ...]) -> list[str]:
 def repeat(options: Options, call: drawn.Call) -> str:
     """The command that runs this call again, with what the user chose."""
     named = [f for f in fields(Options) if f.name not in ("random", "seed", "cases", "timeout")]
-    said = [f"{f.name}={getattr(options, f.name)}" for f in named if getattr(options, f.name) != f.default]
-    return " ".join(["ringattn verify random=1", f"seed={call.seed}", *said])
+    words = [f"{f.name}={getattr(options, f.name)}" for f in named if getattr(options, f.name) != f.default]
+    return " ".join(["ringattn verify random=1", f"seed={call.seed}", *words])
 
 
 def failure(options: Options, outcome: Outcome) -> str:

@@ -62,9 +62,9 @@ class Call:
         return "dstate" if self.kind == "linear" else "dsinks"
 
     def __str__(self) -> str:
-        said = {**vars(self), "dtype": str(self.dtype).removeprefix("torch."), "kind": self.kind}
-        said["powers"] = {n: round(x, 1) for n, x in self.powers.items() if x}
-        return ", ".join(f"{n}={x}" for n, x in said.items() if n != "seed" and x not in ((), {}, 0))
+        shown = {**vars(self), "dtype": str(self.dtype).removeprefix("torch."), "kind": self.kind}
+        shown["powers"] = {n: round(x, 1) for n, x in self.powers.items() if x}
+        return ", ".join(f"{n}={x}" for n, x in shown.items() if n != "seed" and x not in ((), {}, 0))
 
 
 @lru_cache(maxsize=4096)

@@ -113,9 +113,9 @@ def run(options: Any) -> int:
     model = load(options)
     batch = draw(options, model)
     where = f"{options.count} ranks ({options.backend}), {options.device}, float32"
-    said = f"{len(batch.lengths)} documents, " * (len(batch.lengths) > 1)
+    packed = f"{len(batch.lengths)} documents, " * (len(batch.lengths) > 1)
     weights = "" if has_weights(Path(options.model)) else " with random weights"
-    print(f"{type(model).__name__}{weights}: {batch.tokens.shape[1]} tokens, {said}{where}", file=sys.stderr)
+    print(f"{type(model).__name__}{weights}: {batch.tokens.shape[1]} tokens, {packed}{where}", file=sys.stderr)
     refuse_model(model, type(model).__name__)
     exact, own = alone(precise(model), batch), alone(deepcopy(model), batch)
     spread = over_ranks(options, model, batch)

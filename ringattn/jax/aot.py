@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of a plan, on any machine: memory, and the order of hops and kernels.
+"""Compile a plan for TPUs on any machine, and report memory and the order of hops and kernels.
 
 The real forward and backward are compiled ahead of time for a named topology. The compiler's schedule is the text it
 returns: a hop whose start stands before a kernel, and whose end after it, flies while the kernel computes.
@@ -26,7 +26,7 @@ from ringattn.kernels.partial import Partial
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec
 
-# Without this option the compiler keeps a loop's hops apart from its kernels.
+# Without this option the compiler does not overlap a loop's hops with its kernels.
 COMPILER_OPTIONS: dict[str, str | bool] = {"xla_tpu_enable_all_experimental_scheduler_features": True}
 
 NAME = r"%([\w.-]+) = "
@@ -42,7 +42,7 @@ SHAPE = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\]")
 
 @dataclass(frozen=True)
 class Transfer:
-    """One hop of the scheduled program: how often it runs, what it moves, and the kernels it flies behind."""
+    """One hop of the scheduled program: how often it runs, the bytes it moves, and the kernels that run meanwhile."""
 
     name: str
     kind: str
@@ -53,7 +53,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program: bytes of device memory, and its kernels and transfers in the order they are run."""
+    """A compiled program: bytes of device memory, and its kernels and transfers in the order of execution."""
 
     name: str
     arguments: int
@@ -84,7 +84,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Report:
-    """Forward and backward (which holds the forward too) of one plan on one topology."""
+    """Forward and backward (which contains the forward) of one plan on one topology."""
 
     topology: str
     device: str
@@ -110,7 +110,7 @@ def aot_report(
     batch: int = 1,
     dtype: str = "bfloat16",
 ) -> Report:
-    """Compile `plan` (which says heads and head_dim) for a topology such as "v6e:2x4"; needs libtpu, but no TPU."""
+    """Compile `plan` (made with heads= and head_dim=) for a topology such as "v6e:2x4"; needs libtpu, but no TPU."""
     if plan.heads is None or plan.head_dim is None:
         raise ValueError("the plan does not say what is computed; make it with heads=(query, key) and head_dim")
     bound = place(topology, plan)
@@ -136,7 +136,7 @@ def aot_report(
 
 
 def place(topology: str, plan: Plan) -> Plan:
-    """The same plan on the devices of a topology; what ring x ulysses leaves over is a data axis."""
+    """The same plan on the devices of a topology; devices beyond ring x ulysses form a data axis."""
     devices = topology_devices(topology)
     need = plan.ring * plan.ulysses
     if len(devices) % need:
@@ -150,8 +150,8 @@ def place(topology: str, plan: Plan) -> Plan:
 
 
 def topology_devices(topology: str) -> list[Any]:
-    """The devices of a named topology, from the compiler's own description of it."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or the compiler asks the network which machine it is on,
+    """The devices of a named topology, as the compiler describes it."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else the compiler asks the network which machine it is on,
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # and lets one process at a time ask for a description
     from jax.experimental import topologies
 
@@ -173,7 +173,7 @@ def no_libtpu() -> bool:
 
 
 def fits(topology: str, plan: Plan, blocks: Iterable[tuple[int, int]], dtype: str = "bfloat16") -> dict[str, str]:
-    """For each size of blocks (queries, keys): "fits", or what the compiler says is too much, and where."""
+    """For each size of blocks (queries, keys): "fits", or the compiler's error: how much is too much, and where."""
     device = topology_devices(topology)[:1]
     mesh = Mesh(np.array(device), ("alone",), axis_types=(AxisType.Auto,))
     alone = dataclasses.replace(plan, ring=1, ulysses=1, strategy="ulysses", seq_len=32768, key_len=None)
@@ -223,7 +223,7 @@ def shapes_of(plan: Plan, batch: int) -> tuple[tuple[int, ...], ...]:
 
 
 def arguments(plan: Plan, batch: int, dtype: Any) -> list[jax.ShapeDtypeStruct]:
-    """q, k, v of the plan as shapes that know where they will be."""
+    """q, k, v of the plan as shapes with shardings."""
     batch *= plan.ring_axis.mesh.shape["data"]
     shapes = [jax.ShapeDtypeStruct(x, dtype) for x in shapes_of(plan, batch)]
     return on_mesh(plan, shapes)
@@ -248,7 +248,7 @@ def compiled(name: str, function: Any, args: list[jax.ShapeDtypeStruct]) -> Prog
 
 
 def schedule(text: str) -> tuple[tuple[str, ...], tuple[Transfer, ...]]:
-    """The kernels and hops of a scheduled program in order, and every transfer with the kernels it flies behind."""
+    """The kernels and hops of a scheduled program in order, and every transfer with the kernels that run meanwhile."""
     parts, entry = computations(text)
     transfers: list[Transfer] = []
 
@@ -284,7 +284,7 @@ def schedule(text: str) -> tuple[tuple[str, ...], tuple[Transfer, ...]]:
 
 
 def computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of each computation of a program, by name, and the name of the one that is entered."""
+    """The lines of each computation of a program, by name, and the name of the entry computation."""
     parts: dict[str, list[str]] = {}
     entry, lines = "", []
     for line in text.splitlines():

@@ -34,7 +34,7 @@ def shard(x: Array, plan: Plan, dim: int = 1, compare: bool = True) -> Array:
         already = plan.tokens.padded_length != plan.seq_len and x.shape[dim] == plan.tokens.padded_length
         hint = "it is already sharded" if already else f"use plan.for_length({x.shape[dim]})"
         raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, the plan is for {plan.seq_len}; {hint}")
-    if jax.typeof(x).sharding.spec[dim] is not None:  # where a type says the cut, what is cut cannot be permuted
+    if jax.typeof(x).sharding.spec[dim] is not None:  # no permutation along a dim that the type says is cut
         x = placed(x, plan, dim, ())
     pad = plan.tokens.padded_length - plan.seq_len
     x = padded(x, pad, dim) if pad else x
@@ -56,7 +56,7 @@ def unshard(x: Array, plan: Plan, dim: int = 1) -> Array:
 
 
 def roll(x: Array, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None = None, fill: Any = None) -> Array:
-    """Position p of the sequence gets position p - shift, `fill` where that is outside of it or of p's document."""
+    """Position p of the sequence gets position p - shift, or `fill` if that is outside of it or of p's document."""
     dim, count, T = dim_of(x, dim), whole(shift), plan.seq_len
     if is_local(plan):
         raise ValueError("inside a shard_map arrays are this device's tokens only: roll before it or after it")
@@ -98,7 +98,7 @@ def positions(plan: Plan) -> Array:
 
 
 def real_positions(plan: Plan) -> Array:
-    """Whether each token in the plan's order is one of the sequence; False for padding. Spread as `positions`."""
+    """Whether each token in the plan's order is real; False for padding. Spread as `positions`."""
     return below(padded_positions(plan), plan.seq_len)
 
 
@@ -113,7 +113,7 @@ def below(at: Array, length: int) -> Array:
 
 
 def padded_positions(plan: Plan) -> Array:
-    """Where the tokens lie, in the plan's order; those from `seq_len` on are padding."""
+    """The positions of all tokens in the plan's order; those from `seq_len` on are padding."""
     if is_local(plan):
         return local_positions(plan)
     at = jnp.arange(plan.tokens.padded_length, dtype=jnp.int32)
@@ -126,12 +126,12 @@ def sequence_axes(plan: Plan) -> tuple[str, ...]:
 
 
 def placed(x: Array, plan: Plan, dim: int, along: tuple[str, ...]) -> Array:
-    """`x` with its sequence over these axes; what other axes cut of its other dims stays cut."""
+    """`x` with its sequence over these axes; its other dims stay cut as they are."""
     return moved(x, NamedSharding(mesh_here(plan), spec_of(x, plan, dim, along)))
 
 
 def mesh_here(plan: Plan) -> Mesh | AbstractMesh:
-    """The plan's mesh; inside a shard_map over some of its axes that mesh as seen there."""
+    """The plan's mesh; inside a shard_map over some of its axes, the mesh of the shard_map."""
     mesh, here = plan.ring_axis.mesh, jax.sharding.get_abstract_mesh()
     if not here.manual_axes:
         return mesh
@@ -157,7 +157,7 @@ def is_local(plan: Plan) -> bool:
 
 
 def check_context(plan: Plan) -> None:
-    """The mesh that jax.set_mesh holds, if it holds one, is the plan's."""
+    """Check that the mesh of jax.set_mesh, if there is one, is the plan's."""
     mesh, here = plan.ring_axis.mesh, jax.sharding.get_abstract_mesh()
     if not (here.empty or here.manual_axes or here.shape_tuple == mesh.shape_tuple):
         raise ValueError(
@@ -173,14 +173,14 @@ def data_axis(mesh: Mesh | AbstractMesh, rows: int) -> str | None:
 
 
 def spec_of(x: Array, plan: Plan, dim: int, along: tuple[str, ...]) -> P:
-    """The sequence over these axes, the other dims as they are cut; a batch that nothing cuts over the data axis.
+    """The sequence over these axes, the other dims as they are cut; a batch that is not cut goes over the data axis.
 
     A dim is open (P.UNCONSTRAINED) where nothing is known to cut it: the compiler decides about a traced array. The
     batch is open too where other automatic axes may cut it.
     """
     mesh = mesh_here(plan)
     own = cuts_of(x, mesh, along)
-    unnamed = P.UNCONSTRAINED if AxisType.Auto in mesh.axis_types else None  # explicit axes cut what types say only
+    unnamed = P.UNCONSTRAINED if AxisType.Auto in mesh.axis_types else None  # explicit axes cut only what types say
     parts: list[Any] = [cut or unnamed for cut in own]
     parts[dim] = along or None
     data = data_axis(mesh, x.shape[0])
@@ -199,7 +199,7 @@ def cuts_of(x: Array, mesh: Mesh | AbstractMesh, taken: tuple[str, ...]) -> list
 
 
 def moved(x: Array, there: NamedSharding) -> Array:
-    """`x` with this sharding: data at hand is moved, a traced value is constrained; open dims are the compiler's."""
+    """`x` with this sharding: a concrete array is moved, a traced one constrained; the compiler decides open dims."""
     mesh = there.mesh
     if isinstance(mesh, Mesh) and not isinstance(x, jax.core.Tracer):
         return jax.device_put(x, closed(there))
@@ -211,12 +211,12 @@ def moved(x: Array, there: NamedSharding) -> Array:
 
 
 def closed(there: NamedSharding) -> NamedSharding:
-    """The same sharding, whose open dims are not cut."""
+    """The same sharding with open dims not cut."""
     return NamedSharding(there.mesh, P(*(None if cut is P.UNCONSTRAINED else cut for cut in there.spec)))
 
 
 def resharded(x: Array, mesh: Mesh | AbstractMesh, spec: P) -> Array:
-    """A traced value that is cut so by the explicit axes of the mesh, if it has any."""
+    """A traced value, cut in this way by the explicit axes of the mesh, if there are any."""
     if AxisType.Explicit not in mesh.axis_types:
         return x
     return jax.reshard(x, NamedSharding(mesh, P(*(of_kind(AxisType.Explicit, mesh, cut) for cut in spec))))
@@ -239,7 +239,7 @@ def names_of(cut: Any) -> tuple[str, ...]:
 
 
 def over_mesh(work: Any, mesh: Mesh | AbstractMesh, given: Any, found: Any, check_vma: bool = True) -> Any:
-    """A program: `work` on every device, of arguments that are brought to the specs `given`; results lie as `found`.
+    """A program: `work` on every device; arguments are moved to the specs `given`, results have the specs `found`.
 
     Automatic axes that no spec names, except the data axis, stay the compiler's: what they cut stays cut.
     """
@@ -262,7 +262,7 @@ def over_mesh(work: Any, mesh: Mesh | AbstractMesh, given: Any, found: Any, chec
 
 @partial(jax.jit, static_argnums=(1, 2), inline=True)
 def padded(x: Array, pad: int, dim: int) -> Array:
-    """`x` and so many zeros along `dim`, of whatever dtype, also of random keys."""
+    """`x` with this many zeros appended along `dim`, in any dtype, also that of random keys."""
     nothing = jnp.zeros_like(x, shape=(*x.shape[:dim], pad, *x.shape[dim + 1 :]))
     return jnp.concatenate([x, nothing], dim)
 
@@ -278,7 +278,7 @@ def restored(x: Array, layout: Layout, dim: int) -> Array:
 
 
 def rearranged(x: Array, layout: Layout, dim: int, back: bool) -> Array:
-    """Contiguous stays as it is."""
+    """The permutation of a layout, or its inverse; contiguous is the identity."""
     return x if layout.ring == 1 or layout.name == "contiguous" else dealt(x, layout, dim, back)
 
 
@@ -309,9 +309,9 @@ class Placed(NamedTuple):
 
 
 def placed_alike(q: Array, k: Array, v: Array) -> Placed | None:
-    """Where q, k and v all lie, if that is on a mesh; None where they are on one device, or local inside shard_map."""
+    """The sharding of q, k and v, if they are on a mesh; None on one device, and for local arrays inside shard_map."""
     found = {name: placement(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
-    if any(at is not None and isinstance(at.mesh, AbstractMesh) for at in found.values()):  # beside traced ones, data
+    if any(at is not None and isinstance(at.mesh, AbstractMesh) for at in found.values()):  # some are traced
         found = {name: at and at._replace(mesh=at.mesh.abstract_mesh) for name, at in found.items()}
     if len(set(found.values())) > 1:
         cuts = "; ".join(f"{name}: {'one device' if at is None else at}" for name, at in found.items())
@@ -320,7 +320,7 @@ def placed_alike(q: Array, k: Array, v: Array) -> Placed | None:
 
 
 def placement(name: str, x: Array) -> Placed | None:
-    """Read from the type of `x` where that says it, and from data at hand; what only the compiler knows is refused."""
+    """The sharding of `x`, from its type or from a concrete array; one that only the compiler knows is refused."""
     traced = isinstance(x, jax.core.Tracer)
     there = jax.typeof(x).sharding if traced else x.sharding
     if not isinstance(there, NamedSharding):
@@ -345,7 +345,7 @@ def placement(name: str, x: Array) -> Placed | None:
 
 
 def located(q: Array, k: Array, v: Array, plan: Plan | None, linear: bool = False) -> tuple[Plan, Placed | None, bool]:
-    """The plan of a call; where its arrays lie, if nobody gave one; whether they are one device's part."""
+    """The plan of a call, the sharding of its arrays if no plan was given, and whether they are one device's part."""
     shapes = of_shapes(q, k, v, linear)
     if shapes:
         raise ValueError(shapes)
@@ -362,7 +362,7 @@ def located(q: Array, k: Array, v: Array, plan: Plan | None, linear: bool = Fals
 
 
 def cut_of_tokens(q: Array, k: Array, plan: Plan, lying: Placed | None) -> P:
-    """By which axes of the mesh q is cut, [B, T, H], and so k and v."""
+    """The axes of the mesh that cut q, [B, T, H], and also k and v."""
     mesh, tokens = mesh_here(plan), sequence_axes(plan)
     batch, heads = (lying.batch, lying.heads) if lying else other_axes(q, mesh)
     if twice := set(tokens) & {*batch, *heads}:
@@ -377,7 +377,7 @@ def cut_of_tokens(q: Array, k: Array, plan: Plan, lying: Placed | None) -> P:
 
 
 def other_axes(q: Array, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What cuts the batch and the heads: explicit axes as q's type says, an automatic one named data the batch."""
+    """The axes that cut the batch and the heads: explicit ones by q's type; an automatic data axis cuts the batch."""
     batch, _, heads, _ = jax.typeof(q).sharding.spec if AxisType.Explicit in mesh.axis_types else [None] * 4
     data = of_kind(AxisType.Auto, mesh, data_axis(mesh, q.shape[0]))
     return names_of(batch) or data, names_of(heads)
@@ -392,7 +392,7 @@ def single_device(seq_len: int, key_len: int, backend: str) -> Plan:
 
 @lru_cache(maxsize=256)
 def plan_where(placed: Placed, seq_len: int, key_len: int) -> Plan:
-    """The plan of tokens that lie in their own order: a contiguous ring over the axes that cut them."""
+    """The plan of tokens in their own order: a contiguous ring over the axes that cut them."""
     ring = MeshAxis(placed.tokens, placed.mesh)
     return Plan(
         seq_len,

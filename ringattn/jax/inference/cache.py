@@ -61,7 +61,7 @@ class KVCache(serving.KVCache):
     stripes: Stripes
     window: int | None
     most: int | None  # tokens of a row that need a slot at one time; None: all of them
-    cut: P  # by which axes of the mesh batch and heads are cut
+    cut: P  # the axes of the mesh that cut batch and heads
 
     @classmethod
     def made(
@@ -88,11 +88,11 @@ class KVCache(serving.KVCache):
 
     @property
     def known(self) -> np.ndarray | None:
-        """The lengths, where they are at hand; None while they are traced."""
+        """The lengths as numbers; None while they are traced."""
         return at_hand(self.lengths)
 
     def room(self) -> Array:
-        """How many more tokens every row can take: a number, traced where lengths are."""
+        """How many more tokens every row can take: a number, traced if lengths are."""
         return self.max_len - self.lengths.max()
 
     @property
@@ -102,7 +102,7 @@ class KVCache(serving.KVCache):
         return MeshAxis(sequence_axes(self.plan), ring.mesh) if isinstance(ring, MeshAxis) else Solo()
 
     def append(self, k: Array, v: Array) -> "KVCache":
-        """With the next tokens, k and v [B, n, G, D], which every device is given; each keeps its own.
+        """The cache with the next tokens, k and v [B, n, G, D], the same on every device; each keeps its share.
 
         Where lengths are traced, what does not fit is dropped.
         """
@@ -112,7 +112,7 @@ class KVCache(serving.KVCache):
         return over_devices(keep, self, (), (k, v))[0]
 
     def truncate(self, lengths: int | Sequence[int] | Array) -> "KVCache":
-        """Without the tokens from these lengths on (rejected ones, say); one number for all rows or one a row."""
+        """The cache without the tokens from these lengths on, one number for all rows or one per row."""
         new = counted(lengths, len(self.lengths))
         first = self.first
         if self.window is not None:  # the next token must still see its whole window
@@ -123,21 +123,21 @@ class KVCache(serving.KVCache):
         return replace(self, lengths=jnp.minimum(self.lengths, new.clip(0, self.max_len).astype(np.int32)))
 
     def fork(self, copies: int = 1, max_len: int | None = None) -> "KVCache":
-        """`copies` continuations of every row, which append their own, to memory of their own."""
+        """`copies` continuations of every row, each with its own copy of the memory."""
         max_len = self.max_len if max_len is None else max_len
         problem = of_fork(copies, max_len, self.known) or of_positions(max_len)
         if problem:
             raise ValueError(problem)
-        copies, max_len = operator.index(copies), operator.index(max_len)  # also of arrays of one
-        slots = slots_for(max_len, self.most, self.stripes)  # more than before only where nothing has come round
+        copies, max_len = operator.index(copies), operator.index(max_len)  # also from arrays with one number
+        slots = slots_for(max_len, self.most, self.stripes)  # more than before only if no slot was used twice
         return replace(over_devices(Fork(copies, slots), self, (), ())[0], max_len=max_len)
 
     def state_dict(self) -> dict[str, Any]:
-        """The cache's arrays, and how they are dealt out."""
+        """The cache's arrays, and how they are spread over devices."""
         return {**{name: getattr(self, name) for name in ARRAYS}, "place": self.place, "window": self.window}
 
     def load_state_dict(self, state: dict[str, Any]) -> "KVCache":
-        """A cache with a state that was saved from as many devices."""
+        """The cache with a state that was saved from the same number of devices."""
         problem = of_saved(state, *ARRAYS, "place", "window")
         if problem:
             raise ValueError(problem)
@@ -156,7 +156,7 @@ class KVCache(serving.KVCache):
         return self.stripes.ranks, self.stripes.block
 
     def moves(self, plan: Plan, heads: int) -> Moves:
-        """Which way a chunk under `plan` will meet this cache, as if it were full, and what that costs."""
+        """What will travel when a chunk under `plan` attends to this cache, as if it were full, and what that costs."""
         rows, D, V = *self.k.shape[1::2], self.v.shape[-1]
         B, G, H = self.of_a_device(heads)
         made_of = Heads(H, G, D, V, self.k.dtype.itemsize, B)
@@ -165,18 +165,18 @@ class KVCache(serving.KVCache):
         return prefill_moves(self.stripes.ranks, plan.local_len, cached, made_of, hardware, hides, beside=False)
 
     def explain(self, chunk: int, heads: int) -> str:
-        """What prefill of a chunk with so many query heads, and decode of one token, will send."""
+        """A report of what prefill of a chunk with `heads` query heads, and decode of one token, will send."""
         B, _, H = self.of_a_device(heads)
         nbytes = B * H * (self.v.shape[-1] + 1) * 4
         return explained(self, chunk, self.moves(self.plan.for_length(chunk), heads), nbytes, "gather")
 
     def of_a_device(self, heads: int) -> tuple[int, int, int]:
-        """Batch rows, key heads and query heads of one device, where there are so many query heads in all."""
+        """Batch rows, key heads and query heads of one device, if there are `heads` query heads in all."""
         rows, cut = (devices_along(self.plan, self.cut[dim]) for dim in (0, 2))
         return self.k.shape[0] // rows, self.k.shape[2] // cut, heads // cut
 
     def problem(self, k: Array, v: Array, n: int) -> str | None:
-        """Why n such tokens, of which k and v are some, cannot be appended."""
+        """Why n tokens like those in k and v cannot be appended."""
         for name, x, mine in (("k", k, self.k), ("v", v, self.v)):
             if wrong := of_kept(name, x, mine):
                 return wrong
@@ -196,19 +196,19 @@ ARRAYS = ("k", "v", "lengths", "first")
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, there: NamedSharding | None) -> Array:
-    """Zeros that lie there, also where they are traced: then `device=` says nothing."""
+    """Zeros with this sharding, also while traced, when `device=` has no effect."""
     found = jnp.zeros(shape, dtype, device=there)
     return found if there is None else moved(found, there)
 
 
 def at_hand(x: Any) -> np.ndarray | None:
-    """The numbers, unless they are traced, or shapes only, or lie on other hosts."""
+    """The numbers of a concrete array on this host; None for traced ones, shapes, and arrays on other hosts."""
     known = isinstance(x, Array) and not isinstance(x, jax.core.Tracer)
     return np.asarray(x) if known and (x.is_fully_addressable or x.is_fully_replicated) else None
 
 
 def counted(lengths: Any, rows: int) -> Any:
-    """A length for each row: an array that cannot be read here, or integers, never too large for a comparison."""
+    """A length for each row: an array that cannot be read here, or Python integers, which never overflow."""
     away = isinstance(lengths, Array) and at_hand(lengths) is None
     if away and jnp.issubdtype(lengths.dtype, jnp.integer) and lengths.shape in ((), (rows,)):
         return jnp.broadcast_to(lengths.astype(jnp.int32), rows)
@@ -219,7 +219,7 @@ def counted(lengths: Any, rows: int) -> Any:
 
 
 def usual_cut(plan: Plan, batch: int) -> P:
-    """As `Plan.shard` cuts."""
+    """The cut of `Plan.shard`."""
     sizes = plan.ring_axis.mesh.shape if isinstance(plan.ring_axis, MeshAxis) else {}
     return P("data" if "data" in sizes and batch % sizes["data"] == 0 else None, None, None)
 
@@ -264,11 +264,11 @@ def below(cache: KVCache, positions: Array, rank: Any) -> Array:
 
 
 def keep(cache: KVCache, k: Array, v: Array) -> tuple[KVCache, None]:
-    """On one device: append, of the next tokens k and v [B, n, G, D], those that lie here."""
+    """On one device: append, of the next tokens k and v [B, n, G, D], those that this device holds."""
     rank, n, slots = cache.line.rank, k.shape[1], cache.k.shape[1]
     at = cache.lengths[:, None] + jnp.arange(n, dtype=jnp.int32)
     here = (at // cache.stripes.block % cache.stripes.ranks == rank) & (at < cache.max_len)
-    target = jnp.where(here, below(cache, at, rank) % slots, slots)  # what lies behind the end is dropped
+    target = jnp.where(here, below(cache, at, rank) % slots, slots)  # tokens after the end are dropped
     rows = jnp.arange(len(at))[:, None]
     k, v = (mine.at[rows, target].set(new, mode="drop") for mine, new in ((cache.k, k), (cache.v, v)))
     lengths = jnp.minimum(cache.lengths + n, cache.max_len)
@@ -278,7 +278,7 @@ def keep(cache: KVCache, k: Array, v: Array) -> tuple[KVCache, None]:
 
 @dataclass(frozen=True)
 class Fork:
-    """One device's part of a fork: `copies` of every row, in memory of at least so many slots."""
+    """One device's part of a fork: `copies` of every row, in memory of at least `slots` slots."""
 
     copies: int
     slots: int
@@ -291,7 +291,7 @@ class Fork:
 
 
 def over_devices(work: Any, cache: KVCache, cut: tuple[Any, ...], whole: tuple[Any, ...]) -> tuple[KVCache, Any]:
-    """`work(cache, *cut, *whole)` on every device: of `cut`, [B, T, ...], it has its tokens, of `whole` everything.
+    """`work(cache, *cut, *whole)` on every device: each gets its tokens of `cut`, [B, T, ...], and all of `whole`.
 
     Gives the cache and what is found, which is cut as `cut` is, or the same on all devices if nothing is.
     """
@@ -319,7 +319,7 @@ def program(work: Any, mesh: Mesh, tokens: P, everyone: P) -> Any:
 
 
 def undifferentiated(call: Any) -> Any:
-    """The same function, of which a gradient is refused."""
+    """The same function, whose gradient is refused."""
 
     def refused(*_: Any) -> Any:
         raise NotImplementedError(

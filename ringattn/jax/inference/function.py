@@ -53,9 +53,9 @@ def prefill(
     """Append a chunk of the prompt to the cache and attend to everything so far: (out [B, T, H, V], the cache).
 
     q, k and v are global arrays in the order of `plan` (the cache's plan `for_length(chunk)`), as out is. `start` is
-    where the chunk begins, checked against the cache if given. `move` says what travels: "queries", "keys", or what
-    leaves less time exposed, as if the cache were full (`cache.explain` says which). `keys` cuts the other way too: at
-    most so many of a device's keys are attended to, or sent, at once; by default a few times its queries.
+    where the chunk begins, checked against the cache if given. `move` is what travels: "queries", "keys", or
+    "auto", which leaves less time exposed if the cache is full (`cache.explain` shows which). `keys` is the most keys
+    of a device that are attended to, or sent, at once; by default a few times its queries.
     """
     spec = AttentionSpec() if spec is None else spec
     held = plan.tokens.padded_length
@@ -110,7 +110,7 @@ def decode(
 
 
 def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Sequence[int] | None) -> str | None:
-    """Why this chunk cannot go on this cache, or None."""
+    """Why a chunk with this plan, spec and start does not fit the cache, or None."""
     if (plan.ring, plan.ulysses, plan.axes) != (cache.plan.ring, cache.plan.ulysses, cache.plan.axes):
         return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(start))
@@ -118,7 +118,7 @@ def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec, start: int | Seque
 
 
 def of_tokens(q: Array, k: Array, cache: KVCache, spec: AttentionSpec) -> str | None:
-    """Whether there is something to decode after, and every new token has all three."""
+    """Why new tokens cannot be decoded: the cache is empty, or q, k and v have different lengths."""
     if q.shape[1] != k.shape[1]:
         return f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
     return of_window(cache.window, spec) or of_filled(cache.known)
@@ -174,7 +174,7 @@ class Prefill:
 
 
 class Piece(NamedTuple):
-    """Keys and values of some slots, from `start` on; those before `low` have had their turn."""
+    """Keys and values of some slots, from `start` on; those before `low` were attended to already."""
 
     k: Array
     v: Array
@@ -183,7 +183,7 @@ class Piece(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Some queries of a chunk, and a cache that has the keys of all the chunk's tokens already."""
+    """Some queries of a chunk, and a cache that already has the keys of the whole chunk."""
 
     q: Array
     cache: KVCache
@@ -193,7 +193,7 @@ class Meeting(NamedTuple):
     at: Array  # the queries' places in the chunk
 
     def visible(self, at: Array) -> tuple[Array, Array]:
-        """The positions that the queries `at` see, begin and end [B, T], which never go back.
+        """The positions that the queries `at` see, begin and end [B, T], which never decrease.
 
         A token that did not fit sees nothing.
         """
@@ -205,7 +205,7 @@ class Meeting(NamedTuple):
         return jnp.where(position < last, begin, last), end
 
     def of(self, piece: Piece, source: Any, part: Partial) -> Partial:
-        """Attention over a piece of the device `source`, merged into `part`; nothing runs where nothing is seen.
+        """Attention over a piece of the device `source`, merged into `part`; nothing runs if no key is seen.
 
         What a chunk sees of a device is at most as many keys as there are slots. Counted from the start of the round
         in which its first key lies, they lie in that round and in the next: an interval of slots in either.
@@ -231,7 +231,7 @@ class Meeting(NamedTuple):
         return self.in_pieces(partial(self.of, source=self.cache.line.rank), keys)
 
     def travelling(self, keys: int) -> Partial:
-        """Attention over all devices' keys: piece after piece goes round, its hops behind the compute."""
+        """Attention over all devices' keys: piece after piece travels around the ring behind the compute."""
         line, rank = self.cache.line, self.cache.line.rank
 
         def round_trip(piece: Piece, part: Partial) -> Partial:
@@ -268,7 +268,7 @@ class Meeting(NamedTuple):
         cache, slots = self.cache, self.cache.k.shape[1]
         begin, end = self.visible(jnp.array([0, self.tokens - 1]))
         low, high = below(cache, begin, cache.stripes.ranks - 1).min(), below(cache, end, 0).max()
-        if cache.cut[0] is not None:  # a hop is one for all rows of the batch
+        if cache.cut[0] is not None:  # all rows of the batch share a hop
             low, high = lax.pmin(low, cache.cut[0]), lax.pmax(high, cache.cut[0])
         return jnp.where(high > slots, 0, low), jnp.minimum(high, slots)
 

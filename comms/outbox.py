@@ -1,7 +1,7 @@
 """Memory that all ranks of a host can read and write, and the protocol by which senders and receivers share its slots.
 
-Every rank has a window: slots for each other rank, shared slots for tensors with several readers, and two flags for
-each slot and other rank. Tensors go through the slots batch by batch, so a window stays small:
+Every rank has an outbox: slots for each other rank, shared slots for tensors with several readers, and two flags for
+each slot and other rank. Tensors go through the slots batch by batch, so an outbox stays small:
 
     sender      waits until the slot is free, copies a batch into it, and sets the receiver's flag: it is full
     receiver    waits until the slot is full, copies the batch out over the link, and sets the sender's flag: it is free
@@ -23,8 +23,8 @@ SHARED = 4  # slots for tensors with several readers
 HEAD = 4096  # bytes for the flags: up to 85 ranks
 
 
-class Window:
-    """The addresses of slots and flags, from the address of each rank's window as this rank sees it."""
+class Outbox:
+    """The addresses of slots and flags, from the address of each rank's outbox as this rank sees it."""
 
     def __init__(self, bases: Sequence[int], rank: int):
         self.bases, self.rank = bases, rank
@@ -67,9 +67,9 @@ class Put(NamedTuple):
 class Peers:
     """Both sides of the protocol, and how many batches this rank has sent to and received from each other rank."""
 
-    def __init__(self, lanes: Lanes, window: Window):
-        self.lanes, self.window, self.rank = lanes, window, window.rank
-        self.size = len(window.bases)
+    def __init__(self, lanes: Lanes, outbox: Outbox):
+        self.lanes, self.outbox, self.rank = lanes, outbox, outbox.rank
+        self.size = len(outbox.bases)
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
 
@@ -78,10 +78,10 @@ class Peers:
         puts = []
         for peer, sent in batches:
             for pieces in sent:
-                slot = SHARED + self.sent[peer] % self.window.own
+                slot = SHARED + self.sent[peer] % self.outbox.own
                 self.sent[peer] += 1
-                self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
-                puts.append(Put(self.window.slot(self.rank, peer, slot), pieces, (peer,), slot))
+                self.lanes.wait(OUT, self.outbox.free(self.rank, peer, slot))
+                puts.append(Put(self.outbox.slot(self.rank, peer, slot), pieces, (peer,), slot))
             expect(OUT, peer)
         self.put(puts)
 
@@ -96,11 +96,11 @@ class Peers:
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
             for slot, _ in slots:
-                self.lanes.wait(OUT, self.window.free(self.rank, peer, slot))
+                self.lanes.wait(OUT, self.outbox.free(self.rank, peer, slot))
                 if peer not in readers:
-                    self.lanes.set(OUT, self.window.free(self.rank, peer, slot))
+                    self.lanes.set(OUT, self.outbox.free(self.rank, peer, slot))
             expect(OUT, peer)
-        self.put([Put(self.window.slot(self.rank, self.rank, slot), pieces, readers, slot) for slot, pieces in slots])
+        self.put([Put(self.outbox.slot(self.rank, self.rank, slot), pieces, readers, slot) for slot, pieces in slots])
 
     def put(self, puts: Sequence[Put]) -> None:
         """All copies first, then all signals: a signal between two copies would take longer than a copy."""
@@ -111,10 +111,10 @@ class Peers:
                 to += rows * size
         for put in puts:
             for peer in put.readers:
-                self.lanes.set(OUT, self.window.full(peer, self.rank, put.slot))
+                self.lanes.set(OUT, self.outbox.full(peer, self.rank, put.slot))
 
     def receive(self, peer: int, pieces: Sequence[Piece], expect: Expect) -> None:
-        slot = SHARED + self.received[peer] % self.window.own
+        slot = SHARED + self.received[peer] % self.outbox.own
         self.received[peer] += 1
         self.take(peer, slot, pieces, expect)
 
@@ -123,10 +123,10 @@ class Peers:
         self.take(peer, piece % SHARED, pieces, expect)
 
     def take(self, peer: int, slot: int, pieces: Sequence[Piece], expect: Expect) -> None:
-        source = self.window.slot(peer, self.rank, slot)
-        self.lanes.wait(IN, self.window.full(self.rank, peer, slot))
+        source = self.outbox.slot(peer, self.rank, slot)
+        self.lanes.wait(IN, self.outbox.full(self.rank, peer, slot))
         for address, size, rows, pitch in pieces:
             self.lanes.copy(IN, address, source, size, rows, pitch, size)
             source += rows * size
-        self.lanes.set(IN, self.window.free(peer, self.rank, slot))
+        self.lanes.set(IN, self.outbox.free(peer, self.rank, slot))
         expect(IN, peer)
