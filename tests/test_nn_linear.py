@@ -1,4 +1,4 @@
-"""The gated linear attention layer: over ranks it is the layer on one device, and a stream gives what forward gives."""
+"""The layers of linear attention: over ranks it is the layer on one device, and a stream gives what forward gives."""
 
 from copy import deepcopy
 from itertools import pairwise
@@ -16,15 +16,25 @@ from ringattn.launch.processes import run as run_processes
 from ringattn.planning import Plan
 from ringattn.segments import order
 from ringattn.torch.linear.halo import causal_convolution
-from ringattn.torch.models.nn import GatedLinearAttention
+from ringattn.torch.models.nn import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
+from ringattn.torch.models.nn_linear import LinearLayer
 
 T, C = 45, 32
 PACKED = ((20, 0, 2, 23), (1, 2, 42))
 MESHES = [(1, 1, "contiguous"), (4, 1, "zigzag"), (4, 1, "contiguous"), (2, 2, "zigzag"), (2, 3, "zigzag")]
 
 
-def layer(**choices) -> GatedLinearAttention:
-    made = GatedLinearAttention(C, heads=4, **choices).double()
+LAYERS = [
+    (GatedLinearAttention, {}),
+    (GatedLinearAttention, {"gate": "head", "convolution": 4}),
+    (GatedLinearAttention, {"gate": None, "convolution": 1}),
+    (GatedDeltaNet, {"key_heads": 2}),
+    (KimiDeltaAttention, {"convolution": 3}),
+]
+
+
+def layer(kind: type[LinearLayer] = GatedLinearAttention, **choices) -> LinearLayer:
+    made = kind(C, heads=4, **choices).double()
     generator = torch.Generator().manual_seed(0)  # not the global one: ranks are threads
     for weight in made.parameters():
         nn.init.normal_(weight, std=0.3, generator=generator)
@@ -37,12 +47,12 @@ def data(length: int = T) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("lengths", [None, PACKED], ids=["one", "packed"])
-@pytest.mark.parametrize("choices", [{}, {"gate": "head", "convolution": 4}, {"gate": None, "convolution": 1}], ids=str)
+@pytest.mark.parametrize(("kind", "choices"), LAYERS, ids=str)
 @pytest.mark.parametrize(("ring", "ulysses", "place"), MESHES)
-def test_a_layer_over_ranks_is_the_layer_on_one_device(ring, ulysses, place, choices, lengths):
+def test_a_layer_over_ranks_is_the_layer_on_one_device(ring, ulysses, place, kind, choices, lengths):
     x, dout = data()
     docs = None if lengths is None else ra.Docs.from_lengths([list(row) for row in lengths])
-    alone, whole = layer(**choices), x.clone().requires_grad_()
+    alone, whole = layer(kind, **choices), x.clone().requires_grad_()
     untouched = deepcopy(alone)
     if lengths is None:
         expected = alone(whole)
@@ -67,6 +77,27 @@ def test_a_layer_over_ranks_is_the_layer_on_one_device(ring, ulysses, place, cho
         torch.testing.assert_close(dx, whole.grad, rtol=0, atol=1e-11)
     for name, weight in alone.named_parameters():
         torch.testing.assert_close(sum(s[name] for *_, s in results), weight.grad, rtol=0, atol=1e-10, msg=name)
+
+
+def test_a_gated_delta_net_is_that_of_qwen3_next():
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    G, H, K, V = 2, 4, 8, 6
+    config = modeling.Qwen3NextConfig(
+        hidden_size=C, linear_num_key_heads=G, linear_num_value_heads=H, linear_key_head_dim=K,
+        linear_value_head_dim=V, linear_conv_kernel_dim=4, num_hidden_layers=1, layer_types=["linear_attention"],
+    )  # fmt: skip
+    theirs, ours = modeling.Qwen3NextGatedDeltaNet(config, 0), GatedDeltaNet(C, H, G, K, V)
+    q, k, v, z = theirs.in_proj_qkvz.weight.view(G, -1, C).split([K, K, H // G * V, H // G * V], 1)
+    beta, decay = theirs.in_proj_ba.weight.view(G, -1, C).chunk(2, 1)
+    weights = {
+        "qkv.weight": torch.cat([x.flatten(0, 1) for x in (q, k, v)]), "swish.weight": z.flatten(0, 1),
+        "beta.weight": beta.flatten(0, 1), "decay.weight": decay.flatten(0, 1), "bias": theirs.dt_bias,
+        "log_rate": theirs.A_log, "mix": theirs.conv1d.weight[:, 0].flip(1), "norm.weight": theirs.norm.weight,
+        "out.weight": theirs.out_proj.weight,
+    }  # fmt: skip
+    ours.load_state_dict({n: x.detach() for n, x in weights.items()})
+    x = data(150)[0].float()
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
 
 
 def test_the_convolution_is_torchs_own():
@@ -95,15 +126,15 @@ def test_the_convolution_reaches_over_segments_shorter_than_itself(length):
         torch.testing.assert_close(dx, whole.grad)
 
 
-@pytest.mark.parametrize("convolution", [0, 4])
+@pytest.mark.parametrize(("kind", "choices"), LAYERS, ids=str)
 @pytest.mark.parametrize(("ring", "ulysses", "place"), MESHES[:4])
-def test_a_stream_gives_what_forward_gives(ring, ulysses, place, convolution):
+def test_a_stream_gives_what_forward_gives(ring, ulysses, place, kind, choices):
     """A prompt in chunks (one shorter than the convolution), then steps of one, three and ten tokens; and once more."""
     x, _ = data()
-    expected = layer(convolution=convolution)(x).detach()
+    expected = layer(kind, **choices)(x).detach()
 
     def one(mesh):
-        mine = layer(convolution=convolution)
+        mine = layer(kind, **choices)
         for _ in range(2):
             outs, at = [], 0
             for n in (17, 2, 12):
@@ -149,7 +180,7 @@ def test_an_impossible_layer_is_refused():
         GatedLinearAttention(C, 4, gate="row")
     for given, says in (
         ({"temperature": "x"}, "temperature='x' must be above 0"),
-        ({"convolution": 1.5}, "convolution=1.5 at least 0"),
+        ({"convolution": 1.5}, "convolution=1.5 must be a whole number, at least 0"),
         ({"gate_rank": 0}, "gate_rank=0: at least 1"),
         ({"heads": "4"}, "heads='4': at least 1"),
     ):

@@ -20,7 +20,9 @@ from ringattn.torch.dispatch import fake, op
 from ringattn.torch.handles import text_of
 from ringattn.torch.inference.cache import KVCache
 from ringattn.torch.inference.function import decode, prefill
+from ringattn.torch.models.nn_linear import GatedDeltaNet as GatedDeltaNet
 from ringattn.torch.models.nn_linear import GatedLinearAttention as GatedLinearAttention
+from ringattn.torch.models.nn_linear import KimiDeltaAttention as KimiDeltaAttention
 from ringattn.torch.models.nn_linear import check_input, check_stream, head_size
 
 

@@ -1,6 +1,6 @@
-"""Gated linear attention as a layer: over ranks in training, with a state of fixed size in generation.
+"""Linear attention as layers: over ranks in training, with a state of fixed size in generation.
 
-B batch   T this rank's tokens   C width   H heads   K key dim   V value dim
+B batch   T this rank's tokens   C width   H heads   G key heads   K key dim   V value dim
 """
 
 import torch
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ringattn import api
 from ringattn.check import of_arguments, of_packed, of_sizes
+from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear import Inputs
 from ringattn.kernels.recurrent import recurrent
 from ringattn.planning import Plan
@@ -65,52 +66,48 @@ def check_stream(x: Tensor, d_model: int, rows: int | None, plan: Plan | None = 
         raise ValueError(f"x has {len(x)} batch rows, the sequence so far {rows}; reset() first")
 
 
-class GatedLinearAttention(nn.Module):
-    """out(swish(w x) * norm(linear_attention(qkv(x), log decay))), of which this rank has its plan's tokens.
+def exact(x: Tensor) -> Tensor:
+    """x in float32, or in float64 if it has that."""
+    return x.to(accumulator(x))
 
-    The log decay is logsigmoid(up(down(x))) / temperature, one gate per key channel (gate="channel") or per head
-    ("head"), or none (None). With `convolution` = W > 0, q, k and v first pass a causal convolution over W tokens.
 
-    Only `forward` is differentiable. `prefill`, `step` and `reset` process a sequence step by step, as in
-    `StreamingAttention`, and keep the state, which is the same on every rank.
+class LinearLayer(nn.Module):
+    """What layers of linear attention share: projections, a convolution, the call over ranks, and streams.
+
+    A subclass defines `gates` and `finished`. Only `forward` is differentiable. `prefill`, `step` and `reset` process a
+    sequence step by step, as in `StreamingAttention`, and keep the state, which is the same on every rank.
     """
 
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-        gate: str | None = "channel",
-        gate_rank: int = 16,
-        temperature: float = 16.0,
-        convolution: int = 0,
-        kernel: str = "auto",
-    ):
+        self, d_model: int, heads: int, key_heads: int | None, key_dim: int | None, value_dim: int | None,
+        convolution: int, kernel: str,
+    ):  # fmt: skip
         super().__init__()
-        if gate not in ("channel", "head", None):
-            raise ValueError(f"gate={gate!r}: choose 'channel', 'head' or None")
-        if found := of_sizes(gate_rank=gate_rank):
-            raise ValueError(found)
-        wrong = temperature is None or of_factor("temperature", temperature)
-        if wrong or whole(convolution) is None or convolution < 0:
-            raise ValueError(f"temperature={temperature!r} must be above 0, convolution={convolution!r} at least 0")
-        self.d_model, self.heads, self.gate, self.temperature = d_model, heads, gate, temperature
-        self.convolution, self.kernel = convolution, kernel
+        if whole(convolution) is None or convolution < 0:
+            raise ValueError(f"convolution={convolution!r} must be a whole number, at least 0")
         self.value_dim = head_size(d_model, heads, value_dim)
         self.key_dim = head_size(d_model, heads, max(1, d_model // heads // 2) if key_dim is None else key_dim)
-        keys, values = heads * self.key_dim, heads * self.value_dim
+        self.key_heads = heads if key_heads is None else key_heads
+        if found := of_sizes(key_heads=self.key_heads):
+            raise ValueError(found)
+        if heads % self.key_heads:
+            raise ValueError(f"key_heads={self.key_heads} must divide heads={heads}")
+        self.d_model, self.heads, self.convolution, self.kernel = d_model, heads, convolution, kernel
+        keys, values = self.key_heads * self.key_dim, heads * self.value_dim
         self.qkv = nn.Linear(d_model, 2 * keys + values, bias=False)
-        if gate:
-            self.down = nn.Linear(d_model, gate_rank, bias=False)
-            self.up = nn.Linear(gate_rank, keys if gate == "channel" else heads)
         if convolution:
             self.mix = nn.Parameter(torch.randn(2 * keys + values, convolution) * convolution**-0.5)
-        self.swish = nn.Linear(d_model, values, bias=False)
-        self.norm = nn.GroupNorm(heads, values)  # a group is a head
         self.out = nn.Linear(values, d_model, bias=False)
         self.state: Tensor | None = None  # [B, H, K, V], float32
         self.tail: Tensor | None = None  # the last tokens, which the convolution will still need
+
+    def gates(self, x_BTC: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The log decay and beta in float32: sums of gates near zero lose precision in 16 bits."""
+        raise NotImplementedError
+
+    def finished(self, out_BTHV: Tensor, x_BTC: Tensor) -> Tensor:
+        """Each head normalised, gated, and all projected."""
+        raise NotImplementedError
 
     def forward(
         self, x_BTC: Tensor, plan: Plan | None = None, positions: Tensor | None = None, docs: Docs | None = None
@@ -120,7 +117,8 @@ class GatedLinearAttention(nn.Module):
         mixed = self.qkv(x_BTC)
         if self.convolution:
             mixed = F.silu(causal_convolution(mixed, self.mix, plan, docs))
-        out = api.linear_attention(*self.parted(mixed), self.log_decay(x_BTC), plan, docs=docs, kernel=self.kernel)
+        log_decay, beta = self.gates(x_BTC)
+        out = api.linear_attention(*self.parted(mixed), log_decay, plan, beta=beta, docs=docs, kernel=self.kernel)
         return self.finished(out, x_BTC)
 
     @torch.no_grad()
@@ -132,10 +130,11 @@ class GatedLinearAttention(nn.Module):
         if self.convolution:
             tail = last_tokens(mixed, plan, self.convolution - 1, self.tail)
             mixed = F.silu(causal_convolution(mixed, self.mix, plan, first=self.tail))
-        q, k, v = self.parted(mixed)
+        log_decay, beta = self.gates(x_BTC)
         out, state = api.linear_attention(
-            q, k, v, self.log_decay(x_BTC), plan, initial_state=self.state, return_state=True, kernel=self.kernel
-        )
+            *self.parted(mixed), log_decay, plan, beta=beta, initial_state=self.state, return_state=True,
+            kernel=self.kernel,
+        )  # fmt: skip
         self.state, self.tail = state, tail  # last, so that a refused chunk changes nothing
         return self.finished(out, x_BTC)
 
@@ -153,8 +152,8 @@ class GatedLinearAttention(nn.Module):
             rows = torch.cat([tail, mixed], 1)
             tail = rows[:, x_BTC.shape[1] :]
             mixed = F.silu(F.conv1d(rows.mT, self.mix.flip(1)[:, None], groups=rows.shape[2]).mT)
-        q, k, v = self.parted(mixed)
-        out, state = recurrent(Inputs(q, k, v, self.log_decay(x_BTC), None, None, self.key_dim**-0.5), self.state)
+        inputs = Inputs(*self.parted(mixed), *self.gates(x_BTC), None, self.key_dim**-0.5)
+        out, state = recurrent(inputs, self.state)
         self.state, self.tail = state, tail  # last, so that a failed step changes nothing
         return self.finished(out.to(x_BTC.dtype), x_BTC)
 
@@ -166,21 +165,140 @@ class GatedLinearAttention(nn.Module):
         check_stream(x, self.d_model, None if self.state is None else len(self.state), plan)
 
     def parted(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k [B, T, H, K] and v [B, T, H, V]."""
-        keys = self.heads * self.key_dim
-        q, k, v = (
-            x.unflatten(-1, (self.heads, -1)) for x in mixed.split([keys, keys, self.heads * self.value_dim], -1)
-        )
-        return q, k, v
+        """q, k [B, T, G, K] and v [B, T, H, V]."""
+        keys = self.key_heads * self.key_dim
+        q, k, v = mixed.split([keys, keys, self.heads * self.value_dim], -1)
+        q, k = (x.unflatten(-1, (self.key_heads, -1)) for x in (q, k))
+        return q, k, v.unflatten(-1, (self.heads, -1))
 
-    def log_decay(self, x_BTC: Tensor) -> Tensor | None:
-        """The log decay in float32: sums of gates near zero lose precision in 16 bits."""
+
+class GatedLinearAttention(LinearLayer):
+    """out(swish(w x) * norm(linear_attention(qkv(x), log decay))), of which this rank has its plan's tokens.
+
+    The log decay is logsigmoid(up(down(x))) / temperature, one gate per key channel (gate="channel") or per head
+    ("head"), or none (None). With `convolution` = W > 0, q, k and v first pass a causal convolution over W tokens.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        gate: str | None = "channel",
+        gate_rank: int = 16,
+        temperature: float = 16.0,
+        convolution: int = 0,
+        kernel: str = "auto",
+    ):
+        if gate not in ("channel", "head", None):
+            raise ValueError(f"gate={gate!r}: choose 'channel', 'head' or None")
+        if found := of_sizes(gate_rank=gate_rank):
+            raise ValueError(found)
+        if temperature is None or of_factor("temperature", temperature):
+            raise ValueError(f"temperature={temperature!r} must be above 0")
+        super().__init__(d_model, heads, None, key_dim, value_dim, convolution, kernel)
+        self.gate, self.temperature = gate, temperature
+        values = heads * self.value_dim
+        if gate:
+            self.down = nn.Linear(d_model, gate_rank, bias=False)
+            self.up = nn.Linear(gate_rank, heads * self.key_dim if gate == "channel" else heads)
+        self.swish = nn.Linear(d_model, values, bias=False)
+        self.norm = nn.GroupNorm(heads, values)  # a group is a head
+
+    def gates(self, x_BTC: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The log decay, and no beta."""
         if self.gate is None:
-            return None
-        g = F.logsigmoid(self.up(self.down(x_BTC)).float()) / self.temperature
-        return g.unflatten(-1, (self.heads, -1)) if self.gate == "channel" else g
+            return None, None
+        g = F.logsigmoid(exact(self.up(self.down(x_BTC)))) / self.temperature
+        return g.unflatten(-1, (self.heads, -1)) if self.gate == "channel" else g, None
 
     def finished(self, out_BTHV: Tensor, x_BTC: Tensor) -> Tensor:
         """Each head normalised, gated, and all projected."""
         rows = out_BTHV.flatten(0, 1).flatten(1)
         return self.out(F.silu(self.swish(x_BTC)) * self.norm(rows).view(*out_BTHV.shape[:2], -1))
+
+
+class DeltaLayer(LinearLayer):
+    """What layers of the delta rule share: q and k of length 1 after the convolution, and beta = sigmoid(b x).
+
+    The log decay is -exp(log_rate) * softplus(decay(x) + bias). A subclass makes `decay`, `bias` and the gate of the
+    output.
+    """
+
+    decay: nn.Module
+    bias: nn.Parameter
+
+    def __init__(
+        self, d_model: int, heads: int, key_heads: int | None, key_dim: int | None, value_dim: int | None,
+        convolution: int, kernel: str,
+    ):  # fmt: skip
+        super().__init__(d_model, heads, key_heads, key_dim, value_dim, convolution, kernel)
+        self.beta = nn.Linear(d_model, heads, bias=False)
+        self.log_rate = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
+        self.norm = nn.RMSNorm(self.value_dim, eps=1e-6)
+
+    def gates(self, x_BTC: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The log decay, of a head or of each key channel, and beta."""
+        g = -F.softplus(exact(self.decay(x_BTC)) + exact(self.bias)).unflatten(-1, (self.heads, -1))
+        g = g * exact(self.log_rate).exp()[:, None]
+        return g[..., 0] if self.bias.numel() == self.heads else g, exact(self.beta(x_BTC)).sigmoid()
+
+    def parted(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k [B, T, G, K] of length 1 and v [B, T, H, V]."""
+        q, k, v = super().parted(mixed)
+        q, k = (x * torch.rsqrt(exact(x).square().sum(-1, keepdim=True) + 1e-6).to(x.dtype) for x in (q, k))
+        return q, k, v
+
+
+class GatedDeltaNet(DeltaLayer):
+    """out(norm(linear_attention(q, k, v, log decay, beta)) * swish(w x)): the delta rule with a gate a head.
+
+    As in Qwen3-Next, with `key_heads` heads of q and k. This rank has its plan's tokens.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        key_heads: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        convolution: int = 4,
+        kernel: str = "auto",
+    ):
+        super().__init__(d_model, heads, key_heads, key_dim, value_dim, convolution, kernel)
+        self.decay = nn.Linear(d_model, heads, bias=False)
+        self.bias = nn.Parameter(torch.ones(heads))
+        self.swish = nn.Linear(d_model, heads * self.value_dim, bias=False)
+
+    def finished(self, out_BTHV: Tensor, x_BTC: Tensor) -> Tensor:
+        """Each head normalised, gated, and all projected."""
+        return self.out(self.norm(out_BTHV).flatten(2) * F.silu(self.swish(x_BTC)))
+
+
+class KimiDeltaAttention(DeltaLayer):
+    """out(norm(linear_attention(q, k, v, log decay, beta)) * sigmoid(up(down(x)))): with a gate a key channel.
+
+    The delta rule as in Kimi Linear; the projections of both gates have the rank of a value head. This rank
+    has its plan's tokens.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        convolution: int = 4,
+        kernel: str = "auto",
+    ):
+        super().__init__(d_model, heads, None, key_dim, value_dim, convolution, kernel)
+        keys, values, rank = heads * self.key_dim, heads * self.value_dim, self.value_dim
+        self.decay = nn.Sequential(nn.Linear(d_model, rank, bias=False), nn.Linear(rank, keys, bias=False))
+        self.bias = nn.Parameter(torch.zeros(keys))
+        self.down, self.up = nn.Linear(d_model, rank, bias=False), nn.Linear(rank, values)
+
+    def finished(self, out_BTHV: Tensor, x_BTC: Tensor) -> Tensor:
+        """Each head normalised, gated, and all projected."""
+        return self.out(self.norm(out_BTHV).flatten(2) * self.up(self.down(x_BTC)).sigmoid())
