@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 WORKERS := -n 3 --dist worksteal  # tests that start ranks wait a good part of their time
 
-.PHONY: help install test test-slow test-ray test-gpu test-hosts test-mutants train bench lint types
+.PHONY: help install test test-slow test-with test-ray test-gpu test-hosts test-mutants train bench lint types
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -24,6 +24,12 @@ test: $(READY)  ## run the tests: no GPU needed, about eight minutes on two core
 
 test-slow: $(READY)  ## run what takes long, ten minutes more: restarts, kernels compiled for every GPU
 	$(RUN)/python -m pytest $(WORKERS) -m 'slow and not gpu and not ray' --durations=15 $(ARGS)
+
+test-with:  ## run the tests with another library (WHAT=trl), in a virtual environment of its own
+	@test "$(WHAT)" = trl || { echo "WHAT=$(WHAT): say WHAT=trl"; exit 2; }
+	test -x .venv-$(WHAT)/bin/pytest || { $(PYTHON) -m venv .venv-$(WHAT) && .venv-$(WHAT)/bin/python -m pip install \
+	  --quiet --constraint constraints.txt --config-settings editable_mode=compat --editable '.[$(WHAT)]' pytest; }
+	PYTHONPATH=. OMP_NUM_THREADS=1 .venv-$(WHAT)/bin/python -m pytest tests/test_$(WHAT).py --durations=5 $(ARGS)
 
 test-ray: $(READY)  ## run all that needs a Ray cluster, emulated here: minutes
 	$(RUN)/python -m pytest tests/test_ray.py --durations=5 $(ARGS)

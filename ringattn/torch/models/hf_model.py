@@ -20,9 +20,10 @@ from torch.nn import functional as F
 
 from ringattn.planning import Plan
 from ringattn.torch.agree import agree, watched
-from ringattn.torch.models import hf_generate
+from ringattn.torch.models import hf_generate, hf_trl
 from ringattn.torch.models.hf_attention import NAME, Call, hide_last, register, show_last, stretched
 from ringattn.torch.models.hf_kept import Kept, kept
+from ringattn.torch.models.hf_packed import IGNORED as IGNORED
 from ringattn.torch.models.hf_packed import documents
 from ringattn.torch.models.hf_refusals import LOSSES, accepted, refuse, refuse_other_attention
 from ringattn.torch.models.loss import mean_over_ranks
@@ -30,7 +31,6 @@ from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.torch.same_data import compare_data
 
 OTHERS = 64  # lengths beside the plan's own whose plans are kept
-IGNORED = -100  # a label that does not count
 
 
 def prepare(
@@ -72,8 +72,8 @@ def prepare(
 
 
 SET = (  # by prepare
-    "ringattn", "ringattn_before", "local_forward", "forward", "generate", "_prepare_cache_for_generation",
-    "accepts_loss_kwargs",
+    "ringattn", "ringattn_before", "ringattn_fused", "local_forward", "forward", "generate", "accepts_loss_kwargs",
+    "_prepare_cache_for_generation",
 )  # fmt: skip
 
 
@@ -198,7 +198,11 @@ def forward(
             raise ValueError("labels with past_key_values: a cache has no gradients; leave one of them out")
         x = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
         return hf_generate.with_cache(self, cache, x, attention_mask, position_ids, logits_to_keep, kwargs)
+    head = kwargs.pop("fused_lm_head", False)
     plan, given = cut(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)
+    if head:
+        whole = targets_of(labels, shift_labels, None)  # TRL's labels ignore padding
+        return hf_trl.log_probs(self, plan, given, whole, shift_labels is not None, num_items_in_batch)
     kept = few(self, logits_to_keep, plan, following, given)
     output = self.local_forward(**given)
     if any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
@@ -216,6 +220,13 @@ def targets_of(labels: Tensor | None, shift_labels: Tensor | None, attention_mas
             return None
         shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     return shift_labels if attention_mask is None else shift_labels.masked_fill(~attention_mask.bool(), IGNORED)
+
+
+def keep_outermost(model: Any) -> None:
+    """Have a prepared model cut sequences first again, if TRL has put its own forward around that."""
+    if hasattr(model, "ringattn") and hf_trl.is_head(model.forward):
+        model.ringattn_fused = model.forward
+        model.forward = MethodType(forward, model)
 
 
 @torch.compiler.disable

@@ -11,6 +11,7 @@ from torch import Tensor
 from ringattn.spec import Docs
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # beside position_ids, from DataCollatorWithFlattening
+IGNORED = -100  # a label that does not count
 UNUSED = ("max_length_q", "max_length_k")  # what the others say already
 
 

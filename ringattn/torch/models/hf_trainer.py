@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from ringattn.torch.models import hf_accelerate, hf_model
+from ringattn.planning import Plan
+from ringattn.torch.models import hf_accelerate, hf_model, hf_trl
 
 
 class OverRanks:
@@ -23,12 +24,33 @@ class OverRanks:
     model: Any
     accelerator: Any
     gather_function: Any
+    model_accepts_loss_kwargs: bool
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.packing: dict[str, Any] = {}  # arguments of TRL that its constructor refuses, to be put back after it
+        super().__init__(*args, **kwargs)
+        vars(self.args).update(self.packing)
+        hf_model.keep_outermost(hf_model.inner(self.model))
+        reference = getattr(self, "ref_model", None)
+        if reference is not None:
+            self.prepare(reference)
+        self.refuse()
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if self.by_accelerate:
             hf_accelerate.over_ranks(self.accelerator)
-            hf_accelerate.prepare_for(self.accelerator, self.model, None)
+            names = "packing", "eval_packing"  # refused with torch's context parallelism, which drops the mask
+            self.packing = {name: vars(self.args)[name] for name in names if name in vars(self.args)}
+            vars(self.args).update(dict.fromkeys(self.packing, False))
+
+    def refuse(self) -> None:
+        """A ValueError about arguments with which examples or losses would be wrong."""
+        if hasattr(self.args, "num_generations"):
+            raise ValueError(
+                "this trainer deals out answers that it generates itself, which is not supported over ranks; generate() "
+                "and the log-probabilities of a prepared model are (docs/hugging-face.md)"
+            )
 
     @property
     def by_accelerate(self) -> bool:
@@ -37,7 +59,33 @@ class OverRanks:
 
     @property
     def spread(self) -> Any:
-        return self.model.ringattn
+        """Where the model's sequences lie; it is prepared now if accelerate has not done so."""
+        model = hf_model.inner(self.model)
+        if not hasattr(model, "ringattn"):
+            self.prepare(model)
+        return model.ringattn
+
+    def prepare(self, model: Any) -> None:
+        """Prepare the model as accelerate's mesh says, or a reference as the trained one is."""
+        if self.by_accelerate:
+            hf_accelerate.prepare_for(self.accelerator, model, None)
+        elif not hasattr(self.model, "ringattn"):
+            raise ValueError(
+                "the model is not prepared: give the trainer hf.prepare(model, plan), or "
+                "parallelism_config=ParallelismConfig(cp_size=N)"
+            )
+        elif not hasattr(hf_model.inner(model), "ringattn"):
+            hf_model.prepare(model, self.plan, over=self.spread.over)
+
+    @property
+    def plan(self) -> Plan:
+        return next(iter(self.spread.plans.values()))
+
+    @property
+    def by_trl(self) -> bool:
+        """Whether TRL computes the losses, from log-probabilities of whole sequences, which each rank has."""
+        bare = hf_model.inner(self.model)
+        return any(hf_trl.is_head(vars(bare).get(name)) for name in ("forward", "local_forward", "ringattn_fused"))
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
         """Whole sequences: the prepared model cuts them."""
@@ -49,12 +97,18 @@ class OverRanks:
         for name in ("label_smoother", "compute_loss_func"):
             if getattr(self, name, None) is not None:
                 raise ValueError(f"this trainer has a {name}, which needs all logits on one rank; leave it out")
-        output = model(**inputs, num_items_in_batch=num_items_in_batch)
+        if self.by_trl:
+            given = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+            return super().compute_loss(model, inputs, **given)  # type: ignore[misc]
+        items = num_items_in_batch if self.model_accepts_loss_kwargs else None
+        output = model(**inputs, num_items_in_batch=items)
         loss = output.loss if self.spread.averaged else hf_model.scaled(output.loss, self.args.world_size)
         return (loss, output) if return_outputs else loss
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Tensor | None:
         """How many labels count, of all batches that are accumulated and of all data ranks."""
+        if not all(hasattr(batch, "get") for batch in batch_samples):
+            return None  # prompts, of which TRL makes batches later
         names = "labels", "shift_labels", "attention_mask"
         targets = [hf_model.targets_of(*(batch.get(name) for name in names)) for batch in batch_samples]
         counts = [(one != hf_model.IGNORED).sum() for one in targets if one is not None]
@@ -63,12 +117,14 @@ class OverRanks:
         count = torch.stack(counts).sum(0, keepdim=True).to(device)
         for axis in self.spread.over:
             count = axis.all_gather(count).wait().sum(0, keepdim=True)
-        return count[0]
+        return count[0] * self.plan.ring * self.plan.ulysses if self.by_trl else count[0]
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Any]:
         """The loss, and for metrics the logits of the whole sequences and their labels."""
+        if self.by_trl:
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         with torch.no_grad():
             loss, output = self.compute_loss(model, inputs, return_outputs=True)
@@ -84,7 +140,7 @@ class OverRanks:
 
     def of_data_ranks(self, x: Tensor, real: int | None) -> Tensor:
         """The rows of all data ranks in the order of the dataset, without those that only fill up the last batch."""
-        plan = next(iter(self.spread.plans.values()))
+        plan = self.plan
         first = torch.tensor([plan.ring_axis.rank == 0 and plan.ulysses_axis.rank == 0], device=x.device).int()
         rows = self.accelerator.gather(x).unflatten(0, (self.args.world_size, -1))
         rows = rows[self.accelerator.gather(first).bool()]
