@@ -48,7 +48,7 @@ class OverRanks:
         """A ValueError about arguments with which examples or losses would be wrong."""
         if hasattr(self.args, "num_generations"):
             raise ValueError(
-                "this trainer deals out answers that it generates itself, which is not supported over ranks; generate() "
+                "this trainer deals out answers that it generates itself, which is not supported over ranks; generate "
                 "and the log-probabilities of a prepared model are (docs/hugging-face.md)"
             )
 
