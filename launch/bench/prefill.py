@@ -9,6 +9,7 @@ ways have: what grows with the prompt in two of them and with the chunk in the t
 this one's.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +17,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ringattn.launch.bench import draws, given, on_ranks, reported, slowest, table
+from ringattn.launch.bench import draws, finish, given, meet, on_ranks, reported, slowest, table
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.bench.memory import held
 from ringattn.launch.words import option
@@ -85,16 +85,21 @@ def timed(
     call: Callable[..., str], prompt: Prompt, plan: Any, tokens: int, options: Options
 ) -> tuple[float, float, str]:
     """The median in milliseconds, the peak in MiB, and what travelled."""
+    import ringattn as ra
+
     times = []
     for _ in range(1 + options.repeats):  # the first one warms up
-        cache = new_cache(options, plan, tokens, prompt[0][0].dtype)
-        dist.barrier()
-        start = now(options.device)
-        memory = held(options.device)
+        cache = ra.KVCache.allocate(
+            plan, batch=1, max_len=tokens, kv_heads=options.kv_heads, head_dim=options.head_dim,
+            dtype=prompt[0][0].dtype,
+        )  # fmt: skip
+        meet()
+        memory, start = held(options.device), time.perf_counter()
         moved = call(prompt, plan, cache)
-        times.append(now(options.device) - start)
+        finish()
+        times.append(time.perf_counter() - start)
         peak = memory.grown()
-    return sorted(times[1:])[len(times[1:]) // 2] * 1e3, peak / 2**20, moved
+    return statistics.median(times[1:]) * 1e3, peak / 2**20, moved
 
 
 @torch.no_grad()
@@ -115,17 +120,3 @@ def in_chunks(prompt: Prompt, plan: Any, cache: Any, move: str = "auto") -> str:
         moved.append(cache.moves(plan, q.shape[2]).way if move == "auto" else move)
         ra.prefill(q, k, v, plan, cache, move=moved[-1])
     return "-".join(dict.fromkeys((moved[0], moved[-1])))
-
-
-def new_cache(options: Options, plan: Any, tokens: int, dtype: torch.dtype) -> Any:
-    import ringattn as ra
-
-    return ra.KVCache.allocate(
-        plan, batch=1, max_len=tokens, kv_heads=options.kv_heads, head_dim=options.head_dim, dtype=dtype
-    )
-
-
-def now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
