@@ -113,7 +113,7 @@ def train(config: Train) -> int:
     mesh = ringattn.jax.init_mesh(ring=s.ring, ulysses=s.ulysses, devices=devices)
     plan = ra.plan(mesh, seq_len=config.seq_len, heads=(m.heads, m.kv_heads), head_dim=head_dim(m), strategy=s.keys,
                    layout=s.layout, dtype="float32")  # fmt: skip
-    windows = data.windows(data.open_corpus(config.data, m.vocab), config.data, config.seq_len, config.seed)
+    samples = data.samples(data.open_corpus(config.data, m.vocab), config.data, config.seq_len, config.seed)
     start = build(m, config.seed, torch.device("cpu")).state_dict()
     w = {n: jnp.asarray(x.numpy()) for n, x in start.items()}
     zeros = {n: jnp.zeros_like(x) for n, x in w.items()}
@@ -124,7 +124,7 @@ def train(config: Train) -> int:
     angles = jnp.asarray(np.cos(turns)[:, None], jnp.float32), jnp.asarray(np.sin(turns)[:, None], jnp.float32)
     constant = Fixed(config)
     for step in range(config.steps):
-        batch = np.stack([windows.train(step * config.batch + i).tokens for i in range(config.batch)]).astype(np.int32)
+        batch = np.stack([samples.train(step * config.batch + i).tokens for i in range(config.batch)]).astype(np.int32)
         w, moments, loss = train_step(
             w, moments, jnp.asarray(batch), angles, jnp.float32(learning_rate(config, step)), jnp.float32(step + 1),
             constant, plan,

@@ -222,8 +222,8 @@ def test_a_step_counts_its_documents(tmp_path):
         (tmp_path / f"{i}").write_bytes(bytes(size))
     whole = Train(model=TINY.model, data=Data(path=str(tmp_path), held_out=0), seq_len=48, batch=2)
     for documents, expected in (("", [[48], [48]]), ("files", [[40, 8], [25, 23]])):
-        cut = data.windows(data.open_corpus(whole.data, 256), Data(held_out=0, documents=documents), 48, 0)
-        job = SimpleNamespace(config=whole, windows=cut, a_step=2)
+        cut = data.samples(data.open_corpus(whole.data, 256), Data(held_out=0, documents=documents), 48, 0)
+        job = SimpleNamespace(config=whole, samples=cut, a_step=2)
         assert step_flops(job, 3) == pytest.approx(sum(model.train_flops(TINY.model, x) for x in expected))
 
 

@@ -17,7 +17,7 @@ def test_data_is_read_across_files_and_in_an_order_of_its_own(tmp_path):
     for start in range(10):
         for count in range(1, 11 - start):
             assert bytes(corpus.read(start, count).astype(np.uint8)) == b"abcdefghij"[start : start + count]
-    cut = data.windows(corpus, Data(held_out=1), seq_len=2, seed=0)
+    cut = data.samples(corpus, Data(held_out=1), seq_len=2, seed=0)
     assert (cut.total, len(cut)) == (4, 3)
     epoch = [tuple(cut.train(i).tokens) for i in range(3)]
     assert len(set(epoch)) == 3 and tuple(cut.evaluation(0).tokens) not in epoch
@@ -26,7 +26,7 @@ def test_data_is_read_across_files_and_in_an_order_of_its_own(tmp_path):
 
 def test_an_epochs_order_is_drawn_once(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes(bytes(101))
-    cut = data.windows(data.open_corpus(Data(path=str(tmp_path)), 256), Data(held_out=20), seq_len=1, seed=5)
+    cut = data.samples(data.open_corpus(Data(path=str(tmp_path)), 256), Data(held_out=20), seq_len=1, seed=5)
     draw, drawn = np.random.default_rng, []
     monkeypatch.setattr(np.random, "default_rng", lambda seed: drawn.append(seed) or draw(seed))
     data.shuffled.cache_clear()
@@ -41,14 +41,14 @@ def test_documents_are_files_or_what_a_token_ends(tmp_path):
         (tmp_path / f"{i}.txt").write_bytes(text)
     corpus = data.open_corpus(Data(path=str(tmp_path), suffix=".txt"), 256)
 
-    def window(documents: str, index: int) -> data.Window:
-        return data.windows(corpus, Data(held_out=0, documents=documents), seq_len=4, seed=0).window(index)
+    def sample(documents: str, index: int) -> data.Sample:
+        return data.samples(corpus, Data(held_out=0, documents=documents), seq_len=4, seed=0).sample(index)
 
-    assert bytes(window("files", 0).tokens.astype(np.uint8)) == b"abcde"
-    assert window("files", 0).cuts.tolist() == [3] and window("files", 1).cuts.tolist() == [3]
-    assert window("files", 0).lengths(4) == [3, 1] and window("files", 1).lengths(4) == [3, 1]
-    assert window("files", 1).predicted(4).tolist() == [True, True, False, True]
-    assert window(str(ord("_")), 1).cuts.tolist() == [2] and window("", 1).lengths(4) == [4]
+    assert bytes(sample("files", 0).tokens.astype(np.uint8)) == b"abcde"
+    assert sample("files", 0).cuts.tolist() == [3] and sample("files", 1).cuts.tolist() == [3]
+    assert sample("files", 0).lengths(4) == [3, 1] and sample("files", 1).lengths(4) == [3, 1]
+    assert sample("files", 1).predicted(4).tolist() == [True, True, False, True]
+    assert sample(str(ord("_")), 1).cuts.tolist() == [2] and sample("", 1).lengths(4) == [4]
 
 
 def test_a_file_of_tokens(tmp_path):

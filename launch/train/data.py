@@ -58,7 +58,7 @@ class Corpus:
         return np.array(self.ends[first:last], np.int64) - start
 
 
-class Window(NamedTuple):
+class Sample(NamedTuple):
     """A sequence and the token after it, [seq_len + 1]; and where documents other than the first one begin in it."""
 
     tokens: np.ndarray
@@ -76,7 +76,7 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Windows:
+class Samples:
     """Sequences of `seq_len` tokens and the one after each, in an order drawn from the seed, epoch after epoch."""
 
     corpus: Corpus
@@ -98,24 +98,24 @@ class Windows:
         """Sequences that are never trained on: at most half of them."""
         return min(self.held_out, self.total // 2)
 
-    def train(self, number: int) -> Window:
+    def train(self, number: int) -> Sample:
         """The `number`-th training sequence of the run."""
         epoch, i = divmod(number, len(self))
-        return self.window(self.split()[self.order(epoch)[i]])
+        return self.sample(self.split()[self.order(epoch)[i]])
 
-    def evaluation(self, number: int) -> Window:
-        return self.window(self.split()[len(self) + number])
+    def evaluation(self, number: int) -> Sample:
+        return self.sample(self.split()[len(self) + number])
 
-    def window(self, index: int) -> Window:
+    def sample(self, index: int) -> Sample:
         start, count = int(index) * self.seq_len, self.seq_len + 1
         tokens = self.corpus.read(start, count)
         if self.documents == "files":
-            return Window(tokens, self.corpus.ends_within(start, count))
+            return Sample(tokens, self.corpus.ends_within(start, count))
         ends = np.flatnonzero(tokens[:-1] == int(self.documents)) + 1 if self.documents else np.empty(0, np.int64)
-        return Window(tokens, ends)
+        return Sample(tokens, ends)
 
     def split(self) -> np.ndarray:
-        """All windows, shuffled once: the last `kept` are held out."""
+        """All samples, shuffled once: the last `kept` are held out."""
         return shuffled(self.total, self.seed, 0)
 
     def order(self, epoch: int) -> np.ndarray:
@@ -179,9 +179,9 @@ def find(folder: Path, suffix: str, skip: tuple[str, ...] = ()) -> list[Path]:
     return sorted(f for f in found if f.is_file() and f.stat().st_size)
 
 
-def windows(corpus: Corpus, data: Data, seq_len: int, seed: int) -> Windows:
+def samples(corpus: Corpus, data: Data, seq_len: int, seed: int) -> Samples:
     """The corpus cut into sequences; a ValueError if it is too short for one."""
-    cut = Windows(corpus, seq_len, seed, data.held_out, data.documents)
+    cut = Samples(corpus, seq_len, seed, data.held_out, data.documents)
     if cut.total < 1:
         shorter = f"seq_len={len(corpus) - 1} or less, or " * (len(corpus) > 1)
         raise ValueError(

@@ -48,7 +48,7 @@ class Job:
     device: torch.device
     plan: Plan
     axis: Any  # the data axis
-    windows: data.Windows
+    samples: data.Samples
     decoder: model.Decoder
     optimizer: torch.optim.Optimizer
     started_at: float
@@ -87,7 +87,7 @@ def work(
     if config.snapshot and device.type == "cuda" and rank0:
         with metrics.writing(job.folder / "memory.pickle"):
             torch.cuda.memory._dump_snapshot(str(job.folder / "memory.pickle"))
-    return {"stopped": stopped, "step": job.step, "entropy": data.unigram_entropy(job.windows.corpus), **job.seconds}
+    return {"stopped": stopped, "step": job.step, "entropy": data.unigram_entropy(job.samples.corpus), **job.seconds}
 
 
 def train(job: Job, stop: "Stop") -> bool:
@@ -131,7 +131,7 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
     s, m = config.strategy, config.model
     corpus = data.open_corpus(config.data, m.vocab)
     check_tokens(corpus, m.vocab)
-    windows = data.windows(corpus, config.data, config.seq_len, config.seed)
+    samples = data.samples(corpus, config.data, config.seq_len, config.seed)
     mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses or 1, device_type=device.type)
     everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
     limit = timedelta(seconds=config.cluster.timeout)
@@ -162,7 +162,7 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=device.type == "cuda")
     if config.snapshot and device.type == "cuda":
         torch.cuda.memory._record_memory_history()
-    return Job(config, folder, device, plan, meshes.axis(mesh, "data"), windows, decoder, optimizer, started_at)
+    return Job(config, folder, device, plan, meshes.axis(mesh, "data"), samples, decoder, optimizer, started_at)
 
 
 def check_tokens(corpus: data.Corpus, vocab: int) -> None:
@@ -239,10 +239,10 @@ def train_step(job: Job) -> tuple[float, float]:
 def step_flops(job: Job, step: int) -> float:
     """Flops of all ranks in a step, from its documents, which every rank can read."""
     m, seq_len = job.config.model, job.config.seq_len
-    if not job.windows.documents:
+    if not job.samples.documents:
         return job.a_step * model.train_flops(m, [seq_len])
     sequences = range(step * job.a_step, (step + 1) * job.a_step)
-    return sum(model.train_flops(m, job.windows.train(i).lengths(seq_len)) for i in sequences)
+    return sum(model.train_flops(m, job.samples.train(i).lengths(seq_len)) for i in sequences)
 
 
 def learning_rate(config: Train, step: int) -> float:
@@ -254,14 +254,14 @@ def learning_rate(config: Train, step: int) -> float:
     return o.lr * (o.final + (1 - o.final) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def train_batch(job: Job, micro: int) -> list[data.Window]:
+def train_batch(job: Job, micro: int) -> list[data.Sample]:
     """This data rank's sequences of one micro-batch."""
     batch = job.config.batch
     first = job.step * job.a_step + (micro * job.axis.size + job.axis.rank) * batch
-    return [job.windows.train(first + i) for i in range(batch)]
+    return [job.samples.train(first + i) for i in range(batch)]
 
 
-def batch_loss(job: Job, batch: list[data.Window]) -> Tensor:
+def batch_loss(job: Job, batch: list[data.Sample]) -> Tensor:
     """The mean cross entropy of the next token, over all ranks; its gradient is this rank's share.
 
     Documents do not see each other, and no token predicts the first one of the next document.
@@ -270,7 +270,7 @@ def batch_loss(job: Job, batch: list[data.Window]) -> Tensor:
     whole = torch.from_numpy(tokens)
     inputs, labels = (plan.shard(x).to(job.device) for x in (whole[:, :-1], whole[:, 1:]))
     docs, predicted = None, None
-    if job.windows.documents:
+    if job.samples.documents:
         docs = Docs.from_lengths([w.lengths(plan.seq_len) for w in batch])
         predicted = plan.shard(torch.from_numpy(np.stack([w.predicted(plan.seq_len) for w in batch]))).to(job.device)
     losses = job.decoder(inputs, plan, docs, labels_BT=labels)
@@ -280,9 +280,9 @@ def batch_loss(job: Job, batch: list[data.Window]) -> Tensor:
 @torch.no_grad()
 def evaluate(job: Job, log: metrics.Log | None) -> None:
     """The mean loss over the sequences that are never trained on; every data rank does all of them."""
-    if not job.windows.kept:
+    if not job.samples.kept:
         return
-    losses = [float(batch_loss(job, [job.windows.evaluation(i)])) for i in range(job.windows.kept)]
+    losses = [float(batch_loss(job, [job.samples.evaluation(i)])) for i in range(job.samples.kept)]
     job.seconds["held_out"] = sum(losses) / len(losses)
     if log:
         log.write({"kind": "eval", "step": job.step, "loss": job.seconds["held_out"]})
@@ -299,7 +299,7 @@ def probe_memory(job: Job, log: metrics.Log | None) -> None:
         length = max(1, job.config.seq_len // part)
         job.plan = whole.for_length(length)
         memory.reset()
-        batch_loss(job, [job.windows.train(0)]).backward()
+        batch_loss(job, [job.samples.train(0)]).backward()
         job.optimizer.zero_grad()
         grown = memory.grown() / MIB
         if log:
@@ -318,7 +318,7 @@ def save(job: Job, checkpoints: Checkpoints, log: metrics.Log | None) -> None:
 
 def about(job: Job) -> dict[str, Any]:
     """What must be the same when a run goes on: the model, the data, and what decides their order."""
-    config, corpus = job.config, job.windows.corpus
+    config, corpus = job.config, job.samples.corpus
     return {
         "model": dataclasses.asdict(config.model),
         "seed": config.seed,
@@ -435,13 +435,13 @@ def describe(job: Job) -> str:
     config, m, ranks = job.config, job.config.model, dist.get_world_size()
     weights = sum(p.numel() for p in job.decoder.parameters())
     memory = estimate.needs(config, job.decoder, job.plan.local_len, ranks)
-    corpus = job.windows.corpus
+    corpus = job.samples.corpus
     there = job.device.type == config.device
     rows = [
         ("ranks", f"{ranks} on {config.device}, {config.precision}" + ("" if there else ", which need not be here")),
         ("weights", f"{weights / 1e6:.2f} million in {m.layers} blocks"),
         ("a step", f"{config.seq_len} tokens x {job.a_step} sequences, {job.plan.local_len} tokens of each a rank"),
-        ("data", f"{corpus.name}: {len(corpus) / 1e6:.1f} million tokens, {len(job.windows)} sequences"),
+        ("data", f"{corpus.name}: {len(corpus) / 1e6:.1f} million tokens, {len(job.samples)} sequences"),
         ("state", f"{gib(memory.state)} a rank: float32 weights, gradients, two moments"),
         ("kept for backward", f"about {gib(memory.kept)} a rank"),
         ("a block at work", f"about {gib(memory.block_at_work)} a rank"),
