@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,86 @@ def test_losses_over_ranks_are_those_of_one(tmp_path: Path, kind: str, steps: in
     for found in ours:
         np.testing.assert_allclose(found[: 2 * steps : 2], plain[: 2 * steps : 2], atol=1e-5)  # losses
         np.testing.assert_allclose(found, plain, atol=1e-4)
+
+
+def looped(cp: int, folder: str) -> list[float]:
+    """One rank: losses and norms of gradients of a loop of accelerate's, over cp ranks if there are several."""
+    import torch.distributed as dist
+    from accelerate import Accelerator, ParallelismConfig, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ringattn.torch.models import hf
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    os.environ.update({name: str(value) for name, value in started.items()})
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{name: SHAPE[name] for name in list(SHAPE)[:7]}))
+    if cp > 1:
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
+        config = ParallelismConfig(cp_size=cp, dp_shard_size=ranks // cp)
+        accelerator = hf.over_ranks(Accelerator(parallelism_config=config, fsdp_plugin=plugin), ulysses=cp)
+    else:
+        accelerator = Accelerator(cpu=True)
+    loader = torch.utils.data.DataLoader(rows(16), batch_size=2 * cp // ranks, collate_fn=padded)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
+    found = []
+    for batch in loader:
+        buffers = list(batch.values())
+        with accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
+            loss = model(**batch, use_cache=False).loss
+            accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)]
+    return found
+
+
+@pytest.mark.slow
+def test_a_loop_of_accelerate_over_ranks_has_the_losses_of_one(tmp_path: Path) -> None:
+    script = (
+        "import json; from ringattn.launch.processes import run; from test_hf_trainer import looped; "
+        "print(json.dumps([run(looped, n, cp, '')[0] for n, cp in ((1, 1), (2, 2), (4, 2))]))"
+    )
+    here = Path(__file__).parent
+    environment = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "OFF", "PYTHONPATH": f"{here.parent}:{here}"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    plain, *ours = json.loads(done.stdout.splitlines()[-1])
+    assert len(plain) == 16 and plain[-2] < plain[0]
+    for found in ours:
+        np.testing.assert_allclose(found, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_the_patch_for_accelerate_applies(tmp_path: Path) -> None:
+    import accelerate
+
+    page = Path(__file__).parent.parent / "docs" / "accelerate.patch"
+    (version,) = re.findall(r"Made against accelerate ([\d.]+)\.\n", page.read_text())
+    if accelerate.__version__ != version:
+        pytest.skip(f"docs/accelerate.patch is for accelerate {version}, not {accelerate.__version__}")
+    (tmp_path / "src" / "accelerate").mkdir(parents=True)
+    for name in ("accelerator.py", "parallelism_config.py"):
+        source = (Path(accelerate.__file__).parent / name).read_text()
+        (tmp_path / "src" / "accelerate" / name).write_text(source)
+    subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
+    subprocess.run(["git", "apply", str(page)], cwd=tmp_path, check=True)
+    for path in tmp_path.rglob("*.py"):
+        compile(path.read_text(), str(path), "exec")
+
+
+def test_what_over_ranks_cannot_do_is_refused() -> None:
+    from ringattn.torch.models import hf
+
+    with pytest.raises(ValueError, match="this accelerator has no context parallelism; make it with"):
+        hf.over_ranks(SimpleNamespace(parallelism_config=None))
+    with pytest.raises(ValueError, match="ulysses=3 does not divide cp_size=4"):
+        hf.over_ranks(SimpleNamespace(parallelism_config=SimpleNamespace(cp_size=4)), ulysses=3)
 
 
 def examples(n: int = 7) -> list[dict]:
