@@ -265,8 +265,12 @@ def call(plan: Plan | None, x: Tensor, again: bool = False) -> Tensor:
 
     def body(x: Tensor) -> Tensor:
         q, k, v, g = (x * n for n in (1.0, 0.5, 2.0, 0.25))
-        out, end = ra.linear_attention(q, k, v, nn.functional.logsigmoid(g), plan, return_state=True, docs=DOCS)
-        return out + end.sum() * 0.01
+        gate, how = nn.functional.logsigmoid(g), {"return_state": True, "docs": DOCS}
+        out, end = ra.linear_attention(q, k, v, gate, plan, **how)
+        more, last = ra.linear_attention(
+            q, nn.functional.normalize(k, dim=-1), v, gate, plan, beta=-gate[..., 0], **how
+        )
+        return out + more + (end.sum() + last.sum()) * 0.01
 
     return (checkpoint(body, x, use_reentrant=False) if again else body(x)).square().sum()
 
