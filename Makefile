@@ -28,7 +28,7 @@ test-slow: $(READY)  ## run what takes long, ten minutes more: restarts, kernels
 test-with:  ## run the tests with another library (WHAT=trl), in a virtual environment of its own
 	@test "$(WHAT)" = trl || { echo "WHAT=$(WHAT): say WHAT=trl"; exit 2; }
 	test -x .venv-$(WHAT)/bin/pytest || { $(PYTHON) -m venv .venv-$(WHAT) && .venv-$(WHAT)/bin/python -m pip install \
-	  --quiet --constraint constraints.txt --config-settings editable_mode=compat --editable '.[$(WHAT)]' pytest; }
+	  --quiet --constraint constraints.txt --config-settings editable_mode=compat --editable '.[$(WHAT)]' pytest hypothesis; }
 	PYTHONPATH=. OMP_NUM_THREADS=1 .venv-$(WHAT)/bin/python -m pytest tests/test_$(WHAT).py --durations=5 $(ARGS)
 
 test-ray: $(READY)  ## run all that needs a Ray cluster, emulated here: minutes
