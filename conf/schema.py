@@ -18,7 +18,7 @@ def key(default: Any, help: str) -> Any:
 
 @dataclass
 class Model:
-    """A decoder: RoPE, grouped-query attention, SwiGLU, RMSNorm; gated linear attention in some blocks or none."""
+    """A decoder: RoPE, grouped-query attention, SwiGLU, RMSNorm; linear attention in some blocks or none."""
 
     dim: int = key(128, "width of the residual stream")
     layers: int = key(2, "number of blocks")
@@ -30,7 +30,8 @@ class Model:
     rope_theta: float = key(10000.0, "base of the rotary frequencies")
     window: int | None = key(None, "how many keys a query sees; by default all")
     softcap: float | None = key(None, "soft cap of the scores")
-    softmax_every: int = key(1, "one block in so many attends with softmax, the others with gated linear attention")
+    softmax_every: int = key(1, "one block in so many attends with softmax, the others with linear attention")
+    rule: str = key("gated", "linear attention: gated, delta (as Qwen3-Next) or kimi (as Kimi Linear)")
     convolution: int = key(0, "tokens of the causal convolution of linear attention; 0 for none")
 
 
@@ -121,6 +122,7 @@ class Train:
 GROUPS = ("model", "strategy", "cluster", "data", "experiment")
 
 CHOICES = {
+    "model.rule": ("gated", "delta", "kimi"),
     "strategy.keys": ("auto", "ring", "gather", "ulysses"),
     "strategy.layout": ("auto", "contiguous", "striped", "zigzag"),
     "strategy.recompute": ("none", "pointwise", "cheap", "block"),

@@ -16,7 +16,7 @@ from ringattn.launch.verify.oracle import error
 T = 153  # two whole chunks and a part
 PACKED = ((30, 20, 100, 3), (64, 64, 25))  # borders inside chunks and at their edges
 GATES = ("channel", "head", None)
-RULES = ({}, {"beta": True}, {"beta": True, "key_heads": 1})
+RULES = ({}, {"beta": True, "key_heads": 1})
 
 
 def found(given, begin, start=True, passes=chunkwise, keep=False):

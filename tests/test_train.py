@@ -79,8 +79,9 @@ def test_a_long_sequence_passes_the_mlp_in_pieces(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(tmp_path):
-    mixed = dataclasses.replace(TINY.model, softmax_every=2, convolution=3)
+@pytest.mark.parametrize("rule", ["gated", "delta", "kimi"])
+def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(rule, tmp_path):
+    mixed = dataclasses.replace(TINY.model, softmax_every=2, convolution=3, rule=rule)
     jobs = {
         "zigzag": dataclasses.replace(where(layout="zigzag", keys="ring"), model=mixed),
         "contiguous": dataclasses.replace(where(ulysses=2, keys="ring", layout="contiguous"), model=mixed),

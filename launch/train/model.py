@@ -1,6 +1,6 @@
 """A decoder whose sequence may be spread over ranks: RMSNorm, attention, SwiGLU; and its weights.
 
-Attention is softmax with RoPE in every block, or in every n-th, and gated linear attention in the others.
+Attention is softmax with RoPE in every block, or in every n-th, and linear attention in the others.
 
 B batch   T this rank's tokens   C width   V vocabulary
 """
@@ -21,7 +21,7 @@ import ringattn.torch.linear.compiled  # noqa: F401 (their ops are named below)
 from ringattn.conf.schema import Model
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
-from ringattn.torch.models.nn import Attention, GatedLinearAttention
+from ringattn.torch.models.nn import Attention, GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
 from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
 
 AT_ONCE = 2**30  # the most numbers of a gate at a time, if memory matters most
@@ -74,9 +74,9 @@ def softmax_attention(model: Model) -> nn.Module:
 def linear_attention(model: Model) -> nn.Module:
     """Keys of half a head's size, as the state has a key dim times a value dim."""
     value_dim = head_dim(model)
-    return GatedLinearAttention(
-        model.dim, model.heads, max(1, value_dim // 2), value_dim, convolution=model.convolution
-    )
+    layers: dict[str, Any] = {"gated": GatedLinearAttention, "delta": GatedDeltaNet, "kimi": KimiDeltaAttention}
+    sizes: Any = {"key_dim": max(1, value_dim // 2), "value_dim": value_dim, "convolution": model.convolution}
+    return layers[model.rule](model.dim, model.heads, **sizes)
 
 
 def keep(recompute: str) -> Any:
