@@ -66,12 +66,10 @@ class Writer(dcp.FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        super().finish(metadata, results)
+        super().finish(metadata, results)  # some versions of torch note what is where in a copy of `metadata`
+        where = {one.index: one.storage_data for each in results for one in each}
         written = json.dumps(
-            {
-                name: to_json(name, tensor, metadata.storage_data)
-                for name, tensor in metadata.state_dict_metadata.items()
-            }
+            {name: to_json(name, tensor, where) for name, tensor in metadata.state_dict_metadata.items()}
         )
         durable(Path(self.path) / "index.json", written)
         self.own |= {"index.json", ".metadata"}
