@@ -58,14 +58,15 @@ RATES: dict[str, tuple[float, float]] = {
 }
 
 
+def key_of(kernel: str, arch: tuple[int, int], mask: str, width: int, softcap: bool = False) -> str:
+    return f"sm{arch[0]}0/{kernel}/{mask}/{1 << (width - 1).bit_length()}{'/softcap' * softcap}"
+
+
 def rate(
     kernel: str, arch: tuple[int, int] | None, mask: str, width: int, backward: bool, softcap: bool = False
 ) -> float | None:
     """The measured rate of a kernel, or None where it was not measured."""
-    if arch is None:
-        return None
-    key = f"sm{arch[0]}0/{kernel}/{mask}/{1 << (width - 1).bit_length()}"
-    row = RATES.get(f"{key}/softcap" if softcap else key)
+    row = None if arch is None else RATES.get(key_of(kernel, arch, mask, width, softcap))
     return None if row is None else row[backward]
 
 
@@ -84,9 +85,14 @@ def save(rates: Rates, path: str | Path) -> None:
     Path(path).write_text(json.dumps({key: list(row) for key, row in sorted(rates.items())}, indent=1) + "\n")
 
 
+def load(path: str | Path) -> Rates:
+    """The rows of a file that `save` wrote."""
+    return {key: (row[0], row[1]) for key, row in json.loads(Path(path).read_text()).items()}
+
+
 def use(path: str | Path) -> None:
-    """Add the rows of a file that `save` wrote to the table. Every rank must do so, before its first call."""
+    """Add the rows of a file to the table. Every rank must do so, before its first call."""
     from ringattn.kernels import select
 
-    RATES.update({key: (row[0], row[1]) for key, row in json.loads(Path(path).read_text()).items()})
+    RATES.update(load(path))
     select.cache_clear()

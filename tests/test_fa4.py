@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn import kernels
-from ringattn.kernels import Kernel, Problem, gain, reference, select
+from ringattn.kernels import Kernel, Problem, gain, rates, reference, select
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.kernels.partial import NEVER
 from ringattn.kernels.vendor.forms import form_of
+from ringattn.launch.commands import tune
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -144,6 +145,18 @@ def test_what_is_missing_and_would_be_faster_says_so() -> None:
         gain(missing, PROBLEM, "triton") or ""
     )
     assert gain(Kernel("flash", "a_package_that_nobody_has"), PROBLEM, "triton") is None
+
+
+def test_tune_writes_rates_that_auto_uses(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(rates, "RATES", {})
+    options = tune.Options(what="rates", tokens=64, heads=2, kv_heads=1, dtype="float32")
+    monkeypatch.setattr("ringattn.launch.bench.kernels.median_ms", lambda call, options: call() is None or 1.0)
+    found = tune.rates_of(options, 16, "cpu", ("tiled", "sdpa_cpu"))
+    assert {key.split("/")[2] for key in found if "tiled" in key} == {"rectangles", "packed", "long", "short"}
+    rates.save({key.replace("sm00/tiled", "sm90/triton"): row for key, row in found.items()}, tmp_path / "rates.json")
+    rates.use(tmp_path / "rates.json")
+    assert rates.rate("triton", (9, 0), "long", 16, backward=True) == found["sm00/tiled/long/16"][1] > 0
+    select.cache_clear()
 
 
 def needs_fa4() -> object:

@@ -1,6 +1,10 @@
-"""Measure kernel configurations on this GPU and write a table of the best, which `attend(..., table=load(path))` uses.
+"""Measure kernels on this GPU, and write what is best to a file.
 
-Every rank must be given the same file. One that does not compile, does not fit, or is wrong is left out.
+what=tiles   the sizes in which our kernels are cut: a table that `attend(..., table=load(path))` uses. What does not
+             compile, does not fit, or is wrong is left out.
+what=rates   how fast each kernel is, which decides what "auto" takes: `ringattn.kernels.rates.use(path)`
+
+Every rank must be given the same file.
 """
 
 import statistics
@@ -8,14 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ringattn.kernels import rates
 from ringattn.launch.words import option
 
 
 @dataclass(frozen=True)
 class Options:
-    out: str = option("tiles.json", "where the table is written; entries that are there already are kept")
+    what: str = option(
+        "tiles", "the sizes of our kernels' tiles, or the rates of all kernels", among=("tiles", "rates")
+    )
+    out: str | None = option(None, "where the table is written (WHAT.json); entries that are there already are kept")
     dims: list[int] = option([64, 128], "head dims to tune: 32, 64, 128, 256")
     dtype: str = option("bfloat16", "bfloat16, float16 or float32")
     tokens: int = option(16384, "tokens of the causal problem that is timed")
@@ -30,16 +41,62 @@ def run(options: Options) -> int:
     if not torch.cuda.is_available():
         print("ringattn tune: no GPU here; the built-in table serves")
         return 1
-    from pathlib import Path
+    from ringattn.kernels.triton import table as tiles
 
-    from ringattn.kernels.triton.table import load, save
-
-    table = dict(load(options.out)) if Path(options.out).exists() else {}
+    out = options.out or f"{options.what}.json"
+    kind: Any = rates if options.what == "rates" else tiles
+    table = dict(kind.load(out)) if Path(out).exists() else {}
     for dim in options.dims:
-        table |= tune(options, dim)
-        save(table, options.out)
-    print(f"wrote {options.out}")
+        table |= rates_of(options, dim, "cuda", ("triton", "cudnn", "fa4")) if kind is rates else tune(options, dim)
+        kind.save(table, out)
+    print(f"wrote {out}")
     return 0
+
+
+def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) -> dict[str, tuple[float, float]]:
+    """Useful TFLOP/s of every named kernel that serves, for the masks of `kernels/rates.py`."""
+    import torch
+
+    import ringattn as ra
+    from ringattn.launch.bench.kernels import Options as Timing
+    from ringattn.launch.bench.kernels import doc_lengths, median_ms
+    from ringattn.spec import bounds
+
+    arch = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
+    timing, long = Timing(device=device, rep=200), 4 * options.tokens
+
+    def documents(longest: int) -> ra.Docs:
+        ends = np.cumsum(np.random.default_rng(1).integers(longest // 8, longest, 8 * long // longest))
+        return ra.Docs.from_lengths(np.diff(np.unique([0, *np.minimum(ends, long).tolist(), long])).tolist())
+
+    masks: dict[str, tuple[int, int | None, Any]] = {  # tokens, window, documents
+        "rectangles": (2 * options.tokens, None, None),
+        "packed": (long, None, ra.Docs.from_lengths(doc_lengths(long))),
+        "long": (long, long // 8, documents(long // 2)),
+        "short": (long, long // 64, documents(long // 32)),
+    }
+    table: dict[str, tuple[float, float]] = {}
+    for mask, (tokens, window, docs) in masks.items():
+        begin, end = bounds(ra.AttentionSpec(window=window), np.arange(tokens), tokens, docs=docs)
+        work = 4.0 * dim * options.heads * float((end - begin).sum())
+        heads = (options.heads, options.kv_heads)
+        draw = partial(torch.randn, device=device, dtype=getattr(torch, options.dtype))
+        q, k, v, dout = (draw(1, tokens, h, dim) for h in (heads[0], heads[1], heads[1], heads[0]))
+        for softcap, name in product((None, 30.0), names):
+            spec = ra.AttentionSpec(window=window, softcap=softcap)
+            key = rates.key_of(name, arch, mask, dim, softcap is not None)
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            try:
+                plan = ra.plan(seq_len=tokens, spec=spec, docs=docs, kernel=name, heads=heads, head_dim=dim)
+                out = ra.attention(leaves[0], leaves[1], leaves[2], plan, spec=spec, docs=docs)
+            except NotImplementedError:
+                continue
+            forward = partial(ra.attention, q, k, v, plan, spec=spec, docs=docs)
+            backward = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+            times = [median_ms(call, timing) for call in (forward, backward)]
+            table[key] = (float(f"{work / times[0] / 1e9:.4g}"), float(f"{2.5 * work / times[1] / 1e9:.4g}"))
+            print("{:<40} {:>9} {:>9} TFLOP/s forward, backward".format(key, *table[key]), flush=True)
+    return table
 
 
 def candidates(tma: bool) -> list[Any]:
