@@ -112,7 +112,7 @@ def as_one(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor) -> 
         found: tuple[Tile, ...] = known[kind]
         return found
     found = made(where, q_BTHD, k_BSGD, v_BSGV)
-    if known is not None and not torch.cuda.is_current_stream_capturing():
+    if known is not None and not (q_BTHD.is_cuda and torch.cuda.is_current_stream_capturing()):
         known[kind] = found
     return found
 
