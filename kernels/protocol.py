@@ -46,8 +46,9 @@ class TorchKernel:
     halves           as attend_backward, but as two functions, one for (dk, dv) and one for dq, which can run alone;
                      None if only all three gradients together are possible
     totals           as attend_backward, but returns `Total`s, whose parts are not added up yet; None if not supported
-    by_out           whether `totals` and attend_backward take out= and compute delta from it. If they get delta
-                     instead, some use another kernel
+    by_out           whether `totals`, `halves` and attend_backward take out= and compute delta from it. If they get
+                     delta instead, some use another kernel
+    delta_once       whether delta is better computed ahead of the steps, if there are several
     rounds           whether the results for these intervals have the dtype of the inputs anyway
     """
 
@@ -59,6 +60,7 @@ class TorchKernel:
     halves: Callable[..., tuple[Callable[[], Any], Callable[[], Any]]] | None = None
     totals: Callable[..., tuple[Any, Any, Any]] | None = None
     by_out: bool = False
+    delta_once: bool = False
     rounds: Callable[[Intervals], bool] = in_full
 
 

@@ -35,13 +35,18 @@ class Compiled:
     used: ClassVar[list["Compiled"]] = []
     again = 0
 
+    function = packed_metadata = None
+
     def __init__(self, name: str):
         self.name = name
 
     def __getitem__(self, grid):
-        assert len(grid) == 3
+        """Loads the kernel; nobody launches it so, since no profiler listens."""
+
+    def run(self, *args):
+        assert all(isinstance(n, int) for n in args[:4]), "three numbers of programs and a stream"
         Compiled.again += 1
-        return lambda *args: self.used.append(self)
+        self.used.append(self)
 
 
 def stand_in_for_triton():

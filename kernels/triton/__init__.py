@@ -38,4 +38,4 @@ def interpreting() -> bool:
     return not isinstance(forward_kernel, JITFunction)
 
 
-KERNEL = TorchKernel(attend, attend_backward, refuses, row_delta, rounded, halves)
+KERNEL = TorchKernel(attend, attend_backward, refuses, row_delta, rounded, halves, by_out=True, delta_once=True)

@@ -74,6 +74,6 @@ def append(
     tensors = k_BTGD, v_BTGV, lengths_B, into_k, into_v, begin, end
     launch(
         append_kernel, (T, B, 1), tensors, (*strides, T, S, G, D, V, *place, min(window or 0, FARTHEST), *constants),
-        (k_BTGD.dtype, k_BTGD.device, kind_of((*strides, D, V)), constants), num_warps=4,
+        (k_BTGD.dtype, kind_of((*strides, D, V)), constants), num_warps=4,
     )  # fmt: skip
     return Intervals(begin, end)

@@ -23,20 +23,23 @@ from ringattn.kernels.triton.blocks import (
     LOG2E,
     Shape,
     add_rows,
+    are_aligned,
+    cached,
     cells,
     head_of,
     launch,
     logits,
     matrix,
     phases,
+    ready,
     rows_of,
     seen,
     span,
     tanh,
     tile,
 )
-from ringattn.kernels.triton.launch import cdiv, power_of_2
-from ringattn.kernels.triton.table import Table, Tile
+from ringattn.kernels.triton.launch import Launch, cdiv, power_of_2
+from ringattn.kernels.triton.table import Table, Tile, Tiles
 
 
 @triton.jit
@@ -70,25 +73,46 @@ def row_delta(out_BTHV: Tensor, dout_BTHV: Tensor, dlse_BTH: Tensor | None = Non
 
 
 @triton.jit
-def stats_kernel(lse_ptr, delta_ptr, stats_ptr, lse_st, delta_st, T, H, room, ROWS: tl.constexpr):
-    """(log2(e) * lse, delta) next to each other; (+inf, 0) for a row that sees no key, so that its weights are 0."""
+def stats_kernel(
+    lse_ptr, delta_ptr, out_ptr, dout_ptr, stats_ptr, lse_st, delta_st, out_st, dout_st, T, H, room,
+    V: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BY_OUT: tl.constexpr,
+):  # fmt: skip
+    """(log2(e) * lse, delta) next to each other; (+inf, 0) for a row that sees no key, so that its weights are 0.
+
+    With BY_OUT delta = rowsum(dout * out), else it is given.
+    """
+    first = tl.program_id(0) * ROWS
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    rows = (first + tl.arange(0, ROWS)).to(tl.int64)
     lse = tl.load(lse_ptr + b * lse_st[0] + rows * lse_st[1] + h * lse_st[2], mask=rows < T, other=0.0)
-    delta = tl.load(delta_ptr + b * delta_st[0] + rows * delta_st[1] + h * delta_st[2], mask=rows < T, other=0.0)
+    if BY_OUT:
+        out = tile(out_ptr + b * out_st[0] + h * out_st[2], first, T, out_st[1], out_st[3], ROWS, V, WIDTH, False)
+        dout_ptr += b * dout_st[0] + h * dout_st[2]
+        dout = tile(dout_ptr, first, T, dout_st[1], dout_st[3], ROWS, V, WIDTH, False)
+        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    else:
+        delta = tl.load(delta_ptr + b * delta_st[0] + rows * delta_st[1] + h * delta_st[2], mask=rows < T, other=0.0)
     saw = lse > float("-inf")
     at = stats_ptr + (b * H + h) * 2 * room + rows
     tl.store(at, tl.where(saw, lse * LOG2E, float("inf")), mask=rows < T)
     tl.store(at + room, tl.where(saw, delta, 0.0), mask=rows < T)
 
 
-def row_stats(lse_BTH: Tensor, delta_BTH: Tensor) -> Tensor:
-    """The lse in base 2 and delta, [B, H, 2, T], with rows of a multiple of 16 bytes, which descriptors require."""
+def row_stats(lse_BTH: Tensor, delta_BTH: Tensor | None, out_BTHV: Tensor | None, dout_BTHV: Tensor) -> Tensor:
+    """The lse in base 2 and delta, [B, H, 2, T], with rows of a multiple of 16 bytes, which descriptors require.
+
+    Without delta it is computed from out and dout.
+    """
     B, T, H = lse_BTH.shape
     stats = torch.empty(B, H, 2, cdiv(T, 4) * 4, dtype=torch.float32, device=lse_BTH.device)
-    numbers = (lse_BTH.stride(), delta_BTH.stride(), T, H, stats.shape[-1])
-    launch(stats_kernel, (cdiv(T, 256), H, B), (lse_BTH, delta_BTH, stats), numbers, ROWS=256)
+    by_out = delta_BTH is None
+    delta, out = (lse_BTH if by_out else delta_BTH), (out_BTHV if by_out else dout_BTHV)
+    tensors, V, ROWS = (lse_BTH, delta, out, dout_BTHV, stats), dout_BTHV.shape[-1], 32 if by_out else 256
+    launch(
+        stats_kernel, (cdiv(T, ROWS), H, B), tensors, (*[x.stride() for x in tensors[:4]], T, H, stats.shape[-1]),
+        V=V, WIDTH=power_of_2(V), ROWS=ROWS, BY_OUT=by_out,
+    )  # fmt: skip
     return stats
 
 
@@ -341,7 +365,7 @@ def attend_backward(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor, Tenso
     return queries(), dk, dv
 
 
-def rounded(dout_BTHV: Tensor, lse_BTH: Tensor, delta_BTH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def rounded(dout_BTHV: Tensor, lse_BTH: Tensor, delta_BTH: Tensor | None) -> tuple[Tensor, Tensor, Any]:
     """`partial.rounded`, for an lse that `stats_kernel` also converts to base 2, which rounds it once more."""
     return partial.rounded(dout_BTHV, lse_BTH, delta_BTH, lambda lse: (lse * LOG2E.value).double() / LOG2E.value)
 
@@ -353,10 +377,11 @@ def halves(
     where: Intervals,
     dout_BTHV: Tensor,
     lse_BTH: Tensor,
-    delta_BTH: Tensor,
+    delta_BTH: Tensor | None,
     *,
     scale: float,
     softcap: float | None = None,
+    out: Tensor | None = None,
     dq: Tensor | None = None,
     dk: Tensor | None = None,
     dv: Tensor | None = None,
@@ -365,42 +390,72 @@ def halves(
 ) -> tuple[Callable[[], tuple[Tensor, Tensor]], Callable[[], Tensor]]:
     """`attend_backward` as two functions, for (dk, dv) and for dq. Run first the one whose result has to travel.
 
-    `alone`: nothing will be added to the gradients, so they have the dtypes of the inputs.
+    Without delta it is computed from `out`. `alone`: nothing will be added to the gradients, so they have the dtypes of
+    the inputs.
     """
     dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
-    shape = Shape.of(q_BTHD, v_BSGV)
-    B, T, S, H, G = shape[:5]
-    stats = row_stats(lse_BTH, delta_BTH)
-    room, (unit, cap), constants = stats.shape[-1], logits(scale, softcap), shape.constants(softcap, q_BTHD)
-    tiles = shape.tiles(q_BTHD, (k_BSGD, v_BSGV, dout_BTHV), table)
+    shape, device = Shape.of(q_BTHD, v_BSGV), q_BTHD.device
+    stats = row_stats(lse_BTH, delta_BTH, out, dout_BTHV)
     begin, end, rows_st = rows_of(where)
     inputs = (q_BTHD, k_BSGD, v_BSGV, begin, end, dout_BTHV, stats)
-    strides = (*(x.stride() for x in inputs[:3]), rows_st, dout_BTHV.stride())
+    strides = (*[x.stride() for x in inputs[:3]], rows_st, dout_BTHV.stride())
+    known = shape, device, tuple([x.dtype for x in inputs]), strides, are_aligned(*inputs[:3], dout_BTHV)
+    numbers = stats.shape[-1], scale, softcap
     new_dq, new_dk, new_dv = (
-        torch.empty(x.shape, dtype=x.dtype if alone else torch.float32, device=x.device) if given is None else given
+        torch.empty(x.shape, dtype=x.dtype if alone else torch.float32, device=device) if given is None else given
         for x, given in ((q_BTHD, dq), (k_BSGD, dk), (v_BSGV, dv))
     )
 
     def keys() -> tuple[Tensor, Tensor]:
-        cut = tiles.dkdv
-        blocks, table_of = cdiv(S, cut.keys), spans(where, S, cut)
-        strides_kv = (*strides, table_of.stride(0) if table_of.shape[0] > 1 else 0, new_dk.stride(), new_dv.stride())
-        launch(
-            dkdv_kernel, (blocks * B * G,),
-            (*inputs, table_of, new_dk, new_dv), (*strides_kv, T, S, G, blocks, room, scale, unit, cap), cut,
-            **constants, QUERIES=cut.queries, KEYS=cut.keys, ADD_DK=dk is not None, ADD_DV=dv is not None, TMA=cut.tma,
-            FAR=(H // G - 1) * max(q_BTHD.stride(2), dout_BTHV.stride(2)) >= 2**31,
-        )  # fmt: skip
+        queries_of = spans(where, shape.S, tiles_of(*known, table=table).dkdv)
+        spans_st = queries_of.stride(0) if queries_of.shape[0] > 1 else 0
+        to = new_dk.dtype, new_dv.dtype, (spans_st, new_dk.stride(), new_dv.stride()), dk is not None, dv is not None
+        dkdv_launch(*known, *numbers, *to, table=table)(*inputs, queries_of, new_dk, new_dv)
         return new_dk, new_dv
 
     def queries() -> Tensor:
-        cut = tiles.dq
-        blocks = cdiv(T, cut.queries)
-        launch(
-            dq_kernel, (blocks * B * H,),
-            (*inputs, new_dq), (*strides, new_dq.stride(), T, H, blocks, room, scale, unit, cap), cut,
-            **constants, QUERIES=cut.queries, KEYS=cut.keys, ADD=dq is not None, TMA=cut.tma,
-        )  # fmt: skip
+        to = new_dq.dtype, new_dq.stride(), dq is not None
+        dq_launch(*known, *numbers, *to, table=table)(*inputs, new_dq)
         return new_dq
 
     return keys, queries
+
+
+@cached
+def tiles_of(
+    shape: Shape, device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[Any, ...], aligned: bool,
+    table: Table | None = None,
+) -> Tiles:  # fmt: skip
+    """The tile sizes; `strides` are those of q, k, v, the rows of intervals, and dout."""
+    return shape.tiles(device, dtypes[0].itemsize, (*strides[:3], strides[4]), aligned, table)
+
+
+@cached
+def dkdv_launch(
+    shape: Shape, device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[Any, ...], aligned: bool,
+    room: int, scale: float, softcap: float | None, dk: torch.dtype, dv: torch.dtype, to: tuple[Any, ...],
+    add_dk: bool, add_dv: bool, table: Table | None = None,
+) -> Launch:  # fmt: skip
+    cut = tiles_of(shape, device, dtypes, strides, aligned, table=table).dkdv
+    blocks, heads, (unit, cap) = cdiv(shape.S, cut.keys), shape.G, logits(scale, softcap)
+    return ready(
+        dkdv_kernel, (blocks * shape.B * heads,), device, (*dtypes, torch.int32, dk, dv),
+        (*strides, *to, shape.T, shape.S, heads, blocks, room, scale, unit, cap), cut,
+        **shape.constants(softcap, dtypes[0], device), QUERIES=cut.queries, KEYS=cut.keys, ADD_DK=add_dk,
+        ADD_DV=add_dv, TMA=cut.tma, FAR=(shape.H // heads - 1) * max(strides[0][2], strides[4][2]) >= 2**31,
+    )  # fmt: skip
+
+
+@cached
+def dq_launch(
+    shape: Shape, device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[Any, ...], aligned: bool,
+    room: int, scale: float, softcap: float | None, dq: torch.dtype, to: tuple[int, ...], add: bool,
+    table: Table | None = None,
+) -> Launch:  # fmt: skip
+    cut = tiles_of(shape, device, dtypes, strides, aligned, table=table).dq
+    blocks = cdiv(shape.T, cut.queries)
+    return ready(
+        dq_kernel, (blocks * shape.B * shape.H,), device, (*dtypes, dq),
+        (*strides, to, shape.T, shape.H, blocks, room, scale, *logits(scale, softcap)), cut,
+        **shape.constants(softcap, dtypes[0], device), QUERIES=cut.queries, KEYS=cut.keys, ADD=add, TMA=cut.tma,
+    )  # fmt: skip

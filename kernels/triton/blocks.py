@@ -1,6 +1,5 @@
 """What the flash kernels share: loading a tile, the keys a block of queries sees, the soft cap, and the launch."""
 
-import contextvars
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -11,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.triton.launch import kind_of, power_of_2
-from ringattn.kernels.triton.launch import launch as launch_known
+from ringattn.kernels.triton.launch import Launch, kind_of, power_of_2
 from ringattn.kernels.triton.table import Table, Tiles, architecture, entry
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -138,7 +136,7 @@ def head_of(heads, blocks, LAST_FIRST: tl.constexpr):
     return block, (pid // blocks // heads).to(tl.int64), (pid // blocks % heads).to(tl.int64)
 
 
-KINDS: dict[Any, tuple[Any, ...]] = {}  # by kernel, tile sizes, numbers and dtypes: what `launch.launch` needs
+READY: dict[Any, Launch] = {}  # by kernel, programs, tile sizes, numbers and dtypes
 MOST = 4096
 
 
@@ -146,28 +144,26 @@ def launch(
     kernel: Any, programs: tuple[int, ...], tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], cut: Any = None,
     **sizes: Any,
 ) -> None:  # fmt: skip
-    """kernel[programs](*tensors, *numbers, **sizes) with the warps, stages and registers of `cut`.
+    """kernel[programs](*tensors, *numbers, **sizes) with the warps, stages and registers of `cut`."""
+    dtypes = tuple([x.dtype for x in tensors])
+    same = id(kernel), programs, tensors[0].device, cut, numbers, dtypes, *sizes.values()
+    found = READY.get(same)
+    if found is None:
+        if len(READY) >= MOST:
+            READY.clear()
+        found = READY[same] = ready(kernel, programs, tensors[0].device, dtypes, numbers, cut, **sizes)
+    found(*tensors)
 
-    A kernel that makes tensor descriptors (TMA) gets memory for them from torch.
-    """
-    if 0 in programs:
-        return
-    device = tensors[0].device
-    same = id(kernel), device, cut, numbers, *sizes.values(), *[x.dtype for x in tensors]
-    known = KINDS.get(same)
-    if known is None:  # first launch with these numbers: what the compiler sees of them, and the constants in order
-        constants = tuple([sizes[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]])
-        kind = (*[x.dtype for x in tensors], device, kind_of(numbers), constants, cut)
-        known = kind, (*numbers, *constants), options_of(cut)
-        if len(KINDS) >= MOST:
-            KINDS.clear()
-        KINDS[same] = known
-    kind, others, options = known
-    grid = (*programs, 1, 1)[:3]
-    if sizes.get("TMA"):
-        with_descriptors(device, lambda: launch_known(kernel, grid, tensors, others, kind, **options))
-    else:
-        launch_known(kernel, grid, tensors, others, kind, **options)
+
+def ready(
+    kernel: Any, programs: tuple[int, ...], device: torch.device, dtypes: tuple[torch.dtype, ...],
+    numbers: tuple[Any, ...], cut: Any = None, **sizes: Any,
+) -> Launch:  # fmt: skip
+    """A launch of `kernel` on tensors of these dtypes, with the warps, stages and registers of `cut`."""
+    constants = tuple([sizes[name] for name in kernel.arg_names[len(dtypes) + len(numbers) :]])
+    kind = dtypes, kind_of(numbers), constants
+    options = {"descriptors": sizes.get("TMA", False), **options_of(cut)}
+    return Launch(kernel, (*programs, 1, 1)[:3], device, (*numbers, *constants), kind, **options)
 
 
 def options_of(cut: Any) -> dict[str, int]:
@@ -175,16 +171,6 @@ def options_of(cut: Any) -> dict[str, int]:
         return {}
     options, registers = {"num_warps": cut.warps, "num_stages": cut.stages}, getattr(cut, "registers", None)
     return {**options, "maxnreg": registers} if registers else options
-
-
-def with_descriptors(device: torch.device, start: Callable[[], None]) -> None:
-    """Launch a kernel that makes tensor descriptors: Triton asks an allocator for their memory."""
-
-    def run() -> None:
-        triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
-        start()
-
-    contextvars.copy_context().run(run)  # the allocator is a context variable: the caller's stays as it was
 
 
 def rows_of(where: Intervals) -> tuple[Tensor, Tensor, int]:
@@ -224,37 +210,30 @@ class Shape(NamedTuple):
         """The powers of two that hold D and V; a product of tiles needs at least 16."""
         return max(16, power_of_2(self.D)), max(16, power_of_2(self.V))
 
-    def constants(self, softcap: float | None, like: Tensor) -> dict[str, Any]:
+    def tiles(
+        self, device: torch.device, itemsize: int, strides: tuple[Any, ...], aligned: bool, table: Table | None
+    ) -> Tiles:
+        """The entry of the table for inputs with these strides, or one without TMA if one cannot have a descriptor."""
+        described = aligned and all(describable(each, itemsize) for each in strides)
+        return entry(architecture(device), itemsize * 8, max(32, *self.widths), described, table)
+
+    def constants(self, softcap: float | None, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         """The compile-time arguments that every kernel of this problem takes."""
-        return constants_of(self, softcap is not None, like.dtype, like.is_cuda)
-
-    def tiles(self, q: Tensor, others: tuple[Tensor, ...], table: Table | None) -> Tiles:
-        """The table's entry, or one without TMA if some tensor cannot have a descriptor."""
-        aligned = not any([x.data_ptr() % 16 for x in (q, *others)])
-        strides = tuple([x.stride() for x in (q, *others)])
-        if table is None:
-            return known_tiles(self, q.device, q.element_size(), strides, aligned)
-        return tiles_of(self, q.device, q.element_size(), strides, aligned, table)
+        wide_d, wide_v = self.widths
+        precise = "tf32x3" if dtype == torch.float32 and device.type == "cuda" and not torch.version.hip else "ieee"
+        sizes = {"R": self.H // self.G, "D": self.D, "V": self.V, "WIDTH_D": wide_d, "WIDTH_V": wide_v}
+        return {**sizes, "SOFTCAP": softcap is not None, "PRECISION": precise}
 
 
-@lru_cache(maxsize=1024)
-def constants_of(shape: Shape, softcap: bool, dtype: torch.dtype, on_gpu: bool) -> dict[str, Any]:
-    """`Shape.constants`: the same dictionary each time, to be read only."""
-    wide_d, wide_v = shape.widths
-    precise = "tf32x3" if dtype == torch.float32 and on_gpu and not torch.version.hip else "ieee"
-    sizes = {"R": shape.H // shape.G, "D": shape.D, "V": shape.V, "WIDTH_D": wide_d, "WIDTH_V": wide_v}
-    return {**sizes, "SOFTCAP": softcap, "PRECISION": precise}
+def cached(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with an lru_cache, except for calls with a table of tile sizes, which is not hashable."""
+    known = lru_cache(maxsize=4096)(make)
+
+    def find(*args: Any, table: Table | None = None) -> Any:
+        return known(*args) if table is None else make(*args, table=table)
+
+    return find
 
 
-def tiles_of(
-    shape: Shape, device: torch.device, itemsize: int, strides: tuple[Any, ...], aligned: bool, table: Table | None
-) -> Tiles:
-    """The entry of a table for tensors with these strides, of numbers of `itemsize` bytes."""
-    described = aligned and all(describable(each, itemsize) for each in strides)
-    return entry(architecture(device), itemsize * 8, max(32, *shape.widths), described, table)
-
-
-@lru_cache(maxsize=4096)
-def known_tiles(shape: Shape, device: torch.device, itemsize: int, strides: tuple[Any, ...], aligned: bool) -> Tiles:
-    """The entry of the built-in table."""
-    return tiles_of(shape, device, itemsize, strides, aligned, None)
+def are_aligned(*tensors: Tensor) -> bool:
+    return not any([x.data_ptr() % 16 for x in tensors])

@@ -210,7 +210,7 @@ def decode_splits(
         launch(
             decode_kernel, (G * blocks, splits, B), tensors,
             (*strides, *logits(scale, softcap), B, T, S, G, H // G, D, V, *constants),
-            (q_BTHD.dtype, q_BTHD.device, kind_of((*strides, D, V)), constants, tile.warps), num_warps=tile.warps,
+            (q_BTHD.dtype, kind_of((*strides, D, V)), constants), num_warps=tile.warps,
         )  # fmt: skip
     return Partial(out, lse)
 

@@ -1,5 +1,7 @@
 """Flash attention forward over intervals: one kernel for every mask, which also merges into the carried partial."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,19 +15,21 @@ from ringattn.kernels.triton.blocks import (
     LOG2E,
     Shape,
     add_rows,
+    are_aligned,
+    cached,
     cells,
     head_of,
-    launch,
     logits,
     matrix,
     phases,
+    ready,
     rows_of,
     seen,
     span,
     tanh,
     tile,
 )
-from ringattn.kernels.triton.launch import cdiv
+from ringattn.kernels.triton.launch import Launch, cdiv
 from ringattn.kernels.triton.table import Table
 
 
@@ -149,22 +153,32 @@ def attend(
     the built-in tile sizes. `causal` replaces the intervals by [0, t + 1), which the kernel computes: for benchmarks.
     """
     shape = Shape.of(q_BTHD, v_BSGV)
-    B, T, H = shape.B, shape.T, shape.H
-    dtype = out_dtype or torch.float32
+    dtype, device = out_dtype or torch.float32, q_BTHD.device
     in_place = carry is not None and carry.out.dtype == dtype
     if carry is not None:
         out, lse = carry.out if in_place else torch.empty_like(carry.out, dtype=dtype), carry.lse
     else:
-        out = torch.empty(B, T, H, shape.V, dtype=dtype, device=q_BTHD.device)
-        lse = torch.empty(B, H, T, dtype=fine(q_BTHD), device=q_BTHD.device).transpose(1, 2)
-    cut = shape.tiles(q_BTHD, (k_BSGD, v_BSGV), table).forward
+        out = torch.empty(shape.B, shape.T, shape.H, shape.V, dtype=dtype, device=device)
+        lse = torch.empty(shape.B, shape.H, shape.T, dtype=fine(q_BTHD), device=device).transpose(1, 2)
     begin, end, rows_st = rows_of(where)
-    blocks = cdiv(T, cut.queries)
     tensors = (q_BTHD, k_BSGD, v_BSGV, begin, end, *(carry or (out, lse)), out, lse)
-    strides = (*(x.stride() for x in tensors[:3]), rows_st, *(x.stride() for x in tensors[5:]))
-    launch(
-        forward_kernel, (blocks * B * H,), tensors, (*strides, T, shape.S, H, blocks, *logits(scale, softcap)), cut,
-        **shape.constants(softcap, q_BTHD), QUERIES=cut.queries, KEYS=cut.keys, CARRY=carry is not None,
+    strides = (*[x.stride() for x in tensors[:3]], rows_st, *[x.stride() for x in tensors[5:]])
+    known = shape, device, tuple([x.dtype for x in tensors]), strides, are_aligned(*tensors[:3]), scale, softcap
+    launch_of(*known, carry is not None, in_place, causal, table=table)(*tensors)
+    return Partial(out, lse)
+
+
+@cached
+def launch_of(
+    shape: Shape, device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[Any, ...], aligned: bool,
+    scale: float, softcap: float | None, carry: bool, in_place: bool, causal: bool, table: Table | None = None,
+) -> Launch:  # fmt: skip
+    """The launch of `attend` for tensors of these shapes, dtypes and strides."""
+    cut = shape.tiles(device, dtypes[0].itemsize, strides[:3], aligned, table).forward
+    blocks = cdiv(shape.T, cut.queries)
+    return ready(
+        forward_kernel, (blocks * shape.B * shape.H,), device, dtypes,
+        (*strides, shape.T, shape.S, shape.H, blocks, *logits(scale, softcap)), cut,
+        **shape.constants(softcap, dtypes[0], device), QUERIES=cut.queries, KEYS=cut.keys, CARRY=carry,
         IN_PLACE=in_place, TMA=cut.tma, CAUSAL=causal,
     )  # fmt: skip
-    return Partial(out, lse)

@@ -1,40 +1,96 @@
 """Launches kernels with less work for the host.
 
 Triton inspects every argument of every launch to find the compiled kernel, which takes longer than a small kernel runs.
-Here compiled kernels are cached, and found by what the caller knows of the arguments.
+Here a `Launch` is a kernel with all of its arguments but the tensors. It is made once and cached by its caller; what
+is left for each launch is to look at the addresses.
 """
 
-from collections.abc import Iterable
+import contextvars
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+from triton import knobs
 
-COMPILED: dict[Any, Any] = {}
+Grid = tuple[int, int, int]
+Start = Callable[[Grid, tuple[Any, ...]], None]
+
+KINDS: dict[Any, int] = {}  # a number for each kind of launch
+COMPILED: dict[tuple[int, Any], Start | None] = {}  # by kind and addresses; None: Triton decides on each launch
+
+
+class Launch:
+    """kernel[grid](*tensors, *others, **options), for tensors on one device.
+
+    `kind` must differ wherever the compiled kernel may: in dtypes, constants, and `kind_of` strides and dims. Arguments
+    in `do_not_specialize` can be left out. What the compiler sees of addresses is added in each launch: whether 16
+    divides them, and on AMD whether offsets fit into 32 bits. `descriptors`: the kernel makes tensor descriptors (TMA).
+    """
+
+    def __init__(
+        self, kernel: Any, grid: Grid, device: torch.device, others: tuple[Any, ...], kind: Any,
+        descriptors: bool = False, **options: Any,
+    ):  # fmt: skip
+        self.kernel, self.grid, self.device, self.others, self.options = kernel, grid, device, others, options
+        self.kind = KINDS.setdefault((id(kernel), device, kind, *options.items()), len(KINDS))
+        self.descriptors = descriptors
+
+    def __call__(self, *tensors: Tensor) -> None:
+        device = self.device
+        if 0 in self.grid:
+            return
+        if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton uses the current device
+            with torch.cuda.device(device):
+                return self(*tensors)
+        if self.descriptors:
+            contextvars.copy_context().run(self.with_memory, tensors)
+        else:
+            self.start(tensors)
+
+    def with_memory(self, tensors: tuple[Tensor, ...]) -> None:
+        """Launch a kernel that makes descriptors: Triton asks an allocator for their memory.
+
+        The allocator is a context variable, so that the caller's stays as it was.
+        """
+        triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=self.device))
+        self.start(tensors)
+
+    def start(self, tensors: tuple[Tensor, ...]) -> None:
+        low = [x.data_ptr() % 16 for x in tensors]
+        addresses: Any = tuple(low) if any(low) else None
+        if torch.version.hip:
+            addresses = (*low, *[x.untyped_storage().size() > 2147483647 for x in tensors])
+        start = COMPILED.get((self.kind, addresses))
+        if start is not None:
+            start(self.grid, (*tensors, *self.others))
+        else:
+            compiled = self.kernel[self.grid](*tensors, *self.others, **self.options)
+            COMPILED[self.kind, addresses] = None if compiled is None else start_of(compiled, self.device)
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor, ...], others: tuple[Any, ...],
-    kind: tuple[Any, ...], **options: Any,
-) -> None:  # fmt: skip
-    """kernel[grid](*tensors, *others, **options) on the device of the tensors; a grid has three numbers.
+    kernel: Any, grid: Grid, tensors: tuple[Tensor, ...], others: tuple[Any, ...], kind: Any, **options: Any
+) -> None:
+    """One launch, for callers that cannot keep a `Launch`."""
+    Launch(kernel, grid, tensors[0].device, others, kind, **options)(*tensors)
 
-    `kind` must differ wherever the compiled kernel may: in dtypes, device, constants, options, and `kind_of` strides
-    and dims. Arguments in `do_not_specialize` can be left out. What the compiler sees of addresses is added here:
-    whether 16 divides them, and on AMD whether offsets fit into 32 bits.
-    """
-    device = tensors[0].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton uses the current device
-        with torch.cuda.device(device):
-            return launch(kernel, grid, tensors, others, kind, **options)
-    kind = id(kernel), kind, *[x.data_ptr() % 16 for x in tensors]
-    if torch.version.hip:
-        kind += tuple([x.untyped_storage().size() > 2147483647 for x in tensors])
-    compiled = COMPILED.get(kind)
-    if compiled is None:
-        COMPILED[kind] = kernel[grid](*tensors, *others, **options)  # None in the interpreter
-    else:
-        compiled[grid](*tensors, *others)
+
+def start_of(compiled: Any, device: torch.device) -> Start:
+    """A function that launches a compiled kernel on the current stream, without what Triton does for profilers."""
+    compiled[1, 1, 1]  # loads it
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    stream_of, runtime, index = triton.runtime.driver.active.get_current_stream, knobs.runtime, device.index
+
+    def start(grid: Grid, args: tuple[Any, ...]) -> None:
+        hook = runtime.launch_enter_hook
+        if hook is None or not getattr(hook, "calls", True):
+            run(*grid, stream_of(index), function, metadata, None, None, None, *args)
+        else:  # a profiler listens
+            compiled[grid](*args)
+
+    return start
 
 
 def kind_of(numbers: Iterable[Any]) -> tuple[Any, ...]:

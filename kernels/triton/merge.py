@@ -149,6 +149,6 @@ def merge_once(parts: Partial | Streams, carry: Partial | None, sinks_H: Tensor 
     )  # fmt: skip
     constants = streams, carry is not None, sinks_H is not None, block_n, block_r, block_v
     dtypes = tuple([x.dtype for x in tensors])
-    kind = dtypes, out.device, kind_of((*strides, V)), constants
+    kind = dtypes, kind_of((*strides, V)), constants
     launch(merge_kernel, grid, tensors, (*strides, n, B, T, H, V, *constants), kind, num_warps=4)
     return new

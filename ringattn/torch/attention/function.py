@@ -206,7 +206,8 @@ def own(call: Call, sinks: Tensor) -> Tensor:
 
 def by_heads(lse: Tensor) -> Tensor:
     """[B, T, H] in memory as [B, H, T], as kernels write it."""
-    return lse.transpose(1, 2).contiguous().transpose(1, 2)
+    _, T, H = lse.shape
+    return lse if lse.stride() == (T * H, 1, T) else lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[Partial]:
@@ -235,7 +236,7 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
     queries = call.plan.transport.backward == "queries"
     where = call.backward.only
     for q, k, v, out, lse, dout, dlse in groups:
-        rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta, travels=queries)
+        rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta, where is None, queries)
         if where is not None:
             of_keys, of_queries = kernel.halves(q, k, v, where, rows, alone=True)
             (dk, dv), dq = of_keys(), of_queries()

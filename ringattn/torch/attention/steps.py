@@ -200,7 +200,7 @@ def with_rows(kernel: TorchKernel, function: Callable[..., Any]) -> Callable[...
     """The function, taking `Rows` instead of dout, lse and delta (and out, for a kernel that takes it)."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, where: Intervals, rows: Rows, **more: Any) -> Any:
-        if kernel.by_out:
+        if rows.out is not None:
             more["out"] = rows.out
         return function(q, k, v, where, *rows[:3], **more)
 
@@ -208,16 +208,18 @@ def with_rows(kernel: TorchKernel, function: Callable[..., Any]) -> Callable[...
 
 
 def rows_of(
-    score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, with_delta: bool, travels: bool = False
-) -> tuple[Rows, Tensor | None]:
-    """The rows of a backward pass as the kernel takes them, and delta if `with_delta`.
+    score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, with_delta: bool, steps: bool = True,
+    travels: bool = False,
+) -> tuple[Rows, Tensor | None]:  # fmt: skip
+    """The rows of a backward pass as the kernel takes them, and delta if `with_delta`; `steps`: there may be several.
 
     A kernel that computes delta gets `out`, unless the lse has a gradient too, which is a term of delta, or the rows
     travel: delta is much smaller than out.
     """
-    by_out = score.kernel.by_out and dlse is None and not travels
-    delta = None if by_out and not with_delta else score.kernel.row_delta(out, dout, dlse)
-    rows = score.kernel.rounded(dout, lse, None if by_out else delta)
+    kernel = score.kernel
+    by_out = kernel.by_out and dlse is None and not travels and not (kernel.delta_once and (steps or with_delta))
+    delta = None if by_out and not with_delta else kernel.row_delta(out, dout, dlse)
+    rows = kernel.rounded(dout, lse, None if by_out else delta)
     return Rows(*rows, out if by_out else None), delta
 
 
