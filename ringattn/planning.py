@@ -12,7 +12,7 @@ from typing import Any
 from ringattn.comms.axis import LIVE, NOT_HERE, TRANSPORTS, Ranks
 from ringattn.cost import HARDWARE, Hardware, Shape, exchanged, groups_of, kv_heads_of_a_rank
 from ringattn.layout import LAYOUTS, Layout
-from ringattn.spec import whole
+from ringattn.spec import Docs, whole
 
 STRATEGIES = ("ring", "gather", "ulysses")
 ROUTES = ("direct", "relay", "levels")
@@ -97,6 +97,7 @@ class Plan:
     heads: tuple[int, int] | None = None
     head_dim: int | None = None
     value_dim: int | None = None
+    cut: Docs | None = None  # documents each of which is laid out over all ranks: see for_docs
     deterministic: bool = False  # only kernels whose results have the same bits in every run
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
     report: tuple[str, ...] = field(default=(), compare=False, repr=False)
@@ -116,6 +117,8 @@ class Plan:
             )
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout={self.layout!r}: choose one of auto, {', '.join(LAYOUTS)}")
+        if self.cut is not None and (problem := self._cut_problem()):
+            raise ValueError(problem)
         problem = self._transport_problem()
         if self.heads is not None:
             check_heads(*self.heads, ulysses=self.ulysses, ring=self.ring)
@@ -134,8 +137,21 @@ class Plan:
 
     def _text(self) -> str:
         """The whole plan as text, for a compiled graph, which holds no objects; `of_text` is the inverse."""
-        values = [getattr(self, name) for name in NAMED]
-        return json.dumps([self.axes.number, values, list(vars(self.transport).values())])
+        values = {name: getattr(self, name) for name in NAMED}
+        if self.cut is not None:
+            values["cut"] = self.cut.starts.tolist(), self.cut.length
+        return json.dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
+
+    def _cut_problem(self) -> str | None:
+        """Why documents cannot each be laid out over all ranks of this plan, if they cannot."""
+        if self.framework == "jax":
+            return (
+                "for_docs is not supported in JAX, where one program serves all documents and these would change it: "
+                "use the plan as it is, and plan.shard"
+            )
+        if self.key_len not in (None, self.seq_len):
+            return f"key_len={self.key_len}: documents are each cut over all ranks for queries and keys of one sequence"
+        return None
 
     def _transport_problem(self) -> str | None:
         """How the transport contradicts the sizes, if it does."""
@@ -199,7 +215,12 @@ class Plan:
     @property
     def agreed(self) -> set[Any]:
         """The kinds of calls of this plan that all ranks agreed on."""
-        return kept_for(self, self.axes.agreed)
+        return kept_for(self.uncut, self.axes.agreed)
+
+    @cached_property
+    def uncut(self) -> "Plan":
+        """The plan without the documents that it cuts, which are others in every batch."""
+        return self if self.cut is None else replace(self, cut=None)
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -209,7 +230,7 @@ class Plan:
     @cached_property
     def tokens(self) -> Layout:
         """Where the queries' tokens are."""
-        return Layout(self.layout, self.seq_len, self.ring, self.ulysses)
+        return Layout(self.layout, self.seq_len, self.ring, self.ulysses, self.cut)
 
     @cached_property
     def keys(self) -> "Plan":
@@ -273,15 +294,38 @@ class Plan:
         return groups_of(shape, self.exchanged(shape), ranks, kv_heads, hardware)
 
     def blocks_at_once(self, nbytes: int) -> int:
-        """How many blocks of that many bytes a step of the direct route brings."""
+        """How many blocks of that many bytes a step of the direct route brings.
+
+        One, if every document has a range in each block: several would arrive in many small parts.
+        """
+        if self.cut is not None:
+            return 1
         return self.transport.together or hardware_of(self.device).blocks_at_once(nbytes)
 
     def for_length(self, seq_len: int, key_len: int | None = None) -> "Plan":
         """The same choices for another length."""
+        if self.cut is not None:
+            raise ValueError(f"this plan cuts {self.cut} over all ranks, and has their length: use plan.for_docs(docs)")
         return replace(self, seq_len=seq_len, key_len=key_len)
 
+    def for_docs(self, docs: Docs) -> "Plan":
+        """The same choices for a packed sequence, each of whose documents is cut over all ranks in the plan's layout.
+
+        This is how ring-flash-attn's varlen functions and Transformer Engine's THD format lay out tokens: of n ranks,
+        rank r holds block r of each document (layout="contiguous"), or of 2 * n blocks of it r and 2 * n - 1 - r
+        (layout="zigzag"). n counts Ulysses ranks too, with consecutive ones in each ring rank; so a sequence that is
+        one document lies in zigzag over Ulysses ranks. Each document has a multiple of n tokens (2 * n in zigzag). For
+        torch, and for attention only: linear attention and caches refuse such a plan. Pass the documents to attention
+        too, where tokens see only their own one.
+        """
+        if not isinstance(docs, Docs):
+            raise ValueError(f"docs is of type {type(docs).__name__}; pass Docs.from_lengths([...])")
+        if problem := self._cut_problem():
+            raise ValueError(problem)
+        return replace(self, seq_len=docs.length, key_len=None, cut=docs.first or docs)
+
     def local_slice(self, ulysses_rank: int) -> slice:
-        """Which part of its ring shard a Ulysses rank holds."""
+        """Which part of its ring shard a Ulysses rank holds, if no documents are cut."""
         return slice(ulysses_rank * self.local_len, (ulysses_rank + 1) * self.local_len)
 
     # The functions that need a framework are in ringattn.torch and ringattn.jax, under the same names.
@@ -337,7 +381,8 @@ class Plan:
             return f"{self.seq_len} tokens{keys} on one device: kernel {self.kernel}"
         return (
             f"{self.seq_len} tokens{keys} over ring={self.ring} x ulysses={self.ulysses}: strategy {self.strategy}, "
-            f"layout {self.layout}, kernel {self.kernel}, {self.local_len} tokens a rank"
+            f"layout {self.layout}{' of each document' * (self.cut is not None)}, kernel {self.kernel}, "
+            f"{self.local_len} tokens a rank"
         )
 
 
@@ -351,7 +396,11 @@ def of_text(text: str) -> Plan:
     if axes is None:
         raise RuntimeError("the ranks that this compiled graph was made for are gone: compile again with a new plan")
     if text not in axes.plans:
+        if len(axes.plans) == 256:  # each batch may cut other documents
+            axes.plans.clear()
         given = dict(zip(NAMED, values, strict=True))
+        if given["cut"] is not None:
+            given["cut"] = Docs(*given["cut"])
         axes.plans[text] = Plan(**given, transport=Transport(*transport), axes=axes)
     return axes.plans[text]
 

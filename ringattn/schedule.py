@@ -185,11 +185,12 @@ Runs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # owner, piece, an
 
 def by_block(shards: Sequence[Shard], start: np.ndarray, stop: np.ndarray, window: int | None) -> Runs:
     """Each piece as one run in every block that it overlaps."""
-    size, owners = len(shards[0][0]), owners_of(shards)
-    counts = np.where(start < stop, (stop - 1) // size - start // size + 1, 0)
+    edges, owners = blocks_of(shards)
+    low, high = block_at(edges, start), block_at(edges, stop - 1)
+    counts = np.where(start < stop, high - low + 1, 0)
     at = np.repeat(np.arange(len(start)), counts)
-    block = np.arange(len(at)) - (np.cumsum(counts) - counts - start // size)[at]
-    first, last = np.maximum(start[at], block * size), np.minimum(stop[at], (block + 1) * size)
+    block = np.arange(len(at)) - (np.cumsum(counts) - counts - low)[at]
+    first, last = np.maximum(start[at], edges[block]), np.minimum(stop[at], edges[block + 1])
     return owners[block], at, first, last
 
 
@@ -216,11 +217,10 @@ def by_stripe(shards: Sequence[Shard], start: np.ndarray, stop: np.ndarray, wind
 def marked(owner: np.ndarray, begin: np.ndarray, end: np.ndarray, keys: Sequence[Shard]) -> np.ndarray:
     """[i, j]: whether one of the ranges [begin, end) of owner i has a key of shard j."""
     ring, step = len(keys), keys[0][0].step
-    owners = owners_of(keys)
+    edges, owners = blocks_of(keys)
     blocks = len(owners)
     if step == 1:
-        size = len(keys[0][0])
-        begin, end = begin // size, (end - 1) // size + 1
+        begin, end = block_at(edges, begin), block_at(edges, end - 1) + 1
     else:  # the first key of each stripe lies within two laps
         begin, end = begin % step, begin % step + np.minimum(end - begin, step)
     width = 2 * blocks + 1
@@ -230,6 +230,13 @@ def marked(owner: np.ndarray, begin: np.ndarray, end: np.ndarray, keys: Sequence
     return np.stack([seen[:, owners == j].any(1) for j in range(ring)], 1)
 
 
-def owners_of(shards: Sequence[Shard]) -> np.ndarray:
-    """The owner of each block, or stripe, in the order of their first tokens."""
-    return np.array([rank for _, rank in sorted((r.start, rank) for rank, shard in enumerate(shards) for r in shard)])
+def blocks_of(shards: Sequence[Shard]) -> tuple[np.ndarray, np.ndarray]:
+    """The first tokens of all blocks (or stripes) in order, the end of the last one, and the owner of each."""
+    blocks = sorted((r.start, r.stop, rank) for rank, shard in enumerate(shards) for r in shard)
+    starts, stops, owners = np.array(blocks).T
+    return np.append(starts, stops[-1]), owners
+
+
+def block_at(edges: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """The block that each position lies in."""
+    return np.searchsorted(edges[:-1], position, "right") - 1

@@ -16,6 +16,10 @@ Place = tuple[int, int, int]  # ring rank, Ulysses rank, which of its segments
 
 WAYS = ("gather", "ring", "pipeline")
 BEFORE = -(2**30)  # the start of the first document: before all tokens of any segment
+NO_STATE = (
+    "this plan cuts each document over all ranks (for_docs), so a state would have to pass them all for every "
+    "document; use the plan without for_docs"
+)
 ROOM = 2**28  # the most bytes that the maps of all ranks may take on each rank
 
 
@@ -26,6 +30,8 @@ def passes(plan: Plan) -> int:
 
 def segments(plan: Plan) -> int:
     """How many segments a rank holds; an even number of Ulysses ranks parts the two of a zigzag shard."""
+    if plan.cut is not None:
+        raise ValueError(NO_STATE)
     return 2 if passes(plan) == 2 and plan.ulysses % 2 else 1
 
 

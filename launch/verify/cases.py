@@ -27,6 +27,7 @@ class Case:
     lengths: Any = None  # of packed documents
     key_lengths: Any = None
     sinks: bool = False
+    cut: Any = None  # lengths of documents that the plan cuts over all ranks
 
     @property
     def ranks(self) -> int:

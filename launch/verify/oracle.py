@@ -8,6 +8,7 @@ from torch import Tensor
 from ringattn import api, choosing
 from ringattn.launch.verify.cases import Case
 from ringattn.planning import Transport
+from ringattn.spec import Docs
 from ringattn.torch.sharding import own_positions
 
 Grads = dict[str, Tensor]
@@ -131,8 +132,9 @@ def local(x: Tensor, plan: Any, poison: float = float("nan")) -> Tensor:
 def plan_of(case: Case, mesh: Any, **choices: Any) -> Any:
     """The plan of a case; of `choices`, what a Transport has goes into one."""
     how = {name: choices.pop(name) for name in Transport.__dataclass_fields__ if name in choices}
-    return choosing.plan(mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy,
+    plan = choosing.plan(mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy,
                          layout=case.layout, transport=Transport(**how), **choices)  # fmt: skip
+    return plan if case.cut is None else plan.for_docs(Docs.from_lengths(case.cut, pad_to=case.seq_len))
 
 
 def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto", **choices: Any) -> dict[str, Any]:

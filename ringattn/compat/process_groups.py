@@ -8,6 +8,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringattn import choosing
 from ringattn.planning import Plan
+from ringattn.spec import Docs
 
 MOST = 64  # lengths whose plans are kept, for each group and layout
 PLANS: Any = WeakIdKeyDictionary()  # by group, as long as it lives
@@ -21,8 +22,11 @@ def plan_over(
     strategy: str = "ring",
     local_keys: int | None = None,
     axis: str = "ring",
+    cut: Docs | None = None,
 ) -> Plan:
     """The plan of sequences of which every rank of the group holds `local_len` tokens: the same one each time.
+
+    With `cut` that of a sequence of these documents, each of which is cut over all ranks.
 
     The group is a process group (or None for all ranks), which becomes this axis, or a mesh with axes "ring" and/or
     "ulysses".
@@ -36,12 +40,14 @@ def plan_over(
         mesh = DeviceMesh.from_group(group, device, mesh_dim_names=(axis,)) if is_group(group) else group
         known[0] = choosing.plan(mesh, seq_len=1, layout=layout, strategy=strategy)  # keeps the axes
     lengths = local_len, local_len if local_keys is None else local_keys
-    if lengths not in known:
+    kind = (*lengths, cut)
+    if kind not in known:
         if len(known) > MOST:
             del known[list(known)[1]]
         ranks = known[0].ring * known[0].ulysses
-        known[lengths] = known[0].for_length(lengths[0] * ranks, key_len=lengths[1] * ranks)
-    plan: Plan = known[lengths]
+        whole = known[0].for_length(lengths[0] * ranks, key_len=lengths[1] * ranks)
+        known[kind] = whole if cut is None else whole.for_docs(cut)
+    plan: Plan = known[kind]
     if (plan.local_len, plan.keys.local_len) != lengths:
         raise ValueError(f"{local_len} tokens a rank: {layout} needs an even number, two parts of the same length")
     return plan

@@ -11,9 +11,8 @@ Each name says which tokens a rank holds:
 
 `group` is a process group, None for all ranks, or a mesh with an axis "ring". Windows are exact over ranks, `softcap=`
 (a keyword) too, and the lse of `return_attn_probs=True` is differentiable: (out, lse, None), lse [B, H, t] or [H, t].
-The varlen functions that cut every document take q, k and v to the plan's order and out back to theirs, each once
-over the network; llama3's do not. `dropout_p` and `alibi_slopes` are refused. `deterministic`, `max_seqlen` and
-`heads_k_stride` are accepted and change nothing.
+The varlen functions that cut every document use a plan that does so (`plan.for_docs`). `dropout_p` and `alibi_slopes`
+are refused. `deterministic`, `max_seqlen` and `heads_k_stride` are accepted and change nothing.
 """
 
 from collections.abc import Callable
@@ -21,8 +20,6 @@ from functools import lru_cache
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -32,8 +29,7 @@ from ringattn.compat.hf_flash_attn import restore_hf_flash_attn, substitute_hf_f
 from ringattn.compat.process_groups import plan_over
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
-from ringattn.torch.agree import agree, describe, refuse
-from ringattn.torch.exchange import Exchange, Exchanged, Place, place_of, sizes_of
+from ringattn.torch.agree import refuse
 
 Function = Callable[..., Any]
 Prepared = tuple[Tensor, Tensor, int, int, slice]
@@ -158,57 +154,37 @@ def of_cut_documents(layout: str) -> Function:
     """Attention within documents, of each of which every rank holds its part in this layout."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, options: Options) -> Any:
-        spec, t = options.spec, len(q)
-        local = np.array(on_host(cu_seqlens), np.int64)
-        plan = plan_over(options.group, q.device.type, t, layout)
+        spec, local = options.spec, on_host(cu_seqlens)
+        plan = plan_over(options.group, q.device.type, len(q), layout)
         if problem := of_cut(q, k, v, local, layout):
             refuse(problem, plan)
-        docs = Docs.from_cu_seqlens(local * plan.ring)
-        agree(plan, describe(plan, spec, {"q": q, "k": k, "v": v}, docs, call=f"{layout} documents"))
-        exchange = reordered(plan, local.tobytes(), place_of(plan), q.device)
-        given = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
-        parts = Exchanged.apply(given, exchange, plan, 0).split([x[0].numel() for x in (q, k, v)], 1)
-        q, k, v = (x.view(like.shape) for x, like in zip(parts, (q, k, v), strict=True))
-        found = packed(q, k, v, plan, spec, docs, options)
-        back = [Exchanged.apply(x, exchange.back, plan, 0) for x in found]
-        return (back[0], back[1].T, None) if options.return_attn_probs else back[0]
+        docs = docs_over(plan.ring, tuple(local))
+        plan = plan_over(options.group, q.device.type, len(q), layout, cut=docs)
+        out, *lse = packed(q, k, v, plan, spec, docs, options)
+        return (out, lse[0].T, None) if lse else out
 
     return function
 
 
-def of_cut(q: Tensor, k: Tensor, v: Tensor, local: np.ndarray, layout: str) -> str | None:
-    """What is wrong with these tensors, or with the documents of which every rank has its part."""
-    if not q.dtype == k.dtype == v.dtype:
-        return f"q, k and v must have one dtype, and they have {q.dtype}, {k.dtype} and {v.dtype}"
+@lru_cache(maxsize=64)
+def docs_over(ranks: int, local: tuple[int, ...]) -> Docs:
+    """The whole documents, of which each rank has these parts."""
+    return Docs.from_cu_seqlens([ranks * start for start in local])
+
+
+def of_cut(q: Tensor, k: Tensor, v: Tensor, local: list[int], layout: str) -> str | None:
+    """What is wrong with the documents of which every rank has its part."""
     if not len(q) == len(k) == len(v) == local[-1]:
         return (
             f"q has {len(q)} tokens on this rank, k {len(k)}, v {len(v)}, and cu_seqlens ends with {local[-1]}; "
             "cu_seqlens are this rank's: those of the whole divided by the number of ranks"
         )
-    if layout == "zigzag" and (np.diff(local) % 2).any():
+    if layout == "zigzag" and any(start % 2 for start in local):
         return (
-            f"cu_seqlens={local.tolist()}: zigzag cuts each document into two parts a rank; pad documents to a "
-            "multiple of twice the number of ranks"
+            f"cu_seqlens={local}: zigzag cuts each document into two parts a rank; pad documents to a multiple of "
+            "twice the number of ranks"
         )
     return None
-
-
-@lru_cache(maxsize=16)
-def reordered(plan: Plan, local: bytes, place: Place, device: torch.device) -> Exchange:
-    """From where documents that are cut over all ranks lie to where the plan has their tokens."""
-    slots = np.argsort(positions(plan, np.frombuffer(local, np.int64)))  # of every position
-    return Exchange(sizes_of(plan), place, slots[plan.tokens.order()], device)
-
-
-def positions(plan: Plan, local: np.ndarray) -> np.ndarray:
-    """The global position of every rank's tokens, rank by rank, where each rank has its part of each document."""
-    lengths, n = np.diff(local), plan.ring
-    length, start = (np.repeat(x, lengths) for x in (lengths, local[:-1]))
-    at, rank = np.arange(local[-1]) - start, np.arange(n)[:, None]
-    if plan.layout == "contiguous":
-        return (n * start + rank * length + at).ravel()
-    half = length // 2
-    return (n * start + np.where(at < half, rank * half + at, (2 * n - 2 - rank) * half + at)).ravel()
 
 
 def llama3(

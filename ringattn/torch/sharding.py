@@ -47,7 +47,7 @@ def own_positions(plan: Plan) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def local_positions(plan: Plan, ring_rank: int, ulysses_rank: int) -> np.ndarray:
-    return plan.tokens.positions(ring_rank)[plan.local_slice(ulysses_rank)]
+    return plan.tokens.held(ring_rank, ulysses_rank)
 
 
 def shard(x: Tensor, plan: Plan, dim: int = 1, compare: bool = True) -> Tensor:
@@ -55,6 +55,8 @@ def shard(x: Tensor, plan: Plan, dim: int = 1, compare: bool = True) -> Tensor:
     check_whole(x, plan, dim)
     if compare:
         same_data.note(x, plan)
+    if plan.cut is not None:
+        return x.index_select(dim, torch.from_numpy(own_positions(plan)).to(x.device))
     pad = plan.tokens.padded_length - plan.seq_len
     if pad:
         x = F.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, pad])
@@ -110,6 +112,16 @@ def order_of(layout: Layout, device: torch.device, back: bool = False) -> Tensor
     """The positions of all shards in the order of ranks, padding included; with `back`, the inverse of that order."""
     order = layout.order()
     return torch.from_numpy(np.argsort(order) if back else order).to(device, non_blocking=True)
+
+
+@kept
+def swapped_of(layout: Layout, rank: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """`layout.swapped(rank)` on the device, and its inverse; None if it changes nothing."""
+    order = layout.swapped(rank)
+    if order is None:
+        return None
+    there, back = (torch.from_numpy(x).to(device, non_blocking=True) for x in (order, np.argsort(order)))
+    return there, back
 
 
 def unshard(x: Tensor, plan: Plan, dim: int = 1) -> Tensor:

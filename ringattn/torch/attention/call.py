@@ -23,7 +23,7 @@ from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
 from ringattn.torch.attention.steps import Run, Score, arch_of, global_intervals, run_of, score_with
 from ringattn.torch.handles import whole_on_one
-from ringattn.torch.sharding import real_tokens
+from ringattn.torch.sharding import real_tokens, swapped_of
 
 MOST, FEW = 64, 12  # the most bound calls that are cached for a plan: without documents, and with
 PLAIN = AttentionSpec()
@@ -56,6 +56,7 @@ class Call:
         self.groups = plan.groups_for(shape) if plan.swaps else 1
         self.alone = self.ulysses.size == 1 and self.groups == 1  # whether no heads are exchanged
         self.exchanges_dlse = lse and self.ulysses.size > 1  # all ranks alike, also one whose lse has no gradient
+        self.order = swapped_of(plan.tokens, self.ring.rank, device)  # of what Ulysses ranks hold, where they exchange
         self.gathers = plan.strategy == "gather"
         keys = plan.keys
         same = mask.key_docs is None and keys is plan

@@ -121,7 +121,7 @@ def swapped(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
             results = [part.out.to(q.dtype), part.lse]
             if keep:
                 kept[g] += results
-            yield leave(results, axis)
+            yield leave(results, axis, call.order)
 
     outs, lses = zip(*one_ahead(leaving()), strict=True)
     return joined(outs), joined(lses), [x.contiguous() for group in kept for x in group]
@@ -183,7 +183,7 @@ def swapped_backward(
     def leaving() -> Iterator[Pending]:
         for dq, dk, dv, delta in gradients(call, entering(), with_delta):
             deltas.append(delta)
-            yield leave([dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)], axis)
+            yield leave([dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)], axis, call.order)
 
     grads = [joined(x) for x in zip(*one_ahead(leaving()), strict=True)]
     return *grads, joined(lses), joined(deltas) if with_delta else joined(lses)
@@ -191,7 +191,7 @@ def swapped_backward(
 
 def entered(call: Call, tensors: Sequence[Tensor], real: Sequence[Real]) -> Iterator[list[Tensor]]:
     """For each group of heads, its tensors over the whole ring shard."""
-    return one_ahead(enter(tensors, real, call.ulysses, g, call.groups) for g in range(call.groups))
+    return one_ahead(enter(tensors, real, call.ulysses, g, call.groups, call.order) for g in range(call.groups))
 
 
 def reals(call: Call) -> tuple[Real, Real, Real]:

@@ -118,6 +118,11 @@ def stops(
         ranges = sorted(((r, s) for s in visit.sources for r in layout.shard(s)), key=lambda pair: pair[0].start)
         shard = tuple(r for r, _ in ranges)
         brought: dict[int, tuple[range, ...]] = {holder(s): () for s in visit.sources if i}
+        if layout.cut is not None:  # one block a visit, of which each document has a range: it travels whole
+            whole = (range(layout.shard_len),)
+            brought = {source: whole for source in brought}
+            found.append(Stop(where(shard) if shard else None, shard, brought, visit.readers, whole))
+            continue
         places = stripes(shard) if layout.name == "striped" else cuts(shard)
         for (_, source), place in zip(ranges, places, strict=True):
             if i:

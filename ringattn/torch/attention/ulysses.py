@@ -1,9 +1,10 @@
 """Ulysses: trade a slice of the sequence with all heads for the whole ring shard with a slice of the heads.
 
 `enter` runs before the ring and `leave` after it; each is the other's adjoint. Both take one group of heads at a time,
-so that one group travels while another is computed. Key heads are repeated if the Ulysses size does not divide them,
-and the gradients of the copies are summed. Padding is zeroed on the way, forward and backward, so that nothing in a
-caller's padding, not even NaN, reaches a real token.
+so that one group travels while another is computed. Where Ulysses ranks hold no consecutive pieces of the shard (a plan
+that cuts documents), `order` says where each of its tokens lies among theirs, and the inverse of that. Key heads are
+repeated if the Ulysses size does not divide them, and the gradients of the copies are summed. Padding is zeroed on the
+way, forward and backward, so that nothing in a caller's padding, not even NaN, reaches a real token.
 """
 
 from collections.abc import Sequence
@@ -11,22 +12,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import All, Axis, Pending
+from ringattn.comms.axis import All, Axis, Pending, Then
 from ringattn.cost import replicas
 from ringattn.kernels.arrays import accumulator
 
 Real = Tensor | None  # [1 or B, T_local]: which tokens are real; None when all are
 
 
-def enter(tensors: Sequence[Tensor], real: Sequence[Real], axis: Axis, group: int, groups: int) -> Pending:
+Order = tuple[Tensor, Tensor] | None  # None: they hold consecutive pieces
+
+
+def enter(
+    tensors: Sequence[Tensor], real: Sequence[Real], axis: Axis, group: int, groups: int, order: Order = None
+) -> Pending:
     """[B, T / U, H, ...] of every rank -> [B, T, H / groups / U, ...]: this rank's heads of a group, padding zeroed."""
     if groups > 1:
         tensors = [x.chunk(groups, 2)[group] for x in tensors]
-    return All(*(axis.all_to_all(cleared(x, r), 2, 1) for x, r in zip(tensors, real, strict=True)))
+    coming = All(*(axis.all_to_all(cleared(x, r), 2, 1) for x, r in zip(tensors, real, strict=True)))
+    return coming if order is None else Then(coming, lambda found: [x.index_select(1, order[0]) for x in found])
 
 
-def leave(tensors: Sequence[Tensor], axis: Axis) -> Pending:
+def leave(tensors: Sequence[Tensor], axis: Axis, order: Order = None) -> Pending:
     """[B, T, h, ...] of every rank -> [B, T / U, h * U, ...]: all ranks' heads of a group."""
+    tensors = tensors if order is None else [x.index_select(1, order[1]) for x in tensors]
     return All(*(axis.all_to_all(x, 1, 2) for x in tensors))
 
 

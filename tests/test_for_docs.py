@@ -1,0 +1,170 @@
+"""Plans whose documents are each cut over all ranks: the same promises as of every other layout, or a refusal."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_attention import LIMIT, check
+from test_roll import expected
+
+import ringattn as ra
+from ringattn.comms.axis import Ranks
+from ringattn.comms.local import run
+from ringattn.launch.verify import oracle
+from ringattn.launch.verify.cases import FULL, Case
+from ringattn.layout import Layout, count_below
+from ringattn.mask import Mask, schedule_of
+from ringattn.planning import of_text
+from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.torch.attention.compiled import attention_op
+
+parts = st.lists(st.integers(0, 3), min_size=1, max_size=9).filter(any)
+names = st.sampled_from(["contiguous", "zigzag"])
+
+
+def cut(name, ring, ulysses, lengths, tail=0):
+    unit = 2 * ring * ulysses
+    docs = Docs.from_lengths([unit * n for n in lengths], pad_to=unit * (sum(lengths) + tail))
+    return Layout(name, docs.length, ring, ulysses, docs)
+
+
+layouts = st.builds(cut, names, st.integers(1, 4), st.integers(1, 3), parts, st.integers(0, 1))
+
+
+@given(layouts)
+def test_every_rank_holds_its_part_of_every_document(layout):
+    """By the definitions of ring-flash-attn's varlen functions and of Transformer Engine's THD format."""
+    n, edges = layout.ring * layout.multiple, [*layout.cut.starts[0].tolist(), layout.length]
+    for rank in range(n):
+        mine: list[int] = []
+        for start, stop in pairwise(edges):
+            blocks = np.arange(start, stop).reshape(n if layout.name == "contiguous" else 2 * n, -1)
+            both = blocks[[rank]] if layout.name == "contiguous" else blocks[[rank, 2 * n - 1 - rank]]
+            mine += both.ravel().tolist()
+        held = layout.held(*divmod(rank, layout.multiple))
+        assert held.tolist() == mine and sorted(mine) == mine
+    assert sorted(layout.order()) == list(range(layout.length))
+    for ring_rank in range(layout.ring):
+        shard, order = layout.positions(ring_rank), layout.swapped(ring_rank)
+        every = np.concatenate([layout.held(ring_rank, u) for u in range(layout.multiple)])
+        assert (shard == (every if order is None else every[order])).all()
+        at = np.arange(-2, layout.length + 3)
+        np.testing.assert_array_equal(count_below(layout.shard(ring_rank), at), np.searchsorted(shard, at))
+
+
+@given(layouts, st.booleans(), st.sampled_from([None, 1, 5, 40]), st.booleans())
+def test_blocks_meet_exactly_where_something_is_seen(layout, causal, window, packed):
+    spec, docs = AttentionSpec(causal, window if causal else None), layout.cut if packed else None
+    plan = ra.Plan(layout.length, layout.ring, layout.multiple, layout=layout.name, cut=layout.cut)
+    begin, end = (x[0] for x in bounds(spec, np.arange(layout.length), layout.length, docs=docs))
+    owner = np.argsort(np.concatenate([layout.positions(r) for r in range(layout.ring)])) // layout.shard_len
+    expected = np.zeros((layout.ring, layout.ring), bool)
+    for q, (first, last) in enumerate(zip(begin, end, strict=True)):
+        expected[owner[q], owner[first:last]] = True
+    np.testing.assert_array_equal(schedule_of(Mask(plan, spec, docs)).needed, expected)
+
+
+LENGTHS = [16, 0, 48, 8, 16]
+CUT = Case("cut", seq_len=96, lengths=LENGTHS, cut=LENGTHS)
+WINDOW = AttentionSpec(window=13, softcap=3.0)
+CASES = [
+    (CUT, {}),
+    (replace(CUT, layout="contiguous", sinks=True), {"kernel": "tiled"}),
+    (replace(CUT, spec=WINDOW, sinks=True, strategy="gather"), {}),
+    (replace(CUT, spec=FULL, kv_heads=4), {"backward": "queries"}),
+    (replace(CUT, spec=WINDOW, kv_heads=4), {"route": "relay", "hosts": 4}),
+    (replace(CUT, ring=1, ulysses=4, strategy="ulysses", sinks=True), {}),
+    (replace(CUT, ring=1, ulysses=4, strategy="ulysses", cut=[96], lengths=None), {}),
+    (replace(CUT, ring=1, ulysses=4, strategy="ulysses", heads=8, kv_heads=8), {"groups": 2}),
+    (replace(CUT, ring=2, ulysses=2, spec=WINDOW, sinks=True), {}),
+    (replace(CUT, ring=2, ulysses=2, strategy="gather", layout="contiguous"), {}),
+    (replace(CUT, ring=2, ulysses=2, lengths=[50, 30], cut=[16, 64]), {}),  # other documents than are cut, and padding
+    (replace(CUT, ring=2, ulysses=2, lengths=[[50, 46], [3, 93]], cut=[96]), {}),  # and other ones in every row
+]
+
+
+@pytest.mark.parametrize(("case", "choices"), CASES, ids=lambda x: str(x))
+def test_equals_dense_float64(case, choices):
+    check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT), **choices)
+
+
+def test_as_an_op_whose_plan_is_a_text():
+    """What torch.compile makes of a call, and selective checkpoints."""
+    case = replace(CUT, ring=2, ulysses=2, spec=WINDOW)
+    random = oracle.inputs(case, torch.float32)
+
+    def one(mesh):
+        plan = oracle.plan_of(case, mesh)
+        assert of_text(plan.text) == plan
+        given = *(oracle.local(random[name], plan) for name in "qkv"), plan
+        found = attention_op(*given, case.spec, case.docs, None, None, False)
+        return torch.equal(found[0], ra.attention(*given, spec=case.spec, docs=case.docs))
+
+    assert all(run(one, ring=2, ulysses=2))
+
+
+@given(layouts, st.integers(-9, 9), st.booleans())
+def test_unshard_inverts_shard_and_roll_rolls(layout, shift, packed):
+    x = torch.randint(0, 99, (2, layout.length, 3))
+    docs = layout.cut if packed else None
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=1, layout=layout.name).for_docs(layout.cut)
+        mine = plan.shard(x)
+        assert torch.equal(mine, x[:, plan.positions()]) and plan.real_tokens().all()
+        return plan.unshard(mine), plan.unshard(plan.roll(mine, shift, docs=docs))
+
+    rolled = expected(x, shift, 1, docs, -100)
+    assert all(torch.equal(whole, x) and torch.equal(moved, rolled)
+               for whole, moved in run(one, ring=layout.ring, ulysses=layout.multiple))  # fmt: skip
+
+
+def test_what_cannot_be_is_refused():
+    docs = Docs.from_lengths([8, 24])
+    plan = ra.Plan(32, 2, 2, layout="zigzag")
+    made = plan.for_docs(docs)
+    assert made == ra.Plan(32, 2, 2, layout="zigzag", cut=docs) != plan and "zigzag of each document" in str(made)
+    for base, packed, said in (
+        (plan, Docs.from_lengths([12, 20]), "a document of 12 tokens cannot be cut over 4 ranks .* multiple of 8"),
+        (plan, Docs.from_lengths([16], pad_to=20), "a document of 4 tokens cannot"),
+        (plan, Docs.from_lengths([[8, 8], [16, 0]]), "rows with other documents would lie on other ranks"),
+        (plan, [8, 24], "docs is of type list; pass Docs.from_lengths"),
+        (replace(plan, layout="striped"), docs, "deals out the tokens of every document as it is"),
+        (replace(plan, key_len=64), docs, "for queries and keys of one sequence"),
+        (replace(plan, axes=Ranks(None, None, "jax", "cpu", here=False)), docs, "for_docs is not supported in JAX"),
+        (made, Docs.from_lengths([4, 28]), "a document of 4 tokens"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            base.for_docs(packed)
+    with pytest.raises(ValueError, match=r"and has their length: use plan.for_docs\(docs\)"):
+        made.for_length(64)
+
+    def one(mesh):
+        cut = ra.plan(mesh, seq_len=32, layout="zigzag").for_docs(docs)
+        x = torch.randn(1, 16, 2, 4)
+        with pytest.raises(ValueError, match="a state would have to pass them all for every document"):
+            ra.linear_attention(x, x, x, None, cut)
+        with pytest.raises(ValueError, match="a state would have to pass"):
+            ra.nn.GatedDeltaNet(8, 2, convolution=3)(torch.randn(1, 16, 8), cut)
+        cache = ra.KVCache.allocate(cut, batch=1, max_len=64, kv_heads=2, head_dim=4, dtype="float32")
+        with pytest.raises(ValueError, match="and a chunk is one; use the plan without for_docs"):
+            ra.prefill(x, x, x, cut, cache)
+        return True
+
+    assert all(run(one, ring=2))
+
+
+def test_ranks_that_cut_other_documents_are_named():
+    def one(mesh):
+        lengths = [16, 16] if mesh.rank else [8, 24]
+        plan = ra.plan(mesh, seq_len=32, layout="zigzag").for_docs(Docs.from_lengths(lengths))
+        x = torch.randn(1, 16, 2, 4)
+        with pytest.raises(ValueError, match=r"the ranks do not make the same call: cut: .*rank 0.* has .*, .*rank 1"):
+            ra.attention(x, x, x, plan)
+        return True
+
+    assert all(run(one, ring=2))
