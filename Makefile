@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 WORKERS := -n 3 --dist worksteal  # tests that start ranks wait a good part of their time
 
-.PHONY: help install test test-slow test-with test-ray test-gpu test-hosts test-mutants train bench lint types
+.PHONY: help install test test-slow test-with test-ray test-gpu test-hosts test-compile test-mutants train bench lint types
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -20,9 +20,9 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(READY)  ## run the tests: no GPU needed, about eight minutes on two cores
-	$(RUN)/python -m pytest $(WORKERS) -m 'not slow and not gpu' --durations=15 $(ARGS)
+	$(RUN)/python -m pytest $(WORKERS) -m 'not slow and not gpu and not compile' --durations=15 $(ARGS)
 
-test-slow: $(READY)  ## run what takes long, ten minutes more: restarts, kernels compiled for every GPU
+test-slow: $(READY)  ## run what takes long, ten minutes more: restarts, kernels compiled for GPUs
 	$(RUN)/python -m pytest $(WORKERS) -m 'slow and not gpu and not ray' --durations=15 $(ARGS)
 
 test-with:  ## run the tests with another library (WHAT=trl), in a virtual environment of its own
@@ -39,6 +39,9 @@ test-gpu:  ## run the tests that need a GPU, with the python that holds torch fo
 
 test-hosts: $(READY)  ## run every route between two hosts with slow links, emulated here (Linux, root): two minutes
 	$(RUN)/python tests/hosts.py
+
+test-compile: $(READY)  ## compile every kernel for every GPU it has tile sizes for; no GPU needed: ten minutes
+	$(RUN)/python -m pytest $(WORKERS) -m compile --durations=15 $(ARGS)
 
 test-mutants: $(READY)  ## change the source in many small ways, each of which a named quick test must notice
 	$(RUN)/python tests/mutants.py $(ARGS)

@@ -1,7 +1,7 @@
 """Makes errors of the transport name the ranks that died or hang.
 
-A transfer knows its peer. A collective does not, so the ranks for which it fails answer a roll call in the store, and
-the error names those that do not answer.
+A transfer knows its peer, but a peer that is late may itself wait for another rank, and a collective knows nobody. So
+the ranks that wait in vain answer a roll call in the store, and the error names those that do not answer.
 """
 
 import time
@@ -60,6 +60,10 @@ class Lost(NamedTuple):
         if axis.size < all_ranks:
             whom += f", which is rank {' or '.join(str(axis.peer(r)) for r in needs)} of {all_ranks}"
         what = self.what and f" ({self.what})"
+        absent = roll_call() if "imed out" in message else []
+        if absent and not {axis.peer(r) for r in needs} & {*absent}:  # they answer: they wait for another rank, too
+            mine = f"{axis.name} rank {axis.rank} waited in vain for {axis.name} rank {whom}{what}; {silent(absent)}"
+            return f"{with_first_loss(mine, certain=False)}: {reason(message)}"
         mine = f"{axis.name} rank {axis.rank} lost {axis.name} rank {whom}{what}: {reason(message)}"
         return with_first_loss(mine, certain=len(needs) == 1)
 
@@ -100,13 +104,17 @@ def who_is_missing(message: str) -> str:
     if not absent:
         mine = f"rank {dist.get_rank()} of {ranks} lost its connection: {reason(message)}"
         return with_first_loss(mine, certain=False)
-    s = "s" * (len(absent) > 1)
-    mine = f"rank{s} {', '.join(map(str, absent))} of {ranks} did not answer (dead, hung, or in another call)"
-    return f"{with_first_loss(mine)}: {reason(message)}"
+    return f"{with_first_loss(silent(absent))}: {reason(message)}"
+
+
+def silent(absent: list[int]) -> str:
+    """Names the ranks that did not answer a roll call."""
+    who = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {dist.get_world_size()}"
+    return f"{who} did not answer (dead, hung, or in another call)"
 
 
 def roll_call() -> list[int]:
-    """The ranks that do not answer in time. Every rank whose collective failed calls it, which is its answer."""
+    """The ranks that do not answer in time. Every rank that waited in vain calls it, which is its answer."""
     limit = timeout_of(dist.group.WORLD)
     end = time.monotonic() + min(ROLL_CALL, limit.total_seconds() / 2 if limit else ROLL_CALL)
     absent = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]

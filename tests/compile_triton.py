@@ -135,26 +135,32 @@ def run_linear(bits: int, dims: tuple[int, int], gate: str) -> None:
     linear.gradients(x, scan, state, rscan, dout, state)
 
 
-def linear_rows(arch: str) -> None:
+FEW = ("16/64", "16/128", "32/128")  # entries
+SOME = [(16, (128, 128), "channel"), (16, (96, 80), "head"), (16, (256, 512), "channel"), (32, (64, 64), "none")]
+REST = [(16, (64, 64), "none"), (32, (128, 128), "channel"), (32, (96, 80), "head"), (32, (256, 512), "channel")]
+
+
+def linear_rows(arch: str, few: bool) -> None:
     target, limit = TARGETS[arch]
     linear.architecture = lambda _device: arch
-    for bits in (16, 32):
-        for dims, gate in (((128, 128), "channel"), ((96, 80), "head"), ((64, 64), "none"), ((256, 512), "channel")):
-            for kernel in compiled(target, partial(run_linear, bits, dims, gate)):
-                row = {"entry": f"linear/{arch}/{bits}/{dims}/{gate}", "target": arch, "limit": limit, "capped": False}
-                print(json.dumps({**row, **resources(kernel)}), flush=True)
+    for bits, dims, gate in SOME if few else SOME + REST:
+        for kernel in compiled(target, partial(run_linear, bits, dims, gate)):
+            row = {"entry": f"linear/{arch}/{bits}/{dims}/{gate}", "target": arch, "limit": limit, "capped": False}
+            print(json.dumps({**row, **resources(kernel)}), flush=True)
 
 
-def main(names: list[str]) -> None:
+def main(entries: str, *names: str) -> None:
+    """Compile `few` entries, or `all`, for each target."""
+    few = entries == "few"
     for name in names:
         arch, _, source = name.partition(":")  # sm90:sm80 compiles the entries of sm80 for sm90
         if arch == "linear":
-            linear_rows(source)
+            linear_rows(source, few)
             continue
         target, limit = TARGETS[arch]
         blocks.architecture = lambda _device, arch=arch: arch  # the tensors of this process lie on the CPU
         for key, tiles in TABLE.items():
-            if key.startswith((source or arch) + "/"):
+            if key.startswith((source or arch) + "/") and (not few or key.endswith(FEW)):
                 here = f"{arch}/{key.split('/', 1)[1]}"
                 for kernel in compiled(target, partial(run_entry, here, {here: tiles})):
                     tile = getattr(tiles, kernel.metadata.name.removesuffix("_kernel"), None)
@@ -164,4 +170,4 @@ def main(names: list[str]) -> None:
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -350,6 +350,7 @@ def test_attention_and_prefill_at_once_are_named_whichever_rank_is_first():
     run(one, ring=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
 def test_a_compiled_call_without_a_plan_is_refused_in_the_same_words(function):
     torch._dynamo.reset()

@@ -74,6 +74,7 @@ def test_the_text_is_what_the_whole_model_would_say(trained, example):
     assert ahead.max() <= 1e-4, f"byte {ahead.argmax()} is {ahead.max()} less likely than another"
 
 
+@pytest.mark.slow
 def test_two_ranks_say_what_one_says(trained):
     alone, spread = started(SCRIPT, trained, PROMPT, COUNT, 1.0), started(SCRIPT, trained, PROMPT, COUNT, 1.0, ranks=2)
     assert alone.returncode == 0, alone.stderr[-3000:]
@@ -82,6 +83,7 @@ def test_two_ranks_say_what_one_says(trained):
     assert spread.stdout == alone.stdout
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_it_says_how_to_make_one(tmp_path):
     done = started(SCRIPT, tmp_path / "small")
     assert done.returncode == 1

@@ -287,6 +287,7 @@ def test_adapters_around_or_within_a_prepared_model(adapters_first):
         torch.testing.assert_close(shares[0][name] + shares[1][name], gradient, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_layers_are_compiled_and_what_is_around_them_is_not():
     """Compiling is not made for threads: one rank compiles, and meets a rank that does not."""
     torch._dynamo.reset()

@@ -66,6 +66,7 @@ def test_chunks_then_tokens_are_the_whole(place, chunk, move):
     check(generate(tensors, chunk, 6, move, **place), tensors)
 
 
+@pytest.mark.slow
 def test_few_tokens_over_many_devices():
     tensors = draw(T=9, D=64, V=64)
     check(generate(tensors, 3, 1, ring=8, block=64), tensors)

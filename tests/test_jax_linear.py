@@ -137,6 +137,7 @@ def test_a_few_chunks_at_a_time(monkeypatch):
     check((2, 1, "contiguous"), "channel", None, LONG)
 
 
+@pytest.mark.slow
 def test_float32():
     check((8, 1, "zigzag"), "channel", PACKED, dtype=torch.float32, limit=2e-6)
     check((8, 1, "zigzag"), "channel", PACKED, dtype=torch.float32, limit=2e-6, rule={"beta": True})

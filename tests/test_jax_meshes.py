@@ -138,6 +138,7 @@ def square():
     return mesh, arrays, spread(mesh, arrays, "data", "ring")
 
 
+@pytest.mark.slow
 def test_on_explicit_axes_what_is_beside_q_may_lie_anywhere(square):
     """Documents a row, gates, a state, sinks; and under a plan k and v, whose heads nothing cuts yet."""
     _, (q, k, v), placed = square
@@ -358,6 +359,7 @@ print(json.dumps(jax.tree.leaves(jax.tree.map(error, grads(whole), grads(ra.atte
 """
 
 
+@pytest.mark.slow
 def test_two_processes_of_two_devices_each():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

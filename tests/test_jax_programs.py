@@ -94,6 +94,7 @@ def test_documents_may_be_traced(small, plan):
     close(found, ra.attention(*small, docs=docs))
 
 
+@pytest.mark.slow
 def test_a_sink_that_nobody_sees_has_no_gradient_beside_padding(small, plan):
     docs = ra.Docs.from_lengths([10, 15], pad_to=30)
 
@@ -189,6 +190,7 @@ def test_what_is_not_finite_reaches_those_who_see_it_and_nobody_else(kernel):
                 assert not np.isfinite(found[0][:, ~before]).any()
 
 
+@pytest.mark.slow
 def test_checkpointed_layers_in_a_scan(small, plan):
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(3, 8, 8)) * 0.3, jnp.float32)
 

@@ -57,6 +57,7 @@ def wait(folder: str) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_rank_ends_with_the_process_that_started_it_however_that_ended(tmp_path):
     code = f"from tests.test_launch_processes import run, wait; run(wait, 1, {str(tmp_path)!r})"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)

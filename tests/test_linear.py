@@ -120,6 +120,7 @@ def test_gates_near_one_and_near_zero_lose_no_precision(gate, deep, rule):
     check(result, exact, 2e-6)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_steps():
     """Gates near 0 and near 1, and strong ones among weak ones: float32 against float64, forward and backward."""
     steps, kinds = 100_000, 4
@@ -265,6 +266,7 @@ def test_gates_are_looked_at_where_it_costs_nothing_and_where_it_is_asked_for():
         ra.linear_attention(q, k, v, -g, check=True)
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_breaks_where_the_gates_are_to_be_looked_at():
     torch._dynamo.reset()
     q, k, v, g = (CALL[n] for n in "qkvg")

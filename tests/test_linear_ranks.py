@@ -111,6 +111,7 @@ def in_triton() -> tuple[dict[str, float], np.ndarray]:
     return one, share.numpy()
 
 
+@pytest.mark.slow
 def test_the_gpu_kernels_over_ranks():
     """In the interpreter where there is no GPU. It is not made for threads: ranks are processes."""
     pytest.importorskip("triton")
@@ -292,6 +293,7 @@ def compiled_and_not() -> list[np.ndarray]:
     return results
 
 
+@pytest.mark.slow
 def test_compiling_and_recomputing_give_the_same_bits():
     torch._dynamo.reset()
     for loss, grad, *others in [compiled_and_not(), *run_processes(compiled_and_not, 2)]:

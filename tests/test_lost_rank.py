@@ -204,6 +204,22 @@ def test_a_rank_that_hangs_is_named_by_all_others_in_time(what, sizes, detail, t
         )
 
 
+def a_rank_that_is_late_itself(folder: str) -> None:
+    """Rank 1 is silent, rank 0 waits for it, and rank 2 for rank 0."""
+    plan = ra.plan(ra.init_mesh(ring=3, device_type="cpu"), seq_len=9)
+    axis, waits_for = plan.ring_axis, {0: 1, 2: 0}
+    if (peer := waits_for.get(axis.rank)) is not None:
+        said = lost.Lost(axis, [[peer]], "keys").error(0, "Timed out waiting 4000ms for send operation to complete")
+        Path(folder, str(axis.rank)).write_text(said)
+    dist.barrier()
+
+
+def test_a_rank_that_answers_is_not_taken_for_the_one_that_hangs(tmp_path):
+    run(a_rank_that_is_late_itself, 3, str(tmp_path), collective_timeout=SHORT)
+    late, later = (tmp_path / "0").read_text(), (tmp_path / "2").read_text()
+    assert "lost ring rank 1 (keys)" in late and "rank 1 of 3 did not answer" in later
+
+
 @pytest.mark.parametrize(
     ("victim", "route", "stays"),
     [(0, "direct", True), (2, "direct", False), pytest.param(0, "relay", True, marks=pytest.mark.slow)],

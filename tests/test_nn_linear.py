@@ -233,6 +233,7 @@ def compiled_and_not() -> list[np.ndarray]:
     return results
 
 
+@pytest.mark.slow
 def test_compile_fullgraph():
     torch._dynamo.reset()
     for results in (compiled_and_not(), *run_processes(compiled_and_not, 2)):

@@ -121,6 +121,7 @@ def test_bfloat16_rounds_no_more_than_its_inputs_do():
     assert worst(found, reference.attend(q, k, v, where, scale=0.125)) < 4e-3
 
 
+@pytest.mark.slow
 def test_the_stock_kernel_has_the_same_opinion():
     """On random fixed intervals, two key heads for four: out, lse, and the gradients under another lse than its own."""
     rng, rows, B, T, S, scale = np.random.default_rng(3), 2, 2, 200, 300, 64**-0.5
@@ -138,6 +139,7 @@ def test_the_stock_kernel_has_the_same_opinion():
     assert worst(found, expected) < 1e-6
 
 
+@pytest.mark.slow
 def test_works_under_vmap():
     rng = np.random.default_rng(4)
     q, k, v = (normal(rng, 2, 1, 100, 1, 64) for _ in range(3))

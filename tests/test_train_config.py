@@ -34,6 +34,7 @@ def test_the_files_choose_values_and_words_change_them():
     assert config.optimizer.lr == 1e-4
 
 
+@pytest.mark.slow
 def test_every_file_of_every_group_composes():
     for group in schema.GROUPS:
         for name in compose.files(group):

@@ -23,6 +23,7 @@ def test_every_example_is_run_here():
     assert sorted(p.stem for p in (ROOT / "examples").glob("*.py")) == sorted([*WORDS, *elsewhere])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(NEEDS))
 def test_without_transformers_an_example_says_what_to_install(name, tmp_path):
     (tmp_path / "transformers.py").write_text("raise ImportError('not here')")
@@ -64,6 +65,7 @@ def calls(name, *words, more=None):
     ]
 
 
+@pytest.mark.slow
 def test_generate_explains_itself(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected = {
@@ -78,6 +80,7 @@ def test_generate_explains_itself(tmp_path, monkeypatch):
         assert expected[words] in said and status == (words[0] != "--help"), (words, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORDS)
 def test_an_example_explains_itself(name):
     """Asked to, without torchrun, and of a text that is not there."""

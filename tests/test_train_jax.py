@@ -53,6 +53,7 @@ def test_twenty_losses_equal_torchs(tmp_path):
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= 1e-4
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_one_sentence(tmp_path, monkeypatch):
     done = start([str(EXAMPLE), "experiment=smoke", "strategy=hybrid", "nproc=3"], tmp_path)
     assert (done.returncode, done.stdout) == (1, "")

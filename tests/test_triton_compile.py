@@ -18,17 +18,23 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.slow
+FLASH = ["sm80", "sm90", "sm100", "gfx942"]
+LINEAR = [f"linear:{arch}" for arch in FLASH]
+
+
 @pytest.mark.parametrize(
-    "target",
-    ["sm80", "sm90", "sm90:sm80", "sm100", "gfx942", "linear:sm80", "linear:sm90", "linear:sm100", "linear:gfx942"],
+    ("target", "entries"),
+    [
+        *(pytest.param(target, "few", marks=pytest.mark.slow) for target in FLASH + LINEAR),
+        *(pytest.param(target, "all", marks=pytest.mark.compile) for target in [*FLASH, "sm90:sm80", *LINEAR]),
+    ],
 )
-def test_entries_fit(target: str) -> None:
+def test_entries_fit(target: str, entries: str) -> None:
     pytest.importorskip("triton")
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), env.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [sys.executable, str(HERE / "compile_triton.py"), target], env=env, capture_output=True, text=True
+        [sys.executable, str(HERE / "compile_triton.py"), entries, target], env=env, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     rows = [json.loads(line) for line in ran.stdout.splitlines()]

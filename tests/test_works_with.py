@@ -115,6 +115,7 @@ def test_compile_fullgraph_on_threads():
         check_close(compiled, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
 def test_compile_fullgraph_over_gloo(ring, ulysses):
     for plain, compiled in run(compiled_and_not, 2, ring, ulysses, None):
@@ -174,6 +175,7 @@ def test_a_layers_cache_is_where_the_layer_is():
     assert cache.k.device == cache.filled.device == torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [attended, scanned, convolved, layered])
 def test_a_compiled_function_takes_one_plan_after_another(function):
     torch._dynamo.reset()
