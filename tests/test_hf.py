@@ -21,6 +21,10 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 MODELS = {
     "Llama": {},
     "Qwen2": {},
@@ -34,15 +38,32 @@ MODELS = {
         "use_sliding_window": True, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"],
     },
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "Qwen3Next": {
+        **DELTA, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "Qwen3_5": DELTA,
+    "KimiLinear": {
+        "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": 16,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "head_dim": None,
+        "layer_types": DELTA["layer_types"], "mlp_layer_types": ["dense", "dense"],
+    },
+    "Bamba": {
+        "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "attn_layer_indices": [1],
+    },
 }  # fmt: skip
+LINEAR = ["Qwen3Next", "Qwen3_5", "KimiLinear", "Bamba"]
 T = 37  # a prime: padded to the ranks
 
 
 def build(name: str, **more):
-    config = getattr(transformers, f"{name}Config")(**{**SMALL, **MODELS[name], **more})
+    if (kind := getattr(transformers, f"{name}ForCausalLM", None)) is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    given = {name: x for name, x in {**SMALL, **MODELS[name], **more}.items() if x is not None}
+    config = kind.config_class(**given)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).float()
+    model = kind(config).float()
     with torch.no_grad():  # some start as zeros, which would hide an error
         for weight in model.parameters():
             if weight.dim() == 1:
@@ -105,7 +126,7 @@ def test_rotary_angles_that_depend_on_the_length_take_that_of_the_whole(name, lo
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "OPT"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "OPT", "Qwen3Next", "KimiLinear", "Bamba"])
 def test_padding(name, side):
     mask = torch.ones(2, T, dtype=torch.long)
     mask[1, : T // 3] = 0
@@ -127,9 +148,10 @@ def test_packed_documents(name):
     compare(name, position_ids=positions())
 
 
-def test_packed_documents_are_each_document_alone():
-    """transformers' own GptOss lets packed documents see each other; here they do not."""
-    model = build("GptOss")
+@pytest.mark.parametrize("name", ["GptOss", *LINEAR])
+def test_packed_documents_are_each_document_alone(name):
+    """transformers' own GptOss and its linear layers let packed documents see each other; here they do not."""
+    model = build(name)
     copies = [deepcopy(model) for _ in range(4)]
     with torch.no_grad():
         alone = [
@@ -137,7 +159,7 @@ def test_packed_documents_are_each_document_alone():
         ]
 
     def one(mesh):
-        plan = ra.plan(mesh, seq_len=T)
+        plan = ra.plan(mesh, seq_len=T, layout="contiguous" if name in LINEAR else "auto")
         with torch.no_grad():
             return plan.unshard(hf.prepare(copies[mesh.rank], plan)(batch(), position_ids=positions()).logits)
 
@@ -287,12 +309,18 @@ def test_adapters_around_or_within_a_prepared_model(adapters_first):
         torch.testing.assert_close(shares[0][name] + shares[1][name], gradient, rtol=1e-4, atol=2e-6)
 
 
+DEPTH = {"Llama": {"num_hidden_layers": 1}, "Qwen3_5": {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}}
+
+
 @pytest.mark.slow
-def test_layers_are_compiled_and_what_is_around_them_is_not():
+@pytest.mark.parametrize("name", ["Llama", "Qwen3_5"])
+def test_layers_are_compiled_and_what_is_around_them_is_not(name):
     """Compiling is not made for threads: one rank compiles, and meets a rank that does not."""
     torch._dynamo.reset()
-    plain, counter = build("Llama", num_hidden_layers=1), CompileCounterWithBackend("aot_eager")
+    plain, counter = build(name, **DEPTH.get(name, {})), CompileCounterWithBackend("aot_eager")
     copies = [deepcopy(plain) for _ in range(2)]
+    if name != "Llama":  # whose own documents see each other
+        hf.prepare(plain, plan_of_one())
     given = [{"position_ids": torch.tensor([[*range(n), *range(T - n)]]).expand(2, T)} for n in (20, 11)]
     expected = [plain(batch(), labels=batch(), use_cache=False, **one).loss for one in ({}, *given)]
     sum(expected).backward()
@@ -545,7 +573,7 @@ def state(model):
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs")
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Phi3"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Phi3", "Qwen3Next"])
 def test_unprepare_leaves_nothing_behind(name):
     rope = {"rope_type": "longrope", "rope_theta": 100.0, "factor": 4.0,
             "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}  # fmt: skip

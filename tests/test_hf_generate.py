@@ -41,6 +41,10 @@ CASES = {
     "beams": ("Llama", {"ring": 2}, True, {"num_beams": 3, "num_return_sequences": 2}),
     "no cache": ("Llama", {"ring": 2}, True, {"use_cache": False, "max_new_tokens": 8}),
     "a prompt in chunks": ("Mistral", {"ulysses": 2}, False, {"prefill_chunk_size": 17}),
+    "states": ("Qwen3Next", {"ring": 2, "ulysses": 2}, False, {}),
+    "states behind padding": ("Bamba", {"ring": 2}, True, {"max_new_tokens": 8}),
+    "states in chunks": ("Qwen3_5", {"ulysses": 2}, False, {"prefill_chunk_size": 17}),
+    "states of beams": ("KimiLinear", {"ring": 2}, True, {"num_beams": 3, "num_return_sequences": 2}),
 }
 
 

@@ -22,6 +22,13 @@ LATENT = {
     **GROUPS, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
     "first_k_dense_replace": 1, "head_dim": None,
 }  # fmt: skip
+MIXED = {"layer_types": ["linear_attention", "full_attention"]}
+DELTA = {  # weights are small: transformers' own linear layers compute in float32 also where they are to be exact
+    **MIXED, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "initializer_range": 0.1,
+}  # fmt: skip
+KIMI = {**MIXED, "linear_num_heads": 4, "linear_head_dim": 8, "mlp_layer_types": ["dense", "sparse"]}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 MODELS = {
     "afmoe": EXPERTS, "apertus": {}, "arcee": {}, "bitnet": {}, "cohere": {}, "cohere2": WINDOW, "cohere2_moe": GROUPS,
@@ -37,6 +44,19 @@ MODELS = {
     "qwen2": {}, "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16}, "qwen3": {}, "qwen3_moe": EXPERTS,
     "roberta": {"is_decoder": True}, "seed_oss": {}, "smollm3": {}, "solar_open": GROUPS, "starcoder2": WINDOW,
     "vaultgemma": WINDOW, "xlm-roberta-xl": {"is_decoder": True}, "youtu": LATENT,
+    "bailing_hybrid": {**LATENT, **KIMI}, "kimi_linear": {**LATENT, **KIMI}, "olmo_hybrid": DELTA,
+    "qwen3_5_text": DELTA, "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
+    "bamba": {**MAMBA, "attn_layer_indices": [1]}, "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "granitemoehybrid": {**MAMBA, **EXPERTS, "shared_intermediate_size": 16, **MIXED},
+    "nemotron_h": {
+        **GROUPS, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"], "num_hidden_layers": 4,
+    },
+    "zamba2": {
+        "n_mamba_heads": 8, "mamba_d_state": 8, "mamba_ngroups": 2, "attention_head_dim": 16,
+        "layers_block_type": ["linear_attention", "hybrid"],
+    },
 }  # fmt: skip
 
 

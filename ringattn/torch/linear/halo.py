@@ -46,11 +46,18 @@ def causal_convolution(
     return y.unflatten(0, (-1, P)).flatten(1, 2)
 
 
-def last_tokens(x_BTC: Tensor, plan: Plan, count: int, first: Tensor | None = None) -> Tensor:
-    """The last `count` tokens of the whole sequence, on every rank; a short sequence is preceded by `first`."""
-    at = torch.from_numpy(own_positions(plan)).to(x_BTC.device) - (plan.seq_len - count)
-    mine = (at >= 0) & (at < count)
-    found = x_BTC.new_zeros(len(x_BTC), count, x_BTC.shape[2]).index_copy(1, at[mine], x_BTC[:, mine])
+def last_tokens(
+    x_BTC: Tensor, plan: Plan, count: int, first: Tensor | None = None, lengths: Tensor | None = None
+) -> Tensor:
+    """The last `count` tokens of the whole sequence, on every rank; a short sequence is preceded by `first`.
+
+    With `lengths` [B], the last ones of the first so many tokens of each row, which zeros precede.
+    """
+    at = torch.from_numpy(own_positions(plan)).to(x_BTC.device).expand(len(x_BTC), -1) + count
+    at = at - (plan.seq_len if lengths is None else lengths[:, None])
+    row, token = ((at >= 0) & (at < count)).nonzero(as_tuple=True)
+    found = x_BTC.new_zeros(len(x_BTC), count, x_BTC.shape[2])
+    found[row, at[row, token]] = x_BTC[row, token]
     found = gathered(gathered(found, plan.ulysses_axis).sum(0), plan.ring_axis).sum(0)
     if first is not None and plan.seq_len < count:
         found[:, : count - plan.seq_len] = first[:, plan.seq_len :]

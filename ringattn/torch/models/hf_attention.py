@@ -23,6 +23,7 @@ class Call:
     docs: Docs | None
     cache: Any = None  # of hf_generate.py
     spread: bool = False  # with a cache: whether each rank has a part of the new tokens, or all of them
+    lengths: Tensor | None = None  # with a cache: how many tokens of each row are real, if padding follows them
 
 
 def attend(

@@ -29,13 +29,15 @@ LOOPS = ("greedy_search", "sample", "beam_search", "beam_sample")  # of transfor
 
 
 class RanksCache:
-    """What `generate` takes for a cache: one `ringattn.KVCache` a layer, for `max_len` tokens a row."""
+    """What `generate` takes for a cache: one `ringattn.KVCache` a layer, for `max_len` tokens a row, or its state."""
 
     is_compileable = is_croppable = False
 
     def __init__(self, plan: Plan, max_len: int):
         self.plan, self.max_len = plan, max_len
         self.layers: dict[int, Any] = {}
+        self.states: dict[int, Tensor] = {}  # of linear layers, [B, H, K, V], the same on every rank
+        self.tails: dict[int, Tensor] = {}  # the last tokens, which their convolutions will still need
         self.length = 0  # of every row, with its padding
         self.padding: Tensor | None = None  # [B], how many tokens of padding each row began with
 
@@ -70,6 +72,9 @@ class RanksCache:
             for name in ("k", "v", "lengths"):
                 state[name] = state[name][beam_idx.to(state[name].device)]
             cache.load_state_dict(state)
+        for rows in (self.states, self.tails):
+            for layer, x in rows.items():
+                rows[layer] = x[beam_idx.to(x.device)]
 
 
 def with_cache(
@@ -115,7 +120,7 @@ def with_cache(
             )
             wanted, back = torch.unique(last % n, return_inverse=True)
             few = kept(wanted, part, tokens.device)
-            call = Call(part, None, cache, spread=True)
+            call = Call(part, None, cache, spread=True, lengths=None if padding is None else n - padding)
             output = self.local_forward(**shards, **keeping(self, few.mine), **more, ringattn=call)
             mine = output.logits if takes_kept(self) else output.logits[:, few.mine]
             logits = few.join(mine)[rows, back.view(-1, n_kept).expand(B, n_kept)]

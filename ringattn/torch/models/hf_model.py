@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ringattn.planning import Plan
 from ringattn.torch.agree import agree, watched
-from ringattn.torch.models import hf_generate, hf_trl
+from ringattn.torch.models import hf_generate, hf_linear, hf_trl
 from ringattn.torch.models.hf_attention import NAME, Call, hide_last, register, show_last, stretched
 from ringattn.torch.models.hf_kept import Kept, kept
 from ringattn.torch.models.hf_packed import IGNORED as IGNORED
@@ -63,6 +63,8 @@ def prepare(
         )
     ]
     bare.ringattn_before = Before(attributes, configs, hooks)
+    for layer in hf_linear.linear_layers(bare):
+        hf_linear.replace(layer)
     bare.local_forward = bare.forward
     bare.forward = MethodType(forward, bare)  # not a closure: a copy of the model runs its own weights
     bare.generate = MethodType(hf_generate.generate, bare)
@@ -89,8 +91,9 @@ class Before:
 def unprepare(model: nn.Module) -> nn.Module:
     """The same model as it was before `prepare`, with the weights that it has now; also inside of peft's adapters.
 
-    Undone are the model's forward and generate, the attention of its configs (unless it was changed since), and the
-    hooks of rotary angles. The name of this attention stays registered with transformers, and changes no other model.
+    Undone are the forward of the model and of its linear layers, generate, the attention of its configs (unless it was
+    changed since), and the hooks of rotary angles. The name of this attention stays registered with transformers, and
+    changes no other model.
     """
     bare = inner(model)
     name = type(bare).__name__
@@ -106,6 +109,8 @@ def unprepare(model: nn.Module) -> nn.Module:
         hook.remove()
     for rotary in stretched(bare):
         vars(rotary).pop("ringattn_last", None)
+    for layer in hf_linear.linear_layers(bare):
+        hf_linear.restore(layer)
     for config, way in before.configs:
         if config._attn_implementation == NAME:
             config._attn_implementation_internal = way

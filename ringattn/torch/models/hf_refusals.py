@@ -6,11 +6,14 @@ from torch import nn
 
 from ringattn.planning import Plan
 from ringattn.torch.models.hf_attention import ARGUMENTS, NAME
+from ringattn.torch.models.hf_linear import convolutions, linear_layers
 from ringattn.torch.models.hf_packed import PACKING, UNUSED
 
 LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # of models that predict the next token
 POOLED = ("SequenceClassification", "MultipleChoice", "NextSentencePrediction")
 LAYERS = ("full_attention", "sliding_attention")
+POINTWISE = ("mlp", "moe")  # layers that mix no tokens
+LINEAR = "linear_attention"
 ROUTERS = "that adds a loss over this rank's tokens only, which is not supported"
 
 
@@ -36,14 +39,24 @@ def refuse_model(model: nn.Module, name: str) -> None:
     text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder; only decoder-only models are supported")
-    if not (type(model)._can_set_attn_implementation() and model._supports_attention_backend):  # type: ignore[attr-defined]
+    linear = linear_layers(model)
+    supported = linear or model._supports_attention_backend  # the former do not say, and are refused in the call
+    if not (type(model)._can_set_attn_implementation() and supported):  # type: ignore[attr-defined]
         raise ValueError(f"{name} does not use transformers' attention interface, so its attention cannot be replaced")
     if any(kind in name for kind in POOLED):
         raise ValueError(f"{name} reads its answer off one token of the sequence, which lies on one rank only")
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(LAYERS))
+    known = {*LAYERS, *POINTWISE, *(getattr(layer, "layer_type", LINEAR) for layer in linear)}
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - known)
     if others:
-        raise ValueError(f"{name} has layers of type {', '.join(others)}; supported are {', '.join(LAYERS)}")
-    mixing = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)})
+        raise ValueError(
+            f"{name} has layers of type {', '.join(others)}; supported are {', '.join(LAYERS)}, and linear attention "
+            "by the delta rule or Mamba-2"
+        )
+    if any("forward" in vars(layer) for layer in linear):
+        raise ValueError(f"{name} has linear layers whose forward was replaced; prepare it before that")
+    spread = {id(module) for module in convolutions(model)}
+    convolving = [m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    mixing = sorted({type(m).__name__ for m in convolving if id(m) not in spread})
     if mixing:
         raise ValueError(f"{name} also mixes tokens by {', '.join(mixing)}, which is not spread over ranks")
     if getattr(text, "output_router_logits", False):
