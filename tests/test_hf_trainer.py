@@ -116,8 +116,9 @@ def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int
         ("GptOss", 50, {}, ("prepared", "accelerate")),  # padded: windows and sinks
         ("Mistral", 50, {}, ("accelerate",)),  # packed
         ("Llama", 6, {"lora": True, "activation_checkpointing": True}, ("accelerate",)),
+        ("Llama", 6, {"torch_compile": True, "torch_compile_backend": "aot_eager"}, ("prepared", "accelerate")),
     ],
-    ids=["padded", "packed", "adapters"],
+    ids=["padded", "packed", "adapters", "compiled"],
 )
 def test_losses_over_ranks_are_those_of_one(tmp_path: Path, kind: str, steps: int, options: dict, ways) -> None:
     """In a process of its own: DistributedDataParallel does not survive TORCH_DISTRIBUTED_DEBUG=DETAIL."""

@@ -60,6 +60,18 @@ def pairs() -> dict:
     return {"prompt": column(8, 0), "chosen": column(10, 100), "rejected": column(12, 200)}
 
 
+def prompts() -> dict:
+    return {"prompt": [words(5 + i % 7, i) for i in range(16)]}
+
+
+def rewards(completions, completion_ids, **_) -> list[float]:
+    """Of other ranks than a plan's first one, nonsense: it is not asked."""
+    import torch.distributed as dist
+
+    wrong = 100 * torch.rand(()).item() * dist.get_rank()
+    return [wrong + sum(t % 5 for t in ids) / len(ids) for ids in completion_ids]
+
+
 def train(way: str, what: str, kind: str, options: dict, folder: str, steps: int = 50) -> list[dict]:
     """One rank: what the trainer logs at each step.
 
@@ -80,6 +92,10 @@ def train(way: str, what: str, kind: str, options: dict, folder: str, steps: int
     }  # fmt: skip
     config, trainer = getattr(trl, f"{what}Config"), getattr(trl, f"{what}Trainer")
     model, more = build(kind), {}
+    if what == "GRPO":  # which reads its reference by the model's name
+        model.config._name_or_path = f"{folder}/model"
+        model.save_pretrained(model.config._name_or_path, is_main_process=rank == 0)
+        dist.barrier()
     if way == "accelerate":
         wrap = {"version": 2, "transformer_layer_cls_to_wrap": [f"{kind}DecoderLayer"]}
         common |= {"fsdp": True, "fsdp_config": wrap}
@@ -92,17 +108,21 @@ def train(way: str, what: str, kind: str, options: dict, folder: str, steps: int
         model = hf.prepare(model, ra.plan(ra.init_mesh(ring=ranks), seq_len=64))
     if what == "DPO":
         more["ref_model"] = build(kind)
-    data = {"SFT": texts, "DPO": pairs}[what]()
+    if what == "GRPO":
+        more["reward_funcs"] = rewards
+    data = {"SFT": texts, "DPO": pairs, "GRPO": prompts}[what]()
     own = trainer if way == "plain" else type("Long", (hf.OverRanks, trainer), {})
     made = own(model=model, args=args, train_dataset=Dataset.from_dict(data), processing_class=tokenizer(), **more)
     made.train()
-    names = "loss", "grad_norm", "entropy", "mean_token_accuracy", "rewards/margins", "logps/chosen"
+    names = "loss", "grad_norm", "entropy", "mean_token_accuracy", "rewards/margins", "logps/chosen", "reward", "kl"
     return [{name: row[name] for name in names if name in row} for row in made.state.log_history[:-1]]
 
 
+ANSWERS = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 12, "beta": 0.1}
 CASES = {
     "packed, windows": ("SFT", "Mistral", ("prepared", "accelerate"), 50, {"packing": True, "max_length": 64}),
     "padded, windows and sinks": ("SFT", "GptOss", ("accelerate",), 50, {"max_length": 64}),
+    "answers": ("GRPO", "GptOss", ("prepared", "accelerate"), 50, ANSWERS),
     "preferences": ("DPO", "GptOss", ("prepared", "accelerate"), 50, {"max_length": 64}),
 }
 
@@ -171,22 +191,36 @@ def test_log_probabilities_of_answers_are_those_of_one_rank(prepared_first):
         torch.testing.assert_close(mean, torch.zeros_like(p) if p.grad is None else p.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_a_trainer_that_generates_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("what", "options", "said"),
+    [
+        ("RLOO", {"beta": 0.0}, "LongRLOO deals out answers .*; of such trainers GRPOTrainer is supported"),
+        ("GRPO", {"scale_rewards": "batch"}, "the deviation over a whole batch counts each answer once for every rank"),
+        ("GRPO", {"multi_objective_aggregation": "normalize_then_sum"}, "use scale_rewards='group' or 'none'"),
+        ("GRPO", {"top_entropy_quantile": 0.5}, "top_entropy_quantile=0.5: the quantile counts each token once for"),
+        ("GRPO", {"num_generations": 4, "generation_batch_size": 4}, "num_generations=4 does not divide 2 rows"),
+    ],
+)
+def test_answers_that_would_be_wrong_are_refused(what, options, said, tmp_path):
     model = hf_model.prepare(build("Llama"), ra.plan(seq_len=64))
-    args = trl.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, per_device_train_batch_size=2)
-    made = {"model": model, "args": args, "processing_class": tokenizer(), "reward_funcs": lambda completions, **_: []}
-    with pytest.raises(ValueError, match="deals out answers that it generates itself, which is not supported"):
-        type("Long", (hf.OverRanks, trl.GRPOTrainer), {})(train_dataset=Dataset.from_dict({"prompt": ["w5"]}), **made)
+    given = {"num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1} | options
+    args = getattr(trl, f"{what}Config")(str(tmp_path), use_cpu=True, bf16=False, **given)
+    args.steps_per_generation = 1  # with two ranks the batch of four would be theirs
+    made = {"model": model, "args": args, "processing_class": tokenizer(), "reward_funcs": rewards}
+    with pytest.raises(ValueError, match=said):
+        type(f"Long{what}", (hf.OverRanks, getattr(trl, f"{what}Trainer")), {})(
+            train_dataset=Dataset.from_dict(prompts()), **made
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["trl_sft", "trl_dpo"])
+@pytest.mark.parametrize("name", ["trl_sft", "trl_dpo", "trl_grpo"])
 def test_an_example_trains_a_saved_model(name, tmp_path):
     build("GptOss").save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     data = tmp_path / "data"
-    if name == "trl_sft":
-        data.write_text("\n\n".join(texts()["text"]))
+    if name != "trl_dpo":
+        data.write_text(("\n" if name == "trl_grpo" else "\n\n").join(texts()["text"]))
     else:
         rows = pairs()
         data.write_text(

@@ -12,7 +12,7 @@ from ringattn.planning import Plan
 from ringattn.torch.models import hf_accelerate, hf_model, hf_trl
 
 
-class OverRanks:
+class OverRanks(hf_trl.Answers):
     """Has transformers' Trainer train over ranks: `class LongTrainer(hf.OverRanks, Trainer): ...`.
 
     Give it a model and TrainingArguments(parallelism_config=ParallelismConfig(cp_size=N)), or a prepared model. Ranks
@@ -34,7 +34,7 @@ class OverRanks:
         reference = getattr(self, "ref_model", None)
         if reference is not None:
             self.prepare(reference)
-        self.refuse()
+        self.check_answers()
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -43,14 +43,6 @@ class OverRanks:
             names = "packing", "eval_packing"  # refused with torch's context parallelism, which drops the mask
             self.packing = {name: vars(self.args)[name] for name in names if name in vars(self.args)}
             vars(self.args).update(dict.fromkeys(self.packing, False))
-
-    def refuse(self) -> None:
-        """A ValueError about arguments with which examples or losses would be wrong."""
-        if hasattr(self.args, "num_generations"):
-            raise ValueError(
-                "this trainer deals out answers that it generates itself, which is not supported over ranks; generate "
-                "and the log-probabilities of a prepared model are (docs/hugging-face.md)"
-            )
 
     @property
     def by_accelerate(self) -> bool:
@@ -157,6 +149,8 @@ class OverRanks:
     def get_train_dataloader(self) -> DataLoader[Any]:
         if self.by_accelerate:
             return super().get_train_dataloader()  # type: ignore[misc]
+        if self.answers:
+            return self.prompts()
         way = self.args.train_sampling_strategy
         if way not in ("random", "sequential"):
             raise ValueError(
@@ -212,7 +206,7 @@ class Counted:
         dataset, before = getattr(self.loader, "dataset", None), 0
         total = len(dataset) if hasattr(dataset, "__len__") else None  # type: ignore[arg-type]
         for batch in self.loader:
-            if total is not None:
+            if total is not None and hasattr(batch, "values"):  # not prompts, of which TRL makes batches later
                 n, (ranks, mine) = next(len(x) for x in batch.values() if isinstance(x, Tensor)), self.place
                 at = torch.arange(n) * ranks + mine if self.dealt else torch.arange(n) + mine * n
                 for name in {"labels", "shift_labels"} & set(batch):
