@@ -91,6 +91,26 @@ def test_every_hop_of_a_ring_flies_behind_a_kernel(topology, layout, ring):
 
 
 @needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scan", "layout", "kind"), [("gather", "zigzag", "all-gather"), ("ring", "contiguous", "collective-permute")]
+)
+def test_the_delta_rule_compiles_and_only_states_travel(scan, layout, kind):
+    """Every gradient of Gated DeltaNet with grouped keys: no transfer is larger than a state a segment."""
+    T, H, K, V = 8 * 256, 2, 64, 64
+    plan = aot.place("v6e:2x4", ra.Plan(T, 8, 1, "ring", layout))
+    shapes = [(1, T, 1, K), (1, T, 1, K), (1, T, H, V), (1, T, H), (1, T, H)]
+    args = aot.on_mesh(plan, [jax.ShapeDtypeStruct(x, "bfloat16" if len(x) == 4 else "float32") for x in shapes])
+
+    def loss(q, k, v, g, beta):
+        return ra.linear_attention(q, k, v, g, plan, beta=beta, scan=scan).astype("float32").sum()
+
+    found = aot.compiled("gradients", jax.grad(loss, argnums=(0, 1, 2, 3, 4)), args)
+    assert {t.kind for t in found.transfers} == {kind}
+    assert max(t.bytes for t in found.transfers) == (16 if scan == "gather" else 1) * 4 * H * K * V
+
+
+@needs_compiler
 def test_the_stock_kernel_compiles_in_a_ring_with_the_lse_over_all_keys():
     plan = ra.Plan(1024, 8, 1, "ring", "contiguous", heads=(2, 1), head_dim=128, kernel="stock_splash")
     text = ra.aot_report("v6e:2x4", plan).backward.text

@@ -23,9 +23,9 @@ LATENT = {
     "first_k_dense_replace": 1, "head_dim": None,
 }  # fmt: skip
 MIXED = {"layer_types": ["linear_attention", "full_attention"]}
-DELTA = {  # weights are small: transformers' own linear layers compute in float32 also where they are to be exact
+DELTA = {
     **MIXED, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "initializer_range": 0.1,
+    "linear_value_head_dim": 8,
 }  # fmt: skip
 KIMI = {**MIXED, "linear_num_heads": 4, "linear_head_dim": 8, "mlp_layer_types": ["dense", "sparse"]}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2}

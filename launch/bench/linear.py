@@ -1,4 +1,6 @@
-"""One GPU: our gated linear attention beside flash-linear-attention's, in one run on the same inputs.
+"""One GPU: our linear attention beside flash-linear-attention's, in one run on the same inputs.
+
+Gated linear attention (GLA), and by the delta rule Gated DeltaNet (gdn) and Kimi Delta Attention (kda).
 
 `triton` is the kernels alone, `op` the public function. A row is a pass: forward; backward; both. `tokens_per_us`
 counts tokens of all heads; `over_fla` is its time over ours. The cases `errors_*` hold the result and every gradient
@@ -21,12 +23,15 @@ from ringattn.launch.bench import table
 from ringattn.launch.bench.kernels import DTYPES, attempt, distance, median_ms, peak_gib
 from ringattn.launch.words import option
 
-NAMES = ("out", "dq", "dk", "dv", "dg")
+NAMES = ("out", "dq", "dk", "dv", "dg", "dbeta")
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured. `gates`: soft are a layer's, logsigmoid(x) / 16; hard ones lack the 16; extreme ones forget."""
+    """What is measured. `gates`: soft are a layer's, logsigmoid(x) / 16; hard ones lack the 16; extreme ones forget.
+
+    With `beta` it is the delta rule: q and k have length 1. `key_heads` are as many as `heads` unless given.
+    """
 
     tokens: int
     batch: int = 1
@@ -36,6 +41,8 @@ class Case:
     gate: str = "channel"  # channel, head, none
     gates: str = "soft"
     errors: bool = False
+    beta: bool = False
+    key_heads: int | None = None
 
 
 CASES = {
@@ -46,9 +53,16 @@ CASES = {
     "32k_extreme": Case(32768, gates="extreme"),
     "32k_head": Case(32768, gate="head"),
     "32k_none": Case(32768, gate="none"),
+    "gdn_32k": Case(32768, gate="head", beta=True),
+    "gdn_32k_groups": Case(32768, gate="head", beta=True, heads=32, key_heads=16),
+    "kda_32k": Case(32768, beta=True),
     "errors_soft": Case(2000, errors=True),
     "errors_hard": Case(2000, gates="hard", errors=True),
     "errors_extreme": Case(2000, gates="extreme", errors=True),
+    "errors_gdn": Case(2000, gate="head", beta=True, errors=True),
+    "errors_gdn_groups": Case(2000, gate="head", beta=True, heads=32, key_heads=16, errors=True),
+    "errors_kda": Case(2000, beta=True, errors=True),
+    "errors_kda_hard": Case(2000, gates="hard", beta=True, errors=True),
 }
 
 
@@ -87,7 +101,15 @@ class Inputs:
     k: Tensor
     v: Tensor
     g: Tensor | None
+    beta: Tensor | None
     dout: Tensor
+
+    @property
+    def leaves(self) -> tuple[Tensor | None, ...]:
+        """Copies that gradients are taken for: q, k, v, g, beta."""
+        return tuple(
+            x if x is None else x.detach().requires_grad_() for x in (self.q, self.k, self.v, self.g, self.beta)
+        )
 
     @property
     def scale(self) -> float:
@@ -166,8 +188,8 @@ def recut(text: str) -> Iterator[None]:
 
 def errors(given: Inputs, options: Options) -> list[dict[str, Any]]:
     """Distance from float64 of out and of every gradient, on the same inputs for all."""
-    q, k, v, dout = (x.double() for x in (given.q, given.k, given.v, given.dout))
-    forward, backward = passes(chunkwise, Inputs(q, k, v, None if given.g is None else given.g.double(), dout))
+    exact = Inputs(**{name: x if x is None else x.double() for name, x in vars(given).items()})
+    forward, backward = passes(chunkwise, exact)
     truth = dict(zip(NAMES, (*forward(), *backward()), strict=True))
     rows: list[dict[str, Any]] = []
 
@@ -179,7 +201,7 @@ def errors(given: Inputs, options: Options) -> list[dict[str, Any]]:
     rows += contest(options, measured)
     for base in [row for row in rows if row["impl"] == "fla"]:
         for row in rows:
-            row |= {f"of_fla_{n}": row[f"error_{n}"] / base[f"error_{n}"] for n in NAMES}
+            row |= {f"of_fla_{n}": row[f"error_{n}"] / base[f"error_{n}"] for n in NAMES if f"error_{n}" in base}
     return rows
 
 
@@ -187,22 +209,26 @@ def inputs(case: Case, options: Options) -> Inputs:
     generator = torch.Generator(device=options.device).manual_seed(0)
     dtype, gate_dtype = getattr(torch, options.dtype or ""), getattr(torch, options.gate_dtype or "")
 
-    def draw(*sizes: int) -> Tensor:
-        shape = (case.batch, case.tokens, case.heads, *sizes)
+    def draw(*sizes: int, heads: int = case.heads) -> Tensor:
+        shape = (case.batch, case.tokens, heads, *sizes)
         return torch.randn(shape, generator=generator, device=options.device)
 
-    q, k, v, dout = (draw(d).to(dtype) for d in (case.key_dim, case.key_dim, case.value_dim, case.value_dim))
+    q, k = (draw(case.key_dim, heads=case.key_heads or case.heads) for _ in "qk")
+    v, dout = (draw(case.value_dim).to(dtype) for _ in range(2))
+    if case.beta:
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
     g = None
     if case.gate != "none":
         x = draw(case.key_dim) if case.gate == "channel" else draw()
         g = {"soft": F.logsigmoid(x) / 16, "hard": F.logsigmoid(x), "extreme": -torch.exp(3 * x)}[case.gates]
         g = g.to(gate_dtype)
-    return Inputs(q, k, v, g, dout)
+    beta = draw().sigmoid() if case.beta else None
+    return Inputs(q.to(dtype), k.to(dtype), v, g, beta, dout)
 
 
 def passes(kernels: Any, given: Inputs) -> tuple[Pass, Pass]:
     """Forward, and backward from what the forward saved, as one device runs the four functions of a kernel."""
-    x = linear.Inputs(given.q, given.k, given.v, given.g, None, None, given.scale)
+    x = linear.Inputs(given.q, given.k, given.v, given.g, given.beta, None, given.scale)
 
     def forward() -> tuple[Any, ...]:
         return kernels.read_out(x, kernels.scan_states(x, maps=False), None)[:1]
@@ -210,7 +236,7 @@ def passes(kernels: Any, given: Inputs) -> tuple[Pass, Pass]:
     scan = kernels.scan_states(x, maps=False)
 
     def backward() -> tuple[Any, ...]:
-        return kernels.gradients(x, scan, None, kernels.scan_gradients(x, given.dout, maps=False), given.dout, None)[:4]
+        return kernels.gradients(x, scan, None, kernels.scan_gradients(x, given.dout, maps=False), given.dout, None)[:5]
 
     return forward, backward
 
@@ -223,30 +249,42 @@ def op(given: Inputs) -> tuple[Pass, Pass]:
     """`ra.linear_attention` as its users call it, differentiated by autograd."""
     import ringattn as ra
 
-    q, k, v = (x.detach().requires_grad_() for x in (given.q, given.k, given.v))
-    g = None if given.g is None else given.g.detach().requires_grad_()
-    leaves = [x for x in (q, k, v, g) if x is not None]
+    q, k, v, g, beta = leaves = given.leaves
 
     def forward() -> tuple[Any, ...]:
-        return (ra.linear_attention(q, k, v, g, scale=given.scale, check=False),)
+        return (ra.linear_attention(q, k, v, g, beta=beta, scale=given.scale, check=False),)
 
-    (out,) = forward()
-    return forward, lambda: torch.autograd.grad(out, leaves, given.dout, retain_graph=True)
+    return differentiated(forward, leaves, given)
 
 
 def fla(given: Inputs) -> tuple[Pass, Pass]:
     """flash-linear-attention as its users call it, differentiated by autograd."""
-    from fla.ops.gla import chunk_gla
-
-    if given.g is None or given.g.dim() < 4:
-        raise NotImplementedError("chunk_gla takes one gate a key channel")
-    q, k, v, g = (x.detach().requires_grad_() for x in (given.q, given.k, given.v, given.g))
+    if given.g is None or (given.g.dim() < 4 and given.beta is None):
+        raise NotImplementedError("chunk_gla takes one gate a key channel, and the delta rule a gate")
+    if given.beta is None:
+        from fla.ops.gla import chunk_gla as attend
+    elif given.g.dim() < 4:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as attend
+    else:
+        from fla.ops.kda import chunk_kda as attend
+    q, k, v, g, beta = leaves = given.leaves
+    more = {} if beta is None else {"beta": beta}
 
     def forward() -> tuple[Any, ...]:
-        return (chunk_gla(q, k, v, g, scale=given.scale)[0],)
+        return (attend(q, k, v, g, scale=given.scale, **more)[0],)
 
+    return differentiated(forward, leaves, given)
+
+
+def differentiated(forward: Pass, leaves: tuple[Tensor | None, ...], given: Inputs) -> tuple[Pass, Pass]:
+    """Forward, and backward by autograd: a gradient for each leaf, None where there is none."""
     (out,) = forward()
-    return forward, lambda: torch.autograd.grad(out, (q, k, v, g), given.dout, retain_graph=True)
+
+    def backward() -> tuple[Any, ...]:
+        found = iter(torch.autograd.grad(out, [x for x in leaves if x is not None], given.dout, retain_graph=True))
+        return tuple(x if x is None else next(found) for x in leaves)
+
+    return forward, backward
 
 
 CONTESTANTS: dict[str, Callable[[Inputs], tuple[Pass, Pass]]] = {

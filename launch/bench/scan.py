@@ -1,4 +1,4 @@
-"""Gated linear attention over ranks beside its floor: each rank's tokens alone on one device, no communication.
+"""Linear attention over ranks beside its floor: each rank's tokens alone on one device, no communication.
 
 Every way in which states can travel is timed. `MB` is what the busiest rank sends in a call; it does not depend on the
 number of tokens. Times are medians, of the slowest rank.
@@ -27,6 +27,8 @@ class Options:
     heads: int = option(16, "heads")
     key_dim: int = option(128, "key dim")
     value_dim: int = option(128, "value dim")
+    rule: str = option("gated", "gated or delta", among=("gated", "delta"))
+    key_heads: int | None = option(None, "heads of q and k (as many as heads)")
     gate: str = option("channel", "channel, head or none", among=("channel", "head", "none"))
     layout: list[str] = option(["zigzag"], "contiguous or zigzag")
     scan: list[str] = option(["auto", "gather", "ring", "pipeline"], "how states travel")
@@ -76,16 +78,21 @@ def calls(options: Options, plan: Any, scan: str) -> dict[str, Callable[[], Any]
 
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     shape = (options.batch, plan.local_len, options.heads)
+    keys = (*shape[:2], options.key_heads or options.heads, options.key_dim)
     q, k, v, dout = (
-        torch.randn(*shape, n, device=options.device, dtype=dtype)
-        for n in (options.key_dim, options.key_dim, options.value_dim, options.value_dim)
+        torch.randn(*sizes, device=options.device, dtype=dtype)
+        for sizes in (keys, keys, (*shape, options.value_dim), (*shape, options.value_dim))
     )
+    beta = None
+    if options.rule == "delta":
+        q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+        beta = torch.rand(*shape, device=options.device)
     gates = {"channel": (*shape, options.key_dim), "head": shape, "none": None}[options.gate]
     g = None if gates is None else torch.nn.functional.logsigmoid(torch.randn(*gates, device=options.device)) / 16
-    leaves = [x.requires_grad_() for x in (q, k, v, g) if x is not None]
+    leaves = [x.requires_grad_() for x in (q, k, v, g, beta) if x is not None]
 
     def attend() -> Any:
-        return ra.linear_attention(q, k, v, g, plan, scan=scan, kernel=options.kernel, check=False)
+        return ra.linear_attention(q, k, v, g, plan, beta=beta, scan=scan, kernel=options.kernel, check=False)
 
     return passes(attend, leaves, dout)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from ringattn import choosing
 from ringattn.comms import local
@@ -117,7 +118,9 @@ def run(options: Any) -> int:
     weights = "" if has_weights(Path(options.model)) else " with random weights"
     print(f"{type(model).__name__}{weights}: {batch.tokens.shape[1]} tokens, {packed}{where}", file=sys.stderr)
     refuse_model(model, type(model).__name__)
-    exact, own = alone(precise(model), batch), alone(deepcopy(model), batch)
+    with Precise():
+        exact = alone(precise(model), batch)
+    own = alone(deepcopy(model), batch)
     spread = over_ranks(options, model, batch)
     rows, losses = compared(exact, own, spread), (abs(spread.loss - exact.loss), abs(own.loss - exact.loss))
     print("\n".join(report(rows, losses, spread.loss, own.loss, where, time.perf_counter() - begun)))
@@ -140,6 +143,18 @@ def load(options: Any) -> Any:
 
 def has_weights(path: Path) -> bool:
     return path.is_dir() and any(found for kind in ("*.safetensors*", "*.bin*") for found in path.glob(kind))
+
+
+class Precise(TorchFunctionMode):
+    """Everything in float64, also what a model asks to be in float32: norms, angles and linear layers."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function = Tensor.double if function is Tensor.float else function
+        return function(*map(wide, args), **{name: wide(x) for name, x in (kwargs or {}).items()})
+
+
+def wide(x: Any) -> Any:
+    return torch.float64 if x is torch.float32 else x
 
 
 def precise(model: Any) -> Any:
