@@ -6,13 +6,14 @@ import subprocess
 import sys
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.torch.models import hf, hf_model
+from ringattn.torch.models import hf, hf_model, hf_trl
 
 trl = pytest.importorskip("trl", reason="trl is not installed (pip install '.[trl]')")
 from datasets import Dataset  # noqa: E402
@@ -211,6 +212,26 @@ def test_answers_that_would_be_wrong_are_refused(what, options, said, tmp_path):
         type(f"Long{what}", (hf.OverRanks, getattr(trl, f"{what}Trainer")), {})(
             train_dataset=Dataset.from_dict(prompts()), **made
         )
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_rewards_are_those_that_the_first_rank_of_each_plan_was_told(rank):
+    class Trainer:
+        def _calculate_rewards(self):
+            return torch.arange(8.0)[:, None]  # two answers of each of four ranks, two by two
+
+    class Long(hf_trl.Answers, Trainer):
+        plan = SimpleNamespace(ring_axis=SimpleNamespace(rank=rank % 2), ulysses_axis=SimpleNamespace(rank=0))
+        data_place = 2, rank // 2
+
+        @property
+        def accelerator(self):
+            everyone = [[i // 2, i % 2 == 0] for i in range(4)]
+            return SimpleNamespace(
+                gather=lambda x: torch.tensor([*everyone[:rank], *x.tolist(), *everyone[rank + 1 :]])
+            )
+
+    assert Long()._calculate_rewards().flatten().tolist() == [0, 1, 0, 1, 4, 5, 4, 5]
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ class OverRanks(hf_trl.Answers):
         """The loss, and for metrics the logits of the whole sequences and their labels."""
         if self.by_trl:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
-        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        inputs = self._prepare_inputs(inputs)
         with torch.no_grad():
             loss, output = self.compute_loss(model, inputs, return_outputs=True)
             if prediction_loss_only:
