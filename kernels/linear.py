@@ -115,7 +115,7 @@ def of_keys(dx: Tensor, heads: int, dim: int) -> Tensor:
 
 
 TABLE = (
-    Kernel("triton", "ringattn.kernels.triton.linear", named=("cpu",)),
+    Kernel("triton", "ringattn.kernels.triton.delta", named=("cpu",)),
     Kernel("chunkwise", "ringattn.kernels.chunkwise"),
 )
 

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.linear import Inputs
-from ringattn.kernels.triton import blocks, linear
+from ringattn.kernels.triton import blocks, delta, linear
 from ringattn.kernels.triton.backward import attend_backward
 from ringattn.kernels.triton.block_lists import block_lists
 from ringattn.kernels.triton.forward import attend
@@ -140,12 +140,26 @@ SOME = [(16, (128, 128), "channel"), (16, (96, 80), "head"), (16, (256, 512), "c
 REST = [(16, (64, 64), "none"), (32, (128, 128), "channel"), (32, (96, 80), "head"), (32, (256, 512), "channel")]
 
 
-def linear_rows(arch: str, few: bool) -> None:
+def run_delta(bits: int, dims: tuple[int, int], gate: str) -> None:
+    """The passes of the delta rule with fewer key heads, and documents where gates are per channel."""
+    dtype = torch.bfloat16 if bits == 16 else torch.float32
+    q, k = (torch.empty(1, 4096, 4, dims[0], dtype=dtype) for _ in range(2))
+    v, dout = (torch.empty(1, 4096, 8, dims[1], dtype=dtype) for _ in range(2))
+    g = {"channel": torch.empty(1, 4096, 8, dims[0], dtype=dtype), "head": v[..., 0], "none": None}[gate]
+    begin = torch.zeros(1, 4096, dtype=torch.int32) if gate == "channel" else None
+    x = Inputs(q, k, v, g, v[..., 0], begin, 0.1)
+    scan, rscan = delta.scan_states(x), delta.scan_gradients(x, dout)
+    state = scan.map.kv
+    delta.read_out(x, scan, state)
+    delta.gradients(x, delta.scan_states(x, maps=False), state, rscan, dout, state)
+
+
+def linear_rows(rule: str, arch: str, few: bool) -> None:
     target, limit = TARGETS[arch]
     linear.architecture = lambda _device: arch
     for bits, dims, gate in SOME if few else SOME + REST:
-        for kernel in compiled(target, partial(run_linear, bits, dims, gate)):
-            row = {"entry": f"linear/{arch}/{bits}/{dims}/{gate}", "target": arch, "limit": limit, "capped": False}
+        for kernel in compiled(target, partial({"linear": run_linear, "delta": run_delta}[rule], bits, dims, gate)):
+            row = {"entry": f"{rule}/{arch}/{bits}/{dims}/{gate}", "target": arch, "limit": limit, "capped": False}
             print(json.dumps({**row, **resources(kernel)}), flush=True)
 
 
@@ -154,8 +168,8 @@ def main(entries: str, *names: str) -> None:
     few = entries == "few"
     for name in names:
         arch, _, source = name.partition(":")  # sm90:sm80 compiles the entries of sm80 for sm90
-        if arch == "linear":
-            linear_rows(source, few)
+        if arch in ("linear", "delta"):
+            linear_rows(arch, source, few)
             continue
         target, limit = TARGETS[arch]
         blocks.architecture = lambda _device, arch=arch: arch  # the tensors of this process lie on the CPU

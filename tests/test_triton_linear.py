@@ -6,18 +6,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 from triton._C.libtriton.ir import INPUT_PRECISION
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from ringattn.kernels.linear import Inputs
 from ringattn.kernels.recurrent import recurrent
-from ringattn.kernels.triton import linear
+from ringattn.kernels.triton import delta, linear
 from ringattn.launch.bench import linear as bench
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 MOST = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}  # relative error in norm
-NAMES = ("out", "end", "dq", "dk", "dv", "dstart", "dg")
+NAMES = ("out", "end", "dq", "dk", "dv", "dstart", "dg", "dbeta")
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,12 @@ class Case:
     dtype: str = "float32"
     strided: bool = False
     states: bool = True  # a start state, and a gradient for the end state
+    beta: str | None = None  # the delta rule: "mixed", or "twice" with equal keys
 
     def __str__(self) -> str:
         shape = f"B{self.B}-T{self.T}-H{self.H}-K{self.K}.{self.V}"
         more = "-docs" * (self.begins is not None) + "-strided" * self.strided + "-zero" * (not self.states)
+        more += "" if self.beta is None else f"-delta-{self.beta}"
         return f"{self.gate}-{shape}-decay{self.decay:g}-{self.dtype}{more}"
 
 
@@ -54,6 +57,7 @@ class Given:
     dout: torch.Tensor
     dend: torch.Tensor | None
     scale: float
+    beta: torch.Tensor | None = None
 
 
 def draw(case: Case) -> Given:
@@ -81,7 +85,14 @@ def draw(case: Case) -> Given:
         begin = starts[torch.searchsorted(starts, torch.arange(T), right=True) - 1].int()[None].to(DEVICE)
     states = [normal(B, H, K, V).to(DEVICE) if case.states else None for _ in range(2)]
     q, k, v, dout = (laid_out(normal(B, T, h, d)) for h, d in ((case.G or H, K), (case.G or H, K), (H, V), (H, V)))
-    return Given(q, k, v, None if g is None else laid_out(g), begin, states[0], dout, states[1], K**-0.5)
+    g = None if g is None else laid_out(g)
+    if case.beta is None:
+        return Given(q, k, v, g, begin, states[0], dout, states[1], K**-0.5)
+    k = F.normalize(k[:, :1].expand_as(k) if case.beta == "twice" else k, dim=-1)
+    beta = 2 * torch.rand(B, T, H, generator=generator) if case.beta == "mixed" else torch.full((B, T, H), 2.0)
+    if case.beta == "mixed":
+        beta[:, ::5], beta[:, 1::5], beta[:, 2::5] = 0.0, 1.0, 2.0
+    return Given(q, k, v, g, begin, states[0], dout, states[1], K**-0.5, laid_out(beta))
 
 
 def truth_of(x: Given) -> dict[str, torch.Tensor]:
@@ -90,24 +101,27 @@ def truth_of(x: Given) -> dict[str, torch.Tensor]:
     g = None if x.g is None else x.g.double().requires_grad_()
     zero = torch.zeros(x.q.shape[0], *x.v.shape[2:3], x.q.shape[3], x.v.shape[3], dtype=torch.float64, device=DEVICE)
     start = (zero if x.start is None else x.start.double()).requires_grad_()
-    out, end = recurrent(Inputs(q, k, v, g, None, x.begin, x.scale), start)
+    beta = None if x.beta is None else x.beta.double().requires_grad_()
+    out, end = recurrent(Inputs(q, k, v, g, beta, x.begin, x.scale), start)
     loss = (out * x.dout).sum() + (end * (zero.detach() if x.dend is None else x.dend)).sum()
-    grads = torch.autograd.grad(loss, [q, k, v, start, *([] if g is None else [g])])
-    return dict(zip(NAMES, (out.detach(), end.detach(), *grads), strict=False))
+    leaves = {"dq": q, "dk": k, "dv": v, "dstart": start, "dg": g, "dbeta": beta}
+    leaves = {name: t for name, t in leaves.items() if t is not None}
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return {"out": out.detach(), "end": end.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
-def found_by(x: Given, kernels: object = linear, keep: bool = False) -> dict[str, torch.Tensor]:
+def found_by(x: Given, kernels: object = delta, keep: bool = False) -> dict[str, torch.Tensor]:
     """The passes, one after the other, as one rank runs them; `keep`: the states before all chunks, for backward."""
-    inputs = Inputs(x.q, x.k, x.v, x.g, None, x.begin, x.scale)
+    inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, x.begin, x.scale)
     scan = kernels.scan_states(inputs)
     sizes, dtype = kernels.states_shape(x.k, x.v)
     kept = torch.full(sizes, torch.nan, dtype=dtype, device=DEVICE) if keep else None
     out, end = kernels.read_out(inputs, scan, x.start, kept)
     rscan = kernels.scan_gradients(inputs, x.dout)
     before = (kept, None) if keep else (scan, x.start)
-    dq, dk, dv, dg, _, dstart = kernels.gradients(inputs, *before, rscan, x.dout, x.dend)
-    values = (out, end, dq, dk, dv, dstart, *([] if x.g is None else [dg]))
-    return dict(zip(NAMES, values, strict=False))
+    dq, dk, dv, dg, dbeta, dstart = kernels.gradients(inputs, *before, rscan, x.dout, x.dend)
+    values = (out, end, dq, dk, dv, dstart, dg, dbeta)
+    return {name: t for name, t in zip(NAMES, values, strict=True) if t is not None}
 
 
 def distance(found: torch.Tensor, truth: torch.Tensor) -> float:

@@ -17,7 +17,6 @@ from ringattn.kernels.linear import (
     Gradients,
     Inputs,
     Map,
-    Problem,
     Scan,
     ShapeAndDtype,
     of_keys,
@@ -161,7 +160,7 @@ class Call:
         (self.B, self.T, self.H, self.V), self.K = v.shape, k.shape[-1]
         self.device, self.dtype, self.g = k.device, k.dtype, g
         self.gate = NONE if g is None else CHANNEL if g.dim() == 4 else HEAD
-        arch = architecture(k.device)
+        self.arch = arch = architecture(k.device)
         self.cuts = entry(f"{arch}/{8 * k.element_size()}", max(self.K, self.V))
         self.N = cdiv(self.T, self.cuts.chunk)
         self.chunks = self.B * self.N * self.H
@@ -263,7 +262,9 @@ class Call:
         """out from q and v, or in reverse dv from k and dout, in the dtype of y."""
         cut, out = self.cuts.apply, self.empty(*y.shape, dtype=y.dtype)
         programs = self.chunks * self.tiles(cut)[1]
-        self.launch(apply_kernel, programs, cut, (x, y), (a, states, out), scale, REVERSE=reverse)
+        self.launch(
+            apply_kernel, programs, cut, (x, y), (a, states, out), scale, REVERSE=reverse, GROUP=self.H // x.shape[2]
+        )
         return out
 
     def gradients(
@@ -291,8 +292,6 @@ def refuses(problem: kernels.Problem) -> str | None:
     """Why these kernels cannot serve the problem, or None when they can."""
     if (reason := cannot_run(problem)) is not None:
         return reason
-    if isinstance(problem, Problem) and problem.beta:
-        return "computes gated linear attention, not yet the delta rule (beta=)"
     if problem.head_dim > WIDEST_KEY or problem.value_dim > WIDEST_VALUE:
         limits = f"takes key dims up to {WIDEST_KEY} and value dims up to {WIDEST_VALUE}"
         return f"{limits}, got {problem.head_dim} and {problem.value_dim}"

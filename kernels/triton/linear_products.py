@@ -58,10 +58,11 @@ def passes_over(strongest_ptr, chunk, TILES: tl.constexpr, STRONG: tl.constexpr)
 
 @triton.jit
 def from_middle(g_ptr, g_st, first, T, column, CHUNK: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr):
-    """The factors (of q, of k) whose product is the decay between two tokens of a gentle chunk."""
+    """The factors (of q, of k) whose product is the decay between two tokens of a gentle chunk, and its total decay."""
     g = gates(g_ptr, g_st, first, T, column, CHUNK, K, WIDTH, CHANNEL)
-    b = tl.cumsum(g, 0) - 0.5 * tl.sum(g, 0)[None, :]
-    return tl.exp2(b), tl.exp2(-b)
+    total = tl.sum(g, 0)
+    b = tl.cumsum(g, 0) - 0.5 * total[None, :]
+    return tl.exp2(b), tl.exp2(-b), total
 
 
 @triton.jit
@@ -135,11 +136,18 @@ def column_of(x, i):
 
 
 @triton.jit
-def decay_between(g_ptr, g_st, first, T, CHUNK: tl.constexpr, GATE: tl.constexpr):
-    """The decay from j to i for j < i, else 0; for gates that all channels share, or none."""
+def decay_between(g_ptr, g_st, first, T, CHUNK: tl.constexpr, GATE: tl.constexpr, EXACT: tl.constexpr = True):
+    """The decay from j to i for j < i, else 0; for gates that all channels share, or none.
+
+    With EXACT the gates between each pair are summed by themselves. Otherwise it is a difference of two sums, whose
+    rounding 16-bit inputs do not notice, and which takes far less time.
+    """
     after = earlier(CHUNK)
     if GATE == HEAD:
         g = gates(g_ptr, g_st, first, T, 0, CHUNK, 1, 1, GATE)
+        if not EXACT:
+            b = tl.cumsum(tl.reshape(g, [CHUNK]), 0)
+            return tl.where(after, tl.exp2(tl.minimum(b[:, None] - b[None, :], 0.0)), 0.0)
         return tl.where(after, tl.exp2(tl.cumsum(tl.where(after, g, 0.0), 0)), 0.0)
     else:
         return tl.where(after, 1.0, 0.0)
@@ -152,18 +160,17 @@ def related(begin_ptr, first, T, CHUNK: tl.constexpr):
     return tl.load(begin_ptr + tl.minimum(tokens, T - 1))[:, None] <= tokens[None, :]
 
 
-@triton.jit(do_not_specialize=["T", "N"])
-def scores_kernel(
-    q_ptr, k_ptr, g_ptr, begin_ptr, strongest_ptr, a_ptr, q_st, k_st, g_st, begin_st, T, N, H, scale,
+@triton.jit
+def scores(
+    q_ptr, k_ptr, g_ptr, begin_ptr, q_st, k_st, g_st, first, T,
     K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, GATE: tl.constexpr, DOCS: tl.constexpr,
-    PRECISION: tl.constexpr, TILES: tl.constexpr, PART: tl.constexpr, STRONG: tl.constexpr,
+    PRECISION: tl.constexpr, PART: tl.constexpr, STRONG: tl.constexpr, EXACT: tl.constexpr = True,
 ):  # fmt: skip
-    """a_ij = scale * sum_k q_ik 2^(b_i - b_j) k_jk of one chunk of one head, [B, N, H, CHUNK, CHUNK]; 0 for j > i.
+    """(sum_k q_ik 2^(b_i - b_j) k_jk for the pairs j <= i of one chunk of one head, the strongest decay of a channel).
 
-    Programs: one for each head, chunk and batch row. With gates per channel there are two launches, and a program stops
-    at once if its chunk is for the other one (`passes_over`).
+    The strongest decay is that over the whole chunk. It is found in the gentle case with gates per channel only.
 
-    Loop: over tiles of BLOCK_K key channels, added up in `a`. In the gentle launch q and k take their factors, and one
+    Loop: over tiles of BLOCK_K key channels, added up in `a`. In the gentle case q and k take their factors, and one
     product gives all pairs. In the strong one:
     - An inner loop over the PART tokens of a part multiplies decays into q and k. `near` [parts, j, i] gets column i
       when the decays up to token i are in k and no later one.
@@ -173,17 +180,9 @@ def scores_kernel(
     Why at the odd places: the diagonal of a gentle chunk is summed in float32 (`own`), where the factors of q and k
     cancel. A gate that all channels share is multiplied into `a` at the end.
     """
-    _, h, n, b = place(tl.program_id(0), 1, H, N)
-    chunk = (b * N + n) * H + h
-    if GATE == CHANNEL:  # noqa: SIM102
-        if passes_over(strongest_ptr, chunk, TILES, STRONG):
-            return
-    first = n * CHUNK
-    q_ptr += b * q_st[0] + h * q_st[2]
-    k_ptr += b * k_st[0] + h * k_st[2]
-    g_ptr += b * g_st[0] + h * g_st[2]
     a = tl.zeros([CHUNK, CHUNK], tl.float32)
     own = tl.zeros([CHUNK], tl.float32)
+    strongest = tl.zeros([BLOCK_K], tl.float32)
     PARTS: tl.constexpr = CHUNK // PART
     near = tl.zeros([PARTS, PART, PART], tl.float32)  # j, i
     for column in tl.range(0, K, BLOCK_K, num_stages=1):
@@ -206,7 +205,8 @@ def scores_kernel(
             q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K)
             k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K)
             if GATE == CHANNEL:
-                of_q, of_k = from_middle(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K)
+                of_q, of_k, total = from_middle(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K)
+                strongest = tl.minimum(strongest, total)
                 q, k = q.to(tl.float32) * of_q, k.to(tl.float32) * of_k
             a = product(q, tl.trans(k), a, PRECISION)
             own += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
@@ -214,15 +214,42 @@ def scores_kernel(
         near = tl.broadcast_to(tl.permute(near, (0, 2, 1))[:, :, None, :], [PARTS, PART, PARTS, PART])
         a = tl.where(across(PART, CHUNK, 0), tl.reshape(near, [CHUNK, CHUNK]), a)
     if GATE != CHANNEL:
-        a = a * decay_between(g_ptr, g_st, first, T, CHUNK, GATE)
+        a = a * decay_between(g_ptr, g_st, first, T, CHUNK, GATE, EXACT)
     if DOCS:
-        a = tl.where(related(begin_ptr + b * begin_st, first, T, CHUNK), a, 0.0)
+        a = tl.where(related(begin_ptr, first, T, CHUNK), a, 0.0)
     i = tl.arange(0, CHUNK)[:, None]
     j = tl.arange(0, CHUNK)[None, :]
     if not STRONG:
         a = tl.where(i == j, own[:, None], a)
-    a = tl.where(i >= j, a, 0.0) * scale
-    store(a_ptr + chunk * (CHUNK * CHUNK), a, 0, CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, CHUNK)
+    return tl.where(i >= j, a, 0.0), tl.min(strongest, 0)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def scores_kernel(
+    q_ptr, k_ptr, g_ptr, begin_ptr, strongest_ptr, a_ptr, q_st, k_st, g_st, begin_st, T, N, H, scale,
+    K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, GATE: tl.constexpr, DOCS: tl.constexpr,
+    PRECISION: tl.constexpr, TILES: tl.constexpr, PART: tl.constexpr, STRONG: tl.constexpr,
+):  # fmt: skip
+    """a_ij = scale * sum_k q_ik 2^(b_i - b_j) k_jk of one chunk of one head, [B, N, H, CHUNK, CHUNK]; 0 for j > i.
+
+    Programs: one for each head, chunk and batch row. With gates per channel there are two launches, and a program stops
+    at once if its chunk is for the other one (`passes_over`).
+    """
+    _, h, n, b = place(tl.program_id(0), 1, H, N)
+    chunk = (b * N + n) * H + h
+    if GATE == CHANNEL:  # noqa: SIM102
+        if passes_over(strongest_ptr, chunk, TILES, STRONG):
+            return
+    first = n * CHUNK
+    q_ptr += b * q_st[0] + h * q_st[2]
+    k_ptr += b * k_st[0] + h * k_st[2]
+    g_ptr += b * g_st[0] + h * g_st[2]
+    begin_ptr += b * begin_st
+    a, _ = scores(
+        q_ptr, k_ptr, g_ptr, begin_ptr, q_st, k_st, g_st, first, T,
+        K, CHUNK, BLOCK_K, GATE, DOCS, PRECISION, PART, STRONG,
+    )  # fmt: skip
+    store(a_ptr + chunk * (CHUNK * CHUNK), a * scale, 0, CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, CHUNK)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -231,7 +258,7 @@ def apply_kernel(
     x_st, y_st, g_st, begin_st, T, N, H, scale,
     K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     GATE: tl.constexpr, DOCS: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-    DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """A tile of a chunk's out, from q and v as x and y; in reverse of its dv, from k, dout, dh and a^T.
 
@@ -242,7 +269,7 @@ def apply_kernel(
     tile, h, n, b = place(tl.program_id(0), (V + BLOCK_V - 1) // BLOCK_V, H, N)
     column_v = tile * BLOCK_V
     first = n * CHUNK
-    x_ptr += b * x_st[0] + h * x_st[2]
+    x_ptr += b * x_st[0] + h // GROUP * x_st[2]
     g_ptr += b * g_st[0] + h * g_st[2]
     begin_ptr += b * begin_st
     chunk = (b * N + n) * H + h
@@ -267,6 +294,63 @@ def apply_kernel(
     store(out_ptr + (b * T * H + h) * V, out, first, T, column_v, H * V, 1, CHUNK, V, BLOCK_V)
 
 
+@triton.jit
+def pairs_within(
+    da, q_ptr, k_ptr, g_ptr, beta_ptr, q_st, k_st, g_st, beta_st, first, T, column,
+    K: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, PART: tl.constexpr,
+    BETA: tl.constexpr,
+):  # fmt: skip
+    """What the pairs j < i of a strong chunk add to a tile of (dq, dk, q dq - k dk); da is 0 for j >= i.
+
+    With BETA, k is beta k, and dk is the gradient for that. `da` is made symmetric, so that one product a level gives
+    dq behind the cuts and dk before them. Pairs within a part are two recurrences over its tokens: near_k from the last
+    to the first, near_q the other way.
+    """
+    PARTS: tl.constexpr = CHUNK // PART
+    i = tl.arange(0, CHUNK)[:, None]
+    t = tl.arange(0, PART)[None, :, None]
+    da += tl.trans(da)
+    near = tl.where(across(PART, CHUNK, 0), da, 0.0)
+    near = tl.sum(tl.reshape(near, [PARTS, PART, PARTS, PART]), 2)
+    near_k = tl.zeros([PARTS, PART, WIDTH], tl.float32)
+    for n in tl.static_range(PART - 1, 0, -1):
+        q_n = nth(n, q_ptr, q_st, first, T, column, PART, PARTS, K, WIDTH)
+        near_k += tl.where(t < n, column_of(near, n) * q_n, 0.0)
+        near_k *= tl.where(t < n, nth_decay(n, g_ptr, g_st, first, T, column, PART, PARTS, K, WIDTH), 1.0)
+    near_q = tl.zeros([PARTS, PART, WIDTH], tl.float32)
+    through = tl.full([PARTS, PART, WIDTH], 1.0, tl.float32)
+    ahead, total = through, tl.full([PARTS, 1, WIDTH], 1.0, tl.float32)
+    for n in tl.static_range(PART):
+        decay = nth_decay(n, g_ptr, g_st, first, T, column, PART, PARTS, K, WIDTH)
+        through, ahead, total = passed(n, decay, through, ahead, total)
+        k_n = nth(n, k_ptr, k_st, first, T, column, PART, PARTS, K, WIDTH)
+        if BETA:
+            k_n *= nth(n, beta_ptr, (0, beta_st, 0, 0), first, T, 0, PART, PARTS, 1, 1)
+        near_q *= tl.where(t >= n, decay, 1.0)
+        near_q += tl.where(t > n, column_of(near, n) * k_n, 0.0)
+    dq = tl.reshape(near_q, [CHUNK, WIDTH])
+    dk = tl.reshape(near_k, [CHUNK, WIDTH])
+    q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, WIDTH).to(tl.float32)
+    k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, WIDTH).to(tl.float32)
+    if BETA:
+        k *= load(beta_ptr, first, T, 0, beta_st, 0, CHUNK, 1, 1).to(tl.float32)
+    pairs = q * dq - k * dk
+    for level in tl.range(0, PARTS.bit_length() - 1, num_stages=1):
+        late = i & (PART << level) != 0
+        decays = cut_at(level, through, ahead)
+        q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, WIDTH).to(tl.float32)
+        k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, WIDTH).to(tl.float32)
+        if BETA:
+            k *= load(beta_ptr, first, T, 0, beta_st, 0, CHUNK, 1, 1).to(tl.float32)
+        x = rounded(tl.where(late, q, k) * decays, PRECISION)
+        to = tl.dot(tl.where(across(PART << level, CHUNK), da, 0.0), x, input_precision=PRECISION)
+        pairs += tl.where(late, x, -x) * to
+        dq += tl.where(late, decays * to, 0.0)
+        dk += tl.where(late, 0.0, decays * to)
+        through, ahead, total = doubled(level, through, ahead, total)
+    return dq, dk, pairs
+
+
 @triton.jit(do_not_specialize=["T", "N"])
 def gradients_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, g_ptr, begin_ptr, strongest_ptr, states_ptr, dstates_ptr, dq_ptr, dk_ptr, dg_ptr,
@@ -289,8 +373,7 @@ def gradients_kernel(
        - Gentle (ONCE, for 16 bits): old and new take only half of the chunk's decay here. The other half is in the
          factors of q and k, so that the pairs can be added to them in the same accumulator.
        - Gentle, float32: the same products in an accumulator of their own.
-       - Strong: da is made symmetric, so that one product a level gives dq behind the cuts and dk before them. Pairs
-         within a part are two recurrences over its tokens: near_k from the last to the first, near_q the other way.
+       - Strong: `pairs_within`.
     4. dg, for gates per channel: the suffix sums of q dq - k dk, plus what passes the chunk. `passing` also takes
        sum(k new) there, which turns minus the sum over tokens from t on into the sum over tokens before t.
     5. The pair of each token with itself is added. q and k are loaded again, since step 3 has changed them.
@@ -300,7 +383,6 @@ def gradients_kernel(
     if GATE == CHANNEL:  # noqa: SIM102
         if passes_over(strongest_ptr, chunk, TILES, STRONG):
             return
-    PARTS: tl.constexpr = CHUNK // PART
     column = tile * BLOCK_K
     first = n * CHUNK
     q_ptr += b * q_st[0] + h * q_st[2]
@@ -348,7 +430,7 @@ def gradients_kernel(
     if GATE == CHANNEL:
         da = rounded(da, PRECISION)
         if ONCE:
-            of_q, of_k = from_middle(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K)
+            of_q, of_k, _ = from_middle(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K)
             ds = tl.where(earlier(CHUNK), da, 0.0)
             k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
             k = rounded(k * of_k, PRECISION)
@@ -366,42 +448,16 @@ def gradients_kernel(
             dq, dk = old, new
             da = tl.where(earlier(CHUNK), da, 0.0)
             if STRONG:
-                i = tl.arange(0, CHUNK)[:, None]
-                t = tl.arange(0, PART)[None, :, None]
-                da += tl.trans(da)
-                near = tl.where(across(PART, CHUNK, 0), da, 0.0)
-                near = tl.sum(tl.reshape(near, [PARTS, PART, PARTS, PART]), 2)
-                near_k = tl.zeros([PARTS, PART, BLOCK_K], tl.float32)
-                for n in tl.static_range(PART - 1, 0, -1):
-                    q_n = nth(n, q_ptr, q_st, first, T, column, PART, PARTS, K, BLOCK_K)
-                    near_k += tl.where(t < n, column_of(near, n) * q_n, 0.0)
-                    near_k *= tl.where(t < n, nth_decay(n, g_ptr, g_st, first, T, column, PART, PARTS, K, BLOCK_K), 1.0)
-                dk += tl.reshape(near_k, [CHUNK, BLOCK_K])
-                near_q = tl.zeros([PARTS, PART, BLOCK_K], tl.float32)
-                through = tl.full([PARTS, PART, BLOCK_K], 1.0, tl.float32)
-                ahead, total = through, tl.full([PARTS, 1, BLOCK_K], 1.0, tl.float32)
-                for n in tl.static_range(PART):
-                    decay = nth_decay(n, g_ptr, g_st, first, T, column, PART, PARTS, K, BLOCK_K)
-                    through, ahead, total = passed(n, decay, through, ahead, total)
-                    k_n = nth(n, k_ptr, k_st, first, T, column, PART, PARTS, K, BLOCK_K)
-                    near_q *= tl.where(t >= n, decay, 1.0)
-                    near_q += tl.where(t > n, column_of(near, n) * k_n, 0.0)
-                dq += tl.reshape(near_q, [CHUNK, BLOCK_K])
-                pairs = q * dq - k * dk
-                for level in tl.range(0, PARTS.bit_length() - 1, num_stages=1):
-                    late = i & (PART << level) != 0
-                    decays = cut_at(level, through, ahead)
-                    q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
-                    k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
-                    x = rounded(tl.where(late, q, k) * decays, PRECISION)
-                    to = tl.dot(tl.where(across(PART << level, CHUNK), da, 0.0), x, input_precision=PRECISION)
-                    pairs += tl.where(late, x, -x) * to
-                    dq += tl.where(late, decays * to, 0.0)
-                    dk += tl.where(late, 0.0, decays * to)
-                    through, ahead, total = doubled(level, through, ahead, total)
+                to_q, to_k, pairs = pairs_within(
+                    da, q_ptr, k_ptr, g_ptr, q_ptr, q_st, k_st, g_st, 0, first, T, column,
+                    K, CHUNK, BLOCK_K, PRECISION, PART, False,
+                )  # fmt: skip
+                pairs += q * old - k * new
+                dq += to_q
+                dk += to_k
             else:
                 pairs = q * old - k * new
-                of_q, of_k = from_middle(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K)
+                of_q, of_k, _ = from_middle(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K)
                 q, k = rounded(q * of_q, PRECISION), rounded(k * of_k, PRECISION)
                 to_q = tl.dot(da, k, input_precision=PRECISION)
                 to_k = tl.dot(tl.trans(da), q, input_precision=PRECISION)

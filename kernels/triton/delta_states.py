@@ -1,0 +1,168 @@
+"""The states of the delta rule in Triton: the state before every chunk, found segment by segment.
+
+    B batch   T tokens   H value heads   K key dim   V value dim   C tokens a chunk   N chunks   S segments of chunks
+
+From chunk to chunk, with what `delta_products.prepare_kernel` finds of each chunk without a state:
+
+    m  = u - w S               what the values differ from what their keys read
+    S' = across S + kept^T m   kept: k as it is at the chunk's end, times beta
+
+In reverse, for the gradient dS for the state behind each chunk:
+
+    dS = across dS' - w^T (kept dS') + y^T dout
+
+This recurrence is the only sequential part. B H V / 64 programs would leave most of a GPU idle, so the chunks are cut
+into segments, in three passes:
+
+    walk_kernel                all segments at the same time, each from a state of zero; and beside the columns of V
+                               those of the unit matrix, which become the segment's factor
+    join_kernel                the state before each segment, from these maps; quick, since segments are few
+    walk_kernel with STORE     all segments again, from these states, storing the state before every chunk
+
+If there is only one segment and nobody asks for its map, only the last pass runs.
+"""
+
+import triton
+import triton.language as tl
+
+from ringattn.kernels.triton.linear_states import CHANNEL, load, place, product, store
+
+
+@triton.jit
+def column_of_tile(tile, V: tl.constexpr, BLOCK_V: tl.constexpr):
+    """(whether a tile is of the unit matrix, its first column there or in V): the tiles of V come first."""
+    TILES_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    unit = tile >= TILES_V
+    return unit, tl.where(unit, tile - TILES_V, tile) * BLOCK_V
+
+
+@triton.jit
+def columns(ptr, column, stop, width, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Addresses of columns of a state [K, width] as [BLOCK_V, BLOCK_K], and which of them are inside."""
+    rows = tl.arange(0, BLOCK_K)[None, :]
+    cols = column + tl.arange(0, BLOCK_V)[:, None]
+    return ptr + rows * width + cols, (rows < K) & (cols < stop)
+
+
+@triton.jit
+def load_columns(ptr, column, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    at, inside = columns(ptr, column, V, V, K, BLOCK_K, BLOCK_V)
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_columns(ptr, x, column, stop, width, K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    at, inside = columns(ptr, column, stop, width, K, BLOCK_K, BLOCK_V)
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "N", "length", "S"])
+def walk_kernel(
+    u_ptr, read_ptr, write_ptr, y_ptr, across_ptr, before_ptr, states_ptr, ends_ptr, u_st, T, N, H, length, S,
+    K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    GATE: tl.constexpr, REVERSE: tl.constexpr, STORE: tl.constexpr, WRITE: tl.constexpr,
+    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_V columns of the state, over the chunks of one segment.
+
+    Programs: one for each tile of columns, head, segment and batch row. Without STORE there are tiles of the unit
+    matrix's K columns behind those of the V columns; u (in reverse: dout) is 0 there.
+
+    Loop: chunk by chunk, from the segment's start, or in reverse from its end. `read` and `write` are w and kept (in
+    reverse: kept and w). With STORE the state starts at `before`, and the state before (in reverse: behind) each chunk
+    is stored; with WRITE also m, in the place of u. Stored in the end is each segment's state, with STORE the last's.
+
+    Why transposed: the state is held as [columns, K], so that it and m are the first operands of products, which tensor
+    cores take from registers. The other operands go from memory to shared memory as they are.
+    """
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V + (0 if STORE else (K + BLOCK_V - 1) // BLOCK_V)
+    tile, h, s, b = place(tl.program_id(0), TILES, H, S)
+    unit, column = column_of_tile(tile, V, BLOCK_V)
+    stop = tl.where(unit, 0, T)  # of u
+    segment = (b * S + s) * H + h
+    read_ptr += (b * T * H + h) * K
+    write_ptr += (b * T * H + h) * K
+    y_ptr += (b * T * H + h) * K
+    u_ptr += b * u_st[0] + h * u_st[2]
+    channels = tl.arange(0, BLOCK_K)
+    if STORE:
+        state = load_columns(before_ptr + segment * (K * V), column, K, V, BLOCK_K, BLOCK_V)
+    else:
+        own = (column + tl.arange(0, BLOCK_V))[:, None] == channels[None, :]
+        state = tl.where(unit & own, 1.0, 0.0)
+    lo = s * length
+    hi = tl.minimum(lo + length, N)
+    for i in tl.range(lo, hi):
+        n = lo + hi - 1 - i if REVERSE else i
+        first = n * CHUNK
+        chunk = (b * N + n) * H + h
+        if STORE:
+            store_columns(states_ptr + chunk * (K * V), state, column, V, V, K, BLOCK_K, BLOCK_V)
+        read = load(read_ptr, first, T, 0, H * K, 1, CHUNK, K, BLOCK_K)
+        write = load(write_ptr, first, T, 0, H * K, 1, CHUNK, K, BLOCK_K)
+        u = tl.trans(load(u_ptr, first, stop, column, u_st[1], u_st[3], CHUNK, V, BLOCK_V))
+        if GATE == CHANNEL:
+            across = tl.load(across_ptr + chunk * K + channels, mask=channels < K, other=0.0)[None, :]
+        else:
+            across = tl.load(across_ptr + chunk)
+        m = product(state.to(DTYPE), tl.trans(read), tl.zeros([BLOCK_V, CHUNK], tl.float32), PRECISION)
+        state *= across
+        if REVERSE:
+            m = -m
+            y = load(y_ptr, first, T, 0, H * K, 1, CHUNK, K, BLOCK_K)
+            state = product(u.to(DTYPE), y, state, PRECISION)
+        else:
+            m = u.to(tl.float32) - m
+            if WRITE:
+                store(u_ptr, tl.trans(m), first, T, column, u_st[1], u_st[3], CHUNK, V, BLOCK_V)
+        state = product(m.to(DTYPE), write, state, PRECISION)
+    if STORE:
+        if s == (0 if REVERSE else S - 1):
+            store_columns(ends_ptr + (b * H + h) * (K * V), state, column, V, V, K, BLOCK_K, BLOCK_V)
+    else:
+        ends_ptr += segment * (K * (V + K)) + tl.where(unit, V, 0)
+        store_columns(ends_ptr, state, column, tl.where(unit, K, V), V + K, K, BLOCK_K, BLOCK_V)
+
+
+@triton.jit(do_not_specialize=["S"])
+def join_kernel(
+    ends_ptr, first_ptr, found_ptr, S, H,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
+    FIRST: tl.constexpr, MAP: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_V columns of the state before (in reverse: behind) each segment; with MAP, of the map of all segments.
+
+    Programs: one for each tile of columns, and head of each batch row. Loop: over the segments, state = factor * state
+    + end, from `first` or zero. ROWS rows of the factor are multiplied at a time, so that it fits shared memory. With
+    MAP the columns of the unit matrix are behind those of V as in `walk_kernel`, and only the last state is stored.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    unit, column = column_of_tile(tl.program_id(1), V, BLOCK_V)
+    WIDE: tl.constexpr = V + K
+    b, h = row // H, row % H
+    rows = tl.arange(0, BLOCK_K)
+    cols = tl.arange(0, BLOCK_V)
+    inside = (rows < K)[:, None] & (column + cols < tl.where(unit, K, V))[None, :]
+    of_v = (column + cols < tl.where(unit, 0, V))[None, :]
+    if MAP:
+        state = tl.where(unit & (rows[:, None] == column + cols[None, :]), 1.0, 0.0)
+    elif FIRST:
+        state = load(first_ptr + row * (K * V), 0, K, column, V, 1, BLOCK_K, V, BLOCK_V).to(tl.float32)
+    else:
+        state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    for i in tl.range(0, S):
+        segment = (b * S + (S - 1 - i if REVERSE else i)) * H + h
+        if not MAP:
+            store(found_ptr + segment * (K * V), state, 0, K, column, V, 1, BLOCK_K, V, BLOCK_V)
+        at = ends_ptr + segment * (K * WIDE)
+        own = tl.load(at + rows[:, None] * WIDE + column + cols[None, :], mask=inside & of_v, other=0.0)
+        later = tl.zeros([BLOCK_K // ROWS, ROWS, BLOCK_V], tl.float32)
+        part = tl.arange(0, BLOCK_K // ROWS)[:, None, None]
+        for r in tl.static_range(BLOCK_K // ROWS):
+            factor = load(at + V, r * ROWS, K, 0, WIDE, 1, ROWS, K, BLOCK_K)
+            some = tl.dot(factor, state, input_precision=PRECISION)
+            later = tl.where(part == r, some[None], later)
+        state = tl.reshape(later, [BLOCK_K, BLOCK_V]) + own
+    if MAP:
+        found_ptr += row * (K * WIDE) + tl.where(unit, V, 0) + column
+        tl.store(found_ptr + rows[:, None] * WIDE + cols[None, :], state, mask=inside)

@@ -1,0 +1,110 @@
+"""The Triton kernels of the delta rule equal the recurrence in float64: interpreted, and on a GPU."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.kernels.linear import Inputs
+from ringattn.kernels.triton import delta
+from tests.test_triton_linear import DOCUMENTS, MOST, ON_GPU, Case, check, distance, draw, same_bits, truth_of
+
+# In the interpreter the launch for gentle chunks overflows in strong ones, which the launch for strong ones repeats.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+
+CASES = [
+    Case("head", H=2, G=1, T=40, K=16, V=16, begins=DOCUMENTS[:3]),
+    Case(H=1, T=40, K=16, V=16, decay=20.0, states=False),
+    Case("head", H=2, G=1, begins=DOCUMENTS),
+    Case(H=1, decay=20.0, begins=DOCUMENTS),
+    Case("none", H=1, K=20, V=40, strided=True),
+    Case("head", B=2, decay=20.0),
+    Case("none", begins=(0, 33), T=65),
+    Case(B=2, H=4, G=2, T=97, K=20, V=40, strided=True),
+    Case("head", H=1, T=40, K=80, V=96),
+    Case(H=1, T=35, K=192, V=72),
+    Case(H=1, decay=1e-3, T=64),
+    Case(H=1, dtype="float16", begins=DOCUMENTS),
+    Case("none", T=1, K=16, V=16),
+]
+CASES = [replace(case, beta="mixed") for case in CASES]
+
+
+@pytest.fixture(params=[1, 8], ids=["segments", "one"])
+def shortest(request: Any, monkeypatch: Any) -> int:
+    """A segment of one chunk, or one segment."""
+    monkeypatch.setattr(delta, "SHORTEST", request.param)
+    return request.param
+
+
+@pytest.mark.skipif(ON_GPU, reason="the same cases run compiled")
+@pytest.mark.parametrize(
+    "case", [*CASES[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[2:])], ids=str
+)
+def test_equals_the_recurrence_in_the_interpreter(case: Case, monkeypatch: Any) -> None:
+    monkeypatch.setattr(delta, "SHORTEST", 1)
+    check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        *(
+            Case(gate, T=300, K=k, V=v, beta="mixed")
+            for gate in ("channel", "head")
+            for k, v in [(128, 128), (256, 512)]
+        ),
+    ],
+    ids=str,
+)
+def test_equals_the_recurrence_on_a_gpu(case: Case, dtype: str, shortest: int) -> None:
+    check(replace(case, dtype=dtype))
+
+
+@pytest.mark.parametrize("gate", ["none", "head"])
+def test_a_start_state_may_come_late_and_maps_are_those_of_all_tokens(gate: str, shortest: int) -> None:
+    """With and without maps the same results; a map takes any state to where `read_out` does."""
+    x = draw(Case(gate, H=1, T=70, K=16, V=16, beta="mixed"))
+    inputs, truth = Inputs(x.q, x.k, x.v, x.g, x.beta, x.begin, x.scale), truth_of(x)
+    scan, rscan = delta.scan_states(inputs), delta.scan_gradients(inputs, x.dout)
+    assert distance(scan.map.after(x.start), truth["end"]) <= MOST["float32"]
+    assert distance(rscan.map.after(x.dend), truth["dstart"]) <= MOST["float32"]
+    alone = delta.scan_states(inputs, maps=False)
+    assert alone.map is None
+    for given, start in ((scan, lambda: x.start), (alone, x.start)):
+        out, end = delta.read_out(inputs, given, start)
+        assert distance(out, truth["out"]) <= MOST["float32"]
+        assert distance(end, truth["end"]) <= MOST["float32"]
+
+
+def test_keys_that_repeat_are_reflected_and_lose_few_bits(shortest: int) -> None:
+    """beta = 2 and one key: each token reflects the state, and the solve has the largest factors that beta allows."""
+    x = draw(Case("none", H=1, T=70, K=16, V=16, beta="twice"))
+    inputs, truth = Inputs(x.q, x.k, x.v, x.g, x.beta, x.begin, x.scale), truth_of(x)
+    out, end = delta.read_out(inputs, delta.scan_states(inputs, maps=False), x.start)
+    assert distance(out, truth["out"]) <= 1e-5
+    assert distance(end, truth["end"]) <= 1e-5
+
+
+@pytest.mark.parametrize("case", [CASES[0], pytest.param(CASES[1], marks=pytest.mark.slow)], ids=str)
+def test_kept_states_and_walked_ones_give_the_same_bits(case: Case) -> None:
+    same_bits(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", ["channel", "head", "none"])
+def test_the_same_call_gives_the_same_bits(gate: str) -> None:
+    x = draw(Case(gate, T=1000, K=128, V=128, dtype="bfloat16", beta="mixed"))
+    inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, x.begin, x.scale)
+
+    def run() -> list[torch.Tensor | None]:
+        out, _ = delta.read_out(inputs, delta.scan_states(inputs, maps=False), None)
+        rscan = delta.scan_gradients(inputs, x.dout, maps=False)
+        return [out, *delta.gradients(inputs, delta.scan_states(inputs, maps=False), None, rscan, x.dout, None)]
+
+    for a, b in zip(run(), run(), strict=True):
+        assert a is b is None or torch.equal(a, b)
