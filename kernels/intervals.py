@@ -6,11 +6,14 @@ import numpy as np
 
 from ringattn.kernels.arrays import Array
 
+FLIPPED = "flipped"
+
 
 class Tile(NamedTuple):
     """A rectangle of queries and keys that a vendor kernel can run: all pairs, or the causal half of a square.
 
-    Kernels that take any fixed mask get their own mask object in place of `causal`.
+    `causal` is FLIPPED for the half in which query t sees the keys from t on: the causal half of the square with both
+    queries and keys in reverse order. Kernels that take more masks get their own mask object in its place.
     """
 
     queries: slice
@@ -46,11 +49,13 @@ class Intervals(NamedTuple):
     made: dict[Any, Any] | None = None  # a kernel's cache, for intervals that several calls share
 
 
-def tiles_of(begin: np.ndarray, end: np.ndarray, most: int = 64) -> tuple[Tile, ...] | None:
+def tiles_of(begin: np.ndarray, end: np.ndarray, most: int = 64, flips: bool = False) -> tuple[Tile, ...] | None:
     """Host intervals [rows, T] as at most `most` rectangles that together cover exactly the same pairs, or None.
 
     A run of queries with equal begin and end is a full rectangle. A run whose end grows by one with each query is the
-    causal half of a square, next to a full rectangle of the keys that all of them see. All batch rows must be equal.
+    causal half of a square, next to a full rectangle of the keys that all of them see. With `flips`, in the same way, a
+    run whose begin grows ends in a flipped half, and a window, where both grow, is cut into runs with both halves. All
+    batch rows must be equal.
 
     >>> tiles_of(np.zeros((1, 3), int), np.array([[3, 4, 5]]))
     (Tile(queries=slice(0, 3, None), keys=slice(0, 2, None), causal=False), \
@@ -61,8 +66,9 @@ Tile(queries=slice(0, 3, None), keys=slice(2, 5, None), causal=True))
     first, last = begin[0].astype(np.int64), end[0].astype(np.int64)
     empty = first >= last
     first, last = np.where(empty, -1, first), np.where(empty, -1, last)
-    steps = np.where(np.diff(first) == 0, np.diff(last), -1)  # 0: the same keys again; 1: one more key
-    steps = np.where(np.isin(steps, (0, 1)), steps, -1)
+    low, high = np.diff(first), np.diff(last)
+    even = np.isin(high, (0, 1)) & (np.isin(low, (0, 1)) if flips else low == 0)
+    steps = np.where(even & ~empty[:-1], high + 2 * low, -1)  # 1: one more key at the end; 2: one less at the beginning
     turns = np.flatnonzero(np.diff(steps)) + 1
     if len(turns) > 2 * most:
         return None
@@ -72,12 +78,18 @@ Tile(queries=slice(0, 3, None), keys=slice(2, 5, None), causal=True))
         step = steps[t] if t < T - 1 else -1
         following = turns[np.searchsorted(turns, t, side="right") :]
         stop = t + 1 if step < 0 else (int(following[0]) if len(following) else T - 1) + 1
+        if step == 3:  # a window: as many queries as leave both halves room beside each other
+            stop = min(stop, t + max(1, int(last[t] - first[t]) - 1))
         if not empty[t]:
-            queries, square = slice(t, stop), int(last[t]) - 1 if step == 1 else int(last[t])
-            if first[t] < square:
-                tiles.append(Tile(queries, slice(int(first[t]), square), False))
-            if step == 1:
-                tiles.append(Tile(queries, slice(square, square + stop - t), True))
+            queries, n = slice(t, stop), stop - t
+            grows, shrinks = n > 1 and step in (1, 3), n > 1 and step in (2, 3)
+            start, square = int(first[t]), int(last[t]) - grows
+            if shrinks:
+                tiles.append(Tile(queries, slice(start, start + n), FLIPPED))
+            if start + n * shrinks < square:
+                tiles.append(Tile(queries, slice(start + n * shrinks, square), False))
+            if grows:
+                tiles.append(Tile(queries, slice(square, square + n), True))
         if len(tiles) > most:
             return None
         t = stop

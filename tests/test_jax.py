@@ -19,10 +19,9 @@ import ringattn.jax as rj  # noqa: E402
 from ringattn.comms.axis import Ranks  # noqa: E402
 from ringattn.jax.attention.steps import Sight, score_of, table_of  # noqa: E402
 from ringattn.kernels import reference, select  # noqa: E402
-from ringattn.kernels.intervals import Intervals  # noqa: E402
+from ringattn.kernels.intervals import Choice, Intervals, Sets  # noqa: E402
 from ringattn.kernels.partial import empty  # noqa: E402
 from ringattn.kernels.vendor import jax_cudnn  # noqa: E402
-from ringattn.kernels.vendor.jax_tiles import over_tiles  # noqa: E402
 from ringattn.launch.verify import oracle  # noqa: E402
 from ringattn.launch.verify.cases import CASES, FEATURES, Case  # noqa: E402
 from ringattn.mask import Mask  # noqa: E402
@@ -127,26 +126,41 @@ def test_the_stock_kernel_is_a_second_opinion_on_any_fixed_mask(name):
     check(case, results(case, given, kernel="stock_splash"), oracle.dense(case, given))
 
 
-def rectangle(T, S, causal):
-    assert not causal or T == S
-    return Intervals(jnp.zeros((1, T), int), (jnp.arange(1, T + 1) if causal else jnp.full(T, S))[None])
+def seen_by(call, T, S):
+    """The intervals of one call of cuDNN."""
+    t = np.arange(T)
+    begin, end = t * 0, t + 1 if "CAUSAL" in call.mask else np.full(T, S)
+    assert "CAUSAL" not in call.mask or T == S
+    if call.window is not None:
+        begin = np.maximum(begin, end - call.window)
+    if call.starts is not None:
+        starts = np.array(call.starts)
+        own = np.searchsorted(starts, t, "right") - 1
+        begin, end = starts[own], np.minimum(end, starts[own + 1])
+    return Intervals(jnp.asarray(begin[None]), jnp.asarray(end[None]))
+
+
+MET = set()  # the masks that cuDNN was called with
 
 
 @pytest.fixture
 def tile_by_tile(monkeypatch):
-    """cuDNN's place taken by a dense call a tile, which knows full and causal rectangles and nothing else."""
+    """cuDNN's place taken by a dense call a tile, which knows its masks and nothing else."""
 
-    def forward(q, k, v, causal, scale, softcap):
-        return reference.attend(q, k, v, rectangle(q.shape[1], k.shape[1], causal), scale=scale)
+    def fused_forward(q, k, v, call, scale):
+        MET.add((call.mask, call.window is not None))
+        return reference.attend(q, k, v, seen_by(call, q.shape[1], k.shape[1]), scale=scale)
 
-    def fused_backward(q, k, v, dout, lse, out, causal, scale):
-        seen, delta = rectangle(q.shape[1], k.shape[1], causal), (dout.astype(lse.dtype) * out).sum(-1)
+    def fused_backward(q, k, v, dout, lse, out, call, scale):
+        seen, delta = seen_by(call, q.shape[1], k.shape[1]), (dout.astype(lse.dtype) * out).sum(-1)
         grads = reference.attend_backward(q, k, v, seen, dout, lse, delta, scale=scale)
         return tuple(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
 
+    monkeypatch.setattr(jax_cudnn, "fused_forward", fused_forward)
     monkeypatch.setattr(jax_cudnn, "fused_backward", fused_backward)
-    attend, attend_backward = over_tiles("a stand-in", forward, jax_cudnn.backward)
-    other = {"attend": attend, "attend_backward": attend_backward}
+    monkeypatch.setattr(jax_cudnn, "packs", lambda: True)
+    MET.clear()
+    other = {}
     other["refuses"] = lambda problem: None if problem.tiles else "no tiles"
     monkeypatch.setattr(jax_cudnn, "KERNEL", replace(jax_cudnn.KERNEL, **other))
     select.cache_clear()
@@ -192,15 +206,55 @@ def test_gradients_by_cudnn_are_right_whatever_the_size_of_dout_beside_that_of_t
     "name",
     [
         "causal-ring4x1-zigzag",
-        pytest.param("causal-ring4x1-striped", marks=pytest.mark.slow),
+        "causal-ring4x1-striped",
+        "window-ring4x1-contiguous",
+        "window-ring4x1-zigzag",
         "docs-ring2x2-striped",
-        pytest.param("docs-gather4x1-zigzag", marks=pytest.mark.slow),
+        "docs-gather4x1-zigzag",
     ],
 )
 def test_steps_cut_into_tiles_equal_dense_float64(name, tile_by_tile):
     case = next(c for c in CASES if str(c) == name)
     given = oracle.inputs(case, torch.float32)
     check(case, results(case, given, kernel="cudnn", device="cuda"), oracle.dense(case, given))
+
+
+WINDOW, T = np.arange(40) - 6, np.arange(40)
+STARTS = np.cumsum([0, *[1, 5, 2, 4] * 3, 4])
+OWN = np.searchsorted(STARTS, T, "right") - 1
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "tiles", "masks"),
+    [
+        (np.maximum(WINDOW, 0), T + 1, 1, {("CAUSAL", True)}),
+        (np.maximum(WINDOW, 0)[7:], T[7:] + 1, 13, {("CAUSAL", False), ("NO_MASK", False)}),
+        (STARTS[OWN], T + 1, 1, {("PADDING_CAUSAL", False)}),
+        (STARTS[OWN], STARTS[OWN + 1], 1, {("PADDING", False)}),
+        (np.minimum(T, 33), T * 0 + 40, 3, {("CAUSAL", False), ("NO_MASK", False)}),
+    ],
+    ids=["window", "a later window", "causal documents", "documents", "a flipped half"],
+)
+def test_masks_that_cudnn_has_are_few_calls(begin, end, tiles, masks, tile_by_tile):
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(2, n, h, 8)), jnp.float32)
+                     for n, h in ((len(begin), 4), (40, 2), (40, 2), (len(begin), 4)))  # fmt: skip
+    found = jax_cudnn.cut(begin[None], end[None], 40)
+    where = Intervals(*(jnp.asarray(x[None]) for x in (begin, end)), choice=Choice(Sets((found,)), 0))
+    part, truth = (kernel.attend(q, k, v, where, scale=0.3) for kernel in (jax_cudnn, reference))
+    rows = dout, truth.lse, (dout * truth.out).sum(-1)
+    expected = reference.attend_backward(q, k, v, where, *rows, scale=0.3)
+    grads = jax_cudnn.attend_backward(q, k, v, where, *jax_cudnn.prepare(q, *rows, truth.out), scale=0.3)
+    for a, b in zip((*part, *grads), (*truth, *expected), strict=True):
+        assert np.abs(a - b).max() <= 1e-5
+    assert len(found) == tiles and masks == MET
+
+
+def test_the_lse_of_packed_documents_is_where_cudnn_has_it():
+    lse = jnp.arange(2 * 40 * 3.0).reshape(2, 40, 3)
+    there = jax_cudnn.padded(lse, tuple(STARTS.tolist()))
+    assert there.shape == (2 * 13, 3, 40) and (there[13 + 2, 1, :2] == lse[1, 6:8, 1]).all()
+    assert (jax_cudnn.unpadded(there, tuple(STARTS.tolist()), 2) == lse).all()
 
 
 @pytest.mark.parametrize("lse_too", [False, True])
@@ -279,13 +333,14 @@ def test_cudnn_computes_every_step_of_a_ring(layout):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
-@pytest.mark.parametrize("name", ["causal", "docs", "window", "softcap"])
+@pytest.mark.parametrize("name", ["causal", "docs", "many docs", "window", "softcap"])
 def test_over_gpus_equals_dense_float64(name, strategy):
-    """bfloat16: by cuDNN where the mask is rectangles, by the reference where it is not."""
-    feature = next(c for c in FEATURES if c.name == name)
+    """bfloat16: by cuDNN where it has the mask, by the reference where it does not."""
+    feature = next(c for c in FEATURES if c.name == name.removeprefix("many "))
     devices = jax.devices("gpu")
     case = dataclasses.replace(feature, ring=len(devices), strategy=strategy, seq_len=61 * 8, head_dim=64, value_dim=64,
                                lengths=[400, 88] if feature.lengths else None)  # fmt: skip
+    case = dataclasses.replace(case, lengths=[7, 60] * 7 + [19]) if name == "many docs" else case
     given = oracle.inputs(case, torch.bfloat16)
     truth, dense = oracle.dense(case, given), oracle.dense(case, given, torch.bfloat16)
     found = results(case, given, device="cuda", dtype=jnp.bfloat16)

@@ -107,7 +107,8 @@ def row_stats(lse_BTH: Tensor, delta_BTH: Tensor | None, out_BTHV: Tensor | None
     B, T, H = lse_BTH.shape
     stats = torch.empty(B, H, 2, cdiv(T, 4) * 4, dtype=torch.float32, device=lse_BTH.device)
     by_out = delta_BTH is None
-    delta, out = (lse_BTH if by_out else delta_BTH), (out_BTHV if by_out else dout_BTHV)
+    delta = lse_BTH if delta_BTH is None else delta_BTH
+    out = dout_BTHV if out_BTHV is None else out_BTHV
     tensors, V, ROWS = (lse_BTH, delta, out, dout_BTHV, stats), dout_BTHV.shape[-1], 32 if by_out else 256
     launch(
         stats_kernel, (cdiv(T, ROWS), H, B), tensors, (*[x.stride() for x in tensors[:4]], T, H, stats.shape[-1]),
@@ -407,7 +408,7 @@ def halves(
     )
 
     def keys() -> tuple[Tensor, Tensor]:
-        queries_of = spans(where, shape.S, tiles_of(*known, table=table).dkdv)
+        queries_of = spans(where, shape.S, sizes_of(*known, table=table).dkdv)
         spans_st = queries_of.stride(0) if queries_of.shape[0] > 1 else 0
         to = new_dk.dtype, new_dv.dtype, (spans_st, new_dk.stride(), new_dv.stride()), dk is not None, dv is not None
         dkdv_launch(*known, *numbers, *to, table=table)(*inputs, queries_of, new_dk, new_dv)
@@ -422,7 +423,7 @@ def halves(
 
 
 @cached
-def tiles_of(
+def sizes_of(
     shape: Shape, device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[Any, ...], aligned: bool,
     table: Table | None = None,
 ) -> Tiles:  # fmt: skip
@@ -436,7 +437,7 @@ def dkdv_launch(
     room: int, scale: float, softcap: float | None, dk: torch.dtype, dv: torch.dtype, to: tuple[Any, ...],
     add_dk: bool, add_dv: bool, table: Table | None = None,
 ) -> Launch:  # fmt: skip
-    cut = tiles_of(shape, device, dtypes, strides, aligned, table=table).dkdv
+    cut = sizes_of(shape, device, dtypes, strides, aligned, table=table).dkdv
     blocks, heads, (unit, cap) = cdiv(shape.S, cut.keys), shape.G, logits(scale, softcap)
     return ready(
         dkdv_kernel, (blocks * shape.B * heads,), device, (*dtypes, torch.int32, dk, dv),
@@ -452,7 +453,7 @@ def dq_launch(
     room: int, scale: float, softcap: float | None, dq: torch.dtype, to: tuple[int, ...], add: bool,
     table: Table | None = None,
 ) -> Launch:  # fmt: skip
-    cut = tiles_of(shape, device, dtypes, strides, aligned, table=table).dq
+    cut = sizes_of(shape, device, dtypes, strides, aligned, table=table).dq
     blocks = cdiv(shape.T, cut.queries)
     return ready(
         dq_kernel, (blocks * shape.B * shape.H,), device, (*dtypes, dq),

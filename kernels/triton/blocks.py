@@ -163,7 +163,8 @@ def ready(
     constants = tuple([sizes[name] for name in kernel.arg_names[len(dtypes) + len(numbers) :]])
     kind = dtypes, kind_of(numbers), constants
     options = {"descriptors": sizes.get("TMA", False), **options_of(cut)}
-    return Launch(kernel, (*programs, 1, 1)[:3], device, (*numbers, *constants), kind, **options)
+    x, y, z = (*programs, 1, 1)[:3]
+    return Launch(kernel, (x, y, z), device, (*numbers, *constants), kind, **options)
 
 
 def options_of(cut: Any) -> dict[str, int]:

@@ -1,4 +1,7 @@
-"""cuDNN's fused attention on JAX arrays: a step is cut into full and causal tiles, with one call for each.
+"""cuDNN's fused attention on JAX arrays: a step is cut into tiles that cuDNN has a mask for, with one call for each.
+
+Its masks are full, causal, a window, and packed documents (on Hopper and later). A tile is one of these, or a causal
+one with its tokens in reverse order.
 
 jax.nn.dot_product_attention rounds the lse to the dtype of the keys, which is too coarse for a ring. The private
 function below it keeps cuDNN's float32 lse, and its backward accepts any lse. cuDNN computes delta = rowsum(dout * out)
@@ -8,14 +11,17 @@ If the lse has a gradient too, delta = rowsum(dout * out) - dlse. No `out` gives
 So dlse takes a second call with values of 0, where ds = p * (0 - delta), and delta = -dlse is exact.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ringattn.kernels import Problem
+from ringattn.kernels.intervals import FLIPPED, Tile, tiles_of
 from ringattn.kernels.protocol import JaxKernel
 from ringattn.kernels.vendor import cudnn_refusal, equal_dims
+from ringattn.kernels.vendor.forms import Form, form_of
 from ringattn.kernels.vendor.jax_tiles import over_tiles
 
 
@@ -37,18 +43,64 @@ def prepare(
     return dout.astype(q.dtype), lse, Delta(out.astype(q.dtype), dlse)
 
 
-def forward(
-    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, causal: bool, scale: float, softcap: float | None = None
-) -> tuple[Array, Array]:
-    """One tile: out in the dtype of q, and the float32 lse [B, T, H]."""
+FEW = 4  # so many packed documents are calls of their own
+MANY = 32  # and so many are one call: its lse takes memory for all of its tokens in each document
+
+
+def cut(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Tile, ...] | None:
+    """Host intervals [rows, T] as few tiles of cuDNN's masks, or None."""
+    if (begin == begin[:1]).all() and (end == end[:1]).all() and (form := form_of(begin[0], end[0])):
+        queries = len(range(form.queries.stop)[form.queries])
+        if form.window is not None and queries == len(range(form.keys.stop)[form.keys]):
+            return (Tile(form.queries, form.keys, form),)
+        if form.starts is not None and len(form.starts) > FEW + 1 and packs():
+            return packed(form)
+    return tiles_of(begin, end, flips=True)
+
+
+def packs() -> bool:
+    """Whether the GPUs here have packed documents."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+    return bool(cudnn.check_compute_capability("9.0"))
+
+
+def packed(form: Form) -> tuple[Tile, ...]:
+    """Packed documents as one tile for each MANY of them."""
+    assert form.starts is not None
+    tiles = []
+    for i in range(0, len(form.starts) - 1, MANY):
+        starts = form.starts[i : i + MANY + 1]
+        rows, columns = (slice(starts[0] + x.start, starts[-1] + x.start) for x in (form.queries, form.keys))
+        local = tuple(start - starts[0] for start in starts)
+        tiles.append(Tile(rows, columns, form._replace(queries=rows, keys=columns, starts=local)))
+    return tuple(tiles)
+
+
+class Call(NamedTuple):
+    """What cuDNN calls the mask of a tile."""
+
+    mask: str  # of cudnn.MaskType
+    window: int | None = None  # a query sees so many keys, itself among them
+    starts: tuple[int, ...] | None = None  # of packed documents, and the end of the last
+
+    @classmethod
+    def of(cls, causal: Any) -> "Call":
+        if not isinstance(causal, Form):
+            return cls("CAUSAL" if causal else "NO_MASK")
+        if causal.starts is not None:
+            return cls("PADDING_CAUSAL" if causal.causal else "PADDING", None, causal.starts)
+        return cls("CAUSAL", None if causal.window is None else causal.window + 1)
+
+
+def forward(
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, causal: Any, scale: float, softcap: float | None = None
+) -> tuple[Array, Array]:
+    """One tile: out in the dtype of q, and the float32 lse [B, T, H]."""
     without_softcap(softcap)
-    kind = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
-    out, lse = cudnn.dot_product_attention(
-        q_BTHD, k_BSGD, v_BSGV, scale=scale, mask_type=kind, qkv_layout="BTNH", return_residual=True
-    )
-    return out, lse.swapaxes(1, 2)
+    q, k, v = reverse(causal, q_BTHD, k_BSGD, v_BSGV)
+    out, lse = reverse(causal, *fused_forward(q, k, v, Call.of(causal), scale))
+    return out, lse
 
 
 def backward(
@@ -56,20 +108,27 @@ def backward(
     k_BSGD: Array,
     v_BSGV: Array,
     rows: tuple[Array, Array, Delta],
-    causal: bool,
+    causal: Any,
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Array, Array, Array]:
     """One tile: (dq, dk, dv), in the dtypes of q, k, v or in float32."""
     without_softcap(softcap)
-    dout_BTHV, lse_BTH, (out_BTHV, dlse_BTH) = rows
-    dq, dk, dv = fused_backward(q_BTHD, k_BSGD, v_BSGV, dout_BTHV, lse_BTH, out_BTHV, causal, scale)
-    if dlse_BTH is None:
-        return dq, dk, dv
-    ones, parts = rows_with_delta(-dlse_BTH, dout_BTHV)
-    more_q, more_k, _ = fused_backward(q_BTHD, k_BSGD, jnp.zeros_like(v_BSGV), ones, lse_BTH, parts, causal, scale)
-    exact = lse_BTH.dtype
-    return dq.astype(exact) + more_q.astype(exact), dk.astype(exact) + more_k.astype(exact), dv
+    dout, lse, (out, dlse) = rows
+    q, k, v, dout, lse, out, dlse = reverse(causal, q_BTHD, k_BSGD, v_BSGV, dout, lse, out, dlse)
+    call = Call.of(causal)
+    dq, dk, dv = fused_backward(q, k, v, dout, lse, out, call, scale)
+    if dlse is not None:
+        ones, parts = rows_with_delta(-dlse, dout)
+        more_q, more_k, _ = fused_backward(q, k, jnp.zeros_like(v), ones, lse, parts, call, scale)
+        dq, dk = (a.astype(lse.dtype) + b.astype(lse.dtype) for a, b in ((dq, more_q), (dk, more_k)))
+    dq, dk, dv = reverse(causal, dq, dk, dv)
+    return dq, dk, dv
+
+
+def reverse(causal: Any, *arrays: Any) -> tuple[Any, ...]:
+    """The arrays with their tokens in reverse order, if the tile is flipped."""
+    return tuple(x if x is None else x[:, ::-1] for x in arrays) if causal is FLIPPED else arrays
 
 
 PARTS = 3  # three bfloat16 numbers, of 8 bits each, are as exact as one float32 number
@@ -86,20 +145,63 @@ def rows_with_delta(delta: Array, like: Array) -> tuple[Array, Array]:
     return jnp.ones_like(found), found
 
 
+def fused_forward(q: Array, k: Array, v: Array, call: Call, scale: float) -> tuple[Array, Array]:
+    """cuDNN's forward for one tile."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    lengths, offsets = documents(call, q)
+    out, lse = cudnn.dot_product_attention(
+        q, k, v, scale=scale, mask_type=cudnn.MaskType[call.mask], qkv_layout="BTNH", return_residual=True,
+        sliding_window_length=call.window, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets, kv_offsets=offsets,
+    )  # fmt: skip
+    return out, lse.swapaxes(1, 2) if call.starts is None else unpadded(lse, call.starts, q.shape[0])
+
+
 def fused_backward(
-    q: Array, k: Array, v: Array, dout: Array, lse: Array, out: Array, causal: bool, scale: float
+    q: Array, k: Array, v: Array, dout: Array, lse: Array, out: Array, call: Call, scale: float
 ) -> tuple[Array, Array, Array]:
     """cuDNN's backward for one tile."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    unused = jnp.zeros(0, q.dtype)  # bias, lengths, offsets and pages
+    unused = jnp.zeros(0, q.dtype)  # bias and pages, and without documents their lengths and offsets
+    lengths, offsets = (unused if x is None else x for x in documents(call, q))
+    lse = lse.swapaxes(1, 2) if call.starts is None else padded(lse, call.starts)
     dq, dk, dv = cudnn._dot_product_attention_bwd_p_wrapper.bind(
-        q, k, v, *[unused] * 7, lse.swapaxes(1, 2), out, dout,
+        q, k, v, unused, lengths, lengths, offsets, offsets, unused, unused, lse, out, dout,
         scale=scale, seed=42, dropout_rate=0.0, variadic_args=(False, False),
-        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
-        layout=cudnn.AttentionLayout.BTNH.value, sliding_window_length=None,
+        mask_type=cudnn.MaskType[call.mask], layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=call.window,
     )  # fmt: skip
     return dq, dk, dv
+
+
+def documents(call: Call, q: Array) -> tuple[Array | None, Array | None]:
+    """The lengths [B, documents] and the offsets [B, documents + 1] of packed documents."""
+    if call.starts is None:
+        return None, None
+    starts = np.array(call.starts, np.int32)
+    rows = [np.broadcast_to(x, (q.shape[0], len(x))) for x in (np.diff(starts), np.append(starts[:-1], -1))]
+    return jnp.asarray(rows[0], jnp.int32), jnp.asarray(rows[1], jnp.int32)
+
+
+def places(starts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Each token's document, and its place in it."""
+    lengths = np.diff(starts)
+    own = np.repeat(np.arange(len(lengths)), lengths)
+    return own, np.arange(starts[-1]) - np.asarray(starts)[own]
+
+
+def unpadded(lse: Array, starts: tuple[int, ...], batch: int) -> Array:
+    """[B, T, H] of the lse as cuDNN has it with packed documents, [B * documents, H, T]."""
+    own, place = places(starts)
+    return lse.reshape(batch, -1, *lse.shape[1:])[:, own, :, place].swapaxes(0, 1)
+
+
+def padded(lse: Array, starts: tuple[int, ...]) -> Array:
+    """The inverse of `unpadded`."""
+    (B, T, H), (own, place) = lse.shape, places(starts)
+    found = jnp.zeros((B, len(starts) - 1, H, T), lse.dtype).at[:, own, :, place].set(lse.swapaxes(0, 1))
+    return found.reshape(-1, H, T)
 
 
 def without_softcap(softcap: float | None) -> None:

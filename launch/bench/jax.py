@@ -1,9 +1,9 @@
 """Attention on JAX arrays over this machine's GPUs, beside what their kernel does alone.
 
-One process drives all devices. `alone` is the kernel's own rate: one call on one device, causal, of tokens /
-sqrt(ranks) tokens, which are as many (query, key) pairs as a rank has of the whole. Times are medians of runs that end
-when every device is done; TFLOP/s are a device's. `error` is that of the whole result, forward and gradients, at 2048
-tokens against dense float64.
+One process drives all devices. `alone` is the kernel's own rate in one call on one device: causal, of tokens /
+sqrt(ranks) tokens, which are as many (query, key) pairs as a rank has of the whole; other masks whole. Times are
+medians of runs that end when every device is done; TFLOP/s are a device's. `error` is that of the whole result, forward
+and gradients, at 2048 tokens against dense float64.
 """
 
 import statistics
@@ -11,14 +11,16 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from ringattn.launch.bench import table, version
+from ringattn.launch.bench.ring import MASKS, Case
 from ringattn.launch.words import option
 
-COLUMNS = ["tokens", "ranks", "strategy", "layout", "kernel", "mode", "ms", "tflops", "alone", "ratio", "error"]
+COLUMNS = ["tokens", "mask", "ranks", "strategy", "layout", "kernel", "mode", "ms", "tflops", "alone", "ratio", "error"]
 MODES = {"forward": 4, "forward+backward": 14}  # flops of a pair, a head and a dim
 OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_latency_hiding_scheduler": True
@@ -31,6 +33,7 @@ class Options:
     ranks: int = option(0, "devices; 0: all of them")
     ulysses: int = option(1, "how many of them are Ulysses ranks")
     tokens: list[int] = option([32768], "lengths of the whole sequence")
+    mask: list[str] = option(["causal"], MASKS)
     heads: int = option(32, "query heads")
     kv_heads: int = option(8, "key heads")
     head_dim: int = option(128, "head dim")
@@ -66,20 +69,26 @@ def run(options: Options) -> list[dict[str, Any]]:
         "kernel": options.kernel,
     }
     rows = []
-    for tokens in options.tokens:
+    for mask, tokens in product(options.mask, options.tokens):
         alone: dict[str, float] = {}
+        case = Case.of(mask, tokens)
         for layout in options.layout:
-            plan = ra.plan(mesh, seq_len=tokens, strategy=options.strategy, layout=layout, **words)
-            times = measured(options, plan)
-            alone = alone or measured(options, ra.plan(one, seq_len=round(tokens / ranks**0.5), **words))
-            off = error(options, plan.for_length(2048)) if options.check else None
+            plan = ra.plan(
+                mesh, seq_len=tokens, strategy=options.strategy, layout=layout, spec=case.spec, docs=case.docs, **words
+            )
+            times = measured(options, plan, case)
+            share = 1 if mask == "causal" else ranks
+            less = case if share == ranks else Case.of(mask, round(tokens / ranks**0.5))
+            alone = alone or measured(options, ra.plan(one, seq_len=less.tokens, spec=case.spec, **words), less)
+            off = error(options, plan.for_length(2048), Case.of(mask, 2048)) if options.check else None
             for mode, ms in times.items():
-                flops = MODES[mode] * tokens * (tokens + 1) / 2 * options.heads * options.head_dim / ranks
+                flops = MODES[mode] * case.pairs * options.heads * options.head_dim / ranks
                 row = {
                     "suite": "jax", "jax": version("jax"), "devices": devices[0].device_kind, **asdict(options),
-                    "tokens": tokens, "ranks": ranks, "strategy": plan.strategy, "layout": layout,
+                    "tokens": tokens, "mask": mask, "ranks": ranks, "strategy": plan.strategy, "layout": layout,
                     "kernel": kernel_of(plan), "mode": mode, "ms": ms, "tflops": flops / ms / 1e9,
-                    "alone": flops / alone[mode] / 1e9, "ratio": alone[mode] / ms, "error": off,
+                    "alone": share * flops / alone[mode] / 1e9, "ratio": alone[mode] / share / ms,
+                    "error": off,
                 }  # fmt: skip
                 rows.append(row)
     print(table(rows, COLUMNS))
@@ -92,7 +101,7 @@ def kernel_of(plan: Any) -> str:
     return lines[0].split("-> ")[-1].split()[0] if lines else str(plan.kernel)
 
 
-def calls(options: Options, plan: Any, modes: Iterable[str]) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def calls(options: Options, plan: Any, modes: Iterable[str], case: Case) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """What is timed, compiled, and random data for it in the plan's order."""
     import jax
     import jax.numpy as jnp
@@ -105,10 +114,10 @@ def calls(options: Options, plan: Any, modes: Iterable[str]) -> tuple[dict[str, 
     given = [plan.shard(jnp.asarray(random.standard_normal(s, np.float32), jnp.bfloat16)) for s in shapes]
 
     def forward(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        return ra.attention(q, k, v, plan)
+        return ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs)
 
     def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out, back = jax.vjp(lambda q, k, v: ra.attention(q, k, v, plan), q, k, v)
+        out, back = jax.vjp(lambda q, k, v: forward(q, k, v, dout), q, k, v)
         return out, *back(dout)
 
     choices = OPTIONS if plan.device == "cuda" and options.hide else {}
@@ -120,11 +129,11 @@ def calls(options: Options, plan: Any, modes: Iterable[str]) -> tuple[dict[str, 
     return made, tuple(given)
 
 
-def measured(options: Options, plan: Any) -> dict[str, float]:
+def measured(options: Options, plan: Any, case: Case) -> dict[str, float]:
     """Milliseconds of each mode."""
     import jax
 
-    programs, given = calls(options, plan, MODES)
+    programs, given = calls(options, plan, MODES, case)
     times: dict[str, list[float]] = {name: [] for name in programs}
     for name, program in programs.items():
         for i in range(options.repeats + 2):
@@ -137,20 +146,21 @@ def measured(options: Options, plan: Any) -> dict[str, float]:
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def error(options: Options, plan: Any) -> float:
+def error(options: Options, plan: Any, mask: Case) -> float:
     """The largest relative error (norm) of out, dq, dk, dv."""
     import torch
 
-    from ringattn.launch.verify import oracle
-    from ringattn.launch.verify.cases import Case
+    from ringattn.launch.verify import cases, oracle
 
-    programs, given = calls(options, plan, ["forward+backward"])
+    programs, given = calls(options, plan, ["forward+backward"], mask)
     found = [np.asarray(plan.unshard(x), np.float64) for x in programs["forward+backward"](*given)]
     leaves = [torch.from_numpy(np.array(plan.unshard(x), np.float64)) for x in given]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     names = ("q", "k", "v", "dout")
-    case = Case("bench", seq_len=plan.seq_len, heads=options.heads, kv_heads=options.kv_heads,
-                head_dim=options.head_dim, value_dim=options.head_dim, batch=1)  # fmt: skip
+    lengths = None if mask.docs is None else np.diff(mask.docs.starts[0]).tolist()
+    sizes = {"heads": options.heads, "kv_heads": options.kv_heads, "batch": 1}
+    sizes |= {"head_dim": options.head_dim, "value_dim": options.head_dim}
+    case = cases.Case("bench", spec=mask.spec, lengths=lengths, seq_len=plan.seq_len, **sizes)
     inputs = {n: x.to(device) for n, x in zip(names, leaves, strict=True)}
     inputs |= {"sinks": torch.zeros(options.heads, device=device), "dlse": torch.zeros(*leaves[0].shape[:3]).to(device)}
     truth = oracle.dense(case, inputs)

@@ -26,6 +26,7 @@ COLUMNS = ["tokens", "mask", "who", "strategy", "layout", "mode", "ms", "floor_m
            "against", "peak"]  # fmt: skip
 LONG = (65536, 1024, 8192, 2048, 16384, 4096, 1024, 2048, 8192, 4096, 2048, 1024, 8192, 4096, 2048, 1024)
 SHORT = 8 * (512, 4096, 1024, 2048, 512, 1536, 3072, 512, 1024, 2048)
+MASKS = "causal; long, short: packed documents, of the most tokens; a number: a window"
 MIXES: dict[str, tuple[int, ...]] = {"long": LONG, "short": SHORT}  # of 131072 tokens
 FLOPS = {"forward": 4, "forward+backward": 14}  # flops of a pair, a head and a dim
 
@@ -36,9 +37,7 @@ class Options:
     processes: int = PROCESSES
     ulysses: int = option(1, "how many of them are Ulysses ranks")
     tokens: list[int] = option([16384, 32768, 131072], "lengths of the whole sequence")
-    mask: list[str] = option(
-        ["causal"], "causal; long, short: packed documents, of the most tokens; a number: a window"
-    )
+    mask: list[str] = option(["causal"], MASKS)
     heads: int = option(32, "query heads")
     kv_heads: int = option(8, "key heads")
     head_dim: int = option(128, "head dim")

@@ -13,9 +13,9 @@ from jax import Array
 
 from ringattn.comms.jax import automatic_axes, generation
 from ringattn.kernels import pallas
-from ringattn.kernels.intervals import Choice, Intervals, Sets, Tile, tiles_of
+from ringattn.kernels.intervals import Choice, Intervals, Sets, Tile
 from ringattn.kernels.protocol import JaxKernel
-from ringattn.kernels.vendor import jax_splash
+from ringattn.kernels.vendor import jax_cudnn, jax_splash
 from ringattn.layout import Layout, to_local
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import LAST, Plan
@@ -174,15 +174,11 @@ def cut_of(plan: Plan) -> Cut | None:
     """Known intervals (begin, end, keys) as tiles for the plan's kernel; None if it takes intervals."""
     if plan.kernel == "stock_splash":
         return jax_splash.cut
-    return rectangles if plan.device == "cuda" else None
-
-
-def rectangles(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Tile, ...] | None:
-    return tiles_of(begin, end)
+    return jax_cudnn.cut if plan.device == "cuda" else None
 
 
 @lru_cache(maxsize=64)
-def table_of(mask: Mask, cut: Cut = rectangles) -> Table | None:
+def table_of(mask: Mask, cut: Cut = jax_cudnn.cut) -> Table | None:
     """The tiles of every ring rank: by distance on a ring, among all keys for a gather. None: there are too many."""
     plan, keys = mask.plan, mask.plan.keys
     held = keys.tokens.padded_length if plan.strategy == "gather" else keys.tokens.shard_len
