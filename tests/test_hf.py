@@ -376,6 +376,19 @@ def test_what_is_not_supported_is_refused_by_name(make, said):
         hf.prepare(make(), plan_of_one())
 
 
+def test_linear_layers_that_cannot_be_spread_are_refused():
+    def refused(model, said, plan=None):
+        with pytest.raises(ValueError, match=said):
+            hf.prepare(model, plan or plan_of_one())(batch() % 50)
+
+    mixers = small("mamba2", num_heads=8, head_dim=8, state_size=8, n_groups=2)
+    refused(mixers, "a linear layer was called .* by one that does not hand its keyword arguments on")
+    refused(build("Qwen3_5"), "has linear layers, and layout='striped'", ra.Plan(T, 2, 1, "ring", "striped"))
+    wrapped = build("Qwen3_5")
+    wrapped.model.layers[0].linear_attn.forward = wrapped.model.layers[0].linear_attn.forward
+    refused(wrapped, "has linear layers whose forward was replaced")
+
+
 def small(kind, **more):
     """A model of this kind with weights that are not small."""
     torch.manual_seed(0)

@@ -65,14 +65,15 @@ def test_tokens_are_those_of_one_rank(case):
         assert torch.equal(found, expected), f"{case}: {found.tolist()}, expected {expected.tolist()}"
 
 
-def test_logits_of_every_step_and_a_second_turn():
+@pytest.mark.parametrize("name", ["Llama", "Qwen3_5"])
+def test_logits_of_every_step_and_a_second_turn(name):
     """The cache that generate returns goes on with more tokens; few of them, or so many that ranks share them."""
-    plain, options = talkative("Llama"), {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    plain, options = talkative(name), {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     copies = [deepcopy(plain) for _ in range(2)]
 
     def turns(model, cache=None):
         found, tokens = [], batch()
-        for more in (0, 3, 30):
+        for more in (0, 3, 12, 30):
             tokens = torch.cat([tokens, batch()[:, :more]], 1)
             cached = {"past_key_values": cache} if cache is not None else {}
             answer = model.generate(

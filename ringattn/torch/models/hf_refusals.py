@@ -29,6 +29,11 @@ def refuse(model: nn.Module, plan: Any, over: Any) -> None:
     if hasattr(model, "ringattn"):
         raise ValueError(f"this {name} is already prepared; prepare a new model, or a copy made before")
     refuse_model(model, name)
+    if linear_layers(model) and plan.layout == "striped" and plan.ring > 1:
+        raise ValueError(
+            f"{name} has linear layers, and layout='striped' deals out neighbouring tokens to different ranks; make "
+            "the plan with layout='zigzag' or 'contiguous'"
+        )
 
 
 def refuse_model(model: nn.Module, name: str) -> None:
