@@ -158,7 +158,7 @@ def error(options: Options, plan: Any, mask: Case) -> float:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     names = ("q", "k", "v", "dout")
     lengths = None if mask.docs is None else np.diff(mask.docs.starts[0]).tolist()
-    sizes = {"heads": options.heads, "kv_heads": options.kv_heads, "batch": 1}
+    sizes: dict[str, Any] = {"heads": options.heads, "kv_heads": options.kv_heads, "batch": 1}
     sizes |= {"head_dim": options.head_dim, "value_dim": options.head_dim}
     case = cases.Case("bench", spec=mask.spec, lengths=lengths, seq_len=plan.seq_len, **sizes)
     inputs = {n: x.to(device) for n, x in zip(names, leaves, strict=True)}

@@ -188,8 +188,8 @@ def recut(text: str) -> Iterator[None]:
 
 def errors(given: Inputs, options: Options) -> list[dict[str, Any]]:
     """Distance from float64 of out and of every gradient, on the same inputs for all."""
-    exact = Inputs(**{name: x if x is None else x.double() for name, x in vars(given).items()})
-    forward, backward = passes(chunkwise, exact)
+    exact: dict[str, Any] = {name: x if x is None else x.double() for name, x in vars(given).items()}
+    forward, backward = passes(chunkwise, Inputs(**exact))
     truth = dict(zip(NAMES, (*forward(), *backward()), strict=True))
     rows: list[dict[str, Any]] = []
 
