@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import LIMIT, check
 from test_roll import expected
@@ -107,6 +107,7 @@ def test_as_an_op_whose_plan_is_a_text():
     assert all(run(one, ring=2, ulysses=2))
 
 
+@settings(max_examples=12)
 @given(layouts, st.integers(-9, 9), st.booleans())
 def test_unshard_inverts_shard_and_roll_rolls(layout, shift, packed):
     x = torch.randint(0, 99, (2, layout.length, 3))

@@ -19,7 +19,7 @@ WORDS = {
 
 
 def test_every_example_is_run_here():
-    elsewhere = ["generate", "train_jax", "trl_dpo", "trl_sft"]  # in tests of their own
+    elsewhere = ["generate", "train_jax", "trl_dpo", "trl_grpo", "trl_sft"]  # in tests of their own
     assert sorted(p.stem for p in (ROOT / "examples").glob("*.py")) == sorted([*WORDS, *elsewhere])
 
 
