@@ -97,6 +97,42 @@ def passes_over(strongest_ptr, chunk, STRONG: tl.constexpr, EVERY: tl.constexpr)
     return (tl.load(strongest_ptr + chunk) < -GENTLE) != STRONG
 
 
+@triton.jit
+def gentle_scores(
+    q_ptr, k_ptr, g_ptr, begin_ptr, q_st, k_st, g_st, first, T,
+    K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, GATE: tl.constexpr, DOCS: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`linear_products.scores` of q with k for j <= i and of k with k for j < i, and the strongest decay of a channel.
+
+    What both take of k and of the gates is loaded and computed once.
+    """
+    a = tl.zeros([CHUNK, CHUNK], tl.float32)
+    r = tl.zeros([CHUNK, CHUNK], tl.float32)
+    own = tl.zeros([CHUNK], tl.float32)
+    strongest = tl.zeros([BLOCK_K], tl.float32)
+    for column in tl.range(0, K, BLOCK_K):
+        k = load(k_ptr, first, T, column, k_st[1], k_st[3], CHUNK, K, BLOCK_K)
+        q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K)
+        own += tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+        reader = k
+        if GATE == CHANNEL:
+            of_q, of_k, total = from_middle(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K)
+            strongest = tl.minimum(strongest, total)
+            q, reader, k = q.to(tl.float32) * of_q, k.to(tl.float32) * of_q, k.to(tl.float32) * of_k
+        a = product(q, tl.trans(k), a, PRECISION)
+        r = product(reader, tl.trans(k), r, PRECISION)
+    seen = earlier(CHUNK)
+    if DOCS:
+        seen = seen & related(begin_ptr, first, T, CHUNK)
+    if GATE == HEAD:
+        decay = decay_between(g_ptr, g_st, first, T, CHUNK, GATE, EXACT)
+        a, r = a * decay, r * decay
+    i = tl.arange(0, CHUNK)
+    a = tl.where(seen, a, tl.where(i[:, None] == i[None, :], own[:, None], 0.0))
+    return a, tl.where(seen, r, 0.0), tl.min(strongest, 0)
+
+
 @triton.jit(do_not_specialize=["T", "N"])
 def solve_kernel(
     q_ptr, k_ptr, g_ptr, begin_ptr, beta_ptr, strongest_ptr, a_ptr, x_ptr,
@@ -122,18 +158,23 @@ def solve_kernel(
     begin_ptr += b * begin_st
     i = tl.arange(0, CHUNK)
     beta = tl.load(beta_ptr + (b * T + first + i) * H + h, mask=first + i < T, other=0.0).to(tl.float32)
-    a, strongest = scores(
-        q_ptr, k_ptr, g_ptr, begin_ptr, q_st, k_st, g_st, first, T,
-        K, CHUNK, BLOCK_K, GATE, DOCS, PRECISION, PART, STRONG, EXACT,
-    )  # fmt: skip
-    if GATE == CHANNEL and not STRONG:
-        tl.store(strongest_ptr + chunk, strongest)
+    if STRONG:
+        a, _ = scores(
+            q_ptr, k_ptr, g_ptr, begin_ptr, q_st, k_st, g_st, first, T,
+            K, CHUNK, BLOCK_K, GATE, DOCS, PRECISION, PART, STRONG,
+        )  # fmt: skip
+        r, _ = scores(
+            k_ptr, k_ptr, g_ptr, begin_ptr, k_st, k_st, g_st, first, T,
+            K, CHUNK, BLOCK_K, GATE, DOCS, PRECISION, PART, STRONG,
+        )  # fmt: skip
+    else:
+        a, r, strongest = gentle_scores(
+            q_ptr, k_ptr, g_ptr, begin_ptr, q_st, k_st, g_st, first, T, K, CHUNK, BLOCK_K, GATE, DOCS, EXACT, PRECISION
+        )  # fmt: skip
+        if GATE == CHANNEL:
+            tl.store(strongest_ptr + chunk, strongest)
     a *= (beta * scale)[None, :]
     store(a_ptr + chunk * (CHUNK * CHUNK), a, 0, CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, CHUNK)
-    r, _ = scores(
-        k_ptr, k_ptr, g_ptr, begin_ptr, k_st, k_st, g_st, first, T,
-        K, CHUNK, BLOCK_K, GATE, DOCS, PRECISION, PART, STRONG, EXACT,
-    )  # fmt: skip
     x = inverse(tl.where(earlier(CHUNK), r * beta[None, :], 0.0), CHUNK, CAREFUL)
     store(x_ptr + chunk * (CHUNK * CHUNK), x, 0, CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, CHUNK)
 
@@ -326,7 +367,7 @@ def gradients_kernel(
             pairs += more
             to_w += to_w_of_k
         else:
-            of_q, of_k, _ = from_middle(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K)
+            of_q, of_k = tl.exp2(through - 0.5 * total[None, :]), tl.exp2(0.5 * total[None, :] - through)
             da, dr = rounded(da, PRECISION), rounded(dr, PRECISION)
             written = rounded(k.to(tl.float32) * of_k * beta[:, None], PRECISION)
             to_q = tl.dot(da, written, input_precision=PRECISION)

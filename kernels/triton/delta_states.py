@@ -158,7 +158,7 @@ def join_kernel(
         own = tl.load(at + rows[:, None] * WIDE + column + cols[None, :], mask=inside & of_v, other=0.0)
         later = tl.zeros([BLOCK_K // ROWS, ROWS, BLOCK_V], tl.float32)
         part = tl.arange(0, BLOCK_K // ROWS)[:, None, None]
-        for r in tl.static_range(BLOCK_K // ROWS):
+        for r in tl.range(0, BLOCK_K // ROWS, num_stages=1):
             factor = load(at + V, r * ROWS, K, 0, WIDE, 1, ROWS, K, BLOCK_K)
             some = tl.dot(factor, state, input_precision=PRECISION)
             later = tl.where(part == r, some[None], later)

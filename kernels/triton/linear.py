@@ -37,12 +37,13 @@ PROGRAMS = 1024  # about how many programs of `states_kernel` run at the same ti
 
 
 class Cut(NamedTuple):
-    """Sizes of one kernel: key channels and value channels of a tile (at most), warps and pipeline stages."""
+    """Sizes of one kernel: key and value channels of a tile (at most), warps, pipeline stages, a limit of registers."""
 
     keys: int
     values: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 class Cuts(NamedTuple):

@@ -164,7 +164,7 @@ def related(begin_ptr, first, T, CHUNK: tl.constexpr):
 def scores(
     q_ptr, k_ptr, g_ptr, begin_ptr, q_st, k_st, g_st, first, T,
     K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, GATE: tl.constexpr, DOCS: tl.constexpr,
-    PRECISION: tl.constexpr, PART: tl.constexpr, STRONG: tl.constexpr, EXACT: tl.constexpr = True,
+    PRECISION: tl.constexpr, PART: tl.constexpr, STRONG: tl.constexpr,
 ):  # fmt: skip
     """(sum_k q_ik 2^(b_i - b_j) k_jk for the pairs j <= i of one chunk of one head, the strongest decay of a channel).
 
@@ -214,7 +214,7 @@ def scores(
         near = tl.broadcast_to(tl.permute(near, (0, 2, 1))[:, :, None, :], [PARTS, PART, PARTS, PART])
         a = tl.where(across(PART, CHUNK, 0), tl.reshape(near, [CHUNK, CHUNK]), a)
     if GATE != CHANNEL:
-        a = a * decay_between(g_ptr, g_st, first, T, CHUNK, GATE, EXACT)
+        a = a * decay_between(g_ptr, g_st, first, T, CHUNK, GATE)
     if DOCS:
         a = tl.where(related(begin_ptr, first, T, CHUNK), a, 0.0)
     i = tl.arange(0, CHUNK)[:, None]
