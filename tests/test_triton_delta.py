@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from ringattn.kernels import linear
 from ringattn.kernels.linear import Inputs
 from ringattn.kernels.triton import delta
+from ringattn.kernels.triton import linear as gated
 from tests.test_triton_linear import DOCUMENTS, MOST, ON_GPU, Case, check, distance, draw, same_bits, truth_of
 
 # In the interpreter the launch for gentle chunks overflows in strong ones, which the launch for strong ones repeats.
@@ -48,7 +50,7 @@ def test_equals_the_recurrence_in_the_interpreter(case: Case, monkeypatch: Any) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -108,3 +110,10 @@ def test_the_same_call_gives_the_same_bits(gate: str) -> None:
 
     for a, b in zip(run(), run(), strict=True):
         assert a is b is None or torch.equal(a, b)
+
+
+def test_float16_on_gpus_is_left_to_another_kernel() -> None:
+    """Compiled, it failed at K = 128; in the interpreter it is right."""
+    asked = linear.Problem("cuda", "float16", 128, 128, 4, 4, beta=True)
+    assert "float16" in (gated.refuses(asked) or "")
+    assert gated.refuses(replace(asked, dtype="bfloat16")) is None and gated.refuses(replace(asked, beta=False)) is None
