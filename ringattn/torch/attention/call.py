@@ -26,7 +26,8 @@ from ringattn.torch.handles import whole_on_one
 from ringattn.torch.sharding import real_tokens, swapped_of
 
 MOST, FEW = 64, 12  # the most bound calls that are cached for a plan: without documents, and with
-PLAIN = AttentionSpec()
+CAUSAL = AttentionSpec()  # the default
+TYPES = Tensor, torch.nn.Parameter  # of tensors that run outside of ops
 
 
 class Pass(NamedTuple):
@@ -204,6 +205,16 @@ def are_tiles(run: Run) -> bool:
     return all(stop.where.tiles is not None for leg in run for stop in leg.stops if stop.where)
 
 
+def traced(*tensors: Any) -> bool:
+    """Whether a call must be an op: a mode traces ops, or the tensors are of a subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or any([type(x) not in TYPES and isinstance(x, Tensor) for x in tensors])
+    )
+
+
 def bind(
     q: Any, k: Any, v: Any, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
     return_lse: Any = True, **more: Any,
@@ -214,7 +225,7 @@ def bind(
     """
     found = plan
     try:
-        spec = PLAIN if spec is None else spec
+        spec = CAUSAL if spec is None else spec
         found = whole_on_one(q, k) if plan is None else plan
         key = key_of(q, k, v, found, spec, docs, key_docs, sinks, gradients, return_lse)
         call = found.calls.get(key)

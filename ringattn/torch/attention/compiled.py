@@ -17,7 +17,7 @@ from ringattn.planning import of_text
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import check
 from ringattn.torch.attention import function as attention
-from ringattn.torch.attention.call import PLAIN, bind, bound
+from ringattn.torch.attention.call import CAUSAL, bind, bound
 from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.handles import constant, docs_of, plain, plan_of, spread, starts_of, text_of, whole_on_one
 
@@ -32,7 +32,7 @@ def attention_op(
     problem = of_arguments(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
     if problem := problem or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan):
         raise ValueError(problem)
-    spec = PLAIN if spec is None else spec
+    spec = CAUSAL if spec is None else spec
     plan = whole_on_one(q, k) if plan is None else plan
     text = text_of(plan)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks) if x is not None)

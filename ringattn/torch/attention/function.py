@@ -18,11 +18,11 @@ from ringattn.kernels.partial import NEVER, Partial, sink_gradient
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention import ring
-from ringattn.torch.attention.call import Call, bind
+from ringattn.torch.attention.call import Call, bind, traced
 from ringattn.torch.attention.gather import gather_backward, gather_forward
 from ringattn.torch.attention.steps import Grads, rows_of
 from ringattn.torch.attention.ulysses import Real, cleared, enter, joined, leave, repeated, summed
-from ringattn.torch.dispatch import no_autocast, no_view, once, traced
+from ringattn.torch.dispatch import no_autocast, no_view, once
 
 Kept = list[Tensor]  # q, k, v, out and lse after they entered: group of heads by group of heads
 HELD = 5
@@ -142,9 +142,10 @@ def backward(
             lses, deltas = lse, delta
         else:
             dq, dk, dv, lses, deltas = swapped_backward(call, kept, sinks is not None, dout, dlse)
-        kv_heads = call.shape.kv_heads
-        grads = zip((dq, summed(dk, kv_heads), summed(dv, kv_heads)), reals(call), strict=True)
-        dq, dk, dv = (cleared(x, real).contiguous() for x, real in grads)
+        grads = dq, summed(dk, call.shape.kv_heads), summed(dv, call.shape.kv_heads)
+        if call.padded:
+            grads = tuple(cleared(x, real) for x, real in zip(grads, reals(call), strict=True))
+        dq, dk, dv = (x.contiguous() for x in grads)
         if sinks is None:
             return dq, dk, dv, None
         dsinks = torch.zeros_like(sinks)
