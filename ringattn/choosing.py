@@ -11,7 +11,7 @@ from ringattn.check import of_arguments, of_unknown
 from ringattn.comms.axis import Ranks, one_rank
 from ringattn.cost import Cost, Hardware, Shape, kv_heads_of_a_rank, predict, seen_pairs
 from ringattn.planning import TRAVELLERS, Plan, Transport, dtype_name, hardware_of
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.spec import AttentionSpec, Docs, raise_if
 
 
 def plan(
@@ -42,8 +42,7 @@ def plan(
     mesh.
     """
     words = of_arguments(spec=spec, docs=docs, transport=transport)
-    if problem := of_unknown("plan", unknown, "spec", "docs", "transport") or words:
-        raise ValueError(problem)
+    raise_if(of_unknown("plan", unknown, "spec", "docs", "transport") or words)
     spec = AttentionSpec() if spec is None else spec
     transport = Transport() if transport is None else transport
     target = target_of(mesh, transport.by)

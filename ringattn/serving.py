@@ -9,7 +9,7 @@ import numpy as np
 from ringattn.check import of_arguments, of_memory
 from ringattn.cost import Hardware
 from ringattn.planning import dtype_name
-from ringattn.spec import whole
+from ringattn.spec import raise_if, whole
 
 BLOCK = 64  # positions that lie together on one rank
 FEWEST_KEYS = 1024  # a hop of fewer keys than this is mostly latency
@@ -56,8 +56,7 @@ class KVCache:
             room, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
             window=window, block=block,
         )  # fmt: skip
-        if problem:
-            raise ValueError(problem)
+        raise_if(problem)
         sizes: Any = map(whole, (batch, max_len, kv_heads, head_dim, value_dim, window, room, block))
         batch, max_len, kv_heads, head_dim, value_dim, window, room, block = sizes  # also numpy's, as plain numbers
         most = None if window is None else window + (window if room is None else room)

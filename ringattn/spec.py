@@ -48,8 +48,7 @@ class AttentionSpec:
                     "causal=False; use causal=True, or window=None"
                 )
         for name in ("softcap", "scale"):
-            if found := of_factor(name, getattr(self, name)):
-                raise ValueError(found)
+            raise_if(of_factor(name, getattr(self, name)))
         for name, number in (("causal", bool), ("window", int), ("softcap", float), ("scale", float)):
             value = getattr(self, name)
             if value is not None:  # numpy's numbers are equal to Python's, but make arrays of their own dtype
@@ -163,6 +162,12 @@ class Docs:
             return f"Docs({self.starts!r}, {self.length} tokens)"
         rows, n = shape
         return f"Docs({n - 1} documents, {rows} row{'s' * (rows > 1)}, {self.length} tokens)"
+
+
+def raise_if(problem: str | None) -> None:
+    """Raise a problem that a check found."""
+    if problem:
+        raise ValueError(problem)
 
 
 def whole(value: Any) -> int | None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ringattn.check import of_arguments, of_packed
 from ringattn.layout import Layout
 from ringattn.planning import Plan
-from ringattn.spec import Docs, whole
+from ringattn.spec import Docs, raise_if, whole
 from ringattn.torch import same_data
 from ringattn.torch.agree import agree, describe
 from ringattn.torch.check import of_types
@@ -75,36 +75,30 @@ def strided(x: Tensor, dim: int, r: range) -> Tensor:
     return x[tuple(at)]
 
 
-class Unshard(torch.autograd.Function):
-    """The whole sequence on every rank; its gradient is the sum of the gradients on all ranks."""
+class Gathered(torch.autograd.Function):
+    """What all ranks hold, joined along a dim in the order of ranks; its gradient is the sum of those of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: Plan, dim: int) -> Tensor:
         ctx.plan, ctx.dim = plan, dim
-        ring_shard = plan.ulysses_axis.all_gather(x, dim).wait()
-        everything = plan.ring_axis.all_gather(ring_shard, dim).wait()
-        return everything.index_select(dim, order_of(plan.tokens, x.device, True)[: plan.seq_len])
+        return plan.ring_axis.all_gather(plan.ulysses_axis.all_gather(x, dim).wait(), dim).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return Summed.apply(grad, ctx.plan, ctx.dim), None, None
+        return Scattered.apply(grad, ctx.plan, ctx.dim), None, None
 
 
-class Summed(torch.autograd.Function):
-    """This rank's part of the sum over all ranks: the transpose of `Unshard`, which is also its gradient."""
+class Scattered(torch.autograd.Function):
+    """This rank's part of the sum over all ranks: the transpose of `Gathered`, which is also its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, plan: Plan, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, plan: Plan, dim: int) -> Tensor:
         ctx.plan, ctx.dim = plan, dim
-        pad = plan.tokens.padded_length - plan.seq_len
-        whole = F.pad(whole, [0, 0] * (whole.dim() - 1 - dim) + [0, pad]) if pad else whole
-        sharded = whole.index_select(dim, order_of(plan.tokens, whole.device))
-        ring_shard = plan.ring_axis.reduce_scatter(sharded, dim).wait()
-        return plan.ulysses_axis.reduce_scatter(ring_shard, dim).wait()
+        return plan.ulysses_axis.reduce_scatter(plan.ring_axis.reduce_scatter(x, dim).wait(), dim).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return Unshard.apply(grad, ctx.plan, ctx.dim), None, None
+        return Gathered.apply(grad, ctx.plan, ctx.dim), None, None
 
 
 @kept
@@ -130,7 +124,8 @@ def unshard(x: Tensor, plan: Plan, dim: int = 1) -> Tensor:
     keep = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
     words = {} if problem else describe(plan, None, {"x": x}, None, call="unshard", dim=dim % x.dim(), gradients=keep)
     agree(plan, words, problem)
-    return Unshard.apply(x, plan, dim % x.dim())
+    dim %= x.dim()
+    return Gathered.apply(x, plan, dim).index_select(dim, order_of(plan.tokens, x.device, True)[: plan.seq_len])
 
 
 def roll(x: Tensor, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None = None, fill: Any = None) -> Tensor:
@@ -186,8 +181,7 @@ def of_part(x: Tensor, plan: Plan, dim: int) -> str | None:
 
 
 def check_whole(x: Tensor, plan: Plan, dim: int) -> None:
-    if problem := of_dim(x, dim):
-        raise ValueError(problem)
+    raise_if(of_dim(x, dim))
     if x.shape[dim] != plan.seq_len:
         hint = "; it is already sharded" if x.shape[dim] == plan.local_len else f"; use plan.for_length({x.shape[dim]})"
         raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, the plan is for {plan.seq_len}{hint}")

@@ -142,7 +142,7 @@ def backward(
             lses, deltas = lse, delta
         else:
             dq, dk, dv, lses, deltas = swapped_backward(call, kept, sinks is not None, dout, dlse)
-        grads = dq, summed(dk, call.shape.kv_heads), summed(dv, call.shape.kv_heads)
+        grads: tuple[Tensor, ...] = dq, summed(dk, call.shape.kv_heads), summed(dv, call.shape.kv_heads)
         if call.padded:
             grads = tuple(cleared(x, real) for x, real in zip(grads, reals(call), strict=True))
         dq, dk, dv = (x.contiguous() for x in grads)

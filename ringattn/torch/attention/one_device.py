@@ -17,7 +17,7 @@ from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.kernels.partial import Partial
 from ringattn.planning import heads_problem
-from ringattn.spec import of_factor
+from ringattn.spec import of_factor, raise_if
 from ringattn.torch.attention.steps import problem_of
 from ringattn.torch.check import of_tensors, of_types
 from ringattn.torch.dispatch import differentiate, fake, no_autocast, op
@@ -46,7 +46,7 @@ def attend(
     >>> attend(q, k, k, causal * 0, causal + 1).out.shape
     torch.Size([1, 4, 2, 8])
     """
-    problem = (
+    raise_if(
         of_types(q=q, k=k, v=v, begin=begin, end=end)
         or of_tensors(q, k, v)
         or heads_problem(q.shape[2], k.shape[2], ulysses=1)
@@ -55,8 +55,6 @@ def attend(
         or of_choice("impl", impl, ("auto", *(kernel.name for kernel in kernels.TABLE)))
         or of_values(begin, end, k.shape[1], check)
     )
-    if problem:
-        raise ValueError(problem)
     begin, end = (x.to(torch.int32)[None] if x.dim() == 1 else x.to(torch.int32) for x in (begin, end))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = torch.ops.ringattn.attend(q, k, v, begin, end, scale, softcap, impl)

@@ -31,7 +31,7 @@ from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import form_of
 from ringattn.planning import Plan, hardware_of, heads_problem
 from ringattn.serving import MOVES, exchange_over, exchange_way, keys_at_once
-from ringattn.spec import AttentionSpec, whole
+from ringattn.spec import AttentionSpec, raise_if, whole
 from ringattn.torch import agree, check
 from ringattn.torch.attention.steps import Score, kept_score, problem_of
 from ringattn.torch.inference.cache import KVCache
@@ -88,8 +88,7 @@ class Call:
         """Raise the problem: on all ranks where they compare every call."""
         if self.words is not None:
             agree.agree(self.plan, self.words | words_of(cache), problem)
-        elif problem:
-            raise ValueError(problem)
+        raise_if(problem)
 
 
 class Prefill(Call):
@@ -160,9 +159,7 @@ def bind_decode(
     """As `bind_prefill`. While a CUDA graph is captured, the call must be bound already."""
     key, call = found(cache, q, k, v, sinks, spec)
     if capturing:
-        problem = of_capture(cache, call)
-        if problem:
-            raise ValueError(problem)
+        raise_if(of_capture(cache, call))
         return call
     if call is not None and not unknown:
         call.check(cache, of_filled(cache.lengths) or cache.overflow(k.shape[1]))

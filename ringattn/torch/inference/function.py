@@ -43,13 +43,7 @@ def prefill(
     move: str = "auto",
     keys: int | None = None,
 ) -> Tensor:
-    """Append a chunk of the prompt to the cache, and attend to everything so far: out [B, T_local, H, V].
-
-    q, k and v are this rank's part of the chunk under `plan` (the cache's plan `for_length(chunk)`). `start` is where
-    the chunk begins, checked against the cache if given. `move` is what travels: "queries", "keys", or "auto", which
-    leaves less time exposed (`cache.explain` shows which). `keys` is the most keys of a rank that are attended to, or
-    sent, at once. Not differentiable: a cache keeps keys without their graph.
-    """
+    """`ringattn.prefill` in torch: out [B, T_local, H, V]; not differentiable, since a cache keeps no graph."""
     spec = CAUSAL if spec is None else spec
     q, k, v = autocast(q, k, v, dtype=cache.k.dtype)
     call = bind_prefill(q, k, v, plan, cache, spec, sinks, start, move, keys)
@@ -84,10 +78,9 @@ def decode(
     sinks: Tensor | None = None,
     **unknown: Any,
 ) -> Tensor:
-    """Attention of the next tokens, the same q, k, v [B, n, H or G, D] on every rank: out [B, n, H, V] on every rank.
+    """`ringattn.decode` in torch: the same q, k, v [B, n, H or G, D] and out [B, n, H, V] on every rank.
 
     Each rank attends to the keys it holds; the partials of all ranks are exchanged once and merged in rank order.
-    Several tokens see each other causally. Not differentiable, as in `prefill`.
 
     On a GPU the host reads nothing from the device, and a call can be captured in a CUDA graph once it has run outside
     of one. Replays append without checking for room: tokens that do not fit are dropped.

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringattn.planning import Plan
-from ringattn.torch.agree import agree, watched
+from ringattn.torch.agree import watched
 from ringattn.torch.models import hf_generate, hf_linear, hf_trl
 from ringattn.torch.models.hf_attention import NAME, Call, hide_last, register, show_last, stretched
 from ringattn.torch.models.hf_kept import Kept, kept
 from ringattn.torch.models.hf_packed import IGNORED as IGNORED
 from ringattn.torch.models.hf_packed import documents
 from ringattn.torch.models.hf_refusals import LOSSES, accepted, refuse, refuse_other_attention
-from ringattn.torch.models.loss import mean_over_ranks
+from ringattn.torch.models.loss import compare_ranks, mean_over_ranks
 from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.torch.same_data import compare_data
 
@@ -50,39 +50,32 @@ def prepare(
     bare = inner(model)
     refuse(bare, plan, over)
     register()
-    attributes = {name: vars(bare)[name] for name in SET if name in vars(bare)}
     configs = [(config, config._attn_implementation) for config in configs_of(bare)]
     bare.set_attn_implementation(NAME)
-    bare.ringattn = Spread({plan.seq_len: plan}, tuple(over), is_counted(bare), compare, averaged)
-    hooks = [
-        hook
-        for rotary in stretched(bare)
-        for hook in (
-            rotary.register_forward_pre_hook(show_last, with_kwargs=True),
-            rotary.register_forward_hook(hide_last),
-        )
-    ]
-    bare.ringattn_before = Before(attributes, configs, hooks)
+    hooks: list[Any] = []
+    for rotary in stretched(bare):
+        hooks.append(rotary.register_forward_pre_hook(show_last, with_kwargs=True))
+        hooks.append(rotary.register_forward_hook(hide_last))
     for layer in hf_linear.linear_layers(bare):
         hf_linear.replace(layer)
-    bare.local_forward = bare.forward
-    bare.forward = MethodType(forward, bare)  # not a closure: a copy of the model runs its own weights
-    bare.generate = MethodType(hf_generate.generate, bare)
-    bare._prepare_cache_for_generation = MethodType(hf_generate.prepare_cache, bare)
-    bare.accepts_loss_kwargs = True  # Trainer: the loss takes num_items_in_batch
+    new = {
+        "ringattn": Spread({plan.seq_len: plan}, tuple(over), is_counted(bare), compare, averaged),
+        "local_forward": bare.forward,
+        "forward": MethodType(forward, bare),  # not a closure: a copy of the model runs its own weights
+        "generate": MethodType(hf_generate.generate, bare),
+        "_prepare_cache_for_generation": MethodType(hf_generate.prepare_cache, bare),
+        "accepts_loss_kwargs": True,  # Trainer: the loss takes num_items_in_batch
+    }
+    attributes = {name: vars(bare)[name] for name in new if name in vars(bare)}
+    vars(bare).update(new, ringattn_before=Before(tuple(new), attributes, configs, hooks))
     return model
-
-
-SET = (  # by prepare
-    "ringattn", "ringattn_before", "ringattn_fused", "local_forward", "forward", "generate", "accepts_loss_kwargs",
-    "_prepare_cache_for_generation",
-)  # fmt: skip
 
 
 @dataclass
 class Before:
-    """What `unprepare` puts back: attributes of the model, the attention of its configs; and hooks that it removes."""
+    """What `unprepare` removes and restores: attributes of the model, the attention of its configs, and hooks."""
 
+    new: tuple[str, ...]
     attributes: dict[str, Any]
     configs: list[tuple[Any, str | None]]
     hooks: list[Any]
@@ -114,7 +107,7 @@ def unprepare(model: nn.Module) -> nn.Module:
     for config, way in before.configs:
         if config._attn_implementation == NAME:
             config._attn_implementation_internal = way
-    for attribute in SET:
+    for attribute in (*before.new, "ringattn_before", "ringattn_fused"):
         vars(bare).pop(attribute, None)
     vars(bare).update(before.attributes)
     return model
@@ -353,8 +346,7 @@ def mean_loss(
     counted = plan.shard(targets != IGNORED, dim=1, compare=False).to(logits_BtV.device)
     at_once = tokens_at_once(LOGITS, logits_BtV.shape[-1], len(logits_BtV))
     losses = in_pieces(cross_entropy, at_once, logits_BtV, labels)
-    agree(plan, {"call": "the loss of a prepared model", "over": str([axis.name for axis in over])}, None)
-    compare_data(plan, watched(plan))
+    compare_ranks(plan, "the loss of a prepared model", over)
     return mean_over_ranks(losses, counted, plan, over, items)
 
 

@@ -14,7 +14,7 @@ from ringattn.check import of_sizes
 from ringattn.comms.axis import Ranks
 from ringattn.kernels.arrays import accumulator
 from ringattn.planning import Plan, of_text
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.spec import AttentionSpec, Docs, raise_if
 from ringattn.torch.check import of_types
 from ringattn.torch.dispatch import fake, op
 from ringattn.torch.handles import text_of
@@ -80,8 +80,7 @@ class Attention(nn.Module):
         super().__init__()
         head_dim = head_size(d_model, heads, head_dim)
         kv_heads = heads if kv_heads is None else kv_heads
-        if found := of_sizes(kv_heads=kv_heads):
-            raise ValueError(found)
+        raise_if(of_sizes(kv_heads=kv_heads))
         if heads % kv_heads:
             raise ValueError(f"heads={heads} and kv_heads={kv_heads}: kv_heads must divide heads")
         if head_dim % 2:
