@@ -270,6 +270,11 @@ def repeated(values: Row, counts: Row) -> Row:
     return np.repeat(values.ravel(), counts.ravel()).reshape(len(values), -1)
 
 
+def followed_by(last: int, *columns: Row) -> Row:
+    """[rows, n]: these columns, and one of the number `last`."""
+    return np.concatenate([*columns, np.full((len(columns[0]), 1), last)], 1)
+
+
 def spans(
     spec: AttentionSpec,
     positions: Row,
@@ -286,9 +291,8 @@ def spans(
     if docs is not None:
         starts, limits = docs.starts, (docs if key_docs is None else key_docs).starts
     # two more runs see nothing: the tokens after the documents, and those after the sequence
-    counts = np.diff(below(np.pad(starts, ((0, 0), (0, 1)), constant_values=seq_len)), append=len(positions))
-    begin = np.pad(limits, ((0, 0), (0, 1)), constant_values=key_len)
-    end = np.pad(np.pad(limits[:, 1:], ((0, 0), (0, 1)), mode="edge"), ((0, 0), (0, 1)), constant_values=key_len)
+    counts = np.diff(below(followed_by(seq_len, starts)), append=len(positions))
+    begin, end = followed_by(key_len, limits), followed_by(key_len, limits[:, 1:], limits[:, -1:])
     own, low, high = positions + offset, None, None
     other_keys = key_docs not in (None, docs)
     if spec.causal:

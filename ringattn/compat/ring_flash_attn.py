@@ -25,7 +25,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringattn import api
 from ringattn.check import NO_ALIBI, NO_DROPOUT
-from ringattn.compat.hf_flash_attn import restore_hf_flash_attn, substitute_hf_flash_attn, update_ring_flash_attn_params
+from ringattn.compat.hf_flash_attn import restore_hf_flash_attn as restore_hf_flash_attn
+from ringattn.compat.hf_flash_attn import substitute_hf_flash_attn as substitute_hf_flash_attn
+from ringattn.compat.hf_flash_attn import update_ring_flash_attn_params as update_ring_flash_attn_params
 from ringattn.compat.process_groups import plan_over
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
@@ -255,27 +257,4 @@ llama3_flash_attn_varlen_func, llama3_flash_attn_varlen_kvpacked_func, llama3_fl
     "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k heads_k_stride local_k_slice",
 )
 
-__all__ = [
-    "llama3_flash_attn_prepare_cu_seqlens",
-    "llama3_flash_attn_varlen_func",
-    "llama3_flash_attn_varlen_kvpacked_func",
-    "llama3_flash_attn_varlen_qkvpacked_func",
-    "restore_hf_flash_attn",
-    "ring_flash_attn_func",
-    "ring_flash_attn_kvpacked_func",
-    "ring_flash_attn_qkvpacked_func",
-    "ring_flash_attn_varlen_func",
-    "ring_flash_attn_varlen_kvpacked_func",
-    "ring_flash_attn_varlen_qkvpacked_func",
-    "stripe_flash_attn_func",
-    "stripe_flash_attn_kvpacked_func",
-    "stripe_flash_attn_qkvpacked_func",
-    "substitute_hf_flash_attn",
-    "update_ring_flash_attn_params",
-    "zigzag_ring_flash_attn_func",
-    "zigzag_ring_flash_attn_kvpacked_func",
-    "zigzag_ring_flash_attn_qkvpacked_func",
-    "zigzag_ring_flash_attn_varlen_func",
-    "zigzag_ring_flash_attn_varlen_kvpacked_func",
-    "zigzag_ring_flash_attn_varlen_qkvpacked_func",
-]
+__all__ = sorted(name for name in globals() if "flash_attn" in name)

@@ -284,7 +284,7 @@ def key_of(
         plan, spec, docs, key_docs, gradients, return_lse, torch.are_deterministic_algorithms_enabled(),
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, q.layout, k.layout, v.layout,
-        None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+        None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
     )  # fmt: skip
 
 

@@ -29,18 +29,10 @@ HELD = 5
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan | None = None,
-    *,
-    spec: AttentionSpec | None = None,
-    docs: Docs | None = None,
-    key_docs: Docs | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-) -> Any:
-    """softmax(scale * q k^T) v over the whole sequence, of which this rank holds its plan's part."""
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan | None = None, *, spec: AttentionSpec | None = None,
+    docs: Docs | None = None, key_docs: Docs | None = None, sinks: Tensor | None = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
+    """`ringattn.attention` in torch."""
     q, k, v = autocast(q, k, v)
     if traced(q, k, v, sinks):
         from ringattn.torch.attention.compiled import attention_op

@@ -33,10 +33,10 @@ from ringattn.planning import Plan, hardware_of, heads_problem
 from ringattn.serving import MOVES, exchange_over, exchange_way, keys_at_once
 from ringattn.spec import AttentionSpec, raise_if, whole
 from ringattn.torch import agree, check
+from ringattn.torch.attention.call import key_of, remember
 from ringattn.torch.attention.steps import Score, kept_score, problem_of
 from ringattn.torch.inference.cache import KVCache
 
-MOST = 128  # the most bound calls that a cache keeps
 FULL = AttentionSpec(causal=False)
 
 
@@ -66,6 +66,8 @@ class Kernels:
 
 class Call:
     """What prefill and decode have in common. The keys and values of a cache have the heads and dims of the call's."""
+
+    docs = None  # a cache holds one sequence a row
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, spec: AttentionSpec):
         self.plan, self.spec = plan, spec
@@ -134,7 +136,7 @@ def bind_prefill(
     Where exchanging words is cheap, the ranks compare every call.
     """
     ranks = plan.axes.number  # plans of two meshes may be equal
-    key, call = found(cache, q, k, v, sinks, plan, ranks, spec, move, keys)
+    key, call = found(cache, q, k, v, sinks, plan, spec, ranks, move, keys)
     if call is not None:
         call.check(cache, of_start(start, cache.lengths) or cache.overflow(plan.seq_len))
         return call
@@ -157,7 +159,7 @@ def bind_decode(
     q: Any, k: Any, v: Any, cache: KVCache, spec: Any, sinks: Any, unknown: dict[str, Any], capturing: bool
 ) -> Decode:
     """As `bind_prefill`. While a CUDA graph is captured, the call must be bound already."""
-    key, call = found(cache, q, k, v, sinks, spec)
+    key, call = found(cache, q, k, v, sinks, None, spec)
     if capturing:
         raise_if(of_capture(cache, call))
         return call
@@ -180,14 +182,12 @@ def bind_decode(
     return remembered(cache, key, words, Decode(q, k, v, cache, spec))
 
 
-def found(cache: KVCache, q: Any, k: Any, v: Any, sinks: Any, *how: Any) -> tuple[Any, Any]:
+def found(
+    cache: KVCache, q: Any, k: Any, v: Any, sinks: Any, plan: Plan | None, spec: Any, *how: Any
+) -> tuple[Any, Any]:
     """The key of a call, and the call if it is bound. No key if arguments are wrong: the checks report them."""
     try:
-        key = (
-            how, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            q.layout, k.layout, v.layout,
-            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
-        )  # fmt: skip
+        key = key_of(q, k, v, plan, spec, None, None, sinks, False, how)
         if forward_ad._current_level >= 0 and check.have_tangents(q, k, v, sinks):
             return None, None
         return key, cache.calls.get(key)
@@ -240,11 +240,9 @@ def words_of(cache: KVCache) -> agree.Words:
 
 
 def remembered(cache: KVCache, key: Any, words: agree.Words, call: Any) -> Any:
-    """The call, kept by the cache."""
+    """The call, cached."""
     if agree.watched(call.plan):
         call.words = words
     if key is not None:
-        if len(cache.calls) == MOST:  # drop the oldest, on all ranks alike
-            del cache.calls[next(iter(cache.calls))]
-        cache.calls[key] = call
+        remember(cache.calls, key, call)  # drops the oldest on all ranks alike
     return call

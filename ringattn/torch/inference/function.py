@@ -31,18 +31,9 @@ from ringattn.torch.inference.meeting import (
 
 
 def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    cache: KVCache,
-    *,
-    spec: AttentionSpec | None = None,
-    sinks: Tensor | None = None,
-    start: int | Sequence[int] | None = None,
-    move: str = "auto",
-    keys: int | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, *, spec: AttentionSpec | None = None,
+    sinks: Tensor | None = None, start: int | Sequence[int] | None = None, move: str = "auto", keys: int | None = None,
+) -> Tensor:  # fmt: skip
     """`ringattn.prefill` in torch: out [B, T_local, H, V]; not differentiable, since a cache keeps no graph."""
     spec = CAUSAL if spec is None else spec
     q, k, v = autocast(q, k, v, dtype=cache.k.dtype)
@@ -69,15 +60,9 @@ def prefill(
 
 
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: KVCache,
-    *,
-    spec: AttentionSpec | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, *, spec: AttentionSpec | None = None, sinks: Tensor | None = None,
     **unknown: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`ringattn.decode` in torch: the same q, k, v [B, n, H or G, D] and out [B, n, H, V] on every rank.
 
     Each rank attends to the keys it holds; the partials of all ranks are exchanged once and merged in rank order.
