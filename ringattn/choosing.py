@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ringattn import kernels
-from ringattn.check import of_arguments, of_unknown
+from ringattn.check import of_arguments, of_choice, of_unknown
 from ringattn.comms.axis import Ranks, one_rank
 from ringattn.cost import Cost, Hardware, Shape, kv_heads_of_a_rank, predict, seen_pairs
 from ringattn.planning import TRAVELLERS, Plan, Transport, dtype_name, hardware_of
@@ -119,7 +119,7 @@ def target_of(mesh: Any, by: str = "auto") -> Target:
     if isinstance(mesh, Target):
         return mesh
     if mesh is None:
-        device = default_device()
+        device = "cuda" if torch_on_gpu() else "cpu"
         return Target(device, [(1, 1)], lambda ring, ulysses: one_rank(device))
     meshes: Any
     if is_jax_mesh(mesh):
@@ -153,10 +153,10 @@ def is_jax_mesh(mesh: Any) -> bool:
     return "jax" in sys.modules and isinstance(mesh, sys.modules["jax"].sharding.Mesh)
 
 
-def default_device() -> str:
-    """The device of a plan without a mesh: the GPU if torch finds one."""
+def torch_on_gpu() -> Any:
+    """torch, if it is imported and finds a GPU."""
     torch = sys.modules.get("torch")
-    return "cuda" if torch is not None and torch.cuda.is_available() else "cpu"
+    return torch if torch is not None and torch.cuda.is_available() else None
 
 
 def factored(size: int) -> list[tuple[int, int]]:
@@ -275,9 +275,9 @@ def kernel_report(
     known: Any = for_jax if plan.framework == "jax" else kernels
     device, kernel = plan.device, plan.kernel
     if shape is None:
-        if kernel not in ("auto", *(k.name for k in known.TABLE)):
-            known.select(kernels.Problem(device, "float32", 64, 64, 1, 1), kernel)
+        raise_if(of_choice("kernel", kernel, ("auto", *(k.name for k in known.TABLE))))
         return [f"kernel {kernel}: give heads and head_dim to see which one that is"]
+    torch = torch_on_gpu() if device == "cuda" else None
     problem = kernels.Problem(
         device=device,
         dtype=dtype,
@@ -287,7 +287,7 @@ def kernel_report(
         kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
         softcap=spec.softcap is not None,
         tiles=spec.window is None and docs is None,  # stripes may still cut a step into too many rectangles
-        arch=arch_here(device),
+        arch=torch.cuda.get_device_capability() if torch else None,
         deterministic=plan.deterministic,
         rows=plan.tokens.shard_len * (shape.heads // plan.ulysses),
     )
@@ -299,12 +299,3 @@ def kernel_report(
             more = None if plan.framework == "jax" else kernels.gain(other, problem, chosen)
             lines.append(f"  {other.name}: {more or other.refuses(problem) or serves}")
     return lines
-
-
-def arch_here(device: str) -> tuple[int, int] | None:
-    """The compute capability of this process's GPU, if plans are for GPUs and torch finds one."""
-    torch = sys.modules.get("torch")
-    if device != "cuda" or torch is None or not torch.cuda.is_available():
-        return None
-    found: tuple[int, int] = torch.cuda.get_device_capability()
-    return found

@@ -37,7 +37,9 @@ def plan_over(
         raise ValueError("no ranks were started: call torch.distributed.init_process_group first, or give group=")
     known = PLANS.setdefault(group, {}).setdefault((device, layout, strategy, axis), {})
     if not known:
-        mesh = DeviceMesh.from_group(group, device, mesh_dim_names=(axis,)) if is_group(group) else group
+        mesh = group
+        if isinstance(group, dist.ProcessGroup):
+            mesh = DeviceMesh.from_group(group, device, mesh_dim_names=(axis,))
         known[0] = choosing.plan(mesh, seq_len=1, layout=layout, strategy=strategy)  # keeps the axes
     lengths = local_len, local_len if local_keys is None else local_keys
     kind = (*lengths, cut)
@@ -51,7 +53,3 @@ def plan_over(
     if (plan.local_len, plan.keys.local_len) != lengths:
         raise ValueError(f"{local_len} tokens a rank: {layout} needs an even number, two parts of the same length")
     return plan
-
-
-def is_group(group: Any) -> bool:
-    return isinstance(group, dist.ProcessGroup)

@@ -80,11 +80,6 @@ def taken(plan: Plan) -> list[Tensor]:
     return [] if full else mine
 
 
-def numbers_taken(plan: Plan) -> tuple[int, ...]:
-    """The checksums as numbers, for which this waits for the device."""
-    return tuple(int(one) for one in taken(plan))
-
-
 def compare_data(plan: Plan, cheap_words: bool) -> None:
     """Count a step. Where `agree` does not compare every call, compare now and then, and raise one call later.
 

@@ -217,7 +217,7 @@ def traced(*tensors: Any) -> bool:
 
 def bind(
     q: Any, k: Any, v: Any, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
-    return_lse: Any = True, **more: Any,
+    return_lse: Any,
 ) -> Call:  # fmt: skip
     """The call for these arguments. If they are wrong on one rank, all ranks raise the same error.
 
@@ -235,15 +235,15 @@ def bind(
             return call
     except (AttributeError, TypeError, IndexError):
         key = None  # not tensors, or not a plan: the checks report it
-    return make(q, k, v, found, spec, docs, key_docs, sinks, gradients, return_lse, key, **more)
+    return make(q, k, v, found, spec, docs, key_docs, sinks, gradients, return_lse, key)
 
 
 def make(
     q: Any, k: Any, v: Any, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
-    return_lse: Any, key: Any, **more: Any,
+    return_lse: Any, key: Any,
 ) -> Call:  # fmt: skip
     """Check a call of a new kind, compare it with the other ranks, and cache it."""
-    problem = of_arguments(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse, **more)
+    problem = of_arguments(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
     problem = problem or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
     if problem:
         agree.refuse(problem, plan)

@@ -21,6 +21,7 @@ from ringattn.check import (
     of_filled,
     of_keys,
     of_lengths,
+    of_plan,
     of_start,
     of_unknown,
     of_window,
@@ -145,7 +146,8 @@ def bind_prefill(
         of_choice("move", move, ("auto", *MOVES))
         or of_keys(keys)
         or check.of_tensors(q, k, v)
-        or check.of_plan_and_sinks(q, k, v, plan, sinks)
+        or of_plan(q, k, v, plan)
+        or check.of_sinks_for(q, sinks)
         or of_lengths(q, k, plan, FULL, (plan.local_len, plan.local_len))
         or of_cache(cache, plan, spec)
         or of_start(start, cache.lengths)

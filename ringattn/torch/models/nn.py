@@ -200,14 +200,11 @@ class StreamingAttention(Attention):
 
     def allocate(self, k: Tensor, plan: Plan) -> KVCache:
         B, _, G, D = k.shape
-        device = k.device.type  # a plan without a mesh does not know where the layer is
-        here = (
-            plan
-            if plan.device == device
-            else replace(plan, axes=Ranks(plan.axes.ring, plan.axes.ulysses, device=device))
-        )
+        device = k.device.type
+        if plan.device != device:  # a plan without a mesh does not know where the layer is
+            plan = replace(plan, axes=Ranks(plan.axes.ring, plan.axes.ulysses, device=device))
         with torch.cuda.device_of(k):
             return KVCache.allocate(
-                here, batch=B, max_len=self.max_len, kv_heads=G, head_dim=D, dtype=k.dtype, window=self.spec.window,
+                plan, batch=B, max_len=self.max_len, kv_heads=G, head_dim=D, dtype=k.dtype, window=self.spec.window,
                 room=max(plan.seq_len, 64),
             )  # fmt: skip
