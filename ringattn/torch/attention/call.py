@@ -205,6 +205,15 @@ def are_tiles(run: Run) -> bool:
     return all(stop.where.tiles is not None for leg in run for stop in leg.stops if stop.where)
 
 
+def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """Under torch.autocast, the inputs cast to its dtype, as for torch's own attention, or to `dtype`."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = dtype or torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype != torch.float64 else x for x in tensors)
+
+
 def traced(*tensors: Any) -> bool:
     """Whether a call must be an op: a mode traces ops, or the tensors are of a subclass."""
     return (

@@ -18,7 +18,7 @@ from ringattn.kernels.partial import NEVER, Partial, sink_gradient
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention import ring
-from ringattn.torch.attention.call import Call, bind, traced
+from ringattn.torch.attention.call import Call, autocast, bind, traced
 from ringattn.torch.attention.gather import gather_backward, gather_forward
 from ringattn.torch.attention.steps import Grads, rows_of
 from ringattn.torch.attention.ulysses import Real, cleared, enter, joined, leave, repeated, summed
@@ -43,15 +43,6 @@ def attention(
         call = bind(q, k, v, plan, spec, docs, key_docs, sinks, gradients, return_lse=return_lse)
         out, lse = Attention.apply(call, q, k, v, sinks) if gradients else forward(call, q, k, v, sinks)[:2]
     return (out, lse.to(accumulator(q)).contiguous()) if return_lse else out
-
-
-def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """Under torch.autocast, the inputs cast to its dtype, as for torch's own attention, or to `dtype`."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = dtype or torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype != torch.float64 else x for x in tensors)
 
 
 class Attention(torch.autograd.Function):
