@@ -256,7 +256,7 @@ def groups_report(plan: Plan, shape: Shape | None) -> list[str]:
     if plan.framework != "torch" or not plan.swaps:
         return []
     if plan.transport.groups is not None:
-        groups, why = plan.transport.groups, "as asked"
+        groups, why = plan.transport.groups, "as given"
     elif shape is not None:
         groups, why = plan.groups_for(shape), f"{plan.exchanged(shape) / 1e6:.1f} MB a rank"
     else:

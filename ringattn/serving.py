@@ -149,8 +149,8 @@ def prefill_moves(
     """
     hops, partials = ranks - 1, local * heads.partial_bytes
     held = -(-max(0, cached - ranks * local * beside) // ranks)
-    asked = hops * local * heads.query_bytes
-    sent = {"queries": asked + hops * partials, "keys": hops * held * heads.key_bytes}
+    queries_sent = hops * local * heads.query_bytes
+    sent = {"queries": queries_sent + hops * partials, "keys": hops * held * heads.key_bytes}
     hidden = local * cached * heads.pair_flops / hardware.flops * hops / ranks * hides
     merged = 2 * partials / hardware.memory * hides * (hops > 0)
     pieces = -(-held // keys_at_once(local))
@@ -162,7 +162,7 @@ def prefill_moves(
 
     gathered = flight(sent["queries"], 2 * min(1, hops))
     if beside:
-        first = asked / max(1, steps)
+        first = queries_sent / max(1, steps)
         gathered = flight(first, min(1, hops)) + max(0.0, flight(sent["queries"] - first, 2 * steps - 1) - hidden)
     travelled = max(0.0, flight(sent["keys"], transfers) - hidden)
     exposed = {"queries": gathered + ranks * merged, "keys": travelled + visits * merged}

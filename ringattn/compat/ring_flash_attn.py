@@ -64,7 +64,7 @@ class Options(NamedTuple):
         if right > 0 and not self.causal:
             raise ValueError(
                 f"window_size={(left, right)} without causal=True sees keys that come later; only windows that count "
-                "back are supported: say causal=True, or (left, 0)"
+                "back are supported: pass causal=True, or (left, 0)"
             )
         causal = self.causal or right == 0
         if left >= 0 and not causal:
@@ -126,7 +126,7 @@ def of_batch(layout: str, axis: str = "ring") -> Function:
 def packed(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs, options: Options
 ) -> tuple[Tensor, ...]:
-    """(out,) [t, H, D], and the lse [t, H] if it is asked for."""
+    """(out,) [t, H, D], and the lse [t, H] if it is requested."""
     given = q[None], k[None], v[None], plan
     if options.return_attn_probs:
         return tuple(x[0] for x in api.attention(*given, spec=spec, docs=docs, return_lse=True))
@@ -197,7 +197,7 @@ def llama3(
     spec = options.spec
     plan = plan_over(options.group, q.device.type, len(q), "contiguous", "gather")
     docs = known(PREPARED, cu_seqlens_q)
-    if docs is None:  # a copy: every rank says which documents it has tokens of
+    if docs is None:  # a copy: the ranks exchange which documents they have tokens of
         starts = [local_k_slice.start + start for start in on_host(cu_seqlens_k)[:-1]]
         everyone = {start for one in plan.ring_axis.exchange_words(starts) for start in one}
         docs = Docs.from_cu_seqlens([*sorted(everyone), plan.seq_len])

@@ -266,7 +266,7 @@ def cut(
             "labels, and work the loss out from its logits"
         )
     if labels is not None and self.get_output_embeddings() is None:
-        raise ValueError(f"{name} gives no logits, so labels mean nothing to it; prepare a ...ForCausalLM, say")
+        raise ValueError(f"{name} gives no logits, so it has no use for labels; prepare a ...ForCausalLM, for example")
     positions = position_ids
     if positions is None:
         positions = numbered(self, input_ids, inputs_embeds)
@@ -322,10 +322,10 @@ def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, following: dict
     """(B, T) of what was given; a ValueError about what is no tensor of that shape."""
     name, given = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
     if given is None:
-        raise ValueError("say input_ids or inputs_embeds: whole sequences, the same on every rank")
+        raise ValueError("pass input_ids or inputs_embeds: whole sequences, the same on every rank")
     dims = 2 if inputs_embeds is None else 3
     if not isinstance(given, Tensor):
-        raise ValueError(f"{name} is of type {type(given).__name__}; say torch.tensor({name})")
+        raise ValueError(f"{name} is of type {type(given).__name__}; pass torch.tensor({name})")
     if given.dim() != dims:
         kind = "[batch, tokens]" if dims == 2 else "[batch, tokens, width]"
         raise ValueError(f"{name} has shape {tuple(given.shape)}; expected {kind}")
@@ -367,6 +367,6 @@ def numbered(model: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None)
 
 
 def is_counted(model: nn.Module) -> bool:
-    """Whether positions are counted over the real tokens: an embedding of positions that asks for the padding mask."""
+    """Whether positions are counted over the real tokens: an embedding of positions that takes the padding mask."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     return any("attention_mask" in signature(m.forward).parameters for m in embeddings)

@@ -12,7 +12,7 @@ from ringattn.spec import Docs
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # beside position_ids, from DataCollatorWithFlattening
 IGNORED = -100  # a label that does not count
-UNUSED = ("max_length_q", "max_length_k")  # what the others say already
+UNUSED = ("max_length_q", "max_length_k")  # the others contain it already
 
 
 def documents(
@@ -26,7 +26,7 @@ def documents(
     if attention_mask is not None and tuple(attention_mask.shape) != (B, T):
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}; expected ({B}, {T}), 1 where a token is real: "
-            "masks of another kind are said by position_ids (packed documents) or by the model's configuration"
+            "give packed documents by position_ids, and other masks by the model's configuration"
         )
     cuts, packed = np.zeros((B, T), bool), packing(B, T, more)
     if position_ids is not None:
@@ -58,7 +58,7 @@ def padded(attention_mask: Tensor) -> np.ndarray:
 
 
 def packing(B: int, T: int, more: dict[str, Any]) -> tuple[str, np.ndarray] | None:
-    """Which argument says where documents begin, and where, [B, T], but for the first of a row."""
+    """The argument that defines where documents begin, and where, [B, T], except the first of a row."""
     found: dict[str, np.ndarray] = {}
     for name in PACKING:
         x = more.get(name)
