@@ -150,14 +150,7 @@ def prefill(
 
 
 def decode(
-    q: Any,
-    k: Any,
-    v: Any,
-    cache: KVCache,
-    *,
-    spec: AttentionSpec | None = None,
-    sinks: Any = None,
-    **unknown: Any,
+    q: Any, k: Any, v: Any, cache: KVCache, *, spec: AttentionSpec | None = None, sinks: Any = None, **unknown: Any
 ) -> Any:
     """Append the next tokens, the same on every rank, to the cache and attend: out; in JAX (out, cache).
 

@@ -22,12 +22,7 @@ from ringattn.torch.sharding import real_tokens
 
 
 def token_mean(
-    losses_BT: Tensor,
-    plan: Plan,
-    *,
-    mask: Tensor | None = None,
-    docs: Docs | None = None,
-    over: Sequence[Any] = (),
+    losses_BT: Tensor, plan: Plan, *, mask: Tensor | None = None, docs: Docs | None = None, over: Sequence[Any] = ()
 ) -> Tensor:
     """sum of the real tokens' losses over all ranks / number of real tokens over all ranks.
 
