@@ -41,7 +41,7 @@ def attention_op(
     return out, lse
 
 
-def arguments(q: Tensor, k: Tensor, docs: Any, key_docs: Any, plan: str, *spec: Any) -> tuple[Any, ...]:
+def arguments(q: Tensor, k: Tensor, docs: Any, key_docs: Any, plan: str, *spec: Any) -> tuple[Any, Any, Any, Any]:
     """The plan, spec, docs and key_docs that the arguments of an op stand for."""
     live = plan_of(plan, q.shape[1], k.shape[1])
     return live, AttentionSpec(*spec), docs_of(docs, live.seq_len), docs_of(key_docs, live.keys.seq_len)

@@ -17,20 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringattn import serving
-from ringattn.check import (
-    beside_window,
-    each,
-    of_arrays,
-    of_back,
-    of_fork,
-    of_kept,
-    of_loaded,
-    of_pair,
-    of_room,
-    of_saved,
-    of_truncated,
-)
+from ringattn import check, serving
 from ringattn.layout import Layout
 from ringattn.planning import Plan, hardware_of
 from ringattn.serving import Heads, Moves, Stripes, exchange_way, explained, prefill_moves
@@ -107,7 +94,7 @@ class KVCache(serving.KVCache):
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Append the next tokens, the same k and v [B, n, G, D] on every rank; each rank keeps its share."""
-        problem = of_arrays({"k": k, "v": v}, {}, self.plan) or of_tangents(k=k, v=v)
+        problem = check.of_arrays({"k": k, "v": v}, {}, self.plan) or of_tangents(k=k, v=v)
         raise_if(problem or self.problem(k, v, k.shape[1]))
         self.keep(k.detach(), v.detach(), k.shape[1])
 
@@ -175,12 +162,12 @@ class KVCache(serving.KVCache):
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
         """Drop the tokens from these lengths on, for example rejected ones; one number for all rows or one per row."""
-        raise_if(of_truncated(lengths, len(self.lengths)))
-        new = np.array(each(lengths, len(self.lengths)))  # of any size; of_back checks them
+        raise_if(check.of_truncated(lengths, len(self.lengths)))
+        new = np.array(check.each(lengths, len(self.lengths)))  # of any size; of_back checks them
         first = self.start
         if self.window is not None and self.stripes.origin:  # the next token must still see its whole window
             first = np.maximum(first, self.stripes.origin + self.window - 1)
-        raise_if(of_back(new, self.lengths, first))
+        raise_if(check.of_back(new, self.lengths, first))
         if (new < self.shared).any():
             shared = self.shared.tolist()
             raise ValueError(
@@ -200,7 +187,7 @@ class KVCache(serving.KVCache):
                 "a cache with a window moves its keys and cannot share them; allocate another one"
             )
         max_len = self.max_len if max_len is None else max_len
-        raise_if(of_fork(copies, max_len, self.lengths))
+        raise_if(check.of_fork(copies, max_len, self.lengths))
         sizes: Any = whole(copies), whole(max_len)
         copies, max_len = sizes
         lengths = self.lengths.repeat(copies)
@@ -227,16 +214,16 @@ class KVCache(serving.KVCache):
         """Load a part that the same rank saved, under a plan of equally many ranks."""
         if self.prefix is not None or self.shared.any():
             raise ValueError("this cache and a fork share keys, which would change for both; allocate another cache")
-        raise_if(of_saved(state, "k", "v", "lengths", "origin", "place", "window"))
+        raise_if(check.of_saved(state, "k", "v", "lengths", "origin", "place", "window"))
         raise_if(of_types(**{name: state[name] for name in ("k", "v", "lengths")}))
-        place = each(state["place"], 3) if isinstance(state["place"], list | tuple) else None
+        place = check.each(state["place"], 3) if isinstance(state["place"], list | tuple) else None
         if place is None:
             raise ValueError(f"the state has place={state['place']!r}; pass what state_dict() gave")
         if tuple(place) != self.place:
             names = "rank {}, of {} ranks, in blocks of {}"
             raise ValueError(f"the state is of {names.format(*place)}; this cache is of {names.format(*self.place)}")
         lengths = state["lengths"].numpy(force=True)
-        raise_if(of_loaded(state, self, lengths) or self.of_origin(state["origin"], lengths))
+        raise_if(check.of_loaded(state, self, lengths) or self.of_origin(state["origin"], lengths))
         self.k.copy_(state["k"])
         self.v.copy_(state["v"])
         self.lengths = lengths.astype(np.int64)
@@ -298,18 +285,18 @@ class KVCache(serving.KVCache):
     def problem(self, k: Tensor, v: Tensor, n: int) -> str | None:
         """Why n tokens like those in k and v cannot be appended."""
         for name, x, mine in (("k", k, self.k), ("v", v, self.v)):
-            if wrong := of_kept(name, x, mine):
+            if wrong := check.of_kept(name, x, mine):
                 return wrong
             if x.dtype != mine.dtype or x.device != mine.device:
                 mine_is = f"the cache {mine.dtype} on {mine.device}; allocate another (a layer: reset())"
                 return f"{name} is {x.dtype} on {x.device}, {mine_is}"
-        return of_pair(k, v) or self.overflow(n)
+        return check.of_pair(k, v) or self.overflow(n)
 
     def overflow(self, n: int) -> str | None:
         """Why n more tokens do not fit."""
-        problem = of_room(n, self.lengths, self.max_len)
+        problem = check.of_room(n, self.lengths, self.max_len)
         if problem is None and self.window is not None and not self.fits(n):
-            return beside_window(n, self.window)
+            return check.beside_window(n, self.window)
         return problem
 
     def fits(self, n: int) -> bool:

@@ -4,9 +4,9 @@ A cache keeps the calls that were made on it, by all of their arguments except t
 kind is checked and compared between ranks. After that, only what depends on the cache's lengths is checked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -153,8 +153,8 @@ def bind_prefill(
         or of_start(start, cache.lengths)
         or cache.problem(k, v, plan.seq_len)
     )
-    words = compared(cache, plan, spec, (q, k, v, sinks), f"move={move}, keys={whole(keys)}", problem)
-    return remembered(cache, key, words, Prefill(q, k, v, plan, cache, spec, move, keys))
+    kind, how = partial(Prefill, q, k, v, plan, cache, spec, move, keys), f"move={move}, keys={whole(keys)}"
+    return make(kind, key, cache, plan, spec, (q, k, v, sinks), how, problem)
 
 
 def bind_decode(
@@ -180,8 +180,8 @@ def bind_decode(
     )
     if problem is None and q.shape[1] != k.shape[1]:
         problem = f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
-    words = compared(cache, cache.plan, spec, (q, k, v, sinks), "decode", problem)
-    return remembered(cache, key, words, Decode(q, k, v, cache, spec))
+    kind = partial(Decode, q, k, v, cache, spec)
+    return make(kind, key, cache, cache.plan, spec, (q, k, v, sinks), "decode", problem)
 
 
 def found(
@@ -226,25 +226,22 @@ def of_capture(cache: KVCache, call: Any) -> str | None:
     return None
 
 
-def compared(
-    cache: KVCache, plan: Plan, spec: AttentionSpec, tensors: Sequence[Any], how: str, problem: str | None
-) -> agree.Words:
-    """The words of a call, which all ranks agree on; raises the same error on all ranks if they differ."""
+def make(
+    kind: Callable[[], Any], key: Any, cache: KVCache, plan: Plan, spec: AttentionSpec, tensors: Sequence[Any],
+    how: str, problem: str | None,
+) -> Any:  # fmt: skip
+    """Compare a call of a new kind with the other ranks, and cache it. Raises the same error on all ranks."""
     named = dict(zip(("q", "k", "v", "sinks"), tensors, strict=True))
     words = agree.describe(plan, spec, named, None, call="on a cache", how=how)
     agree.agree(plan, words | words_of(cache) if agree.watched(plan) else words, problem)
-    return words
+    call = kind()
+    if agree.watched(plan):
+        call.words = words
+    if key is not None:
+        remember(cache.calls, key, call)  # drops the oldest on all ranks alike
+    return call
 
 
 def words_of(cache: KVCache) -> agree.Words:
     """What ranks compare of a cache where words are cheap: its lengths too."""
     return {"cache": f"{cache}, window {cache.window}, {cache.stripes}"}
-
-
-def remembered(cache: KVCache, key: Any, words: agree.Words, call: Any) -> Any:
-    """The call, cached."""
-    if agree.watched(call.plan):
-        call.words = words
-    if key is not None:
-        remember(cache.calls, key, call)  # drops the oldest on all ranks alike
-    return call
