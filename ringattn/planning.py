@@ -90,9 +90,7 @@ class Plan:
     strategy: str = "ring"
     layout: str = "contiguous"
     kernel: str = "auto"
-    transport: Transport = Transport(
-        "direct", 1, backward="keys"
-    )  # on torch meshes; route, hosts and backward are never auto here
+    transport: Transport = Transport("direct", 1, backward="keys")  # in torch; route, hosts, backward are never auto
     key_len: int | None = None
     heads: tuple[int, int] | None = None
     head_dim: int | None = None
@@ -129,10 +127,7 @@ class Plan:
         compared = [getattr(self, f.name) for f in fields(self) if f.compare]
         object.__setattr__(self, "number", hash(tuple(compared)))
         object.__setattr__(self, "text", self._text())
-        _ = (
-            self.local_len,
-            self.keys.local_len,
-        )  # cached now: Python 3.11 takes a lock for it, which torch.compile refuses
+        _ = self.local_len, self.keys.local_len  # cached now: Python 3.11 locks for it, which torch.compile refuses
 
     def _text(self) -> str:
         """The whole plan as text, for a compiled graph, which holds no objects; `of_text` is the inverse."""
@@ -423,9 +418,7 @@ def heads_of(heads: Any) -> tuple[int, int] | None:
 
 def dtype_name(dtype: Any) -> str:
     """The name of a dtype of torch, JAX or numpy, or of a string; a ValueError if attention does not support it."""
-    bare = (
-        dtype if isinstance(dtype, type) else getattr(dtype, "dtype", dtype)
-    )  # jnp.float32 is not a dtype but has one
+    bare = dtype if isinstance(dtype, type) else getattr(dtype, "dtype", dtype)  # jnp.float32 is no dtype but has one
     name = getattr(bare, "__name__", None) or getattr(bare, "name", None) or str(bare).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
