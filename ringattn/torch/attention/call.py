@@ -4,6 +4,7 @@
 call of a new kind, compares it between ranks, and caches it. Running it (`function.py`) looks nothing up.
 """
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,14 +15,14 @@ from torch.autograd import forward_ad
 
 from ringattn.check import of_arguments, of_arrays
 from ringattn.cost import Shape, kv_heads_of_a_rank
-from ringattn.kernels import Kernel, Problem, select
+from ringattn.kernels import Kernel, select
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.rates import mask_of
 from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
-from ringattn.torch.attention.steps import Run, Score, arch_of, global_intervals, run_of, score_with
+from ringattn.torch.attention.steps import Run, Score, global_intervals, problem_of, run_of, score_with
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.sharding import real_tokens, swapped_of
 
@@ -48,9 +49,11 @@ class Pass(NamedTuple):
 class Call:
     """One kind of call. `shape` is that of the whole sequence and all heads."""
 
-    def __init__(self, mask: Mask, shape: Shape, dtype: torch.dtype, device: torch.device, gradients: bool, lse: bool):
-        plan = mask.plan
-        self.mask, self.plan, self.shape, self.dtype, self.device = mask, plan, shape, dtype, device
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool, lse: bool):
+        (B, _, H, D), plan, device = q.shape, mask.plan, q.device
+        self.shape = shape = Shape(plan.seq_len, plan.keys.seq_len, H, k.shape[2], D, v.shape[3], q.itemsize, B)
+        self.problem = problem_of(q, k, v, mask.spec.softcap, tiles=True)
+        self.mask, self.plan, self.dtype, self.device = mask, plan, q.dtype, device
         self.docs = mask.docs
         self.gradients = gradients
         self.ring, self.ulysses = plan.ring_axis, plan.ulysses_axis
@@ -178,21 +181,11 @@ class Call:
 
     def kernel(self, tiles: bool, backward: bool = False) -> Kernel:
         """The kernel for this call; `tiles`: every step is few rectangles."""
-        shape = self.shape
-        problem = Problem(
-            device=self.device.type,
-            dtype=str(self.dtype).removeprefix("torch."),
-            head_dim=shape.head_dim,
-            value_dim=shape.value_dim,
-            heads=self.heads[0],
-            kv_heads=self.heads[1],
-            softcap=self.mask.spec.softcap is not None,
-            tiles=tiles,
-            arch=arch_of(self.device) if self.device.type == "cuda" else None,
-            deterministic=self.deterministic,
-            rows=shape.batch * self.plan.tokens.shard_len * self.heads[0],
-            mask=self.mask_kind,
-        )
+        heads, kv_heads = self.heads
+        problem = replace(
+            self.problem, heads=heads, kv_heads=kv_heads, tiles=tiles, mask=self.mask_kind, queries=None,
+            rows=self.shape.batch * self.plan.tokens.shard_len * heads, deterministic=self.deterministic,
+        )  # fmt: skip
         return select(problem, self.plan.kernel, backward=backward, shared=self.shared)
 
     def score(self, kernel: Kernel) -> Score:
@@ -262,7 +255,7 @@ def make(
     bits = plan.deterministic or torch.are_deterministic_algorithms_enabled()
     words = agree.describe(plan, spec, tensors, docs, key_docs, call="attention", gradients=kept, deterministic=bits)
     agree.agree(plan, words, problem)
-    call = call_of(q, k, v, Mask(plan, spec, docs, key_docs), gradients, return_lse)
+    call = Call(q, k, v, Mask(plan, spec, docs, key_docs), gradients, return_lse)
     refused = call.refused()
     if plan.kernel != "auto":  # one rank alone may lack a package, or have an older GPU
         agree.agree(plan, {"call": "attention", "kernel": str(refused or "serves")})
@@ -281,7 +274,7 @@ def bound(
 ) -> Call:  # fmt: skip
     """The call of a backward pass: the one that forward bound, made again if it is no longer cached."""
     call = plan.calls.get(key_of(q, k, v, plan, spec, docs, key_docs, sinks, True, return_lse))
-    return call or call_of(q, k, v, Mask(plan, spec, docs, key_docs), True, return_lse)
+    return call or Call(q, k, v, Mask(plan, spec, docs, key_docs), True, return_lse)
 
 
 def key_of(
@@ -295,13 +288,6 @@ def key_of(
         q.device, k.device, v.device, q.layout, k.layout, v.layout,
         None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
     )  # fmt: skip
-
-
-def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool, return_lse: bool) -> Call:
-    B, _, H, D = q.shape
-    lengths = mask.plan.seq_len, mask.plan.keys.seq_len
-    shape = Shape(*lengths, H, k.shape[2], D, v.shape[3], q.itemsize, B)
-    return Call(mask, shape, q.dtype, q.device, gradients, return_lse)
 
 
 def remember(calls: dict[Any, Any], key: Any, call: Any) -> None:
