@@ -155,10 +155,14 @@ class Spread:
     averaged: bool = False  # whether gradients are averaged over ranks afterwards, instead of summed
 
     @property
+    def plan(self) -> Plan:
+        """The plan that the model was prepared with."""
+        return next(iter(self.plans.values()))
+
+    @property
     def ranks(self) -> int:
         """How many ranks a gradient is reduced over."""
-        plan = next(iter(self.plans.values()))
-        return plan.ring * plan.ulysses * math.prod(axis.size for axis in self.over)
+        return self.plan.ring * self.plan.ulysses * math.prod(axis.size for axis in self.over)
 
     def local(self, T: int) -> Plan:
         if T not in self.plans:

@@ -71,7 +71,8 @@ class OverRanks(hf_trl.Answers):
 
     @property
     def plan(self) -> Plan:
-        return next(iter(self.spread.plans.values()))
+        plan: Plan = self.spread.plan
+        return plan
 
     @property
     def by_trl(self) -> bool:
