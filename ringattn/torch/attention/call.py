@@ -62,11 +62,11 @@ class Call:
         self.exchanges_dlse = lse and self.ulysses.size > 1  # all ranks alike, also one whose lse has no gradient
         self.order = swapped_of(plan.tokens, self.ring.rank, device)  # of what Ulysses ranks hold, where they exchange
         self.gathers = plan.strategy == "gather"
-        keys = plan.keys
-        same = mask.key_docs is None and keys is plan
+        same = mask.key_docs is None and plan.keys is plan
         self.real = real_tokens(plan, mask.docs, device)
-        self.real_keys = real_tokens(keys, mask.docs if same else mask.key_docs, device)
-        self.padded = self.real is not None or self.real_keys is not None  # whether this rank must clear padding
+        real_keys = real_tokens(plan.keys, mask.docs if same else mask.key_docs, device)
+        self.reals = self.real, real_keys, real_keys  # which tokens of q, k and v are real
+        self.padded = self.real is not None or real_keys is not None  # whether this rank must clear padding
         self.deterministic = plan.deterministic or torch.are_deterministic_algorithms_enabled()
         self.shared = agree.shared_kernels(plan)
         self.words: agree.Words | None = None  # what the ranks compare in every call; None if they do not

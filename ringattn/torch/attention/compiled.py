@@ -83,14 +83,13 @@ def _(
 @op("attention_backward")
 def backward_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, docs: Tensor | None, key_docs: Tensor | None,
-    out: Tensor, lse: Tensor, saved: list[Tensor], dout: Tensor, dlse: Tensor | None,
-    plan: str,
+    kept: list[Tensor], dout: Tensor | None, dlse: Tensor | None,
+    plan: str, return_lse: bool,
     causal: bool, window: int | None, softcap: float | None, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv, dsinks) in the dtypes of their inputs. If tensors were `saved`, q, k, v only give shapes."""
+    """(dq, dk, dv, dsinks) in the dtypes of their inputs, from what forward `kept`; q, k, v only give shapes."""
     found = arguments(q, k, docs, key_docs, plan, causal, window, softcap, scale)
-    call = bound(q, k, v, *found, sinks, dlse is not None)
-    dq, dk, dv, dsinks = attention.backward(call, saved or (q, k, v, out, lse), sinks, dout, dlse)
+    dq, dk, dv, dsinks = attention.backward(bound(q, k, v, *found, sinks, return_lse), kept, sinks, dout, dlse)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -102,31 +101,20 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tupl
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    *tensors, ctx.text, _, ctx.return_lse, ctx.causal, ctx.window, ctx.softcap, ctx.scale = inputs
+    q, k, v, *rest, ctx.text, _, ctx.return_lse, ctx.causal, ctx.window, ctx.softcap, ctx.scale = inputs
     ctx.plan = ctx.text and of_text(ctx.text)  # keeps its ranks alive until backward
     out, lse, saved = output
     ctx.set_materialize_grads(False)  # saved outputs have no gradients
-    q, k, v, *rest = tensors
-    if saved:  # backward reads them instead of q, k, v, out, lse, of which it needs only shapes and dtypes
-        shaped = q, k, v, out, lse
-        ctx.shapes = [x.shape for x in shaped]
-        q, k, v, out, lse = (x.new_empty(0) for x in shaped)
-    ctx.save_for_backward(q, k, v, *rest, out, lse, *saved)
+    ctx.shapes = [x.shape for x in (q, k, v)]
+    ctx.save_for_backward(*rest, *(saved or (q, k, v, out, lse)))
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    kept = ctx.saved_tensors
-    q, k, v, *rest, out, lse = kept[:8]
-    if len(kept) > 8:
-        q, k, v, out, lse = (
-            x.new_empty(()).expand(shape) for x, shape in zip((q, k, v, out, lse), ctx.shapes, strict=True)
-        )
-    dout = torch.zeros_like(out, memory_format=torch.contiguous_format) if dout is None else dout
-    if dlse is None and ctx.return_lse and len(kept) > 8:  # heads are exchanged, on all ranks alike
-        dlse = torch.zeros_like(lse, memory_format=torch.contiguous_format)
+    sinks, docs, key_docs, *kept = ctx.saved_tensors
+    q, k, v = (x.new_empty(()).expand(shape) for x, shape in zip(kept[:3], ctx.shapes, strict=True))
     *grads, dsinks = torch.ops.ringattn.attention_backward(
-        q, k, v, *rest, out, lse, list(kept[8:]), dout, dlse,
-        ctx.text, ctx.causal, ctx.window, ctx.softcap, ctx.scale,
+        q, k, v, sinks, docs, key_docs, kept, dout, dlse,
+        ctx.text, ctx.return_lse, ctx.causal, ctx.window, ctx.softcap, ctx.scale,
     )  # fmt: skip
     return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 9
 

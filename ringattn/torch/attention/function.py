@@ -74,7 +74,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     with no_autocast(q.device):
         if call.alone:
             if call.padded:
-                q, k, v = (cleared(x, real) for x, real in zip((q, k, v), reals(call), strict=True))
+                q, k, v = (cleared(x, real) for x, real in zip((q, k, v), call.reals, strict=True))
             start = None if sinks is None else sink_partial(q, sinks, v.shape[-1])
             part = next(attended(call, iter([(q, k, v, start)])))
             out, lse = part.out.to(q.dtype), part.lse
@@ -93,7 +93,7 @@ def swapped(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
 
     def entering() -> Iterator[tuple[Any, ...]]:
         tensors = q, repeated(k, axis), repeated(v, axis)
-        for g, group in enumerate(entered(call, tensors, reals(call))):
+        for g, group in enumerate(entered(call, tensors, call.reals)):
             if keep:
                 kept.append(group)
             yield *group, None if sinks is None else sink_partial(group[0], own(call, sinks)[g], v.shape[-1])
@@ -119,7 +119,7 @@ def backward(
         if call.alone:
             q, k, v, out, lse = kept
             if call.padded:
-                q, k, v, dout = (cleared(x, r) for x, r in zip((q, k, v, dout), (*reals(call), call.real), strict=True))
+                q, k, v, dout = (cleared(x, r) for x, r in zip((q, k, v, dout), (*call.reals, call.real), strict=True))
                 dlse = None if dlse is None else cleared(dlse, call.real)
             dq, dk, dv, delta = next(gradients(call, iter([(q, k, v, out, lse, dout, dlse)]), sinks is not None))
             lses, deltas = lse, delta
@@ -127,7 +127,7 @@ def backward(
             dq, dk, dv, lses, deltas = swapped_backward(call, kept, sinks is not None, dout, dlse)
         grads: tuple[Tensor, ...] = dq, summed(dk, call.shape.kv_heads), summed(dv, call.shape.kv_heads)
         if call.padded:
-            grads = tuple(cleared(x, real) for x, real in zip(grads, reals(call), strict=True))
+            grads = tuple(cleared(x, real) for x, real in zip(grads, call.reals, strict=True))
         dq, dk, dv = (x.contiguous() for x in grads)
         if sinks is None:
             return dq, dk, dv, None
@@ -152,9 +152,9 @@ def swapped_backward(
     call: Call, kept: Sequence[Tensor], with_delta: bool, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, ...]:
     """`backward` where heads are exchanged: (dq, dk, dv, lse, delta) of all groups side by side."""
-    axis, (real, real_keys, _) = call.ulysses, reals(call)
+    axis, real = call.ulysses, call.real
     known = axis.size > 1  # the kept tensors have already entered
-    tensors, whole = ((), ()) if known else (tuple(kept), (real, real_keys, real_keys, None, None))
+    tensors, whole = ((), ()) if known else (tuple(kept), (*call.reals, None, None))
     new = (dout,) if dlse is None else (dout, dlse)
     lses, deltas = [], []
 
@@ -176,11 +176,6 @@ def swapped_backward(
 def entered(call: Call, tensors: Sequence[Tensor], real: Sequence[Real]) -> Iterator[list[Tensor]]:
     """For each group of heads, its tensors over the whole ring shard."""
     return one_ahead(enter(tensors, real, call.ulysses, g, call.groups, call.order) for g in range(call.groups))
-
-
-def reals(call: Call) -> tuple[Real, Real, Real]:
-    """Which tokens of q, k and v are real."""
-    return call.real, call.real_keys, call.real_keys
 
 
 def own(call: Call, sinks: Tensor) -> Tensor:
