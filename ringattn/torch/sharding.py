@@ -16,10 +16,10 @@ from ringattn.spec import Docs, raise_if, whole
 from ringattn.torch import same_data
 from ringattn.torch.agree import agree, describe
 from ringattn.torch.check import of_types
-from ringattn.torch.exchange import Exchange, Exchanged, Place, place_of, sizes_of
+from ringattn.torch.exchange import Exchange, Exchanged, Place
 
 
-def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+def cached(function: Callable[..., Any]) -> Callable[..., Any]:
     """Cache the function's tensors by its arguments; under a FakeTensorMode make new ones, which hold no numbers."""
     known = lru_cache(maxsize=64)(function)
 
@@ -101,14 +101,14 @@ class Scattered(torch.autograd.Function):
         return Gathered.apply(grad, ctx.plan, ctx.dim), None, None
 
 
-@kept
+@cached
 def order_of(layout: Layout, device: torch.device, back: bool = False) -> Tensor:
     """The positions of all shards in the order of ranks, padding included; with `back`, the inverse of that order."""
     order = layout.order()
     return torch.from_numpy(np.argsort(order) if back else order).to(device, non_blocking=True)
 
 
-@kept
+@cached
 def swapped_of(layout: Layout, rank: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """`layout.swapped(rank)` on the device, and its inverse; None if it changes nothing."""
     order = layout.swapped(rank)
@@ -138,7 +138,7 @@ def roll(x: Tensor, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None
     keep = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
     how = {} if problem else {"call": "roll", "dim": str(dim % x.dim()), "shift": str(shift), "gradients": str(keep)}
     agree(plan, {} if problem else describe(plan, None, {"x": x}, docs) | how, problem)
-    dim, place = dim % x.dim(), place_of(plan)
+    dim, place = dim % x.dim(), (plan.ring_axis.rank, plan.ulysses_axis.rank)
     moved = Exchanged.apply(x, shifted(plan, int(shift), place, x.device), plan, dim)
     outside = ~within(plan, int(shift), docs, place, x.device)
     shape = [n if i == dim else len(outside) if i == 0 else 1 for i, n in enumerate(x.shape)]
@@ -146,17 +146,17 @@ def roll(x: Tensor, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None
     return moved.masked_fill(outside.view(shape), (-100 if integers else 0) if fill is None else fill)
 
 
-@kept
+@cached
 def shifted(plan: Plan, shift: int, place: Place, device: torch.device) -> Exchange:
     """Every position p gets position p - shift, if both are in the sequence. `place` is this rank's."""
     order, T = plan.tokens.order(), plan.seq_len
     come = order - shift
     inside = (order < T) & (come >= 0) & (come < T)
     source = np.where(inside, np.argsort(order)[np.where(inside, come, 0)], -1)
-    return Exchange(sizes_of(plan), place, source, device)
+    return Exchange((plan.ring, plan.ulysses, plan.local_len), place, source, device)
 
 
-@kept
+@cached
 def within(plan: Plan, shift: int, docs: Docs | None, place: Place, device: torch.device) -> Tensor:
     """For each position p of this rank, whether p - shift is in the same document, [1 or rows, T_local]."""
     at, rows = local_positions(plan, *place), []
@@ -200,7 +200,7 @@ def real_tokens(plan: Plan, docs: Docs | None, device: torch.device) -> Tensor |
     return _real_tokens(plan, docs, plan.ring_axis.rank, plan.ulysses_axis.rank, device)
 
 
-@kept
+@cached
 def _real_tokens(
     plan: Plan, docs: Docs | None, ring_rank: int, ulysses_rank: int, device: torch.device
 ) -> Tensor | None:
