@@ -36,14 +36,7 @@ class Pass(NamedTuple):
 
     run: Run
     kernel: Score
-
-    @property
-    def only(self) -> Intervals | None:
-        """The intervals of a run of one step in which nothing travels, if there is work in it."""
-        leg = self.run[0]
-        stop = leg.stops[0]
-        alone = len(self.run) == len(leg.stops) == 1
-        return stop.where if alone and not (leg.hop or leg.home or stop.brought or stop.readers) else None
+    only: Intervals | None  # those of a run of one step in which nothing travels, if there is work in it
 
 
 class Call:
@@ -81,13 +74,13 @@ class Call:
     def forward(self) -> Pass:
         """The forward pass of this rank."""
         run = self.run_forward(self.ring.rank, self.device)
-        return Pass(run, self.score(self.kernel(self.tiles(run))))
+        return Pass(run, self.score(self.kernel(self.tiles(run))), only(run))
 
     @cached_property
     def backward(self) -> Pass:
         """The backward pass of this rank."""
         run = self.run_backward(self.ring.rank, self.device)
-        return Pass(run, self.score(self.kernel(self.tiles(run), backward=True)))
+        return Pass(run, self.score(self.kernel(self.tiles(run), backward=True)), only(run))
 
     @cached_property
     def everywhere(self) -> Intervals:
@@ -191,6 +184,14 @@ class Call:
     def score(self, kernel: Kernel) -> Score:
         spec = self.mask.spec
         return score_with(kernel, spec.scale_for(self.shape.head_dim), spec.softcap)
+
+
+def only(run: Run) -> Intervals | None:
+    """The intervals of a run of one step in which nothing travels, if there is work in it."""
+    leg, *more = run
+    stop, *others = leg.stops
+    travels = more or others or leg.hop or leg.home or stop.brought or stop.readers
+    return None if travels else stop.where
 
 
 def are_tiles(run: Run) -> bool:

@@ -195,8 +195,7 @@ def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[Partial]:
         kernel = call.kernel_everywhere()
         yield from gather_forward(groups, call.ring, call.plan.keys.tokens, call.everywhere, kernel)
         return
-    run, kernel = call.forward
-    where = call.forward.only
+    run, kernel, where = call.forward
     for q, k, v, start in groups:
         if where is not None:
             yield kernel.attend(q, k, v, where, carry=start, out_dtype=q.dtype)
@@ -211,9 +210,8 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
         kernel, layout = call.kernel_everywhere(backward=True), call.plan.keys.tokens
         yield from gather_backward(groups, call.ring, layout, call.everywhere, kernel, with_delta)
         return
-    run, kernel = call.backward
+    run, kernel, where = call.backward
     queries = call.plan.transport.backward == "queries"
-    where = call.backward.only
     for q, k, v, out, lse, dout, dlse in groups:
         rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta, where is None, queries)
         if where is not None:
