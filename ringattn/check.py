@@ -12,7 +12,6 @@ import numpy as np
 from ringattn.planning import Plan, Transport, dtype_name, groups_problem, heads_problem
 from ringattn.segments import NO_STATE
 from ringattn.spec import AttentionSpec, Docs, of_factor, whole
-from ringattn.spec import raise_if as raise_if
 
 PACKED = Docs, "pass Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
 FLAG = "pass True or False"

@@ -51,7 +51,8 @@ def attend(
         or of_tensors(q, k, v)
         or heads_problem(q.shape[2], k.shape[2], ulysses=1)
         or of_intervals(q, begin, end)
-        or of_numbers(scale, softcap)
+        or of_factor("scale", scale)
+        or of_factor("softcap", softcap)
         or of_choice("impl", impl, ("auto", *(kernel.name for kernel in kernels.TABLE)))
         or of_values(begin, end, k.shape[1], check)
     )
@@ -73,10 +74,6 @@ def of_intervals(q: Tensor, begin: Tensor, end: Tensor) -> str | None:
     if begin.shape != end.shape:
         return f"begin has shape {tuple(begin.shape)}, end {tuple(end.shape)}; give both the same"
     return None
-
-
-def of_numbers(scale: float | None, softcap: float | None) -> str | None:
-    return of_factor("scale", scale) or of_factor("softcap", softcap)
 
 
 def of_values(begin: Tensor, end: Tensor, keys: int, check: bool | None) -> str | None:
@@ -115,14 +112,7 @@ def chosen(
 
 @op("attend")
 def attend_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    scale: float,
-    softcap: float | None,
-    impl: str,
+    q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, scale: float, softcap: float | None, impl: str
 ) -> tuple[Tensor, Tensor]:
     kernel, where = chosen(q, k, v, begin, end, softcap, impl)
     with no_autocast(q.device):
@@ -138,19 +128,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 @op("attend_backward")
 def attend_backward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor,
-    scale: float,
-    softcap: float | None,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor,
+    scale: float, softcap: float | None, impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     kernel, where = chosen(q, k, v, begin, end, softcap, impl)
     with no_autocast(q.device):
         delta = kernel.row_delta(out, dout, dlse.to(out.dtype))
