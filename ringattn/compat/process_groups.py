@@ -15,15 +15,9 @@ PLANS: Any = WeakIdKeyDictionary()  # by group, as long as it lives
 
 
 def plan_over(
-    group: Any,
-    device: str,
-    local_len: int,
-    layout: str,
-    strategy: str = "ring",
-    local_keys: int | None = None,
-    axis: str = "ring",
-    cut: Docs | None = None,
-) -> Plan:
+    group: Any, device: str, local_len: int, layout: str, strategy: str = "ring", local_keys: int | None = None,
+    axis: str = "ring", cut: Docs | None = None,
+) -> Plan:  # fmt: skip
     """The plan of sequences of which every rank of the group holds `local_len` tokens: the same one each time.
 
     With `cut` that of a sequence of these documents, each of which is cut over all ranks.

@@ -19,13 +19,9 @@ Entry = dict[str, Any]  # one rank's words, its place on its axes, and its probl
 
 
 def describe(
-    plan: Plan,
-    spec: AttentionSpec | None,
-    tensors: dict[str, Tensor | None],
-    docs: Docs | None,
-    key_docs: Docs | None = None,
-    **more: Any,
-) -> Words:
+    plan: Plan, spec: AttentionSpec | None, tensors: dict[str, Tensor | None], docs: Docs | None,
+    key_docs: Docs | None = None, **more: Any,
+) -> Words:  # fmt: skip
     """The words of a call, equal on all ranks: the plan's choices, the spec, shapes, documents, and `more`."""
     how = plan.transport
     words = {name: str(value) for name, value in more.items()} | {

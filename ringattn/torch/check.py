@@ -14,15 +14,9 @@ TANGENT = "carries a tangent of forward-mode differentiation; only reverse mode 
 
 
 def problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    spec: AttentionSpec,
-    docs: Docs | None,
-    key_docs: Docs | None,
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None,
     sinks: Tensor | None,
-) -> str | None:
+) -> str | None:  # fmt: skip
     """The first problem of a call, or None."""
     return (
         of_tensors(q, k, v)

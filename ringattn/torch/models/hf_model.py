@@ -249,14 +249,9 @@ def few(
 
 @torch.compiler.disable
 def cut(
-    self: Any,
-    input_ids: Tensor | None,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    following: dict[str, Tensor | None],
-    inputs_embeds: Tensor | None,
-    kwargs: dict[str, Any],
-) -> tuple[Plan, dict[str, Any]]:
+    self: Any, input_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None,
+    following: dict[str, Tensor | None], inputs_embeds: Tensor | None, kwargs: dict[str, Any],
+) -> tuple[Plan, dict[str, Any]]:  # fmt: skip
     """The plan for these sequences, and what the model itself is called with: this rank's tokens."""
     B, T = sizes(input_ids, inputs_embeds, position_ids, following)
     (labels,) = following.values()
