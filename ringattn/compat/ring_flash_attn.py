@@ -123,14 +123,13 @@ def of_batch(layout: str, axis: str = "ring") -> Function:
     return function
 
 
-def packed(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs, options: Options
-) -> tuple[Tensor, ...]:
-    """(out,) [t, H, D], and the lse [t, H] if it is requested."""
+def packed(q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs, options: Options) -> Any:
+    """out [t, H, D]; if probabilities are requested (out, lse [H, t], None)."""
     given = q[None], k[None], v[None], plan
-    if options.return_attn_probs:
-        return tuple(x[0] for x in api.attention(*given, spec=spec, docs=docs, return_lse=True))
-    return (api.attention(*given, spec=spec, docs=docs)[0],)
+    if not options.return_attn_probs:
+        return api.attention(*given, spec=spec, docs=docs)[0]
+    out, lse = api.attention(*given, spec=spec, docs=docs, return_lse=True)
+    return out[0], lse[0].T, None
 
 
 def known(kept: Any, cu_seqlens: Tensor) -> Any:
@@ -162,8 +161,7 @@ def of_cut_documents(layout: str) -> Function:
             refuse(problem, plan)
         docs = docs_over(plan.ring, tuple(local))
         plan = plan_over(options.group, q.device.type, len(q), layout, cut=docs)
-        out, *lse = packed(q, k, v, plan, spec, docs, options)
-        return (out, lse[0].T, None) if lse else out
+        return packed(q, k, v, plan, spec, docs, options)
 
     return function
 
@@ -201,8 +199,7 @@ def llama3(
         starts = [local_k_slice.start + start for start in on_host(cu_seqlens_k)[:-1]]
         everyone = {start for one in plan.ring_axis.exchange_words(starts) for start in one}
         docs = Docs.from_cu_seqlens([*sorted(everyone), plan.seq_len])
-    out, *lse = packed(q, k, v, plan, spec, docs, options)
-    return (out, lse[0].T, None) if lse else out
+    return packed(q, k, v, plan, spec, docs, options)
 
 
 def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens: Tensor, causal: bool, rank: int, world_size: int) -> Prepared:

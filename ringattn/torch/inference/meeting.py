@@ -149,7 +149,8 @@ def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, ch
         coming.wait()
         visits = [in_order(room, piece.seen[1])]
     k, v = parted(new.wait().index_select(0, whereabouts_on(q.device, plan.tokens, chunk.tokens)), cache)
-    own = own_pieces(chunk, call.keys * cache.ranks, q.device, kernels.tiled)
+    alone = chunk._replace(before=(), holders=())
+    own = own_pieces(alone, call.keys * cache.ranks, q.device, kernels.tiled)
     part = attended(q, kernels, [*visits, *(Visit((k[:, cut], v[:, cut]), where) for cut, where in own)], part)
     cache.keep(k, v, chunk.tokens)
     return part or empty(q, cache.v.shape[-1])
