@@ -184,12 +184,6 @@ def spread_on(found: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=1024)
-def kept_score(problem: kernels.Problem, impl: str, scale: float, softcap: float | None) -> Score:
-    """The score of the kernel that serves a problem of one rank."""
-    return score_with(kernels.select(problem, impl), scale, softcap)
-
-
-@lru_cache(maxsize=1024)
 def score_with(entry: kernels.Kernel, scale: float, softcap: float | None) -> Score:
     kernel: TorchKernel = entry.load()
     given: dict[str, Any] = {"scale": scale, "softcap": softcap}

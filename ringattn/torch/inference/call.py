@@ -35,14 +35,14 @@ from ringattn.serving import MOVES, exchange_over, exchange_way, keys_at_once
 from ringattn.spec import AttentionSpec, raise_if, whole
 from ringattn.torch import agree, check
 from ringattn.torch.attention.call import key_of, remember
-from ringattn.torch.attention.steps import Score, kept_score, problem_of
+from ringattn.torch.attention.steps import Score, problem_of, score_with
 from ringattn.torch.inference.cache import KVCache
 
 FULL = AttentionSpec(causal=False)
 
 
 class Kernels:
-    """The kernels of a call for some number of queries, loaded when the first piece needs them.
+    """The kernels of a call for some number of queries; the second one is loaded when a piece needs it.
 
     A named kernel that supports rectangles only runs the pieces that are rectangles, which depends on the rank and on
     the lengths of rows. The best other kernel runs the rest.
@@ -51,15 +51,14 @@ class Kernels:
     def __init__(self, problem: kernels.Problem, impl: str, spec: AttentionSpec):
         self.problem, self.impl = problem, impl
         self.score = spec.scale_for(problem.head_dim), spec.softcap
-        self.tiled = kernels.select(problem, impl).tiles  # whether the named or best kernel needs tiles
-
-    @cached_property
-    def rectangles(self) -> Score:
-        return kept_score(self.problem, self.impl, *self.score)
+        first = kernels.select(problem, impl)
+        self.tiled = first.tiles  # whether the named or best kernel needs tiles
+        self.rectangles = score_with(first, *self.score)
 
     @cached_property
     def others(self) -> Score:
-        return kept_score(replace(self.problem, tiles=False), "auto" if self.tiled else self.impl, *self.score)
+        impl = "auto" if self.tiled else self.impl
+        return score_with(kernels.select(replace(self.problem, tiles=False), impl), *self.score)
 
     def of(self, where: Intervals) -> Score:
         return self.rectangles if self.tiled and where.tiles is not None else self.others
