@@ -14,16 +14,16 @@ from ringattn.segments import NO_STATE
 from ringattn.spec import AttentionSpec, Docs, of_factor, whole
 
 PACKED = Docs, "pass Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
-FLAG = "pass True or False"
+SAY = "pass True or False"
 WORDS: dict[str, tuple[type, str]] = {
     "plan": (Plan, "make one with ringattn.plan(mesh, seq_len=...)"),
     "spec": (AttentionSpec, "pass AttentionSpec(causal=..., window=..., softcap=..., scale=...)"),
     "docs": PACKED,
     "key_docs": PACKED,
     "transport": (Transport, "give Transport(route=..., hosts=..., together=..., backward=..., groups=..., by=...)"),
-    "return_lse": (bool, FLAG),
-    "return_state": (bool, FLAG),
-    "check": (bool, FLAG),
+    "return_lse": (bool, SAY),
+    "return_state": (bool, SAY),
+    "check": (bool, SAY),
 }
 
 
