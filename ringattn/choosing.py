@@ -165,12 +165,7 @@ def factored(size: int) -> list[tuple[int, int]]:
 
 
 def candidates(
-    alone: Plan,
-    sizes: Sequence[tuple[int, int]],
-    strategy: str,
-    layout: str,
-    spec: AttentionSpec,
-    docs: Docs | None = None,
+    alone: Plan, sizes: Sequence[tuple[int, int]], strategy: str, layout: str, spec: AttentionSpec, docs: Docs | None
 ) -> list[Plan]:
     """Every plan that spreads `alone` over one of these sizes; strategy and layout vary if they are "auto"."""
     found = []

@@ -27,21 +27,11 @@ class Call:
 
 
 def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    ringattn: Call | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, ringattn: Call | None = None,
+    is_causal: bool | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface: [B, H, t, D] in, [B, t, H, V] out."""
     name = type(module).__name__
     if ringattn is None:

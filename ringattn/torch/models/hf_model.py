@@ -240,7 +240,7 @@ def few(
         return None
     if any(x is not None for x in following.values()):
         raise ValueError("logits_to_keep with labels: the loss needs the logits of all tokens; leave one of them out")
-    if "logits_to_keep" not in signature(self.local_forward).parameters:
+    if not hf_generate.takes_kept(self):
         raise ValueError(f"{type(self).__name__} does not take logits_to_keep; leave it out")
     found = kept(keep, plan, given["position_ids"].device)
     given["logits_to_keep"] = found.mine
