@@ -78,7 +78,7 @@ def plan(
         costs = priced(options, shape, spec, hardware, docs)
         best, report = costs[0][0], candidates_report(costs, hardware)
     best = replace(best, axes=target.bind(best.ring, best.ulysses))
-    narrow = target.framework == "torch" and any(k.narrow and k.name == kernel for k in kernels.TABLE)
+    narrow = target.framework == "torch" and kernel in kernels.BY_NAME and kernels.BY_NAME[kernel].narrow
     sizes = shape.backward_bytes(best.ring, shape.itemsize if narrow else 4) if shape else None
     best = replace(best, transport=settled(transport, best, sizes))
     report += [*route_report(best, sizes), *groups_report(best, shape), *kernel_report(best, shape, spec, dtype, docs)]

@@ -53,7 +53,7 @@ def attend(
         or of_intervals(q, begin, end)
         or of_factor("scale", scale)
         or of_factor("softcap", softcap)
-        or of_choice("impl", impl, ("auto", *(kernel.name for kernel in kernels.TABLE)))
+        or of_choice("impl", impl, ("auto", *kernels.BY_NAME))
         or of_values(begin, end, k.shape[1], check)
     )
     begin, end = (x.to(torch.int32)[None] if x.dim() == 1 else x.to(torch.int32) for x in (begin, end))
@@ -103,7 +103,7 @@ def chosen(
     q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, softcap: float | None, impl: str
 ) -> tuple[Any, Intervals]:
     """The selected kernel's module, and the intervals, with tiles if the kernel needs them or reading is free."""
-    needs_tiles = next((kernel.tiles for kernel in kernels.TABLE if kernel.name == impl), False)
+    needs_tiles = impl != "auto" and kernels.BY_NAME[impl].tiles
     tiles = tiles_of(begin.numpy(force=True), end.numpy(force=True)) if needs_tiles or q.device.type == "cpu" else None
     problem = problem_of(q, k, v, softcap, tiles is not None)
     # "auto" takes no kernel that rounds a partial to the dtype of the inputs
