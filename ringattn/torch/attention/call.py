@@ -2,6 +2,8 @@
 
 `bind` looks a call up by its plan, spec, documents, shapes and dtypes, never by the numbers in tensors. It checks a
 call of a new kind, compares it between ranks, and caches it. Running it (`function.py`) looks nothing up.
+
+Before that, `autocast` casts the inputs, and `traced` decides whether the call is an op.
 """
 
 from dataclasses import replace
