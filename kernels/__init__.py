@@ -75,6 +75,7 @@ TABLE = (
     Kernel("tiled", "ringattn.kernels.tiled", named=("cuda",)),
     Kernel("reference", "ringattn.kernels.reference", named=("cuda",)),
 )
+BY_NAME = {kernel.name: kernel for kernel in TABLE}
 
 
 def refusals(problem: Problem, table: tuple[Kernel, ...] = TABLE) -> dict[str, str | None]:

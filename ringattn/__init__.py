@@ -7,16 +7,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ringattn.api import attention, decode, init_mesh, linear_attention, merge, prefill
-    from ringattn.choosing import plan
-    from ringattn.jax.aot import aot_report
-    from ringattn.kernels.partial import Partial
-    from ringattn.planning import Plan, Transport
-    from ringattn.serving import KVCache
-    from ringattn.spec import AttentionSpec, Docs
-    from ringattn.torch.attention.one_device import attend
-    from ringattn.torch.models import hf, nn
-    from ringattn.torch.models.loss import cross_entropy, token_mean
+    from ringattn.api import attention as attention
+    from ringattn.api import decode as decode
+    from ringattn.api import init_mesh as init_mesh
+    from ringattn.api import linear_attention as linear_attention
+    from ringattn.api import merge as merge
+    from ringattn.api import prefill as prefill
+    from ringattn.choosing import plan as plan
+    from ringattn.jax.aot import aot_report as aot_report
+    from ringattn.kernels.partial import Partial as Partial
+    from ringattn.planning import Plan as Plan
+    from ringattn.planning import Transport as Transport
+    from ringattn.serving import KVCache as KVCache
+    from ringattn.spec import AttentionSpec as AttentionSpec
+    from ringattn.spec import Docs as Docs
+    from ringattn.torch.attention.one_device import attend as attend
+    from ringattn.torch.models import hf as hf
+    from ringattn.torch.models import nn as nn
+    from ringattn.torch.models.loss import cross_entropy as cross_entropy
+    from ringattn.torch.models.loss import token_mean as token_mean
 
 __version__ = "0.1.0"
 
@@ -41,27 +50,7 @@ PUBLIC = {
     "prefill": "ringattn.api",
     "token_mean": "ringattn.torch.models.loss",
 }
-__all__ = [
-    "AttentionSpec",
-    "Docs",
-    "KVCache",
-    "Partial",
-    "Plan",
-    "Transport",
-    "aot_report",
-    "attend",
-    "attention",
-    "cross_entropy",
-    "decode",
-    "hf",
-    "init_mesh",
-    "linear_attention",
-    "merge",
-    "nn",
-    "plan",
-    "prefill",
-    "token_mean",
-]
+__all__ = list(PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from ringattn.kernels.partial import Partial
 from ringattn.kernels.partial import merge as merged
 from ringattn.planning import Plan
 from ringattn.serving import KVCache
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.spec import AttentionSpec, Docs, raise_if
 
 
 def attention(
@@ -117,9 +117,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     out [B, T, H, V] and lse [B, T, H] come from `attend`, or from `attention` with return_lse=True. A row whose lse is
     -inf has seen no key.
     """
-    problem = of_partials(a, b)
-    if problem:
-        raise ValueError(problem)
+    raise_if(of_partials(a, b))
     return merged(a, b)
 
 
@@ -152,14 +150,7 @@ def prefill(
 
 
 def decode(
-    q: Any,
-    k: Any,
-    v: Any,
-    cache: KVCache,
-    *,
-    spec: AttentionSpec | None = None,
-    sinks: Any = None,
-    **unknown: Any,
+    q: Any, k: Any, v: Any, cache: KVCache, *, spec: AttentionSpec | None = None, sinks: Any = None, **unknown: Any
 ) -> Any:
     """Append the next tokens, the same on every rank, to the cache and attend: out; in JAX (out, cache).
 

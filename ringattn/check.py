@@ -43,24 +43,17 @@ NO_ALIBI = "ALiBi is not supported: use rotary positions (plan.positions())"
 NO_BIAS = "an additive bias is not supported: masks are intervals (causal, window, docs)"
 NO_MASK = "an arbitrary mask is not supported: masks are intervals (causal, window, docs)"
 REFUSED = {  # other libraries' arguments
-    "dropout": NO_DROPOUT,
-    "dropout_p": NO_DROPOUT,
-    "alibi_slopes": NO_ALIBI,
-    "alibi": NO_ALIBI,
-    "bias": NO_BIAS,
-    "attn_bias": NO_BIAS,
-    "attn_mask": NO_MASK,
-    "mask": NO_MASK,
+    **dict.fromkeys(("dropout", "dropout_p"), NO_DROPOUT),
+    **dict.fromkeys(("alibi", "alibi_slopes"), NO_ALIBI),
+    **dict.fromkeys(("bias", "attn_bias"), NO_BIAS),
+    **dict.fromkeys(("mask", "attn_mask"), NO_MASK),
 }
 INSTEAD = {  # of those, the ones that an argument of ours replaces
     "spec": {
-        "is_causal": "pass spec=AttentionSpec(causal=...)",
-        "causal": "pass spec=AttentionSpec(causal=...)",
-        "window": "pass spec=AttentionSpec(window=...)",
-        "window_size": "pass spec=AttentionSpec(window=...)",
+        **dict.fromkeys(("causal", "is_causal"), "pass spec=AttentionSpec(causal=...)"),
+        **dict.fromkeys(("window", "window_size"), "pass spec=AttentionSpec(window=...)"),
         "softcap": "pass spec=AttentionSpec(softcap=...)",
-        "scale": "pass spec=AttentionSpec(scale=...)",
-        "softmax_scale": "pass spec=AttentionSpec(scale=...)",
+        **dict.fromkeys(("scale", "softmax_scale"), "pass spec=AttentionSpec(scale=...)"),
     },
     "docs": {"cu_seqlens": "pass docs=Docs.from_cu_seqlens(...)"},
     "transport": dict.fromkeys(

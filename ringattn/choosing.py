@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ringattn import kernels
-from ringattn.check import of_arguments, of_unknown
+from ringattn.check import of_arguments, of_choice, of_unknown
 from ringattn.comms.axis import Ranks, one_rank
 from ringattn.cost import Cost, Hardware, Shape, kv_heads_of_a_rank, predict, seen_pairs
 from ringattn.planning import TRAVELLERS, Plan, Transport, dtype_name, hardware_of
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.spec import AttentionSpec, Docs, raise_if
 
 
 def plan(
@@ -42,8 +42,7 @@ def plan(
     mesh.
     """
     words = of_arguments(spec=spec, docs=docs, transport=transport)
-    if problem := of_unknown("plan", unknown, "spec", "docs", "transport") or words:
-        raise ValueError(problem)
+    raise_if(of_unknown("plan", unknown, "spec", "docs", "transport") or words)
     spec = AttentionSpec() if spec is None else spec
     transport = Transport() if transport is None else transport
     target = target_of(mesh, transport.by)
@@ -79,7 +78,7 @@ def plan(
         costs = priced(options, shape, spec, hardware, docs)
         best, report = costs[0][0], candidates_report(costs, hardware)
     best = replace(best, axes=target.bind(best.ring, best.ulysses))
-    narrow = target.framework == "torch" and any(k.narrow and k.name == kernel for k in kernels.TABLE)
+    narrow = target.framework == "torch" and kernel in kernels.BY_NAME and kernels.BY_NAME[kernel].narrow
     sizes = shape.backward_bytes(best.ring, shape.itemsize if narrow else 4) if shape else None
     best = replace(best, transport=settled(transport, best, sizes))
     report += [*route_report(best, sizes), *groups_report(best, shape), *kernel_report(best, shape, spec, dtype, docs)]
@@ -120,7 +119,7 @@ def target_of(mesh: Any, by: str = "auto") -> Target:
     if isinstance(mesh, Target):
         return mesh
     if mesh is None:
-        device = default_device()
+        device = "cuda" if torch_on_gpu() else "cpu"
         return Target(device, [(1, 1)], lambda ring, ulysses: one_rank(device))
     meshes: Any
     if is_jax_mesh(mesh):
@@ -154,10 +153,10 @@ def is_jax_mesh(mesh: Any) -> bool:
     return "jax" in sys.modules and isinstance(mesh, sys.modules["jax"].sharding.Mesh)
 
 
-def default_device() -> str:
-    """The device of a plan without a mesh: the GPU if torch finds one."""
+def torch_on_gpu() -> Any:
+    """torch, if it is imported and finds a GPU."""
     torch = sys.modules.get("torch")
-    return "cuda" if torch is not None and torch.cuda.is_available() else "cpu"
+    return torch if torch is not None and torch.cuda.is_available() else None
 
 
 def factored(size: int) -> list[tuple[int, int]]:
@@ -166,12 +165,7 @@ def factored(size: int) -> list[tuple[int, int]]:
 
 
 def candidates(
-    alone: Plan,
-    sizes: Sequence[tuple[int, int]],
-    strategy: str,
-    layout: str,
-    spec: AttentionSpec,
-    docs: Docs | None = None,
+    alone: Plan, sizes: Sequence[tuple[int, int]], strategy: str, layout: str, spec: AttentionSpec, docs: Docs | None
 ) -> list[Plan]:
     """Every plan that spreads `alone` over one of these sizes; strategy and layout vary if they are "auto"."""
     found = []
@@ -257,7 +251,7 @@ def groups_report(plan: Plan, shape: Shape | None) -> list[str]:
     if plan.framework != "torch" or not plan.swaps:
         return []
     if plan.transport.groups is not None:
-        groups, why = plan.transport.groups, "as asked"
+        groups, why = plan.transport.groups, "as given"
     elif shape is not None:
         groups, why = plan.groups_for(shape), f"{plan.exchanged(shape) / 1e6:.1f} MB a rank"
     else:
@@ -276,9 +270,9 @@ def kernel_report(
     known: Any = for_jax if plan.framework == "jax" else kernels
     device, kernel = plan.device, plan.kernel
     if shape is None:
-        if kernel not in ("auto", *(k.name for k in known.TABLE)):
-            known.select(kernels.Problem(device, "float32", 64, 64, 1, 1), kernel)
+        raise_if(of_choice("kernel", kernel, ("auto", *(k.name for k in known.TABLE))))
         return [f"kernel {kernel}: give heads and head_dim to see which one that is"]
+    torch = torch_on_gpu() if device == "cuda" else None
     problem = kernels.Problem(
         device=device,
         dtype=dtype,
@@ -288,7 +282,7 @@ def kernel_report(
         kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
         softcap=spec.softcap is not None,
         tiles=spec.window is None and docs is None,  # stripes may still cut a step into too many rectangles
-        arch=arch_here(device),
+        arch=torch.cuda.get_device_capability() if torch else None,
         deterministic=plan.deterministic,
         rows=plan.tokens.shard_len * (shape.heads // plan.ulysses),
     )
@@ -300,12 +294,3 @@ def kernel_report(
             more = None if plan.framework == "jax" else kernels.gain(other, problem, chosen)
             lines.append(f"  {other.name}: {more or other.refuses(problem) or serves}")
     return lines
-
-
-def arch_here(device: str) -> tuple[int, int] | None:
-    """The compute capability of this process's GPU, if plans are for GPUs and torch finds one."""
-    torch = sys.modules.get("torch")
-    if device != "cuda" or torch is None or not torch.cuda.is_available():
-        return None
-    found: tuple[int, int] = torch.cuda.get_device_capability()
-    return found

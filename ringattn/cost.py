@@ -136,10 +136,8 @@ def exchanged(shape: Shape, ring: int, ulysses: int, strategy: str, local: tuple
 
 
 MOST_GROUPS = 4
-MORE_LATENCIES, MORE_WORK = (
-    15,
-    0.0065,
-)  # cost of one more group: latencies, part of the attention's time; 2 H200s, 32K and 131K
+# cost of one more group: latencies, part of the attention's time; 2 H200s, 32K and 131K
+MORE_LATENCIES, MORE_WORK = 15, 0.0065
 
 
 def groups_of(shape: Shape, sent: int, ranks: int, kv_heads: int, hardware: Hardware) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.spec import Docs
+from ringattn.spec import Docs, raise_if
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 Shard = tuple[range, ...]
@@ -41,8 +41,8 @@ class Layout:
     def __post_init__(self) -> None:
         if self.name not in LAYOUTS:
             raise ValueError(f"layout={self.name!r}: choose one of {', '.join(LAYOUTS)}")
-        if self.cut is not None and (problem := self._cut_problem(self.cut)):
-            raise ValueError(problem)
+        if self.cut is not None:
+            raise_if(self._cut_problem(self.cut))
 
     def _cut_problem(self, docs: Docs) -> str | None:
         """Why these documents cannot be cut over all ranks, if they cannot."""

@@ -12,7 +12,7 @@ from typing import Any
 from ringattn.comms.axis import LIVE, NOT_HERE, TRANSPORTS, Ranks
 from ringattn.cost import HARDWARE, Hardware, Shape, exchanged, groups_of, kv_heads_of_a_rank
 from ringattn.layout import LAYOUTS, Layout
-from ringattn.spec import Docs, whole
+from ringattn.spec import Docs, raise_if, whole
 
 STRATEGIES = ("ring", "gather", "ulysses")
 ROUTES = ("direct", "relay", "levels")
@@ -90,9 +90,7 @@ class Plan:
     strategy: str = "ring"
     layout: str = "contiguous"
     kernel: str = "auto"
-    transport: Transport = Transport(
-        "direct", 1, backward="keys"
-    )  # on torch meshes; route, hosts and backward are never auto here
+    transport: Transport = Transport("direct", 1, backward="keys")  # in torch; route, hosts, backward are never auto
     key_len: int | None = None
     heads: tuple[int, int] | None = None
     head_dim: int | None = None
@@ -117,23 +115,19 @@ class Plan:
             )
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout={self.layout!r}: choose one of auto, {', '.join(LAYOUTS)}")
-        if self.cut is not None and (problem := self._cut_problem()):
-            raise ValueError(problem)
-        problem = self._transport_problem()
+        if self.cut is not None:
+            raise_if(self._cut_problem())
         if self.heads is not None:
-            check_heads(*self.heads, ulysses=self.ulysses, ring=self.ring)
-            problem = problem or groups_problem(self.transport.groups, self.heads[1], self.ulysses)
-        if problem:
-            raise ValueError(problem)
+            raise_if(heads_problem(*self.heads, ulysses=self.ulysses, ring=self.ring))
+        raise_if(self._transport_problem())
+        if self.heads is not None:
+            raise_if(groups_problem(self.transport.groups, self.heads[1], self.ulysses))
         if self.framework == "jax":
             self._check_positions()
         compared = [getattr(self, f.name) for f in fields(self) if f.compare]
         object.__setattr__(self, "number", hash(tuple(compared)))
         object.__setattr__(self, "text", self._text())
-        _ = (
-            self.local_len,
-            self.keys.local_len,
-        )  # cached now: Python 3.11 takes a lock for it, which torch.compile refuses
+        _ = self.local_len, self.keys.local_len  # cached now: Python 3.11 locks for it, which torch.compile refuses
 
     def _text(self) -> str:
         """The whole plan as text, for a compiled graph, which holds no objects; `of_text` is the inverse."""
@@ -320,8 +314,7 @@ class Plan:
         """
         if not isinstance(docs, Docs):
             raise ValueError(f"docs is of type {type(docs).__name__}; pass Docs.from_lengths([...])")
-        if problem := self._cut_problem():
-            raise ValueError(problem)
+        raise_if(self._cut_problem())
         return replace(self, seq_len=docs.length, key_len=None, cut=docs.first or docs)
 
     def local_slice(self, ulysses_rank: int) -> slice:
@@ -425,19 +418,11 @@ def heads_of(heads: Any) -> tuple[int, int] | None:
 
 def dtype_name(dtype: Any) -> str:
     """The name of a dtype of torch, JAX or numpy, or of a string; a ValueError if attention does not support it."""
-    bare = (
-        dtype if isinstance(dtype, type) else getattr(dtype, "dtype", dtype)
-    )  # jnp.float32 is not a dtype but has one
+    bare = dtype if isinstance(dtype, type) else getattr(dtype, "dtype", dtype)  # jnp.float32 is no dtype but has one
     name = getattr(bare, "__name__", None) or getattr(bare, "name", None) or str(bare).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}")
     return str(name)
-
-
-def check_heads(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> None:
-    problem = heads_problem(heads, kv_heads, ulysses=ulysses, ring=ring)
-    if problem:
-        raise ValueError(problem)
 
 
 def heads_problem(heads: int, kv_heads: int, *, ulysses: int, ring: int = 1) -> str | None:

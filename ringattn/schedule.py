@@ -18,7 +18,7 @@ Plain numpy: print it, test it, no device needed.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -78,7 +78,7 @@ class Schedule:
         """All rounds of one ring rank; a visit brings up to `together` blocks."""
         size = self.ring // hosts
         host, place = divmod(rank, size)
-        distances, last = self.crossings(hosts)
+        distances, last = crossings(self, hosts)
 
         def held_at(o: int) -> int:
             return (host - o) % hosts * size + place
@@ -95,24 +95,6 @@ class Schedule:
             found.append(Round(held, bool(last[held] >= o), visits, hop, home))
         return found
 
-    def crossings(self, hosts: int) -> tuple[list[int], np.ndarray]:
-        """The distances between hosts at which something is seen, and for each block the last one."""
-        if hosts not in self.crossed:
-            seen = by_distance(self.needed.reshape(hosts, -1, self.ring).max(1), hosts)
-            last = np.array([max(np.flatnonzero(column).tolist(), default=0) for column in seen.T])
-            self.crossed[hosts] = met(seen), last
-        return self.crossed[hosts]
-
-    @cached_property
-    def crossed(self) -> dict[int, tuple[list[int], np.ndarray]]:
-        """`crossings`, by the number of hosts."""
-        return {}
-
-    @cached_property
-    def near(self) -> dict[tuple[int, int, int], list[int]]:
-        """The distances within a host at which something is seen; keys are (first rank, first block, ranks)."""
-        return {}
-
     def visits(self, rank: int, first: int, size: int, together: int) -> tuple[Visit, ...]:
         """The steps of one rank while the blocks [first, first + size) are on its host, the held block's step first.
 
@@ -121,9 +103,7 @@ class Schedule:
         host, place = rank // size * size, rank % size
         here = self.needed[host : host + size, first : first + size]
         visits = [Visit((first + place,) if here[place, place] else (), ())]
-        if (host, first, size) not in self.near:
-            self.near[host, first, size] = met(by_distance(here, size))[1:]
-        for now in growing(self.near[host, first, size], together):
+        for now in growing(near(self, host, first, size), together):
             sources, readers = [(place - d) % size for d in now], [(place + d) % size for d in now]
             visits.append(Visit(
                 tuple(first + s for s in sources if here[place, s]), tuple(host + r for r in readers if here[r, place])
@@ -137,6 +117,20 @@ class Schedule:
         read = sum(len(visit.readers) for one in rounds for visit in one.visits)
         brought = sum(len(visit.sources) for one in rounds for visit in one.visits[1:])
         return onward + read, brought + sum(one.here for one in rounds[1:])
+
+
+@lru_cache(maxsize=16)
+def crossings(schedule: Schedule, hosts: int) -> tuple[list[int], np.ndarray]:
+    """The distances between hosts at which something is seen, and for each block the last one."""
+    seen = by_distance(schedule.needed.reshape(hosts, -1, schedule.ring).max(1), hosts)
+    last = np.array([max(np.flatnonzero(column).tolist(), default=0) for column in seen.T])
+    return met(seen), last
+
+
+@lru_cache(maxsize=256)
+def near(schedule: Schedule, host: int, first: int, size: int) -> list[int]:
+    """The distances at which a rank of the host that begins at rank `host` sees one of the blocks from `first` on."""
+    return met(by_distance(schedule.needed[host : host + size, first : first + size], size))[1:]
 
 
 def by_distance(needed: np.ndarray, size: int) -> np.ndarray:

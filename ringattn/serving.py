@@ -9,7 +9,7 @@ import numpy as np
 from ringattn.check import of_arguments, of_memory
 from ringattn.cost import Hardware
 from ringattn.planning import dtype_name
-from ringattn.spec import whole
+from ringattn.spec import raise_if, whole
 
 BLOCK = 64  # positions that lie together on one rank
 FEWEST_KEYS = 1024  # a hop of fewer keys than this is mostly latency
@@ -56,8 +56,7 @@ class KVCache:
             room, batch=batch, max_len=max_len, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
             window=window, block=block,
         )  # fmt: skip
-        if problem:
-            raise ValueError(problem)
+        raise_if(problem)
         sizes: Any = map(whole, (batch, max_len, kv_heads, head_dim, value_dim, window, room, block))
         batch, max_len, kv_heads, head_dim, value_dim, window, room, block = sizes  # also numpy's, as plain numbers
         most = None if window is None else window + (window if room is None else room)
@@ -150,8 +149,8 @@ def prefill_moves(
     """
     hops, partials = ranks - 1, local * heads.partial_bytes
     held = -(-max(0, cached - ranks * local * beside) // ranks)
-    asked = hops * local * heads.query_bytes
-    sent = {"queries": asked + hops * partials, "keys": hops * held * heads.key_bytes}
+    queries_sent = hops * local * heads.query_bytes
+    sent = {"queries": queries_sent + hops * partials, "keys": hops * held * heads.key_bytes}
     hidden = local * cached * heads.pair_flops / hardware.flops * hops / ranks * hides
     merged = 2 * partials / hardware.memory * hides * (hops > 0)
     pieces = -(-held // keys_at_once(local))
@@ -163,7 +162,7 @@ def prefill_moves(
 
     gathered = flight(sent["queries"], 2 * min(1, hops))
     if beside:
-        first = asked / max(1, steps)
+        first = queries_sent / max(1, steps)
         gathered = flight(first, min(1, hops)) + max(0.0, flight(sent["queries"] - first, 2 * steps - 1) - hidden)
     travelled = max(0.0, flight(sent["keys"], transfers) - hidden)
     exposed = {"queries": gathered + ranks * merged, "keys": travelled + visits * merged}

@@ -48,8 +48,7 @@ class AttentionSpec:
                     "causal=False; use causal=True, or window=None"
                 )
         for name in ("softcap", "scale"):
-            if found := of_factor(name, getattr(self, name)):
-                raise ValueError(found)
+            raise_if(of_factor(name, getattr(self, name)))
         for name, number in (("causal", bool), ("window", int), ("softcap", float), ("scale", float)):
             value = getattr(self, name)
             if value is not None:  # numpy's numbers are equal to Python's, but make arrays of their own dtype
@@ -165,6 +164,12 @@ class Docs:
         return f"Docs({n - 1} documents, {rows} row{'s' * (rows > 1)}, {self.length} tokens)"
 
 
+def raise_if(problem: str | None) -> None:
+    """Raise a problem that a check found."""
+    if problem:
+        raise ValueError(problem)
+
+
 def whole(value: Any) -> int | None:
     """The value as an int, from Python's ints, numpy's, or an array with one; None for anything else."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -265,6 +270,11 @@ def repeated(values: Row, counts: Row) -> Row:
     return np.repeat(values.ravel(), counts.ravel()).reshape(len(values), -1)
 
 
+def followed_by(last: int, *columns: Row) -> Row:
+    """[rows, n]: these columns, and one of the number `last`."""
+    return np.concatenate([*columns, np.full((len(columns[0]), 1), last)], 1)
+
+
 def spans(
     spec: AttentionSpec,
     positions: Row,
@@ -281,9 +291,8 @@ def spans(
     if docs is not None:
         starts, limits = docs.starts, (docs if key_docs is None else key_docs).starts
     # two more runs see nothing: the tokens after the documents, and those after the sequence
-    counts = np.diff(below(np.pad(starts, ((0, 0), (0, 1)), constant_values=seq_len)), append=len(positions))
-    begin = np.pad(limits, ((0, 0), (0, 1)), constant_values=key_len)
-    end = np.pad(np.pad(limits[:, 1:], ((0, 0), (0, 1)), mode="edge"), ((0, 0), (0, 1)), constant_values=key_len)
+    counts = np.diff(below(followed_by(seq_len, starts)), append=len(positions))
+    begin, end = followed_by(key_len, limits), followed_by(key_len, limits[:, 1:], limits[:, -1:])
     own, low, high = positions + offset, None, None
     other_keys = key_docs not in (None, docs)
     if spec.causal:

@@ -405,7 +405,7 @@ def small(kind, **more):
 
 def test_what_a_model_asks_of_its_attention_is_never_dropped():
     """A learned mask, a bias, arguments that do not come at all."""
-    for kind, said in (("doge", "DogeAttention asks its attention for a mask of its own"),
+    for kind, said in (("doge", "DogeAttention passes a mask of its own to its attention"),
                        ("nemotron", "does not hand its keyword arguments on")):  # fmt: skip
         model = hf.prepare(small(kind), plan_of_one())
         with pytest.raises(ValueError, match=said):
@@ -413,7 +413,7 @@ def test_what_a_model_asks_of_its_attention_is_never_dropped():
     q = torch.randn(1, 4, 5, 8)
     told = {"ringattn": hf_model.Call(ra.plan(seq_len=5), None), "position_ids": torch.arange(5), "use_cache": False}
     assert attend(torch.nn.Identity(), q, q, q, None, **told)[0].shape == (1, 5, 4, 8)
-    with pytest.raises(ValueError, match="Identity asks its attention for indices, position_bias, which is not supp"):
+    with pytest.raises(ValueError, match="Identity passes indices, position_bias to its attention, which is not supp"):
         attend(torch.nn.Identity(), q, q, q, None, **told, position_bias=q, indices=q, alibi=None)
 
 
@@ -519,11 +519,11 @@ def test_a_copy_runs_its_own_weights():
 @pytest.mark.parametrize(
     ("plan", "over", "said"),
     [
-        (lambda: None, (), "plan is of type NoneType; say ringattn.plan"),
+        (lambda: None, (), "plan is of type NoneType; pass ringattn.plan"),
         (lambda: "ring", (), "plan is of type str"),
         (lambda: ra.plan(seq_len=T, heads=(4, 2), head_dim=8), (), "make the plan without heads and head_dim"),
-        (plan_of_one, "data", "over='data': say axes"),
-        (plan_of_one, ("data",), "say axes"),
+        (plan_of_one, "data", "over='data': pass axes"),
+        (plan_of_one, ("data",), "pass axes"),
     ],
 )
 def test_a_refused_model_is_as_it_was(plan, over, said):
@@ -539,7 +539,7 @@ def test_a_refused_model_is_as_it_was(plan, over, said):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"input_ids": [[1, 2]]}, "input_ids is of type list; say torch.tensor"),
+        ({"input_ids": [[1, 2]]}, "input_ids is of type list; pass torch.tensor"),
         ({"input_ids": torch.ones(5, dtype=torch.long)}, r"input_ids has shape \(5,\); expected \[batch, tokens\]"),
         ({"inputs_embeds": torch.ones(2, T)}, r"expected \[batch, tokens, width\]"),
         ({"input_ids": batch(), "labels": [1]}, r"labels is of type list; expected a tensor of shape \(2, 37\)"),
@@ -563,7 +563,7 @@ def test_bad_input_is_named():
         model(batch(), attention_mask=torch.ones(2, 1, T, T))
     with pytest.raises(ValueError, match="past_key_values is of type object: a prepared model takes the cache over"):
         model(batch(), past_key_values=object())
-    with pytest.raises(ValueError, match="say input_ids or inputs_embeds"):
+    with pytest.raises(ValueError, match="pass input_ids or inputs_embeds"):
         model()
     with pytest.raises(ValueError, match="outside a prepared model"):
         model.model(batch())
@@ -661,7 +661,7 @@ def test_what_is_changed_after_prepare_is_refused():
         model(batch())
     bare = hf.prepare(transformers.LlamaModel(transformers.LlamaConfig(**SMALL)), plan_of_one())
     assert bare(batch()).last_hidden_state.shape == (2, T, 32)
-    with pytest.raises(ValueError, match="LlamaModel gives no logits, so labels mean nothing to it"):
+    with pytest.raises(ValueError, match="LlamaModel gives no logits, so it has no use for labels"):
         bare(batch(), labels=batch())
 
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels import Problem, tiled
-from ringattn.kernels.arrays import accumulator, fine
+from ringattn.kernels.arrays import fine
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.total import Total
 from ringattn.kernels.vendor import equal_dims
-from ringattn.kernels.vendor.tiles import covers, heads_first, over_tiles, row_delta, sums_of
+from ringattn.kernels.vendor.tiles import covers, over_tiles, row_delta, sums_of
 
+WIDE = torch.float32, torch.float64
 LARGE = 64.0  # from this score on float32 rounds an lse, and the weights of a merge, by more than 2e-6
 
 
@@ -31,9 +32,9 @@ def refuses(problem: Problem) -> str | None:
 
 
 def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    q, k, v = map(heads_first, (q_BTHD, k_BSGD, v_BSGV))
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGV))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    return heads_first(out), heads_first(lse)
+    return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 def backward(
@@ -46,9 +47,9 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = map(heads_first, (dout_BTHV, q_BTHD, k_BSGD, v_BSGV, out_BTHV, lse_BTH))
+    tensors = (x.transpose(1, 2) for x in (dout_BTHV, q_BTHD, k_BSGD, v_BSGV, out_BTHV, lse_BTH))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, causal, scale=scale)
-    dq, dk, dv = map(heads_first, grads)
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
     return dq, dk, dv
 
 
@@ -65,14 +66,14 @@ def attend(
     out_dtype: torch.dtype | None = None,
     **score: Any,
 ) -> Partial:
+    narrow = q_BTHD.dtype not in WIDE
     q, k, v = widened(q_BTHD, k_BSGD, v_BSGV)
     tiles = where.tiles or ()
-    narrow = q_BTHD.dtype not in (torch.float32, torch.float64)
     alone = len(tiles) == 1 and covers(tiles[0].queries, q.shape[1]) and carry is None and out_dtype is not None
     right = q.dtype == torch.float64 or (alone and narrow) or largest_score(q, k, score["scale"]) < LARGE
     run = BY_TILES.attend if where.tiles is None or (right and finite(q, k, v)) else tiled.attend
     part = run(q, k, v, where, carry=carry, out_dtype=out_dtype, **score)
-    return Partial(part.out, part.lse.to(fine(q_BTHD)))
+    return Partial(part.out, part.lse.to(fine(q_BTHD))) if narrow else part
 
 
 def totals(
@@ -97,7 +98,7 @@ def totals(
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in float32, or in float64."""
-    return tuple(x.to(accumulator(x)) for x in tensors)
+    return tuple(x if x.dtype in WIDE else x.float() for x in tensors)
 
 
 def finite(*tensors: Tensor) -> bool:

@@ -29,8 +29,8 @@ SEEN: Any = WeakIdKeyDictionary()  # by position_ids, the batch that they came w
 def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int = 1) -> None:
     """Replace transformers' flash_attention_2, for all models, by attention over the ranks of the group.
 
-    Every rank gives its models block r of a packed row [1, t], and says by `update_ring_flash_attn_params` which
-    documents there are, and over which group. How many heads travel at once is chosen by predicted time, whatever
+    Every rank gives its models block r of a packed row [1, t], and passes the documents and the group to
+    `update_ring_flash_attn_params`. How many heads travel at once is chosen by predicted time, whatever
     `heads_k_stride` is. `restore_hf_flash_attn` undoes it.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -64,7 +64,7 @@ def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attenti
             "forward and a backward that recomputes activations; call it after backward"
         )
     if len(query) != 1:
-        raise ValueError(f"a batch of {len(query)} rows: pack them into one, and say where documents end by cu_seqlens")
+        raise ValueError(f"a batch of {len(query)} rows: pack them into one, whose documents cu_seqlens gives")
     plan = plan_over(batch.group, query.device.type, query.shape[2], "contiguous", "gather")
     if plan.seq_len != batch.docs.length:
         raise ValueError(

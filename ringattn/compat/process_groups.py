@@ -15,15 +15,9 @@ PLANS: Any = WeakIdKeyDictionary()  # by group, as long as it lives
 
 
 def plan_over(
-    group: Any,
-    device: str,
-    local_len: int,
-    layout: str,
-    strategy: str = "ring",
-    local_keys: int | None = None,
-    axis: str = "ring",
-    cut: Docs | None = None,
-) -> Plan:
+    group: Any, device: str, local_len: int, layout: str, strategy: str = "ring", local_keys: int | None = None,
+    axis: str = "ring", cut: Docs | None = None,
+) -> Plan:  # fmt: skip
     """The plan of sequences of which every rank of the group holds `local_len` tokens: the same one each time.
 
     With `cut` that of a sequence of these documents, each of which is cut over all ranks.
@@ -37,7 +31,9 @@ def plan_over(
         raise ValueError("no ranks were started: call torch.distributed.init_process_group first, or give group=")
     known = PLANS.setdefault(group, {}).setdefault((device, layout, strategy, axis), {})
     if not known:
-        mesh = DeviceMesh.from_group(group, device, mesh_dim_names=(axis,)) if is_group(group) else group
+        mesh = group
+        if isinstance(group, dist.ProcessGroup):
+            mesh = DeviceMesh.from_group(group, device, mesh_dim_names=(axis,))
         known[0] = choosing.plan(mesh, seq_len=1, layout=layout, strategy=strategy)  # keeps the axes
     lengths = local_len, local_len if local_keys is None else local_keys
     kind = (*lengths, cut)
@@ -51,7 +47,3 @@ def plan_over(
     if (plan.local_len, plan.keys.local_len) != lengths:
         raise ValueError(f"{local_len} tokens a rank: {layout} needs an even number, two parts of the same length")
     return plan
-
-
-def is_group(group: Any) -> bool:
-    return isinstance(group, dist.ProcessGroup)

@@ -25,7 +25,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringattn import api
 from ringattn.check import NO_ALIBI, NO_DROPOUT
-from ringattn.compat.hf_flash_attn import restore_hf_flash_attn, substitute_hf_flash_attn, update_ring_flash_attn_params
+from ringattn.compat.hf_flash_attn import restore_hf_flash_attn as restore_hf_flash_attn
+from ringattn.compat.hf_flash_attn import substitute_hf_flash_attn as substitute_hf_flash_attn
+from ringattn.compat.hf_flash_attn import update_ring_flash_attn_params as update_ring_flash_attn_params
 from ringattn.compat.process_groups import plan_over
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
@@ -62,7 +64,7 @@ class Options(NamedTuple):
         if right > 0 and not self.causal:
             raise ValueError(
                 f"window_size={(left, right)} without causal=True sees keys that come later; only windows that count "
-                "back are supported: say causal=True, or (left, 0)"
+                "back are supported: pass causal=True, or (left, 0)"
             )
         causal = self.causal or right == 0
         if left >= 0 and not causal:
@@ -121,14 +123,13 @@ def of_batch(layout: str, axis: str = "ring") -> Function:
     return function
 
 
-def packed(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs, options: Options
-) -> tuple[Tensor, ...]:
-    """(out,) [t, H, D], and the lse [t, H] if it is asked for."""
+def packed(q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs, options: Options) -> Any:
+    """out [t, H, D]; if probabilities are requested (out, lse [H, t], None)."""
     given = q[None], k[None], v[None], plan
-    if options.return_attn_probs:
-        return tuple(x[0] for x in api.attention(*given, spec=spec, docs=docs, return_lse=True))
-    return (api.attention(*given, spec=spec, docs=docs)[0],)
+    if not options.return_attn_probs:
+        return api.attention(*given, spec=spec, docs=docs)[0]
+    out, lse = api.attention(*given, spec=spec, docs=docs, return_lse=True)
+    return out[0], lse[0].T, None
 
 
 def known(kept: Any, cu_seqlens: Tensor) -> Any:
@@ -160,8 +161,7 @@ def of_cut_documents(layout: str) -> Function:
             refuse(problem, plan)
         docs = docs_over(plan.ring, tuple(local))
         plan = plan_over(options.group, q.device.type, len(q), layout, cut=docs)
-        out, *lse = packed(q, k, v, plan, spec, docs, options)
-        return (out, lse[0].T, None) if lse else out
+        return packed(q, k, v, plan, spec, docs, options)
 
     return function
 
@@ -195,12 +195,11 @@ def llama3(
     spec = options.spec
     plan = plan_over(options.group, q.device.type, len(q), "contiguous", "gather")
     docs = known(PREPARED, cu_seqlens_q)
-    if docs is None:  # a copy: every rank says which documents it has tokens of
+    if docs is None:  # a copy: the ranks exchange which documents they have tokens of
         starts = [local_k_slice.start + start for start in on_host(cu_seqlens_k)[:-1]]
         everyone = {start for one in plan.ring_axis.exchange_words(starts) for start in one}
         docs = Docs.from_cu_seqlens([*sorted(everyone), plan.seq_len])
-    out, *lse = packed(q, k, v, plan, spec, docs, options)
-    return (out, lse[0].T, None) if lse else out
+    return packed(q, k, v, plan, spec, docs, options)
 
 
 def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens: Tensor, causal: bool, rank: int, world_size: int) -> Prepared:
@@ -255,27 +254,4 @@ llama3_flash_attn_varlen_func, llama3_flash_attn_varlen_kvpacked_func, llama3_fl
     "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k heads_k_stride local_k_slice",
 )
 
-__all__ = [
-    "llama3_flash_attn_prepare_cu_seqlens",
-    "llama3_flash_attn_varlen_func",
-    "llama3_flash_attn_varlen_kvpacked_func",
-    "llama3_flash_attn_varlen_qkvpacked_func",
-    "restore_hf_flash_attn",
-    "ring_flash_attn_func",
-    "ring_flash_attn_kvpacked_func",
-    "ring_flash_attn_qkvpacked_func",
-    "ring_flash_attn_varlen_func",
-    "ring_flash_attn_varlen_kvpacked_func",
-    "ring_flash_attn_varlen_qkvpacked_func",
-    "stripe_flash_attn_func",
-    "stripe_flash_attn_kvpacked_func",
-    "stripe_flash_attn_qkvpacked_func",
-    "substitute_hf_flash_attn",
-    "update_ring_flash_attn_params",
-    "zigzag_ring_flash_attn_func",
-    "zigzag_ring_flash_attn_kvpacked_func",
-    "zigzag_ring_flash_attn_qkvpacked_func",
-    "zigzag_ring_flash_attn_varlen_func",
-    "zigzag_ring_flash_attn_varlen_kvpacked_func",
-    "zigzag_ring_flash_attn_varlen_qkvpacked_func",
-]
+__all__ = sorted(name for name in globals() if "flash_attn" in name)

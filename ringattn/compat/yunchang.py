@@ -177,15 +177,9 @@ def layout_of(ring_impl_type: str) -> str:
 
 
 def extract_local(
-    name: str,
-    value: Tensor,
-    rank: int,
-    world_size: int,
-    rd: int | None = None,
-    ud: int | None = None,
-    dim: int = 1,
+    name: str, value: Tensor, rank: int, world_size: int, rd: int | None = None, ud: int | None = None, dim: int = 1,
     **others: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """One rank's tokens of a whole sequence, differentiable; ring size `rd` and Ulysses size `ud`."""
     rd = world_size // (ud or 1) if rd is None else rd
     ud = world_size // rd if ud is None else ud

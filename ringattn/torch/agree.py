@@ -10,6 +10,7 @@ from ringattn import kernels
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import same_data
+from ringattn.torch.same_data import Place, named
 
 MOST = 1024  # kinds of calls that a plan remembers
 
@@ -18,13 +19,9 @@ Entry = dict[str, Any]  # one rank's words, its place on its axes, and its probl
 
 
 def describe(
-    plan: Plan,
-    spec: AttentionSpec | None,
-    tensors: dict[str, Tensor | None],
-    docs: Docs | None,
-    key_docs: Docs | None = None,
-    **more: Any,
-) -> Words:
+    plan: Plan, spec: AttentionSpec | None, tensors: dict[str, Tensor | None], docs: Docs | None,
+    key_docs: Docs | None = None, **more: Any,
+) -> Words:  # fmt: skip
     """The words of a call, equal on all ranks: the plan's choices, the spec, shapes, documents, and `more`."""
     how = plan.transport
     words = {name: str(value) for name, value in more.items()} | {
@@ -53,7 +50,7 @@ def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
     if alone or kind in plan.agreed:
         return
     try:
-        taken = list(same_data.numbers_taken(plan))
+        taken = [int(one) for one in same_data.taken(plan)]  # waits for the device
         have = kernels_here(plan)
         mine = {"at": [ring.rank, ulysses.rank], "words": words, "problem": problem, "taken": taken, "have": have}
         entries = together(ulysses.exchange_words(together(ring.exchange_words([mine]))))
@@ -122,28 +119,24 @@ def watched(plan: Plan) -> bool:
     return bool(ring.size * ulysses.size > 1 and ring.cheap_words and ulysses.cheap_words)
 
 
-def complain(problems: dict[same_data.Place, str], count: int) -> None:
+def complain(problems: dict[Place, str], count: int) -> None:
     """Raise the first rank's problem on all ranks, naming the ranks that have it unless all do."""
     if problems:
         why = next(iter(problems.values()))
-        where = "" if len(problems) == count else f" (on {ranks(problems)})"
+        where = "" if len(problems) == count else f" (on {named(list(problems))})"
         raise ValueError(why + where)
 
 
-def compare(everyone: dict[same_data.Place, Words]) -> None:
+def compare(everyone: dict[Place, Words]) -> None:
     first = next(iter(everyone))
     lines = []
     for name in dict.fromkeys(name for words in everyone.values() for name in words):
         expected = everyone[first].get(name, "nothing")
-        others: dict[str, list[same_data.Place]] = {}
+        others: dict[str, list[Place]] = {}
         for place, words in everyone.items():
             if words.get(name, "nothing") != expected:
                 others.setdefault(words.get(name, "nothing"), []).append(place)
         for found, places in others.items():
-            lines.append(f"{name}: {ranks([first])} has {expected}, {ranks(places)} has {found}")
+            lines.append(f"{name}: {named([first])} has {expected}, {named(places)} has {found}")
     if lines:
         raise ValueError("the ranks do not make the same call: " + "; ".join(lines))
-
-
-def ranks(places: Any) -> str:
-    return same_data.named(list(places))

@@ -14,19 +14,14 @@ TANGENT = "carries a tangent of forward-mode differentiation; only reverse mode 
 
 
 def problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    spec: AttentionSpec,
-    docs: Docs | None,
-    key_docs: Docs | None,
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None,
     sinks: Tensor | None,
-) -> str | None:
+) -> str | None:  # fmt: skip
     """The first problem of a call, or None."""
     return (
         of_tensors(q, k, v)
-        or of_plan_and_sinks(q, k, v, plan, sinks)
+        or of_plan(q, k, v, plan)
+        or of_sinks_for(q, sinks)
         or of_lengths(q, k, plan, spec, (plan.local_len, plan.keys.local_len), key_docs)
         or of_docs(q.shape[0], plan, docs, key_docs)
     )
@@ -62,16 +57,11 @@ def of_dense(**tensors: Tensor | None) -> str | None:
     return None
 
 
-def has_tangent(x: Tensor) -> bool:
-    """Whether x is differentiated in forward mode, for which a custom op would return zeros."""
+def have_tangents(*tensors: Tensor | None) -> bool:
+    """Whether a tensor is differentiated in forward mode, for which a custom op would return zeros."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
-    return forward_ad.unpack_dual(x).tangent is not None
-
-
-def have_tangents(*tensors: Tensor | None) -> bool:
-    """Whether a tensor is differentiated in forward mode."""
-    return any(x is not None and has_tangent(x) for x in tensors)
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def of_tangents(**tensors: Tensor | None) -> str | None:
@@ -80,10 +70,6 @@ def of_tangents(**tensors: Tensor | None) -> str | None:
         if have_tangents(x):
             return f"{name} {TANGENT}"
     return None
-
-
-def of_plan_and_sinks(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None) -> str | None:
-    return of_plan(q, k, v, plan) or of_sinks_for(q, sinks)
 
 
 def of_sinks_for(q: Tensor, sinks: Tensor | None) -> str | None:

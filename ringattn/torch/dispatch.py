@@ -124,19 +124,6 @@ def is_batched(x: Tensor) -> bool:
     return bool(functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x))
 
 
-def traced(*tensors: Any) -> bool:
-    """Whether a call must be an op: a mode traces ops, or the tensors are of a subclass."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or any([type(x) not in PLAIN and isinstance(x, Tensor) for x in tensors])
-    )
-
-
-PLAIN = (Tensor, torch.nn.Parameter)
-
-
 def differentiate(name: str, save: Callable[[Any, Any, Any], None], gradients: Run, shown: int | None = None) -> None:
     """Register an op's gradients. Only its first `shown` outputs have gradients; `save` may keep the others."""
     run = getattr(torch.ops.ringattn, name).default

@@ -19,6 +19,7 @@ Place = tuple[int, int]  # ring rank, Ulysses rank
 class Exchange:
     """Slot i gets the token of slot `source[i]`, or zeros if that is -1. No token goes to two slots.
 
+    `sizes` are the ring ranks, the Ulysses ranks, and the slots of each.
     Only tokens that change ranks travel: along the Ulysses axis to the column of their destination, then along the
     ring. They are sent in the order of their destination slots, so no indices are sent with them. It refers to no
     process groups, so it may be cached for equal plans with other groups.
@@ -78,13 +79,3 @@ class Exchanged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return Exchanged.apply(grad, ctx.exchange.back, ctx.plan, ctx.dim), None, None, None
-
-
-def place_of(plan: Plan) -> Place:
-    """Where this rank is."""
-    return plan.ring_axis.rank, plan.ulysses_axis.rank
-
-
-def sizes_of(plan: Plan) -> tuple[int, int, int]:
-    """How many slots there are: ring ranks, Ulysses ranks, tokens of each."""
-    return plan.ring, plan.ulysses, plan.local_len

@@ -24,8 +24,7 @@ TELLS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 def constant(function: Callable[..., Any]) -> Callable[..., Any]:
     """torch.compile calls the function while it traces, and holds the result as a constant.
 
-    Arguments must be plain ints: use `plain(n)` if n may be symbolic. torch.compiler.assume_constant_result does the
-    same, but imports torch's compiler, which takes a second.
+    torch.compiler.assume_constant_result does the same, but imports torch's compiler, which takes a second.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

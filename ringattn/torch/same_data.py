@@ -26,12 +26,8 @@ class Seen:
     """What this rank sharded since the last comparison, and the comparison in flight."""
 
     steps: int = 0
-    cut: list[tuple[int, Tensor]] = field(
-        default_factory=list
-    )  # with the thread: a thread that loads ahead belongs to no step
-    flying: tuple[Tensor, Any] | None = (
-        None  # [ring, ulysses, (count, checksum)] on the host, and the event after which it is valid
-    )
+    cut: list[tuple[int, Tensor]] = field(default_factory=list)  # with the thread: one that loads ahead has no step
+    flying: tuple[Tensor, Any] | None = None  # [ring, ulysses, (count, checksum)] on the host, valid after the event
 
     @property
     def due(self) -> bool:
@@ -78,11 +74,6 @@ def taken(plan: Plan) -> list[Tensor]:
     full = len(seen.cut) > MOST
     seen.cut = [] if full else [(thread, one) for thread, one in seen.cut if thread != me]
     return [] if full else mine
-
-
-def numbers_taken(plan: Plan) -> tuple[int, ...]:
-    """The checksums as numbers, for which this waits for the device."""
-    return tuple(int(one) for one in taken(plan))
 
 
 def compare_data(plan: Plan, cheap_words: bool) -> None:

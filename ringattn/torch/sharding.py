@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from ringattn.check import of_arguments, of_packed
 from ringattn.layout import Layout
 from ringattn.planning import Plan
-from ringattn.spec import Docs, whole
+from ringattn.spec import Docs, raise_if, whole
 from ringattn.torch import same_data
 from ringattn.torch.agree import agree, describe
 from ringattn.torch.check import of_types
-from ringattn.torch.exchange import Exchange, Exchanged, Place, place_of, sizes_of
+from ringattn.torch.exchange import Exchange, Exchanged, Place
 
 
-def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+def cached(function: Callable[..., Any]) -> Callable[..., Any]:
     """Cache the function's tensors by its arguments; under a FakeTensorMode make new ones, which hold no numbers."""
     known = lru_cache(maxsize=64)(function)
 
@@ -75,46 +75,40 @@ def strided(x: Tensor, dim: int, r: range) -> Tensor:
     return x[tuple(at)]
 
 
-class Unshard(torch.autograd.Function):
-    """The whole sequence on every rank; its gradient is the sum of the gradients on all ranks."""
+class Gathered(torch.autograd.Function):
+    """What all ranks hold, joined along a dim in the order of ranks; its gradient is the sum of those of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: Plan, dim: int) -> Tensor:
         ctx.plan, ctx.dim = plan, dim
-        ring_shard = plan.ulysses_axis.all_gather(x, dim).wait()
-        everything = plan.ring_axis.all_gather(ring_shard, dim).wait()
-        return everything.index_select(dim, order_of(plan.tokens, x.device, True)[: plan.seq_len])
+        return plan.ring_axis.all_gather(plan.ulysses_axis.all_gather(x, dim).wait(), dim).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return Summed.apply(grad, ctx.plan, ctx.dim), None, None
+        return Scattered.apply(grad, ctx.plan, ctx.dim), None, None
 
 
-class Summed(torch.autograd.Function):
-    """This rank's part of the sum over all ranks: the transpose of `Unshard`, which is also its gradient."""
+class Scattered(torch.autograd.Function):
+    """This rank's part of the sum over all ranks: the transpose of `Gathered`, which is also its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, plan: Plan, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, plan: Plan, dim: int) -> Tensor:
         ctx.plan, ctx.dim = plan, dim
-        pad = plan.tokens.padded_length - plan.seq_len
-        whole = F.pad(whole, [0, 0] * (whole.dim() - 1 - dim) + [0, pad]) if pad else whole
-        sharded = whole.index_select(dim, order_of(plan.tokens, whole.device))
-        ring_shard = plan.ring_axis.reduce_scatter(sharded, dim).wait()
-        return plan.ulysses_axis.reduce_scatter(ring_shard, dim).wait()
+        return plan.ulysses_axis.reduce_scatter(plan.ring_axis.reduce_scatter(x, dim).wait(), dim).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return Unshard.apply(grad, ctx.plan, ctx.dim), None, None
+        return Gathered.apply(grad, ctx.plan, ctx.dim), None, None
 
 
-@kept
+@cached
 def order_of(layout: Layout, device: torch.device, back: bool = False) -> Tensor:
     """The positions of all shards in the order of ranks, padding included; with `back`, the inverse of that order."""
     order = layout.order()
     return torch.from_numpy(np.argsort(order) if back else order).to(device, non_blocking=True)
 
 
-@kept
+@cached
 def swapped_of(layout: Layout, rank: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """`layout.swapped(rank)` on the device, and its inverse; None if it changes nothing."""
     order = layout.swapped(rank)
@@ -130,7 +124,8 @@ def unshard(x: Tensor, plan: Plan, dim: int = 1) -> Tensor:
     keep = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
     words = {} if problem else describe(plan, None, {"x": x}, None, call="unshard", dim=dim % x.dim(), gradients=keep)
     agree(plan, words, problem)
-    return Unshard.apply(x, plan, dim % x.dim())
+    dim %= x.dim()
+    return Gathered.apply(x, plan, dim).index_select(dim, order_of(plan.tokens, x.device, True)[: plan.seq_len])
 
 
 def roll(x: Tensor, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None = None, fill: Any = None) -> Tensor:
@@ -143,7 +138,7 @@ def roll(x: Tensor, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None
     keep = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
     how = {} if problem else {"call": "roll", "dim": str(dim % x.dim()), "shift": str(shift), "gradients": str(keep)}
     agree(plan, {} if problem else describe(plan, None, {"x": x}, docs) | how, problem)
-    dim, place = dim % x.dim(), place_of(plan)
+    dim, place = dim % x.dim(), (plan.ring_axis.rank, plan.ulysses_axis.rank)
     moved = Exchanged.apply(x, shifted(plan, int(shift), place, x.device), plan, dim)
     outside = ~within(plan, int(shift), docs, place, x.device)
     shape = [n if i == dim else len(outside) if i == 0 else 1 for i, n in enumerate(x.shape)]
@@ -151,17 +146,17 @@ def roll(x: Tensor, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None
     return moved.masked_fill(outside.view(shape), (-100 if integers else 0) if fill is None else fill)
 
 
-@kept
+@cached
 def shifted(plan: Plan, shift: int, place: Place, device: torch.device) -> Exchange:
     """Every position p gets position p - shift, if both are in the sequence. `place` is this rank's."""
     order, T = plan.tokens.order(), plan.seq_len
     come = order - shift
     inside = (order < T) & (come >= 0) & (come < T)
     source = np.where(inside, np.argsort(order)[np.where(inside, come, 0)], -1)
-    return Exchange(sizes_of(plan), place, source, device)
+    return Exchange((plan.ring, plan.ulysses, plan.local_len), place, source, device)
 
 
-@kept
+@cached
 def within(plan: Plan, shift: int, docs: Docs | None, place: Place, device: torch.device) -> Tensor:
     """For each position p of this rank, whether p - shift is in the same document, [1 or rows, T_local]."""
     at, rows = local_positions(plan, *place), []
@@ -186,8 +181,7 @@ def of_part(x: Tensor, plan: Plan, dim: int) -> str | None:
 
 
 def check_whole(x: Tensor, plan: Plan, dim: int) -> None:
-    if problem := of_dim(x, dim):
-        raise ValueError(problem)
+    raise_if(of_dim(x, dim))
     if x.shape[dim] != plan.seq_len:
         hint = "; it is already sharded" if x.shape[dim] == plan.local_len else f"; use plan.for_length({x.shape[dim]})"
         raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, the plan is for {plan.seq_len}{hint}")
@@ -206,7 +200,7 @@ def real_tokens(plan: Plan, docs: Docs | None, device: torch.device) -> Tensor |
     return _real_tokens(plan, docs, plan.ring_axis.rank, plan.ulysses_axis.rank, device)
 
 
-@kept
+@cached
 def _real_tokens(
     plan: Plan, docs: Docs | None, ring_rank: int, ulysses_rank: int, device: torch.device
 ) -> Tensor | None:

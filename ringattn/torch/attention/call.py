@@ -2,8 +2,11 @@
 
 `bind` looks a call up by its plan, spec, documents, shapes and dtypes, never by the numbers in tensors. It checks a
 call of a new kind, compares it between ranks, and caches it. Running it (`function.py`) looks nothing up.
+
+Before that, `autocast` casts the inputs, and `traced` decides whether the call is an op.
 """
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,19 +17,20 @@ from torch.autograd import forward_ad
 
 from ringattn.check import of_arguments, of_arrays
 from ringattn.cost import Shape, kv_heads_of_a_rank
-from ringattn.kernels import Kernel, Problem, select
+from ringattn.kernels import Kernel, select
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.rates import mask_of
 from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
-from ringattn.torch.attention.steps import Run, Score, arch_of, global_intervals, run_of, score_with
+from ringattn.torch.attention.steps import Run, Score, global_intervals, problem_of, run_of, score_with
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.sharding import real_tokens, swapped_of
 
 MOST, FEW = 64, 12  # the most bound calls that are cached for a plan: without documents, and with
-PLAIN = AttentionSpec()
+CAUSAL = AttentionSpec()  # the default
+TYPES = Tensor, torch.nn.Parameter  # of tensors that run outside of ops
 
 
 class Pass(NamedTuple):
@@ -34,22 +38,17 @@ class Pass(NamedTuple):
 
     run: Run
     kernel: Score
-
-    @property
-    def only(self) -> Intervals | None:
-        """The intervals of a run of one step in which nothing travels, if there is work in it."""
-        leg = self.run[0]
-        stop = leg.stops[0]
-        alone = len(self.run) == len(leg.stops) == 1
-        return stop.where if alone and not (leg.hop or leg.home or stop.brought or stop.readers) else None
+    only: Intervals | None  # those of a run of one step in which nothing travels, if there is work in it
 
 
 class Call:
     """One kind of call. `shape` is that of the whole sequence and all heads."""
 
-    def __init__(self, mask: Mask, shape: Shape, dtype: torch.dtype, device: torch.device, gradients: bool, lse: bool):
-        plan = mask.plan
-        self.mask, self.plan, self.shape, self.dtype, self.device = mask, plan, shape, dtype, device
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool, lse: bool):
+        (B, _, H, D), plan, device = q.shape, mask.plan, q.device
+        self.shape = shape = Shape(plan.seq_len, plan.keys.seq_len, H, k.shape[2], D, v.shape[3], q.itemsize, B)
+        self.problem = problem_of(q, k, v, mask.spec.softcap, tiles=True)
+        self.mask, self.plan, self.dtype, self.device = mask, plan, q.dtype, device
         self.docs = mask.docs
         self.gradients = gradients
         self.ring, self.ulysses = plan.ring_axis, plan.ulysses_axis
@@ -58,11 +57,11 @@ class Call:
         self.exchanges_dlse = lse and self.ulysses.size > 1  # all ranks alike, also one whose lse has no gradient
         self.order = swapped_of(plan.tokens, self.ring.rank, device)  # of what Ulysses ranks hold, where they exchange
         self.gathers = plan.strategy == "gather"
-        keys = plan.keys
-        same = mask.key_docs is None and keys is plan
+        same = mask.key_docs is None and plan.keys is plan
         self.real = real_tokens(plan, mask.docs, device)
-        self.real_keys = real_tokens(keys, mask.docs if same else mask.key_docs, device)
-        self.padded = self.real is not None or self.real_keys is not None  # whether this rank must clear padding
+        real_keys = real_tokens(plan.keys, mask.docs if same else mask.key_docs, device)
+        self.reals = self.real, real_keys, real_keys  # which tokens of q, k and v are real
+        self.padded = self.real is not None or real_keys is not None  # whether this rank must clear padding
         self.deterministic = plan.deterministic or torch.are_deterministic_algorithms_enabled()
         self.shared = agree.shared_kernels(plan)
         self.words: agree.Words | None = None  # what the ranks compare in every call; None if they do not
@@ -77,13 +76,13 @@ class Call:
     def forward(self) -> Pass:
         """The forward pass of this rank."""
         run = self.run_forward(self.ring.rank, self.device)
-        return Pass(run, self.score(self.kernel(self.tiles(run))))
+        return Pass(run, self.score(self.kernel(self.tiles(run))), only(run))
 
     @cached_property
     def backward(self) -> Pass:
         """The backward pass of this rank."""
         run = self.run_backward(self.ring.rank, self.device)
-        return Pass(run, self.score(self.kernel(self.tiles(run), backward=True)))
+        return Pass(run, self.score(self.kernel(self.tiles(run), backward=True)), only(run))
 
     @cached_property
     def everywhere(self) -> Intervals:
@@ -177,21 +176,11 @@ class Call:
 
     def kernel(self, tiles: bool, backward: bool = False) -> Kernel:
         """The kernel for this call; `tiles`: every step is few rectangles."""
-        shape = self.shape
-        problem = Problem(
-            device=self.device.type,
-            dtype=str(self.dtype).removeprefix("torch."),
-            head_dim=shape.head_dim,
-            value_dim=shape.value_dim,
-            heads=self.heads[0],
-            kv_heads=self.heads[1],
-            softcap=self.mask.spec.softcap is not None,
-            tiles=tiles,
-            arch=arch_of(self.device) if self.device.type == "cuda" else None,
-            deterministic=self.deterministic,
-            rows=shape.batch * self.plan.tokens.shard_len * self.heads[0],
-            mask=self.mask_kind,
-        )
+        heads, kv_heads = self.heads
+        problem = replace(
+            self.problem, heads=heads, kv_heads=kv_heads, tiles=tiles, mask=self.mask_kind, queries=None,
+            rows=self.shape.batch * self.plan.tokens.shard_len * heads, deterministic=self.deterministic,
+        )  # fmt: skip
         return select(problem, self.plan.kernel, backward=backward, shared=self.shared)
 
     def score(self, kernel: Kernel) -> Score:
@@ -199,14 +188,41 @@ class Call:
         return score_with(kernel, spec.scale_for(self.shape.head_dim), spec.softcap)
 
 
+def only(run: Run) -> Intervals | None:
+    """The intervals of a run of one step in which nothing travels, if there is work in it."""
+    leg, *more = run
+    stop, *others = leg.stops
+    travels = more or others or leg.hop or leg.home or stop.brought or stop.readers
+    return None if travels else stop.where
+
+
 def are_tiles(run: Run) -> bool:
     """Whether every step of a run is few rectangles."""
     return all(stop.where.tiles is not None for leg in run for stop in leg.stops if stop.where)
 
 
+def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """Under torch.autocast, the inputs cast to its dtype, as for torch's own attention, or to `dtype`."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = dtype or torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype != torch.float64 else x for x in tensors)
+
+
+def traced(*tensors: Any) -> bool:
+    """Whether a call must be an op: a mode traces ops, or the tensors are of a subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or any([type(x) not in TYPES and isinstance(x, Tensor) for x in tensors])
+    )
+
+
 def bind(
     q: Any, k: Any, v: Any, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
-    return_lse: Any = True, **more: Any,
+    return_lse: Any,
 ) -> Call:  # fmt: skip
     """The call for these arguments. If they are wrong on one rank, all ranks raise the same error.
 
@@ -214,7 +230,7 @@ def bind(
     """
     found = plan
     try:
-        spec = PLAIN if spec is None else spec
+        spec = CAUSAL if spec is None else spec
         found = whole_on_one(q, k) if plan is None else plan
         key = key_of(q, k, v, found, spec, docs, key_docs, sinks, gradients, return_lse)
         call = found.calls.get(key)
@@ -224,15 +240,15 @@ def bind(
             return call
     except (AttributeError, TypeError, IndexError):
         key = None  # not tensors, or not a plan: the checks report it
-    return make(q, k, v, found, spec, docs, key_docs, sinks, gradients, return_lse, key, **more)
+    return make(q, k, v, found, spec, docs, key_docs, sinks, gradients, return_lse, key)
 
 
 def make(
     q: Any, k: Any, v: Any, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
-    return_lse: Any, key: Any, **more: Any,
+    return_lse: Any, key: Any,
 ) -> Call:  # fmt: skip
     """Check a call of a new kind, compare it with the other ranks, and cache it."""
-    problem = of_arguments(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse, **more)
+    problem = of_arguments(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
     problem = problem or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan)
     if problem:
         agree.refuse(problem, plan)
@@ -242,7 +258,7 @@ def make(
     bits = plan.deterministic or torch.are_deterministic_algorithms_enabled()
     words = agree.describe(plan, spec, tensors, docs, key_docs, call="attention", gradients=kept, deterministic=bits)
     agree.agree(plan, words, problem)
-    call = call_of(q, k, v, Mask(plan, spec, docs, key_docs), gradients, return_lse)
+    call = Call(q, k, v, Mask(plan, spec, docs, key_docs), gradients, return_lse)
     refused = call.refused()
     if plan.kernel != "auto":  # one rank alone may lack a package, or have an older GPU
         agree.agree(plan, {"call": "attention", "kernel": str(refused or "serves")})
@@ -261,7 +277,7 @@ def bound(
 ) -> Call:  # fmt: skip
     """The call of a backward pass: the one that forward bound, made again if it is no longer cached."""
     call = plan.calls.get(key_of(q, k, v, plan, spec, docs, key_docs, sinks, True, return_lse))
-    return call or call_of(q, k, v, Mask(plan, spec, docs, key_docs), True, return_lse)
+    return call or Call(q, k, v, Mask(plan, spec, docs, key_docs), True, return_lse)
 
 
 def key_of(
@@ -273,15 +289,8 @@ def key_of(
         plan, spec, docs, key_docs, gradients, return_lse, torch.are_deterministic_algorithms_enabled(),
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, q.layout, k.layout, v.layout,
-        None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+        None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
     )  # fmt: skip
-
-
-def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool, return_lse: bool) -> Call:
-    B, _, H, D = q.shape
-    lengths = mask.plan.seq_len, mask.plan.keys.seq_len
-    shape = Shape(*lengths, H, k.shape[2], D, v.shape[3], q.itemsize, B)
-    return Call(mask, shape, q.dtype, q.device, gradients, return_lse)
 
 
 def remember(calls: dict[Any, Any], key: Any, call: Any) -> None:

@@ -18,29 +18,21 @@ from ringattn.kernels.partial import NEVER, Partial, sink_gradient
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention import ring
-from ringattn.torch.attention.call import Call, bind
+from ringattn.torch.attention.call import Call, autocast, bind, traced
 from ringattn.torch.attention.gather import gather_backward, gather_forward
 from ringattn.torch.attention.steps import Grads, rows_of
 from ringattn.torch.attention.ulysses import Real, cleared, enter, joined, leave, repeated, summed
-from ringattn.torch.dispatch import no_autocast, no_view, once, traced
+from ringattn.torch.dispatch import no_autocast, no_view, once
 
 Kept = list[Tensor]  # q, k, v, out and lse after they entered: group of heads by group of heads
 HELD = 5
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan | None = None,
-    *,
-    spec: AttentionSpec | None = None,
-    docs: Docs | None = None,
-    key_docs: Docs | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-) -> Any:
-    """softmax(scale * q k^T) v over the whole sequence, of which this rank holds its plan's part."""
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan | None = None, *, spec: AttentionSpec | None = None,
+    docs: Docs | None = None, key_docs: Docs | None = None, sinks: Tensor | None = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
+    """`ringattn.attention` in torch."""
     q, k, v = autocast(q, k, v)
     if traced(q, k, v, sinks):
         from ringattn.torch.attention.compiled import attention_op
@@ -51,15 +43,6 @@ def attention(
         call = bind(q, k, v, plan, spec, docs, key_docs, sinks, gradients, return_lse=return_lse)
         out, lse = Attention.apply(call, q, k, v, sinks) if gradients else forward(call, q, k, v, sinks)[:2]
     return (out, lse.to(accumulator(q)).contiguous()) if return_lse else out
-
-
-def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """Under torch.autocast, the inputs cast to its dtype, as for torch's own attention, or to `dtype`."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = dtype or torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype != torch.float64 else x for x in tensors)
 
 
 class Attention(torch.autograd.Function):
@@ -91,7 +74,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
     with no_autocast(q.device):
         if call.alone:
             if call.padded:
-                q, k, v = (cleared(x, real) for x, real in zip((q, k, v), reals(call), strict=True))
+                q, k, v = (cleared(x, real) for x, real in zip((q, k, v), call.reals, strict=True))
             start = None if sinks is None else sink_partial(q, sinks, v.shape[-1])
             part = next(attended(call, iter([(q, k, v, start)])))
             out, lse = part.out.to(q.dtype), part.lse
@@ -110,7 +93,7 @@ def swapped(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
 
     def entering() -> Iterator[tuple[Any, ...]]:
         tensors = q, repeated(k, axis), repeated(v, axis)
-        for g, group in enumerate(entered(call, tensors, reals(call))):
+        for g, group in enumerate(entered(call, tensors, call.reals)):
             if keep:
                 kept.append(group)
             yield *group, None if sinks is None else sink_partial(group[0], own(call, sinks)[g], v.shape[-1])
@@ -136,15 +119,16 @@ def backward(
         if call.alone:
             q, k, v, out, lse = kept
             if call.padded:
-                q, k, v, dout = (cleared(x, r) for x, r in zip((q, k, v, dout), (*reals(call), call.real), strict=True))
+                q, k, v, dout = (cleared(x, r) for x, r in zip((q, k, v, dout), (*call.reals, call.real), strict=True))
                 dlse = None if dlse is None else cleared(dlse, call.real)
             dq, dk, dv, delta = next(gradients(call, iter([(q, k, v, out, lse, dout, dlse)]), sinks is not None))
             lses, deltas = lse, delta
         else:
             dq, dk, dv, lses, deltas = swapped_backward(call, kept, sinks is not None, dout, dlse)
-        kv_heads = call.shape.kv_heads
-        grads = zip((dq, summed(dk, kv_heads), summed(dv, kv_heads)), reals(call), strict=True)
-        dq, dk, dv = (cleared(x, real).contiguous() for x, real in grads)
+        grads: tuple[Tensor, ...] = dq, summed(dk, call.shape.kv_heads), summed(dv, call.shape.kv_heads)
+        if call.padded:
+            grads = tuple(cleared(x, real) for x, real in zip(grads, call.reals, strict=True))
+        dq, dk, dv = (x.contiguous() for x in grads)
         if sinks is None:
             return dq, dk, dv, None
         dsinks = torch.zeros_like(sinks)
@@ -168,9 +152,9 @@ def swapped_backward(
     call: Call, kept: Sequence[Tensor], with_delta: bool, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, ...]:
     """`backward` where heads are exchanged: (dq, dk, dv, lse, delta) of all groups side by side."""
-    axis, (real, real_keys, _) = call.ulysses, reals(call)
+    axis, real = call.ulysses, call.real
     known = axis.size > 1  # the kept tensors have already entered
-    tensors, whole = ((), ()) if known else (tuple(kept), (real, real_keys, real_keys, None, None))
+    tensors, whole = ((), ()) if known else (tuple(kept), (*call.reals, None, None))
     new = (dout,) if dlse is None else (dout, dlse)
     lses, deltas = [], []
 
@@ -194,11 +178,6 @@ def entered(call: Call, tensors: Sequence[Tensor], real: Sequence[Real]) -> Iter
     return one_ahead(enter(tensors, real, call.ulysses, g, call.groups, call.order) for g in range(call.groups))
 
 
-def reals(call: Call) -> tuple[Real, Real, Real]:
-    """Which tokens of q, k and v are real."""
-    return call.real, call.real_keys, call.real_keys
-
-
 def own(call: Call, sinks: Tensor) -> Tensor:
     """This rank's sinks, [groups, h]; a view."""
     return sinks.view(call.groups, call.ulysses.size, -1)[:, call.ulysses.rank]
@@ -216,8 +195,7 @@ def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[Partial]:
         kernel = call.kernel_everywhere()
         yield from gather_forward(groups, call.ring, call.plan.keys.tokens, call.everywhere, kernel)
         return
-    run, kernel = call.forward
-    where = call.forward.only
+    run, kernel, where = call.forward
     for q, k, v, start in groups:
         if where is not None:
             yield kernel.attend(q, k, v, where, carry=start, out_dtype=q.dtype)
@@ -232,9 +210,8 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
         kernel, layout = call.kernel_everywhere(backward=True), call.plan.keys.tokens
         yield from gather_backward(groups, call.ring, layout, call.everywhere, kernel, with_delta)
         return
-    run, kernel = call.backward
+    run, kernel, where = call.backward
     queries = call.plan.transport.backward == "queries"
-    where = call.backward.only
     for q, k, v, out, lse, dout, dlse in groups:
         rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta, where is None, queries)
         if where is not None:

@@ -17,7 +17,7 @@ from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.kernels.partial import Partial
 from ringattn.planning import heads_problem
-from ringattn.spec import of_factor
+from ringattn.spec import of_factor, raise_if
 from ringattn.torch.attention.steps import problem_of
 from ringattn.torch.check import of_tensors, of_types
 from ringattn.torch.dispatch import differentiate, fake, no_autocast, op
@@ -46,17 +46,16 @@ def attend(
     >>> attend(q, k, k, causal * 0, causal + 1).out.shape
     torch.Size([1, 4, 2, 8])
     """
-    problem = (
+    raise_if(
         of_types(q=q, k=k, v=v, begin=begin, end=end)
         or of_tensors(q, k, v)
         or heads_problem(q.shape[2], k.shape[2], ulysses=1)
         or of_intervals(q, begin, end)
-        or of_numbers(scale, softcap)
-        or of_choice("impl", impl, ("auto", *(kernel.name for kernel in kernels.TABLE)))
+        or of_factor("scale", scale)
+        or of_factor("softcap", softcap)
+        or of_choice("impl", impl, ("auto", *kernels.BY_NAME))
         or of_values(begin, end, k.shape[1], check)
     )
-    if problem:
-        raise ValueError(problem)
     begin, end = (x.to(torch.int32)[None] if x.dim() == 1 else x.to(torch.int32) for x in (begin, end))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = torch.ops.ringattn.attend(q, k, v, begin, end, scale, softcap, impl)
@@ -75,10 +74,6 @@ def of_intervals(q: Tensor, begin: Tensor, end: Tensor) -> str | None:
     if begin.shape != end.shape:
         return f"begin has shape {tuple(begin.shape)}, end {tuple(end.shape)}; give both the same"
     return None
-
-
-def of_numbers(scale: float | None, softcap: float | None) -> str | None:
-    return of_factor("scale", scale) or of_factor("softcap", softcap)
 
 
 def of_values(begin: Tensor, end: Tensor, keys: int, check: bool | None) -> str | None:
@@ -108,7 +103,7 @@ def chosen(
     q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, softcap: float | None, impl: str
 ) -> tuple[Any, Intervals]:
     """The selected kernel's module, and the intervals, with tiles if the kernel needs them or reading is free."""
-    needs_tiles = next((kernel.tiles for kernel in kernels.TABLE if kernel.name == impl), False)
+    needs_tiles = impl != "auto" and kernels.BY_NAME[impl].tiles
     tiles = tiles_of(begin.numpy(force=True), end.numpy(force=True)) if needs_tiles or q.device.type == "cpu" else None
     problem = problem_of(q, k, v, softcap, tiles is not None)
     # "auto" takes no kernel that rounds a partial to the dtype of the inputs
@@ -117,14 +112,7 @@ def chosen(
 
 @op("attend")
 def attend_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    scale: float,
-    softcap: float | None,
-    impl: str,
+    q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, scale: float, softcap: float | None, impl: str
 ) -> tuple[Tensor, Tensor]:
     kernel, where = chosen(q, k, v, begin, end, softcap, impl)
     with no_autocast(q.device):
@@ -140,19 +128,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 @op("attend_backward")
 def attend_backward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor,
-    scale: float,
-    softcap: float | None,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor,
+    scale: float, softcap: float | None, impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     kernel, where = chosen(q, k, v, begin, end, softcap, impl)
     with no_autocast(q.device):
         delta = kernel.row_delta(out, dout, dlse.to(out.dtype))

@@ -20,6 +20,8 @@ from ringattn.schedule import Hop
 from ringattn.torch.attention.steps import Rows, Run, Score, Stop
 
 S = TypeVar("S")
+# the arguments of `Axis.share`: what this rank sends, who reads it at the same stop, and where it receives
+Trip = tuple[Slices, tuple[int, ...], ByRank]
 END = Stop(None, (), {}, (), ())
 EVERY = slice(None)
 LONG = 64 * 2**20  # bytes: a hop this large takes longer than launching one more kernel
@@ -58,9 +60,6 @@ class KeysTravel:
         self.score, self.q, self.rows = score, q, rows
         self.travels, self.stays = (k, v), (Total(q),)
 
-    def turns(self, stops: Sequence[Stop]) -> "list[Turn]":
-        return turns_of(stops, self.score, self.q, *self.travels)
-
     def work(self, turn: "Turn", here: Sequence[Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Two functions: the gradients of what travels, and of what stays."""
         tensors = some_heads(self.q, turn.queries), *some_heads(here, turn.keys)
@@ -84,9 +83,6 @@ class QueriesTravel:
         assert delta is not None, "rows that travel have a delta"
         self.travels = tuple(x.contiguous() for x in (q, dout, lse, delta))
         self.stays = Total(k), Total(v)
-
-    def turns(self, stops: Sequence[Stop]) -> "list[Turn]":
-        return turns_of(stops, self.score)
 
     def work(self, turn: "Turn", here: Sequence[Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Two functions: the gradients of what travels, and of what stays."""
@@ -125,7 +121,7 @@ def visit(side: Side, axis: Axis, stops: Sequence[Stop], held: Sequence[Tensor])
     """The gradients of the held block, from all ranks that read it; those of this rank's own queries (or keys) add up
     in `side.stays`. A step's gradients of other ranks' blocks travel while it computes the rest.
     """
-    home, turns = Home(axis, side.score.narrow, *held[: side.returns]), side.turns(stops)
+    home, turns = Home(axis, side.score.narrow, *held[: side.returns]), turns_of(stops, side)
     steps = len(stops)
     here, trip = room_for(turns[0].stop, *held)
     axis.share(*trip, nothing, f"{side.named} of step 1 of {steps}, backward")[1].wait()
@@ -166,17 +162,17 @@ class Turn(NamedTuple):
 LAST = Turn(END)
 
 
-def turns_of(run: Sequence[Stop], score: Score, *tensors: Tensor) -> list[Turn]:
+def turns_of(run: Sequence[Stop], side: Side) -> list[Turn]:
     """The order of a round's stops: where to put home, the stop that needs no transfer, so that it hides most.
 
     With parted kernels home is first and hides the first hop. With others it is last and hides the last gradients. If
-    the first hop is long, half of home's heads are first and the other half last.
+    the first hop of keys is long, half of home's heads are first and the other half last.
     """
     home, *others = map(Turn, run)
-    if score.parted:
+    if side.score.parted:
         return [home, *others]
-    if tensors and others and home.stop.where and hop_bytes(others[0].stop, *tensors[1:]) >= LONG:
-        heads, kv_heads = (x.shape[2] for x in tensors[:2])
+    if isinstance(side, KeysTravel) and others and home.stop.where and hop_bytes(others[0].stop, *side.travels) >= LONG:
+        heads, kv_heads = side.q.shape[2], side.travels[0].shape[2]
         half = kv_heads // 2
         cut = half * (heads // kv_heads)
         if half:
@@ -215,19 +211,11 @@ def nothing() -> tuple[Any, ...]:
 NOTHING = nothing, nothing
 
 
-class Trip(NamedTuple):
-    """The arguments of `Axis.share`: what this rank sends, who reads it at the same stop, and where it receives."""
-
-    tensors: Slices
-    readers: tuple[int, ...]
-    into: ByRank
-
-
 def room_for(stop: Stop, *own: Tensor) -> tuple[tuple[Tensor, ...], Trip]:
     """Memory for what a stop brings, and the transfer that fills it."""
     room = tuple(x.new_empty(x.shape[0], stop.length, *x.shape[2:]) for x in own) if stop.brought else own
     into = {source: Slices(room, places) for source, places in stop.brought.items()}
-    return room, Trip(Slices(own, stop.own), stop.readers, into)
+    return room, (Slices(own, stop.own), stop.readers, into)
 
 
 class Home:

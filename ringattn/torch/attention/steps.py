@@ -184,32 +184,29 @@ def spread_on(found: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=1024)
-def kept_score(problem: kernels.Problem, impl: str, scale: float, softcap: float | None) -> Score:
-    """The score of the kernel that serves a problem of one rank."""
-    return score_with(kernels.select(problem, impl), scale, softcap)
-
-
-@lru_cache(maxsize=1024)
 def score_with(entry: kernels.Kernel, scale: float, softcap: float | None) -> Score:
     kernel: TorchKernel = entry.load()
     given: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    gradients = with_rows(kernel, partial(kernel.attend_backward, **given))
-    if kernel.halves:
-        halves = with_rows(kernel, partial(kernel.halves, **given))
-    else:
-        halves = partial(both_at_once, with_rows(kernel, partial(kernel.totals or kernel.attend_backward, **given)))
-    return Score(kernel, partial(kernel.attend, **given), gradients, halves, entry.narrow)
 
+    def run(function: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+        *tensors, (dout, lse, delta, out) = inputs
+        if out is not None:
+            more["out"] = out
+        return function(*tensors, dout, lse, delta, **given, **more)
 
-def with_rows(kernel: TorchKernel, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, taking `Rows` instead of dout, lse and delta (and out, for a kernel that takes it)."""
+    def halves(*inputs: Any, **more: Any) -> Any:
+        if kernel.halves:
+            return run(kernel.halves, *inputs, **more)
+        found: list[Any] = []  # both halves at once; the caller adds them to its totals
 
-    def run(q: Tensor, k: Tensor, v: Tensor, where: Intervals, rows: Rows, **more: Any) -> Any:
-        if rows.out is not None:
-            more["out"] = rows.out
-        return function(q, k, v, where, *rows[:3], **more)
+        def once() -> list[Any]:
+            if not found:
+                found.extend(run(kernel.totals or kernel.attend_backward, *inputs))
+            return found
 
-    return run
+        return lambda: once()[1:], lambda: once()[0]
+
+    return Score(kernel, partial(kernel.attend, **given), partial(run, kernel.attend_backward), halves, entry.narrow)
 
 
 def rows_of(
@@ -226,20 +223,6 @@ def rows_of(
     delta = None if by_out and not with_delta else kernel.row_delta(out, dout, dlse)
     rows = kernel.rounded(dout, lse, None if by_out else delta)
     return Rows(*rows, out if by_out else None), delta
-
-
-def both_at_once(
-    gradients: Callable[..., Any], *args: Any, dq: Any = None, dk: Any = None, dv: Any = None, alone: bool = False
-) -> tuple[Callable[[], tuple[Any, Any]], Callable[[], Any]]:
-    """`halves` of a kernel that computes both at once. It adds to no totals: its caller does."""
-    found: list[Any] = []
-
-    def run() -> list[Any]:
-        if not found:
-            found.extend(gradients(*args))
-        return found
-
-    return lambda: (run()[1], run()[2]), lambda: run()[0]
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, tiles: bool) -> kernels.Problem:

@@ -7,6 +7,7 @@ a query sees one interval of them. Attention to a cache is in `meeting.py`.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 from weakref import WeakSet
@@ -16,24 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringattn import serving
-from ringattn.check import (
-    beside_window,
-    each,
-    of_arrays,
-    of_back,
-    of_fork,
-    of_kept,
-    of_loaded,
-    of_pair,
-    of_room,
-    of_saved,
-    of_truncated,
-)
+from ringattn import check, serving
 from ringattn.layout import Layout
 from ringattn.planning import Plan, hardware_of
 from ringattn.serving import Heads, Moves, Stripes, exchange_way, explained, prefill_moves
-from ringattn.spec import whole
+from ringattn.spec import raise_if, whole
 from ringattn.torch.check import of_tangents, of_types
 from ringattn.torch.inference.chunk import Holder, landings
 
@@ -106,9 +94,8 @@ class KVCache(serving.KVCache):
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Append the next tokens, the same k and v [B, n, G, D] on every rank; each rank keeps its share."""
-        problem = of_arrays({"k": k, "v": v}, {}, self.plan) or of_tangents(k=k, v=v) or self.problem(k, v, k.shape[1])
-        if problem:
-            raise ValueError(problem)
+        problem = check.of_arrays({"k": k, "v": v}, {}, self.plan) or of_tangents(k=k, v=v)
+        raise_if(problem or self.problem(k, v, k.shape[1]))
         self.keep(k.detach(), v.detach(), k.shape[1])
 
     def keep(self, k: Tensor, v: Tensor, n: int, order: Layout | None = None) -> None:
@@ -159,26 +146,28 @@ class KVCache(serving.KVCache):
         top = int(self.lengths.max()) + n
         if self.stripes.below(top, 0) <= self.k.shape[1]:
             return
-        seen = max(0, int(self.lengths.min()) + 1 - self.window)
-        rounds = (seen - self.stripes.origin) // self.stripes.round
+        rounds = (self.first_seen(self.lengths) - self.stripes.origin) // self.stripes.round
         drop = rounds * self.stripes.block
         for x in (self.k, self.v):
             x[:, : x.shape[1] - drop] = x[:, drop:].clone()
-        origin = self.stripes.origin + rounds * self.stripes.round
-        self.stripes = Stripes(self.ranks, self.stripes.block, origin)
+        self.stripes = replace(self.stripes, origin=self.stripes.origin + rounds * self.stripes.round)
+
+    def first_seen(self, lengths: np.ndarray) -> int:
+        """The first position that the next token of a row of these lengths still sees."""
+        return 0 if self.window is None else max(0, int(lengths.min()) + 1 - self.window)
+
+    def from_round(self, position: int) -> Stripes:
+        """The stripes from the round of this position on."""
+        return replace(self.stripes, origin=position // self.stripes.round * self.stripes.round)
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
         """Drop the tokens from these lengths on, for example rejected ones; one number for all rows or one per row."""
-        problem = of_truncated(lengths, len(self.lengths))
-        if problem:
-            raise ValueError(problem)
-        new = np.array(each(lengths, len(self.lengths)))  # of any size; of_back checks them
+        raise_if(check.of_truncated(lengths, len(self.lengths)))
+        new = np.array(check.each(lengths, len(self.lengths)))  # of any size; of_back checks them
         first = self.start
         if self.window is not None and self.stripes.origin:  # the next token must still see its whole window
             first = np.maximum(first, self.stripes.origin + self.window - 1)
-        problem = of_back(new, self.lengths, first)
-        if problem:
-            raise ValueError(problem)
+        raise_if(check.of_back(new, self.lengths, first))
         if (new < self.shared).any():
             shared = self.shared.tolist()
             raise ValueError(
@@ -198,15 +187,12 @@ class KVCache(serving.KVCache):
                 "a cache with a window moves its keys and cannot share them; allocate another one"
             )
         max_len = self.max_len if max_len is None else max_len
-        problem = of_fork(copies, max_len, self.lengths)
-        if problem:
-            raise ValueError(problem)
+        raise_if(check.of_fork(copies, max_len, self.lengths))
         sizes: Any = whole(copies), whole(max_len)
         copies, max_len = sizes
         lengths = self.lengths.repeat(copies)
-        origin = int(lengths.min()) // self.stripes.round * self.stripes.round
-        stripes = Stripes(self.ranks, self.stripes.block, origin)
-        local = -(-(max_len - origin) // stripes.round) * stripes.block
+        stripes = self.from_round(int(lengths.min()))
+        local = -(-(max_len - stripes.origin) // stripes.round) * stripes.block
         k, v = (x.new_zeros(len(lengths), max(local, 0), *x.shape[2:]) for x in (self.k, self.v))
         return KVCache(self.plan, k, v, lengths, max_len, stripes, prefix=self)
 
@@ -228,31 +214,26 @@ class KVCache(serving.KVCache):
         """Load a part that the same rank saved, under a plan of equally many ranks."""
         if self.prefix is not None or self.shared.any():
             raise ValueError("this cache and a fork share keys, which would change for both; allocate another cache")
-        problem = of_saved(state, "k", "v", "lengths", "origin", "place", "window")
-        problem = problem or of_types(**{name: state[name] for name in ("k", "v", "lengths")})
-        if problem:
-            raise ValueError(problem)
-        place = each(state["place"], 3) if isinstance(state["place"], list | tuple) else None
+        raise_if(check.of_saved(state, "k", "v", "lengths", "origin", "place", "window"))
+        raise_if(of_types(**{name: state[name] for name in ("k", "v", "lengths")}))
+        place = check.each(state["place"], 3) if isinstance(state["place"], list | tuple) else None
         if place is None:
             raise ValueError(f"the state has place={state['place']!r}; pass what state_dict() gave")
         if tuple(place) != self.place:
             names = "rank {}, of {} ranks, in blocks of {}"
             raise ValueError(f"the state is of {names.format(*place)}; this cache is of {names.format(*self.place)}")
         lengths = state["lengths"].numpy(force=True)
-        problem = of_loaded(state, self, lengths) or self.of_origin(state["origin"], lengths)
-        if problem:
-            raise ValueError(problem)
+        raise_if(check.of_loaded(state, self, lengths) or self.of_origin(state["origin"], lengths))
         self.k.copy_(state["k"])
         self.v.copy_(state["v"])
         self.lengths = lengths.astype(np.int64)
-        self.stripes = Stripes(self.ranks, self.stripes.block, whole(state["origin"]) or 0)
+        self.stripes = replace(self.stripes, origin=whole(state["origin"]) or 0)
 
     def of_origin(self, origin: Any, lengths: np.ndarray) -> str | None:
         """The memory begins before all that a row's next token sees, and reaches to the end of the rows."""
-        seen = 0 if self.window is None else max(0, int(lengths.min()) + 1 - self.window)
-        stripes = Stripes(self.ranks, self.stripes.block, whole(origin) or 0)
+        stripes = replace(self.stripes, origin=whole(origin) or 0)
         fits = stripes.below(lengths.max(), 0) <= self.k.shape[1]
-        if fits and whole(origin) in range(0, seen + 1, stripes.round):
+        if fits and whole(origin) in range(0, self.first_seen(lengths) + 1, stripes.round):
             return None
         return (
             f"the state has origin={origin!r}, with which no cache of window={self.window} has rows of "
@@ -304,28 +285,26 @@ class KVCache(serving.KVCache):
     def problem(self, k: Tensor, v: Tensor, n: int) -> str | None:
         """Why n tokens like those in k and v cannot be appended."""
         for name, x, mine in (("k", k, self.k), ("v", v, self.v)):
-            if wrong := of_kept(name, x, mine):
+            if wrong := check.of_kept(name, x, mine):
                 return wrong
             if x.dtype != mine.dtype or x.device != mine.device:
                 mine_is = f"the cache {mine.dtype} on {mine.device}; allocate another (a layer: reset())"
                 return f"{name} is {x.dtype} on {x.device}, {mine_is}"
-        return of_pair(k, v) or self.overflow(n)
+        return check.of_pair(k, v) or self.overflow(n)
 
     def overflow(self, n: int) -> str | None:
         """Why n more tokens do not fit."""
-        problem = of_room(n, self.lengths, self.max_len)
+        problem = check.of_room(n, self.lengths, self.max_len)
         if problem is None and self.window is not None and not self.fits(n):
-            return beside_window(n, self.window)
+            return check.beside_window(n, self.window)
         return problem
 
     def fits(self, n: int) -> bool:
         """Whether there is memory for n tokens at once in addition to those that can still be seen."""
         if self.window is None:
             return True
-        seen = max(0, int(self.lengths.min()) + 1 - self.window)
-        origin = seen // self.stripes.round * self.stripes.round
-        top = int(self.lengths.max()) + n
-        return bool(Stripes(self.ranks, self.stripes.block, origin).below(top, 0) <= self.k.shape[1])
+        stripes, top = self.from_round(self.first_seen(self.lengths)), int(self.lengths.max()) + n
+        return bool(stripes.below(top, 0) <= self.k.shape[1])
 
     @lasting
     def for_chunk(self, n: int) -> "KVCache":

@@ -4,9 +4,9 @@ A cache keeps the calls that were made on it, by all of their arguments except t
 kind is checked and compared between ranks. After that, only what depends on the cache's lengths is checked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -21,6 +21,7 @@ from ringattn.check import (
     of_filled,
     of_keys,
     of_lengths,
+    of_plan,
     of_start,
     of_unknown,
     of_window,
@@ -31,17 +32,17 @@ from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import form_of
 from ringattn.planning import Plan, hardware_of, heads_problem
 from ringattn.serving import MOVES, exchange_over, exchange_way, keys_at_once
-from ringattn.spec import AttentionSpec, whole
+from ringattn.spec import AttentionSpec, raise_if, whole
 from ringattn.torch import agree, check
-from ringattn.torch.attention.steps import Score, kept_score, problem_of
+from ringattn.torch.attention.call import key_of, remember
+from ringattn.torch.attention.steps import Score, problem_of, score_with
 from ringattn.torch.inference.cache import KVCache
 
-MOST = 128  # the most bound calls that a cache keeps
 FULL = AttentionSpec(causal=False)
 
 
 class Kernels:
-    """The kernels of a call for some number of queries, loaded when the first piece needs them.
+    """The kernels of a call for some number of queries; the second one is loaded when a piece needs it.
 
     A named kernel that supports rectangles only runs the pieces that are rectangles, which depends on the rank and on
     the lengths of rows. The best other kernel runs the rest.
@@ -50,15 +51,14 @@ class Kernels:
     def __init__(self, problem: kernels.Problem, impl: str, spec: AttentionSpec):
         self.problem, self.impl = problem, impl
         self.score = spec.scale_for(problem.head_dim), spec.softcap
-        self.tiled = kernels.select(problem, impl).tiles  # whether the named or best kernel needs tiles
-
-    @cached_property
-    def rectangles(self) -> Score:
-        return kept_score(self.problem, self.impl, *self.score)
+        first = kernels.select(problem, impl)
+        self.tiled = first.tiles  # whether the named or best kernel needs tiles
+        self.rectangles = score_with(first, *self.score)
 
     @cached_property
     def others(self) -> Score:
-        return kept_score(replace(self.problem, tiles=False), "auto" if self.tiled else self.impl, *self.score)
+        impl = "auto" if self.tiled else self.impl
+        return score_with(kernels.select(replace(self.problem, tiles=False), impl), *self.score)
 
     def of(self, where: Intervals) -> Score:
         return self.rectangles if self.tiled and where.tiles is not None else self.others
@@ -66,6 +66,8 @@ class Kernels:
 
 class Call:
     """What prefill and decode have in common. The keys and values of a cache have the heads and dims of the call's."""
+
+    docs = None  # a cache holds one sequence a row
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, spec: AttentionSpec):
         self.plan, self.spec = plan, spec
@@ -88,8 +90,7 @@ class Call:
         """Raise the problem: on all ranks where they compare every call."""
         if self.words is not None:
             agree.agree(self.plan, self.words | words_of(cache), problem)
-        elif problem:
-            raise ValueError(problem)
+        raise_if(problem)
 
 
 class Prefill(Call):
@@ -135,7 +136,7 @@ def bind_prefill(
     Where exchanging words is cheap, the ranks compare every call.
     """
     ranks = plan.axes.number  # plans of two meshes may be equal
-    key, call = found(cache, q, k, v, sinks, plan, ranks, spec, move, keys)
+    key, call = found(cache, q, k, v, sinks, plan, spec, ranks, move, keys)
     if call is not None:
         call.check(cache, of_start(start, cache.lengths) or cache.overflow(plan.seq_len))
         return call
@@ -144,25 +145,24 @@ def bind_prefill(
         of_choice("move", move, ("auto", *MOVES))
         or of_keys(keys)
         or check.of_tensors(q, k, v)
-        or check.of_plan_and_sinks(q, k, v, plan, sinks)
+        or of_plan(q, k, v, plan)
+        or check.of_sinks_for(q, sinks)
         or of_lengths(q, k, plan, FULL, (plan.local_len, plan.local_len))
         or of_cache(cache, plan, spec)
         or of_start(start, cache.lengths)
         or cache.problem(k, v, plan.seq_len)
     )
-    words = compared(cache, plan, spec, (q, k, v, sinks), f"move={move}, keys={whole(keys)}", problem)
-    return remembered(cache, key, words, Prefill(q, k, v, plan, cache, spec, move, keys))
+    kind, how = partial(Prefill, q, k, v, plan, cache, spec, move, keys), f"move={move}, keys={whole(keys)}"
+    return make(kind, key, cache, plan, spec, (q, k, v, sinks), how, problem)
 
 
 def bind_decode(
     q: Any, k: Any, v: Any, cache: KVCache, spec: Any, sinks: Any, unknown: dict[str, Any], capturing: bool
 ) -> Decode:
     """As `bind_prefill`. While a CUDA graph is captured, the call must be bound already."""
-    key, call = found(cache, q, k, v, sinks, spec)
+    key, call = found(cache, q, k, v, sinks, None, spec)
     if capturing:
-        problem = of_capture(cache, call)
-        if problem:
-            raise ValueError(problem)
+        raise_if(of_capture(cache, call))
         return call
     if call is not None and not unknown:
         call.check(cache, of_filled(cache.lengths) or cache.overflow(k.shape[1]))
@@ -179,18 +179,16 @@ def bind_decode(
     )
     if problem is None and q.shape[1] != k.shape[1]:
         problem = f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
-    words = compared(cache, cache.plan, spec, (q, k, v, sinks), "decode", problem)
-    return remembered(cache, key, words, Decode(q, k, v, cache, spec))
+    kind = partial(Decode, q, k, v, cache, spec)
+    return make(kind, key, cache, cache.plan, spec, (q, k, v, sinks), "decode", problem)
 
 
-def found(cache: KVCache, q: Any, k: Any, v: Any, sinks: Any, *how: Any) -> tuple[Any, Any]:
+def found(
+    cache: KVCache, q: Any, k: Any, v: Any, sinks: Any, plan: Plan | None, spec: Any, *how: Any
+) -> tuple[Any, Any]:
     """The key of a call, and the call if it is bound. No key if arguments are wrong: the checks report them."""
     try:
-        key = (
-            how, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            q.layout, k.layout, v.layout,
-            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
-        )  # fmt: skip
+        key = key_of(q, k, v, plan, spec, None, None, sinks, False, how)
         if forward_ad._current_level >= 0 and check.have_tangents(q, k, v, sinks):
             return None, None
         return key, cache.calls.get(key)
@@ -227,27 +225,22 @@ def of_capture(cache: KVCache, call: Any) -> str | None:
     return None
 
 
-def compared(
-    cache: KVCache, plan: Plan, spec: AttentionSpec, tensors: Sequence[Any], how: str, problem: str | None
-) -> agree.Words:
-    """The words of a call, which all ranks agree on; raises the same error on all ranks if they differ."""
+def make(
+    kind: Callable[[], Any], key: Any, cache: KVCache, plan: Plan, spec: AttentionSpec, tensors: Sequence[Any],
+    how: str, problem: str | None,
+) -> Any:  # fmt: skip
+    """Compare a call of a new kind with the other ranks, and cache it. Raises the same error on all ranks."""
     named = dict(zip(("q", "k", "v", "sinks"), tensors, strict=True))
     words = agree.describe(plan, spec, named, None, call="on a cache", how=how)
     agree.agree(plan, words | words_of(cache) if agree.watched(plan) else words, problem)
-    return words
+    call = kind()
+    if agree.watched(plan):
+        call.words = words
+    if key is not None:
+        remember(cache.calls, key, call)  # drops the oldest on all ranks alike
+    return call
 
 
 def words_of(cache: KVCache) -> agree.Words:
     """What ranks compare of a cache where words are cheap: its lengths too."""
     return {"cache": f"{cache}, window {cache.window}, {cache.stripes}"}
-
-
-def remembered(cache: KVCache, key: Any, words: agree.Words, call: Any) -> Any:
-    """The call, kept by the cache."""
-    if agree.watched(call.plan):
-        call.words = words
-    if key is not None:
-        if len(cache.calls) == MOST:  # drop the oldest, on all ranks alike
-            del cache.calls[next(iter(cache.calls))]
-        cache.calls[key] = call
-    return call

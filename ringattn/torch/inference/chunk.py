@@ -68,14 +68,9 @@ Groups = tuple[tuple[int, ...], ...]  # ranks whose keys lie together, in the or
 OwnPiece = tuple[slice, Intervals | None]  # a slice of the chunk's tokens, and the queries' intervals among them
 
 
-def own_pieces(chunk: Chunk, most: int, device: torch.device, tiled: bool) -> tuple[OwnPiece, ...]:
-    """The chunk's own tokens, at most `most` at once: the same in every row and for every chunk of this length."""
-    return pieces_alone(chunk._replace(before=(), holders=()), most, device, tiled)
-
-
 @lru_cache(maxsize=32)
-def pieces_alone(chunk: Chunk, most: int, device: torch.device, tiled: bool) -> tuple[OwnPiece, ...]:
-    """`own_pieces`, cached by the arguments that it depends on."""
+def own_pieces(chunk: Chunk, most: int, device: torch.device, tiled: bool) -> tuple[OwnPiece, ...]:
+    """The tokens of a chunk without holders, at most `most` at once: the same for every chunk of this length."""
     begin, end = (x.reshape(1, 1, -1) for x in bounds(chunk.spec, chunk.positions, chunk.tokens, chunk.tokens))
     cuts = [slice(at, min(at + most, chunk.tokens)) for at in range(0, chunk.tokens, most)]
     return tuple((cut, within(begin, end, cut, device, tiled)) for cut in cuts)

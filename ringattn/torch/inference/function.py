@@ -15,7 +15,7 @@ from torch import Tensor
 from ringattn.kernels.partial import Partial, add_sinks, packed, unpacked
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec
-from ringattn.torch.attention.function import autocast
+from ringattn.torch.attention.call import CAUSAL, autocast
 from ringattn.torch.inference.cache import KVCache
 from ringattn.torch.inference.call import Decode, bind_decode, bind_prefill
 from ringattn.torch.inference.chunk import Chunk
@@ -28,29 +28,12 @@ from ringattn.torch.inference.meeting import (
     parted,
 )
 
-CAUSAL = AttentionSpec()
-
 
 def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    cache: KVCache,
-    *,
-    spec: AttentionSpec | None = None,
-    sinks: Tensor | None = None,
-    start: int | Sequence[int] | None = None,
-    move: str = "auto",
-    keys: int | None = None,
-) -> Tensor:
-    """Append a chunk of the prompt to the cache, and attend to everything so far: out [B, T_local, H, V].
-
-    q, k and v are this rank's part of the chunk under `plan` (the cache's plan `for_length(chunk)`). `start` is where
-    the chunk begins, checked against the cache if given. `move` is what travels: "queries", "keys", or "auto", which
-    leaves less time exposed (`cache.explain` shows which). `keys` is the most keys of a rank that are attended to, or
-    sent, at once. Not differentiable: a cache keeps keys without their graph.
-    """
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, cache: KVCache, *, spec: AttentionSpec | None = None,
+    sinks: Tensor | None = None, start: int | Sequence[int] | None = None, move: str = "auto", keys: int | None = None,
+) -> Tensor:  # fmt: skip
+    """`ringattn.prefill` in torch: out [B, T_local, H, V]; not differentiable, since a cache keeps no graph."""
     spec = CAUSAL if spec is None else spec
     q, k, v = autocast(q, k, v, dtype=cache.k.dtype)
     call = bind_prefill(q, k, v, plan, cache, spec, sinks, start, move, keys)
@@ -76,19 +59,12 @@ def prefill(
 
 
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: KVCache,
-    *,
-    spec: AttentionSpec | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, *, spec: AttentionSpec | None = None, sinks: Tensor | None = None,
     **unknown: Any,
-) -> Tensor:
-    """Attention of the next tokens, the same q, k, v [B, n, H or G, D] on every rank: out [B, n, H, V] on every rank.
+) -> Tensor:  # fmt: skip
+    """`ringattn.decode` in torch: the same q, k, v [B, n, H or G, D] and out [B, n, H, V] on every rank.
 
     Each rank attends to the keys it holds; the partials of all ranks are exchanged once and merged in rank order.
-    Several tokens see each other causally. Not differentiable, as in `prefill`.
 
     On a GPU the host reads nothing from the device, and a call can be captured in a CUDA graph once it has run outside
     of one. Replays append without checking for room: tokens that do not fit are dropped.

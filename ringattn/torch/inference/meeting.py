@@ -23,7 +23,7 @@ from ringattn.planning import Plan
 from ringattn.serving import queries_at_once
 from ringattn.torch.attention.ring import END, nothing, room_for, with_next
 from ringattn.torch.inference.cache import KVCache
-from ringattn.torch.inference.call import Call, Decode, Prefill
+from ringattn.torch.inference.call import Call, Decode, Kernels, Prefill
 from ringattn.torch.inference.chunk import (
     Chunk,
     guests_of,
@@ -53,35 +53,23 @@ class Visit(NamedTuple):
     where: Intervals | None
 
 
-class Meeting:
-    """Queries that attend to the pieces of a cache one by one, and merge their partials."""
-
-    def __init__(self, q: Tensor, cache: KVCache, call: Call):
-        self.q, self.cache = q, cache
-        self.kernels = call.kernels(q.shape[1])
-        self.part: Partial | None = None
-
-    def of(self, visits: Iterable[Visit]) -> None:
-        """Attend to the keys of each visit, and merge the result into `part`."""
-        for kept, where in visits:
-            if where is None:
-                continue
+def attended(q: Tensor, kernels: Kernels, visits: Iterable[Visit], part: Partial | None) -> Partial | None:
+    """Attention of the queries over the keys of each visit, merged into `part`; None if they saw none."""
+    for kept, where in visits:
+        if where is not None:
             k, v = (x.flatten(1, -3) for x in kept)
-            self.part = self.kernels.of(where).attend(self.q, k, v, where, carry=self.part)
-
-    def end(self) -> Partial:
-        """The partial over all visits; an empty one if there were none."""
-        return self.part or empty(self.q, self.cache.v.shape[-1])
+            part = kernels.of(where).attend(q, k, v, where, carry=part)
+    return part
 
 
 def attend_cache(q: Tensor, call: Call, cache: KVCache, chunk: Chunk, keys: int | None = None) -> Partial:
     """Attention of a chunk's queries over the keys that this rank holds, at most `keys` of them at once."""
-    meeting = Meeting(q, cache, call)
-    plans = pieces_of(chunk, ((cache.rank,),), keys, q.device, meeting.kernels.tiled)
+    kernels, part = call.kernels(q.shape[1]), None
+    plans = pieces_of(chunk, ((cache.rank,),), keys, q.device, kernels.tiled)
     for cuts, (k, v) in zip(plans, cache.memory(), strict=True):
-        for piece in cuts:
-            meeting.of([Visit((k[:, piece.keys], v[:, piece.keys]), *piece.seen)])
-    return meeting.end()
+        visits = [Visit((k[:, piece.keys], v[:, piece.keys]), *piece.seen) for piece in cuts]
+        part = attended(q, kernels, visits, part)
+    return part or empty(q, cache.v.shape[-1])
 
 
 def axes_of(plan: Plan) -> tuple[Axis, Axis]:
@@ -143,28 +131,29 @@ def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, ch
     At most `call.keys` keys of each rank arrive at a time, from all ranks at once, while earlier ones and as many local
     ones are computed. If a plan has both axes, "local" is a whole ring rank.
     """
-    meeting, plan = Meeting(q, cache, call), call.plan
+    kernels, plan, part = call.kernels(q.shape[1]), call.plan, None
     axis, inner = axes_of(plan)
     here = range(axis.rank * inner.size, (axis.rank + 1) * inner.size)
     groups = tuple(here), tuple(r for r in range(cache.ranks) if r not in here)
     shard = plan.tokens.shard(plan.ring_axis.rank)
     chunk = chunk._replace(queries=part_of(shard, plan.local_slice(plan.ulysses_axis.rank)))
-    plans = pieces_of(chunk, groups, call.keys, q.device, meeting.kernels.tiled)
+    plans = pieces_of(chunk, groups, call.keys, q.device, kernels.tiled)
     sources = [r for r in range(axis.size) if r != axis.rank]
     visits: list[Visit] = []
     for piece, kept in ((piece, kept) for cuts, kept in zip(plans, cache.memory(), strict=True) for piece in cuts):
         mine = [in_blocks(x[:, piece.keys], cache.stripes.block, inner) for x in kept]
         room = [x.new_empty(x.shape[0], len(sources), *x.shape[1:]) for x in mine]
         into = {r: [x[:, i] for x in room] for i, r in enumerate(sources)}
-        work = partial(meeting.of, [*visits, Visit(mine, piece.seen[0])])
-        _, coming = axis.share(mine, sources, into, work, "cached keys")
+        work = partial(attended, q, kernels, [*visits, Visit(mine, piece.seen[0])], part)
+        part, coming = axis.share(mine, sources, into, work, "cached keys")
         coming.wait()
         visits = [in_order(room, piece.seen[1])]
     k, v = parted(new.wait().index_select(0, whereabouts_on(q.device, plan.tokens, chunk.tokens)), cache)
-    own = own_pieces(chunk, call.keys * cache.ranks, q.device, meeting.kernels.tiled)
-    meeting.of([*visits, *(Visit((k[:, cut], v[:, cut]), where) for cut, where in own)])
+    alone = chunk._replace(before=(), holders=())
+    own = own_pieces(alone, call.keys * cache.ranks, q.device, kernels.tiled)
+    part = attended(q, kernels, [*visits, *(Visit((k[:, cut], v[:, cut]), where) for cut, where in own)], part)
     cache.keep(k, v, chunk.tokens)
-    return meeting.end()
+    return part or empty(q, cache.v.shape[-1])
 
 
 def in_order(room: Sequence[Tensor], where: Intervals | None) -> Visit:

@@ -63,7 +63,7 @@ def prepare_for(accelerator: Any, model: nn.Module, seq_len: int | None, **choic
     bare = hf_model.inner(model)
     spread = getattr(bare, "ringattn", None)
     if spread is not None:
-        plan = next(iter(spread.plans.values()))
+        plan = spread.plan
         if plan.ring * plan.ulysses != size or not spread.averaged:
             raise ValueError(
                 f"the model was prepared for {plan.ring * plan.ulysses} ranks, averaged={spread.averaged}, and the "

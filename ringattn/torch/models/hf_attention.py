@@ -12,7 +12,7 @@ from ringattn.spec import AttentionSpec, Docs
 
 NAME = "ringattn"  # what transformers calls this attention
 ARGUMENTS = ("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch")
-TOLD = (*ARGUMENTS, "position_ids", "use_cache", "cache_position")  # layers are told these, beside their attention
+PASSED = (*ARGUMENTS, "position_ids", "use_cache", "cache_position")  # what layers pass on and attention ignores
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,11 @@ class Call:
 
 
 def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    ringattn: Call | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, ringattn: Call | None = None,
+    is_causal: bool | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface: [B, H, t, D] in, [B, t, H, V] out."""
     name = type(module).__name__
     if ringattn is None:
@@ -49,12 +39,12 @@ def attend(
             f"{name} was called outside a prepared model (call model(...) after ringattn.hf.prepare(model, plan)), or "
             "by one that does not hand its keyword arguments on, and cannot be spread over ranks"
         )
-    more = sorted(k for k, v in others.items() if v is not None and v is not False and k not in TOLD)
+    more = sorted(k for k, v in others.items() if v is not None and v is not False and k not in PASSED)
     if isinstance(attention_mask, Sliding):
         sliding_window, attention_mask = attention_mask.keys, None
     if attention_mask is not None or more:
         what = ", ".join(["a mask of its own"] * (attention_mask is not None) + more)
-        raise ValueError(f"{name} asks its attention for {what}, which is not supported over ranks")
+        raise ValueError(f"{name} passes {what} to its attention, which is not supported over ranks")
     if dropout:
         raise ValueError(f"{name} has attention dropout {dropout}, which has no exact form over ranks; set it to 0")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -72,7 +62,7 @@ def attend(
 
 @dataclass(frozen=True)
 class Sliding:
-    """What stands for a sliding mask, for layers that say how far they see by their mask alone."""
+    """Stands for a sliding mask, in layers whose window is only in their mask."""
 
     keys: int
 
@@ -81,7 +71,7 @@ class Sliding:
             raise AttributeError(name)
         raise ValueError(
             f"a layer of this model changes its mask, a sliding window of {self.keys} keys, before its attention (it "
-            f"asks for mask.{name}): a mask of its own is not supported over ranks"
+            f"reads mask.{name}): a mask of its own is not supported over ranks"
         )
 
 

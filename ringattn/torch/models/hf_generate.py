@@ -115,10 +115,7 @@ def with_cache(
             rows, first = rows[:, None], 0 if padding is None else padding[:, None]
             at = (every + first) % n  # real tokens first, then the padding
             shards = {name: part.shard(tokens[rows, at], 1), "position_ids": part.shard(position_ids[rows, at], 1)}
-            last = torch.arange(n - n_kept, n, device=tokens.device)[None] - (
-                0 if padding is None else padding[:, None]
-            )
-            wanted, back = torch.unique(last % n, return_inverse=True)
+            wanted, back = torch.unique((every[None, n - n_kept :] - first) % n, return_inverse=True)
             few = kept(wanted, part, tokens.device)
             call = Call(part, None, cache, spread=True, lengths=None if padding is None else n - padding)
             output = self.local_forward(**shards, **keeping(self, few.mine), **more, ringattn=call)
@@ -166,7 +163,7 @@ def prepare_cache(
         raise ValueError(f"cache_implementation={kind!r}: a prepared model has caches over ranks only; leave it out")
     if way not in LOOPS:
         raise ValueError(f"{way} is not supported over ranks; supported are {', '.join(LOOPS)}")
-    plan = next(iter(self.ringattn.plans.values()))
+    plan = self.ringattn.plan
     if generation_config.do_sample and plan.ring * plan.ulysses > 1 and "threads" in (
         plan.ring_axis.by, plan.ulysses_axis.by
     ):  # fmt: skip
@@ -177,7 +174,7 @@ def prepare_cache(
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate` with whole prompts, the same on every rank, which all sample as the first rank does."""
-    with numbers_of_the_first(next(iter(self.ringattn.plans.values()))):
+    with numbers_of_the_first(self.ringattn.plan):
         return type(self).generate(self, *args, **kwargs)
 
 

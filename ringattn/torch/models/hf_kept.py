@@ -3,7 +3,7 @@
 B batch   T all tokens   m kept tokens of this rank   n kept tokens   V vocabulary
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn.planning import Plan
-from ringattn.torch.sharding import local_positions
+from ringattn.torch.sharding import Gathered, local_positions
 
 
 class Kept(NamedTuple):
@@ -24,7 +24,8 @@ class Kept(NamedTuple):
 
     def join(self, logits_BmV: Tensor) -> Tensor:
         """The logits of all kept tokens [B, n, V] on every rank; differentiable as `plan.unshard` is."""
-        return Joined.apply(logits_BmV, self)
+        padded = F.pad(logits_BmV, [0, 0, 0, self.most - logits_BmV.shape[1]])
+        return Gathered.apply(padded, self.plan, 1).index_select(1, self.order)
 
 
 def kept(keep: int | Tensor, plan: Plan, device: torch.device) -> Kept:
@@ -47,22 +48,3 @@ def kept(keep: int | Tensor, plan: Plan, device: torch.device) -> Kept:
         slots[local_positions(plan, *place)[rows[place]]] = i * most + np.arange(len(rows[place]))
     mine = rows[plan.ring_axis.rank, plan.ulysses_axis.rank]
     return Kept(torch.from_numpy(mine).to(device), torch.from_numpy(slots[at]).to(device), most, plan)
-
-
-class Joined(torch.autograd.Function):
-    """The kept tokens of all ranks on every rank; the gradient is the sum of the gradients on all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BmV: Tensor, kept: Kept) -> Tensor:
-        ctx.kept, ctx.m = kept, x_BmV.shape[1]
-        padded = F.pad(x_BmV, [0, 0, 0, kept.most - ctx.m])
-        everything = kept.plan.ulysses_axis.all_gather(padded, 1).wait()
-        return kept.plan.ring_axis.all_gather(everything, 1).wait().index_select(1, kept.order)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BnV: Tensor) -> tuple[Tensor, None]:
-        kept, plan = ctx.kept, ctx.kept.plan
-        shape = len(grad_BnV), plan.ring * plan.ulysses * kept.most, grad_BnV.shape[2]
-        spread = grad_BnV.new_zeros(shape).index_add_(1, kept.order, grad_BnV)
-        ring_shard = plan.ring_axis.reduce_scatter(spread, 1).wait()
-        return plan.ulysses_axis.reduce_scatter(ring_shard, 1).wait()[:, : ctx.m], None

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringattn.planning import Plan
-from ringattn.torch.agree import agree, watched
+from ringattn.torch.agree import watched
 from ringattn.torch.models import hf_generate, hf_linear, hf_trl
 from ringattn.torch.models.hf_attention import NAME, Call, hide_last, register, show_last, stretched
 from ringattn.torch.models.hf_kept import Kept, kept
 from ringattn.torch.models.hf_packed import IGNORED as IGNORED
 from ringattn.torch.models.hf_packed import documents
 from ringattn.torch.models.hf_refusals import LOSSES, accepted, refuse, refuse_other_attention
-from ringattn.torch.models.loss import mean_over_ranks
+from ringattn.torch.models.loss import compare_ranks, mean_over_ranks
 from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.torch.same_data import compare_data
 
@@ -50,39 +50,32 @@ def prepare(
     bare = inner(model)
     refuse(bare, plan, over)
     register()
-    attributes = {name: vars(bare)[name] for name in SET if name in vars(bare)}
     configs = [(config, config._attn_implementation) for config in configs_of(bare)]
     bare.set_attn_implementation(NAME)
-    bare.ringattn = Spread({plan.seq_len: plan}, tuple(over), is_counted(bare), compare, averaged)
-    hooks = [
-        hook
-        for rotary in stretched(bare)
-        for hook in (
-            rotary.register_forward_pre_hook(show_last, with_kwargs=True),
-            rotary.register_forward_hook(hide_last),
-        )
-    ]
-    bare.ringattn_before = Before(attributes, configs, hooks)
+    hooks: list[Any] = []
+    for rotary in stretched(bare):
+        hooks.append(rotary.register_forward_pre_hook(show_last, with_kwargs=True))
+        hooks.append(rotary.register_forward_hook(hide_last))
     for layer in hf_linear.linear_layers(bare):
         hf_linear.replace(layer)
-    bare.local_forward = bare.forward
-    bare.forward = MethodType(forward, bare)  # not a closure: a copy of the model runs its own weights
-    bare.generate = MethodType(hf_generate.generate, bare)
-    bare._prepare_cache_for_generation = MethodType(hf_generate.prepare_cache, bare)
-    bare.accepts_loss_kwargs = True  # Trainer: the loss takes num_items_in_batch
+    new = {
+        "ringattn": Spread({plan.seq_len: plan}, tuple(over), is_counted(bare), compare, averaged),
+        "local_forward": bare.forward,
+        "forward": MethodType(forward, bare),  # not a closure: a copy of the model runs its own weights
+        "generate": MethodType(hf_generate.generate, bare),
+        "_prepare_cache_for_generation": MethodType(hf_generate.prepare_cache, bare),
+        "accepts_loss_kwargs": True,  # Trainer: the loss takes num_items_in_batch
+    }
+    attributes = {name: vars(bare)[name] for name in new if name in vars(bare)}
+    vars(bare).update(new, ringattn_before=Before(tuple(new), attributes, configs, hooks))
     return model
-
-
-SET = (  # by prepare
-    "ringattn", "ringattn_before", "ringattn_fused", "local_forward", "forward", "generate", "accepts_loss_kwargs",
-    "_prepare_cache_for_generation",
-)  # fmt: skip
 
 
 @dataclass
 class Before:
-    """What `unprepare` puts back: attributes of the model, the attention of its configs; and hooks that it removes."""
+    """What `unprepare` removes and restores: attributes of the model, the attention of its configs, and hooks."""
 
+    new: tuple[str, ...]
     attributes: dict[str, Any]
     configs: list[tuple[Any, str | None]]
     hooks: list[Any]
@@ -114,7 +107,7 @@ def unprepare(model: nn.Module) -> nn.Module:
     for config, way in before.configs:
         if config._attn_implementation == NAME:
             config._attn_implementation_internal = way
-    for attribute in SET:
+    for attribute in (*before.new, "ringattn_before", "ringattn_fused"):
         vars(bare).pop(attribute, None)
     vars(bare).update(before.attributes)
     return model
@@ -162,10 +155,14 @@ class Spread:
     averaged: bool = False  # whether gradients are averaged over ranks afterwards, instead of summed
 
     @property
+    def plan(self) -> Plan:
+        """The plan that the model was prepared with."""
+        return next(iter(self.plans.values()))
+
+    @property
     def ranks(self) -> int:
         """How many ranks a gradient is reduced over."""
-        plan = next(iter(self.plans.values()))
-        return plan.ring * plan.ulysses * math.prod(axis.size for axis in self.over)
+        return self.plan.ring * self.plan.ulysses * math.prod(axis.size for axis in self.over)
 
     def local(self, T: int) -> Plan:
         if T not in self.plans:
@@ -243,7 +240,7 @@ def few(
         return None
     if any(x is not None for x in following.values()):
         raise ValueError("logits_to_keep with labels: the loss needs the logits of all tokens; leave one of them out")
-    if "logits_to_keep" not in signature(self.local_forward).parameters:
+    if not hf_generate.takes_kept(self):
         raise ValueError(f"{type(self).__name__} does not take logits_to_keep; leave it out")
     found = kept(keep, plan, given["position_ids"].device)
     given["logits_to_keep"] = found.mine
@@ -252,14 +249,9 @@ def few(
 
 @torch.compiler.disable
 def cut(
-    self: Any,
-    input_ids: Tensor | None,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    following: dict[str, Tensor | None],
-    inputs_embeds: Tensor | None,
-    kwargs: dict[str, Any],
-) -> tuple[Plan, dict[str, Any]]:
+    self: Any, input_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None,
+    following: dict[str, Tensor | None], inputs_embeds: Tensor | None, kwargs: dict[str, Any],
+) -> tuple[Plan, dict[str, Any]]:  # fmt: skip
     """The plan for these sequences, and what the model itself is called with: this rank's tokens."""
     B, T = sizes(input_ids, inputs_embeds, position_ids, following)
     (labels,) = following.values()
@@ -273,7 +265,7 @@ def cut(
             "labels, and work the loss out from its logits"
         )
     if labels is not None and self.get_output_embeddings() is None:
-        raise ValueError(f"{name} gives no logits, so labels mean nothing to it; prepare a ...ForCausalLM, say")
+        raise ValueError(f"{name} gives no logits, so it has no use for labels; prepare a ...ForCausalLM, for example")
     positions = position_ids
     if positions is None:
         positions = numbered(self, input_ids, inputs_embeds)
@@ -329,10 +321,10 @@ def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, following: dict
     """(B, T) of what was given; a ValueError about what is no tensor of that shape."""
     name, given = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
     if given is None:
-        raise ValueError("say input_ids or inputs_embeds: whole sequences, the same on every rank")
+        raise ValueError("pass input_ids or inputs_embeds: whole sequences, the same on every rank")
     dims = 2 if inputs_embeds is None else 3
     if not isinstance(given, Tensor):
-        raise ValueError(f"{name} is of type {type(given).__name__}; say torch.tensor({name})")
+        raise ValueError(f"{name} is of type {type(given).__name__}; pass torch.tensor({name})")
     if given.dim() != dims:
         kind = "[batch, tokens]" if dims == 2 else "[batch, tokens, width]"
         raise ValueError(f"{name} has shape {tuple(given.shape)}; expected {kind}")
@@ -353,8 +345,7 @@ def mean_loss(
     counted = plan.shard(targets != IGNORED, dim=1, compare=False).to(logits_BtV.device)
     at_once = tokens_at_once(LOGITS, logits_BtV.shape[-1], len(logits_BtV))
     losses = in_pieces(cross_entropy, at_once, logits_BtV, labels)
-    agree(plan, {"call": "the loss of a prepared model", "over": str([axis.name for axis in over])}, None)
-    compare_data(plan, watched(plan))
+    compare_ranks(plan, "the loss of a prepared model", over)
     return mean_over_ranks(losses, counted, plan, over, items)
 
 
@@ -375,6 +366,6 @@ def numbered(model: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None)
 
 
 def is_counted(model: nn.Module) -> bool:
-    """Whether positions are counted over the real tokens: an embedding of positions that asks for the padding mask."""
+    """Whether positions are counted over the real tokens: an embedding of positions that takes the padding mask."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     return any("attention_mask" in signature(m.forward).parameters for m in embeddings)

@@ -12,7 +12,7 @@ from ringattn.spec import Docs
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # beside position_ids, from DataCollatorWithFlattening
 IGNORED = -100  # a label that does not count
-UNUSED = ("max_length_q", "max_length_k")  # what the others say already
+UNUSED = ("max_length_q", "max_length_k")  # the others contain it already
 
 
 def documents(
@@ -26,7 +26,7 @@ def documents(
     if attention_mask is not None and tuple(attention_mask.shape) != (B, T):
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}; expected ({B}, {T}), 1 where a token is real: "
-            "masks of another kind are said by position_ids (packed documents) or by the model's configuration"
+            "give packed documents by position_ids, and other masks by the model's configuration"
         )
     cuts, packed = np.zeros((B, T), bool), packing(B, T, more)
     if position_ids is not None:
@@ -50,15 +50,19 @@ def documents(
 def padded(attention_mask: Tensor) -> np.ndarray:
     """Where padding begins or ends."""
     real = attention_mask.bool().numpy(force=True)
-    cuts = np.zeros(real.shape, bool)
-    cuts[:, 1:] = real[:, 1:] != real[:, :-1]
+    cuts = changes(real)
     if (cuts.sum(1) > 2).any() or ((cuts.sum(1) == 2) & real[:, 0]).any():
         raise ValueError("attention_mask has padding between real tokens; it may stand before or after them")
     return cuts
 
 
+def changes(x_BT: np.ndarray) -> np.ndarray:
+    """Where a value is not the one before."""
+    return np.pad(x_BT[:, 1:] != x_BT[:, :-1], ((0, 0), (1, 0)))
+
+
 def packing(B: int, T: int, more: dict[str, Any]) -> tuple[str, np.ndarray] | None:
-    """Which argument says where documents begin, and where, [B, T], but for the first of a row."""
+    """The argument that defines where documents begin, and where, [B, T], except the first of a row."""
     found: dict[str, np.ndarray] = {}
     for name in PACKING:
         x = more.get(name)
@@ -67,17 +71,17 @@ def packing(B: int, T: int, more: dict[str, Any]) -> tuple[str, np.ndarray] | No
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is of type {type(x).__name__}; expected a tensor")
         x = x.numpy(force=True)
-        cuts = np.zeros((B, T), bool)
         if name == "seq_idx":
             if x.shape != (B, T):
                 raise ValueError(f"seq_idx has shape {x.shape}; expected ({B}, {T}), the document of each token")
-            cuts[:, 1:] = x[:, 1:] != x[:, :-1]
+            cuts = changes(x)
         else:
             if B != 1 or x.ndim != 1 or not x.size or x[0] != 0 or x[-1] != T or (np.diff(x) < 0).any():
                 raise ValueError(
                     f"{name}={x.tolist()} with {B} rows of {T} tokens: it must rise from 0 to the number of tokens in "
                     "one row, as DataCollatorWithFlattening packs them"
                 )
+            cuts = np.zeros((1, T), bool)
             cuts[0, x[(x > 0) & (x < T)]] = True
         found[name] = cuts
     if not found:

@@ -21,11 +21,11 @@ def refuse(model: nn.Module, plan: Any, over: Any) -> None:
     """A ValueError that names what cannot be, before anything of the model is changed."""
     name = type(model).__name__
     if not isinstance(plan, Plan):
-        raise ValueError(f"plan is of type {type(plan).__name__}; say ringattn.plan(mesh, seq_len=...)")
+        raise ValueError(f"plan is of type {type(plan).__name__}; pass ringattn.plan(mesh, seq_len=...)")
     if plan.heads is not None or plan.head_dim is not None:
         raise ValueError("make the plan without heads and head_dim: a model's layers may differ in them")
     if not isinstance(over, list | tuple) or not all(hasattr(axis, "rank") for axis in over):
-        raise ValueError(f"over={over!r}: say axes, as in over=(ringattn.comms.mesh.axis(mesh, 'data'),)")
+        raise ValueError(f"over={over!r}: pass axes, as in over=(ringattn.comms.mesh.axis(mesh, 'data'),)")
     if hasattr(model, "ringattn"):
         raise ValueError(f"this {name} is already prepared; prepare a new model, or a copy made before")
     refuse_model(model, name)
@@ -45,7 +45,7 @@ def refuse_model(model: nn.Module, name: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder; only decoder-only models are supported")
     linear = linear_layers(model)
-    supported = linear or model._supports_attention_backend  # the former do not say, and are refused in the call
+    supported = linear or model._supports_attention_backend  # the former do not declare it, and are refused in the call
     if not (type(model)._can_set_attn_implementation() and supported):  # type: ignore[attr-defined]
         raise ValueError(f"{name} does not use transformers' attention interface, so its attention cannot be replaced")
     if any(kind in name for kind in POOLED):

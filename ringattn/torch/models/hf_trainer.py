@@ -46,7 +46,7 @@ class OverRanks(hf_trl.Answers):
 
     @property
     def by_accelerate(self) -> bool:
-        """Whether accelerate's mesh says which ranks share a sequence, and so deals out the examples."""
+        """Whether accelerate's mesh defines which ranks share a sequence, so that accelerate deals out the examples."""
         return getattr(getattr(self.accelerator, "parallelism_config", None), "cp_size", 1) > 1
 
     @property
@@ -58,7 +58,7 @@ class OverRanks(hf_trl.Answers):
         return model.ringattn
 
     def prepare(self, model: Any) -> None:
-        """Prepare the model as accelerate's mesh says, or a reference as the trained one is."""
+        """Prepare the model for accelerate's mesh, or a reference model as the trained one is prepared."""
         if self.by_accelerate:
             hf_accelerate.prepare_for(self.accelerator, model, None)
         elif not hasattr(self.model, "ringattn"):
@@ -71,7 +71,8 @@ class OverRanks(hf_trl.Answers):
 
     @property
     def plan(self) -> Plan:
-        return next(iter(self.spread.plans.values()))
+        plan: Plan = self.spread.plan
+        return plan
 
     @property
     def by_trl(self) -> bool:
@@ -155,7 +156,7 @@ class OverRanks(hf_trl.Answers):
         if way not in ("random", "sequential"):
             raise ValueError(
                 f"train_sampling_strategy={way!r} deals out examples by their lengths, others to each rank, and the "
-                "ranks of a plan need the same: say 'random' or 'sequential'"
+                "ranks of a plan need the same: use 'random' or 'sequential'"
             )
         return self.loader(self.train_dataset, self.args.train_batch_size, way == "random")  # type: ignore[attr-defined]
 
@@ -223,7 +224,7 @@ class Counted:
         return getattr(self.loader, name)
 
 
-LOADING = (  # what Trainer's dataloader_ arguments say of a DataLoader
+LOADING = (  # the arguments of DataLoader that Trainer has as dataloader_*
     "drop_last",
     "num_workers",
     "pin_memory",

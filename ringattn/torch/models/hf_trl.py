@@ -103,13 +103,13 @@ class Answers:
             return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
     def _calculate_rewards(self, *args: Any) -> Tensor:
-        """The rewards of all ranks' answers: for all ranks of a plan, what its first rank was told."""
+        """The rewards of all ranks' answers: all ranks of a plan get those of its first rank."""
         rewards: Tensor = super()._calculate_rewards(*args)  # type: ignore[misc]
         first = self.plan.ring_axis.rank == 0 and self.plan.ulysses_axis.rank == 0
         place = torch.tensor([[self.data_place[1], first]], device=rewards.device)
-        of, told = self.accelerator.gather(place).unbind(1)
-        source = (of[:, None] == of[told.bool()]).int().argmax(1)  # each rank's data rank, among the first ones
-        return rewards.unflatten(0, (len(of), -1))[told.bool()][source].flatten(0, 1)
+        of, leads = self.accelerator.gather(place).unbind(1)
+        source = (of[:, None] == of[leads.bool()]).int().argmax(1)  # each rank's data rank, among the first ones
+        return rewards.unflatten(0, (len(of), -1))[leads.bool()][source].flatten(0, 1)
 
     def prompts(self) -> DataLoader[Any]:
         """Batches of prompts, each as often as answers are sampled, the same on every rank."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ringattn.check import of_arguments, of_packed
 from ringattn.kernels.arrays import accumulator
 from ringattn.planning import Plan
-from ringattn.spec import Docs, whole
+from ringattn.spec import Docs, raise_if, whole
 from ringattn.torch.agree import agree, watched
 from ringattn.torch.check import of_types
 from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
@@ -22,12 +22,7 @@ from ringattn.torch.sharding import real_tokens
 
 
 def token_mean(
-    losses_BT: Tensor,
-    plan: Plan,
-    *,
-    mask: Tensor | None = None,
-    docs: Docs | None = None,
-    over: Sequence[Any] = (),
+    losses_BT: Tensor, plan: Plan, *, mask: Tensor | None = None, docs: Docs | None = None, over: Sequence[Any] = ()
 ) -> Tensor:
     """sum of the real tokens' losses over all ranks / number of real tokens over all ranks.
 
@@ -38,14 +33,9 @@ def token_mean(
     Use `cross_entropy` for labels: it skips ignored ones. F.cross_entropy(reduction="none") gives 0 for them, which
     would count here as the loss of a token.
     """
-    problem = of_arguments(required=True, plan=plan)
-    if problem is None and plan.framework != "torch":
-        problem = "token_mean is for torch; JAX arrays are global: take the mean where plan.real_tokens()"
-    if problem:
-        raise ValueError(problem)
+    raise_if(of_plan("token_mean", plan))
     problem = of_losses(losses_BT, plan, mask, docs) or of_axes(over) or of_ignored(losses_BT, plan, mask, docs)
-    agree(plan, {"call": "token_mean", "over": "" if problem else str([axis.name for axis in over])}, problem)
-    compare_data(plan, watched(plan))
+    compare_ranks(plan, "token_mean", over, problem)
     return mean_over_ranks(losses_BT, counted_of(losses_BT, plan, mask, docs), plan, over)
 
 
@@ -64,14 +54,9 @@ def cross_entropy(
     shift the labels before `plan.shard`. Computed in float32 (float64 for float64), for a few tokens at a time, and
     recomputed in backward. The value, its gradient, `docs` and `over` are as in `token_mean`.
     """
-    problem = of_arguments(required=True, plan=plan)
-    if problem is None and plan.framework != "torch":
-        problem = "cross_entropy is for torch; JAX arrays are global: take the mean where plan.real_tokens()"
-    if problem:
-        raise ValueError(problem)
+    raise_if(of_plan("cross_entropy", plan))
     problem = of_labels(logits_BTV, labels_BT, plan, ignore_index, docs) or of_axes(over)
-    agree(plan, {"call": "cross_entropy", "over": "" if problem else str([axis.name for axis in over])}, problem)
-    compare_data(plan, watched(plan))
+    compare_ranks(plan, "cross_entropy", over, problem)
     counted = counted_of(labels_BT, plan, labels_BT != ignore_index, docs)
     at_once = tokens_at_once(LOGITS, logits_BTV.shape[2], len(logits_BTV))
     labels = torch.where(counted, labels_BT, 0).long()
@@ -106,6 +91,20 @@ def mean_over_ranks(losses_BT: Tensor, counted: Tensor, plan: Plan, over: Sequen
     count = count if items is None else torch.as_tensor(items, dtype=count.dtype, device=count.device)
     share = mine / count.clamp(min=1).to(mine.dtype)
     return share + ((everyone / count.clamp(min=1)).to(mine.dtype) - share).detach()
+
+
+def compare_ranks(plan: Plan, call: str, over: Sequence[Any], problem: str | None = None) -> None:
+    """Raise the problem on all ranks, or an error if the ranks make other calls or were given other data."""
+    agree(plan, {"call": call, "over": "" if problem else str([axis.name for axis in over])}, problem)
+    compare_data(plan, watched(plan))
+
+
+def of_plan(function: str, plan: Any) -> str | None:
+    """A plan of torch."""
+    if found := of_arguments(required=True, plan=plan):
+        return found
+    other = f"{function} is for torch; JAX arrays are global: take the mean where plan.real_tokens()"
+    return None if plan.framework == "torch" else other
 
 
 def of_losses(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | None) -> str | None:

@@ -14,7 +14,7 @@ from ringattn.check import of_sizes
 from ringattn.comms.axis import Ranks
 from ringattn.kernels.arrays import accumulator
 from ringattn.planning import Plan, of_text
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.spec import AttentionSpec, Docs, raise_if
 from ringattn.torch.check import of_types
 from ringattn.torch.dispatch import fake, op
 from ringattn.torch.handles import text_of
@@ -80,8 +80,7 @@ class Attention(nn.Module):
         super().__init__()
         head_dim = head_size(d_model, heads, head_dim)
         kv_heads = heads if kv_heads is None else kv_heads
-        if found := of_sizes(kv_heads=kv_heads):
-            raise ValueError(found)
+        raise_if(of_sizes(kv_heads=kv_heads))
         if heads % kv_heads:
             raise ValueError(f"heads={heads} and kv_heads={kv_heads}: kv_heads must divide heads")
         if head_dim % 2:
@@ -201,14 +200,11 @@ class StreamingAttention(Attention):
 
     def allocate(self, k: Tensor, plan: Plan) -> KVCache:
         B, _, G, D = k.shape
-        device = k.device.type  # a plan without a mesh does not know where the layer is
-        here = (
-            plan
-            if plan.device == device
-            else replace(plan, axes=Ranks(plan.axes.ring, plan.axes.ulysses, device=device))
-        )
+        device = k.device.type
+        if plan.device != device:  # a plan without a mesh does not know where the layer is
+            plan = replace(plan, axes=Ranks(plan.axes.ring, plan.axes.ulysses, device=device))
         with torch.cuda.device_of(k):
             return KVCache.allocate(
-                here, batch=B, max_len=self.max_len, kv_heads=G, head_dim=D, dtype=k.dtype, window=self.spec.window,
+                plan, batch=B, max_len=self.max_len, kv_heads=G, head_dim=D, dtype=k.dtype, window=self.spec.window,
                 room=max(plan.seq_len, 64),
             )  # fmt: skip
