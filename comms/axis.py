@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import count
+from math import prod
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -15,6 +16,32 @@ T = TypeVar("T")
 ByRank = Mapping[int, Sequence[Any]]  # the tensors to send to, or to receive from, each of some ranks
 
 TRANSPORTS = ("auto", "symmetric", "group")
+
+
+def mesh_sizes(
+    data: int, ring: int, ulysses: int, sequence: int | None, have: int | None, ranks: str, instead: str = ""
+) -> dict[str, int]:
+    """The axes of a mesh over `have` ranks (None: as many as it needs); `ranks` is what an error calls them."""
+    sizes = {"data": data, "ring": ring, "ulysses": ulysses}
+    if sequence is not None:
+        if (ring, ulysses) != (1, 1):
+            raise ValueError(
+                f"sequence={sequence} leaves ring and ulysses to the plan; leave out ring={ring}, ulysses={ulysses}"
+            )
+        sizes = {"data": data, "sequence": sequence}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}={size!r}: the number of {ranks} along {name}, a whole number of at least 1")
+    need = prod(sizes.values())
+    if have not in (None, need):
+        product = " x ".join(f"{n}={s}" for n, s in sizes.items())
+        raise ValueError(f"{product} needs {need} {ranks}, and there are {have}; make the product {have}{instead}")
+    return sizes
+
+
+def split_sizes(sizes: Mapping[str, int], name: str, parts: Mapping[str, int]) -> dict[str, int]:
+    """The axes of a mesh with the axis `name` cut into these parts, the last one innermost."""
+    return {n: s for old, size in sizes.items() for n, s in (parts if old == name else {old: size}).items()}
 
 
 class Slices(Sequence[Any]):

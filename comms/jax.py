@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ringattn.comms.axis import Done, Ranks
+from ringattn.comms.axis import Done, Ranks, mesh_sizes, split_sizes
 
 
 @dataclass(frozen=True)
@@ -189,29 +189,14 @@ def init_mesh(
 
     Ulysses is innermost, where the links are fastest. By default `devices` are all devices.
     """
-    sizes = {"data": data, "ring": ring, "ulysses": ulysses}
-    if sequence is not None:
-        if (ring, ulysses) != (1, 1):
-            raise ValueError(
-                f"sequence={sequence} leaves ring and ulysses to the plan; leave out ring={ring}, ulysses={ulysses}"
-            )
-        sizes = {"data": data, "sequence": sequence}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r}: the number of devices along {name}, a whole number of at least 1")
     have = jax.devices() if devices is None else list(devices)
-    need = int(np.prod(list(sizes.values())))
-    if need != len(have):
-        product = " x ".join(f"{n}={s}" for n, s in sizes.items())
-        raise ValueError(
-            f"{product} needs {need} devices, and there are {len(have)}; make the product {len(have)}, or pass devices="
-        )
+    sizes = mesh_sizes(data, ring, ulysses, sequence, len(have), "devices", ", or pass devices=")
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=have)
 
 
 def split(mesh: Mesh, name: str, sizes: dict[str, int]) -> Mesh:
     """The mesh with one axis cut into several, the last one innermost; devices keep their order."""
-    cut = {n: s for old, size in mesh.shape.items() for n, s in (sizes if old == name else {old: size}).items()}
+    cut = split_sizes(mesh.shape, name, sizes)
     kinds = [
         kind
         for old, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
