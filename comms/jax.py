@@ -89,12 +89,17 @@ class MeshAxis:
         return jnp.take(found, (self.rank - ranks) % self.size, axis=0)
 
 
-def automatic_axes() -> dict[str, int]:
-    """Inside a shard_map: the sizes of the axes of more than one device that it leaves to the compiler."""
-    here = jax.sharding.get_abstract_mesh()
-    kinds = zip(here.axis_names, here.axis_types, strict=True)
-    left = {name: here.shape[name] for name, kind in kinds if kind == AxisType.Auto and here.shape[name] > 1}
-    return left if here.manual_axes else {}
+def automatic_axes(mesh: Mesh | AbstractMesh | None = None) -> dict[str, int]:
+    """The sizes of a mesh's automatic axes of more than one device.
+
+    Without a mesh those that the shard_map around this leaves to the compiler, if there is one.
+    """
+    if mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.manual_axes:
+            return {}
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind == AxisType.Auto and mesh.shape[name] > 1}
 
 
 def pieces(x: Any, count: int, dim: int) -> Any:
@@ -179,11 +184,7 @@ def generation(mesh: Mesh | AbstractMesh | None = None) -> tuple[int, int] | Non
 
 
 def init_mesh(
-    data: int = 1,
-    ring: int = 1,
-    ulysses: int = 1,
-    sequence: int | None = None,
-    devices: Sequence[Any] | None = None,
+    data: int = 1, ring: int = 1, ulysses: int = 1, sequence: int | None = None, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """A Mesh with axes data, ring and ulysses over the devices; or data and sequence, which `plan` will factor.
 

@@ -165,6 +165,12 @@ class Docs:
         return f"Docs({n - 1} documents, {rows} row{'s' * (rows > 1)}, {self.length} tokens)"
 
 
+def raise_if(problem: str | None) -> None:
+    """Raise a problem that a check found."""
+    if problem:
+        raise ValueError(problem)
+
+
 def whole(value: Any) -> int | None:
     """The value as an int, from Python's ints, numpy's, or an array with one; None for anything else."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):

@@ -24,9 +24,8 @@ from ringattn.jax.attention.ring import ring_backward, ring_forward
 from ringattn.jax.attention.steps import local_positions, route_of, step_of
 from ringattn.jax.check import check
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
-from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.pallas.varying import axes_of, vary
-from ringattn.kernels.partial import NEVER, Partial, sink_gradient
+from ringattn.kernels.partial import NEVER, add_sinks, empty, sink_gradient
 from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
@@ -75,7 +74,7 @@ def attention(
     Without a plan the arrays are in the sequence's own order, and on the mesh that their sharding names: a contiguous
     ring over the axes that cut the tokens, none if nothing does.
     """
-    plan, lying, inside = located(q, k, v, plan)
+    plan, placed, inside = located(q, k, v, plan)
     spec = AttentionSpec() if spec is None else spec
     lengths = [part.local_len if inside else part.tokens.padded_length for part in (plan, plan.keys)]
     arrays, starts = (q, k, v, sinks), (starts_of(docs), starts_of(key_docs))
@@ -84,26 +83,28 @@ def attention(
     if inside:
         out, lse = alone(call)(arrays, starts)
     else:
-        tokens = cut_of_tokens(q, k, plan, lying)
+        tokens = cut_of_tokens(q, k, plan, placed)
         rows = tuple(P(tokens[0]) if s is not None and s.shape[0] > 1 else P() for s in starts)
         out, lse = program(call, mesh_here(plan), tokens, rows)(arrays, starts)
     return (out, lse) if return_lse else out
 
 
+def known(docs: Docs | None) -> bool:
+    """Whether these are no documents, or documents that are not traced."""
+    return docs is None or isinstance(docs.starts, np.ndarray)
+
+
 def starts_of(docs: Docs | None) -> Array | None:
     if docs is None:
         return None
-    known = isinstance(docs.starts, np.ndarray)
-    return jax.device_put(docs.starts.astype(np.int32)) if known else jnp.asarray(docs.starts, jnp.int32)
+    return jax.device_put(docs.starts.astype(np.int32)) if known(docs) else jnp.asarray(docs.starts, jnp.int32)
 
 
 def call_of(plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None, lse: bool) -> Call:
     """Concrete documents decide which hops are needed; traced ones do not."""
-    known = tuple(d if d is not None and isinstance(d.starts, np.ndarray) else None for d in (docs, key_docs))
-    if (docs is None) != (known[0] is None) or (key_docs is None) != (known[1] is None):
-        known = (None, None)
+    both = (docs, key_docs) if known(docs) and known(key_docs) else (None, None)
     padded = docs is not None and docs.padded
-    return Call(Mask(plan, spec, *known), lse, padded, padded if key_docs is None else key_docs.padded)
+    return Call(Mask(plan, spec, *both), lse, padded, padded if key_docs is None else key_docs.padded)
 
 
 @lru_cache(maxsize=128)
@@ -150,7 +151,7 @@ def exchange(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
     q, k, v, sinks = arrays
     mask, axis = call.mask, call.mask.plan.ring_axis
     score, sight = step_of(q, k, v, mask, *starts)
-    start = None if sinks is None else sink_partial(q, sinks, v.shape[-1])
+    start = None if sinks is None else add_sinks(empty(q, v.shape[-1]), sinks)
     if mask.plan.strategy == "gather":
         part = gather_forward(q, k, v, axis, sight, score, start)
     else:
@@ -184,9 +185,3 @@ def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array])
 
 
 exchange.defvjp(exchange_fwd, exchange_bwd)
-
-
-def sink_partial(q: Array, sinks: Array, value_dim: int) -> Partial:
-    """The partial of every query before its first key: the sink's logit, and a value of zero."""
-    out = jnp.zeros((*q.shape[:3], value_dim), accumulator(q))
-    return Partial(out, jnp.broadcast_to(sinks.astype(out.dtype), q.shape[:3]))

@@ -7,7 +7,7 @@ from jax import Array
 
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.attention.steps import Score, Sight
-from ringattn.jax.sharding import permuted, restored
+from ringattn.jax.sharding import reordered
 from ringattn.kernels.partial import Partial
 
 
@@ -23,10 +23,11 @@ def gather_backward(
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) in float32; `rows` are this device's dout, lse and delta, as the kernel wants them."""
     dq, dk, dv = score.attend_backward(q, *gathered(k, v, axis, sight), sight.everywhere, *rows)
-    home = [axis.reduce_scatter(permuted(x, sight.keys, 1), 1) for x in (dk, dv)]
+    home = [axis.reduce_scatter(reordered(x, sight.keys, 1), 1) for x in (dk, dv)]
     return dq, home[0].wait(), home[1].wait()
 
 
 def gathered(k: Array, v: Array, axis: MeshAxis, sight: Sight) -> tuple[Array, Array]:
     pending = [axis.all_gather(x, 1) for x in (k, v)]
-    return restored(pending[0].wait(), sight.keys, 1), restored(pending[1].wait(), sight.keys, 1)
+    k, v = (reordered(x.wait(), sight.keys, 1, back=True) for x in pending)
+    return k, v
