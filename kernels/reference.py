@@ -59,13 +59,11 @@ def attend_backward(
     scale: float,
     softcap: float | None = None,
     dq: Array | None = None,
-    dk: Array | None = None,
-    dv: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) of these keys, given the lse over *all* keys and delta = rowsum(dout * out) - dlse.
 
-    With the lse over all keys, p = exp(s - lse) is exact for any block of keys, so the gradients of blocks add up. They
-    are added to dq, dk, dv if given, whose memory a kernel may reuse.
+    With the lse over all keys, p = exp(s - lse) is exact for any block of keys, so the gradients of blocks add up: dq
+    is added to the one of other blocks, if that is given.
     """
     xp, scored = namespace(q_BTHD), k_BSGD
     if not is_torch(q_BTHD):
@@ -85,9 +83,8 @@ def attend_backward(
     turned = (xp.einsum("bgrts->bgrst", x) for x in (ds, p))
     rows, unseen = (xp.einsum("btgrd->bgrtd", x) for x in (q, dout)), xp.einsum("bgrts->bgrst", hidden)
     found = (product(x, y, unseen).sum(2) for x, y in zip(turned, rows, strict=True))
-    new_dk, new_dv = (xp.einsum("bgsd->bsgd", x) for x in found)
-    new_dk = new_dk * scale
-    return plus(dq, new_dq), plus(dk, new_dk), plus(dv, new_dv)
+    dk, dv = (xp.einsum("bgsd->bsgd", x) for x in found)
+    return new_dq if dq is None else dq + new_dq, dk * scale, dv
 
 
 def product(weights: Array, x: Array, hidden: Array | None) -> Array:
@@ -122,10 +119,6 @@ def finish(part: Partial, carry: Partial | None, out_dtype: Any) -> Partial:
     """`part` merged into `carry` if there is one, with its out in `out_dtype` if that is given."""
     part = part if carry is None else merge(carry, part)
     return part if out_dtype is None else Partial(astype(part.out, out_dtype), part.lse)
-
-
-def plus(total: Array | None, part: Array) -> Array:
-    return part if total is None else total + part
 
 
 def visible_scores(q_BTHD: Array, k_BSGD: Array, where: Intervals, scale: float, softcap: float | None) -> Array:

@@ -74,18 +74,13 @@ def attend_backward(
     *,
     scale: float,
     softcap: float | None = None,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
     block_q: int = BLOCK,
     block_k: int = BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), tile by tile. Scores are recomputed; with the lse over all keys, tiles are independent."""
     dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
-    dq, dk, dv = (
-        torch.zeros(x.shape, dtype=accumulator(x), device=x.device) if given is None else given
-        for x, given in ((q_BTHD, dq), (k_BSGD, dk), (v_BSGV, dv))
-    )
+    inputs = q_BTHD, k_BSGD, v_BSGV
+    dq, dk, dv = (torch.zeros(x.shape, dtype=accumulator(x), device=x.device) for x in inputs)
     for queries in blocks(q_BTHD.shape[1], block_q):
         inside = rows_of(where, queries)
         q = grouped(q_BTHD[:, queries], k_BSGD) * scale

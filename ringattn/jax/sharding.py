@@ -25,7 +25,7 @@ from ringattn.spec import Docs, raise_if, whole
 def shard(x: Array, plan: Plan, dim: int = 1, compare: bool = True) -> Array:
     """The global array `x`, whose dim `dim` is the sequence: padded with zeros, in the plan's order, over the mesh.
 
-    A global array is one for all: `compare` has nothing to do here.
+    `compare` is for torch, where ranks have arrays of their own: a global array is the same for all.
     """
     dim = dim_of(x, dim)
     if is_local(plan):
@@ -240,7 +240,7 @@ def over_mesh(work: Any, mesh: Mesh | AbstractMesh, given: Any, found: Any, chec
     specs = jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, P))
     left = automatic_axes(mesh).keys() - {"data", *(name for spec in specs for cut in spec for name in names_of(cut))}
     some = left or mesh.manual_axes
-    named = set(mesh.axis_names) - set(mesh.manual_axes) - left if some else set()  # none named: all not vmapped
+    named = set(mesh.axis_names) - set(mesh.manual_axes) - left if some else set()  # empty: all but those of a vmap
     inner = jax.shard_map(work, mesh=mesh, in_specs=given, out_specs=found, check_vma=check_vma, axis_names=named)
 
     def there(x: Array | None, spec: P) -> Array | None:
