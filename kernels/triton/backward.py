@@ -21,7 +21,6 @@ from ringattn.kernels import partial
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.triton.blocks import (
     LOG2E,
-    Inputs,
     Shape,
     add_rows,
     are_aligned,
@@ -399,10 +398,9 @@ def halves(
     shape, device = Shape.of(q_BTHD, v_BSGV), q_BTHD.device
     stats = row_stats(lse_BTH, delta_BTH, out, dout_BTHV)
     begin, end, rows_st = rows_of(where)
-    tensors = (q_BTHD, k_BSGD, v_BSGV, begin, end, dout_BTHV, stats)
-    strides = (*[x.stride() for x in tensors[:3]], rows_st, dout_BTHV.stride())
-    aligned = are_aligned(*tensors[:3], dout_BTHV)
-    inputs = Inputs(shape, device, tuple([x.dtype for x in tensors]), strides, aligned)
+    inputs = (q_BTHD, k_BSGD, v_BSGV, begin, end, dout_BTHV, stats)
+    strides = (*[x.stride() for x in inputs[:3]], rows_st, dout_BTHV.stride())
+    known = shape, device, tuple([x.dtype for x in inputs]), strides, are_aligned(*inputs[:3], dout_BTHV)
     numbers = stats.shape[-1], scale, softcap
     new_dq, new_dk, new_dv = (
         torch.empty(x.shape, dtype=x.dtype if alone else torch.float32, device=device) if given is None else given
@@ -410,50 +408,55 @@ def halves(
     )
 
     def keys() -> tuple[Tensor, Tensor]:
-        queries_of = spans(where, shape.S, sizes_of(inputs, table=table).dkdv)
+        queries_of = spans(where, shape.S, sizes_of(*known, table=table).dkdv)
         spans_st = queries_of.stride(0) if queries_of.shape[0] > 1 else 0
         to = new_dk.dtype, new_dv.dtype, (spans_st, new_dk.stride(), new_dv.stride()), dk is not None, dv is not None
-        dkdv_launch(inputs, *numbers, *to, table=table)(*tensors, queries_of, new_dk, new_dv)
+        dkdv_launch(*known, *numbers, *to, table=table)(*inputs, queries_of, new_dk, new_dv)
         return new_dk, new_dv
 
     def queries() -> Tensor:
         to = new_dq.dtype, new_dq.stride(), dq is not None
-        dq_launch(inputs, *numbers, *to, table=table)(*tensors, new_dq)
+        dq_launch(*known, *numbers, *to, table=table)(*inputs, new_dq)
         return new_dq
 
     return keys, queries
 
 
 @cached
-def sizes_of(inputs: Inputs, table: Table | None = None) -> Tiles:
-    """The tile sizes; the inputs' strides are those of q, k, v, the rows of intervals, and dout."""
-    return inputs.tiles((*inputs.strides[:3], inputs.strides[4]), table)
+def sizes_of(
+    shape: Shape, device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[Any, ...], aligned: bool,
+    table: Table | None = None,
+) -> Tiles:  # fmt: skip
+    """The tile sizes; `strides` are those of q, k, v, the rows of intervals, and dout."""
+    return shape.tiles(device, dtypes[0].itemsize, (*strides[:3], strides[4]), aligned, table)
 
 
 @cached
 def dkdv_launch(
-    inputs: Inputs, room: int, scale: float, softcap: float | None, dk: torch.dtype, dv: torch.dtype,
-    to: tuple[Any, ...], add_dk: bool, add_dv: bool, table: Table | None = None,
+    shape: Shape, device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[Any, ...], aligned: bool,
+    room: int, scale: float, softcap: float | None, dk: torch.dtype, dv: torch.dtype, to: tuple[Any, ...],
+    add_dk: bool, add_dv: bool, table: Table | None = None,
 ) -> Launch:  # fmt: skip
-    shape, strides, cut = inputs.shape, inputs.strides, sizes_of(inputs, table=table).dkdv
-    blocks, heads = cdiv(shape.S, cut.keys), shape.G
+    cut = sizes_of(shape, device, dtypes, strides, aligned, table=table).dkdv
+    blocks, heads, (unit, cap) = cdiv(shape.S, cut.keys), shape.G, logits(scale, softcap)
     return ready(
-        dkdv_kernel, (blocks * shape.B * heads,), inputs.device, (*inputs.dtypes, torch.int32, dk, dv),
-        (*strides, *to, shape.T, shape.S, heads, blocks, room, scale, *logits(scale, softcap)), cut,
-        **inputs.constants(softcap), QUERIES=cut.queries, KEYS=cut.keys, ADD_DK=add_dk, ADD_DV=add_dv, TMA=cut.tma,
-        FAR=(shape.H // heads - 1) * max(strides[0][2], strides[4][2]) >= 2**31,
+        dkdv_kernel, (blocks * shape.B * heads,), device, (*dtypes, torch.int32, dk, dv),
+        (*strides, *to, shape.T, shape.S, heads, blocks, room, scale, unit, cap), cut,
+        **shape.constants(softcap, dtypes[0], device), QUERIES=cut.queries, KEYS=cut.keys, ADD_DK=add_dk,
+        ADD_DV=add_dv, TMA=cut.tma, FAR=(shape.H // heads - 1) * max(strides[0][2], strides[4][2]) >= 2**31,
     )  # fmt: skip
 
 
 @cached
 def dq_launch(
-    inputs: Inputs, room: int, scale: float, softcap: float | None, dq: torch.dtype, to: tuple[int, ...], add: bool,
+    shape: Shape, device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[Any, ...], aligned: bool,
+    room: int, scale: float, softcap: float | None, dq: torch.dtype, to: tuple[int, ...], add: bool,
     table: Table | None = None,
 ) -> Launch:  # fmt: skip
-    shape, cut = inputs.shape, sizes_of(inputs, table=table).dq
+    cut = sizes_of(shape, device, dtypes, strides, aligned, table=table).dq
     blocks = cdiv(shape.T, cut.queries)
     return ready(
-        dq_kernel, (blocks * shape.B * shape.H,), inputs.device, (*inputs.dtypes, dq),
-        (*inputs.strides, to, shape.T, shape.H, blocks, room, scale, *logits(scale, softcap)), cut,
-        **inputs.constants(softcap), QUERIES=cut.queries, KEYS=cut.keys, ADD=add, TMA=cut.tma,
+        dq_kernel, (blocks * shape.B * shape.H,), device, (*dtypes, dq),
+        (*strides, to, shape.T, shape.H, blocks, room, scale, *logits(scale, softcap)), cut,
+        **shape.constants(softcap, dtypes[0], device), QUERIES=cut.queries, KEYS=cut.keys, ADD=add, TMA=cut.tma,
     )  # fmt: skip

@@ -211,28 +211,19 @@ class Shape(NamedTuple):
         """The powers of two that hold D and V; a product of tiles needs at least 16."""
         return max(16, power_of_2(self.D)), max(16, power_of_2(self.V))
 
+    def tiles(
+        self, device: torch.device, itemsize: int, strides: tuple[Any, ...], aligned: bool, table: Table | None
+    ) -> Tiles:
+        """The entry of the table for inputs with these strides, or one without TMA if one cannot have a descriptor."""
+        described = aligned and all(describable(each, itemsize) for each in strides)
+        return entry(architecture(device), itemsize * 8, max(32, *self.widths), described, table)
 
-class Inputs(NamedTuple):
-    """What a kernel is launched on, but for the addresses: the first dtypes and strides are those of q, k and v."""
-
-    shape: Shape
-    device: torch.device
-    dtypes: tuple[torch.dtype, ...]
-    strides: tuple[Any, ...]
-    aligned: bool  # whether the addresses allow descriptors
-
-    def tiles(self, described: tuple[Any, ...], table: Table | None) -> Tiles:
-        """The entry of the table, or one without TMA if a tensor with one of these strides cannot have a descriptor."""
-        itemsize = self.dtypes[0].itemsize
-        tma = self.aligned and all(describable(each, itemsize) for each in described)
-        return entry(architecture(self.device), itemsize * 8, max(32, *self.shape.widths), tma, table)
-
-    def constants(self, softcap: float | None) -> dict[str, Any]:
-        """The compile-time arguments that every kernel of these inputs takes."""
-        shape, (wide_d, wide_v) = self.shape, self.shape.widths
-        exact = self.dtypes[0] == torch.float32 and self.device.type == "cuda" and not torch.version.hip
-        sizes = {"R": shape.H // shape.G, "D": shape.D, "V": shape.V, "WIDTH_D": wide_d, "WIDTH_V": wide_v}
-        return {**sizes, "SOFTCAP": softcap is not None, "PRECISION": "tf32x3" if exact else "ieee"}
+    def constants(self, softcap: float | None, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        """The compile-time arguments that every kernel of this problem takes."""
+        wide_d, wide_v = self.widths
+        precise = "tf32x3" if dtype == torch.float32 and device.type == "cuda" and not torch.version.hip else "ieee"
+        sizes = {"R": self.H // self.G, "D": self.D, "V": self.V, "WIDTH_D": wide_d, "WIDTH_V": wide_v}
+        return {**sizes, "SOFTCAP": softcap is not None, "PRECISION": precise}
 
 
 def cached(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,7 @@
 """Flash attention forward over intervals: one kernel for every mask, which also merges into the carried partial."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,6 @@ from ringattn.kernels.partial import Partial
 from ringattn.kernels.triton.blocks import (
     LN2,
     LOG2E,
-    Inputs,
     Shape,
     add_rows,
     are_aligned,
@@ -162,22 +163,22 @@ def attend(
     begin, end, rows_st = rows_of(where)
     tensors = (q_BTHD, k_BSGD, v_BSGV, begin, end, *(carry or (out, lse)), out, lse)
     strides = (*[x.stride() for x in tensors[:3]], rows_st, *[x.stride() for x in tensors[5:]])
-    inputs = Inputs(shape, device, tuple([x.dtype for x in tensors]), strides, are_aligned(*tensors[:3]))
-    launch_of(inputs, scale, softcap, carry is not None, in_place, causal, table=table)(*tensors)
+    known = shape, device, tuple([x.dtype for x in tensors]), strides, are_aligned(*tensors[:3]), scale, softcap
+    launch_of(*known, carry is not None, in_place, causal, table=table)(*tensors)
     return Partial(out, lse)
 
 
 @cached
 def launch_of(
-    inputs: Inputs, scale: float, softcap: float | None, carry: bool, in_place: bool, causal: bool,
-    table: Table | None = None,
+    shape: Shape, device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[Any, ...], aligned: bool,
+    scale: float, softcap: float | None, carry: bool, in_place: bool, causal: bool, table: Table | None = None,
 ) -> Launch:  # fmt: skip
-    """The launch of `attend` for these inputs, which are all of its tensors."""
-    shape, cut = inputs.shape, inputs.tiles(inputs.strides[:3], table).forward
+    """The launch of `attend` for tensors of these shapes, dtypes and strides."""
+    cut = shape.tiles(device, dtypes[0].itemsize, strides[:3], aligned, table).forward
     blocks = cdiv(shape.T, cut.queries)
     return ready(
-        forward_kernel, (blocks * shape.B * shape.H,), inputs.device, inputs.dtypes,
-        (*inputs.strides, shape.T, shape.S, shape.H, blocks, *logits(scale, softcap)), cut,
-        **inputs.constants(softcap), QUERIES=cut.queries, KEYS=cut.keys, CARRY=carry, IN_PLACE=in_place, TMA=cut.tma,
-        CAUSAL=causal,
+        forward_kernel, (blocks * shape.B * shape.H,), device, dtypes,
+        (*strides, shape.T, shape.S, shape.H, blocks, *logits(scale, softcap)), cut,
+        **shape.constants(softcap, dtypes[0], device), QUERIES=cut.queries, KEYS=cut.keys, CARRY=carry,
+        IN_PLACE=in_place, TMA=cut.tma, CAUSAL=causal,
     )  # fmt: skip
