@@ -39,12 +39,12 @@ class TorchKernel:
     """A kernel for torch tensors.
 
     attend           -> Partial(out, lse)
-    attend_backward  (q, k, v, where, dout, lse, delta) -> (dq, dk, dv) in float32
+    attend_backward  (q, k, v, where, dout, lse, delta) -> (dq, dk, dv) in float32; halves add to dq=, dk=, dv= if given
     refuses          why it cannot serve a problem, or None
     row_delta        (out, dout, dlse) -> rowsum(dout * out) - dlse
     rounded          (dout, lse, delta) with the lse in the dtype that attend_backward computes in
-    halves           as attend_backward, but as two functions, one for (dk, dv) and one for dq, which can run alone,
-                     and add in place to dq=, dk=, dv= if given; None if only all three together are possible
+    halves           as attend_backward, but as two functions, one for (dk, dv) and one for dq, which can run alone;
+                     None if only all three gradients together are possible
     totals           as attend_backward, but returns `Total`s, whose parts are not added up yet; None if not supported
     by_out           whether `totals`, `halves` and attend_backward take out= and compute delta from it. If they get
                      delta instead, some use another kernel
