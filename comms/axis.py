@@ -98,7 +98,7 @@ class All:
 
 
 class Axis(Protocol):
-    """`size` ranks in a ring; this process is number `rank`."""
+    """`size` ranks in a ring; this process is number `rank`. The bodies are those of `Solo`, an axis of one rank."""
 
     name: str
     size: int
@@ -113,6 +113,7 @@ class Axis(Protocol):
         The tensors that rank a sends to b and those that b receives from a have the same shapes in the same order. If a
         rank is lost, the error of its peer names the transfer with `what`.
         """
+        return Done()
 
     def share(
         self, tensors: Sequence[Any], readers: Sequence[int], into: ByRank, work: Callable[[], T], what: str = ""
@@ -121,6 +122,7 @@ class Axis(Protocol):
 
         The tensors of `into` are received from what their ranks share in their matching call.
         """
+        return work(), Done()
 
     def rotate(
         self, tensors: Sequence[Any], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
@@ -129,21 +131,36 @@ class Axis(Protocol):
 
         What arrives has the shapes and dtypes of `tensors`, so a rank that only receives passes tensors too.
         """
+        return Done(tuple(tensors) if recv else None)
 
     def all_to_all(self, x: Any, split: int, join: int) -> Pending:
         """Cut `x` into `size` pieces along dim `split`, send piece i to rank i, join what arrives along dim `join`."""
+        return Done(x)
 
     def all_gather(self, x: Any, dim: int = 0) -> Pending:
         """The `x` of all ranks, joined along `dim` in rank order."""
+        return Done(x)
 
     def reduce_scatter(self, x: Any, dim: int = 0) -> Pending:
         """The sum of the `x` of all ranks, of which rank i gets piece i along `dim`."""
+        return Done(x)
 
     def exchange_words(self, words: Any) -> list[Any]:
         """The small Python values of all ranks, in rank order. It blocks: for checks, not for data."""
+        return [words]
 
     def over(self, transport: str) -> "Axis":
         """The same ranks over the transport "symmetric" or "group", if this axis has more than one."""
+        return self
+
+
+class Solo(Axis):
+    """An axis of one rank, where every transfer returns its input."""
+
+    size, rank, by, cheap_words, hosts = 1, 0, "nothing", True, 1
+
+    def __init__(self, name: str = "ring"):
+        self.name = name
 
 
 class Ranks:
@@ -206,40 +223,3 @@ def one_ahead(transfers: Iterable[Pending]) -> Iterator[Any]:
             yield flying.popleft().wait()
     if flying:
         yield flying.popleft().wait()
-
-
-class Solo:
-    """An axis of one rank, where every transfer returns its input."""
-
-    size, rank, by, cheap_words, hosts = 1, 0, "nothing", True, 1
-
-    def __init__(self, name: str = "ring"):
-        self.name = name
-
-    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
-        return Done()
-
-    def share(
-        self, tensors: Sequence[Any], readers: Sequence[int], into: ByRank, work: Callable[[], T], what: str = ""
-    ) -> tuple[T, Pending]:
-        return work(), Done()
-
-    def rotate(
-        self, tensors: Sequence[Any], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
-    ) -> Pending:
-        return Done(tuple(tensors) if recv else None)
-
-    def all_to_all(self, x: Any, split: int, join: int) -> Pending:
-        return Done(x)
-
-    def all_gather(self, x: Any, dim: int = 0) -> Pending:
-        return Done(x)
-
-    def reduce_scatter(self, x: Any, dim: int = 0) -> Pending:
-        return Done(x)
-
-    def exchange_words(self, words: Any) -> list[Any]:
-        return [words]
-
-    def over(self, transport: str) -> "Solo":
-        return self

@@ -65,15 +65,11 @@ def roll(x: Array, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None 
     problem = of_arguments(docs=docs) or (docs is not None and of_packed("docs", docs, T, x.shape[0]))
     if problem or (docs is not None and dim == 0 and len(docs.starts) > 1):
         raise ValueError(problem or f"dim=0: {docs} are of the rows of dim 0, which cannot be the sequence too")
-    at, limits = jnp.arange(T), jnp.array([[0, T]]) if docs is None else jnp.asarray(docs.starts)
-    document = jax.vmap(partial(jnp.searchsorted, side="right"), (0, None))(limits[:, 1:], at)
-    begin, end = (
-        jnp.take_along_axis(jnp.pad(x, ((0, 0), (0, 1))), document, 1) for x in (limits[:, :-1], limits[:, 1:])
-    )
-    inside = (at - count >= begin) & (at - count < end)
-    shape = [
-        n if i == dim else len(inside) if i == 0 else 1 for i, n in enumerate((*x.shape[:dim], T, *x.shape[dim + 1 :]))
-    ]
+    at, ends = jnp.arange(T), jnp.array([[T]]) if docs is None else jnp.asarray(docs.starts)[:, 1:]
+    document = jax.vmap(partial(jnp.searchsorted, side="right"), (0, None))
+    here, source = document(ends, at), document(ends, at - count)
+    inside = (here == source) & (here < ends.shape[1]) & (at >= count)  # tokens after the documents are in none
+    shape = [T if i == dim else len(inside) if i == 0 else 1 for i in range(x.ndim)]
     moved = jnp.take(unshard(x, plan, dim), jnp.clip(at - count, 0, T - 1), dim)
     empty = (-100 if jnp.issubdtype(x.dtype, jnp.integer) else 0) if fill is None else fill
     return shard(jnp.where(inside.reshape(shape), moved, jnp.asarray(empty, x.dtype)), plan, dim)
@@ -94,22 +90,17 @@ def positions(plan: Plan) -> Array:
 
     Inside a shard_map those of this device's tokens.
     """
-    return clamped(padded_positions(plan), plan.seq_len)
+    return with_number(jnp.minimum, padded_positions(plan), plan.seq_len - 1)
 
 
 def real_positions(plan: Plan) -> Array:
     """Whether each token in the plan's order is real; False for padding. Spread as `positions`."""
-    return below(padded_positions(plan), plan.seq_len)
+    return with_number(jnp.less, padded_positions(plan), plan.seq_len)
 
 
-@partial(jax.jit, static_argnums=1, inline=True)  # or the length is sent to a device in each call
-def clamped(at: Array, length: int) -> Array:
-    return jnp.minimum(at, length - 1)
-
-
-@partial(jax.jit, static_argnums=1, inline=True)
-def below(at: Array, length: int) -> Array:
-    return at < length
+@partial(jax.jit, static_argnums=(0, 2), inline=True)  # or the number is sent to a device in each call
+def with_number(function: Any, x: Array, number: int) -> Array:
+    return function(x, number)
 
 
 def padded_positions(plan: Plan) -> Array:
