@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from ringattn.jax.attention import ulysses
 from ringattn.jax.attention.gather import gather_backward, gather_forward
 from ringattn.jax.attention.ring import ring_backward, ring_forward
-from ringattn.jax.attention.steps import local_positions, route_of, step_of
+from ringattn.jax.attention.steps import local_positions, step_of
 from ringattn.jax.check import check
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
 from ringattn.kernels.pallas.varying import axes_of, vary
@@ -149,13 +149,10 @@ def real_tokens(plan: Plan, starts: Any, docs_padded: bool) -> ulysses.Real:
 def exchange(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
     """Attention of a ring shard's queries over the keys of the whole ring: (out in q's dtype, lse)."""
     q, k, v, sinks = arrays
-    mask, axis = call.mask, call.mask.plan.ring_axis
-    score, sight = step_of(q, k, v, mask, *starts)
+    score, sight = step_of(q, k, v, call.mask, *starts)
     start = None if sinks is None else add_sinks(empty(q, v.shape[-1]), sinks)
-    if mask.plan.strategy == "gather":
-        part = gather_forward(q, k, v, axis, sight, score, start)
-    else:
-        part = ring_forward(q, k, v, axis, route_of(mask), sight, score, start)
+    forward = gather_forward if call.mask.plan.strategy == "gather" else ring_forward
+    part = forward(q, k, v, call.mask, sight, score, start)
     return part.out.astype(q.dtype), part.lse
 
 
@@ -170,16 +167,13 @@ def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array])
     """Gradients in the dtypes of their inputs, accumulated in float32."""
     (q, k, v, sinks), starts, out, lse = saved
     dout, dlse = given
-    mask, axis = call.mask, call.mask.plan.ring_axis
-    score, sight = step_of(q, k, v, mask, *starts)
+    score, sight = step_of(q, k, v, call.mask, *starts)
     lse = jnp.where(lse == NEVER, 0, lse)  # of empty rows, so that exp(-inf - lse) has a derivative
     delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
     delta = delta - dlse if call.lse else delta
     rows = score.prepare(q, dout, lse, delta, out, dlse if call.lse else None)
-    if mask.plan.strategy == "gather":
-        grads = gather_backward(q, k, v, axis, sight, score, rows)
-    else:
-        grads = ring_backward(q, k, v, axis, route_of(mask), sight, score, rows)
+    backward = gather_backward if call.mask.plan.strategy == "gather" else ring_backward
+    grads = backward(q, k, v, call.mask, sight, score, rows)
     dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
     return (dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)), None
 

@@ -12,17 +12,19 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ringattn.comms.jax import MeshAxis
-from ringattn.jax.attention.steps import Hop, Hops, Route, Score, Sight
+from ringattn.jax.attention.steps import Hop, Hops, Score, Sight, route_of
 from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.kernels.partial import Partial, empty
+from ringattn.mask import Mask
 
 Pair = tuple[Array, Array]
 
 
 def ring_forward(
-    q: Array, k: Array, v: Array, axis: MeshAxis, route: Route, sight: Sight, score: Score, start: Partial | None
+    q: Array, k: Array, v: Array, mask: Mask, sight: Sight, score: Score, start: Partial | None
 ) -> Partial:
     """Attention of this device's queries over all devices' keys, added up in float32 from `start`."""
+    axis = mask.plan.ring_axis
 
     def step(hops: Hops, carry: tuple[Pair, Partial], distance: Any) -> tuple[Pair, Partial]:
         keys, part = carry
@@ -31,17 +33,18 @@ def ring_forward(
         return lax.optimization_barrier((arriving, part))
 
     first = start or empty(q, v.shape[-1])
-    return travel(route.forward, step, vary(((k, v), first), axes_of(q, k, v, sight.begin)))[1]
+    return travel(route_of(mask).forward, step, vary(((k, v), first), axes_of(q, k, v, sight.begin)))[1]
 
 
 def ring_backward(
-    q: Array, k: Array, v: Array, axis: MeshAxis, route: Route, sight: Sight, score: Score, rows: tuple[Array, ...]
+    q: Array, k: Array, v: Array, mask: Mask, sight: Sight, score: Score, rows: tuple[Array, ...]
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) in float32. `rows` are this device's dout, global lse and delta, as the kernel wants them.
 
     The work at home has two halves: dq while the keys start to travel, (dk, dv) while the others' return. A kernel
     without halves runs while they return, which takes longer, since gradients are float32.
     """
+    axis, route = mask.plan.ring_axis, route_of(mask)
 
     def step(hops: Hops, carry: tuple[Pair, Any, Any], distance: Any) -> tuple[Pair, Any, Any]:
         keys, dq, grads = carry  # the first of these steps adds to zero, or to the dq from home
