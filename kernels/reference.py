@@ -15,16 +15,9 @@ from ringattn.kernels.protocol import JaxKernel, TorchKernel
 
 
 def attend(
-    q_BTHD: Array,
-    k_BSGD: Array,
-    v_BSGV: Array,
-    where: Intervals,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    carry: Partial | None = None,
-    out_dtype: Any = None,
-) -> Partial:
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, *, scale: float, softcap: float | None = None,
+    carry: Partial | None = None, out_dtype: Any = None,
+) -> Partial:  # fmt: skip
     """softmax(scale * q k^T) v over each query's interval, merged into `carry`; `out` has `out_dtype` if given."""
     xp = namespace(q_BTHD)
     if not is_torch(q_BTHD):
@@ -48,18 +41,9 @@ def attend(
 
 
 def attend_backward(
-    q_BTHD: Array,
-    k_BSGD: Array,
-    v_BSGV: Array,
-    where: Intervals,
-    dout_BTHV: Array,
-    lse_BTH: Array,
-    delta_BTH: Array,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    dq: Array | None = None,
-) -> tuple[Array, Array, Array]:
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, dout_BTHV: Array, lse_BTH: Array, delta_BTH: Array,
+    *, scale: float, softcap: float | None = None, dq: Array | None = None,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """(dq, dk, dv) of these keys, given the lse over *all* keys and delta = rowsum(dout * out) - dlse.
 
     With the lse over all keys, p = exp(s - lse) is exact for any block of keys, so the gradients of blocks add up: dq

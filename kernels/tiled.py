@@ -21,18 +21,9 @@ BLOCK = 256
 
 
 def attend(
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    where: Intervals,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    carry: Partial | None = None,
-    out_dtype: torch.dtype | None = None,
-    block_q: int = BLOCK,
-    block_k: int = BLOCK,
-) -> Partial:
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, where: Intervals, *, scale: float, softcap: float | None = None,
+    carry: Partial | None = None, out_dtype: torch.dtype | None = None, block_q: int = BLOCK, block_k: int = BLOCK,
+) -> Partial:  # fmt: skip
     """softmax(scale * q k^T) v over each query's interval, tile by tile, merged into `carry`."""
     part = empty(q_BTHD, v_BSGV.shape[-1])
     for queries in blocks(q_BTHD.shape[1], block_q):
@@ -64,19 +55,9 @@ def absorb(old: Streams, s_BGNS: Tensor, v_BGSV: Tensor, hidden: Tensor | None) 
 
 
 def attend_backward(
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    where: Intervals,
-    dout_BTHV: Tensor,
-    lse_BTH: Tensor,
-    delta_BTH: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    block_q: int = BLOCK,
-    block_k: int = BLOCK,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, where: Intervals, dout_BTHV: Tensor, lse_BTH: Tensor,
+    delta_BTH: Tensor, *, scale: float, softcap: float | None = None, block_q: int = BLOCK, block_k: int = BLOCK,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), tile by tile. Scores are recomputed; with the lse over all keys, tiles are independent."""
     dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
     inputs = q_BTHD, k_BSGD, v_BSGV

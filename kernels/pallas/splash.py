@@ -130,13 +130,9 @@ class Walk(NamedTuple):
         return pl.BlockSpec((1, 1, self.setup.blocks.q), index)
 
     def run(
-        self,
-        kernel: Callable[..., None],
-        queries: list[tuple[Array, int]],
-        keys: list[tuple[Array, int]],
-        results: list[tuple[tuple[int, ...], int]],
-        scratch: list[tuple[int, ...]],
-    ) -> list[Array]:
+        self, kernel: Callable[..., None], queries: list[tuple[Array, int]], keys: list[tuple[Array, int]],
+        results: list[tuple[tuple[int, ...], int]], scratch: list[tuple[int, ...]],
+    ) -> list[Array]:  # fmt: skip
         """Run the kernel over the grid (batch, heads, entries[, query heads that share a key head]).
 
         Operands and results come with the dim of their queries or keys. The arguments of the kernel are the entries,
@@ -168,16 +164,9 @@ class Walk(NamedTuple):
 
 
 def attend(
-    q_BTHD: Array,
-    k_BSGD: Array,
-    v_BSGV: Array,
-    where: Intervals,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    carry: Partial | None = None,
-    **how: Any,
-) -> Partial:
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, *, scale: float, softcap: float | None = None,
+    carry: Partial | None = None, **how: Any,
+) -> Partial:  # fmt: skip
     """softmax(scale * q k^T) v over each query's interval, merged into `carry`; `how` to run is as for `setup_of`."""
     k_BSGD, _, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
     setup = setup_of((q_BTHD, k_BSGD, v_BSGV), where, carry, **how)
@@ -195,19 +184,9 @@ def attend(
 
 
 def attend_backward(
-    q_BTHD: Array,
-    k_BSGD: Array,
-    v_BSGV: Array,
-    where: Intervals,
-    dout_BTHV: Array,
-    lse_BTH: Array,
-    delta_BTH: Array,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    dq: Array | None = None,
-    **how: Any,
-) -> tuple[Array, Array, Array]:
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, dout_BTHV: Array, lse_BTH: Array, delta_BTH: Array,
+    *, scale: float, softcap: float | None = None, dq: Array | None = None, **how: Any,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """(dq, dk, dv) in float32, from two kernels; XLA drops the one whose results are not used."""
     scored, k_BSGD, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
     q_BTHD, dout_BTHV, lse_BTH, delta_BTH = jax_finite.of_rows(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)
@@ -416,14 +395,9 @@ def pieces(length: int, most: int) -> list[slice]:
 
 
 def setup_of(
-    operands: tuple[Array, Array, Array],
-    where: Intervals,
-    others: Any,
-    *,
-    blocks: Blocks | None = None,
-    arch: tuple[int, int] | None = None,
-    interpret: bool = False,
-) -> Setup:
+    operands: tuple[Array, Array, Array], where: Intervals, others: Any, *, blocks: Blocks | None = None,
+    arch: tuple[int, int] | None = None, interpret: bool = False,
+) -> Setup:  # fmt: skip
     """Operands by heads, padded to whole blocks: padding queries see no key, and no query sees padding keys.
 
     By default the blocks are the largest for the TPU generation `arch`. `interpret` runs the kernels on any device.

@@ -154,16 +154,9 @@ def refuses(problem: Problem) -> str | None:
 
 
 def attend(
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    where: Intervals,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    carry: Partial | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Partial:
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, where: Intervals, *, scale: float, softcap: float | None = None,
+    carry: Partial | None = None, out_dtype: torch.dtype | None = None,
+) -> Partial:  # fmt: skip
     """softmax(scale * q k^T) v over each query's interval, in two launches: splits of the keys, then their merge.
 
     A carry is one more partial in the merge; it is not overwritten.
@@ -175,14 +168,9 @@ def attend(
 
 
 def decode_splits(
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    where: Intervals,
-    scale: float,
-    softcap: float | None,
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, where: Intervals, scale: float, softcap: float | None,
     splits: int | None = None,
-) -> Partial:
+) -> Partial:  # fmt: skip
     """The partial of each split of the keys, stacked along a first dim of `splits`, which is chosen if not given."""
     B, T, H, D = q_BTHD.shape
     _, S, G, V = v_BSGV.shape

@@ -104,14 +104,9 @@ def forward(
 
 
 def backward(
-    q_BTHD: Array,
-    k_BSGD: Array,
-    v_BSGV: Array,
-    rows: tuple[Array, Array, Delta],
-    causal: Any,
-    scale: float,
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, rows: tuple[Array, Array, Delta], causal: Any, scale: float,
     softcap: float | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """One tile: (dq, dk, dv), in the dtypes of q, k, v or in float32."""
     assert softcap is None
     dout, lse, (out, dlse) = rows

@@ -27,30 +27,16 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
     """`attend` and `attend_backward` of a JaxKernel, from a vendor's two functions of one tile."""
 
     def attend(
-        q_BTHD: Array,
-        k_BSGD: Array,
-        v_BSGV: Array,
-        where: Intervals,
-        *,
-        carry: Partial | None = None,
-        **score: Any,
+        q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, *, carry: Partial | None = None, **score: Any
     ) -> Partial:
         start = empty(q_BTHD, v_BSGV.shape[-1]) if carry is None else carry
         arrays = vary((q_BTHD, k_BSGD, v_BSGV, start), axes_of(q_BTHD, k_BSGD, v_BSGV, start, where.begin))
         return chosen(name, where, partial(forward_tiles, partial(forward, **score)), arrays)
 
     def attend_backward(
-        q_BTHD: Array,
-        k_BSGD: Array,
-        v_BSGV: Array,
-        where: Intervals,
-        dout_BTHV: Array,
-        lse_BTH: Array,
-        delta_BTH: Any,
-        *,
-        dq: Array | None = None,
-        **score: Any,
-    ) -> tuple[Array, Array, Array]:
+        q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, dout_BTHV: Array, lse_BTH: Array, delta_BTH: Any,
+        *, dq: Array | None = None, **score: Any,
+    ) -> tuple[Array, Array, Array]:  # fmt: skip
         arrays: Any = q_BTHD, k_BSGD, v_BSGV, (dout_BTHV, lse_BTH, delta_BTH), dq
         arrays = vary(arrays, axes_of(arrays, where.begin))
         return chosen(name, where, partial(backward_tiles, partial(backward, **score)), arrays)

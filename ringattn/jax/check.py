@@ -9,13 +9,9 @@ from ringattn.spec import AttentionSpec, Docs, raise_if
 
 
 def check(
-    arrays: tuple[Array, Array, Array, Array | None],
-    plan: Plan,
-    lengths: tuple[int, int],
-    spec: AttentionSpec,
-    docs: Docs | None,
-    key_docs: Docs | None,
-) -> None:
+    arrays: tuple[Array, Array, Array, Array | None], plan: Plan, lengths: tuple[int, int], spec: AttentionSpec,
+    docs: Docs | None, key_docs: Docs | None,
+) -> None:  # fmt: skip
     """Raise what is wrong with arrays whose shapes match.
 
     `lengths` are how many tokens q and k must have: all of them, or one device's.

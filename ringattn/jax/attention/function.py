@@ -58,17 +58,9 @@ class Call:
 
 
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    plan: Plan | None = None,
-    *,
-    spec: AttentionSpec | None = None,
-    docs: Docs | None = None,
-    key_docs: Docs | None = None,
-    sinks: Array | None = None,
-    return_lse: bool = False,
-) -> Any:
+    q: Array, k: Array, v: Array, plan: Plan | None = None, *, spec: AttentionSpec | None = None,
+    docs: Docs | None = None, key_docs: Docs | None = None, sinks: Array | None = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
     """softmax(scale * q k^T) v on global arrays in the plan's order (`Plan.shard`); inside shard_map, on local ones.
 
     Without a plan the arrays are in the sequence's own order, and on the mesh that their sharding names: a contiguous

@@ -38,18 +38,9 @@ from ringattn.spec import AttentionSpec, raise_if, whole
 
 
 def prefill(
-    q: Array,
-    k: Array,
-    v: Array,
-    plan: Plan,
-    cache: KVCache,
-    *,
-    spec: AttentionSpec | None = None,
-    sinks: Array | None = None,
-    start: int | Sequence[int] | None = None,
-    move: str = "auto",
-    keys: int | None = None,
-) -> tuple[Array, KVCache]:
+    q: Array, k: Array, v: Array, plan: Plan, cache: KVCache, *, spec: AttentionSpec | None = None,
+    sinks: Array | None = None, start: int | Sequence[int] | None = None, move: str = "auto", keys: int | None = None,
+) -> tuple[Array, KVCache]:  # fmt: skip
     """Append a chunk of the prompt to the cache and attend to everything so far: (out [B, T, H, V], the cache).
 
     q, k and v are global arrays in the order of `plan` (the cache's plan `for_length(chunk)`), as out is. `start` is
@@ -77,15 +68,9 @@ def prefill(
 
 
 def decode(
-    q: Array,
-    k: Array,
-    v: Array,
-    cache: KVCache,
-    *,
-    spec: AttentionSpec | None = None,
-    sinks: Array | None = None,
+    q: Array, k: Array, v: Array, cache: KVCache, *, spec: AttentionSpec | None = None, sinks: Array | None = None,
     **unknown: Any,
-) -> tuple[Array, KVCache]:
+) -> tuple[Array, KVCache]:  # fmt: skip
     """The next token or tokens, q, k, v [B, n, H or G, D] for every device: (out [B, n, H, V], the cache).
 
     Each device attends to the keys it holds; the partials of all are gathered once and merged in the order of the
