@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from itertools import count
+from math import prod
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -15,6 +16,32 @@ T = TypeVar("T")
 ByRank = Mapping[int, Sequence[Any]]  # the tensors to send to, or to receive from, each of some ranks
 
 TRANSPORTS = ("auto", "symmetric", "group")
+
+
+def mesh_sizes(
+    data: int, ring: int, ulysses: int, sequence: int | None, have: int | None, ranks: str, instead: str = ""
+) -> dict[str, int]:
+    """The axes of a mesh over `have` ranks (None: as many as it needs); `ranks` is what an error calls them."""
+    sizes = {"data": data, "ring": ring, "ulysses": ulysses}
+    if sequence is not None:
+        if (ring, ulysses) != (1, 1):
+            raise ValueError(
+                f"sequence={sequence} leaves ring and ulysses to the plan; leave out ring={ring}, ulysses={ulysses}"
+            )
+        sizes = {"data": data, "sequence": sequence}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}={size!r}: the number of {ranks} along {name}, a whole number of at least 1")
+    need = prod(sizes.values())
+    if have not in (None, need):
+        product = " x ".join(f"{n}={s}" for n, s in sizes.items())
+        raise ValueError(f"{product} needs {need} {ranks}, and there are {have}; make the product {have}{instead}")
+    return sizes
+
+
+def split_sizes(sizes: Mapping[str, int], name: str, parts: Mapping[str, int]) -> dict[str, int]:
+    """The axes of a mesh with the axis `name` cut into these parts, the last one innermost."""
+    return {n: s for old, size in sizes.items() for n, s in (parts if old == name else {old: size}).items()}
 
 
 class Slices(Sequence[Any]):
@@ -71,7 +98,7 @@ class All:
 
 
 class Axis(Protocol):
-    """`size` ranks in a ring; this process is number `rank`."""
+    """`size` ranks in a ring; this process is number `rank`. The bodies are those of `Solo`, an axis of one rank."""
 
     name: str
     size: int
@@ -86,6 +113,7 @@ class Axis(Protocol):
         The tensors that rank a sends to b and those that b receives from a have the same shapes in the same order. If a
         rank is lost, the error of its peer names the transfer with `what`.
         """
+        return Done()
 
     def share(
         self, tensors: Sequence[Any], readers: Sequence[int], into: ByRank, work: Callable[[], T], what: str = ""
@@ -94,6 +122,7 @@ class Axis(Protocol):
 
         The tensors of `into` are received from what their ranks share in their matching call.
         """
+        return work(), Done()
 
     def rotate(
         self, tensors: Sequence[Any], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
@@ -102,21 +131,36 @@ class Axis(Protocol):
 
         What arrives has the shapes and dtypes of `tensors`, so a rank that only receives passes tensors too.
         """
+        return Done(tuple(tensors) if recv else None)
 
     def all_to_all(self, x: Any, split: int, join: int) -> Pending:
         """Cut `x` into `size` pieces along dim `split`, send piece i to rank i, join what arrives along dim `join`."""
+        return Done(x)
 
     def all_gather(self, x: Any, dim: int = 0) -> Pending:
         """The `x` of all ranks, joined along `dim` in rank order."""
+        return Done(x)
 
     def reduce_scatter(self, x: Any, dim: int = 0) -> Pending:
         """The sum of the `x` of all ranks, of which rank i gets piece i along `dim`."""
+        return Done(x)
 
     def exchange_words(self, words: Any) -> list[Any]:
         """The small Python values of all ranks, in rank order. It blocks: for checks, not for data."""
+        return [words]
 
     def over(self, transport: str) -> "Axis":
         """The same ranks over the transport "symmetric" or "group", if this axis has more than one."""
+        return self
+
+
+class Solo(Axis):
+    """An axis of one rank, where every transfer returns its input."""
+
+    size, rank, by, cheap_words, hosts = 1, 0, "nothing", True, 1
+
+    def __init__(self, name: str = "ring"):
+        self.name = name
 
 
 class Ranks:
@@ -179,40 +223,3 @@ def one_ahead(transfers: Iterable[Pending]) -> Iterator[Any]:
             yield flying.popleft().wait()
     if flying:
         yield flying.popleft().wait()
-
-
-class Solo:
-    """An axis of one rank, where every transfer returns its input."""
-
-    size, rank, by, cheap_words, hosts = 1, 0, "nothing", True, 1
-
-    def __init__(self, name: str = "ring"):
-        self.name = name
-
-    def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
-        return Done()
-
-    def share(
-        self, tensors: Sequence[Any], readers: Sequence[int], into: ByRank, work: Callable[[], T], what: str = ""
-    ) -> tuple[T, Pending]:
-        return work(), Done()
-
-    def rotate(
-        self, tensors: Sequence[Any], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
-    ) -> Pending:
-        return Done(tuple(tensors) if recv else None)
-
-    def all_to_all(self, x: Any, split: int, join: int) -> Pending:
-        return Done(x)
-
-    def all_gather(self, x: Any, dim: int = 0) -> Pending:
-        return Done(x)
-
-    def reduce_scatter(self, x: Any, dim: int = 0) -> Pending:
-        return Done(x)
-
-    def exchange_words(self, words: Any) -> list[Any]:
-        return [words]
-
-    def over(self, transport: str) -> "Solo":
-        return self

@@ -4,59 +4,16 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-from ringattn.comms.axis import Pending
 
 OUT, IN = 0, 1  # the two lanes
 AID = 2  # a third lane, which sets the flags that the others wait for in vain
 
 
-class End(Pending, Protocol):
-    """The end of the work so far: `wait` makes the current stream wait for it, `settle` the host."""
-
-    def settle(self) -> None: ...
-
-
-class Lanes(Protocol):
-    """Two queues of copies and signals, each in order."""
-
-    def start(self) -> None:
-        """Make both lanes wait for the work that the current stream has so far."""
-
-    def copy(
-        self, lane: int, to: int, source: int, size: int, rows: int = 1, to_pitch: int = 0, source_pitch: int = 0
-    ) -> None:
-        """Copy rows of `size` bytes; a pitch is the distance between the starts of two rows."""
-
-    def wait(self, lane: int, flag: int) -> None:
-        """Wait until the flag at this address is 1, then set it to 0."""
-
-    def set(self, lane: int, flag: int, value: int = 1) -> None: ...
-
-    def precede(self, lane: int) -> None:
-        """Make work launched from now on wait for the lane's work so far."""
-
-    def fill(self, lane: int, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a contiguous tensor into one that is not."""
-
-    def finish(self) -> "End":
-        """The end of all work of both lanes so far."""
-
-    def on(self, lane: int) -> Any:
-        """A context in which torch launches its work on this lane."""
-
-    def capturing(self) -> bool:
-        """Whether launches are being captured into a CUDA graph."""
-
-    def attach(self) -> None:
-        """Let this thread use the lanes."""
-
-
-class CopyEngines:
-    """Lanes on a GPU: streams, and the driver's copies and memory operations.
+class Lanes:
+    """Queues of copies and signals, each in order: streams, and the driver's copies and memory operations.
 
     Consecutive signals are queued and go to the driver in one call. Before a lane waits, the signals of the other one
     are flushed, so no order of the calls can deadlock, even if the GPU runs both streams as one queue.
@@ -70,6 +27,7 @@ class CopyEngines:
         self.driver = driver()
 
     def start(self) -> None:
+        """Make both lanes wait for the work that the current stream has so far."""
         now = current_stream(self.device).record_event()
         for stream in self.streams[:AID]:
             stream.wait_event(now)
@@ -77,6 +35,7 @@ class CopyEngines:
     def copy(
         self, lane: int, to: int, source: int, size: int, rows: int = 1, to_pitch: int = 0, source_pitch: int = 0
     ) -> None:
+        """Copy rows of `size` bytes; a pitch is the distance between the starts of two rows."""
         self.flush(lane)
         if rows == 1:
             self.driver("cuMemcpyAsync", to, source, size, self.handles[lane])
@@ -85,6 +44,7 @@ class CopyEngines:
             self.driver("cuMemcpy2DAsync_v2", copy, self.handles[lane])
 
     def wait(self, lane: int, flag: int) -> None:
+        """Wait until the flag at this address is 1, then set it to 0."""
         self.flush(1 - lane)
         self.queued[lane].extend((signal(WAIT, flag, 1, UNTIL_EQUAL), signal(WRITE, flag, 0)))
 
@@ -94,11 +54,13 @@ class CopyEngines:
             self.flush(AID)
 
     def fill(self, lane: int, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a contiguous tensor into one that is not."""
         self.flush(lane)
         with self.on(lane):
             to.copy_(source)
 
     def precede(self, lane: int) -> None:
+        """Make work launched from now on wait for the lane's work so far."""
         self.flush(lane)
         current_stream(self.device).wait_event(self.streams[lane].record_event())
 
@@ -110,17 +72,20 @@ class CopyEngines:
         queued.clear()
 
     def finish(self) -> "Events":
+        """The end of all work of both lanes so far."""
         for lane in (OUT, IN):
             self.flush(lane)
         return Events([stream.record_event() for stream in self.streams[:AID]], self.device)
 
     def on(self, lane: int) -> Any:
+        """A context in which torch launches its work on this lane."""
         return torch.cuda.stream(self.streams[lane])
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
     def attach(self) -> None:
+        """Let this thread use the lanes."""
         torch.cuda.set_device(self.device)
         self.streams[AID].query()  # the first call of a thread attaches the device's context
 
@@ -150,7 +115,7 @@ def strided_copy(to: int, source: int, size: int, rows: int, to_pitch: int, sour
 
 
 class Events:
-    """Events of several streams, as one `End`."""
+    """The end of some work: `wait` makes the current stream wait for it, `settle` the host."""
 
     def __init__(self, events: Sequence[Any], device: torch.device):
         self.events, self.device = events, device

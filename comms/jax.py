@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ringattn.comms.axis import Done, Ranks
+from ringattn.comms.axis import Done, Ranks, mesh_sizes, split_sizes
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,17 @@ class MeshAxis:
         return jnp.take(found, (self.rank - ranks) % self.size, axis=0)
 
 
-def automatic_axes() -> dict[str, int]:
-    """Inside a shard_map: the sizes of the axes of more than one device that it leaves to the compiler."""
-    here = jax.sharding.get_abstract_mesh()
-    kinds = zip(here.axis_names, here.axis_types, strict=True)
-    left = {name: here.shape[name] for name, kind in kinds if kind == AxisType.Auto and here.shape[name] > 1}
-    return left if here.manual_axes else {}
+def automatic_axes(mesh: Mesh | AbstractMesh | None = None) -> dict[str, int]:
+    """The sizes of a mesh's automatic axes of more than one device.
+
+    Without a mesh those that the shard_map around this leaves to the compiler, if there is one.
+    """
+    if mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.manual_axes:
+            return {}
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind == AxisType.Auto and mesh.shape[name] > 1}
 
 
 def pieces(x: Any, count: int, dim: int) -> Any:
@@ -179,39 +184,20 @@ def generation(mesh: Mesh | AbstractMesh | None = None) -> tuple[int, int] | Non
 
 
 def init_mesh(
-    data: int = 1,
-    ring: int = 1,
-    ulysses: int = 1,
-    sequence: int | None = None,
-    devices: Sequence[Any] | None = None,
+    data: int = 1, ring: int = 1, ulysses: int = 1, sequence: int | None = None, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """A Mesh with axes data, ring and ulysses over the devices; or data and sequence, which `plan` will factor.
 
     Ulysses is innermost, where the links are fastest. By default `devices` are all devices.
     """
-    sizes = {"data": data, "ring": ring, "ulysses": ulysses}
-    if sequence is not None:
-        if (ring, ulysses) != (1, 1):
-            raise ValueError(
-                f"sequence={sequence} leaves ring and ulysses to the plan; leave out ring={ring}, ulysses={ulysses}"
-            )
-        sizes = {"data": data, "sequence": sequence}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r}: the number of devices along {name}, a whole number of at least 1")
     have = jax.devices() if devices is None else list(devices)
-    need = int(np.prod(list(sizes.values())))
-    if need != len(have):
-        product = " x ".join(f"{n}={s}" for n, s in sizes.items())
-        raise ValueError(
-            f"{product} needs {need} devices, and there are {len(have)}; make the product {len(have)}, or pass devices="
-        )
+    sizes = mesh_sizes(data, ring, ulysses, sequence, len(have), "devices", ", or pass devices=")
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=have)
 
 
 def split(mesh: Mesh, name: str, sizes: dict[str, int]) -> Mesh:
     """The mesh with one axis cut into several, the last one innermost; devices keep their order."""
-    cut = {n: s for old, size in mesh.shape.items() for n, s in (sizes if old == name else {old: size}).items()}
+    cut = split_sizes(mesh.shape, name, sizes)
     kinds = [
         kind
         for old, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)

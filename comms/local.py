@@ -10,14 +10,14 @@ flight raises an AssertionError here, where a network would corrupt data silentl
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import ByRank, Pending, Then
+from ringattn.comms.axis import ByRank, Pending, Then, split_sizes
 from ringattn.comms.messages import plain
 from ringattn.comms.moves import Moves
 
@@ -88,15 +88,12 @@ class LocalAxis(Moves):
         self.counts: Counter[tuple[str, int, int]] = Counter()  # values so far, by direction, source and destination
         self.open = 0  # transfers without a wait so far
 
-    def exchange(self, values: dict[int, Any], sources: Sequence[int]) -> LocalTransfer:
+    def exchange(self, values: dict[int, Any], sources: Iterable[int], sent: Sequence[Tensor] = ()) -> LocalTransfer:
         """Send one value to each destination; the handle gives one from each source."""
-        self.open += 1
-        tensors = [t for value in values.values() for t in leaves(value)]
         for destination, value in values.items():
-            if destination != self.rank:
-                self.sent += sum(t.nbytes for t in leaves(value))
-            self.board.put(self.address(self.rank, destination, "out"), copied(value))
-        return LocalTransfer(self, [self.address(source, self.rank, "in") for source in sources], tensors)
+            self.board.put(self.address(self.rank, destination, "out"), value)
+        self.open += 1
+        return LocalTransfer(self, [self.address(source, self.rank, "in") for source in sources], sent)
 
     def address(self, source: int, destination: int, way: str) -> tuple[Any, ...]:
         """The key of the next value from one rank to another; sender and receiver count alike."""
@@ -104,8 +101,10 @@ class LocalAxis(Moves):
         return self.name, self.group, source, destination, self.counts[way, source, destination]
 
     def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
-        transfer = self.exchange({rank: tuple(tensors) for rank, tensors in out.items()}, list(into))
-        return Then(transfer, lambda arrived: unpack(arrived, into))
+        sent = [x for tensors in out.values() for x in tensors]
+        self.sent += sum(x.nbytes for x in sent)
+        copies = {rank: [x.detach().clone() for x in tensors] for rank, tensors in out.items()}
+        return Then(self.exchange(copies, into, sent), lambda arrived: unpack(arrived, into))
 
     def exchange_words(self, words: Any) -> list[Any]:
         everyone = range(self.size)
@@ -115,23 +114,11 @@ class LocalAxis(Moves):
         return self
 
 
-def unpack(arrived: Sequence[tuple[Tensor, ...]], into: ByRank) -> None:
+def unpack(arrived: Sequence[Sequence[Tensor]], into: ByRank) -> None:
     for value, tensors in zip(arrived, into.values(), strict=True):
         for found, x in zip(value, tensors, strict=True):
             assert found.shape == x.shape, f"{tuple(found.shape)} arrived where {tuple(x.shape)} was expected"
             x.copy_(found)
-
-
-def leaves(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for t in value if isinstance(t, Tensor)] if isinstance(value, tuple) else []
-
-
-def copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return tuple(copied(t) for t in value) if isinstance(value, tuple) else value
 
 
 class LocalMesh:
@@ -164,9 +151,8 @@ class LocalMesh:
         """The same ranks with axis `name` cut into these axes, the last one innermost."""
         key = (name, *sizes.items())
         if key not in self.made:
-            cut = {old: sizes if old == name else {old: size} for old, size in self.sizes.items()}
-            pairs = {n: s for part in cut.values() for n, s in part.items()}
-            self.made[key] = LocalMesh(self.board, pairs, self.rank, self.device_type, self.hosts)
+            cut = split_sizes(self.sizes, name, sizes)
+            self.made[key] = LocalMesh(self.board, cut, self.rank, self.device_type, self.hosts)
         return self.made[key]
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -29,11 +30,20 @@ def renamed(error_of: Callable[[str], str], prefix: str = "") -> Iterator[None]:
     except RuntimeError as error:
         if not of_transport(error):
             raise
+        raise ConnectionError(prefix + error_of(str(error))) from error
+
+
+def unless_ended(report: Callable[..., str]) -> Callable[..., str]:
+    """The report of a message, or the message's useful part if another thread has ended the group, as Ray does."""
+
+    @wraps(report)
+    def found(*given: Any) -> str:
         try:
-            found = error_of(str(error))
-        except ValueError:  # another thread ended the process group meanwhile, as Ray does
-            found = reason(str(error))
-        raise ConnectionError(prefix + found) from error
+            return report(*given)
+        except ValueError:
+            return reason(given[-1])
+
+    return found
 
 
 class Lost(NamedTuple):
@@ -49,6 +59,7 @@ class Lost(NamedTuple):
         with renamed(lambda message: self.error(work, message)):
             yield
 
+    @unless_ended
     def error(self, work: int, message: str) -> str:
         """The error that names the lost rank, or the candidates, and the first loss that any rank has reported.
 
@@ -95,14 +106,13 @@ def missing_named(what: str) -> Iterator[None]:
         yield
 
 
+@unless_ended
 def who_is_missing(message: str) -> str:
     """A sentence that names the ranks that do not answer, after a collective of all ranks failed with this message."""
-    if not dist.is_initialized():
-        return reason(message)
     note()
-    absent, ranks = roll_call(), dist.get_world_size()
+    mine = f"rank {dist.get_rank()} of {dist.get_world_size()} lost its connection: {reason(message)}"
+    absent = roll_call()
     if not absent:
-        mine = f"rank {dist.get_rank()} of {ranks} lost its connection: {reason(message)}"
         return with_first_loss(mine, certain=False)
     return f"{with_first_loss(silent(absent))}: {reason(message)}"
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringattn.comms.axis import Axis, Ranks, Solo
+from ringattn.comms.axis import Axis, Ranks, Solo, mesh_sizes, split_sizes
 from ringattn.comms.local import LocalMesh
 from ringattn.comms.lost import meet, set_timeout, timeout_of
 from ringattn.comms.process_group import CollectiveAxis, ProcessGroupAxis
@@ -26,35 +26,22 @@ def init_mesh(
     Start the ranks first, with torchrun or init_process_group, whose time-out then holds along all axes. The default
     device is cuda if the ranks have NCCL, else cpu.
     """
-    sizes = {"data": data, "ring": ring, "ulysses": ulysses}
-    if sequence is not None:
-        if (ring, ulysses) != (1, 1):
-            raise ValueError(
-                f"sequence={sequence} leaves ring and ulysses to the plan; leave out ring={ring}, ulysses={ulysses}"
-            )
-        sizes = {"data": data, "sequence": sequence}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r}: the number of ranks along {name}, a whole number of at least 1")
-    need = prod(sizes.values())
-    if dist.is_initialized():
-        have = dist.get_world_size()
-        if need != have:
-            product = " x ".join(f"{n}={s}" for n, s in sizes.items())
-            raise ValueError(f"{product} needs {need} ranks, and {have} were started; make the product {have}")
+    started = dist.is_initialized()
+    sizes = mesh_sizes(data, ring, ulysses, sequence, dist.get_world_size() if started else None, "ranks")
     if device_type is None:
-        device_type = "cuda" if torch.cuda.is_available() and _has_nccl() else "cpu"
-    if device_type == "cuda" and dist.is_initialized():
-        take_gpu()
-    if dist.is_initialized():
+        nccl = not started or "nccl" in dist.get_backend()
+        device_type = "cuda" if torch.cuda.is_available() and nccl else "cpu"
+    if started:
+        if device_type == "cuda":
+            take_gpu()
         meet("mesh", described(sizes, device_type))
     try:
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     except ValueError as error:
-        if dist.is_initialized():
+        if started:
             raise
         raise ValueError(
-            f"no ranks were started: run this under torchrun --nproc-per-node={need}, or call "
+            f"no ranks were started: run this under torchrun --nproc-per-node={prod(sizes.values())}, or call "
             "torch.distributed.init_process_group first; ringattn.comms.local.run runs ranks as threads of one process"
         ) from error
     set_timeouts(timeout_of(dist.group.WORLD, device_type), mesh)
@@ -79,10 +66,6 @@ def set_timeouts(limit: timedelta | None, *meshes: DeviceMesh) -> None:
     if limit is not None:
         for group in (mesh.get_group(name) for mesh in meshes for name in axis_names(mesh)):
             set_timeout(limit, group)
-
-
-def _has_nccl() -> bool:
-    return not dist.is_initialized() or "nccl" in dist.get_backend()
 
 
 def axis_names(mesh: Any) -> tuple[str, ...]:
@@ -146,8 +129,7 @@ def split(mesh: Any, name: str, sizes: dict[str, int]) -> Any:
 
 def cut(mesh: DeviceMesh, name: str, sizes: dict[str, int]) -> DeviceMesh:
     """A new mesh with one axis cut into several; its groups live as long as the process."""
-    parts = [sizes if old == name else {old: axis_size(mesh, old)} for old in axis_names(mesh)]
-    shape = {n: s for part in parts for n, s in part.items()}
+    shape = split_sizes({old: axis_size(mesh, old) for old in axis_names(mesh)}, name, sizes)
     meet("mesh", described(shape, mesh.device_type))
     made = DeviceMesh(mesh.device_type, mesh.mesh.reshape(*shape.values()), mesh_dim_names=tuple(shape))
     set_timeouts(timeout_of(mesh.get_group(name), mesh.device_type), made)

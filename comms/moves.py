@@ -1,7 +1,7 @@
 """All transfers of an axis made of `move`, so that every transfer is between two ranks that errors can name."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,16 @@ class Moves:
     def rotate(
         self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
     ) -> Pending:
-        return rotated(self, self.move, tensors, shift, send, recv, what)
+        if shift % self.size == 0:
+            return Done(tuple(tensors) if recv else None)
+        there, here = (self.rank + shift) % self.size, (self.rank - shift) % self.size
+        arriving = tuple(x.new_empty(x.shape) for x in tensors) if recv else None
+        pending = self.hop({there: tensors} if send else {}, {here: arriving} if arriving else {}, what)
+        return Then(pending, lambda _: arriving)
+
+    def hop(self, out: ByRank, into: ByRank, what: str) -> Pending:
+        """The move of a rotation, which may cross from host to host."""
+        return self.move(out, into, what)
 
     def all_to_all(self, x: Tensor, split: int, join: int) -> Pending:
         pieces = as_stored(x).chunk(self.size, split)
@@ -72,16 +81,3 @@ class Moves:
 def as_stored(x: Tensor) -> Tensor:
     """`x` with lazy conjugations and negations applied, so that its memory holds its values."""
     return x.detach().resolve_conj().resolve_neg()
-
-
-def rotated(
-    axis: Any, move: Callable[..., Pending], tensors: Sequence[Tensor], shift: int, send: bool, recv: bool, what: str
-) -> Pending:
-    """A rotation as a move to rank + shift and from rank - shift, into new memory shaped like `tensors`."""
-    if shift % axis.size == 0:
-        return Done(tuple(tensors) if recv else None)
-    there, here = (axis.rank + shift) % axis.size, (axis.rank - shift) % axis.size
-    arriving = tuple(x.new_empty(x.shape) for x in tensors) if recv else None
-    out: ByRank = {there: tensors} if send else {}
-    pending = move(out, {here: arriving} if arriving else {}, what=what)
-    return Then(pending, lambda _: arriving)

@@ -4,7 +4,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from torch import Tensor
 from ringattn.comms import messages
 from ringattn.comms.axis import ByRank, Pending, Then
 from ringattn.comms.lost import Lost, broken, timeout_of
-from ringattn.comms.moves import Moves, as_stored, rotated
+from ringattn.comms.moves import Moves, as_stored
 
 T = TypeVar("T")
 
@@ -73,24 +73,15 @@ class ProcessGroupAxis(Moves):
         self.on_gpus = torch.cuda.is_available() and not self.cheap_words  # a group may have a backend for each device
         hosts = hosts_of(group)
         self.hosts = 0 if self.cheap_words and hosts == 1 else hosts  # on one host gloo's relay is as fast as any route
-        self.hops_known = ref(hop_group(group))
-        far = hosts > 1 and not self.cheap_words  # gloo's transfers do not wait for each other
-        self.far_known = ref(far_group(group)) if far else self.hops_known
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL and self.by == "gloo":
+            add_twin(group, "near", "cpu", backend="gloo")
+        if hosts > 1 and not self.cheap_words:  # gloo's transfers do not wait for each other
+            add_twin(group, "far", "cuda")
         self.sent = 0
 
     @property
     def group(self) -> dist.ProcessGroup:
         return alive(self.known)
-
-    @property
-    def hops(self) -> dist.ProcessGroup:
-        """The group for transfers within a host."""
-        return alive(self.hops_known)
-
-    @property
-    def far(self) -> dist.ProcessGroup:
-        """The group for transfers between hosts."""
-        return alive(self.far_known)
 
     def limit(self) -> tuple[Any, ...]:
         """The time-out of one transfer, as an argument of `work.wait`.
@@ -101,7 +92,7 @@ class ProcessGroupAxis(Moves):
         return () if limit is None else (limit,)
 
     def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
-        return self.post(self.hops, out, into, None, what)
+        return self.post("near", out, into, None, what)
 
     def share(
         self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, work: Callable[[], T], what: str = ""
@@ -111,9 +102,12 @@ class ProcessGroupAxis(Moves):
             return super().share(tensors, readers, into, work, what)
         since = torch.cuda.current_stream().record_event()
         result = work()
-        return result, self.post(self.hops, dict.fromkeys(readers, tensors), into, since, what)
+        return result, self.post("near", dict.fromkeys(readers, tensors), into, since, what)
 
-    def post(self, group: dist.ProcessGroup, out: ByRank, into: ByRank, since: Any, what: str) -> Pending:
+    def post(self, way: str, out: ByRank, into: ByRank, since: Any, what: str) -> Pending:
+        """Start a move "near" (within a host) or "far" (between hosts), after the event `since`."""
+        twins = TWINS.get(self.group, {})
+        group = twins.get(way, twins.get("near", self.group))
         with beside(since):
             leaving = [(rank, x) for rank, tensors in out.items() for x in tensors]
             packed = {id(x): x.contiguous() for _, x in leaving}  # once for all receivers
@@ -137,10 +131,8 @@ class ProcessGroupAxis(Moves):
                 works += dist.batch_isend_irecv(together)
         return works
 
-    def rotate(
-        self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
-    ) -> Pending:
-        return rotated(self, partial(self.post, self.far, since=None), tensors, shift, send, recv, what)
+    def hop(self, out: ByRank, into: ByRank, what: str) -> Pending:
+        return self.post("far", out, into, None, what)
 
     def exchange_words(self, words: Any) -> list[Any]:
         sent = self.sent
@@ -251,30 +243,17 @@ def hosts_of(group: dist.ProcessGroup) -> int:
     return found
 
 
-def far_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A twin group for transfers between hosts: on one NCCL group, later transfers would wait for these."""
-    return twin(group, "far", "cuda")
+def add_twin(group: dist.ProcessGroup, way: str, device: str, **options: Any) -> None:
+    """Make another group of the same ranks with the same time-out, if there is none yet for this way.
 
-
-def hop_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group for hops: `group`, or a twin of it under TORCH_DISTRIBUTED_DEBUG=DETAIL with gloo.
-
-    There torch compares at every collective how many calls each rank has made, hops included. Ranks make different
-    numbers of hops, since a rank with nothing to send makes none.
+    "far", between hosts: on one NCCL group, later transfers would wait for these. "near", within a host, with gloo and
+    TORCH_DISTRIBUTED_DEBUG=DETAIL: there torch compares at every collective how many calls each rank has made, moves
+    included. Ranks make different numbers of moves, since a rank with nothing to send makes none.
     """
-    if dist.get_debug_level() != dist.DebugLevel.DETAIL or dist.get_backend(group) != "gloo":
-        return group
-    return twin(group, "hops", "cpu", backend="gloo")
-
-
-def twin(group: dist.ProcessGroup, purpose: str, device: str, **options: Any) -> dist.ProcessGroup:
-    """Another group of the same ranks with the same time-out; one for each purpose, cached."""
     known = TWINS.setdefault(group, {})
-    if purpose not in known:
+    if way not in known:
         limit, ranks = timeout_of(group, device), dist.get_process_group_ranks(group)
-        known[purpose] = dist.new_group(ranks, timeout=limit, use_local_synchronization=True, **options)
-    made: dist.ProcessGroup = known[purpose]
-    return made
+        known[way] = dist.new_group(ranks, timeout=limit, use_local_synchronization=True, **options)
 
 
 def alive(known: Any) -> dist.ProcessGroup:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ringattn.comms import messages
 from ringattn.comms.axis import Axis, ByRank, Done, Pending, Slices
-from ringattn.comms.engines import IN, OUT, CopyEngines, End, Lanes
+from ringattn.comms.engines import IN, OUT, Events, Lanes
 from ringattn.comms.memory import Piece, batches, has_few_runs, joined, located, weight
 from ringattn.comms.moves import Moves
 from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
@@ -48,7 +48,7 @@ class Flight:
 
     def __init__(self, lanes: Lanes, watch: Watch, *held: Any):
         self.lanes, self.watch, self.held = lanes, watch, list(held)
-        self.end: End | None = None
+        self.end: Events | None = None
 
     def launched(self) -> "Flight":
         """Call it when all copies are launched; returns this flight, which can now be waited for."""
@@ -210,7 +210,7 @@ def connect(group: dist.ProcessGroup) -> tuple[Peers, Watch] | None:
     if handle is None:
         return None
     KEPT.append((outbox, handle))
-    lanes, view = CopyEngines(device), Outbox([int(address) for address in handle.buffer_ptrs], rank)
+    lanes, view = Lanes(device), Outbox([int(address) for address in handle.buffer_ptrs], rank)
     counts = torch.zeros(2, size, dtype=torch.int32).pin_memory()
     peers, watch = Peers(lanes, view), Watch(lanes, view, size, counts, timeout=20.0)
     if agreed(group, trial(SymmetricAxis(peers, watch, lambda words: [words]), device)):

@@ -29,7 +29,7 @@ class Watch:
         self.done_counts = counts.numpy()  # [2, size]: waits that are over, by lane and peer; the lanes write them
         self.address = counts.data_ptr()
         self.expected: Counter[tuple[int, int]] = Counter()
-        self.open: deque[tuple[float, int, int, int, str]] = deque()
+        self.open: deque[tuple[float, int, int, int, str]] = deque()  # end, lane, peer, number, purpose
         self.error: str | None = None
         self.thread: threading.Thread | None = None
 
@@ -52,32 +52,32 @@ class Watch:
     def run(self) -> None:
         """Look every `turn` seconds. After a loss it goes on setting flags, for work that is still launched then."""
         turn = min(0.2, self.timeout / 10)
-        while self.error is None:
-            time.sleep(turn)
-            while self.open and self.done():
-                self.open.popleft()
-            if self.open and time.monotonic() > self.open[0][0]:
-                _, lane, peer, _, what = self.open[0]
-                way = "nothing came from" if lane == IN else "nothing was taken by"
-                mine = (
-                    f"rank {self.outbox.rank} of {self.size}: {way} rank {peer} within {self.timeout:g} s"
-                    f"{what and f' ({what})'}; it died, hangs, or makes another call"
-                )
-                if lane == IN:  # that rank may itself wait for the lost one: let it report first
-                    time.sleep(2 * turn)
-                self.error = in_time(partial(with_first_loss, mine), 5 * turn) or mine
-        print(self.error, file=sys.stderr, flush=True)
-        self.lanes.attach()
         while True:
-            if self.open:
-                self.release()
-            time.sleep(0.01)
+            time.sleep(0.01 if self.error else turn)
             while self.open and self.done():
                 self.open.popleft()
+            if self.open and self.error:
+                self.release()
+            elif self.open and time.monotonic() > self.open[0][0]:
+                self.error = self.report(turn)
+                print(self.error, file=sys.stderr, flush=True)
+                self.lanes.attach()
 
     def done(self) -> bool:
         _, lane, peer, number, _ = self.open[0]
         return int(self.done_counts[lane, peer]) >= number
+
+    def report(self, turn: float) -> str:
+        """The error that names the peer of the first open wait, and the first loss that any rank has reported."""
+        _, lane, peer, _, what = self.open[0]
+        way = "nothing came from" if lane == IN else "nothing was taken by"
+        mine = (
+            f"rank {self.outbox.rank} of {self.size}: {way} rank {peer} within {self.timeout:g} s"
+            f"{what and f' ({what})'}; it died, hangs, or makes another call"
+        )
+        if lane == IN:  # that rank may itself wait for the lost one: let it report first
+            time.sleep(2 * turn)
+        return in_time(partial(with_first_loss, mine), 5 * turn) or mine
 
     def release(self) -> None:
         for peer in range(self.size):

@@ -4,7 +4,6 @@
 first kernel of the table that does not refuse the problem. If all refuse, its error lists every reason.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -32,6 +31,12 @@ class Problem:
     rows: int | None = None  # batch rows x queries x heads of the device, if known
     mask: str = "long"  # of `rates.py`, where the steps are not few rectangles
 
+    def rate(self, kernel: str, backward: bool) -> float:
+        """The measured rate of a kernel for this problem, 0 if there is none."""
+        mask = "rectangles" if self.tiles else self.mask
+        width = max(self.head_dim, self.value_dim)
+        return rate(kernel, self.arch, mask, width, backward, self.softcap) or 0.0
+
     def __str__(self) -> str:
         dims = f"{self.heads} query and {self.kv_heads} key heads of {self.head_dim}, values of {self.value_dim}"
         return f"{dims}, in {self.dtype} on {self.device}"
@@ -44,6 +49,7 @@ class Kernel:
     name: str
     module: str
     named: tuple[str, ...] = ()  # devices on which "auto" skips it, since it is slow there or cannot run
+    first: bool = False  # "auto" tries it before all others, whatever their rates
     tiles: bool = False  # runs full and causal rectangles only
     narrow: bool = False  # gradients have the dtype of the inputs
 
@@ -52,21 +58,24 @@ class Kernel:
         module, _, name = self.module.partition(":")
         return getattr(import_module(module), name or "KERNEL")
 
-    def refuses(self, problem: Problem) -> str | None:
-        """Why this kernel cannot serve the problem, or None when it can."""
+    def lacks(self) -> str | None:
+        """Why its module cannot be imported, or None when it can."""
         try:
-            found = self.load()
+            self.load()
         except ModuleNotFoundError as error:
             return f"{error.name} is not installed"
         except Exception as error:  # a broken package must not break the other kernels
             return f"cannot be imported: {type(error).__name__}: {error}"
-        why: str | None = found.refuses(problem)
-        return why
+        return None
+
+    def refuses(self, problem: Problem) -> str | None:
+        """Why this kernel cannot serve the problem, or None when it can."""
+        return self.lacks() or self.load().refuses(problem)
 
 
 # In order of preference where no rates are known. Where they are (`rates.py`), "auto" takes the fastest.
 TABLE = (
-    Kernel("decode", "ringattn.kernels.triton.decode", named=("cpu",)),
+    Kernel("decode", "ringattn.kernels.triton.decode", named=("cpu",), first=True),
     Kernel("triton", "ringattn.kernels.triton", named=("cpu",)),
     Kernel("cudnn", "ringattn.kernels.vendor.cudnn", named=("cpu",), tiles=True, narrow=True),
     Kernel("fa4", "ringattn.kernels.vendor.fa4", named=("cpu",), narrow=True),
@@ -81,20 +90,6 @@ BY_NAME = {kernel.name: kernel for kernel in TABLE}
 def refusals(problem: Problem, table: tuple[Kernel, ...] = TABLE) -> dict[str, str | None]:
     """For each kernel of the table the reason why it refuses this problem, or None if it serves it."""
     return {kernel.name: kernel.refuses(problem) for kernel in table}
-
-
-def by_rate(problem: Problem, backward: bool) -> Callable[[Kernel], float]:
-    """A sort key: the fastest first, as far as rates are known, and before all the kernel that serves decode alone."""
-    width, mask = max(problem.head_dim, problem.value_dim), "rectangles" if problem.tiles else problem.mask
-
-    def key(kernel: Kernel) -> float:
-        if kernel.name == "decode":
-            return float("-inf")
-        if problem.rows is not None and problem.rows < LONG:
-            return 0.0
-        return -(rate(kernel.name, problem.arch, mask, width, backward, problem.softcap) or 0.0)
-
-    return key
 
 
 @lru_cache(maxsize=1024)
@@ -112,7 +107,8 @@ def select(
     if impl == "auto":
         candidates = [k for k in table if problem.device not in k.named]
         candidates = [k for k in candidates if shared is None or not k.narrow or k.name in shared]
-        candidates.sort(key=by_rate(problem, backward))
+        short = problem.rows is not None and problem.rows < LONG
+        candidates.sort(key=lambda k: (not k.first, 0.0 if short else -problem.rate(k.name, backward)))
     else:
         candidates = [k for k in table if k.name == impl]
     for kernel in candidates:  # kernels after the chosen one are not imported
@@ -128,15 +124,7 @@ def select(
 
 def narrow_kernels(device: str, table: tuple[Kernel, ...] = TABLE) -> list[str]:
     """The kernels here whose gradients have the dtype of the inputs; those that cannot be imported are left out."""
-    found = []
-    for kernel in table:
-        if kernel.narrow and device not in kernel.named:
-            try:
-                kernel.load()
-            except Exception:  # not installed, or broken: `refuses` says why
-                continue
-            found.append(kernel.name)
-    return found
+    return [k.name for k in table if k.narrow and device not in k.named and k.lacks() is None]
 
 
 INSTALL = {"fa4": "pip install 'ringattn[fa4]'"}
@@ -144,12 +132,13 @@ INSTALL = {"fa4": "pip install 'ringattn[fa4]'"}
 
 def gain(missing: Kernel, problem: Problem, chosen: str) -> str | None:
     """What installing a kernel's package would gain over the chosen kernel, if both are measured and it is faster."""
-    if missing.name not in INSTALL or "not installed" not in (missing.refuses(problem) or ""):
+    if missing.name not in INSTALL or "not installed" not in (missing.lacks() or ""):
         return None
-    width, mask = max(problem.head_dim, problem.value_dim), "rectangles" if problem.tiles else problem.mask
-    rates = [[rate(n, problem.arch, mask, width, b) for b in (False, True)] for n in (missing.name, chosen)]
-    (forward, backward), (mine, mine_back) = rates
-    if not (forward and backward and mine and mine_back) or max(forward / mine, backward / mine_back) < 1.05:
+    rates = [[problem.rate(name, backward) for backward in (False, True)] for name in (missing.name, chosen)]
+    if not all(map(all, rates)):
         return None
-    how = f"{forward / mine:.2f} x as fast forward, {backward / mine_back:.2f} x backward"
+    forward, backward = (theirs / mine for theirs, mine in zip(*rates, strict=True))
+    if max(forward, backward) < 1.05:
+        return None
+    how = f"{forward:.2f} x as fast forward, {backward:.2f} x backward"
     return f"not installed; {INSTALL[missing.name]} makes long sequences {how}"

@@ -39,7 +39,7 @@ class TorchKernel:
     """A kernel for torch tensors.
 
     attend           -> Partial(out, lse)
-    attend_backward  (q, k, v, where, dout, lse, delta) -> (dq, dk, dv) in float32, added to dq=, dk=, dv= if given
+    attend_backward  (q, k, v, where, dout, lse, delta) -> (dq, dk, dv) in float32; halves add to dq=, dk=, dv= if given
     refuses          why it cannot serve a problem, or None
     row_delta        (out, dout, dlse) -> rowsum(dout * out) - dlse
     rounded          (dout, lse, delta) with the lse in the dtype that attend_backward computes in
@@ -79,18 +79,20 @@ def as_they_are(
 class JaxKernel:
     """A kernel for JAX arrays.
 
-    attend, attend_backward, refuses   as in torch
+    attend, attend_backward, refuses   as in torch, without out_dtype=; dq is added to dq= if that is given
     options    (problem) -> more keyword arguments for both functions
     prepare    (q, dout, lse, delta, out, dlse) -> the rows that each step of a backward pass takes, computed once
     parted     whether one gradient can be computed alone; if not, it costs as much as all three
+    plain      whether it is plain jax.numpy, which the compiler can cut, and which has derivatives of any order
     """
 
-    attend: Attend
+    attend: Callable[..., Partial]
     attend_backward: Callable[..., tuple[Any, Any, Any]]
     refuses: "Callable[[Problem], str | None]" = serves
     options: "Callable[[Problem], dict[str, Any]]" = no_options
     prepare: Callable[..., tuple[Any, ...]] = as_they_are
     parted: bool = True
+    plain: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,9 @@ from ringattn.kernels.protocol import JaxKernel, TorchKernel
 
 
 def attend(
-    q_BTHD: Array,
-    k_BSGD: Array,
-    v_BSGV: Array,
-    where: Intervals,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    carry: Partial | None = None,
-    out_dtype: Any = None,
-) -> Partial:
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, *, scale: float, softcap: float | None = None,
+    carry: Partial | None = None, out_dtype: Any = None,
+) -> Partial:  # fmt: skip
     """softmax(scale * q k^T) v over each query's interval, merged into `carry`; `out` has `out_dtype` if given."""
     xp = namespace(q_BTHD)
     if not is_torch(q_BTHD):
@@ -48,24 +41,13 @@ def attend(
 
 
 def attend_backward(
-    q_BTHD: Array,
-    k_BSGD: Array,
-    v_BSGV: Array,
-    where: Intervals,
-    dout_BTHV: Array,
-    lse_BTH: Array,
-    delta_BTH: Array,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    dq: Array | None = None,
-    dk: Array | None = None,
-    dv: Array | None = None,
-) -> tuple[Array, Array, Array]:
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, dout_BTHV: Array, lse_BTH: Array, delta_BTH: Array,
+    *, scale: float, softcap: float | None = None, dq: Array | None = None,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """(dq, dk, dv) of these keys, given the lse over *all* keys and delta = rowsum(dout * out) - dlse.
 
-    With the lse over all keys, p = exp(s - lse) is exact for any block of keys, so the gradients of blocks add up. They
-    are added to dq, dk, dv if given, whose memory a kernel may reuse.
+    With the lse over all keys, p = exp(s - lse) is exact for any block of keys, so the gradients of blocks add up: dq
+    is added to the one of other blocks, if that is given.
     """
     xp, scored = namespace(q_BTHD), k_BSGD
     if not is_torch(q_BTHD):
@@ -85,9 +67,8 @@ def attend_backward(
     turned = (xp.einsum("bgrts->bgrst", x) for x in (ds, p))
     rows, unseen = (xp.einsum("btgrd->bgrtd", x) for x in (q, dout)), xp.einsum("bgrts->bgrst", hidden)
     found = (product(x, y, unseen).sum(2) for x, y in zip(turned, rows, strict=True))
-    new_dk, new_dv = (xp.einsum("bgsd->bsgd", x) for x in found)
-    new_dk = new_dk * scale
-    return plus(dq, new_dq), plus(dk, new_dk), plus(dv, new_dv)
+    dk, dv = (xp.einsum("bgsd->bsgd", x) for x in found)
+    return new_dq if dq is None else dq + new_dq, dk * scale, dv
 
 
 def product(weights: Array, x: Array, hidden: Array | None) -> Array:
@@ -124,10 +105,6 @@ def finish(part: Partial, carry: Partial | None, out_dtype: Any) -> Partial:
     return part if out_dtype is None else Partial(astype(part.out, out_dtype), part.lse)
 
 
-def plus(total: Array | None, part: Array) -> Array:
-    return part if total is None else total + part
-
-
 def visible_scores(q_BTHD: Array, k_BSGD: Array, where: Intervals, scale: float, softcap: float | None) -> Array:
     """scale * q k^T with the softcap applied, and -inf outside each query's interval: [B, G, R, T, S]."""
     xp = namespace(q_BTHD)
@@ -147,4 +124,4 @@ def split_heads(x_BTH_: Array, k_BSGD: Array) -> Array:
 
 
 KERNEL = TorchKernel(attend, attend_backward)
-JAX = JaxKernel(attend, attend_backward)
+JAX = JaxKernel(attend, attend_backward, plain=True)

@@ -21,18 +21,9 @@ BLOCK = 256
 
 
 def attend(
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    where: Intervals,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    carry: Partial | None = None,
-    out_dtype: torch.dtype | None = None,
-    block_q: int = BLOCK,
-    block_k: int = BLOCK,
-) -> Partial:
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, where: Intervals, *, scale: float, softcap: float | None = None,
+    carry: Partial | None = None, out_dtype: torch.dtype | None = None, block_q: int = BLOCK, block_k: int = BLOCK,
+) -> Partial:  # fmt: skip
     """softmax(scale * q k^T) v over each query's interval, tile by tile, merged into `carry`."""
     part = empty(q_BTHD, v_BSGV.shape[-1])
     for queries in blocks(q_BTHD.shape[1], block_q):
@@ -64,28 +55,13 @@ def absorb(old: Streams, s_BGNS: Tensor, v_BGSV: Tensor, hidden: Tensor | None) 
 
 
 def attend_backward(
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    where: Intervals,
-    dout_BTHV: Tensor,
-    lse_BTH: Tensor,
-    delta_BTH: Tensor,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-    block_q: int = BLOCK,
-    block_k: int = BLOCK,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, where: Intervals, dout_BTHV: Tensor, lse_BTH: Tensor,
+    delta_BTH: Tensor, *, scale: float, softcap: float | None = None, block_q: int = BLOCK, block_k: int = BLOCK,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv), tile by tile. Scores are recomputed; with the lse over all keys, tiles are independent."""
     dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
-    dq, dk, dv = (
-        torch.zeros(x.shape, dtype=accumulator(x), device=x.device) if given is None else given
-        for x, given in ((q_BTHD, dq), (k_BSGD, dk), (v_BSGV, dv))
-    )
+    inputs = q_BTHD, k_BSGD, v_BSGV
+    dq, dk, dv = (torch.zeros(x.shape, dtype=accumulator(x), device=x.device) for x in inputs)
     for queries in blocks(q_BTHD.shape[1], block_q):
         inside = rows_of(where, queries)
         q = grouped(q_BTHD[:, queries], k_BSGD) * scale

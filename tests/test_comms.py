@@ -229,5 +229,5 @@ def too_many() -> None:
 
 
 def test_a_mesh_of_another_size_than_the_ranks_says_both_numbers():
-    with pytest.raises(Exception, match=r"ring=3 x ulysses=2 needs 6 ranks, and 2 were started"):
+    with pytest.raises(Exception, match=r"ring=3 x ulysses=2 needs 6 ranks, and there are 2; make the product 2"):
         run_processes(too_many, 2)

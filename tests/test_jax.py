@@ -126,15 +126,15 @@ def test_the_stock_kernel_is_a_second_opinion_on_any_fixed_mask(name):
     check(case, results(case, given, kernel="stock_splash"), oracle.dense(case, given))
 
 
-def seen_by(call, T, S):
-    """The intervals of one call of cuDNN."""
+def seen_by(mask, T, S):
+    """The intervals of one mask of cuDNN."""
     t = np.arange(T)
-    begin, end = t * 0, t + 1 if "CAUSAL" in call.mask else np.full(T, S)
-    assert "CAUSAL" not in call.mask or T == S
-    if call.window is not None:
-        begin = np.maximum(begin, end - call.window)
-    if call.starts is not None:
-        starts = np.array(call.starts)
+    begin, end = t * 0, t + 1 if "CAUSAL" in mask.kind else np.full(T, S)
+    assert "CAUSAL" not in mask.kind or T == S
+    if mask.window is not None:
+        begin = np.maximum(begin, end - mask.window)
+    if mask.starts is not None:
+        starts = np.array(mask.starts)
         own = np.searchsorted(starts, t, "right") - 1
         begin, end = starts[own], np.minimum(end, starts[own + 1])
     return Intervals(jnp.asarray(begin[None]), jnp.asarray(end[None]))
@@ -147,12 +147,12 @@ MET = set()  # the masks that cuDNN was called with
 def tile_by_tile(monkeypatch):
     """cuDNN's place taken by a dense call a tile, which knows its masks and nothing else."""
 
-    def fused_forward(q, k, v, call, scale):
-        MET.add((call.mask, call.window is not None))
-        return reference.attend(q, k, v, seen_by(call, q.shape[1], k.shape[1]), scale=scale)
+    def fused_forward(q, k, v, mask, scale):
+        MET.add((mask.kind, mask.window is not None))
+        return reference.attend(q, k, v, seen_by(mask, q.shape[1], k.shape[1]), scale=scale)
 
-    def fused_backward(q, k, v, dout, lse, out, call, scale):
-        seen, delta = seen_by(call, q.shape[1], k.shape[1]), (dout.astype(lse.dtype) * out).sum(-1)
+    def fused_backward(q, k, v, dout, lse, out, mask, scale):
+        seen, delta = seen_by(mask, q.shape[1], k.shape[1]), (dout.astype(lse.dtype) * out).sum(-1)
         grads = reference.attend_backward(q, k, v, seen, dout, lse, delta, scale=scale)
         return tuple(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
 
@@ -317,9 +317,9 @@ def test_cudnn_computes_every_step_of_a_ring(layout):
         dq = jnp.zeros(q[rank].shape, jnp.float32)
         for distance in range(4):
             source = (rank - distance) % 4
-            dq, dk[source], dv[source] = score.attend_backward(
-                q[rank], k[source], v[source], sights[rank].at(distance), *rows, dq=dq, dk=dk[source], dv=dv[source]
-            )  # fmt: skip
+            where = sights[rank].at(distance)
+            dq, more_k, more_v = score.attend_backward(q[rank], k[source], v[source], where, *rows, dq=dq)
+            dk[source], dv[source] = dk[source] + more_k, dv[source] + more_v
         for name, x in (("out", part.out), ("lse", part.lse), ("dq", dq)):
             found[name][:, at] = x
     for name, parts in (("dk", dk), ("dv", dv)):

@@ -31,4 +31,4 @@ def test_a_cpu_imports_no_kernel_of_a_gpu(tiles, asked, monkeypatch):
     monkeypatch.setattr(Kernel, "load", lambda self: loaded.append(self.name) or load(self))
     problem = Problem("cpu", "float32", 64, 64, heads=5, kv_heads=1, tiles=tiles)
     select.cache_clear()
-    assert select(problem, "auto", TABLE).name == loaded[-1] and loaded == asked
+    assert select(problem, "auto", TABLE).name == loaded[-1] and [*dict.fromkeys(loaded)] == asked

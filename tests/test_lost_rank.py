@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import ringattn as ra
 from ringattn.comms import lost
+from ringattn.comms.axis import Solo
 from ringattn.launch.processes import RankError, run
 from ringattn.launch.train import checkpoint, trainer
 from ringattn.torch.attention import ring
@@ -244,11 +245,10 @@ def test_a_group_that_another_thread_ends_meanwhile_leaves_the_loss_a_loss(monke
     def gone(*args):
         raise ValueError("Default process group has not been initialized")
 
-    monkeypatch.setattr(lost, "who_is_missing", gone)
+    monkeypatch.setattr(lost.dist, "get_world_size", gone)
     with pytest.raises(ConnectionError, match=r"saving: .* reset by peer"), lost.missing_named("saving"):
         raise RuntimeError(
             "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer. This is"
         )
-    monkeypatch.setattr(lost.Lost, "error", gone)
-    with pytest.raises(ConnectionError, match="Connection closed"), lost.Lost(None, [[1]], "keys").named():
+    with pytest.raises(ConnectionError, match="Connection closed"), lost.Lost(Solo(), [[0]], "keys").named():
         raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")

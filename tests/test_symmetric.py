@@ -16,7 +16,7 @@ import torch
 from ringattn import api, choosing
 from ringattn.comms import memory, symmetric, watch
 from ringattn.comms.axis import Slices
-from ringattn.comms.engines import AID, IN, OUT, CopyEngines
+from ringattn.comms.engines import AID, IN, OUT, Lanes
 from ringattn.comms.local import Board, LocalAxis, LocalMesh
 from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
 from ringattn.comms.symmetric import SymmetricAxis
@@ -43,7 +43,7 @@ class Lane(threading.Thread):
 
 
 class ThreadLanes:
-    """The Lanes protocol on the CPU. With `one` both lanes are one queue, as two streams of a GPU may be."""
+    """`Lanes` on the CPU. With `one` both lanes are one queue, as two streams of a GPU may be."""
 
     def __init__(self, one: bool = False):
         first = Lane()
@@ -365,7 +365,7 @@ class Memcpy2D(ctypes.Structure):
 
 
 def test_the_driver_is_asked_for_rows_only_where_there_are_some():
-    engines, said = object.__new__(CopyEngines), []
+    engines, said = object.__new__(Lanes), []
     engines.queued, engines.handles, engines.driver = ([], [], []), (10, 11, 12), lambda *asked: said.append(asked)
     engines.copy(IN, 1, 2, 3, 1, 4, 5)
     engines.copy(IN, 2**47 + 1, 2**46, 100, 3, 2**31 - 1, 200)

@@ -63,7 +63,7 @@ class Score(NamedTuple):
         return 1.0 if self.softcap is None else 1.0 - (s2 * (1 / (self.softcap * LOG2E))) ** 2
 
 
-class Call(NamedTuple):
+class Setup(NamedTuple):
     """What all three kernels share: operands by heads, padded to blocks; their ranges; and how to run."""
 
     q: Array  # [B, H, T, D]
@@ -94,11 +94,11 @@ class Call(NamedTuple):
 class Walk(NamedTuple):
     """How one kernel visits pairs of blocks: which queries, keys and heads a grid step loads."""
 
-    call: Call
+    setup: Setup
     queries_stay: bool
 
     def entry(self, entries: Any, batch: Any, place: Any) -> Any:
-        return entries[batch * self.call.stride + place]
+        return entries[batch * self.setup.stride + place]
 
     def query_block(self, entry: Any) -> Any:
         return staying(entry) if self.queries_stay else passing(entry)
@@ -108,16 +108,16 @@ class Walk(NamedTuple):
 
     def spec(self, shape: tuple[int, ...], dim: int, keys: bool = False) -> pl.BlockSpec:
         """The block of an array [B, heads, ...], whose `dim` is queries (or keys), that belongs to an entry."""
-        size = self.call.blocks.k if keys else self.call.blocks.q
+        size = self.setup.blocks.k if keys else self.setup.blocks.q
         block = (1, 1, *(size if i == dim else n for i, n in enumerate(shape) if i > 1))
 
         def index(b: Any, h: Any, place: Any, *rest: Any) -> tuple[Any, ...]:
             *member, entries = rest  # which of the query heads that share key head h
             entry = self.entry(entries, b, place)
             if member and not keys:
-                head = h * self.call.shared + member[0]
+                head = h * self.setup.shared + member[0]
             else:
-                head = h // self.call.shared if keys and not member else h
+                head = h // self.setup.shared if keys and not member else h
             at = self.key_block(entry) if keys else self.query_block(entry)
             return (b, head, at, 0) if dim == 2 else (b, head, 0, at)
 
@@ -125,29 +125,25 @@ class Walk(NamedTuple):
 
     def intervals(self) -> pl.BlockSpec:
         def index(b: Any, h: Any, place: Any, *rest: Any) -> tuple[Any, ...]:
-            return (b if self.call.stride else 0, 0, self.query_block(self.entry(rest[-1], b, place)))
+            return (b if self.setup.stride else 0, 0, self.query_block(self.entry(rest[-1], b, place)))
 
-        return pl.BlockSpec((1, 1, self.call.blocks.q), index)
+        return pl.BlockSpec((1, 1, self.setup.blocks.q), index)
 
     def run(
-        self,
-        kernel: Callable[..., None],
-        queries: list[tuple[Array, int]],
-        keys: list[tuple[Array, int]],
-        results: list[tuple[tuple[int, ...], int]],
-        scratch: list[tuple[int, ...]],
-    ) -> list[Array]:
+        self, kernel: Callable[..., None], queries: list[tuple[Array, int]], keys: list[tuple[Array, int]],
+        results: list[tuple[tuple[int, ...], int]], scratch: list[tuple[int, ...]],
+    ) -> list[Array]:  # fmt: skip
         """Run the kernel over the grid (batch, heads, entries[, query heads that share a key head]).
 
         Operands and results come with the dim of their queries or keys. The arguments of the kernel are the entries,
         queries, keys, begin, end, results and scratch. The number of entries is traced.
         """
-        call = self.call
-        work = (by_queries if self.queries_stay else by_keys)(call.ranges, call.key_blocks)
-        operands = [x for x, _ in (*queries, *keys)] + [call.begin, call.end]
-        entries, steps, operands = vary((work.entries.reshape(-1), work.steps, operands), call.axes)
+        setup = self.setup
+        work = (by_queries if self.queries_stay else by_keys)(setup.ranges, setup.key_blocks)
+        operands = [x for x, _ in (*queries, *keys)] + [setup.begin, setup.end]
+        entries, steps, operands = vary((work.entries.reshape(-1), work.steps, operands), setup.axes)
         order: Any = ("parallel",) * 2 + ("arbitrary",) * (1 if self.queries_stay else 2)
-        batch, heads = call.q.shape[0], (call.q.shape[1],) if self.queries_stay else (call.k.shape[1], call.shared)
+        batch, heads = setup.q.shape[0], (setup.q.shape[1],) if self.queries_stay else (setup.k.shape[1], setup.shared)
         kind = {"manual_axis_type": jax.typeof(operands[0]).manual_axis_type}
         return pl.pallas_call(
             partial(kernel, walk=self),
@@ -161,90 +157,62 @@ class Walk(NamedTuple):
                 scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
             ),
             out_shape=[jax.ShapeDtypeStruct((batch, *shape), jnp.float32, **kind) for shape, _ in results],
-            compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=call.blocks.vmem),
-            interpret=call.interpret,
+            compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=setup.blocks.vmem),
+            interpret=setup.interpret,
             name=getattr(kernel, "func", kernel).__name__,
         )(entries, *operands)
 
 
 def attend(
-    q_BTHD: Array,
-    k_BSGD: Array,
-    v_BSGV: Array,
-    where: Intervals,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    carry: Partial | None = None,
-    out_dtype: Any = None,
-    blocks: Blocks | None = None,
-    arch: tuple[int, int] | None = None,
-    interpret: bool = False,
-) -> Partial:
-    """softmax(scale * q k^T) v over each query's interval, merged into `carry`."""
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, *, scale: float, softcap: float | None = None,
+    carry: Partial | None = None, **how: Any,
+) -> Partial:  # fmt: skip
+    """softmax(scale * q k^T) v over each query's interval, merged into `carry`; `how` to run is as for `setup_of`."""
     k_BSGD, _, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
-    call = call_of((q_BTHD, k_BSGD, v_BSGV), where, (blocks, arch), interpret, carry)
-    (_, H, T, _), V, bq = call.q.shape, v_BSGV.shape[3], call.blocks.q
+    setup = setup_of((q_BTHD, k_BSGD, v_BSGV), where, carry, **how)
+    (_, H, T, _), V, bq = setup.q.shape, v_BSGV.shape[3], setup.blocks.q
     carried = [] if carry is None else [(columns(carry.out, bq), 3), (columns(carry.lse[..., None], bq, NEVER), 3)]
-    out, lse = Walk(call, queries_stay=True).run(
+    out, lse = Walk(setup, queries_stay=True).run(
         partial(forward_kernel, score=Score(scale, softcap), precision=precision_of(q_BTHD), carried=bool(carried)),
-        queries=[(call.q, 2), *carried],
-        keys=[(call.k, 2), (call.v.swapaxes(2, 3), 3)],
+        queries=[(setup.q, 2), *carried],
+        keys=[(setup.k, 2), (setup.v.swapaxes(2, 3), 3)],
         results=[((H, V, T), 3), ((H, 1, T), 3)],
         scratch=[(1, bq), (8, bq), (V, bq)],
     )
     out, lse = (jnp.einsum("bhxt->bthx", x[..., : q_BTHD.shape[1]]) for x in (out, lse))
-    return Partial(out if out_dtype is None else out.astype(out_dtype), lse[..., 0])
+    return Partial(out, lse[..., 0])
 
 
 def attend_backward(
-    q_BTHD: Array,
-    k_BSGD: Array,
-    v_BSGV: Array,
-    where: Intervals,
-    dout_BTHV: Array,
-    lse_BTH: Array,
-    delta_BTH: Array,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    dq: Array | None = None,
-    dk: Array | None = None,
-    dv: Array | None = None,
-    blocks: Blocks | None = None,
-    arch: tuple[int, int] | None = None,
-    interpret: bool = False,
-) -> tuple[Array, Array, Array]:
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, dout_BTHV: Array, lse_BTH: Array, delta_BTH: Array,
+    *, scale: float, softcap: float | None = None, dq: Array | None = None, **how: Any,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """(dq, dk, dv) in float32, from two kernels; XLA drops the one whose results are not used."""
     scored, k_BSGD, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
     q_BTHD, dout_BTHV, lse_BTH, delta_BTH = jax_finite.of_rows(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)
-    call = call_of((q_BTHD, scored, v_BSGV), where, (blocks, arch), interpret, (dout_BTHV, lse_BTH, delta_BTH))
-    (_, H, T, D), (_, G, S, V) = call.q.shape, call.v.shape
-    bq, bk, _ = call.blocks
+    setup = setup_of((q_BTHD, scored, v_BSGV), where, (dout_BTHV, lse_BTH, delta_BTH), **how)
+    (_, H, T, D), (_, G, S, V) = setup.q.shape, setup.v.shape
+    bq, bk, _ = setup.blocks
     rows = [(columns(x[..., None], bq), 3) for x in (lse_BTH * LOG2E, delta_BTH)]
-    queries = [(call.q.swapaxes(2, 3), 3), (columns(dout_BTHV, bq), 3), *rows]
+    queries = [(setup.q.swapaxes(2, 3), 3), (columns(dout_BTHV, bq), 3), *rows]
     kernel = {"score": Score(scale, softcap), "precision": precision_of(q_BTHD)}
-    (new_dq,) = Walk(call, queries_stay=True).run(
+    (new_dq,) = Walk(setup, queries_stay=True).run(
         partial(dq_kernel, **kernel),
         queries=queries,
-        keys=[(call.k, 2), (call.v, 2), (columns(k_BSGD, bk), 3)],
+        keys=[(setup.k, 2), (setup.v, 2), (columns(k_BSGD, bk), 3)],
         results=[((H, D, T), 3)],
         scratch=[(D, bq)],
     )
-    new_dk, new_dv = Walk(call, queries_stay=False).run(
+    new_dk, new_dv = Walk(setup, queries_stay=False).run(
         partial(dkv_kernel, **kernel),
         queries=queries,
-        keys=[(call.k, 2), (call.v, 2)],
+        keys=[(setup.k, 2), (setup.v, 2)],
         results=[((G, D, S), 3), ((G, V, S), 3)],
         scratch=[(D, bk), (V, bk)],
     )
-    grads = (
-        jnp.einsum("bhdt->bthd", new_dq[..., : q_BTHD.shape[1]]),
-        jnp.einsum("bgds->bsgd", new_dk[..., : k_BSGD.shape[1]]),
-        jnp.einsum("bgvs->bsgv", new_dv[..., : k_BSGD.shape[1]]),
-    )
-    new_dq, new_dk, new_dv = (g if old is None else old + g for g, old in zip(grads, (dq, dk, dv), strict=True))
-    return new_dq, new_dk, new_dv
+    new_dq = jnp.einsum("bhdt->bthd", new_dq[..., : q_BTHD.shape[1]])
+    dk, dv = (jnp.einsum("bgds->bsgd", x[..., : k_BSGD.shape[1]]) for x in (new_dk, new_dv))
+    return new_dq if dq is None else dq + new_dq, dk, dv
 
 
 def forward_kernel(entries: Any, q: Any, *rest: Any, walk: Walk, score: Score, precision: Any, carried: bool) -> None:
@@ -426,21 +394,19 @@ def pieces(length: int, most: int) -> list[slice]:
     return [slice(at, at + size) for at in range(0, length, size)]
 
 
-def call_of(
-    operands: tuple[Array, Array, Array],
-    where: Intervals,
-    sizes: tuple[Blocks | None, tuple[int, int] | None],
-    interpret: bool,
-    others: Any,
-) -> Call:
-    """Operands by heads, padded to whole blocks: padding queries see no key, and no query sees padding keys."""
+def setup_of(
+    operands: tuple[Array, Array, Array], where: Intervals, others: Any, *, blocks: Blocks | None = None,
+    arch: tuple[int, int] | None = None, interpret: bool = False,
+) -> Setup:  # fmt: skip
+    """Operands by heads, padded to whole blocks: padding queries see no key, and no query sees padding keys.
+
+    By default the blocks are the largest for the TPU generation `arch`. `interpret` runs the kernels on any device.
+    """
     q_BTHD, k_BSGD, v_BSGV = operands
-    blocks, arch = sizes
     shape = Shape(q_BTHD.shape[3], v_BSGV.shape[3], q_BTHD.dtype.itemsize)
     chosen = blocks_for(q_BTHD.shape[1], k_BSGD.shape[1], shape, arch, blocks)
-    axes = axes_of(operands, where.begin, where.end, others)
     begin, end = (padded(x.astype(jnp.int32), 1, chosen.q) for x in (where.begin, where.end))
-    return Call(
+    return Setup(
         by_heads(q_BTHD, chosen.q),
         by_heads(k_BSGD, chosen.k),
         by_heads(v_BSGV, chosen.k),
@@ -448,7 +414,7 @@ def call_of(
         end[:, None],
         Ranges.of(Intervals(begin, end), chosen.q, chosen.k),
         chosen,
-        axes,
+        axes_of(operands, where.begin, where.end, others),
         interpret,
     )
 

@@ -20,12 +20,7 @@ FARTHEST = 2**31 - 1  # positions lie below it, and Triton compiles another kern
 @triton.jit(do_not_specialize=["T", "S", "G", "origin", "block", "round", "mine", "window"])
 def append_kernel(
     k, v, lengths, into_k, into_v, begin, end,  # [B, T, G, D], [B, T, G, V], [B], [B, S, G, D or V], [B, T] twice
-    k_b, k_t, k_g, k_d,
-    v_b, v_t, v_g, v_v,
-    ik_b, ik_s, ik_g, ik_d,
-    iv_b, iv_s, iv_g, iv_v,
-    T, S, G, D, V,
-    origin, block, round, mine, window,  # 0: no window
+    k_st, v_st, ik_st, iv_st, T, S, G, D, V, origin, block, round, mine, window,  # 0: no window
     CAUSAL: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One token of one batch row: store its key and value if this rank holds them, and what its query sees."""
@@ -42,11 +37,13 @@ def append_kernel(
     heads = tl.where((offset >= 0) & (offset < block) & (row < S), G, 0)  # none if another rank holds it
     g, d, w = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     mask = (g < heads)[:, None] & (d < D)[None, :]
-    key = tl.load(k + b * k_b + t * k_t + g[:, None] * k_g + d[None, :] * k_d, mask=mask)
-    tl.store(into_k + b * ik_b + row * ik_s + g[:, None] * ik_g + d[None, :] * ik_d, key, mask=mask)
+    key = tl.load(k + b * k_st[0] + t * k_st[1] + g[:, None] * k_st[2] + d[None, :] * k_st[3], mask=mask)
+    into_k += b * ik_st[0] + row * ik_st[1]
+    tl.store(into_k + g[:, None] * ik_st[2] + d[None, :] * ik_st[3], key, mask=mask)
     mask = (g < heads)[:, None] & (w < V)[None, :]
-    value = tl.load(v + b * v_b + t * v_t + g[:, None] * v_g + w[None, :] * v_v, mask=mask)
-    tl.store(into_v + b * iv_b + row * iv_s + g[:, None] * iv_g + w[None, :] * iv_v, value, mask=mask)
+    value = tl.load(v + b * v_st[0] + t * v_st[1] + g[:, None] * v_st[2] + w[None, :] * v_st[3], mask=mask)
+    into_v += b * iv_st[0] + row * iv_st[1]
+    tl.store(into_v + g[:, None] * iv_st[2] + w[None, :] * iv_st[3], value, mask=mask)
 
 
 @triton.jit
@@ -69,7 +66,7 @@ def append(
     S, V = into_v.shape[1], v_BTGV.shape[-1]
     begin = torch.empty(B, T, dtype=torch.int32, device=k_BTGD.device)
     end = torch.empty(B, T, dtype=torch.int32, device=k_BTGD.device)
-    strides = *k_BTGD.stride(), *v_BTGV.stride(), *into_k.stride(), *into_v.stride()
+    strides = k_BTGD.stride(), v_BTGV.stride(), into_k.stride(), into_v.stride()
     constants = causal, power_of_2(G), power_of_2(D), power_of_2(V)
     tensors = k_BTGD, v_BTGV, lengths_B, into_k, into_v, begin, end
     launch(

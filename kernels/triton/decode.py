@@ -22,6 +22,7 @@ from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.triton import backward
+from ringattn.kernels.triton import refuses as triton_refuses
 from ringattn.kernels.triton.blocks import LN2, logits, tanh
 from ringattn.kernels.triton.launch import kind_of, launch, power_of_2
 from ringattn.kernels.triton.merge import merge_stack
@@ -33,10 +34,7 @@ MOST_ROWS = 64  # the T * R rows of a key head that one tile can hold; with more
 def decode_kernel(
     q, k, v, begin, end,  # [B, T, H, D], [B, S, G, D], [B, S, G, V], [B or 1, T] twice
     out, lse,  # [splits, B, T, H, V], [splits, B, T, H]
-    q_b, q_t, q_h, q_d,
-    k_b, k_s, k_g, k_d,
-    v_b, v_s, v_g, v_v,
-    where_b, where_t,
+    q_st, k_st, v_st, where_st,
     scale, cap,  # s = scale * q k^T in base 2; with SOFTCAP s = cap * tanh(scale * q k^T)
     B, T, S, G, R, D, V,
     SOFTCAP: tl.constexpr,
@@ -62,8 +60,8 @@ def decode_kernel(
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     t, h = row // R, g * R + row % R
     live = row < T * R
-    first = tl.load(begin + b * where_b + t * where_t, mask=live, other=0)
-    last = tl.load(end + b * where_b + t * where_t, mask=live, other=0)
+    first = tl.load(begin + b * where_st[0] + t * where_st[1], mask=live, other=0)
+    last = tl.load(end + b * where_st[0] + t * where_st[1], mask=live, other=0)
     real = first < last
     low = tl.maximum(tl.min(tl.where(real, first, S)), 0)
     high = tl.minimum(tl.max(tl.where(real, last, 0)), S)
@@ -72,11 +70,11 @@ def decode_kernel(
     high = tl.minimum(low + share, high)
 
     d, w, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_N)
-    q_at = b * q_b + t.to(tl.int64)[:, None] * q_t + h[:, None] * q_h + d[None, :] * q_d
+    q_at = b * q_st[0] + t.to(tl.int64)[:, None] * q_st[1] + h[:, None] * q_st[2] + d[None, :] * q_st[3]
     queries = tl.load(q + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
-    k_at, v_at = n[:, None] * k_s + d[None, :] * k_d, n[:, None] * v_s + w[None, :] * v_v
-    k += b * k_b + g.to(tl.int64) * k_g
-    v += b * v_b + g.to(tl.int64) * v_g
+    k_at, v_at = n[:, None] * k_st[1] + d[None, :] * k_st[3], n[:, None] * v_st[1] + w[None, :] * v_st[3]
+    k += b * k_st[0] + g.to(tl.int64) * k_st[2]
+    v += b * v_st[0] + g.to(tl.int64) * v_st[2]
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
     o = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -85,7 +83,7 @@ def decode_kernel(
         inside = key < high
         k_mask = inside[:, None] if WHOLE_D else inside[:, None] & (d < D)[None, :]
         v_mask = inside[:, None] if WHOLE_V else inside[:, None] & (w < V)[None, :]
-        keys = tl.load(k + tl.cast(start, tl.int64) * k_s + k_at, mask=k_mask, other=0.0)
+        keys = tl.load(k + tl.cast(start, tl.int64) * k_st[1] + k_at, mask=k_mask, other=0.0)
         s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
         if SOFTCAP:
             s = cap * tanh(s)
@@ -95,7 +93,7 @@ def decode_kernel(
         safe = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s - safe[:, None])
         shrink = tl.exp2(m - safe)
-        values = tl.load(v + tl.cast(start, tl.int64) * v_s + v_at, mask=v_mask, other=0.0)
+        values = tl.load(v + tl.cast(start, tl.int64) * v_st[1] + v_at, mask=v_mask, other=0.0)
         o = tl.dot(p.to(values.dtype), values, o * shrink[:, None], input_precision="ieee")
         z = z * shrink + tl.sum(p, 1)
         m = new
@@ -145,32 +143,20 @@ def choose_splits(rows: int, keys: int, slots: int) -> int:
 
 def refuses(problem: Problem) -> str | None:
     """Why this kernel cannot serve the problem, or None when it can."""
-    interpreted = not isinstance(decode_kernel, triton.JITFunction)
-    if problem.device != "cuda" and not interpreted:
-        return f"decode runs on GPUs, and on {problem.device} only in Triton's interpreter (TRITON_INTERPRET=1)"
-    if problem.dtype not in ("bfloat16", "float16", "float32"):
-        return f"decode takes bfloat16, float16 and float32, not {problem.dtype}"
-    if max(problem.head_dim, problem.value_dim) > 256:
-        return f"decode takes head dims up to 256, got head_dim={problem.head_dim}, value_dim={problem.value_dim}"
+    if (reason := triton_refuses(problem)) is not None:
+        return reason
     if problem.queries is None:
-        return "decode is for few queries, and the number of queries is not known"
+        return "is for few queries, and the number of queries is not known"
     rows = problem.queries * problem.heads // problem.kv_heads
     if rows > MOST_ROWS:
-        return f"decode is for few queries: {problem.queries} make {rows} rows a key head, more than {MOST_ROWS}"
+        return f"is for few queries: {problem.queries} make {rows} rows a key head, more than {MOST_ROWS}"
     return None
 
 
 def attend(
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    where: Intervals,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    carry: Partial | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Partial:
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, where: Intervals, *, scale: float, softcap: float | None = None,
+    carry: Partial | None = None, out_dtype: torch.dtype | None = None,
+) -> Partial:  # fmt: skip
     """softmax(scale * q k^T) v over each query's interval, in two launches: splits of the keys, then their merge.
 
     A carry is one more partial in the merge; it is not overwritten.
@@ -182,14 +168,9 @@ def attend(
 
 
 def decode_splits(
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    where: Intervals,
-    scale: float,
-    softcap: float | None,
+    q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, where: Intervals, scale: float, softcap: float | None,
     splits: int | None = None,
-) -> Partial:
+) -> Partial:  # fmt: skip
     """The partial of each split of the keys, stacked along a first dim of `splits`, which is chosen if not given."""
     B, T, H, D = q_BTHD.shape
     _, S, G, V = v_BSGV.shape
@@ -199,10 +180,8 @@ def decode_splits(
     lse = torch.empty(splits, B, T, H, dtype=fine(q_BTHD), device=q_BTHD.device)
     block_d, block_v = power_of_2(max(16, D)), power_of_2(max(16, V))
     if out.numel():
-        strides = (
-            *q_BTHD.stride(), *k_BSGD.stride(), *v_BSGV.stride(),
-            where.begin.stride(0) if where.begin.shape[0] > 1 else 0, where.begin.stride(1),
-        )  # fmt: skip
+        rows_st = where.begin.stride(0) if where.begin.shape[0] > 1 else 0
+        strides = q_BTHD.stride(), k_BSGD.stride(), v_BSGV.stride(), (rows_st, where.begin.stride(1))
         constants = (
             softcap is not None, tile.block_m, tile.block_n, block_d, block_v, block_d == D, block_v == V, tile.stages,
         )  # fmt: skip

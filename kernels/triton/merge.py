@@ -24,13 +24,7 @@ def merge_kernel(
     out, top, total,  # [N, B, T, H, V], [N, B, T, H], and with STREAMS [N, B, T, H]
     old_out, old_lse, sinks,  # [B, T, H, V] and [B, T, H] with CARRY, [H] with SINKS
     new_out, new_lse,
-    out_n, out_b, out_t, out_h, out_v,
-    top_n, top_b, top_t, top_h,
-    old_b, old_t, old_h, old_v,
-    lse_b, lse_t, lse_h,
-    new_b, new_t, new_h, new_v,
-    end_b, end_t, end_h,
-    N, B, T, H, V,
+    out_st, top_st, old_st, lse_st, new_st, end_st, N, B, T, H, V,
     STREAMS: tl.constexpr, CARRY: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -51,10 +45,11 @@ def merge_kernel(
     b, t, h = (row // (T * H)).to(tl.int64), (row // H % T).to(tl.int64), (row % H).to(tl.int64)
     n = tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
     here = (n < N) & live[None, :]
-    at = n * top_n + (b * top_b + t * top_t + h * top_h)[None, :]
+    at = n * top_st[0] + (b * top_st[1] + t * top_st[2] + h * top_st[3])[None, :]
     m = tl.load(top + at, mask=here, other=float("-inf"))
     empty = m == float("-inf")
-    o_at = (n * out_n + (b * out_b + t * out_t + h * out_h)[None, :])[:, :, None] + (column * out_v)[None, None, :]
+    o_at = n * out_st[0] + (b * out_st[1] + t * out_st[2] + h * out_st[3])[None, :]
+    o_at = o_at[:, :, None] + (column * out_st[4])[None, None, :]
     o = tl.load(out + o_at, mask=(here & ~empty)[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32)
     if STREAMS:
         z = tl.where(empty, 0.0, tl.load(total + at, mask=here, other=0.0).to(tl.float32))
@@ -69,11 +64,11 @@ def merge_kernel(
         m = tl.broadcast_to(safe[:, None], (BLOCK_R, BLOCK_V))
         z = tl.broadcast_to(tl.sum(w, 0)[:, None], (BLOCK_R, BLOCK_V))
     if CARRY:
-        lse = tl.load(old_lse + b * lse_b + t * lse_t + h * lse_h, mask=live, other=float("-inf"))
+        lse = tl.load(old_lse + b * lse_st[0] + t * lse_st[1] + h * lse_st[2], mask=live, other=float("-inf"))
         seen = live & (lse != float("-inf"))
         old_top = lse.to(tl.float32)
         one = tl.exp((lse - tl.where(seen, old_top, 0.0)).to(tl.float32))  # 0 for an empty side
-        old_at = (b * old_b + t * old_t + h * old_h)[:, None] + (column * old_v)[None, :]
+        old_at = (b * old_st[0] + t * old_st[1] + h * old_st[2])[:, None] + (column * old_st[3])[None, :]
         old = tl.load(old_out + old_at, mask=seen[:, None] & inside[None, :], other=0.0).to(tl.float32)
         o, m, z = merge_statistics(o, m, z, old * one[:, None], old_top[:, None], one[:, None])
     if SINKS:
@@ -82,11 +77,11 @@ def merge_kernel(
         o, m, z = merge_statistics(o, m, z, tl.zeros_like(o), sink[:, None], one[:, None])
     some = z != 0  # also where z is NaN
     o = tl.where(some, o / tl.where(some, z, 1.0), 0.0)
-    new_at = (b * new_b + t * new_t + h * new_h)[:, None] + (column * new_v)[None, :]
+    new_at = (b * new_st[0] + t * new_st[1] + h * new_st[2])[:, None] + (column * new_st[3])[None, :]
     tl.store(new_out + new_at, o.to(new_out.dtype.element_ty), mask=live[:, None] & inside[None, :])
     lse = m.to(new_lse.dtype.element_ty) + tl.log(tl.where(some, z, 1.0))
     lse = tl.where(some, lse, float("-inf"))  # the same in every column, so only column 0 is stored
-    lse_at = (b * end_b + t * end_t + h * end_h)[:, None] + (column * 0)[None, :]
+    lse_at = (b * end_st[0] + t * end_st[1] + h * end_st[2])[:, None] + (column * 0)[None, :]
     tl.store(new_lse + lse_at, lse, mask=live[:, None] & (column == 0)[None, :])
 
 
@@ -144,9 +139,7 @@ def merge_once(parts: Partial | Streams, carry: Partial | None, sinks_H: Tensor 
     old = new if carry is None else carry
     grid = (-(-rows // block_r), -(-V // block_v), 1)
     tensors = out, top, total, old.out, old.lse, new.lse if sinks_H is None else sinks_H, new.out, new.lse
-    strides = (
-        *out.stride(), *top.stride(), *old.out.stride(), *old.lse.stride(), *new.out.stride(), *new.lse.stride()
-    )  # fmt: skip
+    strides = tuple([x.stride() for x in (out, top, old.out, old.lse, new.out, new.lse)])
     constants = streams, carry is not None, sinks_H is not None, block_n, block_r, block_v
     dtypes = tuple([x.dtype for x in tensors])
     kind = dtypes, kind_of((*strides, V)), constants

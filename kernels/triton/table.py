@@ -37,7 +37,8 @@ class Tiles(NamedTuple):
 
 Table = Mapping[str, Tiles]
 
-TABLE: Table = {
+INTERPRETED = Tiles(*[Tile(64, 64, 4, 1)] * 3)
+TABLE: Table = {f"cpu/{bits}/{width}": INTERPRETED for bits in (16, 32) for width in (32, 64, 128, 256)} | {
     "sm90/16/32": Tiles(Tile(64, 128, 4, 2, True), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 3, True)),
     "sm90/16/64": Tiles(Tile(64, 128, 4, 2, True), Tile(64, 64, 4, 3, True), Tile(128, 64, 4, 2, True)),
     "sm90/16/128": Tiles(Tile(128, 64, 8, 2, True, 128), Tile(128, 64, 8, 3, True), Tile(64, 64, 4, 2, True)),
@@ -70,14 +71,6 @@ TABLE: Table = {
     "gfx942/32/64": Tiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     "gfx942/32/128": Tiles(Tile(32, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
     "gfx942/32/256": Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
-    "cpu/16/32": Tiles(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
-    "cpu/16/64": Tiles(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
-    "cpu/16/128": Tiles(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
-    "cpu/16/256": Tiles(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
-    "cpu/32/32": Tiles(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
-    "cpu/32/64": Tiles(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
-    "cpu/32/128": Tiles(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
-    "cpu/32/256": Tiles(Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
 }
 
 

@@ -22,15 +22,9 @@ def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale:
 
 
 def backward(
-    dout_BTHV: Tensor,
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    out_BTHV: Tensor,
-    lse_BTH: Tensor,
-    causal: bool,
+    dout_BTHV: Tensor, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, out_BTHV: Tensor, lse_BTH: Tensor, causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     lengths = (None, None, q_BTHD.shape[1], k_BSGD.shape[1])
     seed = torch.zeros(2, dtype=torch.uint64, device=q_BTHD.device)  # of dropout, unused
     lse = heads_first(lse_BTH).contiguous()

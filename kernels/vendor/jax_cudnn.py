@@ -77,15 +77,15 @@ def packed(form: Form) -> tuple[Tile, ...]:
     return tuple(tiles)
 
 
-class Call(NamedTuple):
+class CudnnMask(NamedTuple):
     """What cuDNN calls the mask of a tile."""
 
-    mask: str  # of cudnn.MaskType
+    kind: str  # of cudnn.MaskType
     window: int | None = None  # a query sees so many keys, itself among them
     starts: tuple[int, ...] | None = None  # of packed documents, and the end of the last
 
     @classmethod
-    def of(cls, causal: Any) -> "Call":
+    def of(cls, causal: Any) -> "CudnnMask":
         if not isinstance(causal, Form):
             return cls("CAUSAL" if causal else "NO_MASK")
         if causal.starts is not None:
@@ -97,30 +97,25 @@ def forward(
     q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, causal: Any, scale: float, softcap: float | None = None
 ) -> tuple[Array, Array]:
     """One tile: out in the dtype of q, and the float32 lse [B, T, H]."""
-    without_softcap(softcap)
+    assert softcap is None  # which `refuses` refuses
     q, k, v = reverse(causal, q_BTHD, k_BSGD, v_BSGV)
-    out, lse = reverse(causal, *fused_forward(q, k, v, Call.of(causal), scale))
+    out, lse = reverse(causal, *fused_forward(q, k, v, CudnnMask.of(causal), scale))
     return out, lse
 
 
 def backward(
-    q_BTHD: Array,
-    k_BSGD: Array,
-    v_BSGV: Array,
-    rows: tuple[Array, Array, Delta],
-    causal: Any,
-    scale: float,
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, rows: tuple[Array, Array, Delta], causal: Any, scale: float,
     softcap: float | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """One tile: (dq, dk, dv), in the dtypes of q, k, v or in float32."""
-    without_softcap(softcap)
+    assert softcap is None
     dout, lse, (out, dlse) = rows
     q, k, v, dout, lse, out, dlse = reverse(causal, q_BTHD, k_BSGD, v_BSGV, dout, lse, out, dlse)
-    call = Call.of(causal)
-    dq, dk, dv = fused_backward(q, k, v, dout, lse, out, call, scale)
+    mask = CudnnMask.of(causal)
+    dq, dk, dv = fused_backward(q, k, v, dout, lse, out, mask, scale)
     if dlse is not None:
         ones, parts = rows_with_delta(-dlse, dout)
-        more_q, more_k, _ = fused_backward(q, k, jnp.zeros_like(v), ones, lse, parts, call, scale)
+        more_q, more_k, _ = fused_backward(q, k, jnp.zeros_like(v), ones, lse, parts, mask, scale)
         dq, dk = (a.astype(lse.dtype) + b.astype(lse.dtype) for a, b in ((dq, more_q), (dk, more_k)))
     dq, dk, dv = reverse(causal, dq, dk, dv)
     return dq, dk, dv
@@ -145,41 +140,41 @@ def rows_with_delta(delta: Array, like: Array) -> tuple[Array, Array]:
     return jnp.ones_like(found), found
 
 
-def fused_forward(q: Array, k: Array, v: Array, call: Call, scale: float) -> tuple[Array, Array]:
+def fused_forward(q: Array, k: Array, v: Array, mask: CudnnMask, scale: float) -> tuple[Array, Array]:
     """cuDNN's forward for one tile."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    lengths, offsets = documents(call, q)
+    lengths, offsets = documents(mask, q)
     out, lse = cudnn.dot_product_attention(
-        q, k, v, scale=scale, mask_type=cudnn.MaskType[call.mask], qkv_layout="BTNH", return_residual=True,
-        sliding_window_length=call.window, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets, kv_offsets=offsets,
+        q, k, v, scale=scale, mask_type=cudnn.MaskType[mask.kind], qkv_layout="BTNH", return_residual=True,
+        sliding_window_length=mask.window, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets, kv_offsets=offsets,
     )  # fmt: skip
-    return out, lse.swapaxes(1, 2) if call.starts is None else unpadded(lse, call.starts, q.shape[0])
+    return out, lse.swapaxes(1, 2) if mask.starts is None else unpadded(lse, mask.starts, q.shape[0])
 
 
 def fused_backward(
-    q: Array, k: Array, v: Array, dout: Array, lse: Array, out: Array, call: Call, scale: float
+    q: Array, k: Array, v: Array, dout: Array, lse: Array, out: Array, mask: CudnnMask, scale: float
 ) -> tuple[Array, Array, Array]:
     """cuDNN's backward for one tile."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     unused = jnp.zeros(0, q.dtype)  # bias and pages, and without documents their lengths and offsets
-    lengths, offsets = (unused if x is None else x for x in documents(call, q))
-    lse = lse.swapaxes(1, 2) if call.starts is None else padded(lse, call.starts)
+    lengths, offsets = (unused if x is None else x for x in documents(mask, q))
+    lse = lse.swapaxes(1, 2) if mask.starts is None else padded(lse, mask.starts)
     dq, dk, dv = cudnn._dot_product_attention_bwd_p_wrapper.bind(
         q, k, v, unused, lengths, lengths, offsets, offsets, unused, unused, lse, out, dout,
         scale=scale, seed=42, dropout_rate=0.0, variadic_args=(False, False),
-        mask_type=cudnn.MaskType[call.mask], layout=cudnn.AttentionLayout.BTNH.value,
-        sliding_window_length=call.window,
+        mask_type=cudnn.MaskType[mask.kind], layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=mask.window,
     )  # fmt: skip
     return dq, dk, dv
 
 
-def documents(call: Call, q: Array) -> tuple[Array | None, Array | None]:
+def documents(mask: CudnnMask, q: Array) -> tuple[Array | None, Array | None]:
     """The lengths [B, documents] and the offsets [B, documents + 1] of packed documents."""
-    if call.starts is None:
+    if mask.starts is None:
         return None, None
-    starts = np.array(call.starts, np.int32)
+    starts = np.array(mask.starts, np.int32)
     rows = [np.broadcast_to(x, (q.shape[0], len(x))) for x in (np.diff(starts), np.append(starts[:-1], -1))]
     return jnp.asarray(rows[0], jnp.int32), jnp.asarray(rows[1], jnp.int32)
 
@@ -202,11 +197,6 @@ def padded(lse: Array, starts: tuple[int, ...]) -> Array:
     (B, T, H), (own, place) = lse.shape, places(starts)
     found = jnp.zeros((B, len(starts) - 1, H, T), lse.dtype).at[:, own, :, place].set(lse.swapaxes(0, 1))
     return found.reshape(-1, H, T)
-
-
-def without_softcap(softcap: float | None) -> None:
-    if softcap is not None:
-        raise NotImplementedError(f"cuDNN does not support softcap={softcap}; use kernel='reference'")
 
 
 attend, attend_backward = over_tiles("cuDNN", forward, backward)

@@ -78,15 +78,9 @@ def forward(
 
 
 def backward(
-    q_BTHD: Array,
-    k_BSGD: Array,
-    v_BSGV: Array,
-    rows: tuple[Array, Array, Array],
-    seen: Fixed,
-    scale: float,
-    softcap: float | None,
-    interpret: bool,
-) -> tuple[Array, Array, Array]:
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, rows: tuple[Array, Array, Array], seen: Fixed, scale: float,
+    softcap: float | None, interpret: bool,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """One tile: (dq, dk, dv) in the dtypes of q, k, v; rows are dout, the global lse and delta."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as stock
 

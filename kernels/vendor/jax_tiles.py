@@ -24,39 +24,20 @@ Backward = Callable[..., tuple[Array, Array, Array]]
 
 
 def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`attend` and `attend_backward` with the signatures of `reference`, from a vendor's two functions of one tile."""
+    """`attend` and `attend_backward` of a JaxKernel, from a vendor's two functions of one tile."""
 
     def attend(
-        q_BTHD: Array,
-        k_BSGD: Array,
-        v_BSGV: Array,
-        where: Intervals,
-        *,
-        carry: Partial | None = None,
-        out_dtype: Any = None,
-        **score: Any,
+        q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, *, carry: Partial | None = None, **score: Any
     ) -> Partial:
         start = empty(q_BTHD, v_BSGV.shape[-1]) if carry is None else carry
         arrays = vary((q_BTHD, k_BSGD, v_BSGV, start), axes_of(q_BTHD, k_BSGD, v_BSGV, start, where.begin))
-        part = chosen(name, where, partial(forward_tiles, partial(forward, **score)), arrays)
-        return part if out_dtype is None else Partial(part.out.astype(out_dtype), part.lse)
+        return chosen(name, where, partial(forward_tiles, partial(forward, **score)), arrays)
 
     def attend_backward(
-        q_BTHD: Array,
-        k_BSGD: Array,
-        v_BSGV: Array,
-        where: Intervals,
-        dout_BTHV: Array,
-        lse_BTH: Array,
-        delta_BTH: Any,
-        *,
-        dq: Array | None = None,
-        dk: Array | None = None,
-        dv: Array | None = None,
-        **score: Any,
-    ) -> tuple[Array, Array, Array]:
-        rows = dout_BTHV, lse_BTH, delta_BTH
-        arrays: Any = (q_BTHD, k_BSGD, v_BSGV, rows, (dq, dk, dv))
+        q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, dout_BTHV: Array, lse_BTH: Array, delta_BTH: Any,
+        *, dq: Array | None = None, **score: Any,
+    ) -> tuple[Array, Array, Array]:  # fmt: skip
+        arrays: Any = q_BTHD, k_BSGD, v_BSGV, (dout_BTHV, lse_BTH, delta_BTH), dq
         arrays = vary(arrays, axes_of(arrays, where.begin))
         return chosen(name, where, partial(backward_tiles, partial(backward, **score)), arrays)
 
@@ -87,8 +68,9 @@ def forward_tiles(forward: Forward, tiles: tuple[Tile, ...], q: Array, k: Array,
 
 
 def backward_tiles(
-    backward: Backward, tiles: tuple[Tile, ...], q: Array, k: Array, v: Array, rows: Any, totals: tuple[Any, ...]
+    backward: Backward, tiles: tuple[Tile, ...], q: Array, k: Array, v: Array, rows: Any, dq: Array | None
 ) -> tuple[Array, Array, Array]:
+    totals: tuple[Any, ...] = dq, None, None
     for queries, keys, causal in tiles:
         here = jax.tree.map(lambda x, at=queries: x[:, at], rows)
         parts = backward(q[:, queries], k[:, keys], v[:, keys], here, causal)

@@ -9,6 +9,8 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -31,9 +33,8 @@ COMPILER_OPTIONS: dict[str, str | bool] = {"xla_tpu_enable_all_experimental_sche
 
 NAME = r"%([\w.-]+) = "
 KINDS = r"(collective-permute|all-gather|all-to-all|reduce-scatter|all-reduce|async)"
-HOP = re.compile(NAME + r"(.*?) " + KINDS + r"-start\(")
+HOP = re.compile(NAME + r"(.*?) " + KINDS + r"(-start)?\(")
 DONE = re.compile(r" " + KINDS + r"-done\(.*?%([\w.-]+)\)")
-AT_ONCE = re.compile(NAME + r"(.*?) " + KINDS + r"\(")
 KERNEL = re.compile(NAME + r".* custom-call\(.*custom_call_target=\"tpu_custom_call\"")
 LOOP = re.compile(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)")
 LIMIT = re.compile(r" s32\[\]\S* constant\((\d+)\)")
@@ -87,14 +88,13 @@ class Report:
     """Forward and backward (which contains the forward) of one plan on one topology."""
 
     topology: str
-    device: str
-    devices: int
     plan: Plan
     forward: Program
     backward: Program
 
     def __str__(self) -> str:
-        head = f"{self.topology}: {self.devices} x {self.device}\n{self.plan}"
+        devices = self.plan.ring_axis.mesh.devices
+        head = f"{self.topology}: {devices.size} x {devices.flat[0].device_kind}\n{self.plan}"
         return f"{head}\n{self.forward}\n{self.backward}"
 
 
@@ -103,19 +103,14 @@ def mib(n: int) -> str:
 
 
 def aot_report(
-    topology: str,
-    plan: Plan,
-    *,
-    spec: AttentionSpec | None = None,
-    batch: int = 1,
-    dtype: str = "bfloat16",
+    topology: str, plan: Plan, *, spec: AttentionSpec | None = None, batch: int = 1, dtype: str = "bfloat16"
 ) -> Report:
     """Compile `plan` (made with heads= and head_dim=) for a topology such as "v6e:2x4"; needs libtpu, but no TPU."""
     if plan.heads is None or plan.head_dim is None:
         raise ValueError("the plan does not say what is computed; make it with heads=(query, key) and head_dim")
     bound = place(topology, plan)
-    mesh = bound.ring_axis.mesh
-    args = arguments(bound, batch, jnp.dtype(dtype))
+    shapes = shapes_of(bound, batch * bound.ring_axis.mesh.shape["data"])
+    args = on_mesh(bound, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         return attention(q, k, v, bound, spec=spec, return_lse=True)
@@ -123,16 +118,9 @@ def aot_report(
     def backward(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> Any:
         return jax.vjp(forward, q, k, v)[1]((dout, dlse))
 
-    outs = jax.eval_shape(forward, *args)
-    cotangents = on_mesh(bound, outs)
-    return Report(
-        topology,
-        mesh.devices.flat[0].device_kind,
-        mesh.devices.size,
-        bound,
-        compiled("forward", forward, args),
-        compiled("backward", backward, [*args, *cotangents]),
-    )
+    cotangents = on_mesh(bound, jax.eval_shape(forward, *args))
+    programs = compiled("forward", forward, args), compiled("backward", backward, [*args, *cotangents])
+    return Report(topology, bound, *programs)
 
 
 def place(topology: str, plan: Plan) -> Plan:
@@ -159,17 +147,11 @@ def topology_devices(topology: str) -> list[Any]:
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **words).devices)
     except Exception as error:
-        if no_libtpu():
+        if find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
             raise RuntimeError(
                 "the TPU compiler is not installed: pip install '.[tpu]' in the checkout (libtpu; no TPU is needed)"
             ) from error
         raise ValueError(f"topology={topology!r}: {error}; try v5e:2x4, v6e:2x4, v5p:2x2x2, v4:2x2x2") from error
-
-
-def no_libtpu() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ
 
 
 def fits(topology: str, plan: Plan, blocks: Iterable[tuple[int, int]], dtype: str = "bfloat16") -> dict[str, str]:
@@ -177,10 +159,13 @@ def fits(topology: str, plan: Plan, blocks: Iterable[tuple[int, int]], dtype: st
     device = topology_devices(topology)[:1]
     mesh = Mesh(np.array(device), ("alone",), axis_types=(AxisType.Auto,))
     alone = dataclasses.replace(plan, ring=1, ulysses=1, strategy="ulysses", seq_len=32768, key_len=None)
-    q, k, v = (jax.ShapeDtypeStruct(x, jnp.dtype(dtype)) for x in shapes_of(alone, 1))
-    rows = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-    index = jax.ShapeDtypeStruct(q.shape[1:2], jnp.int32)
-    dout = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
+    array = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
+    q, k, v = (array(shape, dtype) for shape in shapes_of(alone, 1))
+    dout, lse, end = (
+        array((*q.shape[:3], v.shape[3]), dtype),
+        array(q.shape[:3], "float32"),
+        array(q.shape[1:2], "int32"),
+    )
     allowed = VMEM.get(generation(mesh) or (0, 0), USUAL)
     found = {}
     for size in blocks:
@@ -192,12 +177,8 @@ def fits(topology: str, plan: Plan, blocks: Iterable[tuple[int, int]], dtype: st
             return out, splash.attend_backward(q, k, v, where, dout, lse, lse, **given)
 
         whole = jax.shard_map(both, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-        args = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-            for x in (q, k, v, dout, rows, index)
-        ]
         try:
-            jax.jit(whole).lower(*args).compile()
+            jax.jit(whole).lower(q, k, v, dout, lse, end).compile()
             found["x".join(map(str, size))] = "fits"
         except ValueError as error:
             found["x".join(map(str, size))] = str(error)
@@ -220,13 +201,6 @@ def shapes_of(plan: Plan, batch: int) -> tuple[tuple[int, ...], ...]:
     queries, keys = plan.tokens.padded_length, plan.keys.tokens.padded_length
     value_dim = plan.value_dim or head_dim
     return (batch, queries, heads, head_dim), (batch, keys, kv_heads, head_dim), (batch, keys, kv_heads, value_dim)
-
-
-def arguments(plan: Plan, batch: int, dtype: Any) -> list[jax.ShapeDtypeStruct]:
-    """q, k, v of the plan as shapes with shardings."""
-    batch *= plan.ring_axis.mesh.shape["data"]
-    shapes = [jax.ShapeDtypeStruct(x, dtype) for x in shapes_of(plan, batch)]
-    return on_mesh(plan, shapes)
 
 
 def on_mesh(plan: Plan, arrays: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
@@ -256,28 +230,29 @@ def schedule(text: str) -> tuple[tuple[str, ...], tuple[Transfer, ...]]:
         order: list[str] = []
         flying: dict[str, tuple[str, int, list[str]]] = {}
         for line in parts.get(name, ()):
+            words: list[str] = []
             if loop := LOOP.search(line):
                 condition, body = loop.groups()
                 limits = [int(n) for text in parts[condition] for n in LIMIT.findall(text)]
                 trips = max(limits, default=1)  # a scan counts from 0 to the one number of its condition
                 inside = walk(body, times * trips)
-                order += [f"{trips}x[", *inside, "]"] if inside else []
-                for _, _, behind in flying.values():
-                    behind += [word for word in inside if word.endswith("kernel")]
+                words = [f"{trips}x[", *inside, "]"] if inside else []
             elif kernel := KERNEL.search(line):
-                order.append(re.sub(r"[.\d]*$", "", kernel.group(1)))
-                for _, _, behind in flying.values():
-                    behind.append(order[-1])
-            elif hop := HOP.search(line):
-                order.append("start")
-                flying[hop.group(1)] = (hop.group(3), first_bytes(hop.group(2)), [])
+                words = [re.sub(r"[.\d]*$", "", kernel.group(1))]
             elif (done := DONE.search(line)) and done.group(2) in flying:
-                order.append("done")
+                words = ["done"]
                 kind, size, behind = flying.pop(done.group(2))
                 transfers.append(Transfer(done.group(2), kind, times, size, tuple(behind)))
-            elif hop := AT_ONCE.search(line):
-                order.append(hop.group(3))
-                transfers.append(Transfer(hop.group(1), hop.group(3), times, first_bytes(hop.group(2)), ()))
+            elif hop := HOP.search(line):
+                hop_name, shapes, kind, starts = hop.groups()
+                words = ["start" if starts else kind]
+                if starts:
+                    flying[hop_name] = kind, first_bytes(shapes), []
+                else:
+                    transfers.append(Transfer(hop_name, kind, times, first_bytes(shapes), ()))
+            order += words
+            for _, _, behind in flying.values():
+                behind += [word for word in words if word.endswith("kernel")]
         return order
 
     return tuple(walk(entry, 1)), tuple(transfers)

@@ -3,32 +3,28 @@
 import jax.numpy as jnp
 from jax import Array
 
-from ringattn.check import of_batch, of_docs, of_lengths, of_plan, of_shapes, of_sinks
+from ringattn.check import of_batch, of_docs, of_lengths, of_plan, of_sinks
 from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.spec import AttentionSpec, Docs, raise_if
 
 
 def check(
-    arrays: tuple[Array, Array, Array, Array | None],
-    plan: Plan,
-    lengths: tuple[int, int],
-    spec: AttentionSpec,
-    docs: Docs | None,
-    key_docs: Docs | None,
-) -> None:
-    """Raise what is wrong. `lengths` are how many tokens q and k must have: all of them, or one device's."""
+    arrays: tuple[Array, Array, Array, Array | None], plan: Plan, lengths: tuple[int, int], spec: AttentionSpec,
+    docs: Docs | None, key_docs: Docs | None,
+) -> None:  # fmt: skip
+    """Raise what is wrong with arrays whose shapes match.
+
+    `lengths` are how many tokens q and k must have: all of them, or one device's.
+    """
     q, k, v, sinks = arrays
-    problem = (
+    raise_if(
         of_dtypes(q, k, v)
-        or of_shapes(q, k, v)
         or of_batch(q)
         or of_plan(q, k, v, plan)
         or of_sinks_for(q, sinks)
         or of_lengths(q, k, plan, spec, lengths, key_docs)
         or of_docs(q.shape[0], plan, docs, key_docs)
     )
-    if problem:
-        raise ValueError(problem)
 
 
 def of_sinks_for(q: Array, sinks: Array | None) -> str | None:

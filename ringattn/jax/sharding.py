@@ -15,17 +15,17 @@ from jax.sharding import PartitionSpec as P
 
 from ringattn.check import of_arguments, of_packed, of_shapes
 from ringattn.comms.axis import Ranks, Solo
-from ringattn.comms.jax import MeshAxis, platform
+from ringattn.comms.jax import MeshAxis, automatic_axes, platform
 from ringattn.jax.attention.steps import local_positions
 from ringattn.layout import Layout
 from ringattn.planning import Plan
-from ringattn.spec import Docs, whole
+from ringattn.spec import Docs, raise_if, whole
 
 
 def shard(x: Array, plan: Plan, dim: int = 1, compare: bool = True) -> Array:
     """The global array `x`, whose dim `dim` is the sequence: padded with zeros, in the plan's order, over the mesh.
 
-    A global array is one for all: `compare` has nothing to do here.
+    `compare` is for torch, where ranks have arrays of their own: a global array is the same for all.
     """
     dim = dim_of(x, dim)
     if is_local(plan):
@@ -38,7 +38,7 @@ def shard(x: Array, plan: Plan, dim: int = 1, compare: bool = True) -> Array:
         x = placed(x, plan, dim, ())
     pad = plan.tokens.padded_length - plan.seq_len
     x = padded(x, pad, dim) if pad else x
-    return placed(permuted(x, plan.tokens, dim), plan, dim, sequence_axes(plan))
+    return placed(reordered(x, plan.tokens, dim), plan, dim, sequence_axes(plan))
 
 
 def unshard(x: Array, plan: Plan, dim: int = 1) -> Array:
@@ -51,7 +51,7 @@ def unshard(x: Array, plan: Plan, dim: int = 1) -> Array:
             f"dim {dim} of x has {x.shape[dim]} tokens, a sharded array of this plan has "
             f"{plan.tokens.padded_length} ({plan})"
         )
-    everything = restored(placed(x, plan, dim, ()), plan.tokens, dim)
+    everything = reordered(placed(x, plan, dim, ()), plan.tokens, dim, back=True)
     return jax.lax.slice_in_dim(everything, 0, plan.seq_len, axis=dim)
 
 
@@ -65,15 +65,11 @@ def roll(x: Array, plan: Plan, shift: int = -1, dim: int = 1, docs: Docs | None 
     problem = of_arguments(docs=docs) or (docs is not None and of_packed("docs", docs, T, x.shape[0]))
     if problem or (docs is not None and dim == 0 and len(docs.starts) > 1):
         raise ValueError(problem or f"dim=0: {docs} are of the rows of dim 0, which cannot be the sequence too")
-    at, limits = jnp.arange(T), jnp.array([[0, T]]) if docs is None else jnp.asarray(docs.starts)
-    document = jax.vmap(partial(jnp.searchsorted, side="right"), (0, None))(limits[:, 1:], at)
-    begin, end = (
-        jnp.take_along_axis(jnp.pad(x, ((0, 0), (0, 1))), document, 1) for x in (limits[:, :-1], limits[:, 1:])
-    )
-    inside = (at - count >= begin) & (at - count < end)
-    shape = [
-        n if i == dim else len(inside) if i == 0 else 1 for i, n in enumerate((*x.shape[:dim], T, *x.shape[dim + 1 :]))
-    ]
+    at, ends = jnp.arange(T), jnp.array([[T]]) if docs is None else jnp.asarray(docs.starts)[:, 1:]
+    document = jax.vmap(partial(jnp.searchsorted, side="right"), (0, None))
+    here, source = document(ends, at), document(ends, at - count)
+    inside = (here == source) & (here < ends.shape[1]) & (at >= count)  # tokens after the documents are in none
+    shape = [T if i == dim else len(inside) if i == 0 else 1 for i in range(x.ndim)]
     moved = jnp.take(unshard(x, plan, dim), jnp.clip(at - count, 0, T - 1), dim)
     empty = (-100 if jnp.issubdtype(x.dtype, jnp.integer) else 0) if fill is None else fill
     return shard(jnp.where(inside.reshape(shape), moved, jnp.asarray(empty, x.dtype)), plan, dim)
@@ -94,22 +90,17 @@ def positions(plan: Plan) -> Array:
 
     Inside a shard_map those of this device's tokens.
     """
-    return clamped(padded_positions(plan), plan.seq_len)
+    return with_number(jnp.minimum, padded_positions(plan), plan.seq_len - 1)
 
 
 def real_positions(plan: Plan) -> Array:
     """Whether each token in the plan's order is real; False for padding. Spread as `positions`."""
-    return below(padded_positions(plan), plan.seq_len)
+    return with_number(jnp.less, padded_positions(plan), plan.seq_len)
 
 
-@partial(jax.jit, static_argnums=1, inline=True)  # or the length is sent to a device in each call
-def clamped(at: Array, length: int) -> Array:
-    return jnp.minimum(at, length - 1)
-
-
-@partial(jax.jit, static_argnums=1, inline=True)
-def below(at: Array, length: int) -> Array:
-    return at < length
+@partial(jax.jit, static_argnums=(0, 2), inline=True)  # or the number is sent to a device in each call
+def with_number(function: Any, x: Array, number: int) -> Array:
+    return function(x, number)
 
 
 def padded_positions(plan: Plan) -> Array:
@@ -117,7 +108,7 @@ def padded_positions(plan: Plan) -> Array:
     if is_local(plan):
         return local_positions(plan)
     at = jnp.arange(plan.tokens.padded_length, dtype=jnp.int32)
-    return placed(permuted(at, plan.tokens, 0), plan, 0, sequence_axes(plan))
+    return placed(reordered(at, plan.tokens, 0), plan, 0, sequence_axes(plan))
 
 
 def sequence_axes(plan: Plan) -> tuple[str, ...]:
@@ -184,7 +175,7 @@ def spec_of(x: Array, plan: Plan, dim: int, along: tuple[str, ...]) -> P:
     parts: list[Any] = [cut or unnamed for cut in own]
     parts[dim] = along or None
     data = data_axis(mesh, x.shape[0])
-    unknown = isinstance(x, jax.core.Tracer) and compilers_axes(mesh, {*along, "data"})
+    unknown = isinstance(x, jax.core.Tracer) and automatic_axes(mesh).keys() - {*along, "data"}
     if dim and data and not (own[0] or unknown or any(data in cut for cut in own)):
         parts[0] = data
     return P(*parts)
@@ -222,12 +213,6 @@ def resharded(x: Array, mesh: Mesh | AbstractMesh, spec: P) -> Array:
     return jax.reshard(x, NamedSharding(mesh, P(*(of_kind(AxisType.Explicit, mesh, cut) for cut in spec))))
 
 
-def compilers_axes(mesh: Mesh | AbstractMesh, taken: set[str]) -> set[str]:
-    """The automatic axes of more than one device, other than those taken."""
-    auto = of_kind(AxisType.Auto, mesh, tuple(mesh.axis_names))
-    return {name for name in auto if mesh.shape[name] > 1} - taken
-
-
 def of_kind(kind: AxisType, mesh: Mesh | AbstractMesh, cut: Any) -> tuple[str, ...]:
     """Those axes of one dim's cut that are of this kind."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -244,12 +229,10 @@ def over_mesh(work: Any, mesh: Mesh | AbstractMesh, given: Any, found: Any, chec
     Automatic axes that no spec names, except the data axis, stay the compiler's: what they cut stays cut.
     """
     specs = jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, P))
-    left = compilers_axes(mesh, {"data", *(name for spec in specs for cut in spec for name in names_of(cut))})
+    left = automatic_axes(mesh).keys() - {"data", *(name for spec in specs for cut in spec for name in names_of(cut))}
     some = left or mesh.manual_axes
-    named = set(mesh.axis_names) - set(mesh.manual_axes) - left if some else set()  # none named: all not vmapped
-    inner = jax.shard_map(
-        work, mesh=mesh, in_specs=given, out_specs=found, check_vma=check_vma, axis_names=named
-    )  # fmt: skip
+    named = set(mesh.axis_names) - set(mesh.manual_axes) - left if some else set()  # empty: all but those of a vmap
+    inner = jax.shard_map(work, mesh=mesh, in_specs=given, out_specs=found, check_vma=check_vma, axis_names=named)
 
     def there(x: Array | None, spec: P) -> Array | None:
         return None if x is None else resharded(x, mesh, spec)
@@ -267,18 +250,8 @@ def padded(x: Array, pad: int, dim: int) -> Array:
     return jnp.concatenate([x, nothing], dim)
 
 
-def permuted(x: Array, layout: Layout, dim: int) -> Array:
-    """`x[layout.order()]` along `dim`."""
-    return rearranged(x, layout, dim, back=False)
-
-
-def restored(x: Array, layout: Layout, dim: int) -> Array:
-    """The inverse of `permuted`."""
-    return rearranged(x, layout, dim, back=True)
-
-
-def rearranged(x: Array, layout: Layout, dim: int, back: bool) -> Array:
-    """The permutation of a layout, or its inverse; contiguous is the identity."""
+def reordered(x: Array, layout: Layout, dim: int, back: bool = False) -> Array:
+    """`x[layout.order()]` along `dim`, which is `x` itself if the layout is contiguous; with `back` the inverse."""
     return x if layout.ring == 1 or layout.name == "contiguous" else dealt(x, layout, dim, back)
 
 
@@ -346,31 +319,29 @@ def placement(name: str, x: Array) -> Placed | None:
 
 def located(q: Array, k: Array, v: Array, plan: Plan | None, linear: bool = False) -> tuple[Plan, Placed | None, bool]:
     """The plan of a call, the sharding of its arrays if no plan was given, and whether they are one device's part."""
-    shapes = of_shapes(q, k, v, linear)
-    if shapes:
-        raise ValueError(shapes)
-    lying = placed_alike(q, k, v) if plan is None else None
+    raise_if(of_shapes(q, k, v, linear))
+    own = placed_alike(q, k, v) if plan is None else None
     if plan is None:
         lengths = q.shape[1], k.shape[1]
-        plan = plan_where(lying, *lengths) if lying else single_device(*lengths, jax.default_backend())
+        plan = plan_where(own, *lengths) if own else single_device(*lengths, jax.default_backend())
     if plan.framework != "jax":
         raise ValueError("the plan was made for a torch mesh, and q is a jax array; give plan() a mesh of jax devices")
     inside = not isinstance(plan.ring_axis, MeshAxis) or is_local(plan)
-    if not (inside or lying):
+    if not (inside or own):
         check_context(plan)
-    return plan, lying, inside
+    return plan, own, inside
 
 
-def cut_of_tokens(q: Array, k: Array, plan: Plan, lying: Placed | None) -> P:
+def cut_of_tokens(q: Array, k: Array, plan: Plan, own: Placed | None) -> P:
     """The axes of the mesh that cut q, [B, T, H], and also k and v."""
     mesh, tokens = mesh_here(plan), sequence_axes(plan)
-    batch, heads = (lying.batch, lying.heads) if lying else other_axes(q, mesh)
+    batch, heads = (own.batch, own.heads) if own else other_axes(q, mesh)
     if twice := set(tokens) & {*batch, *heads}:
         raise ValueError(f"{sorted(twice)} cut the batch or the heads of q, and the plan's sequence; use jax.reshard")
     if k.shape[2] % MeshAxis(heads, mesh).size:
-        said = ", ".join(f"{name}={mesh.shape[name]}" for name in heads)
+        axes = ", ".join(f"{name}={mesh.shape[name]}" for name in heads)
         raise ValueError(
-            f"{said}, which cuts the heads of q, does not divide {k.shape[2]} key heads; repeat k and v, or leave q's "
+            f"{axes}, which cuts the heads of q, does not divide {k.shape[2]} key heads; repeat k and v, or leave q's "
             "heads uncut"
         )
     return P(batch or None, tokens or None, heads or None)

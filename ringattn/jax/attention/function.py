@@ -21,12 +21,11 @@ from jax.sharding import PartitionSpec as P
 from ringattn.jax.attention import ulysses
 from ringattn.jax.attention.gather import gather_backward, gather_forward
 from ringattn.jax.attention.ring import ring_backward, ring_forward
-from ringattn.jax.attention.steps import local_positions, route_of, step_of
+from ringattn.jax.attention.steps import local_positions, step_of
 from ringattn.jax.check import check
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
-from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.pallas.varying import axes_of, vary
-from ringattn.kernels.partial import NEVER, Partial, sink_gradient
+from ringattn.kernels.partial import NEVER, add_sinks, empty, sink_gradient
 from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
@@ -59,23 +58,15 @@ class Call:
 
 
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    plan: Plan | None = None,
-    *,
-    spec: AttentionSpec | None = None,
-    docs: Docs | None = None,
-    key_docs: Docs | None = None,
-    sinks: Array | None = None,
-    return_lse: bool = False,
-) -> Any:
+    q: Array, k: Array, v: Array, plan: Plan | None = None, *, spec: AttentionSpec | None = None,
+    docs: Docs | None = None, key_docs: Docs | None = None, sinks: Array | None = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
     """softmax(scale * q k^T) v on global arrays in the plan's order (`Plan.shard`); inside shard_map, on local ones.
 
     Without a plan the arrays are in the sequence's own order, and on the mesh that their sharding names: a contiguous
     ring over the axes that cut the tokens, none if nothing does.
     """
-    plan, lying, inside = located(q, k, v, plan)
+    plan, placed, inside = located(q, k, v, plan)
     spec = AttentionSpec() if spec is None else spec
     lengths = [part.local_len if inside else part.tokens.padded_length for part in (plan, plan.keys)]
     arrays, starts = (q, k, v, sinks), (starts_of(docs), starts_of(key_docs))
@@ -84,26 +75,28 @@ def attention(
     if inside:
         out, lse = alone(call)(arrays, starts)
     else:
-        tokens = cut_of_tokens(q, k, plan, lying)
+        tokens = cut_of_tokens(q, k, plan, placed)
         rows = tuple(P(tokens[0]) if s is not None and s.shape[0] > 1 else P() for s in starts)
         out, lse = program(call, mesh_here(plan), tokens, rows)(arrays, starts)
     return (out, lse) if return_lse else out
 
 
+def known(docs: Docs | None) -> bool:
+    """Whether these are no documents, or documents that are not traced."""
+    return docs is None or isinstance(docs.starts, np.ndarray)
+
+
 def starts_of(docs: Docs | None) -> Array | None:
     if docs is None:
         return None
-    known = isinstance(docs.starts, np.ndarray)
-    return jax.device_put(docs.starts.astype(np.int32)) if known else jnp.asarray(docs.starts, jnp.int32)
+    return jax.device_put(docs.starts.astype(np.int32)) if known(docs) else jnp.asarray(docs.starts, jnp.int32)
 
 
 def call_of(plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None, lse: bool) -> Call:
     """Concrete documents decide which hops are needed; traced ones do not."""
-    known = tuple(d if d is not None and isinstance(d.starts, np.ndarray) else None for d in (docs, key_docs))
-    if (docs is None) != (known[0] is None) or (key_docs is None) != (known[1] is None):
-        known = (None, None)
+    both = (docs, key_docs) if known(docs) and known(key_docs) else (None, None)
     padded = docs is not None and docs.padded
-    return Call(Mask(plan, spec, *known), lse, padded, padded if key_docs is None else key_docs.padded)
+    return Call(Mask(plan, spec, *both), lse, padded, padded if key_docs is None else key_docs.padded)
 
 
 @lru_cache(maxsize=128)
@@ -148,13 +141,10 @@ def real_tokens(plan: Plan, starts: Any, docs_padded: bool) -> ulysses.Real:
 def exchange(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
     """Attention of a ring shard's queries over the keys of the whole ring: (out in q's dtype, lse)."""
     q, k, v, sinks = arrays
-    mask, axis = call.mask, call.mask.plan.ring_axis
-    score, sight = step_of(q, k, v, mask, *starts)
-    start = None if sinks is None else sink_partial(q, sinks, v.shape[-1])
-    if mask.plan.strategy == "gather":
-        part = gather_forward(q, k, v, axis, sight, score, start)
-    else:
-        part = ring_forward(q, k, v, axis, route_of(mask), sight, score, start)
+    score, sight = step_of(q, k, v, call.mask, *starts)
+    start = None if sinks is None else add_sinks(empty(q, v.shape[-1]), sinks)
+    forward = gather_forward if call.mask.plan.strategy == "gather" else ring_forward
+    part = forward(q, k, v, call.mask, sight, score, start)
     return part.out.astype(q.dtype), part.lse
 
 
@@ -169,24 +159,15 @@ def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array])
     """Gradients in the dtypes of their inputs, accumulated in float32."""
     (q, k, v, sinks), starts, out, lse = saved
     dout, dlse = given
-    mask, axis = call.mask, call.mask.plan.ring_axis
-    score, sight = step_of(q, k, v, mask, *starts)
+    score, sight = step_of(q, k, v, call.mask, *starts)
     lse = jnp.where(lse == NEVER, 0, lse)  # of empty rows, so that exp(-inf - lse) has a derivative
     delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
     delta = delta - dlse if call.lse else delta
     rows = score.prepare(q, dout, lse, delta, out, dlse if call.lse else None)
-    if mask.plan.strategy == "gather":
-        grads = gather_backward(q, k, v, axis, sight, score, rows)
-    else:
-        grads = ring_backward(q, k, v, axis, route_of(mask), sight, score, rows)
+    backward = gather_backward if call.mask.plan.strategy == "gather" else ring_backward
+    grads = backward(q, k, v, call.mask, sight, score, rows)
     dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
     return (dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)), None
 
 
 exchange.defvjp(exchange_fwd, exchange_bwd)
-
-
-def sink_partial(q: Array, sinks: Array, value_dim: int) -> Partial:
-    """The partial of every query before its first key: the sink's logit, and a value of zero."""
-    out = jnp.zeros((*q.shape[:3], value_dim), accumulator(q))
-    return Partial(out, jnp.broadcast_to(sinks.astype(out.dtype), q.shape[:3]))

@@ -6,54 +6,54 @@ holds them together.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ringattn.comms.jax import MeshAxis
-from ringattn.jax.attention.steps import Hop, Move, Route, Score, Sight
+from ringattn.jax.attention.steps import Hop, Hops, Score, Sight, route_of
 from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.kernels.partial import Partial, empty
+from ringattn.mask import Mask
 
 Pair = tuple[Array, Array]
 
 
 def ring_forward(
-    q: Array, k: Array, v: Array, axis: MeshAxis, route: Route, sight: Sight, score: Score, start: Partial | None
+    q: Array, k: Array, v: Array, mask: Mask, sight: Sight, score: Score, start: Partial | None
 ) -> Partial:
     """Attention of this device's queries over all devices' keys, added up in float32 from `start`."""
+    axis = mask.plan.ring_axis
 
-    def step(move: Move, carry: tuple[Pair, Partial], distance: Any) -> tuple[Pair, Partial]:
+    def step(hops: Hops, carry: tuple[Pair, Partial], distance: Any) -> tuple[Pair, Partial]:
         keys, part = carry
-        arriving = rotate(axis, keys, move.keys)
+        arriving = rotate(axis, keys, hops.keys)
         part = Partial(*score.attend(q, *keys, sight.at(distance), carry=part))
         return lax.optimization_barrier((arriving, part))
 
     first = start or empty(q, v.shape[-1])
-    return travel(route.forward, step, vary(((k, v), first), axes_of(q, k, v, sight.begin)))[1]
+    return travel(route_of(mask).forward, step, vary(((k, v), first), axes_of(q, k, v, sight.begin)))[1]
 
 
 def ring_backward(
-    q: Array, k: Array, v: Array, axis: MeshAxis, route: Route, sight: Sight, score: Score, rows: tuple[Array, ...]
+    q: Array, k: Array, v: Array, mask: Mask, sight: Sight, score: Score, rows: tuple[Array, ...]
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) in float32. `rows` are this device's dout, global lse and delta, as the kernel wants them.
 
     The work at home has two halves: dq while the keys start to travel, (dk, dv) while the others' return. A kernel
     without halves runs while they return, which takes longer, since gradients are float32.
     """
+    axis, route = mask.plan.ring_axis, route_of(mask)
 
-    def step(move: Move, carry: tuple[Pair, Any, Any], distance: Any) -> tuple[Pair, Any, Any]:
+    def step(hops: Hops, carry: tuple[Pair, Any, Any], distance: Any) -> tuple[Pair, Any, Any]:
         keys, dq, grads = carry  # the first of these steps adds to zero, or to the dq from home
-        arriving, following = rotate(axis, keys, move.keys), rotate(axis, grads, move.grads)
+        arriving, following = rotate(axis, keys, hops.keys), rotate(axis, grads, hops.grads)
         dq, dk, dv = score.attend_backward(q, *keys, sight.at(distance), *rows, dq=dq)
         arriving, following, dq, dk, dv = lax.optimization_barrier((arriving, following, dq, dk, dv))
-        return arriving, dq, (dk, dv) if move.grads is None else (following[0] + dk, following[1] + dv)
+        return arriving, dq, (dk, dv) if hops.grads is None else (following[0] + dk, following[1] + dv)
 
-    k, v, rows = lax.optimization_barrier(
-        (k, v, rows)
-    )  # else XLA sends the first hop, and holds its memory, long before
+    k, v, rows = lax.optimization_barrier((k, v, rows))  # else XLA sends the first hop, and holds its memory, too early
     home = (q, k, v, sight.at(0), *rows)
     if not route.hops:
         return score.attend_backward(*home)
@@ -69,18 +69,18 @@ def ring_backward(
     return dq, own[0] + returned[0], own[1] + returned[1]
 
 
-def travel(legs: list[tuple[Move, list[int]]], step: Callable[..., Any], carry: Any) -> Any:
-    """Every step in turn; those with the same move are one loop, however many there are."""
-    for move, distances in legs:
+def travel(legs: list[tuple[Hops, list[int]]], step: Callable[..., Any], carry: Any) -> Any:
+    """Every step in turn; those with the same hops are one loop, however many there are."""
+    for hops, distances in legs:
         if len(distances) == 1:
-            carry = step(move, carry, distances[0])
+            carry = step(hops, carry, distances[0])
         else:
-            carry, _ = lax.scan(partial(looped, step, move), carry, jnp.asarray(distances, jnp.int32))
+
+            def looped(carry: Any, distance: Array, hops: Hops = hops) -> tuple[Any, None]:
+                return step(hops, carry, distance), None
+
+            carry, _ = lax.scan(looped, carry, jnp.asarray(distances, jnp.int32))
     return carry
-
-
-def looped(step: Callable[..., Any], move: Move, carry: Any, distance: Array) -> tuple[Any, None]:
-    return step(move, carry, distance), None
 
 
 def rotate(axis: MeshAxis, pair: Any, hop: Hop | None) -> Any:

@@ -38,7 +38,7 @@ class Hop(NamedTuple):
     senders: tuple[int, ...]
 
 
-class Move(NamedTuple):
+class Hops(NamedTuple):
     """The hops in flight during one step: the keys of the next step, and the gradients of the previous one."""
 
     keys: Hop | None
@@ -54,16 +54,16 @@ class Route:
     ring: int
 
     @property
-    def forward(self) -> list[tuple[Move, list[int]]]:
-        """The steps as runs of equal moves: (move, distances)."""
-        return runs(self.distances, [Move(hop, None) for hop in (*self.hops, None)])
+    def forward(self) -> list[tuple[Hops, list[int]]]:
+        """The steps as runs of equal hops: (hops, distances)."""
+        return runs(self.distances, [Hops(hop, None) for hop in (*self.hops, None)])
 
     @property
-    def backward(self) -> list[tuple[Move, list[int]]]:
+    def backward(self) -> list[tuple[Hops, list[int]]]:
         """The steps after the first. A gradient sets out one step after its keys, and all ranks take part."""
         grads = [Hop(hop.shift, tuple(range(self.ring))) for hop in self.hops[1:]]
-        moves = [Move(k, g) for k, g in zip((*self.hops[1:], None), (None, *grads), strict=True) if self.hops]
-        return runs(self.distances[1:], moves)
+        hops = [Hops(k, g) for k, g in zip((*self.hops[1:], None), (None, *grads), strict=True) if self.hops]
+        return runs(self.distances[1:], hops)
 
     @property
     def home(self) -> Hop | None:
@@ -71,14 +71,14 @@ class Route:
         return Hop(-self.distances[-1], tuple(range(self.ring))) if self.hops else None
 
 
-def runs(distances: tuple[int, ...], moves: list[Move]) -> list[tuple[Move, list[int]]]:
-    """Consecutive steps with the same move, together: they become one loop.
+def runs(distances: tuple[int, ...], hops: list[Hops]) -> list[tuple[Hops, list[int]]]:
+    """Consecutive steps with the same hops, together: they become one loop.
 
-    >>> runs((1, 2, 4), [Move(None, None)] * 3)
-    [(Move(keys=None, grads=None), [1, 2, 4])]
+    >>> runs((1, 2, 4), [Hops(None, None)] * 3)
+    [(Hops(keys=None, grads=None), [1, 2, 4])]
     """
-    grouped = groupby(zip(moves, distances, strict=True), key=lambda pair: pair[0])
-    return [(move, [d for _, d in pairs]) for move, pairs in grouped]
+    grouped = groupby(zip(hops, distances, strict=True), key=lambda pair: pair[0])
+    return [(flying, [d for _, d in pairs]) for flying, pairs in grouped]
 
 
 @lru_cache(maxsize=64)
@@ -95,7 +95,7 @@ def route_of(mask: Mask) -> Route:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TracedRange:
     """A range whose start is traced, for the same arithmetic as on a `range`."""
 
     start: Any
@@ -110,13 +110,12 @@ def shard_of(layout: Layout, rank: Any) -> tuple[Any, ...]:
     """`layout.shard(rank)` for a traced rank, from a small table of starts."""
     shards = [layout.shard(r) for r in range(layout.ring)]
     starts = jnp.asarray(np.array([[r.start for r in shard] for shard in shards], np.int32))[rank]
-    return tuple(Piece(starts[i], r.step, len(r)) for i, r in enumerate(shards[0]))
+    return tuple(TracedRange(starts[i], r.step, len(r)) for i, r in enumerate(shards[0]))
 
 
 def shard_positions(layout: Layout, rank: Any) -> Array:
     """The global positions of one ring rank's tokens, increasing, int32."""
-    pieces = shard_of(layout, rank)
-    return jnp.concatenate([p.start + p.step * jnp.arange(len(p), dtype=jnp.int32) for p in pieces])
+    return jnp.concatenate([r.start + r.step * jnp.arange(len(r), dtype=jnp.int32) for r in shard_of(layout, rank)])
 
 
 def local_positions(plan: Plan) -> Array:
@@ -237,15 +236,26 @@ def score_of(
     q: Array, k: Array, v: Array, spec: AttentionSpec, plan: Plan, tiles: bool = False, known: bool = True
 ) -> Score:
     """The selected kernel, its scale, its softcap and its own options filled in."""
-    problem = problem_of(q, k, v, spec, plan, tiles, known)
+    problem = pallas.Problem(
+        device=plan.device,
+        dtype=q.dtype.name,
+        head_dim=q.shape[-1],
+        value_dim=v.shape[-1],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        softcap=spec.softcap is not None,
+        tiles=tiles,
+        known=known,
+        arch=generation(getattr(plan.ring_axis, "mesh", None)) if plan.device == "tpu" else None,
+        queries=q.shape[1],
+        deterministic=plan.deterministic,
+    )
     kernel = pallas.select(problem, plan.kernel)
-    if kernel.name != "reference":
-        refuse_automatic(kernel.name)
     found: JaxKernel = kernel.load()
-    given: dict[str, Any] = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap}
-    given |= found.options(problem)
+    given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap, **found.options(problem)}
     attend_backward: Any = partial(found.attend_backward, **given)
-    if kernel.name != "reference":
+    if not found.plain:
+        refuse_automatic(kernel.name)
         attend_backward = once(kernel.name, attend_backward)
     return Score(partial(found.attend, **given), attend_backward, found.prepare, found.parted)
 
@@ -277,22 +287,3 @@ def once(kernel: str, attend_backward: Callable[..., Any]) -> Callable[..., Any]
         )
 
     return lambda *given, **sums: gradients(given, sums)
-
-
-def problem_of(
-    q: Array, k: Array, v: Array, spec: AttentionSpec, plan: Plan, tiles: bool, known: bool
-) -> pallas.Problem:
-    return pallas.Problem(
-        device=plan.device,
-        dtype=q.dtype.name,
-        head_dim=q.shape[-1],
-        value_dim=v.shape[-1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        softcap=spec.softcap is not None,
-        tiles=tiles,
-        known=known,
-        arch=generation(getattr(plan.ring_axis, "mesh", None)) if plan.device == "tpu" else None,
-        queries=q.shape[1],
-        deterministic=plan.deterministic,
-    )

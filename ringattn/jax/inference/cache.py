@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringattn import serving
@@ -38,9 +38,10 @@ from ringattn.check import (
 )
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
-from ringattn.jax.sharding import check_context, moved, sequence_axes
+from ringattn.jax.sharding import check_context, data_axis, moved, names_of, sequence_axes
 from ringattn.planning import LAST, Plan, hardware_of
 from ringattn.serving import Heads, Moves, Stripes, explained, prefill_moves
+from ringattn.spec import raise_if
 
 
 @partial(
@@ -73,17 +74,13 @@ class KVCache(serving.KVCache):
         `cut` names the axes of the mesh, apart from those of the sequence, that cut the cache: P("data", None,
         "tensor") the batch and the heads; by default data cuts the batch, if it divides it.
         """
-        cut = usual_cut(plan, batch) if cut is None else cut
-        problem = of_positions(max_len) or of_cut(plan, cut, batch, kv_heads)
-        if problem:
-            raise ValueError(problem)
+        mesh = plan.ring_axis.mesh if isinstance(plan.ring_axis, MeshAxis) else None
+        cut = P(mesh and data_axis(mesh, batch), None, None) if cut is None else cut
+        raise_if(of_positions(max_len) or of_cut(plan, cut, batch, kv_heads))
         rows = (batch, stripes.ranks * slots_for(max_len, most, stripes), kv_heads)
-        there = along = None
-        if isinstance(plan.ring_axis, MeshAxis):
-            specs = spec_of(cut, sequence_axes(plan)), P(cut[0])
-            there, along = (NamedSharding(plan.ring_axis.mesh, spec) for spec in specs)
-        k, v = (zeros((*rows, dim), dtype, there) for dim in dims)
-        lengths, first = (zeros((batch,), jnp.int32, along) for _ in range(2))
+        tokens = spec_of(cut, sequence_axes(plan)) if mesh else P()
+        k, v = (zeros((*rows, dim), dtype, mesh, tokens) for dim in dims)
+        lengths, first = (zeros((batch,), jnp.int32, mesh, P(cut[0])) for _ in range(2))
         return cls(k, v, lengths, first, plan, max_len, stripes, window, most, cut)
 
     @property
@@ -106,9 +103,7 @@ class KVCache(serving.KVCache):
 
         Where lengths are traced, what does not fit is dropped.
         """
-        problem = of_arrays({"k": k, "v": v}, {}, self.plan) or self.problem(k, v, k.shape[1])
-        if problem:
-            raise ValueError(problem)
+        raise_if(of_arrays({"k": k, "v": v}, {}, self.plan) or self.problem(k, v, k.shape[1]))
         return over_devices(keep, self, (), (k, v))[0]
 
     def truncate(self, lengths: int | Sequence[int] | Array) -> "KVCache":
@@ -117,17 +112,13 @@ class KVCache(serving.KVCache):
         first = self.first
         if self.window is not None:  # the next token must still see its whole window
             first = jnp.where(first > 0, first + min(self.window, LAST) - 1, 0)
-        problem = of_back(None if isinstance(new, Array) else new, self.known, at_hand(first))
-        if problem:
-            raise ValueError(problem)
+        raise_if(of_back(None if isinstance(new, Array) else new, self.known, at_hand(first)))
         return replace(self, lengths=jnp.minimum(self.lengths, new.clip(0, self.max_len).astype(np.int32)))
 
     def fork(self, copies: int = 1, max_len: int | None = None) -> "KVCache":
         """`copies` continuations of every row, each with its own copy of the memory."""
         max_len = self.max_len if max_len is None else max_len
-        problem = of_fork(copies, max_len, self.known) or of_positions(max_len)
-        if problem:
-            raise ValueError(problem)
+        raise_if(of_fork(copies, max_len, self.known) or of_positions(max_len))
         copies, max_len = operator.index(copies), operator.index(max_len)  # also from arrays with one number
         slots = slots_for(max_len, self.most, self.stripes)  # more than before only if no slot was used twice
         return replace(over_devices(Fork(copies, slots), self, (), ())[0], max_len=max_len)
@@ -138,17 +129,13 @@ class KVCache(serving.KVCache):
 
     def load_state_dict(self, state: dict[str, Any]) -> "KVCache":
         """The cache with a state that was saved from the same number of devices."""
-        problem = of_saved(state, *ARRAYS, "place", "window")
-        if problem:
-            raise ValueError(problem)
+        raise_if(of_saved(state, *ARRAYS, "place", "window"))
         if tuple(state["place"]) != self.place:
             names = "{} devices, in blocks of {}"
             raise ValueError(
                 f"the state is of {names.format(*state['place'])}; this cache is of {names.format(*self.place)}"
             )
-        problem = of_loaded(state, self, at_hand(jnp.asarray(state["lengths"])))
-        if problem:
-            raise ValueError(problem)
+        raise_if(of_loaded(state, self, at_hand(jnp.asarray(state["lengths"]))))
         return replace(self, **{name: jax.device_put(state[name], getattr(self, name).sharding) for name in ARRAYS})
 
     @property
@@ -157,23 +144,20 @@ class KVCache(serving.KVCache):
 
     def moves(self, plan: Plan, heads: int) -> Moves:
         """What will travel when a chunk under `plan` attends to this cache, as if it were full, and what that costs."""
-        rows, D, V = *self.k.shape[1::2], self.v.shape[-1]
-        B, G, H = self.of_a_device(heads)
-        made_of = Heads(H, G, D, V, self.k.dtype.itemsize, B)
         hardware, hides = hardware_of(plan.device), plan.device != "cpu"
-        cached = min(self.max_len, rows)
-        return prefill_moves(self.stripes.ranks, plan.local_len, cached, made_of, hardware, hides, beside=False)
+        ranks, cached = self.stripes.ranks, min(self.max_len, self.k.shape[1])
+        return prefill_moves(ranks, plan.local_len, cached, self.heads_of(heads), hardware, hides, beside=False)
 
     def explain(self, chunk: int, heads: int) -> str:
         """A report of what prefill of a chunk with `heads` query heads, and decode of one token, will send."""
-        B, _, H = self.of_a_device(heads)
-        nbytes = B * H * (self.v.shape[-1] + 1) * 4
-        return explained(self, chunk, self.moves(self.plan.for_length(chunk), heads), nbytes, "gather")
+        moves = self.moves(self.plan.for_length(chunk), heads)
+        return explained(self, chunk, moves, self.heads_of(heads).partial_bytes, "gather")
 
-    def of_a_device(self, heads: int) -> tuple[int, int, int]:
-        """Batch rows, key heads and query heads of one device, if there are `heads` query heads in all."""
+    def heads_of(self, heads: int) -> Heads:
+        """The sizes of a token on one device, if there are `heads` query heads in all."""
         rows, cut = (devices_along(self.plan, self.cut[dim]) for dim in (0, 2))
-        return self.k.shape[0] // rows, self.k.shape[2] // cut, heads // cut
+        B, _, G, D = self.k.shape
+        return Heads(heads // cut, G // cut, D, self.v.shape[-1], self.k.dtype.itemsize, B // rows)
 
     def problem(self, k: Array, v: Array, n: int) -> str | None:
         """Why n tokens like those in k and v cannot be appended."""
@@ -195,10 +179,11 @@ class KVCache(serving.KVCache):
 ARRAYS = ("k", "v", "lengths", "first")
 
 
-def zeros(shape: tuple[int, ...], dtype: Any, there: NamedSharding | None) -> Array:
-    """Zeros with this sharding, also while traced, when `device=` has no effect."""
+def zeros(shape: tuple[int, ...], dtype: Any, mesh: Mesh | AbstractMesh | None, spec: P) -> Array:
+    """Zeros, cut over the mesh if there is one, also while traced, when `device=` has no effect."""
+    there = mesh and NamedSharding(mesh, spec)
     found = jnp.zeros(shape, dtype, device=there)
-    return found if there is None else moved(found, there)
+    return moved(found, there) if there else found
 
 
 def at_hand(x: Any) -> np.ndarray | None:
@@ -212,16 +197,8 @@ def counted(lengths: Any, rows: int) -> Any:
     away = isinstance(lengths, Array) and at_hand(lengths) is None
     if away and jnp.issubdtype(lengths.dtype, jnp.integer) and lengths.shape in ((), (rows,)):
         return jnp.broadcast_to(lengths.astype(jnp.int32), rows)
-    problem = of_truncated(jax.typeof(lengths) if away else lengths, rows)
-    if problem:
-        raise ValueError(problem)
+    raise_if(of_truncated(jax.typeof(lengths) if away else lengths, rows))
     return np.array(each(lengths, rows), object)
-
-
-def usual_cut(plan: Plan, batch: int) -> P:
-    """The cut of `Plan.shard`."""
-    sizes = plan.ring_axis.mesh.shape if isinstance(plan.ring_axis, MeshAxis) else {}
-    return P("data" if "data" in sizes and batch % sizes["data"] == 0 else None, None, None)
 
 
 def spec_of(cut: P, tokens: tuple[str, ...]) -> P:
@@ -235,7 +212,7 @@ def of_cut(plan: Plan, cut: P, batch: int, kv_heads: int) -> str | None:
     on_mesh = isinstance(plan.ring_axis, MeshAxis)
     names, taken = (plan.ring_axis.mesh.axis_names, sequence_axes(plan)) if on_mesh else ((), ())
     for what, number, by in (("rows of a batch", batch, cut[0]), ("key heads", kv_heads, cut[2])):
-        if not set((by,) if isinstance(by, str) else by or ()) <= set(names) - set(taken):
+        if not set(names_of(by)) <= set(names) - set(taken):
             return f"cut={cut}: the mesh has axes {names}, of which {taken} cut the sequence; name others"
         if number % devices_along(plan, by):
             return f"cut={cut}: {by}={devices_along(plan, by)} does not divide {number} {what}; leave it out"

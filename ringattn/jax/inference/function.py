@@ -29,27 +29,18 @@ from ringattn.check import (
 from ringattn.jax.attention.steps import local_positions, score_of
 from ringattn.jax.check import of_dtypes, of_sinks_for
 from ringattn.jax.inference.cache import KVCache, below, keep, over_devices
-from ringattn.jax.sharding import permuted, restored
+from ringattn.jax.sharding import reordered
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, add_sinks, empty, form_of, merge_stack, packed, unpacked
 from ringattn.planning import LAST, Plan, heads_problem
 from ringattn.serving import MOVES, keys_at_once
-from ringattn.spec import AttentionSpec, whole
+from ringattn.spec import AttentionSpec, raise_if, whole
 
 
 def prefill(
-    q: Array,
-    k: Array,
-    v: Array,
-    plan: Plan,
-    cache: KVCache,
-    *,
-    spec: AttentionSpec | None = None,
-    sinks: Array | None = None,
-    start: int | Sequence[int] | None = None,
-    move: str = "auto",
-    keys: int | None = None,
-) -> tuple[Array, KVCache]:
+    q: Array, k: Array, v: Array, plan: Plan, cache: KVCache, *, spec: AttentionSpec | None = None,
+    sinks: Array | None = None, start: int | Sequence[int] | None = None, move: str = "auto", keys: int | None = None,
+) -> tuple[Array, KVCache]:  # fmt: skip
     """Append a chunk of the prompt to the cache and attend to everything so far: (out [B, T, H, V], the cache).
 
     q, k and v are global arrays in the order of `plan` (the cache's plan `for_length(chunk)`), as out is. `start` is
@@ -59,7 +50,7 @@ def prefill(
     """
     spec = AttentionSpec() if spec is None else spec
     held = plan.tokens.padded_length
-    problem = (
+    raise_if(
         of_choice("move", move, ("auto", *MOVES))
         or of_keys(keys)
         or of_shapes(q, k, v)
@@ -70,8 +61,6 @@ def prefill(
         or of_cache(cache, plan, spec, start)
         or cache.problem(k, v, plan.seq_len)
     )
-    if problem:
-        raise ValueError(problem)
     way = cache.moves(plan, q.shape[2]).way if move == "auto" else move
     work = Prefill(plan, spec, way, whole(keys) or keys_at_once(plan.local_len))
     cache, out = over_devices(work, cache, (q, k, v), (sinks,))
@@ -79,22 +68,16 @@ def prefill(
 
 
 def decode(
-    q: Array,
-    k: Array,
-    v: Array,
-    cache: KVCache,
-    *,
-    spec: AttentionSpec | None = None,
-    sinks: Array | None = None,
+    q: Array, k: Array, v: Array, cache: KVCache, *, spec: AttentionSpec | None = None, sinks: Array | None = None,
     **unknown: Any,
-) -> tuple[Array, KVCache]:
+) -> tuple[Array, KVCache]:  # fmt: skip
     """The next token or tokens, q, k, v [B, n, H or G, D] for every device: (out [B, n, H, V], the cache).
 
     Each device attends to the keys it holds; the partials of all are gathered once and merged in the order of the
     devices. Several tokens see each other causally.
     """
     spec = AttentionSpec() if spec is None else spec
-    problem = (
+    raise_if(
         of_unknown("decode", unknown, "spec", "tree")
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
@@ -103,8 +86,6 @@ def decode(
         or of_tokens(q, k, cache, spec)
         or cache.problem(k, v, k.shape[1])
     )
-    if problem:
-        raise ValueError(problem)
     cache, out = over_devices(Decode(spec), cache, (), (q, k, v, sinks))
     return out, cache
 
@@ -134,7 +115,7 @@ class Decode:
         before, n = cache.lengths, q.shape[1]
         cache, _ = keep(cache, k, v)
         meeting = Meeting(q, cache, self.spec, before, n, jnp.arange(n))
-        part = meeting.of(Piece(cache.k, cache.v), cache.line.rank, empty(q, v.shape[-1]))
+        part = meeting.of(Held(cache.k, cache.v), cache.line.rank, empty(q, v.shape[-1]))
         every = cache.line.all_gather(packed(part, form_of(q))[None]).wait()
         return cache, finished(merge_stack(unpacked(every, form_of(q))), sinks, q)
 
@@ -163,17 +144,17 @@ class Prefill:
         every = x
         for axis in (self.plan.ulysses_axis, self.plan.ring_axis):
             every = axis.all_gather(every, 1).wait()
-        return restored(every, self.plan.tokens, 1)[:, : self.plan.seq_len]
+        return reordered(every, self.plan.tokens, 1, back=True)[:, : self.plan.seq_len]
 
     def scattered(self, whole: Partial, line: Any) -> Partial:
         """Partials of the whole chunk on every device -> this device's tokens, merged over all devices in order."""
         pad = self.plan.tokens.padded_length - self.plan.seq_len
         rows = jnp.pad(packed(whole, "lse"), ((0, 0), (0, pad), (0, 0), (0, 0)))
-        rows = permuted(rows, self.plan.tokens, 1)
+        rows = reordered(rows, self.plan.tokens, 1)
         return merge_stack(unpacked(line.all_to_all(rows[None], split=2, join=0).wait(), "lse"))
 
 
-class Piece(NamedTuple):
+class Held(NamedTuple):
     """Keys and values of some slots, from `start` on; those before `low` were attended to already."""
 
     k: Array
@@ -204,7 +185,7 @@ class Meeting(NamedTuple):
         begin = jnp.zeros_like(end) if window is None else jnp.maximum(position + 1 - min(window, LAST), 0)
         return jnp.where(position < last, begin, last), end
 
-    def of(self, piece: Piece, source: Any, part: Partial) -> Partial:
+    def of(self, piece: Held, source: Any, part: Partial) -> Partial:
         """Attention over a piece of the device `source`, merged into `part`; nothing runs if no key is seen.
 
         What a chunk sees of a device is at most as many keys as there are slots. Counted from the start of the round
@@ -234,7 +215,7 @@ class Meeting(NamedTuple):
         """Attention over all devices' keys: piece after piece travels around the ring behind the compute."""
         line, rank = self.cache.line, self.cache.line.rank
 
-        def round_trip(piece: Piece, part: Partial) -> Partial:
+        def round_trip(piece: Held, part: Partial) -> Partial:
             def hop(carry: Any, distance: Any) -> Any:
                 held, part = carry
                 arriving = line.rotate(held).wait()
@@ -255,7 +236,7 @@ class Meeting(NamedTuple):
         def one(i: Array, part: Partial) -> Partial:
             start = jnp.minimum(i * size, slots - size)
             held = [lax.dynamic_slice_in_dim(x, start, size, 1) for x in (k, v)]
-            return step(Piece(held[0], held[1], i * size, start), part=part)
+            return step(Held(held[0], held[1], i * size, start), part=part)
 
         low, high = self.reach()
         return lax.fori_loop(low // size, -(-high // size), one, empty(self.q, v.shape[-1]))
