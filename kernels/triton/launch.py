@@ -16,9 +16,10 @@ from triton import knobs
 
 Grid = tuple[int, int, int]
 Start = Callable[[Grid, tuple[Any, ...]], None]
+ON_AMD = torch.version.hip is not None
 
 KINDS: dict[Any, int] = {}  # a number for each kind of launch
-COMPILED: dict[tuple[int, Any], Start | None] = {}  # by kind and addresses; None: Triton decides on each launch
+COMPILED: dict[Any, Start | None] = {}  # by kind, or kind and addresses; None: Triton decides on each launch
 
 
 class Launch:
@@ -35,39 +36,48 @@ class Launch:
     ):  # fmt: skip
         self.kernel, self.grid, self.device, self.others, self.options = kernel, grid, device, others, options
         self.kind = KINDS.setdefault((id(kernel), device, kind, *options.items()), len(KINDS))
-        self.descriptors = descriptors
+        self.gpu = device.index if device.type == "cuda" else None
+        self.empty = 0 in grid
+        self.memory = allocate_on(device) if descriptors else None
 
     def __call__(self, *tensors: Tensor) -> None:
-        device = self.device
-        if 0 in self.grid:
+        if self.empty:
             return
-        if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton uses the current device
-            with torch.cuda.device(device):
+        if self.gpu is not None and self.gpu != torch.cuda.current_device():  # Triton uses the current device
+            with torch.cuda.device(self.device):
                 return self(*tensors)
-        if self.descriptors:
-            contextvars.copy_context().run(self.with_memory, tensors)
-        else:
+        if self.memory is None:
             self.start(tensors)
+        else:
+            contextvars.copy_context().run(self.with_memory, tensors)
 
     def with_memory(self, tensors: tuple[Tensor, ...]) -> None:
         """Launch a kernel that makes descriptors: Triton asks an allocator for their memory.
 
         The allocator is a context variable, so that the caller's stays as it was.
         """
-        triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=self.device))
+        triton.set_allocator(self.memory)
         self.start(tensors)
 
     def start(self, tensors: tuple[Tensor, ...]) -> None:
-        low = [x.data_ptr() % 16 for x in tensors]
-        addresses: Any = tuple(low) if any(low) else None
-        if torch.version.hip:
-            addresses = (*low, *[x.untyped_storage().size() > 2147483647 for x in tensors])
-        start = COMPILED.get((self.kind, addresses))
+        """Launch by addresses: of a tensor Triton would ask the driver whether a GPU can read it, once an argument."""
+        addresses = [x.data_ptr() for x in tensors]
+        kind: Any = self.kind
+        if ON_AMD or any([at % 16 for at in addresses]):
+            kind = kind, *[at % 16 for at in addresses]
+        if ON_AMD:
+            kind = *kind, *[x.untyped_storage().size() > 2147483647 for x in tensors]
+        start = COMPILED.get(kind)
         if start is not None:
-            start(self.grid, (*tensors, *self.others))
+            start(self.grid, (*addresses, *self.others))
         else:
             compiled = self.kernel[self.grid](*tensors, *self.others, **self.options)
-            COMPILED[self.kind, addresses] = None if compiled is None else start_of(compiled, self.device)
+            COMPILED[kind] = None if compiled is None else start_of(compiled, self.device)
+
+
+def allocate_on(device: torch.device) -> Callable[..., Tensor]:
+    """An allocator for Triton, of memory on this device."""
+    return lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device)
 
 
 def launch(
