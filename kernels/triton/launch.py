@@ -7,6 +7,7 @@ is left for each launch is to look at the addresses.
 
 import contextvars
 from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from triton import knobs
 Grid = tuple[int, int, int]
 Start = Callable[[Grid, tuple[Any, ...]], None]
 ON_AMD = torch.version.hip is not None
+current_gpu = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # asks without setting CUDA up
 
 KINDS: dict[Any, int] = {}  # a number for each kind of launch
 COMPILED: dict[Any, Start | None] = {}  # by kind, or kind and addresses; None: Triton decides on each launch
@@ -38,29 +40,15 @@ class Launch:
         self.kind = KINDS.setdefault((id(kernel), device, kind, *options.items()), len(KINDS))
         self.gpu = device.index if device.type == "cuda" else None
         self.empty = 0 in grid
-        self.memory = allocate_on(device) if descriptors else None
+        self.memory = memory_on(device) if descriptors else None
 
     def __call__(self, *tensors: Tensor) -> None:
+        """Launch by addresses: of a tensor Triton would ask the driver whether a GPU can read it, once an argument."""
         if self.empty:
             return
-        if self.gpu is not None and self.gpu != torch.cuda.current_device():  # Triton uses the current device
+        if self.gpu is not None and self.gpu != current_gpu():  # Triton uses the current device
             with torch.cuda.device(self.device):
                 return self(*tensors)
-        if self.memory is None:
-            self.start(tensors)
-        else:
-            contextvars.copy_context().run(self.with_memory, tensors)
-
-    def with_memory(self, tensors: tuple[Tensor, ...]) -> None:
-        """Launch a kernel that makes descriptors: Triton asks an allocator for their memory.
-
-        The allocator is a context variable, so that the caller's stays as it was.
-        """
-        triton.set_allocator(self.memory)
-        self.start(tensors)
-
-    def start(self, tensors: tuple[Tensor, ...]) -> None:
-        """Launch by addresses: of a tensor Triton would ask the driver whether a GPU can read it, once an argument."""
         addresses = [x.data_ptr() for x in tensors]
         kind: Any = self.kind
         if ON_AMD or any([at % 16 for at in addresses]):
@@ -71,13 +59,24 @@ class Launch:
         if start is not None:
             start(self.grid, (*addresses, *self.others))
         else:
-            compiled = self.kernel[self.grid](*tensors, *self.others, **self.options)
-            COMPILED[kind] = None if compiled is None else start_of(compiled, self.device)
+            self.compile(kind, tensors)
+
+    def compile(self, kind: Any, tensors: tuple[Tensor, ...]) -> None:
+        """Launch as Triton does, which compiles the kernel, and keep what it found for later launches of this kind."""
+        launch = partial(self.kernel[self.grid], *tensors, *self.others, **self.options)
+        compiled = launch() if self.memory is None else self.memory.copy().run(launch)
+        COMPILED[kind] = None if compiled is None else start_of(compiled, self.device, self.memory)
 
 
-def allocate_on(device: torch.device) -> Callable[..., Tensor]:
-    """An allocator for Triton, of memory on this device."""
-    return lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device)
+@lru_cache
+def memory_on(device: torch.device) -> contextvars.Context:
+    """A context in which Triton allocates what kernels need beside their arguments, as those with descriptors do.
+
+    Launches run in a copy of it, so that an allocator of the caller stays as it was, and threads do not meet.
+    """
+    context = contextvars.Context()
+    context.run(triton.set_allocator, lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
+    return context
 
 
 def launch(
@@ -87,7 +86,7 @@ def launch(
     Launch(kernel, grid, tensors[0].device, others, kind, **options)(*tensors)
 
 
-def start_of(compiled: Any, device: torch.device) -> Start:
+def start_of(compiled: Any, device: torch.device, memory: contextvars.Context | None = None) -> Start:
     """A function that launches a compiled kernel on the current stream, without what Triton does for profilers."""
     compiled[1, 1, 1]  # loads it
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
@@ -95,12 +94,15 @@ def start_of(compiled: Any, device: torch.device) -> Start:
 
     def start(grid: Grid, args: tuple[Any, ...]) -> None:
         hook = runtime.launch_enter_hook
-        if hook is None or not getattr(hook, "calls", True):
-            run(*grid, stream_of(index), function, metadata, None, None, None, *args)
-        else:  # a profiler listens
+        if hook is not None and getattr(hook, "calls", True):  # a profiler listens
             compiled[grid](*args)
+        else:
+            run(*grid, stream_of(index), function, metadata, None, None, None, *args)
 
-    return start
+    if memory is None:
+        return start
+    copy = memory.copy
+    return lambda grid, args: copy().run(start, grid, args)
 
 
 def kind_of(numbers: Iterable[Any]) -> tuple[Any, ...]:
