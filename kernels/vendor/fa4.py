@@ -77,7 +77,7 @@ class Listed(NamedTuple):
     bounds: list[Tensor]  # begin and end of each query, [B, T], with room past the last one
     forward: BlockSparseTensorsTorch
     backward: BlockSparseTensorsTorch
-    no_key: Tensor  # the lse of a row without a finite score: -inf if it sees no key, else NaN
+    empty: Tensor | None  # which rows see no key, [rows, 1, T]; None if the host knows that all do
 
 
 @cute.jit
@@ -140,9 +140,9 @@ def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor) -> tu
     )
     room = 0, -T % PADDED
     bounds = [pad(x.to(torch.int32), room).expand(B, -1) for x in (where.begin, where.end)]
-    empty = (where.begin >= where.end)[:, None]  # [rows, 1, T]
-    no_key = torch.where(empty, NEVER, torch.nan)
-    return (Tile(slice(0, T), slice(0, last), Listed(bounds, forward, backward, no_key)),)
+    all_see = where.host is not None and bool((where.host[0] < where.host[1]).all())
+    empty = None if all_see else (where.begin >= where.end)[:, None]
+    return (Tile(slice(0, T), slice(0, last), Listed(bounds, forward, backward, empty)),)
 
 
 def covers_all(form: Form, T: int, S: int) -> bool:
@@ -184,14 +184,20 @@ def forward(
     if isinstance(mask, Listed):
         given |= {"mask_mod": sees, "block_sparse_tensors": mask.forward, "aux_tensors": mask.bounds}
         out, lse = _flash_attn_fwd(*tensors, **given)[:2]
-        return out, heads_first(torch.where(lse == NEVER, mask.no_key, lse))
+        lse = nan_kept(lse) if mask.empty is None else nan_kept(lse).masked_fill_(mask.empty, NEVER)
+        return out, heads_first(lse)
     if mask.packed:
         tensors = tuple(x.flatten(0, 1) for x in tensors)
     out, lse = _flash_attn_fwd(*tensors, **given, **mask.options)[:2]
-    lse = lse.masked_fill(lse == NEVER, torch.nan)  # it writes -inf for NaN; no row is empty
+    lse = nan_kept(lse)  # no row is empty
     if mask.packed:  # [H, B * T]
         return out.view(B, T, *out.shape[1:]), lse.view(H, B, T).permute(1, 2, 0)
     return out, heads_first(lse)
+
+
+def nan_kept(lse: Tensor) -> Tensor:
+    """FA4 writes -inf as the lse of a row with NaN, as of a row that sees no key: now NaN again, in place."""
+    return lse.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=torch.nan)
 
 
 def backward(
