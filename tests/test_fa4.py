@@ -2,23 +2,27 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import stand_in_fa4
+import test_gpu
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn import kernels
+from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import Kernel, Problem, gain, rates, reference, select
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.kernels.partial import NEVER
 from ringattn.kernels.vendor.forms import form_of
 from ringattn.launch.commands import tune
+from ringattn.launch.verify.cases import CASES, Case
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -253,6 +257,17 @@ def test_any_intervals_equal_float64(dims: tuple[int, int]) -> None:
         for name, a, b in zip(("out", "dq", "dk", "dv"), (part.out, *found), (truth.out, *expected), strict=True):
             error = ((a.double() - b).norm() / b.norm().clamp_min(1e-3)).item()
             assert error < 8e-3, f"trial {trial}, {name} is off by {error}: {rows} rows, {T} queries, {S} keys"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_shared_cases_by_name(case: Case) -> None:
+    """With dims that FA4 has; ranks are threads on one GPU."""
+    needs_fa4()
+    wide = replace(case, head_dim=64, value_dim=64)
+    ranks = partial(test_gpu.compare, case=wide, dtype=torch.bfloat16, kernel="fa4")
+    for off in run_ranks(lambda mesh: ranks(mesh=mesh), device="cuda", ring=case.ring, ulysses=case.ulysses):
+        assert not off, off
 
 
 @pytest.mark.gpu
