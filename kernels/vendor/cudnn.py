@@ -6,7 +6,7 @@ from torch import Tensor
 from ringattn.kernels.vendor import cudnn_refusal as refuses
 from ringattn.kernels.vendor.tiles import heads_first, over_tiles
 
-ATTEND = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+ATTEND = torch._scaled_dot_product_cudnn_attention  # the same op as of torch.ops.aten, found sooner
 GRADIENTS = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 

@@ -24,24 +24,24 @@ from ringattn.kernels.total import Total
 # The mask of a rectangle is whether it is causal.
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
-Pieces = Callable[[Intervals, Tensor, Tensor, Tensor], tuple[Tile, ...]]
+Pieces = Callable[..., tuple[Tile, ...]]  # (intervals, q, k, v, backward)
 
 
 def over_tiles(
     name: str, forward: Forward, backward: Backward, refuses: Callable[..., str | None],
-    as_one: Pieces | None = None,
+    pieces_of: Pieces | None = None,
 ) -> TorchKernel:  # fmt: skip
     """A kernel that runs a vendor's two functions of one tile over all tiles of a step.
 
-    The tiles are the rectangles that the intervals come with. A vendor that runs any intervals gives `as_one`, which
-    makes one tile of a step. Both functions then take softcap=, and its backward delta=, in place of out.
+    The tiles are the rectangles that the intervals come with. A vendor that runs any intervals gives `pieces_of`, which
+    makes its own tiles of a step. Both functions then take softcap=, and its backward delta=, in place of out.
     """
-    pieces = as_one or bind(rectangles, name)
+    pieces = pieces_of or bind(rectangles, name)
 
     def options(softcap: float | None) -> dict[str, Any]:
-        if softcap is not None and not as_one:
+        if softcap is not None and not pieces_of:
             raise NotImplementedError(f"{name} does not support softcap={softcap}; the triton and tiled kernels do")
-        return {"softcap": softcap} if as_one else {}
+        return {"softcap": softcap} if pieces_of else {}
 
     def attend(
         q_BTHD: Tensor,
@@ -96,10 +96,10 @@ def over_tiles(
     ) -> tuple[Any, ...]:
         """One vendor call for each tile; gradients of a tile that is the whole step are as the vendor gives them."""
         given = options(softcap)
-        tiles = pieces(where, q_BTHD, k_BSGD, v_BSGV)
+        tiles = pieces(where, q_BTHD, k_BSGD, v_BSGV, True)
         dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
 
-        if out is None and not as_one:
+        if out is None and not pieces_of:
             inputs = q_BTHD, k_BSGD, v_BSGV, where, dout_BTHV, lse_BTH, delta_BTH
             return own_backward(q_BTHD)(*inputs, scale=scale)
         q_BTHD, k_BSGD, v_BSGV, dout = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV, dout_BTHV))
@@ -119,7 +119,7 @@ def over_tiles(
         return sums
 
     def rounds(where: Intervals) -> bool:
-        return as_one is not None or len(where.tiles or ()) == 1
+        return pieces_of is not None or len(where.tiles or ()) == 1
 
     return TorchKernel(attend, sums_of(totals), refuses, row_delta, totals=totals, by_out=True, rounds=rounds)
 
@@ -153,7 +153,7 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def rectangles(name: str, where: Intervals, *tensors: Tensor) -> tuple[Tile, ...]:
+def rectangles(name: str, where: Intervals, *_: Any) -> tuple[Tile, ...]:
     """The full and causal rectangles that the intervals come with."""
     if where.tiles is None:
         raise NotImplementedError(
