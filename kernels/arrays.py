@@ -43,8 +43,10 @@ def fine(x: Array) -> Any:
     A merge weighs two sides by exp(the difference of their lse), and float32 rounds an lse of 1e4 by 5e-4. With 16-bit
     inputs other rounding errors are far larger.
     """
-    xp = namespace(x)
-    return xp.float64 if is_torch(x) and x.dtype == xp.float32 else accumulator(x)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return torch.float64 if x.dtype in (torch.float32, torch.float64) else torch.float32
+    return accumulator(x)
 
 
 def arange(n: int, like: Array) -> Array:

@@ -45,7 +45,8 @@ class TorchKernel:
     rounded          (dout, lse, delta) with the lse in the dtype that attend_backward computes in
     halves           as attend_backward, but as two functions, one for (dk, dv) and one for dq, which can run alone;
                      None if only all three gradients together are possible
-    totals           as attend_backward, but returns `Total`s, whose parts are not added up yet; None if not supported
+    totals           as attend_backward, but returns `Total`s, whose parts are not added up yet, or tensors where a
+                     gradient has one part; None if not supported
     by_out           whether `totals`, `halves` and attend_backward take out= and compute delta from it. If they get
                      delta instead, some use another kernel
     delta_once       whether delta is better computed ahead of the steps, if there are several

@@ -1,24 +1,30 @@
 """FlashAttention-4 on intervals: its own forms and the lists of tiles here; the kernel itself on a GPU that has it."""
 
 import sys
+import threading
+import time
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import stand_in_fa4
+import test_gpu
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn import kernels
+from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import Kernel, Problem, gain, rates, reference, select
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.kernels.partial import NEVER
 from ringattn.kernels.vendor.forms import form_of
 from ringattn.launch.commands import tune
+from ringattn.launch.verify.cases import CASES, Case
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -30,7 +36,7 @@ def some_intervals(rng: np.random.Generator, T: int, S: int, rows: int = 1) -> t
     last = np.clip(np.arange(T) + 1 + S - T, 0, S)
     starts = np.concatenate([[0], np.sort(rng.integers(0, T, 3))])
     document = starts[np.searchsorted(starts, np.arange(T), "right") - 1]
-    kind = rng.integers(7)
+    kind = rng.integers(8)
     if kind == 0:
         begin, end = (np.sort(rng.integers(0, S + 1, T)) for _ in range(2))
     elif kind == 1:
@@ -46,6 +52,9 @@ def some_intervals(rng: np.random.Generator, T: int, S: int, rows: int = 1) -> t
             np.minimum(document, S),
             np.minimum(np.append(starts, T)[np.searchsorted(starts, document, "right")], S),
         )
+    elif kind == 6:  # as in a step of a zigzag ring: a causal square, and below it all keys
+        half = min(T, S) // 2
+        begin, end = np.zeros(T, int), np.where(np.arange(T) < half, np.arange(T) + 1, S)
     else:
         end = np.sort(rng.integers(0, S + 1, T))
         begin = np.maximum(end - 100, 0)
@@ -182,10 +191,12 @@ def test_an_older_version_is_refused_with_the_remedy(fa4_here) -> None:
     assert "upgrade with pip install -U 'ringattn[fa4]'" in str(entry.refuses(PROBLEM))
 
 
-def test_what_is_passed_to_fa4_gives_attention(fa4_here) -> None:
+@pytest.mark.parametrize("split", [1, 4096])
+def test_what_is_passed_to_fa4_gives_attention(fa4_here, monkeypatch, split: int) -> None:
     """Its own forms, lists, merges into a carry, and gradients from out or from delta, without FA4 itself."""
     pytest.importorskip("triton")
     fa4, rng = fa4_here(), np.random.default_rng(0)
+    monkeypatch.setattr(fa4, "SPLIT", split)
     for trial in range(14):
         rows = int(rng.integers(1, 3))
         B, (T, S) = max(rows, int(rng.integers(1, 3))), rng.integers(1, 40, 2).tolist()
@@ -209,6 +220,44 @@ def test_what_is_passed_to_fa4_gives_attention(fa4_here) -> None:
         assert torch.allclose(again.lse[live], before[live] + np.log(2), atol=1e-5)
 
 
+def test_a_backward_pass_of_two_own_masks_takes_them(fa4_here) -> None:
+    """Where lists would be slower: a long step of a zigzag ring, and no other mask."""
+    fa4, T = fa4_here(), 4096
+    t = np.arange(T)
+    q, k = (torch.zeros(1, T, 1, 8) for _ in "qk")
+
+    def masks(begin: np.ndarray, end: np.ndarray) -> list[str]:
+        tiles = fa4.pieces(intervals(begin[None], end[None], True), q, k, k, True)
+        return [f"{x.queries.start} {x.keys.stop} {getattr(x.causal, 'options', 'lists')}" for x in tiles]
+
+    step = np.where(t < T // 2, t + 1, T)
+    assert masks(t * 0, step) == ["0 2048 {'causal': True}", "2048 4096 {'causal': False}"]
+    assert masks(t * 0, t + 1) == ["0 4096 {'causal': True}"]
+    assert masks(t * 0, np.where((t < 1000) | (t >= 2000), t + 1, 1500)) == ["0 4096 lists"], "three masks"
+
+
+def test_threads_call_fa4_one_after_the_other(fa4_here, monkeypatch) -> None:
+    """Its compiler keeps what it works on in the module, and mixes up what two threads compile."""
+    fa4, inside, most = fa4_here(), [], []
+
+    def slow(*args: object, **options: object) -> tuple[torch.Tensor, ...]:
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.01)
+        inside.pop()
+        return stand_in_fa4.forward(*args, **options)
+
+    monkeypatch.setattr(fa4, "_flash_attn_fwd", slow)
+    x, end = torch.randn(1, 8, 1, 8), np.arange(1, 9)[None]
+    calls = [partial(fa4.KERNEL.attend, x, x, x, intervals(end * 0, end, True), scale=1.0) for _ in range(4)]
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 4
+
+
 def needs_fa4() -> object:
     reason = next(k for k in kernels.TABLE if k.name == "fa4").refuses(PROBLEM)
     if reason:
@@ -219,12 +268,13 @@ def needs_fa4() -> object:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128), (256, 256)], ids=str)
-def test_any_intervals_equal_float64(dims: tuple[int, int]) -> None:
+def test_any_intervals_equal_float64(dims: tuple[int, int], part: int) -> None:
     """75 random problems for each of four dims: out, lse, and gradients of out and of the lse."""
     fa4, (D, V) = needs_fa4(), dims
-    rng = np.random.default_rng(D)
-    for trial in range(75):
+    rng = np.random.default_rng((D, part))
+    for trial in range(15 * part, 15 * part + 15):
         rows = int(rng.integers(1, 3))
         T, S = (int(x) for x in rng.integers(1, 700, 2))
         B, (H, G) = max(rows, int(rng.integers(1, 3))), (2, 2) if D != V else (4, 2)
@@ -253,6 +303,18 @@ def test_any_intervals_equal_float64(dims: tuple[int, int]) -> None:
         for name, a, b in zip(("out", "dq", "dk", "dv"), (part.out, *found), (truth.out, *expected), strict=True):
             error = ((a.double() - b).norm() / b.norm().clamp_min(1e-3)).item()
             assert error < 8e-3, f"trial {trial}, {name} is off by {error}: {rows} rows, {T} queries, {S} keys"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_shared_cases_by_name(case: Case) -> None:
+    """With dims that FA4 has; ranks are threads on one GPU."""
+    needs_fa4()
+    wide = replace(case, head_dim=64, value_dim=64)
+    ranks = partial(test_gpu.compare, case=wide, dtype=torch.bfloat16, kernel="fa4")
+    sizes = {"ring": case.ring, "ulysses": case.ulysses}
+    for off in run_ranks(lambda mesh: ranks(mesh=mesh), timeout=300.0, device="cuda", **sizes):  # it compiles
+        assert not off, off
 
 
 @pytest.mark.gpu

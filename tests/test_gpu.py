@@ -42,12 +42,12 @@ def limits(case: Case, given: dict[str, torch.Tensor], truth: dict[str, torch.Te
     }
 
 
-def compare(case: Case, mesh: object, dtype: torch.dtype) -> list[str]:
+def compare(case: Case, mesh: object, dtype: torch.dtype, kernel: str = "auto") -> list[str]:
     """What is off on this rank."""
     given = oracle.inputs(case, dtype)
     truth = oracle.dense(case, given)
     allowed = limits(case, given, truth)
-    found = oracle.run(case, mesh, {n: x.cuda() for n, x in given.items()})
+    found = oracle.run(case, mesh, {n: x.cuda() for n, x in given.items()}, kernel)
     errors = oracle.errors(case, mesh, found, truth)
     return [f"{case} {dtype}: {n} {e:.1e} > {allowed[n]:.1e}" for n, e in errors.items() if not e <= allowed[n]]
 

@@ -9,8 +9,8 @@ does. `dkdv_kernel` owns a block of keys and loops over the queries that see the
 decrease, so those queries are an interval too, which `spans_kernel` finds by binary search.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,10 +21,10 @@ from ringattn.kernels import partial
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.triton.blocks import (
     LOG2E,
+    Kept,
     Shape,
     add_rows,
     are_aligned,
-    cached,
     cells,
     head_of,
     launch,
@@ -39,7 +39,7 @@ from ringattn.kernels.triton.blocks import (
     tile,
 )
 from ringattn.kernels.triton.launch import Launch, cdiv, power_of_2
-from ringattn.kernels.triton.table import Table, Tile, Tiles
+from ringattn.kernels.triton.table import Table, Tile
 
 
 @triton.jit
@@ -99,24 +99,6 @@ def stats_kernel(
     tl.store(at + room, tl.where(saw, delta, 0.0), mask=rows < T)
 
 
-def row_stats(lse_BTH: Tensor, delta_BTH: Tensor | None, out_BTHV: Tensor | None, dout_BTHV: Tensor) -> Tensor:
-    """The lse in base 2 and delta, [B, H, 2, T], with rows of a multiple of 16 bytes, which descriptors require.
-
-    Without delta it is computed from out and dout.
-    """
-    B, T, H = lse_BTH.shape
-    stats = torch.empty(B, H, 2, cdiv(T, 4) * 4, dtype=torch.float32, device=lse_BTH.device)
-    by_out = delta_BTH is None
-    delta = lse_BTH if delta_BTH is None else delta_BTH
-    out = dout_BTHV if out_BTHV is None else out_BTHV
-    tensors, V, ROWS = (lse_BTH, delta, out, dout_BTHV, stats), dout_BTHV.shape[-1], 32 if by_out else 256
-    launch(
-        stats_kernel, (cdiv(T, ROWS), H, B), tensors, (*[x.stride() for x in tensors[:4]], T, H, stats.shape[-1]),
-        V=V, WIDTH=power_of_2(V), ROWS=ROWS, BY_OUT=by_out,
-    )  # fmt: skip
-    return stats
-
-
 @triton.jit
 def count_below(ptr, x, T, steps):
     """How many of the sorted ptr[0:T] are below each x, by binary search in `steps` steps."""
@@ -167,6 +149,9 @@ def spans_kernel(
     tl.store(at + 6, count, mask=block < blocks)
 
 
+SPAN = 8  # numbers of a block, one of them unused
+
+
 def spans(where: Intervals, length: int, cut: Tile) -> Tensor:
     """For each block of keys: lo, hi, 0, head, turn, tail, count; the queries [lo, hi) see it, and are `count` tiles.
 
@@ -179,9 +164,9 @@ def spans(where: Intervals, length: int, cut: Tile) -> Tensor:
         return known[sizes]
     begin, end, rows_st = rows_of(where)
     (rows, T), blocks = begin.shape, cdiv(length, cut.keys)
-    table = torch.empty(rows, blocks, 8, dtype=torch.int32, device=begin.device)
+    table = torch.empty(rows, blocks, SPAN, dtype=torch.int32, device=begin.device)
     numbers = (rows_st, T, length, blocks, T.bit_length())
-    constants = {"QUERIES": cut.queries, "KEYS": cut.keys, "LANES": 32, "WIDTH": 8}
+    constants = {"QUERIES": cut.queries, "KEYS": cut.keys, "LANES": 32, "WIDTH": SPAN}
     launch(spans_kernel, (cdiv(blocks, 32), rows), (begin, end, table), numbers, **constants)
     if known is not None and not (table.is_cuda and torch.cuda.is_current_stream_capturing()):
         known[sizes] = table  # not during a capture: the memory of a table made there belongs to the graph
@@ -394,69 +379,92 @@ def halves(
     Without delta it is computed from `out`. `alone`: nothing will be added to the gradients, so they have the dtypes of
     the inputs.
     """
-    dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
-    shape, device = Shape.of(q_BTHD, v_BSGV), q_BTHD.device
-    stats = row_stats(lse_BTH, delta_BTH, out, dout_BTHV)
+    if lse_BTH.dtype == torch.float64:
+        dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
     begin, end, rows_st = rows_of(where)
-    inputs = (q_BTHD, k_BSGD, v_BSGV, begin, end, dout_BTHV, stats)
-    strides = (*[x.stride() for x in inputs[:3]], rows_st, dout_BTHV.stride())
-    known = shape, device, tuple([x.dtype for x in inputs]), strides, are_aligned(*inputs[:3], dout_BTHV)
-    numbers = stats.shape[-1], scale, softcap
-    new_dq, new_dk, new_dv = (
-        torch.empty(x.shape, dtype=x.dtype if alone else torch.float32, device=device) if given is None else given
-        for x, given in ((q_BTHD, dq), (k_BSGD, dk), (v_BSGV, dv))
-    )
+    inputs = (q_BTHD, k_BSGD, v_BSGV, begin, end, dout_BTHV)
+    rows = out if delta_BTH is None else delta_BTH
+    assert rows is not None, "either delta or out is needed"
+    given = [None if x is None else (x.dtype, x.stride()) for x in (dq, dk, dv)]
+    known = (
+        q_BTHD.shape, v_BSGV.shape, q_BTHD.device, q_BTHD.dtype, k_BSGD.dtype, v_BSGV.dtype, dout_BTHV.dtype,
+        rows.dtype, q_BTHD.stride(), k_BSGD.stride(), v_BSGV.stride(), dout_BTHV.stride(), lse_BTH.stride(),
+        rows.stride(), rows_st, are_aligned(q_BTHD, k_BSGD, v_BSGV, dout_BTHV), scale, softcap, delta_BTH is None,
+        alone, *given,
+    )  # fmt: skip
+    new_dq, new_dk, new_dv = grads = [
+        torch.empty_like(x, dtype=x.dtype if alone else torch.float32, memory_format=torch.contiguous_format)
+        if into is None else into
+        for x, into in ((q_BTHD, dq), (k_BSGD, dk), (v_BSGV, dv))
+    ]  # fmt: skip
+    found = LAUNCHES.get(known) if table is None else None
+    if found is None:
+        adds = [x is not None for x in (dq, dk, dv)]
+        found = launches_of(inputs, lse_BTH, rows, rows_st, scale, softcap, delta_BTH is None, grads, adds, table)
+        if table is None:
+            LAUNCHES.keep(known, found)
+    stats = torch.empty(found.room, dtype=torch.float32, device=q_BTHD.device)
+    found.stats(lse_BTH, rows, rows, dout_BTHV, stats)
 
     def keys() -> tuple[Tensor, Tensor]:
-        queries_of = spans(where, shape.S, sizes_of(*known, table=table).dkdv)
-        spans_st = queries_of.stride(0) if queries_of.shape[0] > 1 else 0
-        to = new_dk.dtype, new_dv.dtype, (spans_st, new_dk.stride(), new_dv.stride()), dk is not None, dv is not None
-        dkdv_launch(*known, *numbers, *to, table=table)(*inputs, queries_of, new_dk, new_dv)
+        found.dkdv(*inputs, stats, spans(where, k_BSGD.shape[1], found.cut), new_dk, new_dv)
         return new_dk, new_dv
 
     def queries() -> Tensor:
-        to = new_dq.dtype, new_dq.stride(), dq is not None
-        dq_launch(*known, *numbers, *to, table=table)(*inputs, new_dq)
+        found.dq(*inputs, stats, new_dq)
         return new_dq
 
     return keys, queries
 
 
-@cached
-def sizes_of(
-    shape: Shape, device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[Any, ...], aligned: bool,
-    table: Table | None = None,
-) -> Tiles:  # fmt: skip
-    """The tile sizes; `strides` are those of q, k, v, the rows of intervals, and dout."""
-    return shape.tiles(device, dtypes[0].itemsize, (*strides[:3], strides[4]), aligned, table)
+class Launches(NamedTuple):
+    """The kernels of a backward pass, what `dkdv` is cut into, and the shape of the statistics."""
+
+    stats: Launch
+    dkdv: Launch
+    dq: Launch
+    cut: Tile
+    room: tuple[int, ...]
 
 
-@cached
-def dkdv_launch(
-    shape: Shape, device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[Any, ...], aligned: bool,
-    room: int, scale: float, softcap: float | None, dk: torch.dtype, dv: torch.dtype, to: tuple[Any, ...],
-    add_dk: bool, add_dv: bool, table: Table | None = None,
-) -> Launch:  # fmt: skip
-    cut = sizes_of(shape, device, dtypes, strides, aligned, table=table).dkdv
-    blocks, heads, (unit, cap) = cdiv(shape.S, cut.keys), shape.G, logits(scale, softcap)
-    return ready(
-        dkdv_kernel, (blocks * shape.B * heads,), device, (*dtypes, torch.int32, dk, dv),
-        (*strides, *to, shape.T, shape.S, heads, blocks, room, scale, unit, cap), cut,
-        **shape.constants(softcap, dtypes[0], device), QUERIES=cut.queries, KEYS=cut.keys, ADD_DK=add_dk,
-        ADD_DV=add_dv, TMA=cut.tma, FAR=(shape.H // heads - 1) * max(strides[0][2], strides[4][2]) >= 2**31,
+LAUNCHES = Kept()  # of `halves`, by all that they depend on but addresses
+
+
+def launches_of(
+    inputs: tuple[Tensor, ...], lse: Tensor, rows: Tensor, rows_st: int, scale: float, softcap: float | None,
+    by_out: bool, grads: Sequence[Tensor], adds: Sequence[bool], table: Table | None,
+) -> Launches:  # fmt: skip
+    """The launches of `halves` for tensors of these shapes, dtypes and strides.
+
+    `inputs` are q, k, v, begin, end and dout, and `rows` is out or delta. `adds`: which of the gradients are added to.
+    """
+    q, k, v, _, _, dout = inputs
+    shape, device, dtypes = Shape.of(q, v), q.device, tuple([*[x.dtype for x in inputs], torch.float32])
+    described = [x.stride() for x in (q, k, v, dout)]
+    cut = shape.tiles(device, q.itemsize, tuple(described), are_aligned(q, k, v, dout), table)
+    strides, constants = (*described[:3], rows_st, described[3]), shape.constants(softcap, q.dtype, device)
+    B, T, H, V = dout.shape
+    room = B, H, 2, cdiv(T, 4) * 4  # rows of a multiple of 16 bytes, which descriptors require
+    numbers = room[-1], scale, *logits(scale, softcap)
+    dq, dk, dv = grads
+
+    lines = 32 if by_out else 256
+    stats = ready(
+        stats_kernel, (cdiv(T, lines), H, B), device, (lse.dtype, rows.dtype, rows.dtype, dout.dtype, torch.float32),
+        (lse.stride(), rows.stride(), rows.stride(), dout.stride(), T, H, room[-1]),
+        V=V, WIDTH=power_of_2(V), ROWS=lines, BY_OUT=by_out,
     )  # fmt: skip
-
-
-@cached
-def dq_launch(
-    shape: Shape, device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[Any, ...], aligned: bool,
-    room: int, scale: float, softcap: float | None, dq: torch.dtype, to: tuple[int, ...], add: bool,
-    table: Table | None = None,
-) -> Launch:  # fmt: skip
-    cut = sizes_of(shape, device, dtypes, strides, aligned, table=table).dq
-    blocks = cdiv(shape.T, cut.queries)
-    return ready(
-        dq_kernel, (blocks * shape.B * shape.H,), device, (*dtypes, dq),
-        (*strides, to, shape.T, shape.H, blocks, room, scale, *logits(scale, softcap)), cut,
-        **shape.constants(softcap, dtypes[0], device), QUERIES=cut.queries, KEYS=cut.keys, ADD=add, TMA=cut.tma,
+    blocks = cdiv(shape.S, cut.dkdv.keys)
+    spans_st = blocks * SPAN if rows_st else 0
+    dkdv = ready(
+        dkdv_kernel, (blocks * B * shape.G,), device, (*dtypes, torch.int32, dk.dtype, dv.dtype),
+        (*strides, spans_st, dk.stride(), dv.stride(), T, shape.S, shape.G, blocks, *numbers), cut.dkdv,
+        **constants, QUERIES=cut.dkdv.queries, KEYS=cut.dkdv.keys, ADD_DK=adds[1], ADD_DV=adds[2], TMA=cut.dkdv.tma,
+        FAR=(H // shape.G - 1) * max(q.stride(2), dout.stride(2)) >= 2**31,
     )  # fmt: skip
+    blocks = cdiv(T, cut.dq.queries)
+    of_dq = ready(
+        dq_kernel, (blocks * B * H,), device, (*dtypes, dq.dtype), (*strides, dq.stride(), T, H, blocks, *numbers),
+        cut.dq, **constants, QUERIES=cut.dq.queries, KEYS=cut.dq.keys, ADD=adds[0], TMA=cut.dq.tma,
+    )  # fmt: skip
+    return Launches(stats, dkdv, of_dq, cut.dkdv, room)

@@ -1,7 +1,5 @@
 """What the flash kernels share: loading a tile, the keys a block of queries sees, the soft cap, and the launch."""
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -136,8 +134,18 @@ def head_of(heads, blocks, LAST_FIRST: tl.constexpr):
     return block, (pid // blocks // heads).to(tl.int64), (pid // blocks % heads).to(tl.int64)
 
 
-READY: dict[Any, Launch] = {}  # by kernel, programs, tile sizes, numbers and dtypes
+class Kept(dict[Any, Any]):
+    """A cache of launches, emptied when it has too many."""
+
+    def keep(self, known: Any, found: Any) -> Any:
+        if len(self) >= MOST:
+            self.clear()
+        self[known] = found
+        return found
+
+
 MOST = 4096
+READY = Kept()  # by kernel, programs, tile sizes, numbers and dtypes
 
 
 def launch(
@@ -149,9 +157,7 @@ def launch(
     same = id(kernel), programs, tensors[0].device, cut, numbers, dtypes, *sizes.values()
     found = READY.get(same)
     if found is None:
-        if len(READY) >= MOST:
-            READY.clear()
-        found = READY[same] = ready(kernel, programs, tensors[0].device, dtypes, numbers, cut, **sizes)
+        found = READY.keep(same, ready(kernel, programs, tensors[0].device, dtypes, numbers, cut, **sizes))
     found(*tensors)
 
 
@@ -176,8 +182,13 @@ def options_of(cut: Any) -> dict[str, int]:
 
 def rows_of(where: Intervals) -> tuple[Tensor, Tensor, int]:
     """(begin, end, stride between batch rows); the stride is 0 if all batch rows share one row of intervals."""
-    begin, end = (x.to(torch.int32).contiguous() for x in (where.begin, where.end))
+    begin, end = whole_int32(where.begin), whole_int32(where.end)
     return begin, end, begin.stride(0) if begin.shape[0] > 1 else 0
+
+
+def whole_int32(x: Tensor) -> Tensor:
+    """`x` as a contiguous int32 tensor; asking first costs the host less than converting."""
+    return x if x.dtype == torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
 
 
 def logits(scale: float, softcap: float | None) -> tuple[float, float]:
@@ -224,16 +235,6 @@ class Shape(NamedTuple):
         precise = "tf32x3" if dtype == torch.float32 and device.type == "cuda" and not torch.version.hip else "ieee"
         sizes = {"R": self.H // self.G, "D": self.D, "V": self.V, "WIDTH_D": wide_d, "WIDTH_V": wide_v}
         return {**sizes, "SOFTCAP": softcap is not None, "PRECISION": precise}
-
-
-def cached(make: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with an lru_cache, except for calls with a table of tile sizes, which is not hashable."""
-    known = lru_cache(maxsize=4096)(make)
-
-    def find(*args: Any, table: Table | None = None) -> Any:
-        return known(*args) if table is None else make(*args, table=table)
-
-    return find
 
 
 def are_aligned(*tensors: Tensor) -> bool:

@@ -1,7 +1,5 @@
 """Flash attention forward over intervals: one kernel for every mask, which also merges into the carried partial."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,10 +11,10 @@ from ringattn.kernels.partial import Partial
 from ringattn.kernels.triton.blocks import (
     LN2,
     LOG2E,
+    Kept,
     Shape,
     add_rows,
     are_aligned,
-    cached,
     cells,
     head_of,
     logits,
@@ -152,33 +150,48 @@ def attend(
     `carry` is updated in place if `carry.out` has the dtype of the result; use the returned partial. `table` replaces
     the built-in tile sizes. `causal` replaces the intervals by [0, t + 1), which the kernel computes: for benchmarks.
     """
-    shape = Shape.of(q_BTHD, v_BSGV)
     dtype, device = out_dtype or torch.float32, q_BTHD.device
     in_place = carry is not None and carry.out.dtype == dtype
-    if carry is not None:
-        out, lse = carry.out if in_place else torch.empty_like(carry.out, dtype=dtype), carry.lse
+    if carry is None:
+        B, T, H, _ = q_BTHD.shape
+        out = torch.empty(B, T, H, v_BSGV.shape[3], dtype=dtype, device=device)
+        lse = torch.empty_strided((B, T, H), (H * T, 1, T), dtype=fine(q_BTHD), device=device)  # no view, for autograd
+        old, merges = Partial(out, lse), None
     else:
-        out = torch.empty(shape.B, shape.T, shape.H, shape.V, dtype=dtype, device=device)
-        lse = torch.empty(shape.B, shape.H, shape.T, dtype=fine(q_BTHD), device=device).transpose(1, 2)
+        out = carry.out if in_place else torch.empty_like(carry.out, dtype=dtype)
+        old, lse = carry, carry.lse
+        merges = in_place, old.out.dtype, old.out.stride(), lse.stride(), out.stride()
     begin, end, rows_st = rows_of(where)
-    tensors = (q_BTHD, k_BSGD, v_BSGV, begin, end, *(carry or (out, lse)), out, lse)
-    strides = (*[x.stride() for x in tensors[:3]], rows_st, *[x.stride() for x in tensors[5:]])
-    known = shape, device, tuple([x.dtype for x in tensors]), strides, are_aligned(*tensors[:3]), scale, softcap
-    launch_of(*known, carry is not None, in_place, causal, table=table)(*tensors)
+    tensors = (q_BTHD, k_BSGD, v_BSGV, begin, end, *old, out, lse)
+    known = (
+        q_BTHD.shape, v_BSGV.shape, device, q_BTHD.dtype, k_BSGD.dtype, v_BSGV.dtype, dtype, q_BTHD.stride(),
+        k_BSGD.stride(), v_BSGV.stride(), rows_st, are_aligned(q_BTHD, k_BSGD, v_BSGV), scale, softcap, merges, causal,
+    )  # fmt: skip
+    launch = LAUNCHES.get(known) if table is None else None
+    if launch is None:
+        launch = launch_of(tensors, rows_st, scale, softcap, carry is not None, in_place, causal, table)
+        if table is None:
+            LAUNCHES.keep(known, launch)
+    launch(*tensors)
     return Partial(out, lse)
 
 
-@cached
+LAUNCHES = Kept()  # of `attend`, by all that it depends on but addresses; without a carry, out and lse are contiguous
+
+
 def launch_of(
-    shape: Shape, device: torch.device, dtypes: tuple[torch.dtype, ...], strides: tuple[Any, ...], aligned: bool,
-    scale: float, softcap: float | None, carry: bool, in_place: bool, causal: bool, table: Table | None = None,
+    tensors: tuple[Tensor, ...], rows_st: int, scale: float, softcap: float | None, carry: bool, in_place: bool,
+    causal: bool, table: Table | None,
 ) -> Launch:  # fmt: skip
     """The launch of `attend` for tensors of these shapes, dtypes and strides."""
-    cut = shape.tiles(device, dtypes[0].itemsize, strides[:3], aligned, table).forward
+    (q, k, v), device = tensors[:3], tensors[0].device
+    shape, strides = Shape.of(q, v), [x.stride() for x in (q, k, v)]
+    cut = shape.tiles(device, q.itemsize, tuple(strides), are_aligned(q, k, v), table).forward
     blocks = cdiv(shape.T, cut.queries)
     return ready(
-        forward_kernel, (blocks * shape.B * shape.H,), device, dtypes,
-        (*strides, shape.T, shape.S, shape.H, blocks, *logits(scale, softcap)), cut,
-        **shape.constants(softcap, dtypes[0], device), QUERIES=cut.queries, KEYS=cut.keys, CARRY=carry,
+        forward_kernel, (blocks * shape.B * shape.H,), device, tuple([x.dtype for x in tensors]),
+        (*strides, rows_st, *[x.stride() for x in tensors[5:]], shape.T, shape.S, shape.H, blocks,
+         *logits(scale, softcap)), cut,
+        **shape.constants(softcap, q.dtype, device), QUERIES=cut.queries, KEYS=cut.keys, CARRY=carry,
         IN_PLACE=in_place, TMA=cut.tma, CAUSAL=causal,
     )  # fmt: skip

@@ -7,6 +7,7 @@ is left for each launch is to look at the addresses.
 
 import contextvars
 from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from triton import knobs
 
 Grid = tuple[int, int, int]
 Start = Callable[[Grid, tuple[Any, ...]], None]
+ON_AMD = torch.version.hip is not None
+current_gpu = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # asks without setting CUDA up
 
 KINDS: dict[Any, int] = {}  # a number for each kind of launch
-COMPILED: dict[tuple[int, Any], Start | None] = {}  # by kind and addresses; None: Triton decides on each launch
+COMPILED: dict[Any, Start | None] = {}  # by kind, or kind and addresses; None: Triton decides on each launch
 
 
 class Launch:
@@ -35,39 +38,45 @@ class Launch:
     ):  # fmt: skip
         self.kernel, self.grid, self.device, self.others, self.options = kernel, grid, device, others, options
         self.kind = KINDS.setdefault((id(kernel), device, kind, *options.items()), len(KINDS))
-        self.descriptors = descriptors
+        self.gpu = device.index if device.type == "cuda" else None
+        self.empty = 0 in grid
+        self.memory = memory_on(device) if descriptors else None
 
     def __call__(self, *tensors: Tensor) -> None:
-        device = self.device
-        if 0 in self.grid:
+        """Launch by addresses: of a tensor Triton would ask the driver whether a GPU can read it, once an argument."""
+        if self.empty:
             return
-        if device.type == "cuda" and device.index != torch.cuda.current_device():  # Triton uses the current device
-            with torch.cuda.device(device):
+        if self.gpu is not None and self.gpu != current_gpu():  # Triton uses the current device
+            with torch.cuda.device(self.device):
                 return self(*tensors)
-        if self.descriptors:
-            contextvars.copy_context().run(self.with_memory, tensors)
-        else:
-            self.start(tensors)
-
-    def with_memory(self, tensors: tuple[Tensor, ...]) -> None:
-        """Launch a kernel that makes descriptors: Triton asks an allocator for their memory.
-
-        The allocator is a context variable, so that the caller's stays as it was.
-        """
-        triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=self.device))
-        self.start(tensors)
-
-    def start(self, tensors: tuple[Tensor, ...]) -> None:
-        low = [x.data_ptr() % 16 for x in tensors]
-        addresses: Any = tuple(low) if any(low) else None
-        if torch.version.hip:
-            addresses = (*low, *[x.untyped_storage().size() > 2147483647 for x in tensors])
-        start = COMPILED.get((self.kind, addresses))
+        addresses = [x.data_ptr() for x in tensors]
+        kind: Any = self.kind
+        if ON_AMD or any([at % 16 for at in addresses]):
+            kind = kind, *[at % 16 for at in addresses]
+        if ON_AMD:
+            kind = *kind, *[x.untyped_storage().size() > 2147483647 for x in tensors]
+        start = COMPILED.get(kind)
         if start is not None:
-            start(self.grid, (*tensors, *self.others))
+            start(self.grid, (*addresses, *self.others))
         else:
-            compiled = self.kernel[self.grid](*tensors, *self.others, **self.options)
-            COMPILED[self.kind, addresses] = None if compiled is None else start_of(compiled, self.device)
+            self.compile(kind, tensors)
+
+    def compile(self, kind: Any, tensors: tuple[Tensor, ...]) -> None:
+        """Launch as Triton does, which compiles the kernel, and keep what it found for later launches of this kind."""
+        launch = partial(self.kernel[self.grid], *tensors, *self.others, **self.options)
+        compiled = launch() if self.memory is None else self.memory.copy().run(launch)
+        COMPILED[kind] = None if compiled is None else start_of(compiled, self.device, self.memory)
+
+
+@lru_cache
+def memory_on(device: torch.device) -> contextvars.Context:
+    """A context in which Triton allocates what kernels need beside their arguments, as those with descriptors do.
+
+    Launches run in a copy of it, so that an allocator of the caller stays as it was, and threads do not meet.
+    """
+    context = contextvars.Context()
+    context.run(triton.set_allocator, lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
+    return context
 
 
 def launch(
@@ -77,7 +86,7 @@ def launch(
     Launch(kernel, grid, tensors[0].device, others, kind, **options)(*tensors)
 
 
-def start_of(compiled: Any, device: torch.device) -> Start:
+def start_of(compiled: Any, device: torch.device, memory: contextvars.Context | None = None) -> Start:
     """A function that launches a compiled kernel on the current stream, without what Triton does for profilers."""
     compiled[1, 1, 1]  # loads it
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
@@ -85,12 +94,15 @@ def start_of(compiled: Any, device: torch.device) -> Start:
 
     def start(grid: Grid, args: tuple[Any, ...]) -> None:
         hook = runtime.launch_enter_hook
-        if hook is None or not getattr(hook, "calls", True):
-            run(*grid, stream_of(index), function, metadata, None, None, None, *args)
-        else:  # a profiler listens
+        if hook is not None and getattr(hook, "calls", True):  # a profiler listens
             compiled[grid](*args)
+        else:
+            run(*grid, stream_of(index), function, metadata, None, None, None, *args)
 
-    return start
+    if memory is None:
+        return start
+    copy = memory.copy
+    return lambda grid, args: copy().run(start, grid, args)
 
 
 def kind_of(numbers: Iterable[Any]) -> tuple[Any, ...]:

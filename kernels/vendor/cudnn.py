@@ -6,12 +6,13 @@ from torch import Tensor
 from ringattn.kernels.vendor import cudnn_refusal as refuses
 from ringattn.kernels.vendor.tiles import heads_first, over_tiles
 
+ATTEND = torch._scaled_dot_product_cudnn_attention  # the same op as of torch.ops.aten, found sooner
+GRADIENTS = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+
 
 def forward(q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    q, k, v = map(heads_first, (q_BTHD, k_BSGD, v_BSGV))
-    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[
-        :2
-    ]
+    q, k, v = [x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGV)]
+    out, lse = ATTEND(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
     return heads_first(out), heads_first(lse.reshape(out.shape[:3]))
 
 
@@ -31,14 +32,12 @@ def backward(
         lse_BTH = lse_BTH.repeat(1, 2, 1)
         dq, dk, dv = backward(twice[0], twice[1], k_BSGD, v_BSGV, twice[2], lse_BTH, False, scale)
         return dq[:, :1], dk, dv
-    dout, q, k, v, out = map(heads_first, (dout_BTHV, q_BTHD, k_BSGD, v_BSGV, out_BTHV))
-    lse = heads_first(lse_BTH).contiguous()[..., None]
+    dout, q, k, v, out = [x.transpose(1, 2) for x in (dout_BTHV, q_BTHD, k_BSGD, v_BSGV, out_BTHV)]
+    lse = heads_first(lse_BTH).contiguous().unsqueeze(-1)
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of dropout
     lengths = (None, None, q.shape[2], k.shape[2])
-    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse, unused, unused, None, *lengths, 0.0, causal, scale=scale
-    )
-    dq, dk, dv = map(heads_first, grads)
+    grads = GRADIENTS(dout, q, k, v, out, lse, unused, unused, None, *lengths, 0.0, causal, scale=scale)
+    dq, dk, dv = [x.transpose(1, 2) for x in grads]
     return dq, dk, dv
 
 

@@ -9,6 +9,7 @@ import os
 from functools import lru_cache
 from inspect import signature
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,8 @@ OLD = NEEDED.difference(signature(_flash_attn_fwd).parameters)
 OLD |= (NEEDED | {"dlse"}).difference(signature(_flash_attn_bwd).parameters)
 DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # others were not right, or not tried
 PADDED = 384  # a multiple of all blocks of queries: the mask function also reads the intervals of rows past the last
+SPLIT = 4096  # a backward pass of so many queries takes two of FA4's own masks rather than lists
+ONE = Lock()  # threads must not compile at the same time: FA4's compiler keeps what it works on for the whole process
 
 
 class Sizes(NamedTuple):
@@ -75,9 +78,8 @@ class Listed(NamedTuple):
     """Any intervals: what FA4 needs beside q, k and v."""
 
     bounds: list[Tensor]  # begin and end of each query, [B, T], with room past the last one
-    forward: BlockSparseTensorsTorch
-    backward: BlockSparseTensorsTorch
-    no_key: Tensor  # the lse of a row without a finite score: -inf if it sees no key, else NaN
+    lists: BlockSparseTensorsTorch  # of the tiles of each block of queries; for a backward pass, of keys
+    empty: Tensor | None  # which rows see no key, [rows, 1, T]; None if the host knows that all do
 
 
 @cute.jit
@@ -104,20 +106,46 @@ def compiled() -> int:
     return sum(len(function.compile_cache.cache) for function in (_flash_attn_fwd, _flash_attn_bwd))
 
 
-def as_one(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor) -> tuple[Tile, ...]:
-    """The step as one call, or none if no query sees a key: its rectangle, with `Own` or `Listed` as its mask."""
-    kind = "fa4", q_BTHD.shape[0], k_BSGD.shape[1], q_BTHD.shape[3], v_BSGV.shape[3]
+def pieces(
+    where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backward: bool = False
+) -> tuple[Tile, ...]:
+    """The step as one call, with `Own` or `Listed` as its mask; none if no query sees a key; see `two_own` for two."""
+    kind = "fa4", backward, q_BTHD.shape[0], k_BSGD.shape[1], q_BTHD.shape[3], v_BSGV.shape[3]
     known = where.made
     if known is not None and kind in known:
         found: tuple[Tile, ...] = known[kind]
         return found
-    found = made(where, q_BTHD, k_BSGD, v_BSGV)
+    found = two_own(where, q_BTHD) if backward else ()
+    found = found or made(where, q_BTHD, k_BSGD, v_BSGV, backward)
     if known is not None and not (q_BTHD.is_cuda and torch.cuda.is_current_stream_capturing()):
         known[kind] = found
     return found
 
 
-def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor) -> tuple[Tile, ...]:
+def two_own(where: Intervals, q_BTHD: Tensor) -> tuple[Tile, ...]:
+    """Two of FA4's own masks, one after the other along the queries, if the intervals are those; else none.
+
+    Lists cost a backward pass 5% and more, and adding up the gradients of two calls less than 1%, but for short
+    sequences.
+    """
+    if where.tiles is None or where.host is None or q_BTHD.shape[1] < SPLIT:
+        return ()
+    begin, end = where.host[0][0], where.host[1][0]
+    starts = sorted({tile.queries.start for tile in where.tiles})
+    if len(starts) != 2 or form_of(begin, end) is not None:
+        return ()
+    found = []
+    for first, stop in ((starts[0], starts[1]), (starts[1], len(begin))):
+        form = form_of(begin[first:stop], end[first:stop])
+        if form is None or form.starts is not None:
+            return ()
+        queries = slice(first + form.queries.start, first + form.queries.stop)
+        found.append(Tile(queries, form.keys, own(form, q_BTHD.shape[0], q_BTHD.device)))
+    return tuple(found)
+
+
+def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backward: bool) -> tuple[Tile, ...]:
+    """The step as one call."""
     (B, T, _, D), S, V = q_BTHD.shape, k_BSGD.shape[1], v_BSGV.shape[3]
     if where.host is not None and len(where.host[0]) == 1:
         begin, end = where.host[0][0], where.host[1][0]
@@ -133,16 +161,13 @@ def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor) -> tu
             queries, keys, causal = where.tiles[0]
             return (Tile(queries, keys, own(Form(queries, keys, causal), B, q_BTHD.device)),)
     last = S if where.host is None else int(where.host[1].max(initial=0))  # no query sees a key from here on
-    sizes = sizes_of(D, V)
-    forward, backward = (
-        BlockSparseTensorsTorch(*block_lists(where, last, *size, by_keys), block_size=size)
-        for size, by_keys in ((sizes.forward, False), (sizes.backward, True))
-    )
+    size = sizes_of(D, V)[backward]
+    lists = BlockSparseTensorsTorch(*block_lists(where, last, *size, by_keys=backward), block_size=size)
     room = 0, -T % PADDED
     bounds = [pad(x.to(torch.int32), room).expand(B, -1) for x in (where.begin, where.end)]
-    empty = (where.begin >= where.end)[:, None]  # [rows, 1, T]
-    no_key = torch.where(empty, NEVER, torch.nan)
-    return (Tile(slice(0, T), slice(0, last), Listed(bounds, forward, backward, no_key)),)
+    all_see = where.host is not None and bool((where.host[0] < where.host[1]).all())
+    empty = None if all_see else (where.begin >= where.end)[:, None]
+    return (Tile(slice(0, T), slice(0, last), Listed(bounds, lists, empty)),)
 
 
 def covers_all(form: Form, T: int, S: int) -> bool:
@@ -182,16 +207,24 @@ def forward(
     given: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap, "return_lse": True}
     tensors: tuple[Tensor, ...] = q_BTHD, k_BSGD, v_BSGV
     if isinstance(mask, Listed):
-        given |= {"mask_mod": sees, "block_sparse_tensors": mask.forward, "aux_tensors": mask.bounds}
-        out, lse = _flash_attn_fwd(*tensors, **given)[:2]
-        return out, heads_first(torch.where(lse == NEVER, mask.no_key, lse))
+        given |= {"mask_mod": sees, "block_sparse_tensors": mask.lists, "aux_tensors": mask.bounds}
+        with ONE:
+            out, lse = _flash_attn_fwd(*tensors, **given)[:2]
+        lse = nan_kept(lse) if mask.empty is None else nan_kept(lse).masked_fill_(mask.empty, NEVER)
+        return out, heads_first(lse)
     if mask.packed:
         tensors = tuple(x.flatten(0, 1) for x in tensors)
-    out, lse = _flash_attn_fwd(*tensors, **given, **mask.options)[:2]
-    lse = lse.masked_fill(lse == NEVER, torch.nan)  # it writes -inf for NaN; no row is empty
+    with ONE:
+        out, lse = _flash_attn_fwd(*tensors, **given, **mask.options)[:2]
+    lse = nan_kept(lse)  # no row is empty
     if mask.packed:  # [H, B * T]
         return out.view(B, T, *out.shape[1:]), lse.view(H, B, T).permute(1, 2, 0)
     return out, heads_first(lse)
+
+
+def nan_kept(lse: Tensor) -> Tensor:
+    """FA4 writes -inf as the lse of a row with NaN, as of a row that sees no key: now NaN again, in place."""
+    return lse.nan_to_num_(nan=torch.nan, posinf=torch.inf, neginf=torch.nan)
 
 
 def backward(
@@ -214,14 +247,15 @@ def backward(
     dlse = None if minus is None else -minus
     options: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap or 0.0, "dlse": dlse}
     if isinstance(mask, Listed):
-        options |= {"mask_mod": sees, "block_sparse_tensors": mask.backward, "aux_tensors": mask.bounds}
+        options |= {"mask_mod": sees, "block_sparse_tensors": mask.lists, "aux_tensors": mask.bounds}
     else:
         options |= mask.options
         if mask.packed:
             tensors = tuple(x.flatten(0, 1) for x in tensors)
             lse, options["dlse"] = (None if x is None else x.transpose(0, 1).flatten(1) for x in (lse, options["dlse"]))
-    dq, dk, dv = _flash_attn_bwd(*tensors, lse, **options)[:3]
+    with ONE:
+        dq, dk, dv = _flash_attn_bwd(*tensors, lse, **options)[:3]
     return dq.view(q_BTHD.shape), dk.view(k_BSGD.shape), dv.view(v_BSGV.shape)
 
 
-KERNEL = over_tiles(NAME, forward, backward, refuses, as_one)
+KERNEL = over_tiles(NAME, forward, backward, refuses, pieces)

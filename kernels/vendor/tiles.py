@@ -24,24 +24,24 @@ from ringattn.kernels.total import Total
 # The mask of a rectangle is whether it is causal.
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
-Pieces = Callable[[Intervals, Tensor, Tensor, Tensor], tuple[Tile, ...]]
+Pieces = Callable[..., tuple[Tile, ...]]  # (intervals, q, k, v, backward)
 
 
 def over_tiles(
     name: str, forward: Forward, backward: Backward, refuses: Callable[..., str | None],
-    as_one: Pieces | None = None,
+    pieces_of: Pieces | None = None,
 ) -> TorchKernel:  # fmt: skip
     """A kernel that runs a vendor's two functions of one tile over all tiles of a step.
 
-    The tiles are the rectangles that the intervals come with. A vendor that runs any intervals gives `as_one`, which
-    makes one tile of a step. Both functions then take softcap=, and its backward delta=, in place of out.
+    The tiles are the rectangles that the intervals come with. A vendor that runs any intervals gives `pieces_of`, which
+    makes its own tiles of a step. Both functions then take softcap=, and its backward delta=, in place of out.
     """
-    pieces = as_one or bind(rectangles, name)
+    pieces = pieces_of or bind(rectangles, name)
 
     def options(softcap: float | None) -> dict[str, Any]:
-        if softcap is not None and not as_one:
+        if softcap is not None and not pieces_of:
             raise NotImplementedError(f"{name} does not support softcap={softcap}; the triton and tiled kernels do")
-        return {"softcap": softcap} if as_one else {}
+        return {"softcap": softcap} if pieces_of else {}
 
     def attend(
         q_BTHD: Tensor,
@@ -62,13 +62,13 @@ def over_tiles(
         def run(tile: Tile) -> Partial:
             tensors = cut(q_BTHD, tile.queries), cut(k_BSGD, tile.keys), cut(v_BSGV, tile.keys)
             out, lse = forward(*tensors, tile.causal, scale, **given)
-            return Partial(out, lse.to(fine(q_BTHD)))
+            return Partial(out, in_dtype(lse, fine(q_BTHD)))
 
-        exact = accumulator(q_BTHD)
-        dtype = out_dtype or exact
         if len(tiles) == 1 and carry is None and covers(tiles[0].queries, q_BTHD.shape[1]):
             part = run(tiles[0])
-            return Partial(part.out.to(dtype), part.lse)
+            return Partial(in_dtype(part.out, out_dtype or accumulator(q_BTHD)), part.lse)
+        exact = accumulator(q_BTHD)
+        dtype = out_dtype or exact
         between = untouched([tile.queries for tile in tiles], q_BTHD.shape[1])  # None: a row has several merges
         total = carry or empty(q_BTHD, v_BSGV.shape[-1])
         if between is None:
@@ -93,33 +93,38 @@ def over_tiles(
         scale: float,
         softcap: float | None = None,
         out: Tensor | None = None,
-    ) -> tuple[Total, Total, Total]:
+    ) -> tuple[Any, ...]:
+        """One vendor call for each tile; gradients of a tile that is the whole step are as the vendor gives them."""
         given = options(softcap)
-        tiles = pieces(where, q_BTHD, k_BSGD, v_BSGV)
-        dq, dk, dv = sums = Total(q_BTHD), Total(k_BSGD), Total(v_BSGV)
+        tiles = pieces(where, q_BTHD, k_BSGD, v_BSGV, True)
         dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
-        if out is None and not as_one:
+
+        if out is None and not pieces_of:
             inputs = q_BTHD, k_BSGD, v_BSGV, where, dout_BTHV, lse_BTH, delta_BTH
-            for total, part in zip(sums, own_backward(q_BTHD)(*inputs, scale=scale), strict=True):
-                total.add(part)
-            return sums
+            return own_backward(q_BTHD)(*inputs, scale=scale)
         q_BTHD, k_BSGD, v_BSGV, dout = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV, dout_BTHV))
         out = None if out is None else unit_stride(out)
-        for queries, keys, mask in largest_first(tiles):
+
+        def run(queries: slice, keys: slice, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
             rows = [None if x is None else cut(x, queries) for x in (dout, q_BTHD, out, lse_BTH)]
             more = {"delta": cut(delta_BTH, queries)} if out is None and delta_BTH is not None else {}
-            found = backward(*rows[:2], cut(k_BSGD, keys), cut(v_BSGV, keys), *rows[2:], mask, scale, **given, **more)
-            for total, part, at in zip((dq, dk, dv), found, (queries, keys, keys), strict=True):
+            return backward(*rows[:2], cut(k_BSGD, keys), cut(v_BSGV, keys), *rows[2:], mask, scale, **given, **more)
+
+        if len(tiles) == 1 and covers(tiles[0].queries, q_BTHD.shape[1]) and covers(tiles[0].keys, k_BSGD.shape[1]):
+            return run(*tiles[0])
+        sums = Total(q_BTHD), Total(k_BSGD), Total(v_BSGV)
+        for tile in largest_first(tiles):
+            for total, part, at in zip(sums, run(*tile), (tile.queries, tile.keys, tile.keys), strict=True):
                 total.add(part, at)
-        return dq, dk, dv
+        return sums
 
     def rounds(where: Intervals) -> bool:
-        return as_one is not None or len(where.tiles or ()) == 1
+        return pieces_of is not None or len(where.tiles or ()) == 1
 
     return TorchKernel(attend, sums_of(totals), refuses, row_delta, totals=totals, by_out=True, rounds=rounds)
 
 
-def sums_of(totals: Callable[..., tuple[Total, Total, Total]]) -> Callable[..., tuple[Tensor, ...]]:
+def sums_of(totals: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """`attend_backward` of a kernel that has `totals`."""
 
     def attend_backward(
@@ -136,7 +141,11 @@ def sums_of(totals: Callable[..., tuple[Total, Total, Total]]) -> Callable[..., 
 
 def cut(x: Tensor, rows: slice) -> Tensor:
     """These rows of a tensor; the tensor itself if they are all."""
-    return x if covers(rows, x.shape[1]) else x[:, rows]
+    return x if rows.start == 0 and rows.stop == x.shape[1] else x[:, rows]
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)  # asking first costs the host less
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -144,7 +153,7 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def rectangles(name: str, where: Intervals, *tensors: Tensor) -> tuple[Tile, ...]:
+def rectangles(name: str, where: Intervals, *_: Any) -> tuple[Tile, ...]:
     """The full and causal rectangles that the intervals come with."""
     if where.tiles is None:
         raise NotImplementedError(

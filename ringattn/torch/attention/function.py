@@ -7,7 +7,7 @@ binds the same call when it runs (`ringattn.torch.attention.compiled`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -
                 q, k, v = (cleared(x, real) for x, real in zip((q, k, v), call.reals, strict=True))
             start = None if sinks is None else sink_partial(q, sinks, v.shape[-1])
             part = next(attended(call, iter([(q, k, v, start)])))
-            out, lse = part.out.to(q.dtype), part.lse
+            out, lse = in_dtype(part.out, q.dtype), part.lse
         else:
             out, lse, kept = swapped(call, q, k, v, sinks)
         if call.padded:
@@ -225,8 +225,10 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
 
 
 def in_dtype(grad: Any, dtype: torch.dtype) -> Tensor:
-    """A gradient in this dtype, from a tensor or a `Total`."""
-    return grad.to(dtype) if isinstance(grad, Tensor) else grad.tensor(dtype)
+    """A result in this dtype, from a tensor or a `Total`."""
+    if not isinstance(grad, Tensor):
+        return cast(Tensor, grad.tensor(dtype))
+    return grad if grad.dtype == dtype else grad.to(dtype)  # asking first costs the host less
 
 
 def sink_partial(q: Tensor, sinks: Tensor, value_dim: int) -> Partial:
