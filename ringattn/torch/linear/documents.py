@@ -1,0 +1,257 @@
+"""Linear attention with one state a document: kernels get rows that hold tokens of one document (fragments.py).
+
+    B batch   T this rank's tokens   P segments per rank   F fragments   R rows   L tokens a row
+    H heads   K key dim   V value dim
+
+The state before a row is the one behind the row before it; where a fragment begins it is the initial state of its
+document, or the state before the segment, which other ranks send. All of these follow from the maps of rows. So kernels
+need to know nothing of documents: to them rows are a batch, with a state before each and one behind each.
+
+Between ranks travels one map a segment, as without documents: that of its last fragment, if its document goes on in the
+next segment. The map has a factor of 0 unless the fragment is all that the segment holds.
+"""
+
+from collections.abc import Callable
+from functools import cache, reduce
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringattn.comms.axis import Axis
+from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.linear import Inputs, Map
+from ringattn.planning import Plan
+from ringattn.segments import segments
+from ringattn.spec import Docs
+from ringattn.torch.linear.fragments import Ints, cut, first_documents, fragments, homes
+from ringattn.torch.linear.states import Exchange
+from ringattn.torch.sharding import local_positions
+
+if TYPE_CHECKING:
+    from ringattn.torch.linear.call import Call, Given
+
+
+class Sent(NamedTuple):
+    """What goes on in another segment, forward in the next one, in reverse in the one before."""
+
+    rows: Tensor  # where a fragment's state leaves the segment: its last row, in reverse its first
+    segments: Tensor
+    passing: list[tuple[int, list[int]]]  # segments of one fragment that only passes, and its rows, as they are walked
+
+
+class Documents:
+    """Which rows this rank's tokens are folded to, and which states of rows are those of documents and segments.
+
+    Index tensors that belong together are pairs: entry i of one goes with entry i of the other.
+    """
+
+    def __init__(self, plan: Plan, docs: Docs, batch: int, device: torch.device):
+        P, place = segments(plan), (plan.ring_axis.rank, plan.ulysses_axis.rank)
+        firsts = local_positions(plan, *place).reshape(P, -1)[:, 0]
+        f, self.cut = cut(fragments(plan, docs, batch, firsts, plan.local_len // P))
+        self.plan, self.device, self.segments = plan, device, batch * P
+        self.tokens, self.count = (batch, plan.local_len), batch * (docs.starts.shape[1] - 1)
+        self.alone = plan.ring * plan.ulysses == 1
+        self.joined = not self.alone or len(self.cut.levels) > 1  # whether maps of rows are needed
+        own = np.arange(len(f.tokens))
+        last = self.cut.row(own, -(-f.tokens // self.cut.length) - 1)
+
+        def pair(which: Ints, *fields: Ints) -> list[Tensor]:
+            return [self.index(x[which]) for x in fields]
+
+        self.begun = pair(f.begins, own, f.document)
+        self.resumed = pair(~f.begins, own, f.segment)
+        self.left = pair(~f.ends, own, f.segment)
+        ended = np.flatnonzero(f.ends)
+        self.ended = pair(ended[np.argsort(f.document[ended])], own, last)  # by document, as in `homes`
+        passing = [(int(f.segment[i]), self.rows_of_fragment(i)) for i in np.flatnonzero(f.passing)]
+        self.onward = Sent(*pair(f.begins & ~f.ends, last, f.segment), passing)
+        self.back = Sent(*pair(~f.begins & f.ends, own, f.segment), [(s, rows[::-1]) for s, rows in passing])
+
+        at = np.arange(f.tokens.sum()) - np.repeat(np.cumsum(f.tokens) - f.tokens, f.tokens)  # in its fragment
+        row = self.cut.row(np.repeat(own, f.tokens), at // self.cut.length)
+        self.source = self.index(np.repeat(f.first, f.tokens) + at)
+        self.into = self.index(row * self.cut.length + at % self.cut.length)
+
+        found, empty = homes(plan, docs, batch)
+        self.empty, self.heads = self.index(empty), self.index(first_documents(docs, batch))
+        self.order = self.index(np.concatenate(list(found.values())))  # of the documents that have tokens: by rank
+        ranks = range(plan.ulysses)
+        self.of_ulysses = [len(found[place[0], u]) for u in ranks]
+        self.of_ring = [sum(len(found[r, u]) for u in ranks) for r in range(plan.ring)]
+
+    def index(self, x: Ints) -> Tensor:
+        return torch.from_numpy(x).to(self.device)
+
+    def rows_of_fragment(self, i: Any) -> list[int]:
+        return [n + int(i) for n in accumulate(self.cut.levels[:-1], initial=0)][: self.levels_of(int(i))]
+
+    def levels_of(self, i: int) -> int:
+        return sum(count > i for count in self.cut.levels)
+
+    def folded(self, x: Tensor) -> Tensor:
+        """[B, T, ...] as rows [R, L, ...]; zeros where a row is filled up. Padding is in no row."""
+        R, L, flat = self.cut.rows, self.cut.length, x.flatten(0, 1)
+        found = x.new_zeros(R * L, *x.shape[2:]).index_copy_(0, self.into, flat.index_select(0, self.source))
+        return found.unflatten(0, (R, L))
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The inverse of `folded`; zeros for padding."""
+        B, T = self.tokens
+        found = x.new_zeros(B * T, *x.shape[2:])
+        found.index_copy_(0, self.source, x.flatten(0, 1).index_select(0, self.into))
+        return found.unflatten(0, (B, T))
+
+    def inputs(self, call: "Call", given: "Given") -> Inputs:
+        q, k, v, g, beta = (None if x is None else self.folded(x) for x in given[:5])
+        assert q is not None and k is not None and v is not None
+        return Inputs(q, k, v, g, beta, None, call.scale)
+
+    def of_documents(self, initial: Tensor | None) -> Tensor | None:
+        """The initial state of each document; of a state a row, it is that of the document that the row begins with."""
+        if initial is None or len(initial) == self.count:
+            return initial
+        return initial.new_zeros(self.count, *initial.shape[1:]).index_copy_(0, self.heads, initial)
+
+    def before(self, initial: Tensor | None, segments: Tensor | None, like: Tensor) -> Tensor:
+        """The state before each fragment, from those before documents and segments; None are zeros."""
+        found = like.new_zeros(self.cut.levels[0], *like.shape)
+        for states, (to, source) in ((initial, self.begun), (segments, self.resumed)):
+            if states is not None:
+                found.index_copy_(0, to, states.index_select(0, source))
+        return found
+
+    def behind(self, ends: Tensor | None, segments: Tensor | None, like: Tensor) -> Tensor:
+        """The gradient for the state behind each fragment; `ends` are those behind the documents that end here."""
+        found = like.new_zeros(self.cut.levels[0], *like.shape)
+        if ends is not None:
+            found.index_copy_(0, self.ended[0], ends)
+        if segments is not None:
+            found.index_copy_(0, self.left[0], segments.index_select(0, self.left[1]))
+        return found
+
+    def level(self, maps: Map, i: int, count: int) -> Map:
+        """The maps of the i-th rows of the first `count` fragments."""
+        first = sum(self.cut.levels[:i])
+        return Map(maps.factor[first : first + count], maps.kv[first : first + count])
+
+    def walked(self, maps: Map | None, state: Tensor) -> Tensor:
+        """The state before each row, given that before each fragment."""
+        found = [state]
+        for i, count in enumerate(self.cut.levels[1:]):
+            assert maps is not None
+            found.append(self.level(maps, i, count).after(found[-1][:count]))
+        return torch.cat(found) if len(found) > 1 else state
+
+    def walked_back(self, maps: Map | None, state: Tensor) -> Tensor:
+        """The gradient for the state behind each row, given that behind each fragment."""
+        later = state[:0]
+        found: list[Tensor] = []
+        for i, count in reversed(list(enumerate(self.cut.levels))):
+            if found:
+                assert maps is not None
+                later = self.level(maps, i + 1, len(later)).after(later)
+            later = torch.cat([later, state[len(later) : count]])
+            found.append(later)
+        return torch.cat(found[::-1]) if len(found) > 1 else found[0]
+
+    def of_segments(self, maps: Map, before: Tensor, sent: Sent) -> Map:
+        """The map of each segment [B * P, ...]; `before` are the states before rows (in reverse: behind)."""
+        factor, kv = (x.new_zeros(self.segments, *x.shape[1:]) for x in maps)
+        leaving = Map(*(x.index_select(0, sent.rows) for x in maps)).after(before.index_select(0, sent.rows))
+        kv.index_copy_(0, sent.segments, leaving)
+        for segment, rows in sent.passing:
+            factor[segment], kv[segment] = reduce(Map.then, (Map(maps.factor[r], maps.kv[r]) for r in rows))
+        return Map(factor, kv)
+
+    def shared(self, ends: Tensor, initial: Tensor | None) -> Tensor:
+        """The state behind each document on every rank; `ends` are those of the documents that end on this rank."""
+        shard = torch.cat(collected(self.plan.ulysses_axis, ends, self.of_ulysses))
+        every = torch.cat(collected(self.plan.ring_axis, shard, self.of_ring))
+        found = ends.new_zeros(self.count, *ends.shape[1:]).index_copy_(0, self.order, every)
+        return found if initial is None else found.index_copy_(0, self.empty, initial.index_select(0, self.empty))
+
+    def delivered(self, share: Tensor) -> Tensor:
+        """The reverse: the sum of all ranks' shares [documents, ...] for the documents that end on this rank."""
+        shard = summed(self.plan.ring_axis, share.index_select(0, self.order).split(self.of_ring))
+        return summed(self.plan.ulysses_axis, shard.split(self.of_ulysses))
+
+    def of_initial(self, dbefore: Tensor, dend: Tensor | None, initial: Tensor | None) -> Tensor | None:
+        """This rank's share of the gradient for the initial state, from those for the states before rows."""
+        if initial is None:
+            return None
+        found = dbefore.new_zeros(self.count, *dbefore.shape[1:])
+        found.index_copy_(0, self.begun[1], dbefore.index_select(0, self.begun[0]))
+        if dend is not None:
+            found.index_copy_(0, self.empty, dend.index_select(0, self.empty).to(found.dtype))
+        return found if len(initial) == self.count else found.index_select(0, self.heads)
+
+
+def collected(axis: Axis, mine: Tensor, sizes: list[int]) -> list[Tensor]:
+    """The tensors of all ranks, of so many entries each; empty ones do not travel."""
+    found = [mine if r == axis.rank else mine.new_empty(n, *mine.shape[1:]) for r, n in enumerate(sizes)]
+    others = [r for r in range(axis.size) if r != axis.rank]
+    out = {r: [mine] for r in others if len(mine)}
+    axis.move(out, {r: [found[r]] for r in others if sizes[r]}, what="the states behind documents").wait()
+    return found
+
+
+def summed(axis: Axis, parts: "tuple[Tensor, ...]") -> Tensor:
+    """The sum of the parts that all ranks have for this rank; part r goes to rank r."""
+    mine = parts[axis.rank]
+    found = [mine if r == axis.rank else torch.empty_like(mine) for r in range(axis.size)]
+    others = [r for r in range(axis.size) if r != axis.rank]
+    into = {r: [found[r]] for r in others if len(mine)}
+    out = {r: [parts[r].contiguous()] for r in others if len(parts[r])}
+    axis.move(out, into, what="the gradients for states behind documents").wait()
+    return reduce(torch.add, found)
+
+
+def forward(call: "Call", given: "Given") -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """(out, the state behind each document, and for backward the states before segments and before rows)."""
+    assert call.documents is not None
+    d, x, initial = call.documents, call.documents.inputs(call, given), call.documents.of_documents(given.initial_state)
+    like = state_of(x)
+    own = call.kernel.scan_states(x, maps=d.joined)
+    flying = None
+    if not d.alone:
+        assert own.map is not None
+        before = d.walked(own.map, d.before(initial, None, like))
+        flying = Exchange(call.plan, d.of_segments(own.map, before, d.onward), None, call.way)
+    starts = cache(lambda: d.walked(own.map, d.before(initial, flying.before() if flying else None, like)))
+    out, behind = call.kernel.read_out(x, own, starts)
+    end = d.shared(behind.index_select(0, d.ended[1]), initial) if call.returned else None
+    return d.whole(out), end, flying.before() if flying else None, starts()
+
+
+def backward(
+    call: "Call", given: "Given", segments: Tensor | None, starts: Tensor | None, dout: Tensor, dend: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """As `function.backward`. Without the states before rows they are found again, from those before segments."""
+    assert call.documents is not None
+    d, x, initial = call.documents, call.documents.inputs(call, given), call.documents.of_documents(given.initial_state)
+    like, dout = state_of(x), d.folded(dout)
+    back = call.kernel.scan_gradients(x, dout, maps=d.joined)
+    dends = None if dend is None else d.delivered(dend)
+    flying = None
+    if not d.alone:
+        assert back.map is not None
+        behind = d.walked_back(back.map, d.behind(dends, None, like))
+        flying = Exchange(call.plan, d.of_segments(back.map, behind, d.back), None, call.way, backward=True)
+    own = call.kernel.scan_states(x, maps=d.joined and starts is None)
+    if starts is None:
+        starts = d.walked(own.map, d.before(initial, segments, like))
+    dbehind: Callable[[], Tensor] = cache(
+        lambda: d.walked_back(back.map, d.behind(dends, flying.before() if flying else None, like))
+    )
+    *grads, dbefore = call.kernel.gradients(x, own, starts, back, dout, dbehind)
+    dinitial = d.of_initial(dbefore, dend, given.initial_state)
+    return *(None if t is None else d.whole(t) for t in grads), dinitial
+
+
+def state_of(x: Inputs) -> Tensor:
+    """A state's shape [H, K, V], dtype and device."""
+    return x.v.new_empty(x.v.shape[2], x.k.shape[3], x.v.shape[3], dtype=accumulator(x.k))
