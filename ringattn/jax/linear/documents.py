@@ -52,7 +52,9 @@ class Documents:
         self.source = jnp.where(inside, source, -1).reshape(len(lo), -1)  # [R, N * C]: which token; -1: none
         mine = of_ranges(hi, token)  # [R, T]
         into = jnp.take_along_axis((behind - chunks) * CHUNK - lo, mine, 1) + token
-        self.into = jnp.where((token >= jnp.take_along_axis(lo, mine, 1)) & (token < hi.max(1, keepdims=True)), into, -1)
+        self.into = jnp.where(
+            (token >= jnp.take_along_axis(lo, mine, 1)) & (token < hi.max(1, keepdims=True)), into, -1
+        )
 
     def laid_out(self, x: Array) -> Array:
         """[R, T, ...] as [R, N * C, ...]; zeros where a chunk is filled up."""
