@@ -160,9 +160,10 @@ def walked(x: Inputs, lengths: Lengths | None, state: Tensor) -> tuple[Tensor, T
     for b in range(rows):
         first, parts = 0, []
         for i, n in enumerate(lengths[b % len(lengths)]):
-            tokens = (None if t is None else t[b : b + 1, first : first + n] for t in x[:5])
+            q, k, v, g, beta = (None if t is None else t[b : b + 1, first : first + n] for t in x[:5])
             if n:
-                part, (ends[b * width + i],) = recurrent(Inputs(*tokens, None, x.scale), state[b * width + i][None])
+                tokens: Any = q, k, v, g, beta, None, x.scale
+                part, (ends[b * width + i],) = recurrent(Inputs(*tokens), state[b * width + i][None])
                 parts.append(part)
             first += n
         out.append(torch.cat([*parts, x.v.new_zeros(1, T - first, *x.v.shape[2:])], 1))

@@ -26,7 +26,7 @@ class Documents:
 
     def __init__(self, plan: Plan, starts: Array, batch: int, parts: int):
         at = local_positions(plan)
-        first, T, n = at.reshape(parts, -1)[:, :1], len(at) // parts, starts.shape[1] - 1
+        first, T, n = at.reshape(parts, -1)[:, :1], at.shape[0] // parts, starts.shape[1] - 1
         self.batch, self.parts, self.each = batch, parts, n
         self.first_device = (plan.ring_axis.rank == 0) & (plan.ulysses_axis.rank == 0)
         self.N = min(T, (T + n * (CHUNK - 1)) // CHUNK)
@@ -49,7 +49,7 @@ class Documents:
         inner = (chunk - jnp.take_along_axis(behind - chunks, self.document, 1))[..., None] * CHUNK + jnp.arange(CHUNK)
         source = jnp.take_along_axis(lo, self.document, 1)[..., None] + inner
         inside = (chunk < behind[:, -1:])[..., None] & (source < jnp.take_along_axis(hi, self.document, 1)[..., None])
-        self.source = jnp.where(inside, source, -1).reshape(len(lo), -1)  # [R, N * C]: which token; -1: none
+        self.source = jnp.where(inside, source, -1).reshape(lo.shape[0], -1)  # [R, N * C]: which token; -1: none
         mine = of_ranges(hi, token)  # [R, T]
         into = jnp.take_along_axis((behind - chunks) * CHUNK - lo, mine, 1) + token
         self.into = jnp.where(
@@ -66,7 +66,7 @@ class Documents:
 
     def initial(self, state: Array) -> Array:
         """The state before each document, [B, n, H, K, V], from as many or from one a row."""
-        if len(state) == self.batch * self.each:
+        if state.shape[0] == self.batch * self.each:
             return state.reshape(self.batch, self.each, *state.shape[1:])
         first = jnp.arange(self.each) == self.heads[:, None]
         return jnp.where(first[..., None, None, None], state[:, None], 0)
@@ -82,9 +82,8 @@ class Documents:
 
     def entered(self, maps: Map, own: Array) -> Map:
         """The maps of chunks, which take the state `own` in the place of the one before where a document begins."""
-        return Map(
-            self.replaced(jnp.zeros_like(maps.factor), maps.factor), self.replaced(maps.after(own), maps.kv)
-        )  # fmt: skip
+        factor, kv = jnp.zeros_like(maps.factor), maps.after(own)
+        return Map(self.replaced(factor, maps.factor), self.replaced(kv, maps.kv))
 
     def ends(self, maps: Map, before: Array, initial: Array) -> Array:
         """The state behind each document that ends on this device, 0 for others: [B * n, H, K, V].
@@ -107,7 +106,7 @@ def of_ranges(ends: Array, x: Array) -> Array:
 @jax.custom_vjp
 def taken(x: Array, to: Array, back: Array) -> Array:
     """x[r, to[r, i]], 0 where `to` is negative; `back` is the inverse, by which gradients go."""
-    found = x[jnp.arange(len(x))[:, None], jnp.maximum(to, 0)]
+    found = x[jnp.arange(x.shape[0])[:, None], jnp.maximum(to, 0)]
     return jnp.where(to.reshape(*to.shape, *[1] * (x.ndim - 2)) < 0, 0, found)
 
 

@@ -13,8 +13,7 @@ next segment. The map has a factor of 0 unless the fragment is all that the segm
 
 from collections.abc import Callable
 from functools import cache, reduce
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ class Sent(NamedTuple):
 
     rows: Tensor  # where a fragment's state leaves the segment: its last row, in reverse its first
     segments: Tensor
-    passing: list[tuple[int, list[int]]]  # segments of one fragment that only passes, and its rows, as they are walked
+    passing: list[tuple[int, list[int]]]  # segments that hold one fragment, which neither begins nor ends, and its rows
 
 
 class Documents:
@@ -67,9 +66,10 @@ class Documents:
         self.left = pair(~f.ends, own, f.segment)
         ended = np.flatnonzero(f.ends)
         self.ended = pair(ended[np.argsort(f.document[ended])], own, last)  # by document, as in `homes`
-        passing = [(int(f.segment[i]), self.rows_of_fragment(i)) for i in np.flatnonzero(f.passing)]
-        self.onward = Sent(*pair(f.begins & ~f.ends, last, f.segment), passing)
-        self.back = Sent(*pair(~f.begins & f.ends, own, f.segment), [(s, rows[::-1]) for s, rows in passing])
+        passing = [(int(f.segment[i]), self.cut.rows_of(int(i))) for i in np.flatnonzero(~f.begins & ~f.ends)]
+        onward, back = pair(f.begins & ~f.ends, last, f.segment), pair(~f.begins & f.ends, own, f.segment)
+        self.onward = Sent(onward[0], onward[1], passing)
+        self.back = Sent(back[0], back[1], [(segment, rows[::-1]) for segment, rows in passing])
 
         at = np.arange(f.tokens.sum()) - np.repeat(np.cumsum(f.tokens) - f.tokens, f.tokens)  # in its fragment
         row = self.cut.row(np.repeat(own, f.tokens), at // self.cut.length)
@@ -85,12 +85,6 @@ class Documents:
 
     def index(self, x: Ints) -> Tensor:
         return torch.from_numpy(x).to(self.device)
-
-    def rows_of_fragment(self, i: Any) -> list[int]:
-        return [n + int(i) for n in accumulate(self.cut.levels[:-1], initial=0)][: self.levels_of(int(i))]
-
-    def levels_of(self, i: int) -> int:
-        return sum(count > i for count in self.cut.levels)
 
     def folded(self, x: Tensor) -> Tensor:
         """[B, T, ...] as rows [R, L, ...]; zeros where a row is filled up. Padding is in no row."""
@@ -205,7 +199,7 @@ def summed(axis: Axis, parts: "tuple[Tensor, ...]") -> Tensor:
     found = [mine if r == axis.rank else torch.empty_like(mine) for r in range(axis.size)]
     others = [r for r in range(axis.size) if r != axis.rank]
     into = {r: [found[r]] for r in others if len(mine)}
-    out = {r: [parts[r].contiguous()] for r in others if len(parts[r])}
+    out = {r: [parts[r]] for r in others if len(parts[r])}
     axis.move(out, into, what="the gradients for states behind documents").wait()
     return reduce(torch.add, found)
 

@@ -32,11 +32,6 @@ class Fragments(NamedTuple):
     begins: Ints  # whether its document begins with it
     ends: Ints
 
-    @property
-    def passing(self) -> Ints:
-        """Whether a fragment takes the state from before its segment to behind it: it is all that the segment holds."""
-        return ~self.begins & ~self.ends
-
 
 class Cut(NamedTuple):
     """How fragments are cut: into rows of `length` tokens.
@@ -53,9 +48,13 @@ class Cut(NamedTuple):
         return sum(self.levels)
 
     def row(self, fragment: Ints, i: Ints) -> Ints:
-        """The numbers of the i-th rows of fragments."""
+        """The number of row i of a fragment."""
         found: Ints = np.cumsum([0, *self.levels])[i] + fragment
         return found
+
+    def rows_of(self, fragment: int) -> list[int]:
+        """The numbers of all rows of a fragment."""
+        return [sum(self.levels[:i]) + fragment for i, count in enumerate(self.levels) if fragment < count]
 
 
 def fragments(plan: Plan, docs: Docs, batch: int, firsts: Ints, length: int) -> Fragments:

@@ -86,8 +86,8 @@ def forward(call: Call, given: Given) -> Found:
     """
     with no_autocast(given.q.device):
         if call.documents is not None:
-            out, end, start, kept = documents.forward(call, given)
-            return out, end, *((start, kept) if call.gradients else (None, None))
+            out, end, *more = documents.forward(call, given)
+            return out, end, *(more if call.gradients else (None, None))
         x = call.inputs(given)
         own = call.kernel.scan_states(x, maps=not call.alone)
         flying = call.exchange(own, given.initial_state, end_everywhere=bool(call.returned))
