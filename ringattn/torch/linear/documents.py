@@ -73,8 +73,7 @@ class Documents:
 
         at = np.arange(f.tokens.sum()) - np.repeat(np.cumsum(f.tokens) - f.tokens, f.tokens)  # in its fragment
         row = self.cut.row(np.repeat(own, f.tokens), at // self.cut.length)
-        self.source = self.index(np.repeat(f.first, f.tokens) + at)
-        self.into = self.index(row * self.cut.length + at % self.cut.length)
+        self.places = self.inverses(np.repeat(f.first, f.tokens) + at, row * self.cut.length + at % self.cut.length)
 
         found, empty = homes(plan, docs, batch)
         self.empty, self.heads = self.index(empty), self.index(first_documents(docs, batch))
@@ -86,18 +85,28 @@ class Documents:
     def index(self, x: Ints) -> Tensor:
         return torch.from_numpy(x).to(self.device)
 
+    def inverses(self, token: Ints, place: Ints) -> list[Tensor]:
+        """(each place's token, the places without one, each token's place, the tokens without one: padding)."""
+        found = []
+        for size, to, source in (
+            (self.cut.rows * self.cut.length, place, token),
+            (self.tokens[0] * self.tokens[1], token, place),
+        ):
+            every = np.full(size, -1)
+            every[to] = source
+            found += [self.index(np.maximum(every, 0)), self.index(np.flatnonzero(every < 0))]
+        return found
+
     def folded(self, x: Tensor) -> Tensor:
         """[B, T, ...] as rows [R, L, ...]; zeros where a row is filled up. Padding is in no row."""
-        R, L, flat = self.cut.rows, self.cut.length, x.flatten(0, 1)
-        found = x.new_zeros(R * L, *x.shape[2:]).index_copy_(0, self.into, flat.index_select(0, self.source))
-        return found.unflatten(0, (R, L))
+        token, none, _, _ = self.places
+        found = x.flatten(0, 1).index_select(0, token).index_fill_(0, none, 0)
+        return found.unflatten(0, (self.cut.rows, self.cut.length))
 
     def whole(self, x: Tensor) -> Tensor:
         """The inverse of `folded`; zeros for padding."""
-        B, T = self.tokens
-        found = x.new_zeros(B * T, *x.shape[2:])
-        found.index_copy_(0, self.source, x.flatten(0, 1).index_select(0, self.into))
-        return found.unflatten(0, (B, T))
+        _, _, place, padding = self.places
+        return x.flatten(0, 1).index_select(0, place).index_fill_(0, padding, 0).unflatten(0, self.tokens)
 
     def inputs(self, call: "Call", given: "Given") -> Inputs:
         q, k, v, g, beta = (None if x is None else self.folded(x) for x in given[:5])
