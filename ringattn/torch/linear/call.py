@@ -20,7 +20,7 @@ from ringattn.torch.attention.call import remember
 from ringattn.torch.attention.ulysses import Real, cleared
 from ringattn.torch.check import have_tangents, of_dense, of_tangents, of_tensors
 from ringattn.torch.linear import states
-from ringattn.torch.linear.documents import Documents
+from ringattn.torch.linear.documents import Documents, documents_of
 from ringattn.torch.sharding import local_positions, real_tokens
 
 SHARE = 0.5  # states of up to this share of the bytes of q, k, v and the gates are kept for backward
@@ -56,7 +56,7 @@ class Call:
         self.documents: Documents | None = None  # if states are one a document
         self.begin = None
         if docs is not None and (self.returned == "documents" or by_document(x.initial_state, docs, self.batch)):
-            self.documents = Documents(plan, docs, self.batch, x.q.device)
+            self.documents = documents_of(plan, docs, *self.place, self.batch, x.q.device)
         else:
             self.begin = begins(plan, docs, *self.place, self.batch, x.q.device)
         self.kernel = selected(x, kernel)

@@ -12,8 +12,8 @@ next segment. The map has a factor of 0 unless the fragment is all that the segm
 """
 
 from collections.abc import Callable
-from functools import cache, reduce
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache, lru_cache, reduce
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,11 +47,11 @@ class Documents:
     Index tensors that belong together are pairs: entry i of one goes with entry i of the other.
     """
 
-    def __init__(self, plan: Plan, docs: Docs, batch: int, device: torch.device):
-        P, place = segments(plan), (plan.ring_axis.rank, plan.ulysses_axis.rank)
-        firsts = local_positions(plan, *place).reshape(P, -1)[:, 0]
+    def __init__(self, plan: Plan, docs: Docs, ring_rank: int, ulysses_rank: int, batch: int, device: torch.device):
+        P = segments(plan)
+        firsts = local_positions(plan, ring_rank, ulysses_rank).reshape(P, -1)[:, 0]
         f, self.cut = cut(fragments(plan, docs, batch, firsts, plan.local_len // P))
-        self.plan, self.device, self.segments = plan, device, batch * P
+        self.device, self.segments = device, batch * P
         self.tokens, self.count = (batch, plan.local_len), batch * (docs.starts.shape[1] - 1)
         self.alone = plan.ring * plan.ulysses == 1
         self.joined = not self.alone or len(self.cut.levels) > 1  # whether maps of rows are needed
@@ -79,22 +79,20 @@ class Documents:
         self.empty, self.heads = self.index(empty), self.index(first_documents(docs, batch))
         self.order = self.index(np.concatenate(list(found.values())))  # of the documents that have tokens: by rank
         ranks = range(plan.ulysses)
-        self.of_ulysses = [len(found[place[0], u]) for u in ranks]
+        self.of_ulysses = [len(found[ring_rank, u]) for u in ranks]
         self.of_ring = [sum(len(found[r, u]) for u in ranks) for r in range(plan.ring)]
 
-    def index(self, x: Ints) -> Tensor:
-        return torch.from_numpy(x).to(self.device)
+    def index(self, x: Ints, dtype: Any = np.int64) -> Tensor:
+        return torch.from_numpy(x.astype(dtype)).to(self.device)
 
     def inverses(self, token: Ints, place: Ints) -> list[Tensor]:
         """(each place's token, the places without one, each token's place, the tokens without one: padding)."""
-        found = []
-        for size, to, source in (
-            (self.cut.rows * self.cut.length, place, token),
-            (self.tokens[0] * self.tokens[1], token, place),
-        ):
+        sizes = self.cut.rows * self.cut.length, self.tokens[0] * self.tokens[1]
+        found, dtype = [], np.int32 if max(sizes) < 2**31 else np.int64  # calls are cached, and these with them
+        for size, to, source in zip(sizes, (place, token), (token, place), strict=True):
             every = np.full(size, -1)
             every[to] = source
-            found += [self.index(np.maximum(every, 0)), self.index(np.flatnonzero(every < 0))]
+            found += [self.index(np.maximum(every, 0), dtype), self.index(np.flatnonzero(every < 0))]
         return found
 
     def folded(self, x: Tensor) -> Tensor:
@@ -170,17 +168,17 @@ class Documents:
             factor[segment], kv[segment] = reduce(Map.then, (Map(maps.factor[r], maps.kv[r]) for r in rows))
         return Map(factor, kv)
 
-    def shared(self, ends: Tensor, initial: Tensor | None) -> Tensor:
+    def shared(self, plan: Plan, ends: Tensor, initial: Tensor | None) -> Tensor:
         """The state behind each document on every rank; `ends` are those of the documents that end on this rank."""
-        shard = torch.cat(collected(self.plan.ulysses_axis, ends, self.of_ulysses))
-        every = torch.cat(collected(self.plan.ring_axis, shard, self.of_ring))
+        shard = torch.cat(collected(plan.ulysses_axis, ends, self.of_ulysses))
+        every = torch.cat(collected(plan.ring_axis, shard, self.of_ring))
         found = ends.new_zeros(self.count, *ends.shape[1:]).index_copy_(0, self.order, every)
         return found if initial is None else found.index_copy_(0, self.empty, initial.index_select(0, self.empty))
 
-    def delivered(self, share: Tensor) -> Tensor:
+    def delivered(self, plan: Plan, share: Tensor) -> Tensor:
         """The reverse: the sum of all ranks' shares [documents, ...] for the documents that end on this rank."""
-        shard = summed(self.plan.ring_axis, share.index_select(0, self.order).split(self.of_ring))
-        return summed(self.plan.ulysses_axis, shard.split(self.of_ulysses))
+        shard = summed(plan.ring_axis, share.index_select(0, self.order).split(self.of_ring))
+        return summed(plan.ulysses_axis, shard.split(self.of_ulysses))
 
     def of_initial(self, dbefore: Tensor, dend: Tensor | None, initial: Tensor | None) -> Tensor | None:
         """This rank's share of the gradient for the initial state, from those for the states before rows."""
@@ -191,6 +189,13 @@ class Documents:
         if dend is not None:
             found.index_copy_(0, self.empty, dend.index_select(0, self.empty).to(found.dtype))
         return found if len(initial) == self.count else found.index_select(0, self.heads)
+
+
+@lru_cache(maxsize=32)
+def documents_of(
+    plan: Plan, docs: Docs, ring_rank: int, ulysses_rank: int, batch: int, device: torch.device
+) -> Documents:
+    return Documents(plan, docs, ring_rank, ulysses_rank, batch, device)
 
 
 def collected(axis: Axis, mine: Tensor, sizes: list[int]) -> list[Tensor]:
@@ -226,7 +231,7 @@ def forward(call: "Call", given: "Given") -> tuple[Tensor, Tensor | None, Tensor
         flying = Exchange(call.plan, d.of_segments(own.map, before, d.onward), None, call.way)
     starts = cache(lambda: d.walked(own.map, d.before(initial, flying.before() if flying else None, like)))
     out, behind = call.kernel.read_out(x, own, starts)
-    end = d.shared(behind.index_select(0, d.ended[1]), initial) if call.returned else None
+    end = d.shared(call.plan, behind.index_select(0, d.ended[1]), initial) if call.returned else None
     return d.whole(out), end, flying.before() if flying else None, starts()
 
 
@@ -238,7 +243,7 @@ def backward(
     d, x, initial = call.documents, call.documents.inputs(call, given), call.documents.of_documents(given.initial_state)
     like, dout = state_of(x), d.folded(dout)
     back = call.kernel.scan_gradients(x, dout, maps=d.joined)
-    dends = None if dend is None else d.delivered(dend)
+    dends = None if dend is None else d.delivered(call.plan, dend)
     flying = None
     if not d.alone:
         assert back.map is not None
