@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from ringattn.check import of_arguments, of_arrays, of_partials, of_unknown
+from ringattn.check import of_arguments, of_arrays, of_partials, of_returned, of_unknown
 from ringattn.kernels.arrays import is_torch
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.partial import merge as merged
@@ -63,7 +63,7 @@ def linear_attention(
     *,
     beta: Any = None,
     initial_state: Any = None,
-    return_state: bool = False,
+    return_state: bool | str = False,
     docs: Docs | None = None,
     scale: float | None = None,
     kernel: str = "auto",
@@ -79,14 +79,19 @@ def linear_attention(
     q, k [B, T, G, K] and v [B, T, H, V] are this rank's tokens under `plan`, whose layout is contiguous or zigzag;
     without a plan they are the whole sequence. G divides H. Returns out [B, T, H, V] in q's dtype, and with
     `return_state` also the state after the last token [B, H, K, V], the same on every rank, in float32 (float64 for
-    float64 inputs).
+    float64 inputs); with documents perhaps the state behind each of them, [documents, H, K, V].
 
     log_decay       [B, T, H, K] one gate per key channel, [B, T, H] one per head, None for no decay; natural logarithm,
                     at most 0; -inf forgets all
     beta            [B, T, H], in [0, 2]
     initial_state   the state before the first token, the same on every rank; its gradient is this rank's share (for
-                    global JAX arrays: all of it)
-    docs            packed documents: the state is zero where a document begins, except at the first token
+                    global JAX arrays: all of it). With docs it may be the state before each document
+    return_state    True, False, or with docs "documents": the state behind each document's last token. True means the
+                    same if initial_state is one a document. The state behind an empty document is that before it
+    docs            packed documents: where one begins the state is its initial state; if initial_state is one a row,
+                    that is initial_state at a row's first token, and zero elsewhere. States of documents come row by
+                    row, as many for each row: document i of row b has number b * (documents of a row) + i, and rows
+                    with fewer end in empty ones
     scale           of q; 1 / sqrt(K) by default
     kernel          auto, triton or chunkwise; in JAX auto or chunkwise
     scan            how states travel from rank to rank: auto, gather, ring or pipeline
@@ -95,7 +100,8 @@ def linear_attention(
     optional = {"log_decay": log_decay, "beta": beta, "initial_state": initial_state}
     problem = (
         of_unknown("linear_attention", unknown, "docs")
-        or of_arguments(plan=plan, docs=docs, return_state=return_state, check=check)
+        or of_arguments(plan=plan, docs=docs, check=check)
+        or of_returned(return_state, docs)
         or of_arrays({"q": q, "k": k, "v": v}, optional, plan)
     )
     if problem:

@@ -22,7 +22,6 @@ WORDS: dict[str, tuple[type, str]] = {
     "key_docs": PACKED,
     "transport": (Transport, "give Transport(route=..., hosts=..., together=..., backward=..., groups=..., by=...)"),
     "return_lse": (bool, SAY),
-    "return_state": (bool, SAY),
     "check": (bool, SAY),
 }
 
@@ -292,14 +291,55 @@ def of_scale(scale: float | None, key_dim: int) -> str | None:
     return of_factor("scale", scale, f"None for 1 / sqrt({key_dim})")
 
 
-def of_state(name: str, state: Any, q: Any, v: Any, dtype: Any) -> str | None:
-    """A state is [B, H, K, V] in the dtype of states."""
-    expected = (v.shape[0], v.shape[2], q.shape[3], v.shape[3])
-    if tuple(state.shape) != expected:
-        return f"{name} has shape {tuple(state.shape)}; expected {expected}: batch, heads, key dim, value dim"
+def of_state(name: str, state: Any, q: Any, v: Any, dtype: Any, docs: Docs | None = None) -> str | None:
+    """A state is [B, H, K, V] in the dtype of states, or with documents [documents, H, K, V], one a document."""
+    rows, sizes = v.shape[0], (v.shape[2], q.shape[3], v.shape[3])
+    expected = [(rows, *sizes)] + ([] if docs is None else [(rows * width_of(docs), *sizes)])
+    if tuple(state.shape) not in expected:
+        found = f"{name} has shape {tuple(state.shape)}; expected {expected[0]}: batch, heads, key dim, value dim"
+        if docs is not None and len(set(expected)) > 1:
+            found += (
+                f"; or {expected[1]}, one a document: {rows} x {width_of(docs)} documents (a row with fewer ends in "
+                "empty ones, which count too)"
+            )
+        return found
     if state.dtype != dtype:
         return f"{name} is {state.dtype}; the state of {q.dtype} inputs is {dtype_name(dtype)}: cast it to that"
     return None
+
+
+def width_of(docs: Docs) -> int:
+    """How many documents each row has, empty ones included."""
+    return docs.starts.shape[1] - 1
+
+
+def of_returned(return_state: Any, docs: Docs | None) -> str | None:
+    """`return_state` is True, False or "documents"."""
+    if return_state is None or isinstance(return_state, bool):
+        return None
+    if not (isinstance(return_state, str) and return_state == "documents"):
+        kind = type(return_state).__name__
+        return f"return_state is of type {kind}; {SAY}, or 'documents' for the state behind each document"
+    if docs is None:
+        return "return_state='documents' without docs: there is one state a row; pass docs, or return_state=True"
+    return None
+
+
+def returned_states(return_state: bool | str, initial_state: Any, docs: Docs | None, batch: int) -> str:
+    """Which states a call returns: "" for none, one behind each of the "rows", or one behind each of the "documents".
+
+    Rows of one document each have the same states either way, so no shape has two meanings.
+    """
+    if not return_state or docs is None or width_of(docs) == 1:
+        return "rows" if return_state else ""
+    return "documents" if return_state == "documents" or by_document(initial_state, docs, batch) else "rows"
+
+
+def by_document(initial_state: Any, docs: Docs | None, batch: int) -> bool:
+    """Whether a state of the right shape is one a document, of rows of several documents."""
+    if initial_state is None or docs is None or width_of(docs) == 1:
+        return False
+    return bool(initial_state.shape[0] == batch * width_of(docs))
 
 
 def each(given: Any, rows: int) -> list[int] | None:

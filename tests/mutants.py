@@ -52,6 +52,10 @@ WORK = ("test_planning.py::test_predicted_work_is_exact_and_zigzag_balances_it",
 BYTES = ("test_planning.py::test_predicted_bytes_are_the_bytes_of_the_blocks",)
 BELOW = ("test_serving.py::test_positions_are_balanced_at_any_length_and_below_counts_them",)
 CACHE = tuple(f"test_cache_random.py::test_caches_hold_what_they_were_given[{seed}]" for seed in range(6))
+DOCUMENTS = (
+    "test_linear_states.py::test_every_document_goes_on_from_its_own_state",
+    "test_linear_states.py::test_long_documents_are_cut_and_joined",
+)
 HALO = ("test_nn_linear.py::test_the_convolution_reaches_over_segments_shorter_than_itself",)
 JAX = tuple(f"test_jax.py::test_equals_dense_float64[all_at_once-ring4x1-{layout}]" for layout in ("zigzag", "striped"))
 
@@ -129,6 +133,16 @@ MUTANTS = (
            "self.after(later.kv))",
            ("test_linear_ranks.py::test_equals_the_recurrence[2-2-contiguous-ring]",)),
     Mutant("gate_without_what_passes", "kernels/chunkwise.py", "dgs + passing[..., None, :]", "dgs", STATES),
+    Mutant("rows_not_joined", "ringattn/torch/linear/documents.py",
+           "found.append(self.level(maps, i, count).after(found[-1][:count]))",
+           "found.append(found[-1][:count])", DOCUMENTS),
+    Mutant("passing_documents_stop", "ringattn/torch/linear/documents.py", "for segment, rows in sent.passing:",
+           "for segment, rows in sent.passing[:0]:", DOCUMENTS),
+    Mutant("passing_gradients_go_forward", "ringattn/torch/linear/documents.py", "rows[::-1]) for segment",
+           "rows) for segment", DOCUMENTS),
+    Mutant("empty_documents_have_no_gradient", "ringattn/torch/linear/documents.py",
+           "dend.index_select(0, self.empty)", "0 * dend.index_select(0, self.empty)", DOCUMENTS),
+    Mutant("rows_filled_with_tokens", "ringattn/torch/linear/documents.py", ".index_fill_(0, none, 0)", "", DOCUMENTS),
     Mutant("halo_one_token_off", "ringattn/torch/linear/halo.py", "at -= way.tokens", "at -= way.tokens - 1", HALO),
     Mutant("halo_first_part", "ringattn/torch/linear/halo.py", "rows[:, w.source[2], length - w.tokens :]",
            "rows[:, w.source[2], : w.tokens]", HALO),

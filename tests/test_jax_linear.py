@@ -13,7 +13,7 @@ jnp = jax.numpy
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
 from ringattn.kernels import jax_chunkwise  # noqa: E402
-from ringattn.launch.verify.linear_oracle import LEAVES, docs_of, inputs, truth  # noqa: E402
+from ringattn.launch.verify.linear_oracle import LEAVES, docs_of, inputs, states_of, truth  # noqa: E402
 from ringattn.launch.verify.oracle import error  # noqa: E402
 
 T = 61  # a prime: no number of devices divides it
@@ -83,6 +83,73 @@ def test_equals_the_recurrence(place, gate, lengths, tokens, scan):
 )
 def test_the_delta_rule_equals_the_recurrence(place, gate, lengths, tokens, scan):
     check(place, gate, lengths, tokens, scan=scan, rule={"beta": True, "key_heads": 1})
+
+
+STATES = [case for case in CASES if case[2] is not None]
+
+
+@pytest.mark.parametrize(
+    ("place", "gate", "lengths", "tokens", "scan"),
+    [*STATES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in STATES[2:])],
+)
+def test_every_document_goes_on_from_its_own_state(place, gate, lengths, tokens, scan):
+    rule: dict = {"states": states_of(lengths)}
+    check(place, gate, lengths, tokens, scan=scan, rule=rule)
+    check(place, gate, lengths, tokens, scan=scan, rule={**rule, "beta": True, "key_heads": 1})
+
+
+@pytest.mark.slow
+def test_documents_with_states_in_float32():
+    for rule in ({}, {"beta": True}):
+        rule = {**rule, "states": states_of(PACKED)}
+        check((8, 1, "zigzag"), "channel", PACKED, dtype=torch.float32, limit=2e-6, rule=rule)
+
+
+def few(**rule):
+    """q, k, v, gates, beta, a state a row, in JAX and in torch; documents of two rows."""
+    given = inputs(32, "head", torch.float32, **rule)
+    numbers = [given[n] for n in (*LEAVES, "state")]
+    return [x if x is None else jnp.asarray(x.numpy()) for x in numbers], numbers, docs_of(((20, 0, 12), (0, 9)), 32)
+
+
+def both(arrays, docs, plan=None, **how):
+    q, k, v, g, beta, state = arrays
+    return ra.linear_attention(q, k, v, g, plan, beta=beta, initial_state=state, docs=docs, **how)
+
+
+@pytest.mark.parametrize("rule", [{"states": 6, "beta": True}, {"states": 2}])
+def test_states_of_documents_as_in_torch_also_where_documents_are_traced(rule):
+    """From one a document, and from one a row; inside jit, and with a batch that an axis of the mesh cuts."""
+    arrays, tensors, docs = few(**rule)
+    expected = both(tensors, docs, return_state="documents")
+    mesh = jax.make_mesh((2, 2), ("data", "ring"), devices=jax.devices()[:4])
+    for plan in (None, ra.plan(mesh, seq_len=32, layout="contiguous")):
+        program = jax.jit(lambda docs, x, p=plan: both(x, docs, p, return_state="documents"))
+        for found, x in zip(program(docs, arrays), expected, strict=True):
+            assert error(torch.from_numpy(np.array(found)), x, float(x.norm())) <= 2e-6
+
+
+def test_states_of_documents_inside_shard_map():
+    arrays, _, docs = few(states=6, beta=True)
+    plan, P = plan_of(2, 2, "zigzag", 32), jax.sharding.PartitionSpec
+    tokens = P(None, ("ring", "ulysses"))
+    inner = jax.shard_map(
+        lambda docs, *x: both(x, docs, plan, return_state=True),
+        mesh=plan.ring_axis.mesh, in_specs=(P(), *[tokens] * 5, P()), out_specs=(tokens, P()),
+    )  # fmt: skip
+    out, end = jax.jit(inner)(docs, *(plan.shard(x) for x in arrays[:5]), arrays[5])
+    expected = both(arrays, docs, return_state=True)
+    assert jnp.allclose(plan.unshard(out), expected[0], atol=1e-5) and jnp.allclose(end, expected[1], atol=1e-5)
+
+
+def test_states_of_documents_for_any_batch_may_be_exported():
+    """By jax.export, with a symbol for the size of the batch."""
+    (q, k, v, g, _, _), _, _ = few(states=6)
+    b, docs = jax.export.symbolic_shape("b")[0], ra.Docs.from_lengths([20, 12])
+    program = jax.jit(lambda q, k, v, g: both((q, k, v, g, None, None), docs, return_state="documents"))
+    shapes = [jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in (q, k, v, g)]
+    for found, expected in zip(jax.export.export(program)(*shapes).call(q, k, v, g), program(q, k, v, g), strict=True):
+        assert jnp.allclose(found, expected, atol=1e-5)
 
 
 @lru_cache
@@ -191,5 +258,9 @@ def test_what_is_wrong_is_said():
         jax.jit(lambda g: ra.linear_attention(q, k, v, g, check=True))(g)
     with pytest.raises(ValueError, match="initial_state has shape"):
         ra.linear_attention(q, k, v, g, initial_state=given["state"][:1])
+    with pytest.raises(ValueError, match=r"or \(4, 2, 8, 12\), one a document: 2 x 2 documents"):
+        ra.linear_attention(q, k, v, g, initial_state=given["state"][:1], docs=ra.Docs.from_lengths([30, 34]))
+    with pytest.raises(ValueError, match="return_state='documents' without docs"):
+        ra.linear_attention(q, k, v, g, return_state="documents")
     with pytest.raises(ValueError, match="q has 64 tokens, this plan's order has 62"):
         ra.linear_attention(q, k, v, g, plan_of(2, 1, "contiguous", 62))

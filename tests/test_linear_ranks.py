@@ -307,9 +307,9 @@ def test_opcheck():
     q, k, v, g = (torch.randn(1, 5, 2, 4).requires_grad_() for _ in range(4))
     state = torch.randn(1, 2, 4, 4).requires_grad_()
     plan = ra.plan(seq_len=5)
-    for return_state, initial, gate, keep in ((True, state, -g.exp(), True), (False, None, None, False)):
+    for returned, initial, gate, keep in (("rows", state, -g.exp(), True), ("", None, None, False)):
         beta = None if gate is None else torch.rand(1, 5, 2).requires_grad_()
-        args = (q, k, v, gate, beta, initial, None, plan.text, False, 0.5, "auto", "auto", return_state, keep)
+        args = (q, k, v, gate, beta, initial, None, plan.text, False, 0.5, "auto", "auto", returned, keep)
         torch.library.opcheck(torch.ops.ringattn.linear_attention, args)
 
 

@@ -7,7 +7,7 @@ element of every result is held to what rounding allows it (`rounding.py`).
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -196,7 +196,9 @@ def cached(r: random.Random, seed: int, ring: int, ulysses: int, dtype: torch.dt
 
 
 def linear(r: random.Random, seed: int, ring: int, ulysses: int, dtype: torch.dtype, kernel: str, device: str) -> Call:
-    """Linear attention, gated or by the delta rule, with a state before it, perhaps of documents."""
+    """Linear attention, gated or by the delta rule, with a state before it, perhaps of documents, which have their own
+    states in half of those calls.
+    """
     T, B, H = (
         r.choice([r.randint(1, 20), r.randint(20, 90), r.randint(90, 300)]),
         r.choice([1, 2]),
@@ -225,6 +227,9 @@ def linear(r: random.Random, seed: int, ring: int, ulysses: int, dtype: torch.dt
     if beta:
         powers["k"] = 0.0
     wild = ("g",) * (gate is not None and r.random() < 0.3)
+    if lengths and r.random() < 0.5:
+        case = replace(case, states=True)
+        shapes["state"] = shapes["dend"] = (linear_oracle.states_of(lengths, B), H, K, V)
     return Call(seed, case, dtype, kernel, powers, wild=wild, shapes=shapes)
 
 

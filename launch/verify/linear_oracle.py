@@ -33,11 +33,12 @@ class Case:
     layout: str = "zigzag"
     beta: bool = False  # the delta rule
     key_heads: int = H
+    states: bool = False  # one a document
 
     @property
     def rule(self) -> dict[str, Any]:
         """What `inputs` and `truth` are named by, beside the gate."""
-        return {"beta": self.beta, "key_heads": self.key_heads}
+        return {"beta": self.beta, "key_heads": self.key_heads, "states": states_of(self.lengths) if self.states else B}
 
     def __str__(self) -> str:
         return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
@@ -50,10 +51,14 @@ FEATURES = (
     Case("linear_packed", lengths=((20, 0, 11, 30), (1, 2, 50))),
     Case("linear_chunks", gate="head", lengths=((150, 250, 157), (64, 457)), seq_len=557),
     Case("linear_groups", gate="head", key_heads=1),
+    Case("linear_states", lengths=((20, 0, 11, 30), (1, 2, 50)), states=True),
+    Case("linear_states_chunks", gate="head", lengths=((150, 250, 157), (64, 457)), seq_len=557, states=True),
     Case("linear_delta", beta=True),
     Case("linear_delta_head", gate="head", beta=True, key_heads=1, lengths=((20, 0, 11, 30), (1, 2, 50))),
     Case("linear_delta_no_gate", gate=None, beta=True, lengths=((20, 35),)),
     Case("linear_delta_chunks", beta=True, key_heads=1, lengths=((150, 250, 157), (64, 457)), seq_len=557),
+    Case("linear_delta_states", gate="head", beta=True, key_heads=1, lengths=((20, 35),), states=True),
+    Case("linear_delta_states_chunks", beta=True, lengths=((150, 250, 157), (64, 457)), seq_len=557, states=True),
 )
 LEAVES = ("q", "k", "v", "g", "beta")
 RESULTS = ("out", "end", *(f"d{n}" for n in LEAVES), "dstate")
@@ -69,9 +74,9 @@ def placed(ranks: int) -> Iterator[Case]:
 
 def inputs(
     T: int, gate: str | None, dtype: torch.dtype = torch.float64, deep: float = 1.0, beta: bool = False,
-    key_heads: int = H,
+    key_heads: int = H, states: int = B,
 ) -> dict[str, Any]:  # fmt: skip
-    """Random q, k, v, log decays, a state and what comes back; the same on every rank. With `beta`, by the delta rule,
+    """Random q, k, v, log decays, states and what comes back; the same on every rank. With `beta`, by the delta rule,
     every second k has length 1 and the others are shorter, and some betas are 0, 1 and 2.
     """
     generator = torch.Generator().manual_seed(0)
@@ -84,7 +89,7 @@ def inputs(
     given: dict[str, Any] = {
         "q": q, "k": k, "v": draw(B, T, H, V),
         "g": None if gate is None else deep * torch.nn.functional.logsigmoid(draw(*shapes[gate])),
-        "state": draw(B, H, K, V), "dout": draw(B, T, H, V), "dend": draw(B, H, K, V),
+        "state": draw(states, H, K, V), "dout": draw(B, T, H, V), "dend": draw(states, H, K, V),
     }  # fmt: skip
     given["beta"] = None
     if beta:
@@ -123,23 +128,46 @@ def real(x: Tensor, lengths: Lengths | None) -> Tensor:
 @lru_cache
 def truth(
     T: int, gate: str | None, lengths: Lengths | None = None, dtype: torch.dtype = torch.float64, deep: float = 1.0,
-    beta: bool = False, key_heads: int = H,
+    beta: bool = False, key_heads: int = H, states: int = B,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """out, the end state and every gradient, by autograd through the recurrence, for inputs rounded to `dtype`."""
-    return dense(inputs(T, gate, dtype, deep, beta, key_heads), lengths)
+    """out, the end states and every gradient, by autograd through the recurrence, for inputs rounded to `dtype`."""
+    return dense(inputs(T, gate, dtype, deep, beta, key_heads, states), lengths)
 
 
 def dense(given: dict[str, Any], lengths: Lengths | None) -> dict[str, Tensor]:
-    """The same for any inputs."""
-    T = given["q"].shape[1]
+    """The same for any inputs; as many states as documents are theirs."""
     given = {n: None if x is None else x.detach().double() for n, x in given.items()}
     leaves = {n: given[n].requires_grad_() for n in (*LEAVES, "state") if given[n] is not None}
     q, k, v, g, beta = (None if given[n] is None else real(given[n], lengths) for n in LEAVES)
     assert q is not None and k is not None and v is not None
-    out, end = recurrent(Inputs(q, k, v, g, beta, begins(lengths, T), q.shape[-1] ** -0.5), given["state"])
+    out, end = walked(Inputs(q, k, v, g, beta, None, q.shape[-1] ** -0.5), lengths, given["state"])
     loss = (out * real(given["dout"], lengths)).sum() + (end * given["dend"]).sum()
     loss.backward()
     return {"out": out.detach(), "end": end.detach(), **{f"d{n}": x.grad for n, x in leaves.items()}}
+
+
+def states_of(lengths: Lengths | None, rows: int = B) -> int:
+    """How many states there are with one a document: as many for each row."""
+    return rows * max(map(len, lengths or ((0,),)))
+
+
+def walked(x: Inputs, lengths: Lengths | None, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence from a state a row, or from one a document: each document alone, from its own state."""
+    rows, T = x.v.shape[:2]
+    if lengths is None or len(state) == rows:
+        return recurrent(x._replace(begin=begins(lengths, T)), state)
+    out, ends, width = [], list(state), len(state) // rows
+    for b in range(rows):
+        first, parts = 0, []
+        for i, n in enumerate(lengths[b % len(lengths)]):
+            q, k, v, g, beta = (None if t is None else t[b : b + 1, first : first + n] for t in x[:5])
+            if n:
+                tokens: Any = q, k, v, g, beta, None, x.scale
+                part, (ends[b * width + i],) = recurrent(Inputs(*tokens), state[b * width + i][None])
+                parts.append(part)
+            first += n
+        out.append(torch.cat([*parts, x.v.new_zeros(1, T - first, *x.v.shape[2:])], 1))
+    return torch.cat(out), torch.stack(ends)
 
 
 def docs_of(lengths: Lengths | None, T: int) -> ra.Docs | None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.linear import Inputs, of_keys, of_values
-from ringattn.kernels.recurrent import recurrent
 from ringattn.launch.verify import linear_oracle, oracle
 from ringattn.launch.verify.cases import Case
 
@@ -154,7 +153,8 @@ def linear_allowances(
     if g is not None:
         later, more = (linear_oracle.real(sizes[n], lengths) * mass[f"d{n}"] for n in "qk")
         later = later + more
-        later = later.flip(1).cumsum(1).flip(1) + (mass["end"] * sizes["dend"]).sum(-1)[:, None]
+        ends = (mass["end"] * sizes["dend"]).sum(-1).unflatten(0, (len(later), -1)).sum(1)  # of all documents of a row
+        later = later.flip(1).cumsum(1).flip(1) + ends[:, None]
         mass["dg"] = later.sum(-1) if g.dim() == 3 else later
     for name in ("dq", "dk"):
         mass[name] = of_keys(mass[name], key_heads, 2)
@@ -186,14 +186,14 @@ def rule_mass(
     def rows(x: Tensor, dim: int = -1) -> Tensor:
         return x.norm(dim=dim, keepdim=True)
 
-    begin = linear_oracle.begins(twice, 2 * v.shape[1])
     tokens = (
         woven(k, q),
         woven(0 * k, k),
         woven(0 * v, v),
         woven(g, torch.zeros_like(g)).expand(-1, -1, -1, k.shape[-1]),
     )
-    read = recurrent(Inputs(*tokens, woven(0 * beta, beta)[..., 0], begin, 1.0), found["state"])[0][:, ::2]
+    woven_tokens = Inputs(*tokens, woven(0 * beta, beta)[..., 0], None, 1.0)
+    read = linear_oracle.walked(woven_tokens, twice, found["state"])[0][:, ::2]
     u, dv = (beta * (v - read)).abs(), exact["dv"].abs()
 
     def mass(writes: Tensor, dreads: Tensor) -> dict[str, Tensor]:

@@ -18,15 +18,17 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from ringattn.check import of_choice, of_linear, of_scale, of_state, wrong_number
+from ringattn.check import by_document, of_choice, of_linear, of_scale, of_state, returned_states, wrong_number
 from ringattn.jax.attention.function import real_tokens, starts_of
 from ringattn.jax.attention.steps import local_positions
 from ringattn.jax.attention.ulysses import cleared
 from ringattn.jax.check import of_dtypes
-from ringattn.jax.linear.states import KEPT, exchange
+from ringattn.jax.linear.documents import Documents
+from ringattn.jax.linear.states import KEPT, exchange, summed
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
 from ringattn.kernels import jax_chunkwise as chunkwise
 from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.jax_chunkwise import CHUNK
 from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.planning import Plan
 from ringattn.segments import BEFORE, WAYS, choose, segments
@@ -44,7 +46,8 @@ class Call:
     plan: Plan
     scale: float
     scan: str
-    return_state: bool
+    returned: str  # which states: "", "rows" or "documents"
+    documents: bool  # whether states are one a document
     docs_padded: bool
 
 
@@ -57,7 +60,7 @@ def linear_attention(
     *,
     beta: Array | None = None,
     initial_state: Array | None = None,
-    return_state: bool = False,
+    return_state: bool | str = False,
     docs: Docs | None = None,
     scale: float | None = None,
     kernel: str = "auto",
@@ -77,7 +80,9 @@ def linear_attention(
     if problem:
         raise ValueError(problem)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    call = Call(plan, scale, scan, return_state, docs is not None and docs.padded)
+    returned = returned_states(return_state, initial_state, docs, q.shape[0])
+    documents = returned == "documents" or by_document(initial_state, docs, q.shape[0])
+    call = Call(plan, scale, scan, returned, documents, docs is not None and docs.padded)
     starts = starts_of(docs)
     if inside:
         out, end = alone(call)(arrays, starts)
@@ -97,7 +102,7 @@ def problem_of(
     for name, word in words.items():
         found = found or of_choice(name, word, WORDS[name])
     if found is None and initial_state is not None:
-        found = of_state("initial_state", initial_state, q, v, accumulator(q))
+        found = of_state("initial_state", initial_state, q, v, accumulator(q), docs)
     for name, x in (("log_decay", log_decay), ("beta", beta)):
         if found is None and x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
             found = f"{name} is {x.dtype}; expected floats"
@@ -143,7 +148,9 @@ def recomputed(call: Call) -> Any:
 
 
 def on_device(call: Call, arrays: Arrays, starts: Any) -> tuple[Array, Array | None]:
-    """One device's part: its tokens in, its tokens' output back, and the state behind the last token of all."""
+    """One device's part: its tokens in, its tokens' output back, and the state behind the last token of all, or of each
+    document.
+    """
     plan, parts = call.plan, segments(call.plan)
     B, T = arrays[0].shape[:2]
     ranks = jnp.int32(plan.ring_axis.rank), jnp.int32(plan.ulysses_axis.rank)
@@ -152,9 +159,13 @@ def on_device(call: Call, arrays: Arrays, starts: Any) -> tuple[Array, Array | N
     folded: Any = (None if x is None else rows_of(cleared(x, real), parts) for x in tokens)
     q, k, v, g, beta = folded
     q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], 2) for x in (q, k))  # a copy for each value head
-    begin = None if starts is None else begins(plan, starts, B, parts)
-    if start is None:
-        start = jnp.zeros_like(k, accumulator(k), shape=(B, *k.shape[2:], v.shape[-1]))
+    documents = Documents(plan, starts, B, parts) if call.documents else None
+    begin = None if starts is None or documents else begins(plan, starts, B, parts)
+    zero = jnp.zeros_like(k, accumulator(k), shape=(B, *k.shape[2:], v.shape[-1]))
+    start = zero if start is None else start
+    if documents:
+        initial, start = documents.initial(start), zero
+        q, k, v, g, beta = (None if x is None else documents.laid_out(x) for x in (q, k, v, g, beta))
     known = prod(n for n in start.shape[:3] if isinstance(n, int))  # a batch that is a symbol counts as one row
     way = choose(plan, call.scan, known * start.dtype.itemsize, v.shape[-1], 1 if beta is None else k.shape[-1])
     shape, dtype = (B, T, *v.shape[2:]), v.dtype
@@ -166,9 +177,17 @@ def on_device(call: Call, arrays: Arrays, starts: Any) -> tuple[Array, Array | N
     q, k, v = chunkwise.chunks(q) * call.scale, chunkwise.chunks(k), chunkwise.chunks(v)
     written = chunkwise.written(k, v, g, beta, begin)
     maps = chunkwise.maps_of(k, v, written, g, begin)
+    if documents:
+        own, alone = documents.of_chunks(initial), maps
+        maps = documents.entered(maps, own)
     before, end, inner = exchange(plan, way, maps, start, chunkwise.within, ((q, k, written, g), begin))
-    out = chunkwise.joined(chunkwise.passing(q, g, begin, inner, before), T // parts).reshape(shape)
-    return cleared(out, real).astype(dtype), end if call.return_state else None
+    if documents:
+        before = documents.replaced(own, before)
+        if call.returned:
+            end = summed(documents.ends(alone, before, initial), plan)
+    out = chunkwise.passing(q, g, begin, inner, before)
+    out = documents.whole(chunkwise.joined(out, q.shape[0] * CHUNK)) if documents else chunkwise.joined(out, T // parts)
+    return cleared(out.reshape(shape), real).astype(dtype), end if call.returned else None
 
 
 def rows_of(x: Array, parts: int) -> Array:

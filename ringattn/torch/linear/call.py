@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.check import of_choice, of_linear, of_scale, of_state, wrong_number
+from ringattn.check import by_document, of_choice, of_linear, of_scale, of_state, returned_states, wrong_number
 from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.protocol import LinearKernel
@@ -20,6 +20,7 @@ from ringattn.torch.attention.call import remember
 from ringattn.torch.attention.ulysses import Real, cleared
 from ringattn.torch.check import have_tangents, of_dense, of_tangents, of_tensors
 from ringattn.torch.linear import states
+from ringattn.torch.linear.documents import Documents, documents_of
 from ringattn.torch.sharding import local_positions, real_tokens
 
 SHARE = 0.5  # states of up to this share of the bytes of q, k, v and the gates are kept for backward
@@ -41,20 +42,26 @@ class Call:
 
     def __init__(
         self, x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str, gradients: bool,
-        return_state: bool,
+        return_state: bool | str,
     ):  # fmt: skip
         self.plan, self.docs = plan, docs
         self.scale = x.q.shape[-1] ** -0.5 if scale is None else scale
-        self.gradients, self.return_state = gradients, return_state
+        self.gradients = gradients
         self.alone = plan.ring * plan.ulysses == 1
         self.parts = segments(plan)
         self.batch, _, H, V = x.v.shape
         self.real = real_tokens(plan, docs, x.q.device)
         self.place = plan.ring_axis.rank, plan.ulysses_axis.rank
-        self.begin = begins(plan, docs, *self.place, self.batch, x.q.device)
+        self.returned = returned_states(return_state, x.initial_state, docs, self.batch)
+        self.documents: Documents | None = None  # if states are one a document
+        self.begin = None
+        if docs is not None and (self.returned == "documents" or by_document(x.initial_state, docs, self.batch)):
+            self.documents = documents_of(plan, docs, *self.place, self.batch, x.q.device)
+        else:
+            self.begin = begins(plan, docs, *self.place, self.batch, x.q.device)
         self.kernel = selected(x, kernel)
         K, size = x.q.shape[3], 8 if x.q.dtype == torch.float64 else 4
-        self.state_shape = (self.batch, H, K, V)
+        self.state_shape = (self.documents.count if self.documents else self.batch, H, K, V)
         self.way = choose(plan, scan, self.batch * H * K * size, V, 1 if x.beta is None else K)
         self.words: agree.Words = {}  # what the ranks compare
         self.compared = agree.watched(plan)  # whether they compare it in every call
@@ -79,7 +86,7 @@ class Call:
 
 def bind(
     x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str, gradients: bool, look: bool,
-    return_state: bool,
+    return_state: bool | str,
 ) -> Call:  # fmt: skip
     """The call for these arguments. Raises the same error on all ranks if they, or with `look` a gate, are wrong."""
     kinds = tuple(None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in x)
@@ -115,7 +122,7 @@ def problem(x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel
         or of_choice("scan", scan, ("auto", *WAYS))
     )
     if found is None and x.initial_state is not None:
-        found = of_state("initial_state", x.initial_state, q, v, accumulator(q))
+        found = of_state("initial_state", x.initial_state, q, v, accumulator(q), docs)
     for name, t in others.items():
         if found is None and t is not None:
             if not t.is_floating_point():

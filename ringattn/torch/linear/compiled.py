@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.check import returned_states
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear import Inputs
 from ringattn.planning import Plan, of_text
@@ -18,7 +19,7 @@ from ringattn.torch.linear.call import Call, Given, bind, empty_states, problem,
 
 def linear_op(
     x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str, keep: bool,
-    check: bool | None, return_state: bool,
+    check: bool | None, return_state: bool | str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, end) by the op `ringattn::linear_attention`."""
     if check and torch.compiler.is_compiling():
@@ -28,8 +29,9 @@ def linear_op(
     look = (x.q.device.type == "cpu" if check is None else check) and not torch.compiler.is_compiling()
     scale = x.q.shape[-1] ** -0.5 if scale is None else scale
     out, end, *_ = torch.ops.ringattn.linear_attention(
-        *x, starts_of(docs), text_of(plan), look, scale, kernel, scan, return_state, keep
-    )
+        *x, starts_of(docs), text_of(plan), look, scale, kernel, scan,
+        returned_states(return_state, x.initial_state, docs, x.v.shape[0]), keep,
+    )  # fmt: skip
     return out, end
 
 
@@ -47,15 +49,17 @@ def forward_op(
     scale: float,
     kernel: str,
     scan: str,
-    return_state: bool,
+    returned: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`function.forward`; a missing tensor is an empty one."""
     live = plan_of(plan, q.shape[1], q.shape[1])
     known = docs_of(docs, live.seq_len)
     given = Given(q, k, v, g, beta, initial)
-    call = bind(given, live, known, scale, kernel, scan, keep, look, return_state)
+    call = bind(given, live, known, scale, kernel, scan, keep, look, returned)
     out, *rest = function.forward(call, given)
+    if call.documents is not None:
+        rest[-1] = None  # as many as there are rows, which a graph cannot know: backward finds them again
     end, start, kept = (q.new_empty(0, dtype=accumulator(q)) if x is None else x for x in rest)
     return out, end, start, kept
 
@@ -63,14 +67,18 @@ def forward_op(
 @fake("linear_attention")
 def _(
     q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Any, initial: Any, docs: Any, plan: str, look: bool, scale: float,
-    kernel: str, scan: str, return_state: bool, keep: bool,
+    kernel: str, scan: str, returned: str, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (B, T, H, V), K, live, dtype = v.shape, q.shape[3], spread(plan), accumulator(q)
     P = segments(live)
-    end = q.new_empty(B, H, K, V, dtype=dtype) if return_state else q.new_empty(0, dtype=dtype)
+    width = 1 if docs is None else docs.shape[1] - 1
+    each = returned == "documents" or (width > 1 and initial is not None and initial.shape[0] == B * width)
+    end = q.new_empty(0, dtype=dtype)
+    if returned:
+        end = q.new_empty(B * width if each else B, H, K, V, dtype=dtype)
     g, beta = (None if t is None else rows(t, P) for t in (g, beta))
     x = Inputs(rows(q, P), rows(k, P), rows(v, P), g, beta, None, scale)
-    found = empty_states(selected(Given(q, k, v, g, beta), kernel), x) if keep else None
+    found = empty_states(selected(Given(q, k, v, g, beta), kernel), x) if keep and not each else None
     walked = keep and found is None and live.ring * live.ulysses > 1
     start = q.new_empty(B * P, H, K, V, dtype=dtype) if walked else q.new_empty(0, dtype=dtype)
     return q.new_empty(B, T, H, V), end, start, q.new_empty(0, dtype=dtype) if found is None else found
@@ -93,13 +101,13 @@ def backward_op(
     scale: float,
     kernel: str,
     scan: str,
-    return_state: bool,
+    returned: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`function.backward`; a missing tensor is an empty one."""
     live = plan_of(plan, q.shape[1], q.shape[1])
     known = docs_of(docs, live.seq_len)
     given = Given(q, k, v, g, beta, initial)
-    call = Call(given, live, known, scale, kernel, scan, True, return_state)
+    call = Call(given, live, known, scale, kernel, scan, True, returned)
     before, every = (x if x.numel() else None for x in (start, kept))
     grads = function.backward(call, given, before, every, dout, dend)
     dq, dk, dv, dg, dbeta, dinitial = (start.new_empty(0) if x is None else x for x in grads)
@@ -118,7 +126,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.text, _, ctx.scale, ctx.kernel, ctx.scan, ctx.return_state, _ = inputs
+    *tensors, ctx.text, _, ctx.scale, ctx.kernel, ctx.scan, ctx.returned, _ = inputs
     ctx.plan = ctx.text and of_text(ctx.text)  # as in attention
     ctx.save_for_backward(*tensors, *output[2:])
     ctx.set_materialize_grads(False)  # no zeros as large as the states
@@ -127,7 +135,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, dout: Tensor | None, dend: Tensor | None) -> tuple[Any, ...]:
     *tensors, docs, start, kept = ctx.saved_tensors
     grads = torch.ops.ringattn.linear_attention_backward(
-        *tensors, docs, start, kept, dout, dend, ctx.text, ctx.scale, ctx.kernel, ctx.scan, ctx.return_state
+        *tensors, docs, start, kept, dout, dend, ctx.text, ctx.scale, ctx.kernel, ctx.scan, ctx.returned
     )
     return *(None if x is None else dx for x, dx in zip(tensors, grads, strict=True)), *[None] * 8
 

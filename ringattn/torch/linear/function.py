@@ -20,7 +20,7 @@ from ringattn.torch.attention.call import autocast, traced
 from ringattn.torch.attention.ulysses import cleared
 from ringattn.torch.dispatch import no_autocast, no_view, once
 from ringattn.torch.handles import whole_on_one
-from ringattn.torch.linear import states
+from ringattn.torch.linear import documents, states
 from ringattn.torch.linear.call import Call, Given, bind, empty_states
 
 Found = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -36,7 +36,7 @@ def linear_attention(
     *,
     beta: Tensor | None = None,
     initial_state: Tensor | None = None,
-    return_state: bool = False,
+    return_state: bool | str = False,
     docs: Docs | None = None,
     scale: float | None = None,
     kernel: str = "auto",
@@ -81,19 +81,23 @@ class LinearAttention(torch.autograd.Function):
 
 def forward(call: Call, given: Given) -> Found:
     """(out, the state behind the last token), and for backward, if it will run, the state before each of this rank's
-    segments, or before each chunk.
+    segments, or before each chunk. With one state a document: the state behind each of them, the states before segments
+    and, in the place of those before chunks, those before rows.
     """
     with no_autocast(given.q.device):
+        if call.documents is not None:
+            out, end, *more = documents.forward(call, given)
+            return out, end, *(more if call.gradients else (None, None))
         x = call.inputs(given)
         own = call.kernel.scan_states(x, maps=not call.alone)
-        flying = call.exchange(own, given.initial_state, end_everywhere=call.return_state)
+        flying = call.exchange(own, given.initial_state, end_everywhere=bool(call.returned))
         kept = empty_states(call.kernel, x) if call.gradients else None
         out, end = call.kernel.read_out(x, own, flying.before if flying else given.initial_state, kept)
         start = None
         if flying is not None:
             start, end = flying.before(), flying.behind
     start = start if call.gradients and kept is None else None
-    return call.whole(out).contiguous(), end if call.return_state else None, start, kept
+    return call.whole(out).contiguous(), end if call.returned else None, start, kept
 
 
 def backward(
@@ -101,11 +105,13 @@ def backward(
 ) -> Gradients:
     """The gradients of the tensors, that of the initial state as this rank's share; `dend` is this rank's share too."""
     dout = torch.zeros_like(given.v) if dout is None else dout
-    if not call.return_state:
+    if not call.returned:
         dend = None
     elif dend is None:  # unused here, but perhaps used on another rank
         dend = dout.new_zeros(call.state_shape, dtype=accumulator(given.q))
     with no_autocast(given.q.device):
+        if call.documents is not None:
+            return documents.backward(call, given, start, kept, dout, dend)
         x, (dout,) = call.inputs(given), call.folded(dout)
         back = call.kernel.scan_gradients(x, dout, maps=not call.alone)
         last, first = order(call.plan)[-1], order(call.plan)[0]

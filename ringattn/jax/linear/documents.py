@@ -1,0 +1,122 @@
+"""Linear attention with one state a document, in JAX: documents begin at chunks, where the state is replaced.
+
+    B batch   P segments a device   R = B * P rows   T tokens a segment   N chunks of C tokens
+    n documents of a row of the batch   H heads   K key dim   V value dim
+
+Each segment's tokens are laid out again, so that every document begins with a chunk; a document's last chunk is filled
+up with tokens that write nothing and decay nothing. So a chunk holds tokens of one document only. Where a document
+begins, a chunk's map takes the document's initial state in the place of what was before: its factor becomes 0. Then
+states travel as without documents. Documents may be traced, so N is the most chunks that n documents can need.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ringattn.jax.attention.steps import local_positions
+from ringattn.kernels.jax_chunkwise import CHUNK, Map
+from ringattn.planning import Plan
+
+
+class Documents:
+    """Where the documents of this device's segments lie, as (traced) index arrays."""
+
+    def __init__(self, plan: Plan, starts: Array, batch: int, parts: int):
+        at = local_positions(plan)
+        first, T, n = at.reshape(parts, -1)[:, :1], at.shape[0] // parts, starts.shape[1] - 1
+        self.batch, self.parts, self.each = batch, parts, n
+        self.first_device = (plan.ring_axis.rank == 0) & (plan.ulysses_axis.rank == 0)
+        self.N = min(T, (T + n * (CHUNK - 1)) // CHUNK)
+        starts = jnp.broadcast_to(starts, (batch, n + 1))
+        begin, end = (jnp.repeat(x, parts, 0) for x in (starts[:, :-1], starts[:, 1:]))  # [R, n]
+        first = jnp.tile(first, (batch, 1))
+        lo, hi = jnp.clip(begin - first, 0, T), jnp.clip(end - first, 0, T)
+        used = hi > lo
+        chunks = -(-(hi - lo) // CHUNK)
+        behind = jnp.cumsum(chunks, 1)  # the chunks of documents up to this one
+        self.begun, self.ended = used & (begin >= first), used & (end <= first + T)
+        self.last = jnp.maximum(behind - 1, 0)
+        self.empty = starts[:, 1:] == starts[:, :-1]  # [B, n]
+        self.heads = jnp.argmax(starts[:, 1:] > 0, 1)  # [B]: the document that a row begins with
+
+        chunk, token = jnp.arange(self.N, dtype=behind.dtype), jnp.arange(T, dtype=behind.dtype)
+        self.document = of_ranges(behind, chunk)  # [R, N]
+        at_first = jnp.take_along_axis(behind - chunks, self.document, 1) == chunk
+        self.fresh = at_first & jnp.take_along_axis(self.begun, self.document, 1)  # whether a document begins with it
+        inner = (chunk - jnp.take_along_axis(behind - chunks, self.document, 1))[..., None] * CHUNK + jnp.arange(CHUNK)
+        source = jnp.take_along_axis(lo, self.document, 1)[..., None] + inner
+        inside = (chunk < behind[:, -1:])[..., None] & (source < jnp.take_along_axis(hi, self.document, 1)[..., None])
+        self.source = jnp.where(inside, source, -1).reshape(lo.shape[0], -1)  # [R, N * C]: which token; -1: none
+        mine = of_ranges(hi, token)  # [R, T]
+        into = jnp.take_along_axis((behind - chunks) * CHUNK - lo, mine, 1) + token
+        self.into = jnp.where(
+            (token >= jnp.take_along_axis(lo, mine, 1)) & (token < hi.max(1, keepdims=True)), into, -1
+        )
+
+    def laid_out(self, x: Array) -> Array:
+        """[R, T, ...] as [R, N * C, ...]; zeros where a chunk is filled up."""
+        return taken(x, self.source, self.into)
+
+    def whole(self, x: Array) -> Array:
+        """The inverse of `laid_out`; zeros for padding."""
+        return taken(x, self.into, self.source)
+
+    def initial(self, state: Array) -> Array:
+        """The state before each document, [B, n, H, K, V], from as many or from one a row."""
+        if state.shape[0] == self.batch * self.each:
+            return state.reshape(self.batch, self.each, *state.shape[1:])
+        first = jnp.arange(self.each) == self.heads[:, None]
+        return jnp.where(first[..., None, None, None], state[:, None], 0)
+
+    def of_chunks(self, initial: Array) -> Array:
+        """The state that a chunk begins with if a document does, [N, R, H, K, V]."""
+        row = jnp.arange(self.batch * self.parts)[:, None] // self.parts
+        return initial[row, self.document].swapaxes(0, 1)
+
+    def replaced(self, own: Array, before: Array) -> Array:
+        """`before`, and `own` where a document begins: [N, R, ...] both."""
+        return jnp.where(self.fresh.T.reshape(*self.fresh.T.shape, *[1] * (before.ndim - 2)), own, before)
+
+    def entered(self, maps: Map, own: Array) -> Map:
+        """The maps of chunks, which take the state `own` in the place of the one before where a document begins."""
+        factor, kv = jnp.zeros_like(maps.factor), maps.after(own)
+        return Map(self.replaced(factor, maps.factor), self.replaced(kv, maps.kv))
+
+    def ends(self, maps: Map, before: Array, initial: Array) -> Array:
+        """The state behind each document that ends on this device, 0 for others: [B * n, H, K, V].
+
+        Behind an empty document is the state before it; it ends on the first device.
+        """
+        behind = maps.after(before)[self.last, jnp.arange(self.batch * self.parts)[:, None]]  # [R, n, ...]
+        behind = jnp.where(self.ended[..., None, None, None], behind, 0)
+        found = behind.reshape(self.batch, self.parts, *behind.shape[1:]).sum(1)
+        found = jnp.where((self.empty & self.first_device)[..., None, None, None], initial, found)
+        return found.reshape(-1, *found.shape[2:])
+
+
+def of_ranges(ends: Array, x: Array) -> Array:
+    """The range that each x [X] lies in, [R, X]; range i of a row ends at ends[i], the last one has no end."""
+    found = jax.vmap(partial(jnp.searchsorted, v=x, side="right"))(ends)
+    return jnp.minimum(found, ends.shape[1] - 1)
+
+
+@jax.custom_vjp
+def taken(x: Array, to: Array, back: Array) -> Array:
+    """x[r, to[r, i]], 0 where `to` is negative; `back` is the inverse, by which gradients go."""
+    found = x[jnp.arange(x.shape[0])[:, None], jnp.maximum(to, 0)]
+    return jnp.where(to.reshape(*to.shape, *[1] * (x.ndim - 2)) < 0, 0, found)
+
+
+def taken_forward(x: Array, to: Array, back: Array) -> tuple[Array, Any]:
+    return taken(x, to, back), (to, back)
+
+
+def taken_backward(saved: Any, dfound: Array) -> tuple[Array, None, None]:
+    to, back = saved
+    return taken(dfound, back, to), None, None
+
+
+taken.defvjp(taken_forward, taken_backward)

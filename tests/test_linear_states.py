@@ -1,0 +1,328 @@
+"""One state a document: packed documents begin with their own states, and return what is behind each, over ranks."""
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given as forall
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import ringattn as ra
+from ringattn.comms.local import run
+from ringattn.launch.processes import run as run_processes
+from ringattn.launch.verify.linear_oracle import LEAVES, B, docs_of, errors, inputs, states_of, truth, worst
+from ringattn.launch.verify.oracle import error
+from ringattn.segments import WAYS
+from ringattn.torch.linear.fragments import Fragments, cut
+
+T = 61  # a prime: no number of ranks divides it
+LONG = 557  # fragments of several chunks, which are cut into several rows
+PACKED = ((20, 0, 11, 30), (1, 2, 50))  # the second row counts an empty document at its end, and padding
+LENGTHS = {
+    "packed": PACKED,
+    "one_row_for_all": ((20, 35),),
+    "first_empty": ((0, 33, 20), (0, 61)),
+    "nearly_all_padding": ((3, 0), (0, 2)),
+}
+CHUNKS = ((150, 0, 250, 157), (64, 457, 3))
+BESIDE_SHORT = ((LONG,), (40,) * 13)  # short rows: ranks hold several of a document that only passes
+PLACES = [(1, 1, "contiguous"), (3, 1, "contiguous"), (4, 1, "zigzag"), (1, 4, "contiguous"), (2, 3, "zigzag")]
+PLACES += [(8, 1, "zigzag"), (2, 2, "zigzag")]
+RULES = ({}, {"beta": True, "key_heads": 1})
+
+
+def check(place, gate, lengths, T=T, dtype=torch.float64, limit=1e-10, scan="auto", **rule):
+    ring, ulysses, layout = place
+    rule["states"] = states_of(lengths)
+    given, expected = inputs(T, gate, dtype, **rule), truth(T, gate, lengths, dtype, **rule)
+    docs = docs_of(lengths, T)
+    results = run(
+        lambda mesh: errors(mesh, given, expected, docs, layout=layout, scan=scan), ring=ring, ulysses=ulysses
+    )
+    for name, value in worst(results, expected).items():
+        assert value <= limit, f"{name} is off by {value:.2e} on {place}: {[e.get(name) for e, _ in results]}"
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("lengths", list(LENGTHS.values()), ids=list(LENGTHS))
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_every_document_goes_on_from_its_own_state(place, lengths, rule):
+    check(place, "channel", lengths, **rule)
+    for gate in ("head", None):
+        check(place, gate, lengths, dtype=torch.float32, limit=2e-6, **rule)
+
+
+@pytest.mark.parametrize("scan", WAYS)
+@pytest.mark.parametrize("place", [*PLACES[:3], PLACES[-1]], ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_long_documents_are_cut_and_joined(place, scan, rule):
+    check(place, "head", CHUNKS, LONG, torch.float32, 2e-6, scan, **rule)
+    check(place, "channel", BESIDE_SHORT, LONG, scan=scan, **rule)
+
+
+def over_gloo(cases: list[Any]) -> list[tuple[dict[str, float], np.ndarray]]:
+    found = []
+    for ring, ulysses, lengths, scan, rule in cases:
+        mesh = ra.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu")
+        expected, given = truth(T, "channel", lengths, **rule), inputs(T, "channel", **rule)
+        one, share = errors(mesh, given, expected, docs_of(lengths, T), scan=scan)
+        found.append((one, share.numpy()))
+    return found
+
+
+def test_every_document_goes_on_from_its_own_state_over_gloo():
+    cases = [
+        (ring, ulysses, lengths, scan, {"beta": beta, "states": states_of(lengths)})
+        for ring, ulysses, scan in ((4, 1, "ring"), (2, 2, "gather"), (1, 4, "auto"))
+        for lengths, beta in ((PACKED, False), (LENGTHS["nearly_all_padding"], True))
+    ]
+    results = run_processes(over_gloo, 4, cases)
+    for i, (*case, lengths, _, rule) in enumerate(cases):
+        one = [(each[i][0], torch.from_numpy(each[i][1])) for each in results]
+        for name, value in worst(one, truth(T, "channel", lengths, **rule)).items():
+            assert value <= 1e-10, f"{case}: {name} is off by {value:.2e}"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_packed_rollouts_go_on_where_they_stopped(rule):
+    """Two calls, packed differently, are each document as a whole, gradients included."""
+    lengths, first = (70, 9, 40), (31, 9, 17)
+    given = inputs(sum(lengths), "head", **rule)
+    leaves = {n: given[n][:1].clone().requires_grad_() for n in LEAVES if given[n] is not None}
+
+    def part(tokens: Tensor, lengths: list[int], state: Tensor | None) -> Any:
+        x = {n: t[:, tokens] for n, t in leaves.items()}
+        docs, how = ra.Docs.from_lengths(lengths), {"return_state": "documents", "initial_state": state}
+        return ra.linear_attention(x["q"], x["k"], x["v"], x["g"], beta=x.get("beta"), docs=docs, **how)
+
+    document = torch.repeat_interleave(torch.tensor(lengths))
+    at = torch.arange(len(document)) - torch.tensor([0, 70, 79])[document]
+    early = at < torch.tensor(first)[document]
+    outs, state = torch.zeros(1, sum(lengths), 2, given["v"].shape[-1], dtype=torch.float64), None
+    for tokens in (early, ~early):
+        out, state = part(tokens, [int((tokens & (document == d)).sum()) for d in range(3)], state)
+        outs = outs.index_copy(1, tokens.nonzero()[:, 0], out)
+    whole, ends = part(document >= 0, list(lengths), None)
+    torch.testing.assert_close(outs, whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state, ends, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(ends.shape, dtype=torch.float64)
+    found, expected = (
+        torch.autograd.grad((o * given["dout"][:1]).sum() + (s * weights).sum(), list(leaves.values()))
+        for o, s in ((outs, state), (whole, ends))
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("place", PLACES[:4], ids=str)
+def test_from_a_state_a_row_the_documents_states_may_be_asked_for(place):
+    """It belongs to the document of a row's first token; the others begin with zero."""
+    lengths, (ring, ulysses, layout) = ((0, 33, 20), (7, 0, 54)), place
+    given = inputs(T, "channel", states=B, beta=True)
+    each = torch.zeros(6, *given["state"].shape[1:], dtype=torch.float64)
+    each[1], each[3] = given["state"]
+    dend = torch.randn(each.shape, dtype=torch.float64)
+
+    def one(mesh, state, plan=None):
+        plan = ra.plan(mesh, seq_len=T, layout=layout)
+        leaves = [plan.shard(given[n]).requires_grad_() for n in LEAVES]
+        state = None if state is None else state.clone().requires_grad_()
+        how = {"docs": docs_of(lengths, T), "initial_state": state, "return_state": "documents"}
+        out, end = ra.linear_attention(*leaves[:4], plan, beta=leaves[4], **how)
+        loss = (out * plan.shard(given["dout"])).sum() + (end * dend / (ring * ulysses)).sum()
+        grads = torch.autograd.grad(loss, leaves if state is None else [*leaves, state])
+        return [out.detach(), end.detach(), *grads]
+
+    for state, same in ((given["state"], each), (None, torch.zeros_like(each))):
+        ours, others = (run(lambda mesh, s=s: one(mesh, s), ring=ring, ulysses=ulysses) for s in (state, same))
+        for a, b in zip(ours, others, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a[:7], b[:7], strict=True))
+        if state is not None:
+            total = sum(b[7] for b in others)
+            torch.testing.assert_close(sum(a[7] for a in ours), torch.stack([total[1], total[3]]))
+
+
+def test_rows_of_one_document_have_the_same_states_either_way():
+    """As many documents as rows: a shape with one meaning."""
+    given, docs = inputs(T, "head"), docs_of(((40,), (0,)), T)
+    x = [given[n] for n in "qkvg"]
+    for state in (torch.zeros_like(given["state"]), given["state"]):
+        rows, each = (
+            ra.linear_attention(*x, docs=docs, return_state=word, initial_state=state) for word in (True, "documents")
+        )
+        assert all(torch.equal(a, b) for a, b in zip(rows, each, strict=True))
+        _, end = ra.linear_attention(*(t[:1, :40] for t in x), return_state=True, initial_state=state[:1])
+        torch.testing.assert_close(each[1], torch.stack([end[0], state[1]]), rtol=1e-12, atol=1e-12)
+
+
+def test_the_state_behind_an_empty_document_is_that_before_it():
+    given, lengths = inputs(T, "channel", states=8), PACKED
+    state = given["state"].requires_grad_()
+    x = [given[n] for n in "qkvg"]
+    _, end = ra.linear_attention(*x, docs=docs_of(lengths, T), initial_state=state, return_state=True)
+    assert torch.equal(end[[1, 7]], state[[1, 7]])
+    (grad,) = torch.autograd.grad(end, state, given["dend"])
+    assert torch.equal(grad[[1, 7]], given["dend"][[1, 7]])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_gate_of_minus_infinity_forgets_a_documents_state(rule):
+    given, docs = inputs(T, "head", torch.float32, **{**rule, "states": 4}), docs_of(((20, 41),), T)
+    given["g"][:, 20] = -torch.inf
+    x = {n: given[n].clone().requires_grad_() for n in (*LEAVES, "state") if given[n] is not None}
+    results = []
+    for state in (x["state"], x["state"] * torch.tensor([1.0, 0.0, 1.0, 0.0])[:, None, None, None]):
+        how = {"docs": docs, "initial_state": state, "return_state": True}
+        out, end = ra.linear_attention(*(x[n] for n in "qkvg"), beta=x.get("beta"), **how)
+        loss = (out * given["dout"]).sum() + (end * given["dend"]).sum()
+        results.append([out, end, *torch.autograd.grad(loss, list(x.values()))])
+    for found, expected in zip(*results, strict=True):
+        assert found.isfinite().all()
+        torch.testing.assert_close(found, expected)
+    assert not results[0][-1][[1, 3]].any()
+
+
+def test_a_loss_of_one_ranks_states_alone():
+    """A rank whose loss takes neither outputs nor states has its part in everybody's gradients."""
+    given, docs = inputs(T, "channel"), docs_of(PACKED, T)
+    whole = given["k"].clone().requires_grad_()
+    how = {"docs": docs, "return_state": "documents"}
+    _, end = ra.linear_attention(given["q"], whole, given["v"], given["g"], **how)
+    end.square().sum().backward()
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=T)
+        q, k, v, g = (plan.shard(given[n]).requires_grad_() for n in "qkvg")
+        out, end = ra.linear_attention(q, k, v, g, plan, **how)
+        (end.square().sum() if mesh.rank == 1 else out.sum() * 0).backward()
+        return plan.unshard(k.grad)
+
+    for grad in run(one, ring=3):
+        torch.testing.assert_close(grad, whole.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_bfloat16_inputs_have_states_in_float32():
+    given, docs = inputs(T, "channel", torch.bfloat16, beta=True, states=4), docs_of(((20, 41),), T)
+    x = [given[n].requires_grad_() for n in LEAVES]
+    state = given["state"].requires_grad_()
+    how = {"docs": docs, "initial_state": state, "return_state": True}
+    out, end = ra.linear_attention(*x[:4], beta=x[4], **how)
+    assert out.dtype == torch.bfloat16 and end.dtype == torch.float32
+    (out.float().sum() + end.sum()).backward()
+    assert state.grad.dtype == torch.float32 and [t.grad.dtype for t in x[:3]] == [torch.bfloat16] * 3
+    expected = truth(T, "channel", ((20, 41),), torch.bfloat16, beta=True, states=4)
+    assert error(end.detach(), expected["end"], float(expected["end"].norm())) <= 2e-6  # states are not rounded
+
+
+@settings(max_examples=200, deadline=None)
+@forall(st.lists(st.integers(1, 3000), min_size=1, max_size=40))
+def test_rows_hold_at_most_twice_the_tokens_and_two_chunks_a_document(tokens):
+    x = np.array(tokens)
+    found, rows = cut(Fragments(*[np.arange(len(x))] * 3, x, *[np.ones(len(x), bool)] * 2))
+    assert rows.rows * rows.length <= 2 * x.sum() + 128 * len(x)
+    assert sorted(found.tokens) == sorted(tokens) and sum(-(-x // rows.length)) == rows.rows
+
+
+CALL = {n: x if x is None else x.float() for n, x in inputs(9, "head").items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"states": 3}, r"initial_state has shape \(3, 2, 8, 12\); expected \(2, 2, 8, 12\).*or \(6, 2, 8, 12\), one a "
+         r"document: 2 x 3 documents \(a row with fewer ends in empty ones, which count too\)"),
+        ({"states": 6, "docs": None}, r"initial_state has shape \(6, 2, 8, 12\); expected \(2, 2, 8, 12\): batch"),
+        ({"states": 6, "dtype": torch.bfloat16}, "initial_state is torch.bfloat16; the state of .*float32"),
+        ({"docs": None, "return_state": "documents"}, "return_state='documents' without docs: .*or return_state=True"),
+        ({"return_state": "document"}, "return_state is of type str; pass True or False, or 'documents'"),
+        ({"return_state": 1}, "return_state is of type int; pass True or False, or 'documents'"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("ring", [1, 2])
+def test_a_wrong_call_says_what_is_wrong(change, says, ring):
+    call = {"docs": ra.Docs.from_lengths([[3, 3, 3], [4, 5]]), **change}
+    state = torch.zeros(call.pop("states", 6), 2, 8, 12, dtype=call.pop("dtype", torch.float32))
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=9)
+        with pytest.raises(ValueError, match=says):
+            ra.linear_attention(*(plan.shard(CALL[n]) for n in "qkvg"), plan, initial_state=state, **call)
+
+    run(one, ring=ring)
+
+
+def test_ranks_that_ask_for_other_states_are_named():
+    def one(mesh):
+        plan, docs = ra.plan(mesh, seq_len=9), ra.Docs.from_lengths([4, 5])
+        x = [plan.shard(CALL[n]) for n in "qkvg"]
+        with pytest.raises(ValueError, match="the ranks do not make the same call: asked: ring rank 0 has"):
+            ra.linear_attention(*x, plan, docs=docs, return_state="documents" if mesh.rank else True)
+
+    run(one, ring=2)
+
+
+DOCS = ra.Docs.from_lengths([13, 0, 35])
+
+
+def model(plan: Any, x: Tensor, state: Tensor, again: bool = False) -> Tensor:
+    """The loss of two layers, of which the second one goes on from the states of the first one."""
+
+    def body(x: Tensor, state: Tensor) -> Tensor:
+        q, k, v, g = (x * n for n in (1.0, 0.5, 2.0, 0.25))
+        gate = torch.nn.functional.logsigmoid(g)
+        out, end = ra.linear_attention(q, k, v, gate, plan, docs=DOCS, initial_state=state, return_state=True)
+        unit = torch.nn.functional.normalize(k, dim=-1)
+        how = {"docs": DOCS, "initial_state": end, "return_state": "documents"}
+        more, last = ra.linear_attention(q, unit, v, gate, plan, beta=-gate[..., 0], **how)
+        return out + more + last.sum() * 0.01
+
+    return (checkpoint(body, x, state, use_reentrant=False) if again else body(x, state)).square().sum()
+
+
+def compiled_and_not() -> list[np.ndarray]:
+    plan, generator = None, torch.Generator().manual_seed(0)
+    if dist.is_initialized():
+        plan = ra.plan(ra.init_mesh(ring=dist.get_world_size(), device_type="cpu"), seq_len=48, layout="zigzag")
+    whole, state = torch.randn(1, 48, 2, 4, generator=generator), torch.randn(3, 2, 4, 4, generator=generator)
+    x, state = (whole if plan is None else plan.shard(whole)).requires_grad_(), state.requires_grad_()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    results = []
+    for how in (model, compiled, lambda *given: model(*given, again=True)):
+        loss = how(plan, x, state)
+        results += [loss.detach().numpy(), *(t.numpy() for t in torch.autograd.grad(loss, (x, state)))]
+    return results
+
+
+@pytest.mark.slow
+def test_compiling_and_recomputing_give_the_same_bits():
+    torch._dynamo.reset()
+    for (*ours,) in [compiled_and_not(), *run_processes(compiled_and_not, 2)]:
+        for i, (a, b) in enumerate(zip(ours[3:], ours[:3] * 2, strict=True)):
+            assert np.array_equal(a, b), ("compiled", "recomputed")[i // 3]
+
+
+def test_opcheck():
+    importlib.import_module("ringattn.torch.linear.compiled")  # where the op is registered
+    q, k, v, g = (torch.randn(2, 5, 2, 4).requires_grad_() for _ in range(4))
+    each, row = (torch.randn(n, 2, 4, 4).requires_grad_() for n in (4, 2))
+    docs, beta = torch.tensor([[0, 2, 5]]), torch.rand(2, 5, 2).requires_grad_()
+    for initial, returned in ((each, "documents"), (row, "documents"), (None, "documents"), (each, "")):
+        args = (q, k, v, -g.exp(), beta, initial, docs, "", False, 0.5, "auto", "auto", returned, True)
+        torch.library.opcheck(torch.ops.ringattn.linear_attention, args)
+
+
+@pytest.mark.parametrize("rule", [{}, pytest.param({"beta": True}, marks=pytest.mark.slow)], ids=str)
+def test_the_gpu_kernels_serve_documents_with_states(rule):
+    """In the interpreter where there is no GPU: they get rows without documents."""
+    pytest.importorskip("triton")
+    T, lengths, rule = 40, ((9, 0, 31),), {**rule, "states": 6}
+    given, expected = inputs(T, "head", torch.float32, **rule), truth(T, "head", lengths, torch.float32, **rule)
+    found = run(lambda mesh: errors(mesh, given, expected, docs_of(lengths, T), kernel="triton"), ring=1)
+    for name, value in worst(found, expected).items():
+        assert value <= 2e-6, f"{name} is off by {value:.2e}"
