@@ -122,7 +122,7 @@ def test_every_benchmark_has_help(suite, capsys):
         (["bench", "ring", "modes=back"], "modes=back: choose one of forward, forward+backward"),
         (["bench", "ring", "device=cpu", "ranks=9999", "tokens=64"], "9999 ranks, each a process here"),
         (["bench", "scan", "out=a", "out=b"], "out is given twice"),
-        (["bench", "step"], "say the folder of a training run"),
+        (["bench", "step"], "name the folder of a training run"),
         (["bench", "step", "run=nowhere"], "run=nowhere: no config.json there"),
         (["bench", "traffic", "ranks=1"], "ranks=1: there can be 2 to"),
     ],
@@ -139,11 +139,11 @@ def test_a_wrong_word_is_one_sentence(argv, said, capsys):
 @pytest.mark.parametrize("suite", ["decode", "kernels", "linear", "memory", "prefill", "ring", "scan"])
 def test_without_a_gpu_a_benchmark_says_how_it_runs(suite, capsys):
     assert words.main(["bench", suite, "device=cuda"]) == 2
-    assert "torch sees no GPU here; on a CPU say device=cpu tokens=1024" in capsys.readouterr().err
+    assert "torch sees no GPU here; on a CPU use device=cpu tokens=1024" in capsys.readouterr().err
     if suite not in ("memory", "prefill"):  # whose own sizes are a CPU's
         assert words.main(["bench", suite, "device=cpu"]) == 2
         more = "" if suite in ("kernels", "linear") else " ranks=2 repeats=2"
-        assert f"the lengths are a GPU's; on a CPU say device=cpu tokens=1024{more}\n" in capsys.readouterr().err
+        assert f"the lengths are a GPU's; on a CPU use device=cpu tokens=1024{more}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_benchmark_says_each_row_as_it_comes(argv):
 
 def test_a_benchmark_runs_a_gpus_sizes_on_a_cpu_where_they_were_said(monkeypatch):
     ring = import_module("ringattn.launch.bench.ring")
-    monkeypatch.setattr(ring, "run", lambda options: ran.append(options.tokens))
+    monkeypatch.setattr(ring, "run", lambda options: ran.append(options.tokens) or [])
     ran: list[list[int]] = []
     assert words.main(["bench", "ring", "device=cpu", "tokens=16384,32768,131072"]) == 0
     assert ran == [ring.Options().tokens]

@@ -2,13 +2,12 @@
 
 The causal floor is one call on every rank at once, of tokens / sqrt(ranks) tokens: as many (query, key) pairs as a
 rank has of the whole. The floor of packed documents is the whole sequence on one device, divided by the ranks; there
-only pairs within a document count as flops. `lost` is the part of the time that the floor does not explain: `exposed`
-in the rows, while what a trace calls exposed is communication. Times are medians: of the slowest rank in the table, of
+only pairs within a document count as flops. `lost` is the part of the time that the floor does not explain; what a
+trace calls exposed is communication. Times are medians: of the slowest rank in the table, of
 rank 0 in the lines that come before it. `peak` is the memory of forward and backward over q, k, v, out, their gradients
 and lse. `peers` are torch's own context_parallel with cuDNN, by how it rotates: allgather, alltoall.
 """
 
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringattn.launch.bench import captured, draws, on_ranks, passes, reported, slowest, table, timeline, together
+from ringattn.launch.bench import Row, draws, median_ms, over_ranks, passes, timeline
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.words import option
 
@@ -74,45 +73,31 @@ class Options:
                 raise ValueError(f"mask={mask}: choose causal, long, short, or a number, which is a window")
 
 
-def run(options: Options) -> list[dict[str, Any]]:
-    ranks = on_ranks(measure, processes_of(options), options.device, options.timeout, options)
-    names = ("ranks", "processes", "ulysses", "heads", "kv_heads", "head_dim", "groups", "kernel", "graphs", "repeats")
-    rows = []
-    for worst in slowest([found["rows"] for found in ranks], "ms", "floor_ms", "peak"):
-        row = {"suite": "ring", **{n: getattr(options, n) for n in names}, **worst}
+def run(options: Options) -> list[Row]:
+    rows = over_ranks(measured, options, "ms", "floor_ms", "peak")
+    for row in rows:
         row["tflops"] = row["flops"] / options.ranks / row["ms"] / 1e9
         if row["floor_ms"] is not None:
-            row |= {"ratio": row["floor_ms"] / row["ms"], "exposed": 1 - row["floor_ms"] / row["ms"]}
-        rows.append(row)
-    compare(rows)
-    print(table([{**row, "lost": lost(row)} for row in rows], COLUMNS))
-    for name, spans in timeline.by_rank([found["spans"] for found in ranks]).items():
-        print(timeline.save(spans, Path(options.trace), name))
-    return rows
-
-
-def lost(row: dict[str, Any]) -> float | None:
-    """The part of the time that the floor does not explain, if it leaves any."""
-    return row["exposed"] if row.get("exposed", -1) >= 0 else None
-
-
-def compare(rows: list[dict[str, Any]]) -> None:
-    """`against`: how much faster than the fastest peer in the same run."""
-    for row in rows:
+            row["ratio"] = row["floor_ms"] / row["ms"]
+            row["lost"] = 1 - row["ratio"]
         same = [r for r in rows if all(r[n] == row[n] for n in ("tokens", "mask", "mode"))]
         theirs = [r["ms"] for r in same if r["who"].startswith("torch")]
         if theirs and not row["who"].startswith("torch"):
-            row["against"] = min(theirs) / row["ms"]
+            row["against"] = min(theirs) / row["ms"]  # how much faster than the fastest peer in the same run
+        if spans := row.pop("spans", None):
+            name = " ".join(str(row[n]) for n in ("who", "tokens", "mode"))
+            print(timeline.save(spans, Path(options.trace), name))
+    return rows
 
 
-def measure(options: Options) -> dict[str, Any]:
-    """One rank: every length, forward and forward + backward, over ranks and alone; and the spans of a trace."""
+def measured(options: Options) -> Iterator[Row]:
+    """One rank: every length, forward and forward + backward, over ranks and alone; with the spans of a trace."""
     import ringattn as ra
 
     ring = processes_of(options) // options.ulysses
     mesh = ra.init_mesh(ring=ring, ulysses=options.ulysses, device_type=options.device)
-    found: dict[str, Any] = {"rows": [], "spans": {}}
-    for mask, tokens in asked_for(options):
+    cases = asked_for(options)
+    for mask, tokens in cases:
         case = Case.of(mask, tokens)
         floors = floor(options, case) if options.floor else dict.fromkeys(options.modes)
         for who, about, calls in contestants(options, mesh, case):
@@ -122,11 +107,10 @@ def measure(options: Options) -> dict[str, Any]:
                 ms = timed(calls[mode], options)
                 flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim
                 row = {"tokens": tokens, "mask": mask, "who": who, **about, "mode": mode, "ms": ms, "flops": flops}
-                more = {"floor_ms": floors[mode], "peak": peak(options, tokens, mode)}
-                found["rows"].append(reported({**row, **more}))
-                if options.trace and (mask, tokens) == asked_for(options)[0]:
-                    found["spans"][f"{who} {tokens} {mode}"] = timeline.record(calls[mode])
-    return found
+                row |= {"floor_ms": floors[mode], "peak": peak(options, tokens, mode)}
+                if options.trace and (mask, tokens) == cases[0]:
+                    row["spans"] = timeline.record(calls[mode])
+                yield row
 
 
 def asked_for(options: Options) -> list[tuple[str, int]]:
@@ -244,8 +228,4 @@ def peak(options: Options, tokens: int, mode: str) -> float | None:
 
 
 def timed(call: Callable[[], Any], options: Options) -> float:
-    """The median in milliseconds, all ranks starting together."""
-    for _ in range(options.warmup):
-        call()
-    call = captured(call) if options.graphs else call
-    return statistics.median(together(call) * 1e3 for _ in range(options.repeats))
+    return median_ms(call, options.repeats, options.warmup, options.graphs)

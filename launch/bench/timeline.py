@@ -76,11 +76,6 @@ def lane_on_cpu(name: str) -> str | None:
     return {"gloo": "hops", "aten": "attention"}.get(name.partition(":")[0])
 
 
-def by_rank(found: Sequence[dict[str, list[Span]]]) -> dict[str, list[list[Span]]]:
-    """What every rank recorded under each name."""
-    return {name: [spans[name] for spans in found] for name in found[0]}
-
-
 def covered(spans: Sequence[Span], apart: float = 0.0) -> list[tuple[float, float]]:
     """The times at which some span runs, as intervals that are further apart than so much."""
     found: list[tuple[float, float]] = []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ringattn.comms.local import run as run_ranks
-from ringattn.launch.bench import table
+from ringattn.launch.bench import Row
 from ringattn.launch.processes import MOST
 from ringattn.launch.words import option
 
@@ -27,7 +27,7 @@ class Options:
     window: int = option(600, "keys of the windowed rows")
 
 
-def run(options: Options) -> list[dict[str, Any]]:
+def run(options: Options) -> list[Row]:
     import ringattn as ra
 
     if not 2 <= options.ranks <= min(MOST, options.tokens):
@@ -50,14 +50,12 @@ def run(options: Options) -> list[dict[str, Any]]:
     cases = [("ring", route, *case) for route in ("direct", "relay") for case in cases]
     cases.append(("ulysses", "direct", 1, n, "contiguous", "causal", causal, None))
     cases.append(("gather", "direct", n, 1, "zigzag", "causal", causal, None))
-    rows = [count(options, *case) for case in cases]
-    print(table(rows, COLUMNS))
-    return rows
+    return [count(options, *case) for case in cases]
 
 
 def count(
     options: Options, strategy: str, route: str, ring: int, ulysses: int, layout: str, mask: str, spec: Any, docs: Any
-) -> dict[str, Any]:
+) -> Row:
     """One forward and backward pass on all ranks; what the busiest one sent."""
     import ringattn as ra
     from ringattn.mask import Mask, schedule_of
@@ -80,7 +78,6 @@ def count(
     scheduled = f"{blocks} + {both}" if strategy == "ring" and ulysses == 1 else None
     return {
         "suite": "traffic", "tokens": options.tokens, "strategy": strategy, "route": route, "ring": ring,
-        "ulysses": ulysses,
-        "layout": layout, "mask": mask, "forward": forward / block, "backward": backward / block,
+        "ulysses": ulysses, "layout": layout, "mask": mask, "forward": forward / block, "backward": backward / block,
         "scheduled": scheduled, "forward_mb": forward / 1e6, "backward_mb": backward / 1e6,
     }  # fmt: skip
