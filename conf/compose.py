@@ -7,13 +7,15 @@ Nor does it read the environment: what is there may be secret, and a configurati
 
 import argparse
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ringattn.conf import refusals, schema
+from ringattn.conf.keys import nearest
 from ringattn.conf.refusals import files
 from ringattn.conf.schema import GROUPS, Train
+
+KNOWN = ("--multirun", "--cfg", "--config-dir", "--help", "--completion")
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,12 +29,10 @@ def options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("-c", "--cfg", choices=["job"])
     parser.add_argument("-cd", "--config-dir", type=Path)
-    given, rest = parser.parse_known_args(words)
-    given.words = rest
+    given, given.words = parser.parse_known_args(words)
     for word in given.words:
         if word.startswith("-"):
-            known = ("--multirun", "--cfg", "--config-dir", "--help", "--completion")
-            raise ValueError(f"no option {word}{schema.nearest(word, list(known))} (there are {', '.join(known)})")
+            raise ValueError(f"no option {word}{nearest(word, KNOWN)} (there are {', '.join(KNOWN)})")
     if given.config_dir is not None and not given.config_dir.is_dir():
         raise ValueError(f"--config-dir {given.config_dir}: there is no such folder")
     return given
@@ -41,20 +41,23 @@ def options(words: list[str]) -> argparse.Namespace:
 def composed(given: argparse.Namespace) -> list[tuple[str, Train]]:
     """Every configuration that the words make, checked, with the words that a sweep adds for it alone.
 
-    Each run has its own name.
-
-    A ValueError with one sentence if one of them cannot be.
+    In a sweep these are all combinations of the values that a word lists, and each run has its own name. A ValueError
+    with one sentence if a configuration is not valid.
     """
     from hydra import initialize_config_module
     from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     ConfigStore.instance().store("schema", Train)
     with refusals.closed_environment(), initialize_config_module("ringattn.conf", "train", version_base="1.3"):
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         try:
-            runs = [(words, compose(words, given.config_dir)) for words in each(given)]
+            axes = [refusals.values_of(word, parser, given.multirun) for word in given.words]
+            runs = [(words, compose(words, given.config_dir)) for words in itertools.product(*axes)]
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise ValueError(refusals.explain(error)) from error
         except KeyError as error:  # env_copy names a variable of the environment
@@ -66,32 +69,13 @@ def composed(given: argparse.Namespace) -> list[tuple[str, Train]]:
     return [(" ".join(w for w in words if w not in given.words), config) for words, config in runs]
 
 
-def each(given: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    """The words of every run: in a sweep all combinations of the values that a word lists."""
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    axes: list[list[str]] = []
-    for word in given.words:
-        problem = refusals.of_word(word, parser, given)
-        if problem:
-            raise ValueError(problem)
-        override = parser.parse_overrides([word])[0]
-        several = override.is_sweep_override()
-        axes.append(
-            [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()] if several else [word]
-        )
-    return itertools.product(*axes)
-
-
 def compose(words: tuple[str, ...], folder: Path | None) -> Train:
     """One configuration, checked, of our files and the folder's."""
     import hydra
     from omegaconf import DictConfig, OmegaConf
 
     def own(composed: DictConfig) -> dict[str, Any]:
-        """Hydra's own settings, but what it notes there about these very words."""
+        """Hydra's own settings, except what it notes there about these very words."""
         found: Any = OmegaConf.to_container(composed.hydra)
         found["job"].pop("override_dirname")
         return {k: v for k, v in found.items() if k not in ("overrides", "runtime", "searchpath")}

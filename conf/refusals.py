@@ -1,6 +1,5 @@
-"""Errors for words and files that make no configuration: one sentence each, with the nearest valid name."""
+"""Errors for words and files that are no valid configuration: one sentence each, with the nearest valid name."""
 
-import argparse
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.conf import schema
+from ringattn.conf.keys import nearest
 
 NOT_HYDRA = "Hydra's own settings cannot be changed here, for they can run code"
 
@@ -31,43 +31,40 @@ def closed_environment() -> Iterator[None]:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-def of_word(word: str, parser: Any, given: argparse.Namespace) -> str | None:
-    """What is wrong with one word, if anything: its name, its value, or that it lists several outside a sweep."""
+def values_of(word: str, parser: Any, multirun: bool) -> list[str]:
+    """A word as an axis of a sweep: itself, or NAME=VALUE for each value that it lists. A ValueError if it is wrong."""
     from hydra.errors import HydraException
 
     name, equals, value = word.partition("=")
     name = name.strip().lstrip("+~").partition("@")[0]
     if re.match(r"hydra\b", name):
-        return f"{word}: {NOT_HYDRA}"
-    problem = schema.unknown(name)
-    if problem:
-        return problem
+        raise ValueError(f"{word}: {NOT_HYDRA}")
+    if problem := schema.unknown(name):
+        raise ValueError(problem)
     if word.startswith("~"):
-        return f"{word}: nothing can be taken away; say {name}=VALUE"
+        raise ValueError(f"{word}: nothing can be removed; give {name}=VALUE")
     if not equals:
-        return f"{name} has no value; say {name}=VALUE"
+        raise ValueError(f"{name} has no value; give {name}=VALUE")
     try:
-        override = parser.parse_overrides([word])[0]
+        override = parser.parse_override(word)
     except HydraException:
-        return f'{word}: this value cannot be read; quotes within quotes may help: "{name}={quoted(value)}"'
+        hint = f'quotes within quotes may help: "{name}={quoted(value)}"'
+        raise ValueError(f"{word}: this value cannot be read; {hint}") from None
     if re.match(r"\W*hydra\b", override.key_or_group):
-        return f"{word}: {NOT_HYDRA}"
-    if override.is_sweep_override():
-        if not given.multirun:
-            return f"{word}: several values are a sweep; add --multirun, or put quotes around a value with commas"
-        if not override.is_discrete_sweep():
-            return f"{word}: a sweep takes its values from a list, range() or choice()"
-    return None
+        raise ValueError(f"{word}: {NOT_HYDRA}")
+    if not override.is_sweep_override():
+        return [word]
+    if not multirun:
+        raise ValueError(f"{word}: several values are a sweep; add --multirun, or quote a value that has commas")
+    if not override.is_discrete_sweep():
+        raise ValueError(f"{word}: a sweep takes its values from a list, range() or choice()")
+    return [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()]
 
 
 def files(group: str, folder: Path | None = None) -> list[str]:
     """What a group offers: our files, and those of the folder."""
     places = [Path(__file__).parent, *([folder] if folder else [])]
     return sorted({p.stem for place in places for p in (place / group).glob("*.yaml")})
-
-
-def kind_name(kind: Any) -> str:
-    return getattr(kind, "__name__", str(kind))
 
 
 def explain(error: Exception) -> str:
@@ -84,7 +81,7 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.partition("/")
         have = list(error.options or ())
-        return f"{where}{group}={name}: choose one of {', '.join(have)}{schema.nearest(name, have)}"
+        return f"{where}{group}={name}: choose one of {', '.join(have)}{nearest(name, have)}"
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
@@ -95,7 +92,7 @@ def explain(error: Exception) -> str:
     if isinstance(cause, ConfigKeyError) and name == "experiment":
         return f"{where}its first line must be # @package _global_"
     if isinstance(cause, ValidationError) and name in kinds:
-        return f"{where}{name}: expected {kind_name(kinds[name])}; {first_line(cause)}"
+        return f"{where}{name}: expected {getattr(kinds[name], '__name__', kinds[name])}; {first_line(cause)}"
     return where + first_line(cause or error)
 
 

@@ -58,9 +58,10 @@ def candidates(word: str) -> list[str]:
 def values(name: str) -> list[str]:
     if name in schema.GROUPS:
         return files(name)
-    kinds = {n: f.type for n, f in schema.every_key()}
-    few = ("true", "false") if kinds.get(name) is bool else schema.CHOICES.get(name, ())
-    return ["null" if v is None else v for v in few]
+    field = dict(schema.every_key()).get(name)
+    if field is None:
+        return []
+    return ["true", "false"] if field.type is bool else [*field.metadata["among"], *["null"] * (field.default is None)]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import ringattn
-from ringattn.conf.schema import nearest
+from ringattn.conf.keys import allow, default_of, meaning, nearest
+from ringattn.conf.keys import option as option
 from ringattn.launch.processes import sentence
 
 COMMANDS = {
@@ -95,21 +96,8 @@ def overview() -> str:
 
 def usage(name: str, module: types.ModuleType) -> str:
     fields = dataclasses.fields(module.Options)
-    rows = [f"  {f.name}={show(default_of(f))}".ljust(34) + "  " + f.metadata.get("help", "") for f in fields]
+    rows = [f"  {f.name}={show(default_of(f))}".ljust(34) + "  " + meaning(f) for f in fields]
     return "\n".join([f"usage: ringattn {name} [key=value ...]", "", (module.__doc__ or "").strip(), "", *rows])
-
-
-def option(
-    default: Any, help: str, least: int | None = None, among: tuple[str, ...] = (), alone: str | None = None
-) -> Any:
-    """A field of an `Options` dataclass: its default, the line that --help shows, and its allowed values.
-
-    Numbers must be above 0 unless `least` or a default of 0 allows others. `alone` is the value of --key without one.
-    """
-    metadata = {"help": help, "least": least, "among": among, "alone": alone}
-    if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 def values(words: list[str], options: type) -> dict[str, Any]:
@@ -135,7 +123,7 @@ def values(words: list[str], options: type) -> dict[str, Any]:
                 raise ValueError(f"{word} has no value; say {key}={show(default_of(fields[key]))}, or another")
             text = alone
         given[key] = convert(key, text, hints[key])
-        allow(fields[key], given[key])
+        allow(key, fields[key], given[key])
     return given
 
 
@@ -147,18 +135,6 @@ def bare(word: str, fields: dict[str, Any], hints: dict[str, Any]) -> str:
     except ValueError:
         raise ValueError(f"{word!r} is not KEY=VALUE; the options are {', '.join(fields)}") from None
     return first
-
-
-def allow(field: dataclasses.Field[Any], value: Any) -> None:
-    """A ValueError for a value, or an element of a list, that the field does not allow."""
-    least, among = field.metadata.get("least"), field.metadata.get("among")
-    for one in value if isinstance(value, list | tuple) else [value]:
-        if among and one is not None and one not in among:
-            raise ValueError(f"{field.name}={one}: choose one of {', '.join(among)}{nearest(str(one), among)}")
-        if isinstance(one, int | float) and not isinstance(one, bool):
-            lowest = least if least is not None else int(default_of(field) != 0)
-            if one < lowest and not (isinstance(one, float) and one > 0):
-                raise ValueError(f"{field.name}={one}: must be {'above 0' if lowest else '0 or more'}")
 
 
 def convert(key: str, text: str, hint: Any) -> Any:
@@ -196,10 +172,6 @@ def writable(path: Path) -> Path:
     if new:
         path.unlink()
     return path
-
-
-def default_of(field: Any) -> Any:
-    return field.default_factory() if field.default is dataclasses.MISSING else field.default
 
 
 def show(value: Any) -> str:

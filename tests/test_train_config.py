@@ -78,10 +78,10 @@ def test_nothing_said_is_the_schema_itself():
         (["+model.foo=3"], "no key 'model.foo'; model has dim, layers, "),
         (["optimizer=adam"], "str is not a subclass of Optimizer"),
         (["optimizer={lrr:3}"], "no key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
-        (["seq_len"], "seq_len has no value; say seq_len=VALUE"),
+        (["seq_len"], "seq_len has no value; give seq_len=VALUE"),
         (["seqlen=3"], "no key 'seqlen'; did you mean 'seq_len'?"),
-        (["model"], "model has no value; say model=VALUE"),
-        (["~optimizer.lr"], "~optimizer.lr: nothing can be taken away; say optimizer.lr=VALUE"),
+        (["model"], "model has no value; give model=VALUE"),
+        (["~optimizer.lr"], "~optimizer.lr: nothing can be removed; give optimizer.lr=VALUE"),
         (["model=tiny,small"], "model=tiny,small: several values are a sweep; add --multirun"),
         (
             ["-m", "model=tiny,smal"],

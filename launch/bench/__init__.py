@@ -28,7 +28,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from ringattn.conf.schema import nearest
+from ringattn.conf.keys import nearest
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import answer, default_of, usage, values, writable
 

@@ -35,7 +35,7 @@ class Options:
     new: int = option(1, "new tokens a call")
     transports: list[str] = option(["auto"], "auto, symmetric, group: each is timed")
     alone: bool = option(True, "also on one device that holds the whole cache")
-    device: str = option("cuda", "cuda or cpu", among=("cuda", "cpu"))
+    device: str = option("cuda", "where it runs", among=("cuda", "cpu"))
     repeats: int = option(20, "timed runs")
     timeout: float = option(300.0, "seconds for all")
 

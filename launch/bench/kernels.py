@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ringattn import kernels
-from ringattn.conf.schema import nearest
+from ringattn.conf.keys import nearest
 from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.launch.bench import Row, captured, elapsed_ms, table
@@ -70,8 +70,8 @@ class Options:
     tokens: int | None = option(None, "another length for every case")
     heads: int = option(32, "query heads")
     kv_heads: int = option(8, "key heads")
-    device: str | None = option(None, "cuda or cpu (the GPU if there is one)", among=("cuda", "cpu"))
-    dtype: str | None = option(None, "bfloat16 on a GPU, float32 on a CPU", among=DTYPES)
+    device: str | None = option(None, "where it runs; the GPU if there is one", among=("cuda", "cpu"))
+    dtype: str | None = option(None, "bfloat16 on a GPU and float32 on a CPU by default", among=DTYPES)
     backward: bool = option(True, "time the backward as well")
     rep: int = option(200, "milliseconds of repetitions for each median")
 

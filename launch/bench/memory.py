@@ -29,7 +29,7 @@ class Options:
     window: int | None = option(2048, "attend to this many keys: less to compute, the same memory; none for all")
     strategy: str = option("ring", "ring, gather or ulysses")
     layout: str = option("zigzag", "contiguous, striped or zigzag")
-    device: str = option("cpu", "cpu or cuda", among=("cpu", "cuda"))
+    device: str = option("cpu", "where it runs", among=("cpu", "cuda"))
     timeout: float = option(600.0, "seconds for each number of ranks")
 
 

@@ -32,7 +32,7 @@ class Options:
     tokens: list[int] = option([512, 2048, 8192], "prompt lengths")
     chunk: int = option(512, "tokens a chunk")
     ways: list[str] = option(list(WAYS), "which of them", among=WAYS)
-    moves: list[str] = option(["auto"], "what travels in chunks: auto, queries, keys; each is timed", among=MOVES)
+    moves: list[str] = option(["auto"], "what travels in chunks; each is timed", among=MOVES)
     transport: str = option("auto", "auto, symmetric or group")
     ranks: int = option(2, "ranks")
     processes: int = PROCESSES
@@ -40,7 +40,7 @@ class Options:
     kv_heads: int = option(2, "key heads")
     head_dim: int = option(64, "head dim")
     repeats: int = option(3, "timed runs, of which the median counts")
-    device: str = option("cpu", "cpu or cuda", among=("cpu", "cuda"))
+    device: str = option("cpu", "where it runs", among=("cpu", "cuda"))
     timeout: float = option(600.0, "seconds for all")
 
     def __post_init__(self) -> None:

@@ -23,9 +23,7 @@ from ringattn.launch.words import option
 
 @dataclass(frozen=True)
 class Options:
-    what: str = option(
-        "tiles", "the sizes of our kernels' tiles, or the rates of all kernels", among=("tiles", "rates")
-    )
+    what: str = option("tiles", "what is measured", among=("tiles", "rates"))
     out: str | None = option(None, "where the table is written (WHAT.json); entries that are there already are kept")
     dims: list[int] = option([64, 128], "head dims to tune: 32, 64, 128, 256")
     dtype: str = option("bfloat16", "bfloat16, float16 or float32")
