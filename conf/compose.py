@@ -29,7 +29,8 @@ def options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("-c", "--cfg", choices=["job"])
     parser.add_argument("-cd", "--config-dir", type=Path)
-    given, given.words = parser.parse_known_args(words)
+    given, rest = parser.parse_known_args(words)
+    given.words = rest
     for word in given.words:
         if word.startswith("-"):
             raise ValueError(f"no option {word}{nearest(word, KNOWN)} (there are {', '.join(KNOWN)})")

@@ -18,7 +18,8 @@ import ringattn as ra
 import ringattn.jax
 from ringattn.conf.schema import Model, Train
 from ringattn.launch.train import configured, data
-from ringattn.launch.train.model import build, head_dim
+from ringattn.launch.train.model import head_dim
+from ringattn.launch.train.parallelize import build
 from ringattn.launch.train.start import resolved
 from ringattn.launch.train.trainer import learning_rate
 
@@ -109,7 +110,7 @@ def train(config: Train) -> int:
     if config.device == "cpu":
         jax.config.update("jax_platforms", "cpu")  # nobody looks for a TPU, and says that there is none
     devices = devices_for(config.nproc)
-    s = resolved(config, len(devices))[0].strategy
+    s = resolved(config, len(devices)).strategy
     mesh = ringattn.jax.init_mesh(ring=s.ring, ulysses=s.ulysses, devices=devices)
     plan = ra.plan(mesh, seq_len=config.seq_len, heads=(m.heads, m.kv_heads), head_dim=head_dim(m), strategy=s.keys,
                    layout=s.layout, dtype="float32")  # fmt: skip

@@ -22,7 +22,7 @@ from torch import nn
 from ringattn.conf.schema import Cluster, Model, Train
 from ringattn.launch.bench import step as bench_step
 from ringattn.launch.processes import RankError
-from ringattn.launch.train import checkpoint, metrics, torchrun, trainer
+from ringattn.launch.train import checkpoint, metrics, report, torchrun, trainer
 from ringattn.launch.train import start as train
 from ringattn.launch.train.trainer import work
 from tests.training import SOURCES, TINY, alone, losses, made, over
@@ -137,7 +137,7 @@ def test_a_torn_or_foreign_line_in_the_log_is_left_out(tmp_path):
     foreign = ["[]", "3", '{"step": 1}', '{"step": "b", "kind": "step"}', "\xff", '{"kind": "st']
     log.write_text("\n".join([json.dumps(good), *foreign]), encoding="latin-1")
     assert metrics.read(log) == [good]
-    assert train.columns_of(metrics.read(log))["loss"] == []  # a line that lacks what is summed up
+    assert report.columns_of(metrics.read(log))["loss"] == []  # a line that lacks what is summed up
     again = metrics.Log(tmp_path, TINY)
     again.write({"kind": "step", "step": 2})
     again.close()
@@ -168,7 +168,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
     said = capsys.readouterr()
     assert "in 1 steps" in said.out and "no weights" not in said.out
     assert f"sequences of 96 tokens over 1 rank on cpu; writes to {tmp_path}/run\n" in said.err
-    assert [p.name for p in train.checkpoints_of(tmp_path / "run")] == ["step-00000003", "step-00000004"]
+    assert [p.name for p in report.checkpoints_of(tmp_path / "run")] == ["step-00000003", "step-00000004"]
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert [r["step"] for r in rows if r["kind"] == "step"] == [4]
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
@@ -191,7 +191,7 @@ def test_a_finished_run_without_checkpoints_is_not_done_again(tmp_path, capsys):
     assert capsys.readouterr().out == f"nothing to train: already at step 1 of 1 in {tmp_path}/run\n"
     assert (log.stat().st_mtime_ns, log.read_bytes()) == before
     for other in ({"seed": 1}, {"steps": 2}, {"save_every": 1}):
-        assert not train.ended(train.resolved(dataclasses.replace(config, **other), None)[0], tmp_path / "run")
+        assert not train.ended(train.resolved(dataclasses.replace(config, **other), None), tmp_path / "run")
 
 
 def test_a_run_without_checkpoints_says_so_last(tmp_path, capsys):
@@ -215,15 +215,15 @@ def test_a_run_that_goes_on_has_one_line_a_step(tmp_path):
 
 def test_a_comparison_that_is_stopped_is_said_and_saves_nothing(tmp_path, monkeypatch, capsys):
     beside = train.alone(dataclasses.replace(TINY, save_every=1))
-    summary = torchrun.local(stopped_at_once, 1, "cpu", train.resolved(beside, 1)[0], str(tmp_path))[0]
-    assert summary["stopped"] and (tmp_path / "metrics.jsonl").exists() and train.checkpoints_of(tmp_path) == []
+    summary = torchrun.local(stopped_at_once, 1, "cpu", train.resolved(beside, 1), str(tmp_path))[0]
+    assert summary["stopped"] and (tmp_path / "metrics.jsonl").exists() and report.checkpoints_of(tmp_path) == []
 
     def unready(*told, **more):
         raise torchrun.Stopped
 
     for local, step in ((lambda *told, **more: [summary], 1), (unready, 0)):
         monkeypatch.setattr(torchrun, "local", local)
-        assert train.compared(TINY, tmp_path, "cpu") == {}
+        assert train.compared(TINY, tmp_path) == {}
         assert capsys.readouterr().out == f"the comparison was stopped after step {step}\n"
 
 

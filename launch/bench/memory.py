@@ -44,7 +44,7 @@ def measured(options: Options) -> Iterator[Row]:
     ranks = dist.get_world_size()
     sizes = {"ulysses" if options.strategy == "ulysses" else "ring": ranks}
     mesh = ra.init_mesh(**sizes, device_type=options.device)
-    how = {"strategy": options.strategy, "layout": options.layout}
+    how: dict[str, Any] = {"strategy": options.strategy, "layout": options.layout}
     step(ra.plan(mesh, seq_len=512, **how), options)
     plan = ra.plan(mesh, seq_len=options.tokens, **how)
     memory = held(options.device)

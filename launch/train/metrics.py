@@ -89,7 +89,7 @@ def process_began() -> float:
         return time.time()
 
 
-def mfu_words(share: float) -> list[str]:
+def mfu(share: float) -> list[str]:
     """The model flops utilization in words; left out if it is below 0.5%, as for small models."""
     return [f"MFU {share:.0%}"] if share >= 0.005 else []
 
@@ -122,7 +122,7 @@ class Bar:
         left = (time.monotonic() - self.started) / max(1, step - self.first) * (self.steps - step)
         text = "  ".join([
             f"{step:>{len(str(self.steps))}}/{self.steps}", f"loss {row['loss']:.4f}",
-            f"{row['tokens_per_second']:,.0f} tokens/s", *mfu_words(row["mfu"]), f"{row['memory_mib']:,.0f} MiB",
+            f"{row['tokens_per_second']:,.0f} tokens/s", *mfu(row["mfu"]), f"{row['memory_mib']:,.0f} MiB",
             f"{left:.0f} s left",
         ])  # fmt: skip
         if self.live:
@@ -258,51 +258,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
     ours = {"step": int, "kind": str}
     return [r for r in rows if isinstance(r, dict) and all(isinstance(r.get(k), kind) for k, kind in ours.items())]
-
-
-def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float) -> Path | None:
-    """picture.png: each run's loss and measured memory. None without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return None
-    probes = {name: [r for r in rows if r["kind"] == "memory"] for name, rows in runs.items()}
-    panels = 1 + any(probes.values())
-    figure, (axes,) = pyplot.subplots(1, panels, figsize=(5.5 * panels, 4), squeeze=False)
-    left = axes[0]
-    for i, (name, rows) in enumerate(runs.items()):
-        steps = [r for r in rows if r["kind"] == "step"]
-        style = {"linewidth": 4, "alpha": 0.4} if i else {"zorder": 3}
-        left.plot([r["step"] for r in steps], [r["loss"] for r in steps], label=name, **style)
-    left.axhline(entropy, color="grey", linestyle=":", label="entropy of single tokens")
-    left.set(xlabel="step", ylabel="loss (nats a token)", title="loss")
-    left.locator_params("x", integer=True)
-    left.legend()
-    for right in axes[1:]:
-        draw_memory(right, probes)
-    figure.tight_layout()
-    with writing(folder / "picture.png"):
-        figure.savefig(folder / "picture.png", dpi=120)
-    pyplot.close(figure)
-    return folder / "picture.png"
-
-
-def draw_memory(axes: Any, probes: dict[str, list[dict[str, Any]]]) -> None:
-    """Each run's memory a rank against the sequence length."""
-    for name, rows in probes.items():
-        if rows:
-            axes.plot(*columns(rows, "seq_len", "memory_mib"), marker="o", label=name)
-    axes.set(
-        xlabel="sequence length",
-        ylabel="MiB a rank, beside what it held before",
-        title="memory that one pass adds",
-        ylim=(0, None),
-    )
-    if len(axes.lines) > 1:
-        axes.legend()
 
 
 def columns(rows: Sequence[dict[str, Any]], *names: str) -> list[list[Any]]:

@@ -256,7 +256,7 @@ def one_rank(task: dict[str, Any]) -> None:
         return
     try:
         ranks = dist.get_world_size()
-        config, _, _ = resolved(fitted(task["config"], ranks), ranks)
+        config = resolved(fitted(task["config"], ranks), ranks)
         answer = partial(ray.get, timeout=60.0)
         summary = task["work"](
             config,

@@ -29,7 +29,7 @@ from ringattn.comms import mesh as meshes
 from ringattn.conf.schema import Train
 from ringattn.launch import bench
 from ringattn.launch.processes import CLOSED, TERMINALS
-from ringattn.launch.train import data, estimate, metrics, model, torchrun
+from ringattn.launch.train import data, estimate, metrics, model, parallelize, report, torchrun
 from ringattn.launch.train.checkpoint import Checkpoints, begin_of, load, matching, newest, set_aside
 from ringattn.launch.train.stored import A_STEP
 from ringattn.planning import Plan, Transport
@@ -80,7 +80,7 @@ def work(
         if config.resume not in (None, "auto"):
             matching(Path(config.resume), about(job))
         if rank0:
-            print(describe(job))
+            print(report.plan_of(job))
         return {}
     with contextlib.closing(save_config(job)) if rank0 else contextlib.nullcontext():
         stopped = train(job, stop)
@@ -151,7 +151,7 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
         dtype=config.precision,
     )
     where = torch.device("meta") if config.dry_run else device
-    decoder = model.build(
+    decoder = parallelize.build(
         m, config.seed, where, None if config.dry_run else everyone,
         recompute=s.recompute, precision=config.precision, compile=config.compile,
     )  # fmt: skip
@@ -196,11 +196,12 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Sto
                     "kind": "step", "step": job.step, "loss": loss, "norm": norm,
                     "lr": job.optimizer.param_groups[0]["lr"], "seconds": seconds,
                     "tokens_per_second": job.a_step * config.seq_len / seconds,
-                    "mfu": step_flops(job, job.step - 1) / seconds / peak, "memory_mib": memory.peak() / MIB,
+                    "mfu": estimate.step_flops(job, job.step - 1) / seconds / peak, "memory_mib": memory.peak() / MIB,
                 }  # fmt: skip
                 log.write(row)
                 bar.show(job.step, row)
-            trace.step()
+            if trace:
+                trace.step()
             checkpoints.poll()
             stopping = stop.agreed()
             if config.keep and (stopping or due(config, job.step)):
@@ -234,15 +235,6 @@ def train_step(job: Job) -> tuple[float, float]:
     job.optimizer.step()
     job.optimizer.zero_grad()
     return float(total), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
-def step_flops(job: Job, step: int) -> float:
-    """Flops of all ranks in a step, from its documents, which every rank can read."""
-    m, seq_len = job.config.model, job.config.seq_len
-    if not job.samples.documents:
-        return job.a_step * model.train_flops(m, [seq_len])
-    sequences = range(step * job.a_step, (step + 1) * job.a_step)
-    return sum(model.train_flops(m, job.samples.train(i).lengths(seq_len)) for i in sequences)
 
 
 def learning_rate(config: Train, step: int) -> float:
@@ -375,9 +367,9 @@ class Stop:
 
 
 def profiler(job: Job) -> Any:
-    """A trace of steps 2 to 4 of rank 0 and its sums, if requested; otherwise an object that does nothing."""
+    """A trace of steps 2 to 4 of rank 0 and its sums, if requested; otherwise None."""
     if not job.config.profile or dist.get_rank() != 0:
-        return contextlib.nullcontext(Silent())
+        return contextlib.nullcontext()
     from torch.profiler import profile, schedule
 
     def keep(p: Any) -> None:
@@ -387,10 +379,6 @@ def profiler(job: Job) -> Any:
             (job.folder / "profile.txt").write_text(p.key_averages().table(sort_by=where, row_limit=40))
 
     return profile(schedule=schedule(wait=1, warmup=0, active=3, repeat=1), on_trace_ready=keep)
-
-
-class Silent:
-    def step(self) -> None: ...
 
 
 def save_config(job: Job) -> TextIO:
@@ -428,36 +416,3 @@ def save_config(job: Job) -> TextIO:
         file.write(json.dumps(about, indent=1))
         file.flush()
     return file
-
-
-def describe(job: Job) -> str:
-    """The report of a dry run: the model, the memory, and how the sequence is spread."""
-    config, m, ranks = job.config, job.config.model, dist.get_world_size()
-    weights = sum(p.numel() for p in job.decoder.parameters())
-    memory = estimate.needs(config, job.decoder, job.plan.local_len, ranks)
-    corpus = job.samples.corpus
-    there = job.device.type == config.device
-    rows = [
-        ("ranks", f"{ranks} on {config.device}, {config.precision}" + ("" if there else ", which need not be here")),
-        ("weights", f"{weights / 1e6:.2f} million in {m.layers} blocks"),
-        ("a step", f"{config.seq_len} tokens x {job.a_step} sequences, {job.plan.local_len} tokens of each a rank"),
-        ("data", f"{corpus.name}: {len(corpus) / 1e6:.1f} million tokens, {len(job.samples)} sequences"),
-        ("state", f"{gib(memory.state)} a rank: float32 weights, gradients, two moments"),
-        ("kept for backward", f"about {gib(memory.kept)} a rank"),
-        ("a block at work", f"about {gib(memory.block_at_work)} a rank"),
-        ("logits at work", f"about {gib(memory.head_at_work)} a rank: in float32, with softmax, gradient and weights"),
-        ("memory", f"about {gib(memory.most)} a rank at most, as these do not meet{has(config.device)}"),
-        ("flops", f"{step_flops(job, 0):.3g} a step"),
-    ]  # fmt: skip
-    return "\n".join([*(f"{name:<18} {what}" for name, what in rows), "", job.plan.explain()])
-
-
-def gib(size: float) -> str:
-    return f"{size / 2**30:.3g} GiB"
-
-
-def has(device: str) -> str:
-    """The memory of a GPU of this machine, if the device is a GPU and there is one."""
-    if device != "cuda" or not torch.cuda.is_available():
-        return ""
-    return f"; a GPU here has {gib(torch.cuda.get_device_properties(0).total_memory)}"

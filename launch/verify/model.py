@@ -91,21 +91,18 @@ def allowed(own: float) -> float:
     return 2 * own + EPSILON
 
 
-def wrong(options: Any) -> str | None:
-    """Why the model cannot be verified with these options, before anything is loaded."""
+def check(options: Any) -> None:
+    """A ValueError for what a model cannot be verified with, before anything is loaded."""
     for name in ("cases", "random"):
         if getattr(options, name):
-            return f"model={options.model} is compared as a whole; leave {name} out"
+            raise ValueError(f"model={options.model} is compared as a whole; leave {name} out")
     if options.kernel != "auto" or options.precision != "float32":
-        return "model=: it is compared in float32, by the kernel that auto takes; leave kernel and dtype out"
+        raise ValueError("model=: it is compared in float32, by the kernel that auto takes; leave kernel and dtype out")
     if "RANK" in os.environ:
-        return f"model={options.model} starts its own ranks; run it without torchrun"
+        raise ValueError(f"model={options.model} starts its own ranks; run it without torchrun")
     path = Path(options.model)
     if not (path / "config.json").is_file() and not path.is_file():
-        return (
-            f"model={path}: no such config, nor a folder with a config.json, as model.save_pretrained(FOLDER) writes it"
-        )
-    return None
+        raise ValueError(f"model={path}: no such config, nor a folder with a config.json, as save_pretrained writes it")
 
 
 def run(options: Any) -> int:
