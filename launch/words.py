@@ -120,7 +120,7 @@ def values(words: list[str], options: type) -> dict[str, Any]:
         if word.startswith("-") and not equals:
             alone = "true" if hints[key] is bool else fields[key].metadata.get("alone")
             if alone is None:
-                raise ValueError(f"{word} has no value; say {key}={show(default_of(fields[key]))}, or another")
+                raise ValueError(f"{word} has no value; give {key}={show(default_of(fields[key]))}, or another")
             text = alone
         given[key] = convert(key, text, hints[key])
         allow(key, fields[key], given[key])
@@ -168,7 +168,7 @@ def writable(path: Path) -> Path:
     try:
         path.open("a").close()
     except OSError as error:
-        raise OSError(f"out={path} cannot be written ({error.strerror}); say another out=FILE") from None
+        raise OSError(f"out={path} cannot be written ({error.strerror}); give another out=FILE") from None
     if new:
         path.unlink()
     return path

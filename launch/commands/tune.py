@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ringattn.kernels import rates
+from ringattn.launch.bench import elapsed_ms
 from ringattn.launch.words import option
 
 
@@ -151,7 +152,6 @@ def tune(options: Options, dim: int) -> dict[str, Any]:
 
 def milliseconds(work: Callable[[], list[Any]], right: list[Any], rounds: int) -> float:
     """The median time of `work`, or infinity where it fails or its results are wrong."""
-    import torch
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -161,12 +161,4 @@ def milliseconds(work: Callable[[], list[Any]], right: list[Any], rounds: int) -
         return float("inf")
     if not all((x - y).norm() <= 0.01 * y.norm() for x, y in zip(found, right, strict=True)):
         return float("inf")
-    times = []
-    for _ in range(rounds):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
+    return statistics.median(elapsed_ms(work) for _ in range(rounds))

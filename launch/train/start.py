@@ -58,7 +58,7 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
     try:
         if config.cluster.kind == "torchrun":
             raise ValueError(
-                "cluster=torchrun, and torchrun started nothing; run torchrun ... -m ringattn.launch.train"
+                "cluster=torchrun, and no ranks were started; run torchrun ... -m ringattn.launch.train"
             )
         if config.cluster.kind == "ray":
             from ringattn.launch.train import ray

@@ -230,7 +230,7 @@ def one_case(options: Options, case: AnyCase, mesh: Any) -> dict[str, Any]:
     if not isinstance(case, drawn.Call) and options.kernel not in ("auto", *(kernel.name for kernel in table)):
         return {"refused": f"{options.kernel}: no kernel of {'linear ' * (table is linear.TABLE)}attention"}
     truth = known(options, case)
-    given = {name: None if x is None else x.to(options.device) for name, x in truth.given.items()}
+    given: dict[str, Any] = {n: None if x is None else x.to(options.device) for n, x in truth.given.items()}
     try:
         if isinstance(case, drawn.Call):
             errors, share = drawn.one(case, mesh, given, truth.exact, truth.allowed)
