@@ -57,9 +57,7 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
     folder: Path | None = None
     try:
         if config.cluster.kind == "torchrun":
-            raise ValueError(
-                "cluster=torchrun, and no ranks were started; run torchrun ... -m ringattn.launch.train"
-            )
+            raise ValueError("cluster=torchrun, and no ranks were started; run torchrun ... -m ringattn.launch.train")
         if config.cluster.kind == "ray":
             from ringattn.launch.train import ray
 
