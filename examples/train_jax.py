@@ -83,7 +83,7 @@ class Fixed:
 
 
 def devices_for(ranks: int | None) -> list[Any]:
-    """As many devices as ranks, or all that there are. A CPU is told how many to be."""
+    """As many devices as ranks, or all that there are. A CPU is split into as many."""
     if ranks:
         jax.config.update("jax_num_cpu_devices", ranks)
     devices = jax.devices()
@@ -94,8 +94,8 @@ def devices_for(ranks: int | None) -> list[Any]:
     return devices[:ranks]
 
 
-def said(config: Train, swept: str) -> int:
-    """Train; of what cannot be, one sentence."""
+def main(config: Train, swept: str) -> int:
+    """Train; a wrong configuration is one sentence."""
     try:
         return train(config)
     except ValueError as error:
@@ -137,4 +137,4 @@ def train(config: Train) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(configured.run(sys.argv[1:], said))
+    sys.exit(configured.run(sys.argv[1:], main))

@@ -1,8 +1,8 @@
 """The command line: `ringattn NAME key=value ...`, the same words for every command, without Hydra.
 
-A command is a module with a docstring, a dataclass `Options` whose fields are its keys (a field's metadata says what it
-means), and `run(options) -> int | None`, whose ValueErrors are printed as usage errors. `train` and `bench` have their
-own `main(words)`. COMMANDS and FOLDERS below list all commands.
+A command is a module with a docstring, a dataclass `Options` whose fields are its keys, and
+`run(options) -> int | None`, whose ValueErrors are printed as usage errors. `train` and `bench` have their own
+`main(words)`. COMMANDS and FOLDERS below list all commands.
 """
 
 import ast

@@ -251,7 +251,7 @@ def test_curves_elsewhere_have_a_name_a_kind(tmp_path, monkeypatch):
 def test_a_log_that_cannot_be_written_is_said_with_what_to_do(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     log = metrics.Log(tmp_path, TINY)
-    with pytest.raises(OSError, match=r"metrics\.jsonl \(No space left on device\); free space, or say folder=PATH"):
+    with pytest.raises(OSError, match=r"metrics\.jsonl \(No space left on device\); free space, or use folder=PATH"):
         log.write({"kind": "step", "step": 1})
     log.close()
 
@@ -276,7 +276,7 @@ def test_packed_documents_are_as_if_each_were_alone(tmp_path):
     ("change", "said"),
     [
         ({"data": Data(path="/nowhere")}, "does not exist"),
-        ({"data": Data(path="")}, "say data.path=PATH"),
+        ({"data": Data(path="")}, "use data.path=PATH"),
         ({"data": Data(path=SOURCES, suffix=".none")}, "holds no file ending in '.none'"),
         ({"cluster": Cluster(kind="torchrun")}, "no ranks were started; run torchrun"),
         ({"seq_len": 10**9}, "one sequence takes seq_len + 1 = 1000000001"),

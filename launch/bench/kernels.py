@@ -110,8 +110,8 @@ def chosen(options: Options) -> dict[str, Case]:
     for name, case in CASES.items():
         if any(name.startswith(word) for word in options.cases):
             length = options.tokens or case.tokens
-            said = str(length) if length % 1024 else f"{length // 1024}k"
-            found[re.sub(r"\d+k", said, name)] = replace(case, tokens=length)
+            shown = str(length) if length % 1024 else f"{length // 1024}k"
+            found[re.sub(r"\d+k", shown, name)] = replace(case, tokens=length)
     return found
 
 

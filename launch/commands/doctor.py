@@ -142,13 +142,13 @@ def links(count: int) -> str:
     import torch
 
     direct = sum(torch.cuda.can_device_access_peer(i, j) for i in range(count) for j in range(count) if i != j)
-    said = f"{direct} of {count * (count - 1)} pairs of GPUs reach each other's memory directly"
+    found = f"{direct} of {count * (count - 1)} pairs of GPUs reach each other's memory directly"
     if shutil.which("nvidia-smi") is None:
-        return said
+        return found
     asked = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30)
     rows = [line.split() for line in asked.stdout.splitlines() if line.startswith("GPU")]
     kinds = sorted({cell for row in rows for cell in row[1 : count + 1] if cell != "X"})
-    return f"{said} ({', '.join(kinds)})" if kinds else said
+    return f"{found} ({', '.join(kinds)})" if kinds else found
 
 
 def serving(on: list[str]) -> list[Finding]:
@@ -203,8 +203,8 @@ def talking(backend: str, options: Options, version: str = "") -> Finding:
             "gloo": "ranks find each other by the host's name: try GLOO_SOCKET_IFNAME=lo, and check /etc/hosts",
             "nccl": "run again with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 shows whether the links are at fault",
         }[backend]
-        said = f"{options.ranks} ranks do not work together: rank {error.rank}: {error.summary}"
-        return Finding("bad", backend, said, remedy)
+        problem = f"{options.ranks} ranks do not work together: rank {error.rank}: {error.summary}"
+        return Finding("bad", backend, problem, remedy)
     detail = f"{options.ranks} processes compute one attention together, off by {worst:.0e}"
     if worst > 1e-5:
         return Finding("bad", backend, detail, "run ringattn verify to see which results are off")

@@ -142,7 +142,7 @@ def room(folder: Path) -> str:
         free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.is_dir())).free / 1e6
     except OSError:
         return ""
-    return f", where {free:,.0f} MB are free (free space, or say folder=PATH)"
+    return f", where {free:,.0f} MB are free (free space, or use folder=PATH)"
 
 
 def root(error: BaseException) -> str:
@@ -183,7 +183,7 @@ def newest(found: Sequence[Path], group: Any = None) -> Path | None:
         problem = next(filter(None, everyones(damage(path, rank, ranks), group)), None)
         if problem is None:
             for broken, why in problems.items() if rank == 0 else ():
-                metrics.say(f"{broken} cannot be read ({why}); goes on from an older one")
+                metrics.echo(f"{broken} cannot be read ({why}); goes on from an older one")
             return path
         problems[path] = problem
     if len(problems) == 1:
@@ -267,7 +267,7 @@ def matching(path: Path, about: dict[str, Any]) -> dict[str, Any]:
     state = read_state(path)
     differ = list(differences(state, about))
     if differ:
-        raise ValueError(f"{path} is of another training: {'; '.join(differ)}; say the same, or start another run=NAME")
+        raise ValueError(f"{path} is of another training: {'; '.join(differ)}; use the same, or start another run=NAME")
     return state
 
 
@@ -286,7 +286,7 @@ def read_state(path: Path) -> dict[str, Any]:
     if path not in found:
         below = complete(path / "checkpoints") or complete(path)
         if below:
-            raise ValueError(f"{path} is a folder above checkpoints; say resume={below[-1]}")
+            raise ValueError(f"{path} is a folder above checkpoints; use resume={below[-1]}")
         others = ", ".join(p.name for p in found) or "none"
         raise ValueError(f"{path} is not a complete checkpoint; complete there: {others}")
     try:
@@ -298,5 +298,5 @@ def read_state(path: Path) -> dict[str, Any]:
 def unreadable(path: Path, why: str) -> str:
     """The error for a broken checkpoint."""
     older = [str(p) for p in complete(path.parent) if p.name < path.name]
-    instead = f"say resume=PATH to go on from an older one: {', '.join(older)}" if older else "there is no older one"
+    instead = f"use resume=PATH to go on from an older one: {', '.join(older)}" if older else "there is no older one"
     return f"{path} cannot be read ({' '.join(why.split())}); {instead}"

@@ -135,7 +135,7 @@ def open_corpus(data: Data, vocab: int) -> Corpus:
     dtype = np.dtype(data.tokens or "uint8")
     if not data.path:
         what = f", of {dtype} numbers and nothing else" * bool(data.tokens)
-        raise ValueError(f"say data.path=PATH: a folder of files, or one file{what}")
+        raise ValueError(f"use data.path=PATH: a folder of files, or one file{what}")
     path = Path(sysconfig.get_paths()["stdlib"] if data.path == "stdlib" else data.path).expanduser()
     if not path.exists():
         raise ValueError(f"data.path={path} does not exist; name a folder of files, or one file")
@@ -160,7 +160,7 @@ def check_tokens(corpus: Corpus) -> None:
         if size % corpus.dtype.itemsize:
             raise ValueError(
                 f"{file} has {size} bytes, which is no whole number of {corpus.dtype} tokens; "
-                "say data.tokens=TYPE as it was written, or write the file again"
+                "use data.tokens=TYPE as it was written, or write the file again"
             )
         with file.open("rb") as opened:
             if opened.read(6) == b"\x93NUMPY":

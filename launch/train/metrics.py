@@ -94,7 +94,7 @@ def mfu(share: float) -> list[str]:
     return [f"MFU {share:.0%}"] if share >= 0.005 else []
 
 
-def say(text: str, stream: Any = None, end: str = "\n") -> None:
+def echo(text: str, stream: Any = None, end: str = "\n") -> None:
     """Write to stderr, or another stream; if it is closed, drop the text without an error."""
     stream = stream or sys.stderr
     try:
@@ -131,11 +131,11 @@ class Bar:
             done = round(cells * step / self.steps)
             text = f"[{'#' * done}{'.' * (cells - done)}] {text}"[:width]
             text = f"\r{text:<{width}}"
-        say(text, self.stream, end="" if self.live else "\n")
+        echo(text, self.stream, end="" if self.live else "\n")
 
     def close(self) -> None:
         if self.live:
-            say("", self.stream)
+            echo("", self.stream)
 
 
 class Log:
@@ -226,7 +226,7 @@ def writing(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(f"could not write {path} ({error.strerror}); free space, or say folder=PATH") from None
+        raise OSError(f"could not write {path} ({error.strerror}); free space, or use folder=PATH") from None
 
 
 def cut(path: Path, step: int) -> None:
@@ -237,7 +237,7 @@ def cut(path: Path, step: int) -> None:
     rows = lines(path)
     if rows and step == 0:
         aside = path.replace(path.with_name(f"{path.name}.aside"))
-        say(f"{path.parent} has no checkpoint to go on from, so this begins anew; the log of before is {aside}")
+        echo(f"{path.parent} has no checkpoint to go on from, so this begins anew; the log of before is {aside}")
     part = path.with_name(f"{path.name}.part")
     with writing(path):
         part.write_text("".join(f"{json.dumps(row)}\n" for row in rows if 0 <= row["step"] <= step))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ringattn.conf.schema import Train
 from ringattn.launch.train import estimate, metrics
-from ringattn.launch.train.metrics import columns, say, writing
+from ringattn.launch.train.metrics import columns, echo, writing
 
 
 def plan_of(job: Any) -> str:
@@ -55,10 +55,10 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
     }  # those beyond are of an attempt that went further, and was given up
     main, *others = (columns_of(r) for r in rows.values())
     if summary["stopped"]:
-        say(f"stopped after step {step} of {config.steps}, saved; {again(config, folder, swept)}", sys.stdout)
+        echo(f"stopped after step {step} of {config.steps}, saved; {again(config, folder, swept)}", sys.stdout)
         return
     if not main["loss"]:
-        say(f"nothing to train: already at step {step} of {config.steps}; give steps=N to go on", sys.stdout)
+        echo(f"nothing to train: already at step {step} of {config.steps}; give steps=N to go on", sys.stdout)
         return
     loss = f"loss {main['loss'][0]:.4f} -> {main['loss'][-1]:.4f} in {len(main['loss'])} steps"
     if "held_out" in summary:
@@ -80,7 +80,7 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
     lines.append(where)
     if not checkpoints_of(folder):
         lines.append("no weights were kept; save_every=N saves them every N steps and at the end")
-    say("\n".join(lines), sys.stdout)
+    echo("\n".join(lines), sys.stdout)
 
 
 def again(config: Train, folder: Path, swept: str = "") -> str:

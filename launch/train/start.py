@@ -20,7 +20,7 @@ from ringattn.comms import lost, messages
 from ringattn.conf.schema import Strategy, Train
 from ringattn.launch import processes
 from ringattn.launch.train import configured, data, metrics, torchrun
-from ringattn.launch.train.metrics import say
+from ringattn.launch.train.metrics import echo
 from ringattn.launch.train.report import again, checkpoints_of, finish, plural
 
 
@@ -70,7 +70,7 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
         folder = new_folder(config)
         check(config)
         if ended(config, folder):
-            say(f"nothing to train: already at step {config.steps} of {config.steps} in {folder}", sys.stdout)
+            echo(f"nothing to train: already at step {config.steps} of {config.steps} in {folder}", sys.stdout)
             return 0
         announce(config, folder)
         summary = trained(config, folder, began or time.time())
@@ -83,13 +83,13 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
         finish(config, folder, runs, summary, swept)
         return None if stopped else 0
     except torchrun.Stopped:
-        say("stopped before the first step; there is nothing to save", sys.stdout)
+        echo("stopped before the first step; there is nothing to save", sys.stdout)
         return None
     except (processes.RankError, *processes.BAD) as error:
         status = processes.status(error)
-        say(f"ringattn train: {processes.sentence(error) or error}")
+        echo(f"ringattn train: {processes.sentence(error) or error}")
         if status == processes.FAILED and folder is not None and checkpoints_of(folder):
-            say(again(config, folder, swept))
+            echo(again(config, folder, swept))
         return status
 
 
@@ -108,7 +108,7 @@ def announce(config: Train, folder: Path) -> None:
     if not config.dry_run:
         what = f"{config.model.layers} blocks of width {config.model.dim} on {config.data.path}"
         where = f"sequences of {config.seq_len:,} tokens over {plural(config.nproc or 1)} on {config.device}"
-        say(f"trains {what}, {where}; writes to {folder}")
+        echo(f"trains {what}, {where}; writes to {folder}")
 
 
 def trained(config: Train, folder: Path, began: float) -> dict[str, Any]:
@@ -120,13 +120,13 @@ def trained(config: Train, folder: Path, began: float) -> dict[str, Any]:
 
 def compared(config: Train, folder: Path) -> dict[str, Path]:
     """The same training on one rank, by its name; nothing if it was stopped, which is reported."""
-    say("the same on one rank:")
+    echo("the same on one rank:")
     try:
         summary = trained(alone(config), folder, time.time())
     except torchrun.Stopped:
         summary = {"stopped": True, "step": 0}
     if summary["stopped"]:
-        say(f"the comparison was stopped after step {summary['step']}", sys.stdout)
+        echo(f"the comparison was stopped after step {summary['step']}", sys.stdout)
         return {}
     return {"1 rank": folder}
 
@@ -202,7 +202,7 @@ def new_folder(config: Train) -> Path:
     if name is None and config.resume == "auto":
         runs = sorted(path.name for path in Path(config.folder).glob("*") if checkpoints_of(path))
         there = f"; {config.folder} has {', '.join(runs[-3:])}" if runs else ""
-        raise ValueError(f"resume=auto goes on with a run by its name, and none was given; say run=NAME{there}")
+        raise ValueError(f"resume=auto goes on with a run by its name, and none was given; use run=NAME{there}")
     name = name or time.strftime("%Y%m%d-%H%M%S")
     folder, again = Path(config.folder) / name, 1
     while config.run is None and not torchrun.started() and folder.exists():
@@ -211,7 +211,7 @@ def new_folder(config: Train) -> Path:
     goes_on = resume is not None and (resume == "auto" or Path(resume).absolute().parent == own.absolute())
     taken = (log.is_file() and log.stat().st_size) or checkpoints_of(folder)
     if taken and not goes_on and torchrun.attempt() == 0:
-        raise ValueError(f"{folder} holds a run; say resume=auto to go on, or another run=NAME")
+        raise ValueError(f"{folder} holds a run; use resume=auto to go on, or another run=NAME")
     return folder
 
 

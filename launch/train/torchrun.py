@@ -139,7 +139,7 @@ class Stopped(Exception):
 
 def serve(context: Any) -> None:
     """Wait for the fork server, whose imports take seconds. Its ranks keep a SIGTERM until trainer.Stop listens."""
-    with processes.unheard(signal.SIGTERM, *processes.TERMINALS):
+    with processes.blocked(signal.SIGTERM, *processes.TERMINALS):
         forkserver.ensure_running()
     first = context.Process(target=os.getpid)
     first.start()

@@ -334,11 +334,11 @@ def resume(job: Job, checkpoints: Checkpoints) -> None:
     job.step = state["step"]
     if dist.get_rank() == 0:
         at = f"already at step {job.step} of {steps}:" if job.step >= steps else f"goes on after step {job.step} from"
-        metrics.say(f"{at} {path}")
+        metrics.echo(f"{at} {path}")
         if newer := set_aside(checkpoints.folder, path):
-            metrics.say(f"set aside what is newer, as NAME.aside: {', '.join(p.name for p in newer)}")
+            metrics.echo(f"set aside what is newer, as NAME.aside: {', '.join(p.name for p in newer)}")
         if job.step < steps != state.get("steps", steps):
-            metrics.say(f"steps was {state['steps']} before: the rate now falls to its end at {steps}")
+            metrics.echo(f"steps was {state['steps']} before: the rate now falls to its end at {steps}")
 
 
 class Stop:
@@ -350,11 +350,11 @@ class Stop:
     def __init__(self, patience: float, other: Callable[[], bool] | None = None) -> None:
         self.signalled, self.other = False, other
         self.group = torchrun.words_group(patience)
-        if threading.current_thread() is threading.main_thread():  # nobody else may hear signals
+        if threading.current_thread() is threading.main_thread():  # no other thread may handle signals
             for number in (signal.SIGTERM, *TERMINALS):
                 if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, self.on_signal)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # one that came before is heard now
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # one that came before is handled now
 
     def on_signal(self, number: int, frame: Any) -> None:
         self.signalled = True
@@ -395,8 +395,8 @@ def save_config(job: Job) -> TextIO:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), checkpoints)
         file = (job.folder / "config.json").open("a")
     except OSError as error:
-        why = f"{error.filename} cannot be written to ({error.strerror})"
-        raise type(error)(f"{why}; say folder=PATH, a place to write to") from None  # which says if it may pass
+        why = f"{error.filename} cannot be written to ({error.strerror}); use folder=PATH, a place to write to"
+        raise type(error)(why) from None  # its type decides whether another attempt may succeed
     about = {
         "config": dataclasses.asdict(job.config),
         "plan": str(job.plan),
@@ -408,7 +408,7 @@ def save_config(job: Job) -> TextIO:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"another run is writing to {job.folder}; wait for its end, or say another run=NAME") from None
+        raise ValueError(f"another run is writing to {job.folder}; wait for its end, or use another run=NAME") from None
     except OSError:  # this file system knows no locks
         pass
     with metrics.writing(file.name):

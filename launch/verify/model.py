@@ -170,7 +170,7 @@ def draw(options: Any, model: Any) -> Batch:
     if most < T:
         raise ValueError(f"tokens={T}: the model has positions for {most}; give tokens={most} or fewer")
     if options.docs > T:
-        raise ValueError(f"docs={options.docs} do not fit in {T} tokens; say fewer docs, or more tokens")
+        raise ValueError(f"docs={options.docs} do not fit in {T} tokens; use fewer docs, or more tokens")
     g = torch.Generator().manual_seed(options.seed)
     padding = config.vocab_size if config.pad_token_id is None else config.pad_token_id
     tokens = torch.randint(0, config.vocab_size - (padding < config.vocab_size), (1, T), generator=g)
