@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ringattn.comms import lost, messages
 from ringattn.launch.train import metrics, stored
-from ringattn.launch.train.stored import Damaged, Reader, complete, name_of, numbered
+from ringattn.launch.train.stored import Damaged, Reader, complete, damage, name_of, numbered
 
 
 class Checkpoints:
@@ -191,15 +191,6 @@ def newest(found: Sequence[Path], group: Any = None) -> Path | None:
     if problems:
         every = "; ".join(f"{path} cannot be read ({why})" for path, why in problems.items())
         raise ValueError(f"no checkpoint can be read: {every}; start another run=NAME")
-    return None
-
-
-def damage(path: Path, rank: int, ranks: int) -> str | None:
-    """What is wrong with a rank's share of a checkpoint."""
-    try:
-        stored.check(path, rank, ranks)
-    except Damaged as error:
-        return str(error)
     return None
 
 

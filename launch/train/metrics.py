@@ -209,15 +209,14 @@ def wandb_run(wandb: Any, folder: Path, config: Train) -> Any:
 
 def loggers(config: Train) -> dict[str, Any]:
     """The modules of the requested loggers, by package; a ValueError for one that is not installed."""
-    wanted_by = {"torch.utils.tensorboard": ("tensorboard", config.tensorboard), "wandb": ("wandb", config.wandb)}
-    return {package: optional(module, package) for module, (package, wanted) in wanted_by.items() if wanted}
-
-
-def optional(module: str, package: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError:
-        raise ValueError(f"{package} is not installed; pip install {package}, or leave it out") from None
+    wanted, found = {"torch.utils.tensorboard": config.tensorboard, "wandb": config.wandb}, {}
+    for module in (name for name, enabled in wanted.items() if enabled):
+        package = module.rpartition(".")[2]
+        try:
+            found[package] = import_module(module)
+        except ImportError:
+            raise ValueError(f"{package} is not installed; pip install {package}, or leave it out") from None
+    return found
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringattn.comms import lost
 from ringattn.launch import processes
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -138,7 +139,7 @@ class Stopped(Exception):
 
 
 def serve(context: Any) -> None:
-    """Wait for the fork server, whose imports take seconds. Its ranks keep a SIGTERM until trainer.Stop listens."""
+    """Wait for the fork server, whose imports take seconds. Its ranks keep a SIGTERM until Stop handles it."""
     with processes.blocked(signal.SIGTERM, *processes.TERMINALS):
         forkserver.ensure_running()
     first = context.Process(target=os.getpid)
@@ -181,3 +182,28 @@ def passed_on(*signals: signal.Signals) -> Iterator[Callable[[], None]]:
 def words_group(seconds: float) -> Any:
     """A group of all ranks for small things on the host, apart from the training's own exchanges."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+
+
+class Stop:
+    """A SIGTERM to any rank, or `other` returning True, ends the run after the current step, on all ranks alike.
+
+    So do the signals of a terminal, unless they are ignored: torchrun and Slurm pass them on.
+    """
+
+    def __init__(self, patience: float, other: Callable[[], bool] | None = None) -> None:
+        self.signalled, self.other = False, other
+        self.group = words_group(patience)
+        if threading.current_thread() is threading.main_thread():  # no other thread may handle signals
+            for number in (signal.SIGTERM, *processes.TERMINALS):
+                if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, self.on_signal)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # one that came before is handled now
+
+    def on_signal(self, number: int, frame: Any) -> None:
+        self.signalled = True
+
+    def agreed(self) -> bool:
+        stop = torch.tensor(int(self.signalled or (self.other is not None and self.other())))
+        with lost.missing_named("agreeing whether to stop"):
+            dist.all_reduce(stop, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(stop)

@@ -8,8 +8,6 @@ import json
 import math
 import os
 import platform
-import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,10 +26,11 @@ from ringattn.comms import lost
 from ringattn.comms import mesh as meshes
 from ringattn.conf.schema import Train
 from ringattn.launch import bench
-from ringattn.launch.processes import CLOSED, TERMINALS
+from ringattn.launch.processes import CLOSED
 from ringattn.launch.train import data, estimate, metrics, model, parallelize, report, torchrun
 from ringattn.launch.train.checkpoint import Checkpoints, begin_of, load, matching, newest, set_aside
 from ringattn.launch.train.stored import A_STEP
+from ringattn.launch.train.torchrun import Stop
 from ringattn.planning import Plan, Transport
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.models.loss import token_mean
@@ -90,7 +89,7 @@ def work(
     return {"stopped": stopped, "step": job.step, "entropy": data.unigram_entropy(job.samples.corpus), **job.seconds}
 
 
-def train(job: Job, stop: "Stop") -> bool:
+def train(job: Job, stop: Stop) -> bool:
     """Train to the end of the run, or until a rank gets a request to stop; returns whether one did."""
     config, rank0 = job.config, dist.get_rank() == 0
     checkpoints = Checkpoints(job.folder, config.keep, torchrun.words_group(config.cluster.timeout))
@@ -173,7 +172,7 @@ def check_tokens(corpus: data.Corpus, vocab: int) -> None:
     data.check_vocabulary(-int(seen[0]), int(seen[1]), vocab)
 
 
-def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Stop") -> bool:
+def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: Stop) -> bool:
     """Steps until the last one, or until a rank gets a request to stop; returns whether one did."""
     config, memory = job.config, metrics.Memory(job.device)
     peak = metrics.peak_flops(job.device) * dist.get_world_size()
@@ -339,31 +338,6 @@ def resume(job: Job, checkpoints: Checkpoints) -> None:
             metrics.echo(f"set aside what is newer, as NAME.aside: {', '.join(p.name for p in newer)}")
         if job.step < steps != state.get("steps", steps):
             metrics.echo(f"steps was {state['steps']} before: the rate now falls to its end at {steps}")
-
-
-class Stop:
-    """A SIGTERM to any rank, or `other` returning True, ends the run after the current step, on all ranks alike.
-
-    So do the signals of a terminal, unless they are ignored: torchrun and Slurm pass them on.
-    """
-
-    def __init__(self, patience: float, other: Callable[[], bool] | None = None) -> None:
-        self.signalled, self.other = False, other
-        self.group = torchrun.words_group(patience)
-        if threading.current_thread() is threading.main_thread():  # no other thread may handle signals
-            for number in (signal.SIGTERM, *TERMINALS):
-                if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
-                    signal.signal(number, self.on_signal)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # one that came before is handled now
-
-    def on_signal(self, number: int, frame: Any) -> None:
-        self.signalled = True
-
-    def agreed(self) -> bool:
-        stop = torch.tensor(int(self.signalled or (self.other is not None and self.other())))
-        with lost.missing_named("agreeing whether to stop"):
-            dist.all_reduce(stop, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(stop)
 
 
 def profiler(job: Job) -> Any:
