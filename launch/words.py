@@ -72,7 +72,7 @@ def call(name: str, module: types.ModuleType, words: list[str]) -> int | None:
     if hasattr(module, "main"):
         return module.main(words)
     if any(w in ("-h", "--help") for w in words):
-        print(usage(name, module))
+        print(usage(name, module.__doc__ or "", module.Options))
         return 0
     return module.run(module.Options(**values(words, module.Options)))
 
@@ -94,10 +94,11 @@ def overview() -> str:
     return "\n".join(["usage: ringattn NAME [key=value ...]    (ringattn NAME --help; ringattn --version)", "", *rows])
 
 
-def usage(name: str, module: types.ModuleType) -> str:
-    fields = dataclasses.fields(module.Options)
+def usage(name: str, about: str, options: Any) -> str:
+    """What --help shows: the docstring of a command, and its keys with their defaults and meaning."""
+    fields = dataclasses.fields(options)
     rows = [f"  {f.name}={show(default_of(f))}".ljust(34) + "  " + meaning(f) for f in fields]
-    return "\n".join([f"usage: ringattn {name} [key=value ...]", "", (module.__doc__ or "").strip(), "", *rows])
+    return "\n".join([f"usage: ringattn {name} [key=value ...]", "", about.strip(), "", *rows])
 
 
 def values(words: list[str], options: type) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def test_every_command_has_help(name, capsys):
 def test_every_benchmark_has_help(suite, capsys):
     assert words.main(["bench", suite, "--help"]) == 0
     said = capsys.readouterr().out
-    assert f"usage: ringattn bench {suite}" in said and "  out=FILE " in said and "=None" not in said
+    assert f"usage: ringattn bench {suite}" in said and "  out=null " in said and "=None" not in said
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_a_disk_without_room_is_an_error_of_its_file_and_nothing_half_written_st
         log = metrics.Log(tmp_path, TINY)
         with at_most(room):
             checkpoints.save(7, one, optimizer, {"notes": "x" * 10**5})
-            with pytest.raises(OSError, match=r"save step 7 in .*, where .* MB are free \(free space, or say folder"):
+            with pytest.raises(OSError, match=r"save step 7 in .*, where .* MB are free \(free space, or use folder"):
                 checkpoints.finish()
             with pytest.raises(OSError, match=r"could not write .*metrics\.jsonl"):
                 log.write({"kind": "step", "step": 1, "more": "x" * 10**5})

@@ -303,7 +303,7 @@ def test_a_disk_that_is_full_at_the_start_is_said_with_its_file(tmp_path):
     for name in ("config.json", "metrics.jsonl.part"):
         (tmp_path / name).symlink_to("/dev/full")
     job = SimpleNamespace(config=dataclasses.replace(TINY, keep=0), folder=tmp_path, plan="")
-    with alone(), pytest.raises(OSError, match=r"could not write .*config\.json \(.*\); free space, or say"):
+    with alone(), pytest.raises(OSError, match=r"could not write .*config\.json \(.*\)"):
         trainer.save_config(job)
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n')
     with pytest.raises(OSError, match=r"metrics\.jsonl \(No space left on device\); free space, or use folder=PATH"):

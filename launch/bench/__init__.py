@@ -30,9 +30,10 @@ from typing import Any
 
 from ringattn.conf.keys import nearest
 from ringattn.launch.processes import run as run_ranks
-from ringattn.launch.words import answer, default_of, usage, values, writable
+from ringattn.launch.words import answer, default_of, option, usage, values, writable
 
 SUITES = ("decode", "jax", "kernels", "linear", "memory", "prefill", "ring", "scan", "step", "traffic")
+OUT = option(None, "a file that the rows are appended to, one JSON line each")
 NOT_IN_ROWS = (
     "timeout",
     "device",
@@ -56,17 +57,15 @@ def main(argv: list[str]) -> int:
 def measure(name: str, words: list[str]) -> None:
     """Run a suite, print its rows, and append them to out=FILE if given."""
     suite = import_module(f"ringattn.launch.bench.{name}")
+    keys = dataclasses.make_dataclass("Keys", [("out", str | None, OUT)], bases=(suite.Options,))
     if any(w in ("-h", "--help") for w in words):
-        print(usage(f"bench {name}", suite))
-        print("  out=FILE".ljust(34) + "  a file that the rows are appended to, one JSON line each")
+        print(usage(f"bench {name}", suite.__doc__ or "", keys))
         return
-    outs = [w.removeprefix("out=") for w in words if w.startswith("out=")]
-    if len(outs) > 1:
-        raise ValueError("out is given twice; give it once")
-    chosen = values([w for w in words if not w.startswith("out=")], suite.Options)
+    chosen = values(words, keys)
+    out = chosen.pop("out", None)
     options = suite.Options(**chosen)
     check(options, sized="tokens" in chosen)
-    file = writable(Path(outs[0])) if outs else None
+    file = writable(Path(out)) if out else None
     rows = suite.run(options)
     if hasattr(suite, "COLUMNS"):
         print(table(rows, suite.COLUMNS))
