@@ -70,9 +70,9 @@ def measure(name: str, words: list[str]) -> None:
     if hasattr(suite, "COLUMNS"):
         print(table(rows, suite.COLUMNS))
     if file:
-        stamp = {"commit": commit(), **machine()}
+        about = stamp()
         with file.open("a") as lines:
-            lines.writelines(json.dumps({**stamp, **row}) + "\n" for row in rows)
+            lines.writelines(json.dumps({**about, **row}) + "\n" for row in rows)
 
 
 def check(options: Any, sized: bool) -> None:
@@ -257,22 +257,18 @@ def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def commit() -> str:
-    """The commit of the checkout, with a + when it has changes; 'unknown' outside a checkout."""
-    here = Path(__file__).resolve().parent
-    try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty=+"], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def machine() -> dict[str, str]:
+def stamp() -> dict[str, str]:
+    """The commit of the checkout, with a + when it has changes ('unknown' outside a checkout), device and versions."""
     import torch
 
+    describe = ["git", "describe", "--always", "--dirty=+"]
+    try:
+        here = Path(__file__).resolve().parent
+        commit = subprocess.run(describe, cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return {"device": device, "torch": torch.__version__, "triton": version("triton")}
+    return {"commit": commit, "device": device, "torch": torch.__version__, "triton": version("triton")}
 
 
 def version(package: str) -> str:

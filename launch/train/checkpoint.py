@@ -35,7 +35,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, group: Any):
         self.folder, self.keep = folder / "checkpoints", keep
         self.group = group  # its own, so that its words do not mix with the training's
-        self.writing: tuple[int, Future[None]] | None = None
+        self.writing: Future[None] | None = None
         self.thread = ThreadPoolExecutor(1, "checkpoints")
         self.copies: dict[str, Tensor] = {}
         self.copied: Any = None  # the event after which a GPU has copied
@@ -44,7 +44,7 @@ class Checkpoints:
         """Copy everything now, write it while training goes on. `state` is small and goes into JSON."""
         self.finish()
         self.copy(model, optimizer)
-        self.writing = step, self.thread.submit(self.write, step, {"step": step, **state})
+        self.writing = self.thread.submit(self.write, step, {"step": step, **state})
 
     @torch.no_grad()
     def copy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -121,13 +121,13 @@ class Checkpoints:
 
     def poll(self) -> None:
         """Raise what went wrong with a checkpoint that has ended."""
-        if self.writing and self.writing[1].done():
+        if self.writing and self.writing.done():
             self.finish()
 
     def finish(self) -> None:
         """Wait for the one that is being written; raise what went wrong."""
         if self.writing is not None:
-            (_, future), self.writing = self.writing, None
+            future, self.writing = self.writing, None
             future.result()
 
 

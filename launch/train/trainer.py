@@ -375,9 +375,8 @@ def save_config(job: Job) -> TextIO:
         "config": dataclasses.asdict(job.config),
         "plan": str(job.plan),
         "ranks": dist.get_world_size(),
-        "commit": bench.commit(),
         "python": platform.python_version(),
-        **bench.machine(),
+        **bench.stamp(),
     }
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
