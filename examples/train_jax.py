@@ -114,7 +114,7 @@ def train(config: Train) -> int:
     mesh = ringattn.jax.init_mesh(ring=s.ring, ulysses=s.ulysses, devices=devices)
     plan = ra.plan(mesh, seq_len=config.seq_len, heads=(m.heads, m.kv_heads), head_dim=head_dim(m), strategy=s.keys,
                    layout=s.layout, dtype="float32")  # fmt: skip
-    samples = data.samples(data.open_corpus(config.data, m.vocab), config.data, config.seq_len, config.seed)
+    samples = data.of(config)
     start = build(m, config.seed, torch.device("cpu")).state_dict()
     w = {n: jnp.asarray(x.numpy()) for n, x in start.items()}
     zeros = {n: jnp.zeros_like(x) for n, x in w.items()}

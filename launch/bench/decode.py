@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
-from ringattn.launch.bench import Row, beside, cache_of, captured, draws, dtype_on, elapsed_ms, meet, over_ranks
+import ringattn as ra
+from ringattn.launch.bench import Row, beside, over_ranks
+from ringattn.launch.bench.timing import cache_of, captured, draws, dtype_on, elapsed_ms, meet
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "ranks", "transport", "new", "mode", "us", "floor_us", "over_floor", "limit_us", "faster"]
@@ -51,8 +53,6 @@ def run(options: Options) -> list[Row]:
 
 def measured(options: Options) -> Iterator[Row]:
     """One rank: every length, over all ranks and alone, in every mode."""
-    import ringattn as ra
-
     mesh = ra.init_mesh(ring=options.ranks, device_type=options.device)
     rate = copy_rate(options.device)
     for tokens in options.tokens:
@@ -71,8 +71,6 @@ def measured(options: Options) -> Iterator[Row]:
 
 def steps(options: Options, plan: Any, tokens: int) -> Callable[[], Any]:
     """A call that decodes the next token, on a cache that already holds `tokens` random ones."""
-    import ringattn as ra
-
     calls = 3 * (2 + options.repeats) * CALLS * options.new
     cache = cache_of(options, plan, tokens + calls, options.batch)
     cache.k.normal_()

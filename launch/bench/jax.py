@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+import ringattn as ra
 from ringattn.launch.bench import Row, version
 from ringattn.launch.bench.ring import MASKS, Case
 from ringattn.launch.words import option
@@ -48,7 +49,6 @@ class Options:
 def run(options: Options) -> list[Row]:
     import jax
 
-    import ringattn as ra
     import ringattn.jax as rj
 
     devices = jax.devices()[: options.ranks or None]
@@ -94,8 +94,6 @@ def calls(options: Options, plan: Any, modes: Iterable[str], case: Case) -> tupl
     """What is timed, compiled, and random data for it in the plan's order."""
     import jax
     import jax.numpy as jnp
-
-    import ringattn as ra
 
     heads = (options.heads, options.kv_heads, options.kv_heads, options.heads)
     random = np.random.default_rng(0)

@@ -21,8 +21,9 @@ from ringattn import kernels
 from ringattn.conf.keys import nearest
 from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, tiles_of
-from ringattn.launch.bench import Row, captured, elapsed_ms, table
+from ringattn.launch.bench import Row, table
 from ringattn.launch.bench.peers import CONTESTANTS, Inputs, of_table
+from ringattn.launch.bench.timing import captured, elapsed_ms
 from ringattn.launch.words import option
 from ringattn.spec import AttentionSpec, Docs, bounds
 

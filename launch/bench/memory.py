@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringattn.launch.bench import Row, draws, dtype_on, over_ranks
+import ringattn as ra
+from ringattn.launch.bench import Row, over_ranks
+from ringattn.launch.bench.timing import draws, dtype_on
 from ringattn.launch.train import metrics
 from ringattn.launch.words import option
 
@@ -39,8 +41,6 @@ def run(options: Options) -> list[Row]:
 
 def measured(options: Options) -> Iterator[Row]:
     """One rank: the peak of one forward and backward pass, after one that warmed everything up."""
-    import ringattn as ra
-
     ranks = dist.get_world_size()
     sizes = {"ulysses" if options.strategy == "ulysses" else "ring": ranks}
     mesh = ra.init_mesh(**sizes, device_type=options.device)
@@ -56,8 +56,6 @@ def measured(options: Options) -> Iterator[Row]:
 
 
 def step(plan: Any, options: Options) -> None:
-    import ringattn as ra
-
     q, k, v = draws(options, plan.local_len, grads=True)
     out = ra.attention(q, k, v, plan, spec=ra.AttentionSpec(window=options.window))
     out.backward(torch.ones_like(out))

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
-from ringattn.launch.bench import Row, beside, cache_of, draws, over_ranks, together
+import ringattn as ra
+from ringattn.launch.bench import Row, beside, over_ranks
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.bench.memory import held
+from ringattn.launch.bench.timing import cache_of, draws, together
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "way", "chunk", "ranks", "ms", "peak_mib", "speed", "moved"]
@@ -59,8 +61,6 @@ def run(options: Options) -> list[Row]:
 
 def measured(options: Options) -> Iterator[Row]:
     """One rank: every prompt, in every way."""
-    import ringattn as ra
-
     mesh = ra.init_mesh(ring=processes_of(options), device_type=options.device)
     for tokens in options.tokens:
         for way, move in [(w, m) for w in options.ways for m in (options.moves if w == "chunks" else ["auto"])]:
@@ -85,8 +85,6 @@ Prompt = list[list[torch.Tensor]]
 
 
 def at_once(prompt: Prompt, plan: Any) -> None:
-    import ringattn as ra
-
     [(q, k, v)] = prompt
     with torch.no_grad():
         ra.attention(q, k, v, plan)
@@ -94,8 +92,6 @@ def at_once(prompt: Prompt, plan: Any) -> None:
 
 def in_chunks(prompt: Prompt, cache: Any, move: str, moved: list[str], plan: Any) -> None:
     """Every chunk after the other; `moved` gets what travelled for each."""
-    import ringattn as ra
-
     for q, k, v in prompt:
         moved.append(cache.moves(plan, q.shape[2]).way if move == "auto" else move)
         ra.prefill(q, k, v, plan, cache, move=moved[-1])

@@ -3,9 +3,9 @@
 The causal floor is one call on every rank at once, of tokens / sqrt(ranks) tokens: as many (query, key) pairs as a
 rank has of the whole. The floor of packed documents is the whole sequence on one device, divided by the ranks; there
 only pairs within a document count as flops. `lost` is the part of the time that the floor does not explain; what a
-trace calls exposed is communication. Times are medians: of the slowest rank in the table, of
-rank 0 in the lines that come before it. `peak` is the memory of forward and backward over q, k, v, out, their gradients
-and lse. `peers` are torch's own context_parallel with cuDNN, by how it rotates: allgather, alltoall.
+trace calls exposed is communication. Times are medians: of the slowest rank in the table, of rank 0 in the lines that
+come before it. `peak` is the memory of forward and backward over q, k, v, out, their gradients and lse. `peers` are
+torch's own context_parallel with cuDNN, by how it rotates: allgather, alltoall.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringattn.launch.bench import Row, draws, median_ms, over_ranks, passes, timeline
+import ringattn as ra
+from ringattn.launch.bench import Row, over_ranks, timeline
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
+from ringattn.launch.bench.timing import draws, median_ms, passes
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "mask", "who", "strategy", "layout", "mode", "ms", "floor_ms", "ratio", "tflops", "lost",
@@ -90,8 +92,6 @@ def run(options: Options) -> list[Row]:
 
 def measured(options: Options) -> Iterator[Row]:
     """One rank: every length, forward and forward + backward, over ranks and alone; with the spans of a trace."""
-    import ringattn as ra
-
     ring = processes_of(options) // options.ulysses
     mesh = ra.init_mesh(ring=ring, ulysses=options.ulysses, device_type=options.device)
     cases = asked_for(options)
@@ -149,8 +149,6 @@ class Case(NamedTuple):
 
 def floor(options: Options, case: Case) -> dict[str, float]:
     """Milliseconds of each mode with as many pairs as a rank has, and nobody to talk to."""
-    import ringattn as ra
-
     whole = case.docs is not None or case.spec.window is not None
     alone = ra.plan(seq_len=case.tokens if whole else round(case.tokens / options.ranks**0.5), kernel=options.kernel)
     share = options.ranks if whole else 1
@@ -160,8 +158,6 @@ def floor(options: Options, case: Case) -> dict[str, float]:
 
 def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, dict[str, str], Any]]:
     """(who, what about it, what is timed), one after the other: each has the memory to itself."""
-    import ringattn as ra
-
     for transport in options.transports:
         for layout in options.layout:
             plan = ra.plan(
@@ -186,8 +182,6 @@ def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, 
 
 def ours(options: Options, plan: Any, case: Case) -> dict[str, Callable[[], Any]]:
     """What is timed: one forward pass, and one with its backward, on random data."""
-    import ringattn as ra
-
     q, k, v, dout = draws(options, plan.local_len, "qkvo", grads=True)
     return passes(lambda: ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs), (q, k, v), dout)
 

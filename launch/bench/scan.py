@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from ringattn.launch.bench import Row, dtype_on, median_ms, over_ranks, passes
+import ringattn as ra
+from ringattn.launch.bench import Row, over_ranks
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
+from ringattn.launch.bench.timing import dtype_on, median_ms, passes
 from ringattn.launch.words import option
 
 COLUMNS = ["ranks", "tokens", "layout", "scan", "mode", "ms", "floor_ms", "ratio", "MB"]
@@ -45,8 +47,6 @@ def run(options: Options) -> list[Row]:
 
 def measured(options: Options) -> Iterator[Row]:
     """One rank: every length, alone and then every layout and way, forward and forward + backward."""
-    import ringattn as ra
-
     ring = options.ranks // options.ulysses
     mesh = ra.init_mesh(
         ring=processes_of(options) // options.ulysses, ulysses=options.ulysses, device_type=options.device
@@ -66,8 +66,6 @@ def measured(options: Options) -> Iterator[Row]:
 
 def calls(options: Options, plan: Any, scan: str) -> dict[str, Callable[[], Any]]:
     """What is timed: one forward pass, and one with its backward, on random data with gates as a layer makes them."""
-    import ringattn as ra
-
     shape = (options.batch, plan.local_len, options.heads)
     keys = (*shape[:2], options.key_heads or options.heads, options.key_dim)
     q, k, v, dout = (

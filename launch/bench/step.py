@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+import ringattn as ra
 from ringattn.conf.schema import Train, from_dict
-from ringattn.launch.bench import Row, median_ms, together
+from ringattn.launch.bench import Row
+from ringattn.launch.bench.timing import median_ms, together
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.train import metrics
 from ringattn.launch.words import option
@@ -85,8 +87,6 @@ def measured(config: Train, options: Options, ranks: int) -> tuple[float, ...]:
 
 def attended(tokens: int, size: int, config: Train) -> Callable[[], Any]:
     """Causal attention, forward and backward, on one rank alone."""
-    import ringattn as ra
-
     plan = ra.plan(seq_len=tokens, kernel=config.strategy.kernel)
     heads, kv_heads = config.model.heads, config.model.kv_heads
     q, k, v, dout = (random(config, 1, tokens, n, size) for n in (heads, kv_heads, kv_heads, heads))

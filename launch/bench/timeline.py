@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ringattn.launch.bench import finish, meet
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ringattn.launch.bench.timing import finish, meet
 
 HOPS = ("ncclDevKernel", "Memcpy", "SendRecv", "memcpy")
 BACKWARD = ("backward", "bwd", "dkdv_kernel", "dq_kernel")  # in the names of what runs in backward only
@@ -30,9 +33,6 @@ class Span(NamedTuple):
 
 def record(call: Callable[[], Any]) -> list[Span]:
     """One call under the profiler, after all ranks have met in an all-reduce."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
     gpu = torch.cuda.is_initialized()
     with silence(), profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu]) as profiler:
         for _ in range(2):  # the first one under a profiler is slow

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import ringattn as ra
 from ringattn.comms.local import run as run_ranks
 from ringattn.launch.bench import Row
 from ringattn.launch.processes import MOST
@@ -43,7 +44,6 @@ def run(options: Options) -> list[Row]:
 
 def count(options: Options, strategy: str, route: str, ring: int, ulysses: int, layout: str, mask: str) -> Row:
     """One forward and backward pass on all ranks; what the busiest one sent."""
-    import ringattn as ra
     from ringattn.mask import Mask, schedule_of
 
     spec = ra.AttentionSpec(causal=mask != "full", window=options.window if mask.startswith("window") else None)

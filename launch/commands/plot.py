@@ -30,7 +30,7 @@ METRICS = (
     "ratio",
 )  # fmt: skip
 STAMP = ("commit", "device", "torch", "triton", "jax", "python", "cuda", "date", "time", "suite")
-HOW = ("repeats", "steps", "note")  # it was measured, which makes it no other case
+HOW = ("repeats", "warmup", "floor", "alone", "steps", "note")  # it was measured, which makes it no other case
 WORDS = {
     "tflops": "TFLOP/s",
     "tb_per_s": "TB/s",

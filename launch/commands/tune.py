@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+import ringattn as ra
 from ringattn.kernels import rates
-from ringattn.launch.bench import elapsed_ms
+from ringattn.launch.bench.timing import elapsed_ms
 from ringattn.launch.words import option
 
 
@@ -35,8 +37,6 @@ class Options:
 
 
 def run(options: Options) -> int:
-    import torch
-
     if not torch.cuda.is_available():
         print("ringattn tune: no GPU here; the built-in table serves")
         return 1
@@ -54,9 +54,6 @@ def run(options: Options) -> int:
 
 def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) -> dict[str, tuple[float, float]]:
     """Useful TFLOP/s of every named kernel that serves, for the masks of `kernels/rates.py`."""
-    import torch
-
-    import ringattn as ra
     from ringattn.launch.bench.kernels import Options as Timing
     from ringattn.launch.bench.kernels import doc_lengths, median_ms
     from ringattn.spec import bounds
@@ -113,8 +110,6 @@ def candidates(tma: bool) -> list[Any]:
 
 def tune(options: Options, dim: int) -> dict[str, Any]:
     """The fastest right tile of each of the three kernels, each tried with the other two as they are in the table."""
-    import torch
-
     from ringattn.kernels.intervals import Intervals
     from ringattn.kernels.triton import attend, attend_backward, row_delta
     from ringattn.kernels.triton.table import architecture, entry

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringattn.conf.schema import Data
+from ringattn.conf.schema import Data, Train
 
 NOT_OURS = ("site-packages", "dist-packages", "__pycache__")
 UNLIKE_TEXT = ("test", "tests", "encodings")  # of the standard library: tables of characters, and not on every machine
@@ -128,6 +128,12 @@ def shuffled(count: int, *seed: int) -> np.ndarray:
     order = np.random.default_rng(seed).permutation(count)
     order.flags.writeable = False
     return order
+
+
+def of(config: Train) -> Samples:
+    """The sequences of a run; a ValueError if its data are missing, or too short for one."""
+    corpus = open_corpus(config.data, config.model.vocab)
+    return samples(corpus, config.data, config.seq_len, config.seed)
 
 
 def open_corpus(data: Data, vocab: int) -> Corpus:

@@ -95,7 +95,7 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
 
 def check(config: Train) -> None:
     """Check what can be checked without ranks: the data, the checkpoint, and whether loggers are installed."""
-    data.samples(data.open_corpus(config.data, config.model.vocab), config.data, config.seq_len, config.seed)
+    data.of(config)
     if config.resume not in (None, "auto"):
         from ringattn.launch.train.checkpoint import read_state
 

@@ -128,9 +128,8 @@ def in_words(error: RuntimeError | ConnectionError, step: int) -> ConnectionErro
 def prepare(config: Train, folder: Path, device: torch.device, started_at: float) -> Job:
     """The mesh, the plan, the data, the model and its optimizer."""
     s, m = config.strategy, config.model
-    corpus = data.open_corpus(config.data, m.vocab)
-    check_tokens(corpus, m.vocab)
-    samples = data.samples(corpus, config.data, config.seq_len, config.seed)
+    samples = data.of(config)
+    check_tokens(samples.corpus, m.vocab)
     mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses or 1, device_type=device.type)
     everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
     limit = timedelta(seconds=config.cluster.timeout)
