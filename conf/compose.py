@@ -10,10 +10,18 @@ import itertools
 from pathlib import Path
 from typing import Any, NoReturn
 
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
 from ringattn.conf import refusals, schema
 from ringattn.conf.keys import nearest
-from ringattn.conf.refusals import files
-from ringattn.conf.schema import GROUPS, Train
+from ringattn.conf.schema import Train
 
 KNOWN = ("--multirun", "--cfg", "--config-dir", "--help", "--completion")
 
@@ -45,16 +53,8 @@ def composed(given: argparse.Namespace) -> list[tuple[str, Train]]:
     In a sweep these are all combinations of the values that a word lists, and each run has its own name. A ValueError
     with one sentence if a configuration is not valid.
     """
-    from hydra import initialize_config_module
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     ConfigStore.instance().store("schema", Train)
-    with refusals.closed_environment(), initialize_config_module("ringattn.conf", "train", version_base="1.3"):
+    with refusals.closed_environment(), hydra.initialize_config_module("ringattn.conf", "train", version_base="1.3"):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         try:
             axes = [refusals.values_of(word, parser, given.multirun) for word in given.words]
@@ -72,8 +72,6 @@ def composed(given: argparse.Namespace) -> list[tuple[str, Train]]:
 
 def compose(words: tuple[str, ...], folder: Path | None) -> Train:
     """One configuration, checked, of our files and the folder's."""
-    import hydra
-    from omegaconf import DictConfig, OmegaConf
 
     def own(composed: DictConfig) -> dict[str, Any]:
         """Hydra's own settings, except what it notes there about these very words."""
@@ -92,17 +90,4 @@ def compose(words: tuple[str, ...], folder: Path | None) -> Train:
 
 
 def as_yaml(config: Train) -> str:
-    from omegaconf import OmegaConf
-
     return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def choices() -> str:
-    """Every group with its files and what their first line says."""
-    lines = []
-    for group in GROUPS:
-        for name in files(group):
-            text = (Path(__file__).parent / group / f"{name}.yaml").read_text().splitlines()
-            about = next(line for line in text if line.startswith("# ") and "@package" not in line)
-            lines.append(f"  {f'{group}={name}':<28} {about[2:]}")
-    return "\n".join(lines)

@@ -3,8 +3,13 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.resolvers import oc
+from yaml import MarkedYAMLError
 
 from ringattn.conf import schema
 from ringattn.conf.keys import nearest
@@ -15,8 +20,6 @@ NOT_HYDRA = "Hydra's own settings cannot be changed here, for they can run code"
 @contextmanager
 def closed_environment() -> Iterator[None]:
     """A context in which neither files nor words get values from the environment, however deep the interpolation."""
-    from omegaconf import OmegaConf
-    from omegaconf.resolvers import oc
 
     def refuse(name: str = "", *default: object) -> None:
         raise ValueError(
@@ -33,8 +36,6 @@ def closed_environment() -> Iterator[None]:
 
 def values_of(word: str, parser: Any, multirun: bool) -> list[str]:
     """A word as an axis of a sweep: itself, or NAME=VALUE for each value that it lists. A ValueError if it is wrong."""
-    from hydra.errors import HydraException
-
     name, equals, value = word.partition("=")
     name = name.strip().lstrip("+~").partition("@")[0]
     if re.match(r"hydra\b", name):
@@ -61,18 +62,8 @@ def values_of(word: str, parser: Any, multirun: bool) -> list[str]:
     return [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()]
 
 
-def files(group: str, folder: Path | None = None) -> list[str]:
-    """What a group offers: our files, and those of the folder."""
-    places = [Path(__file__).parent, *([folder] if folder else [])]
-    return sorted({p.stem for place in places for p in (place / group).glob("*.yaml")})
-
-
 def explain(error: Exception) -> str:
     """What Hydra, OmegaConf or YAML means, in one sentence: where it is, and the nearest name that would do."""
-    from hydra.errors import MissingConfigException
-    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
-    from yaml import MarkedYAMLError
-
     place = re.match(r"In '([^']+)': ", str(error))
     where = f"{place[1]}.yaml: " if place and place[1] != "config" else ""
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:

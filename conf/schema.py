@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ringattn.conf.keys import allow, meaning, option
@@ -204,3 +205,20 @@ def explain() -> str:
     """Every key with its default and meaning, as aligned lines."""
     rows = [(f"{name}={'null' if f.default is None else f.default}", meaning(f)) for name, f in every_key()]
     return "\n".join(f"  {left:<28} {right}" for left, right in rows)
+
+
+def files(group: str, folder: Path | None = None) -> list[str]:
+    """What a group offers: our files, and those of the folder."""
+    places = [Path(__file__).parent, *([folder] if folder else [])]
+    return sorted({p.stem for place in places for p in (place / group).glob("*.yaml")})
+
+
+def choices() -> str:
+    """Every group with its files and what their first line says."""
+    lines = []
+    for group in GROUPS:
+        for name in files(group):
+            text = (Path(__file__).parent / group / f"{name}.yaml").read_text().splitlines()
+            about = next(line for line in text if line.startswith("# ") and "@package" not in line)
+            lines.append(f"  {f'{group}={name}':<28} {about[2:]}")
+    return "\n".join(lines)

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from ringattn.conf import schema
-from ringattn.conf.compose import files
 from ringattn.launch import bench, words
 
 SCRIPT = """_ringattn() {{
@@ -57,7 +56,7 @@ def candidates(word: str) -> list[str]:
 
 def values(name: str) -> list[str]:
     if name in schema.GROUPS:
-        return files(name)
+        return schema.files(name)
     field = dict(schema.every_key()).get(name)
     if field is None:
         return []

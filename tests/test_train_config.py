@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
 
-from ringattn.conf import compose, schema
+from ringattn import conf
+from ringattn.conf import schema
 from ringattn.conf.schema import Data, Model, Strategy, Train
 from ringattn.launch import bench, complete, words
 from ringattn.launch.train import configured, metrics, report
@@ -37,7 +38,7 @@ def test_the_files_choose_values_and_words_change_them():
 @pytest.mark.slow
 def test_every_file_of_every_group_composes():
     for group in schema.GROUPS:
-        for name in compose.files(group):
+        for name in schema.files(group):
             assert isinstance(composed(f"{group}={name}"), Train)
 
 
@@ -173,6 +174,8 @@ def test_a_configuration_runs_no_code(text, tmp_path, monkeypatch, capsys):
 
 
 def test_without_hydra_the_remedy_is_said(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "ringattn.conf.compose")
+    monkeypatch.delattr(conf, "compose")
     monkeypatch.setitem(sys.modules, "hydra", None)
     assert configured.run(["seq_len=4"], lambda config, swept: 0) == 2
     assert capsys.readouterr().err == (

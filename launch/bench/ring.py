@@ -136,8 +136,6 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, mask: str, tokens: int) -> "Case":
-        import ringattn as ra
-
         if mask in MIXES:
             lengths = mixed(MIXES[mask], tokens)
             docs = ra.Docs.from_lengths(lengths)

@@ -14,6 +14,7 @@ from ringattn.comms.local import run as run_ranks
 from ringattn.launch.bench import Row
 from ringattn.launch.processes import MOST
 from ringattn.launch.words import option
+from ringattn.mask import Mask, schedule_of
 
 COLUMNS = ["strategy", "route", "ring", "ulysses", "layout", "mask", "forward", "backward", "scheduled", "forward_mb"]
 
@@ -44,8 +45,6 @@ def run(options: Options) -> list[Row]:
 
 def count(options: Options, strategy: str, route: str, ring: int, ulysses: int, layout: str, mask: str) -> Row:
     """One forward and backward pass on all ranks; what the busiest one sent."""
-    from ringattn.mask import Mask, schedule_of
-
     spec = ra.AttentionSpec(causal=mask != "full", window=options.window if mask.startswith("window") else None)
     inside = [options.tokens // options.ranks] * options.ranks
     docs = ra.Docs.from_lengths(inside, pad_to=options.tokens) if mask.startswith("documents") else None

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from ringattn.conf import compose, schema
+from ringattn.conf import schema
 from ringattn.conf.schema import Train
 from ringattn.launch.processes import WRONG_INPUT, sentence
 from ringattn.launch.train import torchrun
@@ -28,7 +28,7 @@ def run(words: list[str], task: Callable[[Train, str], int | None]) -> int | Non
     sweep ends too, with the status of the runs before it, None if all were good.
     """
     if "-h" in words or "--help" in words:
-        print(f"{USAGE}\n{compose.choices()}\n\n{schema.explain()}")
+        print(f"{USAGE}\n{schema.choices()}\n\n{schema.explain()}")
         return 0
     if "--completion" in words:
         from ringattn.launch import complete
@@ -36,6 +36,8 @@ def run(words: list[str], task: Callable[[Train, str], int | None]) -> int | Non
         print(complete.SCRIPT.format(python=shlex.quote(sys.executable)))
         return 0
     try:
+        from ringattn.conf import compose  # which needs Hydra
+
         given = compose.options(words)
         if given.multirun and torchrun.started():
             raise ValueError("a sweep starts many runs, and torchrun started the ranks of one; sweep outside torchrun")
