@@ -30,7 +30,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 def meaning(field: dataclasses.Field[Any]) -> str:
     """What --help says about a key."""
     among = ", ".join(field.metadata["among"])
-    return f"{field.metadata['help']}: {among}" if among else field.metadata["help"]
+    return f"{field.metadata['help']} ({among})" if among else field.metadata["help"]
 
 
 def allow(name: str, field: dataclasses.Field[Any], value: Any) -> None:

@@ -29,7 +29,9 @@ class Model:
     window: int | None = option(None, "how many keys a query sees; by default all")
     softcap: float | None = option(None, "soft cap of the scores")
     softmax_every: int = option(1, "one block in so many attends with softmax, the others with linear attention")
-    rule: str = option("gated", "of linear attention; delta as Qwen3-Next", among=("gated", "delta", "kimi"))
+    rule: str = option(
+        "gated", "of linear attention; delta as Qwen3-Next, kimi as Kimi Linear", among=("gated", "delta", "kimi")
+    )
     convolution: int = option(0, "tokens of the causal convolution of linear attention; 0 for none")
 
 
@@ -44,7 +46,9 @@ class Strategy:
     layout: str = option("auto", "which tokens a rank holds", among=("auto", "contiguous", "striped", "zigzag"))
     kernel: str = option("auto", "auto, or the name of an attention kernel")
     recompute: str = option(
-        "none", "in backward; cheap: all but attention", among=("none", "pointwise", "cheap", "block")
+        "none",
+        "what backward computes again; cheap: all but attention, block: all of it",
+        among=("none", "pointwise", "cheap", "block"),
     )
 
 
@@ -52,13 +56,21 @@ class Strategy:
 class Cluster:
     """Who starts the ranks."""
 
-    kind: str = option("local", "local starts them, torchrun finds them started", among=("local", "torchrun", "ray"))
+    kind: str = option(
+        "local",
+        "local starts the ranks here, torchrun finds them started, ray has Ray's workers be them",
+        among=("local", "torchrun", "ray"),
+    )
     timeout: float = option(600.0, "seconds after which waiting for another rank is an error")
     address: str | None = option(None, "of the Ray cluster, or auto; by default one is started for this run")
     failures: int = option(3, "how many failures Ray answers with another attempt; -1 for all", least=-1)
     at_least: int | None = option(None, "go on with as few ranks as this when Ray has no more; by default nproc")
     resize_every: float = option(60.0, "seconds between looks whether Ray could start more ranks, up to nproc")
-    placement: str = option("PACK", "of Ray's ranks", among=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"))
+    placement: str = option(
+        "PACK",
+        "of Ray's ranks: PACK on few nodes, SPREAD over many",
+        among=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
+    )
 
 
 @dataclass
@@ -67,7 +79,9 @@ class Data:
 
     path: str = option("stdlib", "a folder, or one file; stdlib: the sources of the Python standard library")
     suffix: str = option("", "of a folder, only the files whose name ends so")
-    tokens: str | None = option(None, "the file holds these, not bytes", among=("uint8", "uint16", "uint32", "int32"))
+    tokens: str | None = option(
+        None, "the file holds tokens of this type, not bytes", among=("uint8", "uint16", "uint32", "int32")
+    )
     documents: str = option("", "what does not see each other: files, or what this token ends")
     held_out: int = option(4, "sequences kept for evaluation", least=0)
 
@@ -95,9 +109,11 @@ class Train:
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     nproc: int | None = option(None, "ranks to start here; by default every GPU, or 2 without GPUs")
-    device: str = option("auto", "auto: cuda if there is a GPU", among=("auto", "cpu", "cuda"))
+    device: str = option("auto", "where it runs; auto: on GPUs if there are any", among=("auto", "cpu", "cuda"))
     precision: str = option(
-        "auto", "weights stay float32; auto: bfloat16 on GPUs", among=("auto", "float32", "bfloat16")
+        "auto",
+        "of the computation, with float32 master weights; auto: bfloat16 on GPUs",
+        among=("auto", "float32", "bfloat16"),
     )
     compile: bool = option(
         False, "fuse what is between matrix products, with torch.compile: half a minute at the start"

@@ -57,7 +57,7 @@ AnyCase = Case | linear_oracle.Case | drawn.Call
 @dataclass(frozen=True)
 class Options:
     ranks: int | None = option(None, "how many (4; random calls on threads: 1 to 8; under torchrun: as were started)")
-    backend: str = option("threads", "of this process, or processes", among=("threads", "gloo", "nccl"))
+    backend: str = option("threads", "threads of this process, or processes", among=("threads", "gloo", "nccl"))
     device: str = option("cpu", "where it runs", among=("cpu", "cuda"))
     cases: tuple[str, ...] = option((), "only cases whose name holds one of these words (default: all)")
     kernel: str = option("auto", "auto, or the name of a kernel")
