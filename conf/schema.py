@@ -194,7 +194,7 @@ def unknown(name: str) -> str | None:
         return None
     section, dot, end = name.rpartition(".")
     inside = [n.removeprefix(f"{section}.") for n in names if dot and n.startswith(f"{section}.")]
-    by_end = {n.rsplit(".", 1)[-1]: n for n in names}
+    by_end = {n.rpartition(".")[2]: n for n in names}
     if inside:
         close = [f"{section}.{e}" for e in difflib.get_close_matches(end, inside, 1)]
     else:

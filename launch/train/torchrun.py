@@ -128,9 +128,9 @@ def local(function: Callable[..., Any], ranks: int, device: str, *args: Any, pat
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # no other machine may connect
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    with passed_on(signal.SIGTERM, *processes.TERMINALS) as ranks_begin:
+    with passed_on(signal.SIGTERM, *processes.TERMINALS) as ranks_exist:
         serve(context)
-        ranks_begin()
+        ranks_exist.set()
         return processes.run(function, ranks, *args, backend=backend(device), timeout=None, collective_timeout=patience)
 
 
@@ -148,19 +148,15 @@ def serve(context: Any) -> None:
 
 
 @contextlib.contextmanager
-def passed_on(*signals: signal.Signals) -> Iterator[Callable[[], None]]:
+def passed_on(*signals: signal.Signals) -> Iterator[threading.Event]:
     """Give these signals to the child processes as SIGTERM: they save, and end by themselves.
 
-    Until the function that this gives is called there are none, and a signal is `Stopped`.
+    Until the event that this gives is set there are none, and a signal is `Stopped`.
     """
-    ranks = False
-
-    def begin() -> None:
-        nonlocal ranks
-        ranks = True
+    ranks = threading.Event()
 
     def forward(number: int, frame: Any) -> None:
-        if not ranks:
+        if not ranks.is_set():
             raise Stopped
         for child in multiprocessing.active_children():
             if child.pid is not None:
@@ -172,7 +168,7 @@ def passed_on(*signals: signal.Signals) -> Iterator[Callable[[], None]]:
     if before.get(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # under nohup
     try:
-        yield begin
+        yield ranks
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for s, handler in before.items():
