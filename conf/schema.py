@@ -159,7 +159,7 @@ def get(config: Train, name: str) -> Any:
 
 
 def check(config: Train) -> Train:
-    """The configuration itself, if every value can be; otherwise a ValueError that says which one and why."""
+    """The configuration itself, if every value is valid; otherwise a ValueError that names the wrong one and why."""
     for name, f in every_key():
         allow(name, f, get(config, name))
     check_documents(config.data, config.model.vocab)

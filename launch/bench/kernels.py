@@ -35,7 +35,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured; `kind` says by which of the functions below."""
+    """What is measured, by the function below that `kind` names."""
 
     mask: str  # causal, full, window, docs
     tokens: int

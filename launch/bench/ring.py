@@ -146,7 +146,7 @@ class Case(NamedTuple):
 
 
 def floor(options: Options, case: Case) -> dict[str, float]:
-    """Milliseconds of each mode with as many pairs as a rank has, and nobody to talk to."""
+    """Milliseconds of each mode with as many pairs as a rank has, and no communication."""
     whole = case.docs is not None or case.spec.window is not None
     alone = ra.plan(seq_len=case.tokens if whole else round(case.tokens / options.ranks**0.5), kernel=options.kernel)
     share = options.ranks if whole else 1

@@ -53,7 +53,7 @@ def record(call: Callable[[], Any]) -> list[Span]:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Nothing on stderr, also not from C++: the profiler says when it starts and ends, amid the rows."""
+    """Discard stderr, also C++'s: the profiler logs when it starts and ends, between the rows."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -95,13 +95,13 @@ def exposed(spans: Sequence[Span]) -> float:
 
 
 def idle(spans: Sequence[Span]) -> float:
-    """The part of the time in which nothing computes, whatever the reason."""
+    """The part of the time in which nothing computes, for any reason."""
     start, end = min(s.start for s in spans), max(s.start + s.length for s in spans)
     return 1 - sum(b - a for a, b in covered([s for s in spans if s.lane == "attention"])) / (end - start)
 
 
 def save(ranks: Sequence[Sequence[Span]], path: Path, name: str) -> str:
-    """Writes the trace and the picture beside `path`, and says what they show."""
+    """Write the trace and the picture beside `path`; returns what they show."""
     slug = "-".join(name.replace("+", " ").split())
     target = path.with_name(f"{path.stem}-{slug}")
     target.with_suffix(".json").write_text(json.dumps(trace(ranks)))

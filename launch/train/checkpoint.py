@@ -98,7 +98,7 @@ class Checkpoints:
             raise OSError(f"could not save step {step} in {self.where(why)}") from error
 
     def begin(self, part: Path) -> None:
-        """An empty folder to write into. The run's own folder is not made again if somebody has deleted it."""
+        """An empty folder to write into. The run's own folder is not made again if it was deleted."""
         if not self.folder.parent.is_dir():
             raise FileNotFoundError(f"{self.folder.parent} was deleted or moved while the run wrote to it")
         shutil.rmtree(part, ignore_errors=True)
@@ -166,14 +166,14 @@ def begin_of(resume: str | None, folder: Path, started_at: float) -> list[Path]:
         return own
     since = [p for p in own if saved_by(started_at, p)]
     if not since:
-        read_state(Path(resume))  # which says what else it may be
+        read_state(Path(resume))  # whose error names the alternatives
     return [Path(resume), *since]
 
 
 def newest(found: Sequence[Path], group: Any = None) -> Path | None:
     """The last of these checkpoints that is as it was saved; a ValueError where none is, None where none was found.
 
-    All ranks look together, each at its share of the parts; the list is rank 0's, which says what it passes by.
+    All ranks check together, each its share of the parts; the list is rank 0's, which prints what it skips.
     """
     problems: dict[Path, str] = {}
     found, rank, ranks = [Path(one) for one in everyones([str(one) for one in found], group)[0]], 0, 1

@@ -13,7 +13,7 @@ from ringattn.launch.train.model import AT_ONCE, Decoder, head_dim
 from ringattn.torch.models.pieces import LOGITS, tokens_at_once
 
 STATE = 16  # bytes of a weight, its gradient and its two moments, in float32
-GRADIENT = 4  # of them, what is not there yet where backward begins
+GRADIENT = 4  # of these, the gradient's, which do not exist yet when backward begins
 # Attention and its backward, over q, k, v, out and their gradients (benchmarks/ring-h200.jsonl). cuDNN widens keys to
 # all query heads, and each call's gradients come beside their sum.
 ATTENTION = {"cudnn": 3.0}
@@ -22,10 +22,10 @@ OTHERS = 1.9
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes a rank: what lasts, what the blocks keep for backward, and what is there while one part is at work."""
+    """Bytes on a rank: the state, what the blocks keep for backward, and what one part needs while it runs."""
 
     state: float
-    gradients: float  # which are part of the state
+    gradients: float  # part of the state
     block: float  # kept by one block
     layers: int
     block_at_work: float
@@ -72,7 +72,7 @@ def kept(m: Model, recompute: str) -> int:
 
 
 def at_work(config: Train, tokens: int) -> float:
-    """Numbers that are there while a block goes backward, in its MLP or in its attention, beside what it kept."""
+    """Numbers that the backward pass of a block's MLP or attention needs, beside what the block kept."""
     m, recompute = config.model, config.strategy.recompute
     heads, keys = head_dim(m) * m.heads, head_dim(m) * m.kv_heads
     in_pieces = recompute in ("cheap", "block")

@@ -96,7 +96,7 @@ def keep_token_private() -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(path.parent.stat().st_mode & 0o755)
     if not path.exists():
-        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # nobody else may open it
+        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # readable by its owner alone
             file.write(secrets.token_hex(32))
             file.flush()
             with contextlib.suppress(FileExistsError):  # another run was first
@@ -105,7 +105,7 @@ def keep_token_private() -> None:
 
 
 def reach(address: str | None) -> None:
-    """An OSError where nobody answers at HOST:PORT: Ray itself would try for minutes."""
+    """An OSError where nothing answers at HOST:PORT: Ray itself would try for minutes."""
     host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
@@ -221,7 +221,7 @@ def join(meeting: tuple[str, int], backend: str, timeout: float) -> None:
 
 
 def one_rank(task: dict[str, Any]) -> None:
-    """A worker's whole run. A problem that only its user can mend goes to the board, and then nobody tries again."""
+    """One worker's whole run. A problem that only the user can fix goes to the board, and no attempt follows."""
     import ray
 
     from ringattn.launch.train.start import resolved
@@ -238,7 +238,7 @@ def one_rank(task: dict[str, Any]) -> None:
 
         summary = task["work"](config, task["folder"], task["started"], should_stop=should_stop)
     except Exception as error:
-        ended = not dist.is_initialized()  # by Ray, in another thread: a peer died, whatever the error here is
+        ended = not dist.is_initialized()  # by Ray, in another thread: a peer died, and this error only follows from it
         if ended or processes.status(error) == processes.FAILED:
             raise
         ray.get(board.write.remote("problem", str(error)))
@@ -252,7 +252,7 @@ def one_rank(task: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def stopping(ask: Callable[[], Any]) -> Iterator[None]:
-    """While this lasts, a SIGTERM or Ctrl-C asks the ranks to save and end; a Ctrl-C after that waits for nobody."""
+    """Meanwhile a SIGTERM or Ctrl-C asks the ranks to save and end; a second Ctrl-C interrupts at once."""
 
     def handle(number: int, frame: Any) -> None:
         ask()

@@ -122,7 +122,7 @@ def backend(device: str) -> str:
 def local(function: Callable[..., Any], ranks: int, device: str, *args: Any, patience: float = 600.0) -> list[Any]:
     """`function(*args)` on ranks that are started here. SIGTERM, and what a terminal sends, are passed on to them.
 
-    The whole may take for ever; one exchange that takes longer than `patience` seconds is an error.
+    There is no limit for the whole; one exchange that takes longer than `patience` seconds is an error.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve the other ranks
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # no other machine may connect

@@ -41,7 +41,7 @@ class Batch:
 
     @property
     def labels(self) -> Tensor:
-        """The tokens, of which the first of a document is nobody's successor."""
+        """The tokens; the first one of a document follows no token."""
         labels = self.tokens.clone()
         starts = torch.tensor([0, *self.lengths[:-1]]).cumsum(0)
         labels[:, starts[1:]] = hf_model.IGNORED
