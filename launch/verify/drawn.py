@@ -1,7 +1,7 @@
 """Random calls for `ringattn verify random=N`: attention, caches and linear attention, drawn from a number.
 
 Call i of a run is drawn from seed + i alone, so a failure is repeated by one line. Shapes, masks, documents, layouts,
-meshes, routes, dtypes and magnitudes are drawn together: what breaks is mostly a combination that no list contains. Every
+meshes, routes, dtypes and magnitudes are drawn together: what breaks is mostly a combination that is on no list. Every
 element of every result is held to what rounding allows it (`rounding.py`).
 """
 
