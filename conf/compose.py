@@ -3,17 +3,33 @@
 Hydra composes values and does nothing else here. What it would call by name, callbacks, launchers, sweepers, log
 handlers, is never made, and whatever asks for it is refused: a configuration file chooses values and runs no code.
 Nor does it read the environment: what is there may be secret, and a configuration is printed, saved and logged.
+What is no valid configuration is an error of one sentence, with the nearest valid name.
 """
 
 import argparse
 import itertools
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ringattn.conf import refusals, schema
-from ringattn.conf.refusals import files
-from ringattn.conf.schema import GROUPS, Train
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.resolvers import oc
+from yaml import MarkedYAMLError, YAMLError
+
+from ringattn.conf import schema
+from ringattn.conf.keys import nearest
+from ringattn.conf.schema import Train
+
+NOT_HYDRA = "Hydra's own settings cannot be changed here, for they can run code"
+KNOWN = ("--multirun", "--cfg", "--config-dir", "--help", "--completion")
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,8 +47,7 @@ def options(words: list[str]) -> argparse.Namespace:
     given.words = rest
     for word in given.words:
         if word.startswith("-"):
-            known = ("--multirun", "--cfg", "--config-dir", "--help", "--completion")
-            raise ValueError(f"no option {word}{schema.nearest(word, list(known))} (there are {', '.join(known)})")
+            raise ValueError(f"no option {word}{nearest(word, KNOWN)} (there are {', '.join(KNOWN)})")
     if given.config_dir is not None and not given.config_dir.is_dir():
         raise ValueError(f"--config-dir {given.config_dir}: there is no such folder")
     return given
@@ -41,24 +56,19 @@ def options(words: list[str]) -> argparse.Namespace:
 def composed(given: argparse.Namespace) -> list[tuple[str, Train]]:
     """Every configuration that the words make, checked, with the words that a sweep adds for it alone.
 
-    Each run has its own name.
-
-    A ValueError with one sentence if one of them cannot be.
+    In a sweep these are all combinations of the values that a word lists, and each run has its own name. A ValueError
+    with one sentence if a configuration is not valid.
     """
-    from hydra import initialize_config_module
-    from hydra.core.config_store import ConfigStore
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     ConfigStore.instance().store("schema", Train)
-    with refusals.closed_environment(), initialize_config_module("ringattn.conf", "train", version_base="1.3"):
+    with closed_environment(), hydra.initialize_config_module("ringattn.conf", "train", version_base="1.3"):
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         try:
-            runs = [(words, compose(words, given.config_dir)) for words in each(given)]
+            axes = [values_of(word, parser, given.multirun) for word in given.words]
+            runs = [(words, compose(words, given.config_dir)) for words in itertools.product(*axes)]
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
-            raise ValueError(refusals.explain(error)) from error
+            raise ValueError(explain(error)) from error
         except KeyError as error:  # env_copy names a variable of the environment
-            raise ValueError(f"hydra.job.env_copy: {refusals.NOT_HYDRA}") from error
+            raise ValueError(f"hydra.job.env_copy: {NOT_HYDRA}") from error
     names = [config.run for _, config in runs]
     for i, name in enumerate(names):
         if name is not None and names.count(name) > 1:
@@ -66,58 +76,105 @@ def composed(given: argparse.Namespace) -> list[tuple[str, Train]]:
     return [(" ".join(w for w in words if w not in given.words), config) for words, config in runs]
 
 
-def each(given: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    """The words of every run: in a sweep all combinations of the values that a word lists."""
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    axes: list[list[str]] = []
-    for word in given.words:
-        problem = refusals.of_word(word, parser, given)
-        if problem:
-            raise ValueError(problem)
-        override = parser.parse_overrides([word])[0]
-        several = override.is_sweep_override()
-        axes.append(
-            [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()] if several else [word]
-        )
-    return itertools.product(*axes)
-
-
 def compose(words: tuple[str, ...], folder: Path | None) -> Train:
     """One configuration, checked, of our files and the folder's."""
-    import hydra
-    from omegaconf import DictConfig, OmegaConf
 
     def own(composed: DictConfig) -> dict[str, Any]:
-        """Hydra's own settings, but what it notes there about these very words."""
+        """Hydra's own settings, except what it notes there about these very words."""
         found: Any = OmegaConf.to_container(composed.hydra)
         found["job"].pop("override_dirname")
         return {k: v for k, v in found.items() if k not in ("overrides", "runtime", "searchpath")}
 
-    place = [] if folder is None else [f"hydra.searchpath=[{refusals.quoted(f'file://{folder.resolve()}')}]"]
+    place = [] if folder is None else [f"hydra.searchpath=[{quoted(f'file://{folder.resolve()}')}]"]
     result = hydra.compose("config", [*place, *words], return_hydra_config=True)
     usual = own(hydra.compose("config", place, return_hydra_config=True))
     for name, value in own(result).items():
         if value != usual.get(name):
-            raise ValueError(f"hydra.{name}: {refusals.NOT_HYDRA}")
+            raise ValueError(f"hydra.{name}: {NOT_HYDRA}")
     del result.hydra
     return schema.check(OmegaConf.to_object(result))  # type: ignore[arg-type]
 
 
 def as_yaml(config: Train) -> str:
-    from omegaconf import OmegaConf
-
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def choices() -> str:
-    """Every group with its files and what their first line says."""
-    lines = []
-    for group in GROUPS:
-        for name in files(group):
-            text = (Path(__file__).parent / group / f"{name}.yaml").read_text().splitlines()
-            about = next(line for line in text if line.startswith("# ") and "@package" not in line)
-            lines.append(f"  {f'{group}={name}':<28} {about[2:]}")
-    return "\n".join(lines)
+@contextmanager
+def closed_environment() -> Iterator[None]:
+    """A context in which neither files nor words get values from the environment, however deep the interpolation."""
+
+    def refuse(name: str = "", *default: object) -> None:
+        raise ValueError(
+            f"${{oc.env:{name}}} is refused, because the configuration is printed, saved and logged, and a variable of "
+            f'the environment may be a secret; give the value itself, as KEY="${name}" in the shell'
+        )
+
+    OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def values_of(word: str, parser: Any, multirun: bool) -> list[str]:
+    """A word as an axis of a sweep: itself, or NAME=VALUE for each value that it lists. A ValueError if it is wrong."""
+    name, equals, value = word.partition("=")
+    name = name.strip().lstrip("+~").partition("@")[0]
+    if re.match(r"hydra\b", name):
+        raise ValueError(f"{word}: {NOT_HYDRA}")
+    if problem := schema.unknown(name):
+        raise ValueError(problem)
+    if word.startswith("~"):
+        raise ValueError(f"{word}: nothing can be removed; give {name}=VALUE")
+    if not equals:
+        raise ValueError(f"{name} has no value; give {name}=VALUE")
+    try:
+        override = parser.parse_override(word)
+    except HydraException:
+        hint = f'quotes within quotes may help: "{name}={quoted(value)}"'
+        raise ValueError(f"{word}: this value cannot be read; {hint}") from None
+    if re.match(r"\W*hydra\b", override.key_or_group):
+        raise ValueError(f"{word}: {NOT_HYDRA}")
+    if not override.is_sweep_override():
+        return [word]
+    if not multirun:
+        raise ValueError(f"{word}: several values are a sweep; add --multirun, or quote a value that has commas")
+    if not override.is_discrete_sweep():
+        raise ValueError(f"{word}: a sweep takes its values from a list, range() or choice()")
+    return [f"{override.get_key_element()}={v}" for v in override.sweep_string_iterator()]
+
+
+def explain(error: Exception) -> str:
+    """What Hydra, OmegaConf or YAML means, in one sentence: where it is, and the nearest name that would do."""
+    place = re.match(r"In '([^']+)': ", str(error))
+    where = f"{place[1]}.yaml: " if place and place[1] != "config" else ""
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{mark.name}, line {mark.line + 1}: {error.problem or error.context}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.partition("/")
+        have = list(error.options or ())
+        return f"{where}{group}={name}: choose one of {', '.join(have)}{nearest(name, have)}"
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__ or cause.__context__
+    name = getattr(cause, "full_key", None) or ""
+    kinds = {key: f.type for key, f in schema.every_key()}
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and schema.unknown(name):
+        return f"{where}{schema.unknown(name)}"
+    if isinstance(cause, ConfigKeyError) and name == "experiment":
+        return f"{where}its first line must be # @package _global_"
+    if isinstance(cause, ValidationError) and name in kinds:
+        return f"{where}{name}: expected {getattr(kinds[name], '__name__', kinds[name])}; {first_line(cause)}"
+    return where + first_line(cause or error)
+
+
+def first_line(error: BaseException) -> str:
+    """Without the place that Hydra puts before it, and the way that it took."""
+    line = re.sub(r"^In '[^']+': ", "", str(error).strip().partition("\n")[0])
+    return line.removeprefix("ValueError raised while resolving interpolation: ")
+
+
+def quoted(text: str) -> str:
+    """As one value of Hydra's grammar."""
+    return "'" + text.replace("'", "\\'") + "'"

@@ -20,7 +20,8 @@ from torch import Tensor
 import ringattn as ra
 from ringattn.conf.schema import Model, from_dict
 from ringattn.launch.train.checkpoint import newest, read_state
-from ringattn.launch.train.model import Decoder, build
+from ringattn.launch.train.model import Decoder
+from ringattn.launch.train.parallelize import build
 from ringattn.launch.train.stored import Reader, complete
 from ringattn.torch.models.nn import Attention, StreamingAttention
 

@@ -18,7 +18,8 @@ import ringattn as ra
 import ringattn.jax
 from ringattn.conf.schema import Model, Train
 from ringattn.launch.train import configured, data
-from ringattn.launch.train.model import build, head_dim
+from ringattn.launch.train.model import head_dim
+from ringattn.launch.train.parallelize import build
 from ringattn.launch.train.start import resolved
 from ringattn.launch.train.trainer import learning_rate
 
@@ -82,7 +83,7 @@ class Fixed:
 
 
 def devices_for(ranks: int | None) -> list[Any]:
-    """As many devices as ranks, or all that there are. A CPU is told how many to be."""
+    """As many devices as ranks, or all that there are. A CPU is split into as many."""
     if ranks:
         jax.config.update("jax_num_cpu_devices", ranks)
     devices = jax.devices()
@@ -93,8 +94,8 @@ def devices_for(ranks: int | None) -> list[Any]:
     return devices[:ranks]
 
 
-def said(config: Train, swept: str) -> int:
-    """Train; of what cannot be, one sentence."""
+def main(config: Train, swept: str) -> int:
+    """Train; a wrong configuration is one sentence."""
     try:
         return train(config)
     except ValueError as error:
@@ -109,11 +110,11 @@ def train(config: Train) -> int:
     if config.device == "cpu":
         jax.config.update("jax_platforms", "cpu")  # nobody looks for a TPU, and says that there is none
     devices = devices_for(config.nproc)
-    s = resolved(config, len(devices))[0].strategy
+    s = resolved(config, len(devices)).strategy
     mesh = ringattn.jax.init_mesh(ring=s.ring, ulysses=s.ulysses, devices=devices)
     plan = ra.plan(mesh, seq_len=config.seq_len, heads=(m.heads, m.kv_heads), head_dim=head_dim(m), strategy=s.keys,
                    layout=s.layout, dtype="float32")  # fmt: skip
-    samples = data.samples(data.open_corpus(config.data, m.vocab), config.data, config.seq_len, config.seed)
+    samples = data.of(config)
     start = build(m, config.seed, torch.device("cpu")).state_dict()
     w = {n: jnp.asarray(x.numpy()) for n, x in start.items()}
     zeros = {n: jnp.zeros_like(x) for n, x in w.items()}
@@ -136,4 +137,4 @@ def train(config: Train) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(configured.run(sys.argv[1:], said))
+    sys.exit(configured.run(sys.argv[1:], main))

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from ringattn.conf import schema
-from ringattn.conf.compose import files
 from ringattn.launch import bench, words
 
 SCRIPT = """_ringattn() {{
@@ -57,10 +56,11 @@ def candidates(word: str) -> list[str]:
 
 def values(name: str) -> list[str]:
     if name in schema.GROUPS:
-        return files(name)
-    kinds = {n: f.type for n, f in schema.every_key()}
-    few = ("true", "false") if kinds.get(name) is bool else schema.CHOICES.get(name, ())
-    return ["null" if v is None else v for v in few]
+        return schema.files(name)
+    field = dict(schema.every_key()).get(name)
+    if field is None:
+        return []
+    return ["true", "false"] if field.type is bool else [*field.metadata["among"], *["null"] * (field.default is None)]
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def run(
                 mine, child = context.Pipe(duplex=False)
                 given = (child, function, args, rank, ranks, f"{folder}/store", backend, collective_timeout)
                 process = context.Process(target=work, args=given, daemon=True)
-                with unheard(*TERMINALS):
+                with blocked(*TERMINALS):
                     process.start()
                 child.close()
                 pipes.append(mine)
@@ -121,7 +121,7 @@ def run(
 
 
 @contextmanager
-def unheard(*signals: signal.Signals) -> Iterator[None]:
+def blocked(*signals: signal.Signals) -> Iterator[None]:
     """Block signals for processes started meanwhile and their children; this process receives them afterwards.
 
     A terminal sends its signals to all of its processes, and the first one handles them.
@@ -206,12 +206,12 @@ def work(
             timeout=timedelta(seconds=timeout),
             device_id=torch.device("cuda", rank) if "nccl" in backend else None,
         )
-        say(pipe, True, function(*args))
+        send(pipe, True, function(*args))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException as error:
         with suppress(BrokenPipeError):  # the parent is gone
-            say(pipe, False, (f"{type(error).__name__}: {error}", traceback.format_exc()))
+            send(pipe, False, (f"{type(error).__name__}: {error}", traceback.format_exc()))
         os._exit(1)
 
 
@@ -230,6 +230,6 @@ def end_with_launcher(launcher: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def say(pipe: Connection, good: bool, value: Any) -> None:
+def send(pipe: Connection, good: bool, value: Any) -> None:
     """Plain bytes, in which tensors are copied; handles would end with this process."""
     pipe.send_bytes(pickle.dumps((good, value)))

@@ -1,8 +1,8 @@
 """The command line: `ringattn NAME key=value ...`, the same words for every command, without Hydra.
 
-A command is a module with a docstring, a dataclass `Options` whose fields are its keys (a field's metadata says what it
-means), and `run(options) -> int | None`, whose ValueErrors are printed as usage errors. `train` and `bench` have their
-own `main(words)`. COMMANDS and FOLDERS below list all commands.
+A command is a module with a docstring, a dataclass `Options` whose fields are its keys, and
+`run(options) -> int | None`, whose ValueErrors are printed as usage errors. `train` and `bench` have their own
+`main(words)`. COMMANDS and FOLDERS below list all commands.
 """
 
 import ast
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import ringattn
-from ringattn.conf.schema import nearest
+from ringattn.conf.keys import allow, default_of, meaning, nearest
+from ringattn.conf.keys import option as option
 from ringattn.launch.processes import sentence
 
 COMMANDS = {
@@ -71,7 +72,7 @@ def call(name: str, module: types.ModuleType, words: list[str]) -> int | None:
     if hasattr(module, "main"):
         return module.main(words)
     if any(w in ("-h", "--help") for w in words):
-        print(usage(name, module))
+        print(usage(name, module.__doc__ or "", module.Options))
         return 0
     return module.run(module.Options(**values(words, module.Options)))
 
@@ -93,23 +94,11 @@ def overview() -> str:
     return "\n".join(["usage: ringattn NAME [key=value ...]    (ringattn NAME --help; ringattn --version)", "", *rows])
 
 
-def usage(name: str, module: types.ModuleType) -> str:
-    fields = dataclasses.fields(module.Options)
-    rows = [f"  {f.name}={show(default_of(f))}".ljust(34) + "  " + f.metadata.get("help", "") for f in fields]
-    return "\n".join([f"usage: ringattn {name} [key=value ...]", "", (module.__doc__ or "").strip(), "", *rows])
-
-
-def option(
-    default: Any, help: str, least: int | None = None, among: tuple[str, ...] = (), alone: str | None = None
-) -> Any:
-    """A field of an `Options` dataclass: its default, the line that --help shows, and its allowed values.
-
-    Numbers must be above 0 unless `least` or a default of 0 allows others. `alone` is the value of --key without one.
-    """
-    metadata = {"help": help, "least": least, "among": among, "alone": alone}
-    if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+def usage(name: str, about: str, options: Any) -> str:
+    """What --help shows: the docstring of a command, and its keys with their defaults and meaning."""
+    fields = dataclasses.fields(options)
+    rows = [f"  {f.name}={show(default_of(f))}".ljust(34) + "  " + meaning(f) for f in fields]
+    return "\n".join([f"usage: ringattn {name} [key=value ...]", "", about.strip(), "", *rows])
 
 
 def values(words: list[str], options: type) -> dict[str, Any]:
@@ -132,10 +121,10 @@ def values(words: list[str], options: type) -> dict[str, Any]:
         if word.startswith("-") and not equals:
             alone = "true" if hints[key] is bool else fields[key].metadata.get("alone")
             if alone is None:
-                raise ValueError(f"{word} has no value; say {key}={show(default_of(fields[key]))}, or another")
+                raise ValueError(f"{word} has no value; give {key}={show(default_of(fields[key]))}, or another")
             text = alone
         given[key] = convert(key, text, hints[key])
-        allow(fields[key], given[key])
+        allow(key, fields[key], given[key])
     return given
 
 
@@ -147,18 +136,6 @@ def bare(word: str, fields: dict[str, Any], hints: dict[str, Any]) -> str:
     except ValueError:
         raise ValueError(f"{word!r} is not KEY=VALUE; the options are {', '.join(fields)}") from None
     return first
-
-
-def allow(field: dataclasses.Field[Any], value: Any) -> None:
-    """A ValueError for a value, or an element of a list, that the field does not allow."""
-    least, among = field.metadata.get("least"), field.metadata.get("among")
-    for one in value if isinstance(value, list | tuple) else [value]:
-        if among and one is not None and one not in among:
-            raise ValueError(f"{field.name}={one}: choose one of {', '.join(among)}{nearest(str(one), among)}")
-        if isinstance(one, int | float) and not isinstance(one, bool):
-            lowest = least if least is not None else int(default_of(field) != 0)
-            if one < lowest and not (isinstance(one, float) and one > 0):
-                raise ValueError(f"{field.name}={one}: must be {'above 0' if lowest else '0 or more'}")
 
 
 def convert(key: str, text: str, hint: Any) -> Any:
@@ -192,14 +169,10 @@ def writable(path: Path) -> Path:
     try:
         path.open("a").close()
     except OSError as error:
-        raise OSError(f"out={path} cannot be written ({error.strerror}); say another out=FILE") from None
+        raise OSError(f"out={path} cannot be written ({error.strerror}); give another out=FILE") from None
     if new:
         path.unlink()
     return path
-
-
-def default_of(field: Any) -> Any:
-    return field.default_factory() if field.default is dataclasses.MISSING else field.default
 
 
 def show(value: Any) -> str:

@@ -77,7 +77,7 @@ def test_every_command_has_help(name, capsys):
 def test_every_benchmark_has_help(suite, capsys):
     assert words.main(["bench", suite, "--help"]) == 0
     said = capsys.readouterr().out
-    assert f"usage: ringattn bench {suite}" in said and "  out=FILE " in said and "=None" not in said
+    assert f"usage: ringattn bench {suite}" in said and "  out=null " in said and "=None" not in said
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_every_benchmark_has_help(suite, capsys):
         (["plan", "sequence=4", "ring=2"], "sequence=4 leaves ring and ulysses to the plan"),
         (["plan", "heads=3,2"], "2 key heads do not divide 3 query heads"),
         (["plan", "heads=1,2,3"], "heads=32,8"),
-        (["plan", "device=gpu"], "choose cuda, for GPUs, or cpu"),
-        (["plan", "ring=4", "hosts=2", "transport=symmetric"], "needs GPUs of one host; say device=cuda hosts=1"),
+        (["plan", "device=gpu"], "choose one of cuda, cpu"),
+        (["plan", "ring=4", "hosts=2", "transport=symmetric"], "needs GPUs of one host; use device=cuda hosts=1"),
         (["plan", "ring=4", "hosts=3"], "hosts=3 for ring=4"),
         (["plan", "ring=2", "key_len=100"], "key_len=100 beside seq_len=131072 needs causal=false"),
         (["plan", "window=4", "causal=false"], "has no meaning with causal=False"),
         (["plan", "seq_len=10", "docs=4,7"], "docs= hold 11 tokens, more than seq_len=10"),
-        (["verify", "backend=mpi"], "choose threads, gloo or nccl"),
-        (["verify", "dtype=int8"], "dtype='int8'"),
+        (["verify", "backend=mpi"], "choose one of threads, gloo, nccl"),
+        (["verify", "dtype=int8"], "dtype=int8"),
         (["verify", "kernel=magic"], "kernel='magic': choose one of auto"),
         (["verify", "cases=nothing"], "cases=nothing matches none of causal"),
         (["verify", "backend=nccl"], "nccl does not move tensors on cpu; use backend=gloo, or device=cuda"),
@@ -106,13 +106,13 @@ def test_every_benchmark_has_help(suite, capsys):
         (["doctor", "timeout=soon"], "timeout=soon: expected float"),
         (["plan", "ring=-1"], "ring=-1: must be above 0"),
         (["plan", "ring=100000"], "100000 ranks; a plan is shown for 1024 at most"),
-        (["plan", "--seq_len", "100"], "--seq_len has no value; say seq_len=131072"),
+        (["plan", "--seq_len", "100"], "--seq_len has no value; give seq_len=131072"),
         (["plan", "seq_len=5", "--seq-len=6"], "seq_len is given twice"),
         (["doctor", "foo"], "'foo' is not KEY=VALUE; the options are timeout, ranks"),
         (["verify", "backend=gloo", "ranks=100000"], "ranks=100000: on this machine there can be 1 to"),
         (["verify", "ranks=1000"], "ranks=1000: on this machine there can be 1 to"),
-        (["verify", "device=gpu"], "choose cpu, or cuda for GPUs"),
-        (["plot", "nowhere.jsonl"], "nowhere.jsonl is no file; say pictures, or a file of benchmark lines"),
+        (["verify", "device=gpu"], "choose one of cpu, cuda; did you mean 'cuda'?"),
+        (["plot", "nowhere.jsonl"], "nowhere.jsonl is no file; give pictures, or a file of benchmark lines"),
         (["bench", "kernel"], "no suite 'kernel'; did you mean 'kernels'?"),
         (["bench", "kernels", "heads=3"], "8 key heads do not divide 3 query heads"),
         (["bench", "memory", "ranks=1,0"], "ranks=0: must be above 0"),
@@ -122,7 +122,7 @@ def test_every_benchmark_has_help(suite, capsys):
         (["bench", "ring", "modes=back"], "modes=back: choose one of forward, forward+backward"),
         (["bench", "ring", "device=cpu", "ranks=9999", "tokens=64"], "9999 ranks, each a process here"),
         (["bench", "scan", "out=a", "out=b"], "out is given twice"),
-        (["bench", "step"], "say the folder of a training run"),
+        (["bench", "step"], "name the folder of a training run"),
         (["bench", "step", "run=nowhere"], "run=nowhere: no config.json there"),
         (["bench", "traffic", "ranks=1"], "ranks=1: there can be 2 to"),
     ],
@@ -139,11 +139,11 @@ def test_a_wrong_word_is_one_sentence(argv, said, capsys):
 @pytest.mark.parametrize("suite", ["decode", "kernels", "linear", "memory", "prefill", "ring", "scan"])
 def test_without_a_gpu_a_benchmark_says_how_it_runs(suite, capsys):
     assert words.main(["bench", suite, "device=cuda"]) == 2
-    assert "torch sees no GPU here; on a CPU say device=cpu tokens=1024" in capsys.readouterr().err
+    assert "torch sees no GPU here; on a CPU use device=cpu tokens=1024" in capsys.readouterr().err
     if suite not in ("memory", "prefill"):  # whose own sizes are a CPU's
         assert words.main(["bench", suite, "device=cpu"]) == 2
         more = "" if suite in ("kernels", "linear") else " ranks=2 repeats=2"
-        assert f"the lengths are a GPU's; on a CPU say device=cpu tokens=1024{more}\n" in capsys.readouterr().err
+        assert f"the lengths are a GPU's; on a CPU use device=cpu tokens=1024{more}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_benchmark_says_each_row_as_it_comes(argv):
 
 def test_a_benchmark_runs_a_gpus_sizes_on_a_cpu_where_they_were_said(monkeypatch):
     ring = import_module("ringattn.launch.bench.ring")
-    monkeypatch.setattr(ring, "run", lambda options: ran.append(options.tokens))
+    monkeypatch.setattr(ring, "run", lambda options: ran.append(options.tokens) or [])
     ran: list[list[int]] = []
     assert words.main(["bench", "ring", "device=cpu", "tokens=16384,32768,131072"]) == 0
     assert ran == [ring.Options().tokens]
@@ -461,7 +461,7 @@ def test_a_file_is_tried_and_left_as_it_was(tmp_path):
     (tmp_path / "a").write_text("a")
     assert [words.writable(tmp_path / name).name for name in "ab"] == ["a", "b"]
     assert [p.read_text() for p in tmp_path.iterdir()] == ["a"]
-    with pytest.raises(OSError, match=r"cannot be written \(Is a directory\); say another out=FILE"):
+    with pytest.raises(OSError, match=r"cannot be written \(Is a directory\); give another out=FILE"):
         words.writable(tmp_path)
 
 
@@ -475,7 +475,7 @@ def test_plot_makes_no_folder_that_it_was_not_told_of(tmp_path, monkeypatch, cap
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     assert words.main(["plot", "pictures"]) == 2
-    assert "docs/pictures is a folder of the checkout, and not here; say out=FOLDER" in capsys.readouterr().err
+    assert "docs/pictures is a folder of the checkout, and not here; give out=FOLDER" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -487,7 +487,7 @@ def test_plot_names_cases_by_what_differs():
         {"ranks": n, "seq_len": 8192, "strategy": "ring", "peak_mib": 800 / n, "commit": "abc", "repeats": n, "note": n}
         for n in (1, 2)
     ]
-    assert [name for _, name in plot.case_names(rows, {"strategy", "peak_mib"})] == ["ranks=1", "ranks=2"]
+    assert [name for _, name in plot.case_names(rows, {"strategy", "peak_mib"})[0]] == ["ranks=1", "ranks=2"]
     assert plot.figures_of(rows, None) == ["peak_mib"]
 
 
@@ -498,7 +498,7 @@ def test_plot_parts_replays_from_calls_and_not_rows_of_before_a_key_was_there():
     old = {"tokens": 1024, "who": "ours", "mode": "forward", "tflops": 1.0}
     rows = [old, {**old, "graphs": False, "processes": 0}, {**old, "graphs": True}, {**old, "processes": 2}]
     rows += [{**row, "tokens": 2048} for row in rows]
-    names = [name for _, name in plot.case_names(rows, {"who", "mode", "tflops"})]
+    names = [name for _, name in plot.case_names(rows, {"who", "mode", "tflops"})[0]]
     assert names[:4] == ["tokens=1024", "tokens=1024", "tokens=1024 graphs=True", "tokens=1024 processes=2"]
     assert len(set(names)) == 6
 
@@ -510,10 +510,10 @@ def test_plot_parts_replays_from_calls_and_not_rows_of_before_a_key_was_there():
         (['{"ms": 1}', "{ms"], "line 2 is not JSON"),
         (["[1]"], "line 1 is not an object"),
         ([{"case": "a"}], "there is nothing to draw: the lines hold no numbers"),
-        ([{"case": "a", "apples": 3}], "no known figure in the lines; say metric= one of apples"),
+        ([{"case": "a", "apples": 3}], "no known figure in the lines; give metric= one of apples"),
         (['{"case": "a", "ms": Infinity}'], "there is nothing to draw: the lines hold no numbers"),
         ([{"kind": "step", "step": "b", "loss": 2}], "no line of a step has a number called 'loss'"),
-        (["\udc80"], "rows.jsonl is no text (invalid start byte at byte 0); say a file of lines"),
+        (["\udc80"], "rows.jsonl is no text (invalid start byte at byte 0); give a file of lines"),
     ],
 )
 def test_plot_says_what_is_wrong_with_a_file(lines, said, tmp_path, capsys):

@@ -20,10 +20,11 @@ import torch
 import ringattn as ra
 from ringattn.conf.schema import Cluster, Data, Model, Optimizer, Strategy, Train
 from ringattn.launch.processes import RankError
-from ringattn.launch.train import data, estimate, metrics, model, torchrun
+from ringattn.launch.train import data, estimate, metrics, model, parallelize, report, torchrun
 from ringattn.launch.train import ray as on_ray
 from ringattn.launch.train import start as train
-from ringattn.launch.train.trainer import learning_rate, step_flops, work
+from ringattn.launch.train.estimate import step_flops
+from ringattn.launch.train.trainer import learning_rate, work
 from ringattn.spec import bounds
 from tests.training import SOURCES, TINY, over, where
 
@@ -162,7 +163,7 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path):
     config = dataclasses.replace(TINY, model=big, seq_len=32768, folder=str(tmp_path), device="cuda", nproc=4)
     config = dataclasses.replace(config, strategy=Strategy(kernel="cudnn", recompute="block"), dry_run=True)
     assert train.here(config) == 0
-    said = torchrun.local(printed, 4, "cpu", train.resolved(config, None)[0], str(tmp_path))[0]
+    said = torchrun.local(printed, 4, "cpu", train.resolved(config, None), str(tmp_path))[0]
     assert "4 on cuda, bfloat16" in said and "predicted forward on H200" in said and "kernel cudnn -> cudnn" in said
     assert "route direct" in said and list(tmp_path.iterdir()) == []
     assert re.search(r"memory             about [\d.]+ GiB a rank at most", said)
@@ -172,7 +173,7 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path):
 def test_a_dry_run_foresees_the_memory_that_was_measured(row):
     m = Model(head_dim=128, **{k: row[k] for k in ("dim", "layers", "heads", "kv_heads", "hidden", "vocab")})
     config = Train(model=m, precision="bfloat16", strategy=Strategy(kernel=row["kernel"], recompute=row["recompute"]))
-    decoder = model.build(m, 0, torch.device("meta"))
+    decoder = parallelize.build(m, 0, torch.device("meta"))
     found = estimate.needs(config, decoder, row["tokens"] // row["ranks"], row["ranks"])
     assert found.most / 2**20 == pytest.approx(row["memory_mib"], rel=0.2)
 
@@ -189,7 +190,7 @@ def test_picture_shows_both_runs(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     rows = [{"kind": "step", "step": i, "loss": 3.0 - i} for i in range(3)]
     rows += [{"kind": "memory", "step": -1, "seq_len": 64, "memory_mib": 3.0}]
-    drawn = metrics.picture(tmp_path, {"2 ranks": rows, "1 rank": rows}, 3.2)
+    drawn = report.picture(tmp_path, {"2 ranks": rows, "1 rank": rows}, 3.2)
     assert drawn is not None and drawn.read_bytes()[:4] == b"\x89PNG"
 
 
@@ -200,7 +201,7 @@ def test_picture_has_a_panel_for_memory_only_where_it_was_measured(tmp_path, mon
     steps = [{"kind": "step", "step": i, "loss": 3.0 - i} for i in range(3)]
     memory = [{"kind": "memory", "step": -1, "seq_len": 64, "memory_mib": 3.0}]
     for rows in (steps, [*steps, *memory]):
-        metrics.picture(tmp_path, {"2 ranks": rows, "1 rank": steps}, 3.2)
+        report.picture(tmp_path, {"2 ranks": rows, "1 rank": steps}, 3.2)
     assert all(tick == round(tick) for figure, _ in figures for tick in figure.axes[0].get_xticks())
     assert figures[1][0].axes[1].get_legend() is None  # a single line
     assert [[axes.get_title() for axes in figure.axes] for figure, _ in figures] == [
@@ -215,9 +216,9 @@ def test_flops_count_the_pairs_that_the_mask_leaves():
         m = dataclasses.replace(TINY.model, window=window)
         spec, docs = ra.AttentionSpec(window=window), ra.Docs.from_lengths(lengths)
         begin, end = bounds(spec, np.arange(48), 48, docs=docs)
-        alone = model.train_flops(dataclasses.replace(m, window=1), [48])  # every token sees itself
+        alone = estimate.train_flops(dataclasses.replace(m, window=1), [48])  # every token sees itself
         more = int((end - begin).sum()) - 48
-        assert model.train_flops(m, lengths) == pytest.approx(alone + 12 * more * m.layers * m.dim)
+        assert estimate.train_flops(m, lengths) == pytest.approx(alone + 12 * more * m.layers * m.dim)
 
 
 def test_a_step_counts_its_documents(tmp_path):
@@ -227,7 +228,7 @@ def test_a_step_counts_its_documents(tmp_path):
     for documents, expected in (("", [[48], [48]]), ("files", [[40, 8], [25, 23]])):
         cut = data.samples(data.open_corpus(whole.data, 256), Data(held_out=0, documents=documents), 48, 0)
         job = SimpleNamespace(config=whole, samples=cut, a_step=2)
-        assert step_flops(job, 3) == pytest.approx(sum(model.train_flops(TINY.model, x) for x in expected))
+        assert step_flops(job, 3) == pytest.approx(sum(estimate.train_flops(TINY.model, x) for x in expected))
 
 
 def test_curves_elsewhere_have_a_name_a_kind(tmp_path, monkeypatch):
@@ -250,7 +251,7 @@ def test_curves_elsewhere_have_a_name_a_kind(tmp_path, monkeypatch):
 def test_a_log_that_cannot_be_written_is_said_with_what_to_do(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     log = metrics.Log(tmp_path, TINY)
-    with pytest.raises(OSError, match=r"metrics\.jsonl \(No space left on device\); free space, or say folder=PATH"):
+    with pytest.raises(OSError, match=r"metrics\.jsonl \(No space left on device\); free space, or use folder=PATH"):
         log.write({"kind": "step", "step": 1})
     log.close()
 
@@ -265,7 +266,7 @@ def test_packed_documents_are_as_if_each_were_alone(tmp_path):
     found = over(2, {"packed": dataclasses.replace(TINY, data=packed, seq_len=96, steps=1)}, tmp_path / "runs")[
         "packed"
     ]
-    decoder = model.build(TINY.model, TINY.seed, torch.device("cpu"))
+    decoder = parallelize.build(TINY.model, TINY.seed, torch.device("cpu"))
     files = [torch.tensor(list((tmp_path / f"{i}").read_bytes()))[None] for i in range(3)]
     losses = [decoder(x[:, :-1], labels_BT=x[:, 1:]) for x in files]
     assert found == pytest.approx([torch.cat(losses, 1).mean().item()], abs=1e-5)
@@ -275,9 +276,9 @@ def test_packed_documents_are_as_if_each_were_alone(tmp_path):
     ("change", "said"),
     [
         ({"data": Data(path="/nowhere")}, "does not exist"),
-        ({"data": Data(path="")}, "say data.path=PATH"),
+        ({"data": Data(path="")}, "use data.path=PATH"),
         ({"data": Data(path=SOURCES, suffix=".none")}, "holds no file ending in '.none'"),
-        ({"cluster": Cluster(kind="torchrun")}, "torchrun started nothing"),
+        ({"cluster": Cluster(kind="torchrun")}, "no ranks were started; run torchrun"),
         ({"seq_len": 10**9}, "one sequence takes seq_len + 1 = 1000000001"),
         ({"model": Model(vocab=100)}, "use model.vocab=256"),
         ({"strategy": Strategy(data=3)}, "strategy.data=3 x ulysses=1 does not divide 2 ranks"),
@@ -358,7 +359,7 @@ def test_an_elastic_run_fits_any_number_of_ranks_or_is_refused_before_it_begins(
     told = Train(nproc=4, device="cpu", strategy=Strategy(ulysses=4), cluster=Cluster(kind="ray", at_least=1))
     have = {"CPU": 4.0}
     config, _ = on_ray.sized(told, have)
-    split = {ranks: train.resolved(on_ray.fitted(config, ranks), ranks)[0].strategy for ranks in (1, 2, 3, 4)}
+    split = {ranks: train.resolved(on_ray.fitted(config, ranks), ranks).strategy for ranks in (1, 2, 3, 4)}
     assert {r: (s.ring, s.ulysses) for r, s in split.items()} == {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (1, 4)}
     for wrong, said in (
         (Strategy(data=2), "accumulate=2 strategy.data=1"),

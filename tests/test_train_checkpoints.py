@@ -94,7 +94,7 @@ def test_an_object_in_a_checkpoint_is_never_unpickled(run, tmp_path):
     """Not by a training that goes on, nor by the example that generates text; no index that is a pickle is read."""
     path, marker = step(run, 5), tmp_path / "ran"
     crafted(path, marker, "embed.weight")
-    config = train.resolved(dataclasses.replace(TINY, resume=str(path)), 2)[0]
+    config = train.resolved(dataclasses.replace(TINY, resume=str(path)), 2)
     first, second = torchrun.local(refused, 2, "cpu", config, str(run))
     assert first == second and f"{path} cannot be read" in first and "weights_only" in first
     done = generate(run)
@@ -142,7 +142,7 @@ def test_damage_is_found_on_all_ranks_and_the_run_goes_on_from_the_newest_that_i
 
 def test_a_broken_checkpoint_that_was_named_is_refused_with_the_older_ones_on_every_rank(run):
     newest, older = step(run, 5), step(run, 4)
-    config = train.resolved(dataclasses.replace(TINY, resume=str(newest)), 2)[0]
+    config = train.resolved(dataclasses.replace(TINY, resume=str(newest)), 2)
     (newest / "__1_0.distcp").write_bytes((newest / "__1_0.distcp").read_bytes()[:1000])
     first, second = torchrun.local(refused, 2, "cpu", config, str(run))
     assert first == second and "\n" not in first and str(older) in first
@@ -247,7 +247,7 @@ def test_a_disk_without_room_is_an_error_of_its_file_and_nothing_half_written_st
         log = metrics.Log(tmp_path, TINY)
         with at_most(room):
             checkpoints.save(7, one, optimizer, {"notes": "x" * 10**5})
-            with pytest.raises(OSError, match=r"save step 7 in .*, where .* MB are free \(free space, or say folder"):
+            with pytest.raises(OSError, match=r"save step 7 in .*, where .* MB are free \(free space, or use folder"):
                 checkpoints.finish()
             with pytest.raises(OSError, match=r"could not write .*metrics\.jsonl"):
                 log.write({"kind": "step", "step": 1, "more": "x" * 10**5})

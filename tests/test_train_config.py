@@ -11,10 +11,11 @@ import pytest
 
 pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.[train]')")
 
-from ringattn.conf import compose, schema
+from ringattn import conf
+from ringattn.conf import schema
 from ringattn.conf.schema import Data, Model, Strategy, Train
 from ringattn.launch import bench, complete, words
-from ringattn.launch.train import configured, metrics
+from ringattn.launch.train import configured, metrics, report
 from ringattn.launch.train import start as train
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +38,7 @@ def test_the_files_choose_values_and_words_change_them():
 @pytest.mark.slow
 def test_every_file_of_every_group_composes():
     for group in schema.GROUPS:
-        for name in compose.files(group):
+        for name in schema.files(group):
             assert isinstance(composed(f"{group}={name}"), Train)
 
 
@@ -78,10 +79,10 @@ def test_nothing_said_is_the_schema_itself():
         (["+model.foo=3"], "no key 'model.foo'; model has dim, layers, "),
         (["optimizer=adam"], "str is not a subclass of Optimizer"),
         (["optimizer={lrr:3}"], "no key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
-        (["seq_len"], "seq_len has no value; say seq_len=VALUE"),
+        (["seq_len"], "seq_len has no value; give seq_len=VALUE"),
         (["seqlen=3"], "no key 'seqlen'; did you mean 'seq_len'?"),
-        (["model"], "model has no value; say model=VALUE"),
-        (["~optimizer.lr"], "~optimizer.lr: nothing can be taken away; say optimizer.lr=VALUE"),
+        (["model"], "model has no value; give model=VALUE"),
+        (["~optimizer.lr"], "~optimizer.lr: nothing can be removed; give optimizer.lr=VALUE"),
         (["model=tiny,small"], "model=tiny,small: several values are a sweep; add --multirun"),
         (
             ["-m", "model=tiny,smal"],
@@ -173,6 +174,8 @@ def test_a_configuration_runs_no_code(text, tmp_path, monkeypatch, capsys):
 
 
 def test_without_hydra_the_remedy_is_said(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "ringattn.conf.compose")
+    monkeypatch.delattr(conf, "compose")
     monkeypatch.setitem(sys.modules, "hydra", None)
     assert configured.run(["seq_len=4"], lambda config, swept: 0) == 2
     assert capsys.readouterr().err == (
@@ -188,7 +191,7 @@ def test_the_result_is_printed_and_nothing_runs(capsys):
 
 def test_as_many_ranks_start_as_the_strategy_says():
     def ranks(**said):
-        return train.resolved(Train(device="cpu", strategy=Strategy(**said)), None)[1]
+        return train.resolved(Train(device="cpu", strategy=Strategy(**said)), None).nproc
 
     assert [ranks(), ranks(ulysses=3), ranks(ring=1, ulysses=3), ranks(ring=1)] == [2, 6, 3, 1]
     assert [ranks(ring=1, ulysses=None), ranks(data=3, ulysses=None)] == [2, 6]
@@ -198,7 +201,7 @@ def test_as_many_ranks_start_as_the_strategy_says():
     ("words", "size"), [((), 2), (("nproc=4",), 4), (("nproc=4", "strategy.data=2"), 2), (("strategy.ulysses=4",), 4)]
 )
 def test_ulysses_takes_all_ranks(words, size):
-    strategy = train.resolved(composed("strategy=ulysses", "device=cpu", *words), None)[0].strategy
+    strategy = train.resolved(composed("strategy=ulysses", "device=cpu", *words), None).strategy
     assert (strategy.keys, strategy.ring, strategy.ulysses) == ("ulysses", 1, size)
 
 
@@ -214,12 +217,14 @@ def test_a_dry_run_refuses_what_a_run_would(choices, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_a_sweep_runs_every_value_and_is_refused_among_started_ranks(tmp_path, capsys):
+def test_a_sweep_runs_every_value_and_is_refused_among_started_ranks(tmp_path, capsys, monkeypatch):
     seen = []
     words = ["--multirun", "seq_len=16,32", f"folder={tmp_path}"]
     assert configured.run(words, lambda config, swept: seen.append(config.seq_len) or 0) == 0
     assert seen == [16, 32]
-    assert configured.run(words, lambda config, swept: 0, started=True) == 2
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert configured.run(words, lambda config, swept: 0) == 2
     assert "sweep outside torchrun" in capsys.readouterr().err
 
 
@@ -235,17 +240,18 @@ def test_a_sweep_ends_with_the_run_that_was_stopped_and_says_what_was_not_begun(
 
 def test_how_to_go_on_with_a_run_of_a_sweep():
     named, by_time = Train(run="sw-0"), Train()
-    assert train.again(named, Path("runs/sw-0"), "seed=1") == "go on with the same words and resume=auto"
-    assert train.again(by_time, Path("runs/now"), "seed=1") == (
+    assert report.again(named, Path("runs/sw-0"), "seed=1") == "go on with the same words and resume=auto"
+    assert report.again(by_time, Path("runs/now"), "seed=1") == (
         "go on with the same words, without --multirun, with seed=1 and run=now resume=auto"
     )
-    assert train.again(named, Path("runs/sw-0")) == "go on with the same words and run=sw-0 resume=auto"
+    assert report.again(named, Path("runs/sw-0")) == "go on with the same words and run=sw-0 resume=auto"
 
 
 def test_a_rank_leaves_rank_0_the_time_to_say_what_is_wrong(capsys, monkeypatch):
     waited = []
     monkeypatch.setattr(configured, "leave_to_first", lambda status: waited.append(capsys.readouterr().err))
-    assert configured.run(["seq_len=-1"], lambda config, swept: 0, rank=1) == 2
+    monkeypatch.setenv("RANK", "1")
+    assert configured.run(["seq_len=-1"], lambda config, swept: 0) == 2
     assert waited == [""]
     assert capsys.readouterr().err == "ringattn train: rank 1: seq_len=-1: must be above 0\n"
 

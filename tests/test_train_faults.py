@@ -180,7 +180,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said(tmp_path):
     process = begin(*TRAIN, *WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "save_every=1")
     said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 2 and "Traceback" not in said
-    assert "checkpoints cannot be written to (File exists); say folder=PATH" in said.splitlines()[-1]
+    assert "checkpoints cannot be written to (File exists); use folder=PATH" in said.splitlines()[-1]
 
 
 def test_a_full_disk_is_said(tmp_path):

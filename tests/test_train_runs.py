@@ -22,7 +22,7 @@ from torch import nn
 from ringattn.conf.schema import Cluster, Model, Train
 from ringattn.launch.bench import step as bench_step
 from ringattn.launch.processes import RankError
-from ringattn.launch.train import checkpoint, metrics, torchrun, trainer
+from ringattn.launch.train import checkpoint, metrics, report, torchrun, trainer
 from ringattn.launch.train import start as train
 from ringattn.launch.train.trainer import work
 from tests.training import SOURCES, TINY, alone, losses, made, over
@@ -67,17 +67,17 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
         return raised.value.summary
 
     assert "model.dim is 32 there and 64 here" in message(dataclasses.replace(TINY, model=Model(dim=64)))
-    assert "seed is 0 there and 7 here; say the same" in message(dataclasses.replace(TINY, seed=7))
+    assert "seed is 0 there and 7 here; use the same" in message(dataclasses.replace(TINY, seed=7))
     assert "seq_len is 96 there and 48 here" in message(dataclasses.replace(TINY, seq_len=48))
     assert "data.held_out is 1 there and 2 here" in message(with_data(held_out=2))
     assert "data.documents is '' there and 'files' here" in message(with_data(documents="files"))
     assert re.search(r"data.tokens is '\d+ with checksum \w+' there and '\d+ with", message(with_data(suffix="r.py")))
     said = message(dataclasses.replace(TINY, batch=3))
-    assert "batch x accumulate x strategy.data is 1 there and 3 here; say the same" in said
+    assert "batch x accumulate x strategy.data is 1 there and 3 here; use the same" in said
     state = (path / "state.json").rename(path / "elsewhere")
     assert "is not a complete checkpoint; complete there: none" in message(TINY)
     state.rename(path / "state.json")
-    with pytest.raises(ValueError, match=f"say resume={path}"):
+    with pytest.raises(ValueError, match=f"use resume={path}"):
         checkpoint.read_state(tmp_path / "saved")
     half = path.with_name("step-00000009.part")
     path.rename(half)
@@ -137,7 +137,7 @@ def test_a_torn_or_foreign_line_in_the_log_is_left_out(tmp_path):
     foreign = ["[]", "3", '{"step": 1}', '{"step": "b", "kind": "step"}', "\xff", '{"kind": "st']
     log.write_text("\n".join([json.dumps(good), *foreign]), encoding="latin-1")
     assert metrics.read(log) == [good]
-    assert train.columns_of(metrics.read(log))["loss"] == []  # a line that lacks what is summed up
+    assert report.columns_of(metrics.read(log))["loss"] == []  # a line that lacks what is summed up
     again = metrics.Log(tmp_path, TINY)
     again.write({"kind": "step", "step": 2})
     again.close()
@@ -156,7 +156,7 @@ def test_a_line_that_nobody_reads_any_more_is_no_error(live):
         for step in (1, 2, 3):
             bar.show(step, {"loss": 1.0, "tokens_per_second": 1e5, "mfu": 0.5, "memory_mib": 1.0})
         bar.close()
-        metrics.say("the end", stream)
+        metrics.echo("the end", stream)
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
@@ -168,7 +168,7 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
     said = capsys.readouterr()
     assert "in 1 steps" in said.out and "no weights" not in said.out
     assert f"sequences of 96 tokens over 1 rank on cpu; writes to {tmp_path}/run\n" in said.err
-    assert [p.name for p in train.checkpoints_of(tmp_path / "run")] == ["step-00000003", "step-00000004"]
+    assert [p.name for p in report.checkpoints_of(tmp_path / "run")] == ["step-00000003", "step-00000004"]
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
     assert [r["step"] for r in rows if r["kind"] == "step"] == [4]
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
@@ -191,7 +191,7 @@ def test_a_finished_run_without_checkpoints_is_not_done_again(tmp_path, capsys):
     assert capsys.readouterr().out == f"nothing to train: already at step 1 of 1 in {tmp_path}/run\n"
     assert (log.stat().st_mtime_ns, log.read_bytes()) == before
     for other in ({"seed": 1}, {"steps": 2}, {"save_every": 1}):
-        assert not train.ended(train.resolved(dataclasses.replace(config, **other), None)[0], tmp_path / "run")
+        assert not train.ended(train.resolved(dataclasses.replace(config, **other), None), tmp_path / "run")
 
 
 def test_a_run_without_checkpoints_says_so_last(tmp_path, capsys):
@@ -215,15 +215,15 @@ def test_a_run_that_goes_on_has_one_line_a_step(tmp_path):
 
 def test_a_comparison_that_is_stopped_is_said_and_saves_nothing(tmp_path, monkeypatch, capsys):
     beside = train.alone(dataclasses.replace(TINY, save_every=1))
-    summary = torchrun.local(stopped_at_once, 1, "cpu", train.resolved(beside, 1)[0], str(tmp_path))[0]
-    assert summary["stopped"] and (tmp_path / "metrics.jsonl").exists() and train.checkpoints_of(tmp_path) == []
+    summary = torchrun.local(stopped_at_once, 1, "cpu", train.resolved(beside, 1), str(tmp_path))[0]
+    assert summary["stopped"] and (tmp_path / "metrics.jsonl").exists() and report.checkpoints_of(tmp_path) == []
 
     def unready(*told, **more):
         raise torchrun.Stopped
 
     for local, step in ((lambda *told, **more: [summary], 1), (unready, 0)):
         monkeypatch.setattr(torchrun, "local", local)
-        assert train.compared(TINY, tmp_path, "cpu") == {}
+        assert train.compared(TINY, tmp_path) == {}
         assert capsys.readouterr().out == f"the comparison was stopped after step {step}\n"
 
 
@@ -294,7 +294,7 @@ def test_training_waits_for_a_copy_and_nothing_else(tmp_path, monkeypatch):
 def test_a_checkpoints_folder_that_cannot_be_written_to_is_said_before_the_first_step(tmp_path, monkeypatch):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     monkeypatch.setattr(trainer.os, "access", lambda path, mode: not str(path).endswith("checkpoints"))
-    with pytest.raises(OSError, match=r"run/checkpoints cannot be written to \(Permission denied\); say folder=PATH"):
+    with pytest.raises(OSError, match=r"run/checkpoints cannot be written to \(Permission denied\); use folder=PATH"):
         trainer.save_config(SimpleNamespace(config=TINY, folder=tmp_path / "run"))
 
 
@@ -303,10 +303,10 @@ def test_a_disk_that_is_full_at_the_start_is_said_with_its_file(tmp_path):
     for name in ("config.json", "metrics.jsonl.part"):
         (tmp_path / name).symlink_to("/dev/full")
     job = SimpleNamespace(config=dataclasses.replace(TINY, keep=0), folder=tmp_path, plan="")
-    with alone(), pytest.raises(OSError, match=r"could not write .*config\.json \(.*\); free space, or say"):
+    with alone(), pytest.raises(OSError, match=r"could not write .*config\.json \(.*\)"):
         trainer.save_config(job)
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n')
-    with pytest.raises(OSError, match=r"metrics\.jsonl \(No space left on device\); free space, or say folder=PATH"):
+    with pytest.raises(OSError, match=r"metrics\.jsonl \(No space left on device\); free space, or use folder=PATH"):
         metrics.cut(tmp_path / "metrics.jsonl", 1)
 
 
@@ -322,26 +322,26 @@ def test_a_run_never_writes_into_anothers_folder(tmp_path, capsys):
                 train.new_folder(dataclasses.replace(config, **more))
             continue
         assert train.here(dataclasses.replace(config, **more)) == 2
-        said = f"ringattn train: {tmp_path}/run holds a run; say resume=auto to go on, or another run=NAME\n"
+        said = f"ringattn train: {tmp_path}/run holds a run; use resume=auto to go on, or another run=NAME\n"
         assert capsys.readouterr().err == said
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     with (tmp_path / "run" / "config.json").open() as other:
         fcntl.flock(other, fcntl.LOCK_EX)  # as a run does that still goes on
         assert train.here(dataclasses.replace(config, resume="auto", steps=3)) == 2
         said = capsys.readouterr().err
-        assert f"another run is writing to {tmp_path}/run; wait for its end, or say another run=NAME" in said
+        assert f"another run is writing to {tmp_path}/run; wait for its end, or use another run=NAME" in said
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     assert train.here(dataclasses.replace(config, resume="auto")) == 0
 
 
 def test_what_goes_on_is_said_by_its_name(tmp_path):
     config = dataclasses.replace(TINY, folder=str(tmp_path), resume="auto")
-    with pytest.raises(ValueError, match=r"none was given; say run=NAME$"):
+    with pytest.raises(ValueError, match=r"none was given; use run=NAME$"):
         train.new_folder(config)
     for name in ("a", "b"):
         made(tmp_path / name / "checkpoints", 1)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=f"say run=NAME; {tmp_path} has a, b$"):
+    with pytest.raises(ValueError, match=f"use run=NAME; {tmp_path} has a, b$"):
         train.new_folder(config)
 
 
@@ -370,7 +370,7 @@ def test_restarts_of_torchrun_refuse_what_the_first_attempt_did_and_go_on_with_t
     (tmp_path / "sitecustomize.py").unlink()
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     status, said = run()
-    assert status != 0 and said.count("holds a run; say resume=auto") == 2, said
+    assert status != 0 and said.count("holds a run; use resume=auto") == 2, said
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 

@@ -93,7 +93,7 @@ def test_a_gradient_that_is_off_is_named(saved, capsys, monkeypatch):
     ("more", "said"),
     [
         (["model=nowhere"], "model=nowhere: no such config, nor a folder with a config.json"),
-        (["tokens=8"], "tokens=8, docs=0 are of a model; say model=FOLDER too"),
+        (["tokens=8"], "tokens=8, docs=0 are of a model"),
         (["model={}", "cases=docs"], "is compared as a whole; leave cases out"),
         (["model={}", "dtype=bfloat16"], "it is compared in float32"),
         (["model={}", "tokens=129"], "tokens=129: the model has positions for 128; give tokens=128"),

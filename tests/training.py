@@ -29,7 +29,7 @@ TINY = Train(
 
 def over(ranks: int, jobs: dict[str, Train], folder: Path) -> dict[str, list[float]]:
     """The losses of each job, one after the other on the same ranks."""
-    configs = {name: train.resolved(config, ranks)[0] for name, config in jobs.items()}
+    configs = {name: train.resolved(config, ranks) for name, config in jobs.items()}
     torchrun.local(several, ranks, "cpu", configs, str(folder))
     return {name: losses(folder / name) for name in jobs}
 

@@ -11,8 +11,9 @@
     step      a training run's step over the floor of its attention and matrix products
     traffic   the bytes a rank sends, counted, beside what the schedule says
 
-A suite is a module of launch/bench/ with its own Options and `run(options) -> list of rows`. Every row is printed in
-a table and, with out=FILE, appended to it as one JSON line: commit, device, versions, case, milliseconds, ratios.
+A suite is a module of launch/bench/ with its own Options and `run(options) -> list of rows`; one over ranks gets its
+rows from `over_ranks`. The rows are printed as a table of the suite's COLUMNS (a suite without COLUMNS prints its own)
+and, with out=FILE, appended to it as one JSON line each: commit, device, versions, case, milliseconds, ratios.
 """
 
 import dataclasses
@@ -20,17 +21,24 @@ import json
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from ringattn.conf.schema import nearest
+from ringattn.conf.keys import nearest
 from ringattn.launch.processes import run as run_ranks
-from ringattn.launch.words import answer, default_of, usage, values, writable
+from ringattn.launch.words import answer, default_of, option, usage, values, writable
 
 SUITES = ("decode", "jax", "kernels", "linear", "memory", "prefill", "ring", "scan", "step", "traffic")
+OUT = option(None, "a file that the rows are appended to, one JSON line each")
+NOT_IN_ROWS = (
+    "timeout",
+    "device",
+    "trace",
+)  # options that rows do not repeat: they change no figure, or the machine has them
+
+Row = dict[str, Any]
 
 
 def main(argv: list[str]) -> int:
@@ -45,25 +53,27 @@ def main(argv: list[str]) -> int:
 
 
 def measure(name: str, words: list[str]) -> None:
-    """Run a suite, and append its rows to out=FILE if given."""
+    """Run a suite, print its rows, and append them to out=FILE if given."""
     suite = import_module(f"ringattn.launch.bench.{name}")
+    keys = dataclasses.make_dataclass("Keys", [("out", str | None, OUT)], bases=(suite.Options,))
     if any(w in ("-h", "--help") for w in words):
-        print(usage(f"bench {name}", suite))
-        print("  out=FILE".ljust(34) + "  a file that the rows are appended to, one JSON line each")
+        print(usage(f"bench {name}", suite.__doc__ or "", keys))
         return
-    outs = [w.removeprefix("out=") for w in words if w.startswith("out=")]
-    if len(outs) > 1:
-        raise ValueError("out is given twice; give it once")
-    chosen = values([w for w in words if not w.startswith("out=")], suite.Options)
+    chosen = values(words, keys)
+    out = chosen.pop("out", None)
     options = suite.Options(**chosen)
-    fits(options, sized="tokens" in chosen)
-    file = writable(Path(outs[0])) if outs else None
+    check(options, sized="tokens" in chosen)
+    file = writable(Path(out)) if out else None
     rows = suite.run(options)
+    if hasattr(suite, "COLUMNS"):
+        print(table(rows, suite.COLUMNS))
     if file:
-        write(rows, file)
+        about = stamp()
+        with file.open("a") as lines:
+            lines.writelines(json.dumps({**about, **row}) + "\n" for row in rows)
 
 
-def fits(options: Any, sized: bool) -> None:
+def check(options: Any, sized: bool) -> None:
     """A ValueError for heads that do not divide, missing GPUs, and a GPU's sizes on a CPU if none are given."""
     import torch
 
@@ -73,25 +83,60 @@ def fits(options: Any, sized: bool) -> None:
     if "device" not in fields:
         return
     small = " ".join(["device=cpu tokens=1024", *(f"{name}=2" for name in ("ranks", "repeats") if name in fields)])
-    gpus, ranks = torch.cuda.device_count(), getattr(options, "processes", 0) or getattr(options, "ranks", 1)
-    most = max(ranks, default=1) if isinstance(ranks, list) else ranks
+    gpus, most = torch.cuda.device_count(), max(groups_of(options))
     if options.device == "cuda" and not gpus:
-        raise ValueError(f"device=cuda, and torch sees no GPU here; on a CPU say {small}")
+        raise ValueError(f"device=cuda, and torch sees no GPU here; on a CPU use {small}")
     if options.device == "cuda" and most > gpus:
-        raise ValueError(f"ranks={most} need a GPU each, and torch sees {gpus} here; say ranks={gpus}")
+        raise ValueError(f"ranks={most} need a GPU each, and torch sees {gpus} here; use ranks={gpus}")
     if options.device == "cpu" and default_of(fields["device"]) != "cpu" and not sized:
-        raise ValueError(f"without tokens= the lengths are a GPU's; on a CPU say {small}")
+        raise ValueError(f"without tokens= the lengths are a GPU's; on a CPU use {small}")
 
 
-def write(rows: list[dict[str, Any]], path: Path) -> None:
-    """Append the rows to `path`, each with the machine and versions of its measurement."""
-    stamp = {"commit": commit(), **machine()}
-    with path.open("a") as file:
-        file.writelines(json.dumps({**stamp, **row}) + "\n" for row in rows)
+def over_ranks(rows: Callable[[Any], Iterator[Row]], options: Any, *worst: str) -> list[Row]:
+    """The rows that `rows(options)` yields on every rank of a group of processes, with the options that they ran by.
+
+    `worst` are figures of which the slowest rank's counts, and lists are those of all ranks; the rest is rank 0's.
+    Where `options.ranks` lists several numbers there is a group of processes for each.
+    """
+    found = []
+    same = {n: x for n, x in dataclasses.asdict(options).items() if n not in NOT_IN_ROWS and not isinstance(x, list)}
+    for ranks in groups_of(options):
+        backend = "nccl" if options.device == "cuda" else "gloo"
+        by_rank = run_ranks(one_rank, ranks, rows, options, backend=backend, timeout=options.timeout)
+        for measured in zip(*by_rank, strict=True):
+            row = {"suite": rows.__module__.rpartition(".")[2], **same, **measured[0]}
+            row |= {n: max(m[n] for m in measured) for n in worst if row[n] is not None}
+            found.append(row | {n: [m[n] for m in measured] for n, x in measured[0].items() if isinstance(x, list)})
+    return found
 
 
-def table(rows: list[dict[str, Any]], columns: list[str]) -> str:
-    """The rows as aligned text; numbers to three significant places."""
+def groups_of(options: Any) -> list[int]:
+    """How many processes there are in each group that a suite starts; one where it starts none."""
+    ranks = getattr(options, "processes", 0) or getattr(options, "ranks", 1)
+    return ranks if isinstance(ranks, list) else [ranks]
+
+
+def one_rank(rows: Callable[[Any], Iterator[Row]], options: Any) -> list[Row]:
+    """The rows of one rank. Rank 0 prints each to stderr right away; the table comes after all rows."""
+    import torch.distributed as dist
+
+    found = []
+    for row in rows(options):
+        found.append(row)
+        if dist.get_rank() == 0:
+            text = "  ".join(f"{name}={cell(value)}" for name, value in row.items() if not isinstance(value, list))
+            print(f"rank 0:  {text}", file=sys.stderr, flush=True)
+    return found
+
+
+def beside(rows: list[Row], row: Row, *same: str, **like: Any) -> Row | None:
+    """The first row that has `like`, and what `row` has of `same`: what a figure is held against."""
+    like |= {name: row[name] for name in same}
+    return next((r for r in rows if all(r[name] == value for name, value in like.items())), None)
+
+
+def table(rows: list[Row], columns: Sequence[str]) -> str:
+    """The rows as aligned text; numbers to four significant places."""
     cells = [[*columns], *([cell(row.get(c)) for c in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     return "\n".join("  ".join(text.rjust(w) for text, w in zip(line, widths, strict=True)) for line in cells)
@@ -103,111 +148,18 @@ def cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def on_ranks(measure: Callable[..., Any], ranks: int, device: str, timeout: float, *args: Any) -> list[Any]:
-    """The results of `measure(*args)` on all ranks, processes of this machine, in order."""
-    return run_ranks(measure, ranks, *args, backend="nccl" if device == "cuda" else "gloo", timeout=timeout)
-
-
-def reported(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, which rank 0 prints to stderr right away; the table comes after all rows."""
-    import torch.distributed as dist
-
-    if dist.get_rank() == 0:
-        text = "  ".join(f"{name}={cell(value)}" for name, value in row.items())
-        print(f"rank 0:  {text}", file=sys.stderr, flush=True)
-    return row
-
-
-def slowest(ranks: list[list[dict[str, Any]]], *names: str) -> Iterator[dict[str, Any]]:
-    """The rows that all ranks measured, as rank 0 has them, with the largest of these figures if there are any."""
-    for measured in zip(*ranks, strict=True):
-        yield measured[0] | {n: max(m[n] for m in measured) for n in names if measured[0][n] is not None}
-
-
-def given(options: Any, *without: str) -> dict[str, Any]:
-    """The options that a row shows; each row has figures of its own for the others, or the machine's."""
-    return {n: x for n, x in dataclasses.asdict(options).items() if n not in (*without, "timeout", "device")}
-
-
-def draws(options: Any, tokens: int, heads: str = "qkv", batch: int = 1, grads: bool = False) -> list[Any]:
-    """Random [batch, tokens, heads, head_dim] for each letter: q (or o) of the query heads, k and v of the key heads.
-
-    In bfloat16 on a GPU, else in float32. With `grads` all but o require a gradient.
-    """
+def stamp() -> dict[str, str]:
+    """The commit of the checkout, with a + when it has changes ('unknown' outside a checkout), device and versions."""
     import torch
 
-    counts = {"q": options.heads, "k": options.kv_heads, "v": options.kv_heads, "o": options.heads}
-    how = {"device": options.device, "dtype": torch.bfloat16 if options.device == "cuda" else torch.float32}
-    shapes = [(name, (batch, tokens, counts[name], options.head_dim)) for name in heads]
-    return [torch.randn(*shape, **how, requires_grad=grads and name != "o") for name, shape in shapes]
-
-
-def passes(attend: Callable[[], Any], leaves: Sequence[Any], dout: Any) -> dict[str, Callable[[], Any]]:
-    """What is timed: one forward pass, and one with its backward."""
-    import torch
-
-    return {
-        "forward": torch.no_grad()(attend),
-        "forward+backward": lambda: torch.autograd.grad(attend(), leaves, dout),
-    }
-
-
-def meet() -> None:
-    """A barrier of all ranks, after their devices have finished."""
-    import torch.distributed as dist
-
-    finish()
-    dist.barrier()
-    finish()
-
-
-def finish() -> None:
-    """Wait for the GPU, if this process uses one."""
-    import torch
-
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-def together(call: Callable[[], Any]) -> float:
-    """Seconds from when all ranks start until this one is done."""
-    meet()
-    start = time.perf_counter()
-    call()
-    finish()
-    return time.perf_counter() - start
-
-
-def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call as one CUDA graph."""
-    import torch
-
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    meet()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        call()
-    return graph.replay
-
-
-def commit() -> str:
-    """The commit of the checkout, with a + when it has changes; 'unknown' outside a checkout."""
-    here = Path(__file__).resolve().parent
+    describe = ["git", "describe", "--always", "--dirty=+"]
     try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty=+"], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        here = Path(__file__).resolve().parent
+        commit = subprocess.run(describe, cwd=here, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def machine() -> dict[str, str]:
-    import torch
-
+        commit = "unknown"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    return {"device": device, "torch": torch.__version__, "triton": version("triton")}
+    return {"commit": commit, "device": device, "torch": torch.__version__, "triton": version("triton")}
 
 
 def version(package: str) -> str:

@@ -1,7 +1,7 @@
 """More ranks than there are GPUs: each process plays one of them, and the others answer for its peers. For times only.
 
-What a rank sends, is sent and computes is what it would be among so many, over the same links; but what comes is from
-somebody else, so results mean nothing. It holds where all ranks do alike: causal attention in zigzag, prefill, states
+What a rank sends, is sent and computes is what it would be among so many, over the same links; but what arrives is from
+another rank, so results mean nothing. It holds where all ranks do the same: causal attention in zigzag, prefill, states
 that are gathered. Ranks that are late, and links that many share, are not played; what all peers read is sent to each
 alone, and before the work that it flies beside.
 """

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.launch.bench import table, version
+import ringattn as ra
+from ringattn.launch.bench import Row, version
 from ringattn.launch.bench.ring import MASKS, Case
 from ringattn.launch.words import option
 
@@ -45,53 +46,41 @@ class Options:
     hide: bool = option(True, "whether the compiler is asked to hide transfers")
 
 
-def run(options: Options) -> list[dict[str, Any]]:
+def run(options: Options) -> list[Row]:
     import jax
 
-    import ringattn as ra
     import ringattn.jax as rj
 
     devices = jax.devices()[: options.ranks or None]
     ranks = len(devices)
     if ranks < options.ranks or ranks % options.ulysses:
-        raise ValueError(
-            f"ranks={options.ranks} and ulysses={options.ulysses}, and jax sees {len(jax.devices())} device(s)"
-        )
+        there = f"jax sees {len(jax.devices())} device(s)"
+        raise ValueError(f"ranks={options.ranks} and ulysses={options.ulysses}, and {there}")
     if devices[0].platform == "cpu" and max(options.tokens) > LONGEST_ON_CPU:
-        raise ValueError(
-            f"jax sees no GPU, and on a CPU tokens= is {LONGEST_ON_CPU} at most; say also heads=4 kv_heads=2"
-        )
+        raise ValueError(f"jax sees no GPU; on a CPU use tokens={LONGEST_ON_CPU} or fewer, and heads=4 kv_heads=2")
     mesh = rj.init_mesh(ring=ranks // options.ulysses, ulysses=options.ulysses, devices=devices)
     one = rj.init_mesh(ring=1, devices=devices[:1])
-    words: dict[str, Any] = {
-        "heads": (options.heads, options.kv_heads),
-        "head_dim": options.head_dim,
-        "kernel": options.kernel,
-    }
+    heads = (options.heads, options.kv_heads)
+    how: dict[str, Any] = {"heads": heads, "head_dim": options.head_dim, "kernel": options.kernel}
     rows = []
     for mask, tokens in product(options.mask, options.tokens):
-        alone: dict[str, float] = {}
         case = Case.of(mask, tokens)
+        share = 1 if mask == "causal" else ranks
+        less = Case.of(mask, round(tokens / ranks**0.5)) if share < ranks else case
+        alone = measured(options, ra.plan(one, seq_len=less.tokens, spec=case.spec, **how), less)
         for layout in options.layout:
             plan = ra.plan(
-                mesh, seq_len=tokens, strategy=options.strategy, layout=layout, spec=case.spec, docs=case.docs, **words
+                mesh, seq_len=tokens, strategy=options.strategy, layout=layout, spec=case.spec, docs=case.docs, **how
             )
-            times = measured(options, plan, case)
-            share = 1 if mask == "causal" else ranks
-            less = case if share == ranks else Case.of(mask, round(tokens / ranks**0.5))
-            alone = alone or measured(options, ra.plan(one, seq_len=less.tokens, spec=case.spec, **words), less)
             off = error(options, plan.for_length(2048), Case.of(mask, 2048)) if options.check else None
-            for mode, ms in times.items():
+            for mode, ms in measured(options, plan, case).items():
                 flops = MODES[mode] * case.pairs * options.heads * options.head_dim / ranks
-                row = {
+                rows.append({
                     "suite": "jax", "jax": version("jax"), "devices": devices[0].device_kind, **asdict(options),
                     "tokens": tokens, "mask": mask, "ranks": ranks, "strategy": plan.strategy, "layout": layout,
                     "kernel": kernel_of(plan), "mode": mode, "ms": ms, "tflops": flops / ms / 1e9,
-                    "alone": share * flops / alone[mode] / 1e9, "ratio": alone[mode] / share / ms,
-                    "error": off,
-                }  # fmt: skip
-                rows.append(row)
-    print(table(rows, COLUMNS))
+                    "alone": share * flops / alone[mode] / 1e9, "ratio": alone[mode] / share / ms, "error": off,
+                })  # fmt: skip
     return rows
 
 
@@ -106,8 +95,6 @@ def calls(options: Options, plan: Any, modes: Iterable[str], case: Case) -> tupl
     import jax
     import jax.numpy as jnp
 
-    import ringattn as ra
-
     heads = (options.heads, options.kv_heads, options.kv_heads, options.heads)
     random = np.random.default_rng(0)
     shapes = [(1, plan.seq_len, h, options.head_dim) for h in heads]
@@ -121,11 +108,8 @@ def calls(options: Options, plan: Any, modes: Iterable[str], case: Case) -> tupl
         return out, *back(dout)
 
     choices = OPTIONS if plan.device == "cuda" and options.hide else {}
-    made = {
-        name: jax.jit(f).lower(*given).compile(compiler_options=choices)
-        for name, f in {"forward": forward, "forward+backward": both}.items()
-        if name in modes
-    }
+    passes = {"forward": forward, "forward+backward": both}
+    made = {mode: jax.jit(passes[mode]).lower(*given).compile(compiler_options=choices) for mode in modes}
     return made, tuple(given)
 
 
@@ -134,16 +118,16 @@ def measured(options: Options, plan: Any, case: Case) -> dict[str, float]:
     import jax
 
     programs, given = calls(options, plan, MODES, case)
-    times: dict[str, list[float]] = {name: [] for name in programs}
+    medians = {}
     for name, program in programs.items():
-        for i in range(options.repeats + 2):
+        times = []
+        for _ in range(options.repeats + 2):
             start = time.perf_counter()
             jax.block_until_ready(program(*given))
-            times[name] += [(time.perf_counter() - start) * 1e3] if i > 1 else []
-        print(
-            f"{plan.seq_len} tokens, ring={plan.ring}, {name}: {statistics.median(times[name]):.3f} ms", file=sys.stderr
-        )
-    return {name: statistics.median(t) for name, t in times.items()}
+            times.append((time.perf_counter() - start) * 1e3)
+        medians[name] = statistics.median(times[2:])
+        print(f"{plan.seq_len} tokens, ring={plan.ring}, {name}: {medians[name]:.3f} ms", file=sys.stderr)
+    return medians
 
 
 def error(options: Options, plan: Any, mask: Case) -> float:

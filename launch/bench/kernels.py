@@ -8,20 +8,22 @@ takes beginnings: cases=causal_32k,decode runs three. With tokens= a case is cal
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 import torch
 
 from ringattn import kernels
-from ringattn.conf.schema import nearest
+from ringattn.conf.keys import nearest
 from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, tiles_of
-from ringattn.launch.bench import table
+from ringattn.launch.bench import Row, table
 from ringattn.launch.bench.peers import CONTESTANTS, Inputs, of_table
+from ringattn.launch.bench.timing import captured, elapsed_ms
 from ringattn.launch.words import option
 from ringattn.spec import AttentionSpec, Docs, bounds
 
@@ -33,7 +35,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured; `kind` says by which of the functions below."""
+    """What is measured, by the function below that `kind` names."""
 
     mask: str  # causal, full, window, docs
     tokens: int
@@ -69,8 +71,8 @@ class Options:
     tokens: int | None = option(None, "another length for every case")
     heads: int = option(32, "query heads")
     kv_heads: int = option(8, "key heads")
-    device: str | None = option(None, "cuda or cpu (the GPU if there is one)", among=("cuda", "cpu"))
-    dtype: str | None = option(None, "bfloat16 on a GPU, float32 on a CPU", among=DTYPES)
+    device: str | None = option(None, "where it runs; the GPU if there is one", among=("cuda", "cpu"))
+    dtype: str | None = option(None, "bfloat16 on a GPU and float32 on a CPU by default", among=DTYPES)
     backward: bool = option(True, "time the backward as well")
     rep: int = option(200, "milliseconds of repetitions for each median")
 
@@ -86,9 +88,9 @@ class Options:
                 raise ValueError(f"cases={word}: no such case{nearest(word, CASES)}; there are {', '.join(CASES)}")
 
 
-def run(options: Options) -> list[dict[str, Any]]:
+def run(options: Options) -> list[Row]:
     """Every chosen case, printed as it is done, and all rows at the end."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for name, case in chosen(options).items():
         measure = {"attention": attention, "decode": decode, "interval": interval, "errors": errors}[case.kind]
         new = [{"case": name, "tokens": case.tokens, **row} for row in measure(case, options)]
@@ -109,17 +111,17 @@ def chosen(options: Options) -> dict[str, Case]:
     for name, case in CASES.items():
         if any(name.startswith(word) for word in options.cases):
             length = options.tokens or case.tokens
-            said = str(length) if length % 1024 else f"{length // 1024}k"
-            found[re.sub(r"\d+k", said, name)] = replace(case, tokens=length)
+            shown = str(length) if length % 1024 else f"{length // 1024}k"
+            found[re.sub(r"\d+k", shown, name)] = replace(case, tokens=length)
     return found
 
 
-def attention(case: Case, options: Options) -> list[dict[str, Any]]:
+def attention(case: Case, options: Options) -> list[Row]:
     """Time, useful TFLOP/s and peak memory of each contestant, forward and backward."""
     given = inputs(case, options)
-    work, rows = useful_flops(given), []
+    work = useful_flops(given)
 
-    def measured(name: str) -> list[dict[str, Any]]:
+    def measured(name: str) -> list[Row]:
         runs, found = CONTESTANTS[name](given), []
         for what, function, factor in (("forward", runs.forward, 1.0), ("backward", runs.backward, 2.5)):
             if what == "forward" or options.backward:
@@ -128,12 +130,15 @@ def attention(case: Case, options: Options) -> list[dict[str, Any]]:
                 found.append({"impl": name, "pass": what, "ms": ms, "tflops": rate, "peak_gib": memory})
         return found
 
-    for name in options.impls or ():
-        rows += attempt(name, measured)
-    return with_ratios(rows, "triton" if options.device == "cuda" else "tiled")
+    return with_ratios(contest(options.impls, measured), "triton" if options.device == "cuda" else "tiled")
 
 
-def attempt(name: str, measured: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def contest(names: Iterable[str] | None, measured: Callable[[str], list[Row]]) -> list[Row]:
+    """The rows of all contestants that can do it."""
+    return [row for name in names or () for row in attempt(name, measured)]
+
+
+def attempt(name: str, measured: Callable[[str], list[Row]]) -> list[Row]:
     """A contestant's rows; none, and a printed reason, where it refuses or where a peer's own code fails."""
     try:
         return measured(name)
@@ -146,27 +151,26 @@ def attempt(name: str, measured: Callable[[str], list[dict[str, Any]]]) -> list[
     return []
 
 
-def decode(case: Case, options: Options) -> list[dict[str, Any]]:
+def decode(case: Case, options: Options) -> list[Row]:
     """One query a row over all keys: bytes of keys and values over time, beside a copy's bytes read and written."""
     copy = copy_rate(options)
     sets = [inputs(case, options, queries=1, seed=seed) for seed in range(3)]  # more than any cache holds
     moved = sum(x.numel() * x.element_size() for x in (sets[0].k, sets[0].v))
-    rows: list[dict[str, Any]] = []
 
-    def measured(name: str) -> list[dict[str, Any]]:
+    def measured(name: str) -> list[Row]:
         functions = [CONTESTANTS[name](given).forward for given in sets]
-        alone = median_ms(rotating(functions), options)
+        turns = cycle(functions)
+        alone = median_ms(lambda: next(turns)(), options)
         ms = graph_ms(functions) if options.device == "cuda" else alone
         rate = moved / ms / 1e9
         row = {"impl": name, "pass": "forward", "ms": ms, "ms_without_graph": alone}
         return [{**row, "tb_per_s": rate, "copy_tb_per_s": copy, "of_copy": rate / copy}]
 
-    for name in ("decode" if n == "triton" else n for n in options.impls or ()):
-        rows += attempt(name, measured)
-    return with_ratios(rows, "decode" if options.device == "cuda" else "tiled")
+    names = ("decode" if n == "triton" else n for n in options.impls or ())
+    return with_ratios(contest(names, measured), "decode" if options.device == "cuda" else "tiled")
 
 
-def interval(case: Case, options: Options) -> list[dict[str, Any]]:
+def interval(case: Case, options: Options) -> list[Row]:
     """What intervals cost: our kernel as it is, and compiled with the causal mask written into it."""
     if options.device != "cuda":
         print("interval: needs a GPU")
@@ -175,7 +179,7 @@ def interval(case: Case, options: Options) -> list[dict[str, Any]]:
 
     given = inputs(case, options)
     call = partial(attend, given.q, given.k, given.v, given.where, scale=given.scale, out_dtype=given.q.dtype)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for _ in range(3):  # in turns: a difference of percents is smaller than the clock's drift
         for name, function in (("intervals", call), ("causal", partial(call, causal=True))):
             rows.append({"impl": name, "pass": "forward", "ms": median_ms(function, options)})
@@ -183,26 +187,25 @@ def interval(case: Case, options: Options) -> list[dict[str, Any]]:
     return [{"impl": n, "pass": "forward", "ms": t, "cost": t / times["causal"] - 1} for n, t in times.items()]
 
 
-def errors(case: Case, options: Options) -> list[dict[str, Any]]:
+def errors(case: Case, options: Options) -> list[Row]:
     """Distance from float64 of out and of every gradient, |found - exact| / |exact|, on the same inputs for all."""
     given = inputs(case, options)
-    rows: list[dict[str, Any]] = []
     q, k, v, dout = (x.double() for x in (given.q, given.k, given.v, given.dout))
     part = reference.attend(q, k, v, given.where, scale=given.scale)
     known = dout, part.lse, (part.out * dout).sum(-1)
     grads = reference.attend_backward(q, k, v, given.where, *known, scale=given.scale)
     truth = dict(zip(("out", "lse", "dq", "dk", "dv"), (*part, *grads), strict=True))
 
-    def measured(name: str) -> list[dict[str, Any]]:
+    def measured(name: str) -> list[Row]:
         runs = of_table(name)(given)
         found = dict(zip(truth, (*runs.forward(), *runs.backward()), strict=True))
-        row: dict[str, Any] = {"impl": name, "error_lse": (found["lse"] - truth["lse"]).abs().max().item()}
+        row: Row = {"impl": name, "error_lse": (found["lse"] - truth["lse"]).abs().max().item()}
         for n in ("out", "dq", "dk", "dv"):
             row[f"error_{n}"] = distance(found[n].to(given.q.dtype), truth[n])
         return [row]
 
-    for name in (n for n in options.impls or () if n in {k.name for k in kernels.TABLE}):
-        rows += attempt(name, measured)
+    ours = {kernel.name for kernel in kernels.TABLE}
+    rows = contest((name for name in options.impls or () if name in ours), measured)
     for base in [row for row in rows if row["impl"] == "cudnn"]:
         for row in rows:
             row |= {f"over_cudnn_{n}": row[f"error_{n}"] / base[f"error_{n}"] for n in ("out", "dq", "dk", "dv")}
@@ -248,7 +251,7 @@ def useful_flops(given: Inputs) -> float:
     return 2.0 * (given.q.shape[-1] + given.v.shape[-1]) * given.q.shape[2] * pairs
 
 
-def with_ratios(rows: list[dict[str, Any]], ours: str) -> list[dict[str, Any]]:
+def with_ratios(rows: list[Row], ours: str) -> list[Row]:
     """In our rows, each other contestant's time over ours: above 1, ours is faster."""
     for row in rows:
         if row["impl"] == ours:
@@ -272,29 +275,15 @@ def median_ms(function: Callable[[], Any], options: Options) -> float:
     return statistics.median(times) * 1e3
 
 
-def rotating(functions: list[Callable[[], Any]]) -> Callable[[], Any]:
-    turn = iter(range(10**9))
-    return lambda: functions[next(turn) % len(functions)]()
-
-
-def graph_ms(functions: list[Callable[[], Any]], replays: int = 20) -> float:
+def graph_ms(functions: list[Callable[[], Any]]) -> float:
     """The time of one call when the functions, one after the other, are replayed as a CUDA graph."""
-    for function in functions:
-        function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    times: list[float] = []
-    with torch.cuda.graph(graph):
+
+    def all_twice() -> None:
         for function in functions * 2:
             function()
-    for _ in range(replays):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / (2 * len(functions)))
-    return statistics.median(times[2:])
+
+    replay = captured(all_twice)
+    return statistics.median([elapsed_ms(replay) for _ in range(20)][2:]) / (2 * len(functions))
 
 
 def copy_rate(options: Options) -> float:

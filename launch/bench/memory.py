@@ -5,12 +5,16 @@ above what it had before its inputs were made; `minimal_mib` is q, k, v, out, th
 """
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ringattn.launch.bench import draws, given, on_ranks, table
+import ringattn as ra
+from ringattn.launch.bench import Row, over_ranks
+from ringattn.launch.bench.timing import draws, dtype_on
 from ringattn.launch.train import metrics
 from ringattn.launch.words import option
 
@@ -27,49 +31,31 @@ class Options:
     window: int | None = option(2048, "attend to this many keys: less to compute, the same memory; none for all")
     strategy: str = option("ring", "ring, gather or ulysses")
     layout: str = option("zigzag", "contiguous, striped or zigzag")
-    device: str = option("cpu", "cpu or cuda", among=("cpu", "cuda"))
+    device: str = option("cpu", "where it runs", among=("cpu", "cuda"))
     timeout: float = option(600.0, "seconds for each number of ranks")
 
 
-def run(options: Options) -> list[dict[str, Any]]:
-    rows = []
-    for ranks in options.ranks:
-        peaks = on_ranks(measure, ranks, options.device, options.timeout, options)
-        local = -(-options.tokens // ranks)
-        per_token = 2 * options.heads * 2 * options.head_dim + 2 * options.kv_heads * 2 * options.head_dim
-        itemsize = 2 if options.device == "cuda" else 4
-        minimal = (local * per_token * itemsize + local * options.heads * 4) / 2**20
-        rows.append(
-            {
-                **given(options, "ranks"),
-                "suite": "memory",
-                "ranks": ranks,
-                "local": local,
-                "peak_mib": max(peaks) / 2**20,
-                "minimal_mib": minimal,
-                "ratio": max(peaks) / 2**20 / minimal,
-            }
-        )
-        print(table(rows[-1:], COLUMNS) if len(rows) == 1 else table(rows, COLUMNS).splitlines()[-1], flush=True)
-    return rows
+def run(options: Options) -> list[Row]:
+    return over_ranks(measured, options, "peak_mib", "ratio")
 
 
-def measure(options: Options) -> int:
+def measured(options: Options) -> Iterator[Row]:
     """One rank: the peak of one forward and backward pass, after one that warmed everything up."""
-    import ringattn as ra
-
-    sizes = {"ulysses" if options.strategy == "ulysses" else "ring": torch.distributed.get_world_size()}
+    ranks = dist.get_world_size()
+    sizes = {"ulysses" if options.strategy == "ulysses" else "ring": ranks}
     mesh = ra.init_mesh(**sizes, device_type=options.device)
-    plan = ra.plan(mesh, seq_len=options.tokens, strategy=options.strategy, layout=options.layout)
-    step(ra.plan(mesh, seq_len=512, strategy=options.strategy, layout=options.layout), options)
+    how: dict[str, Any] = {"strategy": options.strategy, "layout": options.layout}
+    step(ra.plan(mesh, seq_len=512, **how), options)
+    plan = ra.plan(mesh, seq_len=options.tokens, **how)
     memory = held(options.device)
     step(plan, options)
-    return memory.grown()
+    peak, local = memory.grown() / 2**20, -(-options.tokens // ranks)
+    per_token = 4 * options.head_dim * (options.heads + options.kv_heads) * dtype_on(options.device).itemsize
+    minimal = local * (per_token + 4 * options.heads) / 2**20
+    yield {"ranks": ranks, "local": local, "peak_mib": peak, "minimal_mib": minimal, "ratio": peak / minimal}
 
 
 def step(plan: Any, options: Options) -> None:
-    import ringattn as ra
-
     q, k, v = draws(options, plan.local_len, grads=True)
     out = ra.attention(q, k, v, plan, spec=ra.AttentionSpec(window=options.window))
     out.backward(torch.ones_like(out))

@@ -46,16 +46,18 @@ def kernel_of(name: str) -> kernels.Kernel:
     return next(kernel for kernel in kernels.TABLE if kernel.name == name)
 
 
-def refusal(name: str, given: Inputs) -> str | None:
-    return kernel_of(name).refuses(problem_of(given.q, given.k, given.v, None, given.where.tiles is not None))
+def check(name: str, given: Inputs, own_masks: bool = False) -> None:
+    """A NotImplementedError where a kernel refuses; with `own_masks` not for a mask that is no rectangles for us."""
+    reason = kernel_of(name).refuses(problem_of(given.q, given.k, given.v, None, given.where.tiles is not None))
+    if reason is not None and not (own_masks and "rectangles" in reason):
+        raise NotImplementedError(reason)
 
 
 def of_table(name: str) -> Callable[[Inputs], Runs]:
     """A kernel of our own table, called as a ring step calls it, results in the dtype of q."""
 
     def runs(given: Inputs) -> Runs:
-        if (reason := refusal(name, given)) is not None:
-            raise NotImplementedError(reason)
+        check(name, given)
         kernel, tensors = kernel_of(name).load(), (given.q, given.k, given.v, given.where)
 
         def forward() -> Any:
@@ -125,8 +127,7 @@ def cudnn(given: Inputs) -> Runs:
     """cuDNN as it is where one call does the mask, and tile by tile where it does not."""
     if given.mask not in ("causal", "full"):
         return of_table("cudnn")(given)
-    if (reason := refusal("cudnn", given)) is not None:
-        raise NotImplementedError(reason)
+    check("cudnn", given)
     from ringattn.kernels.vendor import cudnn as vendor
 
     tensors, options = (given.q, given.k, given.v), (given.mask == "causal", given.scale)
@@ -139,9 +140,7 @@ def cudnn(given: Inputs) -> Runs:
 
 def flash(given: Inputs) -> Runs:
     """FlashAttention-2 as built into torch, with its own window and its own packed documents."""
-    reason = refusal("flash", given)
-    if reason is not None and "rectangles" not in reason:
-        raise NotImplementedError(reason)
+    check("flash", given, own_masks=True)
     q, k, v, dout = packed_docs(given)
     lengths, options = varlen(given), {"scale": given.scale, **window_words(given)}
     causal = given.mask != "full"
@@ -161,9 +160,7 @@ def flash(given: Inputs) -> Runs:
 
 def fa4(given: Inputs) -> Runs:
     """FlashAttention-4, with its own window and its own packed documents."""
-    reason = refusal("fa4", given)
-    if reason is not None and "rectangles" not in reason:
-        raise NotImplementedError(reason)
+    check("fa4", given, own_masks=True)
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     q, k, v, dout = packed_docs(given)

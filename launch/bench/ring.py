@@ -2,13 +2,12 @@
 
 The causal floor is one call on every rank at once, of tokens / sqrt(ranks) tokens: as many (query, key) pairs as a
 rank has of the whole. The floor of packed documents is the whole sequence on one device, divided by the ranks; there
-only pairs within a document count as flops. `lost` is the part of the time that the floor does not explain: `exposed`
-in the rows, while what a trace calls exposed is communication. Times are medians: of the slowest rank in the table, of
-rank 0 in the lines that come before it. `peak` is the memory of forward and backward over q, k, v, out, their gradients
-and lse. `peers` are torch's own context_parallel with cuDNN, by how it rotates: allgather, alltoall.
+only pairs within a document count as flops. `lost` is the part of the time that the floor does not explain; what a
+trace calls exposed is communication. Times are medians: of the slowest rank in the table, of rank 0 in the lines that
+come before it. `peak` is the memory of forward and backward over q, k, v, out, their gradients and lse. `peers` are
+torch's own context_parallel with cuDNN, by how it rotates: allgather, alltoall.
 """
 
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ringattn.launch.bench import captured, draws, on_ranks, passes, reported, slowest, table, timeline, together
+import ringattn as ra
+from ringattn.launch.bench import Row, over_ranks, timeline
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
+from ringattn.launch.bench.timing import draws, median_ms, passes
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "mask", "who", "strategy", "layout", "mode", "ms", "floor_ms", "ratio", "tflops", "lost",
@@ -47,13 +48,11 @@ class Options:
     together: int = option(0, "blocks a step; 0: as many as are small")
     groups: int = option(0, "groups of heads through Ulysses and gather; 0: as many as save time")
     transports: list[str] = option(["auto"], "auto, symmetric, group: each is timed")
-    peers: list[str] = option(
-        [], "allgather, alltoall: torch's context_parallel beside ours", among=("allgather", "alltoall")
-    )
+    peers: list[str] = option([], "torch's context_parallel beside ours", among=("allgather", "alltoall"))
     kernel: str = option("auto", "the kernel of every step, and of the floor")
-    device: str = option("cuda", "cuda or cpu", among=("cuda", "cpu"))
+    device: str = option("cuda", "where it runs", among=("cuda", "cpu"))
     floor: bool = option(True, "whether to time the floor too")
-    modes: list[str] = option(list(FLOPS), "forward, forward+backward", among=tuple(FLOPS))
+    modes: list[str] = option(list(FLOPS), "which passes", among=tuple(FLOPS))
     graphs: bool = option(False, "capture each call in a CUDA graph and time its replays, the floor's too")
     warmup: int = option(2, "runs that are not timed", least=0)
     repeats: int = option(10, "timed runs")
@@ -74,45 +73,29 @@ class Options:
                 raise ValueError(f"mask={mask}: choose causal, long, short, or a number, which is a window")
 
 
-def run(options: Options) -> list[dict[str, Any]]:
-    ranks = on_ranks(measure, processes_of(options), options.device, options.timeout, options)
-    names = ("ranks", "processes", "ulysses", "heads", "kv_heads", "head_dim", "groups", "kernel", "graphs", "repeats")
-    rows = []
-    for worst in slowest([found["rows"] for found in ranks], "ms", "floor_ms", "peak"):
-        row = {"suite": "ring", **{n: getattr(options, n) for n in names}, **worst}
+def run(options: Options) -> list[Row]:
+    rows = over_ranks(measured, options, "ms", "floor_ms", "peak")
+    for row in rows:
         row["tflops"] = row["flops"] / options.ranks / row["ms"] / 1e9
         if row["floor_ms"] is not None:
-            row |= {"ratio": row["floor_ms"] / row["ms"], "exposed": 1 - row["floor_ms"] / row["ms"]}
-        rows.append(row)
-    compare(rows)
-    print(table([{**row, "lost": lost(row)} for row in rows], COLUMNS))
-    for name, spans in timeline.by_rank([found["spans"] for found in ranks]).items():
-        print(timeline.save(spans, Path(options.trace), name))
-    return rows
-
-
-def lost(row: dict[str, Any]) -> float | None:
-    """The part of the time that the floor does not explain, if it leaves any."""
-    return row["exposed"] if row.get("exposed", -1) >= 0 else None
-
-
-def compare(rows: list[dict[str, Any]]) -> None:
-    """`against`: how much faster than the fastest peer in the same run."""
-    for row in rows:
+            row["ratio"] = row["floor_ms"] / row["ms"]
+            row["lost"] = 1 - row["ratio"]
         same = [r for r in rows if all(r[n] == row[n] for n in ("tokens", "mask", "mode"))]
         theirs = [r["ms"] for r in same if r["who"].startswith("torch")]
         if theirs and not row["who"].startswith("torch"):
-            row["against"] = min(theirs) / row["ms"]
+            row["against"] = min(theirs) / row["ms"]  # how much faster than the fastest peer in the same run
+        if spans := row.pop("spans", None):
+            name = " ".join(str(row[n]) for n in ("who", "tokens", "mode"))
+            print(timeline.save(spans, Path(options.trace), name))
+    return rows
 
 
-def measure(options: Options) -> dict[str, Any]:
-    """One rank: every length, forward and forward + backward, over ranks and alone; and the spans of a trace."""
-    import ringattn as ra
-
+def measured(options: Options) -> Iterator[Row]:
+    """One rank: every length, forward and forward + backward, over ranks and alone; with the spans of a trace."""
     ring = processes_of(options) // options.ulysses
     mesh = ra.init_mesh(ring=ring, ulysses=options.ulysses, device_type=options.device)
-    found: dict[str, Any] = {"rows": [], "spans": {}}
-    for mask, tokens in asked_for(options):
+    cases = asked_for(options)
+    for mask, tokens in cases:
         case = Case.of(mask, tokens)
         floors = floor(options, case) if options.floor else dict.fromkeys(options.modes)
         for who, about, calls in contestants(options, mesh, case):
@@ -122,11 +105,10 @@ def measure(options: Options) -> dict[str, Any]:
                 ms = timed(calls[mode], options)
                 flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim
                 row = {"tokens": tokens, "mask": mask, "who": who, **about, "mode": mode, "ms": ms, "flops": flops}
-                more = {"floor_ms": floors[mode], "peak": peak(options, tokens, mode)}
-                found["rows"].append(reported({**row, **more}))
-                if options.trace and (mask, tokens) == asked_for(options)[0]:
-                    found["spans"][f"{who} {tokens} {mode}"] = timeline.record(calls[mode])
-    return found
+                row |= {"floor_ms": floors[mode], "peak": peak(options, tokens, mode)}
+                if options.trace and (mask, tokens) == cases[0]:
+                    row["spans"] = timeline.record(calls[mode])
+                yield row
 
 
 def asked_for(options: Options) -> list[tuple[str, int]]:
@@ -154,8 +136,6 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, mask: str, tokens: int) -> "Case":
-        import ringattn as ra
-
         if mask in MIXES:
             lengths = mixed(MIXES[mask], tokens)
             docs = ra.Docs.from_lengths(lengths)
@@ -166,9 +146,7 @@ class Case(NamedTuple):
 
 
 def floor(options: Options, case: Case) -> dict[str, float]:
-    """Milliseconds of each mode with as many pairs as a rank has, and nobody to talk to."""
-    import ringattn as ra
-
+    """Milliseconds of each mode with as many pairs as a rank has, and no communication."""
     whole = case.docs is not None or case.spec.window is not None
     alone = ra.plan(seq_len=case.tokens if whole else round(case.tokens / options.ranks**0.5), kernel=options.kernel)
     share = options.ranks if whole else 1
@@ -178,8 +156,6 @@ def floor(options: Options, case: Case) -> dict[str, float]:
 
 def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, dict[str, str], Any]]:
     """(who, what about it, what is timed), one after the other: each has the memory to itself."""
-    import ringattn as ra
-
     for transport in options.transports:
         for layout in options.layout:
             plan = ra.plan(
@@ -204,8 +180,6 @@ def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, 
 
 def ours(options: Options, plan: Any, case: Case) -> dict[str, Callable[[], Any]]:
     """What is timed: one forward pass, and one with its backward, on random data."""
-    import ringattn as ra
-
     q, k, v, dout = draws(options, plan.local_len, "qkvo", grads=True)
     return passes(lambda: ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs), (q, k, v), dout)
 
@@ -244,8 +218,4 @@ def peak(options: Options, tokens: int, mode: str) -> float | None:
 
 
 def timed(call: Callable[[], Any], options: Options) -> float:
-    """The median in milliseconds, all ranks starting together."""
-    for _ in range(options.warmup):
-        call()
-    call = captured(call) if options.graphs else call
-    return statistics.median(together(call) * 1e3 for _ in range(options.repeats))
+    return median_ms(call, options.repeats, options.warmup, options.graphs)

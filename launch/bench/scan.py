@@ -4,14 +4,16 @@ Every way in which states can travel is timed. `MB` is what the busiest rank sen
 number of tokens. Times are medians, of the slowest rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ringattn.launch.bench import given, on_ranks, passes, reported, ring, slowest, table
+import ringattn as ra
+from ringattn.launch.bench import Row, over_ranks
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
+from ringattn.launch.bench.timing import dtype_on, median_ms, passes
 from ringattn.launch.words import option
 
 COLUMNS = ["ranks", "tokens", "layout", "scan", "mode", "ms", "floor_ms", "ratio", "MB"]
@@ -27,60 +29,47 @@ class Options:
     heads: int = option(16, "heads")
     key_dim: int = option(128, "key dim")
     value_dim: int = option(128, "value dim")
-    rule: str = option("gated", "gated or delta", among=("gated", "delta"))
+    rule: str = option("gated", "the update of the state", among=("gated", "delta"))
     key_heads: int | None = option(None, "heads of q and k (as many as heads)")
-    gate: str = option("channel", "channel, head or none", among=("channel", "head", "none"))
+    gate: str = option("channel", "what has a gate of its own", among=("channel", "head", "none"))
     layout: list[str] = option(["zigzag"], "contiguous or zigzag")
     scan: list[str] = option(["auto", "gather", "ring", "pipeline"], "how states travel")
     kernel: str = option("auto", "auto, triton or chunkwise")
-    device: str = option("cuda", "cuda or cpu", among=("cuda", "cpu"))
+    device: str = option("cuda", "where it runs", among=("cuda", "cpu"))
     repeats: int = option(10, "timed runs")
     timeout: float = option(900.0, "seconds for all")
 
 
-def run(options: Options) -> list[dict[str, Any]]:
-    ranks = on_ranks(measure, processes_of(options), options.device, options.timeout, options)
-    rows = []
-    for worst in slowest(ranks, "ms", "floor_ms", "MB"):
-        row = {"suite": "scan", **given(options, "tokens", "layout", "scan"), **worst}
-        rows.append({**row, "ratio": row["floor_ms"] / row["ms"]})
-    print(table(rows, COLUMNS))
-    return rows
+def run(options: Options) -> list[Row]:
+    rows = over_ranks(measured, options, "ms", "floor_ms", "MB")
+    return [{**row, "ratio": row["floor_ms"] / row["ms"]} for row in rows]
 
 
-def measure(options: Options) -> list[dict[str, Any]]:
+def measured(options: Options) -> Iterator[Row]:
     """One rank: every length, alone and then every layout and way, forward and forward + backward."""
-    import ringattn as ra
-
-    ranks = processes_of(options) // options.ulysses
-    mesh = ra.init_mesh(ring=ranks, ulysses=options.ulysses, device_type=options.device)
-    found, how = [], ring.Options(device=options.device, repeats=options.repeats)
+    ring = options.ranks // options.ulysses
+    mesh = ra.init_mesh(
+        ring=processes_of(options) // options.ulysses, ulysses=options.ulysses, device_type=options.device
+    )
     for tokens in options.tokens:
         alone = calls(options, ra.plan(seq_len=tokens), "auto")
-        floors = {mode: ring.timed(call, how) for mode, call in alone.items()}
+        floors = {mode: median_ms(call, options.repeats) for mode, call in alone.items()}
         for layout in options.layout:
-            plan = folded(
-                ra.plan(mesh, seq_len=tokens * options.ranks, layout=layout), options.ranks // options.ulysses
-            )
+            plan = folded(ra.plan(mesh, seq_len=tokens * options.ranks, layout=layout), ring)
             for scan in options.scan:
                 for mode, call in calls(options, plan, scan).items():
                     before = sent(plan)
                     call()
-                    row = {"tokens": tokens, "layout": layout, "scan": scan, "mode": mode}
-                    row |= {"MB": (sent(plan) - before) / 1e6, "floor_ms": floors[mode], "ms": ring.timed(call, how)}
-                    found.append(reported(row))
-    return found
+                    row = {"tokens": tokens, "layout": layout, "scan": scan, "mode": mode, "floor_ms": floors[mode]}
+                    yield {**row, "MB": (sent(plan) - before) / 1e6, "ms": median_ms(call, options.repeats)}
 
 
 def calls(options: Options, plan: Any, scan: str) -> dict[str, Callable[[], Any]]:
     """What is timed: one forward pass, and one with its backward, on random data with gates as a layer makes them."""
-    import ringattn as ra
-
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     shape = (options.batch, plan.local_len, options.heads)
     keys = (*shape[:2], options.key_heads or options.heads, options.key_dim)
     q, k, v, dout = (
-        torch.randn(*sizes, device=options.device, dtype=dtype)
+        torch.randn(*sizes, device=options.device, dtype=dtype_on(options.device))
         for sizes in (keys, keys, (*shape, options.value_dim), (*shape, options.value_dim))
     )
     beta = None

@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 
+import ringattn as ra
 from ringattn.conf.schema import Train, from_dict
-from ringattn.launch.bench import on_ranks, table, together
+from ringattn.launch.bench import Row
+from ringattn.launch.bench.timing import median_ms, together
+from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.train import metrics
 from ringattn.launch.words import option
 
@@ -33,11 +36,11 @@ class Options:
     timeout: float = option(600.0, "seconds for all")
 
 
-def run(options: Options) -> list[dict[str, Any]]:
+def run(options: Options) -> list[Row]:
     written = Path(options.run) / "config.json"
     if not options.run or not written.is_file():
         raise ValueError(
-            f"run={options.run}: no {written.name} there; say the folder of a training run, as in runs/NAME"
+            f"run={options.run}: no {written.name} there; name the folder of a training run, as in runs/NAME"
         )
     about = json.loads(written.read_text())
     config, ranks = from_dict(about["config"]), about["ranks"]
@@ -50,10 +53,11 @@ def run(options: Options) -> list[dict[str, Any]]:
     steps = [r for r in metrics.read(Path(options.run) / "metrics.jsonl") if r["kind"] == "step"]
     if len(steps) < 3:
         raise ValueError(f"{options.run} has {len(steps)} steps; the first two are not counted, so train 3 or more")
-    floors = on_ranks(measure, ranks, config.device, options.timeout, config, options, ranks)
+    backend = "nccl" if config.device == "cuda" else "gloo"
+    floors = run_ranks(measured, ranks, config, options, ranks, backend=backend, timeout=options.timeout)
     attention, products, *burst = (max(floor[i] for floor in floors) for i in range(4))
     step = statistics.median(r["seconds"] for r in steps[2:])
-    row = {
+    return [{
         "suite": "step", **asdict(config.model), **asdict(config.strategy), "ranks": ranks, "tokens": config.seq_len,
         "batch": config.batch, "accumulate": config.accumulate, "compile": config.compile, "steps": len(steps),
         "step_s": step, "attention_s": attention, "products_s": products, "ratio": (attention + products) / step,
@@ -61,12 +65,10 @@ def run(options: Options) -> list[dict[str, Any]]:
         "tokens_per_second": statistics.median(r["tokens_per_second"] for r in steps[2:]),
         "mfu": statistics.median(r["mfu"] for r in steps[2:]), "memory_mib": max(r["memory_mib"] for r in steps),
         "first_loss": steps[0]["loss"], "loss": steps[-1]["loss"],
-    }  # fmt: skip
-    print(table([row], COLUMNS))
-    return [row]
+    }]  # fmt: skip
 
 
-def measure(config: Train, options: Options, ranks: int) -> tuple[float, ...]:
+def measured(config: Train, options: Options, ranks: int) -> tuple[float, ...]:
     """One rank: seconds of attention and of matrix products in one step, by calls in a row and by single ones."""
     m, spread = config.model, ranks // config.strategy.data
     times, size = config.batch * config.accumulate, m.head_dim or m.dim // m.heads
@@ -85,8 +87,6 @@ def measure(config: Train, options: Options, ranks: int) -> tuple[float, ...]:
 
 def attended(tokens: int, size: int, config: Train) -> Callable[[], Any]:
     """Causal attention, forward and backward, on one rank alone."""
-    import ringattn as ra
-
     plan = ra.plan(seq_len=tokens, kernel=config.strategy.kernel)
     heads, kv_heads = config.model.heads, config.model.kv_heads
     q, k, v, dout = (random(config, 1, tokens, n, size) for n in (heads, kv_heads, kv_heads, heads))
@@ -119,4 +119,4 @@ def in_a_row(call: Callable[[], Any], options: Options) -> float:
 
 def singly(call: Callable[[], Any], options: Options) -> float:
     """The median in seconds of single calls, all ranks starting together."""
-    return statistics.median([together(call) for _ in range(2 + options.repeats)][2:])
+    return median_ms(call, options.repeats) / 1e3

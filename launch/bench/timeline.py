@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ringattn.launch.bench import finish, meet
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ringattn.launch.bench.timing import finish, meet
 
 HOPS = ("ncclDevKernel", "Memcpy", "SendRecv", "memcpy")
 BACKWARD = ("backward", "bwd", "dkdv_kernel", "dq_kernel")  # in the names of what runs in backward only
@@ -30,9 +33,6 @@ class Span(NamedTuple):
 
 def record(call: Callable[[], Any]) -> list[Span]:
     """One call under the profiler, after all ranks have met in an all-reduce."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
     gpu = torch.cuda.is_initialized()
     with silence(), profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * gpu]) as profiler:
         for _ in range(2):  # the first one under a profiler is slow
@@ -53,7 +53,7 @@ def record(call: Callable[[], Any]) -> list[Span]:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Nothing on stderr, also not from C++: the profiler says when it starts and ends, amid the rows."""
+    """Discard stderr, also C++'s: the profiler logs when it starts and ends, between the rows."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -76,11 +76,6 @@ def lane_on_cpu(name: str) -> str | None:
     return {"gloo": "hops", "aten": "attention"}.get(name.partition(":")[0])
 
 
-def by_rank(found: Sequence[dict[str, list[Span]]]) -> dict[str, list[list[Span]]]:
-    """What every rank recorded under each name."""
-    return {name: [spans[name] for spans in found] for name in found[0]}
-
-
 def covered(spans: Sequence[Span], apart: float = 0.0) -> list[tuple[float, float]]:
     """The times at which some span runs, as intervals that are further apart than so much."""
     found: list[tuple[float, float]] = []
@@ -100,13 +95,13 @@ def exposed(spans: Sequence[Span]) -> float:
 
 
 def idle(spans: Sequence[Span]) -> float:
-    """The part of the time in which nothing computes, whatever the reason."""
+    """The part of the time in which nothing computes, for any reason."""
     start, end = min(s.start for s in spans), max(s.start + s.length for s in spans)
     return 1 - sum(b - a for a, b in covered([s for s in spans if s.lane == "attention"])) / (end - start)
 
 
 def save(ranks: Sequence[Sequence[Span]], path: Path, name: str) -> str:
-    """Writes the trace and the picture beside `path`, and says what they show."""
+    """Write the trace and the picture beside `path`; returns what they show."""
     slug = "-".join(name.replace("+", " ").split())
     target = path.with_name(f"{path.stem}-{slug}")
     target.with_suffix(".json").write_text(json.dumps(trace(ranks)))

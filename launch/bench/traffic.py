@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+import ringattn as ra
 from ringattn.comms.local import run as run_ranks
-from ringattn.launch.bench import table
+from ringattn.launch.bench import Row
 from ringattn.launch.processes import MOST
 from ringattn.launch.words import option
+from ringattn.mask import Mask, schedule_of
 
 COLUMNS = ["strategy", "route", "ring", "ulysses", "layout", "mask", "forward", "backward", "scheduled", "forward_mb"]
 
@@ -27,40 +29,25 @@ class Options:
     window: int = option(600, "keys of the windowed rows")
 
 
-def run(options: Options) -> list[dict[str, Any]]:
-    import ringattn as ra
-
-    if not 2 <= options.ranks <= min(MOST, options.tokens):
-        raise ValueError(f"ranks={options.ranks}: there can be 2 to {MOST}, and no more than tokens={options.tokens}")
-    causal, window, full = ra.AttentionSpec(), ra.AttentionSpec(window=options.window), ra.AttentionSpec(causal=False)
-    inside = ra.Docs.from_lengths([options.tokens // options.ranks] * options.ranks, pad_to=options.tokens)
-    n = options.ranks
-    cases: list[tuple[Any, ...]] = [
-        (n, 1, layout, mask, spec, docs)
-        for layout, mask, spec, docs in (
-            ("zigzag", "causal", causal, None),
-            ("contiguous", "causal", causal, None),
-            ("contiguous", "full", full, None),
-            ("contiguous", f"window {options.window}", window, None),
-            ("zigzag", f"window {options.window}", window, None),
-            ("contiguous", "documents inside shards", causal, inside),
-        )
-    ]
-    cases.append((n // 2, 2, "zigzag", "causal", causal, None))
-    cases = [("ring", route, *case) for route in ("direct", "relay") for case in cases]
-    cases.append(("ulysses", "direct", 1, n, "contiguous", "causal", causal, None))
-    cases.append(("gather", "direct", n, 1, "zigzag", "causal", causal, None))
-    rows = [count(options, *case) for case in cases]
-    print(table(rows, COLUMNS))
-    return rows
+def run(options: Options) -> list[Row]:
+    n, window = options.ranks, f"window {options.window}"
+    if not 2 <= n <= min(MOST, options.tokens):
+        raise ValueError(f"ranks={n}: there can be 2 to {MOST}, and no more than tokens={options.tokens}")
+    rings = (
+        (n, 1, "zigzag", "causal"), (n, 1, "contiguous", "causal"), (n, 1, "contiguous", "full"),
+        (n, 1, "contiguous", window), (n, 1, "zigzag", window), (n, 1, "contiguous", "documents inside shards"),
+        (n // 2, 2, "zigzag", "causal"),
+    )  # fmt: skip
+    cases = [("ring", route, *ring) for route in ("direct", "relay") for ring in rings]
+    cases += [("ulysses", "direct", 1, n, "contiguous", "causal"), ("gather", "direct", n, 1, "zigzag", "causal")]
+    return [count(options, *case) for case in cases]
 
 
-def count(
-    options: Options, strategy: str, route: str, ring: int, ulysses: int, layout: str, mask: str, spec: Any, docs: Any
-) -> dict[str, Any]:
+def count(options: Options, strategy: str, route: str, ring: int, ulysses: int, layout: str, mask: str) -> Row:
     """One forward and backward pass on all ranks; what the busiest one sent."""
-    import ringattn as ra
-    from ringattn.mask import Mask, schedule_of
+    spec = ra.AttentionSpec(causal=mask != "full", window=options.window if mask.startswith("window") else None)
+    inside = [options.tokens // options.ranks] * options.ranks
+    docs = ra.Docs.from_lengths(inside, pad_to=options.tokens) if mask.startswith("documents") else None
 
     def one(mesh: Any) -> tuple[int, int, int, int]:
         plan = ra.plan(mesh, seq_len=options.tokens, strategy=strategy, layout=layout, transport=ra.Transport(route))
@@ -80,7 +67,6 @@ def count(
     scheduled = f"{blocks} + {both}" if strategy == "ring" and ulysses == 1 else None
     return {
         "suite": "traffic", "tokens": options.tokens, "strategy": strategy, "route": route, "ring": ring,
-        "ulysses": ulysses,
-        "layout": layout, "mask": mask, "forward": forward / block, "backward": backward / block,
+        "ulysses": ulysses, "layout": layout, "mask": mask, "forward": forward / block, "backward": backward / block,
         "scheduled": scheduled, "forward_mb": forward / 1e6, "backward_mb": backward / 1e6,
     }  # fmt: skip

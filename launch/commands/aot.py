@@ -6,8 +6,8 @@
 Needs libtpu (pip install '.[tpu]'). The devices that ring x ulysses leaves over are a data axis.
 """
 
-import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from ringattn.launch.words import option
 from ringattn.planning import Plan
@@ -36,32 +36,29 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Print the report; 2 if what was asked cannot be."""
-    try:
-        from ringattn.jax import aot
+    """Print the report."""
+    from ringattn.jax import aot
 
-        plan = Plan(
-            options.seq_len, options.ring, options.ulysses, options.strategy, options.layout,
-            heads=(options.heads, options.kv_heads), head_dim=options.head_dim, value_dim=options.value_dim,
-        )  # fmt: skip
-        spec = AttentionSpec(options.causal, options.window, options.softcap)
-        sizes = [pair(word) for word in options.blocks]
+    plan = Plan(
+        options.seq_len, options.ring, options.ulysses, options.strategy, options.layout,
+        heads=(options.heads, options.kv_heads), head_dim=options.head_dim, value_dim=options.value_dim,
+    )  # fmt: skip
+    spec = AttentionSpec(options.causal, options.window, options.softcap)
+    sizes = [pair(word) for word in options.blocks]
+    try:
         report = aot.aot_report(options.topology, plan, spec=spec, batch=options.batch, dtype=options.dtype)
         print(report)
         for size, verdict in aot.fits(options.topology, plan, sizes, options.dtype).items() if sizes else ():
             print(f"blocks {size}: {verdict}")
-    except (ValueError, NotImplementedError, RuntimeError) as error:
-        print(f"ringattn aot: {error}", file=sys.stderr)
-        return 2
-    if options.text:
-        for program in (report.forward, report.backward):
-            with open(f"{options.text}.{program.name}", "w") as file:
-                file.write(program.text)
+    except RuntimeError as error:  # JAX's and libtpu's own
+        raise ValueError(str(error)) from error
+    for program in (report.forward, report.backward) if options.text else ():
+        Path(f"{options.text}.{program.name}").write_text(program.text)
     return 0
 
 
 def pair(word: str) -> tuple[int, int]:
     queries, x, keys = word.partition("x")
     if not (x and queries.isdigit() and keys.isdigit()):
-        raise ValueError(f"blocks={word}: say queries x keys, as in 512x1024")
+        raise ValueError(f"blocks={word}: give queries x keys, as in 512x1024")
     return int(queries), int(keys)

@@ -20,6 +20,7 @@ from ringattn.launch import processes
 from ringattn.launch.words import option
 
 OLDEST = {"torch": (2, 11), "triton": (3, 6), "jax": (0, 10)}
+USED = {"triton": "GPU kernels (Linux)", "jax": "if you use JAX", "hydra-core": "for ringattn train"}
 HEAD_DIM = 128
 
 
@@ -59,13 +60,10 @@ def examine(options: Options) -> Iterator[Finding]:
     torch = package("torch", needed=True)
     yield torch
     yield package("numpy", needed=True)
-    yield package(
-        "triton", needed=False, remedy="pip install '.[gpu]' in the checkout (Linux): GPU kernels are written in it"
-    )
-    yield package("jax", needed=False, remedy="pip install '.[jax]' in the checkout if you use JAX")
-    yield package(
-        "hydra-core", needed=False, remedy="pip install '.[train]' in the checkout for ringattn train", module="hydra"
-    )
+    for name, module, extra in (("triton", "triton", "gpu"), ("jax", "jax", "jax"), ("hydra-core", "hydra", "train")):
+        yield package(
+            name, needed=False, remedy=f"pip install '.[{extra}]' in the checkout: {USED[name]}", module=module
+        )
     if torch.state == "bad":
         return
     yield from survives("gpu", gpus)
@@ -85,12 +83,9 @@ def survives(what: str, check: Callable[[], Any]) -> Iterator[Finding]:
 
 def python() -> Finding:
     good = sys.version_info >= (3, 11, 1)
-    return Finding(
-        "ok" if good else "bad",
-        "python",
-        f"{platform.python_version()} ({sys.executable})",
-        "" if good else "ringattn needs Python 3.11.1 or newer; in 3.11.0 other users can run code in its fork server",
-    )
+    remedy = "ringattn needs Python 3.11.1 or newer; in 3.11.0 other users can run code in its fork server"
+    here = f"{platform.python_version()} ({sys.executable})"
+    return Finding("ok", "python", here) if good else Finding("bad", "python", here, remedy)
 
 
 def package(name: str, needed: bool, remedy: str = "", module: str = "") -> Finding:
@@ -123,11 +118,10 @@ def gpus() -> list[Finding]:
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") is None:
             return [Finding("none", "gpu", "not here; attention runs on the CPU")]
-        built = f"torch {torch.__version__} is built for " + (
-            f"CUDA {cuda}" if (cuda := torch.version.cuda) else "CPUs"
-        )
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+        problem = f"nvidia-smi is here, and torch sees no GPU; torch {torch.__version__} is built for {built}"
         remedy = "install the torch build for this driver (nvidia-smi shows its CUDA version)"
-        return [Finding("bad", "gpu", f"nvidia-smi is here, and torch sees no GPU; {built}", remedy)]
+        return [Finding("bad", "gpu", problem, remedy)]
     count = torch.cuda.device_count()
     kinds: dict[str, list[int]] = {}
     for i in range(count):
@@ -142,13 +136,13 @@ def links(count: int) -> str:
     import torch
 
     direct = sum(torch.cuda.can_device_access_peer(i, j) for i in range(count) for j in range(count) if i != j)
-    said = f"{direct} of {count * (count - 1)} pairs of GPUs reach each other's memory directly"
+    found = f"{direct} of {count * (count - 1)} pairs of GPUs reach each other's memory directly"
     if shutil.which("nvidia-smi") is None:
-        return said
+        return found
     asked = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30)
     rows = [line.split() for line in asked.stdout.splitlines() if line.startswith("GPU")]
     kinds = sorted({cell for row in rows for cell in row[1 : count + 1] if cell != "X"})
-    return f"{said} ({', '.join(kinds)})" if kinds else said
+    return f"{found} ({', '.join(kinds)})" if kinds else found
 
 
 def serving(on: list[str]) -> list[Finding]:
@@ -166,18 +160,17 @@ def serving(on: list[str]) -> list[Finding]:
             found.append(Finding("ok", "kernels", f"{first} serves {asked}"))
         except NotImplementedError:
             first = ""
-            found.append(Finding("bad", "kernels", f"none serves {asked}", "the lines below say what each one lacks"))
+            found.append(Finding("bad", "kernels", f"none serves {asked}", "the lines below show what each one lacks"))
         found += [choice(kernel, problem, first) for kernel in kernels.TABLE if kernel.name != first]
     return found
 
 
 def choice(kernel: kernels.Kernel, problem: kernels.Problem, first: str) -> Finding:
     """Why a kernel is not the one that serves, and what installing it would gain."""
-    why = kernels.gain(kernel, problem, first) or kernel.refuses(problem)
-    if why is None:
-        why = "would serve if named; slow here" if problem.device in kernel.named else "would serve too"
-        return Finding("ok", f"  {kernel.name}", why)
-    return Finding("none", f"  {kernel.name}", why)
+    if (why := kernels.gain(kernel, problem, first) or kernel.refuses(problem)) is not None:
+        return Finding("none", f"  {kernel.name}", why)
+    serves = "would serve if named; slow here" if problem.device in kernel.named else "would serve too"
+    return Finding("ok", f"  {kernel.name}", serves)
 
 
 def nccl(options: Options) -> Finding:
@@ -203,13 +196,12 @@ def talking(backend: str, options: Options, version: str = "") -> Finding:
             "gloo": "ranks find each other by the host's name: try GLOO_SOCKET_IFNAME=lo, and check /etc/hosts",
             "nccl": "run again with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 shows whether the links are at fault",
         }[backend]
-        said = f"{options.ranks} ranks do not work together: rank {error.rank}: {error.summary}"
-        return Finding("bad", backend, said, remedy)
+        problem = f"{options.ranks} ranks do not work together: rank {error.rank}: {error.summary}"
+        return Finding("bad", backend, problem, remedy)
     detail = f"{options.ranks} processes compute one attention together, off by {worst:.0e}"
     if worst > 1e-5:
         return Finding("bad", backend, detail, "run ringattn verify to see which results are off")
-    parts = [version, detail, *settings]
-    return Finding("ok", backend, "; ".join(p for p in parts if p))
+    return Finding("ok", backend, "; ".join(filter(None, [version, detail, *settings])))
 
 
 def together(backend: str) -> float:

@@ -8,15 +8,12 @@ travels; docs=LENGTHS counts packed documents.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from ringattn import choosing
 from ringattn.choosing import elsewhere, factored
 from ringattn.cost import SAMPLED_ROWS, kv_heads_of_a_rank, seen_pairs
 from ringattn.launch.words import option
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan, Transport
-from ringattn.schedule import Schedule
 from ringattn.spec import AttentionSpec, Docs
 
 MOST = 1024  # ranks: what each pair of them works on is counted
@@ -44,7 +41,7 @@ class Options:
     causal: bool = option(True, "whether a query sees no later key")
     window: int | None = option(None, "how many keys a query sees at most")
     docs: tuple[int, ...] | None = option(None, "lengths of packed documents; the rest is padding", least=0)
-    device: str = option("cuda", "cuda or cpu: whose speeds and kernels to assume")
+    device: str = option("cuda", "whose speeds and kernels to assume", among=("cuda", "cpu"))
     dtype: str | None = option(None, "by default bfloat16 on cuda and float32 on cpu")
 
 
@@ -80,9 +77,7 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
     if (ranks := options.sequence or options.ring * options.ulysses) > MOST:
         raise ValueError(f"{ranks} ranks; a plan is shown for {MOST} at most")
     if len(options.heads) not in (1, 2):
-        raise ValueError(f"heads={options.heads}: say query heads and key heads, as in heads=32,8")
-    if options.device not in ("cuda", "cpu"):
-        raise ValueError(f"device={options.device!r}: choose cuda, for GPUs, or cpu")
+        raise ValueError(f"heads={options.heads}: give query heads and key heads, as in heads=32,8")
     sizes = factored(options.sequence) if options.sequence else [(options.ring, options.ulysses)]
     link = Link(moves(options), options.hosts)
     return choosing.plan(
@@ -108,7 +103,7 @@ def moves(options: Options) -> str:
     """What moves the blocks of a ring there, where GPUs of one host see each other's memory."""
     shared = options.device == "cuda" and options.hosts == 1
     if options.transport == "symmetric" and not shared:
-        raise ValueError("transport=symmetric needs GPUs of one host; say device=cuda hosts=1, or transport=group")
+        raise ValueError("transport=symmetric needs GPUs of one host; use device=cuda hosts=1, or transport=group")
     if options.device == "cpu":
         return "gloo"
     return "symmetric memory" if shared and options.transport != "group" else "nccl"
@@ -118,12 +113,13 @@ def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
     """The steps of the plan's route as the lines of a table: the pairs each rank works on, and how many blocks come."""
     counts = seen_pairs(plan.tokens, plan.keys.tokens, spec, docs)
     share = max(counts.sum() / plan.ring, 1)
-    total = counts.sum(1) / share
+    whole = "".join(f"{w:>8.0%}" for w in counts.sum(1) / share)
     if plan.strategy == "gather":
-        return gathered(total)
-    schedule = schedule_of(Mask(plan, spec, docs))
-    runs = routed(plan, schedule)
-    ranks = range(plan.ring)
+        title = "gather: one step, after every rank's keys have arrived; the share of the mean work that each rank does"
+        return [title, whole]
+    schedule, ranks = schedule_of(Mask(plan, spec, docs)), range(plan.ring)
+    rounds = [schedule.rounds(r, plan.hosts, blocks_at_once(plan)) for r in ranks]
+    runs = [[visit.sources for one in each for visit in one.visits] for each in rounds]  # whose keys, at each step
     lines = [
         f"steps of the {plan.transport.route} route: each rank's work, of the mean rank's whole, and blocks that come"
         + (" (sampled)" if plan.tokens.padded_length > SAMPLED_ROWS else ""),
@@ -135,16 +131,7 @@ def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
         come = sum(block != r for r, blocks in enumerate(here) for block in blocks)
         lines.append(f"  {i + 1:>4}  " + "".join(f"{w:>8.0%}" for w in work) + f"{come:>9}")
     skipped = plan.ring - len(schedule.distances)
-    lines.append("  all   " + "".join(f"{w:>8.0%}" for w in total) + (f"   {skipped} steps skipped" if skipped else ""))
-    return lines
-
-
-def routed(plan: Plan, schedule: Schedule) -> list[list[tuple[int, ...]]]:
-    """For each rank and each of its steps: whose keys it works on."""
-    ranks, at_once = range(plan.ring), blocks_at_once(plan)
-    hosts = plan.hosts
-    rounds = [schedule.rounds(r, hosts, at_once) for r in ranks]
-    return [[visit.sources for one in each for visit in one.visits] for each in rounds]
+    return [*lines, f"  all   {whole}" + (f"   {skipped} steps skipped" if skipped else "")]
 
 
 def blocks_at_once(plan: Plan) -> int:
@@ -154,11 +141,3 @@ def blocks_at_once(plan: Plan) -> int:
         return plan.transport.together or 1
     kv_heads = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses) // plan.groups_for(shape)
     return plan.blocks_at_once(shape.kv_bytes(plan.keys.tokens.shard_len, kv_heads))
-
-
-def gathered(total: np.ndarray) -> list[str]:
-    work = "".join(f"{w:>8.0%}" for w in total)
-    return [
-        "gather: one step, after every rank's keys have arrived; the share of the mean work that each rank does",
-        work,
-    ]

@@ -15,6 +15,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from ringattn.launch.commands.pictures import PICTURES, RANKS, STYLE, panels
 from ringattn.launch.words import option, writable
@@ -25,22 +26,11 @@ Row = dict[str, Any]
 SERIES = ("impl", "implementation", "who", "kernel", "name", "peer", "library", "strategy")
 PANELS = ("mode", "direction", "pass", "phase")
 METRICS = (
-    "tflop",
-    "tb_per_s",
-    "gb_per_s",
-    "tokens_per_s",
-    "gb/s",
-    "tokens/s",
-    "peak",
-    "ms",
-    "us",
-    "seconds",
-    "bytes",
-    "mb",
+    "tflop", "tb_per_s", "gb_per_s", "tokens_per_s", "gb/s", "tokens/s", "peak", "ms", "us", "seconds", "bytes", "mb",
     "ratio",
-)
+)  # fmt: skip
 STAMP = ("commit", "device", "torch", "triton", "jax", "python", "cuda", "date", "time", "suite")
-HOW = ("repeats", "steps", "note")  # it was measured, which makes it no other case
+HOW = ("repeats", "warmup", "floor", "alone", "steps", "note")  # it was measured, which makes it no other case
 WORDS = {
     "tflops": "TFLOP/s",
     "tb_per_s": "TB/s",
@@ -84,7 +74,7 @@ def run(options: Options) -> int:
         if options.source == "pictures":
             folder = Path(options.out or OWN)
             if options.out is None and not folder.is_dir():
-                raise ValueError(f"{OWN} is a folder of the checkout, and not here; say out=FOLDER")
+                raise ValueError(f"{OWN} is a folder of the checkout, and not here; give out=FOLDER")
             folder.mkdir(parents=True, exist_ok=True)
             for name, draw in PICTURES.items():
                 save(draw(), folder / f"{name}.svg")
@@ -106,12 +96,12 @@ def read(path: Path) -> list[Row]:
     rows: list[Row] = []
     if not path.is_file():
         run = path / "metrics.jsonl"
-        hint = f"did you mean {run}?" if run.is_file() else "say pictures, or a file of benchmark lines"
+        hint = f"did you mean {run}?" if run.is_file() else "give pictures, or a file of benchmark lines"
         raise ValueError(f"{path} is no file; {hint}")
     try:
         text = path.read_text()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text ({error.reason} at byte {error.start}); say a file of lines") from None
+        raise ValueError(f"{path} is no text ({error.reason} at byte {error.start}); give a file of lines") from None
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
@@ -130,15 +120,11 @@ def bars(rows: list[Row], metric: str | None = None) -> Figure:
     metrics = figures_of(rows, metric)
     rows = [r for r in rows if any(number(r.get(m)) for m in metrics)]
     series, panel = first_of(SERIES, rows), first_of(PANELS, rows)
-    named = case_names(rows, {series, panel, *metrics})
+    named, usual = case_names(rows, {series, panel, *metrics})
     drawn = [
-        (
-            f"{value}, {WORDS.get(m, m)}" if value else WORDS.get(m, m),
-            m,
-            [(r, c) for r, c in named if not panel or r.get(panel) == value],
-        )
+        (", ".join(filter(None, [value, WORDS.get(m, m)])), m, [(r, c) for r, c in named if r.get(panel) == value])
         for m in metrics
-        for value in (distinct(r.get(panel) for r in rows) if panel else [None])
+        for value in distinct(r.get(panel) for r in rows)
     ]
     drawn = [(title, m, some) for title, m, some in drawn if any(number(r.get(m)) for r, _ in some)]
     names = distinct(str(r.get(series, "")) for r in rows)
@@ -147,7 +133,7 @@ def bars(rows: list[Row], metric: str | None = None) -> Figure:
     height = 0.8 + 0.2 * len(places) + 0.14 * len(cases)
     figure, axes = panels(1, len(drawn), 2 + 4 * len(drawn), height, wspace=0.12)
     figure.subplots_adjust(bottom=MARGIN / height, top=1 - MARGIN / height)
-    if usual := usual_values(rows, {series, panel, *metrics}):
+    if usual:
         common = " ".join(f"{k}={v}" for k, v in usual.items())
         figure.suptitle(f"unless noted: {common}", y=1, va="bottom", fontsize="medium")
     for ax, (title, m, some) in zip(axes[0], drawn, strict=True):
@@ -156,9 +142,7 @@ def bars(rows: list[Row], metric: str | None = None) -> Figure:
         if ax is not axes[0][0]:
             ax.set_yticklabels([])
     if len(names) > 1:
-        handles = [
-            matplotlib.patches.Patch(color=RANKS[i % len(RANKS)], label=n or "default") for i, n in enumerate(names)
-        ]
+        handles = [Patch(color=RANKS[i % len(RANKS)], label=n or "default") for i, n in enumerate(names)]
         figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=min(len(names), 6))
     return figure
 
@@ -193,14 +177,8 @@ def groups(ax: Axes, places: list[Place], values: dict[Place, float], names: lis
         if (case, name) in values:
             value = values[case, name]
             ax.barh(y, value, height=0.86, color=RANKS[names.index(name) % len(RANKS)])
-            ax.annotate(
-                f"{value:,.0f}" if value >= 1000 else f"{value:.3g}",
-                (value, y),
-                (3, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=7,
-            )
+            text = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+            ax.annotate(text, (value, y), (3, 0), textcoords="offset points", va="center", fontsize=7)
         y += 1
     ax.set_yticks([sum(ys) / len(ys) for ys in at.values()], list(at))
     ax.set(ylim=(y - 0.2, -0.8), xlim=(0, 1.12 * max(values.values()) or 1))
@@ -218,39 +196,25 @@ def figures_of(rows: list[Row], metric: str | None) -> list[str]:
         return [metric]
     found = next((some for kind in METRICS if (some := [k for k in keys if is_kind(kind, k)])), None)
     if found is None:
-        raise ValueError(f"no known figure in the lines; say metric= one of {', '.join(keys)}")
+        raise ValueError(f"no known figure in the lines; give metric= one of {', '.join(keys)}")
     return found
 
 
-def case_names(rows: list[Row], taken: set[str]) -> list[tuple[Row, str]]:
-    """Each row with the name of its case: its own, or what differs between the rows apart from what was measured.
+def case_names(rows: list[Row], taken: set[str]) -> tuple[list[tuple[Row, str]], dict[str, str]]:
+    """Each row with the name of its case, and what nine in ten rows have in common, which no name repeats.
 
-    What is 0, false or nothing is left out: older rows lack keys that newer ones have, and are no other case for that.
-    So is what is usual.
+    A name is the row's own, or what differs between the rows apart from what was measured. What is 0, false or nothing
+    is left out: older rows lack keys that newer ones have, and are no other case for that.
     """
     if all("case" in r for r in rows):
-        return [(r, str(r["case"])) for r in rows]
-    usual, differ = usual_values(rows, taken), differing(rows, taken)
-    return [(r, " ".join(f"{k}={r[k]}" for k in differ if r.get(k) and str(r[k]) != usual.get(k))) for r in rows]
-
-
-def usual_values(rows: list[Row], taken: set[str]) -> dict[str, str]:
-    """What nine in ten rows have in common, by key, for the title."""
-    most = {k: Counter(str(r[k]) for r in rows if r.get(k)).most_common(1) for k in differing(rows, taken)}
-    return {k: value for k, ((value, count),) in most.items() if count >= 0.9 * len(rows)}
-
-
-def differing(rows: list[Row], taken: set[str]) -> list[str]:
-    """The keys, apart from what was measured, that make one row another case than the next."""
-    if all("case" in r for r in rows):
-        return []
-    free = [k for k in distinct(k for r in rows for k in r) if k not in taken and k not in (*STAMP, *HOW)]
-    free = [
-        k
-        for k in free
-        if not any(isinstance(r.get(k), float) or any(is_kind(kind, k) for kind in METRICS) for r in rows)
-    ]
-    return [k for k in free if len({str(r[k] or "") for r in rows if k in r}) > 1]
+        return [(r, str(r["case"])) for r in rows], {}
+    free = [k for k in distinct(k for r in rows for k in r) if k not in {*taken, *STAMP, *HOW}]
+    free = [k for k in free if not any(is_kind(kind, k) for kind in METRICS)]
+    free = [k for k in free if not any(isinstance(r.get(k), float) for r in rows)]
+    differ = [k for k in free if len({str(r[k] or "") for r in rows if k in r}) > 1]
+    most = {k: Counter(str(r[k]) for r in rows if r.get(k)).most_common(1) for k in differ}
+    usual = {k: value for k, ((value, count),) in most.items() if count >= 0.9 * len(rows)}
+    return [(r, " ".join(f"{k}={r[k]}" for k in differ if r.get(k) and str(r[k]) != usual.get(k))) for r in rows], usual
 
 
 def is_kind(kind: str, key: str) -> bool:

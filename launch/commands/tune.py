@@ -16,16 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+import ringattn as ra
 from ringattn.kernels import rates
+from ringattn.kernels.intervals import Intervals
+from ringattn.launch.bench import kernels
+from ringattn.launch.bench.timing import elapsed_ms
 from ringattn.launch.words import option
+from ringattn.spec import bounds
 
 
 @dataclass(frozen=True)
 class Options:
-    what: str = option(
-        "tiles", "the sizes of our kernels' tiles, or the rates of all kernels", among=("tiles", "rates")
-    )
+    what: str = option("tiles", "what is measured", among=("tiles", "rates"))
     out: str | None = option(None, "where the table is written (WHAT.json); entries that are there already are kept")
     dims: list[int] = option([64, 128], "head dims to tune: 32, 64, 128, 256")
     dtype: str = option("bfloat16", "bfloat16, float16 or float32")
@@ -36,8 +40,6 @@ class Options:
 
 
 def run(options: Options) -> int:
-    import torch
-
     if not torch.cuda.is_available():
         print("ringattn tune: no GPU here; the built-in table serves")
         return 1
@@ -55,15 +57,8 @@ def run(options: Options) -> int:
 
 def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) -> dict[str, tuple[float, float]]:
     """Useful TFLOP/s of every named kernel that serves, for the masks of `kernels/rates.py`."""
-    import torch
-
-    import ringattn as ra
-    from ringattn.launch.bench.kernels import Options as Timing
-    from ringattn.launch.bench.kernels import doc_lengths, median_ms
-    from ringattn.spec import bounds
-
     arch = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-    timing, long = Timing(device=device, rep=200), 4 * options.tokens
+    timing, long = kernels.Options(device=device, rep=200), 4 * options.tokens
 
     def documents(longest: int) -> ra.Docs:
         ends = np.cumsum(np.random.default_rng(1).integers(longest // 8, longest, 8 * long // longest))
@@ -71,7 +66,7 @@ def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) ->
 
     masks: dict[str, tuple[int, int | None, Any]] = {  # tokens, window, documents
         "rectangles": (2 * options.tokens, None, None),
-        "packed": (long, None, ra.Docs.from_lengths(doc_lengths(long))),
+        "packed": (long, None, ra.Docs.from_lengths(kernels.doc_lengths(long))),
         "long": (long, long // 8, documents(long // 2)),
         "short": (long, long // 64, documents(long // 32)),
     }
@@ -93,7 +88,7 @@ def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) ->
                 continue
             forward = partial(ra.attention, q, k, v, plan, spec=spec, docs=docs)
             backward = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
-            times = [median_ms(call, timing) for call in (forward, backward)]
+            times = [kernels.median_ms(call, timing) for call in (forward, backward)]
             table[key] = (float(f"{work / times[0] / 1e9:.4g}"), float(f"{2.5 * work / times[1] / 1e9:.4g}"))
             print("{:<40} {:>9} {:>9} TFLOP/s forward, backward".format(key, *table[key]), flush=True)
     return table
@@ -114,9 +109,6 @@ def candidates(tma: bool) -> list[Any]:
 
 def tune(options: Options, dim: int) -> dict[str, Any]:
     """The fastest right tile of each of the three kernels, each tried with the other two as they are in the table."""
-    import torch
-
-    from ringattn.kernels.intervals import Intervals
     from ringattn.kernels.triton import attend, attend_backward, row_delta
     from ringattn.kernels.triton.table import architecture, entry
 
@@ -153,7 +145,6 @@ def tune(options: Options, dim: int) -> dict[str, Any]:
 
 def milliseconds(work: Callable[[], list[Any]], right: list[Any], rounds: int) -> float:
     """The median time of `work`, or infinity where it fails or its results are wrong."""
-    import torch
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -163,12 +154,4 @@ def milliseconds(work: Callable[[], list[Any]], right: list[Any], rounds: int) -
         return float("inf")
     if not all((x - y).norm() <= 0.01 * y.norm() for x, y in zip(found, right, strict=True)):
         return float("inf")
-    times = []
-    for _ in range(rounds):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times)
+    return statistics.median(elapsed_ms(work) for _ in range(rounds))

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ringattn.comms import lost, messages
 from ringattn.launch.train import metrics, stored
-from ringattn.launch.train.stored import Damaged, Reader, complete, name_of, numbered
+from ringattn.launch.train.stored import Damaged, Reader, complete, damage, name_of, numbered
 
 
 class Checkpoints:
@@ -35,7 +35,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, group: Any):
         self.folder, self.keep = folder / "checkpoints", keep
         self.group = group  # its own, so that its words do not mix with the training's
-        self.writing: tuple[int, Future[None]] | None = None
+        self.writing: Future[None] | None = None
         self.thread = ThreadPoolExecutor(1, "checkpoints")
         self.copies: dict[str, Tensor] = {}
         self.copied: Any = None  # the event after which a GPU has copied
@@ -44,7 +44,7 @@ class Checkpoints:
         """Copy everything now, write it while training goes on. `state` is small and goes into JSON."""
         self.finish()
         self.copy(model, optimizer)
-        self.writing = step, self.thread.submit(self.write, step, {"step": step, **state})
+        self.writing = self.thread.submit(self.write, step, {"step": step, **state})
 
     @torch.no_grad()
     def copy(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -98,7 +98,7 @@ class Checkpoints:
             raise OSError(f"could not save step {step} in {self.where(why)}") from error
 
     def begin(self, part: Path) -> None:
-        """An empty folder to write into. The run's own folder is not made again if somebody has deleted it."""
+        """An empty folder to write into. The run's own folder is not made again if it was deleted."""
         if not self.folder.parent.is_dir():
             raise FileNotFoundError(f"{self.folder.parent} was deleted or moved while the run wrote to it")
         shutil.rmtree(part, ignore_errors=True)
@@ -121,13 +121,13 @@ class Checkpoints:
 
     def poll(self) -> None:
         """Raise what went wrong with a checkpoint that has ended."""
-        if self.writing and self.writing[1].done():
+        if self.writing and self.writing.done():
             self.finish()
 
     def finish(self) -> None:
         """Wait for the one that is being written; raise what went wrong."""
         if self.writing is not None:
-            (_, future), self.writing = self.writing, None
+            future, self.writing = self.writing, None
             future.result()
 
 
@@ -142,7 +142,7 @@ def room(folder: Path) -> str:
         free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.is_dir())).free / 1e6
     except OSError:
         return ""
-    return f", where {free:,.0f} MB are free (free space, or say folder=PATH)"
+    return f", where {free:,.0f} MB are free (free space, or use folder=PATH)"
 
 
 def root(error: BaseException) -> str:
@@ -166,14 +166,14 @@ def begin_of(resume: str | None, folder: Path, started_at: float) -> list[Path]:
         return own
     since = [p for p in own if saved_by(started_at, p)]
     if not since:
-        read_state(Path(resume))  # which says what else it may be
+        read_state(Path(resume))  # whose error names the alternatives
     return [Path(resume), *since]
 
 
 def newest(found: Sequence[Path], group: Any = None) -> Path | None:
     """The last of these checkpoints that is as it was saved; a ValueError where none is, None where none was found.
 
-    All ranks look together, each at its share of the parts; the list is rank 0's, which says what it passes by.
+    All ranks check together, each its share of the parts; the list is rank 0's, which prints what it skips.
     """
     problems: dict[Path, str] = {}
     found, rank, ranks = [Path(one) for one in everyones([str(one) for one in found], group)[0]], 0, 1
@@ -183,7 +183,7 @@ def newest(found: Sequence[Path], group: Any = None) -> Path | None:
         problem = next(filter(None, everyones(damage(path, rank, ranks), group)), None)
         if problem is None:
             for broken, why in problems.items() if rank == 0 else ():
-                metrics.say(f"{broken} cannot be read ({why}); goes on from an older one")
+                metrics.echo(f"{broken} cannot be read ({why}); goes on from an older one")
             return path
         problems[path] = problem
     if len(problems) == 1:
@@ -191,15 +191,6 @@ def newest(found: Sequence[Path], group: Any = None) -> Path | None:
     if problems:
         every = "; ".join(f"{path} cannot be read ({why})" for path, why in problems.items())
         raise ValueError(f"no checkpoint can be read: {every}; start another run=NAME")
-    return None
-
-
-def damage(path: Path, rank: int, ranks: int) -> str | None:
-    """What is wrong with a rank's share of a checkpoint."""
-    try:
-        stored.check(path, rank, ranks)
-    except Damaged as error:
-        return str(error)
     return None
 
 
@@ -267,7 +258,7 @@ def matching(path: Path, about: dict[str, Any]) -> dict[str, Any]:
     state = read_state(path)
     differ = list(differences(state, about))
     if differ:
-        raise ValueError(f"{path} is of another training: {'; '.join(differ)}; say the same, or start another run=NAME")
+        raise ValueError(f"{path} is of another training: {'; '.join(differ)}; use the same, or start another run=NAME")
     return state
 
 
@@ -286,7 +277,7 @@ def read_state(path: Path) -> dict[str, Any]:
     if path not in found:
         below = complete(path / "checkpoints") or complete(path)
         if below:
-            raise ValueError(f"{path} is a folder above checkpoints; say resume={below[-1]}")
+            raise ValueError(f"{path} is a folder above checkpoints; use resume={below[-1]}")
         others = ", ".join(p.name for p in found) or "none"
         raise ValueError(f"{path} is not a complete checkpoint; complete there: {others}")
     try:
@@ -298,5 +289,5 @@ def read_state(path: Path) -> dict[str, Any]:
 def unreadable(path: Path, why: str) -> str:
     """The error for a broken checkpoint."""
     older = [str(p) for p in complete(path.parent) if p.name < path.name]
-    instead = f"say resume=PATH to go on from an older one: {', '.join(older)}" if older else "there is no older one"
+    instead = f"use resume=PATH to go on from an older one: {', '.join(older)}" if older else "there is no older one"
     return f"{path} cannot be read ({' '.join(why.split())}); {instead}"

@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from ringattn.conf import compose, schema
+from ringattn.conf import schema
 from ringattn.conf.schema import Train
 from ringattn.launch.processes import WRONG_INPUT, sentence
+from ringattn.launch.train import torchrun
 
 USAGE = """usage: ringattn train [group=choice ...] [key=value ...]    (or torchrun ... -m ringattn.launch.train ...)
 
@@ -20,15 +21,14 @@ Groups choose files of conf/, keys change single values; --cfg job prints the re
 PATIENCE = 20.0  # seconds that a rank waits for rank 0 to report a problem
 
 
-def run(words: list[str], task: Callable[[Train, str], int | None], rank: int = 0, started: bool = False) -> int | None:
+def run(words: list[str], task: Callable[[Train, str], int | None]) -> int | None:
     """`task(config, its own words in a sweep)` for each configuration that the words make; the exit status.
 
     A wrong configuration is one sentence from rank 0 and status 2. If a task returns None, a signal stopped it: the
-    sweep ends too, with the status of the runs before it, None if all were good. `started`: many ranks run this at
-    once.
+    sweep ends too, with the status of the runs before it, None if all were good.
     """
     if "-h" in words or "--help" in words:
-        print(f"{USAGE}\n{compose.choices()}\n\n{schema.explain()}")
+        print(f"{USAGE}\n{schema.choices()}\n\n{schema.explain()}")
         return 0
     if "--completion" in words:
         from ringattn.launch import complete
@@ -36,19 +36,19 @@ def run(words: list[str], task: Callable[[Train, str], int | None], rank: int = 
         print(complete.SCRIPT.format(python=shlex.quote(sys.executable)))
         return 0
     try:
+        from ringattn.conf import compose  # which needs Hydra
+
         given = compose.options(words)
-        if given.multirun and started:
-            raise ValueError(
-                "a sweep starts many runs, and the ranks of one run are already started; sweep outside torchrun"
-            )
+        if given.multirun and torchrun.started():
+            raise ValueError("a sweep starts many runs, and torchrun started the ranks of one; sweep outside torchrun")
         configs = compose.composed(given)
     except (ImportError, ValueError) as error:
         text = sentence(error)
         if text is None:
             raise
-        return complain(text, rank)
+        return complain(text)
     if given.cfg:
-        for _, config in configs if rank == 0 else ():
+        for _, config in configs if torchrun.rank() == 0 else ():
             print(compose.as_yaml(config), end="")
         return 0
     statuses: list[int] = []
@@ -64,9 +64,9 @@ def run(words: list[str], task: Callable[[Train, str], int | None], rank: int = 
     return max(statuses)
 
 
-def complain(problem: str, rank: int, status: int = WRONG_INPUT) -> int:
+def complain(problem: str, status: int = WRONG_INPUT) -> int:
     """Print the problem once: on rank 0, or on the rank that has it if rank 0 does not; return the exit status."""
-    if rank:
+    if rank := torchrun.rank():
         leave_to_first(status)
         problem = f"rank {rank}: {problem}"
     print(f"ringattn train: {problem}", file=sys.stderr, flush=True)

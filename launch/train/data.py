@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringattn.conf.schema import Data
+from ringattn.conf.schema import Data, Train
 
 NOT_OURS = ("site-packages", "dist-packages", "__pycache__")
 UNLIKE_TEXT = ("test", "tests", "encodings")  # of the standard library: tables of characters, and not on every machine
@@ -130,12 +130,18 @@ def shuffled(count: int, *seed: int) -> np.ndarray:
     return order
 
 
+def of(config: Train) -> Samples:
+    """The sequences of a run; a ValueError if its data are missing, or too short for one."""
+    corpus = open_corpus(config.data, config.model.vocab)
+    return samples(corpus, config.data, config.seq_len, config.seed)
+
+
 def open_corpus(data: Data, vocab: int) -> Corpus:
     """The files that the configuration names; a ValueError says what is missing."""
     dtype = np.dtype(data.tokens or "uint8")
     if not data.path:
         what = f", of {dtype} numbers and nothing else" * bool(data.tokens)
-        raise ValueError(f"say data.path=PATH: a folder of files, or one file{what}")
+        raise ValueError(f"use data.path=PATH: a folder of files, or one file{what}")
     path = Path(sysconfig.get_paths()["stdlib"] if data.path == "stdlib" else data.path).expanduser()
     if not path.exists():
         raise ValueError(f"data.path={path} does not exist; name a folder of files, or one file")
@@ -160,7 +166,7 @@ def check_tokens(corpus: Corpus) -> None:
         if size % corpus.dtype.itemsize:
             raise ValueError(
                 f"{file} has {size} bytes, which is no whole number of {corpus.dtype} tokens; "
-                "say data.tokens=TYPE as it was written, or write the file again"
+                "use data.tokens=TYPE as it was written, or write the file again"
             )
         with file.open("rb") as opened:
             if opened.read(6) == b"\x93NUMPY":

@@ -1,17 +1,19 @@
-"""How much memory a rank of a training run takes at its peak, counted before anything is tried.
+"""What a training run takes, counted before anything is tried: a rank's memory at its peak, and a step's flops.
 
 What grows with the tokens is counted in numbers a token, of the run's precision. The runs of
 benchmarks/train-h200.jsonl hold it to a fifth.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ringattn.conf.schema import Model, Train
-from ringattn.launch.train import model
+from ringattn.launch.train.model import AT_ONCE, Decoder, head_dim
 from ringattn.torch.models.pieces import LOGITS, tokens_at_once
 
 STATE = 16  # bytes of a weight, its gradient and its two moments, in float32
-GRADIENT = 4  # of them, what is not there yet where backward begins
+GRADIENT = 4  # of these, the gradient's, which do not exist yet when backward begins
 # Attention and its backward, over q, k, v, out and their gradients (benchmarks/ring-h200.jsonl). cuDNN widens keys to
 # all query heads, and each call's gradients come beside their sum.
 ATTENTION = {"cudnn": 3.0}
@@ -20,10 +22,10 @@ OTHERS = 1.9
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes a rank: what lasts, what the blocks keep for backward, and what is there while one part is at work."""
+    """Bytes on a rank: the state, what the blocks keep for backward, and what one part needs while it runs."""
 
     state: float
-    gradients: float  # which are part of the state
+    gradients: float  # part of the state
     block: float  # kept by one block
     layers: int
     block_at_work: float
@@ -40,7 +42,7 @@ class Needs:
         return max(begins + max(self.block_at_work, self.head_at_work), ends + self.block_at_work)
 
 
-def needs(config: Train, decoder: model.Decoder, local_len: int, ranks: int) -> Needs:
+def needs(config: Train, decoder: Decoder, local_len: int, ranks: int) -> Needs:
     """Of a rank that holds `local_len` tokens of each sequence and its part of the decoder's weights."""
     m, tokens = config.model, config.batch * local_len
     itemsize = 2 if config.precision == "bfloat16" else 4
@@ -60,7 +62,7 @@ def needs(config: Train, decoder: model.Decoder, local_len: int, ranks: int) -> 
 
 def kept(m: Model, recompute: str) -> int:
     """Numbers a token that a block keeps for its backward pass."""
-    heads, keys = model.head_dim(m) * m.heads, model.head_dim(m) * m.kv_heads
+    heads, keys = head_dim(m) * m.heads, head_dim(m) * m.kv_heads
     return {
         "none": 8 * m.dim + 3 * heads + 4 * m.hidden,
         "pointwise": 2 * m.dim + 2 * heads + 2 * keys + 2 * m.hidden,
@@ -70,13 +72,49 @@ def kept(m: Model, recompute: str) -> int:
 
 
 def at_work(config: Train, tokens: int) -> float:
-    """Numbers that are there while a block goes backward, in its MLP or in its attention, beside what it kept."""
+    """Numbers that the backward pass of a block's MLP or attention needs, beside what the block kept."""
     m, recompute = config.model, config.strategy.recompute
-    heads, keys = model.head_dim(m) * m.heads, model.head_dim(m) * m.kv_heads
+    heads, keys = head_dim(m) * m.heads, head_dim(m) * m.kv_heads
     in_pieces = recompute in ("cheap", "block")
-    gate = min(tokens * m.hidden, model.AT_ONCE) if in_pieces else tokens * m.hidden
+    gate = min(tokens * m.hidden, AT_ONCE) if in_pieces else tokens * m.hidden
     mlp = 3 * (tokens * m.dim + gate)  # activations computed again, their gradients
     own = ATTENTION.get(config.strategy.kernel, OTHERS) * 4 * (heads + keys)
     attention = own + 2 * m.dim  # beside the norm's output and the gradient of the other branch
     gone = {"none": 4 * m.hidden + 3 * heads, "pointwise": 2 * m.hidden + heads, "cheap": heads, "block": 0}[recompute]
     return max(mlp, tokens * (attention - gone))  # what the MLP kept is gone by then, and out is counted in `kept`
+
+
+def train_flops(model: Model, documents: Sequence[int]) -> float:
+    """Flops of one sequence of documents, forward and backward: 6 a weight and token, 12 a visible pair, head and head
+    dim. Whole sequences are one document.
+
+    Linear attention is counted as its recurrence: 12 per token, head and number in a state.
+    """
+    dim, inner = head_dim(model), head_dim(model) * model.heads
+    softmax = model.layers // model.softmax_every
+    linear = model.layers - softmax
+    matrices = (
+        softmax * model.dim * (2 * inner + 2 * model.kv_heads * dim)
+        + linear * model.dim * 4 * inner  # q and k of half the size, v, the output's gate, out
+        + model.layers * 3 * model.dim * model.hidden
+        + model.dim * model.vocab
+    )
+    pairs = sum(visible(n, model.window or n) for n in documents)
+    seq_len = sum(documents)
+    states = seq_len * max(1, dim // 2)
+    return 6.0 * matrices * seq_len + 12.0 * inner * (softmax * pairs + linear * states)
+
+
+def visible(tokens: int, window: int) -> int:
+    """How many (query, key) pairs a causal window leaves, for `tokens` tokens."""
+    window = min(window, tokens)
+    return window * (window + 1) // 2 + (tokens - window) * window
+
+
+def step_flops(job: Any, step: int) -> float:
+    """Flops of all ranks in a step, from its documents, which every rank can read."""
+    m, seq_len = job.config.model, job.config.seq_len
+    if not job.samples.documents:
+        return job.a_step * train_flops(m, [seq_len])
+    sequences = range(step * job.a_step, (step + 1) * job.a_step)
+    return sum(train_flops(m, job.samples.train(i).lengths(seq_len)) for i in sequences)

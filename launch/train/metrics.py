@@ -89,12 +89,12 @@ def process_began() -> float:
         return time.time()
 
 
-def mfu_words(share: float) -> list[str]:
+def mfu(share: float) -> list[str]:
     """The model flops utilization in words; left out if it is below 0.5%, as for small models."""
     return [f"MFU {share:.0%}"] if share >= 0.005 else []
 
 
-def say(text: str, stream: Any = None, end: str = "\n") -> None:
+def echo(text: str, stream: Any = None, end: str = "\n") -> None:
     """Write to stderr, or another stream; if it is closed, drop the text without an error."""
     stream = stream or sys.stderr
     try:
@@ -122,7 +122,7 @@ class Bar:
         left = (time.monotonic() - self.started) / max(1, step - self.first) * (self.steps - step)
         text = "  ".join([
             f"{step:>{len(str(self.steps))}}/{self.steps}", f"loss {row['loss']:.4f}",
-            f"{row['tokens_per_second']:,.0f} tokens/s", *mfu_words(row["mfu"]), f"{row['memory_mib']:,.0f} MiB",
+            f"{row['tokens_per_second']:,.0f} tokens/s", *mfu(row["mfu"]), f"{row['memory_mib']:,.0f} MiB",
             f"{left:.0f} s left",
         ])  # fmt: skip
         if self.live:
@@ -131,11 +131,11 @@ class Bar:
             done = round(cells * step / self.steps)
             text = f"[{'#' * done}{'.' * (cells - done)}] {text}"[:width]
             text = f"\r{text:<{width}}"
-        say(text, self.stream, end="" if self.live else "\n")
+        echo(text, self.stream, end="" if self.live else "\n")
 
     def close(self) -> None:
         if self.live:
-            say("", self.stream)
+            echo("", self.stream)
 
 
 class Log:
@@ -209,15 +209,14 @@ def wandb_run(wandb: Any, folder: Path, config: Train) -> Any:
 
 def loggers(config: Train) -> dict[str, Any]:
     """The modules of the requested loggers, by package; a ValueError for one that is not installed."""
-    wanted_by = {"torch.utils.tensorboard": ("tensorboard", config.tensorboard), "wandb": ("wandb", config.wandb)}
-    return {package: optional(module, package) for module, (package, wanted) in wanted_by.items() if wanted}
-
-
-def optional(module: str, package: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError:
-        raise ValueError(f"{package} is not installed; pip install {package}, or leave it out") from None
+    wanted, found = {"torch.utils.tensorboard": config.tensorboard, "wandb": config.wandb}, {}
+    for module in (name for name, enabled in wanted.items() if enabled):
+        package = module.rpartition(".")[2]
+        try:
+            found[package] = import_module(module)
+        except ImportError:
+            raise ValueError(f"{package} is not installed; pip install {package}, or leave it out") from None
+    return found
 
 
 @contextlib.contextmanager
@@ -226,7 +225,7 @@ def writing(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(f"could not write {path} ({error.strerror}); free space, or say folder=PATH") from None
+        raise OSError(f"could not write {path} ({error.strerror}); free space, or use folder=PATH") from None
 
 
 def cut(path: Path, step: int) -> None:
@@ -237,7 +236,7 @@ def cut(path: Path, step: int) -> None:
     rows = lines(path)
     if rows and step == 0:
         aside = path.replace(path.with_name(f"{path.name}.aside"))
-        say(f"{path.parent} has no checkpoint to go on from, so this begins anew; the log of before is {aside}")
+        echo(f"{path.parent} has no checkpoint to go on from, so this begins anew; the log of before is {aside}")
     part = path.with_name(f"{path.name}.part")
     with writing(path):
         part.write_text("".join(f"{json.dumps(row)}\n" for row in rows if 0 <= row["step"] <= step))
@@ -258,51 +257,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
     ours = {"step": int, "kind": str}
     return [r for r in rows if isinstance(r, dict) and all(isinstance(r.get(k), kind) for k, kind in ours.items())]
-
-
-def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float) -> Path | None:
-    """picture.png: each run's loss and measured memory. None without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return None
-    probes = {name: [r for r in rows if r["kind"] == "memory"] for name, rows in runs.items()}
-    panels = 1 + any(probes.values())
-    figure, (axes,) = pyplot.subplots(1, panels, figsize=(5.5 * panels, 4), squeeze=False)
-    left = axes[0]
-    for i, (name, rows) in enumerate(runs.items()):
-        steps = [r for r in rows if r["kind"] == "step"]
-        style = {"linewidth": 4, "alpha": 0.4} if i else {"zorder": 3}
-        left.plot([r["step"] for r in steps], [r["loss"] for r in steps], label=name, **style)
-    left.axhline(entropy, color="grey", linestyle=":", label="entropy of single tokens")
-    left.set(xlabel="step", ylabel="loss (nats a token)", title="loss")
-    left.locator_params("x", integer=True)
-    left.legend()
-    for right in axes[1:]:
-        draw_memory(right, probes)
-    figure.tight_layout()
-    with writing(folder / "picture.png"):
-        figure.savefig(folder / "picture.png", dpi=120)
-    pyplot.close(figure)
-    return folder / "picture.png"
-
-
-def draw_memory(axes: Any, probes: dict[str, list[dict[str, Any]]]) -> None:
-    """Each run's memory a rank against the sequence length."""
-    for name, rows in probes.items():
-        if rows:
-            axes.plot(*columns(rows, "seq_len", "memory_mib"), marker="o", label=name)
-    axes.set(
-        xlabel="sequence length",
-        ylabel="MiB a rank, beside what it held before",
-        title="memory that one pass adds",
-        ylim=(0, None),
-    )
-    if len(axes.lines) > 1:
-        axes.legend()
 
 
 def columns(rows: Sequence[dict[str, Any]], *names: str) -> list[list[Any]]:

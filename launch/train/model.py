@@ -1,13 +1,10 @@
-"""A decoder whose sequence may be spread over ranks: RMSNorm, attention, SwiGLU; and its weights.
+"""A decoder whose sequence may be spread over ranks: RMSNorm, attention, SwiGLU. Its weights: parallelize.py.
 
 Attention is softmax with RoPE in every block, or in every n-th, and linear attention in the others.
 
 B batch   T this rank's tokens   C width   V vocabulary
 """
 
-import zlib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -139,109 +136,3 @@ class Decoder(nn.Module):
 
 def head_dim(model: Model) -> int:
     return model.head_dim or model.dim // model.heads
-
-
-def build(model: Model, seed: int, device: torch.device, mesh: Any = None, **choices: Any) -> Decoder:
-    """The decoder, with weights that depend on the seed alone, sharded over all ranks of `mesh` (FSDP2).
-
-    It is made part by part, so that no rank ever holds more than its shard and one whole block.
-    `choices`: recompute; precision, "float32" or "bfloat16" (the master weights are float32 in either case); compile.
-    """
-    precision, compiled = choices.pop("precision", "float32"), choices.pop("compile", False)
-    with torch.device("meta"):
-        decoder = Decoder(model, **choices)
-    cut = partial(shard, mesh=mesh, precision=precision) if mesh is not None else None
-    for name, part in parts(decoder):
-        part.to_empty(device=device, recurse=name != "")
-        initialise(part, name, seed, model.layers, (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1))
-        if compiled and isinstance(part, Block):
-            part.compile(fullgraph=True)
-        if cut:
-            cut(part)
-    return decoder
-
-
-def parts(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that FSDP2 shards as units: each block, the embedding, the norm, the head; the whole model last."""
-    for i, block in enumerate(decoder.blocks):
-        yield f"blocks.{i}", block
-    for name in ("embed", "norm", "head"):
-        yield name, getattr(decoder, name)
-    yield "", decoder
-
-
-@torch.no_grad()
-def initialise(part: nn.Module, name: str, seed: int, layers: int, shard: tuple[int, int]) -> None:
-    """Norms 1, biases 0; matrices normal with deviation 1 / sqrt(inputs), over sqrt(2 layers) where they end a residual
-    branch; the embedding 0.5; the head such that the logits have 0.22 at any width, and the first guess is even.
-
-    Drawn on the CPU from a stream of each weight's own, so that no sharding, device or order changes them; and only the
-    rows that rank `shard[0]` of `shard[1]` keeps.
-    """
-    if not name or next(part.parameters()).is_meta:  # no weights to draw
-        return
-    for own, weight in part.named_parameters():
-        if weight.dim() == 1:
-            weight.fill_(0.0 if own.endswith("bias") else 1.0)
-            continue
-        ends = own.endswith(("attention.out.weight", "mlp.down.weight"))
-        rows, width = len(weight), weight[0].numel()
-        deviation = {"embed": 0.5, "head": (20 * width) ** -0.5}.get(
-            name, weight.shape[1] ** -0.5 / ((2 * layers) ** 0.5 if ends else 1)
-        )
-        each = -(-rows // shard[1])
-        first, last = min(rows, shard[0] * each), min(rows, (shard[0] + 1) * each)
-        drawn = normal(f"{seed} {name}.{own}", first * width, last * width)
-        weight[first:last].copy_(drawn.view(-1, *weight.shape[1:]).mul_(deviation))
-
-
-def normal(name: str, begin: int, end: int, piece: int = 2**16) -> Tensor:
-    """Numbers [begin, end) of an endless normal sequence that depends on its name alone; threads draw a piece each."""
-    low, high = begin // piece, -(-end // piece)
-    drawn = torch.empty((high - low) * piece)
-
-    def draw(i: int) -> None:
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {low + i}".encode()))
-        drawn[i * piece : (i + 1) * piece].normal_(generator=generator)
-
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(draw, range(high - low)))
-    return drawn[begin - low * piece : end - low * piece]
-
-
-def shard(part: nn.Module, mesh: Any, precision: str) -> None:
-    """FSDP2 over all ranks. Gradients are summed, never averaged: each rank's loss is its share of the mean."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    low = torch.bfloat16 if precision == "bfloat16" else None
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(part, mesh=mesh, mp_policy=policy)
-    part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-    part.set_gradient_divide_factor(1.0)  # type: ignore[operator]
-
-
-def train_flops(model: Model, documents: Sequence[int]) -> float:
-    """Flops of one sequence of documents, forward and backward: 6 a weight and token, 12 a visible pair, head and head
-    dim. Whole sequences are one document.
-
-    Linear attention is counted as its recurrence: 12 per token, head and number in a state.
-    """
-    dim, inner = head_dim(model), head_dim(model) * model.heads
-    softmax = model.layers // model.softmax_every
-    linear = model.layers - softmax
-    matrices = (
-        softmax * model.dim * (2 * inner + 2 * model.kv_heads * dim)
-        + linear * model.dim * 4 * inner  # q and k of half the size, v, the output's gate, out
-        + model.layers * 3 * model.dim * model.hidden
-        + model.dim * model.vocab
-    )
-    pairs = sum(visible(n, model.window or n) for n in documents)
-    seq_len = sum(documents)
-    states = seq_len * max(1, dim // 2)
-    return 6.0 * matrices * seq_len + 12.0 * inner * (softmax * pairs + linear * states)
-
-
-def visible(tokens: int, window: int) -> int:
-    """How many (query, key) pairs a causal window leaves, for `tokens` tokens."""
-    window = min(window, tokens)
-    return window * (window + 1) // 2 + (tokens - window) * window

@@ -14,9 +14,8 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,36 +25,22 @@ from ringattn.conf.schema import Cluster, Strategy, Train
 from ringattn.launch import processes
 from ringattn.launch.train import torchrun
 
-PASSED_ON = (
-    "GLOO_",
-    "JAX_",
-    "NCCL_",
-    "OMP_",
-    "PYTHONPATH",
-    "TORCH_",
-    "XLA_",
-)  # of the driver's environment, to every rank
+# What of the driver's environment is passed on to every rank, by how its name begins.
+PASSED_ON = ("GLOO_", "JAX_", "NCCL_", "OMP_", "PYTHONPATH", "TORCH_", "XLA_")
 
 
 class Board:
-    """What the driver and the ranks exchange: a problem, the summary of rank 0, and the request to stop."""
+    """What the driver and the ranks exchange, by name: a problem, the summary of rank 0, and the request to stop."""
 
     def __init__(self) -> None:
-        self.problem: str | None = None
-        self.summary: dict[str, Any] | None = None
-        self.stopping = False
+        self.values: dict[str, Any] = {}
 
-    def say(self, problem: str) -> None:
-        self.problem = self.problem or problem
-
-    def done(self, summary: dict[str, Any]) -> None:
-        self.summary = summary
-
-    def stop(self) -> None:
-        self.stopping = True
+    def write(self, name: str, value: Any) -> None:
+        """Only the first value of a name counts."""
+        self.values.setdefault(name, value)
 
     def read(self, name: str) -> Any:
-        return getattr(self, name)
+        return self.values.get(name)
 
 
 def fit(config: Train, work: Callable[..., Any], choose_folder: Callable[[Train], Path]) -> tuple[dict[str, Any], Path]:
@@ -66,7 +51,7 @@ def fit(config: Train, work: Callable[..., Any], choose_folder: Callable[[Train]
         folder = choose_folder(config).absolute()
         board = on_this_node(ray, Board)
         task = {"config": config, "work": work, "folder": str(folder), "started": time.time(), "board": board}
-        with stopping(lambda: board.stop.remote()):
+        with stopping(lambda: board.write.remote("stopping", True)):
             failure = attempt(task, gpus)
         problem, summary = (ray.get(board.read.remote(name)) for name in ("problem", "summary"))
         if problem:
@@ -111,7 +96,7 @@ def keep_token_private() -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(path.parent.stat().st_mode & 0o755)
     if not path.exists():
-        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # nobody else may open it
+        with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # readable by its owner alone
             file.write(secrets.token_hex(32))
             file.flush()
             with contextlib.suppress(FileExistsError):  # another run was first
@@ -120,7 +105,7 @@ def keep_token_private() -> None:
 
 
 def reach(address: str | None) -> None:
-    """An OSError where nobody answers at HOST:PORT: Ray itself would try for minutes."""
+    """An OSError where nothing answers at HOST:PORT: Ray itself would try for minutes."""
     host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
@@ -150,9 +135,8 @@ def check_elastic(s: Strategy) -> None:
     if s.ring is not None:
         raise ValueError(f"strategy.ring={s.ring} fits one number of ranks; leave it out to be elastic")
     if s.data > 1:
-        raise ValueError(
-            f"strategy.data={s.data} fits its multiples only; use accumulate={s.data} strategy.data=1 to be elastic"
-        )
+        instead = f"use accumulate={s.data} strategy.data=1 to be elastic"
+        raise ValueError(f"strategy.data={s.data} fits its multiples only; {instead}")
 
 
 def fitted(config: Train, ranks: int) -> Train:
@@ -182,27 +166,18 @@ def attempt(task: dict[str, Any], gpus: bool) -> processes.RankError | None:
 
     config, folder = task["config"], Path(task["folder"])
     c = config.cluster
-    trainer = Trainer(
-        one_rank,
-        train_loop_config=task,
-        torch_config=joining(torchrun.backend(config.device), c.timeout),
-        scaling_config=ScalingConfig(
-            num_workers=config.nproc if c.at_least is None else (c.at_least, config.nproc),
-            use_gpu=gpus,
-            placement_strategy=c.placement,
-            elastic_resize_monitor_interval_s=c.resize_every,
-        ),
-        run_config=RunConfig(
-            name=folder.name,
-            storage_path=str(folder.parent / ".ray"),
-            failure_config=FailureConfig(max_failures=c.failures),
-        ),
-    )
+    workers = ScalingConfig(
+        num_workers=config.nproc if c.at_least is None else (c.at_least, config.nproc), use_gpu=gpus,
+        placement_strategy=c.placement, elastic_resize_monitor_interval_s=c.resize_every,
+    )  # fmt: skip
+    failures = FailureConfig(max_failures=c.failures)
+    run = RunConfig(name=folder.name, storage_path=str(folder.parent / ".ray"), failure_config=failures)
+    meeting = joining(torchrun.backend(config.device), c.timeout)
     try:
-        trainer.fit()
+        Trainer(one_rank, train_loop_config=task, torch_config=meeting, scaling_config=workers, run_config=run).fit()
     except TrainingFailedError as error:
-        failures = getattr(error, "worker_failures", {})
-        named = {rank: processes.RankError(rank, described(e)) for rank, e in failures.items()}
+        of_rank = getattr(error, "worker_failures", {})
+        named = {rank: processes.RankError(rank, described(e)) for rank, e in of_rank.items()}
         return processes.root_cause(named) if named else processes.RankError(0, first_line(error))
     return None
 
@@ -246,7 +221,7 @@ def join(meeting: tuple[str, int], backend: str, timeout: float) -> None:
 
 
 def one_rank(task: dict[str, Any]) -> None:
-    """A worker's whole run. A problem that only its user can mend goes to the board, and then nobody tries again."""
+    """One worker's whole run. A problem that only the user can fix goes to the board, and no attempt follows."""
     import ray
 
     from ringattn.launch.train.start import resolved
@@ -256,46 +231,38 @@ def one_rank(task: dict[str, Any]) -> None:
         return
     try:
         ranks = dist.get_world_size()
-        config, _, _ = resolved(fitted(task["config"], ranks), ranks)
-        answer = partial(ray.get, timeout=60.0)
-        summary = task["work"](
-            config,
-            task["folder"],
-            task["started"],
-            should_stop=lambda: dist.get_rank() == 0 and answer(board.read.remote("stopping")),
-        )
+        config = resolved(fitted(task["config"], ranks), ranks)
+
+        def should_stop() -> bool:
+            return dist.get_rank() == 0 and bool(ray.get(board.read.remote("stopping"), timeout=60.0))
+
+        summary = task["work"](config, task["folder"], task["started"], should_stop=should_stop)
     except Exception as error:
-        ended = not dist.is_initialized()  # by Ray, in another thread: a peer died, whatever the error here is
+        ended = not dist.is_initialized()  # by Ray, in another thread: a peer died, and this error only follows from it
         if ended or processes.status(error) == processes.FAILED:
             raise
-        ray.get(board.say.remote(str(error)))
-        if over_nccl():
+        ray.get(board.write.remote("problem", str(error)))
+        if "nccl" in dist.get_backend_config():
             raise  # NCCL's peers would wait for this rank until their time is up
         dist.destroy_process_group()  # gloo's peers notice
         return
     if dist.get_rank() == 0:
-        ray.get(board.done.remote(summary))
+        ray.get(board.write.remote("summary", summary))
 
 
-def over_nccl() -> bool:
-    return "nccl" in dist.get_backend_config()
+@contextlib.contextmanager
+def stopping(ask: Callable[[], Any]) -> Iterator[None]:
+    """Meanwhile a SIGTERM or Ctrl-C asks the ranks to save and end; a second Ctrl-C interrupts at once."""
 
+    def handle(number: int, frame: Any) -> None:
+        ask()
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
 
-class stopping:
-    """While this lasts, a SIGTERM or Ctrl-C asks the ranks to save and end; a Ctrl-C after that waits for nobody."""
-
-    def __init__(self, ask: Callable[[], Any]) -> None:
-        self.ask = ask
-
-    def __enter__(self) -> None:
-        self.before = {s: signal.signal(s, self.tell) for s in (signal.SIGTERM, signal.SIGINT)}
-
-    def tell(self, number: int, frame: Any) -> None:
-        self.ask()
-        signal.signal(signal.SIGINT, self.before[signal.SIGINT])
-
-    def __exit__(self, *error: object) -> None:
-        for s, handler in self.before.items():
+    before = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
             signal.signal(s, handler)
 
 

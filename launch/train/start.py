@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,22 +20,22 @@ from ringattn.comms import lost, messages
 from ringattn.conf.schema import Strategy, Train
 from ringattn.launch import processes
 from ringattn.launch.train import configured, data, metrics, torchrun
-from ringattn.launch.train.metrics import say
+from ringattn.launch.train.metrics import echo
+from ringattn.launch.train.report import again, checkpoints_of, finish, plural
 
 
 def main(words: list[str] | None = None) -> int:
     """Compose the configuration and run it where it says."""
     words = sys.argv[1:] if words is None else words
-    rank, started = torchrun.rank(), torchrun.started()
-    if started:
+    if torchrun.started():
         torchrun.end_on_signals()
     begun = iter([metrics.process_began()])  # the second run of a sweep begins when its turn comes
 
     def task(config: Train, swept: str) -> int | None:
         began = next(begun, None)
-        return under_torchrun(config, began) if started else here(config, began, swept)
+        return under_torchrun(config, began) if torchrun.started() else here(config, began, swept)
 
-    status = configured.run(words, task, rank, started)
+    status = configured.run(words, task)
     if status is None:
         sys.stdout.flush()
         os._exit(0)  # an ordinary end would wait for the fork server's imports; it ends by itself
@@ -58,9 +57,7 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
     folder: Path | None = None
     try:
         if config.cluster.kind == "torchrun":
-            raise ValueError(
-                "cluster=torchrun, and torchrun started nothing; say torchrun ... -m ringattn.launch.train"
-            )
+            raise ValueError("cluster=torchrun, and no ranks were started; run torchrun ... -m ringattn.launch.train")
         if config.cluster.kind == "ray":
             from ringattn.launch.train import ray
 
@@ -68,38 +65,37 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
             if not config.dry_run:
                 finish(config, folder, {"Ray": folder}, summary, swept)
             return None if summary.get("stopped") else 0
-        config, ranks, device = resolved(config, None)
+        config = resolved(config, None)
+        ranks = config.nproc or 1
         folder = new_folder(config)
         check(config)
         if ended(config, folder):
-            say(f"nothing to train: already at step {config.steps} of {config.steps} in {folder}", sys.stdout)
+            echo(f"nothing to train: already at step {config.steps} of {config.steps} in {folder}", sys.stdout)
             return 0
-        patience, arguments = config.cluster.timeout, (config, str(folder), began or time.time())
-        there = device == "cpu" or ranks <= torch.cuda.device_count()  # not so in a dry run only
         announce(config, folder)
-        summary = torchrun.local(work, ranks, device if there else "cpu", *arguments, patience=patience)[0]
+        summary = trained(config, folder, began or time.time())
         if config.dry_run:
             return 0
         runs, stopped = {plural(ranks): folder}, summary["stopped"]
         if config.reference and ranks > 1 and not stopped and config.resume is None:
-            beside = compared(config, folder / "one-rank", device)
+            beside = compared(config, folder / "one-rank")
             runs, stopped = runs | beside, not beside
         finish(config, folder, runs, summary, swept)
         return None if stopped else 0
     except torchrun.Stopped:
-        say("stopped before the first step; there is nothing to save", sys.stdout)
+        echo("stopped before the first step; there is nothing to save", sys.stdout)
         return None
     except (processes.RankError, *processes.BAD) as error:
         status = processes.status(error)
-        say(f"ringattn train: {processes.sentence(error) or error}")
+        echo(f"ringattn train: {processes.sentence(error) or error}")
         if status == processes.FAILED and folder is not None and checkpoints_of(folder):
-            say(again(config, folder, swept))
+            echo(again(config, folder, swept))
         return status
 
 
 def check(config: Train) -> None:
     """Check what can be checked without ranks: the data, the checkpoint, and whether loggers are installed."""
-    data.samples(data.open_corpus(config.data, config.model.vocab), config.data, config.seq_len, config.seed)
+    data.of(config)
     if config.resume not in (None, "auto"):
         from ringattn.launch.train.checkpoint import read_state
 
@@ -112,19 +108,25 @@ def announce(config: Train, folder: Path) -> None:
     if not config.dry_run:
         what = f"{config.model.layers} blocks of width {config.model.dim} on {config.data.path}"
         where = f"sequences of {config.seq_len:,} tokens over {plural(config.nproc or 1)} on {config.device}"
-        say(f"trains {what}, {where}; writes to {folder}")
+        echo(f"trains {what}, {where}; writes to {folder}")
 
 
-def compared(config: Train, folder: Path, device: str) -> dict[str, Path]:
+def trained(config: Train, folder: Path, began: float) -> dict[str, Any]:
+    """The figures of rank 0, of ranks that are started here: on CPUs where a dry run is for GPUs that are not here."""
+    ranks = config.nproc or 1
+    device = config.device if ranks <= torch.cuda.device_count() else "cpu"
+    return torchrun.local(work, ranks, device, config, str(folder), began, patience=config.cluster.timeout)[0]
+
+
+def compared(config: Train, folder: Path) -> dict[str, Path]:
     """The same training on one rank, by its name; nothing if it was stopped, which is reported."""
-    say("the same on one rank:")
-    arguments = alone(config), str(folder), time.time()
+    echo("the same on one rank:")
     try:
-        summary = torchrun.local(work, 1, device, *arguments, patience=config.cluster.timeout)[0]
+        summary = trained(alone(config), folder, time.time())
     except torchrun.Stopped:
         summary = {"stopped": True, "step": 0}
     if summary["stopped"]:
-        say(f"the comparison was stopped after step {summary['step']}", sys.stdout)
+        echo(f"the comparison was stopped after step {summary['step']}", sys.stdout)
         return {}
     return {"1 rank": folder}
 
@@ -135,8 +137,8 @@ def under_torchrun(config: Train, began: float | None = None) -> int:
 
     rank = torchrun.rank()
     try:
-        config, _, device = resolved(config, int(os.environ["WORLD_SIZE"]))
-        torchrun.join(device if torch.cuda.device_count() else "cpu", config.cluster.timeout)
+        config = resolved(config, int(os.environ["WORLD_SIZE"]))
+        torchrun.join(config.device if torch.cuda.device_count() else "cpu", config.cluster.timeout)
         folder, started_at = shared(config, began or time.time())
         if rank == 0:
             announce(config, folder)
@@ -146,10 +148,9 @@ def under_torchrun(config: Train, began: float | None = None) -> int:
         dist.barrier()
         dist.destroy_process_group()
     except Exception as error:
-        bad, status = processes.sentence(error), processes.status(error)
-        text = str(error).splitlines()[0] if str(error) else ""
-        if bad is not None:
-            configured.complain(text, rank, status)
+        status, text = processes.status(error), next(iter(str(error).splitlines()), "")
+        if processes.sentence(error) is not None:
+            configured.complain(text, status)
         else:
             kind = "" if isinstance(error, ConnectionError) else f"{type(error).__name__}: "
             print(f"ringattn train: rank {rank}: {kind}{text}", file=sys.stderr, flush=True)
@@ -157,8 +158,8 @@ def under_torchrun(config: Train, began: float | None = None) -> int:
     return 0
 
 
-def resolved(config: Train, ranks: int | None) -> tuple[Train, int, str]:
-    """The configuration with every `auto` decided that can be without ranks; how many ranks; their device."""
+def resolved(config: Train, ranks: int | None) -> Train:
+    """The configuration with every `auto` decided that can be before there are ranks: `nproc` and `device` too."""
     gpus = torch.cuda.device_count()
     device = ("cuda" if gpus else "cpu") if config.device == "auto" else config.device
     if device == "cuda" and not gpus and not config.dry_run:
@@ -185,11 +186,7 @@ def resolved(config: Train, ranks: int | None) -> tuple[Train, int, str]:
     rest = ranks // fixed
     precision = ("bfloat16" if device == "cuda" else "float32") if config.precision == "auto" else config.precision
     strategy = dataclasses.replace(s, ring=s.ring or rest, ulysses=s.ulysses or rest)
-    return (
-        dataclasses.replace(config, strategy=strategy, precision=precision, device=device, nproc=ranks),
-        ranks,
-        device,
-    )
+    return dataclasses.replace(config, strategy=strategy, precision=precision, device=device, nproc=ranks)
 
 
 def alone(config: Train) -> Train:
@@ -205,7 +202,7 @@ def new_folder(config: Train) -> Path:
     if name is None and config.resume == "auto":
         runs = sorted(path.name for path in Path(config.folder).glob("*") if checkpoints_of(path))
         there = f"; {config.folder} has {', '.join(runs[-3:])}" if runs else ""
-        raise ValueError(f"resume=auto goes on with a run by its name, and none was given; say run=NAME{there}")
+        raise ValueError(f"resume=auto goes on with a run by its name, and none was given; use run=NAME{there}")
     name = name or time.strftime("%Y%m%d-%H%M%S")
     folder, again = Path(config.folder) / name, 1
     while config.run is None and not torchrun.started() and folder.exists():
@@ -214,7 +211,7 @@ def new_folder(config: Train) -> Path:
     goes_on = resume is not None and (resume == "auto" or Path(resume).absolute().parent == own.absolute())
     taken = (log.is_file() and log.stat().st_size) or checkpoints_of(folder)
     if taken and not goes_on and torchrun.attempt() == 0:
-        raise ValueError(f"{folder} holds a run; say resume=auto to go on, or another run=NAME")
+        raise ValueError(f"{folder} holds a run; use resume=auto to go on, or another run=NAME")
     return folder
 
 
@@ -228,15 +225,6 @@ def ended(config: Train, folder: Path) -> bool:
     except (ValueError, KeyError, TypeError):  # torn: it is written anew
         return False
     return saved == dataclasses.asdict(config) and any(row["step"] == config.steps for row in metrics.read(log))
-
-
-def checkpoints_of(folder: Path) -> list[Path]:
-    """A run's complete checkpoints."""
-    if not (folder / "checkpoints").is_dir():
-        return []
-    from ringattn.launch.train.checkpoint import complete
-
-    return complete(folder / "checkpoints")
 
 
 def shared(config: Train, began: float) -> tuple[Path, float]:
@@ -259,66 +247,3 @@ def shared(config: Train, began: float) -> tuple[Path, float]:
     if found["problem"]:
         raise ValueError(found["problem"])
     return Path(found["folder"]), found["started_at"]
-
-
-def again(config: Train, folder: Path, swept: str = "") -> str:
-    """How to go on with a run: the words about model and data must be given again.
-
-    A sweep whose words name its runs goes on as a whole.
-    """
-    if swept and config.run:
-        return "go on with the same words and resume=auto"
-    alone = f", without --multirun, with {swept}" if swept else ""
-    where = f"folder={config.folder} " * (config.folder != Train().folder)
-    return f"go on with the same words{alone} and {where}run={folder.name} resume=auto"
-
-
-def plural(ranks: int) -> str:
-    return f"{ranks} rank{'s' * (ranks > 1)}"
-
-
-def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str, Any], swept: str = "") -> None:
-    """The summary, and the picture of all runs beside each other."""
-    rows = {
-        name: [row for row in metrics.read(path / "metrics.jsonl") if row["step"] <= summary["step"]]
-        for name, path in runs.items()
-    }  # those beyond are of an attempt that went further, and was given up
-    main, *others = (columns_of(r) for r in rows.values())
-    if summary["stopped"]:
-        go_on = again(config, folder, swept)
-        say(f"stopped after step {summary['step']} of {config.steps}, saved; {go_on}", sys.stdout)
-        return
-    if not main["loss"]:
-        say(f"nothing to train: already at step {summary['step']} of {config.steps}; say steps=N to go on", sys.stdout)
-        return
-    trained = "first_step" in summary
-    lines = [
-        f"loss {main['loss'][0]:.4f} -> {main['loss'][-1]:.4f} in {len(main['loss'])} steps"
-        + (f", {summary['held_out']:.4f} on held-out text" if "held_out" in summary else "")
-        + f"; single tokens have an entropy of {summary['entropy']:.4f}",
-        ", ".join(
-            [
-                f"{np.median(main['tokens_per_second']):,.0f} tokens/s",
-                *metrics.mfu_words(float(np.median(main["mfu"]))),
-                f"rank 0 held {max(main['memory_mib']):,.0f} MiB at most",
-            ]
-        )
-        + (f", first step after {summary['first_step']:.1f} s" if trained else "; nothing was left to train"),
-    ]
-    for other in others:
-        gap = max(abs(a - b) for a, b in zip(main["loss"], other["loss"], strict=True))
-        lines.append(f"on one rank the loss is the same to {gap:.1e} at every step")
-    new = trained or not (folder / "picture.png").exists()
-    drawn = metrics.picture(folder, rows, summary["entropy"]) if config.picture and new else None
-    if config.picture and new and drawn is None:
-        lines.append("no picture: matplotlib cannot be imported (in the checkout: pip install '.[plot]')")
-    lines.append(f"written to {folder}" + (f", picture {drawn}" if drawn else ""))
-    if not checkpoints_of(folder):
-        lines.append("no weights were kept; save_every=N saves them every N steps and at the end")
-    say("\n".join(lines), sys.stdout)
-
-
-def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
-    names = ("loss", "tokens_per_second", "mfu", "memory_mib")
-    steps = [r for r in rows if r["kind"] == "step" and r.keys() >= {*names}]
-    return dict(zip(names, metrics.columns(steps, *names), strict=True))

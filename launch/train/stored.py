@@ -153,21 +153,25 @@ def read_state(path: Path) -> dict[str, Any]:
         raise Damaged(f"state.json: {reason(error)}") from None
 
 
-def check(path: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Refuse a checkpoint that is not as it was saved; each of some ranks reads its share of the parts."""
-    parts = read_state(path)["parts"]
-    read_index(path, parts)
+def damage(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
+    """What is not as it was saved in a checkpoint, if anything; each of some ranks reads its share of the parts."""
+    try:
+        parts = read_state(path)["parts"]
+        read_index(path, parts)
+    except Damaged as error:
+        return str(error)
     for name in sorted(parts)[rank::ranks]:
         file, saved = path / name, parts[name]
         try:
-            size = file.stat().st_size if file.is_file() else None
-            if size is None:
+            if not file.is_file():
                 raise ValueError("no such file")
+            size = file.stat().st_size
             found = checksum(file) if size == saved["bytes"] else {"bytes": size}
             if found != saved:
                 raise ValueError(f"it was saved with {saved} and has {found}: damaged, or of another checkpoint")
         except UNREADABLE as error:
-            raise Damaged(f"{name}: {reason(error)}") from None
+            return f"{name}: {reason(error)}"
+    return None
 
 
 def reason(error: Exception) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringattn.comms import lost
 from ringattn.launch import processes
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -121,15 +122,15 @@ def backend(device: str) -> str:
 def local(function: Callable[..., Any], ranks: int, device: str, *args: Any, patience: float = 600.0) -> list[Any]:
     """`function(*args)` on ranks that are started here. SIGTERM, and what a terminal sends, are passed on to them.
 
-    The whole may take for ever; one exchange that takes longer than `patience` seconds is an error.
+    There is no limit for the whole; one exchange that takes longer than `patience` seconds is an error.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait starve the other ranks
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # no other machine may connect
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    with passed_on(signal.SIGTERM, *processes.TERMINALS) as ranks_begin:
+    with passed_on(signal.SIGTERM, *processes.TERMINALS) as ranks_exist:
         serve(context)
-        ranks_begin()
+        ranks_exist.set()
         return processes.run(function, ranks, *args, backend=backend(device), timeout=None, collective_timeout=patience)
 
 
@@ -138,8 +139,8 @@ class Stopped(Exception):
 
 
 def serve(context: Any) -> None:
-    """Wait for the fork server, whose imports take seconds. Its ranks keep a SIGTERM until trainer.Stop listens."""
-    with processes.unheard(signal.SIGTERM, *processes.TERMINALS):
+    """Wait for the fork server, whose imports take seconds. Its ranks keep a SIGTERM until Stop handles it."""
+    with processes.blocked(signal.SIGTERM, *processes.TERMINALS):
         forkserver.ensure_running()
     first = context.Process(target=os.getpid)
     first.start()
@@ -147,19 +148,15 @@ def serve(context: Any) -> None:
 
 
 @contextlib.contextmanager
-def passed_on(*signals: signal.Signals) -> Iterator[Callable[[], None]]:
+def passed_on(*signals: signal.Signals) -> Iterator[threading.Event]:
     """Give these signals to the child processes as SIGTERM: they save, and end by themselves.
 
-    Until the function that this gives is called there are none, and a signal is `Stopped`.
+    Until the event that this gives is set there are none, and a signal is `Stopped`.
     """
-    ranks = False
-
-    def begin() -> None:
-        nonlocal ranks
-        ranks = True
+    ranks = threading.Event()
 
     def forward(number: int, frame: Any) -> None:
-        if not ranks:
+        if not ranks.is_set():
             raise Stopped
         for child in multiprocessing.active_children():
             if child.pid is not None:
@@ -171,7 +168,7 @@ def passed_on(*signals: signal.Signals) -> Iterator[Callable[[], None]]:
     if before.get(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # under nohup
     try:
-        yield begin
+        yield ranks
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for s, handler in before.items():
@@ -181,3 +178,28 @@ def passed_on(*signals: signal.Signals) -> Iterator[Callable[[], None]]:
 def words_group(seconds: float) -> Any:
     """A group of all ranks for small things on the host, apart from the training's own exchanges."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+
+
+class Stop:
+    """A SIGTERM to any rank, or `other` returning True, ends the run after the current step, on all ranks alike.
+
+    So do the signals of a terminal, unless they are ignored: torchrun and Slurm pass them on.
+    """
+
+    def __init__(self, patience: float, other: Callable[[], bool] | None = None) -> None:
+        self.signalled, self.other = False, other
+        self.group = words_group(patience)
+        if threading.current_thread() is threading.main_thread():  # no other thread may handle signals
+            for number in (signal.SIGTERM, *processes.TERMINALS):
+                if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, self.on_signal)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # one that came before is handled now
+
+    def on_signal(self, number: int, frame: Any) -> None:
+        self.signalled = True
+
+    def agreed(self) -> bool:
+        stop = torch.tensor(int(self.signalled or (self.other is not None and self.other())))
+        with lost.missing_named("agreeing whether to stop"):
+            dist.all_reduce(stop, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(stop)

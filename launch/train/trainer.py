@@ -8,8 +8,6 @@ import json
 import math
 import os
 import platform
-import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,10 +26,11 @@ from ringattn.comms import lost
 from ringattn.comms import mesh as meshes
 from ringattn.conf.schema import Train
 from ringattn.launch import bench
-from ringattn.launch.processes import CLOSED, TERMINALS
-from ringattn.launch.train import data, estimate, metrics, model, torchrun
+from ringattn.launch.processes import CLOSED
+from ringattn.launch.train import data, estimate, metrics, model, parallelize, report, torchrun
 from ringattn.launch.train.checkpoint import Checkpoints, begin_of, load, matching, newest, set_aside
 from ringattn.launch.train.stored import A_STEP
+from ringattn.launch.train.torchrun import Stop
 from ringattn.planning import Plan, Transport
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.models.loss import token_mean
@@ -80,7 +79,7 @@ def work(
         if config.resume not in (None, "auto"):
             matching(Path(config.resume), about(job))
         if rank0:
-            print(describe(job))
+            print(report.plan_of(job))
         return {}
     with contextlib.closing(save_config(job)) if rank0 else contextlib.nullcontext():
         stopped = train(job, stop)
@@ -90,7 +89,7 @@ def work(
     return {"stopped": stopped, "step": job.step, "entropy": data.unigram_entropy(job.samples.corpus), **job.seconds}
 
 
-def train(job: Job, stop: "Stop") -> bool:
+def train(job: Job, stop: Stop) -> bool:
     """Train to the end of the run, or until a rank gets a request to stop; returns whether one did."""
     config, rank0 = job.config, dist.get_rank() == 0
     checkpoints = Checkpoints(job.folder, config.keep, torchrun.words_group(config.cluster.timeout))
@@ -129,9 +128,8 @@ def in_words(error: RuntimeError | ConnectionError, step: int) -> ConnectionErro
 def prepare(config: Train, folder: Path, device: torch.device, started_at: float) -> Job:
     """The mesh, the plan, the data, the model and its optimizer."""
     s, m = config.strategy, config.model
-    corpus = data.open_corpus(config.data, m.vocab)
-    check_tokens(corpus, m.vocab)
-    samples = data.samples(corpus, config.data, config.seq_len, config.seed)
+    samples = data.of(config)
+    check_tokens(samples.corpus, m.vocab)
     mesh = api.init_mesh(data=s.data, ring=s.ring or 1, ulysses=s.ulysses or 1, device_type=device.type)
     everyone = mesh._flatten("everyone") if dist.get_world_size() > 1 else mesh["data"]
     limit = timedelta(seconds=config.cluster.timeout)
@@ -151,7 +149,7 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
         dtype=config.precision,
     )
     where = torch.device("meta") if config.dry_run else device
-    decoder = model.build(
+    decoder = parallelize.build(
         m, config.seed, where, None if config.dry_run else everyone,
         recompute=s.recompute, precision=config.precision, compile=config.compile,
     )  # fmt: skip
@@ -173,7 +171,7 @@ def check_tokens(corpus: data.Corpus, vocab: int) -> None:
     data.check_vocabulary(-int(seen[0]), int(seen[1]), vocab)
 
 
-def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Stop") -> bool:
+def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: Stop) -> bool:
     """Steps until the last one, or until a rank gets a request to stop; returns whether one did."""
     config, memory = job.config, metrics.Memory(job.device)
     peak = metrics.peak_flops(job.device) * dist.get_world_size()
@@ -196,11 +194,12 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: "Sto
                     "kind": "step", "step": job.step, "loss": loss, "norm": norm,
                     "lr": job.optimizer.param_groups[0]["lr"], "seconds": seconds,
                     "tokens_per_second": job.a_step * config.seq_len / seconds,
-                    "mfu": step_flops(job, job.step - 1) / seconds / peak, "memory_mib": memory.peak() / MIB,
+                    "mfu": estimate.step_flops(job, job.step - 1) / seconds / peak, "memory_mib": memory.peak() / MIB,
                 }  # fmt: skip
                 log.write(row)
                 bar.show(job.step, row)
-            trace.step()
+            if trace:
+                trace.step()
             checkpoints.poll()
             stopping = stop.agreed()
             if config.keep and (stopping or due(config, job.step)):
@@ -234,15 +233,6 @@ def train_step(job: Job) -> tuple[float, float]:
     job.optimizer.step()
     job.optimizer.zero_grad()
     return float(total), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
-def step_flops(job: Job, step: int) -> float:
-    """Flops of all ranks in a step, from its documents, which every rank can read."""
-    m, seq_len = job.config.model, job.config.seq_len
-    if not job.samples.documents:
-        return job.a_step * model.train_flops(m, [seq_len])
-    sequences = range(step * job.a_step, (step + 1) * job.a_step)
-    return sum(model.train_flops(m, job.samples.train(i).lengths(seq_len)) for i in sequences)
 
 
 def learning_rate(config: Train, step: int) -> float:
@@ -342,42 +332,17 @@ def resume(job: Job, checkpoints: Checkpoints) -> None:
     job.step = state["step"]
     if dist.get_rank() == 0:
         at = f"already at step {job.step} of {steps}:" if job.step >= steps else f"goes on after step {job.step} from"
-        metrics.say(f"{at} {path}")
+        metrics.echo(f"{at} {path}")
         if newer := set_aside(checkpoints.folder, path):
-            metrics.say(f"set aside what is newer, as NAME.aside: {', '.join(p.name for p in newer)}")
+            metrics.echo(f"set aside what is newer, as NAME.aside: {', '.join(p.name for p in newer)}")
         if job.step < steps != state.get("steps", steps):
-            metrics.say(f"steps was {state['steps']} before: the rate now falls to its end at {steps}")
-
-
-class Stop:
-    """A SIGTERM to any rank, or `other` returning True, ends the run after the current step, on all ranks alike.
-
-    So do the signals of a terminal, unless they are ignored: torchrun and Slurm pass them on.
-    """
-
-    def __init__(self, patience: float, other: Callable[[], bool] | None = None) -> None:
-        self.signalled, self.other = False, other
-        self.group = torchrun.words_group(patience)
-        if threading.current_thread() is threading.main_thread():  # nobody else may hear signals
-            for number in (signal.SIGTERM, *TERMINALS):
-                if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
-                    signal.signal(number, self.on_signal)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # one that came before is heard now
-
-    def on_signal(self, number: int, frame: Any) -> None:
-        self.signalled = True
-
-    def agreed(self) -> bool:
-        stop = torch.tensor(int(self.signalled or (self.other is not None and self.other())))
-        with lost.missing_named("agreeing whether to stop"):
-            dist.all_reduce(stop, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(stop)
+            metrics.echo(f"steps was {state['steps']} before: the rate now falls to its end at {steps}")
 
 
 def profiler(job: Job) -> Any:
-    """A trace of steps 2 to 4 of rank 0 and its sums, if requested; otherwise an object that does nothing."""
+    """A trace of steps 2 to 4 of rank 0 and its sums, if requested; otherwise None."""
     if not job.config.profile or dist.get_rank() != 0:
-        return contextlib.nullcontext(Silent())
+        return contextlib.nullcontext()
     from torch.profiler import profile, schedule
 
     def keep(p: Any) -> None:
@@ -387,10 +352,6 @@ def profiler(job: Job) -> Any:
             (job.folder / "profile.txt").write_text(p.key_averages().table(sort_by=where, row_limit=40))
 
     return profile(schedule=schedule(wait=1, warmup=0, active=3, repeat=1), on_trace_ready=keep)
-
-
-class Silent:
-    def step(self) -> None: ...
 
 
 def save_config(job: Job) -> TextIO:
@@ -407,20 +368,19 @@ def save_config(job: Job) -> TextIO:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), checkpoints)
         file = (job.folder / "config.json").open("a")
     except OSError as error:
-        why = f"{error.filename} cannot be written to ({error.strerror})"
-        raise type(error)(f"{why}; say folder=PATH, a place to write to") from None  # which says if it may pass
+        why = f"{error.filename} cannot be written to ({error.strerror}); use folder=PATH, a place to write to"
+        raise type(error)(why) from None  # its type decides whether another attempt may succeed
     about = {
         "config": dataclasses.asdict(job.config),
         "plan": str(job.plan),
         "ranks": dist.get_world_size(),
-        "commit": bench.commit(),
         "python": platform.python_version(),
-        **bench.machine(),
+        **bench.stamp(),
     }
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"another run is writing to {job.folder}; wait for its end, or say another run=NAME") from None
+        raise ValueError(f"another run is writing to {job.folder}; wait for its end, or use another run=NAME") from None
     except OSError:  # this file system knows no locks
         pass
     with metrics.writing(file.name):
@@ -428,36 +388,3 @@ def save_config(job: Job) -> TextIO:
         file.write(json.dumps(about, indent=1))
         file.flush()
     return file
-
-
-def describe(job: Job) -> str:
-    """The report of a dry run: the model, the memory, and how the sequence is spread."""
-    config, m, ranks = job.config, job.config.model, dist.get_world_size()
-    weights = sum(p.numel() for p in job.decoder.parameters())
-    memory = estimate.needs(config, job.decoder, job.plan.local_len, ranks)
-    corpus = job.samples.corpus
-    there = job.device.type == config.device
-    rows = [
-        ("ranks", f"{ranks} on {config.device}, {config.precision}" + ("" if there else ", which need not be here")),
-        ("weights", f"{weights / 1e6:.2f} million in {m.layers} blocks"),
-        ("a step", f"{config.seq_len} tokens x {job.a_step} sequences, {job.plan.local_len} tokens of each a rank"),
-        ("data", f"{corpus.name}: {len(corpus) / 1e6:.1f} million tokens, {len(job.samples)} sequences"),
-        ("state", f"{gib(memory.state)} a rank: float32 weights, gradients, two moments"),
-        ("kept for backward", f"about {gib(memory.kept)} a rank"),
-        ("a block at work", f"about {gib(memory.block_at_work)} a rank"),
-        ("logits at work", f"about {gib(memory.head_at_work)} a rank: in float32, with softmax, gradient and weights"),
-        ("memory", f"about {gib(memory.most)} a rank at most, as these do not meet{has(config.device)}"),
-        ("flops", f"{step_flops(job, 0):.3g} a step"),
-    ]  # fmt: skip
-    return "\n".join([*(f"{name:<18} {what}" for name, what in rows), "", job.plan.explain()])
-
-
-def gib(size: float) -> str:
-    return f"{size / 2**30:.3g} GiB"
-
-
-def has(device: str) -> str:
-    """The memory of a GPU of this machine, if the device is a GPU and there is one."""
-    if device != "cuda" or not torch.cuda.is_available():
-        return ""
-    return f"; a GPU here has {gib(torch.cuda.get_device_properties(0).total_memory)}"

@@ -26,10 +26,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,18 +51,17 @@ LIMITS = {"float64": 1e-12, "float32": 2e-6}
 LINEAR_LIMITS = {**LIMITS, "float16": 1e-3, "bfloat16": 8e-3}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
-
 AnyCase = Case | linear_oracle.Case | drawn.Call
 
 
 @dataclass(frozen=True)
 class Options:
     ranks: int | None = option(None, "how many (4; random calls on threads: 1 to 8; under torchrun: as were started)")
-    backend: str = option("threads", "threads of this process, or processes with gloo or nccl")
-    device: str = option("cpu", "cpu or cuda")
+    backend: str = option("threads", "threads of this process, or processes", among=("threads", "gloo", "nccl"))
+    device: str = option("cpu", "where it runs", among=("cpu", "cuda"))
     cases: tuple[str, ...] = option((), "only cases whose name holds one of these words (default: all)")
     kernel: str = option("auto", "auto, or the name of a kernel")
-    dtype: str | None = option(None, "float64, float32, bfloat16 or float16 (float32; random calls: any of them)")
+    dtype: str | None = option(None, "float32 by default; random calls: any of them", among=DTYPES)
     timeout: float = option(300.0, "seconds after which processes that hang are ended")
     random: int = option(0, "so many random calls instead of the cases")
     seed: int = option(0, "the number of the first random call; each one follows from its own number alone")
@@ -80,7 +80,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case on all ranks: the worst error of each result over its limit, or why it did not run."""
+    """One case on all ranks: the worst error of each result, the limits, or why it did not run."""
 
     case: AnyCase
     errors: dict[str, float]
@@ -90,17 +90,17 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        return (
-            not self.refused and not self.broken and all(self.errors[name] <= self.limits[name] for name in self.errors)
-        )
+        return not (self.refused or self.broken or self.over)
+
+    @property
+    def over(self) -> list[str]:
+        """The results that are off by more than their limit."""
+        return [name for name, error in self.errors.items() if not error <= self.limits[name]]
 
 
 def run(options: Options) -> int:
     """Run the cases and print each strategy's and layout's worst errors; 0 if every one is within its limit."""
-    problem = wrong(options)
-    if problem:
-        print(f"ringattn verify: {problem}", file=sys.stderr)
-        return 2
+    check(options)
     if options.model is not None:
         return model.run(options)
     started = "RANK" in os.environ
@@ -111,7 +111,7 @@ def run(options: Options) -> int:
         print(f"{len(chosen(options))} {what} over {ranks_of(options)} ({options.backend})", file=sys.stderr)
     begun = time.perf_counter()
     try:
-        outcomes = summed(options, everyone(options, started))
+        outcomes = [outcome(options, *one) for one in zip(chosen(options), everyone(options, started), strict=True)]
     except processes.RankError as error:
         print(f"ringattn verify: {error}", file=sys.stderr)
         return 1
@@ -134,34 +134,30 @@ def joined(options: Options) -> Options:
     return replace(options, ranks=dist.get_world_size(), backend=backend)
 
 
-def wrong(options: Options) -> str | None:
-    if options.backend not in ("threads", "gloo", "nccl"):
-        return f"backend={options.backend!r}: choose threads, gloo or nccl"
-    if options.device not in ("cpu", "cuda"):
-        return f"device={options.device!r}: choose cpu, or cuda for GPUs"
-    if options.precision not in DTYPES:
-        return f"dtype={options.dtype!r}: choose one of {', '.join(DTYPES)}"
+def check(options: Options) -> None:
+    """A ValueError for options that do not go together, or not with this machine."""
     known = dict.fromkeys(kernel.name for kernel in (*kernels.TABLE, *linear.TABLE))
     if options.kernel not in ("auto", *known):
-        return f"kernel={options.kernel!r}: choose one of auto, {', '.join(known)}"
-    if not 1 <= options.count <= processes.MOST:
-        return f"ranks={options.ranks}: on this machine there can be 1 to {processes.MOST}"
+        raise ValueError(f"kernel={options.kernel!r}: choose one of auto, {', '.join(known)}")
+    if options.count > processes.MOST:
+        raise ValueError(f"ranks={options.ranks}: on this machine there can be 1 to {processes.MOST}")
     if options.backend == "nccl" and options.device != "cuda":
-        return f"backend=nccl does not move tensors on {options.device}; use backend=gloo, or device=cuda"
+        raise ValueError("backend=nccl does not move tensors on cpu; use backend=gloo, or device=cuda")
     if options.device == "cuda" and not torch.cuda.is_available():
-        return "device=cuda, and torch sees no GPU; use device=cpu"
-    if options.backend == "nccl" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", options.count)):
-        return f"ranks={options.count} need as many GPUs, and torch sees {torch.cuda.device_count()}; gloo shares them"
-    if options.model is None and options.random and options.cases:
-        return f"random={options.random} draws its own cases; leave cases={','.join(options.cases)} out, or random"
+        raise ValueError("device=cuda, and torch sees no GPU; use device=cpu")
+    gpus = torch.cuda.device_count()
+    if options.backend == "nccl" and gpus < int(os.environ.get("LOCAL_WORLD_SIZE", options.count)):
+        raise ValueError(f"ranks={options.count} need as many GPUs, and torch sees {gpus}; gloo shares them")
     if options.model is not None:
-        return model.wrong(options)
+        return model.check(options)
+    if options.random and options.cases:
+        cases = ",".join(options.cases)
+        raise ValueError(f"random={options.random} draws its own cases; leave cases={cases} out, or random")
     if options.tokens or options.docs:
-        return f"tokens={options.tokens}, docs={options.docs} are of a model; say model=FOLDER too"
+        raise ValueError(f"tokens={options.tokens}, docs={options.docs} are of a model; give model=FOLDER too")
     if not chosen(options):
         names = ", ".join(case.name for case in (*FEATURES, *linear_oracle.FEATURES))
-        return f"cases={','.join(options.cases)} matches none of {names}"
-    return None
+        raise ValueError(f"cases={','.join(options.cases)} matches none of {names}")
 
 
 def chosen(options: Options) -> list[AnyCase]:
@@ -184,38 +180,31 @@ def placed(ranks: int) -> Iterator[Case]:
                 yield replace(case, ring=ring, ulysses=ulysses, strategy=strategy, layout=layout, heads=heads)
 
 
-def everyone(options: Options, started: bool) -> list[list[dict[str, Any]]]:
+def everyone(options: Options, started: bool) -> list[Sequence[dict[str, Any]]]:
     """Case by case what every rank found."""
     if started:
-        return turned(messages.gather(one_process(options)))
-    if options.backend == "threads":
-        return threads(options)
-    return turned(processes.run(one_process, options.count, options, backend=options.backend, timeout=options.timeout))
+        by_rank = messages.gather(one_process(options))
+    elif options.backend == "threads":
+        return [threads(options, case) for case in chosen(options)]
+    else:
+        by_rank = processes.run(one_process, options.count, options, backend=options.backend, timeout=options.timeout)
+    return list(zip(*by_rank, strict=True))
 
 
-def turned(ranks: list[list[Any]]) -> list[list[Any]]:
-    return [list(found) for found in zip(*ranks, strict=True)]
+def threads(options: Options, case: AnyCase) -> list[dict[str, Any]]:
+    """One case with all ranks in this process, on one device."""
 
-
-def threads(options: Options) -> list[list[dict[str, Any]]]:
-    """All ranks in this process, on one device."""
-
-    def one(mesh: Any, case: AnyCase) -> dict[str, Any]:
+    def one(mesh: Any) -> dict[str, Any]:
         mesh.device_type = options.device
         return one_case(options, case, mesh)
 
-    by_case = []
-    for case in chosen(options):
-        truth_of(case, options)  # once, before every thread wants it
-        work = partial(local.run, partial(one, case=case), ring=case.ring, ulysses=case.ulysses)
-        if not isinstance(case, drawn.Call):
-            by_case.append(work())
-            continue
-        try:
-            by_case.append(work())
-        except Exception as error:  # the next calls may be right, and this one is to be repeated
-            by_case.append([{"broken": f"{type(error).__name__}: {error}"}])
-    return by_case
+    known(options, case)  # once, before every thread wants it
+    try:
+        return local.run(one, ring=case.ring, ulysses=case.ulysses)
+    except Exception as error:
+        if isinstance(case, drawn.Call):  # the next calls may be right, and this one is to be repeated
+            return [{"broken": f"{type(error).__name__}: {error}"}]
+        raise
 
 
 def one_process(options: Options) -> list[dict[str, Any]]:
@@ -229,7 +218,7 @@ def one_process(options: Options) -> list[dict[str, Any]]:
         try:
             found.append(one_case(options, case, meshes[at]))
         except Exception as error:
-            if isinstance(case, drawn.Call):  # the other ranks wait: say which call it was, and end
+            if isinstance(case, drawn.Call):  # the other ranks wait: name the call, and end
                 raise RuntimeError(f"{repeat(options, case)}: {type(error).__name__}: {error}") from error
             raise
     return found
@@ -237,139 +226,98 @@ def one_process(options: Options) -> list[dict[str, Any]]:
 
 def one_case(options: Options, case: AnyCase, mesh: Any) -> dict[str, Any]:
     """One rank's errors and its share of what is the same on all; or why the kernel refuses, on all ranks alike."""
-    if isinstance(case, drawn.Call):
-        try:
-            return drawn.one(case, mesh, options.device)
-        except NotImplementedError as error:
-            return {"refused": str(error)}
-    table = kernels.TABLE if isinstance(case, Case) else linear.TABLE
-    if options.kernel not in ("auto", *(kernel.name for kernel in table)):
-        return {"refused": f"{options.kernel}: no kernel of {'' if isinstance(case, Case) else 'linear '}attention"}
-    return (one_attention if isinstance(case, Case) else one_linear)(options, case, mesh)  # type: ignore[arg-type]
-
-
-def one_linear(options: Options, case: linear_oracle.Case, mesh: Any) -> dict[str, Any]:
-    given = linear_oracle.inputs(case.seq_len, case.gate, getattr(torch, options.precision), **case.rule)
-    given = {name: None if x is None else x.to(options.device) for name, x in given.items()}
-    exact = {name: x.to(options.device) for name, x in truth_of(case, options).items()}
-    how = {"layout": case.layout, "scan": case.strategy, "kernel": options.kernel}
-    docs = linear_oracle.docs_of(case.lengths, case.seq_len)
-    errors, share = linear_oracle.errors(mesh, given, exact, docs, **how)
-    return {"errors": errors, "share": share.double().tolist()}
-
-
-def one_attention(options: Options, case: Case, mesh: Any) -> dict[str, Any]:
-    given = {name: x.to(options.device) for name, x in inputs(*feature(case), options.precision).items()}
+    table = linear.TABLE if isinstance(case, linear_oracle.Case) else kernels.TABLE
+    if not isinstance(case, drawn.Call) and options.kernel not in ("auto", *(kernel.name for kernel in table)):
+        return {"refused": f"{options.kernel}: no kernel of {'linear ' * (table is linear.TABLE)}attention"}
+    truth = known(options, case)
+    given: dict[str, Any] = {n: None if x is None else x.to(options.device) for n, x in truth.given.items()}
     try:
-        found = oracle.run(case, mesh, given, options.kernel)
+        if isinstance(case, drawn.Call):
+            errors, share = drawn.one(case, mesh, given, truth.exact, truth.allowed)
+        elif isinstance(case, Case):
+            found = oracle.run(case, mesh, given, options.kernel)
+            errors, share = oracle.errors(case, mesh, found, truth.exact), found.get("dsinks")
+            errors["element"] = max(rounding.locally(case, mesh, found, truth.exact, truth.allowed).values())
+        else:
+            exact = {name: x.to(options.device) for name, x in truth.exact.items()}
+            how = {"layout": case.layout, "scan": case.strategy, "kernel": options.kernel}
+            docs = linear_oracle.docs_of(case.lengths, case.seq_len)
+            errors, share = linear_oracle.errors(mesh, given, exact, docs, **how)
     except NotImplementedError as error:
         return {"refused": str(error)}
-    share = found.get("dsinks")
-    exact = truth(*feature(case), options.precision)
-    errors = oracle.errors(case, mesh, found, exact)
-    allowed = allowances(*feature(case), options.precision)
-    errors["element"] = max(rounding.locally(case, mesh, found, exact, allowed).values())
     return {"errors": errors, "share": None if share is None else share.double().tolist()}
 
 
-def truth_of(case: AnyCase, options: Options) -> dict[str, Tensor]:
+class Known(NamedTuple):
+    """What goes into a case, what must come out, how far its elements may be off, and how far each whole result."""
+
+    given: dict[str, Any]
+    exact: dict[str, Tensor]
+    allowed: dict[str, Tensor]
+    limits: dict[str, float]
+
+
+def known(options: Options, case: AnyCase) -> Known:
+    """The truth of a case, which does not depend on its ranks."""
     if isinstance(case, drawn.Call):
-        return drawn.known(case)[1]
+        return Known(*drawn.known(case), dict.fromkeys((*RESULTS, *linear_oracle.RESULTS), 1.0))
     if isinstance(case, Case):
-        return truth(*feature(case), options.precision)
+        return known_attention(case.name, case.heads, options.precision)
     dtype = getattr(torch, options.precision)
-    return linear_oracle.truth(case.seq_len, case.gate, case.lengths, dtype, **case.rule)
-
-
-def limits_of(case: AnyCase, options: Options) -> dict[str, float]:
-    if isinstance(case, drawn.Call):
-        return dict.fromkeys((*RESULTS, *linear_oracle.RESULTS), 1.0)
-    if isinstance(case, Case):
-        return {**limits(*feature(case), options.precision), "element": 1.0}
-    return dict.fromkeys(linear_oracle.RESULTS, LINEAR_LIMITS[options.precision])
-
-
-def feature(case: Case) -> tuple[str, int]:
-    """What the inputs and the truth depend on: the case without its ranks."""
-    return case.name, case.heads
+    given = linear_oracle.inputs(case.seq_len, case.gate, dtype, **case.rule)
+    exact = linear_oracle.truth(case.seq_len, case.gate, case.lengths, dtype, **case.rule)
+    return Known(given, exact, {}, dict.fromkeys(linear_oracle.RESULTS, LINEAR_LIMITS[options.precision]))
 
 
 @lru_cache(maxsize=128)
-def inputs(name: str, heads: int, dtype: str) -> dict[str, Tensor]:
-    return oracle.inputs(one_device(name, heads), getattr(torch, dtype))
-
-
-@lru_cache(maxsize=128)
-def truth(name: str, heads: int, dtype: str) -> dict[str, Tensor]:
-    return oracle.dense(one_device(name, heads), inputs(name, heads, dtype))
-
-
-@lru_cache(maxsize=128)
-def allowances(name: str, heads: int, dtype: str) -> dict[str, Tensor]:
-    return rounding.allowances(one_device(name, heads), inputs(name, heads, dtype))
-
-
-@lru_cache(maxsize=128)
-def limits(name: str, heads: int, dtype: str) -> dict[str, float]:
-    """How far each result may be off: a constant, or twice the error of the same dtype, dense, on one device."""
-    if dtype in LIMITS:
-        return dict.fromkeys(RESULTS, LIMITS[dtype])
-    exact = truth(name, heads, dtype)
-    single = oracle.dense(one_device(name, heads), inputs(name, heads, dtype), getattr(torch, dtype))
-    return {result: 2 * off(single[result], exact[result]) + 1e-6 for result in exact}
-
-
-def one_device(name: str, heads: int) -> Case:
-    return replace(next(case for case in FEATURES if case.name == name), heads=heads)
+def known_attention(name: str, heads: int, precision: str) -> Known:
+    """Of a feature, whatever its ranks. Limits are constants, or twice the error of the dtype, dense, on one device."""
+    case, dtype = replace(next(case for case in FEATURES if case.name == name), heads=heads), getattr(torch, precision)
+    given = oracle.inputs(case, dtype)
+    exact = oracle.dense(case, given)
+    if precision in LIMITS:
+        limits = dict.fromkeys(exact, LIMITS[precision])
+    else:
+        single = oracle.dense(case, given, dtype)
+        limits = {result: 2 * off(single[result], exact[result]) + 1e-6 for result in exact}
+    return Known(given, exact, rounding.allowances(case, given), {**limits, "element": 1.0})
 
 
 def off(found: Tensor, exact: Tensor) -> float:
     return oracle.error(found, exact, float(torch.nan_to_num(exact, neginf=0).norm()))
 
 
-def summed(options: Options, by_case: list[list[dict[str, Any]]]) -> list[Outcome]:
-    """Every case's worst error over the ranks; the gradient of what is the same on all is the sum of their shares."""
-    outcomes = []
-    for case, found in zip(chosen(options), by_case, strict=True):
-        refused = next((one["refused"] for one in found if "refused" in one), "")
-        broken = next((one["broken"] for one in found if "broken" in one), "")
-        errors: dict[str, float] = {}
-        if not refused and not broken:
-            errors = {n: max(one["errors"][n] for one in found) for n in found[0]["errors"]}
-            if found[0]["share"] is not None:
-                errors |= of_shares(case, options, [one["share"] for one in found], errors)
-        outcomes.append(Outcome(case, errors, limits_of(case, options), refused, broken))
-    return outcomes
-
-
-def of_shares(case: AnyCase, options: Options, shares: list[Any], errors: dict[str, float]) -> dict[str, float]:
-    """The errors of the sum of all ranks' shares of dsinks or dstate."""
-    if isinstance(case, drawn.Call):
-        return {case.shared: drawn.of_shares(case, shares)}
-    shared = "dsinks" if isinstance(case, Case) else "dstate"
-    total, exact = torch.tensor(shares, dtype=torch.float64).sum(0), truth_of(case, options)[shared]
-    found = {shared: off(total, exact)}
-    if isinstance(case, Case):
-        allowed = allowances(*feature(case), options.precision)[shared]
-        found["element"] = max(errors["element"], rounding.over(total, exact, allowed))
-    return found
+def outcome(options: Options, case: AnyCase, found: Sequence[dict[str, Any]]) -> Outcome:
+    """A case's worst error over the ranks; the gradient of what is the same on all is the sum of their shares."""
+    truth = known(options, case)
+    for why in ("refused", "broken"):
+        if texts := [one[why] for one in found if why in one]:
+            return Outcome(case, {}, truth.limits, **{why: texts[0]})
+    errors = {n: max(one["errors"][n] for one in found) for n in found[0]["errors"]}
+    if found[0]["share"] is not None:
+        total = torch.tensor([one["share"] for one in found], dtype=torch.float64).sum(0)
+        name = "dsinks" if "dsinks" in truth.exact else "dstate"
+        element = rounding.over(total, truth.exact[name], truth.allowed[name]) if truth.allowed else 0.0
+        errors[name] = element if isinstance(case, drawn.Call) else off(total, truth.exact[name])
+        if "element" in errors:
+            errors["element"] = max(errors["element"], element)
+    return Outcome(case, errors, truth.limits)
 
 
 def report(options: Options, outcomes: list[Outcome], seconds: float) -> list[str]:
-    """A row a strategy, mesh and layout, of attention and of linear attention; everything that failed; the verdict."""
-    where = f"{ranks_of(options)} ({options.backend}), {options.device}, {precision(options)}, kernel {options.kernel}"
+    """A row a strategy, mesh and layout, or a kind of random calls; everything that failed; the verdict."""
+    dtype = "any dtype" if options.random and options.dtype is None else options.precision
+    where = f"{ranks_of(options)} ({options.backend}), {options.device}, {dtype}, kernel {options.kernel}"
     lines = []
-    if options.random:
-        lines = [f"worst errors of an element over what rounding allows it: {where}", "", *random_rows(outcomes), ""]
-    for kind, names, title in (
-        (Case, RESULTS, f"worst relative errors against dense float64: {where}"),
-        (linear_oracle.Case, linear_oracle.RESULTS, "linear attention, against its recurrence in float64"),
+    for kind, title in (
+        (drawn.Call, f"worst errors of an element over what rounding allows it: {where}"),
+        (Case, f"worst relative errors against dense float64: {where}"),
+        (linear_oracle.Case, "linear attention, against its recurrence in float64"),
     ):
         if these := [o for o in outcomes if isinstance(o.case, kind)]:
-            lines += [title, "", *rows(these, names), ""]
+            lines += [title, "", *rows(these), ""]
     lines += [failure(options, o) for o in outcomes if not o.good and not o.refused]
-    for why in dict.fromkeys(o.refused for o in outcomes if o.refused):
-        refused = sum(o.refused == why for o in outcomes)
+    for why, refused in Counter(o.refused for o in outcomes if o.refused).items():
         lines.append(f"refused in {refused} cases: {why}")
     passed = sum(o.good for o in outcomes)
     what = "random calls" if options.random else "cases"
@@ -381,44 +329,30 @@ def ranks_of(options: Options) -> str:
     return "1 to 8 ranks" if drawn_too else f"{options.count} ranks"
 
 
-def precision(options: Options) -> str:
-    return "any dtype" if options.random and options.dtype is None else options.precision
-
-
-def random_rows(outcomes: list[Outcome]) -> list[str]:
-    """The worst error of each kind of call and dtype."""
-    names = tuple(dict.fromkeys(n for o in outcomes for n in o.errors))
-    lines = [f"{'call':<11}{'dtype':<10}{'calls':>6}" + "".join(f"{n:>8}" for n in names) + "  result"]
-    kinds: dict[tuple[str, str], list[Outcome]] = {}
-    for outcome in outcomes:
-        assert isinstance(outcome.case, drawn.Call)
-        kinds.setdefault((outcome.case.kind, str(outcome.case.dtype).removeprefix("torch.")), []).append(outcome)
-    for (kind, dtype), here in sorted(kinds.items()):
-        worst = [max((o.errors[n] for o in here if n in o.errors), default=None) for n in names]
-        cells = "".join(f"{'-':>8}" if w is None else f"{w:>8.2g}" for w in worst)
-        verdict = "pass" if all(o.good for o in here) else "FAIL"
-        lines.append(f"{kind:<11}{dtype:<10}{len(here):>6}{cells}  {verdict}")
-    return lines
-
-
-def rows(outcomes: list[Outcome], names: tuple[str, ...]) -> list[str]:
-    """The table: the worst error of each result at each place."""
-    lines = [f"{'ring ulysses strategy layout':<34}{'cases':>6}" + "".join(f"{n:>9}" for n in names) + "  result"]
-    by_place: dict[tuple[int, int, str, str], list[Outcome]] = {}
-    for outcome in outcomes:
-        case: Any = outcome.case
-        by_place.setdefault((case.ring, case.ulysses, case.strategy, case.layout), []).append(outcome)
-    for place, here in by_place.items():
-        ring, ulysses, strategy, layout = place
+def rows(outcomes: list[Outcome]) -> list[str]:
+    """The table: the worst error of each result at each place, or in each kind of random calls."""
+    random = isinstance(outcomes[0].case, drawn.Call)
+    found = dict.fromkeys(n for o in outcomes for n in o.errors)
+    names = found if random else RESULTS if isinstance(outcomes[0].case, Case) else linear_oracle.RESULTS
+    head = "call       dtype     " if random else f"{'ring ulysses strategy layout':<34}"
+    lines = [f"{head}{'cases':>6}" + "".join(f"{n:>9}" for n in names) + "  result"]
+    by_place: dict[str, list[Outcome]] = {}
+    for o in outcomes:
+        by_place.setdefault(place(o.case), []).append(o)
+    for where, here in sorted(by_place.items()) if random else by_place.items():
         worst = [max((o.errors[n] for o in here if n in o.errors), default=None) for n in names]
         cells = "".join(f"{'-':>9}" if w is None else f"{w:>9.1e}" for w in worst)
         refused = sum(bool(o.refused) for o in here)
         verdict = "FAIL" if any(not o.good and not o.refused for o in here) else "pass" if refused < len(here) else "-"
-        lines.append(
-            f"{ring:>4} {ulysses:>7} {strategy:<8} {layout:<12}{len(here):>6}{cells}  {verdict}"
-            + (f" ({refused} refused)" if refused else "")
-        )
+        lines.append(f"{where}{len(here):>6}{cells}  {verdict}" + (f" ({refused} refused)" if refused else ""))
     return lines
+
+
+def place(case: AnyCase) -> str:
+    """The row that a case belongs to."""
+    if isinstance(case, drawn.Call):
+        return f"{case.kind:<11}{str(case.dtype).removeprefix('torch.'):<10}"
+    return f"{case.ring:>4} {case.ulysses:>7} {case.strategy:<8} {case.layout:<12}"
 
 
 def repeat(options: Options, call: drawn.Call) -> str:
@@ -430,9 +364,10 @@ def repeat(options: Options, call: drawn.Call) -> str:
 
 def failure(options: Options, outcome: Outcome) -> str:
     """What is wrong in one case; of a random call first the line that repeats it."""
-    over = [(n, e, outcome.limits[n]) for n, e in outcome.errors.items() if not e <= outcome.limits[n]]
-    found = ", ".join(f"{n} is off by {e:.1e} (limit {limit:.1e})" for n, e, limit in over)
+    errors, limits = outcome.errors, outcome.limits
     if isinstance(outcome.case, drawn.Call):
-        times = ", ".join(f"{n} is off by {e:.2g} times what rounding allows" for n, e, _ in over)
+        times = ", ".join(f"{n} is off by {errors[n]:.2g} times what rounding allows" for n in outcome.over)
         return f"{repeat(options, outcome.case)}\n  {outcome.broken or times}\n  {outcome.case}"
-    return f"{outcome.case}: {found}"
+    return f"{outcome.case}: " + ", ".join(
+        f"{n} is off by {errors[n]:.1e} (limit {limits[n]:.1e})" for n in outcome.over
+    )

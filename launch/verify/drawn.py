@@ -1,7 +1,7 @@
 """Random calls for `ringattn verify random=N`: attention, caches and linear attention, drawn from a number.
 
 Call i of a run is drawn from seed + i alone, so a failure is repeated by one line. Shapes, masks, documents, layouts,
-meshes, routes, dtypes and magnitudes are drawn together: what breaks is mostly a combination nobody wrote down. Every
+meshes, routes, dtypes and magnitudes are drawn together: what breaks is mostly a combination that is on no list. Every
 element of every result is held to what rounding allows it (`rounding.py`).
 """
 
@@ -55,11 +55,6 @@ class Call:
     @property
     def kind(self) -> str:
         return "linear" if isinstance(self.case, linear_oracle.Case) else "cache" if self.steps else "attention"
-
-    @property
-    def shared(self) -> str:
-        """The gradient of what is the same on all ranks: each has a share of it."""
-        return "dstate" if self.kind == "linear" else "dsinks"
 
     def __str__(self) -> str:
         shown = {**vars(self), "dtype": str(self.dtype).removeprefix("torch."), "kind": self.kind}
@@ -290,32 +285,24 @@ def sinks_of(call: Call, given: dict[str, Any], dtype: torch.dtype) -> Tensor | 
     return given["sinks"].to(dtype) if isinstance(call.case, Case) and call.case.sinks else None
 
 
-def one(call: Call, mesh: Any, device: str) -> dict[str, Any]:
+def one(
+    call: Call, mesh: Any, given: dict[str, Any], exact: dict[str, Tensor], allowed: dict[str, Tensor]
+) -> tuple[dict[str, float], Tensor | None]:
     """One rank's errors, over what each element is allowed, and its share of what is the same on all ranks."""
-    given, exact, allowed = known(call)
-    given = {n: None if x is None else x.to(device) for n, x in given.items()}
-    if isinstance(call.case, linear_oracle.Case):
-        return one_linear(call, call.case, mesh, given, exact, allowed)
+    case = call.case
+    if isinstance(case, linear_oracle.Case):
+        docs = linear_oracle.docs_of(case.lengths, case.seq_len)
+        how = {"layout": case.layout, "scan": case.strategy, "kernel": call.kernel}
+        found, share, plan = linear_oracle.run(mesh, given, docs, **how)
+        errors = {}
+        for name, x in found.items():
+            want = [t.to(x.device) for t in (exact[name], allowed[name])]
+            errors[name] = rounding.over(x, *(want if name == "end" else (oracle.local(t, plan, 0.0) for t in want)))
+        return errors, share
     if call.steps:
-        return {"errors": {"out": story(call, call.case, mesh, given, exact, allowed)}, "share": None}
-    found = oracle.run(call.case, mesh, given, call.kernel, **call.choices)
-    share = found.get("dsinks")
-    errors = rounding.locally(call.case, mesh, found, exact, allowed)
-    return {"errors": errors, "share": None if share is None else share.double().tolist()}
-
-
-def one_linear(
-    call: Call, case: linear_oracle.Case, mesh: Any, given: dict[str, Any], exact: dict[str, Tensor],
-    allowed: dict[str, Tensor],
-) -> dict[str, Any]:  # fmt: skip
-    docs = linear_oracle.docs_of(case.lengths, case.seq_len)
-    how = {"layout": case.layout, "scan": case.strategy, "kernel": call.kernel}
-    found, share, plan = linear_oracle.run(mesh, given, docs, **how)
-    errors = {}
-    for name, x in found.items():
-        want = [t.to(x.device) for t in (exact[name], allowed[name])]
-        errors[name] = rounding.over(x, *(want if name == "end" else (oracle.local(t, plan, 0.0) for t in want)))
-    return {"errors": errors, "share": share.double().tolist()}
+        return {"out": story(call, case, mesh, given, exact, allowed)}, None
+    found = oracle.run(case, mesh, given, call.kernel, **call.choices)
+    return rounding.locally(case, mesh, found, exact, allowed), found.get("dsinks")
 
 
 def story(
@@ -344,10 +331,3 @@ def story(
             out = chunk.unshard(ra.prefill(q, k, v, chunk, cache, **also, **how))
         worst = max(worst, rounding.over(out.cpu(), exact["out"][rows, at], allowed["out"][rows, at]))
     return worst
-
-
-def of_shares(call: Call, shares: list[Any]) -> float:
-    """The error of the sum of the ranks' shares, over what its element is allowed."""
-    _, exact, allowed = known(call)
-    total = torch.tensor(shares, dtype=torch.float64).sum(0)
-    return rounding.over(total, exact[call.shared], allowed[call.shared])

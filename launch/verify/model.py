@@ -41,7 +41,7 @@ class Batch:
 
     @property
     def labels(self) -> Tensor:
-        """The tokens, of which the first of a document is nobody's successor."""
+        """The tokens; the first one of a document follows no token."""
         labels = self.tokens.clone()
         starts = torch.tensor([0, *self.lengths[:-1]]).cumsum(0)
         labels[:, starts[1:]] = hf_model.IGNORED
@@ -91,21 +91,18 @@ def allowed(own: float) -> float:
     return 2 * own + EPSILON
 
 
-def wrong(options: Any) -> str | None:
-    """Why the model cannot be verified with these options, before anything is loaded."""
+def check(options: Any) -> None:
+    """A ValueError for what a model cannot be verified with, before anything is loaded."""
     for name in ("cases", "random"):
         if getattr(options, name):
-            return f"model={options.model} is compared as a whole; leave {name} out"
+            raise ValueError(f"model={options.model} is compared as a whole; leave {name} out")
     if options.kernel != "auto" or options.precision != "float32":
-        return "model=: it is compared in float32, by the kernel that auto takes; leave kernel and dtype out"
+        raise ValueError("model=: it is compared in float32, by the kernel that auto takes; leave kernel and dtype out")
     if "RANK" in os.environ:
-        return f"model={options.model} starts its own ranks; run it without torchrun"
+        raise ValueError(f"model={options.model} starts its own ranks; run it without torchrun")
     path = Path(options.model)
     if not (path / "config.json").is_file() and not path.is_file():
-        return (
-            f"model={path}: no such config, nor a folder with a config.json, as model.save_pretrained(FOLDER) writes it"
-        )
-    return None
+        raise ValueError(f"model={path}: no such config, nor a folder with a config.json, as save_pretrained writes it")
 
 
 def run(options: Any) -> int:
@@ -173,7 +170,7 @@ def draw(options: Any, model: Any) -> Batch:
     if most < T:
         raise ValueError(f"tokens={T}: the model has positions for {most}; give tokens={most} or fewer")
     if options.docs > T:
-        raise ValueError(f"docs={options.docs} do not fit in {T} tokens; say fewer docs, or more tokens")
+        raise ValueError(f"docs={options.docs} do not fit in {T} tokens; use fewer docs, or more tokens")
     g = torch.Generator().manual_seed(options.seed)
     padding = config.vocab_size if config.pad_token_id is None else config.pad_token_id
     tokens = torch.randint(0, config.vocab_size - (padding < config.vocab_size), (1, T), generator=g)

@@ -1,5 +1,6 @@
 """Dense float64 attention, written from the definition and from nothing else here, and the comparison with it."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -161,15 +162,22 @@ def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto", *
 
 def errors(case: Case, mesh: Any, found: dict[str, Any], truth: dict[str, Tensor]) -> dict[str, float]:
     """The relative error (norm) of each local result; inf where padding leaked or an empty row is not one."""
+    scales = {name: float(torch.nan_to_num(x, neginf=0).norm()) for name, x in truth.items()}
+    return {name: error(x, expected, scales[name]) for name, x, _, expected in beside(case, mesh, found, truth)}
+
+
+def beside(
+    case: Case, mesh: Any, found: dict[str, Any], truth: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor, Any, Tensor]]:
+    """Each local result with its name, the plan that it is spread by and what it should be.
+
+    Not dsinks, of which each rank has a share.
+    """
     plan = plan_of(case, mesh)
-    result = {}
     for name, x in found.items():
-        if name == "dsinks":
-            continue  # each rank has a share: see `share_error`
-        p = plan.keys if name in ("dk", "dv") else plan
-        expected = local(truth[name].to(x.device), p, float("-inf") if name == "lse" else 0.0)
-        result[name] = error(x, expected, scale=float(torch.nan_to_num(truth[name], neginf=0).norm()))
-    return result
+        if name != "dsinks":
+            p = plan.keys if name in ("dk", "dv") else plan
+            yield name, x, p, local(truth[name].to(x.device), p, float("-inf") if name == "lse" else 0.0)
 
 
 def error(found: Tensor, expected: Tensor, scale: float) -> float:

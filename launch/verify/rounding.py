@@ -232,13 +232,8 @@ def over(found: Tensor, expected: Tensor, allowed: Tensor) -> float:
 def locally(
     case: Case, mesh: Any, found: dict[str, Any], truth: dict[str, Tensor], allowed: dict[str, Tensor]
 ) -> dict[str, float]:
-    """`over` of each of this rank's results; what is the same on all ranks (dsinks) is not looked at."""
-    plan = oracle.plan_of(case, mesh)
-    result = {}
-    for name, x in found.items():
-        if name == "dsinks":
-            continue
-        p = plan.keys if name in ("dk", "dv") else plan
-        exact = oracle.local(truth[name].to(x.device), p, float("-inf") if name == "lse" else 0.0)
-        result[name] = over(x, exact, oracle.local(allowed[name].to(x.device), p, 0.0))
-    return result
+    """`over` of each of this rank's results; what is the same on all ranks (dsinks) is left out."""
+    return {
+        name: over(x, exact, oracle.local(allowed[name].to(x.device), plan, 0.0))
+        for name, x, plan, exact in oracle.beside(case, mesh, found, truth)
+    }

@@ -1,0 +1,58 @@
+"""A key of a configuration or of a command: its default, what --help says about it, and the values that it may have."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+ALSO = {"gpu": "cuda"}  # what some call it
+
+
+def option(
+    default: Any, help: str, least: int | None = None, below: int | None = None, among: tuple[str, ...] = (),
+    alone: str | None = None,
+) -> Any:  # fmt: skip
+    """A field of a dataclass whose value `allow` checks: one of `among`, or a number from `least` on and under `below`.
+
+    Numbers must be above 0 unless `least` or a default of 0 allows others. `alone` is the value of --key without one.
+    """
+    metadata = {"help": help, "least": least, "below": below, "among": among, "alone": alone}
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
+def meaning(field: dataclasses.Field[Any]) -> str:
+    """What --help says about a key."""
+    among = ", ".join(field.metadata["among"])
+    return f"{field.metadata['help']} ({among})" if among else field.metadata["help"]
+
+
+def allow(name: str, field: dataclasses.Field[Any], value: Any) -> None:
+    """A ValueError for a value, or an element of a list, that the field does not allow."""
+    least, below, among = (field.metadata.get(n) for n in ("least", "below", "among"))
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if among and one is not None and one not in among:
+            raise ValueError(f"{name}={one}: choose one of {', '.join(among)}{nearest(str(one), among)}")
+        if isinstance(one, bool) or not isinstance(one, int | float):
+            continue
+        if not math.isfinite(one):
+            raise ValueError(f"{name}={one}: must be a number, and finite")
+        if least is None and default_of(field) != 0 and one <= 0:
+            raise ValueError(f"{name}={one}: must be above 0")
+        if one < (least or 0):
+            raise ValueError(f"{name}={one}: must be {least or 0} or above")
+        if below is not None and one >= below:
+            raise ValueError(f"{name}={one}: must be below {below}")
+
+
+def nearest(word: str, among: Iterable[str]) -> str:
+    """What was probably meant, as the end of a sentence."""
+    names = list(among)
+    close = [ALSO[word]] if ALSO.get(word) in names else difflib.get_close_matches(word, names, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,102 @@
+"""What suites time, and how: random inputs, passes, and clocks of one device or of all ranks together."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ringattn as ra
+
+
+def dtype_on(device: str) -> Any:
+    """The dtype of what is measured: bfloat16 on a GPU, float32 on a CPU."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def draws(options: Any, tokens: int, heads: str = "qkv", batch: int = 1, grads: bool = False) -> list[Any]:
+    """Random [batch, tokens, heads, head_dim] for each letter: q (or o) of the query heads, k and v of the key heads.
+
+    With `grads` all but o require a gradient.
+    """
+    counts = {"q": options.heads, "k": options.kv_heads, "v": options.kv_heads, "o": options.heads}
+    how = {"device": options.device, "dtype": dtype_on(options.device)}
+    shapes = [(name, (batch, tokens, counts[name], options.head_dim)) for name in heads]
+    return [torch.randn(*shape, **how, requires_grad=grads and name != "o") for name, shape in shapes]
+
+
+def cache_of(options: Any, plan: Any, max_len: int, batch: int = 1) -> Any:
+    """An empty cache for the heads of the options."""
+    return ra.KVCache.allocate(
+        plan, batch=batch, max_len=max_len, kv_heads=options.kv_heads, head_dim=options.head_dim,
+        dtype=dtype_on(options.device),
+    )  # fmt: skip
+
+
+def passes(attend: Callable[[], Any], leaves: Sequence[Any], dout: Any) -> dict[str, Callable[[], Any]]:
+    """What is timed: one forward pass, and one with its backward."""
+    return {
+        "forward": torch.no_grad()(attend),
+        "forward+backward": lambda: torch.autograd.grad(attend(), leaves, dout),
+    }
+
+
+def meet() -> None:
+    """A barrier of all ranks, if there are several, after their devices have finished."""
+    finish()
+    if dist.is_initialized():
+        dist.barrier()
+        finish()
+
+
+def finish() -> None:
+    """Wait for the GPU, if this process uses one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def together(call: Callable[[], Any]) -> float:
+    """Seconds from when all ranks start until this one is done."""
+    meet()
+    start = time.perf_counter()
+    call()
+    finish()
+    return time.perf_counter() - start
+
+
+def median_ms(call: Callable[[], Any], repeats: int, warmup: int = 2, graph: bool = False) -> float:
+    """The median in milliseconds, all ranks starting together; with `graph`, of replays of the call as a CUDA graph."""
+    for _ in range(warmup):
+        call()
+    call = captured(call) if graph else call
+    return statistics.median(together(call) * 1e3 for _ in range(repeats))
+
+
+def elapsed_ms(call: Callable[[], Any], calls: int = 1, device: str = "cuda") -> float:
+    """Milliseconds of one of `calls` calls in a row, from the first one to the end of what the last one started."""
+    if device != "cuda":
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - begin) * 1e3 / calls
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call as one CUDA graph."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    meet()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay

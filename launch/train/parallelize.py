@@ -1,0 +1,92 @@
+"""The decoder on many ranks: made part by part, each rank drawing its own rows of the weights, and sharded by FSDP2."""
+
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringattn.conf.schema import Model
+from ringattn.launch.train.model import Block, Decoder
+
+
+def build(
+    model: Model, seed: int, device: torch.device, mesh: Any = None, *, recompute: str = "none",
+    precision: str = "float32", compile: bool = False,
+) -> Decoder:  # fmt: skip
+    """The decoder, with weights that depend on the seed alone, sharded over all ranks of a `mesh` (FSDP2).
+
+    It is made part by part, so that no rank ever holds more than its shard and one whole block. The master weights are
+    float32 whatever the `precision`, "float32" or "bfloat16".
+    """
+    with torch.device("meta"):
+        decoder = Decoder(model, recompute)
+    for name, part in parts(decoder):
+        part.to_empty(device=device, recurse=name != "")
+        initialise(part, name, seed, model.layers, (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size()))
+        if compile and isinstance(part, Block):
+            part.compile(fullgraph=True)
+        if mesh is not None:
+            shard(part, mesh, precision)
+    return decoder
+
+
+def parts(decoder: Decoder) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that FSDP2 shards as units: each block, the embedding, the norm, the head; the whole model last."""
+    for i, block in enumerate(decoder.blocks):
+        yield f"blocks.{i}", block
+    for name in ("embed", "norm", "head"):
+        yield name, getattr(decoder, name)
+    yield "", decoder
+
+
+@torch.no_grad()
+def initialise(part: nn.Module, name: str, seed: int, layers: int, shard: tuple[int, int]) -> None:
+    """Norms 1, biases 0; matrices normal with deviation 1 / sqrt(inputs), over sqrt(2 layers) where they end a residual
+    branch; the embedding 0.5; the head such that the logits have 0.22 at any width, and the first guess is even.
+
+    Drawn on the CPU from a stream of each weight's own, so that no sharding, device or order changes them; and only the
+    rows that rank `shard[0]` of `shard[1]` keeps.
+    """
+    if not name or next(part.parameters()).is_meta:  # no weights to draw
+        return
+    for own, weight in part.named_parameters():
+        if weight.dim() == 1:
+            weight.fill_(0.0 if own.endswith("bias") else 1.0)
+            continue
+        ends = own.endswith(("attention.out.weight", "mlp.down.weight"))
+        rows, width = len(weight), weight[0].numel()
+        deviation = {"embed": 0.5, "head": (20 * width) ** -0.5}.get(
+            name, weight.shape[1] ** -0.5 / ((2 * layers) ** 0.5 if ends else 1)
+        )
+        each = -(-rows // shard[1])
+        first, last = min(rows, shard[0] * each), min(rows, (shard[0] + 1) * each)
+        drawn = normal(f"{seed} {name}.{own}", first * width, last * width)
+        weight[first:last].copy_(drawn.view(-1, *weight.shape[1:]).mul_(deviation))
+
+
+def normal(name: str, begin: int, end: int, piece: int = 2**16) -> Tensor:
+    """Numbers [begin, end) of an endless normal sequence that depends on its name alone; threads draw a piece each."""
+    low, high = begin // piece, -(-end // piece)
+    drawn = torch.empty((high - low) * piece)
+
+    def draw(i: int) -> None:
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {low + i}".encode()))
+        drawn[i * piece : (i + 1) * piece].normal_(generator=generator)
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(draw, range(high - low)))
+    return drawn[begin - low * piece : end - low * piece]
+
+
+def shard(part: nn.Module, mesh: Any, precision: str) -> None:
+    """FSDP2 over all ranks. Gradients are summed, never averaged: each rank's loss is its share of the mean."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    low = torch.bfloat16 if precision == "bfloat16" else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(part, mesh=mesh, mp_policy=policy)
+    part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    part.set_gradient_divide_factor(1.0)  # type: ignore[operator]

@@ -1,0 +1,150 @@
+"""What a run says about itself: what it would do (a dry run), what it did, and the picture of it."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ringattn.conf.schema import Train
+from ringattn.launch.train import estimate, metrics
+from ringattn.launch.train.metrics import columns, echo, writing
+
+
+def plan_of(job: Any) -> str:
+    """The report of a dry run: the model, the memory, and how the sequence is spread."""
+    config, m, ranks = job.config, job.config.model, dist.get_world_size()
+    weights = sum(p.numel() for p in job.decoder.parameters())
+    memory = estimate.needs(config, job.decoder, job.plan.local_len, ranks)
+    corpus = job.samples.corpus
+    there = job.device.type == config.device
+    rows = [
+        ("ranks", f"{ranks} on {config.device}, {config.precision}" + ("" if there else ", which need not be here")),
+        ("weights", f"{weights / 1e6:.2f} million in {m.layers} blocks"),
+        ("a step", f"{config.seq_len} tokens x {job.a_step} sequences, {job.plan.local_len} tokens of each a rank"),
+        ("data", f"{corpus.name}: {len(corpus) / 1e6:.1f} million tokens, {len(job.samples)} sequences"),
+        ("state", f"{gib(memory.state)} a rank: float32 weights, gradients, two moments"),
+        ("kept for backward", f"about {gib(memory.kept)} a rank"),
+        ("a block at work", f"about {gib(memory.block_at_work)} a rank"),
+        ("logits at work", f"about {gib(memory.head_at_work)} a rank: in float32, with softmax, gradient and weights"),
+        ("memory", f"about {gib(memory.most)} a rank at most, as these do not meet{has(config.device)}"),
+        ("flops", f"{estimate.step_flops(job, 0):.3g} a step"),
+    ]  # fmt: skip
+    return "\n".join([*(f"{name:<18} {what}" for name, what in rows), "", job.plan.explain()])
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB"
+
+
+def has(device: str) -> str:
+    """The memory of a GPU of this machine, if the device is a GPU and there is one."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return ""
+    return f"; a GPU here has {gib(torch.cuda.get_device_properties(0).total_memory)}"
+
+
+def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str, Any], swept: str = "") -> None:
+    """The summary, and the picture of all runs beside each other."""
+    step = summary["step"]
+    rows = {
+        name: [row for row in metrics.read(path / "metrics.jsonl") if row["step"] <= step]
+        for name, path in runs.items()
+    }  # those beyond are of an attempt that went further, and was given up
+    main, *others = (columns_of(r) for r in rows.values())
+    if summary["stopped"]:
+        echo(f"stopped after step {step} of {config.steps}, saved; {again(config, folder, swept)}", sys.stdout)
+        return
+    if not main["loss"]:
+        echo(f"nothing to train: already at step {step} of {config.steps}; give steps=N to go on", sys.stdout)
+        return
+    loss = f"loss {main['loss'][0]:.4f} -> {main['loss'][-1]:.4f} in {len(main['loss'])} steps"
+    if "held_out" in summary:
+        loss += f", {summary['held_out']:.4f} on held-out text"
+    speed = [f"{np.median(main['tokens_per_second']):,.0f} tokens/s", *metrics.mfu(float(np.median(main["mfu"])))]
+    speed.append(f"rank 0 held {max(main['memory_mib']):,.0f} MiB at most")
+    trained = "first_step" in summary
+    began = f", first step after {summary['first_step']:.1f} s" if trained else "; nothing was left to train"
+    lines = [f"{loss}; single tokens have an entropy of {summary['entropy']:.4f}", ", ".join(speed) + began]
+    for other in others:
+        gap = max(abs(a - b) for a, b in zip(main["loss"], other["loss"], strict=True))
+        lines.append(f"on one rank the loss is the same to {gap:.1e} at every step")
+    where = f"written to {folder}"
+    if config.picture and (trained or not (folder / "picture.png").exists()):
+        if drawn := picture(folder, rows, summary["entropy"]):
+            where += f", picture {drawn}"
+        else:
+            lines.append("no picture: matplotlib cannot be imported (in the checkout: pip install '.[plot]')")
+    lines.append(where)
+    if not checkpoints_of(folder):
+        lines.append("no weights were kept; save_every=N saves them every N steps and at the end")
+    echo("\n".join(lines), sys.stdout)
+
+
+def again(config: Train, folder: Path, swept: str = "") -> str:
+    """How to go on with a run: the words about model and data must be given again.
+
+    A sweep whose words name its runs goes on as a whole.
+    """
+    if swept and config.run:
+        return "go on with the same words and resume=auto"
+    alone = f", without --multirun, with {swept}" if swept else ""
+    where = f"folder={config.folder} " * (config.folder != Train().folder)
+    return f"go on with the same words{alone} and {where}run={folder.name} resume=auto"
+
+
+def checkpoints_of(folder: Path) -> list[Path]:
+    """A run's complete checkpoints."""
+    if not (folder / "checkpoints").is_dir():
+        return []
+    from ringattn.launch.train.checkpoint import complete
+
+    return complete(folder / "checkpoints")
+
+
+def plural(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)}"
+
+
+def columns_of(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    names = ("loss", "tokens_per_second", "mfu", "memory_mib")
+    steps = [r for r in rows if r["kind"] == "step" and r.keys() >= {*names}]
+    return dict(zip(names, columns(steps, *names), strict=True))
+
+
+def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float) -> Path | None:
+    """picture.png: each run's loss and measured memory. None without matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        return None
+    probes = {name: [r for r in rows if r["kind"] == "memory"] for name, rows in runs.items()}
+    panels = 1 + any(probes.values())
+    figure, (axes,) = pyplot.subplots(1, panels, figsize=(5.5 * panels, 4), squeeze=False)
+    left = axes[0]
+    for i, (name, rows) in enumerate(runs.items()):
+        steps = [r for r in rows if r["kind"] == "step"]
+        style = {"linewidth": 4, "alpha": 0.4} if i else {"zorder": 3}
+        left.plot(*columns(steps, "step", "loss"), label=name, **style)
+    left.axhline(entropy, color="grey", linestyle=":", label="entropy of single tokens")
+    left.set(xlabel="step", ylabel="loss (nats a token)", title="loss")
+    left.locator_params("x", integer=True)
+    left.legend()
+    for right in axes[1:]:
+        for name, found in probes.items():
+            if found:
+                right.plot(*columns(found, "seq_len", "memory_mib"), marker="o", label=name)
+        right.set(title="memory that one pass adds", xlabel="sequence length", ylim=(0, None))
+        right.set_ylabel("MiB a rank, beside what it held before")
+        if len(right.lines) > 1:
+            right.legend()
+    figure.tight_layout()
+    with writing(folder / "picture.png"):
+        figure.savefig(folder / "picture.png", dpi=120)
+    pyplot.close(figure)
+    return folder / "picture.png"
