@@ -64,6 +64,12 @@ FAST = Cuts(
     Cut(32, 64, 4, 1), Cut(16, 32, 4, 1),
 )  # fmt: skip
 WIDE = FAST.walks(Cut(256, 32, 8, 1))._replace(join=Cut(32, 16, 8, 1))
+HALF = (
+    Cuts.alike(64, Cut(32, 32, 4, 1))
+    .walks(Cut(128, 32, 8, 1))
+    ._replace(join=Cut(32, 16, 8, 1), gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
+    ._replace(strong_gradients=Cut(16, 16, 4, 1))
+)
 SMALL = (
     Cuts.alike(32, Cut(32, 32, 4, 1))
     .walks(Cut(256, 32, 8, 1))
@@ -76,6 +82,7 @@ SINGLE = Cuts.alike(32, Cut(16, 16, 4, 1))._replace(join=Cut(16, 16, 8, 1))
 TABLE = {
     "sm90/16": FAST,
     "sm90/16/wide": WIDE,
+    "sm90/16/half": HALF,
     "sm90/32": SINGLE,
     "sm80/16": SMALL,
     "sm80/32": SINGLE,
@@ -88,8 +95,10 @@ TABLE = {
 }
 
 
-def entry(key: str, width: int, inner: torch.dtype) -> Cuts:
-    """The entry of the table for heads of this many channels; `inner` is the dtype of what is stored."""
+def entry(key: str, width: int, half: bool) -> Cuts:
+    """The entry of the table for heads of this many channels; `half`: float16, where what is stored is float32."""
+    if half:
+        return TABLE.get(f"{key}/half", TABLE[key])
     return TABLE.get(f"{key}/wide", TABLE[key]) if width > 128 else TABLE[key]
 
 
@@ -181,7 +190,7 @@ class Call(linear.Call):
         super().__init__(x.k, x.v, x.g, x.begin)
         assert x.beta is not None
         self.x, self.beta = x, x.beta.contiguous()
-        self.delta = entry(f"{self.arch}/{8 * x.k.element_size()}", max(self.K, self.V), self.inner)
+        self.delta = entry(f"{self.arch}/{8 * x.k.element_size()}", max(self.K, self.V), self.dtype == torch.float16)
         assert self.delta.chunk == self.cuts.chunk
         self.channels = {"BLOCK_K": max(16, power_of_2(self.K))}
         self.shape = {"K": self.K, "V": self.V, "CHUNK": self.cuts.chunk, "GATE": self.gate.value}

@@ -55,6 +55,12 @@ def careful(x, y, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def joined(x, c, PRECISION: tl.constexpr):
+    """x - x c x: the inverses of two halves, with what lies below the diagonal between them."""
+    return x - careful(careful(x, c, PRECISION), x, PRECISION)
+
+
+@triton.jit
 def inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """(1 + lower)^-1 of a matrix that is 0 on the diagonal and above.
 
@@ -71,16 +77,15 @@ def inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     apart = (t[:, None] ^ t[None, :])[None]  # its highest bit is the size of the halves that i and j lie in
     x = tl.where(apart == 0, 1.0, tl.where(apart == 1, -small, 0.0))
     for level in tl.static_range(1, 4):
-        c = tl.where((apart >> level) == 1, small, 0.0)
-        x -= careful(careful(x, c, PRECISION), x, PRECISION)
-    x = tl.broadcast_to(x[:, :, None, :], [BLOCKS, SMALL, BLOCKS, SMALL])
-    x = tl.reshape(tl.where(same, x, 0.0), [SIZE, SIZE])
+        x = joined(x, tl.where((apart >> level) == 1, small, 0.0), PRECISION)
     i = tl.arange(0, SIZE)
-    apart = i[:, None] ^ i[None, :]
+    apart_all = i[:, None] ^ i[None, :]
+    all = tl.reshape(
+        tl.where(same, tl.broadcast_to(x[:, :, None, :], [BLOCKS, SMALL, BLOCKS, SMALL]), 0.0), [SIZE, SIZE]
+    )
     for level in tl.range(4, SIZE.bit_length() - 1, num_stages=1):
-        c = tl.where((apart >> level) == 1, lower, 0.0)
-        x -= careful(careful(x, c, PRECISION), x, PRECISION)
-    return x
+        all = joined(all, tl.where((apart_all >> level) == 1, lower, 0.0), PRECISION)
+    return all
 
 
 @triton.jit
