@@ -23,7 +23,7 @@ from ringattn.kernels.triton.delta_states import join_kernel, walk_kernel
 from ringattn.kernels.triton.launch import cdiv, power_of_2
 from ringattn.kernels.triton.linear import CHANNEL, PART, Cut
 
-PROGRAMS = 264  # about how many programs of `walk_kernel` run at the same time
+PROGRAMS = 132  # about how many programs of `walk_kernel` run at the same time
 SHORTEST = 8  # chunks of a segment: to join more segments costs more than it saves
 
 
@@ -59,8 +59,8 @@ class Cuts(NamedTuple):
 
 
 FAST = Cuts(
-    64, Cut(128, 128, 4, 1), Cut(128, 128, 4, 1), Cut(64, 64, 4, 1), Cut(256, 64, 4, 2), Cut(256, 64, 4, 1),
-    Cut(256, 64, 4, 1), Cut(256, 64, 4, 1), Cut(64, 16, 4, 1), Cut(128, 128, 4, 1), Cut(64, 64, 4, 1),
+    64, Cut(128, 128, 4, 1, 168), Cut(64, 64, 4, 1), Cut(64, 64, 4, 1), Cut(256, 64, 4, 2), Cut(256, 128, 8, 2),
+    Cut(256, 128, 8, 2), Cut(256, 128, 8, 2), Cut(64, 16, 4, 1), Cut(128, 128, 4, 1, 168), Cut(64, 64, 4, 2),
     Cut(32, 64, 4, 1), Cut(16, 32, 4, 1),
 )  # fmt: skip
 WIDE = FAST.walks(Cut(256, 32, 8, 1))._replace(join=Cut(32, 16, 8, 1))
@@ -113,6 +113,7 @@ class Prepared(NamedTuple):
     kept: Tensor  # [B, T, H, K]: beta k 2^e, or k itself, likewise
     rates: Tensor  # [B, N, H, 2, C]: scale 2^b and beta 2^e of each token, without gates per channel
     across: Tensor  # [B, N, H, G]: a factor
+    bound: Tensor  # [B, N, H]: of the norm of each chunk's factor, as a log in base 2
     strongest: Tensor  # [B, N, H]: the strongest decay in each chunk, in base 2; for gates per channel only
 
 
@@ -228,6 +229,7 @@ class Call(linear.Call):
             kept=self.empty(B, T, H, K, dtype=self.inner) if channel else x.k,
             rates=self.empty(B, 0 if channel else N, H, 2, C),
             across=self.empty(B, N, H, K if channel else 1),
+            bound=self.empty(B, N, H),
             strongest=self.empty(B, N, H),
         )  # fmt: skip
         for strong, cut in self.of_gate(cuts.prepare, cuts.channel_prepare, cuts.strong_prepare):
@@ -255,7 +257,7 @@ class Call(linear.Call):
         tiles = self.tiles(cut)[1] + (0 if flags["STORE"] else cdiv(self.K, self.tile(cut)[1]))
         launch(
             walk_kernel, (self.B * (self.S - flags["SKIP"]) * self.H * tiles,),
-            (u, p.w, p.kept, p.reader, p.a, p.x, p.rates, p.across, *others),
+            (u, p.w, p.kept, p.reader, p.a, p.x, p.rates, p.across, p.bound, *others),
             (u.stride(), p.kept.stride(), p.reader.stride(), self.T, self.N, self.H, self.length, self.S), cut,
             **self.shape, **self.channels, **self.numbers, BLOCK_V=self.tile(cut)[1],
             GROUP=self.H // p.kept.shape[2], REVERSE=dout is not None, **flags,

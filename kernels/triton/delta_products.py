@@ -154,7 +154,7 @@ def gentle_scores(
 @triton.jit(do_not_specialize=["T", "N"])
 def prepare_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, begin_ptr,
-    beta_ptr, strongest_ptr, a_ptr, x_ptr, w_ptr, u_ptr, reader_ptr, kept_ptr, rates_ptr, across_ptr,
+    beta_ptr, strongest_ptr, a_ptr, x_ptr, w_ptr, u_ptr, reader_ptr, kept_ptr, rates_ptr, across_ptr, bound_ptr,
     q_st, k_st, v_st, g_st, begin_st, T, N, H, scale,
     K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     GATE: tl.constexpr, DOCS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
@@ -166,7 +166,9 @@ def prepare_kernel(
     stores the strongest decay of each chunk; the strong one repeats those chunks, and leaves the others.
 
     1. The scores of q with k, a, and of k with k, whose inverse is x.
-    2. Decays: `across`, that of the chunk as a factor, and with a gate a head the `rates` of the tokens.
+    2. Decays: `across`, that of the chunk as a factor, and with a gate a head the `rates` of the tokens. `bound` is that
+       of the log of the norm of what the chunk leaves of a state: a token decays it, and 1 - beta k k^T stretches it by
+       beta |k|^2 - 1 at most, if that is above 1.
     3. A loop over tiles of BLOCK_K key channels: w = x (k 2^b). With gates per channel, also `reader` = scale q 2^b and
        `kept` = beta k 2^e. A gate a head multiplies the columns of x instead.
     4. A loop over tiles of BLOCK_V value channels: u.
@@ -214,7 +216,10 @@ def prepare_kernel(
         seen_end = seen_from_end(begin_ptr, first, T, CHUNK)
         passes = tl.load(begin_ptr + tl.minimum(first + CHUNK, T) - 1) < first
     of_k = x.to(DTYPE)
+    norm = tl.zeros([CHUNK], tl.float32)
+    decay = tl.full([CHUNK], float("-inf"), tl.float32)
     if GATE != CHANNEL:
+        decay = tl.reshape(gates(g_ptr, g_st, first, T, 0, CHUNK, K, 1, GATE), [CHUNK])
         through, e, total = decays(g_ptr, g_st, first, T, 0, CHUNK, K, 1, GATE, EXACT)
         from_start = tl.reshape(tl.where(seen_start, tl.exp2(through), 0.0), [CHUNK])
         to_end = tl.reshape(tl.where(seen_end, tl.exp2(e), 0.0), [CHUNK])
@@ -228,15 +233,21 @@ def prepare_kernel(
             through, e, total = decays(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, GATE, EXACT)
             channels = column + tl.arange(0, BLOCK_K)
             tl.store(across_ptr + chunk * K + channels, tl.where(passes, tl.exp2(total), 0.0), mask=channels < K)
+            decay = tl.maximum(decay, tl.max(gates(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, GATE), 1))
             k = k.to(tl.float32)
+            norm += tl.sum(k * k, 1)
             kept = k * tl.where(seen_end, tl.exp2(e) * beta[:, None], 0.0)
             store(kept_ptr + row * K, kept, first, T, column, H * K, 1, CHUNK, K, BLOCK_K)
             from_start = tl.where(seen_start, tl.exp2(through), 0.0)
             q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
             store(reader_ptr + row * K, q * (from_start * scale), first, T, column, H * K, 1, CHUNK, K, BLOCK_K)
             k = k * from_start
+        else:
+            norm += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
         w = product(of_k, k.to(DTYPE), tl.zeros([CHUNK, BLOCK_K], tl.float32), PRECISION)
         store(w_ptr + row * K, w, first, T, column, H * K, 1, CHUNK, K, BLOCK_K)
+    bound = tl.sum(decay + tl.log2(tl.maximum(beta * norm - 1.0, 1.0)), 0)
+    tl.store(bound_ptr + chunk, tl.where(passes, bound, float("-inf")))
     of_v = x.to(DTYPE)
     for column_v in tl.range(0, V, BLOCK_V):
         v = load(v_ptr, first, T, column_v, v_st[1], v_st[3], CHUNK, V, BLOCK_V)

@@ -30,6 +30,10 @@ import triton.language as tl
 from ringattn.kernels.triton.linear_states import CHANNEL, load, place, product, store
 
 
+VANISHED = tl.constexpr(-160.0)  # in base 2: numbers below 2^-149 are 0 in float32
+SOME = tl.constexpr(64)  # bounds that are loaded at once
+
+
 @triton.jit
 def column_of_tile(tile, V: tl.constexpr, BLOCK_V: tl.constexpr):
     """(whether a tile is of the unit matrix, its first column there or in V): the tiles of V come first."""
@@ -60,7 +64,7 @@ def store_columns(ptr, x, column, stop, width, K: tl.constexpr, BLOCK_K: tl.cons
 
 @triton.jit(do_not_specialize=["T", "N", "length", "S"])
 def walk_kernel(
-    u_ptr, w_ptr, k_ptr, q_ptr, a_ptr, x_ptr, rates_ptr, across_ptr, before_ptr, states_ptr, ends_ptr, out_ptr,
+    u_ptr, w_ptr, k_ptr, q_ptr, a_ptr, x_ptr, rates_ptr, across_ptr, bound_ptr, before_ptr, states_ptr, ends_ptr, out_ptr,
     u_st, k_st, q_st, T, N, H, length, S,
     K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     GATE: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, STORE: tl.constexpr, KEEP: tl.constexpr,
@@ -73,8 +77,9 @@ def walk_kernel(
     the first), whose end nobody needs, and ZERO the factor of the one that starts from a state of zero.
 
     Loop: chunk by chunk, from the segment's start, or in reverse from its end. With STORE the state starts at `before`.
-    With KEEP the state before (in reverse: behind) each chunk is stored, as [V, K]; with OUT the chunk's out (in
-    reverse: dv). Stored in the end is each segment's state, with STORE the last's.
+    The factor of a segment whose decays leave nothing of its start, by the chunks' `bound`, is 0 without a walk. With
+    KEEP the state before (in reverse: behind) each chunk is stored, as [V, K]; with OUT the chunk's out (in reverse:
+    dv). Stored in the end is each segment's state, with STORE the last's.
 
     Why transposed: the state is held as [columns, K], so that it and m are the first operands of products, which tensor
     cores take from registers. The other operands go from memory to shared memory as they are. So a gate a head, a
@@ -103,6 +108,13 @@ def walk_kernel(
         state = tl.where(unit & own, 1.0, 0.0)
     lo = s * length
     hi = tl.minimum(lo + length, N)
+    if not STORE:
+        bound = 0.0
+        for n in tl.range(lo, tl.where(unit, hi, lo), SOME):
+            chunks = n + tl.arange(0, SOME)
+            bound += tl.sum(tl.load(bound_ptr + (b * N + chunks) * H + h, mask=chunks < hi, other=0.0), 0)
+        hi = tl.where(bound < VANISHED, lo, hi)
+        state = tl.where(bound < VANISHED, 0.0, state)
     for i in tl.range(lo, hi):
         n = lo + hi - 1 - i if REVERSE else i
         first = n * CHUNK
