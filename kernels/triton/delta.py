@@ -235,7 +235,7 @@ class Call(linear.Call):
         for strong, cut in self.of_gate(cuts.prepare, cuts.channel_prepare, cuts.strong_prepare):
             self.launch(
                 prepare_kernel, self.chunks, cut, (x.q, x.k, x.v), (self.beta, found.strongest, *found[:-1]), x.scale,
-                GROUP=self.group, PART=PART, STRONG=strong, CAREFUL="bf16x3" if self.narrow else self.careful,
+                GROUP=self.group, PART=PART, STRONG=strong, CAREFUL=self.precision if self.narrow else self.careful,
                 INVERSE=gradients,
             )  # fmt: skip
         return found

@@ -44,20 +44,10 @@ from ringattn.kernels.triton.linear_states import (
 
 
 @triton.jit
-def careful(x, y, PRECISION: tl.constexpr):
-    """x y in float32; with PRECISION "bf16x3" from products of bfloat16, to about 16 bits."""
-    if PRECISION == "bf16x3":
-        x_high, y_high = x.to(tl.bfloat16), y.to(tl.bfloat16)
-        x_low, y_low = (x - x_high.to(tl.float32)).to(tl.bfloat16), (y - y_high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(x_high, y_high, tl.dot(x_high, y_low, tl.dot(x_low, y_high)))
-    else:
-        return tl.dot(x, y, input_precision=PRECISION)
-
-
-@triton.jit
 def joined(x, c, PRECISION: tl.constexpr):
     """x - x c x: the inverses of two halves, with what lies below the diagonal between them."""
-    return x - careful(careful(x, c, PRECISION), x, PRECISION)
+    zero = tl.zeros(x.shape, tl.float32)
+    return x - product(product(x, c, zero, PRECISION), x, zero, PRECISION)
 
 
 @triton.jit
@@ -118,7 +108,7 @@ def gentle_scores(
     K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, GATE: tl.constexpr, DOCS: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`linear_products.scores` of q with k for j <= i and of k with k for j < i, and the strongest decay of a channel.
+    """`linear_products.scores` of q with k and of k with k for j <= i, and the strongest decay of a channel.
 
     What both take of k and of the gates is loaded and computed once.
     """
@@ -141,14 +131,14 @@ def gentle_scores(
     seen = earlier(CHUNK)
     if DOCS:
         seen = seen & related(begin_ptr, first, T, CHUNK)
-    own_a = a
+    same = i[:, None] == i[None, :]
+    own_a, own_r = tl.where(same, a, 0.0), tl.where(same, r, 0.0)
     if GATE == CHANNEL:
-        own_a = tl.broadcast_to(own[:, None], [CHUNK, CHUNK])
+        own_a = tl.where(same, own[:, None], 0.0)
     elif GATE == HEAD:
         decay = decay_between(g_ptr, g_st, first, T, CHUNK, GATE, EXACT)
-        own_a, a, r = a, a * decay, r * decay
-    a = tl.where(seen, a, tl.where(i[:, None] == i[None, :], own_a, 0.0))
-    return a, tl.where(seen, r, 0.0), tl.min(strongest, 0)
+        a, r = a * decay, r * decay
+    return tl.where(seen, a, own_a), tl.where(seen, r, own_r), tl.min(strongest, 0)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -204,6 +194,7 @@ def prepare_kernel(
             tl.store(strongest_ptr + chunk, strongest)
     a *= (beta * scale)[None, :]
     store(a_ptr + chunk * (CHUNK * CHUNK), a, 0, CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, CHUNK)
+    norm = tl.sum(tl.where(i[:, None] == i[None, :], r, 0.0), 1)
     x = inverse(tl.where(earlier(CHUNK), r * beta[None, :], 0.0), CHUNK, CAREFUL)
     if INVERSE:
         store(x_ptr + chunk * (CHUNK * CHUNK), x, 0, CHUNK, 0, CHUNK, 1, CHUNK, CHUNK, CHUNK)
@@ -216,7 +207,6 @@ def prepare_kernel(
         seen_end = seen_from_end(begin_ptr, first, T, CHUNK)
         passes = tl.load(begin_ptr + tl.minimum(first + CHUNK, T) - 1) < first
     of_k = x.to(DTYPE)
-    norm = tl.zeros([CHUNK], tl.float32)
     decay = tl.full([CHUNK], float("-inf"), tl.float32)
     if GATE != CHANNEL:
         decay = tl.reshape(gates(g_ptr, g_st, first, T, 0, CHUNK, K, 1, GATE), [CHUNK])
@@ -235,15 +225,12 @@ def prepare_kernel(
             tl.store(across_ptr + chunk * K + channels, tl.where(passes, tl.exp2(total), 0.0), mask=channels < K)
             decay = tl.maximum(decay, tl.max(gates(g_ptr, g_st, first, T, column, CHUNK, K, BLOCK_K, GATE), 1))
             k = k.to(tl.float32)
-            norm += tl.sum(k * k, 1)
             kept = k * tl.where(seen_end, tl.exp2(e) * beta[:, None], 0.0)
             store(kept_ptr + row * K, kept, first, T, column, H * K, 1, CHUNK, K, BLOCK_K)
             from_start = tl.where(seen_start, tl.exp2(through), 0.0)
             q = load(q_ptr, first, T, column, q_st[1], q_st[3], CHUNK, K, BLOCK_K).to(tl.float32)
             store(reader_ptr + row * K, q * (from_start * scale), first, T, column, H * K, 1, CHUNK, K, BLOCK_K)
             k = k * from_start
-        else:
-            norm += tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)
         w = product(of_k, k.to(DTYPE), tl.zeros([CHUNK, BLOCK_K], tl.float32), PRECISION)
         store(w_ptr + row * K, w, first, T, column, H * K, 1, CHUNK, K, BLOCK_K)
     bound = tl.sum(decay + tl.log2(tl.maximum(beta * norm - 1.0, 1.0)), 0)
