@@ -41,7 +41,7 @@ def test_entries_fit(target: str, entries: str) -> None:
     kernels = {row["kernel"] for row in rows}
     flash = {"forward_kernel", "dq_kernel", "dkdv_kernel", "stats_kernel", "spans_kernel", "lists_kernel"}
     linear = {"states_kernel", "join_kernel", "scores_kernel", "apply_kernel", "gradients_kernel"}
-    delta = {"solve_kernel", "prepare_kernel", "walk_kernel", "join_kernel", "apply_kernel", "values_kernel"}
+    delta = {"prepare_kernel", "walk_kernel", "join_kernel", "pairs_kernel"}
     of_rule = {"linear": linear, "delta": delta | {"gradients_kernel"}}
     assert kernels == of_rule.get(target.partition(":")[0], flash)
     bad = [

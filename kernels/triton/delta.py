@@ -30,9 +30,9 @@ SHORTEST = 8  # chunks of a segment: to join more segments costs more than it sa
 class Cuts(NamedTuple):
     """One entry of the table: tokens of a chunk, and each kernel's sizes.
 
-    `channel_` ones are with gates per channel, and `strong_` ones those of chunks with strong decays. `ends` is the walk
-    for the segments' maps, `walk` the one for outputs, and `back_ends` and `back` are in reverse. These and `join` hold
-    all key channels; `join.keys` are the rows of a factor that are multiplied at once.
+    `channel_` ones are with gates per channel, and `strong_` ones those of chunks with strong decays. `ends` is the
+    walk for the segments' maps, `walk` the one for outputs, and `back_ends` and `back` are in reverse. These and `join`
+    hold all key channels; `join.keys` are the rows of a factor that are multiplied at once.
     """
 
     chunk: int
@@ -218,8 +218,8 @@ class Call(linear.Call):
 
     def prepare(self, gradients: bool = False) -> Prepared:
         """Launches `prepare_kernel`."""
-        B, T, H, K, V, N, C, x, cuts = self.B, self.T, self.H, self.K, self.V, self.N, self.cuts.chunk, self.x, self.delta
-        channel = self.gate == CHANNEL
+        B, T, H, K, V, N, C, x = self.B, self.T, self.H, self.K, self.V, self.N, self.cuts.chunk, self.x
+        cuts, channel = self.delta, self.gate == CHANNEL
         found = Prepared(
             a=self.empty(B, N, H, C, C, dtype=self.inner),
             x=self.empty(B, N if gradients else 0, H, C, C, dtype=self.inner),

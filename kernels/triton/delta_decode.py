@@ -16,7 +16,7 @@ from ringattn.kernels.triton.linear import Cut
 from ringattn.kernels.triton.linear_states import CHANNEL, HEAD, NONE
 
 COLUMNS = 16  # value channels of a program
-CUT = Cut(256, COLUMNS, 4, 1)
+CUT = Cut(256, COLUMNS, 2, 1)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -69,7 +69,8 @@ def decode(x: Inputs, start: Tensor) -> tuple[Tensor, Tensor]:
     out, end = start.new_empty(B, T, H, V), start.new_empty(start.shape)
     strides = (*[t.stride() for t in x[:3]], (*g.stride(), 0)[:4], beta.stride()[:3])
     launch(
-        decode_kernel, (cdiv(V, COLUMNS), H, B), (x.q, x.k, x.v, g, beta, start, end, out), (*strides, T, H, x.scale), CUT,
+        decode_kernel, (cdiv(V, COLUMNS), H, B), (x.q, x.k, x.v, g, beta, start, end, out),
+        (*strides, T, H, x.scale), CUT,
         K=K, V=V, BLOCK_K=power_of_2(K), BLOCK_V=COLUMNS, GATE=gate.value, GROUP=H // G, BETA=x.beta is not None,
     )  # fmt: skip
     return out, end

@@ -117,9 +117,9 @@ def gradients_kernel(
     1. A loop over tiles of BLOCK_V value channels adds up, for q as the reader, old = dout S^T; for k, old_k = -dv S^T;
        for what is written, new = m dS^T; and passing = rowsum(S dS), what goes through the chunk from state to state.
     2. Decays are multiplied into them, and document borders masked.
-    3. The pairs within the chunk add to the gradients of q, of k as a reader, and of beta k, which is written. For gates
-       as in linear_products.py: of channels by their factors from the chunk's middle, or in strong chunks by
-       `pairs_within`; otherwise da and dr are multiplied by their decays already.
+    3. The pairs within the chunk add to the gradients of q, of k as a reader, and of beta k, which is written. With
+       gates per channel as in linear_products.py, by their factors from the chunk's middle, or in strong chunks by
+       `pairs_within`; otherwise da and dr have their decays already.
     4. dg, for gates per channel: the suffix sums of q dq + k dk_reader - (beta k) dw, plus what passes the chunk.
     """
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K

@@ -156,8 +156,8 @@ def prepare_kernel(
     stores the strongest decay of each chunk; the strong one repeats those chunks, and leaves the others.
 
     1. The scores of q with k, a, and of k with k, whose inverse is x.
-    2. Decays: `across`, that of the chunk as a factor, and with a gate a head the `rates` of the tokens. `bound` is that
-       of the log of the norm of what the chunk leaves of a state: a token decays it, and 1 - beta k k^T stretches it by
+    2. Decays: `across`, that of the chunk as a factor, and with a gate a head the `rates` of the tokens. `bound` limits
+       the norm of the chunk's factor, as a log in base 2: the gates shrink a state, and 1 - beta k k^T stretches it by
        beta |k|^2 - 1 at most, if that is above 1.
     3. A loop over tiles of BLOCK_K key channels: w = x (k 2^b). With gates per channel, also `reader` = scale q 2^b and
        `kept` = beta k 2^e. A gate a head multiplies the columns of x instead.

@@ -29,7 +29,6 @@ import triton.language as tl
 
 from ringattn.kernels.triton.linear_states import CHANNEL, load, place, product, store
 
-
 VANISHED = tl.constexpr(-160.0)  # in base 2: numbers below 2^-149 are 0 in float32
 SOME = tl.constexpr(64)  # bounds that are loaded at once
 
@@ -64,7 +63,8 @@ def store_columns(ptr, x, column, stop, width, K: tl.constexpr, BLOCK_K: tl.cons
 
 @triton.jit(do_not_specialize=["T", "N", "length", "S"])
 def walk_kernel(
-    u_ptr, w_ptr, k_ptr, q_ptr, a_ptr, x_ptr, rates_ptr, across_ptr, bound_ptr, before_ptr, states_ptr, ends_ptr, out_ptr,
+    u_ptr, w_ptr, k_ptr, q_ptr, a_ptr, x_ptr, rates_ptr, across_ptr, bound_ptr, before_ptr, states_ptr, ends_ptr,
+    out_ptr,
     u_st, k_st, q_st, T, N, H, length, S,
     K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     GATE: tl.constexpr, GROUP: tl.constexpr, REVERSE: tl.constexpr, STORE: tl.constexpr, KEEP: tl.constexpr,
