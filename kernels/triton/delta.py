@@ -193,7 +193,9 @@ class Call(linear.Call):
         self.x, self.beta = x, x.beta.contiguous()
         self.delta = entry(f"{self.arch}/{8 * x.k.element_size()}", max(self.K, self.V), self.dtype == torch.float16)
         assert self.delta.chunk == self.cuts.chunk
-        self.channels = {"BLOCK_K": max(16, power_of_2(self.K))}
+        if self.dtype == torch.float16:  # what is stored is float32: products of 10 bits would be all that errs
+            self.precision = self.careful
+        self.channels = {"BLOCK_K": self.held(self.K)}
         self.shape = {"K": self.K, "V": self.V, "CHUNK": self.cuts.chunk, "GATE": self.gate.value}
         self.numbers = {"PRECISION": self.precision, "DTYPE": tl.bfloat16 if self.narrow else tl.float32}
         self.group = self.H // x.k.shape[2]
@@ -211,6 +213,16 @@ class Call(linear.Call):
     def careful(self) -> str:
         """The precision of small products of float32."""
         return "ieee" if self.precision == "ieee" else "tf32x3"
+
+    def held(self, size: int) -> int:
+        """The smallest tile that holds all channels. Narrower ones of bfloat16, compiled by Triton 3.6, gave wrong
+        results and read where they may not.
+        """
+        return max(64 if self.narrow and self.arch != "cpu" else 16, power_of_2(size))
+
+    def tile(self, cut: Cut) -> tuple[int, int]:
+        """(keys, values) of a tile: the cut's, or the smallest that hold all channels."""
+        return min(cut.keys, self.held(self.K)), min(cut.values, self.held(self.V))
 
     def of_gate(self, cut: Cut, channel: Cut, strong: Cut) -> list[tuple[bool, Cut]]:
         """(strong, cut) of a kernel's launches; with gates per channel two, of which the first finds strong chunks."""
