@@ -2,7 +2,7 @@
 
 The map of all tokens costs more than the states: its factor has K columns, beside the V columns of a state. So with
 maps=False the scans compute nothing, and the later functions what they need. A long sequence is still cut into segments
-if the heads alone do not fill a GPU.
+if the heads alone do not fill a GPU. Outputs, and backward dv, are computed where the state is walked.
 
 The backward pass computes each chunk's products again, but the states before all chunks only if they are not kept.
 """
@@ -78,17 +78,21 @@ SMALL = (
 )
 SINGLE = Cuts.alike(32, Cut(16, 16, 4, 1))._replace(join=Cut(16, 16, 8, 1))
 
-# By architecture and bits of the dtype, as in linear.py. sm90/16 was measured on an H200, the others only compiled.
+# By architecture and bits of the dtype, as in linear.py; "/half" is for float16, whose intermediates are float32.
+# sm90/16 was measured on an H200, and sm90/16/half tested there. The others were only compiled.
 TABLE = {
     "sm90/16": FAST,
     "sm90/16/wide": WIDE,
     "sm90/16/half": HALF,
     "sm90/32": SINGLE,
     "sm80/16": SMALL,
+    "sm80/16/half": SINGLE,
     "sm80/32": SINGLE,
     "sm100/16": SMALL,
+    "sm100/16/half": SINGLE,
     "sm100/32": SINGLE,
     "gfx942/16": SMALL,
+    "gfx942/16/half": SINGLE,
     "gfx942/32": SINGLE,
     "cpu/16": Cuts.alike(32, Cut(64, 64, 4, 1)),
     "cpu/32": Cuts.alike(32, Cut(64, 64, 4, 1)),
@@ -149,7 +153,9 @@ def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
 
 
 def states_shape(k: Tensor, v: Tensor) -> ShapeAndDtype:
-    """The shape and dtype of the states before all chunks, [B, N, H, K, V]; the same with and without beta."""
+    """The shape and dtype of the states before all chunks, [B, N, H, K, V], the same with and without beta; with beta
+    each is stored as [V, K].
+    """
     return linear.states_shape(k, v)
 
 
