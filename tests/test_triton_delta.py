@@ -1,5 +1,6 @@
 """The Triton kernels of the delta rule equal the recurrence in float64: interpreted, and on a GPU."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -90,6 +91,18 @@ def test_keys_that_repeat_are_reflected_and_lose_few_bits(shortest: int) -> None
     out, end = delta.read_out(inputs, delta.scan_states(inputs, maps=False), x.start)
     assert distance(out, truth["out"]) <= 1e-5
     assert distance(end, truth["end"]) <= 1e-5
+
+
+def test_a_segment_keeps_what_long_keys_stretch_as_much_as_gates_shrink(monkeypatch: Any) -> None:
+    """|k| = 5 and beta = 2 stretch a state along k 49 times, and gates shrink it so: by these alone nothing is left."""
+    monkeypatch.setattr(delta, "SHORTEST", 1)
+    x = draw(Case("head", H=1, T=70, K=16, V=16, beta="twice"))
+    inputs = Inputs(x.q, 5 * x.k, 0 * x.v, torch.full_like(x.g, -math.log(49)), x.beta, None, x.scale)
+    out, end = delta.read_out(inputs, delta.scan_states(inputs, maps=False), x.start)
+    truth = recurrent(doubled(inputs), x.start.double())
+    assert truth[1].norm() > 0.1 * x.start.norm()
+    assert distance(out, truth[0]) <= 1e-4
+    assert distance(end, truth[1]) <= 1e-4
 
 
 @pytest.mark.parametrize("case", [CASES[0], pytest.param(CASES[1], marks=pytest.mark.slow)], ids=str)
