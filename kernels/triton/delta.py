@@ -63,7 +63,7 @@ FAST = Cuts(
     Cut(256, 128, 8, 2), Cut(256, 128, 8, 2), Cut(64, 16, 4, 1), Cut(128, 128, 4, 1, 168), Cut(64, 64, 4, 2),
     Cut(32, 64, 4, 1), Cut(16, 32, 4, 1),
 )  # fmt: skip
-WIDE = FAST.walks(Cut(256, 32, 8, 1))._replace(join=Cut(32, 16, 8, 1))
+WIDE = FAST.walks(Cut(256, 32, 8, 1))._replace(join=Cut(32, 16, 8, 1), pairs=Cut(128, 128, 4, 1))
 HALF = (
     Cuts.alike(64, Cut(32, 32, 4, 1))
     .walks(Cut(128, 32, 8, 1))

@@ -68,14 +68,13 @@ def inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     x = tl.where(apart == 0, 1.0, tl.where(apart == 1, -small, 0.0))
     for level in tl.static_range(1, 4):
         x = joined(x, tl.where((apart >> level) == 1, small, 0.0), PRECISION)
+    x = tl.broadcast_to(x[:, :, None, :], [BLOCKS, SMALL, BLOCKS, SMALL])
+    found = tl.reshape(tl.where(same, x, 0.0), [SIZE, SIZE])
     i = tl.arange(0, SIZE)
-    apart_all = i[:, None] ^ i[None, :]
-    all = tl.reshape(
-        tl.where(same, tl.broadcast_to(x[:, :, None, :], [BLOCKS, SMALL, BLOCKS, SMALL]), 0.0), [SIZE, SIZE]
-    )
+    between = i[:, None] ^ i[None, :]
     for level in tl.range(4, SIZE.bit_length() - 1, num_stages=1):
-        all = joined(all, tl.where((apart_all >> level) == 1, lower, 0.0), PRECISION)
-    return all
+        found = joined(found, tl.where((between >> level) == 1, lower, 0.0), PRECISION)
+    return found
 
 
 @triton.jit
