@@ -111,7 +111,12 @@ def of_values(x: Tensor, heads: int, dim: int) -> Tensor:
 
 def of_keys(dx: Tensor, heads: int, dim: int) -> Tensor:
     """The gradient of `of_values`: the sum over the value heads of each key head."""
-    return dx if dx.shape[dim] == heads else dx.unflatten(dim, (heads, -1)).sum(dim + 1)
+    if dx.shape[dim] == heads:
+        return dx
+    each = dx.unflatten(dim, (heads, -1))
+    if each.shape[dim + 1] == 2:  # torch's sum over two numbers takes a GPU three times as long
+        return each.select(dim + 1, 0) + each.select(dim + 1, 1)
+    return each.sum(dim + 1)
 
 
 TABLE = (

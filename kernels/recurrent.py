@@ -4,6 +4,8 @@
 token, in float32 (float64 for float64 inputs).
 """
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,16 @@ def recurrent(x: Inputs, start: Tensor | None) -> tuple[Tensor, Tensor]:
         state = state + k[:, t, :, :, None] * u
         out.append(x.scale * (q[:, t, :, None] @ state)[:, :, 0])
     return torch.stack(out, 1), state
+
+
+def few_tokens(x: Inputs, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`recurrent` in generation: one kernel where Triton runs, which reads and writes the state once."""
+    tracked = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*x[:5], start))
+    if start is None or tracked or not x.q.is_cuda or start.dtype != torch.float32 or find_spec("triton") is None:
+        return recurrent(x, start)
+    from ringattn.kernels.triton.delta_decode import decode
+
+    return decode(x, start)
 
 
 def prepared(x: Inputs, start: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:

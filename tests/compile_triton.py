@@ -140,9 +140,12 @@ SOME = [(16, (128, 128), "channel"), (16, (96, 80), "head"), (16, (256, 512), "c
 REST = [(16, (64, 64), "none"), (32, (128, 128), "channel"), (32, (96, 80), "head"), (32, (256, 512), "channel")]
 
 
-def run_delta(bits: int, dims: tuple[int, int], gate: str) -> None:
+HALF = [("half", (128, 128), "channel"), ("half", (128, 128), "head")]  # float16, for the delta rule
+
+
+def run_delta(bits: int | str, dims: tuple[int, int], gate: str) -> None:
     """The passes of the delta rule with fewer key heads, and documents where gates are per channel."""
-    dtype = torch.bfloat16 if bits == 16 else torch.float32
+    dtype = {16: torch.bfloat16, 32: torch.float32, "half": torch.float16}[bits]
     q, k = (torch.empty(1, 4096, 4, dims[0], dtype=dtype) for _ in range(2))
     v, dout = (torch.empty(1, 4096, 8, dims[1], dtype=dtype) for _ in range(2))
     g = {"channel": torch.empty(1, 4096, 8, dims[0], dtype=dtype), "head": v[..., 0], "none": None}[gate]
@@ -157,7 +160,8 @@ def run_delta(bits: int, dims: tuple[int, int], gate: str) -> None:
 def linear_rows(rule: str, arch: str, few: bool) -> None:
     target, limit = TARGETS[arch]
     linear.architecture = lambda _device: arch
-    for bits, dims, gate in SOME if few else SOME + REST:
+    more = HALF[: 1 if few else 2] if rule == "delta" else []
+    for bits, dims, gate in [*(SOME if few else SOME + REST), *more]:
         for kernel in compiled(target, partial({"linear": run_linear, "delta": run_delta}[rule], bits, dims, gate)):
             row = {"entry": f"{rule}/{arch}/{bits}/{dims}/{gate}", "target": arch, "limit": limit, "capped": False}
             print(json.dumps({**row, **resources(kernel)}), flush=True)

@@ -211,7 +211,7 @@ def test_a_step_that_failed_leaves_the_sequence_as_it_was(monkeypatch):
     expected = layer(convolution=3)(x).detach()
     made.prefill(x[:, :40])
     with monkeypatch.context() as broken:
-        broken.setattr("ringattn.torch.models.nn_linear.recurrent", lambda *given: 1 / 0)
+        broken.setattr("ringattn.torch.models.nn_linear.few_tokens", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             made.step(x[:, 40:42])
     torch.testing.assert_close(made.step(x[:, 40:42]), expected[:, 40:42], rtol=0, atol=1e-12)

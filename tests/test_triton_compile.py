@@ -41,7 +41,7 @@ def test_entries_fit(target: str, entries: str) -> None:
     kernels = {row["kernel"] for row in rows}
     flash = {"forward_kernel", "dq_kernel", "dkdv_kernel", "stats_kernel", "spans_kernel", "lists_kernel"}
     linear = {"states_kernel", "join_kernel", "scores_kernel", "apply_kernel", "gradients_kernel"}
-    delta = {"solve_kernel", "prepare_kernel", "walk_kernel", "join_kernel", "apply_kernel", "values_kernel"}
+    delta = {"prepare_kernel", "walk_kernel", "join_kernel", "pairs_kernel"}
     of_rule = {"linear": linear, "delta": delta | {"gradients_kernel"}}
     assert kernels == of_rule.get(target.partition(":")[0], flash)
     bad = [
@@ -57,5 +57,7 @@ def allowed(row: dict) -> tuple[int, int]:
     if row["entry"].startswith("delta/"):  # a state or factor of 256 channels does not fit; sm90 was measured
         if "(256," in row["entry"] and row["kernel"] in ("join_kernel", "walk_kernel"):
             return 384, 96
+        if row["entry"].startswith("delta/sm90/half/"):  # float16 multiplies float32 with more bits; tested on a GPU
+            return 640, 200
         return (640 if row["entry"].startswith("delta/sm90/16/") else 8), 0
     return (96 if row["capped"] else 0), 0

@@ -1,15 +1,16 @@
 """The Triton kernels of the delta rule equal the recurrence in float64: interpreted, and on a GPU."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from ringattn.kernels import linear
 from ringattn.kernels.linear import Inputs
+from ringattn.kernels.recurrent import recurrent
 from ringattn.kernels.triton import delta
-from ringattn.kernels.triton import linear as gated
+from ringattn.kernels.triton.delta_decode import decode
 from tests.test_triton_linear import DOCUMENTS, MOST, ON_GPU, Case, check, distance, draw, same_bits, truth_of
 
 # In the interpreter the launch for gentle chunks overflows in strong ones, which the launch for strong ones repeats.
@@ -50,7 +51,7 @@ def test_equals_the_recurrence_in_the_interpreter(case: Case, monkeypatch: Any) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -92,6 +93,18 @@ def test_keys_that_repeat_are_reflected_and_lose_few_bits(shortest: int) -> None
     assert distance(end, truth["end"]) <= 1e-5
 
 
+def test_a_segment_keeps_what_long_keys_stretch_as_much_as_gates_shrink(monkeypatch: Any) -> None:
+    """|k| = 5 and beta = 2 stretch a state along k 49 times, and gates shrink it so: by these alone nothing is left."""
+    monkeypatch.setattr(delta, "SHORTEST", 1)
+    x = draw(Case("head", H=1, T=70, K=16, V=16, beta="twice"))
+    inputs = Inputs(x.q, 5 * x.k, 0 * x.v, torch.full_like(x.g, -math.log(49)), x.beta, None, x.scale)
+    out, end = delta.read_out(inputs, delta.scan_states(inputs, maps=False), x.start)
+    truth = recurrent(doubled(inputs), x.start.double())
+    assert truth[1].norm() > 0.1 * x.start.norm()
+    assert distance(out, truth[0]) <= 1e-4
+    assert distance(end, truth[1]) <= 1e-4
+
+
 @pytest.mark.parametrize("case", [CASES[0], pytest.param(CASES[1], marks=pytest.mark.slow)], ids=str)
 def test_kept_states_and_walked_ones_give_the_same_bits(case: Case) -> None:
     same_bits(case)
@@ -112,8 +125,16 @@ def test_the_same_call_gives_the_same_bits(gate: str) -> None:
         assert a is b is None or torch.equal(a, b)
 
 
-def test_float16_on_gpus_is_left_to_another_kernel() -> None:
-    """Compiled, it failed at K = 128; in the interpreter it is right."""
-    asked = linear.Problem("cuda", "float16", 128, 128, 4, 4, beta=True)
-    assert "float16" in (gated.refuses(asked) or "")
-    assert gated.refuses(replace(asked, dtype="bfloat16")) is None and gated.refuses(replace(asked, beta=False)) is None
+@pytest.mark.parametrize("gate", ["channel", "head", "none"])
+@pytest.mark.parametrize("beta", ["mixed", None])
+def test_tokens_of_generation_equal_the_recurrence(gate: str, beta: str | None) -> None:
+    """One to three tokens on a state, in one kernel, with fewer key heads and any strides."""
+    for T, strided in ((1, False), (3, True)):
+        x = draw(Case(gate, B=2, T=T, H=4, G=2, K=20, V=40, beta=beta, strided=strided))
+        inputs = Inputs(x.q, x.k, x.v, x.g, x.beta, None, x.scale)
+        for found, truth in zip(decode(inputs, x.start), recurrent(doubled(inputs), x.start.double()), strict=True):
+            assert distance(found, truth) <= 1e-6
+
+
+def doubled(x: Inputs) -> Inputs:
+    return Inputs(*[t if t is None else t.double() for t in x[:5]], x.begin, x.scale)

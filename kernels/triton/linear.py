@@ -17,7 +17,6 @@ from ringattn.kernels.linear import (
     Gradients,
     Inputs,
     Map,
-    Problem,
     Scan,
     ShapeAndDtype,
     of_keys,
@@ -297,8 +296,6 @@ def refuses(problem: kernels.Problem) -> str | None:
     if problem.head_dim > WIDEST_KEY or problem.value_dim > WIDEST_VALUE:
         limits = f"takes key dims up to {WIDEST_KEY} and value dims up to {WIDEST_VALUE}"
         return f"{limits}, got {problem.head_dim} and {problem.value_dim}"
-    if isinstance(problem, Problem) and problem.beta and problem.dtype == "float16" and problem.device == "cuda":
-        return "takes the delta rule (beta=) on GPUs in bfloat16 and float32; in float16 it fails its tests there"
     return None
 
 

@@ -23,7 +23,7 @@ from ringattn.torch.linear import states
 from ringattn.torch.linear.documents import Documents, documents_of
 from ringattn.torch.sharding import local_positions, real_tokens
 
-SHARE = 0.5  # states of up to this share of the bytes of q, k, v and the gates are kept for backward
+SHARE = 0.7  # states of up to this share of the bytes of q, k, v and the gates are kept for backward
 
 
 class Given(NamedTuple):

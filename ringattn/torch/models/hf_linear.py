@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ringattn import api
 from ringattn.kernels.linear import Inputs
-from ringattn.kernels.recurrent import recurrent
+from ringattn.kernels.recurrent import few_tokens
 from ringattn.planning import Plan
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.linear.halo import causal_convolution, last_tokens
@@ -111,7 +111,7 @@ def attended(
         padding = at >= call.lengths[:, None]
         k, g = (x.masked_fill(padding.reshape(*padding.shape, *[1] * (x.dim() - 2)), 0.0) for x in (k, g))
     if q.shape[1] <= FEW and not call.spread:
-        out, state = recurrent(Inputs(q, k, v, g, beta, None, scale), state)
+        out, state = few_tokens(Inputs(q, k, v, g, beta, None, scale), state)
         out = out.to(v.dtype)
     else:
         out, state = api.linear_attention(

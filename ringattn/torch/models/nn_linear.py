@@ -11,7 +11,7 @@ from ringattn import api
 from ringattn.check import of_arguments, of_packed, of_sizes
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear import Inputs
-from ringattn.kernels.recurrent import recurrent
+from ringattn.kernels.recurrent import few_tokens
 from ringattn.planning import Plan
 from ringattn.spec import Docs, of_factor, whole
 from ringattn.torch.check import of_types
@@ -153,7 +153,7 @@ class LinearLayer(nn.Module):
             tail = rows[:, x_BTC.shape[1] :]
             mixed = F.silu(F.conv1d(rows.mT, self.mix.flip(1)[:, None], groups=rows.shape[2]).mT)
         inputs = Inputs(*self.parted(mixed), *self.gates(x_BTC), None, self.key_dim**-0.5)
-        out, state = recurrent(inputs, self.state)
+        out, state = few_tokens(inputs, self.state)
         self.state, self.tail = state, tail  # last, so that a failed step changes nothing
         return self.finished(out.to(x_BTC.dtype), x_BTC)
 
