@@ -111,7 +111,7 @@ class Decode(Call):
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec):
         super().__init__(q, k, v, cache.plan, cache, spec)
         chosen = kernels.select(replace(self.problem, tiles=False), self.impl)
-        self.quick = chosen.name == "decode" and cache.prefix is None  # whether the host plans nothing for a call
+        self.quick = chosen.first and cache.prefix is None  # whether the host plans nothing for a call
         self.scale = spec.scale_for(q.shape[-1])
         axes = [axis for axis in (self.plan.ulysses_axis, self.plan.ring_axis) if axis.size > 1]
         self.exchange = [leg(axis, self.plan, q, v) for axis in axes]
