@@ -4,13 +4,16 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from training import TINY, over
 
 import ringattn as ra
 from ringattn.comms.local import run as run_ranks
+from ringattn.conf.schema import Model
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "generate.py"
@@ -27,18 +30,12 @@ def started(*words, ranks=None):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return a_run_of("tiny", tmp_path_factory.mktemp("runs"))
+    return a_run_of(Model(), tmp_path_factory.mktemp("runs"))
 
 
 def a_run_of(model, folder):
     """Three steps of training."""
-    pytest.importorskip("hydra", reason="hydra is not installed")
-    words = (
-        f"model={model} steps=3 save_every=3 nproc=2 seq_len=256 reference=false picture=false folder={folder} "
-        "run=small"
-    )
-    done = started("-m", "ringattn", "train", *words.split())
-    assert done.returncode == 0, done.stderr[-3000:]
+    over(2, {"small": replace(TINY, model=model, steps=3, save_every=3, seq_len=256)}, folder)
     return folder / "small"
 
 
@@ -52,7 +49,7 @@ def example():
 
 @pytest.mark.slow
 def test_a_hybrid_of_linear_and_softmax_attention_generates_too(example, tmp_path):
-    test_the_text_is_what_the_whole_model_would_say(a_run_of("hybrid", tmp_path), example)
+    test_the_text_is_what_the_whole_model_would_say(a_run_of(Model(layers=4, softmax_every=4, convolution=4), tmp_path), example)
 
 
 def test_the_text_is_what_the_whole_model_would_say(trained, example):

@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 
 HERE = Path(__file__).resolve().parent
-CALLS = 1000
+CALLS = 500
 
 
 def test_a_kind_seen_before_is_what_triton_would_take():
@@ -26,7 +26,7 @@ def test_a_kind_seen_before_is_what_triton_would_take():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     launches, again, kernels = map(int, done.stdout.split())
-    assert launches > 2 * CALLS and again > CALLS / 4 and kernels == 15
+    assert launches > 2 * CALLS and again > CALLS / 8 and kernels == 15
 
 
 class Compiled:
