@@ -317,11 +317,18 @@ def test_opcheck():
         torch.library.opcheck(torch.ops.ringattn.linear_attention, args)
 
 
-@pytest.mark.parametrize("rule", [{}, pytest.param({"beta": True}, marks=pytest.mark.slow)], ids=str)
-def test_the_gpu_kernels_serve_documents_with_states(rule):
+@pytest.mark.parametrize(
+    ("lengths", "rule"),
+    [
+        (((9, 0, 31),), {}),
+        *(pytest.param(((100, 9, 12),), rule, marks=pytest.mark.slow) for rule in RULES),  # of several rows: by maps
+    ],
+    ids=str,
+)
+def test_the_gpu_kernels_serve_documents_with_states(lengths, rule):
     """In the interpreter where there is no GPU: they get rows without documents."""
     pytest.importorskip("triton")
-    T, lengths, rule = 40, ((9, 0, 31),), {**rule, "states": 6}
+    T, rule = sum(lengths[0]), {**rule, "states": 6}
     given, expected = inputs(T, "head", torch.float32, **rule), truth(T, "head", lengths, torch.float32, **rule)
     found = run(lambda mesh: errors(mesh, given, expected, docs_of(lengths, T), kernel="triton"), ring=1)
     for name, value in worst(found, expected).items():
