@@ -76,6 +76,7 @@ SMALL = (
     ._replace(join=Cut(16, 16, 8, 1), gradients=Cut(16, 32, 4, 1), channel_gradients=Cut(16, 32, 4, 1))
     ._replace(strong_gradients=Cut(16, 16, 4, 1))
 )
+SLIM = SMALL.walks(Cut(256, 16, 8, 1))
 SINGLE = Cuts.alike(32, Cut(16, 16, 4, 1))._replace(join=Cut(16, 16, 8, 1))
 
 # By architecture and bits of the dtype, as in linear.py; "/half" is for float16, whose intermediates are float32.
@@ -86,12 +87,15 @@ TABLE = {
     "sm90/16/half": HALF,
     "sm90/32": SINGLE,
     "sm80/16": SMALL,
+    "sm80/16/wide": SLIM,
     "sm80/16/half": SINGLE,
     "sm80/32": SINGLE,
     "sm100/16": SMALL,
+    "sm100/16/wide": SLIM,
     "sm100/16/half": SINGLE,
     "sm100/32": SINGLE,
     "gfx942/16": SMALL,
+    "gfx942/16/wide": SLIM,
     "gfx942/16/half": SINGLE,
     "gfx942/32": SINGLE,
     "cpu/16": Cuts.alike(32, Cut(64, 64, 4, 1)),
