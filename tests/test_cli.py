@@ -185,7 +185,7 @@ def test_plan_says_what_was_chosen_and_who_works_when(capsys):
         (["transport=group", "backward=queries"], "over nccl; in backward queries"),
         (["hosts=2"], "route levels: blocks come host by host, over nccl"),
         (["route=relay"], "steps of the relay route"),
-        (["strategy=gather", "groups=2"], "heads exchanged in 2 groups (as asked)"),
+        (["strategy=gather", "groups=2"], "heads exchanged in 2 groups (as given)"),
         (["together=3"], "  100%    100%    100%    100%"),
     ],
     ids=" ".join,
