@@ -175,7 +175,7 @@ def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None)
     call = Call(x)
     saved = call.saved(scan, None, start)
     out = call.empty(*x.v.shape, dtype=x.q.dtype)
-    return out, call.walk(saved, None, resolve(start), kept, out)
+    return out, call.walk_from(saved, None, resolve(start), kept, out)
 
 
 def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout: Tensor, dend: Deferred) -> Gradients:
@@ -189,9 +189,9 @@ def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout
     states = scan
     if not isinstance(states, Tensor):
         states = call.empty_states()
-        call.walk(call.of_segments(saved.prepared, None, start), None, resolve(start), states)
+        call.walk_from(call.of_segments(saved.prepared, None, start), None, resolve(start), states)
     dstates, dv = call.empty_states(), call.empty(*dout.shape, dtype=call.inner)
-    dstart = call.walk(saved, dout, resolve(dend), dstates, dv)
+    dstart = call.walk_from(saved, dout, resolve(dend), dstates, dv)
     dq, dk, dg, dbeta = call.of_inputs(saved.prepared, dout, dv, states, dstates)
     G = x.k.shape[2]
     return of_keys(dq, G, 2), of_keys(dk, G, 2), dv.to(x.v.dtype), dg, dbeta, dstart
@@ -322,7 +322,7 @@ class Call(linear.Call):
         sizes, dtype = self.states_shape()
         return self.empty(*sizes, dtype=dtype)
 
-    def walk(
+    def walk_from(
         self, saved: Saved, dout: Tensor | None, first: Tensor | None, states: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
         """The state behind all chunks (with dout: before them), starting from `first`. On the way it writes the state
