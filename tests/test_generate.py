@@ -49,7 +49,8 @@ def example():
 
 @pytest.mark.slow
 def test_a_hybrid_of_linear_and_softmax_attention_generates_too(example, tmp_path):
-    test_the_text_is_what_the_whole_model_would_say(a_run_of(Model(layers=4, softmax_every=4, convolution=4), tmp_path), example)
+    hybrid = Model(layers=4, softmax_every=4, convolution=4)
+    test_the_text_is_what_the_whole_model_would_say(a_run_of(hybrid, tmp_path), example)
 
 
 def test_the_text_is_what_the_whole_model_would_say(trained, example):
