@@ -69,7 +69,7 @@ def allowed_of_delta(row: dict) -> tuple[int, int]:
     if wide and (walks or row["kernel"] == "join_kernel"):
         return (7100, 3600) if bits == "32" else (384, 96)
     if bits == "16":
-        return (640 if arch == "sm90" else 8), 0
+        return (640, 2 if walks else 0) if arch == "sm90" else (8, 0)
     if arch == "sm90":
-        return (640, 200) if walks else (256, 0)
+        return (640, 200) if walks else (384, 0)
     return (320, 24) if walks else (48, 0)
