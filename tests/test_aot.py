@@ -71,15 +71,19 @@ def report(topology, layout, ring, a_device=512):
     return ra.aot_report(topology, ra.Plan(ring * a_device, ring, 1, "ring", layout, heads=(2, 1), head_dim=128))
 
 
-CHIPS = [("v6e:2x4", "contiguous", 8)]  # the others, as any TPU with other blocks or another network, are slow tests
-MORE = [("v4:2x2x2", "zigzag", 8), ("v5e:2x4", "zigzag", 8), ("v5p:2x2x2", "striped", 8), ("tpu7x:2x2x2", "zigzag", 8),
-        ("v6e:16x16", "zigzag", 256)]  # fmt: skip
+slow, compile = pytest.mark.slow, pytest.mark.compile  # with other blocks or another network it takes longer
+CHIPS = [
+    ("v6e:2x4", "contiguous", 8),
+    pytest.param("v5e:2x4", "zigzag", 8, marks=slow),
+    pytest.param("v6e:16x16", "zigzag", 256, marks=slow),
+    pytest.param("v4:2x2x2", "zigzag", 8, marks=compile),
+    pytest.param("v5p:2x2x2", "striped", 8, marks=compile),
+    pytest.param("tpu7x:2x2x2", "zigzag", 8, marks=compile),
+]
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("topology", "layout", "ring"), [*CHIPS, *(pytest.param(*chip, marks=pytest.mark.slow) for chip in MORE)]
-)
+@pytest.mark.parametrize(("topology", "layout", "ring"), CHIPS)
 def test_every_hop_of_a_ring_flies_behind_a_kernel(topology, layout, ring):
     found = report(topology, layout, ring)
     for program in (found.forward, found.backward):
@@ -127,7 +131,7 @@ def test_temporaries_shrink_with_the_ranks():
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.compile
 def test_a_grid_step_takes_at_most_four_fifths_of_the_stock_kernels_bundles(tmp_path):
     """Of v6e's, on a whole tile of 1024 x 1024; the one with a mask takes no more than a tenth more than stock."""
     ours, stock = (count_bundles.of(which, tmp_path / which) for which in count_bundles.KERNELS)

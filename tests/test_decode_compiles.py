@@ -15,8 +15,10 @@ HERE = Path(__file__).resolve().parent
 DIMS = [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100", "gfx942"])
+OTHERS = [pytest.param(arch, marks=pytest.mark.compile) for arch in ("sm80", "sm100", "gfx942")]
+
+
+@pytest.mark.parametrize("arch", [pytest.param("sm90", marks=pytest.mark.slow), *OTHERS])
 def test_decode_and_merge_fit(arch: str) -> None:
     pytest.importorskip("triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

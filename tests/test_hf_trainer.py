@@ -116,7 +116,7 @@ def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int
         ("GptOss", 50, {}, ("prepared", "accelerate")),  # padded: windows and sinks
         ("Mistral", 50, {}, ("accelerate",)),  # packed
         ("Llama", 6, {"lora": True, "activation_checkpointing": True}, ("accelerate",)),
-        ("Llama", 6, {"torch_compile": True, "torch_compile_backend": "aot_eager"}, ("prepared", "accelerate")),
+        ("Llama", 6, {"torch_compile": True, "torch_compile_backend": "aot_eager"}, ("accelerate",)),
     ],
     ids=["padded", "packed", "adapters", "compiled"],
 )

@@ -90,7 +90,7 @@ STATES = [case for case in CASES if case[2] is not None]
 
 @pytest.mark.parametrize(
     ("place", "gate", "lengths", "tokens", "scan"),
-    [*STATES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in STATES[2:])],
+    [*STATES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in STATES[3::2])],
 )
 def test_every_document_goes_on_from_its_own_state(place, gate, lengths, tokens, scan):
     rule: dict = {"states": states_of(lengths)}

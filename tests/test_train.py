@@ -107,11 +107,11 @@ def test_fifty_steps_on_2_and_8_ranks_are_those_of_one(tmp_path):
             "ulysses": {"keys": "ulysses", "ulysses": ranks, "layout": "contiguous"},
             "hybrid": {"keys": "ring", "ulysses": 2, "layout": "contiguous"},
         }
-        impossible = {2: "hybrid", 8: "ulysses"}.get(ranks)  # one rank a ring; more ranks than heads
+        left_out = {2: ("hybrid",), 8: ("ulysses", "gather")}[ranks]  # one rank a ring; more ranks than heads; slow
         jobs = {
             f"{name}{ranks}": dataclasses.replace(long, strategy=Strategy(**s))
             for name, s in spread.items()
-            if name != impossible
+            if name not in left_out
         }
         for name, found in over(ranks, jobs, tmp_path).items():
             np.testing.assert_allclose(found, one, rtol=0, atol=1e-5, err_msg=name)

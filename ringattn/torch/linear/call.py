@@ -96,7 +96,8 @@ def bind(
     if call is None:
         found = problem(x, plan, docs, scale, kernel, scan)
         found = found or (look and of_numbers(x, plan, docs)) or None
-        asked, tensors = f"{scale} {kernel} {scan} {return_state}", x._asdict()
+        returned = found or returned_states(return_state, x.initial_state, docs, x.v.shape[0])
+        asked, tensors = f"{scale} {kernel} {scan} {returned}", x._asdict()  # alike in a compiled call and an eager one
         words = agree.describe(plan, None, tensors, docs, call="linear_attention", gradients=gradients, asked=asked)
         agree.agree(plan, words, found)
         call = Call(x, plan, docs, scale, kernel, scan, gradients, return_state)
