@@ -72,7 +72,10 @@ def check(place, gate, lengths, T=T, dtype=torch.float64, limit=1e-10, rule=None
         assert value <= limit, f"{name} is off by {value:.2e} on {place}"
 
 
-@pytest.mark.parametrize(("place", "gate", "lengths", "tokens", "scan"), CASES)
+@pytest.mark.parametrize(
+    ("place", "gate", "lengths", "tokens", "scan"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (i in (5, 6, 7))) for i, case in enumerate(CASES)],
+)
 def test_equals_the_recurrence(place, gate, lengths, tokens, scan):
     check(place, gate, lengths, tokens, scan=scan)
 
@@ -90,7 +93,7 @@ STATES = [case for case in CASES if case[2] is not None]
 
 @pytest.mark.parametrize(
     ("place", "gate", "lengths", "tokens", "scan"),
-    [*STATES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in STATES[3::2])],
+    [STATES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in STATES[1::2])],
 )
 def test_every_document_goes_on_from_its_own_state(place, gate, lengths, tokens, scan):
     rule: dict = {"states": states_of(lengths)}

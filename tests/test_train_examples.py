@@ -94,9 +94,8 @@ def test_an_example_explains_itself(name):
         assert expected[words] in said and status == (words[0] != "--help"), (words, said)
 
 
-@pytest.mark.parametrize(
-    "name", ["long_layer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("finetune_hf", "trainer_hf"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["long_layer", "finetune_hf", "trainer_hf"])
 def test_the_loss_falls(name, tmp_path):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")

@@ -226,7 +226,11 @@ def test_a_pass_with_fake_tensors_leaves_none_behind(call):
 
 @pytest.mark.parametrize(
     "make",
-    [Docs.from_lengths, lambda n: Docs.from_cu_seqlens(np.cumsum([0, *n])), lambda n: Docs(np.cumsum([[0, *n]], 1), 8)],
+    [
+        Docs.from_lengths,
+        pytest.param(lambda n: Docs.from_cu_seqlens(np.cumsum([0, *n])), marks=pytest.mark.slow),
+        lambda n: Docs(np.cumsum([[0, *n]], 1), 8),
+    ],
 )
 def test_documents_may_be_made_in_a_compiled_function(make):
     def function(x, lengths):
