@@ -19,10 +19,10 @@ $(READY): pyproject.toml constraints.txt
 	  --config-settings editable_mode=compat --editable '.[dev,train]'  # compat: found beside a clone of that name, too
 	@touch $@
 
-test: $(READY)  ## run the tests: no GPU needed, six to seven minutes on two cores
+test: $(READY)  ## run the tests: no GPU needed, six minutes on two cores
 	$(RUN)/python -m pytest $(WORKERS) -m 'not slow and not gpu and not compile' --durations=15 $(ARGS)
 
-test-slow: $(READY)  ## run what takes long, ten minutes more: restarts, kernels compiled for GPUs
+test-slow: $(READY)  ## run what takes long, a quarter of an hour more: restarts, kernels compiled for GPUs
 	$(RUN)/python -m pytest $(WORKERS) -m 'slow and not gpu and not ray' --durations=15 $(ARGS)
 
 test-with:  ## run the tests with another library (WHAT=trl), in a virtual environment of its own
