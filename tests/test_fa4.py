@@ -301,7 +301,8 @@ def test_any_intervals_equal_float64(dims: tuple[int, int], part: int) -> None:
             q, k, v, where, dout, truth.lse.float(), rows_delta, scale=D**-0.5, out=out if dlse is None else None
         )
         for name, a, b in zip(("out", "dq", "dk", "dv"), (part.out, *found), (truth.out, *expected), strict=True):
-            error = ((a.double() - b).norm() / b.norm().clamp_min(1e-3)).item()
+            # of a query with one key dq is 0; delta in float32 misses that by 2e-5, for numbers of length 16
+            error = ((a.double() - b).norm() / b.norm().clamp_min(1e-2)).item()
             assert error < 8e-3, f"trial {trial}, {name} is off by {error}: {rows} rows, {T} queries, {S} keys"
 
 

@@ -18,6 +18,7 @@ from ringattn.segments import order, segments
 from ringattn.spec import Docs
 
 BLOCK = 64  # tokens: what a kernel computes at once, and about what a row costs beside its tokens, for its map
+LEVEL = 1024  # tokens: about what a level costs, whose states wait for those of the level before
 
 Ints = np.ndarray
 
@@ -83,12 +84,21 @@ def cut(found: Fragments) -> tuple[Fragments, Cut]:
 
 
 def row_length(tokens: Ints) -> int:
-    """The length of rows for fragments of so many tokens: long rows are filled up more, short ones are more maps."""
+    """The length of rows for fragments of so many tokens: long rows are filled up more, short ones are more maps, and
+    more levels one after the other. Rows hold at most twice the tokens, and 128 more for each fragment.
+    """
     longest = int(tokens.max())
     options = [longest]
     while BLOCK << len(options) - 1 < longest:
         options.append(BLOCK << len(options) - 1)
-    return min(options, key=lambda length: int((-(-tokens // length)).sum()) * (-(-length // BLOCK) + 1) * BLOCK)
+
+    def cost(length: int) -> tuple[bool, int]:
+        rows = -(-tokens // length)
+        count = int(rows.sum())
+        too_many = count * length > 2 * (int(tokens.sum()) + BLOCK * len(tokens))
+        return too_many, count * (-(-length // BLOCK) + 1) * BLOCK + int(rows.max()) * LEVEL
+
+    return min(options, key=cost)
 
 
 @lru_cache(maxsize=32)
