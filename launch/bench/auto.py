@@ -139,10 +139,22 @@ def square(case: Case, options: Options) -> list[Row]:
     device = [torch.from_numpy(x).to(options.device) for x in (begin, end)]
     given = replace(given, where=Intervals(device[0], device[1], tiles_of(begin, end), (begin, end), made={}))
     problem = replace(problem_of(given.q, given.k, given.v, None, True), rows=case.tokens * options.heads)
-    forward: Calls = {}
-    both: Calls = {}
-    first, second = (peers.of_table(kernels.select(problem, backward=x).name)(given) for x in (False, True))
-    beside("auto", Runs(first.forward, second.backward), forward, both)
+    first, second = (peers.kernel_of(kernels.select(problem, backward=x).name).load() for x in (False, True))
+    tensors, scale = (given.q, given.k, given.v, given.where), given.scale
+
+    def step() -> Any:
+        return first.attend(*tensors, scale=scale, out_dtype=given.q.dtype)
+
+    def with_gradients() -> Any:
+        part = step()
+        if second.totals is None:
+            delta = second.row_delta(part.out, given.dout)
+            return second.attend_backward(*tensors, given.dout, part.lse, delta, scale=scale)
+        found = second.totals(*tensors, given.dout, part.lse, None, out=part.out, scale=scale)
+        return [x if torch.is_tensor(x) else x.tensor(given.q.dtype) for x in found]
+
+    forward: Calls = {"auto": step}
+    both: Calls = {"auto": with_gradients}
 
     def own(name: str) -> list[Row]:
         above = replace(given, **{n: getattr(given, n)[:, :half] for n in ("q", "k", "v", "dout")})
