@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringattn.launch.bench import kernels, main
+from ringattn.launch.bench import auto, kernels, main
 from ringattn.launch.bench.kernels import CASES, Options, chosen, doc_lengths, inputs, useful_flops
 
 SMALL = ["tokens=96", "heads=4", "kv_heads=2", "device=cpu", "rep=1"]
@@ -29,12 +29,33 @@ def test_every_case_gives_a_line_for_each_contestant(case: str, tmp_path: Path) 
         assert all(rows[0][f"error_{name}"] < 2e-6 for name in ("out", "dq", "dk", "dv", "lse"))
 
 
+@pytest.mark.parametrize("case", ["causal_8k_d64", "docs_64k_d64", "square_16k", "host", "ring8_4k"])
+def test_auto_is_beside_each_kernel_in_turns(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "lines.jsonl"
+    words = [f"cases={case}", f"out={out}", "rounds=2", "bursts=true", "tokens=96", "heads=4", "kv_heads=2"]
+    assert main(["auto", *words, "device=cpu"]) == 0
+    rows = [row for row in map(json.loads, out.read_text().splitlines()) if row["case"] == case]
+    kind = auto.CASES[case].kind
+    if kind == "host":
+        assert {row["impl"] for row in rows} >= {"torch", "no plan", "a plan", "documents"}
+        assert all(row["us"] > 0 for row in rows)
+    elif kind == "ring8":
+        assert {row["impl"] for row in rows} == {"auto", "sdpa_cpu", "tiled"}
+        assert all(row["error_dq"] < 2e-6 and row["ring_over_one_dq"] < 2 for row in rows)
+    else:
+        assert {row["pass"] for row in rows} == {"forward", "forward+backward"}
+        assert all(row["auto_over"] == 1 for row in rows if row["impl"] == "auto")
+        assert all(row["burst_ms"] > 0 for row in rows)
+    if kind == "attention":
+        assert {"auto", "tiled"} <= {row["impl"] for row in rows} and "auto: " in capsys.readouterr().out
+
+
 def test_a_case_is_called_by_the_length_that_it_has() -> None:
     assert chosen(Options(device="cpu")) == CASES
     longer = chosen(Options(device="cpu", tokens=2048))
     assert list(longer) == [
-        "causal_2k", "causal_2k_d64", "full_2k", "window_2k", "docs_2k", "decode_2k", "decode_8x2k", "interval_2k",
-        "errors_2k",
+        "causal_2k", "causal_2k_d64", "full_2k", "window_2k", "docs_2k", "docs_2k_mix", "decode_2k", "decode_8x2k",
+        "interval_2k", "errors_2k",
     ]  # fmt: skip
     assert {case.tokens for case in longer.values()} == {2048} and longer["causal_2k_d64"].dim == 64
     assert longer["decode_8x2k"].batch == 8
@@ -44,11 +65,13 @@ def test_only_cases_of_their_own_lengths_are_held_against_causal_32k(monkeypatch
     found = [{"impl": "triton", "pass": "forward", "tflops": 2.0}]
     monkeypatch.setattr(kernels, "attention", lambda case, options: [dict(row) for row in found])
 
-    def held(**said: int) -> dict[str, float | None]:
-        options = Options(cases=["causal_32k", "window", "docs"], device="cpu", **said)
+    def held(**given: int) -> dict[str, float | None]:
+        options = Options(cases=["causal_32k", "window", "docs"], device="cpu", **given)
         return {row["case"]: row.get("of_causal_32k") for row in kernels.run(options)}
 
-    assert held() == {"causal_32k": None, "causal_32k_d64": None, "window_64k": 1.0, "docs_64k": 1.0}
+    assert held() == {
+        "causal_32k": None, "causal_32k_d64": None, "window_64k": 1.0, "docs_64k": 1.0, "docs_128k_mix": None
+    }  # fmt: skip
     for tokens in (32768, 65536):
         assert set(held(tokens=tokens).values()) == {None}
 

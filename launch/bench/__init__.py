@@ -1,5 +1,6 @@
 """Benchmarks, side by side: `ringattn bench SUITE [key=value ...]`.
 
+    auto      one GPU: what kernel="auto" runs, beside every kernel named, in turns
     decode    a token over a cache that is spread over ranks: time over that of copying it
     jax       attention on JAX arrays over this machine's GPUs, beside its kernel alone
     kernels   one GPU: our kernels beside cuDNN, FlashAttention and FlexAttention
@@ -30,7 +31,7 @@ from ringattn.conf.keys import nearest
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import answer, default_of, option, usage, values, writable
 
-SUITES = ("decode", "jax", "kernels", "linear", "memory", "prefill", "ring", "scan", "step", "traffic")
+SUITES = ("auto", "decode", "jax", "kernels", "linear", "memory", "prefill", "ring", "scan", "step", "traffic")
 OUT = option(None, "a file that the rows are appended to, one JSON line each")
 NOT_IN_ROWS = (
     "timeout",

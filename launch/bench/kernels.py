@@ -23,6 +23,7 @@ from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, tiles_of
 from ringattn.launch.bench import Row, table
 from ringattn.launch.bench.peers import CONTESTANTS, Inputs, of_table
+from ringattn.launch.bench.ring import SHORT, mixed
 from ringattn.launch.bench.timing import captured, elapsed_ms
 from ringattn.launch.words import option
 from ringattn.spec import AttentionSpec, Docs, bounds
@@ -42,6 +43,7 @@ class Case:
     dim: int = 128
     batch: int = 1
     kind: str = "attention"
+    mix: bool = False  # the documents of `bench ring mask=short`
 
     @property
     def window(self) -> int | None:
@@ -57,6 +59,7 @@ CASES = {
     "full_8k": Case("full", 8192),
     "window_64k": Case("window", 65536),
     "docs_64k": Case("docs", 65536),
+    "docs_128k_mix": Case("docs", 131072, mix=True),
     "decode_128k": Case("full", 131072, kind="decode"),
     "decode_8x64k": Case("full", 65536, batch=8, kind="decode"),
     "interval_32k": Case("causal", 32768, kind="interval"),
@@ -225,7 +228,8 @@ def inputs(case: Case, options: Options, queries: int | None = None, seed: int =
         shape = (case.batch, tokens, heads, case.dim)
         return torch.randn(shape, generator=generator, device=options.device, dtype=dtype)
 
-    docs = Docs.from_lengths(doc_lengths(case.tokens)) if case.mask == "docs" else None
+    lengths = mixed(SHORT, case.tokens) if case.mix else doc_lengths(case.tokens)
+    docs = Docs.from_lengths(lengths) if case.mask == "docs" else None
     spec = AttentionSpec(causal=case.mask != "full", window=case.window)
     begin, end = (x.astype(np.int32) for x in bounds(spec, np.arange(T), case.tokens, docs=docs))
     device = [torch.from_numpy(x).to(options.device) for x in (begin, end)]

@@ -2,9 +2,9 @@
 
 Gated linear attention (GLA), and by the delta rule Gated DeltaNet (gdn) and Kimi Delta Attention (kda).
 
-`triton` is the kernels alone, `op` the public function. A row is a pass: forward; backward; both. `tokens_per_us`
-counts tokens of all heads; `over_fla` is its time over ours. The cases `errors_*` hold the result and every gradient
-against float64, as |found - exact| / |exact|.
+`triton` is the kernels alone, `op` the public function, and `states` the same with one state a document, in cases that
+have documents. A row is a pass: forward; backward; both. `tokens_per_us` counts tokens of all heads; `over_fla` is its
+time over ours. The cases `errors_*` hold the result and every gradient against float64, as |found - exact| / |exact|.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,16 +12,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import ringattn as ra
 from ringattn.conf.schema import nearest
 from ringattn.kernels import chunkwise, linear
 from ringattn.kernels.linear import TABLE
 from ringattn.launch.bench import table
 from ringattn.launch.bench.kernels import DTYPES, attempt, distance, median_ms, peak_gib
 from ringattn.launch.words import option
+from ringattn.spec import Docs
 
 NAMES = ("out", "dq", "dk", "dv", "dg", "dbeta")
 
@@ -43,6 +46,7 @@ class Case:
     errors: bool = False
     beta: bool = False
     key_heads: int | None = None
+    documents: int = 0  # packed documents of random lengths; 0: one sequence
 
 
 CASES = {
@@ -56,6 +60,10 @@ CASES = {
     "gdn_32k": Case(32768, gate="head", beta=True),
     "gdn_32k_groups": Case(32768, gate="head", beta=True, heads=32, key_heads=16),
     "kda_32k": Case(32768, beta=True),
+    "gdn_32k_8docs": Case(32768, gate="head", beta=True, documents=8),
+    "gdn_32k_30docs": Case(32768, gate="head", beta=True, documents=30),
+    "kda_32k_30docs": Case(32768, beta=True, documents=30),
+    "32k_30docs": Case(32768, documents=30),
     "errors_soft": Case(2000, errors=True),
     "errors_hard": Case(2000, gates="hard", errors=True),
     "errors_extreme": Case(2000, gates="extreme", errors=True),
@@ -69,7 +77,7 @@ CASES = {
 @dataclass
 class Options:
     cases: list[str] = option(list(CASES), "which cases; or how their names begin")
-    impls: list[str] | None = option(None, "which contestants (triton,op,fla; on a CPU chunkwise,op)")
+    impls: list[str] | None = option(None, "which contestants (triton,op,states,fla; on a CPU chunkwise,op,states)")
     tokens: int | None = option(None, "another length for every case")
     device: str | None = option(None, "cuda or cpu (the GPU if there is one)", among=("cuda", "cpu"))
     dtype: str | None = option(None, "bfloat16 on a GPU, float32 on a CPU", among=DTYPES)
@@ -83,7 +91,8 @@ class Options:
         self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = self.dtype or ("bfloat16" if self.device == "cuda" else "float32")
         self.gate_dtype = self.gate_dtype or self.dtype
-        self.impls = self.impls or (["triton", "op", "fla"] if self.device == "cuda" else ["chunkwise", "op"])
+        cuda = self.device == "cuda"
+        self.impls = self.impls or (["triton", "op", "states", "fla"] if cuda else ["chunkwise", "op", "states"])
         for name in self.impls:
             if name not in CONTESTANTS:
                 raise ValueError(f"impls={name}: no such contestant{nearest(name, CONTESTANTS)}")
@@ -103,6 +112,7 @@ class Inputs:
     g: Tensor | None
     beta: Tensor | None
     dout: Tensor
+    docs: Docs | None = None
 
     @property
     def leaves(self) -> tuple[Tensor | None, ...]:
@@ -223,11 +233,18 @@ def inputs(case: Case, options: Options) -> Inputs:
         g = {"soft": F.logsigmoid(x) / 16, "hard": F.logsigmoid(x), "extreme": -torch.exp(3 * x)}[case.gates]
         g = g.to(gate_dtype)
     beta = draw().sigmoid() if case.beta else None
-    return Inputs(q.to(dtype), k.to(dtype), v, g, beta, dout)
+    docs = None
+    if case.documents:
+        rng, inside = np.random.default_rng(case.documents), np.arange(1, case.tokens)
+        cuts = rng.choice(inside, case.documents - 1, replace=False)
+        docs = Docs.from_lengths(np.diff([0, *np.sort(cuts), case.tokens]).tolist())
+    return Inputs(q.to(dtype), k.to(dtype), v, g, beta, dout, docs)
 
 
 def passes(kernels: Any, given: Inputs) -> tuple[Pass, Pass]:
     """Forward, and backward from what the forward saved, as one device runs the four functions of a kernel."""
+    if given.docs is not None:
+        raise NotImplementedError("the kernels alone are timed without documents")
     x = linear.Inputs(given.q, given.k, given.v, given.g, given.beta, None, given.scale)
 
     def forward() -> tuple[Any, ...]:
@@ -247,18 +264,38 @@ def of_table(name: str) -> Callable[[Inputs], tuple[Pass, Pass]]:
 
 def op(given: Inputs) -> tuple[Pass, Pass]:
     """`ra.linear_attention` as its users call it, differentiated by autograd."""
-    import ringattn as ra
-
     q, k, v, g, beta = leaves = given.leaves
 
     def forward() -> tuple[Any, ...]:
-        return (ra.linear_attention(q, k, v, g, beta=beta, scale=given.scale, check=False),)
+        return (ra.linear_attention(q, k, v, g, beta=beta, scale=given.scale, docs=given.docs, check=False),)
+
+    return differentiated(forward, leaves, given)
+
+
+def states(given: Inputs) -> tuple[Pass, Pass]:
+    """The same from one state a document to one a document."""
+    if given.docs is None:
+        raise NotImplementedError("states of documents need a case with documents")
+    q, k, v, g, beta = leaves = given.leaves
+    count = given.docs.starts.shape[1] - 1
+    start = torch.zeros(count, v.shape[2], k.shape[3], v.shape[3], device=v.device)  # type: ignore[union-attr]
+    options: dict[str, Any] = {
+        "scale": given.scale,
+        "docs": given.docs,
+        "initial_state": start,
+        "return_state": "documents",
+    }
+
+    def forward() -> tuple[Any, ...]:
+        return (ra.linear_attention(q, k, v, g, beta=beta, check=False, **options)[0],)
 
     return differentiated(forward, leaves, given)
 
 
 def fla(given: Inputs) -> tuple[Pass, Pass]:
     """flash-linear-attention as its users call it, differentiated by autograd."""
+    if given.docs is not None:
+        raise NotImplementedError("compared without documents")
     if given.g is None or (given.g.dim() < 4 and given.beta is None):
         raise NotImplementedError("chunk_gla takes one gate a key channel, and the delta rule a gate")
     if given.beta is None:
@@ -291,5 +328,6 @@ CONTESTANTS: dict[str, Callable[[Inputs], tuple[Pass, Pass]]] = {
     "triton": of_table("triton"),
     "chunkwise": of_table("chunkwise"),
     "op": op,
+    "states": states,
     "fla": fla,
 }

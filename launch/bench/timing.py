@@ -90,6 +90,29 @@ def elapsed_ms(call: Callable[[], Any], calls: int = 1, device: str = "cuda") ->
     return start.elapsed_time(end) / calls
 
 
+def in_turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[float]]:
+    """Milliseconds of each call in each round, after two calls to warm up. Rounds begin with another call in turn."""
+    for call in calls.values():
+        call()
+        call()
+    names, found = list(calls), {name: [] for name in calls}  # type: tuple[list[str], dict[str, list[float]]]
+    for first in range(rounds):
+        order = [names[(first + i) % len(names)] for i in range(len(names))]
+        if device != "cuda":
+            for name in order:
+                found[name].append(elapsed_ms(calls[name], device=device))
+            continue
+        stamps = [torch.cuda.Event(enable_timing=True) for _ in range(len(names) + 1)]
+        stamps[0].record()
+        for name, stamp in zip(order, stamps[1:], strict=True):
+            calls[name]()
+            stamp.record()
+        finish()  # once a round: in between the GPU never waits for the host
+        for name, start, end in zip(order, stamps, stamps[1:], strict=False):
+            found[name].append(start.elapsed_time(end))
+    return found
+
+
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
     """The call as one CUDA graph."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

@@ -25,7 +25,7 @@ from ringattn.kernels.linear import Inputs, Map
 from ringattn.planning import Plan
 from ringattn.segments import segments
 from ringattn.spec import Docs
-from ringattn.torch.linear.fragments import Ints, cut, first_documents, fragments, homes
+from ringattn.torch.linear.fragments import LEVEL, Ints, cut, first_documents, fragments, homes
 from ringattn.torch.linear.states import Exchange
 from ringattn.torch.sharding import local_positions
 
@@ -50,7 +50,8 @@ class Documents:
     def __init__(self, plan: Plan, docs: Docs, ring_rank: int, ulysses_rank: int, batch: int, device: torch.device):
         P = segments(plan)
         firsts = local_positions(plan, ring_rank, ulysses_rank).reshape(P, -1)[:, 0]
-        f, self.cut = cut(fragments(plan, docs, batch, firsts, plan.local_len // P))
+        level = LEVEL if device.type == "cuda" else 0
+        f, self.cut = cut(fragments(plan, docs, batch, firsts, plan.local_len // P), level)
         self.device, self.segments = device, batch * P
         self.tokens, self.count = (batch, plan.local_len), batch * (docs.starts.shape[1] - 1)
         self.alone = plan.ring * plan.ulysses == 1

@@ -18,7 +18,7 @@ from ringattn.segments import order, segments
 from ringattn.spec import Docs
 
 BLOCK = 64  # tokens: what a kernel computes at once, and about what a row costs beside its tokens, for its map
-LEVEL = 1024  # tokens: about what a level costs, whose states wait for those of the level before
+LEVEL = 1024  # tokens: what a level costs on a GPU, where a launch waits for the level before; on a CPU nothing
 
 Ints = np.ndarray
 
@@ -72,20 +72,20 @@ def fragments(plan: Plan, docs: Docs, batch: int, firsts: Ints, length: int) -> 
     return found
 
 
-def cut(found: Fragments) -> tuple[Fragments, Cut]:
-    """The fragments, those with more rows first, and the cut that costs least."""
+def cut(found: Fragments, level: int = 0) -> tuple[Fragments, Cut]:
+    """The fragments, those with more rows first, and the cut that costs least, if a level costs `level` tokens."""
     if not len(found.tokens):
         return found, Cut(1, (1,))  # kernels take at least one row; it stays empty
-    length = row_length(found.tokens)
+    length = row_length(found.tokens, level)
     rows = -(-found.tokens // length)
     falling = np.argsort(-rows, kind="stable")
     levels = tuple(int((rows > i).sum()) for i in range(rows.max()))
     return Fragments(*(x[falling] for x in found)), Cut(length, levels)
 
 
-def row_length(tokens: Ints) -> int:
+def row_length(tokens: Ints, level: int = 0) -> int:
     """The length of rows for fragments of so many tokens: long rows are filled up more, short ones are more maps, and
-    more levels one after the other. Rows hold at most twice the tokens, and 128 more for each fragment.
+    more levels one after the other, each of which costs `level` tokens. Rows hold at most twice the tokens, and 128 more for each fragment.
     """
     longest = int(tokens.max())
     options = [longest]
@@ -96,7 +96,7 @@ def row_length(tokens: Ints) -> int:
         rows = -(-tokens // length)
         count = int(rows.sum())
         too_many = count * length > 2 * (int(tokens.sum()) + BLOCK * len(tokens))
-        return too_many, count * (-(-length // BLOCK) + 1) * BLOCK + int(rows.max()) * LEVEL
+        return too_many, count * (-(-length // BLOCK) + 1) * BLOCK + int(rows.max()) * level
 
     return min(options, key=cost)
 

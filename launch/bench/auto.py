@@ -1,0 +1,273 @@
+"""One GPU: what `kernel="auto"` runs, beside each kernel named and FlashAttention-4's own call, in turns.
+
+In turns: the contestants' calls alternate, so all have the same clock. `auto_over` is the median over the rounds of a
+contestant's time over auto's: above 1, auto is faster. With bursts=true each contestant also runs alone, call after
+call, at the clock that its own power leaves: `burst_ms`. `own` is FlashAttention-4 called directly.
+
+`square` is a step of a zigzag ring: a causal square, above queries that see all keys. `host` is a call so short that
+the host takes all of the time. `ring8` gives the errors of a ring of 8 ranks over those of one device.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import ringattn as ra
+from ringattn import kernels
+from ringattn.comms.local import run as run_ranks
+from ringattn.conf.keys import nearest
+from ringattn.kernels import reference
+from ringattn.kernels.intervals import Intervals, tiles_of
+from ringattn.launch.bench import Row, peers, table
+from ringattn.launch.bench import kernels as alone
+from ringattn.launch.bench.kernels import Case, attempt, distance, peak_gib, useful_flops
+from ringattn.launch.bench.peers import Inputs, Runs, heads_first
+from ringattn.launch.bench.timing import elapsed_ms, finish, in_turns
+from ringattn.launch.words import option
+from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch.attention.steps import problem_of
+
+CASES = {
+    **{name: case for name, case in alone.CASES.items() if case.kind == "attention"},
+    "full_16k_d64": Case("full", 16384, dim=64),
+    "docs_64k_d64": Case("docs", 65536, dim=64),
+    "causal_16k_d256": Case("causal", 16384, dim=256),
+    "square_16k": Case("causal", 16384, kind="square"),
+    "host": Case("causal", 256, dim=64, kind="host"),
+    "ring8_4k": Case("causal", 4096, kind="ring8"),
+}
+NAMED = {"cuda": ("triton", "cudnn", "fa4"), "cpu": ("sdpa_cpu", "tiled")}
+CALLS = 300  # of the host's mean
+
+Calls = dict[str, Callable[[], Any]]
+
+
+@dataclass
+class Options:
+    cases: list[str] = option(list(CASES), "which cases, or how their names begin")
+    tokens: int | None = option(None, "another length for every case")
+    heads: int = option(32, "query heads")
+    kv_heads: int = option(8, "key heads")
+    device: str | None = option(None, "where it runs; the GPU if there is one", among=("cuda", "cpu"))
+    rounds: int = option(20, "rounds, in which each contestant runs once", least=1)
+    bursts: bool = option(False, "time each contestant alone as well")
+
+    def __post_init__(self) -> None:
+        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        for word in self.cases:
+            if not any(name.startswith(word) for name in CASES):
+                raise ValueError(f"cases={word}: no such case{nearest(word, CASES)}; there are {', '.join(CASES)}")
+
+
+def run(options: Options) -> list[Row]:
+    """Every chosen case, printed as it is done, and all rows at the end."""
+    rows: list[Row] = []
+    kinds = {"attention": attention, "square": square, "host": host, "ring8": ring8}
+    for name, case in CASES.items():
+        if any(name.startswith(word) for word in options.cases):
+            case = replace(case, tokens=options.tokens or case.tokens)
+            new = [{"case": name, "tokens": case.tokens, **row} for row in kinds[case.kind](case, options)]
+            print(table(new, list(dict.fromkeys(key for row in new for key in row))) + "\n", flush=True)
+            rows += new
+    return rows
+
+
+def drawn(case: Case, options: Options, *heads: int) -> Inputs:
+    """The inputs of `bench kernels`, with these heads or those of the options."""
+    query, key = heads or (options.heads, options.kv_heads)
+    return alone.inputs(case, alone.Options(device=options.device, heads=query, kv_heads=key))
+
+
+def attention(case: Case, options: Options) -> list[Row]:
+    """`ra.attention` by auto and by each kernel, and FlashAttention-4's own call."""
+    given = drawn(case, options)
+    forward: Calls = {}
+    both: Calls = {}
+
+    def tried(name: str) -> list[Row]:
+        first, second, plan = attends(given, name)
+        plan.calls.clear()  # of other cases
+        second()
+        forward[name], both[name] = first, second
+        if name == "auto":
+            (call,) = plan.calls.values()
+            runs = enumerate((call.forward, call.backward))
+            print("auto: " + ", ".join(call.kernel(call.tiles(p.run), backward=x == 1).name for x, p in runs))
+        return []
+
+    for name in ("auto", *NAMED[options.device or ""]):
+        attempt(name, tried)
+    if options.device == "cuda":
+        attempt("own", lambda name: beside(name, peers.fa4(given), forward, both))
+    return measured(given, forward, both, options)
+
+
+def attends(given: Inputs, name: str) -> tuple[Callable[[], Any], Callable[[], Any], Any]:
+    """(forward, forward and backward) of `ra.attention` with a kernel, and the plan."""
+    spec = AttentionSpec(causal=given.mask != "full", window=given.window)
+    docs = None if given.starts is None else Docs.from_lengths(np.diff(given.starts).tolist())
+    plan = ra.plan(
+        seq_len=given.q.shape[1], heads=(given.q.shape[2], given.k.shape[2]), head_dim=given.q.shape[3], spec=spec,
+        docs=docs, kernel=name,
+    )  # fmt: skip
+    q, k, v = leaves = [x.clone().requires_grad_() for x in (given.q, given.k, given.v)]
+
+    def attend() -> Any:
+        return ra.attention(q, k, v, plan, spec=spec, docs=docs)
+
+    return torch.no_grad()(attend), lambda: torch.autograd.grad(attend(), leaves, given.dout), plan
+
+
+def beside(name: str, runs: Runs, forward: Calls, both: Calls) -> list[Row]:
+    """Add a contestant; its backward takes what an earlier forward saved."""
+    forward[name], both[name] = runs.forward, lambda: (runs.forward(), runs.backward())
+    return []
+
+
+def square(case: Case, options: Options) -> list[Row]:
+    """The kernel that auto takes for such a step, and FlashAttention-4's own two calls with the sums of gradients."""
+    given, half = drawn(case, options), case.tokens // 2
+    begin, end = np.zeros((1, case.tokens), np.int32), np.full((1, case.tokens), case.tokens, np.int32)
+    end[0, :half] = np.arange(half) + 1
+    device = [torch.from_numpy(x).to(options.device) for x in (begin, end)]
+    given = replace(given, where=Intervals(device[0], device[1], tiles_of(begin, end), (begin, end), made={}))
+    problem = replace(problem_of(given.q, given.k, given.v, None, True), rows=case.tokens * options.heads)
+    first, second = (peers.kernel_of(kernels.select(problem, backward=x).name).load() for x in (False, True))
+    tensors, scale = (given.q, given.k, given.v, given.where), given.scale
+
+    def step() -> Any:
+        return first.attend(*tensors, scale=scale, out_dtype=given.q.dtype)
+
+    def with_gradients() -> Any:
+        part = step()
+        if second.totals is None:
+            delta = second.row_delta(part.out, given.dout)
+            return second.attend_backward(*tensors, given.dout, part.lse, delta, scale=scale)
+        found = second.totals(*tensors, given.dout, part.lse, None, out=part.out, scale=scale)
+        return [x if torch.is_tensor(x) else x.tensor(given.q.dtype) for x in found]
+
+    forward: Calls = {"auto": step}
+    both: Calls = {"auto": with_gradients}
+
+    def own(name: str) -> list[Row]:
+        above = replace(given, **{n: getattr(given, n)[:, :half] for n in ("q", "k", "v", "dout")})
+        below = replace(given, q=given.q[:, half:], dout=given.dout[:, half:], mask="full")
+        runs = [peers.fa4(part) for part in (above, below)]
+
+        def backward() -> Any:
+            (dq, dk, dv, *_), (dq_below, dk_all, dv_all, *_) = (r.backward() for r in runs)
+            dk_all[:, :half] += dk
+            dv_all[:, :half] += dv
+            return dq, dq_below, dk_all, dv_all
+
+        return beside(name, Runs(lambda: [r.forward() for r in runs], backward), forward, both)
+
+    if options.device == "cuda":
+        attempt("own", own)
+    return measured(given, forward, both, options)
+
+
+def measured(given: Inputs, forward: Calls, both: Calls, options: Options) -> list[Row]:
+    """The rows of all contestants, in turns, and in bursts if that is asked for."""
+    rows, work, device = [], useful_flops(given), options.device or ""
+    for what, calls, factor in (("forward", forward, 1.0), ("forward+backward", both, 3.5)):
+        times = in_turns(calls, options.rounds, device)
+        bursts = burst_ms(calls, device) if options.bursts else {}
+        for name in calls:
+            ms = statistics.median(times[name])
+            row = {"impl": name, "pass": what, "ms": ms, "tflops": factor * work / ms / 1e9}
+            row["auto_over"] = statistics.median(x / y for x, y in zip(times[name], times["auto"], strict=True))
+            if name in bursts:
+                row["burst_ms"] = bursts[name]
+            rows.append(row | {"peak_gib": peak_gib(calls[name])})
+    return rows
+
+
+def burst_ms(calls: Calls, device: str) -> dict[str, float]:
+    """The time of a call among others of its own: for a quarter of a second, after half as long to warm up."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    rounds, length = (3, 250.0) if device == "cuda" else (1, 5.0)
+    for _ in range(rounds):
+        for name, call in calls.items():
+            count = max(2, int(length / elapsed_ms(call, device=device)))
+            elapsed_ms(call, count // 2, device)
+            found[name].append(elapsed_ms(call, count, device))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def host(case: Case, options: Options) -> list[Row]:
+    """Microseconds of short calls, with 8 query and 2 key heads: the best of five means of many calls."""
+    given = drawn(case, options, 8, 2)
+    q, k, v = leaves = [x.requires_grad_() for x in (given.q, given.k, given.v)]
+    q_BHTD, k_BHTD, v_BHTD = firsts = [heads_first(x.detach()).contiguous().requires_grad_() for x in leaves]
+    shape: dict[str, Any] = {"seq_len": case.tokens, "heads": (8, 2), "head_dim": case.dim}
+    docs = Docs.from_lengths([case.tokens * 2 // 5, case.tokens - case.tokens * 2 // 5])
+    ours = partial(ra.attention, q, k, v)
+    calls: Calls = {
+        "torch": partial(scaled_dot_product_attention, q_BHTD, k_BHTD, v_BHTD, is_causal=True, enable_gqa=True),
+        "no plan": ours,
+        "a plan": partial(ours, ra.plan(**shape)),
+        "documents": partial(ours, docs=docs),
+    }
+    calls |= {name: partial(ours, ra.plan(**shape, kernel=name)) for name in NAMED[options.device or ""]}
+    rows: list[Row] = []
+
+    def timed(name: str) -> list[Row]:
+        inside = firsts if name == "torch" else leaves
+        dout = heads_first(given.dout).contiguous() if name == "torch" else given.dout
+        both = lambda: torch.autograd.grad(calls[name](), inside, dout)  # noqa: E731
+        return [
+            {"impl": name, "pass": what, "us": best_mean(call, options)}
+            for what, call in (("forward", torch.no_grad()(calls[name])), ("forward+backward", both))
+        ]
+
+    for name in calls:
+        rows += attempt(name, timed)
+    return rows
+
+
+def best_mean(call: Callable[[], Any], options: Options) -> float:
+    count = CALLS if options.device == "cuda" else options.rounds
+    found = []
+    for _ in range(6):  # the first warms up
+        finish()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        finish()
+        found.append((time.perf_counter() - start) / count * 1e6)
+    return min(found[1:])
+
+
+def ring8(case: Case, options: Options) -> list[Row]:
+    """Distances from float64 on one device, and those of a ring of 8 ranks, threads on this device, over them."""
+    given = drawn(case, options, 8, 2)
+    q, k, v, dout = (x.double() for x in (given.q, given.k, given.v, given.dout))
+    part = reference.attend(q, k, v, given.where, scale=given.scale)
+    known = dout, part.lse, (part.out * dout).sum(-1)
+    exact = part.out, *reference.attend_backward(q, k, v, given.where, *known, scale=given.scale)
+    shape: dict[str, Any] = {"seq_len": case.tokens, "heads": (8, 2), "head_dim": case.dim}
+
+    def off(name: str, mesh: Any = None) -> list[float]:
+        plan = ra.plan(mesh, **shape, kernel=name)
+        mine = [plan.shard(x).clone().requires_grad_() for x in (given.q, given.k, given.v)]
+        out = ra.attention(mine[0], mine[1], mine[2], plan)
+        found = out.detach(), *torch.autograd.grad(out, mine, plan.shard(given.dout))
+        return [distance(plan.unshard(x), truth) for x, truth in zip(found, exact, strict=True)]
+
+    def errors(name: str) -> list[Row]:
+        one = off(name)
+        ring = run_ranks(lambda mesh: off(name, mesh), device=options.device or "", ring=8, timeout=300.0)[0]
+        row: Row = {"impl": name, "pass": "forward+backward"}
+        for result, x, y in zip(("out", "dq", "dk", "dv"), one, ring, strict=True):
+            row |= {f"error_{result}": x, f"ring_over_one_{result}": y / x}
+        return [row]
+
+    return [row for name in ("auto", *NAMED[options.device or ""]) for row in attempt(name, errors)]
