@@ -38,7 +38,7 @@ def of_arguments(required: bool = False, **words: Any) -> str | None:
     return None
 
 
-FORKS = "a query sees one interval of keys, so a tree of drafts has none: decode its branches on cache.fork()"
+FORKS = "a tree of drafts is not supported: decode its branches on cache.fork()"
 NO_TREE = f"decode has no such argument ({FORKS})"
 NO_DROPOUT = "attention dropout is not supported: it has no exact form over ranks"
 NO_ALIBI = "ALiBi is not supported: use rotary positions (plan.positions())"
