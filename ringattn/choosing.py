@@ -281,7 +281,7 @@ def kernel_report(
         heads=shape.heads // plan.ulysses,
         kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
         softcap=spec.softcap is not None,
-        tiles=spec.window is None and docs is None,  # stripes may still cut a step into too many rectangles
+        rectangles=spec.window is None and docs is None,  # stripes may still cut a step into too many rectangles
         arch=torch.cuda.get_device_capability() if torch else None,
         deterministic=plan.deterministic,
         rows=plan.tokens.shard_len * (shape.heads // plan.ulysses),
