@@ -122,9 +122,9 @@ def select(
     raise NotImplementedError(f"no kernel serves {problem}: {'; '.join(why)}")
 
 
-def narrow_kernels(device: str, table: tuple[Kernel, ...] = TABLE) -> list[str]:
+def narrow_kernels(device: str) -> list[str]:
     """The kernels here whose gradients have the dtype of the inputs; those that cannot be imported are left out."""
-    return [k.name for k in table if k.narrow and device not in k.named and k.lacks() is None]
+    return [k.name for k in TABLE if k.narrow and device not in k.named and k.lacks() is None]
 
 
 INSTALL = {"fa4": "pip install 'ringattn[fa4]'"}

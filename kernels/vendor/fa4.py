@@ -33,7 +33,7 @@ from ringattn.kernels.partial import NEVER
 from ringattn.kernels.triton.block_lists import block_lists
 from ringattn.kernels.vendor import equal_dims, gpu_refusal
 from ringattn.kernels.vendor.forms import Form, form_of
-from ringattn.kernels.vendor.rectangles import heads_first, over_rectangles
+from ringattn.kernels.vendor.rectangles import covers, heads_first, over_rectangles
 
 NAME = "FlashAttention-4"
 NEEDED = {"mask_mod", "block_sparse_tensors", "aux_tensors"}
@@ -152,13 +152,8 @@ def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backw
         if not (begin < end).any():
             return ()
         form = form_of(begin, end)
-        if form is not None and (form.starts is None or B == 1 or covers_all(form, T, S)):
-            return (Rectangle(form.queries, form.keys, own(form, B, q_BTHD.device)),)
-    elif where.rectangles is not None:  # from a caller that keeps no host copy
-        if not where.rectangles:
-            return ()
-        if len(where.rectangles) == 1:
-            form = Form(*where.rectangles[0])  # its mask is whether it is causal
+        whole = form is not None and covers(form.queries, q_BTHD) and covers(form.keys, k_BSGD)
+        if form is not None and (form.starts is None or B == 1 or whole):
             return (Rectangle(form.queries, form.keys, own(form, B, q_BTHD.device)),)
     last = S if where.host is None else int(where.host[1].max(initial=0))  # no query sees a key from here on
     size = sizes_of(D, V)[backward]
@@ -168,10 +163,6 @@ def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backw
     all_see = where.host is not None and bool((where.host[0] < where.host[1]).all())
     empty = None if all_see else (where.begin >= where.end)[:, None]
     return (Rectangle(slice(0, T), slice(0, last), Listed(bounds, lists, empty)),)
-
-
-def covers_all(form: Form, T: int, S: int) -> bool:
-    return (form.queries.stop - form.queries.start, form.keys.stop - form.keys.start) == (T, S)
 
 
 def sizes_of(head_dim: int, value_dim: int) -> Sizes:

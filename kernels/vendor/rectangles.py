@@ -18,7 +18,7 @@ from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals, Rectangle
 from ringattn.kernels.partial import Partial, empty, rounded
 from ringattn.kernels.protocol import TorchKernel
-from ringattn.kernels.total import Total
+from ringattn.kernels.total import Total, in_dtype
 
 # (q, k, v, mask, scale) -> out [B, T, H, V], lse [B, T, H]; (dout, q, k, v, out, lse, mask, scale) -> dq, dk, dv
 Forward = Callable[..., tuple[Tensor, Tensor]]
@@ -146,10 +146,6 @@ def covers(rows: slice, x: Tensor) -> bool:
 def is_one(rectangles: Sequence[Rectangle], q: Tensor) -> bool:
     """Whether there is one rectangle, with all queries."""
     return len(rectangles) == 1 and covers(rectangles[0].queries, q)
-
-
-def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.to(dtype)  # asking first costs the host less
 
 
 def unit_stride(x: Tensor) -> Tensor:
