@@ -110,9 +110,6 @@ class LocalAxis(Moves):
         everyone = range(self.size)
         return self.exchange(dict.fromkeys(everyone, plain(words)), everyone).wait()
 
-    def over(self, transport: str) -> "LocalAxis":
-        return self
-
 
 def unpack(arrived: Sequence[Sequence[Tensor]], into: ByRank) -> None:
     for value, tensors in zip(arrived, into.values(), strict=True):

@@ -1,7 +1,7 @@
 """All transfers of an axis made of `move`, so that every transfer is between two ranks that errors can name."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,9 @@ class Moves:
         arriving = [piece if r == self.rank else torch.empty_like(piece) for r, piece in enumerate(pieces)]
         pending = self.move(self.others(pieces), self.others(arriving), what="reduce_scatter")
         return Then(pending, lambda _: torch.stack(arriving).sum(0))
+
+    def over(self, transport: str) -> Any:
+        return self
 
     def __repr__(self) -> str:
         return f"{self.name}: rank {self.rank} of {self.size} ({self.by})"

@@ -152,9 +152,6 @@ class ProcessGroupAxis(Moves):
         self.move(self.others([mine] * self.size), self.others(everyone), what="words").wait()
         return [x.numpy().tobytes() for x in everyone]
 
-    def over(self, transport: str) -> "ProcessGroupAxis":
-        return self
-
     def peer(self, rank: int) -> int:
         try:
             return dist.get_global_rank(self.group, rank % self.size)

@@ -23,7 +23,7 @@ class Problem:
     heads: int
     kv_heads: int
     softcap: bool = False
-    tiles: bool = False  # every step is a few full or causal rectangles, known before the program runs
+    rectangles: bool = False  # every step is a few full or causal rectangles, known before the program runs
     known: bool = True  # the intervals are known before the program runs
     arch: tuple[int, int] | None = None  # a GPU's compute capability, or a TPU's generation
     queries: int | None = None  # queries of a batch row, if known
@@ -33,7 +33,7 @@ class Problem:
 
     def rate(self, kernel: str, backward: bool) -> float:
         """The measured rate of a kernel for this problem, 0 if there is none."""
-        mask = "rectangles" if self.tiles else self.mask
+        mask = "rectangles" if self.rectangles else self.mask
         width = max(self.head_dim, self.value_dim)
         return rate(kernel, self.arch, mask, width, backward, self.softcap) or 0.0
 
@@ -50,7 +50,7 @@ class Kernel:
     module: str
     named: tuple[str, ...] = ()  # devices on which "auto" skips it, since it is slow there or cannot run
     first: bool = False  # "auto" tries it before all others, whatever their rates
-    tiles: bool = False  # runs full and causal rectangles only
+    rectangles: bool = False  # runs full and causal rectangles only
     narrow: bool = False  # gradients have the dtype of the inputs
 
     def load(self) -> Any:
@@ -77,10 +77,10 @@ class Kernel:
 TABLE = (
     Kernel("decode", "ringattn.kernels.triton.decode", named=("cpu",), first=True),
     Kernel("triton", "ringattn.kernels.triton", named=("cpu",)),
-    Kernel("cudnn", "ringattn.kernels.vendor.cudnn", named=("cpu",), tiles=True, narrow=True),
+    Kernel("cudnn", "ringattn.kernels.vendor.cudnn", named=("cpu",), rectangles=True, narrow=True),
     Kernel("fa4", "ringattn.kernels.vendor.fa4", named=("cpu",), narrow=True),
-    Kernel("flash", "ringattn.kernels.vendor.flash", named=("cpu",), tiles=True, narrow=True),
-    Kernel("sdpa_cpu", "ringattn.kernels.vendor.sdpa_cpu", tiles=True),
+    Kernel("flash", "ringattn.kernels.vendor.flash", named=("cpu",), rectangles=True, narrow=True),
+    Kernel("sdpa_cpu", "ringattn.kernels.vendor.sdpa_cpu", rectangles=True),
     Kernel("tiled", "ringattn.kernels.tiled", named=("cuda",)),
     Kernel("reference", "ringattn.kernels.reference", named=("cuda",)),
 )
@@ -122,9 +122,9 @@ def select(
     raise NotImplementedError(f"no kernel serves {problem}: {'; '.join(why)}")
 
 
-def narrow_kernels(device: str, table: tuple[Kernel, ...] = TABLE) -> list[str]:
+def narrow_kernels(device: str) -> list[str]:
     """The kernels here whose gradients have the dtype of the inputs; those that cannot be imported are left out."""
-    return [k.name for k in table if k.narrow and device not in k.named and k.lacks() is None]
+    return [k.name for k in TABLE if k.narrow and device not in k.named and k.lacks() is None]
 
 
 INSTALL = {"fa4": "pip install 'ringattn[fa4]'"}

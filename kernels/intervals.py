@@ -9,27 +9,28 @@ from ringattn.kernels.arrays import Array
 FLIPPED = "flipped"
 
 
-class Tile(NamedTuple):
+class Rectangle(NamedTuple):
     """A rectangle of queries and keys that a vendor kernel can run: all pairs, or the causal half of a square.
 
-    `causal` is FLIPPED for the half in which query t sees the keys from t on: the causal half of the square with both
-    queries and keys in reverse order. Kernels that take more masks get their own mask object in its place.
+    `mask` says whether it is causal, and is FLIPPED for the half in which query t sees the keys from t on: the causal
+    half of the square with both queries and keys in reverse order. Kernels that take more masks make it an object of
+    their own.
     """
 
     queries: slice
     keys: slice
-    causal: Any
+    mask: Any
 
 
-class Sets(tuple):  # of tuples of tiles
-    """Tuples of tiles, compared and hashed by identity: constants of a program need a hash, and slices have none."""
+class Sets(tuple):  # of tuples of rectangles
+    """Compared and hashed by identity: constants of a program need a hash, and slices have none."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
 
 class Choice(NamedTuple):
-    """The tiles of one program for all devices and steps: `sets[which]`, where `which` is traced."""
+    """The rectangles of one program for all devices and steps: `sets[which]`, where `which` is traced."""
 
     sets: Sets
     which: Any
@@ -43,13 +44,15 @@ class Intervals(NamedTuple):
 
     begin: Array
     end: Array
-    tiles: tuple[Tile, ...] | None = None  # the same mask as a few rectangles, if possible
+    rectangles: tuple[Rectangle, ...] | None = None  # the same mask as a few rectangles, if possible
     host: Any = None  # (begin, end) as numpy arrays, if the host made them: planning must not read the device
-    choice: Choice | None = None  # instead of `tiles`, if one program serves all devices
+    choice: Choice | None = None  # instead of `rectangles`, if one program serves all devices
     made: dict[Any, Any] | None = None  # a kernel's cache, for intervals that several calls share
 
 
-def tiles_of(begin: np.ndarray, end: np.ndarray, most: int = 64, flips: bool = False) -> tuple[Tile, ...] | None:
+def rectangles_of(
+    begin: np.ndarray, end: np.ndarray, most: int = 64, flips: bool = False
+) -> tuple[Rectangle, ...] | None:
     """Host intervals [rows, T] as at most `most` rectangles that together cover exactly the same pairs, or None.
 
     A run of queries with equal begin and end is a full rectangle. A run whose end grows by one with each query is the
@@ -57,9 +60,9 @@ def tiles_of(begin: np.ndarray, end: np.ndarray, most: int = 64, flips: bool = F
     run whose begin grows ends in a flipped half, and a window, where both grow, is cut into runs with both halves. All
     batch rows must be equal.
 
-    >>> tiles_of(np.zeros((1, 3), int), np.array([[3, 4, 5]]))
-    (Tile(queries=slice(0, 3, None), keys=slice(0, 2, None), causal=False), \
-Tile(queries=slice(0, 3, None), keys=slice(2, 5, None), causal=True))
+    >>> rectangles_of(np.zeros((1, 3), int), np.array([[3, 4, 5]]))
+    (Rectangle(queries=slice(0, 3, None), keys=slice(0, 2, None), mask=False), \
+Rectangle(queries=slice(0, 3, None), keys=slice(2, 5, None), mask=True))
     """
     if (begin != begin[:1]).any() or (end != end[:1]).any():
         return None
@@ -72,7 +75,7 @@ Tile(queries=slice(0, 3, None), keys=slice(2, 5, None), causal=True))
     turns = np.flatnonzero(np.diff(steps)) + 1
     if len(turns) > 2 * most:
         return None
-    tiles: list[Tile] = []
+    found: list[Rectangle] = []
     t, T = 0, len(first)
     while t < T:
         step = steps[t] if t < T - 1 else -1
@@ -85,12 +88,12 @@ Tile(queries=slice(0, 3, None), keys=slice(2, 5, None), causal=True))
             grows, shrinks = n > 1 and step in (1, 3), n > 1 and step in (2, 3)
             start, square = int(first[t]), int(last[t]) - grows
             if shrinks:
-                tiles.append(Tile(queries, slice(start, start + n), FLIPPED))
+                found.append(Rectangle(queries, slice(start, start + n), FLIPPED))
             if start + n * shrinks < square:
-                tiles.append(Tile(queries, slice(start + n * shrinks, square), False))
+                found.append(Rectangle(queries, slice(start + n * shrinks, square), False))
             if grows:
-                tiles.append(Tile(queries, slice(square, square + n), True))
-        if len(tiles) > most:
+                found.append(Rectangle(queries, slice(square, square + n), True))
+        if len(found) > most:
             return None
         t = stop
-    return tuple(tiles)
+    return tuple(found)

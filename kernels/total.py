@@ -91,3 +91,10 @@ class Total:
 
     def covers(self, part: Part) -> bool:
         return part.found.shape == self.shape
+
+
+def in_dtype(found: Tensor | Total, dtype: torch.dtype) -> Tensor:
+    """A gradient, or any other tensor, in this dtype."""
+    if isinstance(found, Total):
+        return found.tensor(dtype)
+    return found if found.dtype == dtype else found.to(dtype)  # asking first costs the host less

@@ -43,11 +43,11 @@ WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirecto
 
 
 class RankError(RuntimeError):
-    """A rank failed: `rank`, and `details`, its traceback."""
+    """A rank failed; `details` is its traceback."""
 
     def __init__(self, rank: int, summary: str, details: str = ""):
         super().__init__(f"rank {rank}: {summary}" + (f"\n{details}" if details else ""))
-        self.rank, self.summary, self.details = rank, summary, details
+        self.rank, self.summary = rank, summary
 
 
 def kind_of(error: BaseException) -> tuple[type, str]:

@@ -114,7 +114,7 @@ def elsewhere(device: str, sizes: Sequence[tuple[int, int]], ring: Any = None) -
     return Target(device, sizes, lambda r, u: Ranks(ring, None, device=device, here=False))
 
 
-def target_of(mesh: Any, by: str = "auto") -> Target:
+def target_of(mesh: Any, by: str) -> Target:
     """The target for a mesh: its device, the sizes it allows, and its axes once sizes are chosen."""
     if isinstance(mesh, Target):
         return mesh
@@ -193,7 +193,7 @@ def candidates(
 
 
 def priced(
-    options: list[Plan], shape: Shape, spec: AttentionSpec, hardware: Hardware, docs: Docs | None = None
+    options: list[Plan], shape: Shape, spec: AttentionSpec, hardware: Hardware, docs: Docs | None
 ) -> list[tuple[Plan, Cost]]:
     """The candidates with their predicted costs, fastest first."""
     found = []
@@ -261,9 +261,7 @@ def groups_report(plan: Plan, shape: Shape | None) -> list[str]:
     return [f"heads exchanged in {groups} groups ({why}): one travels while another is computed"]
 
 
-def kernel_report(
-    plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: str, docs: Docs | None = None
-) -> list[str]:
+def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: str, docs: Docs | None) -> list[str]:
     """Which kernel will run, and why the others will not; raises for an unknown name."""
     from ringattn.kernels import pallas as for_jax
 
@@ -281,7 +279,7 @@ def kernel_report(
         heads=shape.heads // plan.ulysses,
         kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
         softcap=spec.softcap is not None,
-        tiles=spec.window is None and docs is None,  # stripes may still cut a step into too many rectangles
+        rectangles=spec.window is None and docs is None,  # stripes may still cut a step into too many rectangles
         arch=torch.cuda.get_device_capability() if torch else None,
         deterministic=plan.deterministic,
         rows=plan.tokens.shard_len * (shape.heads // plan.ulysses),

@@ -65,6 +65,14 @@ class KVCache:
         dtype = "bfloat16" if dtype is None else dtype_name(dtype)
         return kind.made(plan, batch, max_len, kv_heads, dims, dtype, stripes, window, most, **more)
 
+    def explain(self: Any, chunk: int, heads: int) -> str:
+        """A report of what prefill of a chunk with `heads` query heads, and decode of one token, will send."""
+        moves, nbytes = self.moves(self.plan.for_length(chunk), heads), self.heads_of(heads).partial_bytes
+        return (
+            f"{self}\na chunk of {chunk} tokens: {moves}\n"
+            f"a decoded token: partials of {nbytes / 1e3:.1f} kB a rank, exchanged by {self.exchanged_by(nbytes)}"
+        )
+
 
 @dataclass(frozen=True)
 class Stripes:
@@ -168,14 +176,6 @@ def prefill_moves(
     exposed = {"queries": gathered + ranks * merged, "keys": travelled + visits * merged}
     way = "keys" if exposed["keys"] < exposed["queries"] else "queries"
     return Moves(way, sent, exposed)
-
-
-def explained(cache: Any, chunk: int, moves: Moves, nbytes: int, way: str) -> str:
-    """A report of what a chunk of a prompt and a decoded token will send."""
-    return (
-        f"{cache}\na chunk of {chunk} tokens: {moves}\n"
-        f"a decoded token: partials of {nbytes / 1e3:.1f} kB a rank, exchanged by {way}"
-    )
 
 
 def keys_at_once(local: int) -> int:

@@ -118,7 +118,7 @@ def test_other_ways_to_bring_keys_equal_it_too(case, choices):
     ],
     ids=str,
 )
-def test_gradients_that_a_named_kernel_of_tiles_finds(choices, dtype, transposed, monkeypatch):
+def test_gradients_that_a_named_kernel_of_rectangles_finds(choices, dtype, transposed, monkeypatch):
     """Of `out` alone, which is handed on as it is; kept, sent and added as they are found, however q lies."""
     how = dict(choices)
     strategy = how.pop("strategy", "ring")

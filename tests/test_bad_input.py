@@ -465,10 +465,10 @@ def test_a_kernel_that_one_rank_cannot_use_is_refused_on_all(strategy):
 def test_a_kernel_that_is_missing_on_one_rank_is_named_on_all(monkeypatch):
     kernel = Call.kernel
 
-    def missing(call, tiles):
+    def missing(call, few):
         if call.ring.rank == 1:
             raise NotImplementedError("tiled is not installed")
-        return kernel(call, tiles)
+        return kernel(call, few)
 
     def one(mesh):
         x = torch.randn(1, 8, 1, 8)

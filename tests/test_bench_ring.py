@@ -81,7 +81,7 @@ def test_it_runs_on_the_cpu_and_says_how_far_from_the_floor():
     assert [(r["mask"], r["mode"]) for r in rows] == [(m, x) for m in ("causal", "20") for x in options.modes]
     for row in rows:
         assert row["ratio"] == pytest.approx(row["floor_ms"] / row["ms"]) and row["route"] == "direct"
-        assert row["lost"] == 1 - row["ratio"]
+        assert row["overhead"] == 1 - row["ratio"]
 
 
 def test_what_the_profiler_says_is_not_heard(capfd):

@@ -20,7 +20,7 @@ import ringattn as ra
 from ringattn import kernels
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import Kernel, Problem, gain, rates, reference, select
-from ringattn.kernels.intervals import Intervals, tiles_of
+from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import NEVER
 from ringattn.kernels.vendor.forms import form_of
 from ringattn.launch.commands import tune
@@ -28,7 +28,7 @@ from ringattn.launch.verify.cases import CASES, Case
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-PROBLEM = Problem("cuda", "bfloat16", 128, 128, 32, 8, tiles=True, arch=(9, 0), rows=2**20)
+PROBLEM = Problem("cuda", "bfloat16", 128, 128, 32, 8, rectangles=True, arch=(9, 0), rows=2**20)
 
 
 def some_intervals(rng: np.random.Generator, T: int, S: int, rows: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -71,7 +71,7 @@ def some_intervals(rng: np.random.Generator, T: int, S: int, rows: int = 1) -> t
 
 def intervals(begin: np.ndarray, end: np.ndarray, host: bool) -> Intervals:
     b, e = (torch.from_numpy(x.astype(np.int32)).to(DEVICE) for x in (begin, end))
-    return Intervals(b, e, tiles_of(begin, end) if host else None, (begin, end) if host else None, made={})
+    return Intervals(b, e, rectangles_of(begin, end) if host else None, (begin, end) if host else None, made={})
 
 
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 60))
@@ -144,7 +144,7 @@ def test_auto_takes_the_fastest_kernel_that_all_ranks_have() -> None:
         assert select(PROBLEM, table=both, backward=backward).name == "fa4"
         assert select(PROBLEM, table=without, backward=backward).name == "cudnn"
         assert select(PROBLEM, table=both, backward=backward, shared=frozenset({"cudnn"})).name == "cudnn"
-        for change in ({"arch": (8, 0)}, {"rows": 1000}, {"deterministic": True}, {"tiles": False}):
+        for change in ({"arch": (8, 0)}, {"rows": 1000}, {"deterministic": True}, {"rectangles": False}):
             assert select(replace(PROBLEM, **change), table=both, backward=backward).name == "triton", change
         assert select(PROBLEM, table=both, backward=backward, shared=frozenset()).name == "triton"
     with pytest.raises(NotImplementedError, match="differ from run to run"):
@@ -227,8 +227,8 @@ def test_a_backward_pass_of_two_own_masks_takes_them(fa4_here) -> None:
     q, k = (torch.zeros(1, T, 1, 8) for _ in "qk")
 
     def masks(begin: np.ndarray, end: np.ndarray) -> list[str]:
-        tiles = fa4.pieces(intervals(begin[None], end[None], True), q, k, k, True)
-        return [f"{x.queries.start} {x.keys.stop} {getattr(x.causal, 'options', 'lists')}" for x in tiles]
+        found = fa4.rectangles_of(intervals(begin[None], end[None], True), q, k, k, True)
+        return [f"{x.queries.start} {x.keys.stop} {getattr(x.mask, 'options', 'lists')}" for x in found]
 
     step = np.where(t < T // 2, t + 1, T)
     assert masks(t * 0, step) == ["0 2048 {'causal': True}", "2048 4096 {'causal': False}"]

@@ -245,7 +245,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others_in_time(ranks, victim, tmp
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_kernels_run_where_their_tensors_are():
-    """Whichever device is the current one: attention with its gradients, prefill, a step, merged tiles, and linear."""
+    """Whichever device is current: attention with its gradients, prefill, a step, merged rectangles, and linear."""
 
     def found(device: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -256,8 +256,8 @@ def test_kernels_run_where_their_tensors_are():
         layer, x = layer.to(device, torch.bfloat16), x.to(device, torch.bfloat16)
         steps = [layer.prefill(x[:, :64]), layer.step(x[:, 64:])]
         scanned = ra.linear_attention(q, k, v, -v.detach().float().abs())
-        tiles = ra.attention(q, k, v, ra.plan(seq_len=256, kernel="cudnn"))
-        return [x.detach().cpu() for x in (out, q.grad, k.grad, v.grad, *steps, scanned, tiles)]
+        cudnn = ra.attention(q, k, v, ra.plan(seq_len=256, kernel="cudnn"))
+        return [x.detach().cpu() for x in (out, q.grad, k.grad, v.grad, *steps, scanned, cudnn)]
 
     assert torch.cuda.current_device() == 0
     for here, there in zip(found("cuda:0"), found("cuda:1"), strict=True):

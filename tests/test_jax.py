@@ -148,8 +148,8 @@ MET = set()  # the masks that cuDNN was called with
 
 
 @pytest.fixture
-def tile_by_tile(monkeypatch):
-    """cuDNN's place taken by a dense call a tile, which knows its masks and nothing else."""
+def dense_cudnn(monkeypatch):
+    """cuDNN's place taken by dense calls, which know its masks and nothing else."""
 
     def fused_forward(q, k, v, mask, scale):
         MET.add((mask.kind, mask.window is not None))
@@ -165,7 +165,7 @@ def tile_by_tile(monkeypatch):
     monkeypatch.setattr(jax_cudnn, "packs", lambda: True)
     MET.clear()
     other = {}
-    other["refuses"] = lambda problem: None if problem.tiles else "no tiles"
+    other["refuses"] = lambda problem: None if problem.rectangles else "no rectangles"
     monkeypatch.setattr(jax_cudnn, "KERNEL", replace(jax_cudnn.KERNEL, **other))
     select.cache_clear()
     yield
@@ -180,7 +180,7 @@ SIZES = [  # dtype, and the sizes of v, dout and dlse
 
 
 @pytest.mark.parametrize("case", SIZES, ids=str)
-def test_gradients_by_cudnn_are_right_whatever_the_size_of_dout_beside_that_of_the_lse(case, tile_by_tile):
+def test_gradients_by_cudnn_are_right_whatever_the_size_of_dout_beside_that_of_the_lse(case, dense_cudnn):
     """dq and dk against float64, of values, gradients of out and gradients of the lse of any size."""
     dtype, *sizes = case
     rng = np.random.default_rng(0)
@@ -195,7 +195,7 @@ def test_gradients_by_cudnn_are_right_whatever_the_size_of_dout_beside_that_of_t
 
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def gradients(q, k, v, dout, lse, out, dlse):
-        return jax_cudnn.backward(q, k, v, jax_cudnn.prepare(q, dout, lse, None, out, dlse), causal=True, scale=0.3)
+        return jax_cudnn.backward(q, k, v, jax_cudnn.prepare(q, dout, lse, None, out, dlse), mask=True, scale=0.3)
 
     found = gradients(q, k, v, dout, lse, out, dlse)
     for name, a, b in zip(("dq", "dk", "dv"), found, (ds @ k64, ds.T @ q64, p.T @ dout64), strict=True):
@@ -217,7 +217,7 @@ def test_gradients_by_cudnn_are_right_whatever_the_size_of_dout_beside_that_of_t
         "docs-gather4x1-zigzag",
     ],
 )
-def test_steps_cut_into_tiles_equal_dense_float64(name, tile_by_tile):
+def test_steps_cut_into_rectangles_equal_dense_float64(name, dense_cudnn):
     case = next(c for c in CASES if str(c) == name)
     given = oracle.inputs(case, torch.float32)
     check(case, results(case, given, kernel="cudnn", device="cuda"), oracle.dense(case, given))
@@ -229,7 +229,7 @@ OWN = np.searchsorted(STARTS, T, "right") - 1
 
 
 @pytest.mark.parametrize(
-    ("begin", "end", "tiles", "masks"),
+    ("begin", "end", "calls", "masks"),
     [
         (np.maximum(WINDOW, 0), T + 1, 1, {("CAUSAL", True)}),
         pytest.param(
@@ -241,7 +241,7 @@ OWN = np.searchsorted(STARTS, T, "right") - 1
     ],
     ids=["window", "a later window", "causal documents", "documents", "a flipped half"],
 )
-def test_masks_that_cudnn_has_are_few_calls(begin, end, tiles, masks, tile_by_tile):
+def test_masks_that_cudnn_has_are_few_calls(begin, end, calls, masks, dense_cudnn):
     rng = np.random.default_rng(0)
     q, k, v, dout = (jnp.asarray(rng.normal(size=(2, n, h, 8)), jnp.float32)
                      for n, h in ((len(begin), 4), (40, 2), (40, 2), (len(begin), 4)))  # fmt: skip
@@ -253,7 +253,7 @@ def test_masks_that_cudnn_has_are_few_calls(begin, end, tiles, masks, tile_by_ti
     grads = jax_cudnn.attend_backward(q, k, v, where, *jax_cudnn.prepare(q, *rows, truth.out), scale=0.3)
     for a, b in zip((*part, *grads), (*truth, *expected), strict=True):
         assert np.abs(a - b).max() <= 1e-5
-    assert len(found) == tiles and masks == MET
+    assert len(found) == calls and masks == MET
 
 
 def test_the_lse_of_packed_documents_is_where_cudnn_has_it():
@@ -265,7 +265,7 @@ def test_the_lse_of_packed_documents_is_where_cudnn_has_it():
 
 @pytest.mark.parametrize("lse_too", [False, True])
 def test_programs_for_gpus_call_cudnn(monkeypatch, lse_too):
-    """Lowered for GPUs without one: a call a tile in each branch, and the work at home is not done twice.
+    """Lowered for GPUs without one: a call for each rectangle in each branch, and the work at home is not done twice.
 
     Where somebody gets the lse, its gradient has a call of its own beside each in backward.
     """
@@ -309,7 +309,7 @@ def test_cudnn_computes_every_step_of_a_ring(layout):
     ]  # fmt: skip
     whole = {n: jnp.asarray(x.float().numpy()) for n, x in given.items()}
     q, k, v, dout = ([whole[n][:, at].astype(jnp.bfloat16) for at in shards] for n in ("q", "k", "v", "dout"))
-    score = score_of(q[0], k[0], v[0], case.spec, plan, tiles=True)
+    score = score_of(q[0], k[0], v[0], case.spec, plan, rectangles=True)
     dk, dv = ([jnp.zeros(x.shape, jnp.float32) for x in k] for _ in range(2))
     found = {n: np.zeros(x.shape, np.float32) for n, x in truth.items()}
     for rank, at in enumerate(shards):

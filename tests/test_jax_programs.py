@@ -24,7 +24,7 @@ from ringattn.mask import Mask  # noqa: E402
 from ringattn.spec import bounds  # noqa: E402
 
 LIMIT = 5e-6
-FITS_CUDNN = Problem("cuda", "bfloat16", 128, 128, heads=8, kv_heads=2, tiles=True, arch=(9, 0))
+FITS_CUDNN = Problem("cuda", "bfloat16", 128, 128, heads=8, kv_heads=2, rectangles=True, arch=(9, 0))
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_a_kernel_that_has_no_second_derivatives_refuses_them(kernel):
 
 @pytest.mark.parametrize("kernel", ["reference", "splash"])
 def test_what_is_not_finite_reaches_those_who_see_it_and_nobody_else(kernel):
-    """A query, a key, a value or a gradient of the second document, in the middle of a causal tile."""
+    """A query, a key, a value or a gradient of the second document, in the middle of a causal rectangle."""
     plan = ra.plan(rj.init_mesh(devices=jax.devices()[:1]), seq_len=48, kernel=kernel)
     docs, t = ra.Docs.from_lengths([20, 28]), np.arange(48)
 
@@ -355,7 +355,7 @@ def test_a_kernel_that_the_platform_lacks_or_that_cannot_do_it_says_why(small, p
         ({"softcap": True}, "cuDNN.*softcap"),
         ({"arch": (8, 0), "head_dim": 256}, "cuDNN.*128.*256"),
         ({"value_dim": 64}, "cuDNN.*head_dim=128, value_dim=64"),
-        ({"tiles": False}, "rectangles"),
+        ({"rectangles": False}, "rectangles"),
     ],
     ids=str,
 )

@@ -25,10 +25,10 @@ def test_a_package_that_cannot_be_imported_is_one_kernel_less(broken):
         select(PROBLEM, "broken", table)
 
 
-@pytest.mark.parametrize(("tiles", "asked"), [(True, ["sdpa_cpu"]), (False, ["sdpa_cpu", "tiled"])])
-def test_a_cpu_imports_no_kernel_of_a_gpu(tiles, asked, monkeypatch):
+@pytest.mark.parametrize(("rectangles", "asked"), [(True, ["sdpa_cpu"]), (False, ["sdpa_cpu", "tiled"])])
+def test_a_cpu_imports_no_kernel_of_a_gpu(rectangles, asked, monkeypatch):
     loaded, load = [], Kernel.load
     monkeypatch.setattr(Kernel, "load", lambda self: loaded.append(self.name) or load(self))
-    problem = Problem("cpu", "float32", 64, 64, heads=5, kv_heads=1, tiles=tiles)
+    problem = Problem("cpu", "float32", 64, 64, heads=5, kv_heads=1, rectangles=rectangles)
     select.cache_clear()
     assert select(problem, "auto", TABLE).name == loaded[-1] and [*dict.fromkeys(loaded)] == asked

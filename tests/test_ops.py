@@ -18,7 +18,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = True) -> 
 
 
 def inputs(dtype: torch.dtype = torch.float64, kind: str = "ragged") -> tuple[torch.Tensor, ...]:
-    """q, k, v, begin, end; row 0 of "ragged" sees nothing, "causal" is one tile for the kernels that need one."""
+    """q, k, v, begin, end; row 0 of "ragged" sees nothing, "causal" is one rectangle for the kernels that need one."""
     torch.manual_seed(0)
     t = torch.arange(T, device=DEVICE)
     begin, end = (t * 0, t + 4) if kind == "causal" else (torch.stack([t, t * 0]), torch.stack([t + 2 * (t > 0), t]))
@@ -200,13 +200,13 @@ def test_a_kernel_told_that_cannot_says_why_and_who_can() -> None:
     with pytest.raises(
         NotImplementedError, match=r"cuDNN takes bfloat16 and float16, not float32.*'tiled' would serve"
     ):
-        kernels.select(problem(dtype="float32", tiles=True), "cudnn")
+        kernels.select(problem(dtype="float32", rectangles=True), "cudnn")
     with pytest.raises(NotImplementedError, match=r"take.* up to 256.*'tiled' would serve"):
         kernels.select(problem(head_dim=512, value_dim=512), "decode")
 
 
 def test_every_kernel_says_whether_it_serves() -> None:
-    given = kernels.refusals(problem(device="cpu", dtype="float32", head_dim=64, value_dim=64, tiles=True))
+    given = kernels.refusals(problem(device="cpu", dtype="float32", head_dim=64, value_dim=64, rectangles=True))
     assert list(given) == [k.name for k in kernels.TABLE]
     assert given["sdpa_cpu"] is None and given["tiled"] is None and "CUDA" in str(given["cudnn"])
 

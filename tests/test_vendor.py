@@ -1,4 +1,4 @@
-"""Tiles: found exactly, run by a vendor's kernel one by one, and equal to the reference, gradients included."""
+"""Rectangles: found exactly, run by a vendor's kernel one by one, and equal to the reference, gradients included."""
 
 from importlib import import_module
 from typing import Any
@@ -13,11 +13,11 @@ import ringattn as ra
 from ringattn import kernels
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import reference
-from ringattn.kernels.intervals import Intervals, Tile, tiles_of
+from ringattn.kernels.intervals import Intervals, Rectangle, rectangles_of
 from ringattn.kernels.partial import NEVER, Partial
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.vendor import sdpa_cpu
-from ringattn.kernels.vendor.tiles import over_tiles
+from ringattn.kernels.vendor.rectangles import over_rectangles
 from ringattn.layout import LAYOUTS, Layout, to_local
 from ringattn.spec import AttentionSpec, Docs, bounds
 
@@ -25,14 +25,14 @@ MASKS = ("causal", "full", "strict", "docs", "prefix", "half")
 GPU_VENDORS = ("cudnn", "flash", "fa4")
 
 
-def covered(tiles: tuple[Tile, ...], T: int, S: int) -> np.ndarray:
-    """How often the tiles hold each pair."""
+def covered(rectangles: tuple[Rectangle, ...], T: int, S: int) -> np.ndarray:
+    """How often the rectangles hold each pair."""
     count = np.zeros((T, S), int)
-    for queries, keys, causal in tiles:
+    for queries, keys, causal in rectangles:
         block = count[queries, keys]
-        assert block.size, "an empty tile"
+        assert block.size, "an empty rectangle"
         block += np.tri(*block.shape, dtype=int) if causal else 1
-        assert not causal or block.shape[0] == block.shape[1], "a causal tile is a square"
+        assert not causal or block.shape[0] == block.shape[1], "a causal rectangle is a square"
     return count
 
 
@@ -50,35 +50,35 @@ def monotone(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 @given(monotone())
 @settings(max_examples=300, deadline=None)
-def test_tiles_hold_each_pair_once(intervals: tuple[np.ndarray, np.ndarray]) -> None:
-    tiles = tiles_of(*intervals)
-    assert tiles is not None
-    assert (covered(tiles, intervals[0].shape[1], 9) == seen(*intervals, 9)[0]).all(), f"{intervals}: {tiles}"
+def test_rectangles_hold_each_pair_once(intervals: tuple[np.ndarray, np.ndarray]) -> None:
+    found = rectangles_of(*intervals)
+    assert found is not None
+    assert (covered(found, intervals[0].shape[1], 9) == seen(*intervals, 9)[0]).all(), f"{intervals}: {found}"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("length", [48, 45])
 @pytest.mark.parametrize("docs", [None, [10, 7, 28]])
-def test_every_step_of_a_causal_ring_is_a_few_tiles(layout: str, length: int, docs: list[int] | None) -> None:
-    """Each layout's steps, documents and padding included: at most two tiles a document and piece."""
+def test_every_step_of_a_causal_ring_is_a_few_rectangles(layout: str, length: int, docs: list[int] | None) -> None:
+    """Each layout's steps, documents and padding included: at most two rectangles a document and piece."""
     where = Layout(layout, length, ring=3)
     packed = Docs.from_lengths(docs, pad_to=length) if docs else None
     for rank in range(3):
         begin, end = bounds(AttentionSpec(), where.positions(rank), length, docs=packed)
         for source in range(3):
             local = to_local(where.shard(source), begin, end)
-            tiles = tiles_of(*local)
-            assert tiles is not None and len(tiles) <= 2 * len(docs or [1]) + 2, f"{rank} sees {source}: {tiles}"
-            assert (covered(tiles, where.shard_len, where.shard_len) == seen(*local, where.shard_len)[0]).all()
+            found = rectangles_of(*local)
+            assert found is not None and len(found) <= 2 * len(docs or [1]) + 2, f"{rank} sees {source}: {found}"
+            assert (covered(found, where.shard_len, where.shard_len) == seen(*local, where.shard_len)[0]).all()
 
 
-def test_what_is_not_a_few_tiles_has_none() -> None:
+def test_what_is_not_a_few_rectangles_has_none() -> None:
     t = np.arange(300)[None]
-    assert tiles_of(np.maximum(t - 4, 0), t + 1) is None, "a window"
-    assert tiles_of(np.concatenate([t * 0, t * 0]), np.concatenate([t + 1, t])) is None, "rows that differ"
+    assert rectangles_of(np.maximum(t - 4, 0), t + 1) is None, "a window"
+    assert rectangles_of(np.concatenate([t * 0, t * 0]), np.concatenate([t + 1, t])) is None, "rows that differ"
     lengths = [3] * 100
     packed = bounds(AttentionSpec(), t[0], 300, docs=Docs.from_lengths(lengths))
-    assert tiles_of(*packed) is None and len(tiles_of(*packed, most=100) or ()) == 100, "many documents"
+    assert rectangles_of(*packed) is None and len(rectangles_of(*packed, most=100) or ()) == 100, "many documents"
 
 
 def intervals_of(mask: str, T: int, device: str = "cpu") -> Intervals:
@@ -92,13 +92,13 @@ def intervals_of(mask: str, T: int, device: str = "cpu") -> Intervals:
         "half": (t * 0, np.where(t < T // 2, 0, T // 3)),
     }[mask]
     host = begin[None].astype(np.int32), end[None].astype(np.int32)
-    return Intervals(*(torch.from_numpy(x).to(device) for x in host), tiles_of(*host), host)
+    return Intervals(*(torch.from_numpy(x).to(device) for x in host), rectangles_of(*host), host)
 
 
 def run(
     kernel: TorchKernel, mask: str, shape: tuple[int, ...], dtype: torch.dtype, only_lse: bool = False
 ) -> dict[str, tuple]:
-    """(found, expected) of the partial, of a merge into a carry, and of accumulated gradients, in a vendor's dtype."""
+    """(found, expected) of the partial, of a merge into a carry, and of gradients, in a vendor's dtype."""
     B, T, H, G, D, V = shape
     device = "cpu" if kernel is sdpa_cpu.KERNEL else "cuda"
     torch.manual_seed(T)
@@ -116,11 +116,8 @@ def run(
     delta = (exact[3] * truth.out).sum(-1) - torch.randn(B, T, H, device=device)
     delta[truth.lse == NEVER] = 0
     grads = reference.attend_backward(*exact[:3], where, exact[3], truth.lse, delta, **options)
-    start = [torch.ones(x.shape, dtype=found.out.dtype, device=device) for x in (q, k, v)]
     rows = (dout, truth.lse.to(found.lse.dtype), delta.to(found.lse.dtype))
-    given = kernel.attend_backward(
-        q, k, v, where, *rows, **options, **dict(zip(("dq", "dk", "dv"), start, strict=True))
-    )
+    given = kernel.attend_backward(q, k, v, where, *rows, **options)
     alone = (exact[3] * truth.out).sum(-1)  # of out alone, which is handed on as it is
     by_out = kernel.attend_backward(q, k, v, where, *rows[:2], None, out=found.out.to(dtype), **options)
     grads += reference.attend_backward(*exact[:3], where, exact[3], truth.lse, alone, **options)
@@ -129,7 +126,7 @@ def run(
     named = {"out": (found.out, truth.out), "lse": (found.lse[real], truth.lse[real])}
     named |= {"carried out": (again.out, truth_again.out), "carried lse": (again.lse, truth_again.lse)}
     names = ("dq", "dk", "dv", "dq of out", "dk of out", "dv of out")
-    return named | dict(zip(names, zip([*(x - 1 for x in given), *by_out], grads, strict=True), strict=True))
+    return named | dict(zip(names, zip([*given, *by_out], grads, strict=True), strict=True))
 
 
 def errors(pairs: dict[str, tuple]) -> dict[str, float]:
@@ -181,13 +178,13 @@ def same(parts: list[Partial]) -> bool:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_first_step_is_carried_as_its_kernel_rounded_it_and_nothing_is_lost(mask: str) -> None:
-    rounds = over_tiles("a kernel that rounds", rounding, sdpa_cpu.backward, sdpa_cpu.refuses)
+    rounds = over_rectangles("a kernel that rounds", rounding, sdpa_cpu.backward, sdpa_cpu.refuses)
     assert same(carried(rounds, mask, torch.bfloat16))
 
 
-def rounding(*tile: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = sdpa_cpu.forward(*(x.float() if isinstance(x, torch.Tensor) else x for x in tile))
-    return out.to(tile[0].dtype), lse
+def rounding(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = sdpa_cpu.forward(*(x.float() if isinstance(x, torch.Tensor) else x for x in given))
+    return out.to(given[0].dtype), lse
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -287,7 +284,7 @@ def test_gradients_in_bfloat16_are_as_good_as_their_rounding() -> None:
 @pytest.mark.parametrize("kernel", ["auto", "tiled", "reference"])
 @pytest.mark.parametrize("strategy", ["one", "gather"])
 def test_what_is_not_finite_reaches_those_who_see_it_and_nobody_else(kernel: str, strategy: str, bad: float) -> None:
-    """A key, a value, a query or a gradient of the second document, in the middle of a causal tile."""
+    """A key, a value, a query or a gradient of the second document, in the middle of a causal rectangle."""
     torch.manual_seed(0)
     clean = torch.randn(4, 1, 48, 2, 8).unbind()
     docs = ra.Docs.from_lengths([20, 28])
@@ -346,11 +343,11 @@ def test_inputs_whose_last_dim_is_not_contiguous_give_the_same() -> None:
         assert all(map(torch.equal, found, truth))
 
 
-def test_tiles_that_are_not_known_are_refused_by_name() -> None:
+def test_rectangles_that_are_not_known_are_refused_by_name() -> None:
     x = torch.randn(1, 4, 1, 8)
     where = intervals_of("causal", 4)
-    with pytest.raises(NotImplementedError, match=r"tiles_of.*the triton and tiled kernels run any intervals"):
-        sdpa_cpu.attend(x, x, x, where._replace(tiles=None), scale=1.0)
+    with pytest.raises(NotImplementedError, match=r"rectangles_of.*the triton and tiled kernels run any intervals"):
+        sdpa_cpu.attend(x, x, x, where._replace(rectangles=None), scale=1.0)
     with pytest.raises(NotImplementedError, match=r"softcap=5\.0"):
         sdpa_cpu.attend(x, x, x, where, scale=1.0, softcap=5.0)
 
@@ -363,7 +360,7 @@ def test_tiles_that_are_not_known_are_refused_by_name() -> None:
         ({"device": "cpu"}, "not on cpu"),
         ({"dtype": "float32"}, "not float32"),
         ({"softcap": True}, "softcap"),
-        ({"tiles": False}, "rectangles"),
+        ({"rectangles": False}, "rectangles"),
         ({"head_dim": 36, "value_dim": 36}, "36"),
         ({"head_dim": 264, "value_dim": 264}, "264"),
         ({"arch": (7, 5)}, "7.5"),
@@ -372,7 +369,7 @@ def test_tiles_that_are_not_known_are_refused_by_name() -> None:
 )
 def test_vendors_refuse_by_name(name: str, change: dict, reason: str | None) -> None:
     fits = {"device": "cuda", "dtype": "bfloat16", "head_dim": 128, "value_dim": 128, "heads": 8, "kv_heads": 2}
-    problem = kernels.Problem(**{**fits, "tiles": True, "arch": (9, 0), **change})
+    problem = kernels.Problem(**{**fits, "rectangles": True, "arch": (9, 0), **change})
     said = kernels.refusals(problem)[name]
     assert said is None if reason is None else reason in str(said), f"{name}, {change}: {said}"
 
@@ -388,7 +385,7 @@ def test_vendors_refuse_by_name(name: str, change: dict, reason: str | None) -> 
 def test_gpu_vendor_equals_reference(name: str, mask: str, shape: tuple[int, ...]) -> None:
     H, G, D, V = shape[2:]
     arch = torch.cuda.get_device_capability()
-    problem = kernels.Problem("cuda", "bfloat16", D, V, H, G, tiles=True, arch=arch)
+    problem = kernels.Problem("cuda", "bfloat16", D, V, H, G, rectangles=True, arch=arch)
     if (reason := kernels.refusals(problem)[name]) is not None:
         pytest.skip(reason)
     kernel = import_module(f"ringattn.kernels.vendor.{name}").KERNEL

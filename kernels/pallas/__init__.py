@@ -9,7 +9,7 @@ __all__ = ["TABLE", "Kernel", "Problem", "select"]
 TABLE = (
     Kernel("splash", "ringattn.kernels.pallas.splash", named=("cpu", "cuda")),
     Kernel("stock_splash", "ringattn.kernels.vendor.jax_splash", named=("cpu", "tpu")),
-    Kernel("cudnn", "ringattn.kernels.vendor.jax_cudnn", tiles=True, narrow=True),
+    Kernel("cudnn", "ringattn.kernels.vendor.jax_cudnn", rectangles=True, narrow=True),
     Kernel("reference", "ringattn.kernels.reference:JAX"),
 )
 

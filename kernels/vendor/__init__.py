@@ -1,15 +1,17 @@
-"""Vendor kernels with our signature: a step is cut into full and causal tiles, with one vendor call for each.
+"""Vendor kernels with our signature: a step is cut into full and causal rectangles, with one vendor call for each.
 
-Each file is a vendor: which problems it refuses, and `forward` and `backward` of one tile. `tiles.py` runs the tiles
-and merges their results. Differences in conventions (order of dims, the lse of an empty row) end here.
+Each file is a vendor: which problems it refuses, and `forward` and `backward` of one rectangle. `rectangles.py` runs
+them all and merges their results. Differences in conventions (order of dims, the lse of an empty row) end here.
 """
 
 from ringattn.kernels import Problem
 
 
-def gpu_refusal(problem: Problem, name: str, oldest: tuple[int, int], largest: int, tiles: bool = True) -> str | None:
-    """What every GPU vendor here refuses: other devices and dtypes, softcap, unsupported dims, all but
-    few rectangles, unless `tiles` is False; then neither softcap nor intervals are refused.
+def gpu_refusal(
+    problem: Problem, name: str, oldest: tuple[int, int], largest: int, any_mask: bool = False
+) -> str | None:
+    """What every GPU vendor here refuses: other devices and dtypes, unsupported dims; and softcap and all but a few
+    rectangles, unless it takes `any_mask`.
     """
     if problem.device != "cuda":
         return f"{name} runs on CUDA devices, not on {problem.device}"
@@ -17,14 +19,16 @@ def gpu_refusal(problem: Problem, name: str, oldest: tuple[int, int], largest: i
         return f"{name} needs compute capability {oldest[0]}.{oldest[1]}, got {problem.arch[0]}.{problem.arch[1]}"
     if problem.dtype not in ("bfloat16", "float16"):
         return f"{name} takes bfloat16 and float16, not {problem.dtype}"
-    if problem.softcap and tiles:
+    if problem.softcap and not any_mask:
         return f"{name} does not support softcap"
     for dim in (problem.head_dim, problem.value_dim):
         if dim % 8 or dim > largest:
             return f"{name} takes head dims that are multiples of 8 up to {largest}, got {dim}"
     if problem.deterministic:
         return f"the bits of {name}'s gradients differ from run to run"
-    return None if problem.tiles or not tiles else "these intervals are not known to be a few full or causal rectangles"
+    if problem.rectangles or any_mask:
+        return None
+    return "these intervals are not known to be a few full or causal rectangles"
 
 
 def cudnn_refusal(problem: Problem) -> str | None:

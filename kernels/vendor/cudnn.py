@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.vendor import cudnn_refusal as refuses
-from ringattn.kernels.vendor.tiles import heads_first, over_tiles
+from ringattn.kernels.vendor.rectangles import heads_first, over_rectangles
 
 ATTEND = torch._scaled_dot_product_cudnn_attention  # the same op as of torch.ops.aten, found sooner
 GRADIENTS = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -41,4 +41,4 @@ def backward(
     return dq, dk, dv
 
 
-KERNEL = over_tiles("cuDNN", forward, backward, refuses)
+KERNEL = over_rectangles("cuDNN", forward, backward, refuses)

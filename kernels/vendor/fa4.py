@@ -28,12 +28,12 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 from ringattn.kernels import Problem
-from ringattn.kernels.intervals import Intervals, Tile
+from ringattn.kernels.intervals import Intervals, Rectangle
 from ringattn.kernels.partial import NEVER
 from ringattn.kernels.triton.block_lists import block_lists
 from ringattn.kernels.vendor import equal_dims, gpu_refusal
 from ringattn.kernels.vendor.forms import Form, form_of
-from ringattn.kernels.vendor.tiles import heads_first, over_tiles
+from ringattn.kernels.vendor.rectangles import covers, heads_first, over_rectangles
 
 NAME = "FlashAttention-4"
 NEEDED = {"mask_mod", "block_sparse_tensors", "aux_tensors"}
@@ -64,7 +64,7 @@ def refuses(problem: Problem) -> str | None:
         )
     if problem.heads != problem.kv_heads and dims[0] != dims[1]:
         return f"{NAME} has no gradients for grouped heads with unequal dims"
-    return gpu_refusal(problem, NAME, (9, 0), 256, tiles=False)
+    return gpu_refusal(problem, NAME, (9, 0), 256, any_mask=True)
 
 
 class Own(NamedTuple):
@@ -106,14 +106,14 @@ def compiled() -> int:
     return sum(len(function.compile_cache.cache) for function in (_flash_attn_fwd, _flash_attn_bwd))
 
 
-def pieces(
+def rectangles_of(
     where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backward: bool = False
-) -> tuple[Tile, ...]:
+) -> tuple[Rectangle, ...]:
     """The step as one call, with `Own` or `Listed` as its mask; none if no query sees a key; see `two_own` for two."""
     kind = "fa4", backward, q_BTHD.shape[0], k_BSGD.shape[1], q_BTHD.shape[3], v_BSGV.shape[3]
     known = where.made
     if known is not None and kind in known:
-        found: tuple[Tile, ...] = known[kind]
+        found: tuple[Rectangle, ...] = known[kind]
         return found
     found = two_own(where, q_BTHD) if backward else ()
     found = found or made(where, q_BTHD, k_BSGD, v_BSGV, backward)
@@ -122,16 +122,16 @@ def pieces(
     return found
 
 
-def two_own(where: Intervals, q_BTHD: Tensor) -> tuple[Tile, ...]:
+def two_own(where: Intervals, q_BTHD: Tensor) -> tuple[Rectangle, ...]:
     """Two of FA4's own masks, one after the other along the queries, if the intervals are those; else none.
 
     Lists cost a backward pass 5% and more, and adding up the gradients of two calls less than 1%, but for short
     sequences.
     """
-    if where.tiles is None or where.host is None or q_BTHD.shape[1] < SPLIT:
+    if where.rectangles is None or where.host is None or q_BTHD.shape[1] < SPLIT:
         return ()
     begin, end = where.host[0][0], where.host[1][0]
-    starts = sorted({tile.queries.start for tile in where.tiles})
+    starts = sorted({x.queries.start for x in where.rectangles})
     if len(starts) != 2 or form_of(begin, end) is not None:
         return ()
     found = []
@@ -140,11 +140,11 @@ def two_own(where: Intervals, q_BTHD: Tensor) -> tuple[Tile, ...]:
         if form is None or form.starts is not None:
             return ()
         queries = slice(first + form.queries.start, first + form.queries.stop)
-        found.append(Tile(queries, form.keys, own(form, q_BTHD.shape[0], q_BTHD.device)))
+        found.append(Rectangle(queries, form.keys, own(form, q_BTHD.shape[0], q_BTHD.device)))
     return tuple(found)
 
 
-def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backward: bool) -> tuple[Tile, ...]:
+def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backward: bool) -> tuple[Rectangle, ...]:
     """The step as one call."""
     (B, T, _, D), S, V = q_BTHD.shape, k_BSGD.shape[1], v_BSGV.shape[3]
     if where.host is not None and len(where.host[0]) == 1:
@@ -152,14 +152,9 @@ def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backw
         if not (begin < end).any():
             return ()
         form = form_of(begin, end)
-        if form is not None and (form.starts is None or B == 1 or covers_all(form, T, S)):
-            return (Tile(form.queries, form.keys, own(form, B, q_BTHD.device)),)
-    elif where.tiles is not None:  # from a caller that keeps no host copy
-        if not where.tiles:
-            return ()
-        if len(where.tiles) == 1:
-            queries, keys, causal = where.tiles[0]
-            return (Tile(queries, keys, own(Form(queries, keys, causal), B, q_BTHD.device)),)
+        whole = form is not None and covers(form.queries, q_BTHD) and covers(form.keys, k_BSGD)
+        if form is not None and (form.starts is None or B == 1 or whole):
+            return (Rectangle(form.queries, form.keys, own(form, B, q_BTHD.device)),)
     last = S if where.host is None else int(where.host[1].max(initial=0))  # no query sees a key from here on
     size = sizes_of(D, V)[backward]
     lists = BlockSparseTensorsTorch(*block_lists(where, last, *size, by_keys=backward), block_size=size)
@@ -167,11 +162,7 @@ def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backw
     bounds = [pad(x.to(torch.int32), room).expand(B, -1) for x in (where.begin, where.end)]
     all_see = where.host is not None and bool((where.host[0] < where.host[1]).all())
     empty = None if all_see else (where.begin >= where.end)[:, None]
-    return (Tile(slice(0, T), slice(0, last), Listed(bounds, lists, empty)),)
-
-
-def covers_all(form: Form, T: int, S: int) -> bool:
-    return (form.queries.stop - form.queries.start, form.keys.stop - form.keys.start) == (T, S)
+    return (Rectangle(slice(0, T), slice(0, last), Listed(bounds, lists, empty)),)
 
 
 def sizes_of(head_dim: int, value_dim: int) -> Sizes:
@@ -258,4 +249,4 @@ def backward(
     return dq.view(q_BTHD.shape), dk.view(k_BSGD.shape), dv.view(v_BSGV.shape)
 
 
-KERNEL = over_tiles(NAME, forward, backward, refuses, pieces)
+KERNEL = over_rectangles(NAME, forward, backward, refuses, rectangles_of)

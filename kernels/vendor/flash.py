@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ringattn.kernels import Problem
 from ringattn.kernels.vendor import equal_dims, gpu_refusal
-from ringattn.kernels.vendor.tiles import heads_first, over_tiles
+from ringattn.kernels.vendor.rectangles import heads_first, over_rectangles
 
 
 def refuses(problem: Problem) -> str | None:
@@ -33,4 +33,4 @@ def backward(
     )
 
 
-KERNEL = over_tiles("FlashAttention-2", forward, backward, refuses)
+KERNEL = over_rectangles("FlashAttention-2", forward, backward, refuses)

@@ -1,11 +1,11 @@
-"""cuDNN's fused attention on JAX arrays: a step is cut into tiles that cuDNN has a mask for, with one call for each.
+"""cuDNN's fused attention on JAX arrays: a step is cut into rectangles whose mask cuDNN has, with one call for each.
 
-Its masks are full, causal, a window, and packed documents (on Hopper and later). A tile is one of these, or a causal
-one with its tokens in reverse order.
+Its masks are full, causal, a window, and packed documents (on Hopper and later). A rectangle has one of these, or a
+causal one with its tokens in reverse order.
 
 jax.nn.dot_product_attention rounds the lse to the dtype of the keys, which is too coarse for a ring. The private
 function below it keeps cuDNN's float32 lse, and its backward accepts any lse. cuDNN computes delta = rowsum(dout * out)
-itself, so with the lse and the out over all keys each tile's gradients are exact.
+itself, so with the lse and the out over all keys each rectangle's gradients are exact.
 
 If the lse has a gradient too, delta = rowsum(dout * out) - dlse. No `out` gives that delta in every range of numbers.
 So dlse takes a second call with values of 0, where ds = p * (0 - delta), and delta = -dlse is exact.
@@ -18,11 +18,11 @@ import numpy as np
 from jax import Array
 
 from ringattn.kernels import Problem
-from ringattn.kernels.intervals import FLIPPED, Tile, tiles_of
+from ringattn.kernels.intervals import FLIPPED, Rectangle, rectangles_of
 from ringattn.kernels.protocol import JaxKernel
 from ringattn.kernels.vendor import cudnn_refusal, equal_dims
 from ringattn.kernels.vendor.forms import Form, form_of
-from ringattn.kernels.vendor.jax_tiles import over_tiles
+from ringattn.kernels.vendor.jax_rectangles import over_rectangles
 
 
 def refuses(problem: Problem) -> str | None:
@@ -47,15 +47,15 @@ FEW = 4  # so many packed documents are calls of their own
 MANY = 32  # and so many are one call: its lse takes memory for all of its tokens in each document
 
 
-def cut(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Tile, ...] | None:
-    """Host intervals [rows, T] as few tiles of cuDNN's masks, or None."""
+def cut(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Rectangle, ...] | None:
+    """Host intervals [rows, T] as few rectangles of cuDNN's masks, or None."""
     if (begin == begin[:1]).all() and (end == end[:1]).all() and (form := form_of(begin[0], end[0])):
         queries = len(range(form.queries.stop)[form.queries])
         if form.window is not None and queries == len(range(form.keys.stop)[form.keys]):
-            return (Tile(form.queries, form.keys, form),)
+            return (Rectangle(form.queries, form.keys, form),)
         if form.starts is not None and len(form.starts) > FEW + 1 and packs():
             return packed(form)
-    return tiles_of(begin, end, flips=True)
+    return rectangles_of(begin, end, flips=True)
 
 
 def packs() -> bool:
@@ -65,65 +65,65 @@ def packs() -> bool:
     return bool(cudnn.check_compute_capability("9.0"))
 
 
-def packed(form: Form) -> tuple[Tile, ...]:
-    """Packed documents as one tile for each MANY of them."""
+def packed(form: Form) -> tuple[Rectangle, ...]:
+    """Packed documents as one rectangle for each MANY of them."""
     assert form.starts is not None
-    tiles = []
+    found = []
     for i in range(0, len(form.starts) - 1, MANY):
         starts = form.starts[i : i + MANY + 1]
         rows, columns = (slice(starts[0] + x.start, starts[-1] + x.start) for x in (form.queries, form.keys))
         local = tuple(start - starts[0] for start in starts)
-        tiles.append(Tile(rows, columns, form._replace(queries=rows, keys=columns, starts=local)))
-    return tuple(tiles)
+        found.append(Rectangle(rows, columns, form._replace(queries=rows, keys=columns, starts=local)))
+    return tuple(found)
 
 
 class CudnnMask(NamedTuple):
-    """What cuDNN calls the mask of a tile."""
+    """What cuDNN calls the mask of a rectangle."""
 
     kind: str  # of cudnn.MaskType
     window: int | None = None  # a query sees so many keys, itself among them
     starts: tuple[int, ...] | None = None  # of packed documents, and the end of the last
 
     @classmethod
-    def of(cls, causal: Any) -> "CudnnMask":
-        if not isinstance(causal, Form):
-            return cls("CAUSAL" if causal else "NO_MASK")
-        if causal.starts is not None:
-            return cls("PADDING_CAUSAL" if causal.causal else "PADDING", None, causal.starts)
-        return cls("CAUSAL", None if causal.window is None else causal.window + 1)
+    def of(cls, mask: Any) -> "CudnnMask":
+        if not isinstance(mask, Form):
+            return cls("CAUSAL" if mask else "NO_MASK")
+        if mask.starts is not None:
+            return cls("PADDING_CAUSAL" if mask.causal else "PADDING", None, mask.starts)
+        return cls("CAUSAL", None if mask.window is None else mask.window + 1)
 
 
 def forward(
-    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, causal: Any, scale: float, softcap: float | None = None
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, mask: Any, scale: float, softcap: float | None = None
 ) -> tuple[Array, Array]:
-    """One tile: out in the dtype of q, and the float32 lse [B, T, H]."""
+    """One rectangle: out in the dtype of q, and the float32 lse [B, T, H]."""
     assert softcap is None  # which `refuses` refuses
-    q, k, v = reverse(causal, q_BTHD, k_BSGD, v_BSGV)
-    out, lse = reverse(causal, *fused_forward(q, k, v, CudnnMask.of(causal), scale))
+    q, k, v = reverse(mask, q_BTHD, k_BSGD, v_BSGV)
+    out, lse = reverse(mask, *fused_forward(q, k, v, CudnnMask.of(mask), scale))
     return out, lse
 
 
 def backward(
-    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, rows: tuple[Array, Array, Delta], causal: Any, scale: float,
+    q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, rows: tuple[Array, Array, Delta], mask: Any, scale: float,
     softcap: float | None = None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """One tile: (dq, dk, dv), in the dtypes of q, k, v or in float32."""
+    """One rectangle: (dq, dk, dv), in the dtypes of q, k, v or in float32."""
     assert softcap is None
     dout, lse, (out, dlse) = rows
-    q, k, v, dout, lse, out, dlse = reverse(causal, q_BTHD, k_BSGD, v_BSGV, dout, lse, out, dlse)
-    mask = CudnnMask.of(causal)
-    dq, dk, dv = fused_backward(q, k, v, dout, lse, out, mask, scale)
+    q, k, v, dout, lse, out, dlse = reverse(mask, q_BTHD, k_BSGD, v_BSGV, dout, lse, out, dlse)
+    named = CudnnMask.of(mask)
+    dq, dk, dv = fused_backward(q, k, v, dout, lse, out, named, scale)
     if dlse is not None:
         ones, parts = rows_with_delta(-dlse, dout)
-        more_q, more_k, _ = fused_backward(q, k, jnp.zeros_like(v), ones, lse, parts, mask, scale)
+        more_q, more_k, _ = fused_backward(q, k, jnp.zeros_like(v), ones, lse, parts, named, scale)
         dq, dk = (a.astype(lse.dtype) + b.astype(lse.dtype) for a, b in ((dq, more_q), (dk, more_k)))
-    dq, dk, dv = reverse(causal, dq, dk, dv)
+    dq, dk, dv = reverse(mask, dq, dk, dv)
     return dq, dk, dv
 
 
-def reverse(causal: Any, *arrays: Any) -> tuple[Any, ...]:
-    """The arrays with their tokens in reverse order, if the tile is flipped."""
-    return tuple(x if x is None else x[:, ::-1] for x in arrays) if causal is FLIPPED else arrays
+def reverse(mask: Any, *arrays: Any) -> tuple[Any, ...]:
+    """The arrays with their tokens in reverse order, if the rectangle is flipped."""
+    return tuple(x if x is None else x[:, ::-1] for x in arrays) if mask is FLIPPED else arrays
 
 
 PARTS = 3  # three bfloat16 numbers, of 8 bits each, are as exact as one float32 number
@@ -141,7 +141,7 @@ def rows_with_delta(delta: Array, like: Array) -> tuple[Array, Array]:
 
 
 def fused_forward(q: Array, k: Array, v: Array, mask: CudnnMask, scale: float) -> tuple[Array, Array]:
-    """cuDNN's forward for one tile."""
+    """cuDNN's forward for one rectangle."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     lengths, offsets = documents(mask, q)
@@ -155,7 +155,7 @@ def fused_forward(q: Array, k: Array, v: Array, mask: CudnnMask, scale: float) -
 def fused_backward(
     q: Array, k: Array, v: Array, dout: Array, lse: Array, out: Array, mask: CudnnMask, scale: float
 ) -> tuple[Array, Array, Array]:
-    """cuDNN's backward for one tile."""
+    """cuDNN's backward for one rectangle."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     unused = jnp.zeros(0, q.dtype)  # bias and pages, and without documents their lengths and offsets
@@ -199,5 +199,5 @@ def padded(lse: Array, starts: tuple[int, ...]) -> Array:
     return found.reshape(-1, H, T)
 
 
-attend, attend_backward = over_tiles("cuDNN", forward, backward)
+attend, attend_backward = over_rectangles("cuDNN", forward, backward)
 KERNEL = JaxKernel(attend, attend_backward, refuses, prepare=prepare, parted=False)  # one call computes dq, dk and dv

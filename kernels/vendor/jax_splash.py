@@ -1,8 +1,8 @@
 """JAX's stock splash attention for TPUs, for masks that are known before tracing: a check of our own kernel.
 
-It takes any fixed mask, so a step is one tile of all queries and keys, whose mask is its intervals. The public function
-uses its own lse in the backward pass, which is wrong for a ring. So the private backward kernels are called, which take
-any lse and delta; a test compares every gradient.
+It takes any fixed mask, so a step is one rectangle of all queries and keys, whose mask is its intervals. The public
+function uses its own lse in the backward pass, which is wrong for a ring. So the private backward kernels are called,
+which take any lse and delta; a test compares every gradient.
 
 It does not support `check_vma`, it divides by zero for a row without keys, and it needs q multiplied by the scale,
 which rounds q once more unless the scale is a power of two.
@@ -17,12 +17,12 @@ import numpy as np
 from jax import Array
 
 from ringattn.kernels import Problem
-from ringattn.kernels.intervals import Tile
+from ringattn.kernels.intervals import Rectangle
 from ringattn.kernels.pallas.blocks import by_heads, divided, padded
 from ringattn.kernels.pallas.varying import axes_of
 from ringattn.kernels.partial import NEVER
 from ringattn.kernels.protocol import JaxKernel
-from ringattn.kernels.vendor.jax_tiles import over_tiles
+from ringattn.kernels.vendor.jax_rectangles import over_rectangles
 
 MOST = 512  # queries and keys of a block, at most
 
@@ -54,18 +54,18 @@ class Fixed:
         return begin, end
 
 
-def cut(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Tile, ...]:
-    """The whole step as one tile, with its intervals in place of `causal`; no tile if no query sees a key."""
+def cut(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Rectangle, ...]:
+    """The whole step as one rectangle, with its intervals as the mask; no rectangle if no query sees a key."""
     if (begin >= end).all():
         return ()
     first, last = (np.ascontiguousarray(x, np.int32).tobytes() for x in (begin, end))
-    return (Tile(slice(0, begin.shape[1]), slice(0, keys), Fixed(first, last, len(begin))),)
+    return (Rectangle(slice(0, begin.shape[1]), slice(0, keys), Fixed(first, last, len(begin))),)
 
 
 def forward(
     q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, seen: Fixed, scale: float, softcap: float | None, interpret: bool
 ) -> tuple[Array, Array]:
-    """One tile: out in the dtype of q, and the float32 lse [B, T, H]; a row without keys is 0, and -inf."""
+    """One rectangle: out in the dtype of q, and the float32 lse [B, T, H]; a row without keys is 0, and -inf."""
     q, k, v = operands(q_BTHD, k_BSGD, v_BSGV, scale)
 
     def run(i: int, q: Array, k: Array, v: Array) -> Any:
@@ -81,7 +81,7 @@ def backward(
     q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, rows: tuple[Array, Array, Array], seen: Fixed, scale: float,
     softcap: float | None, interpret: bool,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """One tile: (dq, dk, dv) in the dtypes of q, k, v; rows are dout, the global lse and delta."""
+    """One rectangle: (dq, dk, dv) in the dtypes of q, k, v; rows are dout, the global lse and delta."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as stock
 
     q, k, v = operands(q_BTHD, k_BSGD, v_BSGV, scale)
@@ -167,5 +167,5 @@ def kernel_of(
     )  # fmt: skip
 
 
-attend, attend_backward = over_tiles("the stock splash kernel", forward, backward)
+attend, attend_backward = over_rectangles("the stock splash kernel", forward, backward)
 KERNEL = JaxKernel(attend, attend_backward, refuses, options)

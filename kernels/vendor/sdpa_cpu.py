@@ -1,4 +1,4 @@
-"""torch's own flash attention for CPUs, tile by tile, in every float dtype.
+"""torch's own flash attention for CPUs, by rectangles, in every float dtype.
 
 16-bit inputs are computed in float32, which costs little here, since the kernel would round weights to 16 bits. `tiled`
 takes over where this kernel is wrong. It takes NaN for an empty row, and multiplies values that a query does not see by
@@ -17,7 +17,7 @@ from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.total import Total
 from ringattn.kernels.vendor import equal_dims
-from ringattn.kernels.vendor.tiles import covers, over_tiles, row_delta, sums_of
+from ringattn.kernels.vendor.rectangles import is_one, over_rectangles, row_delta, sums_of
 
 WIDE = torch.float32, torch.float64
 LARGE = 64.0  # from this score on float32 rounds an lse, and the weights of a merge, by more than 2e-6
@@ -26,7 +26,7 @@ LARGE = 64.0  # from this score on float32 rounds an lse, and the weights of a m
 def refuses(problem: Problem) -> str | None:
     if problem.device != "cpu":
         return f"sdpa_cpu runs on the CPU, not on {problem.device}"
-    if not problem.tiles:
+    if not problem.rectangles:
         return "these intervals are not known to be a few full or causal rectangles"
     return "sdpa_cpu does not support softcap" if problem.softcap else equal_dims(problem, "sdpa_cpu")
 
@@ -53,7 +53,7 @@ def backward(
     return dq, dk, dv
 
 
-BY_TILES = over_tiles("sdpa_cpu", forward, backward, refuses)
+BY_RECTANGLES = over_rectangles("sdpa_cpu", forward, backward, refuses)
 
 
 def attend(
@@ -68,10 +68,9 @@ def attend(
 ) -> Partial:
     narrow = q_BTHD.dtype not in WIDE
     q, k, v = widened(q_BTHD, k_BSGD, v_BSGV)
-    tiles = where.tiles or ()
-    alone = len(tiles) == 1 and covers(tiles[0].queries, q.shape[1]) and carry is None and out_dtype is not None
-    right = q.dtype == torch.float64 or (alone and narrow) or largest_score(q, k, score["scale"]) < LARGE
-    run = BY_TILES.attend if where.tiles is None or (right and finite(q, k, v)) else tiled.attend
+    rounded = narrow and is_one(where.rectangles or (), q) and carry is None and out_dtype is not None
+    right = q.dtype == torch.float64 or rounded or largest_score(q, k, score["scale"]) < LARGE
+    run = BY_RECTANGLES.attend if where.rectangles is None or (right and finite(q, k, v)) else tiled.attend
     part = run(q, k, v, where, carry=carry, out_dtype=out_dtype, **score)
     return Partial(part.out, part.lse.to(fine(q_BTHD))) if narrow else part
 
@@ -92,8 +91,8 @@ def totals(
     out = None if out is None else widened(out)[0]
     if out is not None and not finite(q, k, v, dout):
         delta_BTH, out = row_delta(out, dout), None
-    assert BY_TILES.totals is not None
-    return BY_TILES.totals(q, k, v, where, dout, lse_BTH, delta_BTH, out=out, **score)
+    assert BY_RECTANGLES.totals is not None
+    return BY_RECTANGLES.totals(q, k, v, where, dout, lse_BTH, delta_BTH, out=out, **score)
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -114,4 +113,4 @@ def largest_score(q_BTHD: Tensor, k_BSGD: Tensor, scale: float) -> float:
     return abs(scale) * longest[0] * longest[1]
 
 
-KERNEL = replace(BY_TILES, attend=attend, attend_backward=sums_of(totals), totals=totals)
+KERNEL = replace(BY_RECTANGLES, attend=attend, attend_backward=sums_of(totals), totals=totals)

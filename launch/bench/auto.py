@@ -24,7 +24,7 @@ from ringattn import kernels
 from ringattn.comms.local import run as run_ranks
 from ringattn.conf.keys import nearest
 from ringattn.kernels import reference
-from ringattn.kernels.intervals import Intervals, tiles_of
+from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.launch.bench import Row, peers, table
 from ringattn.launch.bench import kernels as alone
 from ringattn.launch.bench.kernels import Case, attempt, distance, peak_gib, useful_flops
@@ -99,7 +99,7 @@ def attention(case: Case, options: Options) -> list[Row]:
         if name == "auto":
             (call,) = plan.calls.values()
             runs = enumerate((call.forward, call.backward))
-            print("auto: " + ", ".join(call.kernel(call.tiles(p.run), backward=x == 1).name for x, p in runs))
+            print("auto: " + ", ".join(call.kernel(call.rectangles(p.run), backward=x == 1).name for x, p in runs))
         return []
 
     for name in ("auto", *NAMED[options.device or ""]):
@@ -137,7 +137,7 @@ def square(case: Case, options: Options) -> list[Row]:
     begin, end = np.zeros((1, case.tokens), np.int32), np.full((1, case.tokens), case.tokens, np.int32)
     end[0, :half] = np.arange(half) + 1
     device = [torch.from_numpy(x).to(options.device) for x in (begin, end)]
-    given = replace(given, where=Intervals(device[0], device[1], tiles_of(begin, end), (begin, end), made={}))
+    given = replace(given, where=Intervals(device[0], device[1], rectangles_of(begin, end), (begin, end), made={}))
     problem = replace(problem_of(given.q, given.k, given.v, None, True), rows=case.tokens * options.heads)
     first, second = (peers.kernel_of(kernels.select(problem, backward=x).name).load() for x in (False, True))
     tensors, scale = (given.q, given.k, given.v, given.where), given.scale

@@ -57,6 +57,3 @@ class Folded(Moves):
 
     def exchange_words(self, words: Any) -> list[Any]:
         return self.axis.exchange_words(words) * (self.size // self.axis.size)
-
-    def over(self, transport: str) -> "Folded":
-        return self

@@ -18,11 +18,10 @@ import numpy as np
 
 import ringattn as ra
 from ringattn.launch.bench import Row, version
-from ringattn.launch.bench.ring import MASKS, Case
+from ringattn.launch.bench.ring import FLOPS, MASKS, Case
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "mask", "ranks", "strategy", "layout", "kernel", "mode", "ms", "tflops", "alone", "ratio", "error"]
-MODES = {"forward": 4, "forward+backward": 14}  # flops of a pair, a head and a dim
 OPTIONS: dict[str, str | bool] = {
     "xla_gpu_enable_latency_hiding_scheduler": True
 }  # or hops wait for the work that they could fly behind
@@ -74,7 +73,7 @@ def run(options: Options) -> list[Row]:
             )
             off = error(options, plan.for_length(2048), Case.of(mask, 2048)) if options.check else None
             for mode, ms in measured(options, plan, case).items():
-                flops = MODES[mode] * case.pairs * options.heads * options.head_dim / ranks
+                flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim / ranks
                 rows.append({
                     "suite": "jax", "jax": version("jax"), "devices": devices[0].device_kind, **asdict(options),
                     "tokens": tokens, "mask": mask, "ranks": ranks, "strategy": plan.strategy, "layout": layout,
@@ -117,7 +116,7 @@ def measured(options: Options, plan: Any, case: Case) -> dict[str, float]:
     """Milliseconds of each mode."""
     import jax
 
-    programs, given = calls(options, plan, MODES, case)
+    programs, given = calls(options, plan, FLOPS, case)
     medians = {}
     for name, program in programs.items():
         times = []

@@ -20,7 +20,7 @@ import torch
 from ringattn import kernels
 from ringattn.conf.keys import nearest
 from ringattn.kernels import reference
-from ringattn.kernels.intervals import Intervals, tiles_of
+from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.launch.bench import Row, table
 from ringattn.launch.bench.peers import CONTESTANTS, Inputs, of_table
 from ringattn.launch.bench.ring import SHORT, mixed
@@ -220,7 +220,7 @@ def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def inputs(case: Case, options: Options, queries: int | None = None, seed: int = 0) -> Inputs:
-    """Random tensors of the case, its intervals on host and device, and its tiles."""
+    """Random tensors of the case, its intervals on host and device, and its rectangles."""
     dtype, T = getattr(torch, options.dtype or ""), queries or case.tokens
     generator = torch.Generator(device=options.device).manual_seed(seed)
 
@@ -233,7 +233,7 @@ def inputs(case: Case, options: Options, queries: int | None = None, seed: int =
     spec = AttentionSpec(causal=case.mask != "full", window=case.window)
     begin, end = (x.astype(np.int32) for x in bounds(spec, np.arange(T), case.tokens, docs=docs))
     device = [torch.from_numpy(x).to(options.device) for x in (begin, end)]
-    where = Intervals(device[0], device[1], tiles_of(begin, end), (begin, end))
+    where = Intervals(device[0], device[1], rectangles_of(begin, end), (begin, end))
     q, k, v, dout = draw(T, options.heads), *(draw(case.tokens, options.kv_heads) for _ in "kv"), draw(T, options.heads)
     return Inputs(q, k, v, dout, where, case.mask, case.window, None if docs is None else docs.starts[0])
 

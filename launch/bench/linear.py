@@ -22,7 +22,7 @@ from ringattn.conf.schema import nearest
 from ringattn.kernels import chunkwise, linear
 from ringattn.kernels.linear import TABLE
 from ringattn.launch.bench import table
-from ringattn.launch.bench.kernels import DTYPES, attempt, distance, median_ms, peak_gib
+from ringattn.launch.bench.kernels import DTYPES, attempt, distance, median_ms, peak_gib, with_ratios
 from ringattn.launch.words import option
 from ringattn.spec import Docs
 
@@ -150,7 +150,7 @@ def chosen(words: list[str]) -> list[str]:
 
 def times(given: Inputs, options: Options) -> list[dict[str, Any]]:
     """Time and peak memory of each contestant, forward, backward and both together."""
-    tokens, rows = given.q.shape[0] * given.q.shape[1], []
+    tokens = given.q.shape[0] * given.q.shape[1]
 
     def measured(name: str) -> list[dict[str, Any]]:
         forward, backward = CONTESTANTS[name](given)
@@ -160,12 +160,7 @@ def times(given: Inputs, options: Options) -> list[dict[str, Any]]:
             found.append({"impl": name, "pass": what, "ms": ms, "tokens_per_us": tokens / ms / 1e3, "peak_gib": memory})
         return found
 
-    rows += contest(options, measured)
-    for row in rows:
-        others = (r for r in rows if r["pass"] == row["pass"] and r["impl"] != row["impl"])
-        if row["impl"] in ("triton", "op"):
-            row |= {f"over_{other['impl']}": other["ms"] / row["ms"] for other in others}
-    return rows
+    return with_ratios(with_ratios(contest(options, measured), "triton"), "op")
 
 
 def contest(options: Options, measured: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -201,14 +196,13 @@ def errors(given: Inputs, options: Options) -> list[dict[str, Any]]:
     exact: dict[str, Any] = {name: x if x is None else x.double() for name, x in vars(given).items()}
     forward, backward = passes(chunkwise, Inputs(**exact))
     truth = dict(zip(NAMES, (*forward(), *backward()), strict=True))
-    rows: list[dict[str, Any]] = []
 
     def measured(name: str) -> list[dict[str, Any]]:
         forward, backward = CONTESTANTS[name](given)
         found = dict(zip(NAMES, (*forward(), *backward()), strict=True))
         return [{"impl": name, **{f"error_{n}": distance(found[n], truth[n]) for n in NAMES if truth[n] is not None}}]
 
-    rows += contest(options, measured)
+    rows = contest(options, measured)
     for base in [row for row in rows if row["impl"] == "fla"]:
         for row in rows:
             row |= {f"of_fla_{n}": row[f"error_{n}"] / base[f"error_{n}"] for n in NAMES if f"error_{n}" in base}

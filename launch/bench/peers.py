@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringattn import kernels
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.vendor.tiles import heads_first
+from ringattn.kernels.vendor.rectangles import heads_first
 from ringattn.torch.attention.steps import problem_of
 
 
@@ -48,7 +48,7 @@ def kernel_of(name: str) -> kernels.Kernel:
 
 def check(name: str, given: Inputs, own_masks: bool = False) -> None:
     """A NotImplementedError where a kernel refuses; with `own_masks` not for a mask that is no rectangles for us."""
-    reason = kernel_of(name).refuses(problem_of(given.q, given.k, given.v, None, given.where.tiles is not None))
+    reason = kernel_of(name).refuses(problem_of(given.q, given.k, given.v, None, given.where.rectangles is not None))
     if reason is not None and not (own_masks and "rectangles" in reason):
         raise NotImplementedError(reason)
 
@@ -124,7 +124,7 @@ def flex(given: Inputs) -> Runs:
 
 
 def cudnn(given: Inputs) -> Runs:
-    """cuDNN as it is where one call does the mask, and tile by tile where it does not."""
+    """cuDNN as it is where one call does the mask, and one for each rectangle where it does not."""
     if given.mask not in ("causal", "full"):
         return of_table("cudnn")(given)
     check("cudnn", given)
@@ -197,7 +197,7 @@ def window_words(given: Inputs) -> dict[str, int]:
 
 CONTESTANTS: dict[str, Callable[[Inputs], Runs]] = {
     **{name: of_table(name) for name in ("triton", "decode", "sdpa_cpu", "tiled")},
-    "cudnn_tiles": of_table("cudnn"),  # as a ring step runs it: tiles, merged, gradients added up in float32
+    "cudnn_rectangles": of_table("cudnn"),  # as a ring step runs it: partials merged, gradients added up in float32
     "cudnn": cudnn,
     "flex": flex,
     "flash": flash,

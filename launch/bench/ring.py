@@ -2,8 +2,8 @@
 
 The causal floor is one call on every rank at once, of tokens / sqrt(ranks) tokens: as many (query, key) pairs as a
 rank has of the whole. The floor of packed documents is the whole sequence on one device, divided by the ranks; there
-only pairs within a document count as flops. `lost` is the part of the time that the floor does not explain; what a
-trace calls exposed is communication. Times are medians: of the slowest rank in the table, of rank 0 in the lines that
+only pairs within a document count as flops. `overhead` is the part of the time that the floor does not explain; what
+a trace calls exposed is communication. Times are medians: of the slowest rank in the table, of rank 0 in the lines that
 come before it. `peak` is the memory of forward and backward over q, k, v, out, their gradients and lse. `peers` are
 torch's own context_parallel with cuDNN, by how it rotates: allgather, alltoall.
 """
@@ -23,8 +23,8 @@ from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.bench.timing import draws, median_ms, passes
 from ringattn.launch.words import option
 
-COLUMNS = ["tokens", "mask", "who", "strategy", "layout", "mode", "ms", "floor_ms", "ratio", "tflops", "lost",
-           "against", "peak"]  # fmt: skip
+COLUMNS = ["tokens", "mask", "who", "strategy", "layout", "mode", "ms", "floor_ms", "ratio", "tflops",
+           "overhead", "against", "peak"]  # fmt: skip
 LONG = (65536, 1024, 8192, 2048, 16384, 4096, 1024, 2048, 8192, 4096, 2048, 1024, 8192, 4096, 2048, 1024)
 SHORT = 8 * (512, 4096, 1024, 2048, 512, 1536, 3072, 512, 1024, 2048)
 MASKS = "causal; long, short: packed documents, of the most tokens; a number: a window"
@@ -79,7 +79,7 @@ def run(options: Options) -> list[Row]:
         row["tflops"] = row["flops"] / options.ranks / row["ms"] / 1e9
         if row["floor_ms"] is not None:
             row["ratio"] = row["floor_ms"] / row["ms"]
-            row["lost"] = 1 - row["ratio"]
+            row["overhead"] = 1 - row["ratio"]
         same = [r for r in rows if all(r[n] == row[n] for n in ("tokens", "mask", "mode"))]
         theirs = [r["ms"] for r in same if r["who"].startswith("torch")]
         if theirs and not row["who"].startswith("torch"):

@@ -153,7 +153,7 @@ def serving(on: list[str]) -> list[Finding]:
     for device in on:
         arch = torch.cuda.get_device_capability() if device == "cuda" else None
         dtype = "bfloat16" if device == "cuda" else "float32"
-        problem = kernels.Problem(device, dtype, HEAD_DIM, HEAD_DIM, heads=32, kv_heads=8, tiles=True, arch=arch)
+        problem = kernels.Problem(device, dtype, HEAD_DIM, HEAD_DIM, heads=32, kv_heads=8, rectangles=True, arch=arch)
         asked = f"{device}, {dtype}, head dim {HEAD_DIM}"
         try:
             first = kernels.select(problem).name

@@ -13,7 +13,7 @@ from jax import Array
 
 from ringattn.comms.jax import automatic_axes, generation
 from ringattn.kernels import pallas
-from ringattn.kernels.intervals import Choice, Intervals, Sets, Tile
+from ringattn.kernels.intervals import Choice, Intervals, Rectangle, Sets
 from ringattn.kernels.protocol import JaxKernel
 from ringattn.kernels.vendor import jax_cudnn, jax_splash
 from ringattn.layout import Layout, to_local
@@ -148,9 +148,9 @@ def global_bounds(mask: Mask, positions: Array, starts: Any, key_starts: Any) ->
 
 
 class Table(NamedTuple):
-    """A mask as rectangles: which of a few sets of tiles each ring rank has, for each distance."""
+    """A mask as rectangles: which of a few sets of them each ring rank has, for each distance."""
 
-    sets: tuple[tuple[Tile, ...], ...]
+    sets: tuple[tuple[Rectangle, ...], ...]
     which: np.ndarray  # [distances, ranks]
 
     def choice(self, row: Any, rank: Any) -> Choice:
@@ -165,12 +165,12 @@ class Table(NamedTuple):
 jax.tree_util.register_pytree_node(Choice, lambda c: ((c.which,), c.sets), lambda sets, which: Choice(sets, *which))
 
 
-MOST_TILES = 256  # the most tiles of all sets in a program: each is compiled
-Cut = Callable[[np.ndarray, np.ndarray, int], tuple[Tile, ...] | None]
+MOST_RECTANGLES = 256  # the most rectangles of all sets in a program: each is compiled
+Cut = Callable[[np.ndarray, np.ndarray, int], tuple[Rectangle, ...] | None]
 
 
 def cut_of(plan: Plan) -> Cut | None:
-    """Known intervals (begin, end, keys) as tiles for the plan's kernel; None if it takes intervals."""
+    """Known intervals (begin, end, keys) as rectangles for the plan's kernel; None if it takes intervals."""
     if plan.kernel == "stock_splash":
         return jax_splash.cut
     return jax_cudnn.cut if plan.device == "cuda" else None
@@ -178,23 +178,23 @@ def cut_of(plan: Plan) -> Cut | None:
 
 @lru_cache(maxsize=64)
 def table_of(mask: Mask, cut: Cut = jax_cudnn.cut) -> Table | None:
-    """The tiles of every ring rank: by distance on a ring, among all keys for a gather. None: there are too many."""
+    """The rectangles of every ring rank: by distance on a ring, among all keys for a gather; None if too many."""
     plan, keys = mask.plan, mask.plan.keys
     held = keys.tokens.padded_length if plan.strategy == "gather" else keys.tokens.shard_len
     seen = [mask.bounds(plan.tokens.positions(rank)) for rank in range(plan.ring)]
-    sets: list[tuple[Tile, ...]] = []
+    sets: list[tuple[Rectangle, ...]] = []
     which = np.zeros((1 if plan.strategy == "gather" else plan.ring, plan.ring), np.int64)
     for row, rank in np.ndindex(which.shape):
         limits = seen[rank]
         if plan.strategy != "gather":
             limits = to_local(keys.tokens.shard((rank - row) % plan.ring), *limits)
-        tiles = cut(*limits, held)
-        if tiles is None:
+        rectangles = cut(*limits, held)
+        if rectangles is None:
             return None
-        if tiles not in sets:
-            sets.append(tiles)
-        which[row, rank] = sets.index(tiles)
-        if sum(map(len, sets)) > MOST_TILES:
+        if rectangles not in sets:
+            sets.append(rectangles)
+        which[row, rank] = sets.index(rectangles)
+        if sum(map(len, sets)) > MOST_RECTANGLES:
             return None
     return Table(tuple(sets), which)
 
@@ -229,11 +229,11 @@ def step_of(q: Array, k: Array, v: Array, mask: Mask, starts: Any, key_starts: A
     positions = shard_positions(plan.tokens, plan.ring_axis.rank)
     seen = global_bounds(mask, positions, starts, key_starts)
     sight = Sight(*seen, plan.keys.tokens, plan.ring_axis.rank, table)
-    return score_of(q, k, v, mask.spec, plan, tiles=table is not None, known=known), sight
+    return score_of(q, k, v, mask.spec, plan, rectangles=table is not None, known=known), sight
 
 
 def score_of(
-    q: Array, k: Array, v: Array, spec: AttentionSpec, plan: Plan, tiles: bool = False, known: bool = True
+    q: Array, k: Array, v: Array, spec: AttentionSpec, plan: Plan, rectangles: bool = False, known: bool = True
 ) -> Score:
     """The selected kernel, its scale, its softcap and its own options filled in."""
     problem = pallas.Problem(
@@ -244,7 +244,7 @@ def score_of(
         heads=q.shape[2],
         kv_heads=k.shape[2],
         softcap=spec.softcap is not None,
-        tiles=tiles,
+        rectangles=rectangles,
         known=known,
         arch=generation(getattr(plan.ring_axis, "mesh", None)) if plan.device == "tpu" else None,
         queries=q.shape[1],

@@ -40,7 +40,7 @@ from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
 from ringattn.jax.sharding import check_context, data_axis, moved, names_of, sequence_axes
 from ringattn.planning import LAST, Plan, hardware_of
-from ringattn.serving import Heads, Moves, Stripes, explained, prefill_moves
+from ringattn.serving import Heads, Moves, Stripes, prefill_moves
 from ringattn.spec import raise_if
 
 
@@ -148,10 +148,8 @@ class KVCache(serving.KVCache):
         ranks, cached = self.stripes.ranks, min(self.max_len, self.k.shape[1])
         return prefill_moves(ranks, plan.local_len, cached, self.heads_of(heads), hardware, hides, beside=False)
 
-    def explain(self, chunk: int, heads: int) -> str:
-        """A report of what prefill of a chunk with `heads` query heads, and decode of one token, will send."""
-        moves = self.moves(self.plan.for_length(chunk), heads)
-        return explained(self, chunk, moves, self.heads_of(heads).partial_bytes, "gather")
+    def exchanged_by(self, nbytes: int) -> str:
+        return "gather"
 
     def heads_of(self, heads: int) -> Heads:
         """The sizes of a token on one device, if there are `heads` query heads in all."""

@@ -47,7 +47,7 @@ class Call:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool, lse: bool):
         (B, _, H, D), plan, device = q.shape, mask.plan, q.device
         self.shape = shape = Shape(plan.seq_len, plan.keys.seq_len, H, k.shape[2], D, v.shape[3], q.itemsize, B)
-        self.problem = problem_of(q, k, v, mask.spec.softcap, tiles=True)
+        self.problem = problem_of(q, k, v, mask.spec.softcap, rectangles=True)
         self.mask, self.plan, self.dtype, self.device = mask, plan, q.dtype, device
         self.docs = mask.docs
         self.gradients = gradients
@@ -76,13 +76,13 @@ class Call:
     def forward(self) -> Pass:
         """The forward pass of this rank."""
         run = self.run_forward(self.ring.rank, self.device)
-        return Pass(run, self.score(self.kernel(self.tiles(run))), only(run))
+        return Pass(run, self.score(self.kernel(self.rectangles(run))), only(run))
 
     @cached_property
     def backward(self) -> Pass:
         """The backward pass of this rank."""
         run = self.run_backward(self.ring.rank, self.device)
-        return Pass(run, self.score(self.kernel(self.tiles(run), backward=True)), only(run))
+        return Pass(run, self.score(self.kernel(self.rectangles(run), backward=True)), only(run))
 
     @cached_property
     def everywhere(self) -> Intervals:
@@ -91,8 +91,8 @@ class Call:
 
     def kernel_everywhere(self, backward: bool = False) -> Score:
         """For a gather: the kernel that serves them."""
-        tiles = self.all_tiles if self.shares else self.everywhere.tiles is not None
-        return self.score(self.kernel(tiles, backward))
+        few = self.all_rectangles if self.shares else self.everywhere.rectangles is not None
+        return self.score(self.kernel(few, backward))
 
     def run_forward(self, rank: int, device: torch.device | None) -> Run:
         return run_of(self.mask, rank, device, self.plan.blocks_at_once(self.block_bytes))
@@ -107,7 +107,7 @@ class Call:
     @cached_property
     def narrow(self) -> bool:
         """Whether gradients travel in the dtype of the inputs, because of the kernel that all ranks run."""
-        return self.kernel(self.all_tiles if self.shares else True, backward=True).narrow
+        return self.kernel(self.all_rectangles if self.shares else True, backward=True).narrow
 
     @property
     def shares(self) -> bool:
@@ -123,16 +123,16 @@ class Call:
         return mask_of(lengths, self.mask.spec.causal, self.mask.spec.window, alone)
 
     @cached_property
-    def all_tiles(self) -> bool:
+    def all_rectangles(self) -> bool:
         """Whether every step of every rank is few rectangles. False with documents, which are new in every call."""
         if self.docs is not None or self.mask.key_docs is not None:
             return False
         narrow = self.kernel(True, backward=True).narrow
-        return all(self.has_tiles(rank, narrow) for rank in range(self.plan.ring))
+        return all(self.has_rectangles(rank, narrow) for rank in range(self.plan.ring))
 
-    def tiles(self, run: Run) -> bool:
+    def rectangles(self, run: Run) -> bool:
         """Whether the kernel of this run may rely on few rectangles."""
-        return self.all_tiles if self.shares else are_tiles(run)
+        return self.all_rectangles if self.shares else are_rectangles(run)
 
     def refused(self) -> NotImplementedError | None:
         """Why no kernel serves every step of every rank: the same error on all ranks, before anything is sent.
@@ -140,27 +140,27 @@ class Call:
         Some kernels run rectangles only, and whether a rank's steps are few rectangles depends on the rank. Every rank
         can make the steps of all ranks, and does so only if the choice of the kernel depends on them.
         """
-        why = self.reason(tiles=False)
+        why = self.reason(rectangles=False)
         if why is None:
             return None
-        if alike := self.reason(tiles=True):
+        if alike := self.reason(rectangles=True):
             return alike
-        wrong = ", ".join(str(rank) for rank in range(self.plan.ring) if not self.has_tiles(rank, self.narrow))
+        wrong = ", ".join(str(rank) for rank in range(self.plan.ring) if not self.has_rectangles(rank, self.narrow))
         return NotImplementedError(f"{why} (the steps of ring rank {wrong} are not few rectangles)") if wrong else None
 
-    def reason(self, tiles: bool) -> NotImplementedError | None:
+    def reason(self, rectangles: bool) -> NotImplementedError | None:
         try:
-            self.kernel(tiles)
+            self.kernel(rectangles)
         except NotImplementedError as error:
             return error
         return None
 
-    def has_tiles(self, rank: int, narrow: bool) -> bool:
+    def has_rectangles(self, rank: int, narrow: bool) -> bool:
         """Whether every step of a ring rank is few rectangles."""
         if self.gathers:
-            return global_intervals(self.mask, rank, None).tiles is not None
+            return global_intervals(self.mask, rank, None).rectangles is not None
         runs = [self.run_forward(rank, None), *([self.run_backward(rank, None, narrow)] if self.gradients else [])]
-        return all(map(are_tiles, runs))
+        return all(map(are_rectangles, runs))
 
     @property
     def block_bytes(self) -> int:
@@ -174,11 +174,11 @@ class Call:
         rows = shape.batch * self.plan.tokens.shard_len * self.heads[0]
         return rows * (shape.head_dim + shape.value_dim) * shape.itemsize
 
-    def kernel(self, tiles: bool, backward: bool = False) -> Kernel:
-        """The kernel for this call; `tiles`: every step is few rectangles."""
+    def kernel(self, rectangles: bool, backward: bool = False) -> Kernel:
+        """The kernel for this call; `rectangles`: every step is few rectangles."""
         heads, kv_heads = self.heads
         problem = replace(
-            self.problem, heads=heads, kv_heads=kv_heads, tiles=tiles, mask=self.mask_kind, queries=None,
+            self.problem, heads=heads, kv_heads=kv_heads, rectangles=rectangles, mask=self.mask_kind, queries=None,
             rows=self.shape.batch * self.plan.tokens.shard_len * heads, deterministic=self.deterministic,
         )  # fmt: skip
         return select(problem, self.plan.kernel, backward=backward, shared=self.shared)
@@ -196,9 +196,9 @@ def only(run: Run) -> Intervals | None:
     return None if travels else stop.where
 
 
-def are_tiles(run: Run) -> bool:
+def are_rectangles(run: Run) -> bool:
     """Whether every step of a run is few rectangles."""
-    return all(stop.where.tiles is not None for leg in run for stop in leg.stops if stop.where)
+    return all(stop.where.rectangles is not None for leg in run for stop in leg.stops if stop.where)
 
 
 def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ binds the same call when it runs (`ringattn.torch.attention.compiled`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from ringattn.comms.axis import Pending, one_ahead
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.partial import NEVER, Partial, sink_gradient
+from ringattn.kernels.total import in_dtype
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention import ring
@@ -222,13 +223,6 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
             travelled, stayed = ring.backward(side, call.ring, run)
             dq, dk, dv = (*travelled, *stayed) if queries else (*stayed, *travelled)
         yield *(in_dtype(grad, x.dtype) for grad, x in zip((dq, dk, dv), (q, k, v), strict=True)), delta
-
-
-def in_dtype(grad: Any, dtype: torch.dtype) -> Tensor:
-    """A result in this dtype, from a tensor or a `Total`."""
-    if not isinstance(grad, Tensor):
-        return cast(Tensor, grad.tensor(dtype))
-    return grad if grad.dtype == dtype else grad.to(dtype)  # asking first costs the host less
 
 
 def sink_partial(q: Tensor, sinks: Tensor, value_dim: int) -> Partial:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ringattn import kernels
 from ringattn.check import of_choice
 from ringattn.kernels.arrays import accumulator, fine
-from ringattn.kernels.intervals import Intervals, tiles_of
+from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import Partial
 from ringattn.planning import heads_problem
 from ringattn.spec import of_factor, raise_if
@@ -102,12 +102,12 @@ def of_values(begin: Tensor, end: Tensor, keys: int, check: bool | None) -> str 
 def chosen(
     q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, softcap: float | None, impl: str
 ) -> tuple[Any, Intervals]:
-    """The selected kernel's module, and the intervals, with tiles if the kernel needs them or reading is free."""
-    needs_tiles = impl != "auto" and kernels.BY_NAME[impl].tiles
-    tiles = tiles_of(begin.numpy(force=True), end.numpy(force=True)) if needs_tiles or q.device.type == "cpu" else None
-    problem = problem_of(q, k, v, softcap, tiles is not None)
+    """The selected kernel's module, and the intervals, with rectangles if the kernel needs them or reading is free."""
+    needed = q.device.type == "cpu" or (impl != "auto" and kernels.BY_NAME[impl].rectangles)
+    rectangles = rectangles_of(begin.numpy(force=True), end.numpy(force=True)) if needed else None
+    problem = problem_of(q, k, v, softcap, rectangles is not None)
     # "auto" takes no kernel that rounds a partial to the dtype of the inputs
-    return kernels.select(problem, impl, shared=frozenset()).load(), Intervals(begin, end, tiles)
+    return kernels.select(problem, impl, shared=frozenset()).load(), Intervals(begin, end, rectangles)
 
 
 @op("attend")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
-from ringattn.kernels.intervals import Intervals, tiles_of
+from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.layout import Layout, Shard, count_below
@@ -157,11 +157,11 @@ def on_device(found: Spans, device: torch.device | None) -> Intervals:
     if not alike and device is not None and device.type != "cpu":
         return Intervals(*spread_on(found, device), made={})
     host = found.spread()
-    tiles = tiles_of(*host) if alike else None
+    rectangles = rectangles_of(*host) if alike else None
     if device is None:
-        return Intervals(*host, tiles, host)
+        return Intervals(*host, rectangles, host)
     b, e = (torch.from_numpy(x).to(device, non_blocking=True) for x in host)
-    return Intervals(b, e, tiles, host, made={})
+    return Intervals(b, e, rectangles, host, made={})
 
 
 def spread_on(found: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -225,7 +225,7 @@ def rows_of(
     return Rows(*rows, out if by_out else None), delta
 
 
-def problem_of(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, tiles: bool) -> kernels.Problem:
+def problem_of(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, rectangles: bool) -> kernels.Problem:
     """The problem of a call on one device."""
     return kernels.Problem(
         device=q.device.type,
@@ -235,7 +235,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, tiles: bo
         heads=q.shape[2],
         kv_heads=k.shape[2],
         softcap=softcap is not None,
-        tiles=tiles,
+        rectangles=rectangles,
         arch=arch_of(q.device) if q.is_cuda else None,
         queries=q.shape[1],
         rows=q.shape[0] * q.shape[1] * q.shape[2],

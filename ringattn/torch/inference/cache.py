@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ringattn import check, serving
 from ringattn.layout import Layout
 from ringattn.planning import Plan, hardware_of
-from ringattn.serving import Heads, Moves, Stripes, exchange_way, explained, prefill_moves
+from ringattn.serving import Heads, Moves, Stripes, exchange_way, prefill_moves
 from ringattn.spec import raise_if, whole
 from ringattn.torch.check import of_tangents, of_types
 from ringattn.torch.inference.chunk import Holder, landings
@@ -255,12 +255,8 @@ class KVCache(serving.KVCache):
         B, _, G, D = self.k.shape
         return Heads(heads, G, D, self.v.shape[-1], self.k.element_size(), B)
 
-    def explain(self, chunk: int, heads: int) -> str:
-        """A report of what prefill of a chunk with `heads` query heads, and decode of one token, will send."""
-        moves = self.moves(self.plan.for_length(chunk), heads)
-        nbytes = self.heads_of(heads).partial_bytes
-        way = exchange_way(nbytes, self.ranks, hardware_of(self.plan.device))
-        return explained(self, chunk, moves, nbytes, way)
+    def exchanged_by(self, nbytes: int) -> str:
+        return exchange_way(nbytes, self.ranks, hardware_of(self.plan.device))
 
     def holders(self) -> tuple[Holder, ...]:
         """The memories that hold this cache's keys: for a fork, first those that it shares."""

@@ -51,17 +51,17 @@ class Kernels:
     def __init__(self, problem: kernels.Problem, impl: str, spec: AttentionSpec):
         self.problem, self.impl = problem, impl
         self.score = spec.scale_for(problem.head_dim), spec.softcap
-        first = kernels.select(problem, impl)
-        self.tiled = first.tiles  # whether the named or best kernel needs tiles
-        self.rectangles = score_with(first, *self.score)
+        chosen = kernels.select(problem, impl)
+        self.needs_rectangles = chosen.rectangles
+        self.chosen = score_with(chosen, *self.score)
 
     @cached_property
     def others(self) -> Score:
-        impl = "auto" if self.tiled else self.impl
-        return score_with(kernels.select(replace(self.problem, tiles=False), impl), *self.score)
+        impl = "auto" if self.needs_rectangles else self.impl
+        return score_with(kernels.select(replace(self.problem, rectangles=False), impl), *self.score)
 
     def of(self, where: Intervals) -> Score:
-        return self.rectangles if self.tiled and where.tiles is not None else self.others
+        return self.chosen if self.needs_rectangles and where.rectangles is not None else self.others
 
 
 class Call:
@@ -73,7 +73,7 @@ class Call:
         self.plan, self.spec = plan, spec
         self.impl = cache.plan.kernel
         self.form = form_of(q)  # in which partials travel
-        self.problem = problem_of(q, k, v, spec.softcap, tiles=True)
+        self.problem = problem_of(q, k, v, spec.softcap, rectangles=True)
         self.rows = q.shape[0] * q.shape[2]  # for each query
         self.made: dict[int, Kernels] = {}
         self.kernels(q.shape[1])  # raises if no kernel supports the call
@@ -110,7 +110,7 @@ class Decode(Call):
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec):
         super().__init__(q, k, v, cache.plan, cache, spec)
-        chosen = kernels.select(replace(self.problem, tiles=False), self.impl)
+        chosen = kernels.select(replace(self.problem, rectangles=False), self.impl)
         self.quick = chosen.first and cache.prefix is None  # whether the host plans nothing for a call
         self.scale = spec.scale_for(q.shape[-1])
         axes = [axis for axis in (self.plan.ulysses_axis, self.plan.ring_axis) if axis.size > 1]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.kernels.intervals import Intervals, Tile, tiles_of
+from ringattn.kernels.intervals import Intervals, Rectangle, rectangles_of
 from ringattn.layout import Layout, Shard, sorted_positions
 from ringattn.schedule import Schedule
 from ringattn.serving import Stripes
@@ -69,23 +69,23 @@ OwnPiece = tuple[slice, Intervals | None]  # a slice of the chunk's tokens, and 
 
 
 @lru_cache(maxsize=32)
-def own_pieces(chunk: Chunk, most: int, device: torch.device, tiled: bool) -> tuple[OwnPiece, ...]:
+def own_pieces(chunk: Chunk, most: int, device: torch.device, rectangles: bool) -> tuple[OwnPiece, ...]:
     """The tokens of a chunk without holders, at most `most` at once: the same for every chunk of this length."""
     begin, end = (x.reshape(1, 1, -1) for x in bounds(chunk.spec, chunk.positions, chunk.tokens, chunk.tokens))
     cuts = [slice(at, min(at + most, chunk.tokens)) for at in range(0, chunk.tokens, most)]
-    return tuple((cut, within(begin, end, cut, device, tiled)) for cut in cuts)
+    return tuple((cut, within(begin, end, cut, device, rectangles)) for cut in cuts)
 
 
 @lru_cache(maxsize=64)
 def pieces_of(
-    chunk: Chunk, groups: Groups, most: int | None, device: torch.device, tiled: bool
+    chunk: Chunk, groups: Groups, most: int | None, device: torch.device, rectangles: bool
 ) -> tuple[tuple[Piece, ...], ...]:
-    """Each holder's pieces, of at most `most` keys per rank. `tiled`: for a kernel that needs tiles."""
+    """Each holder's pieces, of at most `most` keys per rank. `rectangles`: for a kernel that needs them."""
     found = []
     for holder in chunk.holders:
         sides = [seen(chunk, holder, chunk.positions, ranks) for ranks in groups]
         cuts = cuts_of(*reach(chunk, holder), most, holder.stripes.block)
-        found.append(tuple(Piece(cut, tuple(within(*side, cut, device, tiled) for side in sides)) for cut in cuts))
+        found.append(tuple(Piece(cut, tuple(within(*side, cut, device, rectangles) for side in sides)) for cut in cuts))
     return tuple(found)
 
 
@@ -120,7 +120,7 @@ def reach(chunk: Chunk, holder: Holder) -> tuple[int, int]:
     return int(begin.min()), int(end.max())
 
 
-def within(begin: np.ndarray, end: np.ndarray, keys: slice, device: torch.device, tiled: bool) -> Intervals | None:
+def within(begin: np.ndarray, end: np.ndarray, keys: slice, device: torch.device, rectangles: bool) -> Intervals | None:
     """The intervals of some ranks, [ranks, rows, T], restricted to the slice `keys` of each and joined."""
     size = keys.stop - keys.start
     if begin[..., -1].max() <= keys.start and end[..., 0].min() >= keys.stop:
@@ -128,23 +128,23 @@ def within(begin: np.ndarray, end: np.ndarray, keys: slice, device: torch.device
     host = np.clip(np.stack([begin, end]) - keys.start, 0, size).sum(1).astype(np.int32)
     if not (host[0] < host[1]).any():
         return None
-    return on_device(host, device, tiled)
+    return on_device(host, device, rectangles)
 
 
 def in_any_order(where: Intervals | None, keys: int) -> bool:
     """Whether these keys may lie in any order: every query sees all of them, or none."""
-    return where is None or where.tiles == (Tile(slice(0, where.begin.shape[1]), slice(0, keys), False),)
+    return where is None or where.rectangles == (Rectangle(slice(0, where.begin.shape[1]), slice(0, keys), False),)
 
 
 @lru_cache(maxsize=64)
 def everything(queries: int, keys: int, device: torch.device) -> Intervals:
     """The intervals in which every query sees every key, as in most pieces of a long prompt."""
-    return on_device(np.stack([np.full((1, queries), edge, np.int32) for edge in (0, keys)]), device, tiled=True)
+    return on_device(np.stack([np.full((1, queries), edge, np.int32) for edge in (0, keys)]), device, rectangles=True)
 
 
-def on_device(host: np.ndarray, device: torch.device, tiled: bool) -> Intervals:
+def on_device(host: np.ndarray, device: torch.device, rectangles: bool) -> Intervals:
     begin, end = torch.from_numpy(host).to(device, non_blocking=True).unbind()
-    return Intervals(begin, end, tiles_of(*host) if tiled else None, tuple(host))
+    return Intervals(begin, end, rectangles_of(*host) if rectangles else None, tuple(host))
 
 
 @lru_cache(maxsize=32)

@@ -65,7 +65,7 @@ def attended(q: Tensor, kernels: Kernels, visits: Iterable[Visit], part: Partial
 def attend_cache(q: Tensor, call: Call, cache: KVCache, chunk: Chunk, keys: int | None = None) -> Partial:
     """Attention of a chunk's queries over the keys that this rank holds, at most `keys` of them at once."""
     kernels, part = call.kernels(q.shape[1]), None
-    plans = pieces_of(chunk, ((cache.rank,),), keys, q.device, kernels.tiled)
+    plans = pieces_of(chunk, ((cache.rank,),), keys, q.device, kernels.needs_rectangles)
     for cuts, (k, v) in zip(plans, cache.memory(), strict=True):
         visits = [Visit((k[:, piece.keys], v[:, piece.keys]), *piece.seen) for piece in cuts]
         part = attended(q, kernels, visits, part)
@@ -137,7 +137,7 @@ def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, ch
     groups = tuple(here), tuple(r for r in range(cache.ranks) if r not in here)
     shard = plan.tokens.shard(plan.ring_axis.rank)
     chunk = chunk._replace(queries=part_of(shard, plan.local_slice(plan.ulysses_axis.rank)))
-    plans = pieces_of(chunk, groups, call.keys, q.device, kernels.tiled)
+    plans = pieces_of(chunk, groups, call.keys, q.device, kernels.needs_rectangles)
     sources = [r for r in range(axis.size) if r != axis.rank]
     visits: list[Visit] = []
     for piece, kept in ((piece, kept) for cuts, kept in zip(plans, cache.memory(), strict=True) for piece in cuts):
@@ -150,7 +150,7 @@ def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, ch
         visits = [in_order(room, piece.seen[1])]
     k, v = parted(new.wait().index_select(0, whereabouts_on(q.device, plan.tokens, chunk.tokens)), cache)
     alone = chunk._replace(before=(), holders=())
-    own = own_pieces(alone, call.keys * cache.ranks, q.device, kernels.tiled)
+    own = own_pieces(alone, call.keys * cache.ranks, q.device, kernels.needs_rectangles)
     part = attended(q, kernels, [*visits, *(Visit((k[:, cut], v[:, cut]), where) for cut, where in own)], part)
     cache.keep(k, v, chunk.tokens)
     return part or empty(q, cache.v.shape[-1])

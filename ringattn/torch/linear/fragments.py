@@ -85,7 +85,9 @@ def cut(found: Fragments, level: int = 0) -> tuple[Fragments, Cut]:
 
 def row_length(tokens: Ints, level: int = 0) -> int:
     """The length of rows for fragments of so many tokens: long rows are filled up more, short ones are more maps, and
-    more levels one after the other, each of which costs `level` tokens. Rows hold at most twice the tokens, and 128 more for each fragment.
+    more levels one after the other, each of which costs `level` tokens.
+
+    Rows hold at most twice the tokens, and 128 more for each fragment.
     """
     longest = int(tokens.max())
     options = [longest]

@@ -1,9 +1,9 @@
-"""Attention tile by tile: partials of tiles merge, and with the lse over all keys the gradients of tiles add up.
+"""Attention by rectangles: their partials merge, and with the lse over all keys their gradients add up.
 
 A vendor's backward computes delta = rowsum(dout * out) itself and uses `out` for nothing else. Given the out over all
-keys, each tile is exact. If the lse has a gradient too, or out is on another rank, no `out` gives the right delta in
-every range of numbers. Then call without out=: a vendor that takes delta gets it, and instead of others our own kernel
-computes the gradients.
+keys, each rectangle is exact. If the lse has a gradient too, or out is on another rank, no `out` gives the right delta
+in every range of numbers. Then call without out=: a vendor that takes delta gets it, and instead of others our own
+kernel computes the gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,33 +15,32 @@ from torch import Tensor
 
 from ringattn.kernels import partial, tiled
 from ringattn.kernels.arrays import accumulator, fine
-from ringattn.kernels.intervals import Intervals, Tile
+from ringattn.kernels.intervals import Intervals, Rectangle
 from ringattn.kernels.partial import Partial, empty, rounded
 from ringattn.kernels.protocol import TorchKernel
-from ringattn.kernels.total import Total
+from ringattn.kernels.total import Total, in_dtype
 
 # (q, k, v, mask, scale) -> out [B, T, H, V], lse [B, T, H]; (dout, q, k, v, out, lse, mask, scale) -> dq, dk, dv
-# The mask of a rectangle is whether it is causal.
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
-Pieces = Callable[..., tuple[Tile, ...]]  # (intervals, q, k, v, backward)
+Rectangles = Callable[..., tuple[Rectangle, ...]]  # (intervals, q, k, v, backward)
 
 
-def over_tiles(
+def over_rectangles(
     name: str, forward: Forward, backward: Backward, refuses: Callable[..., str | None],
-    pieces_of: Pieces | None = None,
+    rectangles_of: Rectangles | None = None,
 ) -> TorchKernel:  # fmt: skip
-    """A kernel that runs a vendor's two functions of one tile over all tiles of a step.
+    """A kernel that runs a vendor's two functions of one rectangle over all rectangles of a step.
 
-    The tiles are the rectangles that the intervals come with. A vendor that runs any intervals gives `pieces_of`, which
-    makes its own tiles of a step. Both functions then take softcap=, and its backward delta=, in place of out.
+    They are those that the intervals come with, whose mask is whether they are causal. A vendor that runs any intervals
+    gives `rectangles_of`, which makes its own. Both functions then take softcap=, and its backward delta= for out.
     """
-    pieces = pieces_of or bind(rectangles, name)
+    cut_into = rectangles_of or bind(known, name)
 
     def options(softcap: float | None) -> dict[str, Any]:
-        if softcap is not None and not pieces_of:
+        if softcap is not None and not rectangles_of:
             raise NotImplementedError(f"{name} does not support softcap={softcap}; the triton and tiled kernels do")
-        return {"softcap": softcap} if pieces_of else {}
+        return {"softcap": softcap} if rectangles_of else {}
 
     def attend(
         q_BTHD: Tensor,
@@ -54,29 +53,28 @@ def over_tiles(
         carry: Partial | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Partial:
-        """One vendor call for each tile, whose rows are merged into the carry: in place if its out has `out_dtype`."""
+        """One vendor call for each rectangle, merged into the carry's rows: in place if its out has `out_dtype`."""
         given = options(softcap)
         q_BTHD, k_BSGD, v_BSGV = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV))
-        tiles = pieces(where, q_BTHD, k_BSGD, v_BSGV)
+        rectangles = cut_into(where, q_BTHD, k_BSGD, v_BSGV)
 
-        def run(tile: Tile) -> Partial:
-            tensors = cut(q_BTHD, tile.queries), cut(k_BSGD, tile.keys), cut(v_BSGV, tile.keys)
-            out, lse = forward(*tensors, tile.causal, scale, **given)
+        def run(queries: slice, keys: slice, mask: Any) -> Partial:
+            out, lse = forward(cut(q_BTHD, queries), cut(k_BSGD, keys), cut(v_BSGV, keys), mask, scale, **given)
             return Partial(out, in_dtype(lse, fine(q_BTHD)))
 
-        if len(tiles) == 1 and carry is None and covers(tiles[0].queries, q_BTHD.shape[1]):
-            part = run(tiles[0])
+        if carry is None and is_one(rectangles, q_BTHD):
+            part = run(*rectangles[0])
             return Partial(in_dtype(part.out, out_dtype or accumulator(q_BTHD)), part.lse)
         exact = accumulator(q_BTHD)
         dtype = out_dtype or exact
-        between = untouched([tile.queries for tile in tiles], q_BTHD.shape[1])  # None: a row has several merges
+        between = untouched([x.queries for x in rectangles], q_BTHD.shape[1])  # None: a row has several merges
         total = carry or empty(q_BTHD, v_BSGV.shape[-1])
         if between is None:
             total = Partial(total.out.to(exact), total.lse)
         in_place = between is None or total.out.dtype == dtype
         found = total if in_place else Partial(torch.empty_like(total.out, dtype=dtype), torch.empty_like(total.lse))
-        for tile in largest_first(tiles):
-            merge_rows(total, tile.queries, run(tile), found)
+        for rectangle in largest_first(rectangles):
+            merge_rows(total, rectangle.queries, run(*rectangle), found)
         for rows in between if between and not in_place else ():
             found.out[:, rows], found.lse[:, rows] = total.out[:, rows], total.lse[:, rows]
         return Partial(found.out.to(dtype), found.lse)
@@ -94,12 +92,12 @@ def over_tiles(
         softcap: float | None = None,
         out: Tensor | None = None,
     ) -> tuple[Any, ...]:
-        """One vendor call for each tile; gradients of a tile that is the whole step are as the vendor gives them."""
+        """One vendor call for each rectangle; if one is the whole step, its gradients are as the vendor gives them."""
         given = options(softcap)
-        tiles = pieces(where, q_BTHD, k_BSGD, v_BSGV, True)
+        rectangles = cut_into(where, q_BTHD, k_BSGD, v_BSGV, True)
         dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
 
-        if out is None and not pieces_of:
+        if out is None and not rectangles_of:
             inputs = q_BTHD, k_BSGD, v_BSGV, where, dout_BTHV, lse_BTH, delta_BTH
             return own_backward(q_BTHD)(*inputs, scale=scale)
         q_BTHD, k_BSGD, v_BSGV, dout = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV, dout_BTHV))
@@ -110,16 +108,16 @@ def over_tiles(
             more = {"delta": cut(delta_BTH, queries)} if out is None and delta_BTH is not None else {}
             return backward(*rows[:2], cut(k_BSGD, keys), cut(v_BSGV, keys), *rows[2:], mask, scale, **given, **more)
 
-        if len(tiles) == 1 and covers(tiles[0].queries, q_BTHD.shape[1]) and covers(tiles[0].keys, k_BSGD.shape[1]):
-            return run(*tiles[0])
+        if is_one(rectangles, q_BTHD) and covers(rectangles[0].keys, k_BSGD):
+            return run(*rectangles[0])
         sums = Total(q_BTHD), Total(k_BSGD), Total(v_BSGV)
-        for tile in largest_first(tiles):
-            for total, part, at in zip(sums, run(*tile), (tile.queries, tile.keys, tile.keys), strict=True):
+        for queries, keys, mask in largest_first(rectangles):
+            for total, part, at in zip(sums, run(queries, keys, mask), (queries, keys, keys), strict=True):
                 total.add(part, at)
         return sums
 
     def rounds(where: Intervals) -> bool:
-        return pieces_of is not None or len(where.tiles or ()) == 1
+        return rectangles_of is not None or len(where.rectangles or ()) == 1
 
     return TorchKernel(attend, sums_of(totals), refuses, row_delta, totals=totals, by_out=True, rounds=rounds)
 
@@ -127,12 +125,9 @@ def over_tiles(
 def sums_of(totals: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """`attend_backward` of a kernel that has `totals`."""
 
-    def attend_backward(
-        *inputs: Any, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None, **options: Any
-    ) -> tuple[Tensor, ...]:
+    def attend_backward(*inputs: Any, **options: Any) -> tuple[Tensor, ...]:
         sums = [Total(x) for x in inputs[:3]]
-        for total, given, found in zip(sums, (dq, dk, dv), totals(*inputs, **options), strict=True):
-            total.add(given)
+        for total, found in zip(sums, totals(*inputs, **options), strict=True):
             total.add(found)
         return tuple(total.tensor(total.exact) for total in sums)
 
@@ -141,11 +136,16 @@ def sums_of(totals: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Tenso
 
 def cut(x: Tensor, rows: slice) -> Tensor:
     """These rows of a tensor; the tensor itself if they are all."""
-    return x if rows.start == 0 and rows.stop == x.shape[1] else x[:, rows]
+    return x if covers(rows, x) else x[:, rows]
 
 
-def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.to(dtype)  # asking first costs the host less
+def covers(rows: slice, x: Tensor) -> bool:
+    return rows.start == 0 and rows.stop == x.shape[1]
+
+
+def is_one(rectangles: Sequence[Rectangle], q: Tensor) -> bool:
+    """Whether there is one rectangle, with all queries."""
+    return len(rectangles) == 1 and covers(rectangles[0].queries, q)
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -153,14 +153,14 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def rectangles(name: str, where: Intervals, *_: Any) -> tuple[Tile, ...]:
+def known(name: str, where: Intervals, *_: Any) -> tuple[Rectangle, ...]:
     """The full and causal rectangles that the intervals come with."""
-    if where.tiles is None:
+    if where.rectangles is None:
         raise NotImplementedError(
             f"{name} runs full and causal rectangles only, and these intervals come without them "
-            "(kernels.intervals.tiles_of finds them); the triton and tiled kernels run any intervals"
+            "(kernels.intervals.rectangles_of finds them); the triton and tiled kernels run any intervals"
         )
-    return where.tiles
+    return where.rectangles
 
 
 def merge_rows(total: Partial, rows: slice, part: Partial, into: Partial) -> None:
@@ -191,13 +191,13 @@ def untouched(queries: Sequence[slice], length: int) -> list[slice] | None:
     return [*found, slice(at, length)] if at < length else found
 
 
-def largest_first(tiles: Sequence[Tile]) -> list[Tile]:
-    """The tiles by size: while a large one runs, the host launches the next ones."""
-    return sorted(tiles, key=area, reverse=True)
+def largest_first(rectangles: Sequence[Rectangle]) -> list[Rectangle]:
+    """The rectangles by size: while a large one runs, the host launches the next ones."""
+    return sorted(rectangles, key=area, reverse=True)
 
 
-def area(tile: Tile) -> int:
-    queries, keys, _ = tile
+def area(rectangle: Rectangle) -> int:
+    queries, keys, _ = rectangle
     return int((queries.stop - queries.start) * (keys.stop - keys.start))
 
 
@@ -217,10 +217,6 @@ def row_delta(out_BTHV: Tensor, dout_BTHV: Tensor, dlse_BTH: Tensor | None = Non
 
         return backward.row_delta(out_BTHV, dout_BTHV, dlse_BTH)
     return partial.row_delta(out_BTHV, dout_BTHV, dlse_BTH)
-
-
-def covers(queries: slice, length: int) -> bool:
-    return queries.start == 0 and queries.stop == length
 
 
 def heads_first(x_BTHD: Tensor) -> Tensor:

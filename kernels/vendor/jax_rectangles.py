@@ -1,7 +1,7 @@
-"""Attention tile by tile on JAX arrays: partials of tiles merge, and with the lse over all keys their gradients add up.
+"""Attention by rectangles on JAX arrays: their partials merge, and with the lse over all keys their gradients add up.
 
-One program serves all devices, so the tiles of a step are a `switch` among the few sets of tiles that occur. As
-`tiles.py` for torch, except that nothing is written in place.
+One program serves all devices, so the rectangles of a step are a `switch` among the few sets of rectangles that occur.
+As `rectangles.py` for torch, except that nothing is written in place.
 """
 
 from collections.abc import Callable
@@ -13,25 +13,25 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.intervals import Intervals, Tile
+from ringattn.kernels.intervals import Intervals, Rectangle
 from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.kernels.partial import NEVER, Partial, empty, merge
 
-# (q, k, v, causal, **score) -> out [B, T, H, V], lse [B, T, H], and (q, k, v, rows, causal, **score) -> dq, dk, dv:
+# (q, k, v, mask, **score) -> out [B, T, H, V], lse [B, T, H], and (q, k, v, rows, mask, **score) -> dq, dk, dv:
 # rows are the result of `prepare` for (dout, lse, delta), and score is scale, softcap and the kernel's own options.
 Forward = Callable[..., tuple[Array, Array]]
 Backward = Callable[..., tuple[Array, Array, Array]]
 
 
-def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`attend` and `attend_backward` of a JaxKernel, from a vendor's two functions of one tile."""
+def over_rectangles(name: str, forward: Forward, backward: Backward) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`attend` and `attend_backward` of a JaxKernel, from a vendor's two functions of one rectangle."""
 
     def attend(
         q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, *, carry: Partial | None = None, **score: Any
     ) -> Partial:
         start = empty(q_BTHD, v_BSGV.shape[-1]) if carry is None else carry
         arrays = vary((q_BTHD, k_BSGD, v_BSGV, start), axes_of(q_BTHD, k_BSGD, v_BSGV, start, where.begin))
-        return chosen(name, where, partial(forward_tiles, partial(forward, **score)), arrays)
+        return chosen(name, where, partial(forward_over, partial(forward, **score)), arrays)
 
     def attend_backward(
         q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, dout_BTHV: Array, lse_BTH: Array, delta_BTH: Any,
@@ -39,42 +39,44 @@ def over_tiles(name: str, forward: Forward, backward: Backward) -> tuple[Callabl
     ) -> tuple[Array, Array, Array]:  # fmt: skip
         arrays: Any = q_BTHD, k_BSGD, v_BSGV, (dout_BTHV, lse_BTH, delta_BTH), dq
         arrays = vary(arrays, axes_of(arrays, where.begin))
-        return chosen(name, where, partial(backward_tiles, partial(backward, **score)), arrays)
+        return chosen(name, where, partial(backward_over, partial(backward, **score)), arrays)
 
     return attend, attend_backward
 
 
 def chosen(name: str, where: Intervals, run: Callable[..., Any], arrays: tuple[Any, ...]) -> Any:
-    """run(tiles, *arrays) with the tiles of this device and step."""
+    """run(rectangles, *arrays) with the rectangles of this device and step."""
     if where.choice is None:
         raise NotImplementedError(
-            f"{name} needs tiles that are known before the program runs, and these intervals have none; use "
+            f"{name} needs rectangles that are known before the program runs, and these intervals have none; use "
             "kernel='reference', which takes any intervals"
         )
     sets = where.choice.sets
     if len(sets) == 1:
         return run(sets[0], *arrays)
-    return lax.switch(where.choice.which, [partial(run, tiles) for tiles in sets], *arrays)
+    return lax.switch(where.choice.which, [partial(run, rectangles) for rectangles in sets], *arrays)
 
 
-def forward_tiles(forward: Forward, tiles: tuple[Tile, ...], q: Array, k: Array, v: Array, total: Partial) -> Partial:
-    for rows, keys, causal in tiles:
-        new = Partial(*forward(q[:, rows], k[:, keys], v[:, keys], causal))
-        if len(tiles) == 1:
+def forward_over(
+    forward: Forward, rectangles: tuple[Rectangle, ...], q: Array, k: Array, v: Array, total: Partial
+) -> Partial:
+    for rows, keys, mask in rectangles:
+        new = Partial(*forward(q[:, rows], k[:, keys], v[:, keys], mask))
+        if len(rectangles) == 1:
             return merge(total, Partial(around(new.out, rows, q), around(new.lse, rows, q, NEVER)))
         new = merge(Partial(total.out[:, rows], total.lse[:, rows]), new)
         total = Partial(put(total.out, rows, new.out), put(total.lse, rows, new.lse))
     return total
 
 
-def backward_tiles(
-    backward: Backward, tiles: tuple[Tile, ...], q: Array, k: Array, v: Array, rows: Any, dq: Array | None
+def backward_over(
+    backward: Backward, rectangles: tuple[Rectangle, ...], q: Array, k: Array, v: Array, rows: Any, dq: Array | None
 ) -> tuple[Array, Array, Array]:
     totals: tuple[Any, ...] = dq, None, None
-    for queries, keys, causal in tiles:
+    for queries, keys, mask in rectangles:
         here = jax.tree.map(lambda x, at=queries: x[:, at], rows)
-        parts = backward(q[:, queries], k[:, keys], v[:, keys], here, causal)
-        ats, alone = (queries, keys, keys), len(tiles) == 1
+        parts = backward(q[:, queries], k[:, keys], v[:, keys], here, mask)
+        ats, alone = (queries, keys, keys), len(rectangles) == 1
         totals = tuple(accumulated(*x, alone) for x in zip(totals, parts, ats, (q, k, v), strict=True))
     missing = (jnp.zeros(x.shape, accumulator(x)) if t is None else t for t, x in zip(totals, (q, k, v), strict=True))
     dq, dk, dv = vary(tuple(missing), axes_of(q, k, v, rows))
