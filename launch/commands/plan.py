@@ -59,8 +59,8 @@ def run(options: Options) -> int:
         raise ValueError(f"docs= holds {sum(options.docs)} tokens, more than seq_len={options.seq_len}")
     if options.causal and options.key_len not in (None, options.seq_len):
         raise ValueError(
-            f"key_len={options.key_len} beside seq_len={options.seq_len} needs causal=false: the positions of two "
-            "sequences have no common order"
+            f"key_len={options.key_len} beside seq_len={options.seq_len} needs causal=false: a causal mask does "
+            "not say which query is at which key"
         )
     docs = None if options.docs is None else Docs.from_lengths(options.docs, pad_to=options.seq_len)
     plan = planned(options, spec, docs)
