@@ -35,7 +35,10 @@ def mesh_sizes(
     need = prod(sizes.values())
     if have not in (None, need):
         product = " x ".join(f"{n}={s}" for n, s in sizes.items())
-        raise ValueError(f"{product} needs {need} {ranks}, and there are {have}; make the product {have}{instead}")
+        raise ValueError(
+            f"{product} needs {need} {ranks}, and there are {have}; make the product {have} "
+            f"(ring={have} alone){instead}"
+        )
     return sizes
 
 

@@ -184,8 +184,9 @@ def generation(mesh: Mesh | AbstractMesh | None = None) -> tuple[int, int] | Non
 
 
 def init_mesh(
-    data: int = 1, ring: int = 1, ulysses: int = 1, sequence: int | None = None, devices: Sequence[Any] | None = None
-) -> Mesh:
+    *, data: int = 1, ring: int = 1, ulysses: int = 1, sequence: int | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:  # fmt: skip
     """A Mesh with axes data, ring and ulysses over the devices; or data and sequence, which `plan` will factor.
 
     Ulysses is innermost, where the links are fastest. By default `devices` are all devices.

@@ -25,7 +25,7 @@ from omegaconf.resolvers import oc
 from yaml import MarkedYAMLError, YAMLError
 
 from ringattn.conf import schema
-from ringattn.conf.keys import nearest
+from ringattn.conf.keys import expected, nearest
 from ringattn.conf.schema import Train
 
 NOT_HYDRA = "Hydra's own settings cannot be changed here, for they can run code"
@@ -165,7 +165,7 @@ def explain(error: Exception) -> str:
     if isinstance(cause, ConfigKeyError) and name == "experiment":
         return f"{where}its first line must be # @package _global_"
     if isinstance(cause, ValidationError) and name in kinds:
-        return f"{where}{name}: expected {getattr(kinds[name], '__name__', kinds[name])}; {first_line(cause)}"
+        return f"{where}{name}: expected {expected(kinds[name])}; {first_line(cause)}"
     return where + first_line(cause or error)
 
 

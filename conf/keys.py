@@ -3,10 +3,13 @@
 import dataclasses
 import difflib
 import math
+import types
+import typing
 from collections.abc import Iterable
 from typing import Any
 
 ALSO = {"gpu": "cuda"}  # what some call it
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", type(None): "null"}
 
 
 def option(
@@ -49,6 +52,18 @@ def allow(name: str, field: dataclasses.Field[Any], value: Any) -> None:
             raise ValueError(f"{name}={one}: must be {least or 0} or above")
         if below is not None and one >= below:
             raise ValueError(f"{name}={one}: must be below {below}")
+
+
+def expected(hint: Any) -> str:
+    """The values of this type, in words."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return " or ".join(in_words(kind) for kind in kinds)
+
+
+def in_words(kind: Any) -> str:
+    if typing.get_origin(kind) in (list, tuple):
+        return f"{in_words(typing.get_args(kind)[0]).removeprefix('a ')}s separated by commas"
+    return WORDS.get(kind) or str(getattr(kind, "__name__", kind))
 
 
 def nearest(word: str, among: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ringattn
-from ringattn.conf.keys import allow, default_of, meaning, nearest
+from ringattn.conf.keys import allow, default_of, expected, meaning, nearest
 from ringattn.conf.keys import option as option
 from ringattn.launch.processes import sentence
 
@@ -134,7 +134,8 @@ def bare(word: str, fields: dict[str, Any], hints: dict[str, Any]) -> str:
     try:
         convert(first, word, hints[first])
     except ValueError:
-        raise ValueError(f"{word!r} is not KEY=VALUE; the options are {', '.join(fields)}") from None
+        known = f"; give {word}=VALUE" if word in fields else f"; the options are {', '.join(fields)}"
+        raise ValueError(f"{word!r} is not KEY=VALUE{known}") from None
     return first
 
 
@@ -147,7 +148,10 @@ def convert(key: str, text: str, hint: Any) -> Any:
         origin = typing.get_origin(kind)
         if origin in (list, tuple):
             inner = typing.get_args(kind)[0]
-            return origin(convert(key, part, inner) for part in text.strip("[]()").split(",") if part)
+            try:
+                return origin(convert(key, part, inner) for part in text.strip("[]()").split(",") if part)
+            except ValueError:
+                continue
         if kind is bool and text.lower() in ("true", "false", "1", "0", "yes", "no"):
             return text.lower() in ("true", "1", "yes")
         if kind is str:
@@ -159,8 +163,7 @@ def convert(key: str, text: str, hint: Any) -> Any:
                 continue
             if isinstance(value, int) or (kind is float and isinstance(value, float)):
                 return kind(value)
-    expected = " or ".join(getattr(k, "__name__", str(k)) for k in allowed)
-    raise ValueError(f"{key}={text}: expected {expected}")
+    raise ValueError(f"{key}={text}: expected {expected(hint)}")
 
 
 def writable(path: Path) -> Path:

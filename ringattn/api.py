@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from ringattn.check import of_arguments, of_arrays, of_partials, of_returned, of_unknown
+from ringattn.check import of_arguments, of_arrays, of_partials, of_returned, of_unknown, warn_of_exchanged
 from ringattn.kernels.arrays import is_torch
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.partial import merge as merged
@@ -40,7 +40,7 @@ def attention(
     sinks     [H], one logit per head that takes part in the softmax with a value of zero
     """
     if unknown:
-        refuse(of_unknown("attention", unknown, "spec", "docs") or "", plan)
+        refuse(of_unknown("attention", unknown, "spec", "docs", "plan") or "", plan)
     function: Any
     if is_torch(q):
         from ringattn.torch.attention.function import (
@@ -50,6 +50,7 @@ def attention(
         problem = of_arguments(plan=plan, spec=spec, docs=docs, key_docs=key_docs, return_lse=return_lse)
         if problem := problem or of_arrays({"q": q, "k": k, "v": v}, {"sinks": sinks}, plan):
             refuse(problem, plan)
+        warn_of_exchanged(q, stacklevel=3)
         from ringattn.jax import attention as function
     return function(q, k, v, plan, spec=spec, docs=docs, key_docs=key_docs, sinks=sinks, return_lse=return_lse)
 
@@ -99,13 +100,14 @@ def linear_attention(
     """
     optional = {"log_decay": log_decay, "beta": beta, "initial_state": initial_state}
     problem = (
-        of_unknown("linear_attention", unknown, "docs")
+        of_unknown("linear_attention", unknown, "docs", "plan", "log_decay")
         or of_arguments(plan=plan, docs=docs, check=check)
         or of_returned(return_state, docs)
         or of_arrays({"q": q, "k": k, "v": v}, optional, plan)
     )
     if problem:
         refuse(problem, plan)
+    warn_of_exchanged(q, stacklevel=3)
     module: Any  # import statements, since torch.compile cannot trace import_module
     if is_torch(q):
         import ringattn.torch.linear.function as module
@@ -201,8 +203,8 @@ def of_cached(plan: Any, cache: Any) -> str | None:
 
 
 def init_mesh(
-    data: int = 1, ring: int = 1, ulysses: int = 1, sequence: int | None = None, device_type: str | None = None
-) -> Any:
+    *, data: int = 1, ring: int = 1, ulysses: int = 1, sequence: int | None = None, device_type: str | None = None,
+) -> Any:  # fmt: skip
     """A torch DeviceMesh over all ranks: axes data, ring and ulysses; or data and sequence, which `plan` factors."""
     from ringattn.comms import mesh
 

@@ -4,6 +4,7 @@ They work on tensors of any framework and read only shapes; ringattn.torch and r
 """
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ringattn.spec import AttentionSpec, Docs, of_factor, whole
 
 PACKED = Docs, "pass Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
 SAY = "pass True or False"
+MANY_HEADS = 512
 WORDS: dict[str, tuple[type, str]] = {
     "plan": (Plan, "make one with ringattn.plan(mesh, seq_len=...)"),
     "spec": (AttentionSpec, "pass AttentionSpec(causal=..., window=..., softcap=..., scale=...)"),
@@ -31,16 +33,20 @@ def of_arguments(required: bool = False, **words: Any) -> str | None:
     for name, value in words.items():
         kind, remedy = WORDS[name]
         if (value is not None or required) and not isinstance(value, kind):
-            return f"{name} is of type {type(value).__name__}; {remedy}"
+            other = next((word for word, (its, _) in WORDS.items() if isinstance(value, its) and its is not bool), None)
+            return f"{name} is of type {type(value).__name__}; {remedy if other is None else f'pass it as {other}='}"
     return None
 
 
-FORKS = "a query sees one interval of keys, so a tree of drafts has none: decode its branches on cache.fork()"
+FORKS = "a tree of drafts is not supported: decode its branches on cache.fork()"
 NO_TREE = f"decode has no such argument ({FORKS})"
 NO_DROPOUT = "attention dropout is not supported: it has no exact form over ranks"
 NO_ALIBI = "ALiBi is not supported: use rotary positions (plan.positions())"
-NO_BIAS = "an additive bias is not supported: masks are intervals (causal, window, docs)"
-NO_MASK = "an arbitrary mask is not supported: masks are intervals (causal, window, docs)"
+MASKS = "masks are causal, windows, and docs= for packed documents and padding"
+NO_BIAS = f"an additive bias is not supported: {MASKS}"
+NO_MASK = f"an arbitrary mask is not supported: {MASKS}"
+BY_PLAN = "pass plan=ringattn.plan(mesh, seq_len=...)"
+ALWAYS_CAUSAL = "linear attention is causal, over all tokens; leave it out"
 REFUSED = {  # other libraries' arguments
     **dict.fromkeys(("dropout", "dropout_p"), NO_DROPOUT),
     **dict.fromkeys(("alibi", "alibi_slopes"), NO_ALIBI),
@@ -53,11 +59,18 @@ INSTEAD = {  # of those, the ones that an argument of ours replaces
         **dict.fromkeys(("window", "window_size"), "pass spec=AttentionSpec(window=...)"),
         "softcap": "pass spec=AttentionSpec(softcap=...)",
         **dict.fromkeys(("scale", "softmax_scale"), "pass spec=AttentionSpec(scale=...)"),
+        "enable_gqa": "k and v may always have fewer heads than q; leave it out",
     },
+    "plan": dict.fromkeys(("mesh", "device_mesh", "group", "process_group", "cp_group"), BY_PLAN),
     "docs": {"cu_seqlens": "pass docs=Docs.from_cu_seqlens(...)"},
     "transport": dict.fromkeys(
         ("route", "hosts", "together", "backward", "groups"), "it is part of transport=Transport(...)"
     ),
+    "log_decay": {
+        **dict.fromkeys(("g", "gk", "gate", "gates", "decay"), "pass log_decay=, the logarithm of the decay"),
+        **dict.fromkeys(("causal", "is_causal", "spec", "window"), ALWAYS_CAUSAL),
+        "output_final_state": "pass return_state=True",
+    },
     "tree": dict.fromkeys(("parents", "tree", "tree_mask", "tree_attention_mask"), NO_TREE),
 }
 
@@ -112,7 +125,8 @@ def of_arrays(arrays: dict[str, Any], optional: dict[str, Any], plan: Plan | Non
     what = {"torch": "a torch tensor", "jax": "a jax array"}[framework]
     for name, x in optional.items():
         if x is not None and kind(x) != framework:
-            return f"{name} is of type {type(x).__name__}; it must be {what}, as {next(iter(arrays))} is"
+            remedy = "pass it as plan=" if isinstance(x, Plan) else f"it must be {what}, as {next(iter(arrays))} is"
+            return f"{name} is of type {type(x).__name__}; {remedy}"
     if plan is not None and plan.framework != framework:
         devices = {"torch": "a torch mesh, or none", "jax": "a mesh of jax devices"}[framework]
         return (
@@ -163,25 +177,39 @@ def of_plan(q: Any, k: Any, v: Any, plan: Plan) -> str | None:
     heads = q.shape[2], k.shape[2]
     if plan.heads is not None and plan.heads != heads:
         found = f"q and k have {heads[0]} and {heads[1]} heads, the plan was made for heads={plan.heads}"
-        return found + of_exchanged(q, k, plan)
+        return of_exchanged(q, k, plan) or found
     if plan.head_dim is not None and plan.head_dim != q.shape[3]:
         return f"q has head dim {q.shape[3]}, the plan was made for head_dim={plan.head_dim}"
     if plan.value_dim is not None and plan.value_dim != v.shape[3]:
         return f"v has head dim {v.shape[3]}, the plan was made for value_dim={plan.value_dim}"
     problem = heads_problem(*heads, ulysses=plan.ulysses, ring=plan.ring)
     if problem:
-        return problem + of_exchanged(q, k, plan)
+        return of_exchanged(q, k, plan) or problem
     return groups_problem(plan.transport.groups, heads[1], plan.ulysses)
 
 
 def of_exchanged(q: Any, k: Any, plan: Plan) -> str:
-    """A hint for an error if heads and tokens look exchanged, as in [batch, heads, tokens, head_dim]."""
+    """The problem if heads and tokens look exchanged, as in [batch, heads, tokens, head_dim]; else empty."""
     (tokens, heads), (keys, kv_heads) = q.shape[1:3], k.shape[1:3]
     lengths = plan.local_len, plan.seq_len, plan.tokens.padded_length
     grouped = heads == kv_heads > tokens > keys and tokens % keys == 0
     if plan.heads != (tokens, keys) and not grouped and (tokens in lengths or heads not in lengths):
         return ""
-    return f"; q has shape {tuple(q.shape)}, whose dims 1 and 2 look exchanged: pass q, k and v as x.transpose(1, 2)"
+    return (
+        f"q has shape {tuple(q.shape)}, whose dims 1 and 2 look exchanged: expected [batch, tokens, heads, head_dim], "
+        "so pass q, k and v as x.transpose(1, 2)"
+    )
+
+
+def warn_of_exchanged(q: Any, stacklevel: int) -> None:
+    """Warn where a call is valid, but its dims 1 and 2 look exchanged: no model has so many heads."""
+    tokens, heads = q.shape[1:3]
+    if heads > MANY_HEADS and heads > tokens:
+        warnings.warn(
+            f"q has shape {tuple(q.shape)}: {tokens} tokens and {heads} heads; if dims 1 and 2 are exchanged, pass "
+            "q, k and v as x.transpose(1, 2)",
+            stacklevel=stacklevel,
+        )
 
 
 def of_sinks(sinks: Any, heads: int, floating: bool) -> str | None:
@@ -201,14 +229,14 @@ def of_lengths(
             remedy = "pass plan.shard(x)" if uncut else f"use plan.for_length(n) for another length than {part.seq_len}"
             holder = "a rank of this plan holds" if length == part.local_len else "this plan's order has"
             found = f"{name} has {x.shape[1]} tokens, {holder} {length} ({part}); {remedy}"
-            return found + of_exchanged(q, k, plan)
+            return of_exchanged(q, k, plan) or found
     if spec.causal and plan.keys.seq_len != plan.seq_len and key_docs is None:
-        return (
-            f"causal=True with {plan.seq_len} queries and {plan.keys.seq_len} keys: positions of two sequences have no "
-            "common order; use AttentionSpec(causal=False), prefill/decode with a cache, or docs and key_docs, whose "
-            f"documents are aligned at their ends: docs=Docs.from_lengths([{plan.seq_len}]), "
-            f"key_docs=Docs.from_lengths([{plan.keys.seq_len}])"
-        ) + of_exchanged(q, k, plan)
+        return of_exchanged(q, k, plan) or (
+            f"causal=True with {plan.seq_len} queries and {plan.keys.seq_len} keys does not say which query is at "
+            "which key; for cross attention pass spec=AttentionSpec(causal=False), for later tokens of a sequence use "
+            "prefill and decode, and to align their last tokens pass "
+            f"docs=Docs.from_lengths([{plan.seq_len}]), key_docs=Docs.from_lengths([{plan.keys.seq_len}])"
+        )
     return None
 
 
@@ -222,7 +250,8 @@ def of_packed(name: str, packed: Docs | None, length: int, batch: int) -> str | 
             f"if the rest is padding pass Docs.from_lengths(lengths, pad_to={length})"
         )
     if packed.starts.shape[0] not in (1, batch):
-        return f"{name} describes {packed.starts.shape[0]} rows, the batch has {batch}; give 1 row or {batch}"
+        rows = f"1 row or {batch}" if batch > 1 else "1 row"
+        return f"{name} describes {packed.starts.shape[0]} rows, the batch has {batch}; give {rows}"
     return None
 
 
@@ -284,7 +313,10 @@ def wrong_number(name: str, at: tuple[int, ...], value: float) -> str:
             f"beta{list(at)} = {value:g}: beta is in [0, 2], as sigmoid or 2 * sigmoid gives it; outside of it the "
             "state grows without bound"
         )
-    return f"log_decay{list(at)} = {value:g}: a log decay is at most 0, as logsigmoid gives it; growth overflows"
+    return (
+        f"log_decay{list(at)} = {value:g}: a log decay is at most 0, as logsigmoid gives it (of a decay in [0, 1] pass "
+        "decay.log()); growth overflows"
+    )
 
 
 def of_scale(scale: float | None, key_dim: int) -> str | None:
@@ -367,7 +399,8 @@ def of_kept(name: str, x: Any, mine: Any) -> str | None:
     if len(x.shape) == 4 and (x.shape[0], *x.shape[2:]) == (mine.shape[0], *mine.shape[2:]):
         return None
     B, _, G, D = mine.shape
-    return f"{name} has shape {tuple(x.shape)}; this cache takes [{B}, tokens, {G}, {D}]"
+    hint = ": dims 1 and 2 look exchanged" if len(x.shape) == 4 and x.shape[1] == G else ""
+    return f"{name} has shape {tuple(x.shape)}; this cache takes [{B}, tokens, {G}, {D}]{hint}"
 
 
 def of_pair(k: Any, v: Any) -> str | None:
@@ -446,18 +479,24 @@ def of_filled(lengths: np.ndarray | None) -> str | None:
 def of_room(n: int, lengths: np.ndarray | None, max_len: int) -> str | None:
     if lengths is None or max(lengths.tolist()) + n <= max_len:
         return None
-    return f"{n} more tokens do not fit: rows hold up to {lengths.max()} of max_len={max_len}"
+    return (
+        f"{n} more token{'s do' if n > 1 else ' does'} not fit: rows hold up to {lengths.max()} of "
+        f"max_len={max_len}; allocate a larger max_len, or truncate"
+    )
 
 
 def beside_window(n: int, window: int) -> str:
-    return f"{n} tokens at once do not fit beside a window of {window}; allocate(room={n}), or cut them"
+    return f"{n} tokens at once do not fit beside a window of {window}; allocate(room={n}), or append fewer at once"
 
 
 def of_window(kept: int | None, spec: AttentionSpec) -> str | None:
     """A cache that keeps a window serves specs with no larger window."""
     if kept is None or (spec.window is not None and spec.window <= kept):
         return None
-    return f"the cache keeps a window of {kept} keys, the spec sees window={spec.window}"
+    return (
+        f"the cache keeps a window of {kept} keys, the spec sees window={spec.window}; pass "
+        f"spec=AttentionSpec(window={kept}) or less, or allocate the cache with another window"
+    )
 
 
 def of_back(new: np.ndarray | None, lengths: np.ndarray | None, first: np.ndarray | None) -> str | None:
@@ -466,4 +505,4 @@ def of_back(new: np.ndarray | None, lengths: np.ndarray | None, first: np.ndarra
         return None
     if (new <= lengths).all() and (new >= first).all():
         return None
-    return f"truncate to {new.tolist()}: the rows can go back from {lengths.tolist()} to {first.tolist()}"
+    return f"truncate to {new.tolist()}: the rows can go back from {lengths.tolist()} to {first.tolist()} tokens"

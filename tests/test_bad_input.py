@@ -206,10 +206,20 @@ def test_heads_and_tokens_that_are_exchanged_are_noticed(planned):
     assert "exchanged" not in str(other.value)
 
 
+@pytest.mark.parametrize("function", [ra.attention, ra.linear_attention])
+@pytest.mark.parametrize("array", [torch.zeros, jax.numpy.zeros])
+def test_as_many_heads_as_no_model_has_are_a_warning(function, array):
+    x = array((1, 4, 513, 8))
+    with pytest.warns(UserWarning, match=r"q has shape \(1, 4, 513, 8\): 4 tokens and 513 heads; .*transpose") as said:
+        function(x, x, x)
+    assert said[0].filename == __file__
+
+
 def test_a_plan_of_the_other_framework_is_refused():
-    plan = ra.plan(jax.sharding.Mesh(jax.devices()[:1], ("ring",)), seq_len=16)
-    with pytest.raises(ValueError, match="the plan was made for a jax mesh, and q is a torch tensor; give plan"):
-        ra.attention(*tensors(), plan)
+    for devices in (1, 2):
+        plan = ra.plan(jax.sharding.Mesh(jax.devices()[:devices], ("ring",)), seq_len=16)
+        with pytest.raises(ValueError, match="the plan was made for a jax mesh, and q is a torch tensor; give plan"):
+            ra.attention(*tensors(), plan)
 
 
 def test_only_one_rank_is_wrong_and_all_say_which():
@@ -425,10 +435,10 @@ def test_every_function_refuses_unknown_words_alike(name):
     cache = ra.KVCache.allocate(plan, batch=1, max_len=16, kv_heads=2, head_dim=8, dtype=x.dtype)
     cache.append(x, x)
     where = {"prefill": (plan, cache), "decode": (cache,)}.get(name, ())
-    spec = f"{name} has no such argument" if name == "linear_attention" else r"pass spec=AttentionSpec\(causal=...\)"
+    spec = "linear attention is causal" if name == "linear_attention" else r"pass spec=AttentionSpec\(causal=...\)"
     for word, says in [
         ("dropout", "dropout: attention dropout is not supported: it has no exact form over ranks"),
-        ("bias", "bias: an additive bias is not supported: masks are intervals"),
+        ("bias", "bias: an additive bias is not supported: masks are causal, windows, and docs="),
         ("temprature", f"temprature: {name} has no such argument"),
         ("is_causal", f"is_causal: {spec}"),
     ]:

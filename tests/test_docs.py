@@ -11,12 +11,21 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+def shapes_of(svg: str) -> tuple[np.ndarray, str]:
+    """The coordinates in a picture's paths, in order, and the version of matplotlib that drew it."""
+    paths = re.findall(r' d="([^"]*)"', svg)
+    return np.array([float(n) for path in paths for n in re.findall(r"-?\d+\.?\d*", path)]), re.findall(
+        "Matplotlib v[0-9.]+", svg
+    )[0]
 
 
 def blocks(page: Path) -> list[tuple[int, str]]:
@@ -72,7 +81,13 @@ def test_every_picture_can_be_drawn_and_is_shown(tmp_path):
     from ringattn.launch.commands import plot
 
     assert plot.run(plot.Options("pictures", out=str(tmp_path))) == 0
-    kept = {p.name for p in (ROOT / "docs/pictures").glob("*.svg")}
+    pictures = {p.name: p for p in (ROOT / "docs/pictures").glob("*.svg")}
+    kept = set(pictures)
     assert {p.name for p in tmp_path.iterdir()} == kept, "run `ringattn plot pictures`"
+    for name, old in pictures.items():
+        (drawn, by), (shown, other) = (shapes_of(p.read_text()) for p in (tmp_path / name, old))
+        if by == other:  # another version of matplotlib draws other letters
+            assert len(drawn) == len(shown), f"{name} is out of date: run `ringattn plot pictures`"
+            assert np.allclose(drawn, shown, atol=0.01), f"{name} is out of date: run `ringattn plot pictures`"
     shown = "".join((ROOT / "docs" / name).read_text() for name in ("how-it-works.md", "linear-attention.md"))
     assert all(f"(pictures/{name})" in shown for name in kept)

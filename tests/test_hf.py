@@ -364,7 +364,7 @@ def mamba():
     [
         (lambda: build("Llama", attention_dropout=0.1), "LlamaForCausalLM has attention_dropout=0.1"),
         (lambda: torch.nn.Linear(2, 2), "Linear is not a transformers model"),
-        (lambda: pooled(), "LlamaForSequenceClassification reads its answer off one token"),
+        (lambda: pooled(), "LlamaForSequenceClassification predicts from one token"),
         (lambda: build("Mistral", output_router_logits=True), "has output_router_logits in its config: that adds"),
         (t5, "T5ForConditionalGeneration is an encoder-decoder"),
         (mamba, "MambaForCausalLM"),

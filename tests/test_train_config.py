@@ -61,8 +61,8 @@ def test_nothing_said_is_the_schema_itself():
         (["seq_len=0"], "seq_len=0: must be above 0"),
         (["model.heads=3"], "model.heads=3 does not divide model.dim=128"),
         (["run=../x"], "is a name inside folder=runs"),
-        (["seq_len=abc"], "seq_len: expected int; Value 'abc'"),
-        (["model.window=wide"], "model.window: expected int | None; Value 'wide'"),
+        (["seq_len=abc"], "seq_len: expected a whole number; Value 'abc'"),
+        (["model.window=wide"], "model.window: expected a whole number or null; Value 'wide'"),
         (["run=a(b"], "run=a(b: "),
         (["nproc=0"], "nproc=0: must be above 0"),
         (["data.held_out=-1"], "data.held_out=-1: must be 0 or above"),
@@ -113,7 +113,7 @@ def test_what_cannot_be_is_one_sentence(words, said, capsys):
     [
         ("optimizer: {lrr: 3}", "experiment/mine.yaml: no key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
         ("seqlen: 3", "experiment/mine.yaml: no key 'seqlen'; did you mean 'seq_len'?"),
-        ("seq_len: abc", "experiment/mine.yaml: seq_len: expected int; Value 'abc'"),
+        ("seq_len: abc", "experiment/mine.yaml: seq_len: expected a whole number; Value 'abc'"),
         ("optimizer: adam", "experiment/mine.yaml: Merge error: str is not a subclass of Optimizer"),
         ("seq_len: [1", "experiment/mine.yaml, line 3: expected ',' or ']'"),
         (

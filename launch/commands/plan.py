@@ -56,7 +56,7 @@ def run(options: Options) -> int:
     """Print the plan and its steps."""
     spec = AttentionSpec(causal=options.causal, window=options.window)
     if options.docs is not None and sum(options.docs) > options.seq_len:
-        raise ValueError(f"docs= hold {sum(options.docs)} tokens, more than seq_len={options.seq_len}")
+        raise ValueError(f"docs= holds {sum(options.docs)} tokens, more than seq_len={options.seq_len}")
     if options.causal and options.key_len not in (None, options.seq_len):
         raise ValueError(
             f"key_len={options.key_len} beside seq_len={options.seq_len} needs causal=false: the positions of two "

@@ -84,7 +84,7 @@ def shared_kernels(plan: Plan) -> frozenset[str] | None:
 
 def refuse(problem: str, plan: Any) -> NoReturn:
     """Raise the problem on all ranks of the plan, although only some of them may have noticed it."""
-    if isinstance(plan, Plan) and plan.axes.here:
+    if isinstance(plan, Plan) and plan.framework == "torch" and plan.axes.here:
         agree(plan, {}, problem)
     raise ValueError(problem)
 
@@ -136,7 +136,8 @@ def compare(everyone: dict[Place, Words]) -> None:
         for place, words in everyone.items():
             if words.get(name, "nothing") != expected:
                 others.setdefault(words.get(name, "nothing"), []).append(place)
-        for found, places in others.items():
-            lines.append(f"{name}: {named([first])} has {expected}, {named(places)} has {found}")
+        if others:
+            all_found = [f"{named(places)} has {found}" for found, places in others.items()]
+            lines.append(", ".join([f"{name}: {named([first])} has {expected}", *all_found]))
     if lines:
         raise ValueError("the ranks do not make the same call: " + "; ".join(lines))

@@ -130,11 +130,10 @@ def judge(found: dict[Place, tuple[int, ...]], count: bool = False) -> None:
     unlike = [place for place, mine in others if same(mine, expected) and mine != expected]
     if unlike:
         raise ValueError(
-            f"the ranks of one plan were given different sequences: the input ids, labels or other integers that "
-            f"{named(unlike)} cut are not those of {named([first])}. All ring and ulysses ranks of a plan share each "
-            "sequence, so a sampler must deal examples out over data ranks only: DistributedSampler(dataset, "
-            "num_replicas=DATA_RANKS, rank=DATA_RANK), which are 1 and 0 without a data axis. For tensors that differ "
-            "on purpose, use plan.shard(x, compare=False), or hf.prepare(model, plan, compare=False)"
+            f"the ranks of one plan were given different sequences: integers (ids, labels) of {named(unlike)} are not "
+            f"those of {named([first])}; give all of them the same whole sequences, with DistributedSampler(dataset, "
+            "num_replicas=DATA_RANKS, rank=DATA_RANK) (1 and 0 without a data axis), or, if they differ on purpose, "
+            "pass compare=False to plan.shard or hf.prepare"
         )
 
 

@@ -176,14 +176,16 @@ def of_part(x: Tensor, plan: Plan, dim: int) -> str | None:
     """Dim `dim` of x has this rank's tokens."""
     problem = of_dim(x, dim)
     if problem is None and x.shape[dim] != plan.local_len:
-        problem = f"dim {dim} of x has {x.shape[dim]} tokens; a rank of this plan holds {plan.local_len} ({plan})"
+        hint = "; x is the whole sequence, pass this rank's part" if x.shape[dim] == plan.seq_len else ""
+        problem = f"dim {dim} of x has {x.shape[dim]} tokens; a rank of this plan holds {plan.local_len} ({plan}){hint}"
     return problem
 
 
 def check_whole(x: Tensor, plan: Plan, dim: int) -> None:
     raise_if(of_dim(x, dim))
     if x.shape[dim] != plan.seq_len:
-        hint = "; it is already sharded" if x.shape[dim] == plan.local_len else f"; use plan.for_length({x.shape[dim]})"
+        local = x.shape[dim] == plan.local_len
+        hint = "; it is already sharded: shard x once" if local else f"; use plan.for_length({x.shape[dim]})"
         raise ValueError(f"dim {dim} of x has {x.shape[dim]} tokens, the plan is for {plan.seq_len}{hint}")
 
 

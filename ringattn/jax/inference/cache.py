@@ -163,7 +163,7 @@ class KVCache(serving.KVCache):
             if wrong := of_kept(name, x, mine):
                 return wrong
             if x.dtype != mine.dtype:
-                return f"{name} is {x.dtype}, the cache {mine.dtype}"
+                return f"{name} is {x.dtype}, the cache {mine.dtype}; cast {name}, or allocate the cache so"
         problem = of_pair(k, v) or of_room(n, self.known, self.max_len)
         if problem is None and self.window is not None and min(self.max_len, self.window - 1 + n) > self.k.shape[1]:
             return beside_window(n, self.window)

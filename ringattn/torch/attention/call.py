@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ringattn.check import of_arguments, of_arrays
+from ringattn.check import of_arguments, of_arrays, warn_of_exchanged
 from ringattn.cost import Shape, kv_heads_of_a_rank
 from ringattn.kernels import Kernel, select
 from ringattn.kernels.intervals import Intervals
@@ -258,6 +258,7 @@ def make(
     bits = plan.deterministic or torch.are_deterministic_algorithms_enabled()
     words = agree.describe(plan, spec, tensors, docs, key_docs, call="attention", gradients=kept, deterministic=bits)
     agree.agree(plan, words, problem)
+    warn_of_exchanged(q, stacklevel=6)  # of the line that calls ringattn.attention
     call = Call(q, k, v, Mask(plan, spec, docs, key_docs), gradients, return_lse)
     refused = call.refused()
     if plan.kernel != "auto":  # one rank alone may lack a package, or have an older GPU

@@ -284,8 +284,8 @@ class KVCache(serving.KVCache):
             if wrong := check.of_kept(name, x, mine):
                 return wrong
             if x.dtype != mine.dtype or x.device != mine.device:
-                mine_is = f"the cache {mine.dtype} on {mine.device}; allocate another (a layer: reset())"
-                return f"{name} is {x.dtype} on {x.device}, {mine_is}"
+                remedy = f"cast {name}, or allocate the cache so (a layer: reset())"
+                return f"{name} is {x.dtype} on {x.device}, the cache {mine.dtype} on {mine.device}; {remedy}"
         return check.of_pair(k, v) or self.overflow(n)
 
     def overflow(self, n: int) -> str | None:

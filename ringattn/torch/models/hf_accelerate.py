@@ -28,7 +28,9 @@ def over_ranks(
     whole also inside of `maybe_context_parallel`, which does nothing. `seq_len` (the model's longest by default),
     `strategy` and `layout` are those of `ringattn.plan`; batches of other lengths are spread in the same way.
     """
-    config: Any = getattr(accelerator, "parallelism_config", None)
+    if not hasattr(accelerator, "parallelism_config"):
+        raise ValueError(f"accelerator is of type {type(accelerator).__name__}; pass accelerate's Accelerator")
+    config: Any = accelerator.parallelism_config
     size = getattr(config, "cp_size", 1)
     if size < 2:
         raise ValueError(

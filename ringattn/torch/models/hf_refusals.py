@@ -27,7 +27,7 @@ def refuse(model: nn.Module, plan: Any, over: Any) -> None:
     if not isinstance(over, list | tuple) or not all(hasattr(axis, "rank") for axis in over):
         raise ValueError(f"over={over!r}: pass axes, as in over=(ringattn.comms.mesh.axis(mesh, 'data'),)")
     if hasattr(model, "ringattn"):
-        raise ValueError(f"this {name} is already prepared; prepare a new model, or a copy made before")
+        raise ValueError(f"this {name} is already prepared; use it as it is, or hf.unprepare(model) first")
     refuse_model(model, name)
     if linear_layers(model) and plan.layout == "striped" and plan.ring > 1:
         raise ValueError(
@@ -49,7 +49,7 @@ def refuse_model(model: nn.Module, name: str) -> None:
     if not (type(model)._can_set_attn_implementation() and supported):  # type: ignore[attr-defined]
         raise ValueError(f"{name} does not use transformers' attention interface, so its attention cannot be replaced")
     if any(kind in name for kind in POOLED):
-        raise ValueError(f"{name} reads its answer off one token of the sequence, which lies on one rank only")
+        raise ValueError(f"{name} predicts from one token, which only one rank holds, and is not supported")
     known = {*LAYERS, *POINTWISE, *(getattr(layer, "layer_type", LINEAR) for layer in linear)}
     others = sorted(set(getattr(text, "layer_types", None) or ()) - known)
     if others:

@@ -20,6 +20,8 @@ from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.torch.same_data import compare_data
 from ringattn.torch.sharding import real_tokens
 
+MINE = "pass those of this rank's tokens (plan.shard), or use plan.for_length(n)"
+
 
 def token_mean(
     losses_BT: Tensor, plan: Plan, *, mask: Tensor | None = None, docs: Docs | None = None, over: Sequence[Any] = ()
@@ -115,7 +117,7 @@ def of_losses(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | N
     if len(shape) != 2 or not losses_BT.is_floating_point():
         return f"losses has shape {shape} and dtype {losses_BT.dtype}; expected a float for each token, [batch, tokens]"
     if shape[1] != plan.local_len:
-        return f"losses has {shape[1]} tokens, a rank of this plan holds {plan.local_len} ({plan})"
+        return f"losses has {shape[1]} tokens, a rank of this plan holds {plan.local_len} ({plan}); {MINE}"
     return of_packed("docs", docs, plan.seq_len, shape[0]) or (None if mask is None else of_mask(mask, losses_BT))
 
 
@@ -148,7 +150,7 @@ def of_labels(logits_BTV: Tensor, labels_BT: Tensor, plan: Plan, ignore_index: A
     if len(shape) != 3 or not floating or not shape[2]:
         return f"logits has shape {shape} and dtype {logits_BTV.dtype}; expected floats [batch, tokens, vocabulary]"
     if shape[1] != plan.local_len:
-        return f"logits has {shape[1]} tokens, a rank of this plan holds {plan.local_len} ({plan})"
+        return f"logits has {shape[1]} tokens, a rank of this plan holds {plan.local_len} ({plan}); {MINE}"
     if tuple(labels_BT.shape) != shape[:2] or labels_BT.dtype not in (torch.int32, torch.int64):
         return (
             f"labels has shape {tuple(labels_BT.shape)} and dtype {labels_BT.dtype}; expected int64 or int32 "
