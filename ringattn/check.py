@@ -449,8 +449,10 @@ def of_room(n: int, lengths: np.ndarray | None, max_len: int) -> str | None:
     return f"{n} more tokens do not fit: rows hold up to {lengths.max()} of max_len={max_len}"
 
 
-def beside_window(n: int, window: int) -> str:
-    return f"{n} tokens at once do not fit beside a window of {window}; allocate(room={n}), or cut them"
+def beside_window(n: int, window: int, apart: int = 0) -> str:
+    """`apart`: how many tokens the longest row has more than the shortest one."""
+    rows = f" in rows whose lengths differ by {apart}" * (apart > 0)
+    return f"{n} tokens at once do not fit beside a window of {window}{rows}; allocate(room={n + apart}), or cut them"
 
 
 def of_window(kept: int | None, spec: AttentionSpec) -> str | None:
