@@ -9,7 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 ALSO = {"gpu": "cuda"}  # what some call it
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", type(None): "null"}
+WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a word",
+    type(None): "null",
+}
 
 
 def option(
@@ -63,7 +69,7 @@ def expected(hint: Any) -> str:
 def in_words(kind: Any) -> str:
     if typing.get_origin(kind) in (list, tuple):
         return f"{in_words(typing.get_args(kind)[0]).removeprefix('a ')}s separated by commas"
-    return WORDS.get(kind) or str(getattr(kind, "__name__", kind))
+    return WORDS[kind] if kind in WORDS else str(getattr(kind, "__name__", kind))
 
 
 def nearest(word: str, among: Iterable[str]) -> str:

@@ -28,9 +28,9 @@ class Model:
     rope_theta: float = option(10000.0, "base of the rotary frequencies")
     window: int | None = option(None, "how many keys a query sees; by default all")
     softcap: float | None = option(None, "soft cap of the scores")
-    softmax_every: int = option(1, "one block in so many attends with softmax, the others with linear attention")
+    softmax_every: int = option(1, "N: every N-th block uses softmax attention, the others linear attention")
     rule: str = option(
-        "gated", "of linear attention; delta as Qwen3-Next, kimi as Kimi Linear", among=("gated", "delta", "kimi")
+        "gated", "of linear attention: delta as Qwen3-Next, kimi as Kimi Linear", among=("gated", "delta", "kimi")
     )
     convolution: int = option(0, "tokens of the causal convolution of linear attention; 0 for none")
 
@@ -41,13 +41,13 @@ class Strategy:
 
     data: int = option(1, "ranks that hold different sequences")
     ring: int | None = option(None, "ranks along the ring; by default all remaining ranks")
-    ulysses: int | None = option(1, "ranks that trade sequence for heads; null: all remaining ranks, and a ring of 1")
+    ulysses: int | None = option(1, "ranks that exchange tokens for heads; null: all remaining ranks, and a ring of 1")
     keys: str = option("auto", "how keys meet queries", among=("auto", "ring", "gather", "ulysses"))
     layout: str = option("auto", "which tokens a rank holds", among=("auto", "contiguous", "striped", "zigzag"))
     kernel: str = option("auto", "auto, or the name of an attention kernel")
     recompute: str = option(
         "none",
-        "what backward computes again; cheap: all but attention, block: all of it",
+        "what backward computes again: pointwise operations; cheap: all but attention; block: all of a block",
         among=("none", "pointwise", "cheap", "block"),
     )
 
@@ -58,14 +58,14 @@ class Cluster:
 
     kind: str = option(
         "local",
-        "local starts the ranks here, torchrun finds them started, ray has Ray's workers be them",
+        "local starts the ranks here; torchrun: they were started; ray: they are Ray's workers",
         among=("local", "torchrun", "ray"),
     )
     timeout: float = option(600.0, "seconds after which waiting for another rank is an error")
-    address: str | None = option(None, "of the Ray cluster, or auto; by default one is started for this run")
-    failures: int = option(3, "how many failures Ray answers with another attempt; -1 for all", least=-1)
-    at_least: int | None = option(None, "go on with as few ranks as this when Ray has no more; by default nproc")
-    resize_every: float = option(60.0, "seconds between looks whether Ray could start more ranks, up to nproc")
+    address: str | None = option(None, "address of the Ray cluster, or auto; by default one is started for this run")
+    failures: int = option(3, "after how many failures Ray starts another attempt; -1 for all", least=-1)
+    at_least: int | None = option(None, "the fewest ranks to continue with if Ray has no more; by default nproc")
+    resize_every: float = option(60.0, "seconds between checks whether Ray can start more ranks, up to nproc")
     placement: str = option(
         "PACK",
         "of Ray's ranks: PACK on few nodes, SPREAD over many",
@@ -78,11 +78,11 @@ class Data:
     """What is learned."""
 
     path: str = option("stdlib", "a folder, or one file; stdlib: the sources of the Python standard library")
-    suffix: str = option("", "of a folder, only the files whose name ends so")
+    suffix: str = option("", "only the files of the folder whose names end with this")
     tokens: str | None = option(
         None, "the file holds tokens of this type, not bytes", among=("uint8", "uint16", "uint32", "int32")
     )
-    documents: str = option("", "what does not see each other: files, or what this token ends")
+    documents: str = option("", "packed documents: files, or the number of the token that ends a document")
     held_out: int = option(4, "sequences kept for evaluation", least=0)
 
 
@@ -116,20 +116,20 @@ class Train:
         among=("auto", "float32", "bfloat16"),
     )
     compile: bool = option(
-        False, "fuse what is between matrix products, with torch.compile: half a minute at the start"
+        False, "fuse operations between matrix products with torch.compile; it takes half a minute at the start"
     )
     seq_len: int = option(8192, "tokens of a sequence")
-    batch: int = option(1, "sequences a step and data rank")
-    accumulate: int = option(1, "how many such batches make one step")
+    batch: int = option(1, "sequences per step and data rank")
+    accumulate: int = option(1, "number of such batches in one step")
     steps: int = option(40, "steps of the optimizer")
     seed: int = option(0, "of weights and of the order of the data")
     folder: str = option("runs", "where runs are kept")
     run: str | None = option(None, "this run's name; by default the time")
     resume: str | None = option(None, "auto: from this run's newest checkpoint; or a checkpoint's folder")
-    save_every: int = option(0, "steps between checkpoints, the last step's beside them; 0: only when a SIGTERM asks")
+    save_every: int = option(0, "steps between checkpoints, also after the last step; 0: only after a SIGTERM")
     keep: int = option(2, "checkpoints kept")
     eval_every: int = option(0, "steps between evaluations; 0 for one at the end")
-    log_every: int | None = option(None, "log every N steps; null: all in metrics.jsonl, every 50th without a terminal")
+    log_every: int | None = option(None, "log every N steps; null: every step, but without a terminal print 50 lines")
     reference: bool = option(True, "also train on one rank, and measure memory at shorter sequences, for the picture")
     picture: bool = option(True, "draw the loss and the memory at the end, where matplotlib is installed")
     profile: bool = option(False, "a profiler trace of steps 2 to 4")

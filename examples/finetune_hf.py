@@ -1,6 +1,6 @@
 """Train a transformers model on one long sequence that is spread over ranks, its weights cut by FSDP2.
 
-torchrun --nproc-per-node 8 examples/finetune_hf.py MODEL TEXT 131072     # nothing said: a tiny Llama on this file
+torchrun --nproc-per-node 8 examples/finetune_hf.py MODEL TEXT 131072     # without arguments: a tiny Llama on this file
 """
 
 import os

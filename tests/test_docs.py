@@ -17,7 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]*))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def shapes_of(svg: str) -> tuple[np.ndarray, str]:
@@ -26,6 +27,11 @@ def shapes_of(svg: str) -> tuple[np.ndarray, str]:
     return np.array([float(n) for path in paths for n in re.findall(r"-?\d+\.?\d*", path)]), re.findall(
         "Matplotlib v[0-9.]+", svg
     )[0]
+
+
+def anchors(page: Path) -> list[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in HEADING.findall(page.read_text())]
 
 
 def blocks(page: Path) -> list[tuple[int, str]]:
@@ -65,7 +71,10 @@ def test_scripts_run_under_torchrun(page, line, code, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page):
-    missing = [to for to in LINK.findall(page.read_text()) if "://" not in to and not (page.parent / to).exists()]
+    links = [
+        (page.parent / to if to else page, anchor) for to, anchor in LINK.findall(page.read_text()) if "://" not in to
+    ]
+    missing = [str(to) for to, anchor in links if not to.exists() or (anchor and anchor not in anchors(to))]
     assert not missing, f"{page.name} links to {missing}"
 
 

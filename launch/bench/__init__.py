@@ -1,21 +1,22 @@
 """Benchmarks, side by side: `ringattn bench SUITE [key=value ...]`.
 
-    auto      one GPU: what kernel="auto" runs, beside every kernel named, in turns
-    decode    a token over a cache that is spread over ranks: time over that of copying it
-    jax       attention on JAX arrays over this machine's GPUs, beside its kernel alone
-    kernels   one GPU: our kernels beside cuDNN, FlashAttention and FlexAttention
-    linear    one GPU: our gated linear attention beside flash-linear-attention
-    memory    the peak memory of a rank at 1, 2, 4, 8 ranks
+    auto      one GPU: what kernel="auto" runs, next to every kernel by name, in turns
+    decode    a token over a cache that is spread over ranks, next to a copy of the cache
+    jax       attention on JAX arrays over this machine's GPUs, next to its kernel alone
+    kernels   one GPU: our kernels next to cuDNN, FlashAttention and FlexAttention
+    linear    one GPU: our gated linear attention next to flash-linear-attention
+    memory    the peak memory of a rank, with 1, 2, 4, 8 ranks
     prefill   a prompt whole and in chunks: time and peak memory
-    ring      many ranks: time over the floor of one without communication
-    scan      linear attention over many ranks: time over the floor of each rank alone
-    step      a training run's step over the floor of its attention and matrix products
-    traffic   the bytes a rank sends, counted, beside what the schedule says
+    ring      attention over many ranks, next to the same work of one rank without communication
+    scan      linear attention over many ranks, next to each rank alone
+    step      a step of a training run, next to its attention and matrix products alone
+    traffic   the bytes that a rank sends, counted, next to those of the schedule
 
-A suite is a module of launch/bench/ with its own Options and `run(options) -> list of rows`; one over ranks gets its
-rows from `over_ranks`. The rows are printed as a table of the suite's COLUMNS (a suite without COLUMNS prints its own)
-and, with out=FILE, appended to it as one JSON line each: commit, device, versions, case, milliseconds, ratios.
+`ringattn bench SUITE --help` lists the keys of a suite. The results are printed as a table. With out=FILE each row is
+also appended to the file as a JSON line: commit, device, versions, case, milliseconds, ratios.
 """
+# A suite is a module of launch/bench/ with its own Options and `run(options) -> list of rows`; one over ranks gets its
+# rows from `over_ranks`. A suite without COLUMNS prints its own table.
 
 import dataclasses
 import json

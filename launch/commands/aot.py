@@ -1,9 +1,9 @@
-"""What the TPU compiler makes of a plan, without a TPU: memory, the order of hops and kernels, and which blocks fit.
+"""Compile a plan for a TPU topology, without a TPU: memory, the order of hops and kernels, and which blocks fit.
 
     ringattn aot topology=v6e:2x4 ring=8 seq_len=131072 heads=32 kv_heads=8
     ringattn aot topology=v5e:2x4 ring=4 ulysses=2 layout=striped window=4096 blocks=1024x1024,2048x2048
 
-Needs libtpu (pip install '.[tpu]'). The devices that ring x ulysses leaves over are a data axis.
+Needs libtpu (pip install '.[tpu]'). Devices beyond ring x ulysses form a data axis.
 """
 
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ from ringattn.spec import AttentionSpec
 @dataclass
 class Options:
     topology: str = option("v6e:2x4", "a TPU topology: v4:2x2x2, v5e:2x4, v5p:2x2x2, v6e:2x4, tpu7x:2x2x2, ...")
-    seq_len: int = option(131072, "tokens, whole sequence")
+    seq_len: int = option(131072, "tokens of the whole sequence")
     ring: int = option(8, "devices along the ring")
     ulysses: int = option(1, "devices along the Ulysses axis")
     strategy: str = option("ring", "ring, gather or ulysses")
     layout: str = option("zigzag", "contiguous, striped or zigzag")
     heads: int = option(32, "query heads")
     kv_heads: int = option(8, "key and value heads")
-    head_dim: int = option(128, "of queries and keys")
-    value_dim: int | None = option(None, "of values; None for the same")
-    batch: int = option(1, "sequences on each ring")
+    head_dim: int = option(128, "the size of a head")
+    value_dim: int | None = option(None, "the size of a value; by default head_dim")
+    batch: int = option(1, "sequences of each ring")
     dtype: str = option("bfloat16", "bfloat16 or float32")
-    causal: bool = option(True, "no query sees a later key")
-    window: int | None = option(None, "the last keys a query sees")
-    softcap: float | None = option(None, "of the scores")
-    blocks: list[str] = option([], "also try these blocks of queries x keys, each alone: 512x512,1024x2048")
+    causal: bool = option(True, "whether a query sees no later key")
+    window: int | None = option(None, "how many keys a query sees at most")
+    softcap: float | None = option(None, "the soft cap of scores")
+    blocks: list[str] = option([], "also try these blocks of queries x keys, one by one: 512x512,1024x2048")
     text: str | None = option(None, "also write the two scheduled programs to PATH.forward and PATH.backward")
 
 

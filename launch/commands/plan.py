@@ -1,8 +1,8 @@
 """Show how a shape would be spread: every candidate with its predicted time, why the first was taken, and its steps.
 
 Needs no ranks and no GPU: `ringattn plan seq_len=131072 heads=32,8 head_dim=128 ring=4 ulysses=2 device=cuda`.
-With sequence=N instead of ring and ulysses, the plan factors N by itself. The steps show who works when, and what
-travels; docs=LENGTHS counts packed documents.
+With sequence=N instead of ring and ulysses, the plan chooses both. The steps show which rank works when, and what
+travels. With docs=LENGTHS the work is that of packed documents.
 """
 
 from dataclasses import dataclass
@@ -24,24 +24,24 @@ class Options:
     seq_len: int = option(131072, "tokens of the whole sequence")
     heads: tuple[int, ...] = option((32, 8), "query heads, key heads")
     head_dim: int = option(128, "the size of a head")
-    value_dim: int | None = option(None, "the size of a value, if it is another")
-    key_len: int | None = option(None, "tokens of the keys' sequence, if it is another (needs causal=false)")
+    value_dim: int | None = option(None, "the size of a value; by default head_dim")
+    key_len: int | None = option(None, "tokens of the keys; by default seq_len (another length needs causal=false)")
     ring: int = option(1, "ranks along the ring axis")
     ulysses: int = option(1, "ranks along the ulysses axis")
-    sequence: int | None = option(None, "ranks in all; the plan chooses ring and ulysses")
+    sequence: int | None = option(None, "ranks; the plan chooses ring and ulysses")
     strategy: str = option("auto", "auto, ring, gather or ulysses")
     layout: str = option("auto", "auto, contiguous, striped or zigzag")
     kernel: str = option("auto", "auto, or the name of a kernel")
-    hosts: int = option(1, "on how many hosts the ring lies, one after the other with as many ranks on each")
-    route: str = option("auto", "auto, direct, relay or levels: how blocks of keys reach the ranks of a ring")
-    together: int | None = option(None, "how many blocks a step of the direct route brings")
+    hosts: int = option(1, "hosts of the ring, each with as many consecutive ranks")
+    route: str = option("auto", "how keys reach the ranks of a ring: auto, direct, relay or levels")
+    together: int | None = option(None, "with route=direct: from how many ranks keys arrive in a step")
     transport: str = option("auto", "auto, symmetric (GPUs of one host share memory) or group (NCCL, gloo)")
-    backward: str = option("auto", "auto, keys or queries: what travels in backward on the direct route")
-    groups: int | None = option(None, "in how many groups of heads Ulysses and gather exchange")
+    backward: str = option("auto", "with route=direct: what travels in backward, auto, keys or queries")
+    groups: int | None = option(None, "in how many groups Ulysses and gather exchange the heads")
     causal: bool = option(True, "whether a query sees no later key")
     window: int | None = option(None, "how many keys a query sees at most")
     docs: tuple[int, ...] | None = option(None, "lengths of packed documents; the rest is padding", least=0)
-    device: str = option("cuda", "whose speeds and kernels to assume", among=("cuda", "cpu"))
+    device: str = option("cuda", "the speeds and kernels to assume", among=("cuda", "cpu"))
     dtype: str | None = option(None, "by default bfloat16 on cuda and float32 on cpu")
 
 

@@ -1,10 +1,11 @@
-"""Measure kernels on this GPU, and write what is best to a file.
+"""Measure kernels on this GPU, and write the best configurations to a file.
 
-what=tiles   the sizes in which our kernels are cut: a table that `attend(..., table=load(path))` uses. What does not
-             compile, does not fit, or is wrong is left out.
-what=rates   how fast each kernel is, which decides what "auto" takes: `ringattn.kernels.rates.use(path)`
+what=tiles   the tile sizes of our kernels, as a table for `attend(..., table=load(path))`, with `load` of
+             `ringattn.kernels.triton.table`.
+             Sizes that do not compile, do not fit, or give wrong results are left out.
+what=rates   how fast each kernel is, from which "auto" chooses: `ringattn.kernels.rates.use(path)`
 
-Every rank must be given the same file.
+Give every rank the same file.
 """
 
 import statistics
@@ -30,7 +31,7 @@ from ringattn.spec import bounds
 @dataclass(frozen=True)
 class Options:
     what: str = option("tiles", "what is measured", among=("tiles", "rates"))
-    out: str | None = option(None, "where the table is written (WHAT.json); entries that are there already are kept")
+    out: str | None = option(None, "the file (by default WHAT.json); entries that it already has are kept")
     dims: list[int] = option([64, 128], "head dims to tune: 32, 64, 128, 256")
     dtype: str = option("bfloat16", "bfloat16, float16 or float32")
     tokens: int = option(16384, "tokens of the causal problem that is timed")
@@ -41,7 +42,7 @@ class Options:
 
 def run(options: Options) -> int:
     if not torch.cuda.is_available():
-        print("ringattn tune: no GPU here; the built-in table serves")
+        print("ringattn tune: no GPU here; the built-in table is used")
         return 1
     from ringattn.kernels.triton import table as tiles
 

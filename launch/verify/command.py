@@ -1,25 +1,25 @@
 """Prove on this machine that attention over ranks equals dense float64 attention: out, lse and every gradient.
-And that linear attention, gated and by the delta rule, equals its recurrence: out, the state behind the last token and
-every gradient.
+Linear attention, gated and with the delta rule, must equal its recurrence: out, the last state and every gradient.
 
     ringattn verify                                            4 ranks as threads of this process
     ringattn verify backend=gloo ranks=2 cases=docs,window     real processes, some of the cases
-    ringattn verify backend=nccl device=cuda dtype=bfloat16    one rank a GPU
+    ringattn verify backend=nccl device=cuda dtype=bfloat16    one rank per GPU
     ringattn verify backend=gloo device=cuda                   4 ranks on the GPUs that are here, even one
     torchrun --nproc-per-node=4 -m ringattn verify             the ranks that were started
     ringattn verify random=100 seed=7                          random calls: any shape, mask, mesh, magnitude and dtype
-    ringattn verify model=FOLDER ranks=2 tokens=4096           a transformers model beside itself on one rank
+    ringattn verify model=FOLDER ranks=2 tokens=4096           a transformers model against itself on one rank
 
-Runs the tests' list of cases on every strategy and layout that this number of ranks allows, with NaN in the padding.
-A float32 result may be off by 2e-6 of its norm, a lower precision by twice what one device is off by, dense, in the
-same dtype; of linear attention, whose states are rounded in every chunk, by 1e-3 in float16 and 8e-3 in bfloat16. And
-no single element of attention may be off by more than the dtype's rounding adds up to for these inputs: `element` is
-the worst error over that. Random calls, of caches too, are held to the latter alone; a call that fails is repeated by
-the line that is printed. The exit status is 1 if any is off by more. A kernel that is named may refuse cases; auto may
-not.
+Runs the tests' list of cases with every strategy and layout that this number of ranks allows, with NaN in the padding.
+Limits of the relative error of a result (by norm): 2e-6 in float32; in lower precisions twice the error of dense
+attention on one device in the same dtype; for linear attention, whose states are rounded in every chunk, 1e-3 in
+float16 and 8e-3 in bfloat16. Each element of attention has a limit too, the rounding of the dtype summed for these
+inputs: `element` is the worst error over this limit. For random calls, also of caches, only the latter is checked; a
+failed call prints the command that repeats it. The exit status is 1 if an error is above its limit, or if auto finds no
+kernel for a case. A kernel given by kernel= may refuse cases.
 
-A model is a folder that model.save_pretrained wrote, or a config.json (random weights). Its logits, loss, hidden states
-and gradients may be off by twice what it is off by on one rank in float32; the table says in which layer they part.
+A model is a folder that model.save_pretrained wrote, or a config.json (random weights). The limit for its logits, loss,
+hidden states and gradients is twice the error of the same model on one rank in float32, plus 5e-6. The table shows in
+which layer they first differ.
 """
 
 import math
@@ -56,18 +56,18 @@ AnyCase = Case | linear_oracle.Case | drawn.Call
 
 @dataclass(frozen=True)
 class Options:
-    ranks: int | None = option(None, "how many (4; random calls on threads: 1 to 8; under torchrun: as were started)")
+    ranks: int | None = option(None, "number of ranks (4; random calls on threads: 1 to 8; under torchrun: all)")
     backend: str = option("threads", "threads of this process, or processes", among=("threads", "gloo", "nccl"))
     device: str = option("cpu", "where it runs", among=("cpu", "cuda"))
-    cases: tuple[str, ...] = option((), "only cases whose name holds one of these words (default: all)")
+    cases: tuple[str, ...] = option((), "only cases whose name contains one of these words (default: all)")
     kernel: str = option("auto", "auto, or the name of a kernel")
     dtype: str | None = option(None, "float32 by default; random calls: any of them", among=DTYPES)
     timeout: float = option(300.0, "seconds after which processes that hang are ended")
-    random: int = option(0, "so many random calls instead of the cases")
-    seed: int = option(0, "the number of the first random call; each one follows from its own number alone")
+    random: int = option(0, "number of random calls, which run instead of the cases")
+    seed: int = option(0, "the number of the first random call; a number always gives the same call")
     model: str | None = option(None, "a folder of a transformers model, or a config.json, instead of the cases")
-    tokens: int | None = option(None, "of the model: so many random tokens (4096, or as many as it takes)")
-    docs: int = option(0, "of the model: so many packed documents of random lengths (0: one)")
+    tokens: int | None = option(None, "with model=: number of random tokens (4096, or the most that the model takes)")
+    docs: int = option(0, "with model=: number of packed documents of random lengths (0: one)")
 
     @property
     def count(self) -> int:
