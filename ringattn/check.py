@@ -485,8 +485,13 @@ def of_room(n: int, lengths: np.ndarray | None, max_len: int) -> str | None:
     )
 
 
-def beside_window(n: int, window: int) -> str:
-    return f"{n} tokens at once do not fit beside a window of {window}; allocate(room={n}), or append fewer at once"
+def beside_window(n: int, window: int, apart: int = 0) -> str:
+    """`apart`: how many tokens the longest row has more than the shortest one."""
+    rows = f" in rows whose lengths differ by {apart}" * (apart > 0)
+    return (
+        f"{n} tokens at once do not fit beside a window of {window}{rows}; allocate(room={n + apart}), or append fewer "
+        "at once"
+    )
 
 
 def of_window(kept: int | None, spec: AttentionSpec) -> str | None:

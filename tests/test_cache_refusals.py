@@ -1,5 +1,7 @@
 """A wrong call of a cache is a named error on all ranks, and leaves the cache as it was."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -242,6 +244,22 @@ def test_a_state_whose_memory_begins_elsewhere_is_not_loaded(given, origin):
         cache.load_state_dict({**state, "origin": origin})
     cache.load_state_dict({**state, "origin": torch.tensor(state["origin"])})
     assert cache.lengths.tolist() == [120] and cache.stripes.origin == state["origin"]
+
+
+def test_what_does_not_fit_beside_a_window_fits_with_the_room_that_is_named():
+    """Memory reaches from what the shortest row still sees to the end of the longest one."""
+    says = r"8 tokens at once .* window of 16 in rows whose lengths differ by 6; allocate\(room=14\)"
+    for room, expected in ((8, pytest.raises(ValueError, match=says)), (14, nullcontext())):
+        cache = KVCache.allocate(
+            ra.plan(seq_len=8), batch=2, max_len=64, kv_heads=2, head_dim=8, dtype=torch.float32, window=16, room=room,
+            block=4,
+        )  # fmt: skip
+        new = torch.zeros(2, 8, 2, 8)
+        for _ in range(3):
+            cache.append(new, new)
+        cache.truncate([24, 18])
+        with expected:
+            cache.append(new, new)
 
 
 def test_nothing_is_loaded_over_keys_that_forks_share():

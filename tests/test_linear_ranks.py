@@ -105,19 +105,14 @@ def test_equals_the_recurrence_over_gloo(ranks, meshes):
             assert value <= 1e-10, f"{case}: {name} is off by {value:.2e}"
 
 
-def in_triton() -> tuple[dict[str, float], np.ndarray]:
-    mesh = ra.init_mesh(ring=2, device_type="cpu")
-    given, expected = inputs(T, "channel", torch.float32), truth(T, "channel", PACKED, torch.float32)
-    one, share = errors(mesh, given, expected, docs_of(PACKED, T), layout="zigzag", kernel="triton")
-    return one, share.numpy()
-
-
 @pytest.mark.slow
 def test_the_gpu_kernels_over_ranks():
-    """In the interpreter where there is no GPU. It is not made for threads: ranks are processes."""
+    """In the interpreter where there is no GPU."""
     pytest.importorskip("triton")
-    results = [(one, torch.from_numpy(share)) for one, share in run_processes(in_triton, 2)]
-    for name, value in worst(results, truth(T, "channel", PACKED, torch.float32)).items():
+    given, expected = inputs(T, "channel", torch.float32), truth(T, "channel", PACKED, torch.float32)
+    how = {"layout": "zigzag", "kernel": "triton"}
+    results = run(lambda mesh: errors(mesh, given, expected, docs_of(PACKED, T), **how), ring=2)
+    for name, value in worst(results, expected).items():
         assert value <= 2e-6, f"{name} is off by {value:.2e}"
 
 

@@ -1,6 +1,8 @@
 """The Triton flash kernels equal the reference in float64: in the interpreter, and the same cases on a GPU."""
 
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -356,6 +358,22 @@ def test_no_queries_or_no_keys() -> None:
         given = torch.ones(2, *k.shape, device=DEVICE)
         dk, dv = attend_backward(*inputs, scale=1.0, table=table, dk=given[0], dv=given[1])[1:]
         assert (dk == 1).all() and (dv == 1).all()
+
+
+def test_threads_compile_and_interpret_one_after_the_other() -> None:
+    """Triton's interpreter has one state for all threads: each would see the program number of another."""
+    q, k, v = (torch.randn(1, 96, 2, 32, device=DEVICE) for _ in "qkv")
+    end = torch.arange(1, 97, dtype=torch.int32, device=DEVICE)[None]
+    calls = [lambda: attend(q, k, v, Intervals(end * 0, end), scale=0.2, table=SMALL)] * 12
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(len(calls)) as pool:
+            first, *others = [one.result() for one in [pool.submit(call) for call in calls]]
+    finally:
+        sys.setswitchinterval(before)
+    assert all(torch.equal(first.out, other.out) for other in others)
+    torch.testing.assert_close(first.out, reference.attend(q, k, v, Intervals(end * 0, end), scale=0.2).out)
 
 
 def test_refuses_by_name() -> None:

@@ -29,6 +29,25 @@ def test_a_kind_seen_before_is_what_triton_would_take():
     assert launches > 2 * CALLS and again > CALLS / 8 and kernels == 15
 
 
+def test_kinds_that_two_threads_make_at_once_have_numbers_of_their_own():
+    """Otherwise one would run the kernel that the other compiled."""
+    pytest.importorskip("triton")
+    import torch
+
+    from ringattn.kernels.triton.launch import Launch
+
+    def kind_of(key) -> int:
+        return Launch(None, (1, 1, 1), torch.device("cpu"), (), key).kind
+
+    class Overtaken:
+        def __hash__(self):  # which is when the number of this kind is looked up
+            self.other = kind_of("of another thread")
+            return 0
+
+    key = Overtaken()
+    assert kind_of(key) != key.other
+
+
 class Compiled:
     """What Triton would compile; launched, it says so."""
 

@@ -406,6 +406,30 @@ def test_no_grad_and_inference_mode_give_the_same_bits_and_keep_nothing():
         assert all(torch.equal(graded, other) for other in others)
 
 
+def test_what_was_first_used_in_inference_mode_can_be_trained_afterwards():
+    """Tensors that were cached then may be kept for a backward pass."""
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=41, layout="zigzag")  # a length of no other test
+        docs = Docs.from_lengths([13, 0, 20], pad_to=41)
+        x = torch.ones(1, plan.local_len, 2, 4, requires_grad=True)
+
+        def used() -> Tensor:
+            found = (
+                ra.attention(x, x, x, plan, docs=docs),
+                *ra.linear_attention(x, x, x, None, plan, docs=docs, return_state="documents"),
+            )
+            loss = ra.cross_entropy(x[:, :, 0], torch.zeros(1, plan.local_len, dtype=torch.long), plan, docs=docs)
+            return sum((y.sum() for y in (*found, plan.roll(x, docs=docs), plan.unshard(x))), loss)
+
+        with torch.inference_mode():
+            used()
+        (gradient,) = torch.autograd.grad(used(), x)
+        assert gradient.isfinite().all()
+
+    run_threads(one, ring=2, ulysses=2)
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_without_gradients_a_group_of_heads_is_dropped_once_it_left(grad, fresh_scores):
     seen: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # by thread: by rank

@@ -8,6 +8,8 @@ is left for each launch is to look at the addresses.
 import contextvars
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
+from itertools import count
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ ON_AMD = torch.version.hip is not None
 current_gpu = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # asks without setting CUDA up
 
 KINDS: dict[Any, int] = {}  # a number for each kind of launch
+NUMBERS = count()  # not the length of KINDS: two threads could read the same one, for two kinds
 COMPILED: dict[Any, Start | None] = {}  # by kind, or kind and addresses; None: Triton decides on each launch
+ONE = Lock()  # threads must not compile, or interpret, at the same time: the interpreter has one state for all threads
 
 
 class Launch:
@@ -37,7 +41,7 @@ class Launch:
         descriptors: bool = False, **options: Any,
     ):  # fmt: skip
         self.kernel, self.grid, self.device, self.others, self.options = kernel, grid, device, others, options
-        self.kind = KINDS.setdefault((id(kernel), device, kind, *options.items()), len(KINDS))
+        self.kind = KINDS.setdefault((id(kernel), device, kind, *options.items()), next(NUMBERS))
         self.gpu = device.index if device.type == "cuda" else None
         self.empty = 0 in grid
         self.memory = memory_on(device) if descriptors else None
@@ -64,7 +68,8 @@ class Launch:
     def compile(self, kind: Any, tensors: tuple[Tensor, ...]) -> None:
         """Launch as Triton does, which compiles the kernel, and keep what it found for later launches of this kind."""
         launch = partial(self.kernel[self.grid], *tensors, *self.others, **self.options)
-        compiled = launch() if self.memory is None else self.memory.copy().run(launch)
+        with ONE:
+            compiled = launch() if self.memory is None else self.memory.copy().run(launch)
         COMPILED[kind] = None if compiled is None else start_of(compiled, self.device, self.memory)
 
 

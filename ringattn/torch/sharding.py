@@ -20,8 +20,11 @@ from ringattn.torch.exchange import Exchange, Exchanged, Place
 
 
 def cached(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache the function's tensors by its arguments; under a FakeTensorMode make new ones, which hold no numbers."""
-    known = lru_cache(maxsize=64)(function)
+    """Cache the function's tensors by its arguments; under a FakeTensorMode make new ones, which hold no numbers.
+
+    They are made outside of inference mode, even if it is on: a later call may keep them for its backward pass.
+    """
+    known = lru_cache(maxsize=64)(torch.inference_mode(False)(function))
 
     def call(*args: Any) -> Any:
         fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)

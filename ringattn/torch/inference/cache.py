@@ -292,7 +292,7 @@ class KVCache(serving.KVCache):
         """Why n more tokens do not fit."""
         problem = check.of_room(n, self.lengths, self.max_len)
         if problem is None and self.window is not None and not self.fits(n):
-            return check.beside_window(n, self.window)
+            return check.beside_window(n, self.window, int(np.ptp(self.lengths)))
         return problem
 
     def fits(self, n: int) -> bool:
