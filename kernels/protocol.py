@@ -72,8 +72,8 @@ def no_options(problem: "Problem") -> dict[str, Any]:
 def as_they_are(
     q: Array, dout: Array, lse: Array, delta: Array, out: Array, dlse: Array | None = None
 ) -> tuple[Array, ...]:
-    """`prepare` of a kernel that uses dout, lse and delta unchanged."""
-    return dout, lse, delta
+    """`prepare` of a kernel that uses q, dout, lse and delta unchanged."""
+    return q, dout, lse, delta
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class JaxKernel:
 
     attend, attend_backward, refuses   as in torch, without out_dtype=; dq is added to dq= if that is given
     options    (problem) -> more keyword arguments for both functions
-    prepare    (q, dout, lse, delta, out, dlse) -> the rows that each step of a backward pass takes, computed once
+    prepare    (q, dout, lse, delta, out, dlse) -> q and the rows that each step of a backward pass takes in the place
+               of (dout, lse, delta), computed once
     parted     whether one gradient can be computed alone; if not, it costs as much as all three
     plain      whether it is plain jax.numpy, which the compiler can cut, and which has derivatives of any order
     """

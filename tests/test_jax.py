@@ -195,7 +195,7 @@ def test_gradients_by_cudnn_are_right_whatever_the_size_of_dout_beside_that_of_t
 
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def gradients(q, k, v, dout, lse, out, dlse):
-        return jax_cudnn.backward(q, k, v, jax_cudnn.prepare(q, dout, lse, None, out, dlse), mask=True, scale=0.3)
+        return jax_cudnn.backward(q, k, v, jax_cudnn.prepare(q, dout, lse, None, out, dlse)[1:], mask=True, scale=0.3)
 
     found = gradients(q, k, v, dout, lse, out, dlse)
     for name, a, b in zip(("dq", "dk", "dv"), found, (ds @ k64, ds.T @ q64, p.T @ dout64), strict=True):
@@ -250,7 +250,7 @@ def test_masks_that_cudnn_has_are_few_calls(begin, end, calls, masks, dense_cudn
     part, truth = (kernel.attend(q, k, v, where, scale=0.3) for kernel in (jax_cudnn, reference))
     rows = dout, truth.lse, (dout * truth.out).sum(-1)
     expected = reference.attend_backward(q, k, v, where, *rows, scale=0.3)
-    grads = jax_cudnn.attend_backward(q, k, v, where, *jax_cudnn.prepare(q, *rows, truth.out), scale=0.3)
+    grads = jax_cudnn.attend_backward(q, k, v, where, *jax_cudnn.prepare(q, *rows, truth.out)[1:], scale=0.3)
     for a, b in zip((*part, *grads), (*truth, *expected), strict=True):
         assert np.abs(a - b).max() <= 1e-5
     assert len(found) == calls and masks == MET
@@ -319,12 +319,12 @@ def test_cudnn_computes_every_step_of_a_ring(layout):
             part = score.attend(q[rank], k[source], v[source], sights[rank].at(distance), carry=part)
         dlse = whole["dlse"][:, at]
         delta = (dout[rank].astype(jnp.float32) * part.out).sum(-1) - dlse
-        rows = score.prepare(q[rank], dout[rank], part.lse, delta, part.out, dlse)
+        mine, *rows = score.prepare(q[rank], dout[rank], part.lse, delta, part.out, dlse)
         dq = jnp.zeros(q[rank].shape, jnp.float32)
         for distance in range(4):
             source = (rank - distance) % 4
             where = sights[rank].at(distance)
-            dq, more_k, more_v = score.attend_backward(q[rank], k[source], v[source], where, *rows, dq=dq)
+            dq, more_k, more_v = score.attend_backward(mine, k[source], v[source], where, *rows, dq=dq)
             dk[source], dv[source] = dk[source] + more_k, dv[source] + more_v
         for name, x in (("out", part.out), ("lse", part.lse), ("dq", dq)):
             found[name][:, at] = x

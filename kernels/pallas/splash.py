@@ -183,13 +183,22 @@ def attend(
     return Partial(out, lse[..., 0])
 
 
+def prepare(
+    q_BTHD: Array, dout_BTHV: Array, lse_BTH: Array, delta_BTH: Array, out: Array, dlse: Array | None = None
+) -> tuple[Array, Array, Array, Array]:
+    """Rows that are not finite are replaced once: as part of each step this would double the memory of a backward."""
+    return jax_finite.of_rows(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)
+
+
 def attend_backward(
     q_BTHD: Array, k_BSGD: Array, v_BSGV: Array, where: Intervals, dout_BTHV: Array, lse_BTH: Array, delta_BTH: Array,
     *, scale: float, softcap: float | None = None, dq: Array | None = None, **how: Any,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """(dq, dk, dv) in float32, from two kernels; XLA drops the one whose results are not used."""
+    """(dq, dk, dv) in float32, from two kernels; XLA drops the one whose results are not used.
+
+    q, dout, lse and delta are those of `prepare`.
+    """
     scored, k_BSGD, v_BSGV = jax_finite.of_keys(k_BSGD, v_BSGV)
-    q_BTHD, dout_BTHV, lse_BTH, delta_BTH = jax_finite.of_rows(q_BTHD, dout_BTHV, lse_BTH, delta_BTH)
     setup = setup_of((q_BTHD, scored, v_BSGV), where, (dout_BTHV, lse_BTH, delta_BTH), **how)
     (_, H, T, D), (_, G, S, V) = setup.q.shape, setup.v.shape
     bq, bk, _ = setup.blocks
@@ -424,4 +433,4 @@ def precision_of(x: Array) -> Any:
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-KERNEL = JaxKernel(attend, attend_backward, refuses, options)
+KERNEL = JaxKernel(attend, attend_backward, refuses, options, prepare)

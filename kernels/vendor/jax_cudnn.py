@@ -38,9 +38,9 @@ class Delta(NamedTuple):
 
 def prepare(
     q: Array, dout: Array, lse: Array, delta: Array, out: Array, dlse: Array | None = None
-) -> tuple[Array, Array, Delta]:
+) -> tuple[Array, Array, Array, Delta]:
     """Replaces delta by out, since cuDNN computes delta itself."""
-    return dout.astype(q.dtype), lse, Delta(out.astype(q.dtype), dlse)
+    return q, dout.astype(q.dtype), lse, Delta(out.astype(q.dtype), dlse)
 
 
 FEW = 4  # so many packed documents are calls of their own

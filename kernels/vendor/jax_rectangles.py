@@ -18,7 +18,7 @@ from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.kernels.partial import NEVER, Partial, empty, merge
 
 # (q, k, v, mask, **score) -> out [B, T, H, V], lse [B, T, H], and (q, k, v, rows, mask, **score) -> dq, dk, dv:
-# rows are the result of `prepare` for (dout, lse, delta), and score is scale, softcap and the kernel's own options.
+# rows are what `prepare` gives in place of (dout, lse, delta); score is scale, softcap and the kernel's own options.
 Forward = Callable[..., tuple[Array, Array]]
 Backward = Callable[..., tuple[Array, Array, Array]]
 

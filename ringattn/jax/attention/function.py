@@ -163,9 +163,9 @@ def exchange_bwd(call: Call, saved: tuple[Any, ...], given: tuple[Array, Array])
     lse = jnp.where(lse == NEVER, 0, lse)  # of empty rows, so that exp(-inf - lse) has a derivative
     delta = (dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
     delta = delta - dlse if call.lse else delta
-    rows = score.prepare(q, dout, lse, delta, out, dlse if call.lse else None)
+    q, *rows = score.prepare(q, dout, lse, delta, out, dlse if call.lse else None)
     backward = gather_backward if call.mask.plan.strategy == "gather" else ring_backward
-    grads = backward(q, k, v, call.mask, sight, score, rows)
+    grads = backward(q, k, v, call.mask, sight, score, tuple(rows))
     dq, dk, dv = (g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True))
     return (dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, delta)), None
 

@@ -27,7 +27,7 @@ class Score(NamedTuple):
 
     attend: Callable[..., Any]
     attend_backward: Callable[..., Any]
-    prepare: Callable[..., Any]  # (q, dout, lse, delta, out, dlse) -> the rows that every step of a backward takes
+    prepare: Callable[..., Any]  # (q, dout, lse, delta, out, dlse) -> q and the rows that steps of a backward take
     parted: bool = True  # whether it can compute only some gradients, at their cost alone
 
 
