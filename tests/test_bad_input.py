@@ -210,9 +210,11 @@ def test_heads_and_tokens_that_are_exchanged_are_noticed(planned):
 @pytest.mark.parametrize("array", [torch.zeros, jax.numpy.zeros])
 def test_as_many_heads_as_no_model_has_are_a_warning(function, array):
     x = array((1, 4, 513, 8))
-    with pytest.warns(UserWarning, match=r"q has shape \(1, 4, 513, 8\): 4 tokens and 513 heads; .*transpose") as said:
+    with pytest.warns(
+        UserWarning, match=r"q has shape \(1, 4, 513, 8\): 4 tokens and 513 heads; .*transpose"
+    ) as warned:
         function(x, x, x)
-    assert said[0].filename == __file__
+    assert warned[0].filename == __file__
 
 
 def test_a_plan_of_the_other_framework_is_refused():

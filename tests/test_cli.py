@@ -76,8 +76,8 @@ def test_every_command_has_help(name, capsys):
 @pytest.mark.parametrize("suite", bench.SUITES)
 def test_every_benchmark_has_help(suite, capsys):
     assert words.main(["bench", suite, "--help"]) == 0
-    said = capsys.readouterr().out
-    assert f"usage: ringattn bench {suite}" in said and "  out=null " in said and "=None" not in said
+    printed = capsys.readouterr().out
+    assert f"usage: ringattn bench {suite}" in printed and "  out=null " in printed and "=None" not in printed
 
 
 @pytest.mark.parametrize(

@@ -405,10 +405,10 @@ def small(kind, **more):
 
 def test_what_a_model_asks_of_its_attention_is_never_dropped():
     """A learned mask, a bias, arguments that do not come at all."""
-    for kind, said in (("doge", "DogeAttention passes a mask of its own to its attention"),
+    for kind, reason in (("doge", "DogeAttention passes a mask of its own to its attention"),
                        ("nemotron", "does not hand its keyword arguments on")):  # fmt: skip
         model = hf.prepare(small(kind), plan_of_one())
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=reason):
             model(batch() % 50)
     q = torch.randn(1, 4, 5, 8)
     told = {"ringattn": hf_model.Call(ra.plan(seq_len=5), None), "position_ids": torch.arange(5), "use_cache": False}

@@ -163,10 +163,10 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path):
     config = dataclasses.replace(TINY, model=big, seq_len=32768, folder=str(tmp_path), device="cuda", nproc=4)
     config = dataclasses.replace(config, strategy=Strategy(kernel="cudnn", recompute="block"), dry_run=True)
     assert train.here(config) == 0
-    said = torchrun.local(printed, 4, "cpu", train.resolved(config, None), str(tmp_path))[0]
-    assert "4 on cuda, bfloat16" in said and "predicted forward on H200" in said and "kernel cudnn -> cudnn" in said
-    assert "route direct" in said and list(tmp_path.iterdir()) == []
-    assert re.search(r"memory             about [\d.]+ GiB a rank at most", said)
+    text = torchrun.local(printed, 4, "cpu", train.resolved(config, None), str(tmp_path))[0]
+    assert "4 on cuda, bfloat16" in text and "predicted forward on H200" in text and "kernel cudnn -> cudnn" in text
+    assert "route direct" in text and list(tmp_path.iterdir()) == []
+    assert re.search(r"memory             about [\d.]+ GiB a rank at most", text)
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['layers']} blocks, {row['tokens']} tokens")

@@ -23,7 +23,6 @@ import ringattn as ra
 from ringattn import kernels
 from ringattn.comms.local import run as run_ranks
 from ringattn.conf.keys import nearest
-from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.launch.bench import Row, peers, table
 from ringattn.launch.bench import kernels as alone
@@ -249,10 +248,8 @@ def best_mean(call: Callable[[], Any], options: Options) -> float:
 def ring8(case: Case, options: Options) -> list[Row]:
     """Distances from float64 on one device, and those of a ring of 8 ranks, threads on this device, over them."""
     given = drawn(case, options, 8, 2)
-    q, k, v, dout = (x.double() for x in (given.q, given.k, given.v, given.dout))
-    part = reference.attend(q, k, v, given.where, scale=given.scale)
-    known = dout, part.lse, (part.out * dout).sum(-1)
-    exact = part.out, *reference.attend_backward(q, k, v, given.where, *known, scale=given.scale)
+    truth = alone.exact(given)
+    results = "out", "dq", "dk", "dv"
     shape: dict[str, Any] = {"seq_len": case.tokens, "heads": (8, 2), "head_dim": case.dim}
 
     def off(name: str, mesh: Any = None) -> list[float]:
@@ -260,13 +257,13 @@ def ring8(case: Case, options: Options) -> list[Row]:
         mine = [plan.shard(x).clone().requires_grad_() for x in (given.q, given.k, given.v)]
         out = ra.attention(mine[0], mine[1], mine[2], plan)
         found = out.detach(), *torch.autograd.grad(out, mine, plan.shard(given.dout))
-        return [distance(plan.unshard(x), truth) for x, truth in zip(found, exact, strict=True)]
+        return [distance(plan.unshard(x), truth[n]) for n, x in zip(results, found, strict=True)]
 
     def errors(name: str) -> list[Row]:
         one = off(name)
         ring = run_ranks(lambda mesh: off(name, mesh), device=options.device or "", ring=8, timeout=300.0)[0]
         row: Row = {"impl": name, "pass": "forward+backward"}
-        for result, x, y in zip(("out", "dq", "dk", "dv"), one, ring, strict=True):
+        for result, x, y in zip(results, one, ring, strict=True):
             row |= {f"error_{result}": x, f"ring_over_one_{result}": y / x}
         return [row]
 

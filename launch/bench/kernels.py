@@ -193,11 +193,7 @@ def interval(case: Case, options: Options) -> list[Row]:
 def errors(case: Case, options: Options) -> list[Row]:
     """Distance from float64 of out and of every gradient, |found - exact| / |exact|, on the same inputs for all."""
     given = inputs(case, options)
-    q, k, v, dout = (x.double() for x in (given.q, given.k, given.v, given.dout))
-    part = reference.attend(q, k, v, given.where, scale=given.scale)
-    known = dout, part.lse, (part.out * dout).sum(-1)
-    grads = reference.attend_backward(q, k, v, given.where, *known, scale=given.scale)
-    truth = dict(zip(("out", "lse", "dq", "dk", "dv"), (*part, *grads), strict=True))
+    truth = exact(given)
 
     def measured(name: str) -> list[Row]:
         runs = of_table(name)(given)
@@ -213,6 +209,15 @@ def errors(case: Case, options: Options) -> list[Row]:
         for row in rows:
             row |= {f"over_cudnn_{n}": row[f"error_{n}"] / base[f"error_{n}"] for n in ("out", "dq", "dk", "dv")}
     return rows
+
+
+def exact(given: Inputs) -> dict[str, torch.Tensor]:
+    """out, lse, dq, dk and dv in float64."""
+    q, k, v, dout = (x.double() for x in (given.q, given.k, given.v, given.dout))
+    part = reference.attend(q, k, v, given.where, scale=given.scale)
+    known = dout, part.lse, (part.out * dout).sum(-1)
+    grads = reference.attend_backward(q, k, v, given.where, *known, scale=given.scale)
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (*part, *grads), strict=True))
 
 
 def distance(found: torch.Tensor, truth: torch.Tensor) -> float:

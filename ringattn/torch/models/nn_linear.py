@@ -21,13 +21,13 @@ from ringattn.torch.linear.halo import causal_convolution, last_tokens
 FEW = 8  # tokens that `step` takes one by one
 
 
-def head_size(d_model: int, heads: int, said: int | None = None) -> int:
+def head_size(d_model: int, heads: int, given: int | None = None) -> int:
     """The size of a head: as given, or its share of d_model."""
     if found := of_sizes(d_model=d_model, heads=heads):
         raise ValueError(found)
-    if said is None and heads <= d_model and d_model % heads:
+    if given is None and heads <= d_model and d_model % heads:
         raise ValueError(f"heads={heads} does not divide d_model={d_model}; give the size of a head")
-    size = d_model // heads if said is None else said
+    size = d_model // heads if given is None else given
     if size < 1:
         raise ValueError(f"d_model={d_model} and heads={heads} make heads of size {size}; it must be 1 or more")
     return size
