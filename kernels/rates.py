@@ -1,7 +1,8 @@
 """How fast kernels are, as measured: what "auto" chooses by. Plain data, the same on every rank.
 
-The key of a row is "arch/kernel/mask/width", with "/softcap" after it if there is one. The width is the larger of head
-dim and value dim, rounded up to a power of two. The masks are
+The key of a row is "arch/kernel/mask/width", with "/softcap" after it if there is one. The width is the head dim rounded
+up to a power of two, or "192x128" for such a head dim and value dim; without a row of its own, such a pair has the rates
+of the larger dim. The masks are
 
     rectangles   every step is a few full or causal rectangles
     packed       documents without a window, or a window without documents, on one device
@@ -40,10 +41,10 @@ RATES: dict[str, tuple[float, float]] = {
     "sm90/triton/rectangles/128/softcap": (272, 284),
     "sm90/cudnn/rectangles/64": (455, 414),
     "sm90/cudnn/rectangles/128": (599, 535),
-    "sm90/cudnn/rectangles/256": (635, 375),
+    "sm90/cudnn/rectangles/256": (635, 404),
     "sm90/fa4/rectangles/64": (533, 528),
     "sm90/fa4/rectangles/128": (645, 608),
-    "sm90/fa4/rectangles/256": (708, 378),
+    "sm90/fa4/rectangles/256": (708, 345),
     "sm90/fa4/packed/64": (472, 453),
     "sm90/fa4/packed/128": (574, 506),
     "sm90/fa4/packed/256": (600, 300),
@@ -58,16 +59,21 @@ RATES: dict[str, tuple[float, float]] = {
 }
 
 
-def key_of(kernel: str, arch: tuple[int, int], mask: str, width: int, softcap: bool = False) -> str:
-    return f"sm{arch[0]}0/{kernel}/{mask}/{1 << (width - 1).bit_length()}{'/softcap' * softcap}"
+def key_of(kernel: str, arch: tuple[int, int], mask: str, dims: tuple[int, int], softcap: bool = False) -> str:
+    """The key of a row; `dims` are the head dim and the value dim."""
+    width = f"{dims[0]}x{dims[1]}" if dims[0] != dims[1] else 1 << (dims[0] - 1).bit_length()
+    return f"sm{arch[0]}0/{kernel}/{mask}/{width}{'/softcap' * softcap}"
 
 
 def rate(
-    kernel: str, arch: tuple[int, int] | None, mask: str, width: int, backward: bool, softcap: bool = False
+    kernel: str, arch: tuple[int, int] | None, mask: str, dims: tuple[int, int], backward: bool, softcap: bool = False
 ) -> float | None:
     """The measured rate of a kernel, or None where it was not measured."""
-    row = None if arch is None else RATES.get(key_of(kernel, arch, mask, width, softcap))
-    return None if row is None else row[backward]
+    if arch is None:
+        return None
+    either = dims, (max(dims), max(dims))
+    rows = [RATES.get(key_of(kernel, arch, mask, each, softcap)) for each in either]
+    return next((row[backward] for row in rows if row is not None), None)
 
 
 def mask_of(lengths: np.ndarray, causal: bool, window: int | None, alone: bool) -> str:
