@@ -1,8 +1,8 @@
 """How fast kernels are, as measured: what "auto" chooses by. Plain data, the same on every rank.
 
-The key of a row is "arch/kernel/mask/width", with "/softcap" after it if there is one. The width is the head dim rounded
-up to a power of two, or "192x128" for such a head dim and value dim; without a row of its own, such a pair has the rates
-of the larger dim. The masks are
+The key of a row is "arch/kernel/mask/width", with "/softcap" after it if there is one. The width is the head dim
+rounded up to a power of two, or "192x128" for a head dim of 192 and a value dim of 128; without a row of their own, two
+dims have the rates of the larger one. The masks are
 
     rectangles   every step is a few full or causal rectangles
     packed       documents without a window, or a window without documents, on one device
