@@ -93,7 +93,7 @@ class ProcessGroupAxis(Moves):
         return self.post("near", out, into, None, what)
 
     def sharing(
-        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str = ""
+        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str = "", first: bool = True
     ) -> AbstractContextManager[Pending]:
         """On GPUs the body is launched first, since launching a move takes the host a while."""
         if not self.on_gpus or not (readers or into):

@@ -38,7 +38,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score,
         flight, here = rotate(axis, held, leg.hop, f"keys of round {i + 1} of {len(run)}, forward"), held
         for j, (stop, following) in enumerate(with_next(leg.stops, END), start=2):
             room, trip = room_for(following, *held)
-            with axis.sharing(*trip, f"keys of step {j} of {len(leg.stops)}, forward") as coming:
+            with axis.sharing(*trip, f"keys of step {j} of {len(leg.stops)}, forward", score.kernel.fills) as coming:
                 if stop.where:
                     left -= 1
                     rounded = part is None and score.kernel.rounds(stop.where)
@@ -131,7 +131,9 @@ def visit(side: Side, axis: Axis, stops: Sequence[Stop], held: Sequence[Tensor])
             home.settle()
         travelling, staying = side.work(turn, here) if turn.stop.where else NOTHING
         room, trip = room_for(following.stop, *held)
-        with axis.sharing(*trip, f"{side.named} of step {i + 1} of {steps}, backward") as coming:
+        with axis.sharing(
+            *trip, f"{side.named} of step {i + 1} of {steps}, backward", side.score.kernel.fills
+        ) as coming:
             grads = travelling()
         home.send(turn.stop, grads, f"gradients of step {i} of {steps}", turn.keys)
         for total, found in zip(side.stays, staying(), strict=False):

@@ -10,7 +10,7 @@ pieces of one ring shard: they gather among themselves first, and then all of th
 """
 
 from collections.abc import Iterable, Iterator
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -37,7 +37,9 @@ class Exchange:
     ):
         self.plan, self.way, self.backward, self.end_everywhere = plan, way, backward, end_everywhere
         self.P, self.rank = segments(plan), plan.ring_axis.rank
-        self.own, self.start = own, start
+        self.own, self.start, self.arrived = own, start, False
+        self.ahead: Iterable[Tensor] = ()
+        self.found: State = None
         N, H, K, self.V = own.kv.shape
         self.walk = order(plan)[::-1] if backward else order(plan)
         self.mine = [(self.rank, plan.ulysses_axis.rank, p) for p in range(self.P)]
@@ -52,19 +54,19 @@ class Exchange:
             self.flying = self.relay(0, self.zeros() if start is None else start)
 
     def before(self) -> State:
-        """[B * P, H, K, V]; waits once."""
-        return self.found
-
-    @cached_property
-    def found(self) -> State:
-        """What `before` returns. Then `behind` is the state behind all segments: on the rank that holds the last one of
-        the walk, and if `end_everywhere` on all.
+        """[B * P, H, K, V]; waits once. Then `behind` is the state behind all segments: on the rank that holds the last
+        one of the walk, and if `end_everywhere` on all.
         """
-        states = self.through_all() if self.way.name == "gather" else self.around()
-        mine = [states[place] for place in self.mine]
-        if self.P == 1:
-            return mine[0]
-        return torch.stack([self.zeros() if x is None else x for x in mine], 1).flatten(0, 1)
+        if not self.arrived:  # no cached_property: in Python 3.11 one would hold a lock that all ranks' threads share
+            self.arrived = True
+            states = self.through_all() if self.way.name == "gather" else self.around()
+            self.found = states[self.mine[0]]
+            if self.P > 1:
+                every = [self.zeros() if states[place] is None else states[place] for place in self.mine]
+                self.found = torch.stack(every, 1).flatten(0, 1)
+            elif self.found is not None:
+                self.found = self.found.contiguous()  # frees the maps of all ranks
+        return self.found
 
     def through_all(self) -> dict[Place, State]:
         """The states before all segments up to the last one of this rank."""
@@ -72,10 +74,10 @@ class Exchange:
         last = max(self.walk.index(place) for place in self.mine)
         return dict(zip(self.walk[: last + 1], self.ahead, strict=False))
 
-    @cached_property
+    @property
     def behind(self) -> Tensor:
-        if self.way.name == "gather":
-            *_, self.end = self.ahead
+        for state in self.ahead:
+            self.end = state
         return self.end
 
     def around(self) -> dict[Place, State]:
