@@ -10,7 +10,9 @@ dims have the rates of the larger one. The masks are
     short        any other intervals
 
 A row holds the useful TFLOP/s of long sequences in 16 bits, forward and backward. `ringattn tune what=rates` measures
-them; benchmarks/rates-h200.jsonl has the runs behind this table. An H100 gives the same within 3%.
+them; benchmarks/rates-h200.jsonl and rates-h100.jsonl have the runs behind this table. An H100 gives the same as an
+H200 within 3%; but at head dim 256 FlashAttention-4 is 9% faster forward there and a fifth slower backward, and the
+rows are between both. FlashAttention-4 at 192x128 was not measured yet.
 """
 
 import json
@@ -41,10 +43,15 @@ RATES: dict[str, tuple[float, float]] = {
     "sm90/triton/rectangles/128/softcap": (272, 284),
     "sm90/cudnn/rectangles/64": (455, 414),
     "sm90/cudnn/rectangles/128": (599, 535),
-    "sm90/cudnn/rectangles/256": (635, 404),
+    "sm90/cudnn/rectangles/256": (652, 365),
+    "sm90/triton/rectangles/192x128": (411, 86),
+    "sm90/triton/packed/192x128": (359, 85),
+    "sm90/triton/long/192x128": (408, 88),
+    "sm90/triton/short/192x128": (230, 69),
+    "sm90/cudnn/rectangles/192x128": (598, 486),
     "sm90/fa4/rectangles/64": (533, 528),
     "sm90/fa4/rectangles/128": (645, 608),
-    "sm90/fa4/rectangles/256": (708, 345),
+    "sm90/fa4/rectangles/256": (740, 338),
     "sm90/fa4/packed/64": (472, 453),
     "sm90/fa4/packed/128": (574, 506),
     "sm90/fa4/packed/256": (600, 300),

@@ -85,7 +85,8 @@ def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) ->
             key = rates.key_of(name, arch, mask, (dim, V), softcap is not None)
             leaves = [x.clone().requires_grad_() for x in (q, k, v)]
             try:
-                plan = ra.plan(seq_len=tokens, spec=spec, docs=docs, kernel=name, heads=heads, head_dim=dim)
+                shape: dict[str, Any] = {"seq_len": tokens, "heads": heads, "head_dim": dim, "value_dim": V}
+                plan = ra.plan(**shape, spec=spec, docs=docs, kernel=name)
                 out = ra.attention(leaves[0], leaves[1], leaves[2], plan, spec=spec, docs=docs)
             except NotImplementedError:
                 continue

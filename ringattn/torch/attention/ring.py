@@ -23,7 +23,7 @@ S = TypeVar("S")
 Trip = tuple[Slices, tuple[int, ...], ByRank]
 END = Stop(None, (), {}, (), ())
 EVERY = slice(None)
-LONG = 64 * 2**20  # bytes: a hop this large takes longer than launching one more kernel
+LONG = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score, start: Partial | None) -> Partial:
@@ -170,13 +170,13 @@ LAST = Turn(END)
 def turns_of(run: Sequence[Stop], side: Side) -> list[Turn]:
     """The order of a round's stops: where to put home, the stop that needs no transfer, so that it hides most.
 
-    With parted kernels home is first and hides the first hop. With others it is last and hides the last gradients. If
-    the first hop of keys is long, half of home's heads are first and the other half last.
+    With parted kernels home is first and hides the first hop. With others it is last and hides the last gradients; if
+    that is worth another launch, half of home's heads are first and the other half last.
     """
     home, *others = map(Turn, run)
     if side.score.parted:
         return [home, *others]
-    if isinstance(side, KeysTravel) and others and home.stop.where and hop_bytes(others[0].stop, *side.travels) >= LONG:
+    if isinstance(side, KeysTravel) and others and home.stop.where and side.q.shape[1] >= LONG:
         heads, kv_heads = side.q.shape[2], side.travels[0].shape[2]
         half = kv_heads // 2
         cut = half * (heads // kv_heads)
@@ -184,11 +184,6 @@ def turns_of(run: Sequence[Stop], side: Side) -> list[Turn]:
             first, last = Turn(run[0], slice(cut), slice(half)), Turn(run[0], slice(cut, None), slice(half, None))
             return [first, *others, last]
     return [*others, home]
-
-
-def hop_bytes(stop: Stop, *own: Tensor) -> float:
-    """The bytes that a stop brings of tensors like these."""
-    return stop.length * sum(x.nbytes / max(1, x.shape[1]) for x in own)
 
 
 def some_heads(x: Any, at: slice) -> Any:

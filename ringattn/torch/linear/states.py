@@ -51,7 +51,7 @@ class Exchange:
             self.maps = dict(
                 zip(here, maps_in(shard[None], [(0, u, p) for _, u, p in here], self.P, self.V), strict=True)
             )
-            self.flying = self.relay(0, self.zeros() if start is None else start)
+            self.flying = self.relay(0, start)
 
     def before(self) -> State:
         """[B * P, H, K, V]; waits once. Then `behind` is the state behind all segments: on the rank that holds the last
@@ -84,21 +84,22 @@ class Exchange:
         """Once or, in zigzag, twice around the ring; the second pass begins at the end of the first."""
         found: dict[Place, State] = {}
         for i in range(passes(self.plan)):
-            relay = self.flying if i == 0 else self.relay(i, self.end)
+            relay = self.flying if i == 0 else self.relay(i, self.behind)
+            first, *more = relay.wait()
             places = self.places(i)
-            *before, self.end = along((self.maps[place] for place in places), torch.cat(relay.wait(), 3))
-            found.update(zip(places, before, strict=True))
+            self.ahead = along([self.maps[place] for place in places], torch.cat([first, *more], 3) if more else first)
+            found.update(zip(places, self.ahead, strict=False))
         if self.end_everywhere:
-            self.end = broadcast(self.plan.ring_axis, self.end, self.walk[-1][0])
+            self.end, self.ahead = broadcast(self.plan.ring_axis, self.behind, self.walk[-1][0]), ()
         return found
 
-    def relay(self, i: int, value: Tensor) -> Relay:
+    def relay(self, i: int, value: State) -> Relay:
         """The i-th pass of the state around the ring; the first rank begins with `value`."""
-        whole = reduce(Map.then, (self.maps[place] for place in self.places(i)))
-        cut = [Map(whole.factor, kv) for kv in whole.kv.chunk(self.way.pieces, 3)]
-        pieces = [x.contiguous() for x in value.chunk(self.way.pieces, 3)]
+        whole, count = reduce(Map.then, (self.maps[place] for place in self.places(i))), self.way.pieces
+        cut = [Map(whole.factor, kv.contiguous()) for kv in whole.kv.chunk(count, 3)]
+        pieces = [None] * count if value is None else [x.contiguous() for x in value.chunk(count, 3)]
         reverse = i == 1 if passes(self.plan) == 2 else self.backward
-        return Relay(self.plan.ring_axis, pieces, [each.after for each in cut], reverse)
+        return Relay(self.plan.ring_axis, pieces, [each.after for each in cut], reverse, like=cut[0].kv)
 
     def places(self, i: int) -> list[Place]:
         """The segments of this ring shard in the i-th pass, in its order."""
