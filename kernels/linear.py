@@ -78,7 +78,7 @@ class Map(NamedTuple):
             return self.kv
         if self.factor.shape[-1] == 1:
             return torch.addcmul(self.kv, self.factor, state)
-        kv, factor, state = (x.flatten(0, 1) for x in (self.kv, self.factor, state))  # one launch instead of two
+        kv, factor, state = (x.flatten(0, -3) for x in (self.kv, self.factor, state))  # one launch instead of two
         return torch.baddbmm(kv, factor, state).view(self.kv.shape)
 
     def then(self, later: "Map") -> "Map":

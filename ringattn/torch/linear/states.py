@@ -85,9 +85,9 @@ class Exchange:
         found: dict[Place, State] = {}
         for i in range(passes(self.plan)):
             relay = self.flying if i == 0 else self.relay(i, self.behind)
-            first, *more = relay.wait()
-            places = self.places(i)
-            self.ahead = along([self.maps[place] for place in places], torch.cat([first, *more], 3) if more else first)
+            pieces, places = relay.wait(), self.places(i)
+            state = pieces[0] if pieces[0] is None or len(pieces) == 1 else torch.cat(pieces, 3)
+            self.ahead = along([self.maps[place] for place in places], state)
             found.update(zip(places, self.ahead, strict=False))
         if self.end_everywhere:
             self.end, self.ahead = broadcast(self.plan.ring_axis, self.behind, self.walk[-1][0]), ()
