@@ -140,7 +140,7 @@ def off(case: Case, options: Options) -> list[Row]:
     def results(passes: Passes) -> dict[str, Any]:
         return dict(zip(NAMES, (passes["forward"](), *passes["backward"]()), strict=True))
 
-    exact = [t.double() if torch.is_tensor(t) else t for t in given.x]
+    exact: list[Any] = [t.double() if torch.is_tensor(t) else t for t in given.x]
     truth = results(alone(chunkwise, Given(linear.Inputs(*exact), given.dout.double(), None)))
     rows = contest(options.impls, lambda name: [errors(results(CONTESTANTS[name](given)), truth)])
     return with_error_ratios(rows, "fla", "of_fla", NAMES)
