@@ -24,7 +24,7 @@ from ringattn.comms.local import run as run_ranks
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.launch.bench import Row, contest, peers
 from ringattn.launch.bench import kernels as alone
-from ringattn.launch.bench.contest import Passes, distance, each, peak_gib, settle
+from ringattn.launch.bench.contest import Passes, distance, peak_gib
 from ringattn.launch.bench.kernels import Case, useful_flops
 from ringattn.launch.bench.peers import Inputs, heads_first
 from ringattn.launch.bench.timing import elapsed_ms, finish, in_turns, passes
@@ -56,7 +56,7 @@ class Options:
     bursts: bool = option(False, "time each contestant alone as well")
 
     def __post_init__(self) -> None:
-        settle(self, CASES)
+        contest.settle(self, CASES)
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -67,9 +67,11 @@ class Options:
 def run(options: Options) -> list[Row]:
     """Every chosen case, printed as it is done, and all rows at the end."""
     kinds = {"attention": attention, "square": square, "host": host, "ring8": ring8}
-    names = contest.chosen(options.cases, CASES)
-    cases = {name: replace(CASES[name], tokens=options.tokens or CASES[name].tokens) for name in names}
-    return each(cases, lambda case: kinds[case.kind](case, options), lambda case: {"tokens": case.tokens})
+    return contest.each(
+        contest.sized(options, CASES),
+        lambda case: kinds[case.kind](case, options),
+        lambda case: {"tokens": case.tokens},
+    )
 
 
 def drawn(case: Case, options: Options, *heads: int) -> Inputs:
@@ -87,7 +89,7 @@ def attention(case: Case, options: Options) -> list[Row]:
         contestants[name] = own(peers.fa4(given)) if name == "own" else attends(given, name)
         return []
 
-    contest.contest([*options.named, *["own"] * (options.device == "cuda")], enter)
+    contest.side_by_side([*options.named, *["own"] * (options.device == "cuda")], enter)
     return measured(given, contestants, options)
 
 
@@ -154,7 +156,7 @@ def square(case: Case, options: Options) -> list[Row]:
         contestants[name] = own({"forward": lambda: [call["forward"]() for call in calls], "backward": backward})
         return []
 
-    contest.contest(["own"] * (options.device == "cuda"), enter)
+    contest.side_by_side(["own"] * (options.device == "cuda"), enter)
     return measured(given, contestants, options)
 
 
@@ -209,7 +211,7 @@ def host(case: Case, options: Options) -> list[Row]:
         timed = passes(calls[name], inside, dout)
         return [{"pass": what, "us": best_mean(call, options)} for what, call in timed.items()]
 
-    return contest.contest(calls, rows)
+    return contest.side_by_side(calls, rows)
 
 
 def best_mean(call: Any, options: Options) -> float:
@@ -247,4 +249,4 @@ def ring8(case: Case, options: Options) -> list[Row]:
             row |= {f"error_{result}": x, f"ring_over_one_{result}": y / x}
         return [row]
 
-    return contest.contest(options.named, rows)
+    return contest.side_by_side(options.named, rows)

@@ -5,6 +5,7 @@ refuses with a NotImplementedError, which is printed.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ def chosen(words: Sequence[str], cases: Iterable[str]) -> list[str]:
     return [n for n in cases if any(n == w or (w not in cases and n.startswith(w)) for w in words)]
 
 
+def sized(options: Any, cases: Mapping[str, Any]) -> dict[str, Any]:
+    """The chosen cases by their names, all of the length that the options ask for, if they do."""
+    names = chosen(options.cases, cases)
+    return {name: replace(cases[name], tokens=options.tokens or cases[name].tokens) for name in names}
+
+
 def each(cases: Mapping[str, Any], rows_of: Callable[[Any], list[Row]], about: Callable[[Any], Row]) -> list[Row]:
     """The rows of every case, printed as it is done, with its name and what is to be said about it."""
     rows: list[Row] = []
@@ -48,7 +55,7 @@ def each(cases: Mapping[str, Any], rows_of: Callable[[Any], list[Row]], about: C
     return rows
 
 
-def contest(names: Iterable[str] | None, rows_of: Callable[[str], list[Row]]) -> list[Row]:
+def side_by_side(names: Iterable[str] | None, rows_of: Callable[[str], list[Row]]) -> list[Row]:
     """The rows of every contestant; if one refuses, or a peer's own code fails, the reason is printed instead."""
     rows: list[Row] = []
     for name in names or ():

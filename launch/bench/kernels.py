@@ -8,7 +8,7 @@ takes beginnings: cases=causal_32k,decode runs three. With tokens= a case is cal
 import re
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -18,9 +18,8 @@ import torch
 from ringattn import kernels
 from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, rectangles_of
-from ringattn.launch.bench import Row
-from ringattn.launch.bench import contest as harness
-from ringattn.launch.bench.contest import DTYPES, contest, each, settle, timed, with_error_ratios, with_ratios
+from ringattn.launch.bench import Row, contest
+from ringattn.launch.bench.contest import DTYPES
 from ringattn.launch.bench.peers import CONTESTANTS, Inputs, of_table
 from ringattn.launch.bench.ring import SHORT, mixed
 from ringattn.launch.bench.timing import captured, copy_rate, elapsed_ms, steady_ms
@@ -77,7 +76,7 @@ class Options:
     rep: int = option(200, "milliseconds of repetitions for each median")
 
     def __post_init__(self) -> None:
-        settle(self, CASES, CONTESTANTS)
+        contest.settle(self, CASES, CONTESTANTS)
         self.impls = self.impls or list(IMPLS if self.device == "cuda" else CPU_IMPLS)
 
 
@@ -85,7 +84,7 @@ def run(options: Options) -> list[Row]:
     """Every chosen case, printed as it is done, and all rows at the end."""
     kinds = {"attention": attention, "decode": decode, "errors": errors}
     about = lambda case: {"tokens": case.tokens}  # noqa: E731
-    rows = each(chosen(options), lambda case: kinds[case.kind](case, options), about)
+    rows = contest.each(chosen(options), lambda case: kinds[case.kind](case, options), about)
     base = {row["pass"]: row["tflops"] for row in rows if (row["case"], row.get("impl")) == ("causal_32k", "triton")}
     for row in rows:
         if row.get("impl") == "triton" and row.get("pass") in base and row["case"] in ("window_64k", "docs_64k"):
@@ -97,10 +96,9 @@ def run(options: Options) -> list[Row]:
 def chosen(options: Options) -> dict[str, Case]:
     """The cases to run, each by the length that it has here: of two that tokens= makes one, one."""
     found: dict[str, Case] = {}
-    for name in harness.chosen(options.cases, CASES):
-        length = options.tokens or CASES[name].tokens
-        shown = str(length) if length % 1024 else f"{length // 1024}k"
-        found[re.sub(r"\d+k", shown, name)] = replace(CASES[name], tokens=length)
+    for name, case in contest.sized(options, CASES).items():
+        shown = str(case.tokens) if case.tokens % 1024 else f"{case.tokens // 1024}k"
+        found[re.sub(r"\d+k", shown, name)] = case
     return found
 
 
@@ -112,9 +110,10 @@ def attention(case: Case, options: Options) -> list[Row]:
     def rows(name: str) -> list[Row]:
         passes = CONTESTANTS[name](given)
         passes = passes if options.backward else {"forward": passes["forward"]}
-        return timed(passes, options, "tflops", amounts)
+        return contest.timed(passes, options, "tflops", amounts)
 
-    return with_ratios(contest(options.impls, rows), "triton" if options.device == "cuda" else "tiled")
+    ours = "triton" if options.device == "cuda" else "tiled"
+    return contest.with_ratios(contest.side_by_side(options.impls, rows), ours)
 
 
 def decode(case: Case, options: Options) -> list[Row]:
@@ -134,7 +133,7 @@ def decode(case: Case, options: Options) -> list[Row]:
         return [{**row, "of_copy": rate / copy}]
 
     names = ["decode" if n == "triton" else n for n in options.impls or ()]
-    return with_ratios(contest(names, rows), "decode" if device == "cuda" else "tiled")
+    return contest.with_ratios(contest.side_by_side(names, rows), "decode" if device == "cuda" else "tiled")
 
 
 def errors(case: Case, options: Options) -> list[Row]:
@@ -146,12 +145,12 @@ def errors(case: Case, options: Options) -> list[Row]:
         passes = of_table(name)(given)
         (out, lse), grads = passes["forward"](), passes["backward"]()
         found = {n: x.to(given.q.dtype) for n, x in zip(GRADIENTS, (out, *grads), strict=True)}
-        off = harness.errors(found, {n: truth[n] for n in GRADIENTS})
+        off = contest.errors(found, {n: truth[n] for n in GRADIENTS})
         return [{"error_lse": (lse - truth["lse"]).abs().max().item(), **off}]
 
     ours = {kernel.name for kernel in kernels.TABLE}
-    found = contest([name for name in options.impls or () if name in ours], rows)
-    return with_error_ratios(found, "cudnn", "over_cudnn", GRADIENTS)
+    found = contest.side_by_side([name for name in options.impls or () if name in ours], rows)
+    return contest.with_error_ratios(found, "cudnn", "over_cudnn", GRADIENTS)
 
 
 def exact(given: Inputs) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ time over ours. The cases `errors_*` hold the result and every gradient against 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,20 +19,8 @@ from torch.nn import functional as F
 import ringattn as ra
 from ringattn.kernels import chunkwise, linear
 from ringattn.kernels.linear import TABLE
-from ringattn.launch.bench import Row
-from ringattn.launch.bench.contest import (
-    DTYPES,
-    Passes,
-    chosen,
-    contest,
-    differentiated,
-    each,
-    errors,
-    settle,
-    timed,
-    with_error_ratios,
-    with_ratios,
-)
+from ringattn.launch.bench import Row, contest
+from ringattn.launch.bench.contest import DTYPES, Passes
 from ringattn.launch.words import option
 from ringattn.spec import Docs
 
@@ -96,7 +84,7 @@ class Options:
     rep: int = option(200, "milliseconds of repetitions for each median")
 
     def __post_init__(self) -> None:
-        settle(self, CASES, CONTESTANTS)
+        contest.settle(self, CASES, CONTESTANTS)
         self.gate_dtype = self.gate_dtype or self.dtype
         self.impls = self.impls or (GPU_IMPLS if self.device == "cuda" else CPU_IMPLS)
 
@@ -116,9 +104,10 @@ class Given(NamedTuple):
 
 def run(options: Options) -> list[Row]:
     """Every chosen case, printed as it is done."""
-    cases = {n: replace(CASES[n], tokens=options.tokens or CASES[n].tokens) for n in chosen(options.cases, CASES)}
     about = {"gate_dtype": options.gate_dtype}
-    return each(cases, lambda case: (off if case.errors else times)(case, options), lambda case: about)
+    return contest.each(
+        contest.sized(options, CASES), lambda case: (off if case.errors else times)(case, options), lambda case: about
+    )
 
 
 def times(case: Case, options: Options) -> list[Row]:
@@ -128,9 +117,9 @@ def times(case: Case, options: Options) -> list[Row]:
     def rows(name: str) -> list[Row]:
         passes = CONTESTANTS[name](given)
         passes["both"] = lambda: (passes["forward"](), passes["backward"]())
-        return timed(passes, options, "tokens_per_us", dict.fromkeys(passes, tokens))
+        return contest.timed(passes, options, "tokens_per_us", dict.fromkeys(passes, tokens))
 
-    return with_ratios(with_ratios(contest(options.impls, rows), "triton"), "op")
+    return contest.with_ratios(contest.with_ratios(contest.side_by_side(options.impls, rows), "triton"), "op")
 
 
 def off(case: Case, options: Options) -> list[Row]:
@@ -142,8 +131,8 @@ def off(case: Case, options: Options) -> list[Row]:
 
     exact: list[Any] = [t.double() if torch.is_tensor(t) else t for t in given.x]
     truth = results(alone(chunkwise, Given(linear.Inputs(*exact), given.dout.double(), None)))
-    rows = contest(options.impls, lambda name: [errors(results(CONTESTANTS[name](given)), truth)])
-    return with_error_ratios(rows, "fla", "of_fla", NAMES)
+    rows = contest.side_by_side(options.impls, lambda name: [contest.errors(results(CONTESTANTS[name](given)), truth)])
+    return contest.with_error_ratios(rows, "fla", "of_fla", NAMES)
 
 
 def inputs(case: Case, options: Options) -> Given:
@@ -196,7 +185,7 @@ def op(given: Given, **options: Any) -> Passes:
         out = ra.linear_attention(q, k, v, g, beta=beta, scale=given.x.scale, docs=given.docs, check=False, **options)
         return out[0] if options else out
 
-    return differentiated(forward, leaves, given.dout)
+    return contest.differentiated(forward, leaves, given.dout)
 
 
 def states(given: Given) -> Passes:
@@ -222,7 +211,7 @@ def fla(given: Given) -> Passes:
     else:
         from fla.ops.kda import chunk_kda as attend
     more = {} if beta is None else {"beta": beta}
-    return differentiated(lambda: attend(q, k, v, g, scale=given.x.scale, **more)[0], leaves, given.dout)
+    return contest.differentiated(lambda: attend(q, k, v, g, scale=given.x.scale, **more)[0], leaves, given.dout)
 
 
 CONTESTANTS: dict[str, Callable[[Given], Passes]] = {
