@@ -62,8 +62,8 @@ class Exchange:
             states = self.through_all() if self.way.name == "gather" else self.around()
             self.found = states[self.mine[0]]
             if self.P > 1:
-                every = [self.zeros() if states[place] is None else states[place] for place in self.mine]
-                self.found = torch.stack(every, 1).flatten(0, 1)
+                found = (states[place] for place in self.mine)
+                self.found = torch.stack([self.zeros() if x is None else x for x in found], 1).flatten(0, 1)
             elif self.found is not None:
                 self.found = self.found.contiguous()  # frees the maps of all ranks
         return self.found
