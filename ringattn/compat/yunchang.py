@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ringattn.comms.mesh import init_mesh, split
 from ringattn.compat.ring_flash_attn import Options, of_batch
-from ringattn.layout import Layout
+from ringattn.layout import Layout, positions_of
 
 LAYOUTS = {"basic": "contiguous", "zigzag": "zigzag", "strip": "striped", "basic_pytorch": "contiguous"}
 
@@ -190,8 +190,7 @@ def extract_local(
         )
     place = rank % (rd * ud)
     r, u = divmod(place, ud) if PROCESS_GROUP.ulysses_low else (place % rd, place // rd)
-    mine = torch.from_numpy(layout.positions(r)).to(value.device)
-    return value.index_select(dim, mine.chunk(ud)[u])
+    return value.index_select(dim, torch.from_numpy(positions_of(layout.held(r, u))).to(value.device))
 
 
 EXTRACT_FUNC_DICT: dict[str, Callable[..., Tensor]] = {name: partial(extract_local, name) for name in LAYOUTS}
