@@ -326,9 +326,9 @@ class Plan:
     def shard(self, x: Any, dim: int = 1, *, compare: bool = True) -> Any:
         """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if necessary.
 
-        The result may share the memory of `x` if it is all of it. In torch, the calls that follow compare checksums of
-        integers (token ids, labels) between ranks, at first and then now and then, and raise an error if a sampler
-        gives the ranks different sequences. `compare=False` disables that.
+        The result is always a copy. In torch, the calls that follow compare checksums of integers (token ids, labels)
+        between ranks, at first and then now and then, and raise an error if a sampler gives the ranks different
+        sequences. `compare=False` disables that.
         """
         return self._sharding.shard(x, self, dim, compare)
 

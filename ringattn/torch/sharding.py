@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn.check import of_arguments, of_packed
-from ringattn.layout import Layout
+from ringattn.layout import Layout, Shard
 from ringattn.planning import Plan
 from ringattn.spec import Docs, raise_if, whole
 from ringattn.torch import same_data
@@ -54,28 +54,25 @@ def local_positions(plan: Plan, ring_rank: int, ulysses_rank: int) -> np.ndarray
 
 
 def shard(x: Tensor, plan: Plan, dim: int = 1, compare: bool = True) -> Tensor:
-    """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if need be."""
+    """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if need be. Always a copy."""
     check_whole(x, plan, dim)
     if compare:
         same_data.note(x, plan)
     if plan.cut is not None:
         return x.index_select(dim, torch.from_numpy(own_positions(plan)).to(x.device))
-    pad = plan.tokens.padded_length - plan.seq_len
-    if pad:
-        x = F.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, pad])
-    pieces = [
-        x.narrow(dim, r.start, r.stop - r.start) if r.step == 1 else strided(x, dim, r)
-        for r in plan.tokens.shard(plan.ring_axis.rank)
-    ]
-    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
-    mine = plan.local_slice(plan.ulysses_axis.rank)
-    return whole.narrow(dim, mine.start, plan.local_len).contiguous()
+    before: list[Any] = [slice(None)] * (dim % x.dim())
+    own = held(plan.tokens.shard(plan.ring_axis.rank), plan.local_slice(plan.ulysses_axis.rank))
+    mine = torch.cat([x[*before, r.start : r.stop : r.step] for r in own], dim).contiguous()  # slices end where x does
+    padding = plan.local_len - mine.shape[dim]
+    return F.pad(mine, [0, 0] * (x.dim() - 1 - len(before)) + [0, padding]) if padding else mine
 
 
-def strided(x: Tensor, dim: int, r: range) -> Tensor:
-    at: list[Any] = [slice(None)] * x.dim()
-    at[dim] = slice(r.start, r.stop, r.step)
-    return x[tuple(at)]
+def held(shard: Shard, some: slice) -> Shard:
+    """The tokens of a shard with these local indices."""
+    ends = np.cumsum([len(r) for r in shard]).tolist()
+    starts = [end - len(r) for r, end in zip(shard, ends, strict=True)]
+    cut = (r[max(0, some.start - at) : max(0, some.stop - at)] for r, at in zip(shard, starts, strict=True))
+    return tuple(r for r in cut if r)
 
 
 class Gathered(torch.autograd.Function):

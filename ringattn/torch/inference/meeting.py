@@ -29,10 +29,10 @@ from ringattn.torch.inference.chunk import (
     guests_of,
     in_any_order,
     own_pieces,
-    part_of,
     pieces_of,
     whereabouts_on,
 )
+from ringattn.torch.sharding import held
 
 
 def everyone(x: Tensor, plan: Plan) -> Pending:
@@ -136,7 +136,7 @@ def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, ch
     here = range(axis.rank * inner.size, (axis.rank + 1) * inner.size)
     groups = tuple(here), tuple(r for r in range(cache.ranks) if r not in here)
     shard = plan.tokens.shard(plan.ring_axis.rank)
-    chunk = chunk._replace(queries=part_of(shard, plan.local_slice(plan.ulysses_axis.rank)))
+    chunk = chunk._replace(queries=held(shard, plan.local_slice(plan.ulysses_axis.rank)))
     plans = pieces_of(chunk, groups, call.keys, q.device, kernels.needs_rectangles)
     sources = [r for r in range(axis.size) if r != axis.rank]
     visits: list[Visit] = []
