@@ -21,7 +21,7 @@ TOKENS, BLOCK, DIM = 8192, 1024, 128
 
 
 def of(which: str, folder: Path) -> dict[str, list[int]]:
-    """{"forward": [bundles of each kind of tile], "backward": ...} of one kernel (stock: "dq", "dkv"), from a process."""
+    """{"forward": [bundles of each kind of tile], "backward": ...} (stock: "dq", "dkv"), from a process of its own."""
     folder.mkdir(parents=True)
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
