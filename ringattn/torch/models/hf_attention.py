@@ -69,6 +69,8 @@ class Sliding(Value):
     keys: int
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         raise NotAMask(
             f"a layer of this model changes its mask, a sliding window of {self.keys} keys, before its attention (it "
             f"reads mask.{name}): a mask of its own is not supported over ranks"
