@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 WORKERS := -n 3 --dist worksteal  # tests that start ranks wait a good part of their time
 
-.PHONY: help install test test-slow test-with test-ray test-gpu test-hosts test-compile test-mutants train bench lint types
+.PHONY: help install test test-slow test-with test-ray test-gpu test-hosts test-compile test-mutants train bench pictures lint types
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ train: $(READY)  ## train a small model whose sequence is spread over ranks
 
 bench: $(READY)  ## measure on this machine (ARGS='memory out=FILE', 'kernels', ...)
 	$(RUN)/python -m ringattn bench $(or $(ARGS),memory)
+
+pictures: $(READY)  ## draw the pictures of docs/
+	$(RUN)/python docs/pictures/draw.py
 
 lint: $(READY)  ## check style and format
 	$(VENV)/bin/ruff check .

@@ -6,13 +6,13 @@ passed are in flight: they may be read, but not written.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property
 from itertools import count
 from math import prod
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-T = TypeVar("T")
 ByRank = Mapping[int, Sequence[Any]]  # the tensors to send to, or to receive from, each of some ranks
 
 TRANSPORTS = ("auto", "symmetric", "group")
@@ -100,6 +100,32 @@ class All:
         return [p.wait() for p in self.pending]
 
 
+class Afterwards:
+    """A transfer that is launched after the body of a `with`, and can be waited for from then on.
+
+    It is launched even if the body fails, since peers expect it, and the next call would receive it or send to it. If
+    both fail, the error of the body is raised.
+    """
+
+    def __init__(self, launch: Callable[[], Pending]):
+        self.launch = launch
+        self.pending: Pending = Done()
+
+    def __enter__(self) -> Pending:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        launch, self.launch = self.launch, Done  # the tensors are the transfer's, which lets go of them
+        try:
+            self.pending = launch()
+        except Exception:
+            if error is None:
+                raise
+
+    def wait(self) -> Any:
+        return self.pending.wait()
+
+
 class Axis(Protocol):
     """`size` ranks in a ring; this process is number `rank`. The bodies are those of `Solo`, an axis of one rank."""
 
@@ -118,14 +144,15 @@ class Axis(Protocol):
         """
         return Done()
 
-    def share(
-        self, tensors: Sequence[Any], readers: Sequence[int], into: ByRank, work: Callable[[], T], what: str = ""
-    ) -> tuple[T, Pending]:
-        """Run `work()` while the same tensors travel to all readers; returns its result and the transfer.
+    def sharing(
+        self, tensors: Sequence[Any], readers: Sequence[int], into: ByRank, what: str = ""
+    ) -> AbstractContextManager[Pending]:
+        """`with axis.sharing(...) as coming`: the same tensors travel to all readers beside the work of the body.
 
-        The tensors of `into` are received from what their ranks share in their matching call.
+        The tensors of `into` are received from what their ranks share in their matching call. Wait for `coming` after
+        the body: a transfer may be launched before the body or after it, whichever the transport hides better.
         """
-        return work(), Done()
+        return nullcontext(Done())
 
     def rotate(
         self, tensors: Sequence[Any], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""

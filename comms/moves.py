@@ -1,14 +1,13 @@
 """All transfers of an axis made of `move`, so that every transfer is between two ranks that errors can name."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringattn.comms.axis import ByRank, Done, Pending, Then
-
-T = TypeVar("T")
 
 
 class Moves:
@@ -20,13 +19,11 @@ class Moves:
     by: str
     move: Callable[..., Pending]
 
-    def share(
-        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, work: Callable[[], T], what: str = ""
-    ) -> tuple[T, Pending]:
-        if not readers and not into:
-            return work(), Done()
-        pending = self.move(dict.fromkeys(readers, tensors), into, what=what)
-        return work(), pending
+    def sharing(
+        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str = ""
+    ) -> AbstractContextManager[Pending]:
+        travels = readers or into
+        return nullcontext(self.move(dict.fromkeys(readers, tensors), into, what=what) if travels else Done())
 
     def rotate(
         self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""

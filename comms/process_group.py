@@ -4,10 +4,10 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -15,11 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.comms import messages
-from ringattn.comms.axis import ByRank, Pending, Then
+from ringattn.comms.axis import Afterwards, ByRank, Pending, Then
 from ringattn.comms.lost import Lost, broken, timeout_of
 from ringattn.comms.moves import Moves, as_stored
-
-T = TypeVar("T")
 
 # torch 2.13 renamed both; 2.11 knows only the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -71,7 +69,8 @@ class ProcessGroupAxis(Moves):
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.by: str = dist.get_backend(group)
         self.on_gpus = torch.cuda.is_available() and not self.cheap_words  # a group may have a backend for each device
-        hosts = hosts_of(group)
+        with self.losing_any("making a plan").named():
+            hosts = hosts_of(group)
         self.hosts = 0 if self.cheap_words and hosts == 1 else hosts  # on one host gloo's relay is as fast as any route
         if dist.get_debug_level() == dist.DebugLevel.DETAIL and self.by == "gloo":
             add_twin(group, "near", "cpu", backend="gloo")
@@ -82,6 +81,10 @@ class ProcessGroupAxis(Moves):
     @property
     def group(self) -> dist.ProcessGroup:
         return alive(self.known)
+
+    def losing_any(self, what: str) -> Lost:
+        """The error for a transfer that needs all other ranks."""
+        return Lost(self, [[rank for rank in range(self.size) if rank != self.rank]], what)
 
     def limit(self) -> tuple[Any, ...]:
         """The time-out of one transfer, as an argument of `work.wait`.
@@ -94,15 +97,14 @@ class ProcessGroupAxis(Moves):
     def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
         return self.post("near", out, into, None, what)
 
-    def share(
-        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, work: Callable[[], T], what: str = ""
-    ) -> tuple[T, Pending]:
-        """On GPUs the work is launched first, since launching a move takes the host a while."""
+    def sharing(
+        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str = ""
+    ) -> AbstractContextManager[Pending]:
+        """On GPUs the body is launched first, since launching a move takes the host a while."""
         if not self.on_gpus or not (readers or into):
-            return super().share(tensors, readers, into, work, what)
+            return super().sharing(tensors, readers, into, what)
         since = torch.cuda.current_stream().record_event()
-        result = work()
-        return result, self.post("near", dict.fromkeys(readers, tensors), into, since, what)
+        return Afterwards(partial(self.post, "near", dict.fromkeys(readers, tensors), into, since, what))
 
     def post(self, way: str, out: ByRank, into: ByRank, since: Any, what: str) -> Pending:
         """Start a move "near" (within a host) or "far" (between hosts), after the event `since`."""
@@ -197,10 +199,6 @@ class CollectiveAxis(ProcessGroupAxis):
     def exchange_words(self, words: Any) -> list[Any]:
         with self.losing_any("words").named():
             return messages.gather(words, self.group)
-
-    def losing_any(self, what: str) -> Lost:
-        """The error for a transfer that needs all other ranks."""
-        return Lost(self, [[rank for rank in range(self.size) if rank != self.rank]], what)
 
 
 def whole(x: Tensor) -> Tensor:

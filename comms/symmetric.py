@@ -12,9 +12,10 @@ slots, are in their slots (and the rest of earlier moves).
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -22,15 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.comms import messages
-from ringattn.comms.axis import Axis, ByRank, Done, Pending, Slices
+from ringattn.comms.axis import Afterwards, Axis, ByRank, Done, Pending, Slices
 from ringattn.comms.engines import IN, OUT, Events, Lanes
 from ringattn.comms.memory import Piece, batches, has_few_runs, joined, located, weight
 from ringattn.comms.moves import Moves
 from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
 from ringattn.comms.process_group import alive, hosts_of
 from ringattn.comms.watch import Watch
-
-T = TypeVar("T")
 
 KEPT: list[Any] = []  # outboxes, which live as long as the process, because other processes map them
 CONNECTED: Any = WeakKeyDictionary()  # connections by the group of all ranks, then by the ranks of a group
@@ -103,13 +102,13 @@ class SymmetricAxis(Moves):
         self.sent += sum(map(weight, sends.values()))
         return Flight(self.lanes, self.watch, out, into, leaving, arriving).launched()
 
-    def share(
-        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, work: Callable[[], T], what: str = ""
-    ) -> tuple[T, Pending]:
-        """Put as many batches as fit into the shared slots, run the work, then fetch what the other ranks put there."""
+    def sharing(
+        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str = ""
+    ) -> AbstractContextManager[Pending]:
+        """Put as many batches as fit into the shared slots; after the body, fetch what the other ranks put there."""
         self.watch.check()
         if not readers and not into:
-            return work(), Done()
+            return nullcontext(Done())
         self.lanes.start()
         leaving = self.batched(tensors, self.packed) if readers else Batched([], [])
         arriving = {r: self.batched(x, self.buffer) for r, x in sorted(into.items(), key=self.steps_from)}
@@ -118,13 +117,13 @@ class SymmetricAxis(Moves):
         if readers:
             self.peers.put_shared(readers, 0, leaving.batches[:SHARED], expect)
             self.lanes.precede(OUT)
-        try:
-            result = work()
-        finally:  # even if the work fails: the next call would find the batches in the slots
+
+        def fetched() -> Flight:
             self.fetch(arriving, leaving.batches[SHARED:], readers, expect)
             self.sent += weight(leaving.batches) * len(readers)
-            flight.launched()
-        return result, flight
+            return flight.launched()
+
+        return Afterwards(fetched)
 
     def fetch(self, arriving: Mapping[int, Batched], later: Sequence[Any], readers: Sequence[int], expect: Any) -> None:
         """Fetch the batches of other ranks, and put the `later` ones of this rank into slots as they become free."""
@@ -247,7 +246,9 @@ def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
         for i in range(turns):
             arrived = axis.all_gather(mine[i]).wait()
             shown = [mine[i].new_zeros(4)[::2] if r != axis.rank else mine[i] for r in range(axis.size)]
-            axis.share([mine[i]], others, {r: [shown[r]] for r in others}, lambda: None)[1].wait()
+            with axis.sharing([mine[i]], others, {r: [shown[r]] for r in others}) as coming:
+                pass
+            coming.wait()
             for rows in (arrived.view(-1, 2).tolist(), [x.tolist() for x in shown]):
                 if rows != [[r, r] for r in range(axis.size)]:
                     return f"rank {axis.rank} received {rows}"

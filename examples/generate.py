@@ -7,28 +7,26 @@ torchrun --nproc-per-node 2 examples/generate.py runs/small "def main(" 200 0.7
 import math
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import ringattn as ra
 from ringattn.conf.schema import Model, from_dict
+from ringattn.launch.train import stored
 from ringattn.launch.train.checkpoint import newest, read_state
 from ringattn.launch.train.model import Decoder
 from ringattn.launch.train.parallelize import build
-from ringattn.launch.train.stored import Reader, complete
 from ringattn.torch.models.nn import Attention, StreamingAttention
 
 
 def found(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    checkpoints = complete(run / "checkpoints")
+    checkpoints = stored.complete(run / "checkpoints")
     if not checkpoints:
         sys.exit(f'{run} holds no checkpoint yet; make one: make train ARGS="run={run.name} save_every=40"')
     return checkpoints
@@ -42,10 +40,7 @@ def load(checkpoints: list[Path], device: torch.device, max_len: int) -> Decoder
     except ValueError as error:
         sys.exit(str(error))
     decoder = build(model, 0, device).eval()
-    weights = {name: weight.detach() for name, weight in decoder.named_parameters()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it reads alone, on every rank, and says so
-        dcp.load(weights, storage_reader=Reader(str(checkpoint)), no_dist=True)
+    stored.load(checkpoint, {name: weight.detach() for name, weight in decoder.named_parameters()})
     for block in decoder.blocks:
         if isinstance(block.attention, Attention):  # linear attention streams as it is
             block.attention = StreamingAttention.of(block.attention, max_len)

@@ -120,6 +120,11 @@ def run(
                 process.join()
 
 
+def heard(*signals: signal.Signals) -> list[signal.Signals]:
+    """Those that this process was not started to ignore: a script's background job ignores Ctrl-C, nohup a hangup."""
+    return [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 @contextmanager
 def blocked(*signals: signal.Signals) -> Iterator[None]:
     """Block signals for processes started meanwhile and their children; this process receives them afterwards.

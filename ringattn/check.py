@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringattn.planning import Plan, Transport, dtype_name, groups_problem, heads_problem
-from ringattn.segments import NO_STATE
+from ringattn.segments import segments_problem
 from ringattn.spec import AttentionSpec, Docs, of_factor, whole
 
 PACKED = Docs, "pass Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
@@ -294,13 +294,8 @@ def of_linear(
         )
     if beta is not None and tuple(beta.shape) != heads:
         return f"beta has shape {tuple(beta.shape)}; expected {heads}, one for every token and value head"
-    if plan.layout == "striped" and plan.ring > 1:
-        return (
-            "layout='striped' deals out neighbouring tokens to different ranks, so a state would have to travel after "
-            "every token; use layout='zigzag' or 'contiguous'"
-        )
-    if plan.cut is not None:
-        return NO_STATE
+    if problem := segments_problem(plan):
+        return problem
     if plan.keys is not plan:
         return f"the plan has {plan.seq_len} queries and {plan.keys.seq_len} keys; linear attention needs as many"
     return of_lengths(q, k, plan, AttentionSpec(), (held, held)) or of_docs(q.shape[0], plan, docs, None)

@@ -94,7 +94,7 @@ class Plan(Value):
     heads: tuple[int, int] | None = None
     head_dim: int | None = None
     value_dim: int | None = None
-    cut: Docs | None = None  # documents each of which is laid out over all ranks: see for_docs
+    docs: Docs | None = None  # documents each of which is laid out over all ranks: see for_docs
     deterministic: bool = False  # only kernels whose results have the same bits in every run
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
     report: tuple[str, ...] = field(default=(), compare=False, repr=False)
@@ -114,8 +114,8 @@ class Plan(Value):
             )
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout={self.layout!r}: choose one of auto, {', '.join(LAYOUTS)}")
-        if self.cut is not None:
-            raise_if(self._cut_problem())
+        if self.docs is not None:
+            raise_if(self._docs_problem())
         if self.heads is not None:
             raise_if(heads_problem(*self.heads, ulysses=self.ulysses, ring=self.ring))
         raise_if(self._transport_problem())
@@ -131,11 +131,11 @@ class Plan(Value):
     def _text(self) -> str:
         """The whole plan as text, for a compiled graph, which holds no objects; `of_text` is the inverse."""
         values = {name: getattr(self, name) for name in NAMED}
-        if self.cut is not None:
-            values["cut"] = self.cut.starts.tolist(), self.cut.length
+        if self.docs is not None:
+            values["docs"] = self.docs.starts.tolist(), self.docs.length
         return json.dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
 
-    def _cut_problem(self) -> str | None:
+    def _docs_problem(self) -> str | None:
         """Why documents cannot each be laid out over all ranks of this plan, if they cannot."""
         if self.framework == "jax":
             return (
@@ -208,12 +208,12 @@ class Plan(Value):
     @property
     def agreed(self) -> set[Any]:
         """The kinds of calls of this plan that all ranks agreed on."""
-        return kept_for(self.uncut, self.axes.agreed)
+        return kept_for(self.without_docs, self.axes.agreed)
 
     @cached_property
-    def uncut(self) -> "Plan":
-        """The plan without the documents that it cuts, which are others in every batch."""
-        return self if self.cut is None else self.replace(cut=None)
+    def without_docs(self) -> "Plan":
+        """The plan without the documents that it lays out, which are others in every batch."""
+        return self if self.docs is None else self.replace(docs=None)
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class Plan(Value):
     @cached_property
     def tokens(self) -> Layout:
         """Where the queries' tokens are."""
-        return Layout(self.layout, self.seq_len, self.ring, self.ulysses, self.cut)
+        return Layout(self.layout, self.seq_len, self.ring, self.ulysses, self.docs)
 
     @cached_property
     def keys(self) -> "Plan":
@@ -289,16 +289,16 @@ class Plan(Value):
     def blocks_at_once(self, nbytes: int) -> int:
         """How many blocks of that many bytes a step of the direct route brings.
 
-        One, if every document has a range in each block: several would arrive in many small parts.
+        One, if a block has many ranges: several blocks would arrive in many small parts.
         """
-        if self.cut is not None:
+        if self.tokens.many:
             return 1
         return self.transport.together or hardware_of(self.device).blocks_at_once(nbytes)
 
     def for_length(self, seq_len: int, key_len: int | None = None) -> "Plan":
         """The same choices for another length."""
-        if self.cut is not None:
-            raise ValueError(f"this plan cuts {self.cut} over all ranks, and has their length: use plan.for_docs(docs)")
+        if self.docs is not None:
+            raise ValueError(f"this plan cuts {self.docs} over all ranks and has their length: use plan.for_docs(docs)")
         return self.replace(seq_len=seq_len, key_len=key_len)
 
     def for_docs(self, docs: Docs) -> "Plan":
@@ -313,12 +313,8 @@ class Plan(Value):
         """
         if not isinstance(docs, Docs):
             raise ValueError(f"docs is of type {type(docs).__name__}; pass Docs.from_lengths([...])")
-        raise_if(self._cut_problem())
-        return self.replace(seq_len=docs.length, key_len=None, cut=docs.first or docs)
-
-    def local_slice(self, ulysses_rank: int) -> slice:
-        """Which part of its ring shard a Ulysses rank holds, if no documents are cut."""
-        return slice(ulysses_rank * self.local_len, (ulysses_rank + 1) * self.local_len)
+        raise_if(self._docs_problem())
+        return self.replace(seq_len=docs.length, key_len=None, docs=docs.first or docs)
 
     # The functions that need a framework are in ringattn.torch and ringattn.jax, under the same names.
 
@@ -373,7 +369,7 @@ class Plan(Value):
             return f"{self.seq_len} tokens{keys} on one device: kernel {self.kernel}"
         return (
             f"{self.seq_len} tokens{keys} over ring={self.ring} x ulysses={self.ulysses}: strategy {self.strategy}, "
-            f"layout {self.layout}{' of each document' * (self.cut is not None)}, kernel {self.kernel}, "
+            f"layout {self.layout}{' of each document' * (self.docs is not None)}, kernel {self.kernel}, "
             f"{self.local_len} tokens a rank"
         )
 
@@ -388,11 +384,11 @@ def of_text(text: str) -> Plan:
     if axes is None:
         raise RuntimeError("the ranks that this compiled graph was made for are gone: compile again with a new plan")
     if text not in axes.plans:
-        if len(axes.plans) == 256:  # each batch may cut other documents
+        if len(axes.plans) == 256:  # each batch may lay out other documents
             axes.plans.clear()
         given = dict(zip(NAMED, values, strict=True))
-        if given["cut"] is not None:
-            given["cut"] = Docs(*given["cut"])
+        if given["docs"] is not None:
+            given["docs"] = Docs(*given["docs"])
         axes.plans[text] = Plan(**given, transport=Transport(*transport), axes=axes)
     return axes.plans[text]
 

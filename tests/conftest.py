@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import forkserver
@@ -23,6 +24,7 @@ if not torch.cuda.is_available():
 import pytest
 from hypothesis import settings
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a script starts with it ignored
 settings.register_profile("ringattn", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("ringattn")
 torch.set_num_threads(1)

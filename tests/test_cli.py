@@ -55,7 +55,7 @@ def test_a_package_that_cannot_be_imported_is_one_sentence(error, said, capsys, 
         raise error
 
     monkeypatch.setattr(words, "import_module", broken)
-    assert words.main(["plot", "pictures"]) == 2 and capsys.readouterr().err == f"ringattn plot: {said}\n"
+    assert words.main(["plot", "rows.jsonl"]) == 2 and capsys.readouterr().err == f"ringattn plot: {said}\n"
 
 
 def test_the_installed_command_is_the_same():
@@ -115,7 +115,7 @@ def test_every_benchmark_has_help(suite, capsys):
         (["verify", "backend=gloo", "ranks=100000"], "ranks=100000: on this machine there can be 1 to"),
         (["verify", "ranks=1000"], "ranks=1000: on this machine there can be 1 to"),
         (["verify", "device=gpu"], "choose one of cpu, cuda; did you mean 'cuda'?"),
-        (["plot", "nowhere.jsonl"], "nowhere.jsonl is no file; give pictures, or a file of benchmark lines"),
+        (["plot", "nowhere.jsonl"], "nowhere.jsonl is no file; give a file of benchmark lines"),
         (["bench", "kernel"], "no suite 'kernel'; did you mean 'kernels'?"),
         (["bench", "kernels", "heads=3"], "8 key heads do not divide 3 query heads"),
         (["bench", "memory", "ranks=1,0"], "ranks=0: must be above 0"),
@@ -239,7 +239,7 @@ def test_verify_fails_when_one_rank_is_off(capsys, monkeypatch):
         return found
 
     exact = oracle.run
-    monkeypatch.setattr(verify.oracle, "run", off)
+    monkeypatch.setattr(oracle, "run", off)
     assert words.main(["verify", "ranks=2", "cases=softcap"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[3] for line in lines if line.endswith("FAIL")] == ["striped", "striped"]
@@ -255,7 +255,7 @@ def test_one_wrong_element_fails_where_the_norm_is_small(capsys, monkeypatch):
         return found
 
     exact = oracle.run
-    monkeypatch.setattr(verify.oracle, "run", off)
+    monkeypatch.setattr(oracle, "run", off)
     assert words.main(["verify", "ranks=2", "cases=even"]) == 1
     said = capsys.readouterr().out
     assert "element is off by" in said and "dq is off by" not in said
@@ -280,7 +280,7 @@ def test_a_random_call_that_fails_is_repeated_by_the_line_it_prints(capsys, monk
 
     exact = oracle.run
     with monkeypatch.context() as patched:
-        patched.setattr(verify.oracle, "run", off)
+        patched.setattr(oracle, "run", off)
         assert words.main(["verify", "random=6", "seed=3", "ranks=2", "dtype=float32", "kernel=tiled"]) == 1
         failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ringattn verify ")]
         assert failed
@@ -301,7 +301,7 @@ def test_only_a_kernel_that_is_named_may_refuse_and_not_everything(kernel, layou
         return exact(case, mesh, given, kernel)
 
     exact = oracle.run
-    monkeypatch.setattr(verify.oracle, "run", fussy)
+    monkeypatch.setattr(oracle, "run", fussy)
     assert words.main(["verify", "ranks=2", "cases=short", f"kernel={kernel}"]) == status
     refused = 2 if layouts else 7
     said = capsys.readouterr().out
@@ -472,14 +472,6 @@ def test_verify_says_first_what_runs(capsys, monkeypatch):
     monkeypatch.setattr(verify, "everyone", lambda *told: pytest.fail(capsys.readouterr().err))
     with pytest.raises(pytest.fail.Exception, match=r"7 cases over 2 ranks \(threads\)"):
         verify.run(verify.Options(ranks=2, cases=("softcap",)))
-
-
-def test_plot_makes_no_folder_that_it_was_not_told_of(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    assert words.main(["plot", "pictures"]) == 2
-    assert "docs/pictures is a folder of the checkout, and not here; give out=FOLDER" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_plot_names_cases_by_what_differs():

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
 from ringattn.comms import messages
-from ringattn.comms.axis import Axis, Slices, Solo
+from ringattn.comms.axis import Afterwards, Axis, Slices, Solo
 from ringattn.comms.local import run
 from ringattn.comms.mesh import axis, init_mesh
 from ringattn.comms.process_group import CollectiveAxis
@@ -38,14 +38,11 @@ def exercise(a: Axis) -> None:
         showing = [s for s in others if not turn or s % 2 == 0]
         readers = others if not turn or r % 2 == 0 else []
         wide, room = torch.full((2, 40, 3), r + 10.0 * turn), torch.full((2, n, 40, 3), -1.0)
-        done, hop = a.share(
-            Slices([wide], (range(9), range(9, 40))),
-            readers,
-            {s: [room[:, s, :9], room[:, s, 9:]] for s in showing},
-            lambda: "done",
-        )
-        hop.wait()
-        assert done == "done" and all(room[:, s].eq(s + 10 * turn if s in showing else -1).all() for s in range(n))
+        into = {s: [room[:, s, :9], room[:, s, 9:]] for s in showing}
+        with a.sharing(Slices([wide], (range(9), range(9, 40))), readers, into) as coming:
+            pass
+        coming.wait()
+        assert all(room[:, s].eq(s + 10 * turn if s in showing else -1).all() for s in range(n))
     x = torch.arange(2 * 2 * n * 3.0).reshape(2, 2 * n, 3) + 1000 * r
     swapped = a.all_to_all(x, 1, 2).wait()
     expected = [torch.arange(2 * 2 * n * 3.0).reshape(2, 2 * n, 3)[:, 2 * r : 2 * r + 2] + 1000 * s for s in range(n)]
@@ -62,6 +59,20 @@ def exercise(a: Axis) -> None:
     assert not a.all_gather(mine.clone().requires_grad_()).wait().requires_grad
     assert a.exchange_words("alike") == ["alike"] * n
     assert a.exchange_words({"rank": r * "x"}) == [{"rank": s * "x"} for s in range(n)]
+
+
+def test_a_transfer_is_launched_after_work_that_fails_and_hides_no_error():
+    launched = []
+
+    def launch():
+        launched.append("launched")
+        raise ConnectionError("a rank is lost")
+
+    with pytest.raises(KeyError, match="work"), Afterwards(launch):
+        raise KeyError("work")
+    with pytest.raises(ConnectionError, match="lost"), Afterwards(launch):
+        pass
+    assert len(launched) == 2
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

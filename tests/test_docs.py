@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]*))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -63,8 +64,7 @@ def test_scripts_run_under_torchrun(page, line, code, tmp_path):
     *_, name = words = command_of(code)
     (tmp_path / name).write_text(code)
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(start, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-4000:]
     assert "rank 0" in ended.stdout
 
@@ -87,16 +87,14 @@ def test_the_readme_names_every_command():
 
 def test_every_picture_can_be_drawn_and_is_shown(tmp_path):
     pytest.importorskip("matplotlib")
-    from ringattn.launch.commands import plot
-
-    assert plot.run(plot.Options("pictures", out=str(tmp_path))) == 0
+    subprocess.run([sys.executable, ROOT / "docs/pictures/draw.py", tmp_path], check=True, env=ENVIRONMENT, timeout=300)
     pictures = {p.name: p for p in (ROOT / "docs/pictures").glob("*.svg")}
     kept = set(pictures)
-    assert {p.name for p in tmp_path.iterdir()} == kept, "run `ringattn plot pictures`"
+    assert {p.name for p in tmp_path.iterdir()} == kept, "run `make pictures`"
     for name, old in pictures.items():
         (drawn, by), (shown, other) = (shapes_of(p.read_text()) for p in (tmp_path / name, old))
         if by == other:  # another version of matplotlib draws other letters
-            assert len(drawn) == len(shown), f"{name} is out of date: run `ringattn plot pictures`"
-            assert np.allclose(drawn, shown, atol=0.01), f"{name} is out of date: run `ringattn plot pictures`"
+            assert len(drawn) == len(shown), f"{name} is out of date: run `make pictures`"
+            assert np.allclose(drawn, shown, atol=0.01), f"{name} is out of date: run `make pictures`"
     shown = "".join((ROOT / "docs" / name).read_text() for name in ("how-it-works.md", "linear-attention.md"))
     assert all(f"(pictures/{name})" in shown for name in kept)

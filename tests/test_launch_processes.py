@@ -123,17 +123,20 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_a_hangup_stops_a_run_that_was_not_told_to_ignore_it(monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_terminals_signal_stops_a_run_that_was_not_told_to_ignore_it(number, monkeypatch):
+    """nohup has it ignore a hangup, and a script has its background jobs ignore Ctrl-C."""
+
     def hang_up(context: object) -> None:
-        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), number)
         raise TimeoutError("it was ignored")
 
     monkeypatch.setattr(torchrun, "serve", hang_up)
     for before, outcome in ((signal.SIG_DFL, torchrun.Stopped), (signal.SIG_IGN, TimeoutError)):
-        usual = signal.signal(signal.SIGHUP, before)
+        usual = signal.signal(number, before)
         with pytest.raises(outcome):
             torchrun.local(print, 1, "cpu")
-        assert signal.signal(signal.SIGHUP, usual) is before
+        assert signal.signal(number, usual) is before
 
 
 def test_a_terminals_interrupt_is_answered_in_a_line_while_things_are_imported(tmp_path):

@@ -230,7 +230,7 @@ def test_the_schedule_of_every_case_is_what_its_bounds_say(layout):
         found = schedule_of.__wrapped__(mask).needed
         j = np.arange(plan.keys.tokens.padded_length)
         for a, b in np.ndindex(4, 4):
-            begin, end = (x[..., None] for x in mask.bounds(plan.tokens.positions(a)))
+            begin, end = (x[..., None] for x in mask.bounds(plan.tokens.shard(a)))
             seen = ((begin <= j) & (j < end))[..., plan.keys.tokens.positions(b)].any()
             assert found[a, b] == seen, (case.name, a, b)
 

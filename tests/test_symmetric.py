@@ -164,6 +164,16 @@ def on_ranks(function, axes):
     return results
 
 
+def nothing():
+    pass
+
+
+def sharing(axis, tensors, readers, into, work=nothing, what=""):
+    with axis.sharing(tensors, readers, into, what) as coming:
+        work()
+    coming.wait()
+
+
 @pytest.fixture(params=[64, 2**20], ids=lambda slot: f"slot={slot}")
 def slot(request, monkeypatch):
     """Slots so small that everything goes in many pieces, and slots that hold all of it."""
@@ -192,9 +202,9 @@ def test_work_that_fails_beside_what_is_shared_leaves_that_to_the_others(slot):
         x, room = torch.arange(40.0) + axis.rank, torch.zeros(40)
         if axis.rank == 0:
             with pytest.raises(KeyError, match="lost"):
-                axis.share([x[:24]], [1], {}, fail)  # no more than there are slots
+                sharing(axis, [x[:24]], [1], {}, fail)  # no more than there are slots
         else:
-            axis.share([x], [], {0: [room[:24]]}, lambda: None)[1].wait()
+            sharing(axis, [x], [], {0: [room[:24]]})
             assert torch.equal(room[:24], x[:24] - 1)
 
     on_ranks(one, axes(2))
@@ -213,7 +223,7 @@ def test_work_that_fails_on_all_ranks_leaves_nothing_for_the_next_call(slot, mon
             room = {r: [torch.full((40,), -1.0)] for r in others}
             mine = torch.full((40,), 10.0 * turn + axis.rank)
             try:
-                axis.share([mine], others, room, fail if turn == 1 else lambda: None)[1].wait()
+                sharing(axis, [mine], others, room, fail if turn == 1 else nothing)
                 found.append([room[r][0].unique().tolist() for r in others])
             except torch.OutOfMemoryError:
                 pass
@@ -345,7 +355,7 @@ def test_two_ranges_of_a_tensor_come_in_one_copy(monkeypatch):
         stop = run_of(Mask(plan, api.AttentionSpec()), axis.rank, torch.device("cpu"), together=3)[0].stops[1]
         k = plan.positions().float()[None, :, None].expand(1, -1, 5).contiguous()
         room, trip = room_for(stop, k, -k)
-        axis.share(*trip, lambda: None)[1].wait()
+        sharing(axis, *trip)
         at = torch.cat([torch.arange(r.start, r.stop) for r in stop.shard])
         assert room[0][0, :, 4].tolist() == at.tolist() == (-room[1][0, :, 0]).tolist()
         return axis.lanes.copies
@@ -413,9 +423,9 @@ def test_a_rank_that_is_lost_during_long_work_is_named_and_nobody_hangs(monkeypa
         if axis.rank == 1:
             return
         x = torch.zeros(16 * 4 * SHARED)  # four times as much as the slots for all hold
-        axis.share([x[:4]], [1], {}, lambda: None)[1].wait()  # never taken
+        sharing(axis, [x[:4]], [1], {})  # never taken
         with pytest.raises(ConnectionError, match=r"taken by rank 1 within 0.5 s \(keys\).*; the first loss: that one"):
-            axis.share([x], [1], {1: [x.clone()]}, lambda: time.sleep(2), "keys")[1].wait()
+            sharing(axis, [x], [1], {1: [x.clone()]}, lambda: time.sleep(2), "keys")
         axis.lanes.finish().settle()
 
     on_ranks(one, axes(2, timeout=0.5))

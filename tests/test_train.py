@@ -329,13 +329,19 @@ def test_an_address_where_no_ray_answers_is_said_at_once(monkeypatch):
 
 
 def test_a_signal_to_rays_driver_asks_the_ranks_to_stop_and_a_second_ctrl_c_waits_for_nobody():
+    """A background job of a script, which ignores Ctrl-C, still does."""
     asked = []
     for first in (signal.SIGTERM, signal.SIGINT):
         with pytest.raises(KeyboardInterrupt), on_ray.stopping(lambda: asked.append(1)):
             os.kill(os.getpid(), first)
             os.kill(os.getpid(), signal.SIGINT)
     assert asked == [1, 1]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert usual is signal.default_int_handler
+    with on_ray.stopping(lambda: asked.append(1)):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+    assert len(asked) == 3 and signal.signal(signal.SIGINT, usual) is signal.SIG_IGN
 
 
 def test_jax_processes_that_do_not_start_are_said_with_what_each_was_to_have(monkeypatch):

@@ -1,33 +1,28 @@
-"""A checkpoint is checked before it is loaded: no code in it runs, and damage to it is found and passed by."""
+"""A checkpoint is checked before it is loaded: damage to it is found and passed by, and so is what was made up."""
 
 import dataclasses
 import errno
-import io
 import json
 import os
-import pickle
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ringattn.conf.schema import Train
 from ringattn.launch.train import checkpoint, metrics, stored, torchrun
 from ringattn.launch.train import start as train
 from ringattn.launch.train.trainer import work
 from tests.training import TINY, alone, made, over
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -58,78 +53,128 @@ def resealed(path: Path, **state) -> None:
     """Another state.json whose checksums are right, as somebody would make it on purpose."""
     saved = json.loads((path / "state.json").read_text())
     saved.pop("crc32")
-    parts = state.pop("parts", {name: stored.checksum(path / name) for name in saved["parts"]})
-    stored.write_state(path, {**saved, **state}, parts)
+    count = len(saved["parts"])
+    parts = [stored.checksum(path / stored.name_of_part(rank)) for rank in range(count)]
+    stored.write_state(path, {**saved, "parts": parts, **state})
 
 
-class Runs:
-    """Unpickled, it makes a file."""
+def another_header(change) -> Callable[[Path], None]:
+    """The attack that changes the header of the first part: the pieces by the names of their tensors."""
 
-    def __init__(self, marker: Path):
-        self.marker = marker
+    def attack(path: Path) -> None:
+        file = path / stored.name_of_part(0)
+        content = file.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        pieces = json.loads(content[8:end])
+        change(pieces)
+        header = json.dumps(pieces).encode()
+        file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+        resealed(path)
 
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
-
-
-def crafted(path: Path, marker: Path, name: str) -> None:
-    """A checkpoint whose indexes name an object beside its tensors: torch's loader would unpickle it."""
-    held = io.BytesIO()
-    torch.save(Runs(marker), held)
-    (path / "evil.distcp").write_bytes(held.getvalue())
-    index = pickle.loads((path / ".metadata").read_bytes())
-    index.state_dict_metadata[name] = dcp_metadata.BytesStorageMetadata()
-    index.storage_data[dcp_metadata.MetadataIndex(name)] = _StorageInfo("evil.distcp", 0, len(held.getvalue()))
-    (path / ".metadata").write_bytes(pickle.dumps(index))
-    own = json.loads((path / "index.json").read_text())
-    size = own[name]["size"]
-    piece = {"offsets": [0] * len(size), "size": size, "file": "evil.distcp", "first": 0}
-    own[name]["pieces"] = [piece | {"bytes": len(held.getvalue())}]
-    (path / "index.json").write_text(json.dumps(own))
-    parts = {file.name: stored.checksum(file) for file in path.iterdir() if file.name != "state.json"}
-    resealed(path, parts=parts)
+    return attack
 
 
-def test_an_object_in_a_checkpoint_is_never_unpickled(run, tmp_path):
-    """Not by a training that goes on, nor by the example that generates text; no index that is a pickle is read."""
-    path, marker = step(run, 5), tmp_path / "ran"
-    crafted(path, marker, "embed.weight")
-    config = train.resolved(dataclasses.replace(TINY, resume=str(path)), 2)
-    first, second = torchrun.local(refused, 2, "cpu", config, str(run))
-    assert first == second and f"{path} cannot be read" in first and "weights_only" in first
-    done = generate(run)
-    assert done.returncode == 1 and "weights_only" in done.stderr and not marker.exists()
-    (path / ".metadata").write_bytes(pickle.dumps(Runs(marker)))
+def another_index(change) -> Callable[[Path], None]:
+    """The attack that changes what state.json says of the tensors."""
+
+    def attack(path: Path) -> None:
+        tensors = json.loads((path / "state.json").read_text())["tensors"]
+        change(tensors)
+        resealed(path, tensors=tensors)
+
+    return attack
+
+
+def swapped(values: dict, one: str = "norm.weight", other: str = "norm.weight@exp_avg") -> None:
+    values[one], values[other] = values[other], values[one]
+
+
+def instead(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """The attack that puts something else in the place of a file."""
+
+    def attack(path: Path) -> None:
+        (path / name).rename(path.parent / "elsewhere")
+        make(path / name)
+
+    return attack
+
+
+def a_pickle(path: Path) -> None:
+    torch.save({"norm.weight": torch.ones(32)}, path / stored.name_of_part(0))
     resealed(path)
-    assert checkpoint.newest([path]) == path and not marker.exists()
-    torch.load(path / "evil.distcp", weights_only=False)
-    assert marker.exists()  # what the object does where it is unpickled
 
 
-@pytest.mark.parametrize(
-    "where", ["../step-00000004/__0_0.distcp", "{root}/__0_0.distcp", "", "..", "elsewhere.distcp"]
-)
-def test_a_part_lies_in_the_folder_of_its_checkpoint(where, run):
+PART = stored.name_of_part(0)
+ATTACKS = {
+    "a pipe as state": ("state.json", instead("state.json", os.mkfifo)),
+    "a pipe as part": (PART, instead(PART, os.mkfifo)),
+    "a device": ("state.json", instead("state.json", lambda file: file.symlink_to("/dev/zero"))),
+    "a link out of the folder": (PART, instead(PART, lambda file: file.symlink_to("../elsewhere"))),
+    "a folder": (PART, instead(PART, Path.mkdir)),
+    "no part": (PART, instead(PART, str)),
+    "a pickle": (PART, a_pickle),
+    "no piece": (PART, another_header(lambda pieces: pieces.pop("norm.weight"))),
+    "swapped pieces": (PART, another_header(swapped)),
+    "a piece of another tensor": (PART, another_header(lambda p: p["norm.weight"].update(p["norm.weight@exp_avg"]))),
+    "a piece beyond the file": (PART, another_header(lambda p: p["norm.weight"].update(data_offsets=[0, 2**40]))),
+    "a header beyond the file": (PART, lambda path: flip(path / PART, 6) or resealed(path)),
+    "a tensor less": (PART, another_index(lambda tensors: tensors.pop("norm.weight"))),
+    "a tensor more": (PART, another_index(lambda tensors: tensors.update(more=["float32", [4], True]))),
+    "a huge tensor": (PART, another_index(lambda t: t.update({"norm.weight": ["float32", [2**50, 2**50], True]}))),
+    "a negative size": ("state.json", another_index(lambda t: t.update({"norm.weight": ["float32", [-1], True]}))),
+    "no dtype": ("state.json", another_index(lambda t: t.update({"norm.weight": ["save", [32], True]}))),
+    "no bool": ("state.json", another_index(lambda t: t.update({"norm.weight": ["float32", [32], 2]}))),
+    "not a tensor": ("state.json", another_index(lambda t: t.update({"norm.weight": 5}))),
+    "no parts": ("state.json", lambda path: resealed(path, parts=[])),
+    "a part more": (stored.name_of_part(2), lambda path: resealed(path, parts=[{"bytes": 8, "crc32": "0"}] * 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_was_not_saved_so_is_never_loaded(attack, run, capsys):
+    """Though all checksums are right: the run goes on from the checkpoint before."""
+    name, make = ATTACKS[attack]
+    make(step(run, 5))
+    assert name in " ".join(filter(None, (checkpoint.damage(step(run, 5), rank, 3) for rank in range(3))))
+    assert checkpoint.newest(checkpoint.begin_of("auto", run / "checkpoints", 0.0)) == step(run, 4)
+    assert f"{step(run, 5)} cannot be read" in capsys.readouterr().err
+
+
+def test_a_tensor_of_another_size_or_dtype_is_refused(run):
+    for other in (torch.zeros(31), torch.zeros(32, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"norm\.weight is \('float32', \[32\]\) there and \('float"):
+            stored.load(step(run, 5), {"norm.weight": other})
+    with pytest.raises(ValueError, match="none is None there"):
+        stored.load(step(run, 5), {"none": torch.zeros(31)})
+
+
+def test_torchs_and_safetensors_tools_read_a_checkpoint(run):
+    """A copy without files whose names begin with a dot is whole, too."""
+    safetensors = pytest.importorskip("safetensors.torch")
     path = step(run, 5)
-    name = where.format(root=step(run, 4))
-    index = json.loads((path / "index.json").read_text())
-    index["norm.weight"]["pieces"][0]["file"] = name
-    (path / "index.json").write_text(json.dumps(index))
-    resealed(path)
-    assert f"norm.weight lies in {name!r}" in checkpoint.damage(path, 0, 1)
-    parts = json.loads((path / "state.json").read_text())["parts"]
-    resealed(path, parts=parts | {name: stored.checksum(step(run, 4) / "__0_0.distcp")})
-    found = checkpoint.damage(path, 0, 1)
-    assert found == f"{name}: no such file" if name == "elsewhere.distcp" else repr(name) in found
+    index = stored.read_state(path)["tensors"]
+    whole = {name: torch.empty(saved.size, dtype=getattr(torch, saved.dtype)) for name, saved in index.items()}
+    stored.load(path, whole)
+    theirs = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(theirs, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
+    files = [safetensors.load_file(path / stored.name_of_part(rank)) for rank in range(2)]
+    assert {f"{t.dtype}" for t in whole.values()} == {"torch.float32", "torch.uint8"} and "norm.weight@step" in index
+    for name in index:
+        parts = [file[name] for file in files if name in file]
+        assert torch.equal(theirs[name], whole[name]), name
+        assert torch.equal(parts[0] if len(parts) == 1 else torch.cat(parts), whole[name]), name
+    assert not [file for file in path.iterdir() if file.name.startswith(".")]
 
 
 def test_damage_is_found_on_all_ranks_and_the_run_goes_on_from_the_newest_that_is_whole(run, saved, tmp_path, capsys):
     """A flipped bit, and a part of another step, of the same size."""
-    flip(step(run, 5) / "__1_0.distcp", 5000)
-    shutil.copy(step(run, 3) / "__0_0.distcp", step(run, 4) / "__0_0.distcp")
+    flip(step(run, 5) / "rank-00001.safetensors", 5000)
+    shutil.copy(step(run, 3) / "rank-00000.safetensors", step(run, 4) / "rank-00000.safetensors")
     assert checkpoint.newest(checkpoint.begin_of("auto", run / "checkpoints", 0.0)) == step(run, 3)
     said = capsys.readouterr().err
-    for number, name in ((5, "__1_0.distcp"), (4, "__0_0.distcp")):
+    for number, name in ((5, "rank-00001.safetensors"), (4, "rank-00000.safetensors")):
         assert f"{step(run, number)} cannot be read ({name}: " in said
     whole = shutil.copytree(saved, tmp_path / "whole")
     for number in (4, 5):
@@ -143,16 +188,16 @@ def test_damage_is_found_on_all_ranks_and_the_run_goes_on_from_the_newest_that_i
 def test_a_broken_checkpoint_that_was_named_is_refused_with_the_older_ones_on_every_rank(run):
     newest, older = step(run, 5), step(run, 4)
     config = train.resolved(dataclasses.replace(TINY, resume=str(newest)), 2)
-    (newest / "__1_0.distcp").write_bytes((newest / "__1_0.distcp").read_bytes()[:1000])
+    (newest / "rank-00001.safetensors").write_bytes((newest / "rank-00001.safetensors").read_bytes()[:1000])
     first, second = torchrun.local(refused, 2, "cpu", config, str(run))
     assert first == second and "\n" not in first and str(older) in first
-    assert f"{newest} cannot be read (__1_0.distcp: " in first and "'bytes': 1000" in first
+    assert f"{newest} cannot be read (rank-00001.safetensors: " in first and "'bytes': 1000" in first
 
 
 def test_every_byte_that_is_changed_is_noticed(run):
     path = step(run, 5)
     names = sorted(p.name for p in path.iterdir())
-    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "state.json"]
+    assert names == ["rank-00000.safetensors", "rank-00001.safetensors", "state.json"]
     for name in names:
         content = (path / name).read_bytes()
         for at in np.linspace(0, len(content) - 1, 12).astype(int):
@@ -168,7 +213,7 @@ def test_every_byte_that_is_changed_is_noticed(run):
 
 def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew(tmp_path):
     for number in (1, 2):
-        (made(tmp_path, number) / "index.json").write_text("{")
+        (made(tmp_path, number) / stored.name_of_part(0)).write_text("{")
     with pytest.raises(ValueError, match=r"no checkpoint can be read: .*step-00000002 .*step-00000001 .*run=NAME"):
         checkpoint.newest(checkpoint.begin_of("auto", tmp_path, 0.0))
     assert checkpoint.newest([]) is None
@@ -178,8 +223,7 @@ def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew(tmp_path):
     ("field", "value"),
     [("step", -5), ("step", 3.5), ("step", 1.0), ("step", 1e9), ("step", True), ("step", "1"), ("step", None),
      ("step", 2), ("steps", 0), ("sequences", -3), ("sequences", 0), ("sequences", 1.5), ("sequences", "abc"),
-     ("data", 3), ("model", 3), ("parts", {"/etc/passwd": {}}), ("parts", {"a/b": {}}), ("parts", 3),
-     ("parts", {"": {}})],
+     ("data", 3), ("model", 3), ("parts", {"/etc/passwd": {}}), ("parts", 3)],
 )  # fmt: skip
 def test_an_impossible_state_is_refused(field, value, tmp_path):
     path = made(tmp_path, 1)
@@ -194,7 +238,8 @@ def test_a_state_of_another_shape_cannot_be_read(text, tmp_path):
     path = made(tmp_path, 1)
     (path / "state.json").write_text(text)
     with pytest.raises(
-        ValueError, match=r"step-00000001 cannot be read \(state\.json: " + "it has no checksums" * ("1" in text)
+        ValueError,
+        match=r"step-00000001 cannot be read \(state\.json: " + "an older version of ringattn" * ("1" in text),
     ):
         checkpoint.matching(path, {})
 
@@ -285,9 +330,8 @@ def test_what_is_saved_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypat
         checkpoints.save(1, one, optimizer, {"model": {}, "sequences": 1})
         checkpoints.finish()
     part = f"{checkpoints.folder}/step-00000001.part"
-    files = {f"{part}/{name}" for name in ("__0_0.distcp", "index.json")}
-    assert files < set(did)
-    assert did[-4:] == [f"{part}/state.json", part, "step-00000001.part -> step-00000001", str(checkpoints.folder)]
+    files = [f"{part}/{name}" for name in (stored.name_of_part(0), "state.json")]
+    assert did == [*files, part, "step-00000001.part -> step-00000001", str(checkpoints.folder)]
 
 
 def test_a_folder_that_cannot_be_synced_is_no_error_and_a_disk_that_fails_is(tmp_path, monkeypatch):
@@ -302,12 +346,6 @@ def test_a_folder_that_cannot_be_synced_is_no_error_and_a_disk_that_fails_is(tmp
     monkeypatch.setattr(os, "fsync", failing(errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
         stored.durable_names(tmp_path)
-
-
-def generate(run: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "examples" / "generate.py"), str(run), "def main(", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def small() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -22,7 +22,7 @@ from torch import nn
 from ringattn.conf.schema import Cluster, Model, Train
 from ringattn.launch.bench import step as bench_step
 from ringattn.launch.processes import RankError
-from ringattn.launch.train import checkpoint, metrics, report, torchrun, trainer
+from ringattn.launch.train import checkpoint, metrics, report, stored, torchrun, trainer
 from ringattn.launch.train import start as train
 from ringattn.launch.train.trainer import work
 from tests.training import SOURCES, TINY, alone, losses, made, over
@@ -267,27 +267,27 @@ def losses_after_auto(folder: Path) -> int:
 
 
 def test_training_waits_for_a_copy_and_nothing_else(tmp_path, monkeypatch):
-    """What torch does to save takes as long as it likes beside the training; the copies lie in memory that is kept."""
+    """Writing takes as long as it likes beside the training; the copies lie in memory that is kept."""
     one = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(one.parameters())
     checkpoint.start_moments(optimizer)
-    may, saved = threading.Event(), checkpoint.dcp.save
-    monkeypatch.setattr(checkpoint.dcp, "save", lambda *args, **more: may.wait() and saved(*args, **more))
+    may, write = threading.Event(), stored.write_part
+    monkeypatch.setattr(stored, "write_part", lambda *args: may.wait() and write(*args))
     with alone():
         checkpoints = checkpoint.Checkpoints(tmp_path, 2, None)
-        checkpoints.save(1, one, optimizer, {"model": {}})
+        checkpoints.save(1, one, optimizer, {"model": {}, "sequences": 2})
         where = {name: copy.data_ptr() for name, copy in checkpoints.copies.items()}
         assert checkpoint.complete(checkpoints.folder) == []
         before = one.weight.detach().clone()
         with torch.no_grad():
             one.weight.zero_()  # the training goes on
         may.set()
-        checkpoints.save(2, one, optimizer, {"model": {}})
+        checkpoints.save(2, one, optimizer, {"model": {}, "sequences": 2})
         assert where == {name: copy.data_ptr() for name, copy in checkpoints.copies.items()}
         checkpoints.finish()
         for step, expected in ((1, before), (2, torch.zeros(64, 64))):
             found = {"weight": torch.empty(64, 64)}
-            checkpoint.dcp.load(found, checkpoint_id=str(checkpoints.folder / checkpoint.name_of(step)))
+            stored.load(checkpoints.folder / stored.name_of(step), found)
             assert torch.equal(found["weight"], expected)
 
 

@@ -51,9 +51,8 @@ def made(folder: Path, step: int, **state) -> Path:
     """A complete checkpoint of no tensors."""
     path = folder / stored.name_of(step)
     path.mkdir(parents=True)
-    (path / "index.json").write_text("{}")
-    parts = {"index.json": stored.checksum(path / "index.json")}
-    stored.write_state(path, {"model": {}, "step": step, "sequences": step, **state}, parts)
+    parts = [stored.write_part(path, 0, 1, {}, {})]
+    stored.write_state(path, {"model": {}, "step": step, "sequences": step, "tensors": {}, "parts": parts, **state})
     return path
 
 

@@ -1,4 +1,4 @@
-"""Draw: `ringattn plot pictures` the pictures of docs/, `ringattn plot FILE.jsonl` benchmark lines.
+"""Draw the figures of a file: `ringattn plot FILE.jsonl`.
 
 Benchmark lines become bars: a panel a direction and figure, a group a case, a colour an implementation. Of lines that
 measured the same thing the last one counts. The metrics.jsonl of a training run becomes a line over its steps.
@@ -17,7 +17,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ringattn.launch.commands.pictures import PICTURES, RANKS, STYLE, panels
 from ringattn.launch.words import option, writable
 
 Row = dict[str, Any]
@@ -56,33 +55,35 @@ WORDS = {
     "mfu": "MFU",
 }
 KINDS = {"step": "trained", "eval": "held out", "save": "saved"}  # rows of a training run
-OWN = Path("docs/pictures")
+RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#77aadd")
+STYLE: dict[Any, Any] = {
+    "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.8,
+    **dict.fromkeys(("axes.edgecolor", "text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#333333"),
+    "svg.hashsalt": "ringattn", "savefig.facecolor": "white", "legend.frameon": False,
+}  # fmt: skip
 MARGIN = 0.35  # inches above and below the panels, for titles and ticks
 
 
 @dataclass(frozen=True)
 class Options:
-    source: str = option("pictures", "pictures, or a file of benchmark lines")
-    out: str | None = option(None, "where to: a folder for pictures (docs/pictures), a file for lines (FILE.svg)")
+    source: str = option("", "a file of benchmark lines, or the metrics.jsonl of a training run")
+    out: str | None = option(None, "where to (FILE.svg)")
     metric: str | None = option(None, "which figure of the lines to draw (default: the first known kind)")
 
 
 def run(options: Options) -> int:
-    """Draw the requested pictures and print the names of the files."""
+    """Draw the lines and print the name of the file."""
     matplotlib.use("Agg")
+    rows = read(Path(options.source))
+    path = writable(Path(options.out or Path(options.source).with_suffix(".svg")))
     with matplotlib.rc_context(STYLE):
-        if options.source == "pictures":
-            folder = Path(options.out or OWN)
-            if options.out is None and not folder.is_dir():
-                raise ValueError(f"{OWN} is a folder of the checkout, and not here; give out=FOLDER")
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, draw in PICTURES.items():
-                save(draw(), folder / f"{name}.svg")
-            return 0
-        rows = read(Path(options.source))
-        path = writable(Path(options.out or Path(options.source).with_suffix(".svg")))
         save((curve if all("kind" in r and "step" in r for r in rows) else bars)(rows, options.metric), path)
     return 0
+
+
+def panels(rows: int, columns: int, width: float, height: float, **grid_options: Any) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(width, height))
+    return figure, figure.subplots(rows, columns, squeeze=False, gridspec_kw=grid_options or None)
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -96,7 +97,7 @@ def read(path: Path) -> list[Row]:
     rows: list[Row] = []
     if not path.is_file():
         run = path / "metrics.jsonl"
-        hint = f"did you mean {run}?" if run.is_file() else "give pictures, or a file of benchmark lines"
+        hint = f"did you mean {run}?" if run.is_file() else "give a file of benchmark lines"
         raise ValueError(f"{path} is no file; {hint}")
     try:
         text = path.read_text()

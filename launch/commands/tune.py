@@ -22,8 +22,8 @@ import torch
 import ringattn as ra
 from ringattn.kernels import rates
 from ringattn.kernels.intervals import Intervals
-from ringattn.launch.bench import kernels
-from ringattn.launch.bench.timing import elapsed_ms
+from ringattn.launch.bench.kernels import doc_lengths
+from ringattn.launch.bench.timing import elapsed_ms, steady_ms
 from ringattn.launch.words import option
 from ringattn.spec import bounds
 
@@ -59,7 +59,7 @@ def run(options: Options) -> int:
 def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) -> dict[str, tuple[float, float]]:
     """Useful TFLOP/s of every named kernel that serves, for the masks of `kernels/rates.py`."""
     arch = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-    timing, long = kernels.Options(device=device, rep=200), 4 * options.tokens
+    long = 4 * options.tokens
 
     def documents(longest: int) -> ra.Docs:
         ends = np.cumsum(np.random.default_rng(1).integers(longest // 8, longest, 8 * long // longest))
@@ -67,7 +67,7 @@ def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) ->
 
     masks: dict[str, tuple[int, int | None, Any]] = {  # tokens, window, documents
         "rectangles": (2 * options.tokens, None, None),
-        "packed": (long, None, ra.Docs.from_lengths(kernels.doc_lengths(long))),
+        "packed": (long, None, ra.Docs.from_lengths(doc_lengths(long))),
         "long": (long, long // 8, documents(long // 2)),
         "short": (long, long // 64, documents(long // 32)),
     }
@@ -89,7 +89,7 @@ def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) ->
                 continue
             forward = partial(ra.attention, q, k, v, plan, spec=spec, docs=docs)
             backward = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
-            times = [kernels.median_ms(call, timing) for call in (forward, backward)]
+            times = [steady_ms(call, device) for call in (forward, backward)]
             table[key] = (float(f"{work / times[0] / 1e9:.4g}"), float(f"{2.5 * work / times[1] / 1e9:.4g}"))
             print("{:<40} {:>9} {:>9} TFLOP/s forward, backward".format(key, *table[key]), flush=True)
     return table

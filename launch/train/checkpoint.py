@@ -8,21 +8,19 @@ A checkpoint holds whole tensors in pieces, so any number of ranks can read it.
 """
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
-from torch.distributed.tensor import DTensor
 
 from ringattn.comms import lost, messages
 from ringattn.launch.train import metrics, stored
-from ringattn.launch.train.stored import Damaged, Reader, complete, damage, name_of, numbered
+from ringattn.launch.train.stored import Damaged, Saved, complete, damage, name_of, numbered, part_of
 
 
 class Checkpoints:
@@ -37,7 +35,8 @@ class Checkpoints:
         self.group = group  # its own, so that its words do not mix with the training's
         self.writing: Future[None] | None = None
         self.thread = ThreadPoolExecutor(1, "checkpoints")
-        self.copies: dict[str, Tensor] = {}
+        self.copies: dict[str, Tensor] = {}  # what this rank holds of each tensor
+        self.index: dict[str, Saved] = {}
         self.copied: Any = None  # the event after which a GPU has copied
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -57,11 +56,10 @@ class Checkpoints:
         for name, tensor in whole.items():
             own = part_of(tensor)
             if name not in self.copies:
-                buffer = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
-                spread = isinstance(tensor, DTensor)
-                self.copies[name] = DTensor(buffer, tensor._spec, requires_grad=False) if spread else buffer  # type: ignore[attr-defined]
+                self.index[name] = Saved.of(tensor)
+                self.copies[name] = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
             with torch.cuda.stream(aside):
-                part_of(self.copies[name]).copy_(own, non_blocking=True)
+                self.copies[name].copy_(own, non_blocking=True)
         if aside is not None:
             if self.copied is None:
                 optimizer.register_step_pre_hook(lambda *_: torch.cuda.current_stream().wait_event(self.copied))
@@ -73,29 +71,32 @@ class Checkpoints:
             torch.cuda.set_device(self.copied.device)  # this thread's, which would else take the first GPU
             self.copied.synchronize()
         part, whole = self.folder / f"{name_of(step)}.part", self.folder / name_of(step)
-        rank, problem = dist.get_rank(), None
-        if rank == 0:
-            try:
-                self.begin(part)
-            except OSError as error:
-                problem = str(error)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
         try:
-            problem = messages.gather(problem, self.group)[0]
-            if problem is not None:
-                raise OSError(problem)
-            writer = stored.Writer(str(part))
-            dcp.save(self.copies, storage_writer=writer, process_group=self.group)
-            sums = everyones({name: stored.checksum(part / name) for name in writer.own}, self.group)
+            self.together(partial(self.begin, part) if rank == 0 else lambda: None)
+            parts = self.together(lambda: stored.write_part(part, rank, ranks, self.index, self.copies))
             if rank == 0:
-                stored.write_state(part, state, {name: one for own in sums for name, one in own.items()})
+                stored.write_state(part, {**state, "tensors": self.index, "parts": parts})
                 self.publish(part, whole)
-        except (Exception, CheckpointException) as error:
+        except Exception as error:
             if rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
-            why = root(error)
-            if lost.of_transport(error) or lost.of_transport(why):
-                raise ConnectionError(f"could not save step {step}: {lost.who_is_missing(why)}") from error
-            raise OSError(f"could not save step {step} in {self.where(why)}") from error
+            if lost.of_transport(error):
+                raise ConnectionError(f"could not save step {step}: {lost.who_is_missing(str(error))}") from error
+            raise OSError(f"could not save step {step} in {self.where(str(error))}") from error
+
+    def together(self, action: Callable[[], Any]) -> list[Any]:
+        """Do something on all ranks; the ranks' results, or one error on all of them."""
+        result = problem = None
+        try:
+            result = action()
+        except Exception as error:
+            problem = f"{error}" or type(error).__name__
+        everyone = messages.gather([result, problem], self.group)
+        for _, problem in everyone:
+            if problem is not None:
+                raise OSError(problem)
+        return [result for result, _ in everyone]
 
     def begin(self, part: Path) -> None:
         """An empty folder to write into. The run's own folder is not made again if it was deleted."""
@@ -115,7 +116,7 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
     def where(self, why: str) -> str:
-        """The folder and what was wrong; with the room on its disk, since torch has many texts for a full one."""
+        """The folder and what was wrong, with the room on its disk, which may be full."""
         other = any(word in why for word in ("denied", "Read-only", "deleted or moved"))
         return f"{self.folder}{'' if other else room(self.folder)}: {why}"
 
@@ -131,11 +132,6 @@ class Checkpoints:
             future.result()
 
 
-def part_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def room(folder: Path) -> str:
     """How much fits where a folder is, and what to do if it is little."""
     try:
@@ -143,17 +139,6 @@ def room(folder: Path) -> str:
     except OSError:
         return ""
     return f", where {free:,.0f} MB are free (free space, or use folder=PATH)"
-
-
-def root(error: BaseException) -> str:
-    """The innermost reason, in one line."""
-    failures = [failure[0] for failure in getattr(error, "failures", {}).values()]
-    if failures:  # of several ranks: the system's error before torch's
-        error = next((f for f in failures if isinstance(f, OSError)), failures[0])
-        return str(error) or type(error).__name__
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    return str(error) or type(error).__name__
 
 
 def begin_of(resume: str | None, folder: Path, started_at: float) -> list[Path]:
@@ -242,10 +227,13 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: 
     state = matching(path, about)
     start_moments(optimizer)
     whole = tensors(model, optimizer)
+    problem = None
     try:
-        dcp.load(whole, storage_reader=Reader(str(path)))
-    except (Exception, CheckpointException) as error:
-        raise ValueError(unreadable(path, root(error))) from error
+        stored.load(path, whole)
+    except (*stored.UNREADABLE, RuntimeError) as error:
+        problem = stored.reason(error)
+    if problem := next(filter(None, everyones(problem)), None):
+        raise ValueError(unreadable(path, problem))
     torch.set_rng_state(whole["@rng"])
     return state
 

@@ -256,9 +256,9 @@ def stopping(ask: Callable[[], Any]) -> Iterator[None]:
 
     def handle(number: int, frame: Any) -> None:
         ask()
-        signal.signal(signal.SIGINT, before[signal.SIGINT])
+        signal.signal(signal.SIGINT, before.get(signal.SIGINT, signal.SIG_IGN))
 
-    before = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
+    before = {s: signal.signal(s, handle) for s in processes.heard(signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:

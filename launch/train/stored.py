@@ -1,34 +1,33 @@
-"""A checkpoint's folder on disk: every file has a checksum, and nothing in it runs code when it is read.
+"""A checkpoint's folder on disk: every file has a checksum, and nothing in it can run code when it is read.
 
-step-00000100/state.json     the state of the training; size and CRC-32 of every other file; its own CRC-32
-step-00000100/index.json     each tensor's pieces: the file, the first byte and the bytes of each
-step-00000100/__0_0.distcp   the pieces that rank 0 wrote; torch reads them with weights_only=True
-step-00000100/.metadata      torch's own index, for torch's tools: a pickle, which is never read here
+step-00000100/state.json               the state of the training; dtype and size of each tensor; size and CRC-32 of
+                                       every other file; its own CRC-32
+step-00000100/rank-00000.safetensors   the rows that rank 0 had of each tensor
+
+A tensor is spread by rows over all ranks that saved it, or rank 0 has it all. Which rows lie where in which file
+follows from its size alone, so no index can name another place, nor the same rows twice.
 """
 
 import errno
 import json
 import os
 import re
+import stat
 import zlib
-from collections.abc import Collection
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 A_STEP = "batch x accumulate x strategy.data"  # sequences in a step, as a user says how many
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError)  # of a JSON file of any content
 PIECE = 1 << 22  # bytes read at once
+DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "uint8": "U8"}
 
 
 class Damaged(ValueError):
@@ -55,88 +54,124 @@ def complete(folder: Path) -> list[Path]:
     return [p for p in numbered(folder) if (p / "state.json").is_file()]
 
 
-class Writer(dcp.FileSystemWriter):
-    """torch's writer, which also writes the index as JSON. `own` are the names of the files that this rank wrote."""
+class Saved(NamedTuple):
+    """What a checkpoint says of a tensor: it is JSON."""
 
-    own: set[str]
+    dtype: str
+    size: list[int]
+    spread: bool
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        done = super().write_data(plan, planner)
-        self.own = {result.storage_data.relative_path for result in done.value()}
-        return done
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Saved":
+        if isinstance(tensor, DTensor):
+            assert tensor.device_mesh.ndim == 1 and tensor.placements[0].is_shard(0), tensor.placements
+        return cls(str(tensor.dtype).removeprefix("torch."), list(tensor.shape), isinstance(tensor, DTensor))
 
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        super().finish(metadata, results)  # some versions of torch note what is where in a copy of `metadata`
-        where = {one.index: one.storage_data for each in results for one in each}
-        written = json.dumps(
-            {name: to_json(name, tensor, where) for name, tensor in metadata.state_dict_metadata.items()}
-        )
-        durable(Path(self.path) / "index.json", written)
-        self.own |= {"index.json", ".metadata"}
+    def rows(self, rank: int, ranks: int) -> tuple[int, int]:
+        """The rows [first, last) that one of some ranks has, as FSDP2 deals them; a scalar has one row."""
+        rows = self.size[0] if self.size else 1
+        each = -(-rows // ranks) if self.spread else rows
+        return min(rows, rank * each), min(rows, (rank + 1) * each)
 
+    @property
+    def itemsize(self) -> int:
+        return int(getattr(torch, self.dtype).itemsize)
 
-def to_json(name: str, tensor: Any, stored: Any) -> dict[str, Any]:
-    """A tensor's entry in the index."""
-    pieces = [(piece, stored[MetadataIndex(name, piece.offsets)]) for piece in tensor.chunks]
-    return {
-        "dtype": str(tensor.properties.dtype).removeprefix("torch."),
-        "size": list(tensor.size),
-        "pieces": [
-            {
-                "offsets": list(piece.offsets), "size": list(piece.sizes),
-                "file": at.relative_path, "first": at.offset, "bytes": at.length,
-            }
-            for piece, at in pieces
-        ],
-    }  # fmt: skip
+    @property
+    def row_bytes(self) -> int:
+        return prod(self.size[1:]) * self.itemsize
 
 
-class Reader(dcp.FileSystemReader):
-    """torch's reader with the index in JSON, which can name tensors only, in files of the checkpoint only.
+Header = dict[str, Any]
 
-    torch's own index is a pickle. It may also name objects, which torch's loader unpickles without any limit.
+
+def header_of(index: dict[str, Saved], rank: int, ranks: int) -> tuple[Header, int]:
+    """The header of a rank's file, and the bytes after it. The widest dtypes come first, so every number is aligned.
+
+    By the offsets in it torch's HuggingFaceStorageReader joins the files.
     """
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path)
-        return read_index(path, read_state(path)["parts"])
-
-
-def read_index(path: Path, parts: Collection[str]) -> Metadata:
-    """The index as torch's loader takes it."""
-    tensors: dict[str, Any] = {}
-    stored = {}
-    try:
-        for name, about in json.loads((path / "index.json").read_text()).items():
-            dtype = getattr(torch, about["dtype"])
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"{about['dtype']} is no dtype")
-            pieces = []
-            for piece in about["pieces"]:
-                offsets, sizes = torch.Size(piece["offsets"]), torch.Size(piece["size"])
-                pieces.append(ChunkStorageMetadata(offsets, sizes))
-                if piece["file"] not in parts:
-                    raise ValueError(f"{name} lies in {piece['file']!r}, which is no part of this checkpoint")
-                stored[MetadataIndex(name, offsets)] = _StorageInfo(piece["file"], piece["first"], piece["bytes"])
-            tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(about["size"]), pieces)
-    except UNREADABLE as error:
-        raise Damaged(f"index.json: {reason(error)}") from None
-    return Metadata(tensors, storage_data=stored)
+    header: Header = {"__metadata__": {}}
+    offsets, end = {}, 0
+    for name, saved in sorted(index.items(), key=lambda each: (-each[1].itemsize, each[0])):
+        first, last = saved.rows(rank, ranks)
+        begin, end = end, end + (last - first) * saved.row_bytes
+        if begin < end:
+            shape = [last - first, *saved.size[1:]][: len(saved.size)]
+            header[name] = {"dtype": DTYPES[saved.dtype], "shape": shape, "data_offsets": [begin, end]}
+            offsets[name] = {"saved_offsets": [first, *[0] * len(shape)][: len(shape)]}
+    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(offsets)
+    return header, end
 
 
-def write_state(path: Path, state: dict[str, Any], parts: dict[str, dict[str, Any]]) -> None:
+def name_of_part(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def write_part(path: Path, rank: int, ranks: int, index: dict[str, Saved], local: dict[str, Tensor]) -> Header:
+    """The file of one rank, from what it holds of each tensor; its size and checksum."""
+    header, _ = header_of(index, rank, ranks)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with durable(path / name_of_part(rank)) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in header:
+            if name in local:
+                file.write(local[name].reshape(-1).view(torch.uint8).numpy().data)
+    return checksum(path / name_of_part(rank))
+
+
+def load(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Read these tensors, or what this rank holds of them, from a checkpoint of any number of ranks."""
+    state = read_state(path)
+    index, ranks = state["tensors"], len(state["parts"])
+    for name, tensor in tensors.items():
+        here, there = Saved.of(tensor), index.get(name)
+        if there is None or here[:2] != there[:2]:
+            raise Damaged(f"{name} is {there and there[:2]} there and {here[:2]} here")
+    for rank in range(ranks):
+        header, _ = header_of(index, rank, ranks)
+        with opened(path / name_of_part(rank)) as file:
+            base = 8 + int.from_bytes(file.read(8), "little")
+            for name in tensors:
+                if name in header:
+                    read_rows(
+                        tensors[name], index[name].rows(rank, ranks), file, base + header[name]["data_offsets"][0]
+                    )
+
+
+@torch.no_grad()
+def read_rows(tensor: Tensor, stored: tuple[int, int], file: BinaryIO, at: int) -> None:
+    """Read those of the stored rows, the first of which lies there in the file, that this rank holds."""
+    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+    saved = Saved.of(tensor)
+    begin, end = saved.rows(*((mesh.get_local_rank(), mesh.size()) if mesh else (0, 1)))
+    first, last = max(begin, stored[0]), min(end, stored[1])
+    if first < last:
+        file.seek(at + (first - stored[0]) * saved.row_bytes)
+        content = bytearray(file.read((last - first) * saved.row_bytes))
+        rows = part_of(tensor).view(end - begin, *tensor.shape[1:])[first - begin : last - begin]
+        rows.copy_(torch.frombuffer(content, dtype=tensor.dtype).view(rows.shape))
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
     """state.json, after all other files: a checkpoint without it is not complete."""
-    state = {**state, "parts": parts}
-    durable(path / "state.json", json.dumps({**state, "crc32": crc32_of(state)}, indent=1))
+    with durable(path / "state.json") as file:
+        file.write(json.dumps({**state, "crc32": crc32_of(state)}, indent=1).encode())
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """The state of a checkpoint, with the number of sequences of a step. Its parts are not checked."""
     try:
-        state = json.loads((path / "state.json").read_text())
+        with opened(path / "state.json") as file:
+            state = json.load(file)
         saved = state.pop("crc32", None)
-        if saved is None:
-            raise ValueError("it has no checksums, as an older version of ringattn saved it, and cannot be checked")
+        if saved is None or "tensors" not in state:
+            raise ValueError("an older version of ringattn saved it, and this one cannot read it")
         if saved != crc32_of(state):
             raise ValueError(f"it was saved with CRC-32 {saved} and has {crc32_of(state)}")
         step, sequences, parts = state["step"], state["sequences"], state["parts"]
@@ -144,34 +179,56 @@ def read_state(path: Path) -> dict[str, Any]:
             raise ValueError(f"step={step!r} of {state.get('steps')} cannot be in {path.name}")
         if type(sequences) is not int or sequences < step or sequences % step:
             raise ValueError(f"sequences={sequences!r} cannot be of {step} steps")
-        for name in parts:
-            if name in ("", ".", "..") or Path(name).name != name:
-                raise ValueError(f"{name!r} is no name of a file in this folder")
+        if type(parts) is not list or not parts:
+            raise ValueError(f"parts={parts!r} is no list of files")
         _ = {**state["model"], **state.get("data", {})}
-        return {**state, A_STEP: sequences // step}
+        return {**state, "tensors": read_index(state["tensors"]), A_STEP: sequences // step}
     except UNREADABLE as error:
         raise Damaged(f"state.json: {reason(error)}") from None
+
+
+def read_index(tensors: dict[str, Any]) -> dict[str, Saved]:
+    index = {name: Saved(*about) for name, about in tensors.items()}
+    for name, (dtype, size, spread) in index.items():
+        sizes = type(size) is list and all(type(n) is int and n >= 0 for n in size)
+        if dtype not in DTYPES or not sizes or type(spread) is not bool:
+            raise ValueError(f"{name}: {dtype!r}, {size!r}, {spread!r} is no tensor")
+    return index
+
+
+def opened(file: Path) -> BinaryIO:
+    """A file of a checkpoint. A pipe or a device would block or never end, and a link leads out of the folder."""
+    if not stat.S_ISREG(file.lstat().st_mode):
+        raise ValueError("it is not a regular file")
+    return file.open("rb")
 
 
 def damage(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
     """What is not as it was saved in a checkpoint, if anything; each of some ranks reads its share of the parts."""
     try:
-        parts = read_state(path)["parts"]
-        read_index(path, parts)
+        state = read_state(path)
     except Damaged as error:
         return str(error)
-    for name in sorted(parts)[rank::ranks]:
-        file, saved = path / name, parts[name]
+    index, parts = state["tensors"], state["parts"]
+    for number in range(rank, len(parts), ranks):
+        file = path / name_of_part(number)
         try:
-            if not file.is_file():
-                raise ValueError("no such file")
-            size = file.stat().st_size
-            found = checksum(file) if size == saved["bytes"] else {"bytes": size}
-            if found != saved:
-                raise ValueError(f"it was saved with {saved} and has {found}: damaged, or of another checkpoint")
+            check(file, parts[number], *header_of(index, number, len(parts)))
         except UNREADABLE as error:
-            return f"{name}: {reason(error)}"
+            return f"{file.name}: {reason(error)}"
     return None
+
+
+def check(file: Path, saved: dict[str, Any], header: Header, content: int) -> None:
+    """An error if a part is not as it was saved, or does not hold just these rows."""
+    with opened(file) as start:
+        size = os.fstat(start.fileno()).st_size
+        found = checksum(file) if size == saved["bytes"] else {"bytes": size}
+        if found != saved:
+            raise ValueError(f"it was saved with {saved} and has {found}: damaged, or of another checkpoint")
+        length = int.from_bytes(start.read(8), "little")
+        if size != 8 + length + content or json.loads(start.read(length)) != header:
+            raise ValueError("it does not hold the tensors that state.json lists")
 
 
 def reason(error: Exception) -> str:
@@ -192,10 +249,11 @@ def crc32_of(state: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(state, sort_keys=True).encode()):08x}"
 
 
-def durable(path: Path, text: str) -> None:
-    """Write a file that is still there after the machine has failed."""
-    with path.open("w") as file:
-        file.write(text)
+@contextmanager
+def durable(path: Path) -> Iterator[BinaryIO]:
+    """A new file that is still there after the machine has failed."""
+    with path.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
 

@@ -164,9 +164,7 @@ def passed_on(*signals: signal.Signals) -> Iterator[threading.Event]:
                     os.kill(child.pid, signal.SIGTERM)
         signal.setitimer(signal.ITIMER_REAL, 0.5)  # and again: a rank may have been starting just then
 
-    before = {s: signal.signal(s, forward) for s in (*signals, signal.SIGALRM)}
-    if before.get(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # under nohup
+    before = {s: signal.signal(s, forward) for s in (*processes.heard(*signals), signal.SIGALRM)}
     try:
         yield ranks
     finally:
@@ -190,9 +188,8 @@ class Stop:
         self.signalled, self.other = False, other
         self.group = words_group(patience)
         if threading.current_thread() is threading.main_thread():  # no other thread may handle signals
-            for number in (signal.SIGTERM, *processes.TERMINALS):
-                if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
-                    signal.signal(number, self.on_signal)
+            for number in (signal.SIGTERM, *processes.heard(*processes.TERMINALS)):
+                signal.signal(number, self.on_signal)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # one that came before is handled now
 
     def on_signal(self, number: int, frame: Any) -> None:

@@ -188,3 +188,8 @@ def error(found: Tensor, expected: Tensor, scale: float) -> float:
         return float("inf")
     gap = torch.where(torch.isfinite(expected), found - expected, 0.0)
     return float(gap.norm()) / max(scale, 1e-30)
+
+
+def off(found: Tensor, exact: Tensor) -> float:
+    """The relative error of a whole result."""
+    return error(found, exact, float(torch.nan_to_num(exact, neginf=0).norm()))

@@ -7,7 +7,6 @@ home at the end.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -20,7 +19,7 @@ from ringattn.schedule import Hop
 from ringattn.torch.attention.steps import Rows, Run, Score, Stop
 
 S = TypeVar("S")
-# the arguments of `Axis.share`: what this rank sends, who reads it at the same stop, and where it receives
+# the arguments of `Axis.sharing`: what this rank sends, who reads it at the same stop, and where it receives
 Trip = tuple[Slices, tuple[int, ...], ByRank]
 END = Stop(None, (), {}, (), ())
 EVERY = slice(None)
@@ -36,17 +35,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score,
     held: Sequence[Tensor] = (k, v)
     left = sum(stop.where is not None for leg in run for stop in leg.stops)
     for i, leg in enumerate(run, start=1):
-        flight, keys = rotate(axis, held, leg.hop, f"keys of round {i + 1} of {len(run)}, forward"), held
+        flight, here = rotate(axis, held, leg.hop, f"keys of round {i + 1} of {len(run)}, forward"), held
         for j, (stop, following) in enumerate(with_next(leg.stops, END), start=2):
-            work: Callable[[], Partial | None] = partial(as_it_was, part)
-            if stop.where:
-                left -= 1
-                rounded = part is None and score.kernel.rounds(stop.where)
-                dtype = q.dtype if rounded or not left else None
-                work = partial(score.attend, q, *keys, stop.where, carry=part, out_dtype=dtype)
-            keys, trip = room_for(following, *held)
-            part, coming = axis.share(*trip, work, f"keys of step {j} of {len(leg.stops)}, forward")
+            room, trip = room_for(following, *held)
+            with axis.sharing(*trip, f"keys of step {j} of {len(leg.stops)}, forward") as coming:
+                if stop.where:
+                    left -= 1
+                    rounded = part is None and score.kernel.rounds(stop.where)
+                    dtype = q.dtype if rounded or not left else None
+                    part = score.attend(q, *here, stop.where, carry=part, out_dtype=dtype)
             coming.wait()
+            here = room
         held = flight.wait() or held
     return part or empty(q, v.shape[-1])
 
@@ -124,19 +123,23 @@ def visit(side: Side, axis: Axis, stops: Sequence[Stop], held: Sequence[Tensor])
     home, turns = Home(axis, side.score.narrow, *held[: side.returns]), turns_of(stops, side)
     steps = len(stops)
     here, trip = room_for(turns[0].stop, *held)
-    axis.share(*trip, nothing, f"{side.named} of step 1 of {steps}, backward")[1].wait()
+    with axis.sharing(*trip, f"{side.named} of step 1 of {steps}, backward") as coming:
+        pass  # nothing to compute yet
+    coming.wait()
     for i, (turn, following) in enumerate(with_next(turns, LAST), start=1 + steps - len(turns)):
         if side.score.parted:  # gradients travelled during the other half of this step; else they may during the next
             home.settle()
-        work = side.work(turn, here) if turn.stop.where else NOTHING
-        here, trip = room_for(following.stop, *held)
-        grads, coming = axis.share(*trip, work[0], f"{side.named} of step {i + 1} of {steps}, backward")
+        travelling, staying = side.work(turn, here) if turn.stop.where else NOTHING
+        room, trip = room_for(following.stop, *held)
+        with axis.sharing(*trip, f"{side.named} of step {i + 1} of {steps}, backward") as coming:
+            grads = travelling()
         home.send(turn.stop, grads, f"gradients of step {i} of {steps}", turn.keys)
-        for total, found in zip(side.stays, work[1](), strict=False):
+        for total, found in zip(side.stays, staying(), strict=False):
             total.add(found, heads=turn.queries)
             total.fold()
         coming.wait()
-        del work, grads  # frees what is used up before memory for the next step is allocated
+        here = room
+        del travelling, staying, grads  # frees what is used up before memory for the next step is allocated
     home.settle(last=True)
     return home.own
 
@@ -198,10 +201,6 @@ def some_heads(x: Any, at: slice) -> Any:
 def with_next(run: Sequence[S], end: S) -> Iterable[tuple[S, S]]:
     """Each stop (or turn) and the one that follows."""
     return zip(run, [*run[1:], end], strict=True)
-
-
-def as_it_was(x: Any) -> Any:
-    return x
 
 
 def nothing() -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from ringattn.kernels.partial import Partial, Streams, add_sinks, empty, merge_s
 from ringattn.layout import Layout
 from ringattn.planning import Plan
 from ringattn.serving import queries_at_once
-from ringattn.torch.attention.ring import END, nothing, room_for, with_next
+from ringattn.torch.attention.ring import END, room_for, with_next
 from ringattn.torch.inference.cache import KVCache
 from ringattn.torch.inference.call import Call, Decode, Kernels, Prefill
 from ringattn.torch.inference.chunk import (
@@ -29,7 +29,6 @@ from ringattn.torch.inference.chunk import (
     guests_of,
     in_any_order,
     own_pieces,
-    part_of,
     pieces_of,
     whereabouts_on,
 )
@@ -92,22 +91,22 @@ class Guests:
         at_home, *self.run = guests_of(blocks, self.axis.rank, queries_at_once(rows))
         self.run.append(at_home)
         self.here, trip = room_for(self.run[0], self.q)
-        _, self.coming = self.axis.share(*trip, nothing, f"queries of step 1 of {len(self.run)}, prefill")
+        with self.axis.sharing(*trip, f"queries of step 1 of {len(self.run)}, prefill") as self.coming:
+            pass  # the caller's work comes before `attend`, which waits
 
     def attend(self, call: Prefill, cache: KVCache, chunk: Chunk, dtype: torch.dtype) -> Partial:
         """This rank's partial over the keys of all ranks, merged in rank order; its out may have `dtype`."""
         rows = (self.axis.size, *self.q.shape[:3])  # by the rank that has the keys
-        room = partial(torch.empty, device=self.q.device)
-        out = room(*rows, cache.v.shape[-1], dtype=accumulator(self.q))
-        found = Partial(out, room(rows, dtype=fine(self.q)))
+        new = partial(torch.empty, device=self.q.device)
+        out = new(*rows, cache.v.shape[-1], dtype=accumulator(self.q))
+        found = Partial(out, new(rows, dtype=fine(self.q)))
         leaving: Pending = Done()
         self.coming.wait()
         for i, (stop, following) in enumerate(with_next(self.run, END)):
             label = f"step {i + 1} of {len(self.run)}, prefill"
-            asking = chunk._replace(queries=stop.shard)
-            work = partial(attend_cache, self.here[0], call, cache, asking, call.most)
-            self.here, trip = room_for(following, self.q)
-            part, self.coming = self.axis.share(*trip, work, f"queries after {label}")
+            room, trip = room_for(following, self.q)
+            with self.axis.sharing(*trip, f"queries after {label}") as coming:
+                part = attend_cache(self.here[0], call, cache, chunk._replace(queries=stop.shard), call.most)
             leaving.wait()
             if stop.readers or stop.brought:
                 home = {r: Slices([x[r] for x in found], stop.own) for r in stop.readers}
@@ -116,8 +115,9 @@ class Guests:
             else:
                 for x, mine in zip(found, part, strict=True):
                     x[self.axis.rank].copy_(mine)
-            self.coming.wait()
-            del work, part
+            coming.wait()
+            self.here = room
+            del part
         if self.within.size == 1:
             return merged(found, dtype)
         share = packed(merged(found), call.form).movedim(1, 0)  # [T, B, H, V + 1 or 2]
@@ -135,8 +135,7 @@ def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, ch
     axis, inner = axes_of(plan)
     here = range(axis.rank * inner.size, (axis.rank + 1) * inner.size)
     groups = tuple(here), tuple(r for r in range(cache.ranks) if r not in here)
-    shard = plan.tokens.shard(plan.ring_axis.rank)
-    chunk = chunk._replace(queries=part_of(shard, plan.local_slice(plan.ulysses_axis.rank)))
+    chunk = chunk._replace(queries=plan.tokens.held(plan.ring_axis.rank, plan.ulysses_axis.rank))
     plans = pieces_of(chunk, groups, call.keys, q.device, kernels.needs_rectangles)
     sources = [r for r in range(axis.size) if r != axis.rank]
     visits: list[Visit] = []
@@ -144,8 +143,8 @@ def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, ch
         mine = [in_blocks(x[:, piece.keys], cache.stripes.block, inner) for x in kept]
         room = [x.new_empty(x.shape[0], len(sources), *x.shape[1:]) for x in mine]
         into = {r: [x[:, i] for x in room] for i, r in enumerate(sources)}
-        work = partial(attended, q, kernels, [*visits, Visit(mine, piece.seen[0])], part)
-        part, coming = axis.share(mine, sources, into, work, "cached keys")
+        with axis.sharing(mine, sources, into, "cached keys") as coming:
+            part = attended(q, kernels, [*visits, Visit(mine, piece.seen[0])], part)
         coming.wait()
         visits = [in_order(room, piece.seen[1])]
     k, v = parted(new.wait().index_select(0, whereabouts_on(q.device, plan.tokens, chunk.tokens)), cache)

@@ -1,13 +1,14 @@
 """The pictures of docs/, each computed by the code that it explains.
 
 Layouts come from ringattn.layout, tiles from ringattn.kernels.tiled, steps from ringattn.schedule: a picture cannot
-show what the code does not do. `ringattn plot pictures` draws them all.
+show what the code does not do. `make pictures`, or `python docs/pictures/draw.py [FOLDER]`, draws them all.
 """
 
-from collections.abc import Callable
+import sys
 from itertools import groupby
-from typing import Any
+from pathlib import Path
 
+import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
@@ -17,6 +18,7 @@ from matplotlib.patches import Rectangle
 from ringattn.cost import seen_pairs
 from ringattn.kernels import chunkwise, tiled
 from ringattn.kernels.intervals import Intervals
+from ringattn.launch.commands.plot import RANKS, STYLE, panels, save
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.mask import pieces
 from ringattn.planning import Plan
@@ -24,13 +26,7 @@ from ringattn.schedule import Schedule, needed
 from ringattn.segments import order
 from ringattn.spec import AttentionSpec, Docs, bounds
 
-INK, FAINT, PAPER = "#333333", "#d9d9d9", "#f4f4f4"
-RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#77aadd")
-STYLE: dict[Any, Any] = {
-    "font.size": 9, "axes.titlesize": 10, "axes.edgecolor": INK, "axes.spines.top": False, "axes.spines.right": False,
-    "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.linewidth": 0.8,
-    "svg.hashsalt": "ringattn", "savefig.facecolor": "white", "legend.frameon": False,
-}  # fmt: skip
+INK, FAINT, PAPER = STYLE["text.color"], "#d9d9d9", "#f4f4f4"
 
 
 def masks() -> Figure:
@@ -249,15 +245,6 @@ def linear() -> Figure:
     return figure
 
 
-DRAWN = (masks, tiling, merging, layouts, ring, ulysses, linear)
-PICTURES: dict[str, Callable[[], Figure]] = {f.__name__: f for f in DRAWN}
-
-
-def panels(rows: int, columns: int, width: float, height: float, **grid_options: Any) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(width, height))
-    return figure, figure.subplots(rows, columns, squeeze=False, gridspec_kw=grid_options or None)
-
-
 def blank(ax: Axes, width: float, height: float) -> None:
     """An empty canvas whose y goes down, as rows of a matrix do."""
     ax.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
@@ -274,3 +261,15 @@ def grid(ax: Axes, rows: int, columns: int, title: str) -> None:
 def shade(ax: Axes, begin: np.ndarray, end: np.ndarray, color: str) -> None:
     for t, (b, e) in enumerate(zip(begin, end, strict=True)):
         ax.add_patch(Rectangle((b, t), e - b, 1, color=color, lw=0))
+
+
+def main(folder: Path = Path(__file__).parent) -> None:
+    """Draw every picture into the folder."""
+    matplotlib.use("Agg")
+    with matplotlib.rc_context(STYLE):
+        for draw in (masks, tiling, merging, layouts, ring, ulysses, linear):
+            save(draw(), folder / f"{draw.__name__}.svg")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:2]))
