@@ -84,7 +84,8 @@ class JaxKernel:
     options    (problem) -> more keyword arguments for both functions
     prepare    (q, dout, lse, delta, out, dlse) -> q and the rows that each step of a backward pass takes in the place
                of (dout, lse, delta), computed once
-    parted     whether one gradient can be computed alone; if not, it costs as much as all three
+    halves     as attend_backward, but at the cost of only those gradients that are used; None if all three together
+               are all it has
     plain      whether it is plain jax.numpy, which the compiler can cut, and which has derivatives of any order
     """
 
@@ -93,7 +94,7 @@ class JaxKernel:
     refuses: "Callable[[Problem], str | None]" = serves
     options: "Callable[[Problem], dict[str, Any]]" = no_options
     prepare: Callable[..., tuple[Any, ...]] = as_they_are
-    parted: bool = True
+    halves: Callable[..., tuple[Any, Any, Any]] | None = None
     plain: bool = False
 
 

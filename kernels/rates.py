@@ -14,7 +14,9 @@ them; benchmarks/rates-h200.jsonl has the runs behind this table. An H100 gives 
 
 import json
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -87,7 +89,15 @@ def save(rates: Rates, path: str | Path) -> None:
 
 def load(path: str | Path) -> Rates:
     """The rows of a file that `save` wrote."""
-    return {key: (row[0], row[1]) for key, row in json.loads(Path(path).read_text()).items()}
+    match json.loads(Path(path).read_text()):
+        case {**rows} if all(map(is_row, rows.values())):
+            return {key: (row[0], row[1]) for key, row in rows.items()}
+    raise ValueError(f"{path}: expected for each key two rates above 0, [forward, backward], as `ringattn tune` writes")
+
+
+def is_row(row: Any) -> bool:
+    """Whether these are two rates."""
+    return isinstance(row, list) and len(row) == 2 and all(type(x) in (int, float) and 0 < x < inf for x in row)
 
 
 def use(path: str | Path) -> None:

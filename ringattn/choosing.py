@@ -178,7 +178,7 @@ def candidates(
         if ring > 1 and docs is not None:
             layouts = (*layouts, "striped")  # balanced for any documents
         found += [
-            alone.replace(ring=ring, ulysses=ulysses, strategy=s, layout=one)
+            alone.replace(ring=ring, ulysses=ulysses, strategy=s, layout=one, **dealt(one, docs, spec))
             for s in (names if strategy == "auto" else (strategy,))
             for one in (layouts if layout == "auto" else (layout,))
         ]
@@ -189,6 +189,11 @@ def candidates(
             f"{alone.heads and alone.heads[0]}; use strategy='ring', 'gather' or 'auto'"
         )
     return found
+
+
+def dealt(layout: str, docs: Docs | None, spec: AttentionSpec) -> dict[str, Any]:
+    """What a layout that is made for documents and their work needs."""
+    return {"docs": docs, "work": AttentionSpec(spec.causal, spec.window)} if layout == "balanced" else {}
 
 
 def priced(

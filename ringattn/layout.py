@@ -6,6 +6,7 @@ position is a sum of clipped divisions: searchsorted without the array.
     contiguous   0 0 0 0 1 1 1 1      rank r holds one block
     striped      0 1 0 1 0 1 0 1      rank r holds every size-th token
     zigzag       0 0 1 1 1 1 0 0      rank r holds block r from the front and block r from the back
+    balanced     0 1 1 0 0 0 1 1      documents are dealt out by their work: short ones whole, long ones in a few blocks
 
 Contiguous and zigzag may also lay out each document of a packed sequence instead of the whole of it. Everything else
 follows from the ranges: who asks for more than them asks for a property, not for the name.
@@ -20,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.spec import Docs, raise_if
+from ringattn.dealing import deal
+from ringattn.spec import AttentionSpec, Docs, raise_if
 
 Shard = tuple[range, ...]
 FEW = 4  # ranges: of more of them, which do not interleave, the one of a position is looked up
@@ -48,10 +50,16 @@ def zigzag(layout: "Layout", ranks: int, rank: int) -> Shard:
     return tuple(found)
 
 
+def balanced(layout: "Layout", ranks: int, rank: int) -> Shard:
+    """Equally many tokens and nearly equal work, in a few ranges."""
+    assert ranks == layout.ring, "documents are dealt to whole ring ranks"
+    return layout.dealt[rank]
+
+
 MAKERS: dict[str, Callable[["Layout", int, int], Shard]] = {
-    "contiguous": contiguous, "striped": striped, "zigzag": zigzag,
+    "contiguous": contiguous, "striped": striped, "zigzag": zigzag, "balanced": balanced,
 }  # fmt: skip
-LAYOUTS = tuple(MAKERS)
+LAYOUTS = "contiguous", "striped", "zigzag"  # those that are the same for any documents
 BLOCKS = {"contiguous": 1, "zigzag": 2}  # of each piece on each rank; these can also lay out each document
 
 
@@ -60,7 +68,8 @@ class Layout:
     """`length` tokens over the ring, padded at the end so that every shard has the same `shard_len`.
 
     Each shard is cut contiguously among the Ulysses ranks. With `docs` each of these documents, and the padding after
-    them, is laid out over all ranks, and what the Ulysses ranks of one ring rank hold is its shard.
+    them, is laid out over all ranks, and what the Ulysses ranks of one ring rank hold is its shard; unless the layout
+    is balanced: then they are dealt out to the ring by the work of `spec`.
     """
 
     name: str
@@ -68,22 +77,25 @@ class Layout:
     ring: int = 1
     ulysses: int = 1
     docs: Docs | None = None
+    spec: AttentionSpec | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in LAYOUTS:
-            raise ValueError(f"layout={self.name!r}: choose one of {', '.join(LAYOUTS)}")
+        if self.name not in MAKERS:
+            raise ValueError(f"layout={self.name!r}: choose one of {', '.join(MAKERS)}")
         if self.docs is not None:
             raise_if(self._docs_problem(self.docs))
 
     def _docs_problem(self, docs: Docs) -> str | None:
-        """Why these documents cannot each be laid out over all ranks, if they cannot."""
+        """Why these documents cannot be laid out, if they cannot."""
         ranks = self.ring * self.ulysses
-        if self.name not in BLOCKS:
+        if self.name == "striped":
             return f"layout={self.name!r} deals out each document's tokens as it is: use the plan without for_docs"
         if docs.length != self.length:
             return f"{docs}: the plan is for {self.length} tokens; make them the same"
         if docs.first is None:
             return f"{docs}: rows with other documents would lie on other ranks; put the rows one after the other"
+        if not self.by_document:
+            return None
         unit = ranks * BLOCKS[self.name] if ranks > 1 else 1
         if odd := [stop - start for start, stop in self.pieces if (stop - start) % unit]:
             return (
@@ -93,16 +105,28 @@ class Layout:
         return None
 
     @property
+    def by_document(self) -> bool:
+        """Whether each document is laid out over all ranks, Ulysses ranks too."""
+        return self.docs is not None and self.name in BLOCKS
+
+    @cached_property
+    def dealt(self) -> list[Shard]:
+        """Of a balanced layout, every ring rank's shard."""
+        starts = np.array([0, self.length]) if self.docs is None else self.docs.starts[0]
+        found = deal(starts, self.padded_length, self.ring, self.spec or AttentionSpec())
+        return [tuple(range(a, b) for a, b in ranges) for ranges in found]
+
+    @property
     def pieces(self) -> list[tuple[int, int]]:
         """What is laid out: the whole sequence, or each document that has tokens, and the padding after them."""
-        if self.docs is None:
+        if self.docs is None or not self.by_document:
             return [(0, self.padded_length)]
         edges = [*self.docs.starts[0].tolist(), self.length]
         return [(start, stop) for start, stop in pairwise(edges) if start < stop]
 
     @property
     def padded_length(self) -> int:
-        if self.docs is not None:
+        if self.by_document:
             return self.length
         unit = self.ring * lcm(BLOCKS.get(self.name, 1), self.ulysses)
         return max(1, -(-self.length // unit)) * unit
@@ -117,7 +141,7 @@ class Layout:
 
     def held(self, rank: int, inner: int) -> Shard:
         """The global positions of what one Ulysses rank holds of a ring rank's shard."""
-        if self.docs is not None:
+        if self.by_document:
             return MAKERS[self.name](self, self.ring * self.ulysses, rank * self.ulysses + inner)
         n = self.shard_len // self.ulysses
         return part_of(self.shard(rank), slice(inner * n, (inner + 1) * n))
@@ -135,7 +159,7 @@ class Layout:
 
     def swapped(self, rank: int) -> np.ndarray | None:
         """Where each token of a ring rank's shard lies among those of its Ulysses ranks; None if just there."""
-        if self.docs is None or self.ulysses == 1:
+        if not self.by_document or self.ulysses == 1:
             return None
         return np.argsort(np.concatenate([positions_of(self.held(rank, u)) for u in range(self.ulysses)]))
 
@@ -148,7 +172,7 @@ class Layout:
     @property
     def many(self) -> bool:
         """Whether shards have many ranges, so that their blocks are better moved whole."""
-        return self.docs is not None
+        return self.by_document or self.name == "balanced"
 
     @cached_property
     def segments(self) -> int:

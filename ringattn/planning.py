@@ -11,8 +11,8 @@ from typing import Any
 
 from ringattn.comms.axis import LIVE, NOT_HERE, TRANSPORTS, Ranks
 from ringattn.cost import HARDWARE, Hardware, Shape, exchanged, groups_of, kv_heads_of_a_rank
-from ringattn.layout import LAYOUTS, Layout
-from ringattn.spec import Docs, raise_if, whole
+from ringattn.layout import MAKERS, Layout
+from ringattn.spec import AttentionSpec, Docs, raise_if, whole
 from ringattn.values import Value, fields
 
 STRATEGIES = ("ring", "gather", "ulysses")
@@ -94,7 +94,8 @@ class Plan(Value):
     heads: tuple[int, int] | None = None
     head_dim: int | None = None
     value_dim: int | None = None
-    docs: Docs | None = None  # documents each of which is laid out over all ranks: see for_docs
+    docs: Docs | None = None  # the documents that the layout is made for: see for_docs
+    work: AttentionSpec | None = None  # layout="balanced": the attention whose work is dealt out equally
     deterministic: bool = False  # only kernels whose results have the same bits in every run
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
     report: tuple[str, ...] = field(default=(), compare=False, repr=False)
@@ -112,9 +113,9 @@ class Plan(Value):
                 f"strategy='ulysses' means a ring axis of size 1, and the mesh has ring={self.ring}; use "
                 f"init_mesh(ulysses={self.ring * self.ulysses}), or strategy='ring' for the hybrid of both"
             )
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout={self.layout!r}: choose one of auto, {', '.join(LAYOUTS)}")
-        if self.docs is not None:
+        if self.layout not in MAKERS:
+            raise ValueError(f"layout={self.layout!r}: choose one of auto, {', '.join(MAKERS)}")
+        if self.docs is not None or self.layout == "balanced":
             raise_if(self._docs_problem())
         if self.heads is not None:
             raise_if(heads_problem(*self.heads, ulysses=self.ulysses, ring=self.ring))
@@ -133,17 +134,19 @@ class Plan(Value):
         values = {name: getattr(self, name) for name in NAMED}
         if self.docs is not None:
             values["docs"] = self.docs.starts.tolist(), self.docs.length
+        if self.work is not None:
+            values["work"] = self.work.causal, self.work.window
         return json.dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
 
     def _docs_problem(self) -> str | None:
-        """Why documents cannot each be laid out over all ranks of this plan, if they cannot."""
+        """Why this plan cannot lay out documents, if it cannot."""
         if self.framework == "jax":
             return (
-                "for_docs is not supported in JAX, where one program serves all documents and these would change it: "
-                "use the plan as it is, and plan.shard"
+                "for_docs is not supported in JAX, nor is layout='balanced': one program serves all documents there, "
+                "and these would change it; use the plan as it is, or layout='striped'"
             )
         if self.key_len not in (None, self.seq_len):
-            return f"key_len={self.key_len}: documents are each cut over all ranks for queries and keys of one sequence"
+            return f"key_len={self.key_len}: documents are laid out only for queries and keys of one sequence"
         return None
 
     def _transport_problem(self) -> str | None:
@@ -223,7 +226,7 @@ class Plan(Value):
     @cached_property
     def tokens(self) -> Layout:
         """Where the queries' tokens are."""
-        return Layout(self.layout, self.seq_len, self.ring, self.ulysses, self.docs)
+        return Layout(self.layout, self.seq_len, self.ring, self.ulysses, self.docs, self.work)
 
     @cached_property
     def keys(self) -> "Plan":
@@ -298,12 +301,16 @@ class Plan(Value):
     def for_length(self, seq_len: int, key_len: int | None = None) -> "Plan":
         """The same choices for another length."""
         if self.docs is not None:
-            raise ValueError(f"this plan cuts {self.docs} over all ranks and has their length: use plan.for_docs(docs)")
+            raise ValueError(f"this plan lays out {self.docs} and has their length: use plan.for_docs(docs)")
         return self.replace(seq_len=seq_len, key_len=key_len)
 
     def for_docs(self, docs: Docs) -> "Plan":
-        """The same choices for a packed sequence, each of whose documents is cut over all ranks in the plan's layout.
+        """The same choices for these documents: dealt out anew (layout="balanced"), or each cut over all ranks.
 
+        A balanced plan gives every ring rank equally many tokens and nearly equal work, in a few ranges: short
+        documents lie whole on one rank, long ones on a few. Each batch has its own plan; all ranks make the same one.
+
+        Any other plan cuts each document over all ranks, in its layout.
         This is how ring-flash-attn's varlen functions and Transformer Engine's THD format lay out tokens: of n ranks,
         rank r holds block r of each document (layout="contiguous"), or of 2 * n blocks of it r and 2 * n - 1 - r
         (layout="zigzag"). n counts Ulysses ranks too, with consecutive ones in each ring rank; so a sequence that is
@@ -321,9 +328,9 @@ class Plan(Value):
     def shard(self, x: Any, dim: int = 1, *, compare: bool = True) -> Any:
         """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if necessary.
 
-        The result may share the memory of `x` if it is all of it. In torch, the calls that follow compare checksums of
-        integers (token ids, labels) between ranks, at first and then now and then, and raise an error if a sampler
-        gives the ranks different sequences. `compare=False` disables that.
+        The result is always a copy. In torch, the calls that follow compare checksums of integers (token ids, labels)
+        between ranks, at first and then now and then, and raise an error if a sampler gives the ranks different
+        sequences. `compare=False` disables that.
         """
         return self._sharding.shard(x, self, dim, compare)
 
@@ -369,7 +376,7 @@ class Plan(Value):
             return f"{self.seq_len} tokens{keys} on one device: kernel {self.kernel}"
         return (
             f"{self.seq_len} tokens{keys} over ring={self.ring} x ulysses={self.ulysses}: strategy {self.strategy}, "
-            f"layout {self.layout}{' of each document' * (self.docs is not None)}, kernel {self.kernel}, "
+            f"layout {self.layout}{' of each document' * self.tokens.by_document}, kernel {self.kernel}, "
             f"{self.local_len} tokens a rank"
         )
 
@@ -389,6 +396,8 @@ def of_text(text: str) -> Plan:
         given = dict(zip(NAMED, values, strict=True))
         if given["docs"] is not None:
             given["docs"] = Docs(*given["docs"])
+        if given["work"] is not None:
+            given["work"] = AttentionSpec(*given["work"])
         axes.plans[text] = Plan(**given, transport=Transport(*transport), axes=axes)
     return axes.plans[text]
 

@@ -22,12 +22,12 @@ ROOM = 2**28  # the most bytes that the maps of all ranks may take on each rank
 
 def segments_problem(plan: Plan) -> str | None:
     """Why a state cannot pass the segments of this plan, if it cannot."""
-    if plan.docs is not None:
+    if plan.tokens.by_document:
         return (
             "this plan cuts each document over all ranks (for_docs), so a state would have to pass them all for every "
             "document; use the plan without for_docs"
         )
-    if plan.tokens.segments:
+    if plan.tokens.segments and not plan.tokens.many:
         return None
     return (
         f"layout={plan.layout!r} deals out neighbouring tokens to different ranks, so a state would have to travel "

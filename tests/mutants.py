@@ -71,8 +71,8 @@ MUTANTS = (
            "range(stop - (rank + 1) * n - n, stop - rank * n - n)", LAYOUTS),
     Mutant("swapped_back", "ringattn/torch/attention/ulysses.py", "index_select(1, order[1])",
            "index_select(1, order[0])", ("test_for_docs.py",)),
-    Mutant("block_sent_whole", "ringattn/torch/attention/steps.py", "own = (range(layout.shard_len),)",
-           "own = (range(layout.shard_len - 1),)", ("test_for_docs.py",)),
+    Mutant("block_sent_whole", "ringattn/torch/attention/steps.py", "= (range(layout.shard_len),)",
+           "= (range(layout.shard_len - 1),)", ("test_for_docs.py",)),
     # who meets whom
     Mutant("home_always", "ringattn/schedule.py", "bool(last[held] == o), bool(last[rank] == o)", "True, True",
            OTHER_WAYS),

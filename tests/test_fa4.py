@@ -171,6 +171,15 @@ def test_tune_writes_rates_that_auto_uses(tmp_path, monkeypatch) -> None:
     select.cache_clear()
 
 
+@pytest.mark.parametrize("text", ['{"a": ["b", "c"]}', '{"a": [NaN, 1]}', '{"a": [1, -1]}', '{"a": [1]}', "[]", "5"])
+def test_a_file_without_rates_is_refused(text, tmp_path) -> None:
+    before, path = dict(rates.RATES), tmp_path / "rates.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"rates\.json: expected for each key two rates above 0"):
+        rates.use(path)
+    assert before == rates.RATES
+
+
 @pytest.fixture
 def fa4_here(monkeypatch):
     """Our module of FA4 over a stand-in for its package."""

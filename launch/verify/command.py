@@ -256,7 +256,7 @@ def report(options: Options, outcomes: list[Outcome], seconds: float) -> list[st
     """A row a strategy, mesh and layout, or a kind of random calls; everything that failed; the verdict."""
     dtype = "any dtype" if options.random and options.dtype is None else options.precision
     where = f"{ranks_of(options)} ({options.backend}), {options.device}, {dtype}, kernel {options.kernel}"
-    lines = []
+    lines: list[str] = []
     for kind, module in KINDS.items():
         if these := [o for o in outcomes if isinstance(o.case, kind)]:
             title = module.TITLE if lines else f"{module.TITLE}: {where}"

@@ -132,14 +132,13 @@ def inputs(
 
 
 def begins(lengths: Lengths | None, T: int) -> Tensor | None:
-    """[rows, T]: the first token of each token's document, -1 in the first one; padding goes on with the last."""
+    """[rows, T]: the first token of each token's document, -1 in the row's first; padding goes on with the last."""
     if lengths is None:
         return None
     rows = []
     for row in lengths:
-        of = [sum(row[:i]) for i, n in enumerate(row) for _ in range(n)]
-        of += (of or [0])[-1:] * (T - len(of))
-        rows.append([-1 if start == 0 else start for start in of])
+        of = [sum(row[:i]) if i else -1 for i, n in enumerate(row) for _ in range(n)]
+        rows.append(of + (of or [-1])[-1:] * (T - len(of)))
     return torch.tensor(rows)
 
 

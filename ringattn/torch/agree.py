@@ -28,6 +28,7 @@ def describe(
         "plan": str(plan),
         "route": f"{how.route} {how.hosts} {how.together} {how.backward} {how.groups}",
         "spec": str(spec),
+        "plan.work": str(plan.work),
     }
     for name, x in tensors.items():
         words[name] = "None" if x is None else f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"

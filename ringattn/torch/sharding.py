@@ -54,24 +54,19 @@ def local_positions(plan: Plan, ring_rank: int, ulysses_rank: int) -> np.ndarray
 
 
 def shard(x: Tensor, plan: Plan, dim: int = 1, compare: bool = True) -> Tensor:
-    """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if need be."""
+    """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if need be. Always a copy."""
     check_whole(x, plan, dim)
     if compare:
         same_data.note(x, plan)
-    pad = plan.tokens.padded_length - plan.seq_len
-    if pad:
-        x = F.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, pad])
     if plan.tokens.many:
-        return x.index_select(dim, torch.from_numpy(own_positions(plan)).to(x.device))
-    held = plan.tokens.held(plan.ring_axis.rank, plan.ulysses_axis.rank)
-    pieces = [x.narrow(dim, r.start, len(r)) if r.step == 1 else strided(x, dim, r) for r in held]
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)).contiguous()
-
-
-def strided(x: Tensor, dim: int, r: range) -> Tensor:
-    at: list[Any] = [slice(None)] * x.dim()
-    at[dim] = slice(r.start, r.stop, r.step)
-    return x[tuple(at)]
+        at = own_positions(plan)
+        mine = x.index_select(dim, torch.from_numpy(at[at < plan.seq_len]).to(x.device))
+    else:
+        own = plan.tokens.held(plan.ring_axis.rank, plan.ulysses_axis.rank)
+        before: list[Any] = [slice(None)] * (dim % x.dim())
+        mine = torch.cat([x[*before, r.start : r.stop : r.step] for r in own], dim).contiguous()  # cut at the end of x
+    padding = plan.local_len - mine.shape[dim]
+    return F.pad(mine, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, padding]) if padding else mine
 
 
 class Gathered(torch.autograd.Function):

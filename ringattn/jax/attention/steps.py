@@ -28,7 +28,7 @@ class Score(NamedTuple):
     attend: Callable[..., Any]
     attend_backward: Callable[..., Any]
     prepare: Callable[..., Any]  # (q, dout, lse, delta, out, dlse) -> q and the rows that steps of a backward take
-    parted: bool = True  # whether it can compute only some gradients, at their cost alone
+    halves: Callable[..., Any] | None = None  # as attend_backward, at the cost of only those gradients that are used
 
 
 class Hop(NamedTuple):
@@ -249,11 +249,11 @@ def score_of(
     kernel = pallas.select(problem, plan.kernel)
     found: JaxKernel = kernel.load()
     given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap, **found.options(problem)}
-    attend_backward: Any = partial(found.attend_backward, **given)
+    whole, halves = (f and partial(f, **given) for f in (found.attend_backward, found.halves))
     if not found.plain:
         refuse_automatic(kernel.name)
-        attend_backward = once(kernel.name, attend_backward)
-    return Score(partial(found.attend, **given), attend_backward, found.prepare, found.parted)
+        whole, halves = (f and once(kernel.name, f) for f in (whole, halves))
+    return Score(partial(found.attend, **given), whole, found.prepare, halves)
 
 
 def refuse_automatic(kernel: str) -> None:

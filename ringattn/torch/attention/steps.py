@@ -118,7 +118,7 @@ def stops(
         ranges = sorted(((r, s) for s in visit.sources for r in layout.shard(s)), key=lambda pair: pair[0].start)
         shard = tuple(r for r, _ in ranges)
         brought: dict[int, tuple[range, ...]] = {holder(s): () for s in visit.sources if i}
-        own = (range(layout.shard_len),)  # a block of many ranges comes alone, and travels whole
+        own: tuple[range, ...] = (range(layout.shard_len),)  # a block of many ranges comes alone, and travels whole
         if layout.many:
             brought = dict.fromkeys(brought, own)
         else:
@@ -182,7 +182,7 @@ def below(shard: Shard, position: Any) -> Any:
 def on_device(seen: tuple[Any, ...], device: torch.device | None) -> Intervals:
     """Intervals on the device; without a device they stay on the host, like those of another rank."""
     if isinstance(seen[0], Tensor):
-        return Intervals(*(side.int() for side in seen), made={})
+        return Intervals(seen[0].int(), seen[1].int(), made={})
     host = seen[0].astype(np.int32), seen[1].astype(np.int32)
     rectangles = rectangles_of(*host) if len(host[0]) == 1 else None
     if device is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ringattn import api, choosing
-from ringattn.check import of_sizes
+from ringattn.check import has_shape, of_sizes
 from ringattn.comms.axis import Ranks
 from ringattn.kernels.arrays import accumulator
 from ringattn.planning import Plan, of_text
@@ -103,7 +103,7 @@ class Attention(nn.Module):
             positions = torch.ops.ringattn.positions(x_BTC, text_of(plan))
         elif found := of_types(positions=positions):
             raise ValueError(found)
-        elif tuple(positions.shape) not in ((T,), (1, T), (len(x_BTC), T)):
+        elif not has_shape(positions, (T,), (1, T), (len(x_BTC), T)):
             raise ValueError(f"positions have shape {tuple(positions.shape)}; x has {len(x_BTC)} rows of {T} tokens")
         q, k, v = self.projected(x_BTC, positions)
         return self.out(api.attention(q, k, v, plan, spec=self.spec, docs=docs).flatten(2))
