@@ -102,9 +102,9 @@ def save(rates: Rates, path: str | Path) -> None:
 
 def load(path: str | Path) -> Rates:
     """The rows of a file that `save` wrote."""
-    match json.loads(Path(path).read_text()):
-        case {**rows} if all(map(is_row, rows.values())):
-            return {key: (row[0], row[1]) for key, row in rows.items()}
+    rows: Any = json.loads(Path(path).read_text())
+    if isinstance(rows, dict) and all(map(is_row, rows.values())):
+        return {key: (row[0], row[1]) for key, row in rows.items()}
     raise ValueError(f"{path}: expected for each key two rates above 0, [forward, backward], as `ringattn tune` writes")
 
 
