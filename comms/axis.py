@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 ByRank = Mapping[int, Sequence[Any]]  # the tensors to send to, or to receive from, each of some ranks
 
 TRANSPORTS = ("auto", "symmetric", "group")
+ROLES = ("ring", "ulysses", "sequence", "batch", "heads")  # that axes of a mesh play for a plan
 
 
 def mesh_sizes(
@@ -45,6 +46,33 @@ def mesh_sizes(
 def split_sizes(sizes: Mapping[str, int], name: str, parts: Mapping[str, int]) -> dict[str, int]:
     """The axes of a mesh with the axis `name` cut into these parts, the last one innermost."""
     return {n: s for old, size in sizes.items() for n, s in (parts if old == name else {old: size}).items()}
+
+
+def roles(axes: Mapping[str, Any] | None, names: Sequence[str], framework: str) -> dict[str, tuple[str, ...]]:
+    """The axes of a mesh that play each role, from {"ring": "cp", "batch": ("data", "fsdp")}; others have no entry.
+
+    A role that is not given is played by the mesh's axis of that name, if no other role has it. JAX takes several axes
+    for a role, the last one innermost.
+    """
+    given = {role: (of,) if isinstance(of, str) else tuple(of) for role, of in (axes or {}).items()}
+    taken = [name for of in given.values() for name in of]
+    for role, of in given.items():
+        if role not in ROLES:
+            raise ValueError(f"axes={axes!r}: there is no role {role!r}; choose from {', '.join(ROLES)}")
+        if framework != "jax" and role in ("batch", "heads"):
+            raise ValueError(f"axes={axes!r}: {role!r} is for JAX; in torch each rank has its own batch and heads")
+        if len(of) > 1 and (framework != "jax" or role == "sequence"):
+            raise ValueError(f"axes={axes!r}: {role!r} takes one axis; flatten those of the mesh first")
+        if missing := set(of) - set(names):
+            raise ValueError(f"axes={axes!r}: the mesh has axes {tuple(names)}, not {sorted(missing)}")
+    if len(set(taken)) < len(taken) or ("sequence" in given and {"ring", "ulysses"} & set(given)):
+        raise ValueError(
+            f"axes={axes!r}: each axis has one role, and 'sequence' stands for 'ring' and 'ulysses', which the plan "
+            "makes of it"
+        )
+    own = [] if "sequence" in given else ["ring", "ulysses"]
+    own += [] if {"ring", "ulysses"} & set(given) else ["sequence"]
+    return {**{role: (role,) for role in own if role in names and role not in taken}, **given}
 
 
 class Slices(Sequence[Any]):
@@ -197,11 +225,15 @@ class Solo(Axis):
 class Ranks:
     """The ranks of a plan: framework, kind of device and the two axes, with caches that live as long as they do.
 
-    `here` is False if the plan is only computed, for ranks that do not exist.
+    `here` is False if the plan is only computed, for ranks that do not exist. `cuts` are the axes of a JAX mesh that
+    cut the batch and the heads, if the user named them.
     """
 
-    def __init__(self, ring: Any, ulysses: Any, framework: str = "torch", device: str = "cpu", here: bool = True):
-        self.ring, self.ulysses = ring, ulysses
+    def __init__(
+        self, ring: Any, ulysses: Any, framework: str = "torch", device: str = "cpu", here: bool = True,
+        cuts: tuple[tuple[str, ...], tuple[str, ...]] | None = None,
+    ):  # fmt: skip
+        self.ring, self.ulysses, self.cuts = ring, ulysses, cuts
         self.framework, self.device, self.here = framework, device, here
         self.calls: dict[Any, Any] = {}  # bound calls, by their key
         self.agreed: dict[Any, set[Any]] = {}  # by plan: the kinds of calls that all ranks agreed on
@@ -214,7 +246,7 @@ class Ranks:
     def place(self) -> tuple[Any, ...]:
         """What makes ranks of two plans differ: in JAX, whose programs are cached by plan, the axes; else nothing."""
         axes = [tuple(vars(axis).items()) for axis in self] if self.framework == "jax" and self.here else []
-        return (self.framework, *([self.device] if axes else []), *axes)
+        return (self.framework, *([self.device, self.cuts] if axes else []), *axes)
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Ranks) and self.place == other.place

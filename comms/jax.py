@@ -6,7 +6,7 @@ order with `jax.lax.optimization_barrier`.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -196,7 +196,7 @@ def init_mesh(
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=have)
 
 
-def split(mesh: Mesh, name: str, sizes: dict[str, int]) -> Mesh:
+def split(mesh: Mesh | AbstractMesh, name: str, sizes: dict[str, int]) -> Mesh | AbstractMesh:
     """The mesh with one axis cut into several, the last one innermost; devices keep their order."""
     cut = split_sizes(mesh.shape, name, sizes)
     kinds = [
@@ -204,8 +204,18 @@ def split(mesh: Mesh, name: str, sizes: dict[str, int]) -> Mesh:
         for old, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         for _ in (sizes if old == name else (old,))
     ]
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(tuple(cut.values()), tuple(cut), axis_types=tuple(kinds))
     return Mesh(mesh.devices.reshape(tuple(cut.values())), tuple(cut), axis_types=tuple(kinds))
 
 
-def axes(mesh: Mesh, device: str | None = None) -> Ranks:
-    return Ranks(MeshAxis("ring", mesh), MeshAxis("ulysses", mesh), "jax", device or platform(mesh))
+def axes(
+    mesh: Mesh | AbstractMesh, names: Mapping[str, tuple[str, ...]] | None = None, device: str | None = None
+) -> Ranks:
+    """The ranks of a plan; `names` are the mesh's axes by their role, if these have other names."""
+    names = {} if names is None else names
+    of = {"ring": ("ring",), "ulysses": ("ulysses",), **names}
+    ring, ulysses = (MeshAxis(x[0] if len(x) == 1 else x, mesh) for x in (of["ring"], of["ulysses"]))
+    named = names.get("batch"), names.get("heads")
+    cuts = None if named == (None, None) else (named[0] or (), named[1] or ())
+    return Ranks(ring, ulysses, "jax", device or platform(mesh), cuts=cuts)

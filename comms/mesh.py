@@ -1,5 +1,6 @@
 """Builds the mesh and its axes: data outermost, then ring, and ulysses innermost, where the links are fastest."""
 
+from collections.abc import Mapping
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -112,8 +113,10 @@ def axis(mesh: Any, name: str, transport: str = "auto") -> Axis:
     return grouped
 
 
-def axes(mesh: Any, transport: str = "auto") -> Ranks:
-    ring, ulysses = (axis(mesh, name, transport) for name in ("ring", "ulysses"))
+def axes(mesh: Any, names: Mapping[str, tuple[str, ...]] | None = None, transport: str = "auto") -> Ranks:
+    """The ranks of a plan; `names` are the mesh's axes by their role, if these have other names."""
+    names = {} if names is None else names
+    ring, ulysses = (axis(mesh, *names.get(role, (role,)), transport=transport) for role in ("ring", "ulysses"))
     return Ranks(ring, ulysses, device=mesh.device_type)
 
 

@@ -1,13 +1,14 @@
 """How a plan is chosen: the candidate with the least predicted time, out of all that the mesh allows."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 from ringattn import kernels
 from ringattn.check import of_arguments, of_choice, of_unknown
-from ringattn.comms.axis import Ranks, one_rank
+from ringattn.comms.axis import Ranks, one_rank, roles
 from ringattn.cost import Cost, Hardware, Shape, kv_heads_of_a_rank, predict, seen_pairs
 from ringattn.planning import TRAVELLERS, Plan, Transport, dtype_name, hardware_of
 from ringattn.spec import AttentionSpec, Docs, raise_if
@@ -29,22 +30,26 @@ def plan(
     kernel: str = "auto",
     deterministic: bool = False,
     transport: Transport | None = None,
+    axes: Mapping[str, Any] | None = None,
+    saved_as: str | None = None,
     **unknown: Any,
 ) -> Plan:
     """A plan for `seq_len` tokens over the mesh. Any choice can be given; the others are made by predicted time.
 
-    The mesh has axes "ring" and/or "ulysses", whose sizes are then fixed, or "sequence", which is factored here. No
+    The mesh has axes "ring" and/or "ulysses", whose sizes are then fixed, or "sequence", which is factored here;
+    `axes` says which ones they are if they have other names: {"sequence": "cp"}. In JAX it also names the axes that cut
+    the batch and the heads: {"ring": "context", "batch": ("data", "fsdp"), "heads": "tensor"}. No
     mesh means one device; a `choosing.Target` stands for ranks that need not exist. `heads` is (query heads, key
     heads). Every rank must make the same plan; `explain()` shows the candidates and why this one was chosen. With
     `docs` the layout is chosen for these documents. With `deterministic` only kernels run whose gradients have the same
     bits in every run, as also under torch.use_deterministic_algorithms. `transport` is how blocks travel over a torch
-    mesh.
+    mesh. `saved_as` is the name of attention's results for policies of jax.checkpoint.
     """
     words = of_arguments(spec=spec, docs=docs, transport=transport)
     raise_if(of_unknown("plan", unknown, "spec", "docs", "transport") or words)
     spec = AttentionSpec() if spec is None else spec
     transport = Transport() if transport is None else transport
-    target = target_of(mesh, transport.by)
+    target = target_of(mesh, transport.by, axes)
     if target.framework == "jax" and transport.chosen:
         raise ValueError(
             f"transport={transport.chosen}: in JAX the compiler moves the blocks, so it is not supported; leave "
@@ -58,6 +63,7 @@ def plan(
         value_dim=value_dim,
         kernel=kernel,
         deterministic=deterministic,
+        saved_as=saved_as,
         axes=Ranks(None, None, target.framework, target.device, here=False),
     )
     if docs is not None and docs.length != alone.seq_len:
@@ -113,8 +119,10 @@ def elsewhere(device: str, sizes: Sequence[tuple[int, int]], ring: Any = None) -
     return Target(device, sizes, lambda r, u: Ranks(ring, None, device=device, here=False))
 
 
-def target_of(mesh: Any, by: str) -> Target:
+def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Target:
     """The target for a mesh: its device, the sizes it allows, and its axes once sizes are chosen."""
+    if named is not None and (mesh is None or isinstance(mesh, Target)):
+        raise ValueError(f"axes={named!r} name those of a mesh; give plan() the mesh, or leave out axes")
     if isinstance(mesh, Target):
         return mesh
     if mesh is None:
@@ -132,24 +140,27 @@ def target_of(mesh: Any, by: str) -> Target:
     else:
         raise ValueError(f"mesh={mesh!r} is of type {type(mesh).__name__}; make one with ringattn.init_mesh(ring=...)")
     names = tuple(meshes.axis_names(mesh))
-    if "sequence" in names:
-        sizes = factored(meshes.axis_size(mesh, "sequence"))
+    found = roles(named, names, framework)
+    if "sequence" in found:
+        (line,) = found["sequence"]
 
         def bind(ring: int, ulysses: int) -> Ranks:
-            return axes(meshes.split(mesh, "sequence", {"ring": ring, "ulysses": ulysses}))
+            split = meshes.split(mesh, line, {"ring": ring, "ulysses": ulysses})
+            return axes(split, {**found, "ring": ("ring",), "ulysses": ("ulysses",)})
 
-        return Target(device, sizes, bind, framework)
-    if not {"ring", "ulysses"} & set(names):
+        return Target(device, factored(meshes.axis_size(mesh, line)), bind, framework)
+    if not {"ring", "ulysses"} & set(found):
         raise ValueError(
             f"the mesh has axes {names or '()'}; a plan needs 'ring' and/or 'ulysses', or 'sequence' to be factored "
-            f"(ringattn{'.jax' if framework == 'jax' else ''}.init_mesh names them)"
+            f"(ringattn{'.jax' if framework == 'jax' else ''}.init_mesh names them, or axes={{'ring': ...}} here)"
         )
-    fixed = meshes.axis_size(mesh, "ring"), meshes.axis_size(mesh, "ulysses")
-    return Target(device, [fixed], lambda ring, ulysses: axes(mesh), framework)
+    ring, ulysses = (prod(meshes.axis_size(mesh, name) for name in found.get(r, ())) for r in ("ring", "ulysses"))
+    return Target(device, [(ring, ulysses)], lambda *sizes: axes(mesh, found), framework)
 
 
 def is_jax_mesh(mesh: Any) -> bool:
-    return "jax" in sys.modules and isinstance(mesh, sys.modules["jax"].sharding.Mesh)
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh))
 
 
 def torch_on_gpu() -> Any:

@@ -97,6 +97,7 @@ class Plan(Value):
     docs: Docs | None = None  # the documents that the layout is made for: see for_docs
     work: AttentionSpec | None = None  # layout="balanced": the attention whose work is dealt out equally
     deterministic: bool = False  # only kernels whose results have the same bits in every run
+    saved_as: str | None = None  # in JAX: the name of attention's results for policies of jax.checkpoint
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
     report: tuple[str, ...] = field(default=(), compare=False, repr=False)
     number: int = field(init=False, compare=False, repr=False)  # the hash, which every call of attention needs
@@ -117,6 +118,8 @@ class Plan(Value):
             raise ValueError(f"layout={self.layout!r}: choose one of auto, {', '.join(MAKERS)}")
         if self.docs is not None or self.layout == "balanced":
             raise_if(self._docs_problem())
+        if self.saved_as is not None and (self.framework != "jax" or not isinstance(self.saved_as, str)):
+            raise ValueError(f"saved_as={self.saved_as!r}: a name for policies of jax.checkpoint, for a JAX mesh only")
         if self.heads is not None:
             raise_if(heads_problem(*self.heads, ulysses=self.ulysses, ring=self.ring))
         raise_if(self._transport_problem())
@@ -352,12 +355,12 @@ class Plan(Value):
     def positions(self) -> Any:
         """The global positions of this rank's tokens, for RoPE and position embeddings; padding repeats the last one.
 
-        `real_tokens` says which tokens are padding.
+        So they do not tell padding from tokens: mask a loss with `real_tokens()`, as all positions are below `seq_len`.
         """
         return self._sharding.positions(self)
 
     def real_tokens(self) -> Any:
-        """Whether each of this rank's tokens belongs to the sequence; False for padding."""
+        """Whether each of this rank's tokens belongs to the sequence; False for padding. The mask of a loss."""
         return self._sharding.real_positions(self)
 
     @property

@@ -134,7 +134,7 @@ def place(topology: str, plan: Plan) -> Plan:
         )
     grid = np.array(devices).reshape(-1, plan.ring, plan.ulysses)
     mesh = Mesh(grid, ("data", "ring", "ulysses"), axis_types=(AxisType.Auto,) * 3)
-    return plan.replace(axes=axes(mesh, "tpu"))
+    return plan.replace(axes=axes(mesh, device="tpu"))
 
 
 def topology_devices(topology: str) -> list[Any]:

@@ -126,13 +126,22 @@ def mesh_here(plan: Plan) -> Mesh | AbstractMesh:
     """The plan's mesh; inside a shard_map over some of its axes, the mesh of the shard_map."""
     mesh, here = plan.ring_axis.mesh, jax.sharding.get_abstract_mesh()
     if not here.manual_axes:
-        return mesh
+        return on_devices(mesh) if isinstance(mesh, AbstractMesh) else mesh
     if any(here.shape.get(name) != mesh.shape[name] for name in sequence_axes(plan)):
         raise ValueError(
             f"this is inside a shard_map over a mesh of axes {dict(here.shape)}, and the plan's are "
             f"{dict(mesh.shape)}; give shard_map the plan's mesh, plan.ring_axis.mesh"
         )
     return here
+
+
+def on_devices(mesh: AbstractMesh) -> Mesh | AbstractMesh:
+    """The mesh of jax.set_mesh, for a plan of the same axes without devices; the abstract one while JAX traces."""
+    try:
+        context = jax.sharding.get_mesh()
+    except ValueError:  # tracing
+        return mesh
+    return mesh if context.empty else context
 
 
 def is_local(plan: Plan) -> bool:
@@ -158,10 +167,11 @@ def check_context(plan: Plan) -> None:
         )
 
 
-def data_axis(mesh: Mesh | AbstractMesh, rows: int) -> str | None:
-    """The axis that cuts the batch of global arrays, if there is one that divides it."""
-    found = "data" in mesh.axis_names and "data" not in mesh.manual_axes and rows % mesh.shape["data"] == 0
-    return "data" if found else None
+def batch_axes(plan: Plan, mesh: Mesh | AbstractMesh, rows: int) -> tuple[str, ...]:
+    """The axes that cut the batch of global arrays, if they divide it: those that the plan names, or data."""
+    named = ("data",) if plan.axes.cuts is None else plan.axes.cuts[0]
+    names = tuple(name for name in named if name in mesh.axis_names and name not in mesh.manual_axes)
+    return names if rows % MeshAxis(names, mesh).size == 0 else ()
 
 
 def spec_of(x: Array, plan: Plan, dim: int, along: tuple[str, ...]) -> P:
@@ -175,10 +185,11 @@ def spec_of(x: Array, plan: Plan, dim: int, along: tuple[str, ...]) -> P:
     unnamed = P.UNCONSTRAINED if AxisType.Auto in mesh.axis_types else None  # explicit axes cut only what types say
     parts: list[Any] = [cut or unnamed for cut in own]
     parts[dim] = along or None
-    data = data_axis(mesh, x.shape[0])
-    unknown = isinstance(x, jax.core.Tracer) and automatic_axes(mesh).keys() - {*along, "data"}
-    if dim and data and not (own[0] or unknown or any(data in cut for cut in own)):
-        parts[0] = data
+    batch = batch_axes(plan, mesh, x.shape[0])
+    others = plan.axes.cuts is None and automatic_axes(mesh).keys() - {*along, "data"}
+    unknown = isinstance(x, jax.core.Tracer) and others
+    if dim and batch and not (own[0] or unknown or any({*batch} & {*cut} for cut in own)):
+        parts[0] = batch
     return P(*parts)
 
 
@@ -224,13 +235,16 @@ def names_of(cut: Any) -> tuple[str, ...]:
     return (cut,) if isinstance(cut, str) else () if cut is P.UNCONSTRAINED else tuple(cut or ())
 
 
-def over_mesh(work: Any, mesh: Mesh | AbstractMesh, given: Any, found: Any, check_vma: bool = True) -> Any:
+def over_mesh(
+    work: Any, mesh: Mesh | AbstractMesh, given: Any, found: Any, check_vma: bool = True, free: bool = True
+) -> Any:
     """A program: `work` on every device; arguments are moved to the specs `given`, results have the specs `found`.
 
-    Automatic axes that no spec names, except the data axis, stay the compiler's: what they cut stays cut.
+    If `free`, automatic axes that no spec names, except the data axis, stay the compiler's: what they cut stays cut.
     """
     specs = jax.tree.leaves(given, is_leaf=lambda x: isinstance(x, P))
     left = automatic_axes(mesh).keys() - {"data", *(name for spec in specs for cut in spec for name in names_of(cut))}
+    left = left if free else set()
     some = left or mesh.manual_axes
     named = set(mesh.axis_names) - set(mesh.manual_axes) - left if some else set()  # empty: all but those of a vmap
     inner = jax.shard_map(work, mesh=mesh, in_specs=given, out_specs=found, check_vma=check_vma, axis_names=named)
@@ -307,7 +321,8 @@ def placement(name: str, x: Array) -> Placed | None:
             "mesh with jax.device_put and a NamedSharding, or give a plan"
         )
     mesh = there.mesh
-    if mesh.size <= 1 or (AxisType.Manual in mesh.axis_types and not any(there.spec)):
+    alone = mesh.size <= 1 and AxisType.Explicit not in mesh.axis_types  # the types of explicit axes must agree
+    if alone or (AxisType.Manual in mesh.axis_types and not any(there.spec)):
         return None
     if traced and AxisType.Auto in mesh.axis_types:
         raise ValueError(
@@ -338,11 +353,13 @@ def located(q: Array, k: Array, v: Array, plan: Plan | None, linear: bool = Fals
 def cut_of_tokens(q: Array, k: Array, plan: Plan, own: Placed | None) -> P:
     """The axes of the mesh that cut q, [B, T, H], and also k and v."""
     mesh, tokens = mesh_here(plan), sequence_axes(plan)
-    batch, heads = (own.batch, own.heads) if own else other_axes(q, mesh)
+    batch, heads = (own.batch, own.heads) if own else other_axes(q, plan, mesh)
     if twice := set(tokens) & {*batch, *heads}:
         raise ValueError(f"{sorted(twice)} cut the batch or the heads of q, and the plan's sequence; use jax.reshard")
+    axes = ", ".join(f"{name}={mesh.shape[name]}" for name in heads)
+    if heads and q.shape[2] % (MeshAxis(heads, mesh).size * plan.ulysses):
+        raise ValueError(f"{axes} and ulysses={plan.ulysses} both cut heads, and do not divide {q.shape[2]} of q")
     if k.shape[2] % MeshAxis(heads, mesh).size:
-        axes = ", ".join(f"{name}={mesh.shape[name]}" for name in heads)
         raise ValueError(
             f"{axes}, which cuts the heads of q, does not divide {k.shape[2]} key heads; repeat k and v, or leave q's "
             "heads uncut"
@@ -350,10 +367,15 @@ def cut_of_tokens(q: Array, k: Array, plan: Plan, own: Placed | None) -> P:
     return P(batch or None, tokens or None, heads or None)
 
 
-def other_axes(q: Array, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that cut the batch and the heads: explicit ones by q's type; an automatic data axis cuts the batch."""
+def other_axes(q: Array, plan: Plan, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes that cut the batch and the heads: those that the plan names.
+
+    Otherwise explicit ones by q's type, and an automatic data axis cuts the batch.
+    """
+    if plan.axes.cuts is not None:
+        return batch_axes(plan, mesh, q.shape[0]), tuple(n for n in plan.axes.cuts[1] if n not in mesh.manual_axes)
     batch, _, heads, _ = jax.typeof(q).sharding.spec if AxisType.Explicit in mesh.axis_types else [None] * 4
-    data = of_kind(AxisType.Auto, mesh, data_axis(mesh, q.shape[0]))
+    data = of_kind(AxisType.Auto, mesh, batch_axes(plan, mesh, q.shape[0]))
     return names_of(batch) or data, names_of(heads)
 
 

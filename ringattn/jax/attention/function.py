@@ -105,7 +105,8 @@ def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: tuple[P, P])
     specs = ((tokens, tokens, tokens, P(tokens[2])), rows)
     interpreted = call.mask.plan.kernel == "splash" and call.mask.plan.device != "tpu"
     unmarked = interpreted or call.mask.plan.kernel == "stock_splash"  # its results are not marked as varying
-    return over_mesh(partial(on_device, call), mesh, specs, (tokens, tokens), check_vma=not unmarked)
+    free = call.mask.plan.axes.cuts is None
+    return over_mesh(partial(on_device, call), mesh, specs, (tokens, tokens), not unmarked, free)
 
 
 @lru_cache(maxsize=128)
@@ -151,7 +152,8 @@ def exchange(call: Call, arrays: Arrays, starts: Starts) -> tuple[Array, Array]:
 def exchange_fwd(call: Call, arrays: Arrays, starts: Starts) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
     """The residuals, including the lse, are differentiated too in second derivatives."""
     out, lse = exchange(replace(call, lse=True), arrays, starts)
-    out, lse = checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
+    name = call.mask.plan.saved_as
+    out, lse = checkpoint_name(out, name or OUT), checkpoint_name(lse, name or LSE)
     return (out, lse), (arrays, starts, out, lse)
 
 

@@ -264,8 +264,9 @@ def refuse_automatic(kernel: str) -> None:
         raise NotImplementedError(
             f"kernel={kernel!r} on a mesh with the automatic axes {axes}: the compiler cannot cut the kernel's call by "
             "them, and would gather q, k and v on every device. Make these axes AxisType.Explicit, so that the type of "
-            "q says what they cut; or name the one that cuts the batch 'data'; or call attention inside a shard_map "
-            "over these axes too; or make the plan with kernel='reference'"
+            "q says what they cut; or name those that cut the batch and the heads, in "
+            "plan(axes={'batch': 'data', 'heads': 'tensor'}); or call attention inside a shard_map over these axes "
+            "too; or make the plan with kernel='reference'"
         )
 
 

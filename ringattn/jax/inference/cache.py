@@ -38,7 +38,7 @@ from ringattn.check import (
 )
 from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis
-from ringattn.jax.sharding import check_context, data_axis, moved, names_of, sequence_axes
+from ringattn.jax.sharding import batch_axes, check_context, moved, names_of, sequence_axes
 from ringattn.planning import LAST, Plan, hardware_of
 from ringattn.serving import Heads, Moves, Stripes, prefill_moves
 from ringattn.spec import raise_if
@@ -75,7 +75,8 @@ class KVCache(serving.KVCache):
         "tensor") the batch and the heads; by default data cuts the batch, if it divides it.
         """
         mesh = plan.ring_axis.mesh if isinstance(plan.ring_axis, MeshAxis) else None
-        cut = P(mesh and data_axis(mesh, batch), None, None) if cut is None else cut
+        cuts = plan.axes.cuts or ((), ())
+        cut = P(mesh and batch_axes(plan, mesh, batch) or None, None, cuts[1] or None) if cut is None else cut
         raise_if(of_positions(max_len) or of_cut(plan, cut, batch, kv_heads))
         rows = (batch, stripes.ranks * slots_for(max_len, most, stripes), kv_heads)
         tokens = spec_of(cut, sequence_axes(plan)) if mesh else P()

@@ -133,7 +133,8 @@ def of_numbers(
 def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: P) -> Any:
     """`Arrays`, starts -> out, end on global arrays, of which `tokens` says how q is cut."""
     state = P(tokens[0], tokens[2])
-    return over_mesh(recomputed(call), mesh, ((*[tokens] * 5, state), rows), (tokens, state))
+    free = call.plan.axes.cuts is None
+    return over_mesh(recomputed(call), mesh, ((*[tokens] * 5, state), rows), (tokens, state), free=free)
 
 
 @lru_cache(maxsize=128)
