@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import ringattn as ra  # noqa: E402
-import ringattn.jax  # noqa: E402, F401
+import ringattn.jax  # noqa: E402
 from tests.test_jax_programs import close, expect  # noqa: E402
 
 NAMES = ("data", "fsdp", "context", "tensor_seq", "tensor", "expert")
@@ -52,10 +52,10 @@ def test_named_axes_under_set_mesh_gather_nothing(sizes, kernel, kind):
     with jax.set_mesh(mesh):
         compiled = grads(lambda *x: ra.attention(*x, plan)).lower(*placed).compile()
         found = jax.device_get(compiled(*placed))
-        eager = jax.device_get(ra.attention(*(plan.shard(x) for x in placed), plan)) if kernel != "splash" else None
+        if kernel != "splash":  # interpreted, it is slow
+            close(jax.device_get(ra.attention(*map(plan.shard, placed), plan)), ra.attention(q, k, v))
     assert "all-gather" not in compiled.as_text()
     close(found, grads(ra.attention)(q, k, v))
-    close(found if eager is None else eager, found if eager is None else ra.attention(q, k, v))
 
 
 def test_a_batch_that_the_axes_do_not_divide_is_not_cut():

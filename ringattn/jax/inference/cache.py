@@ -76,7 +76,7 @@ class KVCache(serving.KVCache):
         """
         mesh = plan.ring_axis.mesh if isinstance(plan.ring_axis, MeshAxis) else None
         cuts = plan.axes.cuts or ((), ())
-        cut = P(mesh and batch_axes(plan, mesh, batch) or None, None, cuts[1] or None) if cut is None else cut
+        cut = P((mesh and batch_axes(plan, mesh, batch)) or None, None, cuts[1] or None) if cut is None else cut
         raise_if(of_positions(max_len) or of_cut(plan, cut, batch, kv_heads))
         rows = (batch, stripes.ranks * slots_for(max_len, most, stripes), kv_heads)
         tokens = spec_of(cut, sequence_axes(plan)) if mesh else P()
