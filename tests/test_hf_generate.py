@@ -42,6 +42,8 @@ CASES = {
     "no cache": ("Llama", {"ring": 2}, True, {"use_cache": False, "max_new_tokens": 8}),
     "a prompt in chunks": ("Mistral", {"ulysses": 2}, False, {"prefill_chunk_size": 17}),
     "padding longer than a chunk": ("Llama", {"ring": 2}, True, {"prefill_chunk_size": 5}),
+    "padding of whole chunks": ("Llama", {"ring": 2}, True, {"prefill_chunk_size": 4, "max_new_tokens": 4}),
+    "states behind chunks of padding": ("Bamba", {"ring": 2}, True, {"prefill_chunk_size": 5, "max_new_tokens": 4}),
     "text for a model of images": ("qwen2_5_vl", {"ring": 2}, True, {"max_new_tokens": 8}),
     "states": ("Qwen3Next", {"ring": 2, "ulysses": 2}, False, {}),
     "states behind padding": ("Bamba", {"ring": 2}, True, {"max_new_tokens": 8}),

@@ -60,6 +60,10 @@ class RanksCache:
             for cache in self.layers.values():
                 cache.truncate((self.length - self.padding).tolist())
 
+    def begun(self) -> bool:
+        """Whether every row has a real token, which decode needs."""
+        return self.length > 0 and (self.padding is None or bool((self.padding < self.length).all()))
+
     def reserve(self, max_len: int) -> None:
         """Make room for max_len tokens a row in all."""
         if max_len <= self.max_len:
@@ -127,7 +131,7 @@ def with_cache(
     for rotary in stretched(self):
         rotary.ringattn_last = position_ids.max()
     with torch.no_grad():
-        if cache.length and n <= FEW and padding is None:
+        if n <= FEW and padding is None and cache.begun():
             shards, call = {name: tokens, "position_ids": position_ids}, Call(plan, None, cache)
             output = self.local_forward(**shards, **keeping(self, n_kept), **more, ringattn=call)
             logits = output.logits[:, -n_kept:]
