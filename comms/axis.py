@@ -147,12 +147,13 @@ class Axis(Protocol):
         """
         return Done()
 
-    def sharing(self, out: ByRank, into: ByRank, what: str = "") -> AbstractContextManager[Pending]:
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> AbstractContextManager[Pending]:
         """`with axis.sharing(...) as coming`: a move beside the work of the body.
 
         Readers that get the same object in `out` may read it from one place. Objects are shared in the order of `out`,
         and a receiver knows how long those before its own are (`Slices.after`). Wait for `coming` after the body: a
-        transfer may be launched before the body or after it, whichever the transport hides better.
+        transfer may be launched before the body or after it, whichever the transport hides better. `first`: the body
+        fills the device to its end, so what its kernels would delay comes first.
         """
         return nullcontext(Done())
 

@@ -97,7 +97,7 @@ class ProcessGroupAxis(Moves):
     def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
         return self.post("near", out, into, None, what)
 
-    def sharing(self, out: ByRank, into: ByRank, what: str = "") -> AbstractContextManager[Pending]:
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> AbstractContextManager[Pending]:
         """On GPUs the body is launched first, since launching a move takes the host a while."""
         if not self.on_gpus or not (out or into):
             return super().sharing(out, into, what)

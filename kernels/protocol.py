@@ -51,6 +51,7 @@ class TorchKernel:
                      delta instead, some use another kernel
     delta_once       whether delta is better computed ahead of the steps, if there are several
     rounds           whether the results for these intervals have the dtype of the inputs anyway
+    fills            whether its programs stay on all multiprocessors of a GPU until its end
     """
 
     attend: Attend
@@ -63,6 +64,7 @@ class TorchKernel:
     by_out: bool = False
     delta_once: bool = False
     rounds: Callable[[Intervals], bool] = in_full
+    fills: bool = False
 
 
 def no_options(problem: "Problem") -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,12 +76,12 @@ def plan(
         hardware = hardware_of(target.device)
         costs = priced(options, shape, spec, hardware, docs)
         best, report = costs[0][0], candidates_report(costs, hardware)
-    best = replace(best, axes=target.bind(best.ring, best.ulysses))
+    best = best.replace(axes=target.bind(best.ring, best.ulysses))
     narrow = target.framework == "torch" and kernel in kernels.BY_NAME and kernels.BY_NAME[kernel].narrow
     sizes = shape.backward_bytes(best.ring, shape.itemsize if narrow else 4) if shape else None
-    best = replace(best, transport=settled(transport, best, sizes))
+    best = best.replace(transport=settled(transport, best, sizes))
     report += [*route_report(best, sizes), *groups_report(best, shape), *kernel_report(best, shape, spec, dtype, docs)]
-    return replace(best, report=tuple(report))
+    return best.replace(report=tuple(report))
 
 
 def settled(transport: Transport, plan: Plan, sizes: dict[str, int] | None) -> Transport:
@@ -97,7 +96,7 @@ def settled(transport: Transport, plan: Plan, sizes: dict[str, int] | None) -> T
     if backward == "auto":
         free = sizes if route == "direct" and plan.strategy != "gather" else None
         backward = min(free, key=lambda name: free[name]) if free else "keys"
-    return replace(transport, route=route, hosts=hosts or 1, backward=backward)
+    return transport.replace(route=route, hosts=hosts or 1, backward=backward)
 
 
 class Target(NamedTuple):
@@ -179,7 +178,7 @@ def candidates(
         if ring > 1 and docs is not None:
             layouts = (*layouts, "striped")  # balanced for any documents
         found += [
-            replace(alone, ring=ring, ulysses=ulysses, strategy=s, layout=one, **dealt(one, docs, spec))
+            alone.replace(ring=ring, ulysses=ulysses, strategy=s, layout=one, **dealt(one, docs, spec))
             for s in (names if strategy == "auto" else (strategy,))
             for one in (layouts if layout == "auto" else (layout,))
         ]

@@ -5,7 +5,7 @@ groups are; in JAX only over the same devices, since plans are the keys of cache
 """
 
 import json
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from ringattn.comms.axis import LIVE, NOT_HERE, TRANSPORTS, Ranks
 from ringattn.cost import HARDWARE, Hardware, Shape, exchanged, groups_of, kv_heads_of_a_rank
 from ringattn.layout import MAKERS, Layout
 from ringattn.spec import AttentionSpec, Docs, raise_if, whole
+from ringattn.values import Value, fields
 
 STRATEGIES = ("ring", "gather", "ulysses")
 ROUTES = ("direct", "relay", "levels")
@@ -46,8 +47,7 @@ def size_of(name: str, value: Any) -> Any:
     return size
 
 
-@dataclass(frozen=True)
-class Transport:
+class Transport(Value):
     """How blocks travel between the ranks of a torch mesh. `ringattn.plan` chooses whatever is not given.
 
     route      how blocks of keys reach the ranks of a ring: "direct", from their owner to each rank that sees them;
@@ -77,11 +77,10 @@ class Transport:
     @property
     def chosen(self) -> dict[str, Any]:
         """The choices that are given, by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return {name: getattr(self, name) for name, f in fields(self).items() if getattr(self, name) != f.default}
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Value):
     """`seq_len` tokens over ring x ulysses ranks. The strategy says how keys meet queries along the ring axis."""
 
     seq_len: int
@@ -125,7 +124,7 @@ class Plan:
             raise_if(groups_problem(self.transport.groups, self.heads[1], self.ulysses))
         if self.framework == "jax":
             self._check_positions()
-        compared = [getattr(self, f.name) for f in fields(self) if f.compare]
+        compared = [getattr(self, name) for name, f in fields(self).items() if f.compare]
         object.__setattr__(self, "number", hash(tuple(compared)))
         object.__setattr__(self, "text", self._text())
         _ = self.local_len, self.keys.local_len  # cached now: Python 3.11 locks for it, which torch.compile refuses
@@ -191,7 +190,7 @@ class Plan:
             raise TypeError(
                 f"a plan on a mesh cannot be pickled ({self}): make the plan on every rank, with ringattn.plan"
             )
-        return partial(Plan, **{f.name: getattr(self, f.name) for f in fields(self) if f.init}), ()
+        return partial(Plan, **{name: getattr(self, name) for name, f in fields(self).items() if f.init}), ()
 
     def __hash__(self) -> int:
         return self.number
@@ -217,7 +216,7 @@ class Plan:
     @cached_property
     def without_docs(self) -> "Plan":
         """The plan without the documents that it lays out, which are others in every batch."""
-        return self if self.docs is None else replace(self, docs=None)
+        return self if self.docs is None else self.replace(docs=None)
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -303,7 +302,7 @@ class Plan:
         """The same choices for another length."""
         if self.docs is not None:
             raise ValueError(f"this plan lays out {self.docs} and has their length: use plan.for_docs(docs)")
-        return replace(self, seq_len=seq_len, key_len=key_len)
+        return self.replace(seq_len=seq_len, key_len=key_len)
 
     def for_docs(self, docs: Docs) -> "Plan":
         """The same choices for these documents: dealt out anew (layout="balanced"), or each cut over all ranks.
@@ -322,7 +321,7 @@ class Plan:
         if not isinstance(docs, Docs):
             raise ValueError(f"docs is of type {type(docs).__name__}; pass Docs.from_lengths([...])")
         raise_if(self._docs_problem())
-        return replace(self, seq_len=docs.length, key_len=None, docs=docs.first or docs)
+        return self.replace(seq_len=docs.length, key_len=None, docs=docs.first or docs)
 
     # The functions that need a framework are in ringattn.torch and ringattn.jax, under the same names.
 
@@ -382,7 +381,7 @@ class Plan:
         )
 
 
-NAMED = tuple(f.name for f in fields(Plan) if f.init and f.name not in ("transport", "axes", "report"))  # in a text
+NAMED = tuple(n for n, f in fields(Plan).items() if f.init and n not in ("transport", "axes", "report"))  # in a text
 
 
 def of_text(text: str) -> Plan:

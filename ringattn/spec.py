@@ -8,7 +8,6 @@ import math
 import operator
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
 from numbers import Integral, Real
@@ -16,11 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringattn.values import Value
+
 Row = np.ndarray  # int64 [T], or [rows, T] where the rows of a batch differ
 
 
-@dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(Value):
     """Which attention is computed: softmax(scale * q k^T) v over the keys that each query may see, with a softcap.
 
     causal   a query sees no key after its own position

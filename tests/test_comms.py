@@ -45,7 +45,7 @@ def exercise(a: Axis) -> None:
         out = {s: shown[few if turn == 2 and s == n - 1 else all_rows] for s in readers}
         into = {s: Slices([room[:, s]], few, (40,) * (len(others) > 1)) if last else Slices([room[:, s]], all_rows)
                 for s in showing}  # fmt: skip
-        with a.sharing(out, into) as coming:
+        with a.sharing(out, into, first=turn % 2 == 1) as coming:
             pass
         coming.wait()
         for s in range(n):

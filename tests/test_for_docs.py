@@ -138,9 +138,9 @@ def test_what_cannot_be_is_refused():
         (plan, Docs.from_lengths([16], pad_to=20), "a document of 4 tokens cannot"),
         (plan, Docs.from_lengths([[8, 8], [16, 0]]), "rows with other documents would lie on other ranks"),
         (plan, [8, 24], "docs is of type list; pass Docs.from_lengths"),
-        (replace(plan, layout="striped"), docs, "deals out each document's tokens as it is"),
-        (replace(plan, key_len=64), docs, "for queries and keys of one sequence"),
-        (replace(plan, axes=Ranks(None, None, "jax", "cpu", here=False)), docs, "for_docs is not supported in JAX"),
+        (plan.replace(layout="striped"), docs, "deals out each document's tokens as it is"),
+        (plan.replace(key_len=64), docs, "for queries and keys of one sequence"),
+        (plan.replace(axes=Ranks(None, None, "jax", "cpu", here=False)), docs, "for_docs is not supported in JAX"),
         (made, Docs.from_lengths([4, 28]), "a document of 4 tokens"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -237,7 +237,7 @@ def exercise_scans(a: Any) -> None:
         for r in order[: order.index(a.rank)]:
             expected = torch.tensor([[1.0, r + 1.0], [0.5 * r, 2.0]]) @ expected
         steps: list[Callable[[Tensor], Tensor]] = [lambda x: mine @ x] * 3
-        for found in Relay(a, [torch.eye(2)] * 3, steps, reverse).wait():
+        for found in Relay(a, [torch.eye(2)] * 3, steps, reverse, like=torch.eye(2)).wait():
             torch.testing.assert_close(found, expected)
     for r in range(a.size):
         assert broadcast(a, torch.tensor([float(a.rank)]), r).item() == r

@@ -130,7 +130,8 @@ class Walk(NamedTuple):
         work = (by_queries if self.queries_stay else by_keys)(setup.ranges, setup.key_blocks)
         operands = [x for x, _ in (*queries, *keys)] + [setup.begin, setup.end]
         entries, steps, operands = vary((work.entries.reshape(-1), work.steps, operands), setup.axes)
-        grid, order = (B, H // setup.shared, setup.shared, steps), ["parallel"] * 3 + ["arbitrary"]
+        grid: tuple[int, ...] = (B, H // setup.shared, setup.shared, steps)
+        order: list[Any] = ["parallel"] * 3 + ["arbitrary"]
         if not self.queries_stay:
             grid = (*grid[:2], steps, setup.shared)
         if heads or not self.queries_stay:

@@ -249,10 +249,11 @@ def score_of(
     kernel = pallas.select(problem, plan.kernel)
     found: JaxKernel = kernel.load()
     given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap, **found.options(problem)}
-    whole, halves = (f and partial(f, **given) for f in (found.attend_backward, found.halves))
+    whole: Callable[..., Any] = partial(found.attend_backward, **given)
+    halves: Callable[..., Any] | None = found.halves and partial(found.halves, **given)
     if not found.plain:
         refuse_automatic(kernel.name)
-        whole, halves = (f and once(kernel.name, f) for f in (whole, halves))
+        whole, halves = once(kernel.name, whole), halves and once(kernel.name, halves)
     return Score(partial(found.attend, **given), whole, found.prepare, halves)
 
 

@@ -214,7 +214,8 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
     run, kernel, where = call.backward
     queries = call.plan.transport.backward == "queries"
     for q, k, v, out, lse, dout, dlse in groups:
-        rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta, where is None, queries)
+        steps = where is None  # else nothing travels
+        rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta, steps, steps and queries)
         if where is not None:
             of_keys, of_queries = kernel.halves(q, k, v, where, rows, alone=True)
             (dk, dv), dq = of_keys(), of_queries()

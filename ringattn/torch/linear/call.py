@@ -81,7 +81,7 @@ class Call:
 
     def whole(self, x: Tensor) -> Tensor:
         """The inverse of `folded`."""
-        return x.unflatten(0, (self.batch, self.parts)).flatten(1, 2)
+        return x if self.parts == 1 else x.unflatten(0, (self.batch, self.parts)).flatten(1, 2)
 
 
 def bind(
@@ -166,7 +166,7 @@ def selected(x: Given, kernel: str) -> LinearKernel:
 
 def rows(x: Tensor, parts: int) -> Tensor:
     """The segments of each row, as rows."""
-    return x.unflatten(1, (parts, -1)).flatten(0, 1)
+    return x if parts == 1 else x.unflatten(1, (parts, -1)).flatten(0, 1)
 
 
 def empty_states(kernel: LinearKernel, x: linear.Inputs) -> Tensor | None:

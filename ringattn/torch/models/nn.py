@@ -3,7 +3,6 @@
 B batch   T this rank's tokens   C width   H query heads   G key/value heads   D head dim
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -202,7 +201,7 @@ class StreamingAttention(Attention):
         B, _, G, D = k.shape
         device = k.device.type
         if plan.device != device:  # a plan without a mesh does not know where the layer is
-            plan = replace(plan, axes=Ranks(plan.axes.ring, plan.axes.ulysses, device=device))
+            plan = plan.replace(axes=Ranks(plan.axes.ring, plan.axes.ulysses, device=device))
         with torch.cuda.device_of(k):
             return KVCache.allocate(
                 plan, batch=B, max_len=self.max_len, kv_heads=G, head_dim=D, dtype=k.dtype, window=self.spec.window,
