@@ -66,10 +66,7 @@ def of_table(name: str) -> Callable[[Inputs], Runs]:
         part = forward()
 
         def backward() -> Any:
-            if kernel.by_out:
-                return kernel.attend_backward(*tensors, given.dout, part.lse, None, out=part.out, scale=given.scale)
-            delta = kernel.row_delta(part.out, given.dout)
-            return kernel.attend_backward(*tensors, given.dout, part.lse, delta, scale=given.scale)
+            return kernel.attend_backward(*tensors, given.dout, part.lse, None, out=part.out, scale=given.scale)
 
         return Runs(forward, backward)
 

@@ -214,13 +214,12 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
     run, kernel, where = call.backward
     queries = call.plan.transport.backward == "queries"
     for q, k, v, out, lse, dout, dlse in groups:
-        rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta, where is None, queries)
+        rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta, queries)
         if where is not None:
-            of_keys, of_queries = kernel.halves(q, k, v, where, rows, alone=True)
-            (dk, dv), dq = of_keys(), of_queries()
+            dq, dk, dv = kernel.backward((q, k, v), where, rows, alone=True)
         else:
             side = (ring.QueriesTravel if queries else ring.KeysTravel)(q, k, v, kernel, rows)
-            travelled, stayed = ring.backward(side, call.ring, run)
+            travelled, stayed = ring.backward(side, call.ring, run, call.narrow)
             dq, dk, dv = (*travelled, *stayed) if queries else (*stayed, *travelled)
         yield *(in_dtype(grad, x.dtype) for grad, x in zip((dq, dk, dv), (q, k, v), strict=True)), delta
 
