@@ -145,12 +145,13 @@ class Axis(Protocol):
         return Done()
 
     def sharing(
-        self, tensors: Sequence[Any], readers: Sequence[int], into: ByRank, what: str = ""
+        self, tensors: Sequence[Any], readers: Sequence[int], into: ByRank, what: str = "", first: bool = True
     ) -> AbstractContextManager[Pending]:
         """`with axis.sharing(...) as coming`: the same tensors travel to all readers beside the work of the body.
 
         The tensors of `into` are received from what their ranks share in their matching call. Wait for `coming` after
-        the body: a transfer may be launched before the body or after it, whichever the transport hides better.
+        the body: a transfer may be launched before the body or after it, whichever the transport hides better. `first`:
+        the body fills the device to its end, so what its kernels would delay comes first.
         """
         return nullcontext(Done())
 

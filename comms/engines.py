@@ -26,11 +26,14 @@ class Lanes:
         self.queued: tuple[list[bytes], ...] = ([], [], [])
         self.driver = driver()
 
-    def start(self) -> None:
-        """Make both lanes wait for the work that the current stream has so far."""
-        now = current_stream(self.device).record_event()
+    def now(self) -> Any:
+        """The end of the work that the current stream has so far, for `start`."""
+        return current_stream(self.device).record_event()
+
+    def start(self, since: Any) -> None:
+        """Make both lanes wait for that work."""
         for stream in self.streams[:AID]:
-            stream.wait_event(now)
+            stream.wait_event(since)
 
     def copy(
         self, lane: int, to: int, source: int, size: int, rows: int = 1, to_pitch: int = 0, source_pitch: int = 0

@@ -67,11 +67,12 @@ class Lost(NamedTuple):
         """
         note()
         axis, needs = self.axis, sorted({r % self.axis.size for r in self.needs[min(work, len(self.needs) - 1)]})
+        absent = roll_call() if "imed out" in message else []
+        needs = [r for r in needs if axis.peer(r) in absent] or needs
         whom, all_ranks = " or ".join(map(str, needs)), dist.get_world_size()
         if axis.size < all_ranks:
             whom += f", which is rank {' or '.join(str(axis.peer(r)) for r in needs)} of {all_ranks}"
         what = self.what and f" ({self.what})"
-        absent = roll_call() if "imed out" in message else []
         if absent and not {axis.peer(r) for r in needs} & {*absent}:  # they answer: they wait for another rank, too
             mine = f"{axis.name} rank {axis.rank} waited in vain for {axis.name} rank {whom}{what}; {silent(absent)}"
             return f"{with_first_loss(mine, certain=False)}: {reason(message)}"

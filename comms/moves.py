@@ -20,7 +20,7 @@ class Moves:
     move: Callable[..., Pending]
 
     def sharing(
-        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str = ""
+        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str = "", first: bool = True
     ) -> AbstractContextManager[Pending]:
         travels = readers or into
         return nullcontext(self.move(dict.fromkeys(readers, tensors), into, what=what) if travels else Done())

@@ -69,7 +69,8 @@ class ProcessGroupAxis(Moves):
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.by: str = dist.get_backend(group)
         self.on_gpus = torch.cuda.is_available() and not self.cheap_words  # a group may have a backend for each device
-        hosts = hosts_of(group)
+        with self.losing_any("making a plan").named():
+            hosts = hosts_of(group)
         self.hosts = 0 if self.cheap_words and hosts == 1 else hosts  # on one host gloo's relay is as fast as any route
         if dist.get_debug_level() == dist.DebugLevel.DETAIL and self.by == "gloo":
             add_twin(group, "near", "cpu", backend="gloo")
@@ -80,6 +81,10 @@ class ProcessGroupAxis(Moves):
     @property
     def group(self) -> dist.ProcessGroup:
         return alive(self.known)
+
+    def losing_any(self, what: str) -> Lost:
+        """The error for a transfer that needs all other ranks."""
+        return Lost(self, [[rank for rank in range(self.size) if rank != self.rank]], what)
 
     def limit(self) -> tuple[Any, ...]:
         """The time-out of one transfer, as an argument of `work.wait`.
@@ -93,7 +98,7 @@ class ProcessGroupAxis(Moves):
         return self.post("near", out, into, None, what)
 
     def sharing(
-        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str = ""
+        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str = "", first: bool = True
     ) -> AbstractContextManager[Pending]:
         """On GPUs the body is launched first, since launching a move takes the host a while."""
         if not self.on_gpus or not (readers or into):
@@ -194,10 +199,6 @@ class CollectiveAxis(ProcessGroupAxis):
     def exchange_words(self, words: Any) -> list[Any]:
         with self.losing_any("words").named():
             return messages.gather(words, self.group)
-
-    def losing_any(self, what: str) -> Lost:
-        """The error for a transfer that needs all other ranks."""
-        return Lost(self, [[rank for rank in range(self.size) if rank != self.rank]], what)
 
 
 def whole(x: Tensor) -> Tensor:

@@ -14,11 +14,13 @@ class Relay:
     """An exclusive scan: `wait()` gives `start` after the steps of all earlier ranks, in their order.
 
     The value may be cut into pieces: `steps[i]` turns piece i into what the next rank gets, while piece i + 1 arrives,
-    so that ranks work on different pieces at the same time. `start` gives values on the first rank, and only shapes and
-    dtypes on the others. `reverse` begins at the last rank.
+    so that ranks work on different pieces at the same time. `start` counts on the first rank only; what arrives on the
+    others has the shape and dtype of `like`. `reverse` begins at the last rank.
     """
 
-    def __init__(self, axis: Axis, start: Sequence[Any], steps: Sequence[Callable[[Any], Any]], reverse: bool):
+    def __init__(
+        self, axis: Axis, start: Sequence[Any], steps: Sequence[Callable[[Any], Any]], reverse: bool, like: Any
+    ):
         self.axis, self.start, self.steps = axis, start, steps
         self.shift = -1 if reverse else 1
         place = axis.size - 1 - axis.rank if reverse else axis.rank
@@ -27,7 +29,7 @@ class Relay:
             onward = [] if self.last else [step(x) for step, x in zip(steps, start, strict=True)]
             self.hops = [self.move(x, send=True) for x in onward]
         else:
-            self.hops = [self.move(start[0], recv=True)]
+            self.hops = [self.move(like, recv=True)]
 
     def move(self, x: Any, send: bool = False, recv: bool = False) -> Pending:
         return self.axis.rotate((x,), self.shift, send=send, recv=recv) if send or recv else Done()

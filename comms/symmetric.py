@@ -6,7 +6,8 @@ on every rank. So no host waits, and nothing can deadlock, even if both streams 
 
 A copy over a link takes no multiprocessor, but a copy within a GPU does: it would wait until a kernel that fills all of
 them releases some. So work that is launched after a move starts when the first batches of the move, as many as it has
-slots, are in their slots (and the rest of earlier moves).
+slots, are in their slots (and the rest of earlier moves). Kernels whose blocks come and go let a copy start soon, and
+are launched first.
 """
 
 import sys
@@ -82,7 +83,7 @@ class SymmetricAxis(Moves):
         self.watch.check()
         if not out and not into:
             return Done()
-        self.lanes.start()
+        self.lanes.start(self.lanes.now())
         leaving = {id(tensors): self.batched(tensors, self.packed) for tensors in out.values()}  # packed once
         sends = {r: leaving[id(tensors)].batches for r, tensors in out.items()}
         arriving = {r: self.batched(tensors, self.buffer) for r, tensors in into.items()}
@@ -103,27 +104,37 @@ class SymmetricAxis(Moves):
         return Flight(self.lanes, self.watch, out, into, leaving, arriving).launched()
 
     def sharing(
-        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str = ""
+        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str = "", first: bool = True
     ) -> AbstractContextManager[Pending]:
-        """Put as many batches as fit into the shared slots; after the body, fetch what the other ranks put there."""
         self.watch.check()
         if not readers and not into:
             return nullcontext(Done())
-        self.lanes.start()
+        given = tensors, readers, into, what, self.lanes.now()
+        if not first:  # spares the body's kernel the time that the host takes for it
+            return Afterwards(lambda: self.put(*given)())
+        fetched = self.put(*given)
+        if readers:
+            self.lanes.precede(OUT)
+        return Afterwards(fetched)
+
+    def put(
+        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str, since: Any
+    ) -> Callable[[], Flight]:
+        """Put as many batches as fit into the shared slots; returns a function that fetches what other ranks put."""
+        self.lanes.start(since)
         leaving = self.batched(tensors, self.packed) if readers else Batched([], [])
         arriving = {r: self.batched(x, self.buffer) for r, x in sorted(into.items(), key=self.steps_from)}
         flight = Flight(self.lanes, self.watch, tensors, leaving, into, arriving)
         expect = partial(self.watch.expect, what=what)
         if readers:
             self.peers.put_shared(readers, 0, leaving.batches[:SHARED], expect)
-            self.lanes.precede(OUT)
 
         def fetched() -> Flight:
             self.fetch(arriving, leaving.batches[SHARED:], readers, expect)
             self.sent += weight(leaving.batches) * len(readers)
             return flight.launched()
 
-        return Afterwards(fetched)
+        return fetched
 
     def fetch(self, arriving: Mapping[int, Batched], later: Sequence[Any], readers: Sequence[int], expect: Any) -> None:
         """Fetch the batches of other ranks, and put the `later` ones of this rank into slots as they become free."""

@@ -34,8 +34,8 @@ class Problem:
     def rate(self, kernel: str, backward: bool) -> float:
         """The measured rate of a kernel for this problem, 0 if there is none."""
         mask = "rectangles" if self.rectangles else self.mask
-        width = max(self.head_dim, self.value_dim)
-        return rate(kernel, self.arch, mask, width, backward, self.softcap) or 0.0
+        dims = self.head_dim, self.value_dim
+        return rate(kernel, self.arch, mask, dims, backward, self.softcap) or 0.0
 
     def __str__(self) -> str:
         dims = f"{self.heads} query and {self.kv_heads} key heads of {self.head_dim}, values of {self.value_dim}"

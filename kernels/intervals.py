@@ -70,10 +70,10 @@ Rectangle(queries=slice(0, 3, None), keys=slice(2, 5, None), mask=True))
     empty = first >= last
     first, last = np.where(empty, -1, first), np.where(empty, -1, last)
     low, high = np.diff(first), np.diff(last)
-    even = np.isin(high, (0, 1)) & (np.isin(low, (0, 1)) if flips else low == 0)
-    steps = np.where(even & ~empty[:-1], high + 2 * low, -1)  # 1: one more key at the end; 2: one less at the beginning
+    even = ((high == 0) | (high == 1)) & ((low == 0) | ((low == 1) & flips))
+    steps = np.where(even, high + 2 * low, -1)  # 1: one more key at the end; 2: one less at the beginning
     turns = np.flatnonzero(np.diff(steps)) + 1
-    if len(turns) > 2 * most:
+    if np.count_nonzero(~empty[turns]) > 2 * most:
         return None
     found: list[Rectangle] = []
     t, T = 0, len(first)

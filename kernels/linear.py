@@ -72,11 +72,14 @@ class Map(NamedTuple):
     factor: Tensor
     kv: Tensor
 
-    def after(self, state: Tensor) -> Tensor:
-        """The state behind these tokens if `state` is before them."""
+    def after(self, state: Tensor | None) -> Tensor:
+        """The state behind these tokens if `state` is before them; None is a state of zero."""
+        if state is None:
+            return self.kv
         if self.factor.shape[-1] == 1:
             return torch.addcmul(self.kv, self.factor, state)
-        return self.kv + self.factor @ state
+        kv, factor, state = (x.flatten(0, -3) for x in (self.kv, self.factor, state))  # one launch instead of two
+        return torch.baddbmm(kv, factor, state).view(self.kv.shape)
 
     def then(self, later: "Map") -> "Map":
         """The composition of both maps: associative, not commutative."""

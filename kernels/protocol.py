@@ -60,6 +60,7 @@ class TorchKernel:
                delta is that of out alone
     parted     whether some gradients can be computed without the others, at their cost alone
     rounds     whether the results for these intervals have the dtype of the inputs anyway
+    fills      whether its programs stay on all multiprocessors of a GPU until its end
     """
 
     attend: Attend
@@ -68,6 +69,7 @@ class TorchKernel:
     prepare: Callable[..., Rows] = with_delta
     parted: bool = False
     rounds: Callable[[Intervals], bool] = in_full
+    fills: bool = False
 
     def attend_backward(
         self, q: Any, k: Any, v: Any, where: Intervals, dout: Any, lse: Any, delta: Any, *, out: Any = None,
@@ -111,7 +113,8 @@ class JaxKernel:
     options    (problem) -> more keyword arguments for both functions
     prepare    (q, dout, lse, delta, out, dlse) -> q and the rows that each step of a backward pass takes in the place
                of (dout, lse, delta), computed once
-    parted     whether one gradient can be computed alone; if not, it costs as much as all three
+    halves     as attend_backward, but at the cost of only those gradients that are used; None if all three together
+               are all it has
     plain      whether it is plain jax.numpy, which the compiler can cut, and which has derivatives of any order
     """
 
@@ -120,7 +123,7 @@ class JaxKernel:
     refuses: "Callable[[Problem], str | None]" = serves
     options: "Callable[[Problem], dict[str, Any]]" = no_options
     prepare: Callable[..., tuple[Any, ...]] = as_they_are
-    parted: bool = True
+    halves: Callable[..., tuple[Any, Any, Any]] | None = None
     plain: bool = False
 
 

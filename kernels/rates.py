@@ -1,7 +1,8 @@
 """How fast kernels are, as measured: what "auto" chooses by. Plain data, the same on every rank.
 
-The key of a row is "arch/kernel/mask/width", with "/softcap" after it if there is one. The width is the larger of head
-dim and value dim, rounded up to a power of two. The masks are
+The key of a row is "arch/kernel/mask/width", with "/softcap" after it if there is one. The width is the head dim
+rounded up to a power of two, or "192x128" for a head dim of 192 and a value dim of 128; without a row of their own, two
+dims have the rates of the larger one. The masks are
 
     rectangles   every step is a few full or causal rectangles
     packed       documents without a window, or a window without documents, on one device
@@ -9,12 +10,16 @@ dim and value dim, rounded up to a power of two. The masks are
     short        any other intervals
 
 A row holds the useful TFLOP/s of long sequences in 16 bits, forward and backward. `ringattn tune what=rates` measures
-them; benchmarks/rates-h200.jsonl has the runs behind this table. An H100 gives the same within 3%.
+them; benchmarks/rates-h200.jsonl and rates-h100.jsonl have the runs behind this table. An H100 gives the same as an
+H200 within 3%; but at head dim 256 FlashAttention-4 is 9% faster forward there and a fifth slower backward, and the
+rows are between both. FlashAttention-4 at 192x128 was not measured yet.
 """
 
 import json
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,10 +45,15 @@ RATES: dict[str, tuple[float, float]] = {
     "sm90/triton/rectangles/128/softcap": (272, 284),
     "sm90/cudnn/rectangles/64": (455, 414),
     "sm90/cudnn/rectangles/128": (599, 535),
-    "sm90/cudnn/rectangles/256": (635, 375),
+    "sm90/cudnn/rectangles/256": (652, 365),
+    "sm90/triton/rectangles/192x128": (411, 86),
+    "sm90/triton/packed/192x128": (359, 85),
+    "sm90/triton/long/192x128": (408, 88),
+    "sm90/triton/short/192x128": (230, 69),
+    "sm90/cudnn/rectangles/192x128": (598, 486),
     "sm90/fa4/rectangles/64": (533, 528),
     "sm90/fa4/rectangles/128": (645, 608),
-    "sm90/fa4/rectangles/256": (708, 378),
+    "sm90/fa4/rectangles/256": (740, 338),
     "sm90/fa4/packed/64": (472, 453),
     "sm90/fa4/packed/128": (574, 506),
     "sm90/fa4/packed/256": (600, 300),
@@ -58,16 +68,21 @@ RATES: dict[str, tuple[float, float]] = {
 }
 
 
-def key_of(kernel: str, arch: tuple[int, int], mask: str, width: int, softcap: bool = False) -> str:
-    return f"sm{arch[0]}0/{kernel}/{mask}/{1 << (width - 1).bit_length()}{'/softcap' * softcap}"
+def key_of(kernel: str, arch: tuple[int, int], mask: str, dims: tuple[int, int], softcap: bool = False) -> str:
+    """The key of a row; `dims` are the head dim and the value dim."""
+    width = f"{dims[0]}x{dims[1]}" if dims[0] != dims[1] else 1 << (dims[0] - 1).bit_length()
+    return f"sm{arch[0]}0/{kernel}/{mask}/{width}{'/softcap' * softcap}"
 
 
 def rate(
-    kernel: str, arch: tuple[int, int] | None, mask: str, width: int, backward: bool, softcap: bool = False
+    kernel: str, arch: tuple[int, int] | None, mask: str, dims: tuple[int, int], backward: bool, softcap: bool = False
 ) -> float | None:
     """The measured rate of a kernel, or None where it was not measured."""
-    row = None if arch is None else RATES.get(key_of(kernel, arch, mask, width, softcap))
-    return None if row is None else row[backward]
+    if arch is None:
+        return None
+    either = dims, (max(dims), max(dims))
+    rows = [RATES.get(key_of(kernel, arch, mask, each, softcap)) for each in either]
+    return next((row[backward] for row in rows if row is not None), None)
 
 
 def mask_of(lengths: np.ndarray, causal: bool, window: int | None, alone: bool) -> str:
@@ -87,7 +102,15 @@ def save(rates: Rates, path: str | Path) -> None:
 
 def load(path: str | Path) -> Rates:
     """The rows of a file that `save` wrote."""
-    return {key: (row[0], row[1]) for key, row in json.loads(Path(path).read_text()).items()}
+    rows: Any = json.loads(Path(path).read_text())
+    if isinstance(rows, dict) and all(map(is_row, rows.values())):
+        return {key: (row[0], row[1]) for key, row in rows.items()}
+    raise ValueError(f"{path}: expected for each key two rates above 0, [forward, backward], as `ringattn tune` writes")
+
+
+def is_row(row: Any) -> bool:
+    """Whether these are two rates."""
+    return isinstance(row, list) and len(row) == 2 and all(type(x) in (int, float) and 0 < x < inf for x in row)
 
 
 def use(path: str | Path) -> None:

@@ -90,9 +90,9 @@ def linear_attention(
     return_state    True, False, or with docs "documents": the state behind each document's last token. True means the
                     same if initial_state is one a document. The state behind an empty document is that before it
     docs            packed documents: where one begins the state is its initial state; if initial_state is one a row,
-                    that is initial_state at a row's first token, and zero elsewhere. States of documents come row by
-                    row, as many for each row: document i of row b has number b * (documents of a row) + i, and rows
-                    with fewer end in empty ones
+                    it is that of the row's first document, even an empty one, and zero for the others. States of
+                    documents come row by row, as many for each row: document i of row b has number
+                    b * (documents of a row) + i, and rows with fewer end in empty ones
     scale           of q; 1 / sqrt(K) by default
     kernel          auto, triton or chunkwise; in JAX auto or chunkwise
     scan            how states travel from rank to rank: auto, gather, ring or pipeline

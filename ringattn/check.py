@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringattn.planning import Plan, Transport, dtype_name, groups_problem, heads_problem
-from ringattn.segments import NO_STATE
+from ringattn.segments import segments_problem
 from ringattn.spec import AttentionSpec, Docs, of_factor, whole
 
 PACKED = Docs, "pass Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
@@ -146,6 +146,11 @@ def of_dims(**arrays: Any) -> str | None:
     return None
 
 
+def has_shape(x: Any, *shapes: Any) -> bool:
+    """Whether x has one of these shapes. While torch.compile traces, `in` knows no symbolic sizes; == does."""
+    return any([tuple(x.shape) == shape for shape in shapes])
+
+
 def of_choice(name: str, value: Any, choices: Sequence[str]) -> str | None:
     if isinstance(value, str) and value in choices:
         return None
@@ -249,7 +254,7 @@ def of_packed(name: str, packed: Docs | None, length: int, batch: int) -> str | 
             f"{name}: document lengths add up to {packed.length}, the sequence has {length} tokens; "
             f"if the rest is padding pass Docs.from_lengths(lengths, pad_to={length})"
         )
-    if packed.starts.shape[0] not in (1, batch):
+    if packed.starts.shape[0] != 1 and packed.starts.shape[0] != batch:
         rows = f"1 row or {batch}" if batch > 1 else "1 row"
         return f"{name} describes {packed.starts.shape[0]} rows, the batch has {batch}; give {rows}"
     return None
@@ -287,20 +292,15 @@ def of_linear(
     if q.shape[1] != k.shape[1]:
         return f"q has {q.shape[1]} tokens, k {k.shape[1]}; linear attention needs as many keys as queries"
     heads = tuple(v.shape[:3])
-    if log_decay is not None and tuple(log_decay.shape) not in ((*heads, k.shape[3]), heads):
+    if log_decay is not None and not has_shape(log_decay, (*heads, k.shape[3]), heads):
         return (
             f"log_decay has shape {tuple(log_decay.shape)}; expected {(*heads, k.shape[3])}, a gate for every key "
             f"channel, or {heads}, one for every head"
         )
     if beta is not None and tuple(beta.shape) != heads:
         return f"beta has shape {tuple(beta.shape)}; expected {heads}, one for every token and value head"
-    if plan.layout == "striped" and plan.ring > 1:
-        return (
-            "layout='striped' deals out neighbouring tokens to different ranks, so a state would have to travel after "
-            "every token; use layout='zigzag' or 'contiguous'"
-        )
-    if plan.cut is not None:
-        return NO_STATE
+    if problem := segments_problem(plan):
+        return problem
     if plan.keys is not plan:
         return f"the plan has {plan.seq_len} queries and {plan.keys.seq_len} keys; linear attention needs as many"
     return of_lengths(q, k, plan, AttentionSpec(), (held, held)) or of_docs(q.shape[0], plan, docs, None)
@@ -327,7 +327,7 @@ def of_state(name: str, state: Any, q: Any, v: Any, dtype: Any, docs: Docs | Non
     """A state is [B, H, K, V] in the dtype of states, or with documents [documents, H, K, V], one a document."""
     rows, sizes = v.shape[0], (v.shape[2], q.shape[3], v.shape[3])
     expected = [(rows, *sizes)] + ([] if docs is None else [(rows * width_of(docs), *sizes)])
-    if tuple(state.shape) not in expected:
+    if not has_shape(state, *expected):
         found = f"{name} has shape {tuple(state.shape)}; expected {expected[0]}: batch, heads, key dim, value dim"
         if docs is not None and len(set(expected)) > 1:
             found += (

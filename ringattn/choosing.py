@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -80,14 +79,14 @@ def plan(
         hardware = hardware_of(target.device)
         costs = priced(options, shape, spec, hardware, docs)
         best, report = costs[0][0], candidates_report(costs, hardware)
-    best = replace(best, axes=target.bind(best.ring, best.ulysses))
+    best = best.replace(axes=target.bind(best.ring, best.ulysses))
     if transport.grads == "auto":
-        transport = replace(transport, grads=dtype_of_gradients(best, shape, spec, dtype, docs))
+        transport = transport.replace(grads=dtype_of_gradients(best, shape, spec, dtype, docs))
     narrow = transport.grads == "input"
     sizes = shape.backward_bytes(best.ring, shape.itemsize if narrow else 4) if shape else None
-    best = replace(best, transport=settled(transport, best, sizes))
+    best = best.replace(transport=settled(transport, best, sizes))
     report += [*route_report(best, sizes), *groups_report(best, shape), *kernel_report(best, shape, spec, dtype, docs)]
-    return replace(best, report=tuple(report))
+    return best.replace(report=tuple(report))
 
 
 def settled(transport: Transport, plan: Plan, sizes: dict[str, int] | None) -> Transport:
@@ -102,7 +101,7 @@ def settled(transport: Transport, plan: Plan, sizes: dict[str, int] | None) -> T
     if backward == "auto":
         free = sizes if route == "direct" and plan.strategy != "gather" else None
         backward = min(free, key=lambda name: free[name]) if free else "keys"
-    return replace(transport, route=route, hosts=hosts or 1, backward=backward)
+    return transport.replace(route=route, hosts=hosts or 1, backward=backward)
 
 
 def dtype_of_gradients(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: str, docs: Docs | None) -> str:
@@ -199,7 +198,7 @@ def candidates(
         if ring > 1 and docs is not None:
             layouts = (*layouts, "striped")  # balanced for any documents
         found += [
-            replace(alone, ring=ring, ulysses=ulysses, strategy=s, layout=one)
+            alone.replace(ring=ring, ulysses=ulysses, strategy=s, layout=one, **dealt(one, docs, spec))
             for s in (names if strategy == "auto" else (strategy,))
             for one in (layouts if layout == "auto" else (layout,))
         ]
@@ -210,6 +209,11 @@ def candidates(
             f"{alone.heads and alone.heads[0]}; use strategy='ring', 'gather' or 'auto'"
         )
     return found
+
+
+def dealt(layout: str, docs: Docs | None, spec: AttentionSpec) -> dict[str, Any]:
+    """What a layout that is made for documents and their work needs."""
+    return {"docs": docs, "work": AttentionSpec(spec.causal, spec.window)} if layout == "balanced" else {}
 
 
 def priced(

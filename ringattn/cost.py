@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringattn.layout import Layout
+from ringattn.layout import Layout, laps
 from ringattn.spec import AttentionSpec, Docs, bounds
 
 
@@ -89,30 +89,25 @@ SAMPLED_ROWS = 65536
 def seen_pairs(layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None) -> np.ndarray:
     """[rank, block]: how many (query, key) pairs of two ring shards are seen, sampled at SAMPLED_ROWS queries."""
     every = max(1, layout.padded_length // SAMPLED_ROWS)
-    sample = np.stack([np.concatenate([r[::every] for r in layout.shard(rank)]) for rank in range(layout.ring)])
+    sample = np.stack([layout.positions(rank)[::every] for rank in range(layout.ring)])
     sides = bounds(spec, sample.ravel(), layout.length, key_layout.length, docs)
     begin, end = (side.reshape(-1, *sample.shape) for side in sides)
     return every * (keys_below(key_layout, end) - keys_below(key_layout, begin))
 
 
 def keys_below(layout: Layout, positions: np.ndarray) -> np.ndarray:
-    """[rank, block]: how many keys of a block lie below positions [..., rank, n], summed over a rank's positions.
-
-    Layouts deal out pieces of consecutive keys in laps: one piece to each rank, in zigzag one more on the way back.
-    """
-    pieces = sorted((r.start, rank) for rank in range(layout.ring) for r in layout.shard(rank))
-    owners = np.array([rank for _, rank in pieces])
-    first = layout.shard(0)[0]
-    size = len(first) if first.step == 1 else 1
-    ranks, shape = np.arange(layout.ring), (layout.ring, len(owners))
-    lap, rest = np.divmod(positions, size * len(owners))
-    piece, over = np.divmod(rest, size)
+    """[rank, block]: how many keys of a block lie below positions [..., rank, n], summed over a rank's positions."""
+    ring = layout.ring
+    lap, starts, owners = laps([layout.shard(rank) for rank in range(ring)])
+    ranks, shape = np.arange(ring), (ring, len(owners))
+    full, rest = np.divmod(positions, lap)
+    piece = np.searchsorted(starts, rest, "right") - 1
     at = (piece + len(owners) * ranks[:, None]).ravel()
     within = np.bincount(at, minlength=math.prod(shape)).reshape(shape)  # positions in each piece
-    cut = np.bincount(at, over.ravel(), minlength=math.prod(shape)).reshape(shape)  # keys below them in that piece
+    cut = np.bincount(at, (rest - starts[piece]).ravel(), minlength=math.prod(shape)).reshape(shape)  # keys before them
     beyond = within.sum(1, keepdims=True) - within.cumsum(1)  # positions in later pieces of the lap
-    laps = np.moveaxis(lap, -2, 0).reshape(layout.ring, -1).sum(1, keepdims=True)
-    return (size * (laps + beyond) + cut) @ np.equal.outer(owners, ranks)
+    every = np.moveaxis(full, -2, 0).reshape(ring, -1).sum(1, keepdims=True)  # whole laps
+    return (np.diff(starts, append=lap) * (every + beyond) + cut) @ np.equal.outer(owners, ranks)
 
 
 def replicas(kv_heads: int, ulysses: int) -> int:
@@ -155,7 +150,7 @@ def predict(
     shape: Shape, layout: Layout, key_layout: Layout, counts: np.ndarray, strategy: str, hardware: Hardware
 ) -> Cost:
     """The forward time: Ulysses' exchanges, then steps whose hops hide behind their work (gather: nothing hides)."""
-    ulysses, ring = layout.multiple, layout.ring
+    ulysses, ring = layout.ulysses, layout.ring
     second_a_pair = shape.flops_a_pair / ulysses / hardware.flops
     swap = exchanged(shape, ring, ulysses, "ulysses", (layout.shard_len // ulysses, key_layout.shard_len // ulysses))
     block = shape.kv_bytes(key_layout.shard_len, kv_heads_of_a_rank(shape.kv_heads, ulysses))

@@ -1,4 +1,4 @@
-"""Which tokens a rank of the ring holds: contiguous, striped or zigzag, for any length.
+"""Which tokens each rank holds: a layout is the ranges of every rank, made by one function, for any length.
 
 A shard is a few Python ranges in increasing order, so its positions are sorted, and the local index of a global
 position is a sum of clipped divisions: searchsorted without the array.
@@ -6,54 +6,97 @@ position is a sum of clipped divisions: searchsorted without the array.
     contiguous   0 0 0 0 1 1 1 1      rank r holds one block
     striped      0 1 0 1 0 1 0 1      rank r holds every size-th token
     zigzag       0 0 1 1 1 1 0 0      rank r holds block r from the front and block r from the back
+    balanced     0 1 1 0 0 0 1 1      documents are dealt out by their work: short ones whole, long ones in a few blocks
 
-What is laid out so is the whole sequence, or each of its documents (`cut`).
+Contiguous and zigzag may also lay out each document of a packed sequence instead of the whole of it. Everything else
+follows from the ranges: who asks for more than them asks for a property, not for the name.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import lcm
 from typing import Any
 
 import numpy as np
 
-from ringattn.spec import Docs, raise_if
+from ringattn.dealing import deal
+from ringattn.spec import AttentionSpec, Docs, raise_if
 
-LAYOUTS = ("contiguous", "striped", "zigzag")
 Shard = tuple[range, ...]
 FEW = 4  # ranges: of more of them, which do not interleave, the one of a position is looked up
+
+
+def contiguous(layout: "Layout", ranks: int, rank: int) -> Shard:
+    """Block `rank` of each piece."""
+    blocks = [(start, (stop - start) // ranks) for start, stop in layout.pieces]
+    return tuple(range(start + rank * n, start + (rank + 1) * n) for start, n in blocks)
+
+
+def striped(layout: "Layout", ranks: int, rank: int) -> Shard:
+    """Every token that is `rank` modulo `ranks`."""
+    return (range(rank, layout.padded_length, ranks),)
+
+
+def zigzag(layout: "Layout", ranks: int, rank: int) -> Shard:
+    """Block `rank` of each piece, counted from the front and from the back."""
+    if ranks == 1:
+        return contiguous(layout, ranks, rank)
+    found: list[range] = []
+    for start, stop in layout.pieces:
+        n = (stop - start) // (2 * ranks)
+        found += range(start + rank * n, start + (rank + 1) * n), range(stop - (rank + 1) * n, stop - rank * n)
+    return tuple(found)
+
+
+def balanced(layout: "Layout", ranks: int, rank: int) -> Shard:
+    """Equally many tokens and nearly equal work, in a few ranges."""
+    assert ranks == layout.ring, "documents are dealt to whole ring ranks"
+    return layout.dealt[rank]
+
+
+MAKERS: dict[str, Callable[["Layout", int, int], Shard]] = {
+    "contiguous": contiguous, "striped": striped, "zigzag": zigzag, "balanced": balanced,
+}  # fmt: skip
+LAYOUTS = "contiguous", "striped", "zigzag"  # those that are the same for any documents
+BLOCKS = {"contiguous": 1, "zigzag": 2}  # of each piece on each rank; these can also lay out each document
 
 
 @dataclass(frozen=True)
 class Layout:
     """`length` tokens over the ring, padded at the end so that every shard has the same `shard_len`.
 
-    Each shard is cut contiguously among `multiple` Ulysses ranks. With `cut` each of these documents, and the padding
-    after them, is laid out over all ranks, and what the Ulysses ranks of one ring rank hold is its shard.
+    Each shard is cut contiguously among the Ulysses ranks. With `docs` each of these documents, and the padding after
+    them, is laid out over all ranks, and what the Ulysses ranks of one ring rank hold is its shard; unless the layout
+    is balanced: then they are dealt out to the ring by the work of `spec`.
     """
 
     name: str
     length: int
     ring: int = 1
-    multiple: int = 1  # each shard's length is a multiple of it: the Ulysses size
-    cut: Docs | None = None
+    ulysses: int = 1
+    docs: Docs | None = None
+    spec: AttentionSpec | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in LAYOUTS:
-            raise ValueError(f"layout={self.name!r}: choose one of {', '.join(LAYOUTS)}")
-        if self.cut is not None:
-            raise_if(self._cut_problem(self.cut))
+        if self.name not in MAKERS:
+            raise ValueError(f"layout={self.name!r}: choose one of {', '.join(MAKERS)}")
+        if self.docs is not None:
+            raise_if(self._docs_problem(self.docs))
 
-    def _cut_problem(self, docs: Docs) -> str | None:
-        """Why these documents cannot be cut over all ranks, if they cannot."""
-        ranks = self.ring * self.multiple
+    def _docs_problem(self, docs: Docs) -> str | None:
+        """Why these documents cannot be laid out, if they cannot."""
+        ranks = self.ring * self.ulysses
         if self.name == "striped":
-            return "layout='striped' deals out the tokens of every document as it is: use the plan without for_docs"
+            return f"layout={self.name!r} deals out each document's tokens as it is: use the plan without for_docs"
         if docs.length != self.length:
             return f"{docs}: the plan is for {self.length} tokens; make them the same"
         if docs.first is None:
             return f"{docs}: rows with other documents would lie on other ranks; put the rows one after the other"
-        unit = 2 * ranks if self.name == "zigzag" and ranks > 1 else ranks
+        if not self.by_document:
+            return None
+        unit = ranks * BLOCKS[self.name] if ranks > 1 else 1
         if odd := [stop - start for start, stop in self.pieces if (stop - start) % unit]:
             return (
                 f"a document of {odd[0]} tokens cannot be cut over {ranks} ranks in layout={self.name!r}: pad each "
@@ -62,18 +105,30 @@ class Layout:
         return None
 
     @property
+    def by_document(self) -> bool:
+        """Whether each document is laid out over all ranks, Ulysses ranks too."""
+        return self.docs is not None and self.name in BLOCKS
+
+    @cached_property
+    def dealt(self) -> list[Shard]:
+        """Of a balanced layout, every ring rank's shard."""
+        starts = np.array([0, self.length]) if self.docs is None else self.docs.starts[0]
+        found = deal(starts, self.padded_length, self.ring, self.spec or AttentionSpec())
+        return [tuple(range(a, b) for a, b in ranges) for ranges in found]
+
+    @property
     def pieces(self) -> list[tuple[int, int]]:
         """What is laid out: the whole sequence, or each document that has tokens, and the padding after them."""
-        if self.cut is None:
+        if self.docs is None or not self.by_document:
             return [(0, self.padded_length)]
-        edges = [*self.cut.starts[0].tolist(), self.length]
+        edges = [*self.docs.starts[0].tolist(), self.length]
         return [(start, stop) for start, stop in pairwise(edges) if start < stop]
 
     @property
     def padded_length(self) -> int:
-        if self.cut is not None:
+        if self.by_document:
             return self.length
-        unit = self.ring * (lcm(2, self.multiple) if self.name == "zigzag" else self.multiple)
+        unit = self.ring * lcm(BLOCKS.get(self.name, 1), self.ulysses)
         return max(1, -(-self.length // unit)) * unit
 
     @property
@@ -82,49 +137,79 @@ class Layout:
 
     def shard(self, rank: int) -> Shard:
         """The global positions of one ring rank's tokens, as ranges; positions from `length` on are padding."""
-        if self.name == "striped":
-            return (range(rank, self.padded_length, self.ring),)
-        if self.name == "contiguous" or self.ring == 1:
-            blocks = [(start, (stop - start) // self.ring) for start, stop in self.pieces]
-            return tuple(range(start + rank * n, start + (rank + 1) * n) for start, n in blocks)
-        found: list[range] = []
-        for start, stop in self.pieces:
-            n = (stop - start) // (2 * self.ring)
-            found += range(start + rank * n, start + (rank + 1) * n), range(stop - (rank + 1) * n, stop - rank * n)
-        return tuple(found)
+        return MAKERS[self.name](self, self.ring, rank)
+
+    def held(self, rank: int, inner: int) -> Shard:
+        """The global positions of what one Ulysses rank holds of a ring rank's shard."""
+        if self.by_document:
+            return MAKERS[self.name](self, self.ring * self.ulysses, rank * self.ulysses + inner)
+        n = self.shard_len // self.ulysses
+        return part_of(self.shard(rank), slice(inner * n, (inner + 1) * n))
 
     def positions(self, rank: int) -> np.ndarray:
-        return np.concatenate([np.arange(r.start, r.stop, r.step, dtype=np.int64) for r in self.shard(rank)])
-
-    def held(self, rank: int, inner: int) -> np.ndarray:
-        """The global positions of what one Ulysses rank holds of a ring rank's shard, never decreasing."""
-        if self.cut is not None:
-            everyone = replace(self, ring=self.ring * self.multiple, multiple=1)
-            return everyone.positions(rank * self.multiple + inner)
-        n = self.shard_len // self.multiple
-        return self.positions(rank)[inner * n : (inner + 1) * n]
+        return positions_of(self.shard(rank))
 
     def order(self) -> np.ndarray:
         """The global positions of what all ranks hold, one after the other: `x[order]` is the sharded order of x."""
-        if self.cut is None or self.multiple == 1:
-            return np.concatenate([self.positions(r) for r in range(self.ring)])
-        return np.concatenate([self.held(r, u) for r in range(self.ring) for u in range(self.multiple)])
+        return np.concatenate([positions_of(self.held(r, u)) for r in range(self.ring) for u in range(self.ulysses)])
 
-    @property
-    def shards(self) -> "Layout":
-        """The layout of whole ring shards, whose tokens are in the order of their positions."""
-        return self if self.cut is None else replace(self, multiple=1)
+    def shard_order(self) -> np.ndarray:
+        """The same of whole ring shards, whose tokens are in the order of their positions."""
+        return np.concatenate([self.positions(r) for r in range(self.ring)])
 
     def swapped(self, rank: int) -> np.ndarray | None:
         """Where each token of a ring rank's shard lies among those of its Ulysses ranks; None if just there."""
-        if self.cut is None or self.multiple == 1:
+        if not self.by_document or self.ulysses == 1:
             return None
-        return np.argsort(np.concatenate([self.held(rank, u) for u in range(self.multiple)]))
+        return np.argsort(np.concatenate([positions_of(self.held(rank, u)) for u in range(self.ulysses)]))
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the ring shards one after the other are the sequence in its own order."""
+        n = self.shard_len
+        return all(self.shard(r) == (range(r * n, (r + 1) * n),) for r in range(self.ring))
+
+    @property
+    def many(self) -> bool:
+        """Whether shards have many ranges, so that their blocks are better moved whole."""
+        return self.by_document or self.name == "balanced"
+
+    @cached_property
+    def segments(self) -> int:
+        """Of how many runs of neighbouring tokens, equally long, every rank's tokens consist: 1, 2, or 0 for more."""
+        local, ranks = self.shard_len // self.ulysses, [(r, u) for r in range(self.ring) for u in range(self.ulysses)]
+        for count in (1, 2):
+            if local % count == 0 and all(neighbours(part) for place in ranks for part in self.parts(*place, count)):
+                return count
+        return 0
+
+    def parts(self, rank: int, inner: int, count: int) -> list[Shard]:
+        """What one Ulysses rank holds, in `count` parts of equally many tokens."""
+        held, n = self.held(rank, inner), self.shard_len // self.ulysses // count
+        return [part_of(held, slice(i * n, (i + 1) * n)) for i in range(count)]
+
+
+def neighbours(shard: Shard) -> bool:
+    """Whether the tokens follow one another."""
+    return len(shard) == 1 and shard[0].step == 1
+
+
+def part_of(shard: Shard, some: slice) -> Shard:
+    """The tokens of a shard with these local indices."""
+    found, at = [], 0
+    for r in shard:
+        found.append(r[max(0, some.start - at) : max(0, some.stop - at)])
+        at += len(r)
+    return tuple(r for r in found if r)
+
+
+def positions_of(shard: Shard) -> np.ndarray:
+    return np.concatenate([np.arange(r.start, r.stop, r.step, dtype=np.int64) for r in shard])
 
 
 def sorted_positions(shard: Shard) -> np.ndarray:
     """The positions of a shard, whose ranges may interleave."""
-    positions = np.concatenate([np.arange(r.start, r.stop, r.step, dtype=np.int64) for r in shard])
+    positions = positions_of(shard)
     positions.sort(kind="stable")
     return positions
 
@@ -135,14 +220,24 @@ def count_below(shard: Shard, position: Any) -> Any:
     Works on numpy arrays, tensors and traced arrays.
     """
     if len(shard) > FEW and shard[0].step == 1 and isinstance(position, np.ndarray):
-        starts, lengths = (np.array([f(r) for r in shard]) for f in (lambda r: r.start, len))
-        i = np.searchsorted(starts, position, "right") - 1
-        here = (np.cumsum(lengths) - lengths)[i] + np.minimum(position - starts[i], lengths[i])
-        return np.where(i < 0, 0, here)
-    counts = (position - r.start if r.step == 1 else (position - r.start + r.step - 1) // r.step for r in shard)
-    return sum(count.clip(0, len(r)) for count, r in zip(counts, shard, strict=True))
+        edges = np.array([(r.start, r.stop) for r in shard]).ravel()
+        counts = np.cumsum(np.diff(edges, prepend=edges[0]) * (np.arange(len(edges)) % 2))
+        return np.interp(position, edges, counts).astype(np.int64)
+    counted = (position - r.start if r.step == 1 else (position - r.start + r.step - 1) // r.step for r in shard)
+    return sum(count.clip(0, len(r)) for count, r in zip(counted, shard, strict=True))
 
 
 def to_local(shard: Shard, begin: Any, end: Any) -> tuple[Any, Any]:
     """Each global interval [begin, end) as an interval of the shard's local indices."""
     return count_below(shard, begin), count_below(shard, end)
+
+
+def laps(shards: Sequence[Shard]) -> tuple[int, np.ndarray, np.ndarray]:
+    """The order in which the shards take turns: (length of a lap, [first token of each block in it], [its shard]).
+
+    Stripes are dealt out lap by lap, each a block of one token. Other shards are all in one lap.
+    """
+    if shards[0][0].step > 1:
+        return len(shards), np.arange(len(shards)), np.argsort([shard[0].start for shard in shards])
+    starts, stops, owners = np.array(sorted((r.start, r.stop, i) for i, shard in enumerate(shards) for r in shard)).T
+    return int(stops[-1]), starts, owners

@@ -8,7 +8,7 @@ import numpy as np
 from ringattn.layout import Shard, count_below, sorted_positions
 from ringattn.planning import Plan
 from ringattn.schedule import Schedule, needed
-from ringattn.spec import AttentionSpec, Docs, Spans, bounds, spans
+from ringattn.spec import AttentionSpec, Docs, Runs, runs
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Mask:
             docs, key_docs = docs.first, None if key_docs is None else key_docs.first
         return self.plan.seq_len, self.plan.keys.seq_len, docs, key_docs
 
-    def bounds(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The keys [begin, end) that queries at these positions see, as [1, T] or [rows, T] arrays."""
-        return bounds(self.spec, positions, *self.arguments)
+    def runs(self, shard: Shard) -> Runs:
+        """The runs of a shard's queries, in the order of their positions."""
+        return runs(sorted_positions(shard), partial(count_below, shard), *self.arguments)
 
-    def spans(self, shard: Shard) -> Spans:
-        """The spans of a shard's queries, in the order of their positions."""
-        return spans(self.spec, sorted_positions(shard), partial(count_below, shard), *self.arguments)
+    def bounds(self, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
+        """The keys [begin, end) that a shard's queries see, as [1, T] or [rows, T] arrays."""
+        return self.runs(shard).bounds(self.spec)
 
 
 @lru_cache(maxsize=32)

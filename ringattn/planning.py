@@ -5,14 +5,15 @@ groups are; in JAX only over the same devices, since plans are the keys of cache
 """
 
 import json
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field
 from functools import cached_property, partial
 from typing import Any
 
 from ringattn.comms.axis import LIVE, NOT_HERE, TRANSPORTS, Ranks
 from ringattn.cost import HARDWARE, Hardware, Shape, exchanged, groups_of, kv_heads_of_a_rank
-from ringattn.layout import LAYOUTS, Layout
-from ringattn.spec import Docs, raise_if, whole
+from ringattn.layout import MAKERS, Layout
+from ringattn.spec import AttentionSpec, Docs, raise_if, whole
+from ringattn.values import Value, fields
 
 STRATEGIES = ("ring", "gather", "ulysses")
 ROUTES = ("direct", "relay", "levels")
@@ -47,8 +48,7 @@ def size_of(name: str, value: Any) -> Any:
     return size
 
 
-@dataclass(frozen=True)
-class Transport:
+class Transport(Value):
     """How blocks travel between the ranks of a torch mesh. `ringattn.plan` chooses whatever is not given.
 
     route      how blocks of keys reach the ranks of a ring: "direct", from their owner to each rank that sees them;
@@ -82,11 +82,10 @@ class Transport:
     @property
     def chosen(self) -> dict[str, Any]:
         """The choices that are given, by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return {name: getattr(self, name) for name, f in fields(self).items() if getattr(self, name) != f.default}
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Value):
     """`seq_len` tokens over ring x ulysses ranks. The strategy says how keys meet queries along the ring axis."""
 
     seq_len: int
@@ -100,7 +99,8 @@ class Plan:
     heads: tuple[int, int] | None = None
     head_dim: int | None = None
     value_dim: int | None = None
-    cut: Docs | None = None  # documents each of which is laid out over all ranks: see for_docs
+    docs: Docs | None = None  # the documents that the layout is made for: see for_docs
+    work: AttentionSpec | None = None  # layout="balanced": the attention whose work is dealt out equally
     deterministic: bool = False  # only kernels whose results have the same bits in every run
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
     report: tuple[str, ...] = field(default=(), compare=False, repr=False)
@@ -118,10 +118,10 @@ class Plan:
                 f"strategy='ulysses' means a ring axis of size 1, and the mesh has ring={self.ring}; use "
                 f"init_mesh(ulysses={self.ring * self.ulysses}), or strategy='ring' for the hybrid of both"
             )
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout={self.layout!r}: choose one of auto, {', '.join(LAYOUTS)}")
-        if self.cut is not None:
-            raise_if(self._cut_problem())
+        if self.layout not in MAKERS:
+            raise ValueError(f"layout={self.layout!r}: choose one of auto, {', '.join(MAKERS)}")
+        if self.docs is not None or self.layout == "balanced":
+            raise_if(self._docs_problem())
         if self.heads is not None:
             raise_if(heads_problem(*self.heads, ulysses=self.ulysses, ring=self.ring))
         raise_if(self._transport_problem())
@@ -129,7 +129,7 @@ class Plan:
             raise_if(groups_problem(self.transport.groups, self.heads[1], self.ulysses))
         if self.framework == "jax":
             self._check_positions()
-        compared = [getattr(self, f.name) for f in fields(self) if f.compare]
+        compared = [getattr(self, name) for name, f in fields(self).items() if f.compare]
         object.__setattr__(self, "number", hash(tuple(compared)))
         object.__setattr__(self, "text", self._text())
         _ = self.local_len, self.keys.local_len  # cached now: Python 3.11 locks for it, which torch.compile refuses
@@ -137,19 +137,21 @@ class Plan:
     def _text(self) -> str:
         """The whole plan as text, for a compiled graph, which holds no objects; `of_text` is the inverse."""
         values = {name: getattr(self, name) for name in NAMED}
-        if self.cut is not None:
-            values["cut"] = self.cut.starts.tolist(), self.cut.length
+        if self.docs is not None:
+            values["docs"] = self.docs.starts.tolist(), self.docs.length
+        if self.work is not None:
+            values["work"] = self.work.causal, self.work.window
         return json.dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
 
-    def _cut_problem(self) -> str | None:
-        """Why documents cannot each be laid out over all ranks of this plan, if they cannot."""
+    def _docs_problem(self) -> str | None:
+        """Why this plan cannot lay out documents, if it cannot."""
         if self.framework == "jax":
             return (
-                "for_docs is not supported in JAX, where one program serves all documents and these would change it: "
-                "use the plan as it is, and plan.shard"
+                "for_docs is not supported in JAX, nor is layout='balanced': one program serves all documents there, "
+                "and these would change it; use the plan as it is, or layout='striped'"
             )
         if self.key_len not in (None, self.seq_len):
-            return f"key_len={self.key_len}: documents are each cut over all ranks for queries and keys of one sequence"
+            return f"key_len={self.key_len}: documents are laid out only for queries and keys of one sequence"
         return None
 
     def _transport_problem(self) -> str | None:
@@ -193,7 +195,7 @@ class Plan:
             raise TypeError(
                 f"a plan on a mesh cannot be pickled ({self}): make the plan on every rank, with ringattn.plan"
             )
-        return partial(Plan, **{f.name: getattr(self, f.name) for f in fields(self) if f.init}), ()
+        return partial(Plan, **{name: getattr(self, name) for name, f in fields(self).items() if f.init}), ()
 
     def __hash__(self) -> int:
         return self.number
@@ -214,12 +216,12 @@ class Plan:
     @property
     def agreed(self) -> set[Any]:
         """The kinds of calls of this plan that all ranks agreed on."""
-        return kept_for(self.uncut, self.axes.agreed)
+        return kept_for(self.without_docs, self.axes.agreed)
 
     @cached_property
-    def uncut(self) -> "Plan":
-        """The plan without the documents that it cuts, which are others in every batch."""
-        return self if self.cut is None else replace(self, cut=None)
+    def without_docs(self) -> "Plan":
+        """The plan without the documents that it lays out, which are others in every batch."""
+        return self if self.docs is None else self.replace(docs=None)
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -229,7 +231,7 @@ class Plan:
     @cached_property
     def tokens(self) -> Layout:
         """Where the queries' tokens are."""
-        return Layout(self.layout, self.seq_len, self.ring, self.ulysses, self.cut)
+        return Layout(self.layout, self.seq_len, self.ring, self.ulysses, self.docs, self.work)
 
     @cached_property
     def keys(self) -> "Plan":
@@ -295,21 +297,25 @@ class Plan:
     def blocks_at_once(self, nbytes: int) -> int:
         """How many blocks of that many bytes a step of the direct route brings.
 
-        One, if every document has a range in each block: several would arrive in many small parts.
+        One, if a block has many ranges: several blocks would arrive in many small parts.
         """
-        if self.cut is not None:
+        if self.tokens.many:
             return 1
         return self.transport.together or hardware_of(self.device).blocks_at_once(nbytes)
 
     def for_length(self, seq_len: int, key_len: int | None = None) -> "Plan":
         """The same choices for another length."""
-        if self.cut is not None:
-            raise ValueError(f"this plan cuts {self.cut} over all ranks, and has their length: use plan.for_docs(docs)")
-        return replace(self, seq_len=seq_len, key_len=key_len)
+        if self.docs is not None:
+            raise ValueError(f"this plan lays out {self.docs} and has their length: use plan.for_docs(docs)")
+        return self.replace(seq_len=seq_len, key_len=key_len)
 
     def for_docs(self, docs: Docs) -> "Plan":
-        """The same choices for a packed sequence, each of whose documents is cut over all ranks in the plan's layout.
+        """The same choices for these documents: dealt out anew (layout="balanced"), or each cut over all ranks.
 
+        A balanced plan gives every ring rank equally many tokens and nearly equal work, in a few ranges: short
+        documents lie whole on one rank, long ones on a few. Each batch has its own plan; all ranks make the same one.
+
+        Any other plan cuts each document over all ranks, in its layout.
         This is how ring-flash-attn's varlen functions and Transformer Engine's THD format lay out tokens: of n ranks,
         rank r holds block r of each document (layout="contiguous"), or of 2 * n blocks of it r and 2 * n - 1 - r
         (layout="zigzag"). n counts Ulysses ranks too, with consecutive ones in each ring rank; so a sequence that is
@@ -319,21 +325,17 @@ class Plan:
         """
         if not isinstance(docs, Docs):
             raise ValueError(f"docs is of type {type(docs).__name__}; pass Docs.from_lengths([...])")
-        raise_if(self._cut_problem())
-        return replace(self, seq_len=docs.length, key_len=None, cut=docs.first or docs)
-
-    def local_slice(self, ulysses_rank: int) -> slice:
-        """Which part of its ring shard a Ulysses rank holds, if no documents are cut."""
-        return slice(ulysses_rank * self.local_len, (ulysses_rank + 1) * self.local_len)
+        raise_if(self._docs_problem())
+        return self.replace(seq_len=docs.length, key_len=None, docs=docs.first or docs)
 
     # The functions that need a framework are in ringattn.torch and ringattn.jax, under the same names.
 
     def shard(self, x: Any, dim: int = 1, *, compare: bool = True) -> Any:
         """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if necessary.
 
-        The result may share the memory of `x` if it is all of it. In torch, the calls that follow compare checksums of
-        integers (token ids, labels) between ranks, at first and then now and then, and raise an error if a sampler
-        gives the ranks different sequences. `compare=False` disables that.
+        The result is always a copy. In torch, the calls that follow compare checksums of integers (token ids, labels)
+        between ranks, at first and then now and then, and raise an error if a sampler gives the ranks different
+        sequences. `compare=False` disables that.
         """
         return self._sharding.shard(x, self, dim, compare)
 
@@ -379,12 +381,12 @@ class Plan:
             return f"{self.seq_len} tokens{keys} on one device: kernel {self.kernel}"
         return (
             f"{self.seq_len} tokens{keys} over ring={self.ring} x ulysses={self.ulysses}: strategy {self.strategy}, "
-            f"layout {self.layout}{' of each document' * (self.cut is not None)}, kernel {self.kernel}, "
+            f"layout {self.layout}{' of each document' * self.tokens.by_document}, kernel {self.kernel}, "
             f"{self.local_len} tokens a rank"
         )
 
 
-NAMED = tuple(f.name for f in fields(Plan) if f.init and f.name not in ("transport", "axes", "report"))  # in a text
+NAMED = tuple(n for n, f in fields(Plan).items() if f.init and n not in ("transport", "axes", "report"))  # in a text
 
 
 def of_text(text: str) -> Plan:
@@ -394,11 +396,13 @@ def of_text(text: str) -> Plan:
     if axes is None:
         raise RuntimeError("the ranks that this compiled graph was made for are gone: compile again with a new plan")
     if text not in axes.plans:
-        if len(axes.plans) == 256:  # each batch may cut other documents
+        if len(axes.plans) == 256:  # each batch may lay out other documents
             axes.plans.clear()
         given = dict(zip(NAMED, values, strict=True))
-        if given["cut"] is not None:
-            given["cut"] = Docs(*given["cut"])
+        if given["docs"] is not None:
+            given["docs"] = Docs(*given["docs"])
+        if given["work"] is not None:
+            given["work"] = AttentionSpec(*given["work"])
         axes.plans[text] = Plan(**given, transport=Transport(*transport), axes=axes)
     return axes.plans[text]
 

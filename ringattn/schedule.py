@@ -22,8 +22,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from ringattn.layout import Shard
-from ringattn.spec import AttentionSpec
+from ringattn.layout import Shard, laps
+from ringattn.spec import AttentionSpec, interval
 
 
 @dataclass(frozen=True)
@@ -163,74 +163,51 @@ def needed(spec: AttentionSpec, pieces: np.ndarray, queries: Sequence[Shard], ke
     shift = end - stop  # from a query's position to the same position among the keys
     if spec.causal:
         start = np.maximum(start, begin - shift)  # earlier ones see nothing
-    cut = by_block if queries[0][0].step == 1 else by_stripe
-    owner, at, first, last = cut(queries, start, stop, spec.window)
+    owner, at, first, last = runs_of(queries, start, stop, spec.window)
     begin, end, shift = begin[at], end[at], shift[at]
-    if spec.causal:
-        end = np.minimum(end, last + shift)
-    if spec.window is not None:
-        begin = np.maximum(begin, first + shift + 1 - spec.window)
+    begin, end = interval(spec, first + shift, begin, end)[0], interval(spec, last + shift, begin, end)[1]
     some = begin < end
     return marked(owner[some], begin[some], end[some], keys)
 
 
-Runs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # owner, piece, and queries [first, last)
+def runs_of(shards: Sequence[Shard], start: np.ndarray, stop: np.ndarray, window: int | None) -> tuple[np.ndarray, ...]:
+    """Each piece as one run in every range that it overlaps: (owner, piece, the run's first query, its last query).
 
-
-def by_block(shards: Sequence[Shard], start: np.ndarray, stop: np.ndarray, window: int | None) -> Runs:
-    """Each piece as one run in every block that it overlaps."""
-    edges, owners = blocks_of(shards)
-    low, high = block_at(edges, start), block_at(edges, stop - 1)
-    counts = np.where(start < stop, high - low + 1, 0)
-    at = np.repeat(np.arange(len(start)), counts)
-    block = np.arange(len(at)) - (np.cumsum(counts) - counts - low)[at]
-    first, last = np.maximum(start[at], edges[block]), np.minimum(stop[at], edges[block + 1])
-    return owners[block], at, first, last
-
-
-def by_stripe(shards: Sequence[Shard], start: np.ndarray, stop: np.ndarray, window: int | None) -> Runs:
-    """Each piece as one run in every stripe, or as its first two queries there if windows do not overlap.
-
-    The first query's window may begin before the document; all others' windows reach the same stripes as the second's.
+    Windows that are shorter than the step of a range do not overlap: then its run is two, of one query each. The first
+    query's window may begin before the document; all others' windows reach the same stripes as the second's.
     """
-    ring = len(shards)
-    owner, at = (x.ravel() for x in np.mgrid[:ring, : len(start)])
-    first = start[at] + (owner - start[at]) % ring
-    last = stop[at]
-    if window is not None and window < ring:
+    ranges = sorted((r.start, r.stop, r.step, owner) for owner, shard in enumerate(shards) for r in shard)
+    starts, stops, steps, owners = np.array(ranges).T
+    low, high = np.searchsorted(stops, start, "right"), np.searchsorted(starts, stop, "left")
+    counts = np.where(start < stop, high - low, 0)
+    at = np.repeat(np.arange(len(start)), counts)
+    which = np.arange(len(at)) - (np.cumsum(counts) - counts - low)[at]
+    step, begun = steps[which], starts[which]
+    first = np.maximum(start[at], begun)
+    first += (begun - first) % step
+    last = np.minimum(stop[at], stops[which]) - 1
+    last -= (last - begun) % step
+    owner = owners[which]
+    if window is not None and window < steps[0]:
         owner, at, first, last = (np.concatenate([x, y]) for x, y in zip(
-            (owner, at, first, last), (owner, at, first + ring, last), strict=True
+            (owner, at, first, np.minimum(first, last)), (owner, at, first + step, np.minimum(first + step, last)),
+            strict=True,
         ))  # fmt: skip
-        last = np.minimum(last, first + 1)
-    else:
-        last = last - (last - 1 - owner) % ring
-    some = first < last
+    some = first <= last
     return owner[some], at[some], first[some], last[some]
 
 
 def marked(owner: np.ndarray, begin: np.ndarray, end: np.ndarray, keys: Sequence[Shard]) -> np.ndarray:
     """[i, j]: whether one of the ranges [begin, end) of owner i has a key of shard j."""
-    ring, step = len(keys), keys[0][0].step
-    edges, owners = blocks_of(keys)
+    ring, (lap, starts, owners) = len(keys), laps(keys)
     blocks = len(owners)
-    if step == 1:
-        begin, end = block_at(edges, begin), block_at(edges, end - 1) + 1
-    else:  # the first key of each stripe lies within two laps
-        begin, end = begin % step, begin % step + np.minimum(end - begin, step)
+    begin, last = begin % lap, begin % lap + np.minimum(end - begin, lap) - 1  # within two laps
+    low, high = (x // lap * blocks + np.searchsorted(starts, x % lap, "right") - 1 for x in (begin, last))
     width = 2 * blocks + 1
-    marks = np.bincount(owner * width + begin, minlength=ring * width)
-    marks -= np.bincount(owner * width + end, minlength=ring * width)
+    marks = np.bincount(owner * width + low, minlength=ring * width)
+    marks -= np.bincount(owner * width + high + 1, minlength=ring * width)
     seen = np.any(marks.reshape(ring, width).cumsum(1)[:, :-1].reshape(ring, 2, blocks), axis=1)
-    return np.stack([seen[:, owners == j].any(1) for j in range(ring)], 1)
-
-
-def blocks_of(shards: Sequence[Shard]) -> tuple[np.ndarray, np.ndarray]:
-    """The first tokens of all blocks (or stripes) in order, the end of the last one, and the owner of each."""
-    blocks = sorted((r.start, r.stop, rank) for rank, shard in enumerate(shards) for r in shard)
-    starts, stops, owners = np.array(blocks).T
-    return np.append(starts, stops[-1]), owners
-
-
-def block_at(edges: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """The block that each position lies in."""
-    return np.searchsorted(edges[:-1], position, "right") - 1
+    found = np.zeros((ring, ring), bool)
+    by, block = np.nonzero(seen)
+    found[by, owners[block]] = True
+    return found

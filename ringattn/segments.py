@@ -11,42 +11,48 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ringattn.planning import Plan, hardware_of
+from ringattn.spec import raise_if
 
 Place = tuple[int, int, int]  # ring rank, Ulysses rank, which of its segments
 
 WAYS = ("gather", "ring", "pipeline")
 BEFORE = -(2**30)  # the start of the first document: before all tokens of any segment
-NO_STATE = (
-    "this plan cuts each document over all ranks (for_docs), so a state would have to pass them all for every "
-    "document; use the plan without for_docs"
-)
 ROOM = 2**28  # the most bytes that the maps of all ranks may take on each rank
+
+
+def segments_problem(plan: Plan) -> str | None:
+    """Why a state cannot pass the segments of this plan, if it cannot."""
+    if plan.tokens.by_document:
+        return (
+            "this plan cuts each document over all ranks (for_docs), so a state would have to pass them all for every "
+            "document; use the plan without for_docs"
+        )
+    if plan.tokens.segments and not plan.tokens.many:
+        return None
+    return (
+        f"layout={plan.layout!r} deals out neighbouring tokens to different ranks, so a state would have to travel "
+        "after every token; use layout='zigzag' or 'contiguous'"
+    )
 
 
 def passes(plan: Plan) -> int:
     """How often the sequence passes the ring: in zigzag there and back."""
-    return 2 if plan.layout == "zigzag" and plan.ring > 1 else 1
+    return len(plan.tokens.shard(0))
 
 
 def segments(plan: Plan) -> int:
     """How many segments a rank holds; an even number of Ulysses ranks parts the two of a zigzag shard."""
-    if plan.cut is not None:
-        raise ValueError(NO_STATE)
-    return 2 if passes(plan) == 2 and plan.ulysses % 2 else 1
+    raise_if(segments_problem(plan))
+    return plan.tokens.segments
 
 
 @lru_cache(maxsize=64)
 def order(plan: Plan) -> list[Place]:
     """Every segment of every rank, in the order of the sequence."""
-    P = segments(plan)
-    length = plan.local_len // P
     starts: dict[Place, int] = {}
-    for r in range(plan.ring):
-        shard = plan.tokens.shard(r)
-        for u in range(plan.ulysses):
-            for p in range(P):
-                at, whole = (u * P + p) * length, len(shard[0])
-                starts[r, u, p] = shard[0].start + at if at < whole else shard[1].start + at - whole
+    for r, u in ((r, u) for r in range(plan.ring) for u in range(plan.ulysses)):
+        for p, (part,) in enumerate(plan.tokens.parts(r, u, segments(plan))):
+            starts[r, u, p] = part.start
     return sorted(starts, key=lambda place: starts[place])
 
 

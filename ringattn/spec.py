@@ -8,7 +8,6 @@ import math
 import operator
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
 from numbers import Integral, Real
@@ -16,11 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringattn.values import Value
+
 Row = np.ndarray  # int64 [T], or [rows, T] where the rows of a batch differ
 
 
-@dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(Value):
     """Which attention is computed: softmax(scale * q k^T) v over the keys that each query may see, with a softcap.
 
     causal   a query sees no key after its own position
@@ -200,13 +200,13 @@ def are_starts(starts: Row, length: int) -> bool:
 
 def is_count(n: Any) -> bool:
     """Whether n is a whole number of at least 0, as an int or a float."""
-    return isinstance(n, (int, float)) and 0 <= n < 2**63 and int(n) == n
+    return isinstance(n, (int, float)) and 0 <= n < math.inf and int(n) == n
 
 
 def are_counts(row: list[Any]) -> bool:
     """Whether all are whole numbers of at least 0; many ints are checked at once."""
     if set(map(type, row)) == {int}:
-        return min(row) >= 0 and max(row) < 2**63
+        return min(row) >= 0
     return all(map(is_count, row))
 
 
@@ -231,38 +231,47 @@ def rows_of(name: str, given: Any) -> list[list[Any]]:
     return [list(row) for row in given] if batch else [given]
 
 
-class Spans(NamedTuple):
-    """The intervals of queries at increasing positions, as the few numbers from which they are computed.
+def interval(spec: AttentionSpec, own: Any, begin: Any, end: Any) -> tuple[Any, Any]:
+    """The keys [begin, end) that a query sees, in any array library.
 
-    The queries of a row are cut into runs, one per document: run i has counts[i] queries, and each of them sees
-    [max(begin[i], low), min(end[i], high)), where each query has its own `low` and `high`.
+    `own` is the query's position among the keys, and its document has the keys [begin, end). The queries of a document
+    of the keys 2 to 6, causal with a window of 3:
+
+        keys    0 1 2 3 4 5 6 7
+        own 2   . . # . . . . .    [2, 3)
+        own 3   . . # # . . . .    [2, 4)
+        own 4   . . # # # . . .    [2, 5)
+        own 5   . . . # # # . .    [3, 6)
+        own 6   . . . . # # # .    [4, 7)
+
+    Neither side decreases from a query to the next one. Where a query sees nothing, begin = end.
+    """
+    if spec.causal:
+        end = (own + 1).clip(begin, end)
+    if spec.window is not None:
+        most = 2 ** (8 * own.dtype.itemsize - 1) - 1  # beyond all positions, in their own integers
+        begin = (own + 1 - min(spec.window, most)).clip(begin, end)
+    return begin, end
+
+
+class Runs(NamedTuple):
+    """Queries at increasing positions, cut into runs, one per document: few numbers, from which intervals are made.
+
+    Run i of a row has counts[i] queries, and its document the keys [begin[i], end[i]). A query's position among the
+    keys is its own position + shift[i].
     """
 
-    counts: Row  # [rows, runs]
-    begin: Row  # [rows, runs]
-    end: Row | None  # the same; None where `high` is never above it
-    low: Row | None  # [T] or [rows, T]; None without a window
-    high: Row | None  # the same; None without causal
+    positions: Row  # [T]
+    counts: Row  # [rows, runs], like the following
+    begin: Row
+    end: Row
+    shift: Row
 
-    def through(self, count: Callable[[Row], Row]) -> "Spans":
-        """The spans with every key position mapped by a function that never decreases."""
-        end, low, high = (None if x is None else count(x) for x in (self.end, self.low, self.high))
-        return self._replace(begin=count(self.begin), end=end, low=low, high=high)
-
-    def spread(self, dtype: Any = np.int32) -> tuple[Row, Row]:
-        """The intervals (begin, end) of all queries, [rows, T], computed without larger arrays."""
-        begin = repeated(self.begin.astype(dtype), self.counts)
-        low, high = (None if x is None else x.astype(dtype) for x in (self.low, self.high))
-        if self.end is None:
-            end = np.broadcast_to(high, begin.shape).copy()  # type: ignore[arg-type]  # one of the two is an array
-        else:
-            end = repeated(self.end.astype(dtype), self.counts)
-            if high is not None:
-                np.minimum(end, high, out=end)
-                np.maximum(end, begin, out=end)  # an own position before the document's first key: an empty row
-        if low is not None:
-            np.minimum(np.maximum(begin, low, out=begin), end, out=begin)
-        return begin, end
+    def bounds(self, spec: AttentionSpec) -> tuple[Row, Row]:
+        """The keys [begin, end) that every query sees, [rows, T]."""
+        begin, end = repeated(self.begin, self.counts), repeated(self.end, self.counts)
+        own = self.positions + repeated(self.shift, self.counts) if self.shift.any() else self.positions
+        return interval(spec, own, begin, end)
 
 
 def repeated(values: Row, counts: Row) -> Row:
@@ -275,8 +284,7 @@ def followed_by(last: int, *columns: Row) -> Row:
     return np.concatenate([*columns, np.full((len(columns[0]), 1), last)], 1)
 
 
-def spans(
-    spec: AttentionSpec,
+def runs(
     positions: Row,
     below: Callable[[Row], Row],
     seq_len: int,
@@ -284,27 +292,20 @@ def spans(
     docs: Docs | None = None,
     key_docs: Docs | None = None,
     offset: int = 0,
-) -> Spans:
-    """The spans of `bounds` for queries at increasing positions, of which below(x) lie below x."""
+) -> Runs:
+    """The runs of queries at increasing positions, of which below(x) lie below x; other arguments as of `bounds`."""
     key_len = seq_len if key_len is None else key_len
     starts, limits = np.array([[0, seq_len]]), np.array([[0, key_len]])
     if docs is not None:
         starts, limits = docs.starts, (docs if key_docs is None else key_docs).starts
     # two more runs see nothing: the tokens after the documents, and those after the sequence
     counts = np.diff(below(followed_by(seq_len, starts)), append=len(positions))
-    begin, end = followed_by(key_len, limits), followed_by(key_len, limits[:, 1:], limits[:, -1:])
-    own, low, high = positions + offset, None, None
-    other_keys = key_docs not in (None, docs)
-    if spec.causal:
-        if other_keys:  # the last query of a document is at the position of its last key
-            shift = np.pad(limits[:, 1:] - starts[:, 1:], ((0, 0), (0, 2)), mode="edge")
-            own = own + repeated(shift, counts)
-        high = np.where(positions < seq_len, np.minimum(own + 1, key_len), key_len)
-        if spec.window is not None:
-            low = np.where(positions < seq_len, np.minimum(own + 1 - spec.window, key_len), key_len)
-        if not (other_keys or offset or (docs is not None and docs.padded) or key_len != seq_len):
-            return Spans(counts, begin, None, low, high)
-    return Spans(counts, np.minimum(begin, key_len), np.minimum(end, key_len), low, high)
+    begin = np.minimum(followed_by(key_len, limits), key_len)
+    end = np.minimum(followed_by(key_len, limits[:, 1:], limits[:, -1:]), key_len)
+    shift = np.full_like(begin, offset)
+    if key_docs is not None:  # the last query of a document is at the position of its last key
+        shift[:, :-2] += limits[:, 1:] - starts[:, 1:]
+    return Runs(positions, counts, begin, end, shift)
 
 
 def bounds(
@@ -323,12 +324,8 @@ def bounds(
     position of its last key. `offset` is the key position of query 0.
     """
     p = np.asarray(positions, np.int64)
-    order = np.argsort(p, kind="stable") if (p[1:] < p[:-1]).any() else None
-    p = p if order is None else p[order]
-    below: Any = partial(np.searchsorted, p)
-    found = spans(spec, p, below, seq_len, key_len, docs, key_docs, offset)
-    begin, end = found.spread(np.int64)
-    if order is None:
-        return begin, end
+    order = np.argsort(p, kind="stable")
     back = np.argsort(order)
+    below: Any = partial(np.searchsorted, p[order])
+    begin, end = runs(p[order], below, seq_len, key_len, docs, key_docs, offset).bounds(spec)
     return begin[:, back], end[:, back]

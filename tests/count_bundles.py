@@ -21,7 +21,7 @@ TOKENS, BLOCK, DIM = 8192, 1024, 128
 
 
 def of(which: str, folder: Path) -> dict[str, list[int]]:
-    """{"forward": [bundles of each kind of tile], "dq": ..., "dkv": ...}, from a process of its own."""
+    """{"forward": [bundles of each kind of tile], "backward": ...} (stock: "dq", "dkv"), from a process of its own."""
     folder.mkdir(parents=True)
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
@@ -104,7 +104,7 @@ def main() -> None:
     compile_for_v6e(*{"ours": ours, "stock": stock}[which]())
     counts = {}
     for path in sorted(folder.glob("*-final_bundles.txt")):
-        kernel = re.search(r"-(?:splash_mha_)?(fwd|forward|dq|dkv)_\w+\.\d+-\d+-final_bundles", path.name)
+        kernel = re.search(r"-(?:splash_mha_)?(fwd|forward|backward|dq|dkv)_\w+\.\d+-\d+-final_bundles", path.name)
         if kernel:
             counts[{"fwd": "forward"}.get(kernel.group(1), kernel.group(1))] = tiles(path)
     print(json.dumps(counts))

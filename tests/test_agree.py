@@ -69,11 +69,12 @@ def test_a_call_with_documents_that_were_right_is_not_looked_at_again(function, 
     assert len(looked) == 2 * (2 + 1 + 4 + 5)
 
 
-def test_tokens_that_one_rank_alone_differentiates_are_not_put_together():
+@pytest.mark.parametrize("call", ["unshard", "roll"])
+def test_tokens_that_one_rank_alone_differentiates_are_not_put_together(call):
     def one(mesh):
         plan, x = ra.plan(mesh, seq_len=8), torch.ones(1, 4, 2, requires_grad=mesh.rank == 0)
         with pytest.raises(ValueError, match="gradients: ring rank 0 has True, ring rank 1 has False"):
-            plan.unshard(x)
+            getattr(plan, call)(x)
 
     run(one, ring=2, timeout=20)
 

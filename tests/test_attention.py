@@ -55,7 +55,7 @@ LARGE = AttentionSpec(scale=1.0)
 LARGE_CASES = [
     (Case("causal", ring=8, spec=LARGE, sinks=True), {}),
     (Case("causal", ring=8, spec=LARGE, layout="striped"), {"kernel": "tiled", "backward": "queries"}),
-    (Case("full", ring=8, spec=replace(LARGE, causal=False), layout="contiguous"), {"kernel": "reference"}),
+    (Case("full", ring=8, spec=LARGE.replace(causal=False), layout="contiguous"), {"kernel": "reference"}),
     (Case("docs", ring=2, ulysses=2, spec=LARGE, lengths=[20, 0, 11, 25], sinks=True), {}),
     (Case("causal", spec=LARGE, strategy="gather", layout="contiguous", sinks=True), {}),
     (Case("causal", ring=1, spec=LARGE), {}),

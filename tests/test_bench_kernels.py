@@ -14,7 +14,7 @@ from ringattn.launch.bench.kernels import CASES, Options, chosen, doc_lengths, i
 SMALL = ["tokens=96", "heads=4", "kv_heads=2", "device=cpu", "rep=1"]
 
 
-@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.kind != "interval"])
+@pytest.mark.parametrize("case", CASES)
 def test_every_case_gives_a_line_for_each_contestant(case: str, tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
     assert main(["kernels", f"cases={case}", "impls=tiled", f"out={out}", *SMALL]) == 0
@@ -27,6 +27,20 @@ def test_every_case_gives_a_line_for_each_contestant(case: str, tmp_path: Path) 
         assert [row["pass"] for row in of_case] == ["forward", "backward"] and all(row["tflops"] > 0 for row in of_case)
     if CASES[case].kind == "errors":
         assert all(rows[0][f"error_{name}"] < 2e-6 for name in ("out", "dq", "dk", "dv", "lse"))
+
+
+def test_linear_has_a_line_for_each_pass_and_each_error(tmp_path: Path) -> None:
+    out = tmp_path / "lines.jsonl"
+    words = ["cases=kda_32k_30docs,errors_kda", f"out={out}", "tokens=64", "device=cpu", "rep=1"]
+    assert main(["linear", *words, "impls=chunkwise,op,states"]) == 0
+    times, errors = [], []
+    for row in map(json.loads, out.read_text().splitlines()):
+        (errors if row["case"] == "errors_kda" else times).append(row)
+    passes = ("forward", "backward", "both")
+    assert [(row["impl"], row["pass"]) for row in times] == [(n, p) for n in ("op", "states") for p in passes]
+    assert all(row["over_states"] > 0 and row["tokens_per_us"] > 0 for row in times[:3])
+    assert [row["impl"] for row in errors] == ["chunkwise", "op"]
+    assert all(row[f"error_{n}"] < 2e-6 for row in errors for n in ("out", "dq", "dk", "dv", "dg", "dbeta"))
 
 
 @pytest.mark.parametrize("case", ["causal_8k_d64", "docs_64k_d64", "square_16k", "host", "ring8_4k"])
@@ -55,7 +69,7 @@ def test_a_case_is_called_by_the_length_that_it_has() -> None:
     longer = chosen(Options(device="cpu", tokens=2048))
     assert list(longer) == [
         "causal_2k", "causal_2k_d64", "full_2k", "window_2k", "docs_2k", "docs_2k_mix", "decode_2k", "decode_8x2k",
-        "interval_2k", "errors_2k",
+        "errors_2k",
     ]  # fmt: skip
     assert {case.tokens for case in longer.values()} == {2048} and longer["causal_2k_d64"].dim == 64
     assert longer["decode_8x2k"].batch == 8
@@ -70,7 +84,7 @@ def test_only_cases_of_their_own_lengths_are_held_against_causal_32k(monkeypatch
         return {row["case"]: row.get("of_causal_32k") for row in kernels.run(options)}
 
     assert held() == {
-        "causal_32k": None, "causal_32k_d64": None, "window_64k": 1.0, "docs_64k": 1.0, "docs_128k_mix": None
+        "causal_32k": None, "window_64k": 1.0, "docs_64k": 1.0, "docs_128k_mix": None
     }  # fmt: skip
     for tokens in (32768, 65536):
         assert set(held(tokens=tokens).values()) == {None}

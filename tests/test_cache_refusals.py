@@ -222,12 +222,20 @@ def test_a_state_of_another_cache_is_not_loaded(state, cache, says):
         ({"place": 5}, "the state has place=5; pass what"),
         ({"lengths": "abc"}, "lengths is of type str; it must be a torch tensor"),
         ({"v": None}, "v is of type NoneType; it must be a torch tensor"),
+        ({"k": torch.zeros(1, 64, 2, 8, device="meta")}, "k is on meta, which has no numbers"),
+        ({"k": torch.zeros(1, 64, 2, 8).to_sparse()}, r"k has the layout torch.sparse_coo; give k.to_dense\(\)"),
     ],
 )
 def test_what_is_no_state_is_not_loaded(given, says):
     cache = cache_of(8)
     with pytest.raises(ValueError, match=says):
         cache.load_state_dict(cache.state_dict() | given)
+
+
+def test_a_cache_keeps_no_graph_of_a_state_that_requires_gradients():
+    cache = cache_of(8)
+    cache.load_state_dict(cache.state_dict() | {name: getattr(cache, name).clone().requires_grad_() for name in "kv"})
+    assert not cache.k.requires_grad and not cache.v.requires_grad
 
 
 SMALL = {"window": 16, "room": 8, "block": 4}

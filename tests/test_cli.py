@@ -239,7 +239,7 @@ def test_verify_fails_when_one_rank_is_off(capsys, monkeypatch):
         return found
 
     exact = oracle.run
-    monkeypatch.setattr(verify.oracle, "run", off)
+    monkeypatch.setattr(oracle, "run", off)
     assert words.main(["verify", "ranks=2", "cases=softcap"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[3] for line in lines if line.endswith("FAIL")] == ["striped", "striped"]
@@ -255,7 +255,7 @@ def test_one_wrong_element_fails_where_the_norm_is_small(capsys, monkeypatch):
         return found
 
     exact = oracle.run
-    monkeypatch.setattr(verify.oracle, "run", off)
+    monkeypatch.setattr(oracle, "run", off)
     assert words.main(["verify", "ranks=2", "cases=even"]) == 1
     said = capsys.readouterr().out
     assert "element is off by" in said and "dq is off by" not in said
@@ -280,7 +280,7 @@ def test_a_random_call_that_fails_is_repeated_by_the_line_it_prints(capsys, monk
 
     exact = oracle.run
     with monkeypatch.context() as patched:
-        patched.setattr(verify.oracle, "run", off)
+        patched.setattr(oracle, "run", off)
         assert words.main(["verify", "random=6", "seed=3", "ranks=2", "dtype=float32", "kernel=tiled"]) == 1
         failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ringattn verify ")]
         assert failed
@@ -301,7 +301,7 @@ def test_only_a_kernel_that_is_named_may_refuse_and_not_everything(kernel, layou
         return exact(case, mesh, given, kernel)
 
     exact = oracle.run
-    monkeypatch.setattr(verify.oracle, "run", fussy)
+    monkeypatch.setattr(oracle, "run", fussy)
     assert words.main(["verify", "ranks=2", "cases=short", f"kernel={kernel}"]) == status
     refused = 2 if layouts else 7
     said = capsys.readouterr().out

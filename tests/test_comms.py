@@ -39,7 +39,7 @@ def exercise(a: Axis) -> None:
         readers = others if not turn or r % 2 == 0 else []
         wide, room = torch.full((2, 40, 3), r + 10.0 * turn), torch.full((2, n, 40, 3), -1.0)
         into = {s: [room[:, s, :9], room[:, s, 9:]] for s in showing}
-        with a.sharing(Slices([wide], (range(9), range(9, 40))), readers, into) as coming:
+        with a.sharing(Slices([wide], (range(9), range(9, 40))), readers, into, first=turn == 1) as coming:
             pass
         coming.wait()
         assert all(room[:, s].eq(s + 10 * turn if s in showing else -1).all() for s in range(n))

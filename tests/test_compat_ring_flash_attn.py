@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.compat import ring_flash_attn as compat
 from ringattn.launch import processes
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import Case
 from ringattn.spec import AttentionSpec
+from tests.training import alone
 
 T, LENGTHS = 48, [16, 24, 8]  # multiples of twice the ranks
 
@@ -233,8 +235,69 @@ def test_keys_of_another_sequence():
     check("ring", found, oracle.dense(case, given), 2)
 
 
-def test_cu_seqlens_that_are_filled_again_are_read_again():
-    cu = torch.tensor([0, 3, 6])
-    assert compat.on_host(cu) == [0, 3, 6]
-    cu[1] = 2
-    assert compat.on_host(cu) == [0, 2, 6]
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("which", ["ring_varlen", "zigzag_varlen", "llama3"])
+def test_cu_seqlens_that_are_filled_again_are_read_again(which, inference):
+    """In place, also where it does not show: in inference mode, and by numpy. prepare's own result too."""
+
+    def of(mesh):
+        with torch.inference_mode(inference):
+            q = torch.randn(3, 16, 2, 8).unbind(0)
+            cu = torch.tensor([0, 4, 16], dtype=torch.int32)
+            more = (cu, 16)
+            if which == "llama3":
+                made = compat.llama3_flash_attn_prepare_cu_seqlens(cu, True, 0, 1)
+                more, cu = (*made[:4], 1, made[4]), made[0]
+                made[1].numpy()[1] = 10
+            function = getattr(compat, f"{FUNCTIONS[which]}_func")
+            before = function(*q, *more, causal=True, group=mesh)
+            if which == "llama3":
+                more = (cu, cu, *more[2:])
+            cu.numpy()[1] = 10
+            after = function(*q, *more, causal=True, group=mesh)
+            for lengths, found in (([4, 12], before), ([10, 6], after)):
+                expected = ra.attention(*(x[None] for x in q), docs=ra.Docs.from_lengths(lengths))[0]
+                assert (found - expected).abs().max() < 1e-5, lengths
+
+    run(of, ring=1)
+
+
+@pytest.mark.parametrize("cu", [[0, 4], torch.tensor([]), torch.tensor([0]), torch.tensor([[0, 4]])])
+def test_cu_seqlens_that_are_none_are_refused(cu):
+    q = torch.ones(4, 2, 8)
+    for call in (
+        lambda: compat.ring_flash_attn_varlen_func(q, q, q, cu, 4),
+        lambda: compat.llama3_flash_attn_prepare_cu_seqlens(cu, True, 0, 1),
+    ):
+        with pytest.raises(ValueError, match=r"pass a tensor of whole numbers \[0, n1, n1 \+ n2, ...\]"):
+            call()
+
+
+def test_ranks_and_groups_that_cannot_be_are_refused():
+    q = torch.ones(1, 4, 2, 8)
+    for rank in (5, 2, -1):
+        with pytest.raises(ValueError, match=f"rank={rank}, world_size=2: ranks are counted from 0"):
+            compat.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 10, 32]), True, rank, 2)
+    for group, said in ((dist.GroupMember.NON_GROUP_MEMBER, "this rank is not in the group"), ("x", "group='x': pass")):
+        with pytest.raises(ValueError, match=said):
+            compat.ring_flash_attn_func(q, q, q, group=group)
+
+
+def test_compiled():
+    """Nothing was called before: the mesh is made in the first call."""
+    x = torch.randn(1, 8, 2, 8, requires_grad=True)
+    cu = torch.tensor([0, 4, 8], dtype=torch.int32)
+
+    def model(x):
+        y = 2 * x
+        y = y + compat.zigzag_ring_flash_attn_func(y, y, y, causal=True)
+        y = y + compat.ring_flash_attn_varlen_func(*3 * [y[0]], cu, 4, causal=True)
+        a = compat.llama3_flash_attn_prepare_cu_seqlens(cu, True, 0, 1)
+        return y + compat.llama3_flash_attn_varlen_func(*3 * [y[0]], *a[:4], 1, a[4], causal=True)
+
+    with alone():
+        found = torch.compile(model, backend="aot_eager")(x)
+        torch.testing.assert_close(found, model(x))
+        torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (found, model(x))))
+        alone_ = torch.compile(compat.stripe_flash_attn_func, backend="aot_eager")
+        torch.testing.assert_close(alone_(x, x, x, causal=True), compat.stripe_flash_attn_func(x, x, x, causal=True))

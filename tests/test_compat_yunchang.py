@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.compat import yunchang as compat
 from ringattn.launch import processes
@@ -130,6 +131,8 @@ def test_what_a_rank_gets_of_a_whole_sequence():
     expected = {"basic": [4, 5, 6, 7], "zigzag": [12, 13, 14, 15], "strip": [8, 10, 12, 14]}
     for name, tokens in expected.items():
         assert compat.EXTRACT_FUNC_DICT[name](x, 1, 4, rd=2, ud=2)[0].tolist() == tokens
+    for name, same in (("basic_flashinfer", "basic"), ("basic_npu", "basic"), ("zigzag_npu", "zigzag")):
+        assert compat.EXTRACT_FUNC_DICT[name](x, 1, 4, rd=2, ud=2)[0].tolist() == expected[same]
     assert compat.basic_extract_local(x, 3, 4)[0].tolist() == [12, 13, 14, 15]
     with pytest.raises(ValueError, match="15 tokens over ring=2 x ulysses=2: pad them to 16 tokens"):
         compat.zigzag_extract_local(x[:, 1:], 0, 4, rd=2, ud=2)
@@ -143,7 +146,7 @@ NAMES = [
 
 def test_signatures():
     for module in (compat.LongContextAttention, compat.UlyssesAttention):
-        assert list(signature(module.forward).parameters)[1:] == NAMES
+        assert list(signature(module.forward).parameters)[1:] == [*NAMES, "args"]
     assert list(signature(compat.set_seq_parallel_pg).parameters) == [
         "sp_ulysses_degree", "sp_ring_degree", "rank", "world_size", "use_ulysses_low",
     ]  # fmt: skip
@@ -172,10 +175,48 @@ def test_modules_that_cannot_be_made():
         compat.LongContextAttention()
     for given, error in (
         ({"ring_impl_type": "stripe"}, "ring_impl_type='stripe': use one of basic, zigzag, strip"),
-        ({"attn_type": "sage_fp8"}, "attn_type='sage_fp8': attention is exact here"),
+        ({"attn_type": compat.AttnType.SAGE_FP8}, "attn_type='sage_fp8': attention is exact here"),
+        ({"attn_type": "sparse_sage"}, "attn_type='sparse_sage': attention is exact here"),
+        ({"attn_processor": torch.nn.Identity()}, "attn_processor: attention is exact here"),
         ({"scatter_idx": 1, "gather_idx": 2}, "heads in dim 1 and tokens in dim 2"),
     ):
         with pytest.raises(ValueError, match=error):
             compat.LongContextAttention(mesh=object(), **given)
     with pytest.raises(ValueError, match=r"sp_ulysses_degree=3 x sp_ring_degree=1 .* must divide world_size=4"):
         compat.set_seq_parallel_pg(3, 1, 0, 4)
+
+
+def test_every_kind_of_kernel_and_every_function_of_a_ring():
+    """Those that are exact give what one rank has; the others are refused by each function."""
+    x, cu = torch.randn(1, 16, 2, 8), torch.tensor([0, 4, 16], dtype=torch.int32)
+    expected = ra.attention(x, x, x)
+    packed = torch.stack([x, x, x], 2)
+
+    def one(mesh):
+        for kind in compat.AttnType:
+            assert compat.AttnType.from_string(kind.value) is kind
+            if "sage" not in kind.value:
+                module = compat.LongContextAttention(2, 1, "basic_flashinfer", False, False, kind, None, mesh=mesh)
+                found = module(x, x, x, 0.0, None, True, (-1, -1), 0.0, None, False, True, "more")
+                torch.testing.assert_close(found, expected)
+        for name, function in compat.RING_IMPL_QKVPACKED_DICT.items():
+            out, *_ = function(packed, 0.0, None, True, (-1, -1), 0.0, None, False, True, mesh, attn_type="fa3")
+            torch.testing.assert_close(out, expected)
+            torch.testing.assert_close(compat.RING_IMPL_DICT[name](x, x, x, causal=True, group=mesh), out)
+            with pytest.raises(ValueError, match="attn_type='sage_fp8': attention is exact"):
+                function(packed, group=mesh, attn_type=compat.AttnType.SAGE_FP8)
+        out = compat.zigzag_ring_flash_attn_varlen_func(x[0], x[0], x[0], cu, 12, causal=True, softcap=1.0, group=mesh)
+        capped = ra.AttentionSpec(softcap=1.0)
+        torch.testing.assert_close(out[None], ra.attention(x, x, x, spec=capped, docs=ra.Docs.from_lengths([4, 12])))
+
+    run(one, ring=1)
+    with pytest.raises(ValueError, match="'x' is not a valid AttnType"):
+        compat.AttnType.from_string("x")
+    functions = {name for name in compat.__all__ if name.endswith("_func")}
+    assert len(functions) == 19 and all(callable(getattr(compat, name)) for name in functions)
+    assert [*signature(compat.ring_flash_attn_func).parameters][3:] == [
+        *NAMES[3:],
+        "group",
+        "attn_type",
+        "attn_processor",
+    ]

@@ -162,13 +162,24 @@ def test_what_is_missing_and_would_be_faster_says_so() -> None:
 def test_tune_writes_rates_that_auto_uses(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(rates, "RATES", {})
     options = tune.Options(what="rates", tokens=64, heads=2, kv_heads=1, dtype="float32")
-    monkeypatch.setattr("ringattn.launch.bench.kernels.median_ms", lambda call, options: call() is None or 1.0)
+    monkeypatch.setattr(tune, "steady_ms", lambda call, device: call() is None or 1.0)
     found = tune.rates_of(options, 16, "cpu", ("tiled", "sdpa_cpu"))
     assert {key.split("/")[2] for key in found if "tiled" in key} == {"rectangles", "packed", "long", "short"}
     rates.save({key.replace("sm00/tiled", "sm90/triton"): row for key, row in found.items()}, tmp_path / "rates.json")
     rates.use(tmp_path / "rates.json")
-    assert rates.rate("triton", (9, 0), "long", 16, backward=True) == found["sm00/tiled/long/16"][1] > 0
+    assert rates.rate("triton", (9, 0), "long", (16, 16), backward=True) == found["sm00/tiled/long/16"][1] > 0
+    options = replace(options, value_dim=8)
+    assert "sm00/tiled/long/16x8" in tune.rates_of(options, 16, "cpu", ("tiled",))
     select.cache_clear()
+
+
+@pytest.mark.parametrize("text", ['{"a": ["b", "c"]}', '{"a": [NaN, 1]}', '{"a": [1, -1]}', '{"a": [1]}', "[]", "5"])
+def test_a_file_without_rates_is_refused(text, tmp_path) -> None:
+    before, path = dict(rates.RATES), tmp_path / "rates.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"rates\.json: expected for each key two rates above 0"):
+        rates.use(path)
+    assert before == rates.RATES
 
 
 @pytest.fixture

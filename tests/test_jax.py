@@ -52,7 +52,7 @@ def poisoned(x, plan):
 def results(case: Case, given, kernel: str = "auto", device: str = "cpu", dtype=jnp.float32):
     """out, lse and every gradient of the whole sequence, in one program."""
     plan = plan_of(case)
-    plan = dataclasses.replace(plan, kernel=kernel, axes=Ranks(*plan.axes, "jax", device))
+    plan = plan.replace(kernel=kernel, axes=Ranks(*plan.axes, "jax", device))
 
     def everything(q, k, v, sinks, dout, dlse):
         def loss(q, k, v, sinks):
@@ -276,7 +276,7 @@ def test_programs_for_gpus_call_cudnn(monkeypatch, lse_too):
     monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda _: False)
     mesh = rj.init_mesh(ring=4, devices=jax.devices()[:4])
     plan = ra.plan(mesh, seq_len=1024, heads=(4, 2), head_dim=64, layout="zigzag", strategy="ring")
-    plan = dataclasses.replace(plan, axes=Ranks(*plan.axes, "jax", "cuda"))
+    plan = plan.replace(axes=Ranks(*plan.axes, "jax", "cuda"))
 
     def loss(q, k, v):
         found = ra.attention(q, k, v, plan, return_lse=lse_too)

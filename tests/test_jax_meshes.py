@@ -1,6 +1,5 @@
 """The JAX backend on every kind of mesh: within shard_map, with axes of JAX's own kinds, and over processes."""
 
-import dataclasses
 import json
 import os
 import re
@@ -58,7 +57,7 @@ def test_inside_a_shard_map_over_other_axes_arrays_are_whole_along_the_plans(sma
 
     def whole(q, k):
         assert plan.positions().shape == (32,)
-        mine = {"plan": dataclasses.replace(plan, heads=None), "k": plan.shard(k), "v": plan.shard(q)}
+        mine = {"plan": plan.replace(heads=None), "k": plan.shard(k), "v": plan.shard(q)}
         return plan.unshard(attention(plan.shard(q), **mine))
 
     by_hand = jax.shard_map(whole, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
@@ -70,7 +69,7 @@ def test_inside_a_shard_map_over_other_axes_arrays_are_whole_along_the_plans(sma
 
 @pytest.mark.parametrize("attention", [ra.attention, ra.linear_attention])
 def test_a_shard_map_over_another_mesh_or_some_axes_of_the_sequence_is_refused(plan, attention):
-    x, free = jax.ShapeDtypeStruct((2, 32, 4, 8), jnp.float32), dataclasses.replace(plan, heads=None)
+    x, free = jax.ShapeDtypeStruct((2, 32, 4, 8), jnp.float32), plan.replace(heads=None)
     other, tokens = rj.init_mesh(ring=4, ulysses=2), P(None, ("ring", "ulysses"))
     for mesh, spec, names, words in (
         (other, tokens, {"data", "ring", "ulysses"}, ["'ring': 4", "'ring': 2", "plan.ring_axis.mesh"]),

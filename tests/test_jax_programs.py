@@ -70,7 +70,7 @@ def test_a_batch_that_the_data_axis_does_not_divide_lies_whole_on_it(small, plan
 
 def test_nothing_is_sent_to_a_device_unasked(small, plan):
     q, docs = small[0], ra.Docs.from_lengths([11, 19])
-    zigzag = dataclasses.replace(plan, layout="zigzag", heads=None)
+    zigzag = plan.replace(layout="zigzag", heads=None)
     with jax.transfer_guard("disallow"):
         ra.attention(q, q, q, docs=docs)
         ra.linear_attention(q, q, q, -q * q, docs=docs, check=False)
@@ -283,7 +283,7 @@ def test_a_window_stops_the_ring_early():
     window, causal = ra.AttentionSpec(window=4), ra.AttentionSpec()
     place = ra.Plan(64, ring=8, layout="contiguous")
     assert route_of(Mask(place, window)).distances == (0, 1)
-    assert route_of(Mask(dataclasses.replace(place, layout="zigzag"), window)).distances == (0, 1, 7)
+    assert route_of(Mask(place.replace(layout="zigzag"), window)).distances == (0, 1, 7)
     assert route_of(Mask(place, causal)).hops[0].senders == tuple(range(7))  # the last rank's keys are nobody's
     docs = ra.Docs.from_lengths([8] * 8)
     assert route_of(Mask(place, causal, docs)).hops == ()
@@ -321,7 +321,7 @@ def test_errors_say_what_to_do(small, plan):
     uneven = [jnp.ones((2, 32, h, 8)) for h in (4, 3, 3)]
     expect(["3 key heads do not divide 4 query heads"], lambda: ra.attention(*uneven))
     odd = [jnp.ones((2, 32, h, 8)) for h in (3, 1, 1)]
-    free = dataclasses.replace(plan, heads=None)
+    free = plan.replace(heads=None)
     expect(["ulysses=2", "3 query heads", "ulysses=1, ring=4"], lambda: ra.attention(*odd, free))
     expect(
         ["float64", "reference"],
@@ -333,8 +333,8 @@ def test_errors_say_what_to_do(small, plan):
 def test_a_kernel_that_the_platform_lacks_or_that_cannot_do_it_says_why(small, plan):
     for kernel, why in (("cudnn", "CUDA devices, not on cpu"), ("triton", "choose one of auto, splash")):
         kind = NotImplementedError if kernel == "cudnn" else ValueError
-        expect([why], lambda kernel=kernel: through(dataclasses.replace(plan, kernel=kernel))(*small), kind)
-    stock = dataclasses.replace(plan, kernel="stock_splash")
+        expect([why], lambda kernel=kernel: through(plan.replace(kernel=kernel))(*small), kind)
+    stock = plan.replace(kernel="stock_splash")
     docs = ra.Docs.from_lengths([10, 20])
     traced = jax.jit(lambda docs, *x: through(stock, docs=docs)(*x))
     expect(["documents", "'splash' would serve"], lambda: traced(docs, *small), NotImplementedError)

@@ -10,7 +10,19 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # each may import those before it
-PLAIN = ["spec", "layout", "schedule", "cost", "comms.axis", "planning", "mask", "segments", "check", "serving"]
+PLAIN = [
+    "spec",
+    "dealing",
+    "layout",
+    "schedule",
+    "cost",
+    "comms.axis",
+    "planning",
+    "mask",
+    "segments",
+    "check",
+    "serving",
+]
 
 
 def imports(path: Path) -> set[str]:

@@ -19,8 +19,8 @@ def test_every_position_is_on_exactly_one_rank_and_shards_are_sorted_and_equal(l
     for rank in range(layout.ring):
         positions = layout.positions(rank)
         assert (np.diff(positions) > 0).all() and len(positions) == layout.shard_len
-    assert layout.shard_len % layout.multiple == 0
-    assert layout.padded_length - layout.length < 2 * layout.ring * layout.multiple
+    assert layout.shard_len % layout.ulysses == 0
+    assert layout.padded_length - layout.length < 2 * layout.ring * layout.ulysses
 
 
 @given(layouts, st.lists(st.integers(-5, 260), min_size=1))

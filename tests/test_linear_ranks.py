@@ -20,8 +20,9 @@ from ringattn.comms.scan import Relay, add_up, broadcast
 from ringattn.kernels.linear import Map
 from ringattn.launch import bench, words
 from ringattn.launch.processes import run as run_processes
-from ringattn.launch.verify import command as verify
+from ringattn.launch.verify import linear_oracle
 from ringattn.launch.verify.linear_oracle import B, H, K, V, docs_of, errors, inputs, truth, worst
+from ringattn.layout import positions_of
 from ringattn.planning import Plan
 from ringattn.segments import WAYS, choose, order, segments
 from ringattn.torch.linear import call as linear
@@ -211,7 +212,7 @@ def test_segments_follow_each_other_in_the_order_of_the_sequence():
     for ring, ulysses, layout in (*MESHES, (1, 1, "contiguous")):
         plan = Plan(seq_len=T, ring=ring, ulysses=ulysses, layout=layout)
         length = plan.local_len // segments(plan)
-        at = [plan.tokens.positions(r)[plan.local_slice(u)].reshape(-1, length)[p] for r, u, p in order(plan)]
+        at = [positions_of(plan.tokens.held(r, u)).reshape(-1, length)[p] for r, u, p in order(plan)]
         assert np.concatenate(at).tolist() == list(range(plan.tokens.padded_length)), plan
 
 
@@ -236,7 +237,7 @@ def exercise_scans(a: Any) -> None:
         for r in order[: order.index(a.rank)]:
             expected = torch.tensor([[1.0, r + 1.0], [0.5 * r, 2.0]]) @ expected
         steps: list[Callable[[Tensor], Tensor]] = [lambda x: mine @ x] * 3
-        for found in Relay(a, [torch.eye(2)] * 3, steps, reverse).wait():
+        for found in Relay(a, [torch.eye(2)] * 3, steps, reverse, like=torch.eye(2)).wait():
             torch.testing.assert_close(found, expected)
     for r in range(a.size):
         assert broadcast(a, torch.tensor([float(a.rank)]), r).item() == r
@@ -418,8 +419,8 @@ def test_verify_runs_linear_attention_too(capsys, monkeypatch):
         errors, share = exact(*args, **how)
         return errors, share * (1.0001 if how["scan"] == "pipeline" else 1.0)
 
-    exact = verify.linear_oracle.errors
-    monkeypatch.setattr(verify.linear_oracle, "errors", off)
+    exact = linear_oracle.errors
+    monkeypatch.setattr(linear_oracle, "errors", off)
     assert words.main(["verify", "ranks=2", "cases=linear_head"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[2] for line in lines if line.endswith("FAIL")} == {"pipeline"}

@@ -122,11 +122,11 @@ def test_packed_rollouts_go_on_where_they_stopped(rule):
 
 @pytest.mark.parametrize("place", PLACES[:4], ids=str)
 def test_from_a_state_a_row_the_documents_states_may_be_asked_for(place):
-    """It belongs to the document of a row's first token; the others begin with zero."""
+    """It belongs to the first document, even an empty one, which keeps it; the others begin with zero."""
     lengths, (ring, ulysses, layout) = ((0, 33, 20), (7, 0, 54)), place
     given = inputs(T, "channel", states=B, beta=True)
     each = torch.zeros(6, *given["state"].shape[1:], dtype=torch.float64)
-    each[1], each[3] = given["state"]
+    each[0], each[3] = given["state"]
     dend = torch.randn(each.shape, dtype=torch.float64)
 
     def one(mesh, state, plan=None):
@@ -145,7 +145,7 @@ def test_from_a_state_a_row_the_documents_states_may_be_asked_for(place):
             assert all(torch.equal(x, y) for x, y in zip(a[:7], b[:7], strict=True))
         if state is not None:
             total = sum(b[7] for b in others)
-            torch.testing.assert_close(sum(a[7] for a in ours), torch.stack([total[1], total[3]]))
+            torch.testing.assert_close(sum(a[7] for a in ours), torch.stack([total[0], total[3]]))
 
 
 def test_rows_of_one_document_have_the_same_states_either_way():

@@ -33,6 +33,26 @@ def test_is_the_mean_over_real_tokens_of_all_ranks(layout):
         torch.testing.assert_close(grad, real / real.sum())
 
 
+@pytest.mark.parametrize("place", [{"ring": 4}, {"ring": 2, "ulysses": 2}, {"data": 2, "ring": 2}], ids=str)
+def test_every_rank_has_the_same_bits(place):
+    """Also of a loss that one rank alone finds infinite."""
+
+    def one(mesh, seed, scale):
+        torch.manual_seed(seed)
+        plan, over = ra.plan(mesh, seq_len=13), [axis(mesh, "data")] if "data" in place else []
+        rows = slice(3 * mesh.coordinates.get("data", 0), None)
+        logits, labels = torch.randn(6, 13, 7)[rows][:3] * scale, torch.randint(0, 7, (6, 13))[rows][:3]
+        losses = torch.rand(6, 13)[rows][:3]
+        losses[-1, -1] *= scale
+        mean = ra.cross_entropy(plan.shard(logits), plan.shard(labels, compare=False), plan, over=over)
+        return mean.item(), ra.token_mean(plan.shard(losses), plan, over=over).item()
+
+    for seed in range(12):
+        found = run(lambda mesh, seed=seed: one(mesh, seed, 100.0), **place)
+        assert len(set(found)) == 1, found
+    assert set(run(lambda mesh: one(mesh, 0, torch.inf)[1], **place)) == {torch.inf}
+
+
 def test_averages_over_a_data_axis_too():
     losses = torch.rand(2, 1, 8)
 

@@ -176,7 +176,11 @@ def a_checkpoint(folder: str, sizes: dict[str, int]) -> Callable[[], object]:
     return lambda: (saved.save(4, one, optimizer, {}), saved.finish())
 
 
-HANGING = {"attention": an_attention, "mesh": a_mesh, "stop": agreeing_to_stop, "save": a_checkpoint}
+def a_plan(folder: str, sizes: dict[str, int]) -> Callable[[], object]:
+    return partial(ra.plan, ra.init_mesh(**sizes, device_type="cpu"), seq_len=64)
+
+
+HANGING = {"attention": an_attention, "mesh": a_mesh, "plan": a_plan, "stop": agreeing_to_stop, "save": a_checkpoint}
 
 
 @pytest.mark.parametrize(
@@ -185,6 +189,7 @@ HANGING = {"attention": an_attention, "mesh": a_mesh, "stop": agreeing_to_stop, 
         ("attention", {"ring": 2, "ulysses": 2}, False),
         pytest.param("attention", {"ring": 2, "ulysses": 2}, True, marks=pytest.mark.slow),
         ("mesh", {"ring": 3}, False),
+        ("plan", {"ring": 3}, False),
         ("stop", {"ring": 3}, False),
         ("save", {"ring": 3}, True),
     ],

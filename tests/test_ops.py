@@ -1,5 +1,7 @@
 """The torch ops of one device: right gradients, also of lse; seen through by compile; wrong calls named."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -109,6 +111,31 @@ def test_compile_sees_through_attend_and_merge() -> None:
         torch.testing.assert_close(compiled(*given), f(*given))
         found = torch.autograd.grad(compiled(*given), given[:3])
         torch.testing.assert_close(found, torch.autograd.grad(f(*given), given[:3]))
+
+
+LAYER = ringattn.nn.Attention(8, 2)
+SIZES: dict[str, tuple[Any, tuple[int, ...], Any]] = {  # a call, the shape of x, and its second argument
+    "state": (lambda x, s=None: ringattn.linear_attention(x, x, x, initial_state=s), (1, 4), lambda B, T: (B, 1, 4, 4)),
+    "gates": (lambda x, s=None: ringattn.linear_attention(x, x, x, s), (1, 4), lambda B, T: (B, T, 1)),
+    "docs": (lambda x, s=None: ringattn.attention(x, x, x, docs=s), (1, 4), lambda B, T: [[2, T - 2]] * B),
+    "intervals": (lambda x, s=None: x if s is None else ops.attend(x, x, x, s, s + 1).out, (1, 4), lambda B, T: (T,)),
+    "positions": (lambda x, s=None: LAYER(x, positions=s), (8,), lambda B, T: (T,)),
+}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_an_argument_may_come_first_when_sizes_have_become_symbolic(kind: str) -> None:
+    """Two sizes without it make the lengths symbolic; its own are still numbers."""
+    call, rest, second = SIZES[kind]
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    for size, extra in ((2, False), (3, False), (3, True)):
+        x, shape = torch.randn(size, size + 3, *rest), second(size, size + 3)
+        given = (x,)
+        if extra and kind == "docs":
+            given += (ringattn.Docs.from_lengths(shape),)
+        elif extra:
+            given += (torch.arange(shape[0]) if len(shape) == 1 else -torch.rand(shape),)
+        torch.testing.assert_close(compiled(*given), call(*given))
 
 
 def test_checkpointing_no_grad_and_autocast_change_nothing() -> None:

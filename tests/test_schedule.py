@@ -220,7 +220,7 @@ def test_steps_bring_as_many_blocks_in_backward_as_in_forward_unless_gradients_a
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_schedule_of_every_case_is_what_its_bounds_say(layout):
     """Found from documents alone: rows that differ, other documents of keys, windows less than the ring."""
-    windows = [replace(c, name=f"{c.name} {w}", spec=replace(c.spec, window=w))
+    windows = [replace(c, name=f"{c.name} {w}", spec=c.spec.replace(window=w))
                for c in FEATURES if c.spec.causal for w in (1, 2, 3, 6)]  # fmt: skip
     for case in (*FEATURES, *windows):
         plan = ra.Plan(case.seq_len, 4, 2, key_len=case.key_len, layout=layout)
@@ -228,7 +228,7 @@ def test_the_schedule_of_every_case_is_what_its_bounds_say(layout):
         found = schedule_of.__wrapped__(mask).needed
         j = np.arange(plan.keys.tokens.padded_length)
         for a, b in np.ndindex(4, 4):
-            begin, end = (x[..., None] for x in mask.bounds(plan.tokens.positions(a)))
+            begin, end = (x[..., None] for x in mask.bounds(plan.tokens.shard(a)))
             seen = ((begin <= j) & (j < end))[..., plan.keys.tokens.positions(b)].any()
             assert found[a, b] == seen, (case.name, a, b)
 

@@ -2,7 +2,6 @@
 
 import pickle
 import tracemalloc
-from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ringattn as ra
+from ringattn.comms.local import run
 from ringattn.launch.verify.cases import FEATURES
-from ringattn.layout import LAYOUTS, count_below, to_local
+from ringattn.layout import LAYOUTS, to_local
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan, Transport
-from ringattn.spec import AttentionSpec, Docs, bounds
-from ringattn.torch.attention.steps import spread_on
+from ringattn.spec import AttentionSpec, Docs, bounds, interval
+from ringattn.torch.attention.steps import bounds_on, local, spread_on
 
 
 def allowed(spec, row, T):
@@ -195,17 +196,17 @@ def test_the_intervals_of_a_rank_follow_from_the_bounds_on_the_host_and_by_torch
         mask = Mask(plan, case.spec, case.docs, case.key_docs)
         keys = plan.keys.tokens.shard(1)
         for rank in range(4):
-            expected = to_local(keys, *mask.bounds(plan.tokens.positions(rank)))
-            found = mask.spans(plan.tokens.shard(rank)).through(partial(count_below, keys))
-            for sides in (found.spread(), spread_on(found, torch.device("cpu"))):
-                for side, there in zip(sides, expected, strict=True):
-                    assert np.asarray(side).dtype == np.int32, case.name
-                    np.testing.assert_array_equal(*np.broadcast_arrays(side, there), err_msg=case.name)
+            expected = to_local(keys, *mask.bounds(plan.tokens.shard(rank)))
+            spread = interval(case.spec, *spread_on(mask.runs(plan.tokens.shard(rank)), torch.device("cpu")))
+            for found in (bounds_on(mask, plan.tokens.shard(rank), None), spread):
+                for side, there in zip(local(found, keys, None)[:2], expected, strict=True):
+                    assert str(side.dtype).endswith("int32"), case.name
+                    np.testing.assert_array_equal(side, there, err_msg=case.name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_packed_differently_cost_the_host_little(layout):
-    """Of 262,144 tokens in 16 rows: nothing token by token but the intervals that a rank keeps, in 32 bits."""
+    """Of 262,144 tokens in 16 rows: nothing token by token of every row, which a GPU computes from the runs."""
     T, rng = 16384, np.random.default_rng(0)
     rows = [np.diff(np.sort(rng.choice(T, 8)), prepend=0, append=T).tolist() for _ in range(16)]
     plan, docs = Plan(T, 8, layout=layout, transport=Transport("relay", 1, backward="keys")), Docs.from_lengths(rows)
@@ -220,6 +221,48 @@ def test_rows_packed_differently_cost_the_host_little(layout):
 
     schedule, room = peak(lambda: schedule_of.__wrapped__(mask))
     assert schedule.needed.any() and room < 16 * T
-    (one, *_), seen = schedule.needed, mask.spans(plan.tokens.shard(0))
-    (begin, end), room = peak(seen.through(partial(count_below, plan.tokens.shard(0))).spread)
-    assert one[0] and begin.shape == (16, T // 8) and room < 1.3 * (begin.nbytes + end.nbytes)
+    runs, room = peak(lambda: mask.runs(plan.tokens.shard(0)))
+    assert len(runs.counts) == 16 and len(runs.positions) == T // 8 and room < 8 * T
+
+
+def test_intervals_are_the_same_in_every_array_library():
+    own, begin, end = np.array([[0, 3, 6, 9, 9]]), np.array([[0, 2, 2, 9, 12]]), np.array([[1, 7, 7, 9, 14]])
+    for spec in (
+        AttentionSpec(),
+        AttentionSpec(window=2),
+        AttentionSpec(window=2**63 - 1),
+        AttentionSpec(causal=False),
+    ):
+        expected = interval(spec, own, begin, end)
+        for make in (torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32), jnp.array):
+            for side, there in zip(interval(spec, *map(make, (own, begin, end))), expected, strict=True):
+                np.testing.assert_array_equal(side, there)
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31 + 5, 2**40, 2**63 - 1])
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+def test_windows_longer_than_any_sequence_are_none(strategy, window):
+    q, k, v = (torch.randn(1, 17, 2, 8) for _ in range(3))
+    spec = AttentionSpec(window=window)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=17, strategy=strategy)
+        return plan.unshard(ra.attention(*map(plan.shard, (q, k, v)), plan, spec=spec))
+
+    expected = ra.attention(q, k, v)
+    for found in (ra.attention(q, k, v, spec=spec), *run(one, ring=2)):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_million_ranks_have_positions_beyond_32_bits(layout):
+    """The last ranks of 2**34 tokens: their local indices are small, and their windows are not cut by an integer."""
+    plan = Plan(2**34, 2**20, layout=layout)
+    queries, keys = (plan.tokens.shard(rank) for rank in (2**20 - 1, 2**20 - 2))
+    for window in (None, 2**33, 2**63 - 1):
+        mask = Mask(plan, AttentionSpec(window=window))
+        where = local(bounds_on(mask, queries, None), keys, None)
+        at, others = (np.concatenate([np.array(r) for r in shard]) for shard in (queries, keys))
+        for i in (0, 1, len(at) // 2, len(at) - 1):
+            seen = (others <= at[i]) & (at[i] - others < (window or 2**63 - 1))
+            assert where.begin.dtype == np.int32 and where.end[0, i] - where.begin[0, i] == seen.sum()

@@ -21,6 +21,7 @@ from ringattn.comms.local import Board, LocalAxis, LocalMesh
 from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
 from ringattn.comms.symmetric import SymmetricAxis
 from ringattn.comms.watch import Watch
+from ringattn.kernels import TABLE
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FEATURES
 from ringattn.mask import Mask
@@ -50,7 +51,10 @@ class ThreadLanes:
         self.lanes = {OUT: first, IN: first if one else Lane(), AID: Lane()}
         self.copies = Counter()
 
-    def start(self):
+    def now(self):
+        pass
+
+    def start(self, since):
         pass
 
     def put(self, lane, work):
@@ -168,8 +172,8 @@ def nothing():
     pass
 
 
-def sharing(axis, tensors, readers, into, work=nothing, what=""):
-    with axis.sharing(tensors, readers, into, what) as coming:
+def sharing(axis, tensors, readers, into, work=nothing, what="", first=True):
+    with axis.sharing(tensors, readers, into, what, first) as coming:
         work()
     coming.wait()
 
@@ -194,7 +198,8 @@ def test_every_operation_keeps_its_promise(size, one, slot):
             assert flags[::2].eq(0).all() and flags[1::2].eq(1).all()
 
 
-def test_work_that_fails_beside_what_is_shared_leaves_that_to_the_others(slot):
+@pytest.mark.parametrize("first", [True, False])
+def test_work_that_fails_beside_what_is_shared_leaves_that_to_the_others(slot, first):
     def fail():
         raise KeyError("lost")
 
@@ -202,12 +207,29 @@ def test_work_that_fails_beside_what_is_shared_leaves_that_to_the_others(slot):
         x, room = torch.arange(40.0) + axis.rank, torch.zeros(40)
         if axis.rank == 0:
             with pytest.raises(KeyError, match="lost"):
-                sharing(axis, [x[:24]], [1], {}, fail)  # no more than there are slots
+                sharing(axis, [x[:24]], [1], {}, fail, first=first)  # no more than there are slots
         else:
-            sharing(axis, [x], [], {0: [room[:24]]})
+            sharing(axis, [x], [], {0: [room[:24]]}, first=first)
             assert torch.equal(room[:24], x[:24] - 1)
 
     on_ranks(one, axes(2))
+
+
+def test_only_beside_work_that_fills_the_device_copies_come_first():
+    """Launching a copy takes the host a while, in which a kernel that is launched first already runs."""
+
+    def one(axis):
+        found, x, other = [], torch.ones(8), 1 - axis.rank
+        for first in (True, False):
+            sent = axis.lanes.copies[OUT]
+            with axis.sharing([x], [other], {other: [torch.empty(8)]}, first=first) as coming:
+                found.append(axis.lanes.copies[OUT] - sent)
+            coming.wait()
+        return found
+
+    assert on_ranks(one, axes(2)) == [[1, 0]] * 2
+    fills = {kernel.name: kernel.load().fills for kernel in TABLE if kernel.lacks() is None}
+    assert {name for name in fills if fills[name]} == {"cudnn"}
 
 
 def test_work_that_fails_on_all_ranks_leaves_nothing_for_the_next_call(slot, monkeypatch):

@@ -13,7 +13,6 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from ringattn.kernels.linear import Inputs
 from ringattn.kernels.recurrent import recurrent
 from ringattn.kernels.triton import delta, linear
-from ringattn.launch.bench import linear as bench
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -241,17 +240,6 @@ def same_bits(case: Case) -> None:
 )
 def test_equals_the_recurrence_on_a_gpu(case: Case, dtype: str) -> None:
     check(replace(case, dtype=dtype))
-
-
-def test_the_benchmark_tries_other_cuts_and_says_what_a_cut_is() -> None:
-    before = dict(linear.TABLE)
-    with bench.recut("states=16x32x8x3"):
-        assert {cuts.states for cuts in linear.TABLE.values()} == {linear.Cut(16, 32, 8, 3)}
-    assert before == linear.TABLE
-    kernels = "states, scores, apply, gradients, strong, strong_scores"
-    for wrong in ("stats=16x16x4x1", "states=16x16x4", "states=16xbx4x1"):
-        with pytest.raises(ValueError, match=f"cuts={wrong}: say one of {kernels} and"):
-            bench.Options(cuts=[wrong])
 
 
 @pytest.mark.gpu

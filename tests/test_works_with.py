@@ -6,7 +6,6 @@ import sys
 import threading
 import weakref
 from collections import defaultdict
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -152,7 +151,7 @@ def test_backward_needs_nobody_to_keep_the_plan(function):
 def test_what_is_padding_is_known_where_the_tensors_are(function):
     """A plan without a mesh is made for the default device, a call without a plan for CPUs."""
     x, docs = torch.randn(1, 8, 2, 8), ra.Docs.from_lengths([3, 2], pad_to=8)
-    elsewhere = replace(ra.plan(seq_len=8), axes=one_rank("meta"))
+    elsewhere = ra.plan(seq_len=8).replace(axes=one_rank("meta"))
     assert torch.equal(function(x, x, x, plan=elsewhere, docs=docs), function(x, x, x, docs=docs))
     losses = torch.rand(1, 8)
     assert ra.token_mean(losses, elsewhere, docs=docs) == ra.token_mean(losses, ra.plan(seq_len=8), docs=docs)
@@ -170,7 +169,7 @@ def test_documents_are_known_whatever_the_default_device_is():
 
 
 def test_a_layers_cache_is_where_the_layer_is():
-    layer, elsewhere = StreamingAttention(32, heads=4), replace(ra.plan(seq_len=8), axes=one_rank("meta"))
+    layer, elsewhere = StreamingAttention(32, heads=4), ra.plan(seq_len=8).replace(axes=one_rank("meta"))
     cache = layer.allocate(torch.zeros(1, 8, 4, 8), elsewhere)
     assert cache.k.device == cache.filled.device == torch.device("cpu")
 

@@ -29,33 +29,49 @@ class Shape(NamedTuple):
     head_dim: int
     value_dim: int
     itemsize: int
+    held: int = 0  # bytes of a number of dk and dv, if those of a whole key head stay in memory
+
+    @classmethod
+    def of(cls, q: Array, v: Array, held: int = 0) -> "Shape":
+        return cls(q.shape[3], v.shape[3], q.dtype.itemsize, held)
 
 
-def needs(q: int, k: int, shape: Shape) -> int:
-    """About how many bytes the dK/dV kernel, which needs the most, takes: tiles, double buffers and accumulators.
+def needs(q: int, k: int, shape: Shape, keys: int) -> int:
+    """About how many bytes a backward kernel, which needs the most, takes: tiles, double buffers and accumulators.
 
     Compiled kernels were found to take six bytes a pair of a tile for each byte of the dtype.
     """
     width, size = shape.head_dim + shape.value_dim, shape.itemsize
-    return 6 * size * q * k + 2 * size * width * (q + k) + 12 * width * k + 256 * q
+    sums = shape.held * width * (keys + -keys % k) + 20 * shape.head_dim * q if shape.held else 12 * width * k
+    return 6 * size * q * k + 2 * size * width * (q + k) + sums + 256 * q
+
+
+def limit_of(arch: tuple[int, int] | None) -> int:
+    return VMEM.get(arch, USUAL) if arch else USUAL
+
+
+def fits(shape: Shape, keys: int, arch: tuple[int, int] | None, given: Blocks | None) -> bool:
+    """Whether the given blocks, or the smallest, fit into vector memory."""
+    q, k, limit = given or (*SIZES[-1], limit_of(arch))
+    return needs(q, k, shape, keys) <= limit
 
 
 def blocks_for(queries: int, keys: int, shape: Shape, arch: tuple[int, int] | None, given: Blocks | None) -> Blocks:
     """The given blocks, checked, or the largest that fit into memory, evened out over these lengths."""
-    limit = VMEM.get(arch, USUAL) if arch else USUAL
-    fit = [size for size in SIZES if needs(*size, shape) <= limit]
+    limit = limit_of(arch)
+    fit = [size for size in SIZES if needs(*size, shape, keys) <= limit]
     if given is None:
         q, k = fit[0] if fit else SIZES[-1]
         return Blocks(divided(queries, q), divided(keys, k), limit)
     for name, size in {"queries": given.q, "keys": given.k}.items():
         if size < LANES or size % LANES:
             raise ValueError(f"a block of {size} {name} is not supported; use a multiple of {LANES}")
-    need = needs(given.q, given.k, shape)
+    need = needs(given.q, given.k, shape, keys)
     if need > given.vmem:
         raise ValueError(
             f"blocks of {given.q} queries x {given.k} keys need about {need / MIB:.0f} MiB of vector memory, and "
             f"{given.vmem / MIB:.0f} MiB are allowed; these fit: "
-            + (", ".join(f"{q}x{k}" for q, k in SIZES if needs(q, k, shape) <= given.vmem) or "none")
+            + (", ".join(f"{q}x{k}" for q, k in SIZES if needs(q, k, shape, keys) <= given.vmem) or "none")
         )
     return given
 

@@ -364,7 +364,8 @@ def prepare(dout: Tensor, lse: Tensor, delta: Tensor | None, out: Tensor | None)
 
 def stats_of(rows: Rows) -> Tensor:
     """The rows' lse and delta as the kernels take them."""
-    values, (B, T, H, V) = rows.out if rows.delta is None else rows.delta, rows.dout.shape
+    B, T, H, V = rows.dout.shape
+    values: Any = rows.out if rows.delta is None else rows.delta
     room = cdiv(T, 4) * 4  # rows of a multiple of 16 bytes, which descriptors require
     stats = torch.empty(B, H, 2, room, dtype=torch.float32, device=rows.dout.device)
     tensors, lines = (rows.lse, values, values, rows.dout, stats), 32 if rows.delta is None else 256
@@ -384,14 +385,14 @@ def flash_backward(
     q, k, v = tensors
     begin, end, rows_st = rows_of(where)
     inputs = (q, k, v, begin, end, rows.dout)
-    if rows.made is None:
-        rows.made = stats_of(rows)
+    stats: Tensor = stats_of(rows) if rows.made is None else rows.made
+    rows.made = stats
     known = (
         q.shape, v.shape, q.device, q.dtype, k.dtype, v.dtype, rows.dout.dtype,
         q.stride(), k.stride(), v.stride(), rows.dout.stride(), rows_st, are_aligned(q, k, v, rows.dout),
         scale, softcap, alone, *[None if x is None else (x.dtype, x.stride()) for x in into],
     )  # fmt: skip
-    dq, dk, dv = grads = [
+    dq, dk, dv = [
         None if i not in want
         else torch.empty_like(x, dtype=x.dtype if alone else torch.float32, memory_format=torch.contiguous_format)
         if into[i] is None else into[i]
@@ -403,10 +404,10 @@ def flash_backward(
         if table is None:
             LAUNCHES.keep(known, found)
     if dk is not None:
-        found.dkdv(*inputs, rows.made, spans(where, k.shape[1], found.cut), dk, dv)
+        found.dkdv(*inputs, stats, spans(where, k.shape[1], found.cut), dk, dv)
     if dq is not None:
-        found.dq(*inputs, rows.made, dq)
-    return tuple(grads)
+        found.dq(*inputs, stats, dq)
+    return dq, dk, dv
 
 
 class Launches(NamedTuple):

@@ -41,4 +41,4 @@ def backward(
     return dq, dk, dv
 
 
-KERNEL = over_rectangles("cuDNN", forward, backward, refuses)
+KERNEL = over_rectangles("cuDNN", forward, backward, refuses, fills=True)

@@ -168,4 +168,4 @@ def kernel_of(
 
 
 attend, attend_backward = over_rectangles("the stock splash kernel", forward, backward)
-KERNEL = JaxKernel(attend, attend_backward, refuses, options)
+KERNEL = JaxKernel(attend, attend_backward, refuses, options, halves=attend_backward)

@@ -29,7 +29,7 @@ Rectangles = Callable[..., tuple[Rectangle, ...]]  # (intervals, q, k, v, backwa
 
 def over_rectangles(
     name: str, forward: Forward, backward: Backward, refuses: Callable[..., str | None],
-    rectangles_of: Rectangles | None = None,
+    rectangles_of: Rectangles | None = None, fills: bool = False,
 ) -> TorchKernel:  # fmt: skip
     """A kernel that runs a vendor's two functions of one rectangle over all rectangles of a step.
 
@@ -108,7 +108,7 @@ def over_rectangles(
     def rounds(where: Intervals) -> bool:
         return rectangles_of is not None or len(where.rectangles or ()) == 1
 
-    return TorchKernel(attend, gradients, refuses, with_out, rounds=rounds)
+    return TorchKernel(attend, gradients, refuses, with_out, rounds=rounds, fills=fills)
 
 
 def cut(x: Tensor, rows: slice) -> Tensor:

@@ -34,11 +34,7 @@ from ringattn.launch.words import answer, default_of, option, usage, values, wri
 
 SUITES = ("auto", "decode", "jax", "kernels", "linear", "memory", "prefill", "ring", "scan", "step", "traffic")
 OUT = option(None, "a file that the rows are appended to, one JSON line each")
-NOT_IN_ROWS = (
-    "timeout",
-    "device",
-    "trace",
-)  # options that rows do not repeat: they change no figure, or the machine has them
+NOT_IN_ROWS = ("timeout", "device", "trace")  # options that change no figure, or that `stamp` has
 
 Row = dict[str, Any]
 

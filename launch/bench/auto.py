@@ -10,7 +10,6 @@ the host takes all of the time. `ring8` gives the errors of a ring of 8 ranks ov
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,14 +21,14 @@ from torch.nn.functional import scaled_dot_product_attention
 import ringattn as ra
 from ringattn import kernels
 from ringattn.comms.local import run as run_ranks
-from ringattn.conf.keys import nearest
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.total import in_dtype
-from ringattn.launch.bench import Row, peers, table
+from ringattn.launch.bench import Row, contest, peers
 from ringattn.launch.bench import kernels as alone
-from ringattn.launch.bench.kernels import Case, attempt, distance, peak_gib, useful_flops
-from ringattn.launch.bench.peers import Inputs, Runs, heads_first
-from ringattn.launch.bench.timing import elapsed_ms, finish, in_turns
+from ringattn.launch.bench.contest import Passes, distance, peak_gib
+from ringattn.launch.bench.kernels import Case, useful_flops
+from ringattn.launch.bench.peers import Inputs, heads_first
+from ringattn.launch.bench.timing import elapsed_ms, finish, in_turns, passes
 from ringattn.launch.words import option
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.steps import problem_of
@@ -46,8 +45,6 @@ CASES = {
 NAMED = {"cuda": ("triton", "cudnn", "fa4"), "cpu": ("sdpa_cpu", "tiled")}
 CALLS = 300  # of the host's mean
 
-Calls = dict[str, Callable[[], Any]]
-
 
 @dataclass
 class Options:
@@ -60,23 +57,22 @@ class Options:
     bursts: bool = option(False, "time each contestant alone as well")
 
     def __post_init__(self) -> None:
-        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        for word in self.cases:
-            if not any(name.startswith(word) for name in CASES):
-                raise ValueError(f"cases={word}: no such case{nearest(word, CASES)}; there are {', '.join(CASES)}")
+        contest.settle(self, CASES)
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """auto, and the kernels beside it."""
+        return ("auto", *NAMED[self.device or ""])
 
 
 def run(options: Options) -> list[Row]:
     """Every chosen case, printed as it is done, and all rows at the end."""
-    rows: list[Row] = []
     kinds = {"attention": attention, "square": square, "host": host, "ring8": ring8}
-    for name, case in CASES.items():
-        if any(name.startswith(word) for word in options.cases):
-            case = replace(case, tokens=options.tokens or case.tokens)
-            new = [{"case": name, "tokens": case.tokens, **row} for row in kinds[case.kind](case, options)]
-            print(table(new, list(dict.fromkeys(key for row in new for key in row))) + "\n", flush=True)
-            rows += new
-    return rows
+    return contest.each(
+        contest.sized(options, CASES),
+        lambda case: kinds[case.kind](case, options),
+        lambda case: {"tokens": case.tokens},
+    )
 
 
 def drawn(case: Case, options: Options, *heads: int) -> Inputs:
@@ -88,29 +84,18 @@ def drawn(case: Case, options: Options, *heads: int) -> Inputs:
 def attention(case: Case, options: Options) -> list[Row]:
     """`ra.attention` by auto and by each kernel, and FlashAttention-4's own call."""
     given = drawn(case, options)
-    forward: Calls = {}
-    both: Calls = {}
+    contestants: dict[str, Passes] = {}
 
-    def tried(name: str) -> list[Row]:
-        first, second, plan = attends(given, name)
-        plan.calls.clear()  # of other cases
-        second()
-        forward[name], both[name] = first, second
-        if name == "auto":
-            (call,) = plan.calls.values()
-            runs = enumerate((call.forward, call.backward))
-            print("auto: " + ", ".join(call.kernel(call.rectangles(p.run), backward=x == 1).name for x, p in runs))
+    def enter(name: str) -> list[Row]:
+        contestants[name] = own(peers.fa4(given)) if name == "own" else attends(given, name)
         return []
 
-    for name in ("auto", *NAMED[options.device or ""]):
-        attempt(name, tried)
-    if options.device == "cuda":
-        attempt("own", lambda name: beside(name, peers.fa4(given), forward, both))
-    return measured(given, forward, both, options)
+    contest.side_by_side([*options.named, *["own"] * (options.device == "cuda")], enter)
+    return measured(given, contestants, options)
 
 
-def attends(given: Inputs, name: str) -> tuple[Callable[[], Any], Callable[[], Any], Any]:
-    """(forward, forward and backward) of `ra.attention` with a kernel, and the plan."""
+def attends(given: Inputs, name: str) -> Passes:
+    """`ra.attention` with a kernel. Prints what auto runs."""
     spec = AttentionSpec(causal=given.mask != "full", window=given.window)
     docs = None if given.starts is None else Docs.from_lengths(np.diff(given.starts).tolist())
     plan = ra.plan(
@@ -118,17 +103,20 @@ def attends(given: Inputs, name: str) -> tuple[Callable[[], Any], Callable[[], A
         docs=docs, kernel=name,
     )  # fmt: skip
     q, k, v = leaves = [x.clone().requires_grad_() for x in (given.q, given.k, given.v)]
+    calls = passes(lambda: ra.attention(q, k, v, plan, spec=spec, docs=docs), leaves, given.dout)
+    plan.calls.clear()  # of other cases
+    calls["forward+backward"]()
+    if name == "auto":
+        (call,) = plan.calls.values()
+        runs = enumerate((call.forward, call.backward))
+        print("auto: " + ", ".join(call.kernel(call.rectangles(p.run), backward=x == 1).name for x, p in runs))
+    return calls
 
-    def attend() -> Any:
-        return ra.attention(q, k, v, plan, spec=spec, docs=docs)
 
-    return torch.no_grad()(attend), lambda: torch.autograd.grad(attend(), leaves, given.dout), plan
-
-
-def beside(name: str, runs: Runs, forward: Calls, both: Calls) -> list[Row]:
-    """Add a contestant; its backward takes what an earlier forward saved."""
-    forward[name], both[name] = runs.forward, lambda: (runs.forward(), runs.backward())
-    return []
+def own(*calls: Passes) -> Passes:
+    """A peer's own calls, one after the other; its backward takes what an earlier forward saved."""
+    forward = lambda: [call["forward"]() for call in calls]  # noqa: E731
+    return {"forward": forward, "forward+backward": lambda: (forward(), [call["backward"]() for call in calls])}
 
 
 def square(case: Case, options: Options) -> list[Row]:
@@ -151,31 +139,31 @@ def square(case: Case, options: Options) -> list[Row]:
         found = second.backward(tensors[:3], given.where, rows, scale=scale)
         return [in_dtype(x, given.q.dtype) for x in found]
 
-    forward: Calls = {"auto": step}
-    both: Calls = {"auto": with_gradients}
+    contestants: dict[str, Passes] = {"auto": {"forward": step, "forward+backward": with_gradients}}
 
-    def own(name: str) -> list[Row]:
+    def enter(name: str) -> list[Row]:
         above = replace(given, **{n: getattr(given, n)[:, :half] for n in ("q", "k", "v", "dout")})
         below = replace(given, q=given.q[:, half:], dout=given.dout[:, half:], mask="full")
-        runs = [peers.fa4(part) for part in (above, below)]
+        calls = [peers.fa4(part) for part in (above, below)]
 
         def backward() -> Any:
-            (dq, dk, dv, *_), (dq_below, dk_all, dv_all, *_) = (r.backward() for r in runs)
+            (dq, dk, dv, *_), (dq_below, dk_all, dv_all, *_) = (call["backward"]() for call in calls)
             dk_all[:, :half] += dk
             dv_all[:, :half] += dv
             return dq, dq_below, dk_all, dv_all
 
-        return beside(name, Runs(lambda: [r.forward() for r in runs], backward), forward, both)
+        contestants[name] = own({"forward": lambda: [call["forward"]() for call in calls], "backward": backward})
+        return []
 
-    if options.device == "cuda":
-        attempt("own", own)
-    return measured(given, forward, both, options)
+    contest.side_by_side(["own"] * (options.device == "cuda"), enter)
+    return measured(given, contestants, options)
 
 
-def measured(given: Inputs, forward: Calls, both: Calls, options: Options) -> list[Row]:
+def measured(given: Inputs, contestants: dict[str, Passes], options: Options) -> list[Row]:
     """The rows of all contestants, in turns, and in bursts if that is asked for."""
     rows, work, device = [], useful_flops(given), options.device or ""
-    for what, calls, factor in (("forward", forward, 1.0), ("forward+backward", both, 3.5)):
+    for what, factor in (("forward", 1.0), ("forward+backward", 3.5)):
+        calls = {name: of[what] for name, of in contestants.items()}
         times = in_turns(calls, options.rounds, device)
         bursts = burst_ms(calls, device) if options.bursts else {}
         for name in calls:
@@ -188,7 +176,7 @@ def measured(given: Inputs, forward: Calls, both: Calls, options: Options) -> li
     return rows
 
 
-def burst_ms(calls: Calls, device: str) -> dict[str, float]:
+def burst_ms(calls: Passes, device: str) -> dict[str, float]:
     """The time of a call among others of its own: for a quarter of a second, after half as long to warm up."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     rounds, length = (3, 250.0) if device == "cuda" else (1, 5.0)
@@ -208,30 +196,24 @@ def host(case: Case, options: Options) -> list[Row]:
     shape: dict[str, Any] = {"seq_len": case.tokens, "heads": (8, 2), "head_dim": case.dim}
     docs = Docs.from_lengths([case.tokens * 2 // 5, case.tokens - case.tokens * 2 // 5])
     ours = partial(ra.attention, q, k, v)
-    calls: Calls = {
+    calls: Passes = {
         "torch": partial(scaled_dot_product_attention, q_BHTD, k_BHTD, v_BHTD, is_causal=True, enable_gqa=True),
         "no plan": ours,
         "a plan": partial(ours, ra.plan(**shape)),
         "documents": partial(ours, docs=docs),
     }
-    calls |= {name: partial(ours, ra.plan(**shape, kernel=name)) for name in NAMED[options.device or ""]}
-    rows: list[Row] = []
+    calls |= {name: partial(ours, ra.plan(**shape, kernel=name)) for name in options.named[1:]}
 
-    def timed(name: str) -> list[Row]:
+    def rows(name: str) -> list[Row]:
         inside = firsts if name == "torch" else leaves
         dout = heads_first(given.dout).contiguous() if name == "torch" else given.dout
-        both = lambda: torch.autograd.grad(calls[name](), inside, dout)  # noqa: E731
-        return [
-            {"impl": name, "pass": what, "us": best_mean(call, options)}
-            for what, call in (("forward", torch.no_grad()(calls[name])), ("forward+backward", both))
-        ]
+        timed = passes(calls[name], inside, dout)
+        return [{"pass": what, "us": best_mean(call, options)} for what, call in timed.items()]
 
-    for name in calls:
-        rows += attempt(name, timed)
-    return rows
+    return contest.side_by_side(calls, rows)
 
 
-def best_mean(call: Callable[[], Any], options: Options) -> float:
+def best_mean(call: Any, options: Options) -> float:
     count = CALLS if options.device == "cuda" else options.rounds
     found = []
     for _ in range(6):  # the first warms up
@@ -258,12 +240,12 @@ def ring8(case: Case, options: Options) -> list[Row]:
         found = out.detach(), *torch.autograd.grad(out, mine, plan.shard(given.dout))
         return [distance(plan.unshard(x), truth[n]) for n, x in zip(results, found, strict=True)]
 
-    def errors(name: str) -> list[Row]:
+    def rows(name: str) -> list[Row]:
         one = off(name)
         ring = run_ranks(lambda mesh: off(name, mesh), device=options.device or "", ring=8, timeout=300.0)[0]
-        row: Row = {"impl": name, "pass": "forward+backward"}
+        row: Row = {"pass": "forward+backward"}
         for result, x, y in zip(results, one, ring, strict=True):
             row |= {f"error_{result}": x, f"ring_over_one_{result}": y / x}
         return [row]
 
-    return [row for name in ("auto", *NAMED[options.device or ""]) for row in attempt(name, errors)]
+    return contest.side_by_side(options.named, rows)

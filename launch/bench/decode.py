@@ -19,7 +19,7 @@ import torch
 
 import ringattn as ra
 from ringattn.launch.bench import Row, beside, over_ranks
-from ringattn.launch.bench.timing import cache_of, captured, draws, dtype_on, elapsed_ms, meet
+from ringattn.launch.bench.timing import cache_of, captured, copy_rate, draws, dtype_on, elapsed_ms, meet
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "ranks", "transport", "new", "mode", "us", "floor_us", "over_floor", "limit_us", "faster"]
@@ -88,11 +88,3 @@ def timed(call: Callable[[], Any], calls: int, options: Options) -> float:
         meet()
         times.append(elapsed_ms(call, calls, options.device) * 1e3)
     return statistics.median(times[2:])
-
-
-def copy_rate(device: str) -> float:
-    """Bytes a second, read and written, of a plain copy of half a GiB."""
-    a = torch.empty(1 << 29, dtype=torch.uint8, device=device).random_()
-    b = torch.empty_like(a)
-    b.copy_(a)
-    return 2 * a.nbytes / statistics.median(elapsed_ms(lambda: b.copy_(a), 4, device) for _ in range(10)) * 1e3

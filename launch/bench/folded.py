@@ -6,7 +6,6 @@ that are gathered. Ranks that are late, and links that many share, are not playe
 alone, and before the work that it flies beside.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from ringattn.comms.axis import ByRank, Pending, Ranks
@@ -31,7 +30,7 @@ def folded(plan: Plan, ranks: int) -> Plan:
     """The same choices among so many ranks."""
     if ranks == plan.ring:
         return plan
-    return replace(plan, ring=ranks, axes=Ranks(Folded(plan.ring_axis, ranks), plan.ulysses_axis, device=plan.device))
+    return plan.replace(ring=ranks, axes=Ranks(Folded(plan.ring_axis, ranks), plan.ulysses_axis, device=plan.device))
 
 
 class Folded(Moves):

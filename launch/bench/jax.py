@@ -22,9 +22,8 @@ from ringattn.launch.bench.ring import FLOPS, MASKS, Case
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "mask", "ranks", "strategy", "layout", "kernel", "mode", "ms", "tflops", "alone", "ratio", "error"]
-OPTIONS: dict[str, str | bool] = {
-    "xla_gpu_enable_latency_hiding_scheduler": True
-}  # or hops wait for the work that they could fly behind
+# Without it hops wait for the work during which they could travel.
+OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}
 LONGEST_ON_CPU = 2048
 
 

@@ -7,10 +7,8 @@ takes beginnings: cases=causal_32k,decode runs three. With tokens= a case is cal
 
 import re
 import statistics
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -18,20 +16,19 @@ import numpy as np
 import torch
 
 from ringattn import kernels
-from ringattn.conf.keys import nearest
 from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, rectangles_of
-from ringattn.launch.bench import Row, table
+from ringattn.launch.bench import Row, contest
+from ringattn.launch.bench.contest import DTYPES
 from ringattn.launch.bench.peers import CONTESTANTS, Inputs, of_table
 from ringattn.launch.bench.ring import SHORT, mixed
-from ringattn.launch.bench.timing import captured, elapsed_ms
+from ringattn.launch.bench.timing import captured, copy_rate, elapsed_ms, steady_ms
 from ringattn.launch.words import option
 from ringattn.spec import AttentionSpec, Docs, bounds
 
 IMPLS = ("triton", "flex", "cudnn", "flash", "fa4")
 CPU_IMPLS = ("sdpa_cpu", "tiled")
-OURS = ("triton", "decode", "tiled")
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+GRADIENTS = ("out", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,6 @@ CASES = {
     "docs_128k_mix": Case("docs", 131072, mix=True),
     "decode_128k": Case("full", 131072, kind="decode"),
     "decode_8x64k": Case("full", 65536, batch=8, kind="decode"),
-    "interval_32k": Case("causal", 32768, kind="interval"),
     "errors_4k": Case("causal", 4096, kind="errors"),
 }
 
@@ -80,26 +76,15 @@ class Options:
     rep: int = option(200, "milliseconds of repetitions for each median")
 
     def __post_init__(self) -> None:
-        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.dtype = self.dtype or ("bfloat16" if self.device == "cuda" else "float32")
+        contest.settle(self, CASES, CONTESTANTS)
         self.impls = self.impls or list(IMPLS if self.device == "cuda" else CPU_IMPLS)
-        for name in self.impls:
-            if name not in CONTESTANTS:
-                raise ValueError(f"impls={name}: no such contestant{nearest(name, CONTESTANTS)}")
-        for word in self.cases:
-            if not any(name.startswith(word) for name in CASES):
-                raise ValueError(f"cases={word}: no such case{nearest(word, CASES)}; there are {', '.join(CASES)}")
 
 
 def run(options: Options) -> list[Row]:
     """Every chosen case, printed as it is done, and all rows at the end."""
-    rows: list[Row] = []
-    for name, case in chosen(options).items():
-        measure = {"attention": attention, "decode": decode, "interval": interval, "errors": errors}[case.kind]
-        new = [{"case": name, "tokens": case.tokens, **row} for row in measure(case, options)]
-        rows += new
-        columns = list(dict.fromkeys(key for row in new for key in row))
-        print(table(new, columns) + "\n", flush=True)
+    kinds = {"attention": attention, "decode": decode, "errors": errors}
+    about = lambda case: {"tokens": case.tokens}  # noqa: E731
+    rows = contest.each(chosen(options), lambda case: kinds[case.kind](case, options), about)
     base = {row["pass"]: row["tflops"] for row in rows if (row["case"], row.get("impl")) == ("causal_32k", "triton")}
     for row in rows:
         if row.get("impl") == "triton" and row.get("pass") in base and row["case"] in ("window_64k", "docs_64k"):
@@ -111,83 +96,44 @@ def run(options: Options) -> list[Row]:
 def chosen(options: Options) -> dict[str, Case]:
     """The cases to run, each by the length that it has here: of two that tokens= makes one, one."""
     found: dict[str, Case] = {}
-    for name, case in CASES.items():
-        if any(name.startswith(word) for word in options.cases):
-            length = options.tokens or case.tokens
-            shown = str(length) if length % 1024 else f"{length // 1024}k"
-            found[re.sub(r"\d+k", shown, name)] = replace(case, tokens=length)
+    for name, case in contest.sized(options, CASES).items():
+        shown = str(case.tokens) if case.tokens % 1024 else f"{case.tokens // 1024}k"
+        found[re.sub(r"\d+k", shown, name)] = case
     return found
 
 
 def attention(case: Case, options: Options) -> list[Row]:
     """Time, useful TFLOP/s and peak memory of each contestant, forward and backward."""
     given = inputs(case, options)
-    work = useful_flops(given)
+    amounts = {"forward": useful_flops(given) / 1e9, "backward": 2.5 * useful_flops(given) / 1e9}
 
-    def measured(name: str) -> list[Row]:
-        runs, found = CONTESTANTS[name](given), []
-        for what, function, factor in (("forward", runs.forward, 1.0), ("backward", runs.backward, 2.5)):
-            if what == "forward" or options.backward:
-                memory, ms = peak_gib(function), median_ms(function, options)
-                rate = work * factor / ms / 1e9
-                found.append({"impl": name, "pass": what, "ms": ms, "tflops": rate, "peak_gib": memory})
-        return found
+    def rows(name: str) -> list[Row]:
+        passes = CONTESTANTS[name](given)
+        passes = passes if options.backward else {"forward": passes["forward"]}
+        return contest.timed(passes, options, "tflops", amounts)
 
-    return with_ratios(contest(options.impls, measured), "triton" if options.device == "cuda" else "tiled")
-
-
-def contest(names: Iterable[str] | None, measured: Callable[[str], list[Row]]) -> list[Row]:
-    """The rows of all contestants that can do it."""
-    return [row for name in names or () for row in attempt(name, measured)]
-
-
-def attempt(name: str, measured: Callable[[str], list[Row]]) -> list[Row]:
-    """A contestant's rows; none, and a printed reason, where it refuses or where a peer's own code fails."""
-    try:
-        return measured(name)
-    except NotImplementedError as error:
-        print(f"{name}: {error}")
-    except Exception as error:
-        if name in OURS:
-            raise
-        print(f"{name} failed: {type(error).__name__}: {str(error)[:300]}")
-    return []
+    ours = "triton" if options.device == "cuda" else "tiled"
+    return contest.with_ratios(contest.side_by_side(options.impls, rows), ours)
 
 
 def decode(case: Case, options: Options) -> list[Row]:
     """One query a row over all keys: bytes of keys and values over time, beside a copy's bytes read and written."""
-    copy = copy_rate(options)
+    device = options.device or ""
+    copy = copy_rate(device) / 1e12
     sets = [inputs(case, options, queries=1, seed=seed) for seed in range(3)]  # more than any cache holds
     moved = sum(x.numel() * x.element_size() for x in (sets[0].k, sets[0].v))
 
-    def measured(name: str) -> list[Row]:
-        functions = [CONTESTANTS[name](given).forward for given in sets]
+    def rows(name: str) -> list[Row]:
+        functions = [CONTESTANTS[name](given)["forward"] for given in sets]
         turns = cycle(functions)
-        alone = median_ms(lambda: next(turns)(), options)
-        ms = graph_ms(functions) if options.device == "cuda" else alone
+        alone = steady_ms(lambda: next(turns)(), device, options.rep)
+        ms = graph_ms(functions) if device == "cuda" else alone
         rate = moved / ms / 1e9
-        row = {"impl": name, "pass": "forward", "ms": ms, "ms_without_graph": alone}
-        return [{**row, "tb_per_s": rate, "copy_tb_per_s": copy, "of_copy": rate / copy}]
+        row = {"pass": "forward", "ms": ms, "ms_without_graph": alone, "tb_per_s": rate, "copy_tb_per_s": copy}
+        return [{**row, "of_copy": rate / copy}]
 
-    names = ("decode" if n == "triton" else n for n in options.impls or ())
-    return with_ratios(contest(names, measured), "decode" if options.device == "cuda" else "tiled")
-
-
-def interval(case: Case, options: Options) -> list[Row]:
-    """What intervals cost: our kernel as it is, and compiled with the causal mask written into it."""
-    if options.device != "cuda":
-        print("interval: needs a GPU")
-        return []
-    from ringattn.kernels.triton import attend
-
-    given = inputs(case, options)
-    call = partial(attend, given.q, given.k, given.v, given.where, scale=given.scale, out_dtype=given.q.dtype)
-    rows: list[Row] = []
-    for _ in range(3):  # in turns: a difference of percents is smaller than the clock's drift
-        for name, function in (("intervals", call), ("causal", partial(call, causal=True))):
-            rows.append({"impl": name, "pass": "forward", "ms": median_ms(function, options)})
-    times = {n: statistics.median(r["ms"] for r in rows if r["impl"] == n) for n in ("intervals", "causal")}
-    return [{"impl": n, "pass": "forward", "ms": t, "cost": t / times["causal"] - 1} for n, t in times.items()]
+    names = ["decode" if n == "triton" else n for n in options.impls or ()]
+    return contest.with_ratios(contest.side_by_side(names, rows), "decode" if device == "cuda" else "tiled")
 
 
 def errors(case: Case, options: Options) -> list[Row]:
@@ -195,20 +141,16 @@ def errors(case: Case, options: Options) -> list[Row]:
     given = inputs(case, options)
     truth = exact(given)
 
-    def measured(name: str) -> list[Row]:
-        runs = of_table(name)(given)
-        found = dict(zip(truth, (*runs.forward(), *runs.backward()), strict=True))
-        row: Row = {"impl": name, "error_lse": (found["lse"] - truth["lse"]).abs().max().item()}
-        for n in ("out", "dq", "dk", "dv"):
-            row[f"error_{n}"] = distance(found[n].to(given.q.dtype), truth[n])
-        return [row]
+    def rows(name: str) -> list[Row]:
+        passes = of_table(name)(given)
+        (out, lse), grads = passes["forward"](), passes["backward"]()
+        found = {n: x.to(given.q.dtype) for n, x in zip(GRADIENTS, (out, *grads), strict=True)}
+        off = contest.errors(found, {n: truth[n] for n in GRADIENTS})
+        return [{"error_lse": (lse - truth["lse"]).abs().max().item(), **off}]
 
     ours = {kernel.name for kernel in kernels.TABLE}
-    rows = contest((name for name in options.impls or () if name in ours), measured)
-    for base in [row for row in rows if row["impl"] == "cudnn"]:
-        for row in rows:
-            row |= {f"over_cudnn_{n}": row[f"error_{n}"] / base[f"error_{n}"] for n in ("out", "dq", "dk", "dv")}
-    return rows
+    found = contest.side_by_side([name for name in options.impls or () if name in ours], rows)
+    return contest.with_error_ratios(found, "cudnn", "over_cudnn", GRADIENTS)
 
 
 def exact(given: Inputs) -> dict[str, torch.Tensor]:
@@ -218,10 +160,6 @@ def exact(given: Inputs) -> dict[str, torch.Tensor]:
     known = dout, part.lse, (part.out * dout).sum(-1)
     grads = reference.attend_backward(q, k, v, given.where, *known, scale=given.scale)
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (*part, *grads), strict=True))
-
-
-def distance(found: torch.Tensor, truth: torch.Tensor) -> float:
-    return ((found.double() - truth).norm() / truth.norm()).item()
 
 
 def inputs(case: Case, options: Options, queries: int | None = None, seed: int = 0) -> Inputs:
@@ -260,30 +198,6 @@ def useful_flops(given: Inputs) -> float:
     return 2.0 * (given.q.shape[-1] + given.v.shape[-1]) * given.q.shape[2] * pairs
 
 
-def with_ratios(rows: list[Row], ours: str) -> list[Row]:
-    """In our rows, each other contestant's time over ours: above 1, ours is faster."""
-    for row in rows:
-        if row["impl"] == ours:
-            others = (r for r in rows if r["pass"] == row["pass"] and r["impl"] != ours)
-            row |= {f"over_{other['impl']}": other["ms"] / row["ms"] for other in others}
-    return rows
-
-
-def median_ms(function: Callable[[], Any], options: Options) -> float:
-    """The median time of a call, warmed up; on a GPU with its caches emptied in between."""
-    if options.device == "cuda":
-        from triton.testing import do_bench
-
-        return float(do_bench(function, warmup=options.rep // 4, rep=options.rep, return_mode="median"))
-    function()
-    times: list[float] = []
-    while sum(times) < options.rep / 1e3 or len(times) < 3:
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3
-
-
 def graph_ms(functions: list[Callable[[], Any]]) -> float:
     """The time of one call when the functions, one after the other, are replayed as a CUDA graph."""
 
@@ -293,22 +207,3 @@ def graph_ms(functions: list[Callable[[], Any]]) -> float:
 
     replay = captured(all_twice)
     return statistics.median([elapsed_ms(replay) for _ in range(20)][2:]) / (2 * len(functions))
-
-
-def copy_rate(options: Options) -> float:
-    """TB/s of a large copy on the device, bytes read and bytes written."""
-    source = torch.randn(2**28 if options.device == "cuda" else 2**20, device=options.device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / median_ms(lambda: target.copy_(source), options) / 1e9
-
-
-def peak_gib(function: Callable[[], Any]) -> float | None:
-    """What a call allocates at its peak, beyond its inputs."""
-    if not torch.cuda.is_available():
-        return None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    function()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30

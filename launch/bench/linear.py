@@ -7,10 +7,9 @@ have documents. A row is a pass: forward; backward; both. `tokens_per_us` counts
 time over ours. The cases `errors_*` hold the result and every gradient against float64, as |found - exact| / |exact|.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,14 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import ringattn as ra
-from ringattn.conf.schema import nearest
 from ringattn.kernels import chunkwise, linear
 from ringattn.kernels.linear import TABLE
-from ringattn.launch.bench import table
-from ringattn.launch.bench.kernels import DTYPES, attempt, distance, median_ms, peak_gib, with_ratios
+from ringattn.launch.bench import Row, contest
+from ringattn.launch.bench.contest import DTYPES, Passes
 from ringattn.launch.words import option
 from ringattn.spec import Docs
 
+GPU_IMPLS, CPU_IMPLS = ["triton", "op", "states", "fla"], ["chunkwise", "op", "states"]
 NAMES = ("out", "dq", "dk", "dv", "dg", "dbeta")
 
 
@@ -82,134 +81,61 @@ class Options:
     device: str | None = option(None, "cuda or cpu (the GPU if there is one)", among=("cuda", "cpu"))
     dtype: str | None = option(None, "bfloat16 on a GPU, float32 on a CPU", among=DTYPES)
     gate_dtype: str | None = option(None, "as dtype", among=DTYPES)
-    cuts: list[str] = option(
-        [], "the triton kernels cut otherwise too: gradients=32x64x8x1 (keys x values x warps x stages)"
-    )
     rep: int = option(200, "milliseconds of repetitions for each median")
 
     def __post_init__(self) -> None:
-        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.dtype = self.dtype or ("bfloat16" if self.device == "cuda" else "float32")
+        contest.settle(self, CASES, CONTESTANTS)
         self.gate_dtype = self.gate_dtype or self.dtype
-        cuda = self.device == "cuda"
-        self.impls = self.impls or (["triton", "op", "states", "fla"] if cuda else ["chunkwise", "op", "states"])
-        for name in self.impls:
-            if name not in CONTESTANTS:
-                raise ValueError(f"impls={name}: no such contestant{nearest(name, CONTESTANTS)}")
-        for text in self.cuts:
-            with recut(text):
-                pass
-        for word in self.cases:
-            if not chosen([word]):
-                raise ValueError(f"cases={word}: no such case{nearest(word, CASES)} (there are {', '.join(CASES)})")
+        self.impls = self.impls or (GPU_IMPLS if self.device == "cuda" else CPU_IMPLS)
 
 
-@dataclass(frozen=True)
-class Inputs:
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor | None
-    beta: Tensor | None
+class Given(NamedTuple):
+    """The inputs of a case, and the gradient that comes back."""
+
+    x: linear.Inputs
     dout: Tensor
-    docs: Docs | None = None
+    docs: Docs | None
 
     @property
-    def leaves(self) -> tuple[Tensor | None, ...]:
+    def leaves(self) -> list[Any]:
         """Copies that gradients are taken for: q, k, v, g, beta."""
-        return tuple(
-            x if x is None else x.detach().requires_grad_() for x in (self.q, self.k, self.v, self.g, self.beta)
-        )
-
-    @property
-    def scale(self) -> float:
-        return self.q.shape[-1] ** -0.5
+        return [t if t is None else t.detach().requires_grad_() for t in self.x[:5]]
 
 
-Pass = Callable[[], tuple[Any, ...]]
-
-
-def run(options: Options) -> list[dict[str, Any]]:
+def run(options: Options) -> list[Row]:
     """Every chosen case, printed as it is done."""
-    rows: list[dict[str, Any]] = []
-    for name in chosen(options.cases):
-        case = CASES[name]
-        case = replace(case, tokens=options.tokens or case.tokens)
-        given = inputs(case, options)
-        measure = errors if case.errors else times
-        new = [{"case": name, "gate_dtype": options.gate_dtype, **row} for row in measure(given, options)]
-        rows += new
-        print(table(new, list(dict.fromkeys(key for row in new for key in row))) + "\n", flush=True)
-    return rows
+    about = {"gate_dtype": options.gate_dtype}
+    return contest.each(
+        contest.sized(options, CASES), lambda case: (off if case.errors else times)(case, options), lambda case: about
+    )
 
 
-def chosen(words: list[str]) -> list[str]:
-    """The cases of these names; a word that is none stands for all that begin with it."""
-    return [n for n in CASES if any(n == w or (w not in CASES and n.startswith(w)) for w in words)]
-
-
-def times(given: Inputs, options: Options) -> list[dict[str, Any]]:
+def times(case: Case, options: Options) -> list[Row]:
     """Time and peak memory of each contestant, forward, backward and both together."""
-    tokens = given.q.shape[0] * given.q.shape[1]
+    given, tokens = inputs(case, options), case.batch * case.tokens / 1e3
 
-    def measured(name: str) -> list[dict[str, Any]]:
-        forward, backward = CONTESTANTS[name](given)
-        found = []
-        for what, function in (("forward", forward), ("backward", backward), ("both", lambda: (forward(), backward()))):
-            memory, ms = peak_gib(function), median_ms(function, options)  # type: ignore[arg-type]
-            found.append({"impl": name, "pass": what, "ms": ms, "tokens_per_us": tokens / ms / 1e3, "peak_gib": memory})
-        return found
+    def rows(name: str) -> list[Row]:
+        passes = CONTESTANTS[name](given)
+        passes["both"] = lambda: (passes["forward"](), passes["backward"]())
+        return contest.timed(passes, options, "tokens_per_us", dict.fromkeys(passes, tokens))
 
-    return with_ratios(with_ratios(contest(options, measured), "triton"), "op")
+    return contest.with_ratios(contest.with_ratios(contest.side_by_side(options.impls, rows), "triton"), "op")
 
 
-def contest(options: Options, measured: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of every contestant, and of the triton kernels with every cut that is to be tried."""
-    rows = [row for name in options.impls or () for row in attempt(name, measured)]
-    for text in options.cuts:
-        with recut(text):
-            rows += [{**row, "impl": text} for row in attempt("triton", measured)]
-    return rows
-
-
-@contextmanager
-def recut(text: str) -> Iterator[None]:
-    """The triton kernels with one of them cut as `text`, gradients=32x64x8x1: keys, values, warps, stages."""
-    from ringattn.kernels.triton.linear import TABLE as CUTS
-    from ringattn.kernels.triton.linear import Cut, Cuts
-
-    kernel, _, sizes = text.partition("=")
-    numbers = sizes.split("x")
-    if kernel not in Cuts._fields[1:] or len(numbers) != 4 or not all(n.isdecimal() for n in numbers):
-        kinds = ", ".join(Cuts._fields[1:])
-        raise ValueError(f"cuts={text}: say one of {kinds} and keys x values x warps x stages, like states=64x128x4x2")
-    before = dict(CUTS)
-    CUTS.update({key: cuts._replace(**{kernel: Cut(*map(int, numbers))}) for key, cuts in before.items()})  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        CUTS.update(before)
-
-
-def errors(given: Inputs, options: Options) -> list[dict[str, Any]]:
+def off(case: Case, options: Options) -> list[Row]:
     """Distance from float64 of out and of every gradient, on the same inputs for all."""
-    exact: dict[str, Any] = {name: x if x is None else x.double() for name, x in vars(given).items()}
-    forward, backward = passes(chunkwise, Inputs(**exact))
-    truth = dict(zip(NAMES, (*forward(), *backward()), strict=True))
+    given = inputs(case, options)
 
-    def measured(name: str) -> list[dict[str, Any]]:
-        forward, backward = CONTESTANTS[name](given)
-        found = dict(zip(NAMES, (*forward(), *backward()), strict=True))
-        return [{"impl": name, **{f"error_{n}": distance(found[n], truth[n]) for n in NAMES if truth[n] is not None}}]
+    def results(passes: Passes) -> dict[str, Any]:
+        return dict(zip(NAMES, (passes["forward"](), *passes["backward"]()), strict=True))
 
-    rows = contest(options, measured)
-    for base in [row for row in rows if row["impl"] == "fla"]:
-        for row in rows:
-            row |= {f"of_fla_{n}": row[f"error_{n}"] / base[f"error_{n}"] for n in NAMES if f"error_{n}" in base}
-    return rows
+    exact: list[Any] = [t.double() if torch.is_tensor(t) else t for t in given.x]
+    truth = results(alone(chunkwise, Given(linear.Inputs(*exact), given.dout.double(), None)))
+    rows = contest.side_by_side(options.impls, lambda name: [contest.errors(results(CONTESTANTS[name](given)), truth)])
+    return contest.with_error_ratios(rows, "fla", "of_fla", NAMES)
 
 
-def inputs(case: Case, options: Options) -> Inputs:
+def inputs(case: Case, options: Options) -> Given:
     generator = torch.Generator(device=options.device).manual_seed(0)
     dtype, gate_dtype = getattr(torch, options.dtype or ""), getattr(torch, options.gate_dtype or "")
 
@@ -230,95 +156,65 @@ def inputs(case: Case, options: Options) -> Inputs:
     docs = None
     if case.documents:
         rng, inside = np.random.default_rng(case.documents), np.arange(1, case.tokens)
-        cuts = rng.choice(inside, case.documents - 1, replace=False)
-        docs = Docs.from_lengths(np.diff([0, *np.sort(cuts), case.tokens]).tolist())
-    return Inputs(q.to(dtype), k.to(dtype), v, g, beta, dout, docs)
+        ends = rng.choice(inside, case.documents - 1, replace=False)
+        docs = Docs.from_lengths(np.diff([0, *np.sort(ends), case.tokens]).tolist())
+    return Given(linear.Inputs(q.to(dtype), k.to(dtype), v, g, beta, None, case.key_dim**-0.5), dout, docs)
 
 
-def passes(kernels: Any, given: Inputs) -> tuple[Pass, Pass]:
+def alone(kernels: Any, given: Given) -> Passes:
     """Forward, and backward from what the forward saved, as one device runs the four functions of a kernel."""
     if given.docs is not None:
         raise NotImplementedError("the kernels alone are timed without documents")
-    x = linear.Inputs(given.q, given.k, given.v, given.g, given.beta, None, given.scale)
+    x, dout, scan = given.x, given.dout, kernels.scan_states(given.x, maps=False)
 
-    def forward() -> tuple[Any, ...]:
-        return kernels.read_out(x, kernels.scan_states(x, maps=False), None)[:1]
+    def backward() -> Any:
+        return kernels.gradients(x, scan, None, kernels.scan_gradients(x, dout, maps=False), dout, None)[:5]
 
-    scan = kernels.scan_states(x, maps=False)
-
-    def backward() -> tuple[Any, ...]:
-        return kernels.gradients(x, scan, None, kernels.scan_gradients(x, given.dout, maps=False), given.dout, None)[:5]
-
-    return forward, backward
+    return {"forward": lambda: kernels.read_out(x, kernels.scan_states(x, maps=False), None)[0], "backward": backward}
 
 
-def of_table(name: str) -> Callable[[Inputs], tuple[Pass, Pass]]:
-    return lambda given: passes(next(kernel for kernel in TABLE if kernel.name == name).load(), given)
+def of_table(name: str) -> Callable[[Given], Passes]:
+    return lambda given: alone(next(kernel for kernel in TABLE if kernel.name == name).load(), given)
 
 
-def op(given: Inputs) -> tuple[Pass, Pass]:
+def op(given: Given, **options: Any) -> Passes:
     """`ra.linear_attention` as its users call it, differentiated by autograd."""
     q, k, v, g, beta = leaves = given.leaves
 
-    def forward() -> tuple[Any, ...]:
-        return (ra.linear_attention(q, k, v, g, beta=beta, scale=given.scale, docs=given.docs, check=False),)
+    def forward() -> Any:
+        out = ra.linear_attention(q, k, v, g, beta=beta, scale=given.x.scale, docs=given.docs, check=False, **options)
+        return out[0] if options else out
 
-    return differentiated(forward, leaves, given)
+    return contest.differentiated(forward, leaves, given.dout)
 
 
-def states(given: Inputs) -> tuple[Pass, Pass]:
+def states(given: Given) -> Passes:
     """The same from one state a document to one a document."""
     if given.docs is None:
         raise NotImplementedError("states of documents need a case with documents")
-    q, k, v, g, beta = leaves = given.leaves
-    count = given.docs.starts.shape[1] - 1
-    start = torch.zeros(count, v.shape[2], k.shape[3], v.shape[3], device=v.device)  # type: ignore[union-attr]
-    options: dict[str, Any] = {
-        "scale": given.scale,
-        "docs": given.docs,
-        "initial_state": start,
-        "return_state": "documents",
-    }
-
-    def forward() -> tuple[Any, ...]:
-        return (ra.linear_attention(q, k, v, g, beta=beta, check=False, **options)[0],)
-
-    return differentiated(forward, leaves, given)
+    x, count = given.x, given.docs.starts.shape[1] - 1
+    start = torch.zeros(count, x.v.shape[2], x.k.shape[3], x.v.shape[3], device=x.v.device)
+    return op(given, initial_state=start, return_state="documents")
 
 
-def fla(given: Inputs) -> tuple[Pass, Pass]:
+def fla(given: Given) -> Passes:
     """flash-linear-attention as its users call it, differentiated by autograd."""
+    q, k, v, g, beta = leaves = given.leaves
     if given.docs is not None:
         raise NotImplementedError("compared without documents")
-    if given.g is None or (given.g.dim() < 4 and given.beta is None):
+    if g is None or (g.dim() < 4 and beta is None):
         raise NotImplementedError("chunk_gla takes one gate a key channel, and the delta rule a gate")
-    if given.beta is None:
+    if beta is None:
         from fla.ops.gla import chunk_gla as attend
-    elif given.g.dim() < 4:
+    elif g.dim() < 4:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as attend
     else:
         from fla.ops.kda import chunk_kda as attend
-    q, k, v, g, beta = leaves = given.leaves
     more = {} if beta is None else {"beta": beta}
-
-    def forward() -> tuple[Any, ...]:
-        return (attend(q, k, v, g, scale=given.scale, **more)[0],)
-
-    return differentiated(forward, leaves, given)
+    return contest.differentiated(lambda: attend(q, k, v, g, scale=given.x.scale, **more)[0], leaves, given.dout)
 
 
-def differentiated(forward: Pass, leaves: tuple[Tensor | None, ...], given: Inputs) -> tuple[Pass, Pass]:
-    """Forward, and backward by autograd: a gradient for each leaf, None where there is none."""
-    (out,) = forward()
-
-    def backward() -> tuple[Any, ...]:
-        found = iter(torch.autograd.grad(out, [x for x in leaves if x is not None], given.dout, retain_graph=True))
-        return tuple(x if x is None else next(found) for x in leaves)
-
-    return forward, backward
-
-
-CONTESTANTS: dict[str, Callable[[Inputs], tuple[Pass, Pass]]] = {
+CONTESTANTS: dict[str, Callable[[Given], Passes]] = {
     "triton": of_table("triton"),
     "chunkwise": of_table("chunkwise"),
     "op": op,

@@ -1,13 +1,9 @@
-"""Who runs in `ringattn bench kernels`: our own table of kernels, and the peers as their users call them.
-
-A contestant turns a problem into two functions without arguments, forward and backward; what it cannot run it refuses
-with a NotImplementedError, which the benchmark prints.
-"""
+"""Who runs in `ringattn bench kernels`: our own table of kernels, and the peers as their users call them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +12,7 @@ from torch import Tensor
 from ringattn import kernels
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.vendor.rectangles import heads_first
+from ringattn.launch.bench.contest import Passes, differentiated
 from ringattn.torch.attention.steps import problem_of
 
 
@@ -37,11 +34,6 @@ class Inputs:
         return self.q.shape[-1] ** -0.5
 
 
-class Runs(NamedTuple):
-    forward: Callable[[], Any]
-    backward: Callable[[], Any]
-
-
 def kernel_of(name: str) -> kernels.Kernel:
     return next(kernel for kernel in kernels.TABLE if kernel.name == name)
 
@@ -53,10 +45,10 @@ def check(name: str, given: Inputs, own_masks: bool = False) -> None:
         raise NotImplementedError(reason)
 
 
-def of_table(name: str) -> Callable[[Inputs], Runs]:
+def of_table(name: str) -> Callable[[Inputs], Passes]:
     """A kernel of our own table, called as a ring step calls it, results in the dtype of q."""
 
-    def runs(given: Inputs) -> Runs:
+    def passes(given: Inputs) -> Passes:
         check(name, given)
         kernel, tensors = kernel_of(name).load(), (given.q, given.k, given.v, given.where)
 
@@ -68,9 +60,9 @@ def of_table(name: str) -> Callable[[Inputs], Runs]:
         def backward() -> Any:
             return kernel.attend_backward(*tensors, given.dout, part.lse, None, out=part.out, scale=given.scale)
 
-        return Runs(forward, backward)
+        return {"forward": forward, "backward": backward}
 
-    return runs
+    return passes
 
 
 @lru_cache(maxsize=1)
@@ -82,7 +74,7 @@ def compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flex(given: Inputs) -> Runs:
+def flex(given: Inputs) -> Passes:
     """FlexAttention under torch.compile, with its own block mask, differentiated by autograd."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -111,16 +103,11 @@ def flex(given: Inputs) -> Runs:
     def forward() -> Any:
         return attention(q, k, v, block_mask=mask, scale=given.scale, enable_gqa=True)
 
-    out = forward()
-
-    def inference() -> Any:
-        with torch.no_grad():
-            return forward()
-
-    return Runs(forward if T > 1 else inference, lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+    passes = differentiated(forward, (q, k, v), dout)
+    return passes if T > 1 else {**passes, "forward": torch.no_grad()(forward)}
 
 
-def cudnn(given: Inputs) -> Runs:
+def cudnn(given: Inputs) -> Passes:
     """cuDNN as it is where one call does the mask, and one for each rectangle where it does not."""
     if given.mask not in ("causal", "full"):
         return of_table("cudnn")(given)
@@ -129,13 +116,13 @@ def cudnn(given: Inputs) -> Runs:
 
     tensors, options = (given.q, given.k, given.v), (given.mask == "causal", given.scale)
     out, lse = vendor.forward(*tensors, *options)
-    return Runs(
-        lambda: vendor.forward(*tensors, *options),
-        lambda: vendor.backward(given.dout, *tensors, out, lse, *options),
-    )
+    return {
+        "forward": lambda: vendor.forward(*tensors, *options),
+        "backward": lambda: vendor.backward(given.dout, *tensors, out, lse, *options),
+    }
 
 
-def flash(given: Inputs) -> Runs:
+def flash(given: Inputs) -> Passes:
     """FlashAttention-2 as built into torch, with its own window and its own packed documents."""
     check("flash", given, own_masks=True)
     q, k, v, dout = packed_docs(given)
@@ -152,10 +139,10 @@ def flash(given: Inputs) -> Runs:
             dout, q, k, v, out, lse, *lengths, 0.0, causal, seed, unused, **options
         )
 
-    return Runs(forward, backward)
+    return {"forward": forward, "backward": backward}
 
 
-def fa4(given: Inputs) -> Runs:
+def fa4(given: Inputs) -> Passes:
     """FlashAttention-4, with its own window and its own packed documents."""
     check("fa4", given, own_masks=True)
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
@@ -171,7 +158,7 @@ def fa4(given: Inputs) -> Runs:
         return _flash_attn_fwd(q, k, v, return_lse=True, **options)
 
     out, lse = forward()[:2]
-    return Runs(forward, lambda: _flash_attn_bwd(q, k, v, out, dout, lse, **options))
+    return {"forward": forward, "backward": lambda: _flash_attn_bwd(q, k, v, out, dout, lse, **options)}
 
 
 def packed_docs(given: Inputs) -> tuple[Tensor, ...]:
@@ -192,7 +179,7 @@ def window_words(given: Inputs) -> dict[str, int]:
     return {} if given.window is None else {"window_size_left": given.window - 1, "window_size_right": 0}
 
 
-CONTESTANTS: dict[str, Callable[[Inputs], Runs]] = {
+CONTESTANTS: dict[str, Callable[[Inputs], Passes]] = {
     **{name: of_table(name) for name in ("triton", "decode", "sdpa_cpu", "tiled")},
     "cudnn_rectangles": of_table("cudnn"),  # as a ring step runs it: partials merged, gradients added up in float32
     "cudnn": cudnn,

@@ -30,7 +30,7 @@ class Options:
     ulysses: int = option(1, "ranks along the ulysses axis")
     sequence: int | None = option(None, "ranks; the plan chooses ring and ulysses")
     strategy: str = option("auto", "auto, ring, gather or ulysses")
-    layout: str = option("auto", "auto, contiguous, striped or zigzag")
+    layout: str = option("auto", "auto, contiguous, striped, zigzag or balanced")
     kernel: str = option("auto", "auto, or the name of a kernel")
     hosts: int = option(1, "hosts of the ring, each with as many consecutive ranks")
     route: str = option("auto", "how keys reach the ranks of a ring: auto, direct, relay or levels")

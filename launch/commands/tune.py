@@ -22,8 +22,8 @@ import torch
 import ringattn as ra
 from ringattn.kernels import rates
 from ringattn.kernels.intervals import Intervals
-from ringattn.launch.bench import kernels
-from ringattn.launch.bench.timing import elapsed_ms
+from ringattn.launch.bench.kernels import doc_lengths
+from ringattn.launch.bench.timing import elapsed_ms, steady_ms
 from ringattn.launch.words import option
 from ringattn.spec import bounds
 
@@ -33,6 +33,7 @@ class Options:
     what: str = option("tiles", "what is measured", among=("tiles", "rates"))
     out: str | None = option(None, "the file (by default WHAT.json); entries that it already has are kept")
     dims: list[int] = option([64, 128], "head dims to tune: 32, 64, 128, 256")
+    value_dim: int | None = option(None, "for rates: the value dim, if it is not the head dim")
     dtype: str = option("bfloat16", "bfloat16, float16 or float32")
     tokens: int = option(16384, "tokens of the causal problem that is timed")
     heads: int = option(32, "query heads")
@@ -59,7 +60,8 @@ def run(options: Options) -> int:
 def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) -> dict[str, tuple[float, float]]:
     """Useful TFLOP/s of every named kernel that serves, for the masks of `kernels/rates.py`."""
     arch = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-    timing, long = kernels.Options(device=device, rep=200), 4 * options.tokens
+    long = 4 * options.tokens
+    V = options.value_dim or dim
 
     def documents(longest: int) -> ra.Docs:
         ends = np.cumsum(np.random.default_rng(1).integers(longest // 8, longest, 8 * long // longest))
@@ -67,29 +69,30 @@ def rates_of(options: Options, dim: int, device: str, names: tuple[str, ...]) ->
 
     masks: dict[str, tuple[int, int | None, Any]] = {  # tokens, window, documents
         "rectangles": (2 * options.tokens, None, None),
-        "packed": (long, None, ra.Docs.from_lengths(kernels.doc_lengths(long))),
+        "packed": (long, None, ra.Docs.from_lengths(doc_lengths(long))),
         "long": (long, long // 8, documents(long // 2)),
         "short": (long, long // 64, documents(long // 32)),
     }
     table: dict[str, tuple[float, float]] = {}
     for mask, (tokens, window, docs) in masks.items():
         begin, end = bounds(ra.AttentionSpec(window=window), np.arange(tokens), tokens, docs=docs)
-        work = 4.0 * dim * options.heads * float((end - begin).sum())
+        work = 2.0 * (dim + V) * options.heads * float((end - begin).sum())
         heads = (options.heads, options.kv_heads)
         draw = partial(torch.randn, device=device, dtype=getattr(torch, options.dtype))
-        q, k, v, dout = (draw(1, tokens, h, dim) for h in (heads[0], heads[1], heads[1], heads[0]))
+        q, k, v, dout = (draw(1, tokens, *x) for x in ((heads[0], dim), (heads[1], dim), (heads[1], V), (heads[0], V)))
         for softcap, name in product((None, 30.0), names):
             spec = ra.AttentionSpec(window=window, softcap=softcap)
-            key = rates.key_of(name, arch, mask, dim, softcap is not None)
+            key = rates.key_of(name, arch, mask, (dim, V), softcap is not None)
             leaves = [x.clone().requires_grad_() for x in (q, k, v)]
             try:
-                plan = ra.plan(seq_len=tokens, spec=spec, docs=docs, kernel=name, heads=heads, head_dim=dim)
+                shape: dict[str, Any] = {"seq_len": tokens, "heads": heads, "head_dim": dim, "value_dim": V}
+                plan = ra.plan(**shape, spec=spec, docs=docs, kernel=name)
                 out = ra.attention(leaves[0], leaves[1], leaves[2], plan, spec=spec, docs=docs)
             except NotImplementedError:
                 continue
             forward = partial(ra.attention, q, k, v, plan, spec=spec, docs=docs)
             backward = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
-            times = [kernels.median_ms(call, timing) for call in (forward, backward)]
+            times = [steady_ms(call, device) for call in (forward, backward)]
             table[key] = (float(f"{work / times[0] / 1e9:.4g}"), float(f"{2.5 * work / times[1] / 1e9:.4g}"))
             print("{:<40} {:>9} {:>9} TFLOP/s forward, backward".format(key, *table[key]), flush=True)
     return table

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from ringattn.spec import AttentionSpec, Docs
 
@@ -41,8 +43,22 @@ class Case:
     def key_docs(self) -> Docs | None:
         return None if self.key_lengths is None else Docs.from_lengths(self.key_lengths, pad_to=self.key_len)
 
+    @property
+    def place(self) -> str:
+        """The row of a table that it belongs to."""
+        return f"{self.ring:>4} {self.ulysses:>7} {self.strategy:<8} {self.layout:<12}"
+
     def __str__(self) -> str:
         return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
+
+
+class Known(NamedTuple):
+    """What goes into a case, what must come out, how far its elements may be off, and how far each whole result."""
+
+    given: dict[str, Any]
+    exact: dict[str, Tensor]
+    allowed: dict[str, Tensor]
+    limits: dict[str, float]
 
 
 FULL = AttentionSpec(causal=False)

@@ -29,29 +29,26 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ringattn import kernels
 from ringattn.comms import local, messages
 from ringattn.comms.mesh import init_mesh
 from ringattn.kernels import linear
 from ringattn.launch import processes
-from ringattn.launch.verify import drawn, linear_oracle, model, oracle, rounding
+from ringattn.launch.verify import attention, drawn, linear_oracle, model
 from ringattn.launch.verify.cases import FEATURES, Case
 from ringattn.launch.words import option
 from ringattn.layout import LAYOUTS
 
-RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks", "element")
-LIMITS = {"float64": 1e-12, "float32": 2e-6}
-LINEAR_LIMITS = {**LIMITS, "float16": 1e-3, "bfloat16": 8e-3}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 AnyCase = Case | linear_oracle.Case | drawn.Call
+# Each kind of case has a module with its title, table of kernels, `known`, `check` and `shared`.
+KINDS: dict[type, Any] = {drawn.Call: drawn, Case: attention, linear_oracle.Case: linear_oracle}
 
 
 @dataclass(frozen=True)
@@ -198,11 +195,11 @@ def threads(options: Options, case: AnyCase) -> list[dict[str, Any]]:
         mesh.device_type = options.device
         return one_case(options, case, mesh)
 
-    known(options, case)  # once, before every thread wants it
+    KINDS[type(case)].known(case, options.precision)  # once, before every thread wants it
     try:
         return local.run(one, ring=case.ring, ulysses=case.ulysses)
     except Exception as error:
-        if isinstance(case, drawn.Call):  # the next calls may be right, and this one is to be repeated
+        if options.random:  # the next calls may be right, and this one is to be repeated
             return [{"broken": f"{type(error).__name__}: {error}"}]
         raise
 
@@ -218,104 +215,52 @@ def one_process(options: Options) -> list[dict[str, Any]]:
         try:
             found.append(one_case(options, case, meshes[at]))
         except Exception as error:
-            if isinstance(case, drawn.Call):  # the other ranks wait: name the call, and end
-                raise RuntimeError(f"{repeat(options, case)}: {type(error).__name__}: {error}") from error
+            if options.random:  # the other ranks wait: name the call, and end
+                raise RuntimeError(
+                    f"{repeat(options, options.seed + len(found))}: {type(error).__name__}: {error}"
+                ) from error
             raise
     return found
 
 
 def one_case(options: Options, case: AnyCase, mesh: Any) -> dict[str, Any]:
     """One rank's errors and its share of what is the same on all; or why the kernel refuses, on all ranks alike."""
-    table = linear.TABLE if isinstance(case, linear_oracle.Case) else kernels.TABLE
-    if not isinstance(case, drawn.Call) and options.kernel not in ("auto", *(kernel.name for kernel in table)):
-        return {"refused": f"{options.kernel}: no kernel of {'linear ' * (table is linear.TABLE)}attention"}
-    truth = known(options, case)
+    kind = KINDS[type(case)]
+    if not options.random and options.kernel not in ("auto", *(kernel.name for kernel in kind.TABLE)):
+        return {"refused": f"{options.kernel}: no kernel of {'linear ' * (kind is linear_oracle)}attention"}
+    truth = kind.known(case, options.precision)
     given: dict[str, Any] = {n: None if x is None else x.to(options.device) for n, x in truth.given.items()}
     try:
-        if isinstance(case, drawn.Call):
-            errors, share = drawn.one(case, mesh, given, truth.exact, truth.allowed)
-        elif isinstance(case, Case):
-            found = oracle.run(case, mesh, given, options.kernel)
-            errors, share = oracle.errors(case, mesh, found, truth.exact), found.get("dsinks")
-            errors["element"] = max(rounding.locally(case, mesh, found, truth.exact, truth.allowed).values())
-        else:
-            exact = {name: x.to(options.device) for name, x in truth.exact.items()}
-            how = {"layout": case.layout, "scan": case.strategy, "kernel": options.kernel}
-            docs = linear_oracle.docs_of(case.lengths, case.seq_len)
-            errors, share = linear_oracle.errors(mesh, given, exact, docs, **how)
+        errors, share = kind.check(case, mesh, given, truth, options.kernel)
     except NotImplementedError as error:
         return {"refused": str(error)}
     return {"errors": errors, "share": None if share is None else share.double().tolist()}
 
 
-class Known(NamedTuple):
-    """What goes into a case, what must come out, how far its elements may be off, and how far each whole result."""
-
-    given: dict[str, Any]
-    exact: dict[str, Tensor]
-    allowed: dict[str, Tensor]
-    limits: dict[str, float]
-
-
-def known(options: Options, case: AnyCase) -> Known:
-    """The truth of a case, which does not depend on its ranks."""
-    if isinstance(case, drawn.Call):
-        return Known(*drawn.known(case), dict.fromkeys((*RESULTS, *linear_oracle.RESULTS), 1.0))
-    if isinstance(case, Case):
-        return known_attention(case.name, case.heads, options.precision)
-    dtype = getattr(torch, options.precision)
-    given = linear_oracle.inputs(case.seq_len, case.gate, dtype, **case.rule)
-    exact = linear_oracle.truth(case.seq_len, case.gate, case.lengths, dtype, **case.rule)
-    return Known(given, exact, {}, dict.fromkeys(linear_oracle.RESULTS, LINEAR_LIMITS[options.precision]))
-
-
-@lru_cache(maxsize=128)
-def known_attention(name: str, heads: int, precision: str) -> Known:
-    """Of a feature, whatever its ranks. Limits are constants, or twice the error of the dtype, dense, on one device."""
-    case, dtype = replace(next(case for case in FEATURES if case.name == name), heads=heads), getattr(torch, precision)
-    given = oracle.inputs(case, dtype)
-    exact = oracle.dense(case, given)
-    if precision in LIMITS:
-        limits = dict.fromkeys(exact, LIMITS[precision])
-    else:
-        single = oracle.dense(case, given, dtype)
-        limits = {result: 2 * off(single[result], exact[result]) + 1e-6 for result in exact}
-    return Known(given, exact, rounding.allowances(case, given), {**limits, "element": 1.0})
-
-
-def off(found: Tensor, exact: Tensor) -> float:
-    return oracle.error(found, exact, float(torch.nan_to_num(exact, neginf=0).norm()))
-
-
 def outcome(options: Options, case: AnyCase, found: Sequence[dict[str, Any]]) -> Outcome:
     """A case's worst error over the ranks; the gradient of what is the same on all is the sum of their shares."""
-    truth = known(options, case)
+    kind = KINDS[type(case)]
+    truth = kind.known(case, options.precision)
     for why in ("refused", "broken"):
         if texts := [one[why] for one in found if why in one]:
             return Outcome(case, {}, truth.limits, **{why: texts[0]})
-    errors = {n: max(one["errors"][n] for one in found) for n in found[0]["errors"]}
+    by_rank = [one["errors"] for one in found]
     if found[0]["share"] is not None:
         total = torch.tensor([one["share"] for one in found], dtype=torch.float64).sum(0)
-        name = "dsinks" if "dsinks" in truth.exact else "dstate"
-        element = rounding.over(total, truth.exact[name], truth.allowed[name]) if truth.allowed else 0.0
-        errors[name] = element if isinstance(case, drawn.Call) else off(total, truth.exact[name])
-        if "element" in errors:
-            errors["element"] = max(errors["element"], element)
-    return Outcome(case, errors, truth.limits)
+        by_rank.append(kind.shared(total, truth))
+    names = dict.fromkeys(name for errors in by_rank for name in errors)
+    return Outcome(case, {n: max(errors[n] for errors in by_rank if n in errors) for n in names}, truth.limits)
 
 
 def report(options: Options, outcomes: list[Outcome], seconds: float) -> list[str]:
     """A row a strategy, mesh and layout, or a kind of random calls; everything that failed; the verdict."""
     dtype = "any dtype" if options.random and options.dtype is None else options.precision
     where = f"{ranks_of(options)} ({options.backend}), {options.device}, {dtype}, kernel {options.kernel}"
-    lines = []
-    for kind, title in (
-        (drawn.Call, f"worst errors of an element over what rounding allows it: {where}"),
-        (Case, f"worst relative errors against dense float64: {where}"),
-        (linear_oracle.Case, "linear attention, against its recurrence in float64"),
-    ):
+    lines: list[str] = []
+    for kind, module in KINDS.items():
         if these := [o for o in outcomes if isinstance(o.case, kind)]:
-            lines += [title, "", *rows(these), ""]
+            title = module.TITLE if lines else f"{module.TITLE}: {where}"
+            lines += [title, "", *rows(these, getattr(module, "RESULTS", None)), ""]
     lines += [failure(options, o) for o in outcomes if not o.good and not o.refused]
     for why, refused in Counter(o.refused for o in outcomes if o.refused).items():
         lines.append(f"refused in {refused} cases: {why}")
@@ -329,17 +274,15 @@ def ranks_of(options: Options) -> str:
     return "1 to 8 ranks" if drawn_too else f"{options.count} ranks"
 
 
-def rows(outcomes: list[Outcome]) -> list[str]:
+def rows(outcomes: list[Outcome], results: Sequence[str] | None) -> list[str]:
     """The table: the worst error of each result at each place, or in each kind of random calls."""
-    random = isinstance(outcomes[0].case, drawn.Call)
-    found = dict.fromkeys(n for o in outcomes for n in o.errors)
-    names = found if random else RESULTS if isinstance(outcomes[0].case, Case) else linear_oracle.RESULTS
-    head = "call       dtype     " if random else f"{'ring ulysses strategy layout':<34}"
+    names = results or dict.fromkeys(n for o in outcomes for n in o.errors)
+    head = f"{'ring ulysses strategy layout':<34}" if results else "call       dtype     "
     lines = [f"{head}{'cases':>6}" + "".join(f"{n:>9}" for n in names) + "  result"]
     by_place: dict[str, list[Outcome]] = {}
     for o in outcomes:
-        by_place.setdefault(place(o.case), []).append(o)
-    for where, here in sorted(by_place.items()) if random else by_place.items():
+        by_place.setdefault(o.case.place, []).append(o)
+    for where, here in by_place.items() if results else sorted(by_place.items()):
         worst = [max((o.errors[n] for o in here if n in o.errors), default=None) for n in names]
         cells = "".join(f"{'-':>9}" if w is None else f"{w:>9.1e}" for w in worst)
         refused = sum(bool(o.refused) for o in here)
@@ -348,26 +291,17 @@ def rows(outcomes: list[Outcome]) -> list[str]:
     return lines
 
 
-def place(case: AnyCase) -> str:
-    """The row that a case belongs to."""
-    if isinstance(case, drawn.Call):
-        return f"{case.kind:<11}{str(case.dtype).removeprefix('torch.'):<10}"
-    return f"{case.ring:>4} {case.ulysses:>7} {case.strategy:<8} {case.layout:<12}"
-
-
-def repeat(options: Options, call: drawn.Call) -> str:
+def repeat(options: Options, seed: int) -> str:
     """The command that runs this call again, with what the user chose."""
     named = [f for f in fields(Options) if f.name not in ("random", "seed", "cases", "timeout")]
     words = [f"{f.name}={getattr(options, f.name)}" for f in named if getattr(options, f.name) != f.default]
-    return " ".join(["ringattn verify random=1", f"seed={call.seed}", *words])
+    return " ".join(["ringattn verify random=1", f"seed={seed}", *words])
 
 
 def failure(options: Options, outcome: Outcome) -> str:
     """What is wrong in one case; of a random call first the line that repeats it."""
-    errors, limits = outcome.errors, outcome.limits
-    if isinstance(outcome.case, drawn.Call):
+    case, errors, limits = outcome.case, outcome.errors, outcome.limits
+    if isinstance(case, drawn.Call):
         times = ", ".join(f"{n} is off by {errors[n]:.2g} times what rounding allows" for n in outcome.over)
-        return f"{repeat(options, outcome.case)}\n  {outcome.broken or times}\n  {outcome.case}"
-    return f"{outcome.case}: " + ", ".join(
-        f"{n} is off by {errors[n]:.1e} (limit {limits[n]:.1e})" for n in outcome.over
-    )
+        return f"{repeat(options, case.seed)}\n  {outcome.broken or times}\n  {case}"
+    return f"{case}: " + ", ".join(f"{n} is off by {errors[n]:.1e} (limit {limits[n]:.1e})" for n in outcome.over)

@@ -7,6 +7,7 @@ element of every result is held to what rounding allows it (`rounding.py`).
 
 import math
 import random
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -18,11 +19,12 @@ import ringattn as ra
 from ringattn import kernels
 from ringattn.kernels.linear import TABLE as linear_table
 from ringattn.launch.verify import linear_oracle, oracle, rounding
-from ringattn.launch.verify.cases import Case
+from ringattn.launch.verify.cases import Case, Known
 from ringattn.layout import LAYOUTS
 from ringattn.segments import WAYS
 from ringattn.spec import AttentionSpec
 
+TITLE = "worst errors of an element over what rounding allows it"
 DTYPES = ("float32", "float32", "bfloat16", "float16", "float64")  # float32 twice as often
 RANKS = (1, 2, 2, 3, 3, 4, 4, 5, 6, 8)
 Step = tuple[str, Any, dict[str, Any]]  # what is done with a cache, with how many tokens, and how
@@ -55,6 +57,10 @@ class Call:
     @property
     def kind(self) -> str:
         return "linear" if isinstance(self.case, linear_oracle.Case) else "cache" if self.steps else "attention"
+
+    @property
+    def place(self) -> str:
+        return f"{self.kind:<11}{str(self.dtype).removeprefix('torch.'):<10}"
 
     def __str__(self) -> str:
         shown = {**vars(self), "dtype": str(self.dtype).removeprefix("torch."), "kind": self.kind}
@@ -194,11 +200,8 @@ def linear(r: random.Random, seed: int, ring: int, ulysses: int, dtype: torch.dt
     """Linear attention, gated or by the delta rule, with a state before it, perhaps of documents, which have their own
     states in half of those calls.
     """
-    T, B, H = (
-        r.choice([r.randint(1, 20), r.randint(20, 90), r.randint(90, 300)]),
-        r.choice([1, 2]),
-        r.choice([1, 2, 3, 4]),
-    )
+    T = r.choice([r.randint(1, 20), r.randint(20, 90), r.randint(90, 300)])
+    B, H = r.choice([1, 2]), r.choice([1, 2, 3, 4])
     dims = (16, 32, 64) if device == "cuda" else (1, 4, 8, 16, 24)
     K, V = r.choice(dims), r.choice(dims)
     gate = r.choice([None, "head", "channel"])
@@ -263,33 +266,26 @@ def given_to(call: Call) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=64)
-def known(call: Call) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """The inputs, what must come out of them, and how far each element of that may be off."""
-    given = given_to(call)
+def known(call: Call, precision: str = "") -> Known:
+    """What goes in, and what must come out of it. The call has its own dtype."""
+    given, limits = given_to(call), defaultdict[str, float](lambda: 1.0)
     if isinstance(call.case, linear_oracle.Case):
         exact = linear_oracle.dense(given, call.case.lengths)
-        return given, exact, rounding.linear_allowances(given, call.case.lengths, exact)
+        return Known(given, exact, rounding.linear_allowances(given, call.case.lengths, exact), limits)
     if call.steps:
-        out, lse = oracle.attention(
-            call.case,
-            given["q"].double(),
-            given["k"].double(),
-            given["v"].double(),
-            sinks_of(call, given, torch.float64),
-        )
-        return given, {"out": out, "lse": lse}, rounding.allowances(call.case, given)
-    return given, oracle.dense(call.case, given), rounding.allowances(call.case, given)
+        q, k, v = (given[n].double() for n in "qkv")
+        out, lse = oracle.attention(call.case, q, k, v, sinks_of(call, given, torch.float64))
+        return Known(given, {"out": out, "lse": lse}, rounding.allowances(call.case, given), limits)
+    return Known(given, oracle.dense(call.case, given), rounding.allowances(call.case, given), limits)
 
 
 def sinks_of(call: Call, given: dict[str, Any], dtype: torch.dtype) -> Tensor | None:
     return given["sinks"].to(dtype) if isinstance(call.case, Case) and call.case.sinks else None
 
 
-def one(
-    call: Call, mesh: Any, given: dict[str, Any], exact: dict[str, Tensor], allowed: dict[str, Tensor]
-) -> tuple[dict[str, float], Tensor | None]:
+def check(call: Call, mesh: Any, given: dict[str, Any], truth: Known, kernel: str) -> Any:
     """One rank's errors, over what each element is allowed, and its share of what is the same on all ranks."""
-    case = call.case
+    case, exact, allowed = call.case, truth.exact, truth.allowed
     if isinstance(case, linear_oracle.Case):
         docs = linear_oracle.docs_of(case.lengths, case.seq_len)
         how = {"layout": case.layout, "scan": case.strategy, "kernel": call.kernel}
@@ -303,6 +299,12 @@ def one(
         return {"out": story(call, case, mesh, given, exact, allowed)}, None
     found = oracle.run(case, mesh, given, call.kernel, **call.choices)
     return rounding.locally(case, mesh, found, exact, allowed), found.get("dsinks")
+
+
+def shared(total: Tensor, truth: Known) -> dict[str, float]:
+    """The error of the sum of the shares."""
+    name = "dsinks" if "dsinks" in truth.exact else "dstate"
+    return {name: rounding.over(total, truth.exact[name], truth.allowed[name])}
 
 
 def story(

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 import ringattn as ra
+from ringattn.kernels.linear import TABLE as TABLE
 from ringattn.kernels.linear import Inputs
 from ringattn.kernels.recurrent import recurrent
-from ringattn.launch.verify.oracle import error, local
+from ringattn.launch.verify.cases import Known
+from ringattn.launch.verify.oracle import error, local, off
 from ringattn.segments import WAYS
 
 B, H, K, V = 2, 2, 8, 12
@@ -40,6 +42,11 @@ class Case:
         """What `inputs` and `truth` are named by, beside the gate."""
         return {"beta": self.beta, "key_heads": self.key_heads, "states": states_of(self.lengths) if self.states else B}
 
+    @property
+    def place(self) -> str:
+        """The row of a table that it belongs to."""
+        return f"{self.ring:>4} {self.ulysses:>7} {self.strategy:<8} {self.layout:<12}"
+
     def __str__(self) -> str:
         return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
 
@@ -62,6 +69,26 @@ FEATURES = (
 )
 LEAVES = ("q", "k", "v", "g", "beta")
 RESULTS = ("out", "end", *(f"d{n}" for n in LEAVES), "dstate")
+TITLE = "linear attention, against its recurrence in float64"
+LIMITS = {"float64": 1e-12, "float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
+
+
+def known(case: Case, precision: str) -> Known:
+    dtype = getattr(torch, precision)
+    given = inputs(case.seq_len, case.gate, dtype, **case.rule)
+    exact = truth(case.seq_len, case.gate, case.lengths, dtype, **case.rule)
+    return Known(given, exact, {}, dict.fromkeys(RESULTS, LIMITS[precision]))
+
+
+def check(case: Case, mesh: Any, given: dict[str, Any], truth: Known, kernel: str) -> Any:
+    """One rank's errors, and its share of what is the same on all ranks."""
+    exact, docs = {name: x.to(mesh.device_type) for name, x in truth.exact.items()}, docs_of(case.lengths, case.seq_len)
+    return errors(mesh, given, exact, docs, layout=case.layout, scan=case.strategy, kernel=kernel)
+
+
+def shared(total: Tensor, truth: Known) -> dict[str, float]:
+    """The error of the sum of the shares."""
+    return {"dstate": off(total, truth.exact["dstate"])}
 
 
 def placed(ranks: int) -> Iterator[Case]:
@@ -105,14 +132,13 @@ def inputs(
 
 
 def begins(lengths: Lengths | None, T: int) -> Tensor | None:
-    """[rows, T]: the first token of each token's document, -1 in the first one; padding goes on with the last."""
+    """[rows, T]: the first token of each token's document, -1 in the row's first; padding goes on with the last."""
     if lengths is None:
         return None
     rows = []
     for row in lengths:
-        of = [sum(row[:i]) for i, n in enumerate(row) for _ in range(n)]
-        of += (of or [0])[-1:] * (T - len(of))
-        rows.append([-1 if start == 0 else start for start in of])
+        of = [sum(row[:i]) if i else -1 for i, n in enumerate(row) for _ in range(n)]
+        rows.append(of + (of or [-1])[-1:] * (T - len(of)))
     return torch.tensor(rows)
 
 

@@ -11,6 +11,7 @@ from ringattn.launch.verify.cases import Case
 from ringattn.planning import Transport
 from ringattn.spec import Docs
 from ringattn.torch.sharding import own_positions
+from ringattn.values import fields
 
 Grads = dict[str, Tensor]
 
@@ -132,7 +133,7 @@ def local(x: Tensor, plan: Any, poison: float = float("nan")) -> Tensor:
 
 def plan_of(case: Case, mesh: Any, **choices: Any) -> Any:
     """The plan of a case; of `choices`, what a Transport has goes into one."""
-    how = {name: choices.pop(name) for name in Transport.__dataclass_fields__ if name in choices}
+    how = {name: choices.pop(name) for name in fields(Transport) if name in choices}
     plan = choosing.plan(mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy,
                          layout=case.layout, transport=Transport(**how), **choices)  # fmt: skip
     return plan if case.cut is None else plan.for_docs(Docs.from_lengths(case.cut, pad_to=case.seq_len))
@@ -188,3 +189,8 @@ def error(found: Tensor, expected: Tensor, scale: float) -> float:
         return float("inf")
     gap = torch.where(torch.isfinite(expected), found - expected, 0.0)
     return float(gap.norm()) / max(scale, 1e-30)
+
+
+def off(found: Tensor, exact: Tensor) -> float:
+    """The relative error of a whole result."""
+    return error(found, exact, float(torch.nan_to_num(exact, neginf=0).norm()))

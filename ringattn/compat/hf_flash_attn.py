@@ -5,6 +5,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -53,6 +54,7 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Any) -> Non
     BATCHES[:] = [Batch(Docs.from_cu_seqlens(cu_seqlens), process_group)]
 
 
+@torch.compiler.disable(reason="the documents of a batch are not part of a graph; ringattn.hf.prepare can be compiled")
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any) -> Any:
     """transformers' attention interface: [1, H, t, D] in, [1, t, H, V] out."""
     if not BATCHES:

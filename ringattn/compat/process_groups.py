@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringattn import choosing
+from ringattn.comms.local import LocalMesh
 from ringattn.planning import Plan
 from ringattn.spec import Docs
 
@@ -29,6 +30,10 @@ def plan_over(
         group = dist.group.WORLD if dist.is_initialized() else None
     if group is None:
         raise ValueError("no ranks were started: call torch.distributed.init_process_group first, or give group=")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not in the group: make the call on the ranks of the group only")
+    if not isinstance(group, (dist.ProcessGroup, DeviceMesh, LocalMesh)):
+        raise ValueError(f"group={group!r}: pass a process group, a mesh with an axis {axis!r}, or None for all ranks")
     known = PLANS.setdefault(group, {}).setdefault((device, layout, strategy, axis), {})
     if not known:
         mesh = group

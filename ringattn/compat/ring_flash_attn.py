@@ -15,11 +15,12 @@ The varlen functions that cut every document use a plan that does so (`plan.for_
 are refused. `deterministic`, `max_seqlen` and `heads_k_stride` are accepted and change nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -36,12 +37,13 @@ from ringattn.torch.agree import refuse
 Function = Callable[..., Any]
 Prepared = tuple[Tensor, Tensor, int, int, slice]
 
+untraced = torch.compiler.disable(reason="a plan is looked up by group and length; ra.attention with a plan is traced")
 NUMBERS: Any = WeakIdKeyDictionary()  # by cu_seqlens: its version, and its numbers on the host
-PREPARED: Any = WeakIdKeyDictionary()  # by the cu_seqlens_q that prepare made: its version, and all documents
+PREPARED: Any = WeakIdKeyDictionary()  # by the cu_seqlens_q that prepare made: its numbers, and all documents
 
 
 class Options(NamedTuple):
-    """What all functions take last, in this order; `softcap` by name only."""
+    """What functions take last, by the names of an ORDER; what follows `group` by name only."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -52,6 +54,8 @@ class Options(NamedTuple):
     return_attn_probs: bool = False
     group: Any = None
     softcap: float = 0.0
+    attn_type: Any = "fa"  # yunchang's
+    attn_processor: Any = None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -75,11 +79,17 @@ class Options(NamedTuple):
         return AttentionSpec(causal, window, self.softcap or None, self.softmax_scale)
 
 
-def named(name: str, doc: str, arguments: str) -> Callable[[Function], Function]:
-    """A function of this name, whose signature is these arguments and then all options."""
+ORDER = Options._fields[: Options._fields.index("attn_type")]
+
+
+def named(name: str, doc: str, arguments: str, order: Sequence[str]) -> Callable[[Function], Function]:
+    """A function of this name, whose signature is these arguments and then options in this order."""
     head = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in arguments.split()]
-    tail = [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD, default=d) for n, d in Options._field_defaults.items()]
-    whole = Signature([*head, *tail[:-1], tail[-1].replace(kind=Parameter.KEYWORD_ONLY)])
+    kinds = {n: Parameter.KEYWORD_ONLY for n in order[order.index("group") + 1 :]}
+    tail = [
+        Parameter(n, kinds.get(n, Parameter.POSITIONAL_OR_KEYWORD), default=Options._field_defaults[n]) for n in order
+    ]
+    whole = Signature([*head, *tail])
 
     def make(function: Function) -> Function:
         """From one of these arguments and of Options."""
@@ -88,7 +98,7 @@ def named(name: str, doc: str, arguments: str) -> Callable[[Function], Function]
             bound = whole.bind(*args, **given)
             bound.apply_defaults()
             values = list(bound.arguments.values())
-            return function(*values[: len(head)], Options(*values[len(head) :]))
+            return function(*values[: len(head)], Options(**dict(zip(order, values[len(head) :], strict=True))))
 
         call.__name__ = call.__qualname__ = name
         call.__doc__, call.__signature__ = doc, whole  # type: ignore[attr-defined]
@@ -97,19 +107,22 @@ def named(name: str, doc: str, arguments: str) -> Callable[[Function], Function]
     return make
 
 
-def family(name: str, doc: str, function: Function, more: str = "") -> tuple[Function, Function, Function]:
+def family(
+    name: str, doc: str, function: Function, more: str = "", order: Sequence[str] = ORDER
+) -> tuple[Function, Function, Function]:
     """NAME_func of q, k, v; of q and kv [.., 2, G, D]; and of qkv [.., 3, H, D]."""
     prefix = name.removesuffix("_func")
     return (
-        named(name, doc, f"q k v {more}")(function),
-        named(f"{prefix}_kvpacked_func", doc, f"q kv {more}")(lambda q, kv, *a: function(q, *kv.unbind(-3), *a)),
-        named(f"{prefix}_qkvpacked_func", doc, f"qkv {more}")(lambda qkv, *a: function(*qkv.unbind(-3), *a)),
+        named(name, doc, f"q k v {more}", order)(function),
+        named(f"{prefix}_kvpacked_func", doc, f"q kv {more}", order)(lambda q, kv, *a: function(q, *kv.unbind(-3), *a)),
+        named(f"{prefix}_qkvpacked_func", doc, f"qkv {more}", order)(lambda qkv, *a: function(*qkv.unbind(-3), *a)),
     )
 
 
 def of_batch(layout: str, axis: str = "ring") -> Function:
     """Attention over sequences whose tokens lie in this layout; `axis` is what a process group becomes."""
 
+    @untraced
     def function(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Any:
         spec = options.spec
         plan = plan_over(options.group, q.device.type, q.shape[1], layout, local_keys=k.shape[1], axis=axis)
@@ -132,28 +145,25 @@ def packed(q: Tensor, k: Tensor, v: Tensor, plan: Plan, spec: AttentionSpec, doc
     return out[0], lse[0].T, None
 
 
-def known(kept: Any, cu_seqlens: Tensor) -> Any:
-    """What is kept for this tensor, unless it was written since."""
-    at, value = kept.get(cu_seqlens, (None, None))
-    return value if at == version(cu_seqlens) else None
-
-
-def version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
-
-
 def on_host(cu_seqlens: Tensor) -> list[int]:
-    """Its numbers; a GPU is waited for once, and not in each layer."""
-    found: list[int] | None = known(NUMBERS, cu_seqlens)
-    if found is None:
-        found = cu_seqlens.tolist()
-        NUMBERS[cu_seqlens] = version(cu_seqlens), found
-    return found
+    """Its numbers; a GPU is waited for once, and not in each layer. An inference tensor does not show that it changed.
+
+    Nor does a tensor on the host that numpy writes to, and reading it costs nothing.
+    """
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens={cu_seqlens!r}: pass a tensor of whole numbers [0, n1, n1 + n2, ...]")
+    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():
+        return cu_seqlens.tolist()
+    at, numbers = NUMBERS.get(cu_seqlens, (None, None))
+    if at != cu_seqlens._version:
+        NUMBERS[cu_seqlens] = cu_seqlens._version, (numbers := cu_seqlens.tolist())
+    return numbers
 
 
 def of_cut_documents(layout: str) -> Function:
     """Attention within documents, of each of which every rank holds its part in this layout."""
 
+    @untraced
     def function(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, options: Options) -> Any:
         spec, local = options.spec, on_host(cu_seqlens)
         plan = plan_over(options.group, q.device.type, len(q), layout)
@@ -187,6 +197,7 @@ def of_cut(q: Tensor, k: Tensor, v: Tensor, local: list[int], layout: str) -> st
     return None
 
 
+@untraced
 def llama3(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     heads_k_stride: int, local_k_slice: slice, options: Options,
@@ -194,14 +205,15 @@ def llama3(
     """Attention within documents that lie one after the other over the ranks."""
     spec = options.spec
     plan = plan_over(options.group, q.device.type, len(q), "contiguous", "gather")
-    docs = known(PREPARED, cu_seqlens_q)
-    if docs is None:  # a copy: the ranks exchange which documents they have tokens of
+    numbers, docs = PREPARED.get(cu_seqlens_q, (None, None))
+    if docs is None or numbers != on_host(cu_seqlens_q):  # changed or copied: the ranks exchange their documents
         starts = [local_k_slice.start + start for start in on_host(cu_seqlens_k)[:-1]]
         everyone = {start for one in plan.ring_axis.exchange_words(starts) for start in one}
         docs = Docs.from_cu_seqlens([*sorted(everyone), plan.seq_len])
     return packed(q, k, v, plan, spec, docs, options)
 
 
+@untraced
 def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens: Tensor, causal: bool, rank: int, world_size: int) -> Prepared:
     """One rank's cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k and local_k_slice, of those of all documents.
 
@@ -209,6 +221,8 @@ def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens: Tensor, causal: bool, rank:
     or with its last document where not `causal`.
     """
     whole = on_host(cu_seqlens)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank}, world_size={world_size}: ranks are counted from 0 to world_size - 1")
     if whole[-1] % world_size:
         raise ValueError(f"{whole[-1]} tokens over {world_size} ranks: pad them to a multiple of the number of ranks")
     begin, end = (r * whole[-1] // world_size for r in (rank, rank + 1))
@@ -217,7 +231,7 @@ def llama3_flash_attn_prepare_cu_seqlens(cu_seqlens: Tensor, causal: bool, rank:
     queries = cu_seqlens[first : last + 1].clamp(begin, end) - begin
     limit = end if causal else whole[last]
     keys = cu_seqlens[first : last + 1].clamp(max=limit) - whole[first]
-    PREPARED[queries] = version(queries), Docs.from_cu_seqlens(whole)
+    PREPARED[queries] = on_host(queries), Docs.from_cu_seqlens(whole)
     longest = (int(x.diff().max()) for x in (queries, keys))
     return queries, keys, *longest, slice(whole[first], limit)  # type: ignore[return-value]
 

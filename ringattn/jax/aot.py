@@ -134,7 +134,7 @@ def place(topology: str, plan: Plan) -> Plan:
         )
     grid = np.array(devices).reshape(-1, plan.ring, plan.ulysses)
     mesh = Mesh(grid, ("data", "ring", "ulysses"), axis_types=(AxisType.Auto,) * 3)
-    return dataclasses.replace(plan, axes=axes(mesh, "tpu"))
+    return plan.replace(axes=axes(mesh, "tpu"))
 
 
 def topology_devices(topology: str) -> list[Any]:
@@ -158,7 +158,7 @@ def fits(topology: str, plan: Plan, blocks: Iterable[tuple[int, int]], dtype: st
     """For each size of blocks (queries, keys): "fits", or the compiler's error: how much is too much, and where."""
     device = topology_devices(topology)[:1]
     mesh = Mesh(np.array(device), ("alone",), axis_types=(AxisType.Auto,))
-    alone = dataclasses.replace(plan, ring=1, ulysses=1, strategy="ulysses", seq_len=32768, key_len=None)
+    alone = plan.replace(ring=1, ulysses=1, strategy="ulysses", seq_len=32768, key_len=None)
     array = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
     q, k, v = (array(shape, dtype) for shape in shapes_of(alone, 1))
     dout, lse, end = (

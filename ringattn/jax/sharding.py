@@ -4,6 +4,7 @@ And the other way round: the plan of arrays that are spread over a mesh already,
 """
 
 from functools import lru_cache, partial
+from math import gcd
 from typing import Any, NamedTuple
 
 import jax
@@ -251,20 +252,22 @@ def padded(x: Array, pad: int, dim: int) -> Array:
 
 
 def reordered(x: Array, layout: Layout, dim: int, back: bool = False) -> Array:
-    """`x[layout.order()]` along `dim`, which is `x` itself if the layout is contiguous; with `back` the inverse."""
-    return x if layout.ring == 1 or layout.name == "contiguous" else dealt(x, layout, dim, back)
+    """`x[layout.order()]` along `dim`; with `back` the inverse."""
+    return x if layout.in_order else dealt(x, layout, dim, back)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # or the order is sent to a device in each call
 def dealt(x: Array, layout: Layout, dim: int, back: bool) -> Array:
-    """Striped is a transpose, zigzag a permutation of 2 x ring blocks."""
+    """Stripes are a transpose, ranges of neighbouring tokens a permutation of blocks."""
     ring, before, after = layout.ring, x.shape[:dim], x.shape[dim + 1 :]
-    if layout.name == "striped":
+    shards = [layout.shard(r) for r in range(ring)]
+    if shards == [(range(r, layout.padded_length, ring),) for r in range(ring)]:
         grid = (ring, layout.shard_len) if back else (layout.shard_len, ring)
         return x.reshape(*before, *grid, *after).swapaxes(dim, dim + 1).reshape(x.shape)
-    order = np.array([block for r in range(ring) for block in (r, 2 * ring - 1 - r)])
+    block = gcd(*(n for shard in shards for r in shard for n in (r.start, r.stop)))
+    order = layout.shard_order()[::block] // block
     order = np.argsort(order) if back else order
-    return jnp.take(x.reshape(*before, 2 * ring, -1, *after), order, axis=dim).reshape(x.shape)
+    return jnp.take(x.reshape(*before, len(order), block, *after), order, axis=dim).reshape(x.shape)
 
 
 class Placed(NamedTuple):

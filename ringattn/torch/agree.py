@@ -27,10 +27,11 @@ def describe(
         "route": f"{how.route} {how.hosts} {how.together} {how.backward} {how.groups}",
         "transport.grads": how.grads,
         "spec": str(spec),
+        "plan.work": str(plan.work),
     }
     for name, x in tensors.items():
         words[name] = "None" if x is None else f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-    for name, one in (("docs", docs), ("key_docs", key_docs), ("cut", plan.cut)):
+    for name, one in (("docs", docs), ("key_docs", key_docs), ("plan.docs", plan.docs)):
         words[name] = "None" if one is None else f"{one} #{zlib.crc32(one.starts.tobytes()):08x}"
     return words
 
@@ -78,7 +79,7 @@ def together(parts: list[list[Entry]]) -> list[Entry]:
 def kind_of(words: Words) -> tuple[Any, ...]:
     """A call's words with only the presence of documents, since every batch has other documents."""
     return tuple(
-        (name, word == "None" if name in ("docs", "key_docs", "cut") else word) for name, word in words.items()
+        (name, word == "None" if name in ("docs", "key_docs", "plan.docs") else word) for name, word in words.items()
     )
 
 

@@ -49,6 +49,12 @@ def of_tensors(q: Tensor, k: Tensor, v: Tensor, linear: bool = False) -> str | N
     return of_dense(**named) or of_shapes(q, k, v, linear)
 
 
+def of_meta(**tensors: Tensor) -> str | None:
+    """All tensors have numbers."""
+    found = (f"{name} is on meta, which has no numbers; pass a tensor on a device" for name in tensors)
+    return next((text for text, x in zip(found, tensors.values(), strict=True) if x.is_meta), None)
+
+
 def of_dense(**tensors: Tensor | None) -> str | None:
     """No tensor is sparse or in the layout of another library."""
     for name, x in tensors.items():

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn.check import of_arguments, of_packed
-from ringattn.layout import Layout
+from ringattn.layout import Layout, positions_of
 from ringattn.planning import Plan
 from ringattn.spec import Docs, raise_if, whole
 from ringattn.torch import same_data
@@ -50,32 +50,23 @@ def own_positions(plan: Plan) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def local_positions(plan: Plan, ring_rank: int, ulysses_rank: int) -> np.ndarray:
-    return plan.tokens.held(ring_rank, ulysses_rank)
+    return positions_of(plan.tokens.held(ring_rank, ulysses_rank))
 
 
 def shard(x: Tensor, plan: Plan, dim: int = 1, compare: bool = True) -> Tensor:
-    """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if need be."""
+    """This rank's tokens of `x`, whose dim `dim` is the whole sequence; padded with zeros if need be. Always a copy."""
     check_whole(x, plan, dim)
     if compare:
         same_data.note(x, plan)
-    if plan.cut is not None:
-        return x.index_select(dim, torch.from_numpy(own_positions(plan)).to(x.device))
-    pad = plan.tokens.padded_length - plan.seq_len
-    if pad:
-        x = F.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, pad])
-    pieces = [
-        x.narrow(dim, r.start, r.stop - r.start) if r.step == 1 else strided(x, dim, r)
-        for r in plan.tokens.shard(plan.ring_axis.rank)
-    ]
-    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
-    mine = plan.local_slice(plan.ulysses_axis.rank)
-    return whole.narrow(dim, mine.start, plan.local_len).contiguous()
-
-
-def strided(x: Tensor, dim: int, r: range) -> Tensor:
-    at: list[Any] = [slice(None)] * x.dim()
-    at[dim] = slice(r.start, r.stop, r.step)
-    return x[tuple(at)]
+    if plan.tokens.many:
+        at = own_positions(plan)
+        mine = x.index_select(dim, torch.from_numpy(at[at < plan.seq_len]).to(x.device))
+    else:
+        own = plan.tokens.held(plan.ring_axis.rank, plan.ulysses_axis.rank)
+        before: list[Any] = [slice(None)] * (dim % x.dim())
+        mine = torch.cat([x[*before, r.start : r.stop : r.step] for r in own], dim).contiguous()  # cut at the end of x
+    padding = plan.local_len - mine.shape[dim]
+    return F.pad(mine, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, padding]) if padding else mine
 
 
 class Gathered(torch.autograd.Function):
@@ -105,9 +96,9 @@ class Scattered(torch.autograd.Function):
 
 
 @cached
-def order_of(layout: Layout, device: torch.device, back: bool = False) -> Tensor:
-    """The positions of all shards in the order of ranks, padding included; with `back`, the inverse of that order."""
-    order = layout.order()
+def order_of(layout: Layout, device: torch.device, back: bool = False, shards: bool = False) -> Tensor:
+    """`layout.order()` on the device, or with `shards` that of whole ring shards; with `back`, its inverse."""
+    order = layout.shard_order() if shards else layout.order()
     return torch.from_numpy(np.argsort(order) if back else order).to(device, non_blocking=True)
 
 

@@ -58,13 +58,13 @@ def ring_backward(
     if not route.hops:
         return score.attend_backward(*home)
     arriving, dq = rotate(axis, (k, v), route.hops[0]), None
-    if score.parted:
-        arriving, dq = lax.optimization_barrier((arriving, score.attend_backward(*home)[0]))
+    if score.halves:
+        arriving, dq = lax.optimization_barrier((arriving, score.halves(*home)[0]))
     carry = vary((arriving, dq, None), axes_of(q, k, v, rows, sight.begin))
     _, dq, grads = travel(route.backward, step, carry)
     grads, home = lax.optimization_barrier((grads, home))  # else XLA does this work before there is a hop to hide
-    own = score.attend_backward(*home, dq=None if score.parted else dq)
-    dq = dq if score.parted else own[0]
+    own = score.halves(*home) if score.halves else score.attend_backward(*home, dq=dq)
+    dq = dq if score.halves else own[0]
     returned, *own = lax.optimization_barrier((rotate(axis, grads, route.home), *own[1:]))
     return dq, own[0] + returned[0], own[1] + returned[1]
 

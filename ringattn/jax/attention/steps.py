@@ -18,8 +18,8 @@ from ringattn.kernels.protocol import JaxKernel
 from ringattn.kernels.vendor import jax_cudnn, jax_splash
 from ringattn.layout import Layout, to_local
 from ringattn.mask import Mask, schedule_of
-from ringattn.planning import LAST, Plan
-from ringattn.spec import AttentionSpec
+from ringattn.planning import Plan
+from ringattn.spec import AttentionSpec, interval
 
 
 class Score(NamedTuple):
@@ -28,7 +28,7 @@ class Score(NamedTuple):
     attend: Callable[..., Any]
     attend_backward: Callable[..., Any]
     prepare: Callable[..., Any]  # (q, dout, lse, delta, out, dlse) -> q and the rows that steps of a backward take
-    parted: bool = True  # whether it can compute only some gradients, at their cost alone
+    halves: Callable[..., Any] | None = None  # as attend_backward, at the cost of only those gradients that are used
 
 
 class Hop(NamedTuple):
@@ -107,8 +107,9 @@ class TracedRange:
 
 
 def shard_of(layout: Layout, rank: Any) -> tuple[Any, ...]:
-    """`layout.shard(rank)` for a traced rank, from a small table of starts."""
+    """`layout.shard(rank)` for a traced rank, from a table of starts: all shards have ranges of the same sizes."""
     shards = [layout.shard(r) for r in range(layout.ring)]
+    assert len({tuple((len(r), r.step) for r in shard) for shard in shards}) == 1, layout
     starts = jnp.asarray(np.array([[r.start for r in shard] for shard in shards], np.int32))[rank]
     return tuple(TracedRange(starts[i], r.step, len(r)) for i, r in enumerate(shards[0]))
 
@@ -138,13 +139,8 @@ def global_bounds(mask: Mask, positions: Array, starts: Any, key_starts: Any) ->
         if key_starts is not None:
             lasts = jnp.pad(starts, ((0, 0), (0, 1)), mode="edge")
             own = p + (end - jnp.take_along_axis(lasts, i + 1, 1))
-    if spec.causal:
-        end = jnp.maximum(jnp.minimum(end, own + 1), begin)
-    if spec.window is not None:
-        begin = jnp.maximum(begin, own + 1 - min(spec.window, LAST))
-    begin = jnp.where(p < seq_len, jnp.minimum(begin, key_len), key_len)
-    end = jnp.where(p < seq_len, jnp.minimum(end, key_len), key_len)
-    return jnp.minimum(begin, end), end
+    seen = interval(spec, own, begin, end)
+    return tuple(jnp.where(p < seq_len, side, key_len) for side in seen)  # type: ignore[return-value]
 
 
 class Table(NamedTuple):
@@ -181,7 +177,7 @@ def table_of(mask: Mask, cut: Cut = jax_cudnn.cut) -> Table | None:
     """The rectangles of every ring rank: by distance on a ring, among all keys for a gather; None if too many."""
     plan, keys = mask.plan, mask.plan.keys
     held = keys.tokens.padded_length if plan.strategy == "gather" else keys.tokens.shard_len
-    seen = [mask.bounds(plan.tokens.positions(rank)) for rank in range(plan.ring)]
+    seen = [mask.bounds(plan.tokens.shard(rank)) for rank in range(plan.ring)]
     sets: list[tuple[Rectangle, ...]] = []
     which = np.zeros((1 if plan.strategy == "gather" else plan.ring, plan.ring), np.int64)
     for row, rank in np.ndindex(which.shape):
@@ -253,11 +249,12 @@ def score_of(
     kernel = pallas.select(problem, plan.kernel)
     found: JaxKernel = kernel.load()
     given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap, **found.options(problem)}
-    attend_backward: Any = partial(found.attend_backward, **given)
+    whole: Callable[..., Any] = partial(found.attend_backward, **given)
+    halves: Callable[..., Any] | None = found.halves and partial(found.halves, **given)
     if not found.plain:
         refuse_automatic(kernel.name)
-        attend_backward = once(kernel.name, attend_backward)
-    return Score(partial(found.attend, **given), attend_backward, found.prepare, found.parted)
+        whole, halves = once(kernel.name, whole), halves and once(kernel.name, halves)
+    return Score(partial(found.attend, **given), whole, found.prepare, halves)
 
 
 def refuse_automatic(kernel: str) -> None:

@@ -32,9 +32,9 @@ from ringattn.jax.inference.cache import KVCache, below, keep, over_devices
 from ringattn.jax.sharding import reordered
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, add_sinks, empty, form_of, merge_stack, packed, unpacked
-from ringattn.planning import LAST, Plan, heads_problem
+from ringattn.planning import Plan, heads_problem
 from ringattn.serving import MOVES, keys_at_once
-from ringattn.spec import AttentionSpec, raise_if, whole
+from ringattn.spec import AttentionSpec, interval, raise_if, whole
 
 
 def prefill(
@@ -180,9 +180,8 @@ class Meeting(NamedTuple):
         """
         last = self.cache.lengths[:, None]
         position = self.before[:, None] + at[None].astype(jnp.int32)
-        end = jnp.minimum(position + 1, last) if self.spec.causal else jnp.broadcast_to(last, position.shape)
-        window = self.spec.window
-        begin = jnp.zeros_like(end) if window is None else jnp.maximum(position + 1 - min(window, LAST), 0)
+        nothing, every = jnp.zeros_like(position), jnp.broadcast_to(last, position.shape)
+        begin, end = interval(self.spec, position, nothing, every)
         return jnp.where(position < last, begin, last), end
 
     def of(self, piece: Held, source: Any, part: Partial) -> Partial:

@@ -40,7 +40,6 @@ class Documents:
         self.begun, self.ended = used & (begin >= first), used & (end <= first + T)
         self.last = jnp.maximum(behind - 1, 0)
         self.empty = starts[:, 1:] == starts[:, :-1]  # [B, n]
-        self.heads = jnp.argmax(starts[:, 1:] > 0, 1)  # [B]: the document that a row begins with
 
         chunk, token = jnp.arange(self.N, dtype=behind.dtype), jnp.arange(T, dtype=behind.dtype)
         self.document = of_ranges(behind, chunk)  # [R, N]
@@ -65,11 +64,9 @@ class Documents:
         return taken(x, self.into, self.source)
 
     def initial(self, state: Array) -> Array:
-        """The state before each document, [B, n, H, K, V], from as many or from one a row."""
-        if state.shape[0] == self.batch * self.each:
-            return state.reshape(self.batch, self.each, *state.shape[1:])
-        first = jnp.arange(self.each) == self.heads[:, None]
-        return jnp.where(first[..., None, None, None], state[:, None], 0)
+        """The state before each document, [B, n, H, K, V], from as many or from one a row, that of its first one."""
+        given = state.reshape(self.batch, -1, *state.shape[1:])
+        return jnp.pad(given, [(0, 0), (0, self.each - given.shape[1]), *[(0, 0)] * 3])
 
     def of_chunks(self, initial: Array) -> Array:
         """The state that a chunk begins with if a document does, [N, R, H, K, V]."""

@@ -198,13 +198,13 @@ def rows_of(x: Array, parts: int) -> Array:
 def begins(plan: Plan, starts: Array, batch: int, parts: int) -> Array:
     """Where each token's document began, counted from its segment's first token, [1 or B * P, T / P].
 
-    Padding goes on with the last document; the first document goes on with what was before the sequence.
+    Padding continues the last document; a row's first document, even an empty one, continues from the initial state.
     """
     at = local_positions(plan)
-    own = jnp.minimum(at, jnp.maximum(starts[:, -1:] - 1, 0))
-    i = jax.vmap(partial(jnp.searchsorted, side="right"))(starts, own) - 1
-    first = jnp.take_along_axis(starts, i, 1).reshape(len(starts), parts, -1)
-    local = jnp.where(first == 0, BEFORE, first - at.reshape(parts, -1)[:, :1])
+    i = jax.vmap(partial(jnp.searchsorted, side="right"))(starts, jnp.minimum(at, starts[:, -1:] - 1)) - 1
+    i = i.reshape(len(starts), parts, -1)  # -1 if a row has no tokens
+    first = jnp.take_along_axis(starts[:, None], i, 2)
+    local = jnp.where(i <= 0, BEFORE, first - at.reshape(parts, -1)[:, :1])
     if parts > 1:
         local = jnp.broadcast_to(local, (batch, *local.shape[1:]))
     return local.reshape(-1, local.shape[-1])

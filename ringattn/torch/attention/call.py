@@ -76,13 +76,13 @@ class Call:
     def forward(self) -> Pass:
         """The forward pass of this rank."""
         run = self.run_forward(self.ring.rank, self.device)
-        return Pass(run, self.score(self.kernel(self.may_rely(are_rectangles(run)))), only(run))
+        return Pass(run, self.score(self.kernel(self.rectangles(run))), only(run))
 
     @cached_property
     def backward(self) -> Pass:
         """The backward pass of this rank."""
         run = self.run_backward(self.ring.rank, self.device)
-        return Pass(run, self.score(self.kernel(self.may_rely(are_rectangles(run)), backward=True)), only(run))
+        return Pass(run, self.score(self.kernel(self.rectangles(run), backward=True)), only(run))
 
     @cached_property
     def everywhere(self) -> Intervals:
@@ -110,6 +110,10 @@ class Call:
         lengths = np.array([[keys]]) if docs is None else np.diff(docs.starts)
         alone = self.ring.size == 1 and len(lengths) == 1 and key_docs is None
         return mask_of(lengths, self.mask.spec.causal, self.mask.spec.window, alone)
+
+    def rectangles(self, run: Run) -> bool:
+        """Whether the kernel of this run may rely on few rectangles."""
+        return self.may_rely(are_rectangles(run))
 
     def may_rely(self, rectangles: bool) -> bool:
         """Whether the kernel may rely on few rectangles. On GPUs "auto" does not with documents: other kernels are

@@ -214,7 +214,8 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
     run, kernel, where = call.backward
     queries = call.plan.transport.backward == "queries"
     for q, k, v, out, lse, dout, dlse in groups:
-        rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta, queries)
+        travels = queries and where is None
+        rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta, travels)
         if where is not None:
             dq, dk, dv = kernel.backward((q, k, v), where, rows, alone=True)
         else:
@@ -225,6 +226,6 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
 
 
 def sink_partial(q: Tensor, sinks: Tensor, value_dim: int) -> Partial:
-    """The partial of every query before its first key: the sink's logit, and a value of zero."""
+    """The partial of every query before its first key: the sink's logit, and a value of zero. Kernels overwrite it."""
     out = torch.zeros(*q.shape[:3], value_dim, dtype=accumulator(q), device=q.device)
-    return Partial(out, sinks.detach().to(fine(q)).expand(q.shape[:3]).contiguous())
+    return Partial(out, out.new_empty(q.shape[:3], dtype=fine(q)).copy_(sinks.detach()))

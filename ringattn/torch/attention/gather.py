@@ -54,5 +54,4 @@ def gathered(group: Entered | Seen, axis: Axis, layout: Layout) -> Pending:
 
 def reordered(x: Tensor, layout: Layout, back: bool) -> Tensor:
     """From the global order into that of the shards, or `back`."""
-    in_order = layout.name == "contiguous" and layout.cut is None
-    return x if in_order else x.index_select(1, order_of(layout.shards, x.device, back))
+    return x if layout.in_order else x.index_select(1, order_of(layout, x.device, back, True))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
-from ringattn.check import of_choice
+from ringattn.check import has_shape, of_choice
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import Partial
@@ -68,7 +68,7 @@ def of_intervals(q: Tensor, begin: Tensor, end: Tensor) -> str | None:
     for name, x in (("begin", begin), ("end", end)):
         if x.dtype not in (torch.int32, torch.int64):
             return f"{name} is {x.dtype}; intervals are int32 (or int64)"
-        if tuple(x.shape) not in ((T,), (1, T), (B, T)):
+        if not has_shape(x, (T,), (1, T), (B, T)):
             return f"{name} has shape {tuple(x.shape)}; expected ({T},) or ({B}, {T}): one number for each query of q"
         if x.device != q.device:
             return f"{name} is on {x.device}, q on {q.device}; put both on one device"

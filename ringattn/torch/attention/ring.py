@@ -26,7 +26,7 @@ Trip = tuple[Slices, tuple[int, ...], ByRank]
 Step = tuple[tuple[Tensor, ...], Any, Rows]  # q, k and v, intervals, rows: the arguments of a kernel's backward
 END = Stop(None, (), {}, (), ())
 EVERY = slice(None)
-LONG = 64 * 2**20  # bytes: a hop this large takes longer than launching one more kernel
+LONG = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score, start: Partial | None) -> Partial:
@@ -41,7 +41,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score,
         flight, here = rotate(axis, held, leg.hop, f"keys of round {i + 1} of {len(run)}, forward"), held
         for j, (stop, following) in enumerate(with_next(leg.stops, END), start=2):
             room, trip = room_for(following, *held)
-            with axis.sharing(*trip, f"keys of step {j} of {len(leg.stops)}, forward") as coming:
+            with axis.sharing(*trip, f"keys of step {j} of {len(leg.stops)}, forward", score.kernel.fills) as coming:
                 if stop.where:
                     left -= 1
                     rounded = part is None and score.kernel.rounds(stop.where)
@@ -138,7 +138,8 @@ def visit(side: Side, axis: Axis, stops: Sequence[Stop], held: Sequence[Tensor],
         step = side.inputs(turn, here) if turn.stop.where else None
         grads: Sequence[Any] = NONE
         room, trip = room_for(following.stop, *held)
-        with axis.sharing(*trip, f"{side.named} of step {i + 1} of {steps}, backward") as coming:
+        what = f"{side.named} of step {i + 1} of {steps}, backward"
+        with axis.sharing(*trip, what, side.score.kernel.fills) as coming:
             if step:
                 grads = side.score.backward(*step, side.leaving if parted else ALL, side.places)
         home.send(turn.stop, [grads[i] for i in side.leaving], f"gradients of step {i} of {steps}", turn.keys)
@@ -178,13 +179,13 @@ LAST = Turn(END)
 def turns_of(run: Sequence[Stop], side: Side) -> list[Turn]:
     """The order of a round's stops: where to put home, the stop that needs no transfer, so that it hides most.
 
-    With parted kernels home is first and hides the first hop. With others it is last and hides the last gradients. If
-    the first hop of keys is long, half of home's heads are first and the other half last.
+    With parted kernels home is first and hides the first hop. With others it is last and hides the last gradients; if
+    that is worth another launch, half of home's heads are first and the other half last.
     """
     home, *others = map(Turn, run)
     if side.score.kernel.parted:
         return [home, *others]
-    if isinstance(side, KeysTravel) and others and home.stop.where and hop_bytes(others[0].stop, *side.travels) >= LONG:
+    if isinstance(side, KeysTravel) and others and home.stop.where and side.q.shape[1] >= LONG:
         heads, kv_heads = side.q.shape[2], side.travels[0].shape[2]
         half = kv_heads // 2
         cut = half * (heads // kv_heads)
@@ -192,11 +193,6 @@ def turns_of(run: Sequence[Stop], side: Side) -> list[Turn]:
             first, last = Turn(run[0], slice(cut), slice(half)), Turn(run[0], slice(cut, None), slice(half, None))
             return [first, *others, last]
     return [*others, home]
-
-
-def hop_bytes(stop: Stop, *own: Tensor) -> float:
-    """The bytes that a stop brings of tensors like these."""
-    return stop.length * sum(x.nbytes / max(1, x.shape[1]) for x in own)
 
 
 def some_heads(x: Any, at: slice) -> Any:

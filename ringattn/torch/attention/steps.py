@@ -16,10 +16,10 @@ from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.rows import Rows, row_delta
-from ringattn.layout import Layout, Shard, count_below
+from ringattn.layout import FEW, Layout, Shard, count_below
 from ringattn.mask import Mask, schedule_of
 from ringattn.schedule import Hop, Visit
-from ringattn.spec import Spans
+from ringattn.spec import Runs, interval
 
 # The tensors of one group of heads, of a whole ring shard.
 Entered = Sequence[Any]  # q, k, v, and the partial that the queries start from
@@ -70,13 +70,13 @@ def run_of(mask: Mask, rank: int, device: torch.device | None, together: int = 1
         keys = plan.keys.tokens.shard(rank)
         schedule, layout = schedule.turned, plan.tokens
     else:
-        found = mask.spans(plan.tokens.shard(rank))
+        seen = bounds_on(mask, plan.tokens.shard(rank), device)
         layout = plan.keys.tokens
 
     def where(shard: Shard) -> Intervals:
         if queries:
-            return on_device(mask.spans(shard).through(partial(count_below, keys)), device)
-        return on_device(found.through(partial(count_below, shard)), device)
+            return local(bounds_on(mask, shard, device), keys, device)
+        return local(seen, shard, device)
 
     hosts = plan.hosts
     size = plan.ring // hosts
@@ -103,69 +103,77 @@ def stops(
         ranges = sorted(((r, s) for s in visit.sources for r in layout.shard(s)), key=lambda pair: pair[0].start)
         shard = tuple(r for r, _ in ranges)
         brought: dict[int, tuple[range, ...]] = {holder(s): () for s in visit.sources if i}
-        if layout.cut is not None:  # one block a visit, of which each document has a range: it travels whole
-            whole = (range(layout.shard_len),)
-            brought = {source: whole for source in brought}
-            found.append(Stop(where(shard) if shard else None, shard, brought, visit.readers, whole))
-            continue
-        places = stripes(shard) if layout.name == "striped" else cuts(shard)
-        for (_, source), place in zip(ranges, places, strict=True):
-            if i:
+        own: tuple[range, ...] = (range(layout.shard_len),)  # a block of many ranges comes alone, and travels whole
+        if layout.many:
+            brought = dict.fromkeys(brought, own)
+        else:
+            own = places(layout.shard(rank))
+            for (_, source), place in zip(ranges if i else (), places(shard) if i else (), strict=True):
                 brought[holder(source)] += (place,)
-        found.append(Stop(where(shard) if shard else None, shard, brought, visit.readers, cuts(layout.shard(rank))))
+        found.append(Stop(where(shard) if shard else None, shard, brought, visit.readers, own))
     return tuple(found)
 
 
-def cuts(shard: Shard) -> tuple[range, ...]:
-    """Where each range of a shard lies among its tokens."""
-    ends = np.cumsum([len(r) for r in shard]).tolist()
-    return tuple(range(end - len(r), end) for r, end in zip(shard, ends, strict=True))
-
-
-def stripes(shard: Shard) -> tuple[range, ...]:
-    """Where the tokens of each range lie in the shard, if the ranges are stripes."""
-    return tuple(range(i, sum(map(len, shard)), len(shard)) for i in range(len(shard)))
+def places(shard: Shard) -> tuple[range, ...]:
+    """Where the tokens of each range lie in the shard, whose ranges may interleave."""
+    if not shard:
+        return ()
+    first, second = (count_below(shard, np.array([r.start + i * r.step for r in shard])).tolist() for i in (0, 1))
+    return tuple(range(a, a + len(r) * (b - a), b - a) for a, b, r in zip(first, second, shard, strict=True))
 
 
 @lru_cache(maxsize=8)
 def global_intervals(mask: Mask, rank: int, device: torch.device | None) -> Intervals:
     """The intervals of one ring rank's queries among all keys in their global order."""
-    return on_device(mask.spans(mask.plan.tokens.shard(rank)), device)
+    return on_device(bounds_on(mask, mask.plan.tokens.shard(rank), device), device)
 
 
-def on_device(found: Spans, device: torch.device | None) -> Intervals:
-    """Intervals on the device; without a device they stay on the host, like those of another rank.
+def bounds_on(mask: Mask, shard: Shard, device: torch.device | None) -> tuple[Any, Any]:
+    """The keys [begin, end) that a shard's queries see.
 
-    If rows differ they are not rectangles, and a GPU computes them from the few numbers of their spans.
+    They are numpy arrays, from which rectangles can be found, unless a batch's rows differ: those are made on a GPU
+    there, from the few numbers of their runs.
     """
-    alike = len(found.counts) == 1
-    if not alike and device is not None and device.type != "cpu":
-        return Intervals(*spread_on(found, device), made={})
-    host = found.spread()
-    rectangles = rectangles_of(*host) if alike else None
+    runs = mask.runs(shard)
+    if len(runs.counts) == 1 or device is None or device.type == "cpu":
+        return runs.bounds(mask.spec)
+    return interval(mask.spec, *spread_on(runs, device))
+
+
+def spread_on(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each query of runs, its position among the keys, and the first and last key of its document, by torch."""
+    positions, counts, *others = (torch.from_numpy(x).to(device, non_blocking=True) for x in runs)
+    rows, size = len(counts), len(positions)
+    at = torch.repeat_interleave(counts.ravel(), output_size=rows * size)
+    begin, end, shift = (x.ravel()[at].view(rows, size) for x in others)
+    return positions + shift, begin, end
+
+
+def local(seen: tuple[Any, Any], shard: Shard, device: torch.device | None) -> Intervals:
+    """Intervals of positions as those of a shard's local indices."""
+    return on_device(tuple(below(shard, side) for side in seen), device)
+
+
+def below(shard: Shard, position: Any) -> Any:
+    """`count_below`, of many ranges on a device by a look-up too."""
+    if isinstance(position, np.ndarray) or len(shard) <= FEW:
+        return count_below(shard, position)
+    edges = torch.tensor([(r.start, r.stop) for r in shard], device=position.device).T
+    before = torch.nn.functional.pad((edges[1] - edges[0]).cumsum(0), (1, 0))
+    i = torch.searchsorted(edges[0].contiguous(), position, right=True)  # ranges that begin at it or before it
+    return before[i] - (edges[1][i - 1] - position).clip(min=0) * (i > 0)
+
+
+def on_device(seen: tuple[Any, ...], device: torch.device | None) -> Intervals:
+    """Intervals on the device; without a device they stay on the host, like those of another rank."""
+    if isinstance(seen[0], Tensor):
+        return Intervals(seen[0].int(), seen[1].int(), made={})
+    host = seen[0].astype(np.int32), seen[1].astype(np.int32)
+    rectangles = rectangles_of(*host) if len(host[0]) == 1 else None
     if device is None:
         return Intervals(*host, rectangles, host)
     b, e = (torch.from_numpy(x).to(device, non_blocking=True) for x in host)
     return Intervals(b, e, rectangles, host, made={})
-
-
-def spread_on(found: Spans, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`Spans.spread` by torch."""
-    rows, size = len(found.counts), int(found.counts[0].sum())
-
-    def there(x: np.ndarray, dtype: Any = np.int32) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x, dtype)).to(device, non_blocking=True)
-
-    at = torch.repeat_interleave(there(found.counts.ravel(), np.int64), output_size=rows * size)
-    begin = there(found.begin.ravel())[at].view(rows, size)
-    low, high = (None if x is None else there(x) for x in (found.low, found.high))
-    if found.end is not None:
-        end = there(found.end.ravel())[at].view(rows, size)
-        end = end if high is None else torch.maximum(torch.minimum(end, high), begin)
-    else:
-        assert high is not None, "spans without an end have a highest one"
-        end = high.expand(rows, size).contiguous()
-    return begin if low is None else torch.minimum(torch.maximum(begin, low), end), end
 
 
 @lru_cache(maxsize=1024)

@@ -21,8 +21,8 @@ from ringattn import check, serving
 from ringattn.layout import Layout
 from ringattn.planning import Plan, hardware_of
 from ringattn.serving import Heads, Moves, Stripes, exchange_way, prefill_moves
-from ringattn.spec import raise_if, whole
-from ringattn.torch.check import of_tangents, of_types
+from ringattn.spec import AttentionSpec, interval, raise_if, whole
+from ringattn.torch.check import of_dense, of_meta, of_tangents, of_types
 from ringattn.torch.inference.chunk import Holder, landings
 
 STEP = 1024  # rows in which a decode's launch grows
@@ -154,7 +154,8 @@ class KVCache(serving.KVCache):
 
     def first_seen(self, lengths: np.ndarray) -> int:
         """The first position that the next token of a row of these lengths still sees."""
-        return 0 if self.window is None else max(0, int(lengths.min()) + 1 - self.window)
+        own = lengths.min()
+        return int(interval(AttentionSpec(window=self.window), own, 0 * own, own)[0])
 
     def from_round(self, position: int) -> Stripes:
         """The stripes from the round of this position on."""
@@ -215,7 +216,8 @@ class KVCache(serving.KVCache):
         if self.prefix is not None or self.shared.any():
             raise ValueError("this cache and a fork share keys, which would change for both; allocate another cache")
         raise_if(check.of_saved(state, "k", "v", "lengths", "origin", "place", "window"))
-        raise_if(of_types(**{name: state[name] for name in ("k", "v", "lengths")}))
+        tensors = {name: state[name] for name in ("k", "v", "lengths")}
+        raise_if(of_types(**tensors) or of_dense(**tensors) or of_meta(**tensors))
         place = check.each(state["place"], 3) if isinstance(state["place"], list | tuple) else None
         if place is None:
             raise ValueError(f"the state has place={state['place']!r}; pass what state_dict() gave")
@@ -224,8 +226,8 @@ class KVCache(serving.KVCache):
             raise ValueError(f"the state is of {names.format(*place)}; this cache is of {names.format(*self.place)}")
         lengths = state["lengths"].numpy(force=True)
         raise_if(check.of_loaded(state, self, lengths) or self.of_origin(state["origin"], lengths))
-        self.k.copy_(state["k"])
-        self.v.copy_(state["v"])
+        self.k.copy_(state["k"].detach())
+        self.v.copy_(state["v"].detach())
         self.lengths = lengths.astype(np.int64)
         self.stripes = replace(self.stripes, origin=whole(state["origin"]) or 0)
 

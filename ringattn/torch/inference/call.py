@@ -207,9 +207,10 @@ def of_cache(cache: KVCache, plan: Plan, spec: AttentionSpec) -> str | None:
     """Why a chunk with this plan and spec does not fit the cache, or None."""
     if (plan.ring, plan.ulysses) != (cache.plan.ring, cache.plan.ulysses) or plan.axes is not cache.plan.axes:
         return f"the cache was allocated for another plan ({cache.plan}); use its plan.for_length({plan.seq_len})"
-    if plan.cut is not None:
+    if plan.tokens.many:
         return (
-            "this plan cuts each document over all ranks (for_docs), and a chunk is one; use the plan without for_docs"
+            "this plan lays out documents (for_docs, or layout='balanced'), and a chunk is one; use the plan without "
+            "for_docs, and another layout"
         )
     return of_window(cache.window, spec)
 

@@ -154,14 +154,6 @@ def guests_of(blocks: Layout, rank: int, together: int) -> tuple[Stop, ...]:
     return stops(everyone.rounds(rank, together=together)[0].visits, blocks, rank, lambda shard: None)
 
 
-def part_of(shard: Shard, some: slice) -> Shard:
-    """The tokens of a shard with these local indices."""
-    ends = np.cumsum([len(r) for r in shard]).tolist()
-    starts = [end - len(r) for r, end in zip(shard, ends, strict=True)]
-    cut = (r[max(0, some.start - at) : max(0, some.stop - at)] for r, at in zip(shard, starts, strict=True))
-    return tuple(r for r in cut if r)
-
-
 class Landing(NamedTuple):
     """For the batch rows of one length: token source[i] of the chunk is written to local index target[i]."""
 

@@ -29,7 +29,6 @@ from ringattn.torch.inference.chunk import (
     guests_of,
     in_any_order,
     own_pieces,
-    part_of,
     pieces_of,
     whereabouts_on,
 )
@@ -136,8 +135,7 @@ def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, ch
     axis, inner = axes_of(plan)
     here = range(axis.rank * inner.size, (axis.rank + 1) * inner.size)
     groups = tuple(here), tuple(r for r in range(cache.ranks) if r not in here)
-    shard = plan.tokens.shard(plan.ring_axis.rank)
-    chunk = chunk._replace(queries=part_of(shard, plan.local_slice(plan.ulysses_axis.rank)))
+    chunk = chunk._replace(queries=plan.tokens.held(plan.ring_axis.rank, plan.ulysses_axis.rank))
     plans = pieces_of(chunk, groups, call.keys, q.device, kernels.needs_rectangles)
     sources = [r for r in range(axis.size) if r != axis.rank]
     visits: list[Visit] = []

@@ -81,7 +81,7 @@ class Call:
 
     def whole(self, x: Tensor) -> Tensor:
         """The inverse of `folded`."""
-        return x.unflatten(0, (self.batch, self.parts)).flatten(1, 2)
+        return x if self.parts == 1 else x.unflatten(0, (self.batch, self.parts)).flatten(1, 2)
 
 
 def bind(
@@ -166,7 +166,7 @@ def selected(x: Given, kernel: str) -> LinearKernel:
 
 def rows(x: Tensor, parts: int) -> Tensor:
     """The segments of each row, as rows."""
-    return x.unflatten(1, (parts, -1)).flatten(0, 1)
+    return x if parts == 1 else x.unflatten(1, (parts, -1)).flatten(0, 1)
 
 
 def empty_states(kernel: LinearKernel, x: linear.Inputs) -> Tensor | None:
@@ -182,16 +182,16 @@ def begins(
 ) -> Tensor | None:
     """The start of each token's document relative to its segment's first token, [1 or B * P, T / P]; None: earlier.
 
-    Padding continues the last document; the first document continues from the initial state.
+    Padding continues the last document; a row's first document, even an empty one, continues from the initial state.
     """
     if docs is None:
         return None
     at = local_positions(plan, ring_rank, ulysses_rank)
-    own = [np.minimum(at, max(row[-1] - 1, 0)) for row in docs.starts]
-    starts = np.stack([r[np.searchsorted(r, p, "right") - 1] for r, p in zip(docs.starts, own, strict=True)])
+    rows = [(row, np.searchsorted(row, np.minimum(at, row[-1] - 1), "right") - 1) for row in docs.starts]
+    starts = np.stack([np.where(i <= 0, BEFORE, row[i]) for row, i in rows])  # -1 if a row has no tokens
     P = segments(plan)
     starts, at = starts.reshape(len(starts), P, -1), at.reshape(P, -1)
-    local = np.where(starts == 0, BEFORE, starts - at[:, :1])
+    local = np.where(starts == BEFORE, BEFORE, starts - at[:, :1])
     if P > 1 and len(local) < batch:
         local = local.repeat(batch, 0)
     return torch.from_numpy(local.reshape(-1, at.shape[1]).astype(np.int32)).to(device)

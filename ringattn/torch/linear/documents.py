@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ringattn.comms.axis import Axis
 from ringattn.kernels.arrays import accumulator
@@ -25,7 +26,7 @@ from ringattn.kernels.linear import Inputs, Map
 from ringattn.planning import Plan
 from ringattn.segments import segments
 from ringattn.spec import Docs
-from ringattn.torch.linear.fragments import LEVEL, Ints, cut, first_documents, fragments, homes
+from ringattn.torch.linear.fragments import LEVEL, Ints, cut, fragments, homes
 from ringattn.torch.linear.states import Exchange
 from ringattn.torch.sharding import local_positions
 
@@ -77,7 +78,7 @@ class Documents:
         self.places = self.inverses(np.repeat(f.first, f.tokens) + at, row * self.cut.length + at % self.cut.length)
 
         found, empty = homes(plan, docs, batch)
-        self.empty, self.heads = self.index(empty), self.index(first_documents(docs, batch))
+        self.empty = self.index(empty)
         self.order = self.index(np.concatenate(list(found.values())))  # of the documents that have tokens: by rank
         ranks = range(plan.ulysses)
         self.of_ulysses = [len(found[ring_rank, u]) for u in ranks]
@@ -113,10 +114,10 @@ class Documents:
         return Inputs(q, k, v, g, beta, None, call.scale)
 
     def of_documents(self, initial: Tensor | None) -> Tensor | None:
-        """The initial state of each document; of a state a row, it is that of the document that the row begins with."""
+        """The initial state of each document; a state a row is that of the row's first document, the others' are 0."""
         if initial is None or len(initial) == self.count:
             return initial
-        return initial.new_zeros(self.count, *initial.shape[1:]).index_copy_(0, self.heads, initial)
+        return F.pad(initial[:, None], [0] * 7 + [self.count // len(initial) - 1]).flatten(0, 1)
 
     def before(self, initial: Tensor | None, segments: Tensor | None, like: Tensor) -> Tensor:
         """The state before each fragment, from those before documents and segments; None are zeros."""
@@ -189,7 +190,7 @@ class Documents:
         found.index_copy_(0, self.begun[1], dbefore.index_select(0, self.begun[0]))
         if dend is not None:
             found.index_copy_(0, self.empty, dend.index_select(0, self.empty).to(found.dtype))
-        return found if len(initial) == self.count else found.index_select(0, self.heads)
+        return found.unflatten(0, (len(initial), -1))[:, 0]
 
 
 @lru_cache(maxsize=32)

@@ -113,10 +113,3 @@ def homes(plan: Plan, docs: Docs, batch: int) -> tuple[dict[tuple[int, int], Int
     where = np.where(empty, -1, rank_of[np.maximum(last, 0) // length])
     ranks = [(r, u) for r in range(plan.ring) for u in range(plan.ulysses)]
     return {rank: np.flatnonzero(where == i) for i, rank in enumerate(ranks)}, np.flatnonzero(empty)
-
-
-def first_documents(docs: Docs, batch: int) -> Ints:
-    """The document of the first token of each row of the batch; the first document of rows without tokens."""
-    starts = np.broadcast_to(docs.starts, (batch, docs.starts.shape[1]))
-    filled = starts[:, 1:] > 0
-    return np.where(filled.any(1), filled.argmax(1), 0) + np.arange(batch) * filled.shape[1]

@@ -95,7 +95,7 @@ def forward(call: Call, given: Given) -> Found:
         out, end = call.kernel.read_out(x, own, flying.before if flying else given.initial_state, kept)
         start = None
         if flying is not None:
-            start, end = flying.before(), flying.behind
+            start, end = flying.before(), flying.behind if call.returned else None
     start = start if call.gradients and kept is None else None
     return call.whole(out).contiguous(), end if call.returned else None, start, kept
 
@@ -123,9 +123,8 @@ def backward(
             own = call.kernel.scan_states(x, maps=False)
         before = given.initial_state if call.alone else start
         *grads, dinitial = call.kernel.gradients(x, own, before, back, dout, flying.before if flying else dend)
-        if flying is not None:
-            flying.before()
-            dinitial = flying.behind if call.place == first[:2] else torch.zeros_like(flying.behind)
+        if flying is not None and given.initial_state is not None:
+            dinitial = flying.behind if call.place == first[:2] else torch.zeros_like(given.initial_state)
         dq, dk, dv, dg, dbeta = (None if t is None else call.whole(t).contiguous() for t in grads)
         if dg is not None:  # padding lies before the end state, so its gates have gradients
             dg = cleared(dg, call.real).contiguous()

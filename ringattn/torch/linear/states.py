@@ -9,7 +9,7 @@ In backward the gradient of the state takes the same way in reverse, by other ma
 pieces of one ring shard: they gather among themselves first, and then all of them pass states around the ring.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import reduce
 from typing import Any
 
@@ -22,6 +22,8 @@ from ringattn.kernels.linear import Map
 from ringattn.planning import Plan
 from ringattn.segments import Place, Way, order, passes, segments
 
+State = Tensor | None  # None is a state of zero, and costs no launches
+
 
 class Exchange:
     """A transfer of the state before each of this rank's segments; `before()` waits for it.
@@ -31,59 +33,73 @@ class Exchange:
     """
 
     def __init__(
-        self, plan: Plan, own: Map, start: Tensor | None, way: Way, backward: bool = False,
-        end_everywhere: bool = False,
-    ):  # fmt: skip
+        self, plan: Plan, own: Map, start: State, way: Way, backward: bool = False, end_everywhere: bool = False
+    ):
         self.plan, self.way, self.backward, self.end_everywhere = plan, way, backward, end_everywhere
         self.P, self.rank = segments(plan), plan.ring_axis.rank
-        N, H, K, V = own.kv.shape
-        self.start = own.kv.new_zeros(N // self.P, H, K, V) if start is None else start
+        self.own, self.start, self.arrived = own, start, False
+        self.ahead: Iterable[Tensor] = ()
+        self.found: State = None
+        N, H, K, self.V = own.kv.shape
         self.walk = order(plan)[::-1] if backward else order(plan)
         self.mine = [(self.rank, plan.ulysses_axis.rank, p) for p in range(self.P)]
-        self.found: Tensor | None = None
-        self.V = V
-        factor = own.factor.expand(N, H, K, -1)
-        shard = gathered(torch.cat([factor, own.kv], -1), plan.ulysses_axis)
+        shard = gathered(torch.cat([own.factor.expand(N, H, K, -1), own.kv], -1), plan.ulysses_axis)
         if way.name == "gather":
             self.flying: Any = plan.ring_axis.all_gather(shard[None])
         else:
-            self.maps = {(self.rank, u, p): each for (_, u, p), each in maps_of(shard[None], self.P, V).items()}
-            self.flying = self.relay(0, self.start)
+            here = [place for place in self.walk if place[0] == self.rank]
+            self.maps = dict(
+                zip(here, maps_in(shard[None], [(0, u, p) for _, u, p in here], self.P, self.V), strict=True)
+            )
+            self.flying = self.relay(0, start)
 
-    def before(self) -> Tensor:
+    def before(self) -> State:
         """[B * P, H, K, V]; waits once. Then `behind` is the state behind all segments: on the rank that holds the last
-        one of the walk, and if `end_everywhere` on all."""
-        if self.found is None:
+        one of the walk, and if `end_everywhere` on all.
+        """
+        if not self.arrived:  # no cached_property: in Python 3.11 one would hold a lock that all ranks' threads share
+            self.arrived = True
             states = self.through_all() if self.way.name == "gather" else self.around()
-            self.found = torch.stack([states[place] for place in self.mine], 1).flatten(0, 1)
+            self.found = states[self.mine[0]]
+            if self.P > 1:
+                found = (states[place] for place in self.mine)
+                self.found = torch.stack([self.zeros() if x is None else x for x in found], 1).flatten(0, 1)
+            elif self.found is not None:
+                self.found = self.found.contiguous()  # frees the maps of all ranks
         return self.found
 
-    def through_all(self) -> dict[Place, Tensor]:
-        """The states before all segments up to the last one of this rank, or before all."""
-        maps = maps_of(self.flying.wait(), self.P, self.V)
-        last = len(self.walk) - 1 if self.end_everywhere else max(self.walk.index(place) for place in self.mine)
-        before, self.behind = through((maps[place] for place in self.walk[: last + 1]), self.start)
-        return dict(zip(self.walk, before, strict=False))
+    def through_all(self) -> dict[Place, State]:
+        """The states before all segments up to the last one of this rank."""
+        self.ahead = along(maps_in(self.flying.wait(), self.walk, self.P, self.V), self.start)
+        last = max(self.walk.index(place) for place in self.mine)
+        return dict(zip(self.walk[: last + 1], self.ahead, strict=False))
 
-    def around(self) -> dict[Place, Tensor]:
+    @property
+    def behind(self) -> Tensor:
+        for state in self.ahead:
+            self.end = state
+        return self.end
+
+    def around(self) -> dict[Place, State]:
         """Once or, in zigzag, twice around the ring; the second pass begins at the end of the first."""
-        found: dict[Place, Tensor] = {}
+        found: dict[Place, State] = {}
         for i in range(passes(self.plan)):
             relay = self.flying if i == 0 else self.relay(i, self.behind)
-            places = self.places(i)
-            before, self.behind = through((self.maps[place] for place in places), torch.cat(relay.wait(), 3))
-            found.update(zip(places, before, strict=True))
+            pieces, places = relay.wait(), self.places(i)
+            state = pieces[0] if pieces[0] is None or len(pieces) == 1 else torch.cat(pieces, 3)
+            self.ahead = along([self.maps[place] for place in places], state)
+            found.update(zip(places, self.ahead, strict=False))
         if self.end_everywhere:
-            self.behind = broadcast(self.plan.ring_axis, self.behind, self.walk[-1][0])
+            self.end, self.ahead = broadcast(self.plan.ring_axis, self.behind, self.walk[-1][0]), ()
         return found
 
-    def relay(self, i: int, value: Tensor) -> Relay:
+    def relay(self, i: int, value: State) -> Relay:
         """The i-th pass of the state around the ring; the first rank begins with `value`."""
-        whole = reduce(Map.then, (self.maps[place] for place in self.places(i)))
-        cut = [Map(whole.factor, kv) for kv in whole.kv.chunk(self.way.pieces, 3)]
-        pieces = [x.contiguous() for x in value.chunk(self.way.pieces, 3)]
+        whole, count = reduce(Map.then, (self.maps[place] for place in self.places(i))), self.way.pieces
+        cut = [Map(whole.factor, kv.contiguous()) for kv in whole.kv.chunk(count, 3)]
+        pieces = [None] * count if value is None else [x.contiguous() for x in value.chunk(count, 3)]
         reverse = i == 1 if passes(self.plan) == 2 else self.backward
-        return Relay(self.plan.ring_axis, pieces, [each.after for each in cut], reverse)
+        return Relay(self.plan.ring_axis, pieces, [each.after for each in cut], reverse, like=cut[0].kv)
 
     def places(self, i: int) -> list[Place]:
         """The segments of this ring shard in the i-th pass, in its order."""
@@ -91,22 +107,25 @@ class Exchange:
         each = len(shard) // passes(self.plan)
         return shard[i * each : (i + 1) * each]
 
+    def zeros(self) -> Tensor:
+        N, H, K, _ = self.own.kv.shape
+        return self.own.kv.new_zeros(N // self.P, H, K, self.V)
 
-def through(maps: Iterable[Map], state: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The state before each map, and behind the last."""
-    before = []
+
+def maps_in(every: Tensor, places: Iterable[Place], P: int, V: int) -> Iterator[Map]:
+    """The maps of these segments, among those of all ring ranks, [R, U, B * P, H, K, factor and kv]."""
+    (R, U, N, *rest), sizes = every.shape, (every.shape[-1] - V, V)
+    every = every.view(R, U, N // P, P, *rest)
+    for r, u, p in places:
+        yield Map(*every[r, u].select(1, p).split_with_sizes(sizes, -1))
+
+
+def along(maps: Iterable[Map], state: State) -> Iterator[Any]:
+    """The state before each map, and behind the last; launches only what is asked for."""
+    yield state
     for each in maps:
-        before.append(state)
         state = each.after(state)
-    return before, state
-
-
-def maps_of(every: Tensor, P: int, V: int) -> dict[Place, Map]:
-    """The segments' maps from [R, U, B * P, H, K, 1 or K + V], factor and kv."""
-    places = every.unflatten(2, (-1, P))
-    factor, kv = places[..., :-V], places[..., -V:]
-    R, U = places.shape[:2]
-    return {(r, u, p): Map(factor[r, u, :, p], kv[r, u, :, p]) for r in range(R) for u in range(U) for p in range(P)}
+        yield state
 
 
 def gathered(x: Tensor, axis: Axis) -> Tensor:

@@ -1,6 +1,5 @@
 """What transformers calls in the layers of a prepared model: attention, masks, and rotary angles."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,14 +8,14 @@ from torch import Tensor, nn
 from ringattn import api
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.values import Value
 
 NAME = "ringattn"  # what transformers calls this attention
 ARGUMENTS = ("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch")
 PASSED = (*ARGUMENTS, "position_ids", "use_cache", "cache_position")  # what layers pass on and attention ignores
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(Value):
     """What every attention layer of one forward pass must know; it travels with the layers' keyword arguments."""
 
     plan: Plan
@@ -60,8 +59,11 @@ def attend(
     return api.attention(q, k, v, ringattn.plan, spec=spec, docs=ringattn.docs, sinks=s_aux), None
 
 
-@dataclass(frozen=True)
-class Sliding:
+class NotAMask(AttributeError, ValueError):
+    """A layer reads its mask. An AttributeError, since wrappers ask all that layers receive whether it has a dtype."""
+
+
+class Sliding(Value):
     """Stands for a sliding mask, in layers whose window is only in their mask."""
 
     keys: int
@@ -69,7 +71,7 @@ class Sliding:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise ValueError(
+        raise NotAMask(
             f"a layer of this model changes its mask, a sliding window of {self.keys} keys, before its attention (it "
             f"reads mask.{name}): a mask of its own is not supported over ranks"
         )

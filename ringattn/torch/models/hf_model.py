@@ -29,6 +29,7 @@ from ringattn.torch.models.hf_refusals import LOSSES, accepted, refuse, refuse_o
 from ringattn.torch.models.loss import compare_ranks, mean_over_ranks
 from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.torch.same_data import compare_data
+from ringattn.values import Value
 
 OTHERS = 64  # lengths beside the plan's own whose plans are kept
 
@@ -144,8 +145,7 @@ def configs_of(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(Value):
     """Where a prepared model's sequences lie, by length, and the axes that its loss is also averaged over."""
 
     plans: dict[int, Plan]

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from ringattn.planning import Plan
+from ringattn.segments import segments_problem
 from ringattn.torch.models.hf_attention import ARGUMENTS, NAME
 from ringattn.torch.models.hf_linear import convolutions, linear_layers
 from ringattn.torch.models.hf_packed import PACKING, UNUSED
@@ -29,11 +30,8 @@ def refuse(model: nn.Module, plan: Any, over: Any) -> None:
     if hasattr(model, "ringattn"):
         raise ValueError(f"this {name} is already prepared; use it as it is, or hf.unprepare(model) first")
     refuse_model(model, name)
-    if linear_layers(model) and plan.layout == "striped" and plan.ring > 1:
-        raise ValueError(
-            f"{name} has linear layers, and layout='striped' deals out neighbouring tokens to different ranks; make "
-            "the plan with layout='zigzag' or 'contiguous'"
-        )
+    if linear_layers(model) and (problem := segments_problem(plan)):
+        raise ValueError(f"{name} has linear layers, and {problem}")
 
 
 def refuse_model(model: nn.Module, name: str) -> None:

@@ -91,8 +91,20 @@ def mean_over_ranks(losses_BT: Tensor, counted: Tensor, plan: Plan, over: Sequen
         total = axis.all_gather(total).wait().sum(0, keepdim=True)
     everyone, count = total[0].unbind()
     count = count if items is None else torch.as_tensor(items, dtype=count.dtype, device=count.device)
-    share = mine / count.clamp(min=1).to(mine.dtype)
-    return share + ((everyone / count.clamp(min=1)).to(mine.dtype) - share).detach()
+    count = count.clamp(min=1)
+    return Everyones.apply(mine / count.to(mine.dtype), (everyone / count).to(mine.dtype))
+
+
+class Everyones(torch.autograd.Function):
+    """The value that all ranks have, bit by bit, with the gradient of this rank's share of it."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def compare_ranks(plan: Plan, call: str, over: Sequence[Any], problem: str | None = None) -> None:

@@ -3,14 +3,13 @@
 B batch   T this rank's tokens   C width   H query heads   G key/value heads   D head dim
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ringattn import api, choosing
-from ringattn.check import of_sizes
+from ringattn.check import has_shape, of_sizes
 from ringattn.comms.axis import Ranks
 from ringattn.kernels.arrays import accumulator
 from ringattn.planning import Plan, of_text
@@ -104,7 +103,7 @@ class Attention(nn.Module):
             positions = torch.ops.ringattn.positions(x_BTC, text_of(plan))
         elif found := of_types(positions=positions):
             raise ValueError(found)
-        elif tuple(positions.shape) not in ((T,), (1, T), (len(x_BTC), T)):
+        elif not has_shape(positions, (T,), (1, T), (len(x_BTC), T)):
             raise ValueError(f"positions have shape {tuple(positions.shape)}; x has {len(x_BTC)} rows of {T} tokens")
         q, k, v = self.projected(x_BTC, positions)
         return self.out(api.attention(q, k, v, plan, spec=self.spec, docs=docs).flatten(2))
@@ -202,7 +201,7 @@ class StreamingAttention(Attention):
         B, _, G, D = k.shape
         device = k.device.type
         if plan.device != device:  # a plan without a mesh does not know where the layer is
-            plan = replace(plan, axes=Ranks(plan.axes.ring, plan.axes.ulysses, device=device))
+            plan = plan.replace(axes=Ranks(plan.axes.ring, plan.axes.ulysses, device=device))
         with torch.cuda.device_of(k):
             return KVCache.allocate(
                 plan, batch=B, max_len=self.max_len, kv_heads=G, head_dim=D, dtype=k.dtype, window=self.spec.window,

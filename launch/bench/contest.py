@@ -1,0 +1,128 @@
+"""The suites of one device: cases by their names, contestants side by side on the same inputs, rows of what they took.
+
+A contestant turns the inputs of a case into its passes: {"forward": call, "backward": call}, say. What it cannot run it
+refuses with a NotImplementedError, which is printed.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.conf.keys import nearest
+from ringattn.launch.bench import Row, table
+from ringattn.launch.bench.timing import steady_ms
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+OURS = ("auto", "triton", "decode", "tiled", "chunkwise", "op", "states")  # whose errors are no news but bugs
+
+Passes = dict[str, Callable[[], Any]]
+
+
+def settle(options: Any, cases: Iterable[str], contestants: Iterable[str] = ()) -> None:
+    """Fill in the device and the dtype; a ValueError for a case or a contestant that does not exist."""
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if hasattr(options, "dtype"):
+        options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
+    for name in getattr(options, "impls", None) or ():
+        if name not in contestants:
+            raise ValueError(f"impls={name}: no such contestant{nearest(name, contestants)}")
+    for word in options.cases:
+        if not chosen([word], cases):
+            raise ValueError(f"cases={word}: no such case{nearest(word, cases)}; there are {', '.join(cases)}")
+
+
+def chosen(words: Sequence[str], cases: Iterable[str]) -> list[str]:
+    """The cases of these names; a word that is no name stands for all that begin with it."""
+    return [n for n in cases if any(n == w or (w not in cases and n.startswith(w)) for w in words)]
+
+
+def sized(options: Any, cases: Mapping[str, Any]) -> dict[str, Any]:
+    """The chosen cases by their names, all of the length that the options ask for, if they do."""
+    names = chosen(options.cases, cases)
+    return {name: replace(cases[name], tokens=options.tokens or cases[name].tokens) for name in names}
+
+
+def each(cases: Mapping[str, Any], rows_of: Callable[[Any], list[Row]], about: Callable[[Any], Row]) -> list[Row]:
+    """The rows of every case, printed as it is done, with its name and what is to be said about it."""
+    rows: list[Row] = []
+    for name, case in cases.items():
+        new = [{"case": name, **about(case), **row} for row in rows_of(case)]
+        print(table(new, list(dict.fromkeys(key for row in new for key in row))) + "\n", flush=True)
+        rows += new
+    return rows
+
+
+def side_by_side(names: Iterable[str] | None, rows_of: Callable[[str], list[Row]]) -> list[Row]:
+    """The rows of every contestant; if one refuses, or a peer's own code fails, the reason is printed instead."""
+    rows: list[Row] = []
+    for name in names or ():
+        try:
+            rows += [{"impl": name, **row} for row in rows_of(name)]
+        except NotImplementedError as error:
+            print(f"{name}: {error}")
+        except Exception as error:
+            if name in OURS:
+                raise
+            print(f"{name} failed: {type(error).__name__}: {str(error)[:300]}")
+    return rows
+
+
+def timed(passes: Passes, options: Any, figure: str, amounts: Mapping[str, float]) -> list[Row]:
+    """A row a pass: its time, the figure (what the pass does, over its time), and its peak memory."""
+    rows = []
+    for what, call in passes.items():
+        memory, ms = peak_gib(call), steady_ms(call, options.device, options.rep)
+        rows.append({"pass": what, "ms": ms, figure: amounts[what] / ms, "peak_gib": memory})
+    return rows
+
+
+def with_ratios(rows: list[Row], ours: str) -> list[Row]:
+    """In our rows, each other contestant's time over ours: above 1, ours is faster."""
+    for row in rows:
+        if row["impl"] == ours:
+            others = (r for r in rows if r["pass"] == row["pass"] and r["impl"] != ours)
+            row |= {f"over_{other['impl']}": other["ms"] / row["ms"] for other in others}
+    return rows
+
+
+def errors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None]) -> Row:
+    """Distance from float64 of each result: |found - exact| / |exact|."""
+    return {f"error_{n}": distance(found[n], x) for n, x in truth.items() if x is not None}
+
+
+def distance(found: Tensor, truth: Tensor) -> float:
+    return ((found.double() - truth).norm() / truth.norm()).item()
+
+
+def with_error_ratios(rows: list[Row], base: str, prefix: str, results: Sequence[str]) -> list[Row]:
+    """Every row's errors over those of one contestant."""
+    for of in [row for row in rows if row["impl"] == base]:
+        for row in rows:
+            row |= {f"{prefix}_{n}": row[f"error_{n}"] / of[f"error_{n}"] for n in results if f"error_{n}" in of}
+    return rows
+
+
+def differentiated(forward: Callable[[], Tensor], leaves: Sequence[Tensor | None], dout: Tensor) -> Passes:
+    """Forward, and backward by autograd: a gradient for each leaf, None where there is none."""
+    out = forward()
+
+    def backward() -> list[Tensor | None]:
+        found = iter(torch.autograd.grad(out, [x for x in leaves if x is not None], dout, retain_graph=True))
+        return [x if x is None else next(found) for x in leaves]
+
+    return {"forward": forward, "backward": backward}
+
+
+def peak_gib(function: Callable[[], Any]) -> float | None:
+    """What a call allocates at its peak, beyond its inputs."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30

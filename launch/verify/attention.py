@@ -1,0 +1,48 @@
+"""Attention as `ringattn verify` checks it: each case by the norms of its results and by every element."""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels import TABLE as TABLE
+from ringattn.launch.verify import oracle, rounding
+from ringattn.launch.verify.cases import FEATURES, Case, Known
+
+TITLE = "worst relative errors against dense float64"
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks", "element")
+LIMITS = {"float64": 1e-12, "float32": 2e-6}
+
+
+def known(case: Case, precision: str) -> Known:
+    return of_feature(case.name, case.heads, precision)
+
+
+@lru_cache(maxsize=128)
+def of_feature(name: str, heads: int, precision: str) -> Known:
+    """Whatever its ranks. Limits are constants, or twice the error of the dtype, dense, on one device."""
+    case, dtype = replace(next(case for case in FEATURES if case.name == name), heads=heads), getattr(torch, precision)
+    given = oracle.inputs(case, dtype)
+    exact = oracle.dense(case, given)
+    if precision in LIMITS:
+        limits = dict.fromkeys(exact, LIMITS[precision])
+    else:
+        single = oracle.dense(case, given, dtype)
+        limits = {result: 2 * oracle.off(single[result], exact[result]) + 1e-6 for result in exact}
+    return Known(given, exact, rounding.allowances(case, given), {**limits, "element": 1.0})
+
+
+def check(case: Case, mesh: Any, given: dict[str, Any], truth: Known, kernel: str) -> Any:
+    """One rank's errors, and its share of what is the same on all ranks."""
+    found = oracle.run(case, mesh, given, kernel)
+    elements = rounding.locally(case, mesh, found, truth.exact, truth.allowed)
+    errors = {**oracle.errors(case, mesh, found, truth.exact), "element": max(elements.values())}
+    return errors, found.get("dsinks")
+
+
+def shared(total: Tensor, truth: Known) -> dict[str, float]:
+    """The errors of the sum of the shares."""
+    exact, allowed = truth.exact["dsinks"], truth.allowed["dsinks"]
+    return {"dsinks": oracle.off(total, exact), "element": rounding.over(total, exact, allowed)}

@@ -1,0 +1,149 @@
+"""Documents dealt by work: equal tokens, nearly equal work, few ranges, little that is received; and exact results."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_attention import LIMIT, check
+from test_roll import expected
+
+import ringattn as ra
+from ringattn.comms.axis import Ranks
+from ringattn.comms.local import run
+from ringattn.dealing import deal
+from ringattn.launch.verify.cases import FULL, Case
+from ringattn.layout import Layout
+from ringattn.mask import Mask, schedule_of
+from ringattn.planning import of_text
+from ringattn.spec import AttentionSpec, Docs, bounds
+
+
+def mix(tokens, kind, rng):
+    """Lengths as of real packed data: a log-normal with a long tail, or a Pareto with a longer one."""
+    lengths, total = [], 0
+    while total < tokens:
+        n = np.exp(rng.normal(np.log(2048), 1.4)) if kind == "log-normal" else (rng.pareto(0.9) + 1) * 512
+        n = np.clip(n, 64, 131072) if kind == "log-normal" else np.clip(n, 64, tokens // 2)
+        lengths.append(min(int(n), tokens - total))
+        total += lengths[-1]
+    return lengths
+
+
+@pytest.mark.parametrize("kind", ["log-normal", "pareto"])
+@pytest.mark.parametrize("ranks", [8, 16, 64])
+def test_work_is_equal_and_little_is_received_in_few_ranges(ranks, kind):
+    """Counted token by token for 20 mixes: work within 2%, 1.5 x the longest document and a shard, 12 ranges a rank."""
+    shard, count = 16384, []
+    for seed in range(20):
+        lengths = mix(ranks * shard, kind, np.random.default_rng(seed))
+        starts = np.append(0, np.cumsum(lengths))
+        found = deal(starts, ranks * shard, ranks, AttentionSpec())
+        document = np.repeat(np.arange(len(lengths)), lengths)
+        pairs = np.arange(ranks * shard) - starts[document] + 1
+        below, count = np.append(0, np.cumsum(pairs)), [*count, *map(len, found)]
+        work = np.array([sum(below[b] - below[a] for a, b in ranges) for ranges in found])
+        assert work.max() <= 1.02 * work.mean()
+        for ranges in found:
+            at = np.concatenate([np.arange(a, b) for a, b in ranges])
+            last = np.zeros(len(lengths), int)
+            np.maximum.at(last, document[at], pairs[at])
+            assert len(at) == shard and last.sum() - shard <= 1.5 * max(lengths) + shard
+    assert np.mean(count) <= 12
+
+
+lengths_of = st.lists(st.integers(0, 40), min_size=1, max_size=12)
+specs = st.sampled_from([AttentionSpec(), FULL, AttentionSpec(window=5)])
+layouts = st.builds(
+    lambda lengths, pad, ring, ulysses, spec: Layout(
+        "balanced", sum(lengths) + pad, ring, ulysses, Docs.from_lengths(lengths, pad_to=sum(lengths) + pad), spec
+    ),
+    lengths_of, st.integers(1, 9), st.integers(1, 8), st.integers(1, 3), specs,
+)  # fmt: skip
+
+
+@given(layouts)
+def test_every_token_is_on_one_rank_and_ranks_hold_equally_many(layout):
+    assert sorted(layout.order()) == list(range(layout.padded_length))
+    for rank in range(layout.ring):
+        assert len(layout.positions(rank)) == layout.shard_len and (np.diff(layout.positions(rank)) > 0).all()
+
+
+@given(layouts)
+def test_blocks_meet_exactly_where_something_is_seen(layout):
+    T, total = layout.length, layout.padded_length
+    plan = ra.Plan(T, layout.ring, layout.ulysses, layout="balanced", docs=layout.docs, work=layout.spec)
+    begin, end = (x[0] for x in bounds(layout.spec, np.arange(total), T, docs=layout.docs))
+    owner = np.argsort(layout.shard_order()) // layout.shard_len
+    expected = np.zeros((layout.ring, layout.ring), bool)
+    for q, (first, last) in enumerate(zip(begin, end, strict=True)):
+        expected[owner[q], owner[first:last]] = True
+    np.testing.assert_array_equal(schedule_of(Mask(plan, layout.spec, layout.docs)).needed, expected)
+
+
+LENGTHS = [16, 0, 47, 8, 1, 19]
+BALANCED = Case("balanced", seq_len=96, lengths=[*LENGTHS, 5], cut=[*LENGTHS, 5], layout="balanced")
+WINDOW = AttentionSpec(window=13, softcap=3.0)
+CASES = [
+    (BALANCED, {}),
+    (replace(BALANCED, sinks=True, lengths=LENGTHS, cut=LENGTHS), {"kernel": "tiled"}),
+    (replace(BALANCED, spec=WINDOW, sinks=True, strategy="gather"), {}),
+    (replace(BALANCED, spec=FULL, kv_heads=4), {"backward": "queries"}),
+    (replace(BALANCED, spec=WINDOW, kv_heads=4), {"route": "relay", "hosts": 4}),
+    (replace(BALANCED, seq_len=97, lengths=[90], cut=[90]), {"route": "levels", "hosts": 2}),
+    (replace(BALANCED, seq_len=3, lengths=[3], cut=[3]), {}),  # fewer tokens than ranks
+    (replace(BALANCED, ring=2, ulysses=2, spec=WINDOW, sinks=True), {}),
+    (replace(BALANCED, ring=2, ulysses=2, strategy="gather"), {}),
+    (replace(BALANCED, ring=2, ulysses=2, lengths=[[50, 46], [3, 93]]), {}),  # other documents than are dealt
+]
+
+
+@pytest.mark.parametrize(("case", "choices"), CASES, ids=lambda x: str(x))
+def test_equals_dense_float64(case, choices):
+    check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT), **choices)
+
+
+@settings(max_examples=12)
+@given(layouts, st.integers(-9, 9))
+def test_unshard_inverts_shard_and_roll_rolls(layout, shift):
+    x = torch.randint(0, 99, (2, layout.length, 3))
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=1, layout="balanced", spec=layout.spec).for_docs(layout.docs)
+        assert plan == of_text(plan.text)
+        mine, real = plan.shard(x), plan.real_tokens()
+        assert torch.equal(mine[:, real], x[:, plan.positions()[real]])
+        return plan.unshard(mine), plan.unshard(plan.roll(mine, shift, docs=layout.docs))
+
+    rolled = expected(x, shift, 1, layout.docs, -100)
+    assert all(torch.equal(whole, x) and torch.equal(moved, rolled)
+               for whole, moved in run(one, ring=layout.ring, ulysses=layout.ulysses))  # fmt: skip
+
+
+def test_what_cannot_be_is_refused():
+    docs = Docs.from_lengths([8, 24])
+    made = ra.Plan(32, 2, 2, layout="balanced").for_docs(docs)
+    assert made == ra.Plan(32, 2, 2, layout="balanced", docs=docs) and "layout balanced," in str(made)
+    for make, said in (
+        (lambda: ra.Plan(32, 2, layout="balanced", axes=Ranks(None, None, "jax", "cpu", here=False)), "in JAX, nor is"),
+        (lambda: ra.Plan(32, 2, layout="balanced", key_len=64), "only for queries and keys of one sequence"),
+        (lambda: ra.Plan(32, 2, layout="balanced", docs=Docs.from_lengths([8])).tokens, "the plan is for 32 tokens"),
+        (lambda: made.for_docs(Docs.from_lengths([[8, 8], [16, 0]])).tokens, "put the rows one after the other"),
+        (lambda: made.for_length(64), "and has their length"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make()
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=32, layout="balanced", docs=docs)
+        x = torch.randn(1, 16, 2, 4)
+        with pytest.raises(ValueError, match="layout='balanced' deals out neighbouring tokens"):
+            ra.linear_attention(x, x, x, None, plan)
+        cache = ra.KVCache.allocate(plan, batch=1, max_len=64, kv_heads=2, head_dim=4, dtype="float32")
+        with pytest.raises(ValueError, match="and a chunk is one"):
+            ra.prefill(x, x, x, plan, cache)
+        return True
+
+    assert all(run(one, ring=2))
