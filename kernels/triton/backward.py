@@ -403,7 +403,7 @@ def flash_backward(
         found = launches_of(inputs, rows_st, scale, softcap, alone, into, table)
         if table is None:
             LAUNCHES.keep(known, found)
-    if dk is not None:
+    if dk is not None and dv is not None:
         found.dkdv(*inputs, stats, spans(where, k.shape[1], found.cut), dk, dv)
     if dq is not None:
         found.dq(*inputs, stats, dq)
