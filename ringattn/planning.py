@@ -297,9 +297,9 @@ class Plan(Value):
     def blocks_at_once(self, nbytes: int) -> int:
         """How many blocks of that many bytes a step of the direct route brings.
 
-        One, if a block has many ranges: several blocks would arrive in many small parts.
+        One, if every document is on all ranks: several blocks would arrive in as many parts as there are documents.
         """
-        if self.tokens.many:
+        if self.tokens.by_document:
             return 1
         return self.transport.together or hardware_of(self.device).blocks_at_once(nbytes)
 

@@ -17,14 +17,13 @@ from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.rows import EVERY as ALL
 from ringattn.kernels.rows import NONE, Rows
 from ringattn.kernels.total import Total
-from ringattn.schedule import Hop
-from ringattn.torch.attention.steps import Run, Score, Stop
+from ringattn.schedule import Hop, Ranges
+from ringattn.torch.attention.steps import Run, Score, Stop, places
 
 S = TypeVar("S")
-# the arguments of `Axis.sharing`: what this rank sends, who reads it at the same stop, and where it receives
-Trip = tuple[Slices, tuple[int, ...], ByRank]
+Trip = tuple[ByRank, ByRank]  # the arguments of `Axis.sharing`: what each rank reads here, and where this one receives
 Step = tuple[tuple[Tensor, ...], Any, Rows]  # q, k and v, intervals, rows: the arguments of a kernel's backward
-END = Stop(None, (), {}, (), ())
+END = Stop(None, (), {}, {})
 EVERY = slice(None)
 LONG = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
 
@@ -212,8 +211,17 @@ def with_next(run: Sequence[S], end: S) -> Iterable[tuple[S, S]]:
 def room_for(stop: Stop, *own: Tensor) -> tuple[tuple[Tensor, ...], Trip]:
     """Memory for what a stop brings, and the transfer that fills it."""
     room = tuple(x.new_empty(x.shape[0], stop.length, *x.shape[2:]) for x in own) if stop.brought else own
-    into = {source: Slices(room, places) for source, places in stop.brought.items()}
-    return room, (Slices(own, stop.own), stop.readers, into)
+    into = {source: Slices(room, *places) for source, places in stop.brought.items()}
+    shown = {ranges: Slices(own, ranges) for ranges in stop.readers.values()}  # the same object for all that read it
+    return room, ({reader: shown[ranges] for reader, ranges in stop.readers.items()}, into)
+
+
+def joined(ranges: Ranges) -> Ranges:
+    """Ranges, of which those that touch are one."""
+    found: list[range] = []
+    for r in ranges:
+        found.append(range(found.pop().start, r.stop) if found and found[-1].stop == r.start else r)
+    return tuple(found)
 
 
 class Home:
@@ -226,7 +234,7 @@ class Home:
         self.axis, self.like = axis, like
         self.dtypes = [x.dtype if narrow else accumulator(x) for x in like]
         self.own = tuple(Total(x) for x in like)
-        self.coming: Sequence[Sequence[Tensor]] = ()  # the tensors that each reader sends
+        self.coming: Sequence[tuple[Ranges, Sequence[Tensor]]] = ()  # what each reader sends: of which rows, and those
         self.flight: Pending = Done()
 
     def send(self, stop: Stop, grads: Sequence[Any], what: str, heads: slice = EVERY) -> None:
@@ -237,17 +245,24 @@ class Home:
             return
         self.settle()
         kinds = list(zip(self.like, self.dtypes, strict=True))
-        self.coming = [[x.new_empty(x.shape, dtype=dtype) for x, dtype in kinds] for _ in stop.readers]
-        into = {r: Slices(each, stop.own) for r, each in zip(stop.readers, self.coming, strict=True)}
-        out = {s: self.parcel(grads, places) for s, places in stop.brought.items()}
+        self.coming, into = [], {}
+        for reader, rows in stop.readers.items():
+            n, at = sum(map(len, rows)), places([(r,) for r in rows])
+            found = [x.new_empty(x.shape[0], n, *x.shape[2:], dtype=dtype) for x, dtype in kinds]
+            self.coming.append((rows, found))
+            into[reader] = Slices(found, at)
+        out = {s: self.parcel(grads, places.at) for s, places in stop.brought.items()}
         self.flight = self.axis.move(out, into, what=what)
 
     def settle(self, last: bool = False) -> None:
         """Add what arrived, always in the same order. Unless it is the `last` time, fold totals of many parts."""
         self.flight.wait()
-        for each in self.coming:
+        for rows, each in self.coming:
             for total, found in zip(self.own, each, strict=True):
-                total.add(found)
+                at = 0
+                for r in joined(rows):
+                    total.add(found[:, at : at + len(r)], rows=slice(r.start, r.stop))
+                    at += len(r)
         for total in () if last else self.own:
             total.fold()
         self.coming, self.flight = (), Done()

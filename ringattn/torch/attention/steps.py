@@ -3,8 +3,9 @@
 They are made once for a plan, a spec and its documents, and cached: all layers of a model use the same ones.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +17,9 @@ from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.rows import Rows, row_delta
-from ringattn.layout import FEW, Layout, Shard, count_below
+from ringattn.layout import FEW, Layout, Shard, count_below, part_of
 from ringattn.mask import Mask, schedule_of
-from ringattn.schedule import Hop, Visit
+from ringattn.schedule import Hop, Ranges, Round, Schedule
 from ringattn.spec import Runs, interval
 
 # The tensors of one group of heads, of a whole ring shard.
@@ -27,14 +28,20 @@ Seen = Sequence[Any]  # q, k, v, out, lse and the gradients of the latter two, o
 Grads = Sequence[Any]  # dq, dk, dv, and delta where it is requested
 
 
+class Places(NamedTuple):
+    """Where the ranges of a block that are read lie among what a stop brings."""
+
+    at: Ranges
+    after: tuple[int, ...]  # how many tokens of other ranges the block's holder shows to others before these
+
+
 class Stop(NamedTuple):
     """One visit of a rank's run, with its intervals and transfers."""
 
     where: Intervals | None  # of the queries among the keys that are here; None if there is no work
     shard: Shard  # the positions of the keys (or queries) that are here
-    brought: dict[int, tuple[range, ...]]  # by source rank: where each range of its block lies among the keys here
-    readers: tuple[int, ...]  # who reads the block that this rank holds, at the same step
-    own: tuple[range, ...]  # the ranges of that block, in the order in which they are read
+    brought: dict[int, Places]  # by source rank: where what is read of its block lies among the keys here
+    readers: dict[int, Ranges]  # what other ranks read, at the same step, of the block that this rank holds
 
     @property
     def length(self) -> int:
@@ -65,10 +72,10 @@ def run_of(mask: Mask, rank: int, device: torch.device | None, together: int = 1
     """The run of one ring rank. Each visit has up to `together` blocks of keys, or with `queries` of queries, which
     then travel while keys stay.
     """
-    plan, schedule = mask.plan, schedule_of(mask)
+    plan, schedule = mask.plan, schedule_of(mask, queries)
     if queries:
         keys = plan.keys.tokens.shard(rank)
-        schedule, layout = schedule.turned, plan.tokens
+        layout = plan.tokens
     else:
         seen = bounds_on(mask, plan.tokens.shard(rank), device)
         layout = plan.keys.tokens
@@ -85,41 +92,48 @@ def run_of(mask: Mask, rank: int, device: torch.device | None, together: int = 1
         return rank // size * size + block % size
 
     return tuple(
-        Leg(stops(one.visits, layout, rank, where, holder), one.hop, one.home)
+        Leg(stops(schedule, one, layout, rank, where, holder), one.hop, one.home)
         for one in schedule.rounds(rank, hosts, together)
     )
 
 
 def stops(
-    visits: Iterable[Visit],
+    schedule: Schedule,
+    held: Round,
     layout: Layout,
     rank: int,
     where: Callable[[Shard], Intervals | None],
     holder: Callable[[int], int] = int,
 ) -> tuple[Stop, ...]:
-    """Each visit with the places of the blocks it brings, sorted by range; `holder` gives the rank that has a block."""
-    found = []
-    for i, visit in enumerate(visits):
-        ranges = sorted(((r, s) for s in visit.sources for r in layout.shard(s)), key=lambda pair: pair[0].start)
-        shard = tuple(r for r, _ in ranges)
-        brought: dict[int, tuple[range, ...]] = {holder(s): () for s in visit.sources if i}
-        own: tuple[range, ...] = (range(layout.shard_len),)  # a block of many ranges comes alone, and travels whole
-        if layout.many:
-            brought = dict.fromkeys(brought, own)
-        else:
-            own = places(layout.shard(rank))
-            for (_, source), place in zip(ranges if i else (), places(shard) if i else (), strict=True):
-                brought[holder(source)] += (place,)
-        found.append(Stop(where(shard) if shard else None, shard, brought, visit.readers, own))
+    """Each visit with the places of what it brings, sorted by position; `holder` gives the rank that has a block."""
+    home, *others = held.visits
+    shard = layout.shard(held.held) if home.sources else ()
+    found = [Stop(where(shard) if shard else None, shard, {}, {})]
+    for visit in others:
+        read = [(part_of(layout.shard(s), slice(r.start, r.stop)), s) for s in visit.sources
+                for r in schedule.ranges(rank, s)]  # fmt: skip
+        read.sort(key=lambda pair: pair[0][0].start)
+        shard = tuple(r for positions, _ in read for r in positions)
+        at: dict[int, Ranges] = dict.fromkeys(visit.sources, ())
+        for (_, source), place in zip(read, places([positions for positions, _ in read]), strict=True):
+            at[source] += (place,)
+        brought = {
+            holder(s): Places(at[s], schedule.before(rank, s, readers))
+            for s, readers in zip(visit.sources, visit.company, strict=True)
+        }
+        readers = {r: schedule.ranges(r, held.held) for r in visit.readers}
+        found.append(Stop(where(shard) if shard else None, shard, brought, readers))
     return tuple(found)
 
 
-def places(shard: Shard) -> tuple[range, ...]:
-    """Where the tokens of each range lie in the shard, whose ranges may interleave."""
-    if not shard:
-        return ()
-    first, second = (count_below(shard, np.array([r.start + i * r.step for r in shard])).tolist() for i in (0, 1))
-    return tuple(range(a, a + len(r) * (b - a), b - a) for a, b, r in zip(first, second, shard, strict=True))
+def places(parts: Sequence[Shard]) -> Ranges:
+    """Where the tokens of each part lie among all of them: one after the other, or stripes dealt out in turn."""
+    if parts and parts[0][0].step > 1:
+        shard = tuple(r for part in parts for r in part)
+        first, second = (count_below(shard, np.array([r.start + i * r.step for r in shard])).tolist() for i in (0, 1))
+        return tuple(range(a, a + len(r) * (b - a), b - a) for a, b, r in zip(first, second, shard, strict=True))
+    ends = [0, *accumulate(sum(map(len, part)) for part in parts)]
+    return tuple(map(range, ends, ends[1:]))
 
 
 @lru_cache(maxsize=8)
