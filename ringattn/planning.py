@@ -18,6 +18,7 @@ from ringattn.values import Value, fields
 STRATEGIES = ("ring", "gather", "ulysses")
 ROUTES = ("direct", "relay", "levels")
 TRAVELLERS = ("keys", "queries")
+GRADS = ("input", "float32")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SIZES = {
     "seq_len": "a whole number of tokens, at least 1",
@@ -58,6 +59,8 @@ class Transport(Value):
     groups     the number of groups of heads that Ulysses and gather exchange, one while another is computed; by default
                chosen by predicted time
     by         "symmetric" (copy engines, between GPUs that can read each other's memory) or "group" (NCCL, gloo)
+    grads      the dtype in which gradients travel on a ring: that of the "input", or "float32" (float64 for float64);
+               auto takes the one in which the kernel that the plan expects computes them
     """
 
     route: str = "auto"
@@ -66,11 +69,13 @@ class Transport(Value):
     backward: str = "auto"
     groups: int | None = None
     by: str = "auto"
+    grads: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("hosts", "together", "groups"):
             object.__setattr__(self, name, size_of(name, getattr(self, name)))
-        for name, choices in (("route", ROUTES), ("backward", TRAVELLERS), ("by", TRANSPORTS[1:])):
+        named = {"route": ROUTES, "backward": TRAVELLERS, "by": TRANSPORTS[1:], "grads": GRADS}
+        for name, choices in named.items():
             if getattr(self, name) not in ("auto", *choices):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of auto, {', '.join(choices)}")
 
@@ -89,7 +94,7 @@ class Plan(Value):
     strategy: str = "ring"
     layout: str = "contiguous"
     kernel: str = "auto"
-    transport: Transport = Transport("direct", 1, backward="keys")  # in torch; route, hosts, backward are never auto
+    transport: Transport = Transport("direct", 1, backward="keys", grads="float32")  # in torch; these are never auto
     key_len: int | None = None
     heads: tuple[int, int] | None = None
     head_dim: int | None = None
