@@ -152,8 +152,8 @@ def test_gradients_that_a_named_kernel_of_rectangles_finds(choices, dtype, trans
             assert found.dtype == dtype and (found - leaf.grad).norm() < 3 * torch.finfo(dtype).eps * leaf.grad.norm()
         if "together" in choices and "backward" not in choices:
             numbers = 2 * 2 * 2 * 16  # of the keys and values of a token
-            wide = dtype.itemsize if "grads" in choices else 4  # gradients are found in float32
-            assert sent == keys * numbers * dtype.itemsize + back * numbers * wide
+            back_bytes = dtype.itemsize if "grads" in choices else 4  # gradients are found in float32
+            assert sent == keys * numbers * dtype.itemsize + back * numbers * back_bytes
 
 
 IN_GROUPS = [
