@@ -95,6 +95,7 @@ def test_heads_at_home_may_take_turns(case, kernel, together, monkeypatch):
         {"backward": "queries"},
         {"backward": "queries", "together": 3},
         {"route": "levels", "hosts": 2},
+        {"grads": "input"},
     ],
     ids=str,
 )
@@ -111,6 +112,7 @@ def test_other_ways_to_bring_keys_equal_it_too(case, choices):
         {"together": 1},
         {"together": 3},
         {"together": 3, "long": 0},
+        {"together": 3, "grads": "input"},
         {"backward": "queries", "together": 2},
         {"route": "levels", "hosts": 2},
         {"route": "relay"},
@@ -150,7 +152,8 @@ def test_gradients_that_a_named_kernel_of_rectangles_finds(choices, dtype, trans
             assert found.dtype == dtype and (found - leaf.grad).norm() < 3 * torch.finfo(dtype).eps * leaf.grad.norm()
         if "together" in choices and "backward" not in choices:
             numbers = 2 * 2 * 2 * 16  # of the keys and values of a token
-            assert sent == keys * numbers * dtype.itemsize + back * numbers * 4  # gradients are found in float32
+            back_bytes = dtype.itemsize if "grads" in choices else 4  # gradients are found in float32
+            assert sent == keys * numbers * dtype.itemsize + back * numbers * back_bytes
 
 
 IN_GROUPS = [

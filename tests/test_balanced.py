@@ -1,5 +1,6 @@
 """Documents dealt by work: equal tokens, nearly equal work, few ranges, little that is received; and exact results."""
 
+import pickle
 import random
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from test_attention import LIMIT, check
 from test_roll import expected
 
 import ringattn as ra
+import ringattn.layout as layout_module
 from ringattn.comms.axis import Ranks
 from ringattn.comms.local import run
 from ringattn.dealing import deal
@@ -125,6 +127,28 @@ def test_unshard_inverts_shard_and_roll_rolls(layout, shift):
     rolled = expected(x, shift, 1, layout.docs, -100)
     assert all(torch.equal(whole, x) and torch.equal(moved, rolled)
                for whole, moved in run(one, ring=layout.ring, ulysses=layout.ulysses))  # fmt: skip
+
+
+def test_a_plan_that_a_worker_made_is_bound_to_the_ranks_and_not_dealt_again(monkeypatch):
+    docs = Docs.from_lengths([8, 40, 16])
+    dealt, deal_once = [], layout_module.deal
+    monkeypatch.setattr(layout_module, "deal", lambda *given: dealt.append(1) or deal_once(*given))
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=32, layout="balanced", strategy="ring")
+        worker = pickle.loads(pickle.dumps(plan))
+        data = pickle.dumps(worker.for_docs(docs))
+        bound = plan.for_docs(pickle.loads(data))
+        x = torch.randn(1, 64, 2, 4, generator=torch.Generator().manual_seed(0))
+        mine = bound.shard(x)
+        out = bound.unshard(ra.attention(mine, mine, mine, bound, docs=docs))
+        torch.testing.assert_close(out, ra.attention(x, x, x, docs=docs))
+        with pytest.raises(ValueError, match="laid out by a plan with other choices"):
+            plan.replace(kernel="tiled").for_docs(pickle.loads(data))
+        return bound == pickle.loads(pickle.dumps(bound))
+
+    assert all(run(one, ring=2))
+    assert len(dealt) == 2  # once by each rank's worker
 
 
 def test_what_cannot_be_is_refused():

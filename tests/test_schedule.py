@@ -18,7 +18,6 @@ from ringattn.layout import LAYOUTS, Layout
 from ringattn.mask import Mask, pieces, schedule_of
 from ringattn.schedule import GRAINS, Schedule, growing, seen
 from ringattn.spec import AttentionSpec, Docs, bounds
-from ringattn.torch.attention import call
 from ringattn.torch.attention.steps import score_with
 
 
@@ -214,7 +213,7 @@ def test_the_last_gradients_fly_beside_work_at_home(kv_heads, monkeypatch):
 
     def watched(*args):
         score = score_with(*args)
-        return score._replace(halves=noting("work", score.halves))
+        return score._replace(backward=noting("work", score.backward))
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=64, heads=(8, kv_heads), head_dim=8, kernel="sdpa_cpu", strategy="ring")
@@ -235,16 +234,15 @@ def test_the_last_gradients_fly_beside_work_at_home(kv_heads, monkeypatch):
             torch.testing.assert_close(found, leaf.grad, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("kernel", "backward"), [("tiled", 4), ("sdpa_cpu", 2)])
-def test_a_vendors_kernel_meets_as_many_blocks_in_backward_as_in_forward(kernel, backward, monkeypatch):
-    """It pays for each call; with others gradients in float32 need the room."""
+@pytest.mark.parametrize(("grads", "backward"), [("float32", 4), ("input", 2)])
+def test_steps_bring_as_many_blocks_in_backward_as_in_forward_unless_gradients_are_wide(grads, backward, monkeypatch):
+    """A vendor's kernel pays for each call; gradients in float32 need the room."""
     block = 2 * 4 * 16 * 2 * 8  # bytes: keys and values of 16 tokens
     monkeypatch.setitem(HARDWARE, "cpu", replace(HARDWARE["cpu"], room=3 * block))
-    real = call.select  # gradients of sdpa_cpu travel in the dtype of the inputs, as those of a GPU vendor's do
-    monkeypatch.setattr(call, "select", lambda *args, **more: replace(real(*args, **more), narrow=kernel == "sdpa_cpu"))
 
     def one(mesh):
-        plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, kernel=kernel, strategy="ring")
+        how = ra.Transport(grads=grads)
+        plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, strategy="ring", transport=how)
         q, k, v = (torch.ones(1, 16, h, 8, requires_grad=True) for h in (8, 2, 2))
         ra.attention(q, k, v, plan).sum().backward()
         (call,) = plan.calls.values()

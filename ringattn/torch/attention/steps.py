@@ -16,6 +16,7 @@ from ringattn import kernels
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import TorchKernel
+from ringattn.kernels.rows import Rows, row_delta
 from ringattn.layout import FEW, Layout, Shard, count_below, part_of
 from ringattn.mask import Mask, schedule_of
 from ringattn.schedule import Hop, Ranges, Round, Schedule
@@ -58,28 +59,12 @@ class Leg(NamedTuple):
 Run = tuple[Leg, ...]
 
 
-class Rows(NamedTuple):
-    """The rows of a backward pass. A kernel takes delta, or computes it from out."""
-
-    dout: Tensor
-    lse: Tensor
-    delta: Tensor | None
-    out: Tensor | None = None
-
-
 class Score(NamedTuple):
     """A kernel bound to all arguments of a call except the tensors and the intervals."""
 
     kernel: TorchKernel
     attend: Callable[..., Partial]
-    gradients: Callable[..., Any]  # (q, k, v, where, rows) -> dq, dk, dv
-    halves: Callable[..., Any]  # the same as two functions: one gives (dk, dv), the other dq
-    narrow: bool  # whether gradients travel in the dtype of the inputs, because such a kernel runs on all ranks
-
-    @property
-    def parted(self) -> bool:
-        """Whether each of `halves` computes only its half; then it adds to the totals that it is given."""
-        return self.kernel.halves is not None
+    backward: Callable[..., Any]  # (tensors, where, rows, want, into) -> dq, dk, dv
 
 
 @lru_cache(maxsize=8)
@@ -209,42 +194,20 @@ def on_device(seen: tuple[Any, ...], device: torch.device | None) -> Intervals:
 def score_with(entry: kernels.Kernel, scale: float, softcap: float | None) -> Score:
     kernel: TorchKernel = entry.load()
     given: dict[str, Any] = {"scale": scale, "softcap": softcap}
-
-    def run(function: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-        *tensors, (dout, lse, delta, out) = inputs
-        if out is not None:
-            more["out"] = out
-        return function(*tensors, dout, lse, delta, **given, **more)
-
-    def halves(*inputs: Any, **more: Any) -> Any:
-        if kernel.halves:
-            return run(kernel.halves, *inputs, **more)
-        found: list[Any] = []  # both halves at once; the caller adds them to its totals
-
-        def once() -> list[Any]:
-            if not found:
-                found.extend(run(kernel.totals or kernel.attend_backward, *inputs))
-            return found
-
-        return lambda: once()[1:], lambda: once()[0]
-
-    return Score(kernel, partial(kernel.attend, **given), partial(run, kernel.attend_backward), halves, entry.narrow)
+    return Score(kernel, partial(kernel.attend, **given), partial(kernel.backward, **given))
 
 
 def rows_of(
-    score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, with_delta: bool, steps: bool = True,
-    travels: bool = False,
-) -> tuple[Rows, Tensor | None]:  # fmt: skip
-    """The rows of a backward pass as the kernel takes them, and delta if `with_delta`; `steps`: there may be several.
+    score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, with_delta: bool, travels: bool = False
+) -> tuple[Rows, Tensor | None]:
+    """The rows of a backward pass as the kernel takes them, and delta if `with_delta`.
 
     A kernel that computes delta gets `out`, unless the lse has a gradient too, which is a term of delta, or the rows
     travel: delta is much smaller than out.
     """
-    kernel = score.kernel
-    by_out = kernel.by_out and dlse is None and not travels and not (kernel.delta_once and (steps or with_delta))
-    delta = None if by_out and not with_delta else kernel.row_delta(out, dout, dlse)
-    rows = kernel.rounded(dout, lse, None if by_out else delta)
-    return Rows(*rows, out if by_out else None), delta
+    by_out = dlse is None and not travels
+    delta = None if by_out and not with_delta else row_delta(out, dout, dlse)
+    return score.kernel.prepare(dout, lse, delta, out if by_out else None), delta
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, rectangles: bool) -> kernels.Problem:
