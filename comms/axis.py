@@ -76,10 +76,13 @@ def roles(axes: Mapping[str, Any] | None, names: Sequence[str], framework: str) 
 
 
 class Slices(Sequence[Any]):
-    """Slices of tensors along dim 1: all ranges of the first tensor, then of the next. Views, made on first use."""
+    """Slices of tensors along dim 1: all ranges of the first tensor, then of the next. Views, made on first use.
 
-    def __init__(self, tensors: Sequence[Any], places: tuple[range, ...]):
-        self.tensors, self.places = tensors, places
+    `after`, of slices that receive what is shared: how long the other slices are that their rank shares before these.
+    """
+
+    def __init__(self, tensors: Sequence[Any], places: tuple[range, ...], after: tuple[int, ...] = ()):
+        self.tensors, self.places, self.after = tensors, places, after
         self.views: list[Any] | None = None
 
     def __len__(self) -> int:
@@ -172,14 +175,13 @@ class Axis(Protocol):
         """
         return Done()
 
-    def sharing(
-        self, tensors: Sequence[Any], readers: Sequence[int], into: ByRank, what: str = "", first: bool = True
-    ) -> AbstractContextManager[Pending]:
-        """`with axis.sharing(...) as coming`: the same tensors travel to all readers beside the work of the body.
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> AbstractContextManager[Pending]:
+        """`with axis.sharing(...) as coming`: a move beside the work of the body.
 
-        The tensors of `into` are received from what their ranks share in their matching call. Wait for `coming` after
-        the body: a transfer may be launched before the body or after it, whichever the transport hides better. `first`:
-        the body fills the device to its end, so what its kernels would delay comes first.
+        Readers that get the same object in `out` may read it from one place. Objects are shared in the order of `out`,
+        and a receiver knows how long those before its own are (`Slices.after`). Wait for `coming` after the body: a
+        transfer may be launched before the body or after it, whichever the transport hides better. `first`: the body
+        fills the device to its end, so what its kernels would delay comes first.
         """
         return nullcontext(Done())
 

@@ -66,6 +66,11 @@ def layout_of(
     return [[(*divmod(at, APART), size, rows, pitch) for at, size, rows, pitch in batch] for batch in batches(found)]
 
 
+def batch_count(nbytes: int) -> int:
+    """How many batches so many bytes make."""
+    return -(-nbytes // SLOT)
+
+
 def batches(runs: Iterable[Run]) -> Iterator[list[Piece]]:
     """Runs, cut and grouped into batches of at most a slot, each in as few pieces as possible."""
     group: list[Run] = []

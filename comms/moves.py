@@ -19,11 +19,8 @@ class Moves:
     by: str
     move: Callable[..., Pending]
 
-    def sharing(
-        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str = "", first: bool = True
-    ) -> AbstractContextManager[Pending]:
-        travels = readers or into
-        return nullcontext(self.move(dict.fromkeys(readers, tensors), into, what=what) if travels else Done())
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> AbstractContextManager[Pending]:
+        return nullcontext(self.move(out, into, what=what) if out or into else Done())
 
     def rotate(
         self, tensors: Sequence[Tensor], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""

@@ -85,22 +85,21 @@ class Peers:
             expect(OUT, peer)
         self.put(puts)
 
-    def put_shared(
-        self, readers: Sequence[int], first: int, batches: Iterable[Sequence[Piece]], expect: Expect
-    ) -> None:
-        """Put batches into shared slots for several readers, from slot `first` on.
+    def put_shared(self, first: int, batches: Iterable[tuple[Sequence[Piece], Sequence[int]]], expect: Expect) -> None:
+        """Put batches, each with its readers, into shared slots, from slot `first` on.
 
         Waits until the slots are free for all ranks, readers now or not, and frees them at once for those that are not.
         """
-        slots = [(i % SHARED, pieces) for i, pieces in enumerate(batches, first)]
+        slots = [(i % SHARED, *batch) for i, batch in enumerate(batches, first)]
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
-            for slot, _ in slots:
+            for slot, _, readers in slots:
                 self.lanes.wait(OUT, self.outbox.free(self.rank, peer, slot))
                 if peer not in readers:
                     self.lanes.set(OUT, self.outbox.free(self.rank, peer, slot))
             expect(OUT, peer)
-        self.put([Put(self.outbox.slot(self.rank, self.rank, slot), pieces, readers, slot) for slot, pieces in slots])
+        self.put([Put(self.outbox.slot(self.rank, self.rank, slot), pieces, readers, slot)
+                  for slot, pieces, readers in slots])  # fmt: skip
 
     def put(self, puts: Sequence[Put]) -> None:
         """All copies first, then all signals: a signal between two copies would take longer than a copy."""

@@ -97,14 +97,12 @@ class ProcessGroupAxis(Moves):
     def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
         return self.post("near", out, into, None, what)
 
-    def sharing(
-        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str = "", first: bool = True
-    ) -> AbstractContextManager[Pending]:
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> AbstractContextManager[Pending]:
         """On GPUs the body is launched first, since launching a move takes the host a while."""
-        if not self.on_gpus or not (readers or into):
-            return super().sharing(tensors, readers, into, what)
+        if not self.on_gpus or not (out or into):
+            return super().sharing(out, into, what)
         since = torch.cuda.current_stream().record_event()
-        return Afterwards(partial(self.post, "near", dict.fromkeys(readers, tensors), into, since, what))
+        return Afterwards(partial(self.post, "near", out, into, since, what))
 
     def post(self, way: str, out: ByRank, into: ByRank, since: Any, what: str) -> Pending:
         """Start a move "near" (within a host) or "far" (between hosts), after the event `since`."""

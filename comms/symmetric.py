@@ -26,7 +26,7 @@ from torch import Tensor
 from ringattn.comms import messages
 from ringattn.comms.axis import Afterwards, Axis, ByRank, Done, Pending, Slices
 from ringattn.comms.engines import IN, OUT, Events, Lanes
-from ringattn.comms.memory import Piece, batches, has_few_runs, joined, located, weight
+from ringattn.comms.memory import Piece, batch_count, batches, has_few_runs, joined, located, weight
 from ringattn.comms.moves import Moves
 from ringattn.comms.outbox import HEAD, SHARED, Outbox, Peers
 from ringattn.comms.process_group import alive, hosts_of
@@ -103,47 +103,53 @@ class SymmetricAxis(Moves):
         self.sent += sum(map(weight, sends.values()))
         return Flight(self.lanes, self.watch, out, into, leaving, arriving).launched()
 
-    def sharing(
-        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str = "", first: bool = True
-    ) -> AbstractContextManager[Pending]:
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> AbstractContextManager[Pending]:
         self.watch.check()
-        if not readers and not into:
+        if not out and not into:
             return nullcontext(Done())
-        given = tensors, readers, into, what, self.lanes.now()
+        given = out, into, what, self.lanes.now()
         if not first:  # spares the body's kernel the time that the host takes for it
             return Afterwards(lambda: self.put(*given)())
         fetched = self.put(*given)
-        if readers:
+        if out:
             self.lanes.precede(OUT)
         return Afterwards(fetched)
 
-    def put(
-        self, tensors: Sequence[Tensor], readers: Sequence[int], into: ByRank, what: str, since: Any
-    ) -> Callable[[], Flight]:
+    def put(self, out: ByRank, into: ByRank, what: str, since: Any) -> Callable[[], Flight]:
         """Put as many batches as fit into the shared slots; returns a function that fetches what other ranks put."""
         self.lanes.start(since)
-        leaving = self.batched(tensors, self.packed) if readers else Batched([], [])
+        readers: dict[int, list[int]] = {}  # by the object that they read
+        for rank, tensors in out.items():
+            readers.setdefault(id(tensors), []).append(rank)
+        leaving = {id(tensors): self.batched(tensors, self.packed) for tensors in out.values()}
+        shown = [(pieces, readers[key]) for key, each in leaving.items() for pieces in each.batches]
         arriving = {r: self.batched(x, self.buffer) for r, x in sorted(into.items(), key=self.steps_from)}
-        flight = Flight(self.lanes, self.watch, tensors, leaving, into, arriving)
+        first = {r: batches_before(x) for r, x in into.items()}
+        flight = Flight(self.lanes, self.watch, out, leaving, into, arriving)
         expect = partial(self.watch.expect, what=what)
-        if readers:
-            self.peers.put_shared(readers, 0, leaving.batches[:SHARED], expect)
+        if shown:
+            self.peers.put_shared(0, shown[:SHARED], expect)
 
         def fetched() -> Flight:
-            self.fetch(arriving, leaving.batches[SHARED:], readers, expect)
-            self.sent += weight(leaving.batches) * len(readers)
+            self.fetch(arriving, first, shown[SHARED:], expect)
+            self.sent += sum(weight([pieces]) * len(ranks) for pieces, ranks in shown)
             return flight.launched()
 
         return fetched
 
-    def fetch(self, arriving: Mapping[int, Batched], later: Sequence[Any], readers: Sequence[int], expect: Any) -> None:
-        """Fetch the batches of other ranks, and put the `later` ones of this rank into slots as they become free."""
-        for i in range(max(len(later), *(len(each.batches) for each in arriving.values()), 0)):
+    def fetch(
+        self, arriving: Mapping[int, Batched], first: Mapping[int, int], later: Sequence[Any], expect: Any
+    ) -> None:
+        """Fetch the batches of other ranks, from number `first` on, and put the `later` ones of this rank into slots as
+        they become free.
+        """
+        ends = [first[source] + len(each.batches) for source, each in arriving.items()]
+        for i in range(max(len(later), *ends, 0)):
             for source, each in arriving.items():
-                if i < len(each.batches):
-                    self.peers.take_shared(source, i, each.batches[i], expect)
+                if 0 <= i - first[source] < len(each.batches):
+                    self.peers.take_shared(source, i, each.batches[i - first[source]], expect)
             if i < len(later):
-                self.peers.put_shared(readers, SHARED + i, [later[i]], expect)
+                self.peers.put_shared(SHARED + i, [later[i]], expect)
         self.unpack(arriving)
 
     def steps_from(self, item: tuple[int, Any]) -> int:
@@ -176,6 +182,14 @@ class SymmetricAxis(Moves):
     def buffer(self, x: Tensor) -> Tensor:
         with self.lanes.on(IN):
             return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def batches_before(tensors: Sequence[Tensor]) -> int:
+    """How many batches their rank shares before those that these tensors receive."""
+    if not isinstance(tensors, Slices):
+        return 0
+    row = sum(x[:, :1].nbytes for x in tensors.tensors)
+    return sum(batch_count(n * row) for n in tensors.after)
 
 
 def shared_axis(group: dist.ProcessGroup, name: str, other: Axis | None = None) -> SymmetricAxis | None:
@@ -257,7 +271,7 @@ def trial(axis: SymmetricAxis, device: torch.device) -> str | None:
         for i in range(turns):
             arrived = axis.all_gather(mine[i]).wait()
             shown = [mine[i].new_zeros(4)[::2] if r != axis.rank else mine[i] for r in range(axis.size)]
-            with axis.sharing([mine[i]], others, {r: [shown[r]] for r in others}) as coming:
+            with axis.sharing(dict.fromkeys(others, (mine[i],)), {r: [shown[r]] for r in others}) as coming:
                 pass
             coming.wait()
             for rows in (arrived.view(-1, 2).tolist(), [x.tolist() for x in shown]):

@@ -51,7 +51,7 @@ class Kernel:
     named: tuple[str, ...] = ()  # devices on which "auto" skips it, since it is slow there or cannot run
     first: bool = False  # "auto" tries it before all others, whatever their rates
     rectangles: bool = False  # runs full and causal rectangles only
-    narrow: bool = False  # gradients have the dtype of the inputs
+    narrow: bool = False  # partials and gradients have the dtype of the inputs
 
     def load(self) -> Any:
         """The kernel: a TorchKernel, a JaxKernel or a LinearKernel, depending on the table."""
@@ -94,19 +94,17 @@ def refusals(problem: Problem, table: tuple[Kernel, ...] = TABLE) -> dict[str, s
 
 @lru_cache(maxsize=1024)
 def select(
-    problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TABLE, backward: bool = False,
-    shared: frozenset[str] | None = None,
-) -> Kernel:  # fmt: skip
+    problem: Problem, impl: str = "auto", table: tuple[Kernel, ...] = TABLE, backward: bool = False, exact: bool = False
+) -> Kernel:
     """The kernel called `impl`, or with "auto" the fastest that serves the problem, forward or backward.
 
-    Gradients of some kernels travel in the dtype of the inputs, which all ranks must know. So "auto" takes such a
-    kernel only if it is in `shared`, those that all ranks have; None stands for a call of one device.
+    With `exact` "auto" takes no kernel that rounds partials and gradients to the dtype of the inputs.
     """
     if impl != "auto" and impl not in (k.name for k in table):
         raise ValueError(f"kernel={impl!r}: choose one of auto, {', '.join(k.name for k in table)}")
     if impl == "auto":
         candidates = [k for k in table if problem.device not in k.named]
-        candidates = [k for k in candidates if shared is None or not k.narrow or k.name in shared]
+        candidates = [k for k in candidates if not (exact and k.narrow)]
         short = problem.rows is not None and problem.rows < LONG
         candidates.sort(key=lambda k: (not k.first, 0.0 if short else -problem.rate(k.name, backward)))
     else:
@@ -120,11 +118,6 @@ def select(
     slow = " (slow on this device)"
     why += [f"kernel={k.name!r} would serve{slow * (problem.device in k.named)}" for k in others]
     raise NotImplementedError(f"no kernel serves {problem}: {'; '.join(why)}")
-
-
-def narrow_kernels(device: str) -> list[str]:
-    """The kernels here whose gradients have the dtype of the inputs; those that cannot be imported are left out."""
-    return [k.name for k in TABLE if k.narrow and device not in k.named and k.lacks() is None]
 
 
 INSTALL = {"fa4": "pip install 'ringattn[fa4]'"}

@@ -1,5 +1,6 @@
 """Which keys each query sees: the form in which kernels get a mask."""
 
+from bisect import bisect_right
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,11 +77,12 @@ Rectangle(queries=slice(0, 3, None), keys=slice(2, 5, None), mask=True))
     if np.count_nonzero(~empty[turns]) > 2 * most:
         return None
     found: list[Rectangle] = []
+    edges = turns.tolist()
     t, T = 0, len(first)
     while t < T:
         step = steps[t] if t < T - 1 else -1
-        following = turns[np.searchsorted(turns, t, side="right") :]
-        stop = t + 1 if step < 0 else (int(following[0]) if len(following) else T - 1) + 1
+        following = bisect_right(edges, t)
+        stop = t + 1 if step < 0 else (edges[following] if following < len(edges) else T - 1) + 1
         if step == 3:  # a window: as many queries as leave both halves room beside each other
             stop = min(stop, t + max(1, int(last[t] - first[t]) - 1))
         if not empty[t]:

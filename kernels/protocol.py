@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ringattn.kernels.arrays import Array
+from ringattn.kernels.arrays import Array, accumulator
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import Partial, rounded, row_delta
+from ringattn.kernels.partial import Partial
+from ringattn.kernels.rows import EVERY, NONE, Rows, with_delta
 
 if TYPE_CHECKING:
     from ringattn.kernels import Problem
@@ -34,37 +35,63 @@ def in_full(where: Intervals) -> bool:
     return False
 
 
+class Backward(Protocol):
+    """The gradients (dq, dk, dv) of these keys; `rows` are of the kernel's `prepare`.
+
+    Gradients that are not in `want` may be left out (None) by a kernel that is `parted`. A gradient is a tensor, or a
+    `Total` whose parts are not added up yet, or the tensor of `into`, if the kernel added to that. With `alone` nothing
+    will be added to the gradients, so they may be rounded to the dtypes of q, k and v.
+    """
+
+    def __call__(
+        self, tensors: tuple[Any, Any, Any], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
+        into: tuple[Any, Any, Any] = NONE, *, scale: float, softcap: float | None = None, alone: bool = False,
+    ) -> tuple[Any, Any, Any]: ...  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TorchKernel:
     """A kernel for torch tensors.
 
-    attend           -> Partial(out, lse)
-    attend_backward  (q, k, v, where, dout, lse, delta) -> (dq, dk, dv) in float32; halves add to dq=, dk=, dv= if given
-    refuses          why it cannot serve a problem, or None
-    row_delta        (out, dout, dlse) -> rowsum(dout * out) - dlse
-    rounded          (dout, lse, delta) with the lse in the dtype that attend_backward computes in
-    halves           as attend_backward, but as two functions, one for (dk, dv) and one for dq, which can run alone;
-                     None if only all three gradients together are possible
-    totals           as attend_backward, but returns `Total`s, whose parts are not added up yet, or tensors where a
-                     gradient has one part; None if not supported
-    by_out           whether `totals`, `halves` and attend_backward take out= and compute delta from it. If they get
-                     delta instead, some use another kernel
-    delta_once       whether delta is better computed ahead of the steps, if there are several
-    rounds           whether the results for these intervals have the dtype of the inputs anyway
-    fills            whether its programs stay on all multiprocessors of a GPU until its end
+    attend     -> Partial(out, lse)
+    backward   -> the gradients of one step
+    refuses    why it cannot serve a problem, or None
+    prepare    (dout, lse, delta, out) -> the `Rows` of a backward pass. delta or out may be None; out is given only if
+               delta is that of out alone
+    parted     whether some gradients can be computed without the others, at their cost alone
+    rounds     whether the results for these intervals have the dtype of the inputs anyway
+    fills      whether its programs stay on all multiprocessors of a GPU until its end
     """
 
     attend: Attend
-    attend_backward: Callable[..., tuple[Any, ...]]
+    backward: Backward
     refuses: "Callable[[Problem], str | None]" = serves
-    row_delta: Callable[..., Any] = row_delta
-    rounded: Callable[..., tuple[Any, Any, Any]] = rounded
-    halves: Callable[..., tuple[Callable[[], Any], Callable[[], Any]]] | None = None
-    totals: Callable[..., tuple[Any, Any, Any]] | None = None
-    by_out: bool = False
-    delta_once: bool = False
+    prepare: Callable[..., Rows] = with_delta
+    parted: bool = False
     rounds: Callable[[Intervals], bool] = in_full
     fills: bool = False
+
+    def attend_backward(
+        self, q: Any, k: Any, v: Any, where: Intervals, dout: Any, lse: Any, delta: Any, *, out: Any = None,
+        **score: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """(dq, dk, dv) of one step in float32 (float64 for float64)."""
+        from ringattn.kernels.total import in_dtype
+
+        found = self.backward((q, k, v), where, self.prepare(dout, lse, delta, out), **score)
+        return tuple(in_dtype(grad, accumulator(x)) for grad, x in zip(found, (q, k, v), strict=True))
+
+
+def at_once(attend_backward: Callable[..., tuple[Any, Any, Any]]) -> Backward:
+    """`backward` of a function (q, k, v, where, dout, lse, delta) -> (dq, dk, dv)."""
+
+    def backward(
+        tensors: tuple[Any, Any, Any], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
+        into: tuple[Any, Any, Any] = NONE, *, alone: bool = False, **score: Any,
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
+        return attend_backward(*tensors, where, rows.dout, rows.lse, rows.delta, **score)
+
+    return backward
 
 
 def no_options(problem: "Problem") -> dict[str, Any]:

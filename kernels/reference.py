@@ -11,7 +11,7 @@ from typing import Any
 from ringattn.kernels.arrays import Array, accumulator, arange, astype, fine, is_torch, namespace
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial, merge, rounded
-from ringattn.kernels.protocol import JaxKernel, TorchKernel
+from ringattn.kernels.protocol import JaxKernel, TorchKernel, at_once
 
 
 def attend(
@@ -123,5 +123,5 @@ def split_heads(x_BTH_: Array, k_BSGD: Array) -> Array:
     return astype(x_BTH_, accumulator(x_BTH_)).reshape(B, T, G, H // G, *rest)
 
 
-KERNEL = TorchKernel(attend, attend_backward)
+KERNEL = TorchKernel(attend, at_once(attend_backward))
 JAX = JaxKernel(attend, attend_backward, halves=attend_backward, plain=True)

@@ -14,7 +14,7 @@ from ringattn.kernels import reference
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import NEVER, Partial, Streams, empty, from_streams, rounded
-from ringattn.kernels.protocol import TorchKernel
+from ringattn.kernels.protocol import TorchKernel, at_once
 from ringattn.kernels.reference import product
 
 BLOCK = 256
@@ -143,4 +143,4 @@ def seen_blocks(where: Intervals, length: int, size: int) -> list[slice]:
     return [b for b in blocks(length, size) if b.start < last and first < b.stop]
 
 
-KERNEL = TorchKernel(attend, attend_backward)
+KERNEL = TorchKernel(attend, at_once(attend_backward))

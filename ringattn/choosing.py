@@ -6,10 +6,13 @@ from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ringattn import kernels
 from ringattn.check import of_arguments, of_choice, of_unknown
 from ringattn.comms.axis import Ranks, one_rank, roles
 from ringattn.cost import Cost, Hardware, Shape, kv_heads_of_a_rank, predict, seen_pairs
+from ringattn.kernels.rates import mask_of
 from ringattn.planning import TRAVELLERS, Plan, Transport, dtype_name, hardware_of
 from ringattn.spec import AttentionSpec, Docs, raise_if
 
@@ -83,7 +86,9 @@ def plan(
         costs = priced(options, shape, spec, hardware, docs)
         best, report = costs[0][0], candidates_report(costs, hardware)
     best = best.replace(axes=target.bind(best.ring, best.ulysses))
-    narrow = target.framework == "torch" and kernel in kernels.BY_NAME and kernels.BY_NAME[kernel].narrow
+    if transport.grads == "auto":
+        transport = transport.replace(grads=dtype_of_gradients(best, shape, spec, dtype, docs))
+    narrow = transport.grads == "input"
     sizes = shape.backward_bytes(best.ring, shape.itemsize if narrow else 4) if shape else None
     best = best.replace(transport=settled(transport, best, sizes))
     report += [*route_report(best, sizes), *groups_report(best, shape), *kernel_report(best, shape, spec, dtype, docs)]
@@ -103,6 +108,21 @@ def settled(transport: Transport, plan: Plan, sizes: dict[str, int] | None) -> T
         free = sizes if route == "direct" and plan.strategy != "gather" else None
         backward = min(free, key=lambda name: free[name]) if free else "keys"
     return transport.replace(route=route, hosts=hosts or 1, backward=backward)
+
+
+def dtype_of_gradients(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: str, docs: Docs | None) -> str:
+    """The dtype in which gradients travel by default: that of the inputs if the expected kernel rounds them to it."""
+    if plan.framework == "jax" or plan.ring == 1:
+        return "float32"
+    named = kernels.BY_NAME.get(plan.kernel)
+    if named is None and plan.device == "cuda":
+        typical = Shape(plan.seq_len, plan.keys.seq_len, 32, 8, 128, 128)
+        problem = problem_of(plan, shape or typical, spec, dtype, docs)
+        try:
+            named = kernels.select(problem, backward=True)
+        except NotImplementedError:  # the call says so
+            return "float32"
+    return "input" if named is not None and named.narrow else "float32"
 
 
 class Target(NamedTuple):
@@ -285,20 +305,7 @@ def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: s
     if shape is None:
         raise_if(of_choice("kernel", kernel, ("auto", *(k.name for k in known.TABLE))))
         return [f"kernel {kernel}: give heads and head_dim to see which one that is"]
-    torch = torch_on_gpu() if device == "cuda" else None
-    problem = kernels.Problem(
-        device=device,
-        dtype=dtype,
-        head_dim=shape.head_dim,
-        value_dim=shape.value_dim,
-        heads=shape.heads // plan.ulysses,
-        kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
-        softcap=spec.softcap is not None,
-        rectangles=spec.window is None and docs is None,  # stripes may still cut a step into too many rectangles
-        arch=torch.cuda.get_device_capability() if torch else None,
-        deterministic=plan.deterministic,
-        rows=plan.tokens.shard_len * (shape.heads // plan.ulysses),
-    )
+    problem = problem_of(plan, shape, spec, dtype, docs)
     chosen = known.select(problem, kernel).name
     lines = [f"kernel {kernel} -> {chosen} ({device}, {dtype}, head dim {problem.head_dim})"]
     for other in known.TABLE:
@@ -307,3 +314,23 @@ def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: s
             more = None if plan.framework == "jax" else kernels.gain(other, problem, chosen)
             lines.append(f"  {other.name}: {more or other.refuses(problem) or serves}")
     return lines
+
+
+def problem_of(plan: Plan, shape: Shape, spec: AttentionSpec, dtype: str, docs: Docs | None) -> kernels.Problem:
+    """The problem of one rank, as far as a plan knows it."""
+    torch = torch_on_gpu() if plan.device == "cuda" else None
+    lengths = np.array([[shape.key_len]]) if docs is None else np.diff(docs.starts)
+    return kernels.Problem(
+        device=plan.device,
+        dtype=dtype,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        heads=shape.heads // plan.ulysses,
+        kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
+        softcap=spec.softcap is not None,
+        rectangles=spec.window is None and docs is None,  # stripes may still cut a step into too many rectangles
+        mask=mask_of(lengths, spec.causal, spec.window, alone=plan.ring == 1),
+        arch=torch.cuda.get_device_capability() if torch else None,
+        deterministic=plan.deterministic,
+        rows=plan.tokens.shard_len * (shape.heads // plan.ulysses),
+    )

@@ -171,7 +171,7 @@ class Layout:
 
     @property
     def many(self) -> bool:
-        """Whether shards have many ranges, so that their blocks are better moved whole."""
+        """Whether shards may have many ranges."""
         return self.by_document or self.name == "balanced"
 
     @cached_property

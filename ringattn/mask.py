@@ -7,7 +7,7 @@ import numpy as np
 
 from ringattn.layout import Shard, count_below, sorted_positions
 from ringattn.planning import Plan
-from ringattn.schedule import Schedule, needed
+from ringattn.schedule import Schedule, seen
 from ringattn.spec import AttentionSpec, Docs, Runs, runs
 
 
@@ -38,11 +38,11 @@ class Mask:
 
 
 @lru_cache(maxsize=32)
-def schedule_of(mask: Mask) -> Schedule:
-    """Which rank needs whose keys; the same on every rank."""
+def schedule_of(mask: Mask, turned: bool = False) -> Schedule:
+    """Which rank needs what of whose keys, or `turned`: of whose queries; the same on every rank."""
     plan = mask.plan
     queries, held = ([layout.shard(r) for r in range(plan.ring)] for layout in (plan.tokens, plan.keys.tokens))
-    return Schedule(needed(mask.spec, pieces(*mask.arguments), queries, held))
+    return seen(mask.spec, pieces(*mask.arguments), queries, held, turned=turned, alone=plan.tokens.by_document)
 
 
 def pieces(seq_len: int, key_len: int, docs: Docs | None = None, key_docs: Docs | None = None) -> np.ndarray:

@@ -18,6 +18,7 @@ from ringattn.values import Value, fields
 STRATEGIES = ("ring", "gather", "ulysses")
 ROUTES = ("direct", "relay", "levels")
 TRAVELLERS = ("keys", "queries")
+GRADS = ("input", "float32")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SIZES = {
     "seq_len": "a whole number of tokens, at least 1",
@@ -58,6 +59,8 @@ class Transport(Value):
     groups     the number of groups of heads that Ulysses and gather exchange, one while another is computed; by default
                chosen by predicted time
     by         "symmetric" (copy engines, between GPUs that can read each other's memory) or "group" (NCCL, gloo)
+    grads      the dtype in which gradients travel on a ring: that of the "input", or "float32" (float64 for float64);
+               auto takes the one in which the kernel that the plan expects computes them
     """
 
     route: str = "auto"
@@ -66,11 +69,13 @@ class Transport(Value):
     backward: str = "auto"
     groups: int | None = None
     by: str = "auto"
+    grads: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("hosts", "together", "groups"):
             object.__setattr__(self, name, size_of(name, getattr(self, name)))
-        for name, choices in (("route", ROUTES), ("backward", TRAVELLERS), ("by", TRANSPORTS[1:])):
+        named = {"route": ROUTES, "backward": TRAVELLERS, "by": TRANSPORTS[1:], "grads": GRADS}
+        for name, choices in named.items():
             if getattr(self, name) not in ("auto", *choices):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of auto, {', '.join(choices)}")
 
@@ -89,7 +94,7 @@ class Plan(Value):
     strategy: str = "ring"
     layout: str = "contiguous"
     kernel: str = "auto"
-    transport: Transport = Transport("direct", 1, backward="keys")  # in torch; route, hosts, backward are never auto
+    transport: Transport = Transport("direct", 1, backward="keys", grads="float32")  # in torch; these are never auto
     key_len: int | None = None
     heads: tuple[int, int] | None = None
     head_dim: int | None = None
@@ -188,12 +193,18 @@ class Plan(Value):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Axes belong to their process: only a plan of one torch rank, or without a mesh, can be pickled."""
-        if self.axes.here and (self.ring * self.ulysses > 1 or self.framework == "jax"):
-            raise TypeError(
-                f"a plan on a mesh cannot be pickled ({self}): make the plan on every rank, with ringattn.plan"
-            )
-        return partial(Plan, **{name: getattr(self, name) for name, f in fields(self).items() if f.init}), ()
+        """Axes belong to their process: a plan on a mesh is pickled without them, and with the documents it dealt out.
+
+        `for_docs` binds it to the axes of another plan.
+        """
+        given = {name: getattr(self, name) for name, f in fields(self).items() if f.init}
+        if self.axes.here and self.framework == "jax":
+            raise TypeError(f"a plan on a JAX mesh cannot be pickled ({self}): make the plan on every rank")
+        if self.axes.here and self.ring * self.ulysses > 1:
+            given["axes"] = Ranks(None, None, self.framework, self.device, here=False)
+        if self.layout == "balanced" and self.docs is not None:
+            _ = self.tokens.dealt  # now, in a loader's worker, not later in the process that trains
+        return partial(Plan, **given), (), {"tokens": self.tokens}
 
     def __hash__(self) -> int:
         return self.number
@@ -295,9 +306,9 @@ class Plan(Value):
     def blocks_at_once(self, nbytes: int) -> int:
         """How many blocks of that many bytes a step of the direct route brings.
 
-        One, if a block has many ranges: several blocks would arrive in many small parts.
+        One, if every document is on all ranks: several blocks would arrive in as many parts as there are documents.
         """
-        if self.tokens.many:
+        if self.tokens.by_document:
             return 1
         return self.transport.together or hardware_of(self.device).blocks_at_once(nbytes)
 
@@ -307,7 +318,7 @@ class Plan(Value):
             raise ValueError(f"this plan lays out {self.docs} and has their length: use plan.for_docs(docs)")
         return self.replace(seq_len=seq_len, key_len=key_len)
 
-    def for_docs(self, docs: Docs) -> "Plan":
+    def for_docs(self, docs: "Docs | Plan") -> "Plan":
         """The same choices for these documents: dealt out anew (layout="balanced"), or each cut over all ranks.
 
         A balanced plan gives every ring rank equally many tokens and nearly equal work, in a few ranges: short
@@ -320,7 +331,16 @@ class Plan(Value):
         one document lies in zigzag over Ulysses ranks. Each document has a multiple of n tokens (2 * n in zigzag). For
         torch, and for attention only: linear attention and caches refuse such a plan. Pass the documents to attention
         too, where tokens see only their own one.
+
+        A loader's worker can do this ahead: the result can be pickled, without process groups. `plan.for_docs(result)`
+        binds it to the ranks of this plan.
         """
+        if isinstance(docs, Plan) and docs.docs is not None:
+            made = self.for_docs(docs.docs)
+            if made != docs:
+                raise ValueError(f"the documents are laid out by a plan with other choices, {docs}; this plan: {self}")
+            vars(made)["tokens"] = docs.tokens  # not dealt out again
+            return made
         if not isinstance(docs, Docs):
             raise ValueError(f"docs is of type {type(docs).__name__}; pass Docs.from_lengths([...])")
         raise_if(self._docs_problem())

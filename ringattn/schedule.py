@@ -13,16 +13,21 @@ On one host there is one round, and every block comes directly from its owner. W
 per round, and blocks are relayed from rank to rank. In backward, a block's holder sums its gradients; they move on with
 the block, and go home from its last holder.
 
+What ranks of one host read of a block is the ranges that they see, and only gradients of these return. A block moves to
+another host whole, since it serves all ranks there.
+
 Plain numpy: print it, test it, no device needed.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringattn.layout import Shard, laps
+from ringattn.layout import Shard
 from ringattn.spec import AttentionSpec, interval
 
 
@@ -41,6 +46,7 @@ class Visit:
 
     sources: tuple[int, ...]  # the blocks that are here: those that it sees a part of
     readers: tuple[int, ...]  # the ranks that read, at the same step, the block that this rank holds
+    company: tuple[tuple[int, ...], ...] = ()  # of each source, all its readers, in the order of its holder
 
 
 @dataclass(frozen=True)
@@ -54,20 +60,50 @@ class Round:
     home: Hop | None  # of finished gradients to their owners after the visits; None if none is finished
 
 
+GRAINS = 64  # of a block: ranges that are read begin and end at multiples of a grain, so they are few and round
+Ranges = tuple[range, ...]  # of a block's local indices
+
+
+class Parts(NamedTuple):
+    """What is seen of blocks, as ranges [begin, end) of their local indices, by cell: reader * ring + block."""
+
+    cell: np.ndarray  # never decreasing
+    begin: np.ndarray
+    end: np.ndarray
+
+
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """`needed[i, j]`: ring rank i sees some of block j. Everything else follows from it."""
+    """`needed[i, j]`: ring rank i sees some of block j, namely the `parts`, by default all of it."""
 
     needed: np.ndarray
+    length: int = 1  # tokens of a block
+    parts: Parts | None = None
+    known: dict[tuple[int, int], Ranges] = field(default_factory=dict)  # by reader and block
 
     @property
     def ring(self) -> int:
         return len(self.needed)
 
-    @property
-    def turned(self) -> "Schedule":
-        """The schedule in which queries travel and keys stay."""
-        return Schedule(self.needed.T)
+    def ranges(self, reader: int, block: int) -> Ranges:
+        """What a rank reads of a block: all that it sees, and up to a grain more at each end."""
+        if self.parts is None:
+            return (range(self.length),)
+        if (reader, block) not in self.known:
+            at = reader * self.ring + block
+            low, high = np.searchsorted(self.parts.cell, (at, at + 1))
+            ends = zip(self.parts.begin[low:high].tolist(), self.parts.end[low:high].tolist(), strict=True)
+            self.known[reader, block] = tuple(range(a, b) for a, b in ends)
+        return self.known[reader, block]
+
+    def tokens(self, reader: int, block: int) -> int:
+        return sum(map(len, self.ranges(reader, block)))
+
+    def before(self, reader: int, block: int, company: Sequence[int]) -> tuple[int, ...]:
+        """How many tokens each set of ranges has that the block's holder shows before the one of this reader."""
+        sets = dict.fromkeys(self.ranges(r, block) for r in company)
+        mine = self.ranges(reader, block)
+        return tuple(sum(map(len, one)) for one in takewhile(lambda one: one != mine, sets))
 
     @cached_property
     def distances(self) -> list[int]:
@@ -104,19 +140,21 @@ class Schedule:
         here = self.needed[host : host + size, first : first + size]
         visits = [Visit((first + place,) if here[place, place] else (), ())]
         for now in growing(near(self, host, first, size), together):
-            sources, readers = [(place - d) % size for d in now], [(place + d) % size for d in now]
-            visits.append(Visit(
-                tuple(first + s for s in sources if here[place, s]), tuple(host + r for r in readers if here[r, place])
-            ))  # fmt: skip
+
+            def readers(block: int, now: Sequence[int] = now) -> tuple[int, ...]:
+                return tuple(host + r for d in now if here[r := (block + d) % size, block])
+
+            sources = [s for d in now if here[place, s := (place - d) % size]]
+            visits.append(Visit(tuple(first + s for s in sources), readers(place), tuple(map(readers, sources))))
         return tuple(visits)
 
-    def blocks_sent(self, rank: int, hosts: int = 1) -> tuple[int, int]:
-        """How many blocks a rank sends: of keys and values (forward, and again in backward), and of gradients."""
+    def tokens_sent(self, rank: int, hosts: int = 1) -> tuple[int, int]:
+        """How many tokens a rank sends: of keys and values (forward, and again in backward), and of gradients."""
         rounds = self.rounds(rank, hosts)
-        onward = sum(one.hop.send for one in rounds if one.hop)
-        read = sum(len(visit.readers) for one in rounds for visit in one.visits)
-        brought = sum(len(visit.sources) for one in rounds for visit in one.visits[1:])
-        return onward + read, brought + sum(one.here for one in rounds[1:])
+        onward = self.length * sum(one.hop.send for one in rounds if one.hop)
+        read = sum(self.tokens(r, one.held) for one in rounds for visit in one.visits for r in visit.readers)
+        brought = sum(self.tokens(rank, s) for one in rounds for visit in one.visits[1:] for s in visit.sources)
+        return onward + read, brought + self.length * sum(one.here for one in rounds[1:])
 
 
 @lru_cache(maxsize=16)
@@ -153,61 +191,145 @@ def growing(distances: Sequence[int], together: int) -> Iterator[Sequence[int]]:
         yield now
 
 
-def needed(spec: AttentionSpec, pieces: np.ndarray, queries: Sequence[Shard], keys: Sequence[Shard]) -> np.ndarray:
-    """[i, j]: whether some query of shard i sees a key of shard j.
+class Table(NamedTuple):
+    """The ranges of all shards in the order of their first tokens, and where each begins in its shard."""
 
-    Each of the n `pieces` [4, n] is a document: queries [start, stop) and keys [start, stop), aligned at their ends. It
-    is cut into runs of queries of one shard that together see one range of keys, to avoid work per token.
+    starts: np.ndarray
+    stops: np.ndarray
+    steps: np.ndarray
+    owners: np.ndarray
+    offsets: np.ndarray
+
+
+def table_of(shards: Sequence[Shard]) -> Table:
+    rows = []
+    for owner, shard in enumerate(shards):
+        at = 0
+        for r in shard:
+            rows.append((r.start, r.stop, r.step, owner, at))
+            at += len(r)
+    return Table(*np.array(sorted(rows)).T)
+
+
+Seen = tuple[np.ndarray, np.ndarray, np.ndarray]  # who sees, and the tokens [begin, end) that it sees
+
+
+def seen(
+    spec: AttentionSpec, pieces: np.ndarray, queries: Sequence[Shard], keys: Sequence[Shard], *,
+    turned: bool = False, alone: bool = False,
+) -> Schedule:  # fmt: skip
+    """The schedule in which keys travel to the queries that see them, or `turned`: queries travel to the keys.
+
+    Each of the n `pieces` [4, n] is a document: queries [start, stop) and keys [start, stop), aligned at their ends. A
+    range of a block that is read may go on from one range of the shard into the next if blocks come `alone`.
+    """
+    asking, shown = table_of(queries), table_of(keys)
+    length = sum(map(len, (queries if turned else keys)[0]))
+    if shown.steps[0] > 1:  # stripes: those that are seen at all are seen nearly whole
+        reader, which, *_ = cells(folded(keys_seen(spec, pieces, asking), len(keys)), shown)
+        found = needed(len(keys), reader, shown.owners[which])
+        return Schedule(found.T if turned else found, length)
+    read, held = (queries_seeing(spec, pieces, shown), asking) if turned else (keys_seen(spec, pieces, asking), shown)
+    reader, which, begin, end = cells(union(*read), held)
+    found = needed(len(keys), reader, held.owners[which])
+    shift = (held.offsets - held.starts)[which]
+    low = np.zeros_like(which) if alone else held.offsets[which]
+    high = length if alone else low + (held.stops - held.starts)[which]
+    cell = reader * len(keys) + held.owners[which]
+    return Schedule(found, length, grained(length, cell, begin + shift, end + shift, low, high))
+
+
+def grained(length: int, cell: np.ndarray, begin: np.ndarray, end: np.ndarray, low: Any, high: Any) -> Parts:
+    """Parts within [low, high), extended to multiples of a grain, and joined where they then touch."""
+    grain = max(1, length // GRAINS)
+    grain -= grain % 128 if grain > 128 else 0
+    order = np.argsort(cell, kind="stable")
+    begin, end = np.maximum(begin // grain * grain, low), np.minimum(-(-end // grain) * grain, high)
+    cell, begin, end, low = (x[order] for x in (cell, begin, end, low))
+    apart = (cell[1:] != cell[:-1]) | (low[1:] != low[:-1]) | (begin[1:] > end[:-1])
+    edges = np.append(np.flatnonzero(np.append(True, apart)[: len(cell)]), len(cell))
+    return Parts(cell[edges[:-1]], begin[edges[:-1]], end[edges[1:] - 1])
+
+
+def needed(ring: int, reader: np.ndarray, block: np.ndarray) -> np.ndarray:
+    found = np.zeros((ring, ring), bool)
+    found[reader, block] = True
+    return found
+
+
+def keys_seen(spec: AttentionSpec, pieces: np.ndarray, queries: Table) -> Seen:
+    """The keys that runs of queries of one rank see together: each document's queries in each range that it overlaps.
+
+    Windows that are shorter than the step of a range do not overlap: then its run is two, of one query each. The first
+    query's window may begin before the document; all others' windows reach the same stripes as the second's.
     """
     start, stop, begin, end = pieces
     shift = end - stop  # from a query's position to the same position among the keys
     if spec.causal:
         start = np.maximum(start, begin - shift)  # earlier ones see nothing
-    owner, at, first, last = runs_of(queries, start, stop, spec.window)
+    at, which, first, last = overlaps(queries, start, stop)
+    step = int(queries.steps[0])
+    if spec.window is not None and spec.window < step:
+        at, which = np.tile(at, 2), np.tile(which, 2)
+        first = np.concatenate([np.minimum(first, last), np.minimum(first + step, last)])
+        last = first
     begin, end, shift = begin[at], end[at], shift[at]
     begin, end = interval(spec, first + shift, begin, end)[0], interval(spec, last + shift, begin, end)[1]
     some = begin < end
-    return marked(owner[some], begin[some], end[some], keys)
+    return queries.owners[which[some]], begin[some], end[some]
 
 
-def runs_of(shards: Sequence[Shard], start: np.ndarray, stop: np.ndarray, window: int | None) -> tuple[np.ndarray, ...]:
-    """Each piece as one run in every range that it overlaps: (owner, piece, the run's first query, its last query).
+def queries_seeing(spec: AttentionSpec, pieces: np.ndarray, keys: Table) -> Seen:
+    """The queries that see some key of a run of keys of one rank: each document's keys in each range."""
+    start, stop, begin, end = pieces
+    at, which, first, last = overlaps(keys, begin, end)
+    start, stop, shift = start[at], stop[at], (stop - end)[at]
+    if spec.causal:
+        start = np.maximum(start, first + shift)
+    if spec.window is not None:
+        stop = np.minimum(stop, last + shift + min(spec.window, 2**62))
+    some = start < stop
+    return keys.owners[which[some]], start[some], stop[some]
 
-    Windows that are shorter than the step of a range do not overlap: then its run is two, of one query each. The first
-    query's window may begin before the document; all others' windows reach the same stripes as the second's.
-    """
-    ranges = sorted((r.start, r.stop, r.step, owner) for owner, shard in enumerate(shards) for r in shard)
-    starts, stops, steps, owners = np.array(ranges).T
-    low, high = np.searchsorted(stops, start, "right"), np.searchsorted(starts, stop, "left")
+
+def overlaps(table: Table, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Each of some intervals in every range that it overlaps: (interval, range, its first token there, its last)."""
+    low, high = np.searchsorted(table.stops, start, "right"), np.searchsorted(table.starts, stop, "left")
     counts = np.where(start < stop, high - low, 0)
     at = np.repeat(np.arange(len(start)), counts)
     which = np.arange(len(at)) - (np.cumsum(counts) - counts - low)[at]
-    step, begun = steps[which], starts[which]
+    step, begun = table.steps[which], table.starts[which]
     first = np.maximum(start[at], begun)
     first += (begun - first) % step
-    last = np.minimum(stop[at], stops[which]) - 1
+    last = np.minimum(stop[at], table.stops[which]) - 1
     last -= (last - begun) % step
-    owner = owners[which]
-    if window is not None and window < steps[0]:
-        owner, at, first, last = (np.concatenate([x, y]) for x, y in zip(
-            (owner, at, first, np.minimum(first, last)), (owner, at, first + step, np.minimum(first + step, last)),
-            strict=True,
-        ))  # fmt: skip
     some = first <= last
-    return owner[some], at[some], first[some], last[some]
+    return at[some], which[some], first[some], last[some]
 
 
-def marked(owner: np.ndarray, begin: np.ndarray, end: np.ndarray, keys: Sequence[Shard]) -> np.ndarray:
-    """[i, j]: whether one of the ranges [begin, end) of owner i has a key of shard j."""
-    ring, (lap, starts, owners) = len(keys), laps(keys)
-    blocks = len(owners)
-    begin, last = begin % lap, begin % lap + np.minimum(end - begin, lap) - 1  # within two laps
-    low, high = (x // lap * blocks + np.searchsorted(starts, x % lap, "right") - 1 for x in (begin, last))
-    width = 2 * blocks + 1
-    marks = np.bincount(owner * width + low, minlength=ring * width)
-    marks -= np.bincount(owner * width + high + 1, minlength=ring * width)
-    seen = np.any(marks.reshape(ring, width).cumsum(1)[:, :-1].reshape(ring, 2, blocks), axis=1)
-    found = np.zeros((ring, ring), bool)
-    by, block = np.nonzero(seen)
-    found[by, owners[block]] = True
-    return found
+def union(reader: np.ndarray, begin: np.ndarray, end: np.ndarray) -> Seen:
+    """The same tokens in intervals that neither overlap nor touch, sorted by reader."""
+    if not len(reader):
+        return reader, begin, end
+    apart = int(end.max()) + 2
+    begin, end = begin + reader * apart, end + reader * apart
+    order = np.argsort(begin, kind="stable")
+    begin, reach = begin[order], np.maximum.accumulate(end[order])
+    edges = np.append(np.flatnonzero(np.append(True, begin[1:] > reach[:-1])), len(begin))
+    reader = begin[edges[:-1]] // apart
+    return reader, begin[edges[:-1]] - reader * apart, reach[edges[1:] - 1] - reader * apart
+
+
+def folded(found: Seen, lap: int) -> Seen:
+    """Of intervals, those in the first lap that meet the same stripes."""
+    reader, begin, end = found
+    begin, end = begin % lap, begin % lap + np.minimum(end - begin, lap)
+    over = end > lap
+    both = np.append(reader, reader[over]), np.append(begin, 0 * begin[over]), np.append(end, end[over] - lap)
+    return union(both[0], both[1], np.minimum(both[2], lap))
+
+
+def cells(found: Seen, held: Table) -> tuple[np.ndarray, ...]:
+    """(reader, range, begin, end): each interval that is seen in every range that it overlaps."""
+    at, which, first, last = overlaps(held, *found[1:])
+    return found[0][at], which, first, last + 1

@@ -22,6 +22,8 @@ ROOM = 2**28  # the most bytes that the maps of all ranks may take on each rank
 
 def segments_problem(plan: Plan) -> str | None:
     """Why a state cannot pass the segments of this plan, if it cannot."""
+    if on_one_rank(plan):
+        return None
     if plan.tokens.by_document:
         return (
             "this plan cuts each document over all ranks (for_docs), so a state would have to pass them all for every "
@@ -43,7 +45,12 @@ def passes(plan: Plan) -> int:
 def segments(plan: Plan) -> int:
     """How many segments a rank holds; an even number of Ulysses ranks parts the two of a zigzag shard."""
     raise_if(segments_problem(plan))
-    return plan.tokens.segments
+    return 1 if on_one_rank(plan) else plan.tokens.segments
+
+
+def on_one_rank(plan: Plan) -> bool:
+    """Whether one rank holds the sequence in its own order. Asks for no lengths: in a graph they may be symbolic."""
+    return plan.docs is None and plan.ring * plan.ulysses == 1
 
 
 @lru_cache(maxsize=64)

@@ -95,6 +95,7 @@ def test_heads_at_home_may_take_turns(case, kernel, together, monkeypatch):
         {"backward": "queries"},
         {"backward": "queries", "together": 3},
         {"route": "levels", "hosts": 2},
+        {"grads": "input"},
     ],
     ids=str,
 )
@@ -111,6 +112,7 @@ def test_other_ways_to_bring_keys_equal_it_too(case, choices):
         {"together": 1},
         {"together": 3},
         {"together": 3, "long": 0},
+        {"together": 3, "grads": "input"},
         {"backward": "queries", "together": 2},
         {"route": "levels", "hosts": 2},
         {"route": "relay"},
@@ -136,18 +138,22 @@ def test_gradients_that_a_named_kernel_of_rectangles_finds(choices, dtype, trans
             q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = ra.attention(*leaves, plan)
-        axis, schedule = plan.ring_axis, schedule_of(Mask(plan, ra.AttentionSpec()))
+        axis, schedule = (
+            plan.ring_axis,
+            schedule_of(Mask(plan, ra.AttentionSpec()), choices.get("backward") == "queries"),
+        )
         before = axis.sent
         out.backward(dout)
         sent = axis.sent - before
-        return [plan.unshard(x.grad) for x in leaves], sent, schedule.blocks_sent(axis.rank)
+        return [plan.unshard(x.grad) for x in leaves], sent, schedule.tokens_sent(axis.rank)
 
     for grads, sent, (keys, back) in run_ranks(one, ring=4):
         for found, leaf in zip(grads, leaves, strict=True):
             assert found.dtype == dtype and (found - leaf.grad).norm() < 3 * torch.finfo(dtype).eps * leaf.grad.norm()
         if "together" in choices and "backward" not in choices:
-            numbers = 2 * 2 * 24 * 2 * 16  # of the keys and values of 24 tokens, padded
-            assert sent == keys * numbers * dtype.itemsize + back * numbers * 4  # gradients are found in float32
+            numbers = 2 * 2 * 2 * 16  # of the keys and values of a token
+            back_bytes = dtype.itemsize if "grads" in choices else 4  # gradients are found in float32
+            assert sent == keys * numbers * dtype.itemsize + back * numbers * back_bytes
 
 
 IN_GROUPS = [

@@ -1,5 +1,7 @@
 """Documents dealt by work: equal tokens, nearly equal work, few ranges, little that is received; and exact results."""
 
+import pickle
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -11,14 +13,14 @@ from test_attention import LIMIT, check
 from test_roll import expected
 
 import ringattn as ra
+import ringattn.layout as layout_module
 from ringattn.comms.axis import Ranks
 from ringattn.comms.local import run
 from ringattn.dealing import deal
 from ringattn.launch.verify.cases import FULL, Case
 from ringattn.layout import Layout
-from ringattn.mask import Mask, schedule_of
 from ringattn.planning import of_text
-from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.spec import AttentionSpec, Docs
 
 
 def mix(tokens, kind, rng):
@@ -71,18 +73,6 @@ def test_every_token_is_on_one_rank_and_ranks_hold_equally_many(layout):
         assert len(layout.positions(rank)) == layout.shard_len and (np.diff(layout.positions(rank)) > 0).all()
 
 
-@given(layouts)
-def test_blocks_meet_exactly_where_something_is_seen(layout):
-    T, total = layout.length, layout.padded_length
-    plan = ra.Plan(T, layout.ring, layout.ulysses, layout="balanced", docs=layout.docs, work=layout.spec)
-    begin, end = (x[0] for x in bounds(layout.spec, np.arange(total), T, docs=layout.docs))
-    owner = np.argsort(layout.shard_order()) // layout.shard_len
-    expected = np.zeros((layout.ring, layout.ring), bool)
-    for q, (first, last) in enumerate(zip(begin, end, strict=True)):
-        expected[owner[q], owner[first:last]] = True
-    np.testing.assert_array_equal(schedule_of(Mask(plan, layout.spec, layout.docs)).needed, expected)
-
-
 LENGTHS = [16, 0, 47, 8, 1, 19]
 BALANCED = Case("balanced", seq_len=96, lengths=[*LENGTHS, 5], cut=[*LENGTHS, 5], layout="balanced")
 WINDOW = AttentionSpec(window=13, softcap=3.0)
@@ -105,6 +95,23 @@ def test_equals_dense_float64(case, choices):
     check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT), **choices)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_random_calls_equal_dense_float64(seed):
+    """Any documents over any ranks, any mask, any way to bring keys."""
+    rng = random.Random(seed)
+    lengths = [rng.choice([0, 1, 2, rng.randint(1, 40), rng.randint(1, 150)]) for _ in range(rng.randint(1, 9))]
+    total, ulysses = sum(lengths) + rng.choice([0, 1, rng.randint(1, 30)]), rng.choice([1, 1, 2])
+    ring = rng.randint(2, 8 // ulysses)
+    spec = rng.choice([AttentionSpec(), FULL, AttentionSpec(window=rng.randint(1, 60))])
+    case = Case(
+        "random", ring=ring, ulysses=ulysses, seq_len=max(1, total), lengths=lengths, cut=lengths, layout="balanced",
+        spec=spec, batch=rng.randint(1, 2), kv_heads=rng.choice([2, 4]), sinks=rng.random() < 0.5,
+    )  # fmt: skip
+    route = rng.choice([{}, {}, {"route": "relay"}, *([{"route": "levels", "hosts": 2}] if ring in (4, 6, 8) else [])])
+    choices = {"together": rng.randint(1, 4), "backward": rng.choice(["keys", "queries"]), **route}
+    check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT), **choices)
+
+
 @settings(max_examples=12)
 @given(layouts, st.integers(-9, 9))
 def test_unshard_inverts_shard_and_roll_rolls(layout, shift):
@@ -120,6 +127,28 @@ def test_unshard_inverts_shard_and_roll_rolls(layout, shift):
     rolled = expected(x, shift, 1, layout.docs, -100)
     assert all(torch.equal(whole, x) and torch.equal(moved, rolled)
                for whole, moved in run(one, ring=layout.ring, ulysses=layout.ulysses))  # fmt: skip
+
+
+def test_a_plan_that_a_worker_made_is_bound_to_the_ranks_and_not_dealt_again(monkeypatch):
+    docs = Docs.from_lengths([8, 40, 16])
+    dealt, deal_once = [], layout_module.deal
+    monkeypatch.setattr(layout_module, "deal", lambda *given: dealt.append(1) or deal_once(*given))
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=32, layout="balanced", strategy="ring")
+        worker = pickle.loads(pickle.dumps(plan))
+        data = pickle.dumps(worker.for_docs(docs))
+        bound = plan.for_docs(pickle.loads(data))
+        x = torch.randn(1, 64, 2, 4, generator=torch.Generator().manual_seed(0))
+        mine = bound.shard(x)
+        out = bound.unshard(ra.attention(mine, mine, mine, bound, docs=docs))
+        torch.testing.assert_close(out, ra.attention(x, x, x, docs=docs))
+        with pytest.raises(ValueError, match="laid out by a plan with other choices"):
+            plan.replace(kernel="tiled").for_docs(pickle.loads(data))
+        return bound == pickle.loads(pickle.dumps(bound))
+
+    assert all(run(one, ring=2))
+    assert len(dealt) == 2  # once by each rank's worker
 
 
 def test_what_cannot_be_is_refused():

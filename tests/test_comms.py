@@ -33,16 +33,24 @@ def exercise(a: Axis) -> None:
     others, rows = [s for s in range(n) if s != r], torch.full((2, n, 3), -1.0)
     a.move({s: [mine + 10 * s] for s in others}, {s: [rows[:, s]] for s in others}, what="rows").wait()
     assert all(rows[:, s].eq(s + 10 * r if s != r else -1).all() for s in range(n))
-    # everybody shows the same to all others beside its work, then only the even ranks do, and all but themselves look
-    for turn in range(3):
-        showing = [s for s in others if not turn or s % 2 == 0]
-        readers = others if not turn or r % 2 == 0 else []
+    # everybody shows the same to all others beside its work, then only the even ranks do, and all but themselves look;
+    # then the last rank sees other rows than the others
+    for turn in range(4):
+        showing = [s for s in others if turn % 2 == 0 or s % 2 == 0]
+        readers = others if turn % 2 == 0 or r % 2 == 0 else []
         wide, room = torch.full((2, 40, 3), r + 10.0 * turn), torch.full((2, n, 40, 3), -1.0)
-        into = {s: [room[:, s, :9], room[:, s, 9:]] for s in showing}
-        with a.sharing(Slices([wide], (range(9), range(9, 40))), readers, into, first=turn == 1) as coming:
+        all_rows, few = (range(9), range(9, 40)), (range(30, 40),)
+        shown = {rows: Slices([wide], rows) for rows in (all_rows, few)}
+        last = turn == 2 and r == n - 1
+        out = {s: shown[few if turn == 2 and s == n - 1 else all_rows] for s in readers}
+        into = {s: Slices([room[:, s]], few, (40,) * (len(others) > 1)) if last else Slices([room[:, s]], all_rows)
+                for s in showing}  # fmt: skip
+        with a.sharing(out, into, first=turn % 2 == 1) as coming:
             pass
         coming.wait()
-        assert all(room[:, s].eq(s + 10 * turn if s in showing else -1).all() for s in range(n))
+        for s in range(n):
+            assert room[:, s, 30:].eq(s + 10 * turn if s in showing else -1).all()
+            assert room[:, s, :30].eq(s + 10 * turn if s in showing and not last else -1).all()
     x = torch.arange(2 * 2 * n * 3.0).reshape(2, 2 * n, 3) + 1000 * r
     swapped = a.all_to_all(x, 1, 2).wait()
     expected = [torch.arange(2 * 2 * n * 3.0).reshape(2, 2 * n, 3)[:, 2 * r : 2 * r + 2] + 1000 * s for s in range(n)]

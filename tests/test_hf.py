@@ -406,7 +406,8 @@ def small(kind, **more):
 def test_what_a_model_asks_of_its_attention_is_never_dropped():
     """A learned mask, a bias, arguments that do not come at all."""
     for kind, reason in (("doge", "DogeAttention passes a mask of its own to its attention"),
-                       ("nemotron", "does not hand its keyword arguments on")):  # fmt: skip
+                       ("nemotron", "does not hand its keyword arguments on"),
+                       ("stablelm", "does not hand its keyword arguments on")):  # fmt: skip
         model = hf.prepare(small(kind), plan_of_one())
         with pytest.raises(ValueError, match=reason):
             model(batch() % 50)
@@ -516,6 +517,70 @@ def test_a_copy_runs_its_own_weights():
         pickle.dumps(model)
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Llava"])
+def test_models_of_the_same_config_do_not_change(kind):
+    """A reference model, or a copy for evaluation."""
+    config = build("Llama").config if kind == "Llama" else seeing("llava").config
+    model, other = (getattr(transformers, type(seeing("llava") if kind == "Llava" else build(kind)).__name__)(config)
+                    for _ in range(2))  # fmt: skip
+    expected, parts = other(batch(), use_cache=False).logits, hf_model.configs_of(other)
+    before = [part._attn_implementation for part in parts]
+    hf.prepare(model, plan_of_one())(batch())
+    assert [part._attn_implementation for part in parts] == before
+    assert torch.equal(other(batch(), use_cache=False).logits, expected)
+    assert all(m.config is model.config for m in model.modules() if getattr(m, "config", None) == model.config)
+    model.resize_token_embeddings(70)
+    assert hf.unprepare(model).config.get_text_config().vocab_size == 70  # what is changed since stays
+
+
+def seeing(kind):
+    """A small model of images and text."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
+    vision, text = {**sizes, "image_size": 8, "patch_size": 4}, {**SMALL, "model_type": "llama"}
+    if kind != "llava":
+        vision = {**sizes, "embed_dim": 32, "num_heads": 4, "depth": 1, "out_hidden_size": 32}
+        text = {**SMALL, "rope_parameters": rope}
+    config = transformers.AutoConfig.for_model(kind, vision_config=vision, text_config=text)
+    torch.manual_seed(0)
+    return transformers.AutoModelForImageTextToText.from_config(config).float()
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl"])
+def test_a_model_that_sees_images_takes_text_alone(kind):
+    """The convolutions of a tower that does not run mix no tokens."""
+    plain = seeing(kind)
+    copies = [deepcopy(plain) for _ in range(2)]
+    expected = plain(batch(), labels=batch(), use_cache=False)
+    expected.loss.backward()
+
+    def one(mesh):
+        mine = hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T, layout="zigzag"))
+        with pytest.raises(ValueError, match="a prepared model does not take pixel_values"):
+            mine(batch(), pixel_values=torch.ones(1, 3, 8, 8))
+        found = mine(batch(), labels=batch())
+        found.loss.backward()
+        return float(found.loss.detach()), mine.ringattn.plan.unshard(found.logits.detach()), gradients(mine)
+
+    results = run(one, ring=2)
+    for loss, logits, _ in results:
+        assert loss == pytest.approx(float(expected.loss.detach()), abs=2e-6)
+        torch.testing.assert_close(logits, expected.logits, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients(plain).items():
+        torch.testing.assert_close(sum(g[name] for *_, g in results), gradient, rtol=1e-4, atol=2e-6)
+
+
+def test_a_compiled_model_is_prepared_inside_and_a_wrapped_one_is_refused():
+    model = build("Llama")
+    expected = model(batch(), use_cache=False).logits
+    mine = hf.prepare(torch.compile(model, backend="eager"), plan_of_one())
+    torch.testing.assert_close(mine(batch()).logits, expected, rtol=1e-5, atol=1e-5)
+    assert hasattr(model, "ringattn") and hf.unprepare(mine) is mine and not hasattr(model, "ringattn")
+    for wrapped in (torch.nn.DataParallel(model), torch.nn.DataParallel(lora(build("Llama")))):
+        with pytest.raises(ValueError, match="wrapped in DataParallel: prepare before wrapping"):
+            hf.prepare(wrapped, plan_of_one())
+
+
 @pytest.mark.parametrize(
     ("plan", "over", "said"),
     [
@@ -561,6 +626,10 @@ def test_bad_input_is_named():
         model(batch(), attention_mask=holes)
     with pytest.raises(ValueError, match="expected \\(2, 37\\)"):
         model(batch(), attention_mask=torch.ones(2, 1, T, T))
+    for mask in ({"full_attention": torch.ones(2, T)}, [[1] * T] * 2):  # what transformers takes a layer type
+        for more in ({}, {"labels": batch()}, {"past_key_values": hf.RanksCache(plan_of_one(), T)}):
+            with pytest.raises(ValueError, match=r"attention_mask is of type (dict|list); expected a tensor"):
+                model(batch(), attention_mask=mask, **more)
     with pytest.raises(ValueError, match="past_key_values is of type object: a prepared model takes the cache over"):
         model(batch(), past_key_values=object())
     with pytest.raises(ValueError, match="pass input_ids or inputs_embeds"):
@@ -580,7 +649,7 @@ def state(model):
     for name, m in model.named_modules():
         hooks = [vars(m)[kind].copy() for kind in HOOKS]
         modules[name] = hooks, {k: v for k, v in vars(m).items() if k[0] != "_" and not isinstance(v, torch.Tensor)}
-    return modules, {id(c): c._attn_implementation for c in hf_model.configs_of(model)}
+    return modules, [c._attn_implementation for c in hf_model.configs_of(model)]
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs")

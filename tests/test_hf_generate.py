@@ -13,12 +13,12 @@ from ringattn.torch.models import hf
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 pytest.importorskip("peft", reason="peft is not installed (pip install peft)")
 
-from test_hf import T, batch, build, lora, plan_of_one  # noqa: E402
+from test_hf import T, batch, build, lora, plan_of_one, seeing  # noqa: E402
 
 
 def talkative(name: str, **more):
     """A model whose weights are large enough that each prompt goes on in its own way."""
-    model = build(name, **more).eval()
+    model = (seeing(name) if name.islower() else build(name, **more)).eval()
     for weight in model.parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.2, generator=torch.Generator().manual_seed(weight.numel()))
@@ -41,6 +41,10 @@ CASES = {
     "beams": ("Llama", {"ring": 2}, True, {"num_beams": 3, "num_return_sequences": 2}),
     "no cache": ("Llama", {"ring": 2}, True, {"use_cache": False, "max_new_tokens": 8}),
     "a prompt in chunks": ("Mistral", {"ulysses": 2}, False, {"prefill_chunk_size": 17}),
+    "padding longer than a chunk": ("Llama", {"ring": 2}, True, {"prefill_chunk_size": 5}),
+    "padding of whole chunks": ("Llama", {"ring": 2}, True, {"prefill_chunk_size": 4, "max_new_tokens": 4}),
+    "states behind chunks of padding": ("Bamba", {"ring": 2}, True, {"prefill_chunk_size": 5, "max_new_tokens": 4}),
+    "text for a model of images": ("qwen2_5_vl", {"ring": 2}, True, {"max_new_tokens": 8}),
     "states": ("Qwen3Next", {"ring": 2, "ulysses": 2}, False, {}),
     "states behind padding": ("Bamba", {"ring": 2}, True, {"max_new_tokens": 8}),
     "states in chunks": ("Qwen3_5", {"ulysses": 2}, False, {"prefill_chunk_size": 17}),
@@ -71,8 +75,8 @@ def test_logits_of_every_step_and_a_second_turn(name):
     plain, options = talkative(name), {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     copies = [deepcopy(plain) for _ in range(2)]
 
-    def turns(model, cache=None):
-        found, tokens = [], batch()
+    def turns(model):
+        found, tokens, cache = [], batch(), None
         for more in (0, 3, 12, 30):
             tokens = torch.cat([tokens, batch()[:, :more]], 1)
             cached = {"past_key_values": cache} if cache is not None else {}
@@ -87,7 +91,7 @@ def test_logits_of_every_step_and_a_second_turn(name):
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=T)
-        return turns(hf.prepare(copies[mesh.rank], plan), hf.RanksCache(plan, max_len=100))
+        return turns(hf.prepare(copies[mesh.rank], plan))
 
     for mine, found in run(one, ring=2):
         assert torch.equal(mine, tokens)
@@ -135,6 +139,18 @@ def test_what_generate_cannot_do_is_refused():
         model.generate(tokens[:1], max_new_tokens=2, prompt_lookup_num_tokens=2)
     with pytest.raises(ValueError, match="past_key_values is of type DynamicCache: a prepared model takes the cache"):
         model.generate(tokens, max_new_tokens=2, past_key_values=transformers.DynamicCache())
+    cache = hf.RanksCache(plan_of_one(), T)
+    model(tokens, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"37 tokens a row and no room for 1 more: .*past_key_values=hf.RanksCache"):
+        model(tokens[:, :1], past_key_values=cache)
+    with pytest.raises(ValueError, match="attention_mask has a row of padding only"):
+        model.generate(tokens, attention_mask=mask * torch.tensor([[0], [1]]), max_new_tokens=2)
+    with pytest.raises(ValueError, match="several positions a token that differ"):
+        model(
+            tokens,
+            position_ids=torch.arange(3 * T).view(3, 1, T).expand(3, 2, T),
+            past_key_values=hf.RanksCache(plan_of_one(), T),
+        )
     mask[0, 30:] = 0
     with pytest.raises(ValueError, match="attention_mask has padding behind real tokens"):
         model.generate(tokens, attention_mask=mask, max_new_tokens=2)
@@ -145,5 +161,21 @@ def test_what_generate_cannot_do_is_refused():
         prepared = hf.prepare(talkative("Llama"), ra.plan(mesh, seq_len=T))
         with pytest.raises(ValueError, match="ranks that are threads share one generator"):
             prepared.generate(tokens, do_sample=True, max_new_tokens=2)
+
+    run(one, ring=2)
+
+
+def test_token_ids_that_go_into_a_cache_are_compared_between_ranks_and_embeddings_are_taken():
+    plain = talkative("Llama")
+    copies, embedded = [deepcopy(plain) for _ in range(2)], plain.get_input_embeddings()(batch()).detach()
+    expected = plain(batch(), use_cache=False).logits
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=T)
+        model = hf.prepare(copies[mesh.rank], plan)
+        found = model(inputs_embeds=embedded, past_key_values=hf.RanksCache(plan, T)).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match="differ"):
+            model(batch().roll(mesh.rank), past_key_values=hf.RanksCache(plan, T))
 
     run(one, ring=2)

@@ -13,7 +13,8 @@ SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "initializer_range": 0.3, "attention_dropout": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0,
-    "embd_pdrop": 0.0, "dropout": 0.0, "hidden_dropout": 0.0,
+    "embd_pdrop": 0.0, "dropout": 0.0, "hidden_dropout": 0.0, "hidden_dropout_prob": 0.0, "layerdrop": 0.0,
+    "attention_probs_dropout_prob": 0.0, "activation_dropout": 0.0,
 }  # fmt: skip
 WINDOW = {"sliding_window": 7}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_local_experts": 4}
@@ -31,8 +32,9 @@ KIMI = {**MIXED, "linear_num_heads": 4, "linear_head_dim": 8, "mlp_layer_types":
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 MODELS = {
-    "afmoe": EXPERTS, "apertus": {}, "arcee": {}, "bitnet": {}, "cohere": {}, "cohere2": WINDOW, "cohere2_moe": GROUPS,
-    "cwm": {}, "deepseek_v2": LATENT, "deepseek_v3": LATENT, "diffllama": {}, "dots1": GROUPS, "ernie4_5": {},
+    "afmoe": EXPERTS, "apertus": {}, "arcee": {}, "biogpt": {}, "bitnet": {}, "cohere": {}, "cohere2": WINDOW,
+    "cohere2_moe": GROUPS, "cwm": {}, "deepseek_v2": LATENT, "deepseek_v3": LATENT, "diffllama": {}, "dots1": GROUPS,
+    "ernie4_5": {},
     "ernie4_5_moe": {**EXPERTS, "moe_num_experts": 4, "moe_k": 2}, "exaone4": WINDOW, "exaone_moe": GROUPS,
     "flex_olmo": EXPERTS, "gemma": {}, "gemma2": WINDOW, "gemma3_text": WINDOW, "glm": {}, "glm4": {},
     "glm4_moe": GROUPS, "gpt2": GPT2, "gpt_bigcode": GPT2, "gpt_neox": {}, "gpt_oss": {**EXPERTS, **WINDOW},

@@ -123,12 +123,12 @@ def test_an_error_of_its_own_is_no_loss_and_is_not_told_as_one_later(tmp_path):
     assert len(said) == 2 and all("lost ring rank 2 (words)" in one and "meta" not in one for one in said)
 
 
-def with_a_deadly_kernel(backward, side, axis, run):
+def with_a_deadly_kernel(backward, side, *run):
     def kernel(*args, **options):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    side.score = side.score._replace(halves=kernel)
-    return backward(side, axis, run)
+    side.score = side.score._replace(backward=kernel)
+    return backward(side, *run)
 
 
 HANGS, SHORT = 1, 4.0

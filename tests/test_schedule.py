@@ -6,19 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.cost import HARDWARE, Shape, seen_pairs
 from ringattn.launch.verify import oracle
-from ringattn.launch.verify.cases import CASES, FEATURES, Case
+from ringattn.launch.verify.cases import CASES, FEATURES, FULL, Case
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.mask import Mask, pieces, schedule_of
-from ringattn.schedule import Schedule, growing, needed
+from ringattn.schedule import GRAINS, Schedule, growing, seen
 from ringattn.spec import AttentionSpec, Docs, bounds
-from ringattn.torch.attention import call
 from ringattn.torch.attention.steps import score_with
 
 
@@ -90,15 +89,45 @@ def test_needed_blocks_and_seen_pairs_are_what_the_dense_mask_says(given):
     j = np.arange(layout.padded_length)
     dense = (begin[0][:, None] <= j) & (j < end[0][:, None])
     shards = [layout.shard(r) for r in range(ring)]
-    found, pairs = needed(spec, pieces(T, T, docs), shards, shards), seen_pairs(layout, layout, spec, docs)
+    found, pairs = seen(spec, pieces(T, T, docs), shards, shards).needed, seen_pairs(layout, layout, spec, docs)
     for a in range(ring):
         for b in range(ring):
             block = dense[np.ix_(layout.positions(a), layout.positions(b))]
             assert found[a, b] == block.any() and pairs[a, b] == block.sum()
 
 
+specs = st.sampled_from([AttentionSpec(), FULL]) | st.builds(AttentionSpec, window=st.integers(1, 300))
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(["contiguous", "zigzag", "balanced", "striped"]), st.integers(1, 8), specs,
+    st.lists(st.integers(0, 90), min_size=1, max_size=9), st.sampled_from([1, 1, 30]), st.booleans(),
+)  # fmt: skip
+def test_what_travels_is_what_is_seen(name, ring, spec, lengths, times, turned):
+    """Of every block every rank reads all that it sees, and nothing that is a grain or more from it."""
+    docs = Docs.from_lengths([times * n for n in lengths], pad_to=times * sum(lengths) + 3)
+    plan = ra.Plan(docs.length, ring, layout=name, docs=docs if name == "balanced" else None)
+    schedule, layout = schedule_of.__wrapped__(Mask(plan, spec, docs), turned), plan.tokens
+    begin, end = bounds(spec, np.arange(layout.padded_length), docs.length, docs=docs)
+    for a, b in np.ndindex(ring, ring):
+        q, k = (layout.positions(r) for r in ((b, a) if turned else (a, b)))
+        dense = (begin[0][q, None] <= k) & (k < end[0][q, None])
+        expected = dense.any(1) if turned else dense.any(0)
+        assert schedule.needed[a, b] == expected.any()
+        if schedule.needed[a, b] and name != "striped":
+            read = np.zeros(layout.shard_len, bool)
+            for r in schedule.ranges(a, b):
+                read[r] = True
+            grain = max(1, layout.shard_len // GRAINS)
+            near = np.convolve(expected, np.ones(2 * grain - 1), "same") > 0
+            assert (read >= expected).all() and (read <= near).all()
+            ranges = schedule.ranges(a, b)
+            assert sum(map(len, ranges)) == read.sum() and len(ranges) <= GRAINS + len(layout.shard(b)) + 1
+
+
 def sent(case: Case, route: str = "relay", backward: str = "keys") -> list[tuple[int, int, tuple[int, int]]]:
-    """Of each ring rank: bytes sent in forward, in backward, and the schedule's count of blocks."""
+    """Of each ring rank: bytes sent in forward, in backward, and the schedule's count of tokens."""
     given = oracle.inputs(case, torch.float32)
 
     def one(mesh):
@@ -114,7 +143,7 @@ def sent(case: Case, route: str = "relay", backward: str = "keys") -> list[tuple
         return (
             forward,
             axis.sent - forward,
-            schedule_of(mask).blocks_sent(axis.rank, {"relay": case.ring}.get(route, 1)),
+            schedule_of(mask, backward == "queries").tokens_sent(axis.rank, {"relay": case.ring}.get(route, 1)),
         )
 
     return run(one, ring=case.ring)
@@ -127,11 +156,10 @@ def sent(case: Case, route: str = "relay", backward: str = "keys") -> list[tuple
     ids=str,
 )
 def test_bytes_sent_are_the_schedules_figure(case, route):
-    shard = Layout(case.layout, case.seq_len, case.ring).shard_len
-    block = case.batch * shard * case.kv_heads * (case.head_dim + case.value_dim) * 4
+    token = case.batch * case.kv_heads * (case.head_dim + case.value_dim) * 4
     for forward, backward, (keys, grads) in sent(case, route):
-        assert forward == keys * block
-        assert backward == (keys + grads) * block
+        assert forward == keys * token
+        assert backward == (keys + grads) * token
 
 
 @pytest.mark.parametrize("window", [1, 2, 8, 9, 16, 17, 30, 64])
@@ -139,14 +167,19 @@ def test_a_window_sends_only_the_hops_it_reaches(window):
     """Contiguous shards of 8: the first query of a shard sees window - 1 keys back, ceil((window - 1) / 8) shards."""
     case = Case("window", ring=8, layout="contiguous", seq_len=64, spec=AttentionSpec(window=window))
     hops = min(-(-(window - 1) // 8), 7)
-    assert max(keys for _, _, (keys, _) in sent(case)) == hops
-    assert hops <= -(-window // 8)
+    assert max(keys for _, _, (keys, _) in sent(case)) == 8 * hops
+    assert max(keys for _, _, (keys, _) in sent(case, "direct")) == min(window - 1, 56)  # just what is seen
 
 
 def test_causal_contiguous_blocks_stop_at_the_last_rank():
     case = Case("causal", ring=4, layout="contiguous", seq_len=64)
-    assert [keys for _, _, (keys, _) in sent(case)] == [1, 2, 3, 0]
-    assert [blocks for _, _, blocks in sent(case, "direct")] == [(3, 0), (2, 1), (1, 2), (0, 3)]
+    assert [keys for _, _, (keys, _) in sent(case)] == [16, 32, 48, 0]
+    assert [tokens for _, _, tokens in sent(case, "direct")] == [(48, 0), (32, 16), (16, 32), (0, 48)]
+
+
+def test_a_causal_zigzag_step_brings_half_a_block_where_only_that_is_seen():
+    case = Case("causal", ring=4, layout="zigzag", seq_len=64)
+    assert [tokens for _, _, tokens in sent(case, "direct")] == [(24, 48), (32, 40), (40, 32), (48, 24)]
 
 
 def test_documents_inside_shards_send_nothing():
@@ -163,7 +196,7 @@ def test_queries_that_travel_in_backward_send_what_the_cost_says(layout):
     away = shape.backward_bytes(4)["queries"] - home
     assert away == 4 * rows * (case.head_dim + case.value_dim + 2)  # q, dout, lse and delta
     for _, backward, (keys, grads) in sent(case, "direct", "queries"):
-        assert backward == grads * away + keys * home  # a rank's queries go where its gradients of keys would
+        assert 16 * backward == keys * away + grads * home
 
 
 @pytest.mark.parametrize("kv_heads", [2, 8])  # keys travel in backward, or queries
@@ -180,7 +213,7 @@ def test_the_last_gradients_fly_beside_work_at_home(kv_heads, monkeypatch):
 
     def watched(*args):
         score = score_with(*args)
-        return score._replace(halves=noting("work", score.halves))
+        return score._replace(backward=noting("work", score.backward))
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=64, heads=(8, kv_heads), head_dim=8, kernel="sdpa_cpu", strategy="ring")
@@ -201,16 +234,15 @@ def test_the_last_gradients_fly_beside_work_at_home(kv_heads, monkeypatch):
             torch.testing.assert_close(found, leaf.grad, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("kernel", "backward"), [("tiled", 4), ("sdpa_cpu", 2)])
-def test_a_vendors_kernel_meets_as_many_blocks_in_backward_as_in_forward(kernel, backward, monkeypatch):
-    """It pays for each call; with others gradients in float32 need the room."""
+@pytest.mark.parametrize(("grads", "backward"), [("float32", 4), ("input", 2)])
+def test_steps_bring_as_many_blocks_in_backward_as_in_forward_unless_gradients_are_wide(grads, backward, monkeypatch):
+    """A vendor's kernel pays for each call; gradients in float32 need the room."""
     block = 2 * 4 * 16 * 2 * 8  # bytes: keys and values of 16 tokens
     monkeypatch.setitem(HARDWARE, "cpu", replace(HARDWARE["cpu"], room=3 * block))
-    real = call.select  # gradients of sdpa_cpu travel in the dtype of the inputs, as those of a GPU vendor's do
-    monkeypatch.setattr(call, "select", lambda *args, **more: replace(real(*args, **more), narrow=kernel == "sdpa_cpu"))
 
     def one(mesh):
-        plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, kernel=kernel, strategy="ring")
+        how = ra.Transport(grads=grads)
+        plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, strategy="ring", transport=how)
         q, k, v = (torch.ones(1, 16, h, 8, requires_grad=True) for h in (8, 2, 2))
         ra.attention(q, k, v, plan).sum().backward()
         (call,) = plan.calls.values()

@@ -173,7 +173,7 @@ def nothing():
 
 
 def sharing(axis, tensors, readers, into, work=nothing, what="", first=True):
-    with axis.sharing(tensors, readers, into, what, first) as coming:
+    with axis.sharing(dict.fromkeys(readers, tensors), into, what, first) as coming:
         work()
     coming.wait()
 
@@ -222,7 +222,7 @@ def test_only_beside_work_that_fills_the_device_copies_come_first():
         found, x, other = [], torch.ones(8), 1 - axis.rank
         for first in (True, False):
             sent = axis.lanes.copies[OUT]
-            with axis.sharing([x], [other], {other: [torch.empty(8)]}, first=first) as coming:
+            with axis.sharing({other: [x]}, {other: [torch.empty(8)]}, first=first) as coming:
                 found.append(axis.lanes.copies[OUT] - sent)
             coming.wait()
         return found
@@ -369,7 +369,10 @@ def read(piece):
 
 
 def test_two_ranges_of_a_tensor_come_in_one_copy(monkeypatch):
-    """A hop of a zigzag ring, from three sources at once: a copy for the keys and one for the values of each."""
+    """A hop of a zigzag ring, from three sources at once: a copy for the keys and one for the values of each.
+
+    To ranks 1 and 2 of the four some ranks look for half of their block, others for all of it.
+    """
     monkeypatch.setattr(memory, "SLOT", 2**12)
 
     def one(axis):
@@ -377,12 +380,14 @@ def test_two_ranges_of_a_tensor_come_in_one_copy(monkeypatch):
         stop = run_of(Mask(plan, api.AttentionSpec()), axis.rank, torch.device("cpu"), together=3)[0].stops[1]
         k = plan.positions().float()[None, :, None].expand(1, -1, 5).contiguous()
         room, trip = room_for(stop, k, -k)
-        sharing(axis, *trip)
+        with axis.sharing(*trip) as coming:
+            pass
+        coming.wait()
         at = torch.cat([torch.arange(r.start, r.stop) for r in stop.shard])
         assert room[0][0, :, 4].tolist() == at.tolist() == (-room[1][0, :, 0]).tolist()
         return axis.lanes.copies
 
-    assert on_ranks(one, axes(4)) == [{OUT: 2, IN: 3 * 2}] * 4
+    assert on_ranks(one, axes(4)) == [{OUT: out, IN: 3 * 2} for out in (2, 4, 4, 2)]
 
 
 class Side(ctypes.Structure):

@@ -22,7 +22,7 @@ from ringattn.launch.commands.plot import RANKS, STYLE, panels, save
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.mask import pieces
 from ringattn.planning import Plan
-from ringattn.schedule import Schedule, needed
+from ringattn.schedule import seen
 from ringattn.segments import order
 from ringattn.spec import AttentionSpec, Docs, bounds
 
@@ -155,7 +155,7 @@ def ring() -> Figure:
         layout = Layout(name, T, size)
         begin, end = bounds(spec, np.arange(T), T)
         shards = [layout.shard(r) for r in range(size)]
-        schedule = Schedule(needed(spec, pieces(T, T), shards, shards))
+        schedule = seen(spec, pieces(T, T), shards, shards)
         blank(ax, size * dx, size * dy)
         ax.set_title(title, pad=30)
         for i, d in enumerate(schedule.distances):

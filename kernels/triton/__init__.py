@@ -2,7 +2,7 @@
 
 from ringattn.kernels import Problem
 from ringattn.kernels.protocol import TorchKernel
-from ringattn.kernels.triton.backward import attend_backward, halves, rounded, row_delta
+from ringattn.kernels.triton.backward import attend_backward, flash_backward, prepare, row_delta
 from ringattn.kernels.triton.forward import attend
 from ringattn.kernels.triton.table import WIDEST
 
@@ -38,4 +38,4 @@ def interpreting() -> bool:
     return not isinstance(forward_kernel, JITFunction)
 
 
-KERNEL = TorchKernel(attend, attend_backward, refuses, row_delta, rounded, halves, by_out=True, delta_once=True)
+KERNEL = TorchKernel(attend, flash_backward, refuses, prepare, parted=True)

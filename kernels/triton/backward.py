@@ -9,7 +9,6 @@ does. `dkdv_kernel` owns a block of keys and loops over the queries that see the
 decrease, so those queries are an interval too, which `spans_kernel` finds by binary search.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from ringattn.kernels import partial
 from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.rows import EVERY, NONE, Rows
 from ringattn.kernels.triton.blocks import (
     LOG2E,
     Kept,
@@ -344,116 +344,101 @@ def dq_kernel(
     add_rows(dq_ptr, dq, first, T, dq_st[1], dq_st[3], QUERIES, D, WIDTH_D, ADD)
 
 
-def attend_backward(*inputs: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def attend_backward(
+    q: Tensor, k: Tensor, v: Tensor, where: Intervals, dout: Tensor, lse: Tensor, delta: Tensor | None, *,
+    out: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
+    **score: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """(dq, dk, dv) in float32 from the lse over all keys, added in place to dq=, dk=, dv= if they are given."""
-    keys, queries = halves(*inputs, **options)
-    dk, dv = keys()
-    return queries(), dk, dv
+    return flash_backward((q, k, v), where, prepare(dout, lse, delta, out), into=(dq, dk, dv), **score)
 
 
-def rounded(dout_BTHV: Tensor, lse_BTH: Tensor, delta_BTH: Tensor | None) -> tuple[Tensor, Tensor, Any]:
-    """`partial.rounded`, for an lse that `stats_kernel` also converts to base 2, which rounds it once more."""
-    return partial.rounded(dout_BTHV, lse_BTH, delta_BTH, lambda lse: (lse * LOG2E.value).double() / LOG2E.value)
+def prepare(dout: Tensor, lse: Tensor, delta: Tensor | None, out: Tensor | None) -> Rows:
+    """The rows of a backward pass, with delta, or with the out from which `stats_of` computes it.
 
-
-def halves(
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    where: Intervals,
-    dout_BTHV: Tensor,
-    lse_BTH: Tensor,
-    delta_BTH: Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    out: Tensor | None = None,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-    alone: bool = False,
-    table: Table | None = None,
-) -> tuple[Callable[[], tuple[Tensor, Tensor]], Callable[[], Tensor]]:
-    """`attend_backward` as two functions, for (dk, dv) and for dq. Run first the one whose result has to travel.
-
-    Without delta it is computed from `out`. `alone`: nothing will be added to the gradients, so they have the dtypes of
-    the inputs.
+    `stats_kernel` also converts the lse to base 2, which rounds it once more.
     """
-    if lse_BTH.dtype == torch.float64:
-        dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
-    begin, end, rows_st = rows_of(where)
-    inputs = (q_BTHD, k_BSGD, v_BSGV, begin, end, dout_BTHV)
-    rows = out if delta_BTH is None else delta_BTH
-    assert rows is not None, "either delta or out is needed"
-    given = [None if x is None else (x.dtype, x.stride()) for x in (dq, dk, dv)]
-    known = (
-        q_BTHD.shape, v_BSGV.shape, q_BTHD.device, q_BTHD.dtype, k_BSGD.dtype, v_BSGV.dtype, dout_BTHV.dtype,
-        rows.dtype, q_BTHD.stride(), k_BSGD.stride(), v_BSGV.stride(), dout_BTHV.stride(), lse_BTH.stride(),
-        rows.stride(), rows_st, are_aligned(q_BTHD, k_BSGD, v_BSGV, dout_BTHV), scale, softcap, delta_BTH is None,
-        alone, *given,
+    rows = partial.rounded(dout, lse, delta, lambda lse: (lse * LOG2E.value).double() / LOG2E.value)
+    return Rows(*rows, out if delta is None else None)
+
+
+def stats_of(rows: Rows) -> Tensor:
+    """The rows' lse and delta as the kernels take them."""
+    B, T, H, V = rows.dout.shape
+    values: Any = rows.out if rows.delta is None else rows.delta
+    room = cdiv(T, 4) * 4  # rows of a multiple of 16 bytes, which descriptors require
+    stats = torch.empty(B, H, 2, room, dtype=torch.float32, device=rows.dout.device)
+    tensors, lines = (rows.lse, values, values, rows.dout, stats), 32 if rows.delta is None else 256
+    launch(
+        stats_kernel, (cdiv(T, lines), H, B), tensors, (*[x.stride() for x in tensors[:4]], T, H, room),
+        V=V, WIDTH=power_of_2(V), ROWS=lines, BY_OUT=rows.delta is None,
     )  # fmt: skip
-    new_dq, new_dk, new_dv = grads = [
-        torch.empty_like(x, dtype=x.dtype if alone else torch.float32, memory_format=torch.contiguous_format)
-        if into is None else into
-        for x, into in ((q_BTHD, dq), (k_BSGD, dk), (v_BSGV, dv))
+    return stats
+
+
+def flash_backward(
+    tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
+    into: tuple[Any, Any, Any] = NONE, *, scale: float, softcap: float | None = None, alone: bool = False,
+    table: Table | None = None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """The gradients that are wanted, in float32 or, `alone`, in the inputs' dtypes; those of k and v come together."""
+    q, k, v = tensors
+    begin, end, rows_st = rows_of(where)
+    inputs = (q, k, v, begin, end, rows.dout)
+    stats: Tensor = stats_of(rows) if rows.made is None else rows.made
+    rows.made = stats
+    known = (
+        q.shape, v.shape, q.device, q.dtype, k.dtype, v.dtype, rows.dout.dtype,
+        q.stride(), k.stride(), v.stride(), rows.dout.stride(), rows_st, are_aligned(q, k, v, rows.dout),
+        scale, softcap, alone, *[None if x is None else (x.dtype, x.stride()) for x in into],
+    )  # fmt: skip
+    dq, dk, dv = [
+        None if i not in want
+        else torch.empty_like(x, dtype=x.dtype if alone else torch.float32, memory_format=torch.contiguous_format)
+        if into[i] is None else into[i]
+        for i, x in enumerate(tensors)
     ]  # fmt: skip
     found = LAUNCHES.get(known) if table is None else None
     if found is None:
-        adds = [x is not None for x in (dq, dk, dv)]
-        found = launches_of(inputs, lse_BTH, rows, rows_st, scale, softcap, delta_BTH is None, grads, adds, table)
+        found = launches_of(inputs, rows_st, scale, softcap, alone, into, table)
         if table is None:
             LAUNCHES.keep(known, found)
-    stats = torch.empty(found.room, dtype=torch.float32, device=q_BTHD.device)
-    found.stats(lse_BTH, rows, rows, dout_BTHV, stats)
-
-    def keys() -> tuple[Tensor, Tensor]:
-        found.dkdv(*inputs, stats, spans(where, k_BSGD.shape[1], found.cut), new_dk, new_dv)
-        return new_dk, new_dv
-
-    def queries() -> Tensor:
-        found.dq(*inputs, stats, new_dq)
-        return new_dq
-
-    return keys, queries
+    if dk is not None and dv is not None:
+        found.dkdv(*inputs, stats, spans(where, k.shape[1], found.cut), dk, dv)
+    if dq is not None:
+        found.dq(*inputs, stats, dq)
+    return dq, dk, dv
 
 
 class Launches(NamedTuple):
-    """The kernels of a backward pass, what `dkdv` is cut into, and the shape of the statistics."""
+    """The kernels of a backward pass, and what `dkdv` is cut into."""
 
-    stats: Launch
     dkdv: Launch
     dq: Launch
     cut: Tile
-    room: tuple[int, ...]
 
 
-LAUNCHES = Kept()  # of `halves`, by all that they depend on but addresses
+LAUNCHES = Kept()  # of `flash_backward`, by all that they depend on but addresses
 
 
 def launches_of(
-    inputs: tuple[Tensor, ...], lse: Tensor, rows: Tensor, rows_st: int, scale: float, softcap: float | None,
-    by_out: bool, grads: Sequence[Tensor], adds: Sequence[bool], table: Table | None,
+    inputs: tuple[Tensor, ...], rows_st: int, scale: float, softcap: float | None, alone: bool,
+    into: tuple[Any, Any, Any], table: Table | None,
 ) -> Launches:  # fmt: skip
-    """The launches of `halves` for tensors of these shapes, dtypes and strides.
-
-    `inputs` are q, k, v, begin, end and dout, and `rows` is out or delta. `adds`: which of the gradients are added to.
-    """
+    """The launches of `flash_backward` for q, k, v, begin, end and dout of these shapes, dtypes and strides."""
     q, k, v, _, _, dout = inputs
     shape, device, dtypes = Shape.of(q, v), q.device, tuple([*[x.dtype for x in inputs], torch.float32])
     described = [x.stride() for x in (q, k, v, dout)]
     cut = shape.tiles(device, q.itemsize, tuple(described), are_aligned(q, k, v, dout), table)
     strides, constants = (*described[:3], rows_st, described[3]), shape.constants(softcap, q.dtype, device)
-    B, T, H, V = dout.shape
-    room = B, H, 2, cdiv(T, 4) * 4  # rows of a multiple of 16 bytes, which descriptors require
-    numbers = room[-1], scale, *logits(scale, softcap)
-    dq, dk, dv = grads
-
-    lines = 32 if by_out else 256
-    stats = ready(
-        stats_kernel, (cdiv(T, lines), H, B), device, (lse.dtype, rows.dtype, rows.dtype, dout.dtype, torch.float32),
-        (lse.stride(), rows.stride(), rows.stride(), dout.stride(), T, H, room[-1]),
-        V=V, WIDTH=power_of_2(V), ROWS=lines, BY_OUT=by_out,
-    )  # fmt: skip
+    B, T, H, _ = dout.shape
+    numbers = cdiv(T, 4) * 4, scale, *logits(scale, softcap)
+    adds = [x is not None for x in into]
+    dq, dk, dv = [
+        torch.empty_like(x, dtype=x.dtype if alone else torch.float32, device="meta",
+                         memory_format=torch.contiguous_format) if y is None else y
+        for x, y in zip((q, k, v), into, strict=True)
+    ]  # fmt: skip
     blocks = cdiv(shape.S, cut.dkdv.keys)
     spans_st = blocks * SPAN if rows_st else 0
     dkdv = ready(
@@ -467,4 +452,4 @@ def launches_of(
         dq_kernel, (blocks * B * H,), device, (*dtypes, dq.dtype), (*strides, dq.stride(), T, H, blocks, *numbers),
         cut.dq, **constants, QUERIES=cut.dq.queries, KEYS=cut.dq.keys, ADD=adds[0], TMA=cut.dq.tma,
     )  # fmt: skip
-    return Launches(stats, dkdv, of_dq, cut.dkdv, room)
+    return Launches(dkdv, of_dq, cut.dkdv)

@@ -216,4 +216,4 @@ def multiprocessors(device: torch.device) -> int:
 
 
 # the backward pass of few queries runs the general kernels
-KERNEL = TorchKernel(attend, backward.attend_backward, refuses, backward.row_delta, backward.rounded)
+KERNEL = TorchKernel(attend, backward.flash_backward, refuses, backward.prepare, parted=True)

@@ -16,8 +16,9 @@ from torch import Tensor
 from ringattn.kernels import partial, tiled
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals, Rectangle
-from ringattn.kernels.partial import Partial, empty, rounded
+from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.protocol import TorchKernel
+from ringattn.kernels.rows import EVERY, NONE, Rows, with_out
 from ringattn.kernels.total import Total, in_dtype
 
 # (q, k, v, mask, scale) -> out [B, T, H, V], lse [B, T, H]; (dout, q, k, v, out, lse, mask, scale) -> dq, dk, dv
@@ -79,34 +80,22 @@ def over_rectangles(
             found.out[:, rows], found.lse[:, rows] = total.out[:, rows], total.lse[:, rows]
         return Partial(found.out.to(dtype), found.lse)
 
-    def totals(
-        q_BTHD: Tensor,
-        k_BSGD: Tensor,
-        v_BSGV: Tensor,
-        where: Intervals,
-        dout_BTHV: Tensor,
-        lse_BTH: Tensor,
-        delta_BTH: Tensor | None,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        out: Tensor | None = None,
-    ) -> tuple[Any, ...]:
+    def gradients(
+        tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
+        into: tuple[Any, Any, Any] = NONE, *, scale: float, softcap: float | None = None, alone: bool = False,
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
         """One vendor call for each rectangle; if one is the whole step, its gradients are as the vendor gives them."""
         given = options(softcap)
-        rectangles = cut_into(where, q_BTHD, k_BSGD, v_BSGV, True)
-        dout_BTHV, lse_BTH, delta_BTH = rounded(dout_BTHV, lse_BTH, delta_BTH)
-
-        if out is None and not rectangles_of:
-            inputs = q_BTHD, k_BSGD, v_BSGV, where, dout_BTHV, lse_BTH, delta_BTH
-            return own_backward(q_BTHD)(*inputs, scale=scale)
-        q_BTHD, k_BSGD, v_BSGV, dout = map(unit_stride, (q_BTHD, k_BSGD, v_BSGV, dout_BTHV))
-        out = None if out is None else unit_stride(out)
+        rectangles = cut_into(where, *tensors, True)
+        if rows.out is None and not rectangles_of:
+            return own_kernel(tensors[0]).backward(tensors, where, rows, want, into, scale=scale, alone=alone)
+        q_BTHD, k_BSGD, v_BSGV, dout = map(unit_stride, (*tensors, rows.dout))
+        out = None if rows.out is None else unit_stride(rows.out)
 
         def run(queries: slice, keys: slice, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
-            rows = [None if x is None else cut(x, queries) for x in (dout, q_BTHD, out, lse_BTH)]
-            more = {"delta": cut(delta_BTH, queries)} if out is None and delta_BTH is not None else {}
-            return backward(*rows[:2], cut(k_BSGD, keys), cut(v_BSGV, keys), *rows[2:], mask, scale, **given, **more)
+            some = [None if x is None else cut(x, queries) for x in (dout, q_BTHD, out, rows.lse)]
+            more = {"delta": cut(rows.delta, queries)} if out is None and rows.delta is not None else {}
+            return backward(*some[:2], cut(k_BSGD, keys), cut(v_BSGV, keys), *some[2:], mask, scale, **given, **more)
 
         if is_one(rectangles, q_BTHD) and covers(rectangles[0].keys, k_BSGD):
             return run(*rectangles[0])
@@ -119,21 +108,7 @@ def over_rectangles(
     def rounds(where: Intervals) -> bool:
         return rectangles_of is not None or len(where.rectangles or ()) == 1
 
-    return TorchKernel(
-        attend, sums_of(totals), refuses, row_delta, totals=totals, by_out=True, rounds=rounds, fills=fills
-    )
-
-
-def sums_of(totals: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """`attend_backward` of a kernel that has `totals`."""
-
-    def attend_backward(*inputs: Any, **options: Any) -> tuple[Tensor, ...]:
-        sums = [Total(x) for x in inputs[:3]]
-        for total, found in zip(sums, totals(*inputs, **options), strict=True):
-            total.add(found)
-        return tuple(total.tensor(total.exact) for total in sums)
-
-    return attend_backward
+    return TorchKernel(attend, gradients, refuses, with_out, rounds=rounds, fills=fills)
 
 
 def cut(x: Tensor, rows: slice) -> Tensor:
@@ -203,22 +178,13 @@ def area(rectangle: Rectangle) -> int:
     return int((queries.stop - queries.start) * (keys.stop - keys.start))
 
 
-def own_backward(q: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """The `attend_backward` of our own kernel for q's device, which takes delta."""
+def own_kernel(q: Tensor) -> TorchKernel:
+    """Our own kernel for q's device, which takes delta."""
     if q.is_cuda:
-        from ringattn.kernels.triton import backward  # triton is part of torch for GPUs
+        from ringattn.kernels import triton  # triton is part of torch for GPUs
 
-        return backward.attend_backward
-    return tiled.attend_backward
-
-
-def row_delta(out_BTHV: Tensor, dout_BTHV: Tensor, dlse_BTH: Tensor | None = None) -> Tensor:
-    """rowsum(dout * out) - dlse, in one fused pass on GPUs."""
-    if out_BTHV.is_cuda and accumulator(out_BTHV) == torch.float32:
-        from ringattn.kernels.triton import backward
-
-        return backward.row_delta(out_BTHV, dout_BTHV, dlse_BTH)
-    return partial.row_delta(out_BTHV, dout_BTHV, dlse_BTH)
+        return triton.KERNEL
+    return tiled.KERNEL
 
 
 def heads_first(x_BTHD: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from ringattn.kernels import Problem, tiled
 from ringattn.kernels.arrays import fine
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
-from ringattn.kernels.total import Total
+from ringattn.kernels.rows import EVERY, NONE, Rows, row_delta
 from ringattn.kernels.vendor import equal_dims
-from ringattn.kernels.vendor.rectangles import is_one, over_rectangles, row_delta, sums_of
+from ringattn.kernels.vendor.rectangles import is_one, over_rectangles
 
 WIDE = torch.float32, torch.float64
 LARGE = 64.0  # from this score on float32 rounds an lse, and the weights of a merge, by more than 2e-6
@@ -75,24 +75,15 @@ def attend(
     return Partial(part.out, part.lse.to(fine(q_BTHD))) if narrow else part
 
 
-def totals(
-    q_BTHD: Tensor,
-    k_BSGD: Tensor,
-    v_BSGV: Tensor,
-    where: Intervals,
-    dout_BTHV: Tensor,
-    lse_BTH: Tensor,
-    delta_BTH: Tensor | None,
-    *,
-    out: Tensor | None = None,
-    **score: Any,
-) -> tuple[Total, Total, Total]:
-    q, k, v, dout = widened(q_BTHD, k_BSGD, v_BSGV, dout_BTHV)
-    out = None if out is None else widened(out)[0]
+def gradients(
+    tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
+    into: tuple[Any, Any, Any] = NONE, **options: Any,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    q, k, v, dout = widened(*tensors, rows.dout)
+    delta, out = rows.delta, None if rows.out is None else widened(rows.out)[0]
     if out is not None and not finite(q, k, v, dout):
-        delta_BTH, out = row_delta(out, dout), None
-    assert BY_RECTANGLES.totals is not None
-    return BY_RECTANGLES.totals(q, k, v, where, dout, lse_BTH, delta_BTH, out=out, **score)
+        delta, out = row_delta(out, dout), None
+    return BY_RECTANGLES.backward((q, k, v), where, Rows(dout, rows.lse, delta, out), want, into, **options)
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -113,4 +104,4 @@ def largest_score(q_BTHD: Tensor, k_BSGD: Tensor, scale: float) -> float:
     return abs(scale) * longest[0] * longest[1]
 
 
-KERNEL = replace(BY_RECTANGLES, attend=attend, attend_backward=sums_of(totals), totals=totals)
+KERNEL = replace(BY_RECTANGLES, attend=attend, backward=gradients)

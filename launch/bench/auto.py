@@ -22,6 +22,7 @@ import ringattn as ra
 from ringattn import kernels
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels.intervals import Intervals, rectangles_of
+from ringattn.kernels.total import in_dtype
 from ringattn.launch.bench import Row, contest, peers
 from ringattn.launch.bench import kernels as alone
 from ringattn.launch.bench.contest import Passes, distance, peak_gib
@@ -134,11 +135,9 @@ def square(case: Case, options: Options) -> list[Row]:
 
     def with_gradients() -> Any:
         part = step()
-        if second.totals is None:
-            delta = second.row_delta(part.out, given.dout)
-            return second.attend_backward(*tensors, given.dout, part.lse, delta, scale=scale)
-        found = second.totals(*tensors, given.dout, part.lse, None, out=part.out, scale=scale)
-        return [x if torch.is_tensor(x) else x.tensor(given.q.dtype) for x in found]
+        rows = second.prepare(given.dout, part.lse, None, part.out)
+        found = second.backward(tensors[:3], given.where, rows, scale=scale)
+        return [in_dtype(x, given.q.dtype) for x in found]
 
     contestants: dict[str, Passes] = {"auto": {"forward": step, "forward+backward": with_gradients}}
 

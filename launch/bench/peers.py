@@ -58,9 +58,7 @@ def of_table(name: str) -> Callable[[Inputs], Passes]:
         part = forward()
 
         def backward() -> Any:
-            more = {"out": part.out} if kernel.by_out else {}
-            delta = None if kernel.by_out else kernel.row_delta(part.out, given.dout)
-            return kernel.attend_backward(*tensors, given.dout, part.lse, delta, scale=given.scale, **more)
+            return kernel.attend_backward(*tensors, given.dout, part.lse, None, out=part.out, scale=given.scale)
 
         return {"forward": forward, "backward": backward}
 

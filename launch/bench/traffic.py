@@ -1,7 +1,7 @@
 """The bytes a rank hands to others, forward and backward, counted while they are sent, beside the schedule's figure.
 
 Ranks are threads of this process. The busiest rank is shown, in blocks: the keys and values of one ring shard;
-`_mb` are millions of bytes.
+`whole` is what would travel if blocks did, not the ranges of them that are seen; `_mb` are millions of bytes.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,21 @@ from ringattn.launch.bench import Row
 from ringattn.launch.processes import MOST
 from ringattn.launch.words import option
 from ringattn.mask import Mask, schedule_of
+from ringattn.schedule import Schedule
 
-COLUMNS = ["strategy", "route", "ring", "ulysses", "layout", "mask", "forward", "backward", "scheduled", "forward_mb"]
+COLUMNS = [
+    "strategy",
+    "route",
+    "ring",
+    "ulysses",
+    "layout",
+    "mask",
+    "forward",
+    "backward",
+    "scheduled",
+    "whole",
+    "forward_mb",
+]
 
 
 @dataclass
@@ -49,7 +62,7 @@ def count(options: Options, strategy: str, route: str, ring: int, ulysses: int, 
     inside = [options.tokens // options.ranks] * options.ranks
     docs = ra.Docs.from_lengths(inside, pad_to=options.tokens) if mask.startswith("documents") else None
 
-    def one(mesh: Any) -> tuple[int, int, int, int]:
+    def one(mesh: Any) -> tuple[int, ...]:
         plan = ra.plan(mesh, seq_len=options.tokens, strategy=strategy, layout=layout, transport=ra.Transport(route))
         shapes = (options.heads, options.kv_heads, options.kv_heads)
         q, k, v = (torch.randn(1, plan.local_len, h, options.head_dim, requires_grad=True) for h in shapes)
@@ -57,16 +70,24 @@ def count(options: Options, strategy: str, route: str, ring: int, ulysses: int, 
         out = ra.attention(q, k, v, plan, spec=spec, docs=docs)
         forward = sum(a.sent for a in axes)
         out.sum().backward()
-        blocks, grads = schedule_of(Mask(plan, spec, docs)).blocks_sent(plan.ring_axis.rank, plan.hosts)
-        return forward, sum(a.sent for a in axes) - forward, blocks, blocks + grads
+        schedule = schedule_of(Mask(plan, spec, docs))
+        counts = [x.tokens_sent(plan.ring_axis.rank, plan.hosts) for x in (schedule, Schedule(schedule.needed))]
+        return (
+            forward,
+            sum(a.sent for a in axes) - forward,
+            *(n for keys, grads in counts for n in (keys, keys + grads)),
+        )
 
-    forward, backward, blocks, both = (
+    forward, backward, tokens, both, *whole = (
         max(column) for column in zip(*run_ranks(one, ring=ring, ulysses=ulysses), strict=True)
     )
-    block = -(-options.tokens // ring) * max(1, options.kv_heads // ulysses) * 2 * options.head_dim * 4
-    scheduled = f"{blocks} + {both}" if strategy == "ring" and ulysses == 1 else None
+    shard = -(-options.tokens // ring)
+    block = shard * max(1, options.kv_heads // ulysses) * 2 * options.head_dim * 4
+    counted = strategy == "ring" and ulysses == 1
     return {
         "suite": "traffic", "tokens": options.tokens, "strategy": strategy, "route": route, "ring": ring,
         "ulysses": ulysses, "layout": layout, "mask": mask, "forward": forward / block, "backward": backward / block,
-        "scheduled": scheduled, "forward_mb": forward / 1e6, "backward_mb": backward / 1e6,
+        "scheduled": f"{tokens / shard:.2f} + {both / shard:.2f}" if counted else None,
+        "whole": "{} + {}".format(*whole) if counted else None,
+        "forward_mb": forward / 1e6, "backward_mb": backward / 1e6,
     }  # fmt: skip

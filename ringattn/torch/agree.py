@@ -3,10 +3,8 @@
 import zlib
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
-from ringattn import kernels
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import same_data
@@ -27,6 +25,7 @@ def describe(
     words = {name: str(value) for name, value in more.items()} | {
         "plan": str(plan),
         "route": f"{how.route} {how.hosts} {how.together} {how.backward} {how.groups}",
+        "transport.grads": how.grads,
         "spec": str(spec),
         "plan.work": str(plan.work),
     }
@@ -52,8 +51,7 @@ def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
         return
     try:
         taken = [int(one) for one in same_data.taken(plan)]  # waits for the device
-        have = kernels_here(plan)
-        mine = {"at": [ring.rank, ulysses.rank], "words": words, "problem": problem, "taken": taken, "have": have}
+        mine = {"at": [ring.rank, ulysses.rank], "words": words, "problem": problem, "taken": taken}
         entries = together(ulysses.exchange_words(together(ring.exchange_words([mine]))))
     except (RuntimeError, OSError) as error:
         if problem:
@@ -63,24 +61,7 @@ def agree(plan: Plan, words: Words, problem: str | None = None) -> None:
     complain({place: one["problem"] for place, one in everyone.items() if one["problem"]}, len(everyone))
     same_data.judge({place: tuple(one["taken"]) for place, one in everyone.items()})  # may be why words differ
     compare({place: one["words"] for place, one in everyone.items()})
-    plan.kept["kernels"] = frozenset.intersection(*[frozenset(one["have"]) for one in everyone.values()])
     remember(plan, kind)
-
-
-def kernels_here(plan: Plan) -> list[str]:
-    """The kernels that "auto" takes only if all ranks have them, each with this rank's GPU: others have other rates."""
-    if plan.device != "cuda":
-        return []
-    arch = torch.cuda.get_device_capability()
-    return [f"{name} {arch}" for name in kernels.narrow_kernels(plan.device)]
-
-
-def shared_kernels(plan: Plan) -> frozenset[str] | None:
-    """The kernels that all ranks have, as they compared in their first call; None for one rank."""
-    if plan.ring_axis.size * plan.ulysses_axis.size == 1:
-        return None
-    found: frozenset[str] = plan.kept.get("kernels", frozenset())
-    return frozenset(one.split()[0] for one in found)
 
 
 def refuse(problem: str, plan: Any) -> NoReturn:

@@ -43,7 +43,7 @@ class Alone:
 
     ring = ulysses = 1
     layout, swaps, transport = "contiguous", False, Transport()
-    heads = head_dim = value_dim = cut = None
+    heads = head_dim = value_dim = docs = work = None
 
     def __init__(self, seq_len: int, key_len: int):
         self.seq_len = self.local_len = seq_len

@@ -63,7 +63,7 @@ class Call:
         self.reals = self.real, real_keys, real_keys  # which tokens of q, k and v are real
         self.padded = self.real is not None or real_keys is not None  # whether this rank must clear padding
         self.deterministic = plan.deterministic or torch.are_deterministic_algorithms_enabled()
-        self.shared = agree.shared_kernels(plan)
+        self.narrow = plan.transport.grads == "input"  # whether gradients travel in the dtype of the inputs
         self.words: agree.Words | None = None  # what the ranks compare in every call; None if they do not
 
     @property
@@ -91,28 +91,17 @@ class Call:
 
     def kernel_everywhere(self, backward: bool = False) -> Score:
         """For a gather: the kernel that serves them."""
-        few = self.all_rectangles if self.shares else self.everywhere.rectangles is not None
-        return self.score(self.kernel(few, backward))
+        return self.score(self.kernel(self.may_rely(self.everywhere.rectangles is not None), backward))
 
     def run_forward(self, rank: int, device: torch.device | None) -> Run:
         return run_of(self.mask, rank, device, self.plan.blocks_at_once(self.block_bytes))
 
-    def run_backward(self, rank: int, device: torch.device | None, narrow: bool | None = None) -> Run:
-        """The steps of backward. If float32 gradients travel (not `narrow`), a step brings fewer blocks."""
-        narrow = self.narrow if narrow is None else narrow
+    def run_backward(self, rank: int, device: torch.device | None) -> Run:
+        """The steps of backward. If float32 gradients travel, a step brings fewer blocks."""
         queries = self.plan.transport.backward == "queries"
         nbytes = self.query_bytes if queries else self.block_bytes
-        return run_of(self.mask, rank, device, self.plan.blocks_at_once(nbytes if narrow else 4 * nbytes), queries)
-
-    @cached_property
-    def narrow(self) -> bool:
-        """Whether gradients travel in the dtype of the inputs, because of the kernel that all ranks run."""
-        return self.kernel(self.all_rectangles if self.shares else True, backward=True).narrow
-
-    @property
-    def shares(self) -> bool:
-        """Whether all ranks must make the same choice of a kernel: gradients of some kernels travel in 16 bits."""
-        return self.plan.kernel == "auto" and self.device.type == "cuda"
+        together = self.plan.blocks_at_once(nbytes if self.narrow else 4 * nbytes)
+        return run_of(self.mask, rank, device, together, queries)
 
     @cached_property
     def mask_kind(self) -> str:
@@ -122,17 +111,16 @@ class Call:
         alone = self.ring.size == 1 and len(lengths) == 1 and key_docs is None
         return mask_of(lengths, self.mask.spec.causal, self.mask.spec.window, alone)
 
-    @cached_property
-    def all_rectangles(self) -> bool:
-        """Whether every step of every rank is few rectangles. False with documents, which are new in every call."""
-        if self.docs is not None or self.mask.key_docs is not None:
-            return False
-        narrow = self.kernel(True, backward=True).narrow
-        return all(self.has_rectangles(rank, narrow) for rank in range(self.plan.ring))
-
     def rectangles(self, run: Run) -> bool:
         """Whether the kernel of this run may rely on few rectangles."""
-        return self.all_rectangles if self.shares else are_rectangles(run)
+        return self.may_rely(are_rectangles(run))
+
+    def may_rely(self, rectangles: bool) -> bool:
+        """Whether the kernel may rely on few rectangles. On GPUs "auto" does not with documents: other kernels are
+        faster there.
+        """
+        packed = self.docs is not None or self.mask.key_docs is not None
+        return rectangles and not (packed and self.plan.kernel == "auto" and self.device.type == "cuda")
 
     def refused(self) -> NotImplementedError | None:
         """Why no kernel serves every step of every rank: the same error on all ranks, before anything is sent.
@@ -145,7 +133,7 @@ class Call:
             return None
         if alike := self.reason(rectangles=True):
             return alike
-        wrong = ", ".join(str(rank) for rank in range(self.plan.ring) if not self.has_rectangles(rank, self.narrow))
+        wrong = ", ".join(str(rank) for rank in range(self.plan.ring) if not self.serves_rank(rank))
         return NotImplementedError(f"{why} (the steps of ring rank {wrong} are not few rectangles)") if wrong else None
 
     def reason(self, rectangles: bool) -> NotImplementedError | None:
@@ -155,11 +143,11 @@ class Call:
             return error
         return None
 
-    def has_rectangles(self, rank: int, narrow: bool) -> bool:
-        """Whether every step of a ring rank is few rectangles."""
+    def serves_rank(self, rank: int) -> bool:
+        """Whether a kernel of few rectangles serves every step of a ring rank."""
         if self.gathers:
             return global_intervals(self.mask, rank, None).rectangles is not None
-        runs = [self.run_forward(rank, None), *([self.run_backward(rank, None, narrow)] if self.gradients else [])]
+        runs = [self.run_forward(rank, None), *([self.run_backward(rank, None)] if self.gradients else [])]
         return all(map(are_rectangles, runs))
 
     @property
@@ -181,7 +169,7 @@ class Call:
             self.problem, heads=heads, kv_heads=kv_heads, rectangles=rectangles, mask=self.mask_kind, queries=None,
             rows=self.shape.batch * self.plan.tokens.shard_len * heads, deterministic=self.deterministic,
         )  # fmt: skip
-        return select(problem, self.plan.kernel, backward=backward, shared=self.shared)
+        return select(problem, self.plan.kernel, backward=backward)
 
     def score(self, kernel: Kernel) -> Score:
         spec = self.mask.spec

@@ -214,14 +214,13 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
     run, kernel, where = call.backward
     queries = call.plan.transport.backward == "queries"
     for q, k, v, out, lse, dout, dlse in groups:
-        steps = where is None  # else nothing travels
-        rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta, steps, steps and queries)
+        travels = queries and where is None
+        rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta, travels)
         if where is not None:
-            of_keys, of_queries = kernel.halves(q, k, v, where, rows, alone=True)
-            (dk, dv), dq = of_keys(), of_queries()
+            dq, dk, dv = kernel.backward((q, k, v), where, rows, alone=True)
         else:
             side = (ring.QueriesTravel if queries else ring.KeysTravel)(q, k, v, kernel, rows)
-            travelled, stayed = ring.backward(side, call.ring, run)
+            travelled, stayed = ring.backward(side, call.ring, run, call.narrow)
             dq, dk, dv = (*travelled, *stayed) if queries else (*stayed, *travelled)
         yield *(in_dtype(grad, x.dtype) for grad, x in zip((dq, dk, dv), (q, k, v), strict=True)), delta
 

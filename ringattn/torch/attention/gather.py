@@ -9,8 +9,10 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from ringattn.comms.axis import All, Axis, Done, Pending, Then, one_ahead
+from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
+from ringattn.kernels.total import in_dtype
 from ringattn.layout import Layout
 from ringattn.torch.attention.steps import Entered, Grads, Score, Seen, rows_of
 from ringattn.torch.sharding import order_of
@@ -33,8 +35,9 @@ def gather_backward(
     def going_home() -> Iterator[Pending]:
         for q, k, v, out, lse, dout, dlse in one_ahead(gathered(group, axis, layout) for group in groups):
             rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta)
-            dq, *grads = kernel.gradients(q, k, v, where, rows)
-            del k, v, rows
+            found = kernel.backward((q, k, v), where, rows)
+            dq, *grads = (in_dtype(grad, accumulator(x)) for grad, x in zip(found, (q, k, v), strict=True))
+            del k, v, rows, found
             home = [axis.reduce_scatter(reordered(x, layout, back=False), 1) for x in grads]
             del grads
             yield All(Done(dq), *home, Done(delta))

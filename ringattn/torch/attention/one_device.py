@@ -16,6 +16,7 @@ from ringattn.check import has_shape, of_choice
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import Partial
+from ringattn.kernels.rows import row_delta
 from ringattn.planning import heads_problem
 from ringattn.spec import of_factor, raise_if
 from ringattn.torch.attention.steps import problem_of
@@ -106,8 +107,7 @@ def chosen(
     needed = q.device.type == "cpu" or (impl != "auto" and kernels.BY_NAME[impl].rectangles)
     rectangles = rectangles_of(begin.numpy(force=True), end.numpy(force=True)) if needed else None
     problem = problem_of(q, k, v, softcap, rectangles is not None)
-    # "auto" takes no kernel that rounds a partial to the dtype of the inputs
-    return kernels.select(problem, impl, shared=frozenset()).load(), Intervals(begin, end, rectangles)
+    return kernels.select(problem, impl, exact=True).load(), Intervals(begin, end, rectangles)
 
 
 @op("attend")
@@ -133,7 +133,7 @@ def attend_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     kernel, where = chosen(q, k, v, begin, end, softcap, impl)
     with no_autocast(q.device):
-        delta = kernel.row_delta(out, dout, dlse.to(out.dtype))
+        delta = row_delta(out, dout, dlse.to(out.dtype))
         grads = kernel.attend_backward(q, k, v, where, dout, lse, delta, scale=scale, softcap=softcap)
     dq, dk, dv = (g.to(x.dtype).contiguous() for g, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv

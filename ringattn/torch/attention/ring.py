@@ -6,7 +6,7 @@ backward each visit's gradients go to the rank that holds the block. They add up
 home at the end.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -14,14 +14,16 @@ from torch import Tensor
 from ringattn.comms.axis import Axis, ByRank, Done, Pending, Slices
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import Partial, empty
+from ringattn.kernels.rows import EVERY as ALL
+from ringattn.kernels.rows import NONE, Rows
 from ringattn.kernels.total import Total
-from ringattn.schedule import Hop
-from ringattn.torch.attention.steps import Rows, Run, Score, Stop
+from ringattn.schedule import Hop, Ranges
+from ringattn.torch.attention.steps import Run, Score, Stop, places
 
 S = TypeVar("S")
-# the arguments of `Axis.sharing`: what this rank sends, who reads it at the same stop, and where it receives
-Trip = tuple[Slices, tuple[int, ...], ByRank]
-END = Stop(None, (), {}, (), ())
+Trip = tuple[ByRank, ByRank]  # the arguments of `Axis.sharing`: what each rank reads here, and where this one receives
+Step = tuple[tuple[Tensor, ...], Any, Rows]  # q, k and v, intervals, rows: the arguments of a kernel's backward
+END = Stop(None, (), {}, {})
 EVERY = slice(None)
 LONG = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
 
@@ -53,19 +55,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score,
 class KeysTravel:
     """The backward pass in which keys and values travel and each rank sums the dq of its own queries."""
 
-    named, returns = "keys", 2  # what travels, and how many of its tensors have a gradient
+    named, leaving, staying = "keys", (1, 2), (0,)  # what travels; which of dq, dk and dv go home with it, and stay
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, score: Score, rows: Rows):
         self.score, self.q, self.rows = score, q, rows
         self.travels, self.stays = (k, v), (Total(q),)
 
-    def work(self, turn: "Turn", here: Sequence[Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Two functions: the gradients of what travels, and of what stays."""
+    def inputs(self, turn: "Turn", here: Sequence[Tensor]) -> Step:
         tensors = some_heads(self.q, turn.queries), *some_heads(here, turn.keys)
-        rows = Rows(*(some_heads(x, turn.queries) for x in self.rows))
-        dq = self.stays[0].place
-        keys, queries = self.score.halves(*tensors, turn.stop.where, rows, dq=dq)
-        return keys, lambda: (queries(),)
+        return tensors, turn.stop.where, self.rows if turn.queries == EVERY else self.rows.heads(turn.queries)
+
+    @property
+    def places(self) -> tuple[Any, Any, Any]:
+        """Where a kernel may add dq, dk and dv in place."""
+        return self.stays[0].place, None, None
 
 
 class QueriesTravel:
@@ -74,27 +77,29 @@ class QueriesTravel:
     Sends fewer bytes if there are as many key heads as query heads: only dq comes back, not dk and dv.
     """
 
-    named, returns = "queries", 1
+    named, leaving, staying = "queries", (0,), (1, 2)
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, score: Score, rows: Rows):
         self.score, self.keys = score, (k, v)
-        dout, lse, delta, _ = rows
-        assert delta is not None, "rows that travel have a delta"
-        self.travels = tuple(x.contiguous() for x in (q, dout, lse, delta))
+        assert rows.delta is not None, "rows that travel have a delta"
+        self.travels = tuple(x.contiguous() for x in (q, rows.dout, rows.lse, rows.delta))
         self.stays = Total(k), Total(v)
 
-    def work(self, turn: "Turn", here: Sequence[Tensor]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Two functions: the gradients of what travels, and of what stays."""
-        (q, *rows), (dk, dv) = here, self.stays
-        keys, queries = self.score.halves(q, *self.keys, turn.stop.where, Rows(*rows), dk=dk.place, dv=dv.place)
-        return lambda: (queries(),), keys
+    def inputs(self, turn: "Turn", here: Sequence[Tensor]) -> Step:
+        q, *rows = here
+        return (q, *self.keys), turn.stop.where, Rows(*rows)
+
+    @property
+    def places(self) -> tuple[Any, Any, Any]:
+        """Where a kernel may add dq, dk and dv in place."""
+        return None, self.stays[0].place, self.stays[1].place
 
 
 Side = KeysTravel | QueriesTravel
 
 
-def backward(side: Side, axis: Axis, run: Run) -> tuple[Sequence[Total], Sequence[Total]]:
-    """The gradients of the tensors that travel and of those that stay."""
+def backward(side: Side, axis: Axis, run: Run, narrow: bool) -> tuple[Sequence[Total], Sequence[Total]]:
+    """The gradients of the tensors that travel and of those that stay; `narrow`: they travel in the inputs' dtype."""
     held: Sequence[Tensor] = side.travels
     own: Sequence[Total] = ()
     arriving: Pending = Done()
@@ -102,7 +107,7 @@ def backward(side: Side, axis: Axis, run: Run) -> tuple[Sequence[Total], Sequenc
     for i, leg in enumerate(run, start=1):
         label = f"round {i} of {len(run)}, backward"
         flight = rotate(axis, held, leg.hop, f"{side.named} after {label}")
-        found = visit(side, axis, leg.stops, held)
+        found = visit(side, axis, leg.stops, held, narrow)
         if i == 1:
             own = found
         else:  # sums of another rank's block: add those of its last holder, and pass them on
@@ -116,32 +121,35 @@ def backward(side: Side, axis: Axis, run: Run) -> tuple[Sequence[Total], Sequenc
     return own, side.stays
 
 
-def visit(side: Side, axis: Axis, stops: Sequence[Stop], held: Sequence[Tensor]) -> Sequence[Total]:
+def visit(side: Side, axis: Axis, stops: Sequence[Stop], held: Sequence[Tensor], narrow: bool) -> Sequence[Total]:
     """The gradients of the held block, from all ranks that read it; those of this rank's own queries (or keys) add up
     in `side.stays`. A step's gradients of other ranks' blocks travel while it computes the rest.
     """
-    home, turns = Home(axis, side.score.narrow, *held[: side.returns]), turns_of(stops, side)
-    steps = len(stops)
+    home, turns = Home(axis, narrow, *held[: len(side.leaving)]), turns_of(stops, side)
+    steps, parted = len(stops), side.score.kernel.parted
     here, trip = room_for(turns[0].stop, *held)
     with axis.sharing(*trip, f"{side.named} of step 1 of {steps}, backward") as coming:
         pass  # nothing to compute yet
     coming.wait()
     for i, (turn, following) in enumerate(with_next(turns, LAST), start=1 + steps - len(turns)):
-        if side.score.parted:  # gradients travelled during the other half of this step; else they may during the next
+        if parted:  # gradients travelled during the other half of this step; else they may during the next
             home.settle()
-        travelling, staying = side.work(turn, here) if turn.stop.where else NOTHING
+        step = side.inputs(turn, here) if turn.stop.where else None
+        grads: Sequence[Any] = NONE
         room, trip = room_for(following.stop, *held)
-        with axis.sharing(
-            *trip, f"{side.named} of step {i + 1} of {steps}, backward", side.score.kernel.fills
-        ) as coming:
-            grads = travelling()
-        home.send(turn.stop, grads, f"gradients of step {i} of {steps}", turn.keys)
-        for total, found in zip(side.stays, staying(), strict=False):
-            total.add(found, heads=turn.queries)
+        what = f"{side.named} of step {i + 1} of {steps}, backward"
+        with axis.sharing(*trip, what, side.score.kernel.fills) as coming:
+            if step:
+                grads = side.score.backward(*step, side.leaving if parted else ALL, side.places)
+        home.send(turn.stop, [grads[i] for i in side.leaving], f"gradients of step {i} of {steps}", turn.keys)
+        if step and parted:
+            grads = side.score.backward(*step, side.staying, side.places)
+        for total, which in zip(side.stays, side.staying, strict=True):
+            total.add(grads[which], heads=turn.queries)
             total.fold()
         coming.wait()
         here = room
-        del travelling, staying, grads  # frees what is used up before memory for the next step is allocated
+        del step, grads  # frees what is used up before memory for the next step is allocated
     home.settle(last=True)
     return home.own
 
@@ -174,7 +182,7 @@ def turns_of(run: Sequence[Stop], side: Side) -> list[Turn]:
     that is worth another launch, half of home's heads are first and the other half last.
     """
     home, *others = map(Turn, run)
-    if side.score.parted:
+    if side.score.kernel.parted:
         return [home, *others]
     if isinstance(side, KeysTravel) and others and home.stop.where and side.q.shape[1] >= LONG:
         heads, kv_heads = side.q.shape[2], side.travels[0].shape[2]
@@ -200,18 +208,20 @@ def with_next(run: Sequence[S], end: S) -> Iterable[tuple[S, S]]:
     return zip(run, [*run[1:], end], strict=True)
 
 
-def nothing() -> tuple[Any, ...]:
-    return ()
-
-
-NOTHING = nothing, nothing
-
-
 def room_for(stop: Stop, *own: Tensor) -> tuple[tuple[Tensor, ...], Trip]:
     """Memory for what a stop brings, and the transfer that fills it."""
     room = tuple(x.new_empty(x.shape[0], stop.length, *x.shape[2:]) for x in own) if stop.brought else own
-    into = {source: Slices(room, places) for source, places in stop.brought.items()}
-    return room, (Slices(own, stop.own), stop.readers, into)
+    into = {source: Slices(room, *places) for source, places in stop.brought.items()}
+    shown = {ranges: Slices(own, ranges) for ranges in stop.readers.values()}  # the same object for all that read it
+    return room, ({reader: shown[ranges] for reader, ranges in stop.readers.items()}, into)
+
+
+def joined(ranges: Ranges) -> Ranges:
+    """Ranges, of which those that touch are one."""
+    found: list[range] = []
+    for r in ranges:
+        found.append(range(found.pop().start, r.stop) if found and found[-1].stop == r.start else r)
+    return tuple(found)
 
 
 class Home:
@@ -224,28 +234,35 @@ class Home:
         self.axis, self.like = axis, like
         self.dtypes = [x.dtype if narrow else accumulator(x) for x in like]
         self.own = tuple(Total(x) for x in like)
-        self.coming: Sequence[Sequence[Tensor]] = ()  # the tensors that each reader sends
+        self.coming: Sequence[tuple[Ranges, Sequence[Tensor]]] = ()  # what each reader sends: of which rows, and those
         self.flight: Pending = Done()
 
     def send(self, stop: Stop, grads: Sequence[Any], what: str, heads: slice = EVERY) -> None:
         """Send the gradients of the blocks that a stop brought to their owners, and receive those of this rank's."""
         if not stop.brought and not stop.readers:  # nothing travelled: the stop worked on its own block, if at all
-            for total, found in zip(self.own, grads, strict=False):  # none, without work
+            for total, found in zip(self.own, grads, strict=True):  # None without work
                 total.add(found, heads=heads)
             return
         self.settle()
         kinds = list(zip(self.like, self.dtypes, strict=True))
-        self.coming = [[x.new_empty(x.shape, dtype=dtype) for x, dtype in kinds] for _ in stop.readers]
-        into = {r: Slices(each, stop.own) for r, each in zip(stop.readers, self.coming, strict=True)}
-        out = {s: self.parcel(grads, places) for s, places in stop.brought.items()}
+        self.coming, into = [], {}
+        for reader, rows in stop.readers.items():
+            n, at = sum(map(len, rows)), places([(r,) for r in rows])
+            found = [x.new_empty(x.shape[0], n, *x.shape[2:], dtype=dtype) for x, dtype in kinds]
+            self.coming.append((rows, found))
+            into[reader] = Slices(found, at)
+        out = {s: self.parcel(grads, places.at) for s, places in stop.brought.items()}
         self.flight = self.axis.move(out, into, what=what)
 
     def settle(self, last: bool = False) -> None:
         """Add what arrived, always in the same order. Unless it is the `last` time, fold totals of many parts."""
         self.flight.wait()
-        for each in self.coming:
+        for rows, each in self.coming:
             for total, found in zip(self.own, each, strict=True):
-                total.add(found)
+                at = 0
+                for r in joined(rows):
+                    total.add(found[:, at : at + len(r)], rows=slice(r.start, r.stop))
+                    at += len(r)
         for total in () if last else self.own:
             total.fold()
         self.coming, self.flight = (), Done()

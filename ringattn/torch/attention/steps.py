@@ -3,8 +3,9 @@
 They are made once for a plan, a spec and its documents, and cached: all layers of a model use the same ones.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +16,10 @@ from ringattn import kernels
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import TorchKernel
-from ringattn.layout import FEW, Layout, Shard, count_below
+from ringattn.kernels.rows import Rows, row_delta
+from ringattn.layout import FEW, Layout, Shard, count_below, part_of
 from ringattn.mask import Mask, schedule_of
-from ringattn.schedule import Hop, Visit
+from ringattn.schedule import Hop, Ranges, Round, Schedule
 from ringattn.spec import Runs, interval
 
 # The tensors of one group of heads, of a whole ring shard.
@@ -26,14 +28,20 @@ Seen = Sequence[Any]  # q, k, v, out, lse and the gradients of the latter two, o
 Grads = Sequence[Any]  # dq, dk, dv, and delta where it is requested
 
 
+class Places(NamedTuple):
+    """Where the ranges of a block that are read lie among what a stop brings."""
+
+    at: Ranges
+    after: tuple[int, ...]  # how many tokens of other ranges the block's holder shows to others before these
+
+
 class Stop(NamedTuple):
     """One visit of a rank's run, with its intervals and transfers."""
 
     where: Intervals | None  # of the queries among the keys that are here; None if there is no work
     shard: Shard  # the positions of the keys (or queries) that are here
-    brought: dict[int, tuple[range, ...]]  # by source rank: where each range of its block lies among the keys here
-    readers: tuple[int, ...]  # who reads the block that this rank holds, at the same step
-    own: tuple[range, ...]  # the ranges of that block, in the order in which they are read
+    brought: dict[int, Places]  # by source rank: where what is read of its block lies among the keys here
+    readers: dict[int, Ranges]  # what other ranks read, at the same step, of the block that this rank holds
 
     @property
     def length(self) -> int:
@@ -51,28 +59,12 @@ class Leg(NamedTuple):
 Run = tuple[Leg, ...]
 
 
-class Rows(NamedTuple):
-    """The rows of a backward pass. A kernel takes delta, or computes it from out."""
-
-    dout: Tensor
-    lse: Tensor
-    delta: Tensor | None
-    out: Tensor | None = None
-
-
 class Score(NamedTuple):
     """A kernel bound to all arguments of a call except the tensors and the intervals."""
 
     kernel: TorchKernel
     attend: Callable[..., Partial]
-    gradients: Callable[..., Any]  # (q, k, v, where, rows) -> dq, dk, dv
-    halves: Callable[..., Any]  # the same as two functions: one gives (dk, dv), the other dq
-    narrow: bool  # whether gradients travel in the dtype of the inputs, because such a kernel runs on all ranks
-
-    @property
-    def parted(self) -> bool:
-        """Whether each of `halves` computes only its half; then it adds to the totals that it is given."""
-        return self.kernel.halves is not None
+    backward: Callable[..., Any]  # (tensors, where, rows, want, into) -> dq, dk, dv
 
 
 @lru_cache(maxsize=8)
@@ -80,10 +72,10 @@ def run_of(mask: Mask, rank: int, device: torch.device | None, together: int = 1
     """The run of one ring rank. Each visit has up to `together` blocks of keys, or with `queries` of queries, which
     then travel while keys stay.
     """
-    plan, schedule = mask.plan, schedule_of(mask)
+    plan, schedule = mask.plan, schedule_of(mask, queries)
     if queries:
         keys = plan.keys.tokens.shard(rank)
-        schedule, layout = schedule.turned, plan.tokens
+        layout = plan.tokens
     else:
         seen = bounds_on(mask, plan.tokens.shard(rank), device)
         layout = plan.keys.tokens
@@ -100,41 +92,48 @@ def run_of(mask: Mask, rank: int, device: torch.device | None, together: int = 1
         return rank // size * size + block % size
 
     return tuple(
-        Leg(stops(one.visits, layout, rank, where, holder), one.hop, one.home)
+        Leg(stops(schedule, one, layout, rank, where, holder), one.hop, one.home)
         for one in schedule.rounds(rank, hosts, together)
     )
 
 
 def stops(
-    visits: Iterable[Visit],
+    schedule: Schedule,
+    held: Round,
     layout: Layout,
     rank: int,
     where: Callable[[Shard], Intervals | None],
     holder: Callable[[int], int] = int,
 ) -> tuple[Stop, ...]:
-    """Each visit with the places of the blocks it brings, sorted by range; `holder` gives the rank that has a block."""
-    found = []
-    for i, visit in enumerate(visits):
-        ranges = sorted(((r, s) for s in visit.sources for r in layout.shard(s)), key=lambda pair: pair[0].start)
-        shard = tuple(r for r, _ in ranges)
-        brought: dict[int, tuple[range, ...]] = {holder(s): () for s in visit.sources if i}
-        own: tuple[range, ...] = (range(layout.shard_len),)  # a block of many ranges comes alone, and travels whole
-        if layout.many:
-            brought = dict.fromkeys(brought, own)
-        else:
-            own = places(layout.shard(rank))
-            for (_, source), place in zip(ranges if i else (), places(shard) if i else (), strict=True):
-                brought[holder(source)] += (place,)
-        found.append(Stop(where(shard) if shard else None, shard, brought, visit.readers, own))
+    """Each visit with the places of what it brings, sorted by position; `holder` gives the rank that has a block."""
+    home, *others = held.visits
+    shard = layout.shard(held.held) if home.sources else ()
+    found = [Stop(where(shard) if shard else None, shard, {}, {})]
+    for visit in others:
+        read = [(part_of(layout.shard(s), slice(r.start, r.stop)), s) for s in visit.sources
+                for r in schedule.ranges(rank, s)]  # fmt: skip
+        read.sort(key=lambda pair: pair[0][0].start)
+        shard = tuple(r for positions, _ in read for r in positions)
+        at: dict[int, Ranges] = dict.fromkeys(visit.sources, ())
+        for (_, source), place in zip(read, places([positions for positions, _ in read]), strict=True):
+            at[source] += (place,)
+        brought = {
+            holder(s): Places(at[s], schedule.before(rank, s, readers))
+            for s, readers in zip(visit.sources, visit.company, strict=True)
+        }
+        readers = {r: schedule.ranges(r, held.held) for r in visit.readers}
+        found.append(Stop(where(shard) if shard else None, shard, brought, readers))
     return tuple(found)
 
 
-def places(shard: Shard) -> tuple[range, ...]:
-    """Where the tokens of each range lie in the shard, whose ranges may interleave."""
-    if not shard:
-        return ()
-    first, second = (count_below(shard, np.array([r.start + i * r.step for r in shard])).tolist() for i in (0, 1))
-    return tuple(range(a, a + len(r) * (b - a), b - a) for a, b, r in zip(first, second, shard, strict=True))
+def places(parts: Sequence[Shard]) -> Ranges:
+    """Where the tokens of each part lie among all of them: one after the other, or stripes dealt out in turn."""
+    if parts and parts[0][0].step > 1:
+        shard = tuple(r for part in parts for r in part)
+        first, second = (count_below(shard, np.array([r.start + i * r.step for r in shard])).tolist() for i in (0, 1))
+        return tuple(range(a, a + len(r) * (b - a), b - a) for a, b, r in zip(first, second, shard, strict=True))
+    ends = [0, *accumulate(sum(map(len, part)) for part in parts)]
+    return tuple(map(range, ends, ends[1:]))
 
 
 @lru_cache(maxsize=8)
@@ -195,42 +194,20 @@ def on_device(seen: tuple[Any, ...], device: torch.device | None) -> Intervals:
 def score_with(entry: kernels.Kernel, scale: float, softcap: float | None) -> Score:
     kernel: TorchKernel = entry.load()
     given: dict[str, Any] = {"scale": scale, "softcap": softcap}
-
-    def run(function: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-        *tensors, (dout, lse, delta, out) = inputs
-        if out is not None:
-            more["out"] = out
-        return function(*tensors, dout, lse, delta, **given, **more)
-
-    def halves(*inputs: Any, **more: Any) -> Any:
-        if kernel.halves:
-            return run(kernel.halves, *inputs, **more)
-        found: list[Any] = []  # both halves at once; the caller adds them to its totals
-
-        def once() -> list[Any]:
-            if not found:
-                found.extend(run(kernel.totals or kernel.attend_backward, *inputs))
-            return found
-
-        return lambda: once()[1:], lambda: once()[0]
-
-    return Score(kernel, partial(kernel.attend, **given), partial(run, kernel.attend_backward), halves, entry.narrow)
+    return Score(kernel, partial(kernel.attend, **given), partial(kernel.backward, **given))
 
 
 def rows_of(
-    score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, with_delta: bool, steps: bool = True,
-    travels: bool = False,
-) -> tuple[Rows, Tensor | None]:  # fmt: skip
-    """The rows of a backward pass as the kernel takes them, and delta if `with_delta`; `steps`: there may be several.
+    score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, with_delta: bool, travels: bool = False
+) -> tuple[Rows, Tensor | None]:
+    """The rows of a backward pass as the kernel takes them, and delta if `with_delta`.
 
     A kernel that computes delta gets `out`, unless the lse has a gradient too, which is a term of delta, or the rows
     travel: delta is much smaller than out.
     """
-    kernel = score.kernel
-    by_out = kernel.by_out and dlse is None and not travels and not (kernel.delta_once and (steps or with_delta))
-    delta = None if by_out and not with_delta else kernel.row_delta(out, dout, dlse)
-    rows = kernel.rounded(dout, lse, None if by_out else delta)
-    return Rows(*rows, out if by_out else None), delta
+    by_out = dlse is None and not travels
+    delta = None if by_out and not with_delta else row_delta(out, dout, dlse)
+    return score.kernel.prepare(dout, lse, delta, out if by_out else None), delta
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, rectangles: bool) -> kernels.Problem:

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringattn import schedule
 from ringattn.kernels.intervals import Intervals, Rectangle, rectangles_of
 from ringattn.layout import Layout, Shard, sorted_positions
-from ringattn.schedule import Schedule
+from ringattn.mask import pieces
 from ringattn.serving import Stripes
 from ringattn.spec import AttentionSpec, bounds
 from ringattn.torch.attention.steps import Stop, stops
@@ -150,8 +151,9 @@ def on_device(host: np.ndarray, device: torch.device, rectangles: bool) -> Inter
 @lru_cache(maxsize=32)
 def guests_of(blocks: Layout, rank: int, together: int) -> tuple[Stop, ...]:
     """The stops at which all ranks' queries come to one rank: first its own, then up to `together` blocks at a time."""
-    everyone = Schedule(np.ones((blocks.ring, blocks.ring), bool))
-    return stops(everyone.rounds(rank, together=together)[0].visits, blocks, rank, lambda shard: None)
+    shards, T = [blocks.shard(r) for r in range(blocks.ring)], blocks.padded_length
+    everyone = schedule.seen(AttentionSpec(causal=False), pieces(T, T), shards, shards)
+    return stops(everyone, everyone.rounds(rank, together=together)[0], blocks, rank, lambda shard: None)
 
 
 class Landing(NamedTuple):

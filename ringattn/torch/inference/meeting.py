@@ -109,8 +109,8 @@ class Guests:
                 part = attend_cache(self.here[0], call, cache, chunk._replace(queries=stop.shard), call.most)
             leaving.wait()
             if stop.readers or stop.brought:
-                home = {r: Slices([x[r] for x in found], stop.own) for r in stop.readers}
-                away = {r: Slices(part, places) for r, places in stop.brought.items()}
+                home = {r: Slices([x[r] for x in found], rows) for r, rows in stop.readers.items()}
+                away = {r: Slices(part, places.at) for r, places in stop.brought.items()}
                 leaving = self.axis.move(away, home, what=f"partials of {label}")
             else:
                 for x, mine in zip(found, part, strict=True):
@@ -143,7 +143,7 @@ def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, ch
         mine = [in_blocks(x[:, piece.keys], cache.stripes.block, inner) for x in kept]
         room = [x.new_empty(x.shape[0], len(sources), *x.shape[1:]) for x in mine]
         into = {r: [x[:, i] for x in room] for i, r in enumerate(sources)}
-        with axis.sharing(mine, sources, into, "cached keys") as coming:
+        with axis.sharing(dict.fromkeys(sources, mine), into, "cached keys") as coming:
             part = attended(q, kernels, [*visits, Visit(mine, piece.seen[0])], part)
         coming.wait()
         visits = [in_order(room, piece.seen[1])]

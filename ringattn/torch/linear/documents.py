@@ -1,95 +1,111 @@
-"""Linear attention with one state a document: kernels get rows that hold tokens of one document (fragments.py).
+"""Linear attention with one state a document: kernels get rows that hold tokens of one document.
 
     B batch   T this rank's tokens   P segments per rank   F fragments   R rows   L tokens a row
     H heads   K key dim   V value dim
 
-The state before a row is the one behind the row before it; where a fragment begins it is the initial state of its
-document, or the state before the segment, which other ranks send. All of these follow from the maps of rows. So kernels
-need to know nothing of documents: to them rows are a batch, with a state before each and one behind each.
+A fragment is what a segment holds of a document; a segment of padding holds an empty one. It is cut into rows of
+equally many tokens, the last of which is filled up. The state before a row is the one behind the row before it; where a
+fragment begins it is the initial state of its document, or the state before the segment, which other ranks send. All of
+these follow from the maps of rows. So kernels need to know nothing of documents: to them rows are a batch, with a state
+before each and one behind each.
 
-Between ranks travels one map a segment, as without documents: that of its last fragment, if its document goes on in the
-next segment. The map has a factor of 0 unless the fragment is all that the segment holds.
+Between ranks travels one map a segment, as without documents: that of its last fragment (in reverse: of its first),
+with a factor of 0 unless one document passes the whole segment. Where a document ends, nobody uses it.
+
+Documents are counted row by row of the batch, as many in each: document i of row b is number b * width + i.
 """
 
 from collections.abc import Callable
 from functools import cache, lru_cache, reduce
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringattn.comms.axis import Axis
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear import Inputs, Map
 from ringattn.planning import Plan
-from ringattn.segments import segments
+from ringattn.segments import order, segments
 from ringattn.spec import Docs
-from ringattn.torch.linear.fragments import LEVEL, Ints, cut, fragments, homes
+from ringattn.torch.exchange import hop
 from ringattn.torch.linear.states import Exchange
 from ringattn.torch.sharding import local_positions
 
 if TYPE_CHECKING:
     from ringattn.torch.linear.call import Call, Given
 
+BLOCK = 64  # tokens: what a kernel computes at once, and about what a row costs beside its tokens, for its map
+LEVEL = 1024  # tokens: what a level costs on a GPU, where a launch waits for the level before; on a CPU nothing
 
-class Sent(NamedTuple):
-    """What goes on in another segment, forward in the next one, in reverse in the one before."""
-
-    rows: Tensor  # where a fragment's state leaves the segment: its last row, in reverse its first
-    segments: Tensor
-    passing: list[tuple[int, list[int]]]  # segments that hold one fragment, which neither begins nor ends, and its rows
+Ints = np.ndarray
 
 
 class Documents:
     """Which rows this rank's tokens are folded to, and which states of rows are those of documents and segments.
 
-    Index tensors that belong together are pairs: entry i of one goes with entry i of the other.
+    `levels[i]` fragments have more than i rows. Fragments with more rows come first, and the first rows of all come
+    before the second ones: row i of fragment f is number sum(levels[:i]) + f. Index tensors that belong together are
+    pairs: entry i of one goes with entry i of the other.
     """
 
     def __init__(self, plan: Plan, docs: Docs, ring_rank: int, ulysses_rank: int, batch: int, device: torch.device):
-        P = segments(plan)
-        firsts = local_positions(plan, ring_rank, ulysses_rank).reshape(P, -1)[:, 0]
-        level = LEVEL if device.type == "cuda" else 0
-        f, self.cut = cut(fragments(plan, docs, batch, firsts, plan.local_len // P), level)
-        self.device, self.segments = device, batch * P
-        self.tokens, self.count = (batch, plan.local_len), batch * (docs.starts.shape[1] - 1)
-        self.alone = plan.ring * plan.ulysses == 1
-        self.joined = not self.alone or len(self.cut.levels) > 1  # whether maps of rows are needed
-        own = np.arange(len(f.tokens))
-        last = self.cut.row(own, -(-f.tokens // self.cut.length) - 1)
+        P, width = segments(plan), docs.starts.shape[1] - 1
+        length = plan.local_len // P
+        self.device, self.segments, self.count = device, batch * P, batch * width
+        self.tokens, self.alone = (batch, plan.local_len), plan.ring * plan.ulysses == 1
+        starts = np.repeat(np.broadcast_to(docs.starts, (batch, width + 1)), P, 0)  # [B * P, documents and one more]
+        firsts = local_positions(plan, ring_rank, ulysses_rank).reshape(P, -1)[:, :1]
+        first = np.tile(firsts, (batch, 1))
+        begin, end = np.maximum(starts[:, :-1], first), np.minimum(starts[:, 1:], first + length)
+        held = end > begin
+        held[~held.any(1), -1] = True
+        segment, i = np.nonzero(held)  # of each fragment, in the order of the sequence
+        begin, tokens = begin[held], np.maximum(end - begin, 0)[held]
+        begins = (begin == starts[segment, i]) & (tokens > 0)
+        ends = (begin + tokens == starts[segment, i + 1]) & (tokens > 0)
+        document = segment // P * width + i
+
+        L = row_length(tokens, LEVEL if device.type == "cuda" else 0)
+        rows = np.maximum(-(-tokens // L), 1)
+        self.levels = [int((rows > n).sum()) for n in range(rows.max())]
+        self.joined = not self.alone or len(self.levels) > 1  # whether maps of rows are needed
+        offset = np.cumsum([0, *self.levels])
+        own = np.argsort(np.argsort(-rows, kind="stable"))
+        last = offset[rows - 1] + own
 
         def pair(which: Ints, *fields: Ints) -> list[Tensor]:
             return [self.index(x[which]) for x in fields]
 
-        self.begun = pair(f.begins, own, f.document)
-        self.resumed = pair(~f.begins, own, f.segment)
-        self.left = pair(~f.ends, own, f.segment)
-        ended = np.flatnonzero(f.ends)
-        self.ended = pair(ended[np.argsort(f.document[ended])], own, last)  # by document, as in `homes`
-        passing = [(int(f.segment[i]), self.cut.rows_of(int(i))) for i in np.flatnonzero(~f.begins & ~f.ends)]
-        onward, back = pair(f.begins & ~f.ends, last, f.segment), pair(~f.begins & f.ends, own, f.segment)
-        self.onward = Sent(onward[0], onward[1], passing)
-        self.back = Sent(back[0], back[1], [(segment, rows[::-1]) for segment, rows in passing])
+        self.begun, self.resumed = pair(begins, own, document), pair(~begins, own, segment)
+        self.ended, self.left = pair(ends, own, last), pair(~ends, own, segment)  # the former by document
+        each = np.arange(self.segments)
+        self.first_rows = self.index(own[np.searchsorted(segment, each)])
+        self.last_rows = self.index(last[np.searchsorted(segment, each, "right") - 1])
+        passing = np.flatnonzero(~begins & ~ends & (tokens > 0))
+        self.passing = [(int(segment[f]), (offset[: rows[f]] + own[f]).tolist()) for f in passing]
 
-        at = np.arange(f.tokens.sum()) - np.repeat(np.cumsum(f.tokens) - f.tokens, f.tokens)  # in its fragment
-        row = self.cut.row(np.repeat(own, f.tokens), at // self.cut.length)
-        self.places = self.inverses(np.repeat(f.first, f.tokens) + at, row * self.cut.length + at % self.cut.length)
+        at = np.arange(tokens.sum()) - np.repeat(np.cumsum(tokens) - tokens, tokens)  # in its fragment
+        token = np.repeat(segment * length + begin - first[segment, 0], tokens) + at
+        self.shape = int(offset[-1]), L
+        self.places = self.inverses(token, (offset[at // L] + np.repeat(own, tokens)) * L + at % L)
 
-        found, empty = homes(plan, docs, batch)
-        self.empty = self.index(empty)
-        self.order = self.index(np.concatenate(list(found.values())))  # of the documents that have tokens: by rank
-        ranks = range(plan.ulysses)
-        self.of_ulysses = [len(found[ring_rank, u]) for u in ranks]
-        self.of_ring = [sum(len(found[r, u]) for u in ranks) for r in range(plan.ring)]
+        ranks = np.array([r * plan.ulysses + u for r, u, _ in order(plan)])
+        ending = np.broadcast_to(docs.starts, (batch, width + 1))
+        empty = (ending[:, 1:] == ending[:, :-1]).ravel()
+        home = ranks[np.maximum(ending[:, 1:].ravel() - 1, 0) // length]  # the rank of each document's last token
+        self.empty, real = self.index(np.flatnonzero(empty)), np.flatnonzero(~empty)
+        self.order = self.index(real[np.argsort(home[real], kind="stable")])  # by rank
+        counts = np.bincount(home[real], minlength=plan.ring * plan.ulysses).reshape(plan.ring, plan.ulysses)
+        self.of_ulysses, self.of_ring = counts[ring_rank].tolist(), counts.sum(1).tolist()
 
     def index(self, x: Ints, dtype: Any = np.int64) -> Tensor:
         return torch.from_numpy(x.astype(dtype)).to(self.device)
 
     def inverses(self, token: Ints, place: Ints) -> list[Tensor]:
         """(each place's token, the places without one, each token's place, the tokens without one: padding)."""
-        sizes = self.cut.rows * self.cut.length, self.tokens[0] * self.tokens[1]
+        sizes = self.shape[0] * self.shape[1], self.tokens[0] * self.tokens[1]
         found, dtype = [], np.int32 if max(sizes) < 2**31 else np.int64  # calls are cached, and these with them
         for size, to, source in zip(sizes, (place, token), (token, place), strict=True):
             every = np.full(size, -1)
@@ -101,7 +117,7 @@ class Documents:
         """[B, T, ...] as rows [R, L, ...]; zeros where a row is filled up. Padding is in no row."""
         token, none, _, _ = self.places
         found = x.flatten(0, 1).index_select(0, token).index_fill_(0, none, 0)
-        return found.unflatten(0, (self.cut.rows, self.cut.length))
+        return found.unflatten(0, self.shape)
 
     def whole(self, x: Tensor) -> Tensor:
         """The inverse of `folded`; zeros for padding."""
@@ -121,30 +137,29 @@ class Documents:
 
     def before(self, initial: Tensor | None, segments: Tensor | None, like: Tensor) -> Tensor:
         """The state before each fragment, from those before documents and segments; None are zeros."""
-        found = like.new_zeros(self.cut.levels[0], *like.shape)
-        for states, (to, source) in ((initial, self.begun), (segments, self.resumed)):
-            if states is not None:
-                found.index_copy_(0, to, states.index_select(0, source))
-        return found
+        return self.put(like, (self.begun, initial), (self.resumed, segments))
 
     def behind(self, ends: Tensor | None, segments: Tensor | None, like: Tensor) -> Tensor:
         """The gradient for the state behind each fragment; `ends` are those behind the documents that end here."""
-        found = like.new_zeros(self.cut.levels[0], *like.shape)
-        if ends is not None:
-            found.index_copy_(0, self.ended[0], ends)
-        if segments is not None:
-            found.index_copy_(0, self.left[0], segments.index_select(0, self.left[1]))
+        return self.put(like, (self.left, segments), ((self.ended[0], slice(None)), ends))
+
+    def put(self, like: Tensor, *given: tuple[Any, Tensor | None]) -> Tensor:
+        """One state a fragment [F, ...] from pairs (to, source) and the states of their sources; None are zeros."""
+        found = like.new_zeros(self.levels[0], *like.shape)
+        for (to, source), states in given:
+            if states is not None:
+                found.index_copy_(0, to, states[source])
         return found
 
     def level(self, maps: Map, i: int, count: int) -> Map:
         """The maps of the i-th rows of the first `count` fragments."""
-        first = sum(self.cut.levels[:i])
+        first = sum(self.levels[:i])
         return Map(maps.factor[first : first + count], maps.kv[first : first + count])
 
     def walked(self, maps: Map | None, state: Tensor) -> Tensor:
         """The state before each row, given that before each fragment."""
         found = [state]
-        for i, count in enumerate(self.cut.levels[1:]):
+        for i, count in enumerate(self.levels[1:]):
             assert maps is not None
             found.append(self.level(maps, i, count).after(found[-1][:count]))
         return torch.cat(found) if len(found) > 1 else state
@@ -153,7 +168,7 @@ class Documents:
         """The gradient for the state behind each row, given that behind each fragment."""
         later = state[:0]
         found: list[Tensor] = []
-        for i, count in reversed(list(enumerate(self.cut.levels))):
+        for i, count in reversed(list(enumerate(self.levels))):
             if found:
                 assert maps is not None
                 later = self.level(maps, i + 1, len(later)).after(later)
@@ -161,26 +176,32 @@ class Documents:
             found.append(later)
         return torch.cat(found[::-1]) if len(found) > 1 else found[0]
 
-    def of_segments(self, maps: Map, before: Tensor, sent: Sent) -> Map:
-        """The map of each segment [B * P, ...]; `before` are the states before rows (in reverse: behind)."""
-        factor, kv = (x.new_zeros(self.segments, *x.shape[1:]) for x in maps)
-        leaving = Map(*(x.index_select(0, sent.rows) for x in maps)).after(before.index_select(0, sent.rows))
-        kv.index_copy_(0, sent.segments, leaving)
-        for segment, rows in sent.passing:
-            factor[segment], kv[segment] = reduce(Map.then, (Map(maps.factor[r], maps.kv[r]) for r in rows))
-        return Map(factor, kv)
+    def of_segments(self, maps: Map, states: Tensor, backward: bool = False) -> Map:
+        """The map of each segment [B * P, ...]; `states` are those before rows, backward those behind."""
+        leaving = self.first_rows if backward else self.last_rows
+        own = Map(*(x.index_select(0, leaving) for x in maps))
+        factor = torch.zeros_like(own.factor)
+        for segment, rows in self.passing:
+            of_rows = (Map(maps.factor[r], maps.kv[r]) for r in (rows[::-1] if backward else rows))
+            factor[segment] = reduce(Map.then, of_rows).factor
+        return Map(factor, own.after(states.index_select(0, leaving)))
 
     def shared(self, plan: Plan, ends: Tensor, initial: Tensor | None) -> Tensor:
         """The state behind each document on every rank; `ends` are those of the documents that end on this rank."""
-        shard = torch.cat(collected(plan.ulysses_axis, ends, self.of_ulysses))
-        every = torch.cat(collected(plan.ring_axis, shard, self.of_ring))
+        what = "the states behind documents"
+        shard = hop(plan.ulysses_axis, [ends] * plan.ulysses, self.of_ulysses, what)
+        every = hop(plan.ring_axis, [shard] * plan.ring, self.of_ring, what)
         found = ends.new_zeros(self.count, *ends.shape[1:]).index_copy_(0, self.order, every)
         return found if initial is None else found.index_copy_(0, self.empty, initial.index_select(0, self.empty))
 
     def delivered(self, plan: Plan, share: Tensor) -> Tensor:
         """The reverse: the sum of all ranks' shares [documents, ...] for the documents that end on this rank."""
-        shard = summed(plan.ring_axis, share.index_select(0, self.order).split(self.of_ring))
-        return summed(plan.ulysses_axis, shard.split(self.of_ulysses))
+        share = share.index_select(0, self.order)
+        for axis, sizes in ((plan.ring_axis, self.of_ring), (plan.ulysses_axis, self.of_ulysses)):
+            mine = sizes[axis.rank]
+            every = hop(axis, share.split(sizes), [mine] * axis.size, "the gradients for states behind documents")
+            share = every.view(axis.size, mine, *share.shape[1:]).sum(0)
+        return share
 
     def of_initial(self, dbefore: Tensor, dend: Tensor | None, initial: Tensor | None) -> Tensor | None:
         """This rank's share of the gradient for the initial state, from those for the states before rows."""
@@ -200,24 +221,24 @@ def documents_of(
     return Documents(plan, docs, ring_rank, ulysses_rank, batch, device)
 
 
-def collected(axis: Axis, mine: Tensor, sizes: list[int]) -> list[Tensor]:
-    """The tensors of all ranks, of so many entries each; empty ones do not travel."""
-    found = [mine if r == axis.rank else mine.new_empty(n, *mine.shape[1:]) for r, n in enumerate(sizes)]
-    others = [r for r in range(axis.size) if r != axis.rank]
-    out = {r: [mine] for r in others if len(mine)}
-    axis.move(out, {r: [found[r]] for r in others if sizes[r]}, what="the states behind documents").wait()
-    return found
+def row_length(tokens: Ints, level: int = 0) -> int:
+    """The length of rows for fragments of so many tokens: long rows are filled up more, short ones are more maps, and
+    more levels one after the other, each of which costs `level` tokens.
 
+    Rows hold at most twice the tokens, and 128 more for each fragment.
+    """
+    longest = max(int(tokens.max()), 1)
+    options = [longest]
+    while BLOCK << len(options) - 1 < longest:
+        options.append(BLOCK << len(options) - 1)
 
-def summed(axis: Axis, parts: "tuple[Tensor, ...]") -> Tensor:
-    """The sum of the parts that all ranks have for this rank; part r goes to rank r."""
-    mine = parts[axis.rank]
-    found = [mine if r == axis.rank else torch.empty_like(mine) for r in range(axis.size)]
-    others = [r for r in range(axis.size) if r != axis.rank]
-    into = {r: [found[r]] for r in others if len(mine)}
-    out = {r: [parts[r]] for r in others if len(parts[r])}
-    axis.move(out, into, what="the gradients for states behind documents").wait()
-    return reduce(torch.add, found)
+    def cost(length: int) -> tuple[bool, int]:
+        rows = np.maximum(-(-tokens // length), 1)
+        count = int(rows.sum())
+        too_many = count * length > 2 * (int(tokens.sum()) + BLOCK * len(tokens))
+        return too_many, count * (-(-length // BLOCK) + 1) * BLOCK + int(rows.max()) * level
+
+    return min(options, key=cost)
 
 
 def forward(call: "Call", given: "Given") -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
@@ -230,7 +251,7 @@ def forward(call: "Call", given: "Given") -> tuple[Tensor, Tensor | None, Tensor
     if not d.alone:
         assert own.map is not None
         before = d.walked(own.map, d.before(initial, None, like))
-        flying = Exchange(call.plan, d.of_segments(own.map, before, d.onward), None, call.way)
+        flying = Exchange(call.plan, d.of_segments(own.map, before), None, call.way)
     starts = cache(lambda: d.walked(own.map, d.before(initial, flying.before() if flying else None, like)))
     out, behind = call.kernel.read_out(x, own, starts)
     end = d.shared(call.plan, behind.index_select(0, d.ended[1]), initial) if call.returned else None
@@ -250,7 +271,7 @@ def backward(
     if not d.alone:
         assert back.map is not None
         behind = d.walked_back(back.map, d.behind(dends, None, like))
-        flying = Exchange(call.plan, d.of_segments(back.map, behind, d.back), None, call.way, backward=True)
+        flying = Exchange(call.plan, d.of_segments(back.map, behind, True), None, call.way, backward=True)
     own = call.kernel.scan_states(x, maps=d.joined and starts is None)
     if starts is None:
         starts = d.walked(own.map, d.before(initial, segments, like))

@@ -3,21 +3,21 @@
 B batch   T this rank's tokens   P segments per rank   W width   C channels
 """
 
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Axis
 from ringattn.planning import Plan, of_text
-from ringattn.segments import Place, order, segments
+from ringattn.segments import order, segments
 from ringattn.spec import Docs
 from ringattn.torch.dispatch import differentiate, fake, op
+from ringattn.torch.exchange import Exchange
 from ringattn.torch.handles import docs_of, plan_of, spread, starts_of, text_of, whole_on_one
 from ringattn.torch.linear.call import begins
 from ringattn.torch.linear.states import gathered
-from ringattn.torch.sharding import own_positions
+from ringattn.torch.sharding import cached, own_positions
 
 
 def causal_convolution(
@@ -64,66 +64,28 @@ def last_tokens(
     return found
 
 
-class Tail(NamedTuple):
-    """The last tokens of one segment, which travel to a later one."""
-
-    source: Place
-    to: Place
-    tokens: int
-
-
-@lru_cache(maxsize=64)
-def tails(plan: Plan, count: int) -> list[Tail]:
-    """The tails that segments need to see `count` tokens back, in the order of the sequence."""
-    walk, length = order(plan), plan.local_len // segments(plan)
-    reach = range(-(-count // length), 0, -1)  # segments back: more than one if they are shorter than `count`
-    return [
-        Tail(walk[i - d], to, min(length, count - (d - 1) * length))
-        for i, to in enumerate(walk)
-        for d in reach
-        if i >= d
-    ]
-
-
-def carried(plan: Plan, ways: list[Tail], given: dict[Tail, Tensor], like: Tensor) -> dict[Tail, Tensor]:
-    """The tails that arrive at this rank, from those that are `given` here: [B, count, C] each, like `like` [B, _, C].
-
-    First to the right Ulysses rank, then to the right ring rank: usually one hop, two if both differ.
-    """
-    r, u = plan.ring_axis.rank, plan.ulysses_axis.rank
-    given = moved(plan.ulysses_axis, [(w, w.source[1], w.to[1]) for w in ways if w.source[0] == r], given, like)
-    return moved(plan.ring_axis, [(w, w.source[0], w.to[0]) for w in ways if w.to[1] == u], given, like)
-
-
-def moved(axis: Axis, ways: list[tuple[Tail, int, int]], given: dict[Tail, Tensor], like: Tensor) -> dict[Tail, Tensor]:
-    """Move each tail from one rank of an axis to another, or leave it."""
-    out: dict[int, list[Tensor]] = {}
-    into: dict[int, list[Tensor]] = {}
-    found = {}
-    for way, source, to in ways:
-        if axis.rank == to:
-            found[way] = given[way] if source == to else like.new_empty(len(like), way.tokens, like.shape[2])
-        if axis.rank == source != to:
-            out.setdefault(to, []).append(given[way])
-        if axis.rank == to != source:
-            into.setdefault(source, []).append(found[way])
-    axis.move(out, into, what="the tokens before a segment").wait()
-    return found
+@cached
+def halo_of(plan: Plan, count: int, place: tuple[int, int], device: torch.device) -> Exchange:
+    """Every segment gets the `count` tokens before it; the slots of a rank are those of its segments, in turn."""
+    P, length = segments(plan), plan.local_len // segments(plan)
+    segment = np.array([(r * plan.ulysses + u) * P + p for r, u, p in order(plan)])  # rank by rank
+    at = length * np.arange(len(segment))[:, None] + np.arange(-count, 0)  # below 0: before the sequence
+    i, token = np.divmod(np.maximum(at, 0), length)
+    source = np.empty_like(at)
+    source[segment] = np.where(at < 0, -1, segment[i] * length + token)
+    return Exchange((plan.ring, plan.ulysses, plan.local_len), place, source.ravel(), device)
 
 
 @op("tokens_before")
 def tokens_before(x: Tensor, first: Tensor | None, plan: str, count: int) -> Tensor:
     """[B, P, count, C]: the tokens just before each segment; `first`, or zeros, before the sequence."""
     live = plan_of(plan, x.shape[1], x.shape[1])
-    ways, rows = tails(live, count), x.unflatten(1, (segments(live), -1))
-    length = rows.shape[2]
-    found = carried(live, ways, {w: rows[:, w.source[2], length - w.tokens :] for w in ways if here(live, w.source)}, x)
-    before = x.new_zeros(len(x), count, x.shape[2]) if first is None else first.to(x.dtype)
-    halos = []
-    for place in mine(live):
-        line = torch.cat([before, *(found[w] for w in ways if w.to == place)], 1)
-        halos.append(line[:, line.shape[1] - count :])
-    return torch.stack(halos, 1)
+    halo, P = halo_of(live, count, (live.ring_axis.rank, live.ulysses_axis.rank), x.device), segments(live)
+    found = halo.carry(x, live, 1).unflatten(1, (P, count)).contiguous()
+    if first is not None:
+        for p, start in enumerate(own_positions(live).reshape(P, -1)[:, 0].tolist()):
+            found[:, p, : max(count - start, 0)] = first[:, start:]
+    return found
 
 
 @fake("tokens_before")
@@ -135,17 +97,8 @@ def _(x: Tensor, first: Tensor | None, plan: str, count: int) -> Tensor:
 def tokens_before_backward(grad: Tensor, plan: str, length: int) -> Tensor:
     """The gradients of all halos, sent to the ranks of their tokens."""
     live = plan_of(plan, length, length)
-    B, P, count, C = grad.shape
-    ways, given = tails(live, count), {}
-    for place in mine(live):
-        at = count
-        for way in reversed([w for w in ways if w.to == place]):
-            given[back(way)] = grad[:, place[2], at - way.tokens : at]
-            at -= way.tokens
-    dx = grad.new_zeros(B, P, length // P, C)
-    for way, found in carried(live, [back(w) for w in ways], given, grad[:, 0]).items():
-        dx[:, way.to[2], length // P - way.tokens :] += found
-    return dx.flatten(1, 2)
+    halo = halo_of(live, grad.shape[2], (live.ring_axis.rank, live.ulysses_axis.rank), grad.device)
+    return halo.carry_back(grad.flatten(1, 2), live, 1).contiguous()
 
 
 @fake("tokens_before_backward")
@@ -168,20 +121,6 @@ def _(x: Tensor, docs: Tensor, plan: str) -> Tensor:
     P = segments(spread(plan))
     rows = len(docs) if P == 1 or len(docs) == len(x) else len(x)
     return x.new_empty(rows * P, x.shape[1] // P, dtype=torch.int32)
-
-
-def back(way: Tail) -> Tail:
-    """The way of the gradient of a tail."""
-    return Tail(way.to, way.source, way.tokens)
-
-
-def here(plan: Plan, place: Place) -> bool:
-    return place[:2] == (plan.ring_axis.rank, plan.ulysses_axis.rank)
-
-
-def mine(plan: Plan) -> list[Place]:
-    """This rank's segments."""
-    return [(plan.ring_axis.rank, plan.ulysses_axis.rank, p) for p in range(segments(plan))]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ringattn import api
 from ringattn.planning import Plan
@@ -39,28 +40,48 @@ class RanksCache:
         self.states: dict[int, Tensor] = {}  # of linear layers, [B, H, K, V], the same on every rank
         self.tails: dict[int, Tensor] = {}  # the last tokens, which their convolutions will still need
         self.length = 0  # of every row, with its padding
-        self.padding: Tensor | None = None  # [B], how many tokens of padding each row began with
+        self.padding: Tensor | None = None  # [B], how many tokens of padding each row has begun with so far
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, spec: AttentionSpec, sinks: Any
     ) -> Tensor:
         """Append to the layer's cache and attend to it; without a plan every rank has all of the tokens."""
         if layer not in self.layers:
-            self.layers[layer] = KVCache.allocate(
-                self.plan, batch=len(k), max_len=self.max_len, kv_heads=k.shape[2], head_dim=k.shape[3],
-                value_dim=v.shape[3], dtype=k.dtype,
-            )  # fmt: skip
+            self.layers[layer] = self.allocated(k, v)
         cache = self.layers[layer]
         if plan is None:
             return api.decode(q, k, v, cache, spec=spec, sinks=sinks)
         return api.prefill(q, k, v, plan, cache, spec=spec, sinks=sinks)
 
-    def grow(self, n: int) -> None:
-        """Count n more tokens; after the first ones, drop the padding that is now behind them."""
-        if self.length == 0 and self.padding is not None:
-            for cache in self.layers.values():
-                cache.truncate((n - self.padding).tolist())
+    def grow(self, n: int, padded: bool) -> None:
+        """Count n more tokens; if some are padding, drop it: it is now behind the real ones."""
         self.length += n
+        if padded:
+            for cache in self.layers.values():
+                cache.truncate((self.length - self.padding).tolist())
+
+    def begun(self) -> bool:
+        """Whether every row has a real token, which decode needs."""
+        return self.length > 0 and (self.padding is None or bool((self.padding < self.length).all()))
+
+    def reserve(self, max_len: int) -> None:
+        """Make room for max_len tokens a row in all."""
+        if max_len <= self.max_len:
+            return
+        self.max_len, smaller, self.layers = max_len, self.layers, {}
+        for layer, cache in smaller.items():
+            state = cache.state_dict()
+            larger = self.layers[layer] = self.allocated(state["k"], state["v"])
+            for name in ("k", "v"):
+                more = getattr(larger, name).shape[1] - state[name].shape[1]
+                state[name] = F.pad(state[name], (0, 0, 0, 0, 0, more))
+            larger.load_state_dict(state)
+
+    def allocated(self, k: Tensor, v: Tensor) -> Any:
+        return KVCache.allocate(
+            self.plan, batch=len(k), max_len=self.max_len, kv_heads=k.shape[2], head_dim=k.shape[3],
+            value_dim=v.shape[3], dtype=k.dtype,
+        )  # fmt: skip
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
@@ -97,15 +118,20 @@ def with_cache(
         same_data.note(tokens, plan)
         same_data.compare_data(plan, watched(plan))
     padding = padding_of(attention_mask, cache, B, n)
+    if any(layer.room() < n for layer in cache.layers.values()):
+        raise ValueError(
+            f"past_key_values has {cache.length} tokens a row and no room for {n} more: make it with max_len="
+            f"{cache.length + n} or more, as in past_key_values=hf.RanksCache(plan, max_len)"
+        )
     if position_ids is None:
         position_ids = torch.arange(cache.length, cache.length + n, device=tokens.device)[None].expand(B, n)
         position_ids = position_ids if cache.padding is None else (position_ids - cache.padding[:, None]).clamp(min=0)
-    position_ids, n_kept = position_ids.expand(B, n), min(keep or n, n)
+    position_ids, n_kept = one_a_token(position_ids, attention_mask).expand(B, n), min(keep or n, n)
     more = {"use_cache": False, **accepted(given)}
     for rotary in stretched(self):
         rotary.ringattn_last = position_ids.max()
     with torch.no_grad():
-        if cache.length and n <= FEW:
+        if n <= FEW and padding is None and cache.begun():
             shards, call = {name: tokens, "position_ids": position_ids}, Call(plan, None, cache)
             output = self.local_forward(**shards, **keeping(self, n_kept), **more, ringattn=call)
             logits = output.logits[:, -n_kept:]
@@ -121,8 +147,19 @@ def with_cache(
             output = self.local_forward(**shards, **keeping(self, few.mine), **more, ringattn=call)
             mine = output.logits if takes_kept(self) else output.logits[:, few.mine]
             logits = few.join(mine)[rows, back.view(-1, n_kept).expand(B, n_kept)]
-    cache.grow(n)
+    cache.grow(n, padding is not None)
     return type(output)(**{**output, "logits": logits, "past_key_values": cache})
+
+
+def one_a_token(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """[B, n] of positions that may come several times, as for images; those of text are all the same."""
+    if position_ids.dim() == 2:
+        return position_ids
+    first, n = position_ids[0], position_ids.shape[-1]
+    real = torch.ones_like(first, dtype=torch.bool) if attention_mask is None else attention_mask[:, -n:].bool()
+    if ((position_ids != first) & real).any():
+        raise ValueError("several positions a token that differ (M-RoPE of images) are not supported; give text alone")
+    return first
 
 
 def takes_kept(model: Any) -> bool:
@@ -135,7 +172,7 @@ def keeping(model: Any, keep: Any) -> dict[str, Any]:
 
 
 def padding_of(attention_mask: Tensor | None, cache: RanksCache, B: int, n: int) -> Tensor | None:
-    """How many of these n tokens are padding, in front of each row; only a prompt may begin with some."""
+    """How many of these n tokens are padding, in front of each row; only what begins a row may be, in many chunks."""
     if attention_mask is None or bool(attention_mask[:, -n:].all()):
         return None
     if attention_mask.shape != (B, cache.length + n):
@@ -144,14 +181,12 @@ def padding_of(attention_mask: Tensor | None, cache: RanksCache, B: int, n: int)
             f"{cache.length} tokens in the cache, and {n} new ones"
         )
     mask = attention_mask.long()
-    if cache.length or (mask.diff(dim=1) < 0).any():
+    if (mask.diff(dim=1) < 0).any():
         raise ValueError(
             "attention_mask has padding behind real tokens; generate takes it on the left, before a prompt"
         )
-    cache.padding = n - mask.sum(1)
-    if (cache.padding == n).any():
-        raise ValueError("attention_mask has a row of padding only; give each row a token")
-    return cache.padding
+    cache.padding = cache.length + n - mask.sum(1)
+    return n - mask[:, -n:].sum(1)
 
 
 def prepare_cache(
@@ -168,7 +203,12 @@ def prepare_cache(
         plan.ring_axis.by, plan.ulysses_axis.by
     ):  # fmt: skip
         raise ValueError("do_sample: ranks that are threads share one generator; sample with processes, by torchrun")
-    if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    if isinstance(mask, Tensor) and not mask.any(-1).all():
+        raise ValueError("attention_mask has a row of padding only; give each row a token")
+    if isinstance(cache, RanksCache):
+        cache.reserve(max_len)
+    elif generation_config.use_cache is not False and cache is None:
         model_kwargs["past_key_values"] = RanksCache(plan, max_len)
 
 

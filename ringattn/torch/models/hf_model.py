@@ -9,6 +9,7 @@ positions, shifted labels, padding, packed documents, and the loss that is avera
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from inspect import signature
 from types import MethodType
@@ -24,7 +25,7 @@ from ringattn.torch.models import hf_generate, hf_linear, hf_trl
 from ringattn.torch.models.hf_attention import NAME, Call, hide_last, register, show_last, stretched
 from ringattn.torch.models.hf_kept import Kept, kept
 from ringattn.torch.models.hf_packed import IGNORED as IGNORED
-from ringattn.torch.models.hf_packed import documents
+from ringattn.torch.models.hf_packed import documents, refuse_mask
 from ringattn.torch.models.hf_refusals import LOSSES, accepted, refuse, refuse_other_attention
 from ringattn.torch.models.loss import compare_ranks, mean_over_ranks
 from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
@@ -45,12 +46,15 @@ def prepare(
     `num_items_in_batch` the loss is a sum, divided by it. `logits_to_keep` gives the logits of those tokens, of the
     last n or at given positions, on every rank. `attention_mask` [B, T] marks padding on either side; `position_ids`
     that start again mark packed documents. `over` names further axes to average over (a data axis). Another length than
-    the plan's is spread in the same way. A model with peft's adapters is prepared inside of them. Token ids and labels
-    are compared between the ranks of the plan, at first and then now and then, unless `compare` is False.
+    the plan's is spread in the same way. Within peft's adapters or torch.compile, the inner model is prepared; prepare
+    before wrapping in DDP or FSDP. The model gets its own copy of its config, so others made from that do not change.
+    Token ids and labels are compared between the ranks of the plan, at first and then now and then, unless `compare` is
+    False.
     """
     bare = inner(model)
     refuse(bare, plan, over)
     register()
+    give_own_configs(model)
     configs = [(config, config._attn_implementation) for config in configs_of(bare)]
     bare.set_attn_implementation(NAME)
     hooks: list[Any] = []
@@ -86,8 +90,8 @@ def unprepare(model: nn.Module) -> nn.Module:
     """The same model as it was before `prepare`, with the weights that it has now; also inside of peft's adapters.
 
     Undone are the forward of the model and of its linear layers, generate, the attention of its configs (unless it was
-    changed since), and the hooks of rotary angles. The name of this attention stays registered with transformers, and
-    changes no other model.
+    changed since), and the hooks of rotary angles. The model keeps its own copy of its config. The name of this
+    attention stays registered with transformers, and changes no other model.
     """
     bare = inner(model)
     name = type(bare).__name__
@@ -129,9 +133,20 @@ def prepared(
         unprepare(model)
 
 
-def inner(model: nn.Module) -> Any:
-    """The model inside of peft's adapters."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+def inner(model: Any) -> Any:
+    """The model inside of peft's adapters and of torch.compile."""
+    while "_orig_mod" in getattr(model, "_modules", {}):
+        model = model._orig_mod
+    return inner(model.get_base_model()) if hasattr(model, "get_base_model") else model
+
+
+def give_own_configs(model: nn.Module) -> None:
+    """Replace each config that modules hold by a copy, so that no other model that was made from it changes."""
+    copies: dict[int, Any] = {}  # of deepcopy: what was shared within the model stays shared
+    for module in model.modules():
+        for name, x in vars(module).items():
+            if hasattr(x, "sub_configs"):
+                vars(module)[name] = deepcopy(x, copies)
 
 
 def configs_of(model: nn.Module) -> list[Any]:
@@ -199,6 +214,7 @@ def forward(
         if any(x is not None for x in following.values()):
             raise ValueError("labels with past_key_values: a cache has no gradients; leave one of them out")
         x = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+        refuse_mask(attention_mask)
         return hf_generate.with_cache(self, cache, x, attention_mask, position_ids, logits_to_keep, kwargs)
     head = kwargs.pop("fused_lm_head", False)
     plan, given = cut(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)

@@ -23,6 +23,7 @@ def documents(
     A row is cut where padding begins or ends, where a position is not the one before plus one, and where `more` begins
     a document.
     """
+    refuse_mask(attention_mask)
     if attention_mask is not None and tuple(attention_mask.shape) != (B, T):
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}; expected ({B}, {T}), 1 where a token is real: "
@@ -45,6 +46,15 @@ def documents(
     if not cuts.any():
         return None
     return Docs.from_lengths([np.diff([0, *np.flatnonzero(row), T]).tolist() for row in cuts])
+
+
+def refuse_mask(attention_mask: Any) -> None:
+    """A ValueError about what is no tensor, as a mask for each type of layer."""
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        raise ValueError(
+            f"attention_mask is of type {type(attention_mask).__name__}; expected a tensor [batch, tokens], 1 where a "
+            "token is real: windows come from the model's configuration, and packed documents from position_ids"
+        )
 
 
 def padded(attention_mask: Tensor) -> np.ndarray:

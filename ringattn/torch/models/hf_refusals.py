@@ -1,5 +1,6 @@
 """What a prepared model cannot do: refused by name, before anything of the model is changed, or in the call."""
 
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -7,7 +8,7 @@ from torch import nn
 from ringattn.planning import Plan
 from ringattn.segments import segments_problem
 from ringattn.torch.models.hf_attention import ARGUMENTS, NAME
-from ringattn.torch.models.hf_linear import convolutions, linear_layers
+from ringattn.torch.models.hf_linear import convolutions, linear_layers, names
 from ringattn.torch.models.hf_packed import PACKING, UNUSED
 
 LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # of models that predict the next token
@@ -36,6 +37,10 @@ def refuse(model: nn.Module, plan: Any, over: Any) -> None:
 
 def refuse_model(model: nn.Module, name: str) -> None:
     """A ValueError that names what of the model cannot be spread over ranks."""
+    if hasattr(getattr(model, "module", None), "set_attn_implementation"):
+        raise ValueError(
+            f"this model is wrapped in {name}: prepare before wrapping, as in {name}(hf.prepare(model, plan))"
+        )
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
         raise ValueError(f"{name} is not a transformers model")
@@ -43,7 +48,7 @@ def refuse_model(model: nn.Module, name: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder; only decoder-only models are supported")
     linear = linear_layers(model)
-    supported = linear or model._supports_attention_backend  # the former do not declare it, and are refused in the call
+    supported: Any = linear or model._supports_attention_backend or uses_interface(model)  # the call checks the rest
     if not (type(model)._can_set_attn_implementation() and supported):  # type: ignore[attr-defined]
         raise ValueError(f"{name} does not use transformers' attention interface, so its attention cannot be replaced")
     if any(kind in name for kind in POOLED):
@@ -58,7 +63,8 @@ def refuse_model(model: nn.Module, name: str) -> None:
     if any("forward" in vars(layer) for layer in linear):
         raise ValueError(f"{name} has linear layers whose forward was replaced; prepare it before that")
     spread = {id(module) for module in convolutions(model)}
-    convolving = [m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    running: Any = model if text is config else model.get_decoder()  # type: ignore[operator]  # towers see no text
+    convolving = [m for m in running.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
     mixing = sorted({type(m).__name__ for m in convolving if id(m) not in spread})
     if mixing:
         raise ValueError(f"{name} also mixes tokens by {', '.join(mixing)}, which is not spread over ranks")
@@ -68,6 +74,12 @@ def refuse_model(model: nn.Module, name: str) -> None:
         raise ValueError(
             f"{name} has attention_dropout={text.attention_dropout}; set it to 0, dropout is not supported"
         )
+
+
+def uses_interface(model: nn.Module) -> bool:
+    """Whether a model that does not declare it has attention that can be replaced, and takes positions."""
+    takes = "position_ids" in signature(model.forward).parameters
+    return takes and any("ALL_ATTENTION_FUNCTIONS" in names(module) for module in model.modules())
 
 
 def refuse_other_attention(model: Any) -> None:
