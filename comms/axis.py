@@ -246,9 +246,10 @@ class Ranks:
 
     @cached_property
     def place(self) -> tuple[Any, ...]:
-        """What makes ranks of two plans differ: in JAX, whose programs are cached by plan, the axes; else nothing."""
+        """What makes ranks of two plans differ: whether blocks travel whole; in JAX, where it keys programs, axes."""
         axes = [tuple(vars(axis).items()) for axis in self] if self.framework == "jax" and self.here else []
-        return (self.framework, *([self.device, self.cuts] if axes else []), *axes)
+        whole = getattr(self.ring, "whole", False)
+        return (self.framework, whole, *([self.device, self.cuts] if axes else []), *axes)
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Ranks) and self.place == other.place

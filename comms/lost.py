@@ -68,7 +68,8 @@ class Lost(NamedTuple):
         note()
         axis, needs = self.axis, sorted({r % self.axis.size for r in self.needs[min(work, len(self.needs) - 1)]})
         absent = roll_call() if "imed out" in message else []
-        needs = [r for r in needs if axis.peer(r) in absent] or needs
+        if absent:
+            needs = [r for r in needs if axis.peer(r) in absent] or needs
         whom, all_ranks = " or ".join(map(str, needs)), dist.get_world_size()
         if axis.size < all_ranks:
             whom += f", which is rank {' or '.join(str(axis.peer(r)) for r in needs)} of {all_ranks}"

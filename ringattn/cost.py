@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringattn.layout import Layout, laps
+from ringattn.layout import Layout, laps, positions_at
 from ringattn.spec import AttentionSpec, Docs, bounds
 
 
@@ -89,7 +89,7 @@ SAMPLED_ROWS = 65536
 def seen_pairs(layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None) -> np.ndarray:
     """[rank, block]: how many (query, key) pairs of two ring shards are seen, sampled at SAMPLED_ROWS queries."""
     every = max(1, layout.padded_length // SAMPLED_ROWS)
-    sample = np.stack([layout.positions(rank)[::every] for rank in range(layout.ring)])
+    sample = np.stack([positions_at(layout.shard(rank), slice(0, None, every)) for rank in range(layout.ring)])
     sides = bounds(spec, sample.ravel(), layout.length, key_layout.length, docs)
     begin, end = (side.reshape(-1, *sample.shape) for side in sides)
     return every * (keys_below(key_layout, end) - keys_below(key_layout, begin))

@@ -207,6 +207,15 @@ def positions_of(shard: Shard) -> np.ndarray:
     return np.concatenate([np.arange(r.start, r.stop, r.step, dtype=np.int64) for r in shard])
 
 
+def positions_at(shard: Shard, some: slice) -> np.ndarray:
+    """The positions with these local indices, found without an array of all."""
+    starts, steps, lengths = np.array([(r.start, r.step, len(r)) for r in shard], np.int64).T
+    ends = np.cumsum(lengths)
+    at = np.arange(*some.indices(int(ends[-1])))
+    i = np.searchsorted(ends, at, "right")
+    return starts[i] + (at - (ends - lengths)[i]) * steps[i]
+
+
 def sorted_positions(shard: Shard) -> np.ndarray:
     """The positions of a shard, whose ranges may interleave."""
     positions = positions_of(shard)

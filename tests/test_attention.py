@@ -227,7 +227,7 @@ def test_a_group_of_heads_travels_while_another_is_attended_to(
 
     for name, letter in {"all_to_all": way, "all_gather": lambda *_: "g", "reduce_scatter": lambda *_: "s"}.items():
         monkeypatch.setattr(LocalAxis, name, noting(getattr(LocalAxis, name), letter))
-    names = "attend", "attend_backward"
+    names = "attend", "backward"
     fresh_scores(tiled, **{name: noting(getattr(tiled.KERNEL, name), lambda *_: "R") for name in names})
 
     def one(mesh):

@@ -1,5 +1,6 @@
 """transformers' Trainer over ranks: its losses are those of one rank."""
 
+import copy
 import json
 import os
 import re
@@ -215,8 +216,13 @@ def test_what_over_ranks_cannot_do_is_refused() -> None:
 
     with pytest.raises(ValueError, match="this accelerator has no context parallelism; make it with"):
         hf.over_ranks(SimpleNamespace(parallelism_config=None))
-    with pytest.raises(ValueError, match="ulysses=3 does not divide cp_size=4"):
+    with pytest.raises(ValueError, match="ulysses=3: choose a whole number that divides cp_size=4"):
         hf.over_ranks(SimpleNamespace(parallelism_config=SimpleNamespace(cp_size=4)), ulysses=3)
+    wrong = {"ulysses": [0, -1, 1.0, "2"], "strategy": ["nope"], "layout": ["nope"], "seq_len": [-4]}
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"{name}={value!r}"):
+                hf.over_ranks(SimpleNamespace(parallelism_config=SimpleNamespace(cp_size=4)), **{name: value})
 
 
 def examples(n: int = 7) -> list[dict]:
@@ -247,6 +253,66 @@ def trainer_of(folder: Path, dataset=None, over=(), **said):
     trainer = LongTrainer(model=model, args=args, train_dataset=examples() if dataset is None else dataset, **mine)
     trainer.seen = seen
     return trainer
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "LlamaModel"])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_predictions_are_those_of_one_rank_with_and_without_labels(tmp_path: Path, kind: str, hidden: bool) -> None:
+    import transformers
+
+    import ringattn as ra
+    from ringattn.comms.local import run
+    from ringattn.torch.models import hf
+
+    class LongTrainer(hf.OverRanks, transformers.Trainer):
+        pass
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=16, num_hidden_layers=2, **shape)
+    config.output_hidden_states = hidden
+    model = getattr(transformers, kind)(config)
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True)
+    tokens = torch.randint(0, 16, (3, 10))
+    batches = [{"input_ids": tokens}, {"input_ids": tokens, "labels": None}]
+    if kind == "LlamaForCausalLM":
+        batches += [{"input_ids": tokens, "labels": tokens}]
+
+    def steps(trainer) -> list:
+        return [trainer.prediction_step(trainer.model, dict(b), only) for b in batches for only in (False, True)]
+
+    def one(mesh):
+        copied = hf.prepare(copy.deepcopy(model), ra.plan(mesh, seq_len=16))
+        trainer = LongTrainer(model=copied, args=args)
+        with pytest.raises(ValueError, match="there are no labels among input_ids, so there is no loss to train with"):
+            trainer.compute_loss(copied, {"input_ids": tokens})
+        return steps(trainer)
+
+    expected = steps(transformers.Trainer(model=copy.deepcopy(model), args=args))
+    for found in run(one, ring=2, ulysses=2 if kind == "LlamaModel" else 1):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_predict_and_evaluate_without_labels(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, per_device_eval_batch_size=2)
+    tokens = torch.randint(0, 16, (5, 10))
+    data = [{"input_ids": row} for row in tokens]
+    found = trainer.predict(data)
+    with torch.no_grad():
+        np.testing.assert_allclose(found.predictions, trainer.model(tokens).logits.numpy(), atol=1e-5)
+    assert found.label_ids is None and "test_loss" not in found.metrics
+    assert "eval_loss" not in trainer.evaluate(data)
+
+
+def test_a_pair_of_rows_counts_as_one_example() -> None:
+    """A batch of TRL's preferences has two rows an example: each batch counts, and the last one is shortened."""
+    from ringattn.torch.models.hf_trainer import Counted
+
+    class Loader(list):
+        dataset = range(5)
+
+    counted = Counted(Loader({"input_ids": torch.zeros(2 * n, 4)} for n in (2, 2, 1)), (1, 0), True, 2)
+    assert [counted.real for _ in counted] == [None, None, 1]
 
 
 def test_every_epoch_has_its_own_order_and_a_restart_goes_on_with_it(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """More ranks than there are GPUs: each process plays one of them, and the others answer for its peers. For times only.
 
 What a rank sends, is sent and computes is what it would be among so many, over the same links; but what arrives is from
-another rank, so results mean nothing. It holds where all ranks do the same: causal attention in zigzag, prefill, states
-that are gathered. Ranks that are late, and links that many share, are not played; what all peers read is sent to each
-alone, and before the work that it flies beside.
+another rank, so results mean nothing. It holds where all ranks do the same: full attention, prefill, states that are
+gathered. Of causal attention in zigzag, where ranks read ranges of different lengths, blocks travel whole: an upper
+bound. Ranks that are late, and links that many share, are not played; what all peers read is sent to each alone, and
+before the work that it flies beside.
 """
 
 from typing import Any
@@ -35,6 +36,8 @@ def folded(plan: Plan, ranks: int) -> Plan:
 
 class Folded(Moves):
     """An axis of `size` ranks, of which those of another axis are here: everything is made of its moves."""
+
+    whole = True  # blocks travel whole, so that all ranks send and receive the same
 
     def __init__(self, axis: Any, size: int):
         self.axis, self.size, self.rank, self.name, self.by = axis, size, axis.rank, axis.name, axis.by

@@ -37,8 +37,10 @@ def over_ranks(
             "this accelerator has no context parallelism; make it with "
             "Accelerator(parallelism_config=ParallelismConfig(cp_size=N), fsdp_plugin=...)"
         )
-    if size % ulysses:
-        raise ValueError(f"ulysses={ulysses} does not divide cp_size={size}")
+    if not isinstance(ulysses, int) or ulysses < 1 or size % ulysses:
+        raise ValueError(f"ulysses={ulysses!r}: choose a whole number that divides cp_size={size}")
+    alike = choosing.elsewhere("cpu", [(size // ulysses, ulysses)])
+    choosing.plan(alike, seq_len=seq_len or SEQ_LEN, strategy=strategy, layout=layout)  # refuses wrong choices now
     choices = {"ulysses": ulysses, "strategy": strategy, "layout": layout}
     accelerator._prepare_cp = partial(prepare_all, accelerator, seq_len, choices)  # type: ignore[attr-defined]
     accelerator.maybe_context_parallel = unchanged  # type: ignore[attr-defined]

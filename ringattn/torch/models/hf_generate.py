@@ -56,7 +56,7 @@ class RanksCache:
     def grow(self, n: int, padded: bool) -> None:
         """Count n more tokens; if some are padding, drop it: it is now behind the real ones."""
         self.length += n
-        if padded:
+        if padded and self.padding is not None:
             for cache in self.layers.values():
                 cache.truncate((self.length - self.padding).tolist())
 

@@ -95,6 +95,8 @@ class OverRanks(hf_trl.Answers):
             return super().compute_loss(model, inputs, **given)  # type: ignore[misc]
         items = num_items_in_batch if self.model_accepts_loss_kwargs else None
         output = model(**inputs, num_items_in_batch=items)
+        if output.get("loss") is None:
+            raise ValueError(f"there are no labels among {', '.join(inputs)}, so there is no loss to train with")
         loss = output.loss if self.spread.averaged else hf_model.scaled(output.loss, self.args.world_size)
         return (loss, output) if return_outputs else loss
 
@@ -113,26 +115,45 @@ class OverRanks(hf_trl.Answers):
         return count[0] * self.plan.ring * self.plan.ulysses if self.by_trl else count[0]
 
     def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None, Any]:
-        """The loss, and for metrics the logits of the whole sequences and their labels."""
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """The loss, if there are labels, and what else the model gives, of the whole sequences."""
         if self.by_trl:
-            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
         inputs = self._prepare_inputs(inputs)
+        labels = next((inputs[name] for name in LABELS if inputs.get(name) is not None), None)
         with torch.no_grad():
-            loss, output = self.compute_loss(model, inputs, return_outputs=True)
+            if labels is None:
+                loss, output = None, model(**inputs)
+            else:
+                loss, output = self.compute_loss(model, inputs, return_outputs=True)
             if prediction_loss_only:
                 return loss, None, None
-            labels = inputs.get("labels", inputs.get("shift_labels"))
-            return loss, self.spread.local(labels.shape[1]).unshard(output.logits), labels
+            B, T = inputs["input_ids" if inputs.get("input_ids") is not None else "inputs_embeds"].shape[:2]
+            ignored = getattr(hf_model.inner(self.model).config, "keys_to_ignore_at_inference", ["past_key_values"])
+            left_out = {"loss", *(ignored if ignore_keys is None else ignore_keys)}
+            found = tuple(self.whole(x, B, T) for name, x in output.items() if name not in left_out)
+            return loss, found[0] if len(found) == 1 else found, labels
+
+    def whole(self, x: Any, B: int, T: int) -> Any:
+        """The rows of all tokens, of an output or of several [B, t, ...]."""
+        if isinstance(x, list | tuple):
+            return tuple(self.whole(one, B, T) for one in x)
+        plan = self.spread.local(T)
+        if not isinstance(x, Tensor) or x.shape[:2] != (B, plan.local_len):
+            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"the model also gives {found}, which is not one row a token: name it in ignore_keys")
+        return plan.unshard(x)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        counted = Counted(dataloader, self.data_place, not self.by_accelerate)
+        counted = Counted(dataloader, self.data_place, not self.by_accelerate, self.args.eval_batch_size)
         self.gather_function = lambda x: self.of_data_ranks(x, counted.real)
         return super().evaluation_loop(counted, *args, **kwargs)  # type: ignore[misc]
 
-    def of_data_ranks(self, x: Tensor, real: int | None) -> Tensor:
+    def of_data_ranks(self, x: Any, real: int | None) -> Any:
         """The rows of all data ranks in the order of the dataset, without those that only fill up the last batch."""
+        if isinstance(x, list | tuple):
+            return tuple(self.of_data_ranks(one, real) for one in x)
         plan = self.plan
         first = torch.tensor([plan.ring_axis.rank == 0 and plan.ulysses_axis.rank == 0], device=x.device).int()
         rows = self.accelerator.gather(x).unflatten(0, (self.args.world_size, -1))
@@ -196,11 +217,12 @@ class OverRanks(hf_trl.Answers):
 class Counted:
     """A loader whose last batch may repeat examples, so that all data ranks have equally many: these do not count.
 
-    Data ranks have one row each in turn if `dealt`, else one batch each.
+    Data ranks have one example each in turn if `dealt`, else one batch each. An example may be several rows (a pair of
+    answers), or several may be one (packed).
     """
 
-    def __init__(self, loader: Any, place: tuple[int, int], dealt: bool):
-        self.loader, self.place, self.dealt = loader, place, dealt
+    def __init__(self, loader: Any, place: tuple[int, int], dealt: bool, batch_size: int):
+        self.loader, self.place, self.dealt, self.batch_size = loader, place, dealt, batch_size
         self.real: int | None = None  # how many rows of the batch, of all data ranks, count; None: all of them
 
     def __iter__(self) -> Iterator[Any]:
@@ -209,12 +231,12 @@ class Counted:
         for batch in self.loader:
             if total is not None and hasattr(batch, "values"):  # not prompts, of which TRL makes batches later
                 n, (ranks, mine) = next(len(x) for x in batch.values() if isinstance(x, Tensor)), self.place
-                at = torch.arange(n) * ranks + mine if self.dealt else torch.arange(n) + mine * n
-                for name in {"labels", "shift_labels"} & set(batch):
+                at = torch.arange(n) * ranks + mine if self.dealt else torch.arange(n) + mine * self.batch_size
+                for name in [name for name in LABELS if batch.get(name) is not None]:
                     repeated = (before + at >= total)[:, None].to(batch[name].device)
                     batch[name] = batch[name].masked_fill(repeated, hf_model.IGNORED)
-                self.real = min(n * ranks, total - before)
-                before += n * ranks
+                full = total - before >= self.batch_size * ranks
+                self.real, before = None if full else total - before, before + self.batch_size * ranks
             yield batch
 
     def __len__(self) -> int:
@@ -224,6 +246,7 @@ class Counted:
         return getattr(self.loader, name)
 
 
+LABELS = "labels", "shift_labels"
 LOADING = (  # the arguments of DataLoader that Trainer has as dataloader_*
     "drop_last",
     "num_workers",
