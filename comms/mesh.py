@@ -116,7 +116,7 @@ def axis(mesh: Any, name: str, transport: str = "auto") -> Axis:
 def axes(mesh: Any, names: Mapping[str, tuple[str, ...]] | None = None, transport: str = "auto") -> Ranks:
     """The ranks of a plan; `names` are the mesh's axes by their role, if these have other names."""
     names = {} if names is None else names
-    ring, ulysses = (axis(mesh, *names.get(role, (role,)), transport=transport) for role in ("ring", "ulysses"))
+    ring, ulysses = (axis(mesh, names.get(role, (role,))[0], transport) for role in ("ring", "ulysses"))
     return Ranks(ring, ulysses, device=mesh.device_type)
 
 

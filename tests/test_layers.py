@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # each may import those before it
 PLAIN = [
+    "values",
     "spec",
     "dealing",
     "layout",
