@@ -46,7 +46,7 @@ def sized(options: Any, cases: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def each(cases: Mapping[str, Any], rows_of: Callable[[Any], list[Row]], about: Callable[[Any], Row]) -> list[Row]:
-    """The rows of every case, printed as it is done, with its name and what is to be said about it."""
+    """The rows of every case, printed when the case is done, with its name and remarks."""
     rows: list[Row] = []
     for name, case in cases.items():
         new = [{"case": name, **about(case), **row} for row in rows_of(case)]
