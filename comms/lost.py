@@ -67,7 +67,7 @@ class Lost(NamedTuple):
         """
         note()
         axis, needs = self.axis, sorted({r % self.axis.size for r in self.needs[min(work, len(self.needs) - 1)]})
-        absent = roll_call() if "imed out" in message else []
+        absent = roll_call() if "imed out" in message or "monitoredBarrier" in message else []
         if absent:
             needs = [r for r in needs if axis.peer(r) in absent] or needs
         whom, all_ranks = " or ".join(map(str, needs)), dist.get_world_size()
