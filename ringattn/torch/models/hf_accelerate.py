@@ -57,10 +57,8 @@ def over_ranks(
 def on_cpus(device: Any) -> bool:
     """Whether accelerate runs several ranks on CPUs, for which it has neither FSDP nor a ParallelismConfig."""
     from accelerate import PartialState
-    from accelerate.utils import DistributedType
 
-    found: bool = PartialState(cpu=device.type == "cpu").distributed_type == DistributedType.MULTI_CPU
-    return found
+    return str(PartialState(cpu=device.type == "cpu").distributed_type.value) == "MULTI_CPU"
 
 
 def unchanged(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
