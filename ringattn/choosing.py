@@ -13,8 +13,11 @@ from ringattn.check import of_arguments, of_choice, of_unknown
 from ringattn.comms.axis import Ranks, one_rank, roles
 from ringattn.cost import Cost, Hardware, Shape, kv_heads_of_a_rank, predict, seen_pairs
 from ringattn.kernels.rates import mask_of
+from ringattn.mask import Mask, schedule_of
 from ringattn.planning import TRAVELLERS, Plan, Transport, dtype_name, hardware_of
 from ringattn.spec import AttentionSpec, Docs, raise_if
+
+ALIKE, EVEN = 1.01, 1.02  # the time over that of the fastest, and the busiest rank's work over the mean: no difference
 
 
 def plan(
@@ -83,7 +86,7 @@ def plan(
         best, report = options[0], ["no prediction: give heads=(query, key) and head_dim to compare candidates"]
     else:
         hardware = hardware_of(target.device)
-        costs = priced(options, shape, spec, hardware, docs)
+        costs = priced(options, shape, spec, hardware, docs, transport.together)
         best, report = costs[0][0], candidates_report(costs, hardware)
     best = best.replace(axes=target.bind(best.ring, best.ulysses))
     if transport.grads == "auto":
@@ -207,7 +210,9 @@ def candidates(
         names = ("ulysses",) if ring == 1 else ("ring", "gather")
         layouts = ("contiguous",) if ring == 1 or not spec.causal else ("zigzag", "contiguous")
         if ring > 1 and docs is not None:
-            layouts = (*layouts, "striped")  # balanced for any documents
+            layouts = (*layouts, "striped")  # equal work for any documents
+            if alone.framework == "torch" and docs.first is not None:
+                layouts = (*layouts, "balanced")
         found += [
             alone.replace(ring=ring, ulysses=ulysses, strategy=s, layout=one, **dealt(one, docs, spec))
             for s in (names if strategy == "auto" else (strategy,))
@@ -228,25 +233,36 @@ def dealt(layout: str, docs: Docs | None, spec: AttentionSpec) -> dict[str, Any]
 
 
 def priced(
-    options: list[Plan], shape: Shape, spec: AttentionSpec, hardware: Hardware, docs: Docs | None
+    options: list[Plan], shape: Shape, spec: AttentionSpec, hardware: Hardware, docs: Docs | None, together: int | None
 ) -> list[tuple[Plan, Cost]]:
-    """The candidates with their predicted costs, fastest first."""
+    """The candidates with their predicted costs, fastest first; of equals the one that receives least."""
+    counts: dict[Any, np.ndarray] = {}  # by layout, which several strategies share
     found = []
     for plan in options:
         layouts = plan.tokens, plan.keys.tokens
-        counts = seen_pairs(*layouts, spec, docs)
-        found.append((plan, predict(shape, *layouts, counts, plan.strategy, hardware)))
-    return sorted(found, key=lambda one: one[1].seconds)
+        if layouts not in counts:
+            counts[layouts] = seen_pairs(*layouts, spec, docs)
+        schedule = schedule_of(Mask(plan.replace(strategy="ring"), spec, docs))
+        found.append((plan, predict(shape, *layouts, counts[layouts], schedule, plan.strategy, hardware, together)))
+    least = min(cost.seconds for _, cost in found)
+
+    def order(one: tuple[Plan, Cost]) -> tuple[Any, ...]:
+        cost = one[1]
+        alike = cost.seconds <= ALIKE * least and cost.imbalance <= EVEN
+        return (0, cost.received) if alike else (1, cost.seconds)
+
+    return sorted(found, key=order)
 
 
 def candidates_report(options: list[tuple[Plan, Cost]], hardware: Hardware) -> list[str]:
-    """The candidates as the lines of a table."""
+    """The candidates as the lines of a table: times, and of the busiest rank its work and what it receives."""
     return [
         f"predicted forward on {hardware.name}:",
-        "  ring ulysses strategy layout      ms      exposed ms  MB sent  imbalance",
+        "  ring ulysses strategy layout      ms      exposed ms  work / mean  MB received (mean)",
         *(
             f"  {plan.ring:>4} {plan.ulysses:>7} {plan.strategy:<8} {plan.layout:<10} {cost.seconds * 1e3:>8.3f} "
-            f"{max(0.0, cost.exposed) * 1e3:>11.3f} {cost.sent / 1e6:>8.1f} {cost.imbalance:>9.2f}"
+            f"{max(0.0, cost.exposed) * 1e3:>11.3f} {cost.imbalance:>12.2f}  "
+            f"{cost.received[0] / 1e6:>8.1f} ({cost.received[1] / 1e6:.1f})"
             for plan, cost in options
         ),
     ]

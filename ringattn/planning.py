@@ -54,7 +54,8 @@ class Transport(Value):
     route      how blocks of keys reach the ranks of a ring: "direct", from their owner to each rank that sees them;
                "relay", from rank to rank; "levels", from host to host and direct within a host; auto depends on `hosts`
     hosts      the number of hosts of the ring, with consecutive ranks and equally many on each; by default detected
-    together   the most blocks that a step may bring on the direct route; by default several if they are small
+    together   the most that a step may bring on the direct route, in blocks; by default several if they are small. Of
+               a block only what is seen counts
     backward   what travels in backward on the direct route, "keys" or "queries"; auto takes the one with fewer bytes
     groups     the number of groups of heads that Ulysses and gather exchange, one while another is computed; by default
                chosen by predicted time
@@ -304,7 +305,7 @@ class Plan(Value):
         return groups_of(shape, self.exchanged(shape), ranks, kv_heads, hardware)
 
     def blocks_at_once(self, nbytes: int) -> int:
-        """How many blocks of that many bytes a step of the direct route brings.
+        """As much as how many blocks, of that many bytes, a step of the direct route brings.
 
         One, if every document is on all ranks: several blocks would arrive in as many parts as there are documents.
         """
