@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import ringattn as ra
-from ringattn.comms.axis import Ranks
 from ringattn.comms.local import run
 from ringattn.cost import HARDWARE, Shape, exchanged, predict, seen_pairs
 from ringattn.layout import Layout
 from ringattn.planning import Plan
+from ringattn.ranks import Ranks
 
 
 def on(sizes, **given):
