@@ -162,7 +162,8 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
     cuts = (found.get("batch", ()), found.get("heads", ())) if {"batch", "heads"} & set(found) else None
 
     def ranks(of: Any, names: Mapping[str, tuple[str, ...]]) -> Ranks:
-        return Ranks(*axes(of, names), framework, device, cuts=cuts)
+        ring, ulysses = axes(of, names)
+        return Ranks(ring, ulysses, framework, device, cuts=cuts)
 
     if "sequence" in found:
         (line,) = found["sequence"]
