@@ -10,11 +10,12 @@ import numpy as np
 
 from ringattn import kernels
 from ringattn.check import of_arguments, of_choice, of_unknown
-from ringattn.comms.axis import Ranks, one_rank, roles
+from ringattn.comms.axis import roles
 from ringattn.cost import Cost, Hardware, Shape, kv_heads_of_a_rank, predict, seen_pairs
 from ringattn.kernels.rates import mask_of
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan, Transport, dtype_name, hardware_of
+from ringattn.ranks import Ranks, one_rank
 from ringattn.spec import AttentionSpec, Docs, raise_if
 
 ALIKE, EVEN = 1.01, 1.02  # the time over that of the fastest, and the busiest rank's work over the mean: no difference
@@ -161,12 +162,18 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
         raise ValueError(f"mesh={mesh!r} is of type {type(mesh).__name__}; make one with ringattn.init_mesh(ring=...)")
     names = tuple(meshes.axis_names(mesh))
     found = roles(named, names, framework)
+    cuts = (found.get("batch", ()), found.get("heads", ())) if {"batch", "heads"} & set(found) else None
+
+    def ranks(of: Any, names: Mapping[str, tuple[str, ...]]) -> Ranks:
+        ring, ulysses = axes(of, names)
+        return Ranks(ring, ulysses, framework, device, cuts=cuts)
+
     if "sequence" in found:
         (line,) = found["sequence"]
 
         def bind(ring: int, ulysses: int) -> Ranks:
             split = meshes.split(mesh, line, {"ring": ring, "ulysses": ulysses})
-            return axes(split, {**found, "ring": ("ring",), "ulysses": ("ulysses",)})
+            return ranks(split, {**found, "ring": ("ring",), "ulysses": ("ulysses",)})
 
         return Target(device, factored(meshes.axis_size(mesh, line)), bind, framework)
     if not {"ring", "ulysses"} & set(found):
@@ -175,7 +182,7 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
             f"(ringattn{'.jax' if framework == 'jax' else ''}.init_mesh names them, or axes={{'ring': ...}} here)"
         )
     ring, ulysses = (prod(meshes.axis_size(mesh, name) for name in found.get(r, ())) for r in ("ring", "ulysses"))
-    return Target(device, [(ring, ulysses)], lambda *sizes: axes(mesh, found), framework)
+    return Target(device, [(ring, ulysses)], lambda *sizes: ranks(mesh, found), framework)
 
 
 def is_jax_mesh(mesh: Any) -> bool:

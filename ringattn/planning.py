@@ -9,9 +9,10 @@ from dataclasses import field
 from functools import cached_property, partial
 from typing import Any
 
-from ringattn.comms.axis import LIVE, NOT_HERE, TRANSPORTS, Ranks
+from ringattn.comms.axis import TRANSPORTS
 from ringattn.cost import HARDWARE, Hardware, Shape, exchanged, groups_of, kv_heads_of_a_rank
 from ringattn.layout import MAKERS, Layout
+from ringattn.ranks import LIVE, NOT_HERE, Ranks
 from ringattn.spec import AttentionSpec, Docs, raise_if, whole
 from ringattn.values import Value, fields
 

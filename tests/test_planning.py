@@ -16,11 +16,11 @@ import torch
 import ringattn as ra
 from ringattn import choosing
 from ringattn.choosing import elsewhere
-from ringattn.comms.axis import Ranks
 from ringattn.comms.local import run
 from ringattn.cost import HARDWARE, Shape, exchanged, predict, seen_pairs
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan
+from ringattn.ranks import Ranks
 
 
 def on(sizes, **given):
