@@ -360,9 +360,10 @@ def by_trainer(cell: Cell) -> Found:
     again = cell.recomputing in ("checkpointing", "both")
     options: dict[str, Any] = {
         "use_cpu": True, "bf16": cell.precision == "mixed bf16", "max_steps": 1, "learning_rate": 0.0,
-        "logging_steps": 1, "per_device_train_batch_size": 2, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
-        "max_grad_norm": 0.0, "ddp_find_unused_parameters": False, "gradient_checkpointing": again,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False}, "remove_unused_columns": False,
+        "logging_steps": 1, "per_device_train_batch_size": 2, "report_to": "none", "disable_tqdm": True,
+        "save_strategy": "no", "max_grad_norm": 0.0, "ddp_find_unused_parameters": False,
+        "gradient_checkpointing": again, "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "remove_unused_columns": False,
     }  # fmt: skip
     if cell.recomputing in ("compile", "both"):
         options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
