@@ -90,7 +90,8 @@ class Answers:
             )
         args.generation_batch_size = size = rows * self.data_place[0]
         once = partial(OfFirsts, self.firsts.tolist(), args.world_size, size)  # TRL's sizes count every rank
-        logs, lasting = self._logs, partial(deque, maxlen=size)  # type: ignore[has-type]
+        logs: dict[str, Any] = self._logs  # type: ignore[has-type]
+        lasting: Any = partial(deque, maxlen=size)
         self._logs = {
             **logs, **{name: once() for name in ("images", "prompt", "completion")}, "advantages": lasting(),
             "rewards": defaultdict(lasting), "extra": defaultdict(once),
