@@ -53,7 +53,7 @@ class Cell(NamedTuple):
 
 def impossible(cell: Sequence[str]) -> str | None:
     """Why people cannot have this cell, whatever ringattn does."""
-    integration, wrapper, precision, recomputing, _ = cell
+    integration, wrapper, precision, *_ = cell
     if integration in BY_OTHERS and wrapper == "FSDP2 summed":
         return "accelerate averages gradients"
     if integration in BY_OTHERS and precision == "fp16 scaler":
@@ -62,8 +62,6 @@ def impossible(cell: Sequence[str]) -> str | None:
         return "DDP has no mixed precision of its own; autocast is a row"
     if precision == "autocast bf16" and integration in BY_OTHERS:
         return "bf16=True is mixed precision there"
-    if integration == "SFT" and recomputing in ("compile", "both"):
-        return "TRL's fused head is compiled as Trainer's model is"
     return None
 
 
@@ -389,6 +387,8 @@ def by_trainer(cell: Cell) -> Found:
             from datasets import Dataset
 
             rows = Dataset.from_list([{"input_ids": x["input_ids"].tolist()} for x in rows])
+            if not {"attention_mask", "position_ids"} & set(given):  # as TRL's collator makes them
+                given["attention_mask"] = torch.ones_like(given["input_ids"])
         trainer = Long(
             model=model,
             args=args,
@@ -449,7 +449,7 @@ def work(cells: list[Cell]) -> list[Any]:
 
 
 class Row(NamedTuple):
-    """A cell's errors beside float32 on one rank, and what they may be; or the sentence that refuses it."""
+    """A cell's errors beside float32 on one rank, and what they may be; or the error that refuses it."""
 
     cell: Cell
     refused: str
@@ -457,7 +457,7 @@ class Row(NamedTuple):
 
     @property
     def good(self) -> bool:
-        return bool(self.refused) or all(error <= limit for error, limit in self.errors.values())
+        return not self.refused and all(error <= limit for error, limit in self.errors.values())
 
     def __str__(self) -> str:
         cells = "  ".join(f"{text:<14}" for text in self.cell)

@@ -30,7 +30,8 @@ def build(kind: str):
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SHAPE)
+    shape = {name: x for name, x in SHAPE.items() if kind != "Llama" or name != "sliding_window"}
+    config = getattr(transformers, f"{kind}Config")(**shape)  # caches cut keys by a window that Llama does not have
     config._attn_implementation = "eager"
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
@@ -78,6 +79,16 @@ def agreement(found) -> dict[str, float]:
     return {"agreement": float(sum(abs(x).sum() for x in found.predictions) + sum(x.sum() for x in found.label_ids))}
 
 
+def rounded(trainer):
+    """A GRPOTrainer whose equal entropies are equal: TRL's mask of those above a quantile splits them by last bits."""
+
+    class Rounded(trainer):
+        def get_high_entropy_mask(self, entropies, *given):
+            return super().get_high_entropy_mask(entropies.round(decimals=4), *given)
+
+    return Rounded
+
+
 DATA = {"SFT": texts, "DPO": pairs, "GRPO": prompts}
 
 
@@ -122,6 +133,7 @@ def train(way: str, what: str, kind: str, options: dict, folder: str, steps: int
         more["ref_model"] = build(kind)
     if what == "GRPO":
         more["reward_funcs"] = rewards
+        trainer = rounded(trainer)
     data = DATA[what]()
     own = trainer if way == "plain" else type("Long", (hf.OverRanks, trainer), {})
     made = own(model=model, args=args, train_dataset=Dataset.from_dict(data), processing_class=tokenizer(), **more)
@@ -180,6 +192,13 @@ def test_losses_and_metrics_are_those_of_one_rank(case, tmp_path):
         for step, (mine, theirs) in enumerate(zip(found, plain, strict=True)):
             assert mine.get("loss") == pytest.approx(theirs.get("loss"), abs=1e-5), (way, step)
             assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4), (way, step)
+
+
+@pytest.mark.slow
+def test_cells_of_the_matrix_equal_one_rank():
+    import matrix
+
+    print(matrix.check([cell for cell in matrix.covering() if cell.integration == "SFT"]))
 
 
 @pytest.mark.parametrize("prepared_first", [False, True])
