@@ -1,5 +1,6 @@
 """What transformers calls in the layers of a prepared model: attention, masks, and rotary angles."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,7 +50,9 @@ def attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window and not causal:
         raise ValueError(f"{name} sees {sliding_window} keys to both sides; only windows that count back are supported")
-    spec = AttentionSpec(causal=causal, window=sliding_window or None, softcap=softcap, scale=scaling)
+    spec = (AttentionSpec if torch.compiler.is_compiling() else kept_spec)(
+        causal, sliding_window or None, softcap, scaling
+    )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if ringattn.cache is not None:
         if not hasattr(module, "layer_idx"):
@@ -57,6 +60,12 @@ def attend(
         plan = ringattn.plan if ringattn.spread else None
         return ringattn.cache.attend(module.layer_idx, q, k, v, plan, spec, s_aux), None
     return api.attention(q, k, v, ringattn.plan, spec=spec, docs=ringattn.docs, sinks=s_aux), None
+
+
+@lru_cache
+def kept_spec(*given: Any) -> AttentionSpec:
+    """The same spec in every layer and step, whose checks cost more than a call."""
+    return AttentionSpec(*given)
 
 
 class NotAMask(AttributeError, ValueError):

@@ -32,6 +32,7 @@ def is_head(forward: Any) -> bool:
     return code is not None and "fused_lm_head" in code.co_varnames
 
 
+@torch.compiler.disable(recursive=False)
 def log_probs(self: Any, plan: Plan, given: dict[str, Any], targets: Tensor | None, shifted: bool, items: Any) -> Any:
     """TRL's output for the whole sequences, on every rank; its gradient is the sum of the gradients on all ranks."""
     run = getattr(self, "ringattn_fused", self.local_forward)
@@ -39,8 +40,21 @@ def log_probs(self: Any, plan: Plan, given: dict[str, Any], targets: Tensor | No
         raise ValueError(f"{type(self).__name__} does not take fused_lm_head: TRL did not give it its head")
     if targets is None:
         raise ValueError("fused_lm_head without labels: there is nothing to give log-probabilities of")
-    mine = plan.shard(targets - IGNORED, dim=1, compare=self.ringattn.compare) + IGNORED  # also what padding predicts
+    mine = own_targets(targets, plan, self.ringattn.compare)
     output = run(**given, fused_lm_head=True, shift_labels=mine)
+    return of_whole(output, mine, plan, shifted, items)
+
+
+@torch.compiler.disable
+def own_targets(targets: Tensor, plan: Plan, compare: bool) -> Tensor:
+    """This rank's targets, which are ignored where padding predicts."""
+    mine: Tensor = plan.shard(targets - IGNORED, dim=1, compare=compare) + IGNORED
+    return mine
+
+
+@torch.compiler.disable
+def of_whole(output: Any, mine: Tensor, plan: Plan, shifted: bool, items: Any) -> Any:
+    """The output for whole sequences, from that of this rank's targets."""
     found = {}
     for name, x in output.items():
         if isinstance(x, Tensor) and x.shape == mine.shape:
