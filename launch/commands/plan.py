@@ -116,7 +116,7 @@ def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
         return [title, whole]
     schedule, ranks = schedule_of(Mask(plan, spec, docs)), range(plan.ring)
     rounds = [schedule.rounds(r, plan.hosts, blocks_at_once(plan)) for r in ranks]
-    runs = [[visit.sources for one in each for visit in one.visits] for each in rounds]  # whose keys, at each step
+    runs = [[step.sources for one in each for step in one.steps] for each in rounds]  # whose keys, at each step
     lines = [
         f"steps of the {plan.transport.route} route: each rank's work, of the mean rank's whole, and blocks that come"
         + (" (sampled)" if plan.tokens.padded_length > SAMPLED_ROWS else ""),
