@@ -18,7 +18,7 @@ from ringattn.kernels.rates import mask_of
 from ringattn.layout import Shard, to_local
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan
-from ringattn.schedule import Round, Schedule, Step
+from ringattn.schedule import Round, Schedule, Step, joined
 
 LONG = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
 
@@ -234,5 +234,6 @@ def line_of(step: Step) -> str:
 
 def in_words(shard: Sequence[range], most: int = 4) -> str:
     """Ranges as people read them."""
-    each = [f"[{r.start}, {r.stop}){f' by {r.step}' * (r.step > 1)}" for r in shard[:most]]
-    return " ".join(each) + f" and {len(shard) - most} more ranges" * (len(shard) > most)
+    ranges = joined(shard)
+    each = [f"[{r.start}, {r.stop}){f' by {r.step}' * (r.step > 1)}" for r in ranges[:most]]
+    return " ".join(each) + f" and {len(ranges) - most} more" * (len(ranges) > most)

@@ -293,6 +293,14 @@ def places(parts: Sequence[Shard]) -> Ranges:
     return tuple(map(range, ends, ends[1:]))
 
 
+def joined(ranges: Sequence[range]) -> Ranges:
+    """Ranges, of which those that touch are one."""
+    found: list[range] = []
+    for r in ranges:
+        found.append(range(found.pop().start, r.stop) if found and found[-1].stop == r.start and r.step == 1 else r)
+    return tuple(found)
+
+
 class Table(NamedTuple):
     """The ranges of all shards in the order of their first tokens, and where each begins in its shard."""
 

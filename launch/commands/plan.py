@@ -2,7 +2,9 @@
 
 Needs no ranks and no GPU: `ringattn plan seq_len=131072 heads=32,8 head_dim=128 ring=4 ulysses=2 device=cuda`.
 With sequence=N instead of ring and ulysses, the plan chooses both. The steps show which rank works when, and what
-travels. With docs=LENGTHS the work is that of packed documents.
+travels. With docs=LENGTHS the work is that of packed documents. explain=call shows instead what one rank does in a call
+of attention, rank=0 or another one of the ring: groups of heads, every step with its ranges of keys, who reads what of
+this rank meanwhile, dtypes on the way, and kernels.
 """
 
 from dataclasses import dataclass
@@ -14,9 +16,11 @@ from ringattn.cost import SAMPLED_ROWS, kv_heads_of_a_rank, seen_pairs
 from ringattn.launch.words import option
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan, Transport
+from ringattn.recipe import Recipe
 from ringattn.spec import AttentionSpec, Docs
 
 MOST = 1024  # ranks: what each pair of them works on is counted
+EXPLAIN = "plan", "call"
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Options:
     docs: tuple[int, ...] | None = option(None, "lengths of packed documents; the rest is padding", least=0)
     device: str = option("cuda", "the speeds and kernels to assume", among=("cuda", "cpu"))
     dtype: str | None = option(None, "by default bfloat16 on cuda and float32 on cpu")
+    explain: str = option("plan", "the candidates and the steps of all ranks, or a call on one rank", among=EXPLAIN)
+    rank: int = option(0, "with explain=call: the rank on the ring", least=0)
 
 
 class Link(NamedTuple):
@@ -63,6 +69,9 @@ def run(options: Options) -> int:
         )
     docs = None if options.docs is None else Docs.from_lengths(options.docs, pad_to=options.seq_len)
     plan = planned(options, spec, docs)
+    if options.explain == "call":
+        print(recipe(options, plan, spec, docs))
+        return 0
     print(plan.explain())
     if plan.ring > 1:
         print("\n".join(["", *steps(plan, spec, docs)]))
@@ -94,6 +103,16 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
         transport=Transport(options.route, options.hosts, options.together, options.groups, options.transport),
         dtype=options.dtype,
     )
+
+
+def recipe(options: Options, plan: Plan, spec: AttentionSpec, docs: Docs | None) -> Recipe:
+    """What a rank of the plan decides about a call with batch 1."""
+    if options.rank >= plan.ring:
+        raise ValueError(f"rank={options.rank}: the ring has {plan.ring} ranks, counted from 0")
+    dtype = options.dtype or ("float32" if plan.device == "cpu" else "bfloat16")
+    shape = plan.shape({"float64": 8, "float32": 4}.get(dtype, 2))
+    assert shape is not None, plan
+    return Recipe(Mask(plan, spec, docs), shape, plan.device, dtype, rank=options.rank)
 
 
 def moves(options: Options) -> str:

@@ -17,7 +17,7 @@ from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.rows import EVERY as ALL
 from ringattn.kernels.rows import NONE, OF_KEYS, OF_QUERIES, Rows
 from ringattn.kernels.total import Total
-from ringattn.schedule import Hop, Ranges, Round, Step, places
+from ringattn.schedule import Hop, Ranges, Round, Step, joined, places
 from ringattn.torch.attention.steps import Score
 
 Trip = tuple[ByRank, ByRank]  # the arguments of `Axis.sharing`: what each rank reads here, and where this one receives
@@ -146,14 +146,6 @@ def room_for(step: Step | None, *own: Tensor) -> tuple[tuple[Tensor, ...], Trip]
     into = {source: Slices(room, *places) for source, places in step.brought.items()}
     shown = {ranges: Slices(own, ranges) for ranges in step.shown.values()}  # the same object for all that read it
     return room, ({reader: shown[ranges] for reader, ranges in step.shown.items()}, into)
-
-
-def joined(ranges: Ranges) -> Ranges:
-    """Ranges, of which those that touch are one."""
-    found: list[range] = []
-    for r in ranges:
-        found.append(range(found.pop().start, r.stop) if found and found[-1].stop == r.start else r)
-    return tuple(found)
 
 
 class Home:
