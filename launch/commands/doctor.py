@@ -69,7 +69,7 @@ def examine(options: Options) -> Iterator[Finding]:
     )
     found = {}
     for name, module, extra in packages:
-        remedy = f"pip install '.[{extra}]' in the checkout: {USED[name]}"
+        remedy = f"pip install 'ringattn[{extra}]' ('.[{extra}]' in a checkout): {USED[name]}"
         found[name] = package(name, needed=False, remedy=remedy, module=module)
     torch, jax = found["torch"], found["jax"]
     if torch.state != "ok" and (torch.found != ABSENT or jax.state != "ok"):
