@@ -2,12 +2,13 @@
 
 Needs no ranks and no GPU: `ringattn plan seq_len=131072 heads=32,8 head_dim=128 ring=4 ulysses=2 device=cuda`.
 With sequence=N instead of ring and ulysses, the plan chooses both. The steps show which rank works when, and what
-travels. With docs=LENGTHS the work is that of packed documents. explain=call shows instead what one rank does in a call
-of attention, rank=0 or another one of the ring: groups of heads, every step with its ranges of keys, who reads what of
-this rank meanwhile, dtypes on the way, and kernels.
+travels. With docs=LENGTHS the work is that of packed documents. With device=tpu, or where torch is not installed, the
+plan is one for JAX. explain=call shows instead what one rank does in a call of attention in torch: groups of heads,
+every step with its ranges of keys, who reads what of this rank meanwhile, dtypes on the way, and kernels.
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from ringattn import choosing
@@ -44,8 +45,8 @@ class Options:
     causal: bool = option(True, "whether a query sees no later key")
     window: int | None = option(None, "how many keys a query sees at most")
     docs: tuple[int, ...] | None = option(None, "lengths of packed documents; the rest is padding", least=0)
-    device: str = option("cuda", "the speeds and kernels to assume", among=("cuda", "cpu"))
-    dtype: str | None = option(None, "by default bfloat16 on cuda and float32 on cpu")
+    device: str = option("cuda", "the speeds and kernels to assume", among=("cuda", "cpu", "tpu"))
+    dtype: str | None = option(None, "by default float32 on cpu and bfloat16 elsewhere")
     explain: str = option("plan", "the candidates and the steps of all ranks, or a call on one rank", among=EXPLAIN)
     rank: int = option(0, "with explain=call: the rank on the ring", least=0)
 
@@ -87,9 +88,13 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
     if len(options.heads) not in (1, 2):
         raise ValueError(f"heads={options.heads}: give query heads and key heads, as in heads=32,8")
     sizes = factored(options.sequence) if options.sequence else [(options.ring, options.ulysses)]
-    link = Link(moves(options), options.hosts)
+    transport = Transport(options.route, options.hosts, options.together, options.groups, options.transport)
+    target = elsewhere(options.device, sizes, Link(moves(options), options.hosts))
+    if options.device == "tpu" or find_spec("torch") is None:  # a plan of JAX, where the compiler moves the blocks
+        target = elsewhere(options.device, sizes, framework="jax")
+        transport = transport.replace(hosts=None if options.hosts == 1 else options.hosts)
     return choosing.plan(
-        elsewhere(options.device, sizes, link),
+        target,
         seq_len=options.seq_len,
         key_len=options.key_len,
         heads=(options.heads[0], options.heads[-1]),
@@ -100,13 +105,15 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
         strategy=options.strategy,
         layout=options.layout,
         kernel=options.kernel,
-        transport=Transport(options.route, options.hosts, options.together, options.groups, options.transport),
+        transport=transport,
         dtype=options.dtype,
     )
 
 
 def recipe(options: Options, plan: Plan, spec: AttentionSpec, docs: Docs | None) -> Recipe:
     """What a rank of the plan decides about a call with batch 1."""
+    if plan.framework == "jax":
+        raise ValueError("explain=call is for torch: in JAX one program serves all ranks; leave explain out")
     if options.rank >= plan.ring:
         raise ValueError(f"rank={options.rank}: the ring has {plan.ring} ranks, counted from 0")
     dtype = options.dtype or ("float32" if plan.device == "cpu" else "bfloat16")
