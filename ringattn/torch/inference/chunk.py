@@ -180,7 +180,6 @@ def landings(
     return tuple(found)
 
 
-@lru_cache(maxsize=32)
 def whereabouts(layout: Layout) -> np.ndarray:
     """The place of each position in the order of all shards."""
     return np.argsort(layout.order())
