@@ -329,7 +329,7 @@ def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: s
     lines = [f"kernel {kernel} -> {chosen} ({device}, {dtype}, head dim {problem.head_dim})"]
     for other in known.TABLE:
         serves = "would serve, slowly, if named" if device in other.named else "would serve"
-        if other.name != chosen:
+        if other.name != chosen and other.name != "decode":  # which is for few queries: of no interest in a plan
             more = None if plan.framework == "jax" else kernels.gain(other, problem, chosen)
             lines.append(f"  {other.name}: {more or other.refuses(problem) or serves}")
     return lines

@@ -144,7 +144,7 @@ def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
     rounds = [schedule.rounds(r, plan.hosts, blocks_at_once(plan)) for r in ranks]
     runs = [[step.sources for one in each for step in one.steps] for each in rounds]  # whose keys, at each step
     lines = [
-        f"steps of the {plan.transport.route} route: each rank's work, of the mean rank's whole, and blocks that come"
+        f"steps of the {plan.transport.route} route: work per step in % of a rank's total, and blocks received"
         + (" (sampled)" if plan.tokens.padded_length > SAMPLED_ROWS else ""),
         "  step  " + "".join(f"{f'rank {r}':>8}" for r in ranks) + "   blocks",
     ]
