@@ -39,7 +39,7 @@ from ringattn.kernels import Kernel
 
 
 @dataclass(frozen=True)
-class Problem(kernels.Problem):
+class LinearProblem(kernels.Problem):
     """The properties of a call of linear attention; heads and kv_heads are its value and key heads."""
 
     beta: bool = False  # the delta rule
