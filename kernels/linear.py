@@ -128,6 +128,6 @@ TABLE = (
 )
 
 
-def select(problem: Problem, impl: str = "auto") -> Kernel:
+def select(problem: LinearProblem, impl: str = "auto") -> Kernel:
     """`ringattn.kernels.select` from this table."""
     return kernels.select(problem, impl, TABLE)
