@@ -196,7 +196,7 @@ class Docs:
 @cache
 def register_in_jax() -> None:
     """Docs may be arguments of functions that JAX traces: their starts are then traced, their number is not."""
-    from jax.tree_util import register_pytree_node
+    register_pytree_node = sys.modules["jax"].tree_util.register_pytree_node
 
     with suppress(ValueError):  # another thread was faster
         register_pytree_node(Docs, lambda d: ((d.starts,), (d.length, d.padded)), lambda aux, x: Docs.bare(*x, *aux))
