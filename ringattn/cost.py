@@ -86,10 +86,16 @@ class Cost:
 SAMPLED_ROWS = 65536
 
 
-def seen_pairs(layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None) -> np.ndarray:
-    """[rank, block]: how many (query, key) pairs of two ring shards are seen, sampled at SAMPLED_ROWS queries."""
-    every = max(1, layout.padded_length // SAMPLED_ROWS)
-    sample = np.stack([positions_at(layout.shard(rank), slice(0, None, every)) for rank in range(layout.ring)])
+def seen_pairs(
+    layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None, ranks: np.ndarray | None = None
+) -> np.ndarray:
+    """[rank, block]: how many (query, key) pairs of two ring shards are seen, sampled at SAMPLED_ROWS queries.
+
+    By default the rows are those of all ranks.
+    """
+    ranks = np.arange(layout.ring) if ranks is None else ranks
+    every = max(1, layout.shard_len * len(ranks) // SAMPLED_ROWS)
+    sample = np.stack([positions_at(layout.shard(rank), slice(0, None, every)) for rank in ranks.tolist()])
     sides = bounds(spec, sample.ravel(), layout.length, key_layout.length, docs)
     begin, end = (side.reshape(-1, *sample.shape) for side in sides)
     return every * (keys_below(key_layout, end) - keys_below(key_layout, begin))
@@ -97,17 +103,19 @@ def seen_pairs(layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Do
 
 def keys_below(layout: Layout, positions: np.ndarray) -> np.ndarray:
     """[rank, block]: how many keys of a block lie below positions [..., rank, n], summed over a rank's positions."""
-    ring = layout.ring
-    lap, starts, owners = laps([layout.shard(rank) for rank in range(ring)])
-    ranks, shape = np.arange(ring), (ring, len(owners))
+    lap, starts, owners = laps([layout.shard(rank) for rank in range(layout.ring)])
+    ranks = positions.shape[-2]
+    shape = (ranks, len(owners))
     full, rest = np.divmod(positions, lap)
     piece = np.searchsorted(starts, rest, "right") - 1
-    at = (piece + len(owners) * ranks[:, None]).ravel()
+    at = (piece + len(owners) * np.arange(ranks)[:, None]).ravel()
     within = np.bincount(at, minlength=math.prod(shape)).reshape(shape)  # positions in each piece
     cut = np.bincount(at, (rest - starts[piece]).ravel(), minlength=math.prod(shape)).reshape(shape)  # keys before them
     beyond = within.sum(1, keepdims=True) - within.cumsum(1)  # positions in later pieces of the lap
-    every = np.moveaxis(full, -2, 0).reshape(ring, -1).sum(1, keepdims=True)  # whole laps
-    return (np.diff(starts, append=lap) * (every + beyond) + cut) @ np.equal.outer(owners, ranks)
+    every = np.moveaxis(full, -2, 0).reshape(ranks, -1).sum(1, keepdims=True)  # whole laps
+    found = np.diff(starts, append=lap) * (every + beyond) + cut
+    order = np.argsort(owners, kind="stable")
+    return np.add.reduceat(found[:, order], np.searchsorted(owners[order], np.arange(layout.ring)), axis=1)
 
 
 def replicas(kv_heads: int, ulysses: int) -> int:
