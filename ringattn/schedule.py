@@ -215,27 +215,24 @@ Seen = tuple[np.ndarray, np.ndarray, np.ndarray]  # who sees, and the tokens [be
 
 
 def seen(
-    spec: AttentionSpec, pieces: np.ndarray, queries: Sequence[Shard], keys: Sequence[Shard], *,
-    turned: bool = False, alone: bool = False,
-) -> Schedule:  # fmt: skip
-    """The schedule in which keys travel to the queries that see them, or `turned`: queries travel to the keys.
+    spec: AttentionSpec, pieces: np.ndarray, queries: Sequence[Shard], keys: Sequence[Shard], alone: bool = False
+) -> Schedule:
+    """The schedule in which keys travel to the queries that see them.
 
     Each of the n `pieces` [4, n] is a document: queries [start, stop) and keys [start, stop), aligned at their ends. A
     range of a block that is read may go on from one range of the shard into the next if blocks come `alone`.
     """
     asking, shown = table_of(queries), table_of(keys)
-    length = sum(map(len, (queries if turned else keys)[0]))
+    length = sum(map(len, keys[0]))
     if shown.steps[0] > 1:  # stripes: those that are seen at all are seen nearly whole
         reader, which, *_ = cells(folded(keys_seen(spec, pieces, asking), len(keys)), shown)
-        found = needed(len(keys), reader, shown.owners[which])
-        return Schedule(found.T if turned else found, length)
-    read, held = (queries_seeing(spec, pieces, shown), asking) if turned else (keys_seen(spec, pieces, asking), shown)
-    reader, which, begin, end = cells(union(*read), held)
-    found = needed(len(keys), reader, held.owners[which])
-    shift = (held.offsets - held.starts)[which]
-    low = np.zeros_like(which) if alone else held.offsets[which]
-    high = length if alone else low + (held.stops - held.starts)[which]
-    cell = reader * len(keys) + held.owners[which]
+        return Schedule(needed(len(keys), reader, shown.owners[which]), length)
+    reader, which, begin, end = cells(union(*keys_seen(spec, pieces, asking)), shown)
+    found = needed(len(keys), reader, shown.owners[which])
+    shift = (shown.offsets - shown.starts)[which]
+    low = np.zeros_like(which) if alone else shown.offsets[which]
+    high = length if alone else low + (shown.stops - shown.starts)[which]
+    cell = reader * len(keys) + shown.owners[which]
     return Schedule(found, length, grained(length, cell, begin + shift, end + shift, low, high))
 
 
@@ -277,19 +274,6 @@ def keys_seen(spec: AttentionSpec, pieces: np.ndarray, queries: Table) -> Seen:
     begin, end = interval(spec, first + shift, begin, end)[0], interval(spec, last + shift, begin, end)[1]
     some = begin < end
     return queries.owners[which[some]], begin[some], end[some]
-
-
-def queries_seeing(spec: AttentionSpec, pieces: np.ndarray, keys: Table) -> Seen:
-    """The queries that see some key of a run of keys of one rank: each document's keys in each range."""
-    start, stop, begin, end = pieces
-    at, which, first, last = overlaps(keys, begin, end)
-    start, stop, shift = start[at], stop[at], (stop - end)[at]
-    if spec.causal:
-        start = np.maximum(start, first + shift)
-    if spec.window is not None:
-        stop = np.minimum(stop, last + shift + min(spec.window, 2**62))
-    some = start < stop
-    return keys.owners[which[some]], start[some], stop[some]
 
 
 def overlaps(table: Table, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -8,7 +8,8 @@ import math
 import operator
 import sys
 from collections.abc import Callable
-from functools import cached_property, partial
+from contextlib import suppress
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -79,6 +80,8 @@ class Docs:
             # torch.compile would trace numpy as tensors; with an error it leaves this call to Python instead. Not
             # is_compiling, which is True in every thread while one of them compiles.
             raise ValueError("Docs are made of numbers: make them before the compiled function and pass them to it")
+        if "jax" in sys.modules:
+            register_in_jax()
         self.starts, self.length = starts, length
         starts.setflags(write=False)
         self.padded = bool((starts[:, -1] < length).any())  # whether some row ends in padding
@@ -116,6 +119,32 @@ class Docs:
             if not are_counts(row) or row[:1] != [0] or row != sorted(row):
                 raise ValueError(f"cu_seqlens must begin with 0 and never decrease, in whole numbers, got {row}")
         return cls._from_rows([list(map(int, row)) for row in rows], pad_to)
+
+    @classmethod
+    def from_segment_ids(
+        cls, ids: Any, most: int | None = None, *, plan: Any = None, padding: int | None = 0
+    ) -> "Docs":
+        """Documents from the id of each token, [batch, tokens] or [tokens], as a list, array or tensor.
+
+        Equal ids in a row of tokens are one document. Tokens at the end with the id `padding` are padding; None means
+        that there is none. With `plan` the ids are in its order, as `plan.shard(ids)` returns them.
+
+        In JAX the ids may be traced. `most` is required then: the most documents of a row of the batch. Tokens of
+        further documents see nothing. Where the ids are known, further documents are an error.
+
+        >>> Docs.from_segment_ids([7, 7, 7, 9, 9, 0]).starts.tolist()
+        [[0, 3, 5]]
+        """
+        from ringattn.segment_ids import docs_of
+
+        return docs_of(ids, most, plan, padding)
+
+    @classmethod
+    def bare(cls, starts: Any, length: int, padded: bool = True) -> "Docs":
+        """Docs whose starts are not read, since JAX may trace them."""
+        docs = object.__new__(cls)
+        docs.starts, docs.length, docs.padded = starts, length, padded
+        return docs
 
     @classmethod
     def _from_rows(cls, rows: list[list[int]], pad_to: int | None) -> "Docs":
@@ -162,6 +191,20 @@ class Docs:
             return f"Docs({self.starts!r}, {self.length} tokens)"
         rows, n = shape
         return f"Docs({n - 1} documents, {rows} row{'s' * (rows > 1)}, {self.length} tokens)"
+
+
+@cache
+def register_in_jax() -> None:
+    """Docs may be arguments of functions that JAX traces: their starts are then traced, their number is not."""
+    from jax.tree_util import register_pytree_node
+
+    with suppress(ValueError):  # another thread was faster
+        register_pytree_node(Docs, lambda d: ((d.starts,), (d.length, d.padded)), lambda aux, x: Docs.bare(*x, *aux))
+
+
+def is_traced(x: Any) -> bool:
+    """Whether JAX traces x."""
+    return "jax" in sys.modules and isinstance(x, sys.modules["jax"].core.Tracer)
 
 
 def raise_if(problem: str | None) -> None:
@@ -212,10 +255,10 @@ def are_counts(row: list[Any]) -> bool:
 
 def untraced(given: Any) -> Any:
     """The argument itself; an error if JAX traces it."""
-    if "jax" in sys.modules and isinstance(given, sys.modules["jax"].core.Tracer):
+    if is_traced(given):
         raise ValueError(
             f"Docs need concrete numbers, and these are traced (jit, grad, vmap): {given!r}; make Docs outside jit and "
-            "pass them as an argument"
+            "pass them as an argument, or use Docs.from_segment_ids(ids, most=...)"
         )
     return given
 

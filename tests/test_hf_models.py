@@ -1,4 +1,4 @@
-"""The decoders that docs/hugging-face.md lists are the same over ranks, values and gradients, with packed documents."""
+"""The decoders that tested-models.md lists are the same over ranks: values and gradients, with packed documents."""
 
 import re
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_a_listed_model_is_the_same_over_ranks(tmp_path, capsys, kind):
 def test_the_page_lists_these_and_no_others():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    page = (Path(__file__).parent.parent / "docs" / "hugging-face.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "reference" / "tested-models.md").read_text()
     listed = re.search(r"tiny random models of each:\s+(.*?)\.\n", page, re.DOTALL)
     assert listed
     known = {CLASSES[kind] for kind in MODELS if kind in CLASSES}

@@ -173,8 +173,16 @@ CELLS = [(kind, "FSDP2", i % 2 == 1) for i, kind in enumerate(KINDS)] + [
 ]  # fmt: skip
 
 
+def plain_world() -> None:
+    """A new world group as users have it: DistributedDataParallel crashes with one that was made under DETAIL."""
+    store, rank, ranks = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    dist.init_process_group("gloo", store=dist.PrefixStore("plain", store), rank=rank, world_size=ranks)
+
+
 def all_cells() -> list[list[Any]]:
-    dist.set_debug_level(dist.DebugLevel.OFF)  # DistributedDataParallel crashes under DETAIL
+    plain_world()
     return [stepped(*cell) for cell in CELLS]
 
 

@@ -19,9 +19,9 @@ WORDS = ["data.path=" + str(ROOT / "LICENSE"), "seq_len=250", "picture=false"]
 
 
 def documented():
-    """What the example and docs/jax.md say to type."""
+    """What the example and docs/tutorials/jax.md say to type."""
     (line,) = re.findall(r"^python examples/train_jax.py (.*)$", EXAMPLE.read_text(), re.MULTILINE)
-    assert f"python examples/train_jax.py {line}\n" in (ROOT / "docs" / "jax.md").read_text()
+    assert f"python examples/train_jax.py {line}\n" in (ROOT / "docs" / "tutorials" / "jax.md").read_text()
     return line.split()
 
 
