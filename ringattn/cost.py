@@ -1,7 +1,8 @@
-"""The cost model: what a plan moves and computes, and its predicted time on known hardware. Plain Python and numpy."""
+"""What a plan computes and moves: pairs, bytes, groups of heads. Plain Python and numpy; predict.py has the times."""
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -69,37 +70,35 @@ class Shape:
         return block + block // self.itemsize * grads
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The predicted cost of a forward pass."""
-
-    seconds: float
-    exposed: float  # seconds of transfers that no compute hides
-    sent: int  # bytes a rank sends
-    imbalance: float  # work of the busiest rank over the mean
-
-
 SAMPLED_ROWS = 65536
 
 
 def seen_pairs(
-    layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None, ranks: np.ndarray | None = None
-) -> np.ndarray:
-    """[rank, block]: how many (query, key) pairs of two ring shards are seen, sampled at SAMPLED_ROWS queries.
+    layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None, ranks: np.ndarray | None = None,
+    samples: int = SAMPLED_ROWS,
+) -> np.ndarray:  # fmt: skip
+    """[rank, block]: how many (query, key) pairs of two ring shards are seen, sampled at so many queries.
 
     By default the rows are those of all ranks.
     """
     ranks = np.arange(layout.ring) if ranks is None else ranks
-    every = max(1, layout.shard_len * len(ranks) // SAMPLED_ROWS)
+    every = max(1, layout.shard_len * len(ranks) // samples)
     sample = np.stack([positions_at(layout.shard(rank), slice(0, None, every)) for rank in ranks.tolist()])
     sides = bounds(spec, sample.ravel(), layout.length, key_layout.length, docs)
     begin, end = (side.reshape(-1, *sample.shape) for side in sides)
-    return every * (keys_below(key_layout, end) - keys_below(key_layout, begin))
+    earlier = keys_below(key_layout, begin) if begin.any() else 0
+    return every * (keys_below(key_layout, end) - earlier)
+
+
+@lru_cache(maxsize=64)
+def turns(layout: Layout) -> tuple[int, np.ndarray, np.ndarray]:
+    """`laps` of all shards of a layout."""
+    return laps([layout.shard(rank) for rank in range(layout.ring)])
 
 
 def keys_below(layout: Layout, positions: np.ndarray) -> np.ndarray:
     """[rank, block]: how many keys of a block lie below positions [..., rank, n], summed over a rank's positions."""
-    lap, starts, owners = laps([layout.shard(rank) for rank in range(layout.ring)])
+    lap, starts, owners = turns(layout)
     ranks = positions.shape[-2]
     shape = (ranks, len(owners))
     full, rest = np.divmod(positions, lap)
@@ -148,27 +147,3 @@ def groups_of(shape: Shape, sent: int, ranks: int, kv_heads: int, hardware: Hard
     more = MORE_LATENCIES * hardware.latency + MORE_WORK * attending
     possible = [n for n in range(1, MOST_GROUPS + 1) if kv_heads % n == 0]
     return min(possible, key=lambda n: sent / hardware.link / n + n * more)
-
-
-def predict(
-    shape: Shape, layout: Layout, key_layout: Layout, counts: np.ndarray, strategy: str, hardware: Hardware
-) -> Cost:
-    """The forward time: Ulysses' exchanges, then steps whose hops hide behind their work (gather: nothing hides)."""
-    ulysses, ring = layout.ulysses, layout.ring
-    second_a_pair = shape.flops_a_pair / ulysses / hardware.flops
-    swap = exchanged(shape, ring, ulysses, "ulysses", (layout.shard_len // ulysses, key_layout.shard_len // ulysses))
-    block = shape.kv_bytes(key_layout.shard_len, kv_heads_of_a_rank(shape.kv_heads, ulysses))
-    per_rank = counts.sum(axis=1)
-    if strategy == "gather":
-        hops = ring - 1
-        body = hops * block / hardware.link + hardware.latency * (ring > 1) + per_rank.max() * second_a_pair
-    else:
-        d, r = np.mgrid[:ring, :ring]
-        steps = counts[r, (r - d) % ring]  # [distance, rank]
-        *hidden, last = (steps[i].max() * second_a_pair for i in range(ring) if i == 0 or steps[i].any())
-        hops, hop = len(hidden), block / hardware.link + hardware.latency
-        body = sum(max(busy, hop) for busy in hidden) + last
-    exchange = 2 * (swap / 2 / hardware.link + hardware.latency) if ulysses > 1 else 0.0
-    seconds = float(exchange + body)
-    exposed = seconds - float(per_rank.mean()) * second_a_pair
-    return Cost(seconds, exposed, int(swap + hops * block), float(per_rank.max() / max(per_rank.mean(), 1.0)))

@@ -6,7 +6,6 @@ nothing else: no number of a machine stands in code.
 """
 
 import difflib
-import math
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -83,7 +82,7 @@ TABLES = ("inside", "between", "rates")
 LIMITS = {  # the least and the most that is plausible; both are given in the error
     "gpus": (1, 65536), "memory": (2**26, 2**46), "bandwidth": (1e8, 1e15), "products": (1e-4, 1e6),
     "half": (0, 1e9), "launch": (0, 1.0), "room": (0, 2**46), "latency": (0, 10.0), "sharing": (1, 4096),
-    "start": (0, 10.0), "rates": (1e-5, 1e5), "arch": (0, 1000),
+    "start": (0, 10.0), "row": (1e-5, 1e5), "arch": (0, 1000),
 }  # fmt: skip
 LINK_LIMITS = LIMITS | {"bandwidth": (1e3, 1e14)}
 
@@ -116,7 +115,7 @@ def value_of(value: Any, name: str, where: str, limits: Mapping[str, Any]) -> An
         if isinstance(x, bool) or not isinstance(x, int if whole else (int, float)) or not low <= x <= high:
             raise ValueError(f"{where}: {name}={value!r}: expected {'a whole number' if whole else 'a number'} "
                              f"from {low:g} to {high:g}")  # fmt: skip
-    pairs = {"half": 2, "launch": 2, "start": 2, "rates": 2, "arch": 2}.get(name)
+    pairs = {"half": 2, "launch": 2, "start": 2, "row": 2, "arch": 2}.get(name)
     if isinstance(value, list) != (pairs is not None) or (pairs is not None and len(numbers) != pairs):
         raise ValueError(f"{where}: {name}={value!r}: expected {'two numbers' if pairs else 'one number'}")
     return numbers if pairs else value
@@ -132,7 +131,7 @@ def of_dict(given: dict[str, Any], where: str) -> Machine:
     rows = values["rates"]
     if not isinstance(rows, dict) or not rows:
         raise ValueError(f"{where}: [rates] needs a row for a dtype, as in float32 = [20, 15]")
-    values["rates"] = {key: value_of(row, "rates", f"{where} [rates] {key}", LIMITS) for key, row in rows.items()}
+    values["rates"] = {key: value_of(row, "row", f"{where} [rates] {key}", LIMITS) for key, row in rows.items()}
     if values["device"] not in DEVICES:
         raise ValueError(f"{where}: device={values['device']!r}: choose one of {', '.join(DEVICES)}")
     return Machine(**values, path=where)
@@ -142,7 +141,9 @@ def over(given: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     """The values of a file on top of those of another one, table by table."""
     if "like" in base:
         base = over(base, tomllib.loads(Path(load(base["like"]).path).read_text()))
-    both = {name: {**base[name], **given[name]} for name in TABLES if isinstance(given.get(name), dict) and name in base}
+    both = {
+        name: {**base[name], **given[name]} for name in TABLES if isinstance(given.get(name), dict) and name in base
+    }
     return {name: x for name, x in {**base, **given, **both}.items() if name != "like"}
 
 
@@ -200,7 +201,7 @@ def write(machine: Machine, path: Path) -> None:
             return '"' + value.replace("\\", "/").replace('"', "'") + '"'
         if isinstance(value, tuple):
             return f"[{', '.join(map(shown, value))}]"
-        return repr(value) if isinstance(value, int) else f"{value:.4g}" if math.isfinite(value) else "0.0"
+        return repr(value)
 
     flat = {n: getattr(machine, n) for n in fields(Machine) if n not in (*TABLES, "path")}
     lines = [f"{name} = {shown(value)}" for name, value in flat.items() if value not in ("", ())]

@@ -9,19 +9,21 @@ done. Both kinds of links carry transfers one after the other, at the same time 
 Plain numpy: milliseconds for a thousand ranks, the same on every rank. Of a large ring some ranks are computed.
 """
 
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 
 from ringattn.cost import Shape, kv_heads_of_a_rank, replicas, seen_pairs
+from ringattn.layout import Layout
 from ringattn.machine import Machine
-from ringattn.mask import Mask, schedule_of
+from ringattn.mask import pieces
 from ringattn.planning import Plan
-from ringattn.schedule import growing
+from ringattn.schedule import growing, seen
 from ringattn.spec import AttentionSpec, Docs
 
-EXACT, SOME = 64, 32  # rings up to EXACT ranks are computed whole, of larger ones SOME ranks
+EXACT, SOME, SAMPLES = 64, 16, 8192  # rings up to EXACT ranks are computed whole, of larger ones SOME ranks
 MEASURED = 2**20  # queries x heads of the calls whose rates are measured
 BACKWARD = 2.5  # times the flops of forward
 
@@ -64,6 +66,10 @@ class Cost(NamedTuple):
     def seconds(self) -> float:
         return self.forward.seconds + self.backward.seconds
 
+    @property
+    def exposed(self) -> float:
+        return self.forward.exposed + self.backward.exposed
+
 
 class Rates(NamedTuple):
     """Flops a second of the kernel that runs, forward and backward, and whether its gradients are 16-bit."""
@@ -73,48 +79,62 @@ class Rates(NamedTuple):
     narrow: bool = False
 
 
-def course(plan: Plan, spec: AttentionSpec, docs: Docs | None, gpus: int, together: int, every: bool = False) -> Course:
-    """The steps of some ranks of a plan's ring, or of all, on hosts of so many GPUs."""
-    ring, hosts = plan.ring, plan.hosts
-    size = ring // hosts
-    ranks = np.arange(ring) if every or ring <= EXACT else np.unique(np.linspace(0, ring - 1, SOME).astype(int))
-    pairs = seen_pairs(plan.tokens, plan.keys.tokens, spec, docs, ranks)
-    block = plan.keys.tokens.shard_len
-    tokens = np.where(pairs > 0, block, 0)
-    if ring <= EXACT and not every:
-        tokens = tokens_read(plan, spec, docs)
-    r = ranks[:, None]
+class Spread(NamedTuple):
+    """What a course follows from: where queries and keys are, how they meet, and on hosts of how many GPUs."""
+
+    queries: Layout
+    keys: Layout
+    hosts: int  # that the route assumes
+    gpus: int
+    spec: AttentionSpec
+    docs: Docs | None
+    every: bool = False  # all ranks of the ring, not some
+
+
+@lru_cache(maxsize=256)
+def shown(
+    queries: Layout, keys: Layout, spec: AttentionSpec, docs: Docs | None, some: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The ranks that are computed, and [rank, block]: the pairs that each sees, the tokens of keys that it reads."""
+    ring = queries.ring
+    ranks = np.unique(np.linspace(0, ring - 1, SOME).astype(int)) if some else np.arange(ring)
+    pairs = seen_pairs(queries, keys, spec, docs, ranks, *([SAMPLES] if docs is None else []))
+    if ring > EXACT:
+        return ranks, pairs, np.where(pairs > 0, keys.shard_len, 0)
+    asking, held = ([layout.shard(rank) for rank in range(ring)] for layout in (queries, keys))
+    schedule = seen(spec, pieces(queries.length, keys.length, docs), asking, held, alone=queries.by_document)
+    if schedule.parts is None:
+        return ranks, pairs, schedule.needed * schedule.length
+    parts = schedule.parts
+    return ranks, pairs, np.bincount(parts.cell, parts.end - parts.begin, ring * ring).reshape(ring, ring)
+
+
+@lru_cache(maxsize=64)
+def course(spread: Spread, together: int) -> Course:
+    """The steps of the ranks, each with up to so many blocks."""
+    ring, ulysses, hosts, gpus = spread.queries.ring, spread.queries.ulysses, spread.hosts, spread.gpus
+    size, block = ring // hosts, spread.keys.shard_len
+    some = ring > EXACT and not spread.every
+    ranks, pairs, tokens = shown(spread.queries, spread.keys, spread.spec, spread.docs, some)
+    r, at = ranks[:, None], np.arange(len(ranks))[:, None]
     host, place = np.divmod(r, size)
-    at = np.arange(len(ranks))[:, None]
-    seen = tokens > 0
-    o, d = (x.ravel() for x in np.mgrid[:hosts, :size])
-    met = seen[at, (host - o) % hosts * size + (place - d) % size].any(0).reshape(hosts, size)
-    rounds = [i for i in range(hosts) if i == 0 or met[i].any()]
-    near = [i for i in range(1, size) if met[:, i].any()]
-    visits = [[0], *growing(near, together)]
-    step_of = {i: number for number, group in enumerate(visits) for i in group}
-    o = np.repeat(rounds, len(near) + 1)
-    d = np.tile([0, *near], len(rounds))
-    starts = np.searchsorted(np.array([step_of[i] for i in [0, *near]]), np.arange(len(visits)))
-    starts = (np.arange(len(rounds))[:, None] * (len(near) + 1) + starts).ravel()
-    before = np.diff([0, *rounds], prepend=0)[1:]  # hosts that a block passes to its next holder
-    gap = np.repeat(before, len(near) + 1) * (d == 0)
+    o, d = (x.ravel() for x in np.mgrid[:hosts, :size])  # distances between hosts, and within one
+    met = (tokens[at, (host - o) % hosts * size + (place - d) % size] > 0).any(0).reshape(hosts, size)
+    rounds = [0, *(np.flatnonzero(met[1:].any(1)) + 1).tolist()]
+    visits = [[0], *growing((np.flatnonzero(met[:, 1:].any(0)) + 1).tolist(), together)]
+    near = [i for visit in visits for i in visit]
+    first = np.cumsum([0, *map(len, visits[:-1])])
+    starts = (np.arange(len(rounds))[:, None] * len(near) + first).ravel()
+    o, d = np.repeat(rounds, len(near)), np.tile(near, len(rounds))
+    passed = (d == 0) & (o > 0)
+    gap = passed * np.repeat(np.diff(rounds, prepend=0), len(near))  # hosts from the holder before
     source = (host - o) % hosts * size + (place - d) % size
     sender = np.where(d == 0, (r - gap * size) % ring, host * size + (place - d) % size)
-    arrive = np.where((d == 0) & (o > 0), block, tokens[at, source]) * (sender != r)
-    remote = r * plan.ulysses // gpus != sender * plan.ulysses // gpus
+    arrive = np.where(passed, block, tokens[at, source]) * (sender != r)
+    remote = r * ulysses // gpus != sender * ulysses // gpus
     cells = (pairs[at, source], arrive * ~remote, arrive * remote)
     work, inside, across = (np.add.reduceat(x, starts, axis=1) for x in cells)
-    return Course(ranks, work, inside, across, sender[:, starts], ((d == 0) & (o > 0))[starts])
-
-
-def tokens_read(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> np.ndarray:
-    """[rank, block]: the tokens of a block that a rank reads."""
-    schedule = schedule_of(Mask(plan, spec, docs))
-    if schedule.parts is None:
-        return schedule.needed * schedule.length
-    found = np.bincount(schedule.parts.cell, schedule.parts.end - schedule.parts.begin, plan.ring**2)
-    return found.reshape(plan.ring, plan.ring).astype(np.int64)
+    return Course(ranks, work, inside, across, sender[:, starts], passed[starts])
 
 
 def arrivals(steps: Course, machine: Machine, token_bytes: float, sending: int) -> np.ndarray:
@@ -171,7 +191,7 @@ def one_pass(
         seconds += (groups - 1) * len(steps.passed) * machine.launch[back]
     within, between = within + swap_near, between + swap_far
     times = machine.inside.transfer(within, sending), machine.between.transfer(between, sending)
-    return Pass(seconds, float(work.sum(1).mean()), *times, within, between)
+    return Pass(float(seconds), float(work.sum(1).mean()), *map(float, (*times, within, between)))
 
 
 def predict(
@@ -184,7 +204,10 @@ def predict(
     block = out * plan.keys.tokens.shard_len
     room = plan.transport.together or max(1, int(machine.room // block))
     less = plan.transport.together or max(1, int(machine.room / (1 if grads == 1 else 4) // block))  # as ring steps do
-    steps, back = (course(plan, spec, docs, machine.gpus, n) for n in (room, less))
+    spread = Spread(plan.tokens, plan.keys.tokens, plan.hosts, machine.gpus, spec, docs)
+    one = plan.tokens.by_document
+    steps = course(spread, 1 if one else min(room, plan.ring))
+    back = steps if one or min(less, plan.ring) == min(room, plan.ring) else course(spread, less)
     forward = one_pass(plan, shape, steps, machine, rates.forward, shape.flops_a_pair, out, False)
     flops = BACKWARD * shape.flops_a_pair
     backward = one_pass(plan, shape, back, machine, rates.backward, flops, out * (1 + grads), True)
@@ -193,7 +216,7 @@ def predict(
     return Cost(forward, backward, memory(plan, shape, back, grads), imbalance)
 
 
-# Beside q, k, v, out and their gradients: with our kernel, with one that returns gradients in 16 bits, of all heads that
+# Beside q, k, v, out and their gradients: with our kernel, with one that returns gradients in 16 bits, of heads that
 # are exchanged at once, and of gradients that travel (benchmarks/ring-h200.jsonl).
 OURS, VENDOR, EXCHANGED, TRAVELS = 0.48, 1.0, 1.1, 1.75
 
@@ -204,9 +227,9 @@ def memory(plan: Plan, shape: Shape, steps: Course, grads: float) -> float:
     held = 2 * (shape.q_bytes(local) + shape.kv_bytes(local, shape.kv_heads)) + 4 * shape.batch * local * shape.heads
     token = shape.kv_bytes(1, kv_heads) * (1 + TRAVELS * grads)
     if not plan.swaps:
-        return held * (1 + (VENDOR if grads == 1 else OURS)) + (steps.near + steps.far).max() * token
+        return held * (1 + (VENDOR if grads == 1 else OURS)) + float((steps.near + steps.far).max()) * token
     if plan.strategy == "gather":
         at_once = plan.keys.tokens.shard_len * plan.ring * token + held * (EXCHANGED - 1 + (grads == 1))
     else:
-        at_once = held * EXCHANGED + (steps.near + steps.far).max() * token
+        at_once = held * EXCHANGED + float((steps.near + steps.far).max()) * token
     return held * (1 + OURS) + at_once / plan.groups_for(shape)

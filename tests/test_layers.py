@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 # each may import those before it
 PLAIN = [
     "values",
+    "machine",
     "spec",
     "dealing",
     "layout",
@@ -20,6 +21,7 @@ PLAIN = [
     "comms.axis",
     "planning",
     "mask",
+    "predict",
     "segments",
     "check",
     "serving",
