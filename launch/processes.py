@@ -25,6 +25,7 @@ SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # lets ranks share a GPU, 
 GRACE = 1.5  # seconds that the other ranks have to end after the first error
 MOST = max(64, 4 * (os.cpu_count() or 1))  # ranks on one machine
 EXTRAS = {
+    "torch": "torch",
     "matplotlib": "plot",
     "hydra": "train",
     "omegaconf": "train",
@@ -67,7 +68,9 @@ def sentence(error: BaseException) -> str | None:
     kind, text = kind_of(error)
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package != "ringattn":
-        return f"{package} is not installed (in the checkout: pip install '.[{EXTRAS.get(package, 'dev')}]')"
+        return (
+            f"{package} is not installed; pip install 'ringattn[{EXTRAS.get(package, 'dev')}]' ('.[...]' in a checkout)"
+        )
     if isinstance(error, ImportError) and package not in ("", "ringattn"):
         return f"{package} is installed but cannot be imported ({text}); install it again"
     return text if issubclass(kind, BAD) and not issubclass(kind, ConnectionError) else None

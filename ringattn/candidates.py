@@ -15,6 +15,8 @@ from ringattn.planning import Plan, Transport
 from ringattn.predict import Rates, predict
 from ringattn.spec import AttentionSpec, Docs
 
+ALIKE, EVEN = 1.01, 1.02  # the time over that of the fastest, and the busiest rank's work over the mean: no difference
+
 
 class Asked(NamedTuple):
     """What candidates follow from."""
@@ -45,7 +47,10 @@ class Asked(NamedTuple):
 
 @lru_cache(maxsize=64)
 def compared(asked: Asked) -> tuple[Option, ...]:
-    """The candidates with what they take: those that fit in memory first, and of these the fastest."""
+    """The candidates with what they take: those that fit in memory first, and of these the fastest.
+
+    With documents, of equals the one that receives least.
+    """
     shape, machine = asked.shape, asked.machine
     assert shape is not None
     found = []
@@ -60,7 +65,15 @@ def compared(asked: Asked) -> tuple[Option, ...]:
             found.append(
                 Option(way, names, predict(way, shape, asked.spec, asked.docs, machine.replace(gpus=own), rates))
             )
-    return tuple(sorted(found, key=lambda one: (one.cost.memory > machine.memory, one.cost.seconds)))
+    least = min(one.cost.seconds for one in found)
+
+    def order(one: Option) -> tuple[Any, ...]:
+        cost, both = one.cost, (one.cost.forward, one.cost.backward)
+        alike = asked.docs is not None and cost.seconds <= ALIKE * least and cost.imbalance <= EVEN
+        received = tuple(sum(getattr(x, name) for x in both) for name in ("between_bytes", "within_bytes"))
+        return cost.memory > machine.memory, *((0, received) if alike else (1, cost.seconds))
+
+    return tuple(sorted(found, key=order))
 
 
 def rates_of(problem: kernels.Problem, plan: Plan, machine: Machine) -> tuple[str, Rates]:
@@ -128,7 +141,9 @@ def candidates(
         names = ("ulysses",) if ring == 1 else ("ring", "gather")
         layouts = ("contiguous",) if ring == 1 or not spec.causal else ("zigzag", "contiguous")
         if ring > 1 and docs is not None:
-            layouts = (*layouts, "striped")  # balanced for any documents
+            layouts = (*layouts, "striped")  # equal work for any documents
+            if alone.framework == "torch" and docs.first is not None:
+                layouts = (*layouts, "balanced")
         found += [
             alone.replace(ring=ring, ulysses=ulysses, strategy=s, layout=one, **dealt(one, docs, spec))
             for s in (names if strategy == "auto" else (strategy,))

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from ringattn.candidates import Asked, candidates, compared, dtype_of_gradients, factored, hosts_of_ring, settled
 from ringattn.check import of_arguments, of_unknown
-from ringattn.comms.axis import Ranks, one_rank, roles
+from ringattn.comms.axis import roles
 from ringattn.explain import Option, data_of, fits, groups_report, kernel_report, route_report, sentence, table
 from ringattn.kernels.rates import RATES
 from ringattn.machine import Machine, chip_here, load, of_device
 from ringattn.planning import Plan, Report, Transport, dtype_name
+from ringattn.ranks import Ranks, one_rank
 from ringattn.spec import AttentionSpec, Docs, raise_if
 
 
@@ -110,9 +111,10 @@ class Target(NamedTuple):
     here: bool = True
 
 
-def elsewhere(device: str, sizes: Sequence[tuple[int, int]], ring: Any = None, gpus: int | None = None) -> Target:
+def elsewhere(
+    device: str, sizes: Sequence[tuple[int, int]], ring: Any = None, framework: str = "torch", gpus: int | None = None
+) -> Target:
     """A target of ranks that do not exist here, so many a host; `ring` stands in for their axis."""
-    framework = "jax" if device == "tpu" else "torch"
     return Target(device, sizes, lambda r, u: Ranks(ring, None, framework, device, here=False), framework, gpus, False)
 
 
@@ -138,12 +140,18 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
         raise ValueError(f"mesh={mesh!r} is of type {type(mesh).__name__}; make one with ringattn.init_mesh(ring=...)")
     names = tuple(meshes.axis_names(mesh))
     found = roles(named, names, framework)
+    cuts = (found.get("batch", ()), found.get("heads", ())) if {"batch", "heads"} & set(found) else None
+
+    def ranks(of: Any, names: Mapping[str, tuple[str, ...]]) -> Ranks:
+        ring, ulysses = axes(of, names)
+        return Ranks(ring, ulysses, framework, device, cuts=cuts)
+
     if "sequence" in found:
         (line,) = found["sequence"]
 
         def bind(ring: int, ulysses: int) -> Ranks:
             split = meshes.split(mesh, line, {"ring": ring, "ulysses": ulysses})
-            return axes(split, {**found, "ring": ("ring",), "ulysses": ("ulysses",)})
+            return ranks(split, {**found, "ring": ("ring",), "ulysses": ("ulysses",)})
 
         size = meshes.axis_size(mesh, line)
         hosts = meshes.hosts_along(mesh, line) if framework == "torch" else 0
@@ -154,7 +162,7 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
             f"(ringattn{'.jax' if framework == 'jax' else ''}.init_mesh names them, or axes={{'ring': ...}} here)"
         )
     ring, ulysses = (prod(meshes.axis_size(mesh, name) for name in found.get(r, ())) for r in ("ring", "ulysses"))
-    bound = axes(mesh, found)
+    bound = ranks(mesh, found)
     hosts = getattr(bound.ring, "hosts", 0)
     return Target(
         device, [(ring, ulysses)], lambda *sizes: bound, framework, ring * ulysses // hosts if hosts else None

@@ -121,7 +121,8 @@ def course(spread: Spread, together: int) -> Course:
     o, d = (x.ravel() for x in np.mgrid[:hosts, :size])  # distances between hosts, and within one
     met = (tokens[at, (host - o) % hosts * size + (place - d) % size] > 0).any(0).reshape(hosts, size)
     rounds = [0, *(np.flatnonzero(met[1:].any(1)) + 1).tolist()]
-    visits = [[0], *growing((np.flatnonzero(met[:, 1:].any(0)) + 1).tolist(), together)]
+    read = tokens[at, host * size + (place - np.arange(size)) % size].T  # [distance, rank], on the rank's own host
+    visits = [[0], *growing((np.flatnonzero(met[:, 1:].any(0)) + 1).tolist(), read, block, together)]
     near = [i for visit in visits for i in visit]
     first = np.cumsum([0, *map(len, visits[:-1])])
     starts = (np.arange(len(rounds))[:, None] * len(near) + first).ravel()

@@ -41,7 +41,7 @@ def test_its_version(capsys):
     [
         (
             ModuleNotFoundError("", name="matplotlib.pyplot"),
-            "matplotlib is not installed (in the checkout: pip install '.[plot]')",
+            "matplotlib is not installed; pip install 'ringattn[plot]' ('.[...]' in a checkout)",
         ),
         (
             ImportError("no libfoo", name="matplotlib"),
@@ -217,7 +217,7 @@ def test_plan_counts_what_512_ranks_do_in_seconds(capsys):
 
 def test_plan_picks_the_layout_that_suits_the_documents(capsys):
     assert words.main(["plan", "seq_len=8192", "ring=4", "device=cpu", "docs=4000,200"]) == 0
-    assert "layout striped" in capsys.readouterr().out.splitlines()[1]
+    assert "layout balanced" in capsys.readouterr().out.splitlines()[1]
 
 
 def test_plan_factors_a_sequence_axis(capsys):

@@ -15,11 +15,13 @@ import pytest
 import torch
 
 import ringattn as ra
-from ringattn.comms.axis import Ranks
+from ringattn import choosing
+from ringattn.choosing import elsewhere
 from ringattn.comms.local import run
 from ringattn.cost import HARDWARE, Shape, exchanged, seen_pairs
 from ringattn.layout import Layout
 from ringattn.planning import Plan
+from ringattn.ranks import Ranks
 
 
 def on(sizes, **given):
@@ -79,6 +81,19 @@ def test_work_is_counted_exactly_and_zigzag_balances_it():
 def test_gathered_bytes_are_the_bytes_of_the_blocks():
     shape, block = Shape(1024, 1024, 8, 2, 64, 32, itemsize=2, batch=3), 3 * 256 * 2 * (64 + 32) * 2
     assert exchanged(shape, 4, 1, "gather", (256, 256)) == 3 * block and exchanged(shape, 4, 1, "ring", (256, 256)) == 0
+
+
+@pytest.mark.parametrize(("ranks", "lengths", "layout"), [
+    (8, [26000, *[1500] * 40, *[4000] * 10, 5072], "balanced"),  # striped would bring all keys to all ranks
+    (2, [16384, 16384], "contiguous"),
+    (8, [131072], "zigzag"),
+    (8, [[26000, 105072], [131072, 0]], "striped"),  # rows that differ cannot be dealt out
+])  # fmt: skip
+def test_the_layout_is_chosen_for_the_documents(ranks, lengths, layout):
+    docs = ra.Docs.from_lengths(lengths)
+    plan = choosing.plan(elsewhere("cuda", [(ranks, 1)]), seq_len=docs.length, heads=(32, 8), head_dim=128, docs=docs)
+    assert plan.layout == layout, plan.explain()
+    assert (plan.docs is not None) == (layout == "balanced")
 
 
 def test_keys_of_another_length_are_planned_alike():
@@ -241,7 +256,7 @@ def test_documents_that_are_known_choose_the_layout():
             mesh, seq_len=4096, heads=(8, 2), head_dim=64, docs=ra.Docs.from_lengths(lengths), strategy="ring"
         ).layout
 
-    assert set(run(lambda mesh: one(mesh, [3000, 500, 596]), ring=4)) == {"striped"}  # balanced for any documents
+    assert set(run(lambda mesh: one(mesh, [3000, 500, 596]), ring=4)) == {"balanced"}
     inside = run(lambda mesh: one(mesh, 16 * [256]), ring=4)  # nothing needs to travel in one of these
     assert set(inside) <= {"zigzag", "contiguous"}
 

@@ -3,11 +3,13 @@
 Needs no ranks and no GPU: `ringattn plan seq_len=131072 heads=32,8 head_dim=128 ring=4 ulysses=2 device=cuda`.
 With sequence=N instead of ring and ulysses, the plan chooses both. `machine=h100` names the description by which times
 and memory are predicted, or a file; without one it is that of H200s. The steps show which rank works when, and what
-travels. With docs=LENGTHS the work is that of packed documents.
+travels. With docs=LENGTHS the work is that of packed documents. With device=tpu, or where torch is not installed, the
+plan is one for JAX.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from ringattn import choosing
@@ -47,7 +49,7 @@ class Options:
     window: int | None = option(None, "how many keys a query sees at most")
     docs: tuple[int, ...] | None = option(None, "lengths of packed documents; the rest is padding", least=0)
     device: str = option("cuda", "the kind of ranks, unless machine= says it", among=("cuda", "cpu", "tpu"))
-    dtype: str | None = option(None, "by default bfloat16 on cuda and float32 on cpu")
+    dtype: str | None = option(None, "by default float32 on cpu and bfloat16 elsewhere")
     json: bool = option(False, "print everything as JSON")
 
 
@@ -91,8 +93,11 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
     device = options.device if machine is None else machine.device
     sizes = factored(options.sequence) if options.sequence else [(options.ring, options.ulysses)]
     one_host = ranks <= (gpus or (of_device(device) if machine is None else machine).gpus)
+    transport = Transport(options.route, together=options.together, groups=options.groups, by=options.transport)
+    in_jax = device == "tpu" or find_spec("torch") is None  # there the compiler moves the blocks
+    link = None if in_jax else Link(moves(options, device, one_host))
     return choosing.plan(
-        elsewhere(device, sizes, Link(moves(options, device, one_host)), gpus),
+        elsewhere(device, sizes, link, "jax" if in_jax else "torch", gpus),
         seq_len=options.seq_len,
         key_len=options.key_len,
         heads=(options.heads[0], options.heads[-1]),
@@ -103,9 +108,7 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
         strategy=options.strategy,
         layout=options.layout,
         kernel=options.kernel,
-        transport=Transport(
-            options.route, together=options.together, groups=options.groups, by=options.transport
-        ),
+        transport=transport,
         dtype=options.dtype,
         machine=machine,
     )  # fmt: skip
@@ -117,7 +120,7 @@ def moves(options: Options, device: str, one_host: bool) -> str:
     if options.transport == "symmetric" and not shared:
         raise ValueError("transport=symmetric needs GPUs of one host; use device=cuda hosts=1, or transport=group")
     if device != "cuda":
-        return {"cpu": "gloo", "tpu": "ICI"}[device]
+        return "gloo"
     return "symmetric memory" if shared and options.transport != "group" else "nccl"
 
 
