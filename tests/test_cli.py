@@ -191,6 +191,10 @@ def test_plan_says_what_was_chosen_and_who_works_when(capsys):
         (["route=relay"], "steps of the relay route"),
         (["strategy=gather", "groups=2"], "heads exchanged in 2 groups (as given)"),
         (["together=3"], "  100%    100%    100%    100%"),
+        (
+            ["explain=call", "rank=1", "together=1"],
+            "step 2: keys [0, 1024); from rank 0; rank 2 reads [0, 1024) of block 1\n",
+        ),
     ],
     ids=" ".join,
 )

@@ -4,7 +4,8 @@ Needs no ranks and no GPU: `ringattn plan seq_len=131072 heads=32,8 head_dim=128
 With sequence=N instead of ring and ulysses, the plan chooses both. `machine=h100` names the description by which times
 and memory are predicted, or a file; without one it is that of H200s. The steps show which rank works when, and what
 travels. With docs=LENGTHS the work is that of packed documents. With device=tpu, or where torch is not installed, the
-plan is one for JAX.
+plan is one for JAX. explain=call shows instead what one rank does in a call of attention in torch: groups of heads,
+every step with its ranges of keys, who reads what of this rank meanwhile, dtypes on the way, and kernels.
 """
 
 from collections.abc import Sequence
@@ -19,11 +20,13 @@ from ringattn.launch.words import option
 from ringattn.machine import load, of_device
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan, Transport
+from ringattn.recipe import Recipe
 from ringattn.spec import AttentionSpec, Docs
 
 RANKS, MOST = 65536, 1024  # ranks: of more no steps are shown, since what each pair of them works on is counted
 SHOWN, LINES = 10, 8  # ranks that are shown one by one; of more, so many steps
 SUMMARY = "least", "mean", "most"
+EXPLAIN = "plan", "call"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Options:
     device: str = option("cuda", "the kind of ranks, unless machine= says it", among=("cuda", "cpu", "tpu"))
     dtype: str | None = option(None, "by default float32 on cpu and bfloat16 elsewhere")
     json: bool = option(False, "print everything as JSON")
+    explain: str = option("plan", "the candidates and the steps of all ranks, or a call on one rank", among=EXPLAIN)
+    rank: int = option(0, "with explain=call: the rank on the ring", least=0)
 
 
 class Link(NamedTuple):
@@ -71,6 +76,9 @@ def run(options: Options) -> int:
         )
     docs = None if options.docs is None else Docs.from_lengths(options.docs, pad_to=options.seq_len)
     plan = planned(options, spec, docs)
+    if options.explain == "call":
+        print(recipe(options, plan, spec, docs))
+        return 0
     print(plan.explain(json=options.json))
     if plan.ring > 1 and not options.json and plan.ring <= MOST:
         print("\n".join(["", *steps(plan, spec, docs)]))
@@ -114,6 +122,18 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
     )  # fmt: skip
 
 
+def recipe(options: Options, plan: Plan, spec: AttentionSpec, docs: Docs | None) -> Recipe:
+    """What a rank of the plan decides about a call with batch 1."""
+    if plan.framework == "jax":
+        raise ValueError("explain=call is for torch: in JAX one program serves all ranks; leave explain out")
+    if options.rank >= plan.ring:
+        raise ValueError(f"rank={options.rank}: the ring has {plan.ring} ranks, counted from 0")
+    dtype = options.dtype or ("float32" if plan.device == "cpu" else "bfloat16")
+    shape = plan.shape({"float64": 8, "float32": 4}.get(dtype, 2))
+    assert shape is not None, plan
+    return Recipe(Mask(plan, spec, docs), shape, plan.device, dtype, rank=options.rank)
+
+
 def moves(options: Options, device: str, one_host: bool) -> str:
     """What moves the blocks of a ring there, where GPUs of one host see each other's memory."""
     shared = device == "cuda" and one_host
@@ -133,10 +153,10 @@ def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
         return [title, shares(counts.sum(1) / share, plan.ring <= SHOWN)]
     schedule, ranks = schedule_of(Mask(plan, spec, docs)), range(plan.ring)
     rounds = [schedule.rounds(r, plan.hosts, blocks_at_once(plan)) for r in ranks]
-    runs = [[visit.sources for one in each for visit in one.visits] for each in rounds]  # whose keys, at each step
+    runs = [[step.sources for one in each for step in one.steps] for each in rounds]  # whose keys, at each step
     few = plan.ring <= SHOWN
     lines = [
-        f"steps of the {plan.transport.route} route: each rank's work, of the mean rank's whole, and blocks that come"
+        f"steps of the {plan.transport.route} route: work per step in % of a rank's total, and blocks received"
         + (" (sampled)" if plan.tokens.padded_length > SAMPLED_ROWS else ""),
         "  step  " + "".join(f"{f'rank {r}' if few else r:>8}" for r in (ranks if few else SUMMARY)) + "   blocks",
     ]
