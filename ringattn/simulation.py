@@ -167,13 +167,7 @@ def play(
 
 
 def gathered(
-    plan: Plan,
-    world: World,
-    steps: Course,
-    work: np.ndarray,
-    nbytes: float,
-    at: np.ndarray,
-    out: list[list[np.ndarray]],
+    plan: Plan, world: World, work: np.ndarray, nbytes: float, at: np.ndarray, out: list[list[np.ndarray]]
 ) -> np.ndarray:
     """The same for gather: all keys of a ring come at once, when its last rank is there."""
     local = max(1, min(world.machine.gpus // plan.ulysses, plan.ring))
