@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 # each may import those before it
 PLAIN = [
     "values",
+    "machine",
     "spec",
     "dealing",
     "layout",
@@ -21,6 +22,8 @@ PLAIN = [
     "ranks",
     "planning",
     "mask",
+    "predict",
+    "simulation",
     "recipe",
     "segments",
     "check",

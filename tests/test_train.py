@@ -164,7 +164,11 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path):
     config = dataclasses.replace(config, strategy=Strategy(kernel="cudnn", recompute="block"), dry_run=True)
     assert train.here(config) == 0
     text = torchrun.local(printed, 4, "cpu", train.resolved(config, None), str(tmp_path))[0]
-    assert "4 on cuda, bfloat16" in text and "predicted forward on H200" in text and "kernel cudnn -> cudnn" in text
+    assert (
+        "4 on cuda, bfloat16" in text
+        and "attention of a layer on H200 hosts" in text
+        and "kernel cudnn -> cudnn" in text
+    )
     assert "route direct" in text and list(tmp_path.iterdir()) == []
     assert re.search(r"peak               about [\d.]+ GiB a rank", text)
 
