@@ -75,8 +75,9 @@ def rewards(completions, completion_ids, **_) -> list[float]:
 
 
 def agreement(found) -> dict[str, float]:
-    """A metric of all logits and labels; batches differ in length."""
-    return {"agreement": float(sum(abs(x).sum() for x in found.predictions) + sum(x.sum() for x in found.label_ids))}
+    """A metric of the logits and labels of all real tokens; batches differ in length."""
+    pairs = list(zip(found.predictions, found.label_ids, strict=True))
+    return {"agreement": float(sum(abs(x[y >= 0]).sum() + y.sum() for x, y in pairs))}
 
 
 def rounded(trainer):
