@@ -154,7 +154,6 @@ EVALUATED = {
 }  # fmt: skip
 WHOLE_BATCH = {
     "scale_rewards": "batch",
-    "top_entropy_quantile": 0.5,
     "num_generations_eval": 2,
     "log_completions": True,
 }
@@ -164,6 +163,7 @@ CASES = {
     "padded, windows and sinks": ("SFT", "GptOss", ("accelerate",), 50, {"max_length": 64}),
     "answers": ("GRPO", "GptOss", ("prepared", "accelerate"), 50, ANSWERS),
     "evaluated answers": ("GRPO", "Llama", ("prepared",), 2, ANSWERS | EVALUATED | WHOLE_BATCH),
+    "answers above a quantile": ("GRPO", "Llama", ("prepared",), 2, ANSWERS | {"top_entropy_quantile": 0.5}),
     "evaluated texts": ("SFT", "Llama", ("prepared",), 2, EVALUATED | {"max_length": 64}),
     "evaluated preferences": ("DPO", "Llama", ("prepared",), 2, EVALUATED | {"max_length": 64}),
     "preferences": ("DPO", "GptOss", ("prepared", "accelerate"), 50, {"max_length": 64}),
