@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ringattn.bands import bounds_at, families
 from ringattn.layout import Layout, laps, positions_at
-from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.spec import AttentionSpec, Docs
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,11 @@ def seen_pairs(layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Do
     """[rank, block]: how many (query, key) pairs of two ring shards are seen, sampled at SAMPLED_ROWS queries."""
     every = max(1, layout.padded_length // SAMPLED_ROWS)
     sample = np.stack([positions_at(layout.shard(rank), slice(0, None, every)) for rank in range(layout.ring)])
-    sides = bounds(spec, sample.ravel(), layout.length, key_layout.length, docs)
-    begin, end = (side.reshape(-1, *sample.shape) for side in sides)
-    return every * (keys_below(key_layout, end) - keys_below(key_layout, begin))
+    found = np.zeros((layout.ring, layout.ring), np.int64)
+    for family in families(spec, layout.length, key_layout.length, docs):
+        begin, end = (side.reshape(-1, *sample.shape) for side in bounds_at(family, sample.ravel()))
+        found += every * (keys_below(key_layout, np.maximum(begin, end)) - keys_below(key_layout, begin))
+    return found
 
 
 def keys_below(layout: Layout, positions: np.ndarray) -> np.ndarray:

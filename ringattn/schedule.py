@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringattn.bands import Bands
 from ringattn.layout import Shard
-from ringattn.spec import AttentionSpec, interval
 
 
 @dataclass(frozen=True)
@@ -215,21 +215,19 @@ Seen = tuple[np.ndarray, np.ndarray, np.ndarray]  # who sees, and the tokens [be
 
 
 def seen(
-    spec: AttentionSpec, pieces: np.ndarray, queries: Sequence[Shard], keys: Sequence[Shard], *,
-    turned: bool = False, alone: bool = False,
-) -> Schedule:  # fmt: skip
+    bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard], *, turned: bool = False, alone: bool = False
+) -> Schedule:
     """The schedule in which keys travel to the queries that see them, or `turned`: queries travel to the keys.
 
-    Each of the n `pieces` [4, n] is a document: queries [start, stop) and keys [start, stop), aligned at their ends. A
-    range of a block that is read may go on from one range of the shard into the next if blocks come `alone`.
+    A range of a block that is read may go on from one range of the shard into the next if blocks come `alone`.
     """
     asking, shown = table_of(queries), table_of(keys)
     length = sum(map(len, (queries if turned else keys)[0]))
     if shown.steps[0] > 1:  # stripes: those that are seen at all are seen nearly whole
-        reader, which, *_ = cells(folded(keys_seen(spec, pieces, asking), len(keys)), shown)
+        reader, which, *_ = cells(folded(keys_seen(bands, asking), len(keys)), shown)
         found = needed(len(keys), reader, shown.owners[which])
         return Schedule(found.T if turned else found, length)
-    read, held = (queries_seeing(spec, pieces, shown), asking) if turned else (keys_seen(spec, pieces, asking), shown)
+    read, held = (queries_seeing(bands, shown), asking) if turned else (keys_seen(bands, asking), shown)
     reader, which, begin, end = cells(union(*read), held)
     found = needed(len(keys), reader, held.owners[which])
     shift = (held.offsets - held.starts)[which]
@@ -257,38 +255,26 @@ def needed(ring: int, reader: np.ndarray, block: np.ndarray) -> np.ndarray:
     return found
 
 
-def keys_seen(spec: AttentionSpec, pieces: np.ndarray, queries: Table) -> Seen:
-    """The keys that runs of queries of one rank see together: each document's queries in each range that it overlaps.
+def keys_seen(bands: Bands, queries: Table) -> Seen:
+    """The keys that runs of queries of one rank see together: each band's queries in each range that it overlaps.
 
-    Windows that are shorter than the step of a range do not overlap: then its run is two, of one query each. The first
-    query's window may begin before the document; all others' windows reach the same stripes as the second's.
+    The queries of a stripe are apart, and their intervals need not touch. One query then stands for all: if both sides
+    rise or none does, all of them reach the same stripes; else the one that sees the most keys reaches all of them.
     """
-    start, stop, begin, end = pieces
-    shift = end - stop  # from a query's position to the same position among the keys
-    if spec.causal:
-        start = np.maximum(start, begin - shift)  # earlier ones see nothing
-    at, which, first, last = overlaps(queries, start, stop)
-    step = int(queries.steps[0])
-    if spec.window is not None and spec.window < step:
-        at, which = np.tile(at, 2), np.tile(which, 2)
-        first = np.concatenate([np.minimum(first, last), np.minimum(first + step, last)])
-        last = first
-    begin, end, shift = begin[at], end[at], shift[at]
-    begin, end = interval(spec, first + shift, begin, end)[0], interval(spec, last + shift, begin, end)[1]
-    some = begin < end
-    return queries.owners[which[some]], begin[some], end[some]
+    at, which, first, last = overlaps(queries, bands.start, bands.stop)
+    one = bands.some(at)
+    if queries.steps[0] > 1:
+        first = last = np.where(one.rise > one.lean, last, first)
+    return queries.owners[which], one.begin + one.lean * (first - one.start), one.end + one.rise * (last - one.start)
 
 
-def queries_seeing(spec: AttentionSpec, pieces: np.ndarray, keys: Table) -> Seen:
-    """The queries that see some key of a run of keys of one rank: each document's keys in each range."""
-    start, stop, begin, end = pieces
-    at, which, first, last = overlaps(keys, begin, end)
-    start, stop, shift = start[at], stop[at], (stop - end)[at]
-    if spec.causal:
-        start = np.maximum(start, first + shift)
-    if spec.window is not None:
-        stop = np.minimum(stop, last + shift + min(spec.window, 2**62))
-    some = start < stop
+def queries_seeing(bands: Bands, keys: Table) -> Seen:
+    """The queries that see some key of a run of keys of one rank: each band's keys in each range that it overlaps."""
+    at, which, first, last = overlaps(keys, bands.begin, bands.last_end)
+    one = bands.some(at)
+    start = one.start + one.rise * (first + 1 - one.end).clip(0)
+    stop = np.where(one.lean > 0, np.minimum(one.stop, one.start + last + 1 - one.begin), one.stop)
+    some = (start < stop) & ((one.rise > 0) | (one.end > first)) & ((one.lean > 0) | (one.begin <= last))
     return keys.owners[which[some]], start[some], stop[some]
 
 

@@ -1,17 +1,17 @@
-"""A mask is an interval: every query sees one contiguous range [begin, end) of global key positions.
+"""A mask is a few intervals: every query sees contiguous ranges [begin, end) of global key positions, mostly one.
 
-Causal, sliding window, packed documents, padding and cross attention all become two numbers per query, and neither
-decreases along the sequence. Plain numpy, which can be printed and tested without a device.
+Causal, sliding window, chunks, packed documents, a prefix, spans, padding and cross attention are two numbers per
+query, and neither decreases along the sequence. First keys beside a window are one more such family of intervals.
+Plain numpy, which can be printed and tested without a device.
 """
 
 import math
 import operator
 import sys
-from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,35 +24,51 @@ class AttentionSpec(Value):
     """Which attention is computed: softmax(scale * q k^T) v over the keys that each query may see, with a softcap.
 
     causal   a query sees no key after its own position
-    window   a query sees the last `window` keys up to and including its own position (needs causal)
+    window   a query sees the last `window` keys up to and including its own position; with causal=False a pair
+             (left, right): the keys i - left ... i + right
+    chunk    a query sees only keys of its own block of `chunk` positions, counted within its document
+    first    beside its window or chunk, a query sees the first `first` keys of its document
     softcap  scores become softcap * tanh(scores / softcap)
     scale    None means 1 / sqrt(head_dim)
     """
 
     causal: bool = True
-    window: int | None = None
+    window: int | tuple[int, int] | None = None
+    chunk: int | None = None
+    first: int = 0
     softcap: float | None = None
     scale: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, (bool, np.bool_)):
             raise ValueError(f"causal={self.causal!r}: pass True or False")
-        if self.window is not None:
-            if isinstance(self.window, bool) or not isinstance(self.window, Integral) or self.window < 1:
-                raise ValueError(f"window={self.window!r}: the number of keys a query sees, at least 1 (None for all)")
-            if self.window >= 2**63:
-                raise ValueError(f"window={self.window}: positions are counted in 64 bits; use None for all keys")
-            if not self.causal:
-                raise ValueError(
-                    f"window={self.window} counts back from the query's own position, which has no meaning with "
-                    "causal=False; use causal=True, or window=None"
-                )
+        raise_if(of_window(self.causal, self.window))
+        for name, least, what in (("chunk", 1, "positions of a block"), ("first", 0, "keys that all queries see")):
+            value = getattr(self, name)
+            if (value is not None or name == "first") and not is_number(value, least):
+                raise ValueError(f"{name}={value!r}: the number of {what}, at least {least}")
+        if self.first and self.window is None and self.chunk is None:
+            raise ValueError(f"first={self.first} is for a window or a chunk: without them all queries see these keys")
         for name in ("softcap", "scale"):
             raise_if(of_factor(name, getattr(self, name)))
-        for name, number in (("causal", bool), ("window", int), ("softcap", float), ("scale", float)):
+        plain = {"causal": bool, "window": plain_window, "chunk": int, "first": int, "softcap": float, "scale": float}
+        for name, number in plain.items():
             value = getattr(self, name)
             if value is not None:  # numpy's numbers are equal to Python's, but make arrays of their own dtype
                 object.__setattr__(self, name, number(value))
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """How many keys before and after its own position a query sees; None for all of them."""
+        if isinstance(self.window, tuple):
+            return self.window
+        return None if self.window is None else self.window - 1, 0 if self.causal else None
+
+    @property
+    def behind(self) -> int | None:
+        """The most keys, from its own position back, that a query sees but for the first ones; None for all."""
+        left = self.reach[0]
+        return min((n for n in (None if left is None else left + 1, self.chunk) if n is not None), default=None)
 
     def scale_for(self, head_dim: int) -> float:
         return self.scale if self.scale is not None else head_dim**-0.5
@@ -63,7 +79,13 @@ class Docs:
 
     `starts` is int64 [rows, n + 1]: document i of a row is [starts[i], starts[i + 1]). Tokens after the last start are
     padding, which no query sees. Rows with fewer documents end in empty ones.
+
+    `spans`, int64 [rows, m, 2], are ranges [start, stop) of tokens that see one another, within documents, in order.
+    `parents`, int64 [rows, n], make the documents segments of trees: one sees itself, its parent, the parent of that,
+    and so on (-1: no parent). `slices` are those of a `ringattn.Mask`. None where there are none.
     """
+
+    PARTS = "starts", "spans", "parents", "slices"
 
     def __init__(self, starts: np.ndarray, length: int):
         given, limit = np.asarray(untraced(starts)), whole(length)
@@ -72,32 +94,47 @@ class Docs:
                 f"Docs(starts, length={length!r}): starts must be whole numbers [rows, n + 1], each row from 0 on, "
                 f"never decreasing, up to the length; got {given!r} (Docs.from_lengths makes them)"
             )
-        self._keep(given.astype(np.int64), limit)  # a copy: a loader may fill its array again
+        self._keep(limit, given.astype(np.int64))  # a copy: a loader may fill its array again
 
-    def _keep(self, starts: np.ndarray, length: int) -> None:
+    def _keep(self, length: int, *parts: Any) -> None:
         if "torch" in sys.modules and sys.modules["torch"].compiler.is_dynamo_compiling():
             # torch.compile would trace numpy as tensors; with an error it leaves this call to Python instead. Not
             # is_compiling, which is True in every thread while one of them compiles.
             raise ValueError("Docs are made of numbers: make them before the compiled function and pass them to it")
-        self.starts, self.length = starts, length
-        starts.setflags(write=False)
-        self.padded = bool((starts[:, -1] < length).any())  # whether some row ends in padding
+        self.starts, self.spans, self.parents, self.slices = (*parts, None, None, None)[: len(self.PARTS)]
+        self.length = length
+        for part in parts:
+            if part is not None:
+                part.setflags(write=False)
+        self.padded = bool((self.starts[:, -1] < length).any())  # whether some row ends in padding
 
     def __reduce__(self) -> Any:
-        return Docs.known, (self.starts, self.length)
+        return type(self).known, (self.starts, self.length, *self.parts[1:])
 
     @classmethod
-    def known(cls, starts: np.ndarray, length: int) -> "Docs":
-        """Docs of these starts without a check or a copy: they must be right and may not change later."""
+    def known(cls, starts: np.ndarray, length: int, *more: Any) -> "Docs":
+        """Docs of these parts without a check or a copy: they must be right and may not change later."""
         docs = object.__new__(cls)
-        docs._keep(starts, length)
+        docs._keep(length, starts, *more)
         return docs
 
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """All that they consist of but the length: starts, spans, parents, slices."""
+        return self.starts, self.spans, self.parents, self.slices
+
+    @property
+    def plain(self) -> bool:
+        """Whether these are documents alone."""
+        return self.spans is None and self.parents is None and self.slices is None
+
     @classmethod
-    def from_lengths(cls, lengths: Any, pad_to: int | None = None) -> "Docs":
+    def from_lengths(cls, lengths: Any, pad_to: int | None = None, prefix: Any = None, spans: Any = None) -> "Docs":
         """Documents of these lengths, in order, as a list, array or tensor; a list of lists, or 2-d, for a batch.
 
-        `pad_to` is the length with padding.
+        `pad_to` is the length with padding. `prefix`, a number for each document: its first tokens see one another.
+        `spans`, pairs (start, stop) of positions in the row: these tokens see one another. For a batch, a list each
+        row.
 
         >>> Docs.from_lengths([3, 5]).starts.tolist()
         [[0, 3, 8]]
@@ -106,7 +143,27 @@ class Docs:
         for row in rows:
             if not are_counts(row):
                 raise ValueError(f"document lengths must be whole numbers of at least 0, got {row}")
-        return cls._from_rows([list(accumulate(map(int, row), initial=0)) for row in rows], pad_to)
+        docs = cls._from_rows([list(accumulate(map(int, row), initial=0)) for row in rows], pad_to)
+        if prefix is None and spans is None:
+            return docs
+        from ringattn.packing import spans_in
+
+        return cls.known(docs.starts, docs.length, spans_in(docs.starts, list(map(len, rows)), prefix, spans))
+
+    @classmethod
+    def tree(cls, lengths: Any, parents: Any, pad_to: int | None = None) -> "Docs":
+        """Segments of trees: each sees itself, causally, and all of its ancestors. For a batch, a list each row.
+
+        `parents`: the number of each segment's parent, which comes before it, or -1. `plan.positions(docs)` gives each
+        token's depth along its branch. Depth-first order is the fastest, the longest branch first.
+
+        >>> Docs.tree([4, 2, 3], [-1, 0, 0]).parents.tolist()  # two answers to one question
+        [[-1, 0, 0]]
+        """
+        from ringattn.packing import parents_in
+
+        docs = cls.from_lengths(lengths, pad_to)
+        return cls.known(docs.starts, docs.length, None, parents_in(docs.starts, rows_of("parents", parents)))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, pad_to: int | None = None) -> "Docs":
@@ -141,14 +198,16 @@ class Docs:
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        return (self.starts.shape, self.starts.tobytes(), self.length)
+        return (*((x.shape, x.tobytes()) for x in self.parts if x is not None), self.plain, self.length)
 
     @cached_property
     def first(self) -> "Docs | None":
         """The first row alone if all rows are equal; else None."""
         if len(self.starts) == 1:
             return self
-        return Docs.known(self.starts[:1], self.length) if (self.starts == self.starts[:1]).all() else None
+        if any((x != x[:1]).any() for x in self.parts if x is not None):
+            return None
+        return self.known(self.starts[:1], self.length, *(None if x is None else x[:1] for x in self.parts[1:]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Docs) and self._key == other._key
@@ -161,7 +220,9 @@ class Docs:
         if len(shape) != 2:  # in a JAX tree whose leaves are not arrays
             return f"Docs({self.starts!r}, {self.length} tokens)"
         rows, n = shape
-        return f"Docs({n - 1} documents, {rows} row{'s' * (rows > 1)}, {self.length} tokens)"
+        what = "documents" if self.parents is None else "segments"
+        spans = "" if self.spans is None else f" with {self.spans.shape[1]} spans"
+        return f"Docs({n - 1} {what}{spans}, {rows} row{'s' * (rows > 1)}, {self.length} tokens)"
 
 
 def raise_if(problem: str | None) -> None:
@@ -178,6 +239,35 @@ def whole(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:  # every tensor has an __index__, even one of floats
         return None
+
+
+def is_number(value: Any, least: int) -> bool:
+    """Whether this is one whole number from `least` on, that fits in 64 bits; no bool, no array."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and least <= value < 2**63
+
+
+def of_window(causal: bool, window: Any) -> str | None:
+    """The problem with a window, if there is one."""
+    if window is None:
+        return None
+    if isinstance(window, tuple):
+        if causal:
+            return f"window={window!r} looks to both sides; use causal=False, or with causal=True the number of keys"
+        if len(window) != 2 or not all(is_number(n, 0) for n in window):
+            return f"window={window!r}: (left, right), how many keys before and after its own position a query sees"
+        return None
+    if isinstance(window, Integral) and window >= 2**63:
+        return f"window={window}: positions are counted in 64 bits; use None for all keys"
+    if not is_number(window, 1):
+        return f"window={window!r}: the number of keys a query sees, at least 1 (None for all)"
+    return None if causal else (
+        f"window={window} counts back from the query's own position, which has no meaning with causal=False; use "
+        f"causal=True, or window=None, or a pair: window=({window - 1}, 0)"
+    )
+
+
+def plain_window(window: Any) -> int | tuple[int, int]:
+    return (int(window[0]), int(window[1])) if isinstance(window, tuple) else int(window)
 
 
 def of_factor(name: str, value: Any, default: str = "None") -> str | None:
@@ -231,101 +321,41 @@ def rows_of(name: str, given: Any) -> list[list[Any]]:
     return [list(row) for row in given] if batch else [given]
 
 
-def interval(spec: AttentionSpec, own: Any, begin: Any, end: Any) -> tuple[Any, Any]:
-    """The keys [begin, end) that a query sees, in any array library.
+def intervals(spec: AttentionSpec, own: Any, begin: Any, end: Any, span: Any = None) -> list[tuple[Any, Any]]:
+    """The keys [begin, end) that a query sees, in any array library: the families of them, none of which overlap.
 
-    `own` is the query's position among the keys, and its document has the keys [begin, end). The queries of a document
-    of the keys 2 to 6, causal with a window of 3:
+    `own` is the query's position among the keys, and its document has the keys [begin, end). `span`, (start, stop), is
+    seen by the queries in it; the start lies behind, and the stop before, all queries that are in none. The queries of
+    a document of the keys 2 to 7, causal with a window of 3; in chunks of 4; and of 2 beside the first key:
 
-        keys    0 1 2 3 4 5 6 7
-        own 2   . . # . . . . .    [2, 3)
-        own 3   . . # # . . . .    [2, 4)
-        own 4   . . # # # . . .    [2, 5)
-        own 5   . . . # # # . .    [3, 6)
-        own 6   . . . . # # # .    [4, 7)
+        keys    0 1 2 3 4 5 6 7 8     0 1 2 3 4 5 6 7 8     0 1 2 3 4 5 6 7 8
+        own 2   . . # . . . . . .     . . # . . . . . .     . . # . . . . . .
+        own 3   . . # # . . . . .     . . # # . . . . .     . . # # . . . . .
+        own 4   . . # # # . . . .     . . # # # . . . .     . . + # # . . . .
+        own 5   . . . # # # . . .     . . # # # # . . .     . . + . # # . . .
+        own 6   . . . . # # # . .     . . . . . . # . .     . . + . . # # . .
+        own 7   . . . . . # # # .     . . . . . . # # .     . . + . . . # # .
 
-    Neither side decreases from a query to the next one. Where a query sees nothing, begin = end.
+    In a family neither side decreases from a query to the next one. Where a query sees nothing, begin >= end.
     """
-    if spec.causal:
-        end = (own + 1).clip(begin, end)
-    if spec.window is not None:
-        most = 2 ** (8 * own.dtype.itemsize - 1) - 1  # beyond all positions, in their own integers
-        begin = (own + 1 - min(spec.window, most)).clip(begin, end)
-    return begin, end
-
-
-class Runs(NamedTuple):
-    """Queries at increasing positions, cut into runs, one per document: few numbers, from which intervals are made.
-
-    Run i of a row has counts[i] queries, and its document the keys [begin[i], end[i]). A query's position among the
-    keys is its own position + shift[i].
-    """
-
-    positions: Row  # [T]
-    counts: Row  # [rows, runs], like the following
-    begin: Row
-    end: Row
-    shift: Row
-
-    def bounds(self, spec: AttentionSpec) -> tuple[Row, Row]:
-        """The keys [begin, end) that every query sees, [rows, T]."""
-        begin, end = repeated(self.begin, self.counts), repeated(self.end, self.counts)
-        own = self.positions + repeated(self.shift, self.counts) if self.shift.any() else self.positions
-        return interval(spec, own, begin, end)
-
-
-def repeated(values: Row, counts: Row) -> Row:
-    """[rows, runs] -> [rows, T]: each value repeated `counts` times; the counts of all rows have the same sum."""
-    return np.repeat(values.ravel(), counts.ravel()).reshape(len(values), -1)
-
-
-def followed_by(last: int, *columns: Row) -> Row:
-    """[rows, n]: these columns, and one of the number `last`."""
-    return np.concatenate([*columns, np.full((len(columns[0]), 1), last)], 1)
-
-
-def runs(
-    positions: Row,
-    below: Callable[[Row], Row],
-    seq_len: int,
-    key_len: int | None = None,
-    docs: Docs | None = None,
-    key_docs: Docs | None = None,
-    offset: int = 0,
-) -> Runs:
-    """The runs of queries at increasing positions, of which below(x) lie below x; other arguments as of `bounds`."""
-    key_len = seq_len if key_len is None else key_len
-    starts, limits = np.array([[0, seq_len]]), np.array([[0, key_len]])
-    if docs is not None:
-        starts, limits = docs.starts, (docs if key_docs is None else key_docs).starts
-    # two more runs see nothing: the tokens after the documents, and those after the sequence
-    counts = np.diff(below(followed_by(seq_len, starts)), append=len(positions))
-    begin = np.minimum(followed_by(key_len, limits), key_len)
-    end = np.minimum(followed_by(key_len, limits[:, 1:], limits[:, -1:]), key_len)
-    shift = np.full_like(begin, offset)
-    if key_docs is not None:  # the last query of a document is at the position of its last key
-        shift[:, :-2] += limits[:, 1:] - starts[:, 1:]
-    return Runs(positions, counts, begin, end, shift)
-
-
-def bounds(
-    spec: AttentionSpec,
-    positions: Row,
-    seq_len: int,
-    key_len: int | None = None,
-    docs: Docs | None = None,
-    key_docs: Docs | None = None,
-    offset: int = 0,
-) -> tuple[Row, Row]:
-    """The keys [begin, end) that queries at these positions see, as [1, T] or [rows, T] arrays.
-
-    Positions from `seq_len` on are padding: they see nothing. With `docs`, a query of document i sees document i of
-    `key_docs` (the same documents unless the keys are another sequence), and the last query of a document is at the
-    position of its last key. `offset` is the key position of query 0.
-    """
-    p = np.asarray(positions, np.int64)
-    order = np.argsort(p, kind="stable")
-    back = np.argsort(order)
-    below: Any = partial(np.searchsorted, p[order])
-    begin, end = runs(p[order], below, seq_len, key_len, docs, key_docs, offset).bounds(spec)
-    return begin[:, back], end[:, back]
+    most = 2 ** (8 * own.dtype.itemsize - 1) - 1  # beyond all positions, in their own integers; no sum may pass it
+    first, last, (left, right) = begin, end, spec.reach
+    if spec.chunk is not None:
+        chunk = min(spec.chunk, most)
+        begin = (first + (own - first) // chunk * chunk).clip(first, last)
+        end = begin + (last - begin).clip(None, chunk)
+    low, high = begin, end
+    if left is not None:
+        low = (own - min(left, most)).clip(begin, end)
+    if right is not None:
+        ahead = (most - 1 - own).clip(None, min(right, most)) if right else 0
+        high = (own + 1 + ahead).clip(begin, end)
+    if span is not None:
+        low, high = low.clip(None, span[0]), high.clip(span[1], None)
+    found = [(low, high)]
+    if spec.first:
+        top = first + (last - first).clip(None, min(spec.first, most))
+        found.append((first, low.clip(None, top)))
+        if not spec.causal:
+            found.append((high.clip(None, top), top))
+    return found
