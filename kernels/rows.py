@@ -6,7 +6,7 @@ from ringattn.kernels import partial
 from ringattn.kernels.arrays import Array, is_torch
 from ringattn.kernels.partial import rounded
 
-EVERY = (0, 1, 2)  # the gradients of q, k and v
+EVERY, OF_QUERIES, OF_KEYS = (0, 1, 2), (0,), (1, 2)  # which gradients of q, k and v
 NONE = (None, None, None)
 
 

@@ -22,7 +22,7 @@ WORDS: dict[str, tuple[type, str]] = {
     "spec": (AttentionSpec, "pass AttentionSpec(causal=..., window=..., softcap=..., scale=...)"),
     "docs": PACKED,
     "key_docs": PACKED,
-    "transport": (Transport, "give Transport(route=..., hosts=..., together=..., backward=..., groups=..., ...)"),
+    "transport": (Transport, "give Transport(route=..., hosts=..., together=..., groups=..., ...)"),
     "return_lse": (bool, SAY),
     "check": (bool, SAY),
 }
@@ -64,7 +64,7 @@ INSTEAD = {  # of those, the ones that an argument of ours replaces
     "plan": dict.fromkeys(("mesh", "device_mesh", "group", "process_group", "cp_group"), BY_PLAN),
     "docs": {"cu_seqlens": "pass docs=Docs.from_cu_seqlens(...)"},
     "transport": dict.fromkeys(
-        ("route", "hosts", "together", "backward", "groups", "grads"), "it is part of transport=Transport(...)"
+        ("route", "hosts", "together", "groups", "grads"), "it is part of transport=Transport(...)"
     ),
     "log_decay": {
         **dict.fromkeys(("g", "gk", "gate", "gates", "decay"), "pass log_decay=, the logarithm of the decay"),

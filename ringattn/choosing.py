@@ -13,7 +13,7 @@ from ringattn.check import of_arguments, of_choice, of_unknown
 from ringattn.comms.axis import Ranks, one_rank, roles
 from ringattn.cost import Cost, Hardware, Shape, kv_heads_of_a_rank, predict, seen_pairs
 from ringattn.kernels.rates import mask_of
-from ringattn.planning import TRAVELLERS, Plan, Transport, dtype_name, hardware_of
+from ringattn.planning import Plan, Transport, dtype_name, hardware_of
 from ringattn.spec import AttentionSpec, Docs, raise_if
 
 
@@ -89,25 +89,22 @@ def plan(
     if transport.grads == "auto":
         transport = transport.replace(grads=dtype_of_gradients(best, shape, spec, dtype, docs))
     narrow = transport.grads == "input"
-    sizes = shape.backward_bytes(best.ring, shape.itemsize if narrow else 4) if shape else None
-    best = best.replace(transport=settled(transport, best, sizes))
-    report += [*route_report(best, sizes), *groups_report(best, shape), *kernel_report(best, shape, spec, dtype, docs)]
+    nbytes = shape.backward_bytes(best.ring, shape.itemsize if narrow else 4) if shape else None
+    best = best.replace(transport=settled(transport, best))
+    report += [*route_report(best, nbytes), *groups_report(best, shape), *kernel_report(best, shape, spec, dtype, docs)]
     return best.replace(report=tuple(report))
 
 
-def settled(transport: Transport, plan: Plan, sizes: dict[str, int] | None) -> Transport:
-    """The transport with every choice made that all ranks must share; `sizes` are the bytes of a block in backward."""
+def settled(transport: Transport, plan: Plan) -> Transport:
+    """The transport with every choice made that all ranks must share."""
     found = getattr(plan.axes.ring, "hosts", 0) or None  # None: unknown
     hosts = found if transport.hosts is None else transport.hosts
     if plan.ring == 1 and hosts is not None:
         hosts = 1  # a ring of one rank lies on one host
-    route, backward = transport.route, transport.backward
+    route = transport.route
     if route == "auto":
         route = "relay" if hosts is None else route_over(hosts, plan.ring)
-    if backward == "auto":
-        free = sizes if route == "direct" and plan.strategy != "gather" else None
-        backward = min(free, key=lambda name: free[name]) if free else "keys"
-    return transport.replace(route=route, hosts=hosts or 1, backward=backward)
+    return transport.replace(route=route, hosts=hosts or 1)
 
 
 def dtype_of_gradients(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: str, docs: Docs | None) -> str:
@@ -259,14 +256,14 @@ def route_over(hosts: int, ring: int) -> str:
     return "levels" if ring > hosts else "relay"
 
 
-def route_report(plan: Plan, sizes: dict[str, int] | None) -> list[str]:
-    """How blocks reach the ranks of a torch ring, and what travels in backward; `sizes` are a block's bytes there."""
+def route_report(plan: Plan, nbytes: int | None) -> list[str]:
+    """How blocks reach the ranks of a torch ring; `nbytes` is what one moves in backward."""
     how = plan.transport
     if plan.ring == 1 or plan.framework != "torch":
         return []
     over = f", over {plan.axes.ring.by}" if plan.axes.ring else ""
     slower = ["the predicted times do not know that links between hosts are slower"] * (
-        how.hosts != 1 and sizes is not None
+        how.hosts != 1 and nbytes is not None
     )
     if plan.strategy == "gather":
         return [
@@ -274,11 +271,8 @@ def route_report(plan: Plan, sizes: dict[str, int] | None) -> list[str]:
             *slower,
         ]
     come = {"direct": "straight from their owners", "relay": "from rank to rank"}.get(how.route, "host by host")
-    mb = {name: f" ({sizes[name] / 1e6:.1f} MB a block)" if sizes else "" for name in TRAVELLERS}
-    other = "queries" if how.backward == "keys" else "keys"
-    why = f", not {other}{mb[other]}" if how.route == "direct" else ": queries go with the direct route only"
-    travel = f"{how.backward}{mb[how.backward]} travel{why}"
-    return [f"route {how.route}: blocks come {come}{over}; in backward {travel}", *slower]
+    back = "" if nbytes is None else f"; in backward {nbytes / 1e6:.1f} MB a block, gradients in {how.grads}"
+    return [f"route {how.route}: blocks come {come}{over}{back}", *slower]
 
 
 def groups_report(plan: Plan, shape: Shape | None) -> list[str]:

@@ -64,14 +64,10 @@ class Shape:
     def q_bytes(self, tokens: int) -> int:
         return self.batch * tokens * self.heads * (self.head_dim + self.value_dim) * self.itemsize  # q, and out back
 
-    def backward_bytes(self, ring: int, grads: int = 4) -> dict[str, int]:
-        """The bytes that a block moves in backward, if keys or queries travel: its tensors, and gradients back."""
-        tokens, block = self.seq_len // ring, self.kv_bytes(self.key_len // ring, self.kv_heads)
-        rows = self.batch * tokens * self.heads
-        return {
-            "keys": block + block // self.itemsize * grads,
-            "queries": self.q_bytes(tokens) + 8 * rows + grads * rows * self.head_dim,
-        }
+    def backward_bytes(self, ring: int, grads: int = 4) -> int:
+        """The bytes that a block moves in backward: keys and values, and their gradients of `grads` bytes a number."""
+        block = self.kv_bytes(self.key_len // ring, self.kv_heads)
+        return block + block // self.itemsize * grads
 
 
 @dataclass(frozen=True)

@@ -53,10 +53,14 @@ def bands_of(mask: Mask) -> Bands:
 
 
 @lru_cache(maxsize=32)
-def schedule_of(mask: Mask, turned: bool = False) -> Schedule:
-    """Which rank needs what of whose keys, or `turned`: of whose queries; the same on every rank."""
+def schedule_of(mask: Mask) -> Schedule:
+    """Which rank needs what of whose keys; the same on every rank."""
     plan = mask.plan
     queries, held = ([layout.shard(r) for r in range(plan.ring)] for layout in (plan.tokens, plan.keys.tokens))
+<<<<<<< HEAD
     found = seen(bands_of(mask), queries, held, turned=turned, alone=plan.tokens.by_document)
+=======
+    found = seen(mask.spec, pieces(*mask.arguments), queries, held, plan.tokens.by_document)
+>>>>>>> main
     return Schedule(found.needed, found.length) if getattr(plan.axes.ring, "whole", False) else found
 

@@ -17,7 +17,6 @@ from ringattn.values import Value, fields
 
 STRATEGIES = ("ring", "gather", "ulysses")
 ROUTES = ("direct", "relay", "levels")
-TRAVELLERS = ("keys", "queries")
 GRADS = ("input", "float32")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SIZES = {
@@ -55,7 +54,6 @@ class Transport(Value):
                "relay", from rank to rank; "levels", from host to host and direct within a host; auto depends on `hosts`
     hosts      the number of hosts of the ring, with consecutive ranks and equally many on each; by default detected
     together   the most blocks that a step may bring on the direct route; by default several if they are small
-    backward   what travels in backward on the direct route, "keys" or "queries"; auto takes the one with fewer bytes
     groups     the number of groups of heads that Ulysses and gather exchange, one while another is computed; by default
                chosen by predicted time
     by         "symmetric" (copy engines, between GPUs that can read each other's memory) or "group" (NCCL, gloo)
@@ -66,15 +64,19 @@ class Transport(Value):
     route: str = "auto"
     hosts: int | None = None
     together: int | None = None
-    backward: str = "auto"
     groups: int | None = None
     by: str = "auto"
     grads: str = "auto"
 
+    def __new__(cls, *args: Any, **given: Any) -> "Transport":
+        if "backward" in given:
+            raise ValueError(f"backward={given['backward']!r}: keys always travel in backward too; leave it out")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name in ("hosts", "together", "groups"):
             object.__setattr__(self, name, size_of(name, getattr(self, name)))
-        named = {"route": ROUTES, "backward": TRAVELLERS, "by": TRANSPORTS[1:], "grads": GRADS}
+        named = {"route": ROUTES, "by": TRANSPORTS[1:], "grads": GRADS}
         for name, choices in named.items():
             if getattr(self, name) not in ("auto", *choices):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of auto, {', '.join(choices)}")
@@ -94,7 +96,7 @@ class Plan(Value):
     strategy: str = "ring"
     layout: str = "contiguous"
     kernel: str = "auto"
-    transport: Transport = Transport("direct", 1, backward="keys", grads="float32")  # in torch; these are never auto
+    transport: Transport = Transport("direct", 1, grads="float32")  # in torch; these are never auto
     key_len: int | None = None
     heads: tuple[int, int] | None = None
     head_dim: int | None = None
@@ -160,7 +162,7 @@ class Plan(Value):
     def _transport_problem(self) -> str | None:
         """How the transport contradicts the sizes, if it does."""
         how = self.transport
-        assert how.hosts is not None and "auto" not in (how.route, how.backward), how
+        assert how.hosts is not None and how.route != "auto", how
         if self.ring % how.hosts:
             return f"hosts={how.hosts} for ring={self.ring}: hosts have equally many ranks; use a divisor of the ring"
         if how.route == "levels" and how.hosts < 2:

@@ -215,25 +215,23 @@ Seen = tuple[np.ndarray, np.ndarray, np.ndarray]  # who sees, and the tokens [be
 
 
 def seen(
-    bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard], *, turned: bool = False, alone: bool = False
+    bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard], alone: bool = False
 ) -> Schedule:
-    """The schedule in which keys travel to the queries that see them, or `turned`: queries travel to the keys.
+    """The schedule in which keys travel to the queries that see them.
 
     A range of a block that is read may go on from one range of the shard into the next if blocks come `alone`.
     """
     asking, shown = table_of(queries), table_of(keys)
-    length = sum(map(len, (queries if turned else keys)[0]))
+    length = sum(map(len, keys[0]))
     if shown.steps[0] > 1:  # stripes: those that are seen at all are seen nearly whole
         reader, which, *_ = cells(folded(keys_seen(bands, asking), len(keys)), shown)
-        found = needed(len(keys), reader, shown.owners[which])
-        return Schedule(found.T if turned else found, length)
-    read, held = (queries_seeing(bands, shown), asking) if turned else (keys_seen(bands, asking), shown)
-    reader, which, begin, end = cells(union(*read), held)
-    found = needed(len(keys), reader, held.owners[which])
-    shift = (held.offsets - held.starts)[which]
-    low = np.zeros_like(which) if alone else held.offsets[which]
-    high = length if alone else low + (held.stops - held.starts)[which]
-    cell = reader * len(keys) + held.owners[which]
+        return Schedule(needed(len(keys), reader, shown.owners[which]), length)
+    reader, which, begin, end = cells(union(*keys_seen(bands, asking)), shown)
+    found = needed(len(keys), reader, shown.owners[which])
+    shift = (shown.offsets - shown.starts)[which]
+    low = np.zeros_like(which) if alone else shown.offsets[which]
+    high = length if alone else low + (shown.stops - shown.starts)[which]
+    cell = reader * len(keys) + shown.owners[which]
     return Schedule(found, length, grained(length, cell, begin + shift, end + shift, low, high))
 
 
@@ -266,16 +264,6 @@ def keys_seen(bands: Bands, queries: Table) -> Seen:
     if queries.steps[0] > 1:
         first = last = np.where(one.rise > one.lean, last, first)
     return queries.owners[which], one.begin + one.lean * (first - one.start), one.end + one.rise * (last - one.start)
-
-
-def queries_seeing(bands: Bands, keys: Table) -> Seen:
-    """The queries that see some key of a run of keys of one rank: each band's keys in each range that it overlaps."""
-    at, which, first, last = overlaps(keys, bands.begin, bands.last_end)
-    one = bands.some(at)
-    start = one.start + one.rise * (first + 1 - one.end).clip(0)
-    stop = np.where(one.lean > 0, np.minimum(one.stop, one.start + last + 1 - one.begin), one.stop)
-    some = (start < stop) & ((one.rise > 0) | (one.end > first)) & ((one.lean > 0) | (one.begin <= last))
-    return keys.owners[which[some]], start[some], stop[some]
 
 
 def overlaps(table: Table, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, ...]:

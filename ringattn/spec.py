@@ -8,7 +8,8 @@ Plain numpy, which can be printed and tested without a device.
 import math
 import operator
 import sys
-from functools import cached_property
+from contextlib import suppress
+from functools import cache, cached_property
 from itertools import accumulate
 from numbers import Integral, Real
 from typing import Any
@@ -101,6 +102,8 @@ class Docs:
             # torch.compile would trace numpy as tensors; with an error it leaves this call to Python instead. Not
             # is_compiling, which is True in every thread while one of them compiles.
             raise ValueError("Docs are made of numbers: make them before the compiled function and pass them to it")
+        if "jax" in sys.modules:
+            register_in_jax()
         self.starts, self.spans, self.parents, self.slices = (*parts, None, None, None)[: len(self.PARTS)]
         self.length = length
         for part in parts:
@@ -175,6 +178,33 @@ class Docs:
         return cls._from_rows([list(map(int, row)) for row in rows], pad_to)
 
     @classmethod
+    def from_segment_ids(
+        cls, ids: Any, most: int | None = None, *, plan: Any = None, padding: int | None = 0
+    ) -> "Docs":
+        """Documents from the id of each token, [batch, tokens] or [tokens], as a list, array or tensor.
+
+        Equal ids in a row of tokens are one document. Tokens at the end with the id `padding` are padding; None means
+        that there is none. With `plan` the ids are in its order, as `plan.shard(ids)` returns them.
+
+        In JAX the ids may be traced. `most` is required then: the most documents of a row of the batch. Tokens of
+        further documents see nothing. Where the ids are known, further documents are an error.
+
+        >>> Docs.from_segment_ids([7, 7, 7, 9, 9, 0]).starts.tolist()
+        [[0, 3, 5]]
+        """
+        from ringattn.segment_ids import docs_of
+
+        return docs_of(ids, most, plan, padding)
+
+    @classmethod
+    def bare(cls, starts: Any, length: int, padded: bool = True, spans: Any = None) -> "Docs":
+        """Docs whose starts and spans are not read, since JAX may trace them."""
+        docs = object.__new__(cls)
+        docs.starts, docs.spans, docs.parents, docs.slices = starts, spans, None, None
+        docs.length, docs.padded = length, padded
+        return docs
+
+    @classmethod
     def _from_rows(cls, rows: list[list[int]], pad_to: int | None) -> "Docs":
         if not rows or any(len(row) < 2 for row in rows):
             raise ValueError("no documents: every row needs at least one length (0 for an empty document)")
@@ -223,6 +253,34 @@ class Docs:
         what = "documents" if self.parents is None else "segments"
         spans = "" if self.spans is None else f" with {self.spans.shape[1]} spans"
         return f"Docs({n - 1} {what}{spans}, {rows} row{'s' * (rows > 1)}, {self.length} tokens)"
+
+
+@cache
+def register_in_jax() -> None:
+    """Docs may be arguments of functions that JAX traces: their starts and spans are then traced, but not how many.
+
+    Trees and slices are constants of a program.
+    """
+    from jax.tree_util import register_pytree_node
+
+    from ringattn.slices import Mask
+
+    def taken_apart(docs: Docs) -> tuple[Any, Any]:
+        if docs.parents is not None or docs.slices is not None:
+            return (), docs
+        return (docs.starts, docs.spans), (docs.length, docs.padded)
+
+    def put_together(aux: Any, parts: Any) -> Docs:
+        return aux if isinstance(aux, Docs) else Docs.bare(parts[0], *aux, parts[1])
+
+    for kind in (Docs, Mask):
+        with suppress(ValueError):  # another thread was faster
+            register_pytree_node(kind, taken_apart, put_together)
+
+
+def is_traced(x: Any) -> bool:
+    """Whether JAX traces x."""
+    return "jax" in sys.modules and isinstance(x, sys.modules["jax"].core.Tracer)
 
 
 def raise_if(problem: str | None) -> None:
@@ -302,10 +360,10 @@ def are_counts(row: list[Any]) -> bool:
 
 def untraced(given: Any) -> Any:
     """The argument itself; an error if JAX traces it."""
-    if "jax" in sys.modules and isinstance(given, sys.modules["jax"].core.Tracer):
+    if is_traced(given):
         raise ValueError(
             f"Docs need concrete numbers, and these are traced (jit, grad, vmap): {given!r}; make Docs outside jit and "
-            "pass them as an argument"
+            "pass them as an argument, or use Docs.from_segment_ids(ids, most=...)"
         )
     return given
 

@@ -80,8 +80,6 @@ MUTANTS = (
            "bool(last[held] > following)", ROUNDS),
     Mutant("too_much_at_once", "ringattn/schedule.py", "min(together, 3 * (done + 1))", "together",
            ("test_schedule.py::test_a_step_brings_what_can_hide_behind_the_work_before_it",)),
-    Mutant("queries_that_travel_unturned", "ringattn/schedule.py", "Schedule(self.needed.T)", "Schedule(self.needed)",
-           ("test_schedule.py::test_queries_that_travel_in_backward_send_what_the_cost_says",)),
     # partials and gradients
     Mutant("merge_sign", "kernels/partial.py", "b.lse - a.lse)", "a.lse - b.lse)", PARTIAL),
     Mutant("empty_side_counts", "kernels/partial.py", "xp.zeros_like(part.out), part.out), part.lse)",

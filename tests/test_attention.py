@@ -54,7 +54,7 @@ def test_equals_dense_float64(case):
 LARGE = AttentionSpec(scale=1.0)
 LARGE_CASES = [
     (Case("causal", ring=8, spec=LARGE, sinks=True), {}),
-    (Case("causal", ring=8, spec=LARGE, layout="striped"), {"kernel": "tiled", "backward": "queries"}),
+    (Case("causal", ring=8, spec=LARGE, layout="striped"), {"kernel": "tiled"}),
     (Case("full", ring=8, spec=LARGE.replace(causal=False), layout="contiguous"), {"kernel": "reference"}),
     (Case("docs", ring=2, ulysses=2, spec=LARGE, lengths=[20, 0, 11, 25], sinks=True), {}),
     (Case("causal", spec=LARGE, strategy="gather", layout="contiguous", sinks=True), {}),
@@ -92,8 +92,6 @@ def test_heads_at_home_may_take_turns(case, kernel, together, monkeypatch):
         {"route": "relay"},
         {"together": 2},
         {"together": 7},
-        {"backward": "queries"},
-        {"backward": "queries", "together": 3},
         {"route": "levels", "hosts": 2},
         {"grads": "input"},
     ],
@@ -113,7 +111,6 @@ def test_other_ways_to_bring_keys_equal_it_too(case, choices):
         {"together": 3},
         {"together": 3, "long": 0},
         {"together": 3, "grads": "input"},
-        {"backward": "queries", "together": 2},
         {"route": "levels", "hosts": 2},
         {"route": "relay"},
         {"strategy": "gather"},
@@ -138,10 +135,7 @@ def test_gradients_that_a_named_kernel_of_rectangles_finds(choices, dtype, trans
             q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = ra.attention(*leaves, plan)
-        axis, schedule = (
-            plan.ring_axis,
-            schedule_of(Mask(plan, ra.AttentionSpec()), choices.get("backward") == "queries"),
-        )
+        axis, schedule = plan.ring_axis, schedule_of(Mask(plan, ra.AttentionSpec()))
         before = axis.sent
         out.backward(dout)
         sent = axis.sent - before
@@ -150,7 +144,7 @@ def test_gradients_that_a_named_kernel_of_rectangles_finds(choices, dtype, trans
     for grads, sent, (keys, back) in run_ranks(one, ring=4):
         for found, leaf in zip(grads, leaves, strict=True):
             assert found.dtype == dtype and (found - leaf.grad).norm() < 3 * torch.finfo(dtype).eps * leaf.grad.norm()
-        if "together" in choices and "backward" not in choices:
+        if "together" in choices:
             numbers = 2 * 2 * 2 * 16  # of the keys and values of a token
             back_bytes = dtype.itemsize if "grads" in choices else 4  # gradients are found in float32
             assert sent == keys * numbers * dtype.itemsize + back * numbers * back_bytes

@@ -80,7 +80,7 @@ CASES = [
     (BALANCED, {}),
     (replace(BALANCED, sinks=True, lengths=LENGTHS, cut=LENGTHS), {"kernel": "tiled"}),
     (replace(BALANCED, spec=WINDOW, sinks=True, strategy="gather"), {}),
-    (replace(BALANCED, spec=FULL, kv_heads=4), {"backward": "queries"}),
+    (replace(BALANCED, spec=FULL, kv_heads=4), {"together": 2}),
     (replace(BALANCED, spec=WINDOW, kv_heads=4), {"route": "relay", "hosts": 4}),
     (replace(BALANCED, seq_len=97, lengths=[90], cut=[90]), {"route": "levels", "hosts": 2}),
     (replace(BALANCED, seq_len=3, lengths=[3], cut=[3]), {}),  # fewer tokens than ranks
@@ -108,7 +108,7 @@ def test_random_calls_equal_dense_float64(seed):
         spec=spec, batch=rng.randint(1, 2), kv_heads=rng.choice([2, 4]), sinks=rng.random() < 0.5,
     )  # fmt: skip
     route = rng.choice([{}, {}, {"route": "relay"}, *([{"route": "levels", "hosts": 2}] if ring in (4, 6, 8) else [])])
-    choices = {"together": rng.randint(1, 4), "backward": rng.choice(["keys", "queries"]), **route}
+    choices = {"together": rng.randint(1, 4), **route}
     check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT), **choices)
 
 

@@ -184,8 +184,8 @@ def test_plan_says_what_was_chosen_and_who_works_when(capsys):
 @pytest.mark.parametrize(
     "argv, said",
     [
-        ([], "straight from their owners, over symmetric memory; in backward"),
-        (["transport=group", "backward=queries"], "over nccl; in backward queries"),
+        ([], "straight from their owners, over symmetric memory; in backward 25.2 MB a block"),
+        (["transport=group"], "over nccl; in backward"),
         (["hosts=2"], "route levels: blocks come host by host, over nccl"),
         (["route=relay"], "steps of the relay route"),
         (["strategy=gather", "groups=2"], "heads exchanged in 2 groups (as given)"),

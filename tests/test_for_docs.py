@@ -75,7 +75,7 @@ CASES = [
     (CUT, {}),
     (replace(CUT, layout="contiguous", sinks=True), {"kernel": "tiled"}),
     (replace(CUT, spec=WINDOW, sinks=True, strategy="gather"), {}),
-    (replace(CUT, spec=FULL, kv_heads=4), {"backward": "queries"}),
+    (replace(CUT, spec=FULL, kv_heads=4), {"together": 2}),
     (replace(CUT, spec=WINDOW, kv_heads=4), {"route": "relay", "hosts": 4}),
     (replace(CUT, ring=1, ulysses=4, strategy="ulysses", sinks=True), {}),
     (replace(CUT, ring=1, ulysses=4, strategy="ulysses", cut=[96], lengths=None), {}),

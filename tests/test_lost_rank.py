@@ -123,12 +123,12 @@ def test_an_error_of_its_own_is_no_loss_and_is_not_told_as_one_later(tmp_path):
     assert len(said) == 2 and all("lost ring rank 2 (words)" in one and "meta" not in one for one in said)
 
 
-def with_a_deadly_kernel(backward, side, *run):
+def with_a_deadly_kernel(backward, *args):
     def kernel(*args, **options):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    side.score = side.score._replace(backward=kernel)
-    return backward(side, *run)
+    *others, score, narrow = args
+    return backward(*others, score._replace(backward=kernel), narrow)
 
 
 HANGS, SHORT = 1, 4.0

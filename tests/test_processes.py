@@ -60,7 +60,6 @@ def other_ways(cases: list[Case]) -> list[dict[str, float]]:
     ways = (
         {"route": "direct", "together": 3},
         {"route": "levels", "hosts": 2},
-        {"backward": "queries", "route": "direct"},
     )
     return [errors for way in ways for errors in worst_errors(cases, **way)]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.cost import HARDWARE, Shape, seen_pairs
+from ringattn.cost import HARDWARE, seen_pairs
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import CASES, FEATURES, FULL, Case
 from ringattn.layout import LAYOUTS, Layout
@@ -102,18 +102,18 @@ specs = st.sampled_from([AttentionSpec(), FULL]) | st.builds(AttentionSpec, wind
 @settings(max_examples=60)
 @given(
     st.sampled_from(["contiguous", "zigzag", "balanced", "striped"]), st.integers(1, 8), specs,
-    st.lists(st.integers(0, 90), min_size=1, max_size=9), st.sampled_from([1, 1, 30]), st.booleans(),
+    st.lists(st.integers(0, 90), min_size=1, max_size=9), st.sampled_from([1, 1, 30]),
 )  # fmt: skip
-def test_what_travels_is_what_is_seen(name, ring, spec, lengths, times, turned):
+def test_what_travels_is_what_is_seen(name, ring, spec, lengths, times):
     """Of every block every rank reads all that it sees, and nothing that is a grain or more from it."""
     docs = Docs.from_lengths([times * n for n in lengths], pad_to=times * sum(lengths) + 3)
     plan = ra.Plan(docs.length, ring, layout=name, docs=docs if name == "balanced" else None)
-    schedule, layout = schedule_of.__wrapped__(Mask(plan, spec, docs), turned), plan.tokens
+    schedule, layout = schedule_of.__wrapped__(Mask(plan, spec, docs)), plan.tokens
     begin, end = bounds(spec, np.arange(layout.padded_length), docs.length, docs=docs)
     for a, b in np.ndindex(ring, ring):
-        q, k = (layout.positions(r) for r in ((b, a) if turned else (a, b)))
+        q, k = layout.positions(a), layout.positions(b)
         dense = (begin[0][q, None] <= k) & (k < end[0][q, None])
-        expected = dense.any(1) if turned else dense.any(0)
+        expected = dense.any(0)
         assert schedule.needed[a, b] == expected.any()
         if schedule.needed[a, b] and name != "striped":
             read = np.zeros(layout.shard_len, bool)
@@ -126,14 +126,14 @@ def test_what_travels_is_what_is_seen(name, ring, spec, lengths, times, turned):
             assert sum(map(len, ranges)) == read.sum() and len(ranges) <= GRAINS + len(layout.shard(b)) + 1
 
 
-def sent(case: Case, route: str = "relay", backward: str = "keys") -> list[tuple[int, int, tuple[int, int]]]:
+def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, int]]]:
     """Of each ring rank: bytes sent in forward, in backward, and the schedule's count of tokens."""
     given = oracle.inputs(case, torch.float32)
 
     def one(mesh):
         import ringattn as ra
 
-        plan = oracle.plan_of(case, mesh, route=route, together=2, backward=backward)
+        plan = oracle.plan_of(case, mesh, route=route, together=2)
         q, k, v = (plan.shard(given[n]).requires_grad_() for n in "qkv")
         axis = plan.ring_axis
         out = ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs)
@@ -143,7 +143,7 @@ def sent(case: Case, route: str = "relay", backward: str = "keys") -> list[tuple
         return (
             forward,
             axis.sent - forward,
-            schedule_of(mask, backward == "queries").tokens_sent(axis.rank, {"relay": case.ring}.get(route, 1)),
+            schedule_of(mask).tokens_sent(axis.rank, {"relay": case.ring}.get(route, 1)),
         )
 
     return run(one, ring=case.ring)
@@ -187,20 +187,7 @@ def test_documents_inside_shards_send_nothing():
     assert all(forward == backward == 0 for forward, backward, _ in sent(case))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_queries_that_travel_in_backward_send_what_the_cost_says(layout):
-    case = Case("causal", ring=4, layout=layout, seq_len=64, kv_heads=4)
-    shape = Shape(64, 64, 4, 4, case.head_dim, case.value_dim, itemsize=4, batch=case.batch)
-    rows = case.batch * 16 * case.heads
-    home = 4 * rows * case.head_dim  # dq of one block
-    away = shape.backward_bytes(4)["queries"] - home
-    assert away == 4 * rows * (case.head_dim + case.value_dim + 2)  # q, dout, lse and delta
-    for _, backward, (keys, grads) in sent(case, "direct", "queries"):
-        assert 16 * backward == keys * away + grads * home
-
-
-@pytest.mark.parametrize("kv_heads", [2, 8])  # keys travel in backward, or queries
-def test_the_last_gradients_fly_beside_work_at_home(kv_heads, monkeypatch):
+def test_the_last_gradients_fly_beside_work_at_home(monkeypatch):
     """Where one call makes all gradients: the work at home comes last."""
     events = {}
 
@@ -216,8 +203,8 @@ def test_the_last_gradients_fly_beside_work_at_home(kv_heads, monkeypatch):
         return score._replace(backward=noting("work", score.backward))
 
     def one(mesh):
-        plan = ra.plan(mesh, seq_len=64, heads=(8, kv_heads), head_dim=8, kernel="sdpa_cpu", strategy="ring")
-        assert plan.layout == "zigzag" and plan.transport.backward == ("keys" if kv_heads == 2 else "queries")
+        plan = ra.plan(mesh, seq_len=64, heads=(8, 2), head_dim=8, kernel="sdpa_cpu", strategy="ring")
+        assert plan.layout == "zigzag"
         plan.ring_axis.move = noting("a move", plan.ring_axis.move)
         q, k, v = (plan.shard(x).requires_grad_() for x in given)
         ra.attention(q, k, v, plan).sum().backward()
@@ -225,7 +212,7 @@ def test_the_last_gradients_fly_beside_work_at_home(kv_heads, monkeypatch):
         return [plan.unshard(x.grad) for x in (q, k, v)], happened
 
     monkeypatch.setattr("ringattn.torch.attention.call.score_with", watched)
-    given = [torch.randn(1, 64, h, 8) for h in (8, kv_heads, kv_heads)]
+    given = [torch.randn(1, 64, h, 8) for h in (8, 2, 2)]
     leaves = [x.clone().requires_grad_() for x in given]
     ra.attention(*leaves).sum().backward()
     for grads, (*_, before, last) in run(one, ring=4):

@@ -209,7 +209,7 @@ def test_rows_packed_differently_cost_the_host_little(layout):
     """Of 262,144 tokens in 16 rows: nothing token by token of every row, which a GPU computes from the runs."""
     T, rng = 16384, np.random.default_rng(0)
     rows = [np.diff(np.sort(rng.choice(T, 8)), prepend=0, append=T).tolist() for _ in range(16)]
-    plan, docs = Plan(T, 8, layout=layout, transport=Transport("relay", 1, backward="keys")), Docs.from_lengths(rows)
+    plan, docs = Plan(T, 8, layout=layout, transport=Transport("relay", 1)), Docs.from_lengths(rows)
     mask = Mask(plan, AttentionSpec(), docs)
 
     def peak(make):

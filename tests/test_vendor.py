@@ -392,14 +392,3 @@ def test_gpu_vendor_equals_reference(name: str, mask: str, shape: tuple[int, ...
     for what, error in errors(run(kernel, mask, shape, torch.bfloat16)).items():
         assert error < 2e-2, f"{name} {mask} {shape}: {what} is off by {error}"
     assert same(carried(kernel, mask, torch.bfloat16))
-
-
-def test_equal_heads_on_one_device_keep_the_vendors_backward(monkeypatch) -> None:
-    """Where queries would travel they take delta, from which vendors cannot compute; on one device nothing travels."""
-    q = torch.randn(1, 16, 2, 8, requires_grad=True)
-    plan = ra.plan(seq_len=16, heads=(2, 2), head_dim=8, kernel="sdpa_cpu")
-    assert plan.transport.backward == "queries"
-    monkeypatch.setattr("ringattn.kernels.vendor.rectangles.own_kernel", lambda q: pytest.fail("not the vendor's"))
-    (found,) = torch.autograd.grad(ra.attention(q, q, q, plan).sum(), q)
-    (expected,) = torch.autograd.grad(ra.attention(q, q, q, plan.replace(kernel="reference")).sum(), q)
-    torch.testing.assert_close(found, expected)

@@ -36,7 +36,6 @@ class Options:
     route: str = option("auto", "how keys reach the ranks of a ring: auto, direct, relay or levels")
     together: int | None = option(None, "with route=direct: from how many ranks keys arrive in a step")
     transport: str = option("auto", "auto, symmetric (GPUs of one host share memory) or group (NCCL, gloo)")
-    backward: str = option("auto", "with route=direct: what travels in backward, auto, keys or queries")
     groups: int | None = option(None, "in how many groups Ulysses and gather exchange the heads")
     causal: bool = option(True, "whether a query sees no later key")
     window: int | None = option(None, "how many keys a query sees at most")
@@ -92,9 +91,7 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
         strategy=options.strategy,
         layout=options.layout,
         kernel=options.kernel,
-        transport=Transport(
-            options.route, options.hosts, options.together, options.backward, options.groups, options.transport
-        ),
+        transport=Transport(options.route, options.hosts, options.together, options.groups, options.transport),
         dtype=options.dtype,
     )
 

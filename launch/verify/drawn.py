@@ -162,8 +162,6 @@ def choices_of(r: random.Random, case: Case) -> dict[str, Any]:
             found["hosts"] = r.choice(hosts)
         if found["route"] in ("direct", "levels"):
             found["together"] = r.choice([None, 1, 2, 3])
-        if found["route"] == "direct":
-            found["backward"] = r.choice(["auto", "keys", "queries"])
     if (case.strategy == "gather" or case.ulysses > 1) and r.random() < 0.3:
         here = max(1, math.lcm(case.kv_heads, case.ulysses) // case.ulysses)
         found["groups"] = r.choice([n for n in range(1, here + 1) if here % n == 0])

@@ -24,7 +24,7 @@ def describe(
     how = plan.transport
     words = {name: str(value) for name, value in more.items()} | {
         "plan": str(plan),
-        "route": f"{how.route} {how.hosts} {how.together} {how.backward} {how.groups}",
+        "route": f"{how.route} {how.hosts} {how.together} {how.groups}",
         "transport.grads": how.grads,
         "spec": str(spec),
         "plan.work": str(plan.work),

@@ -15,20 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringattn.jax.attention import ulysses
 from ringattn.jax.attention.gather import gather_backward, gather_forward
 from ringattn.jax.attention.ring import ring_backward, ring_forward
-from ringattn.jax.attention.steps import local_positions, step_of
+from ringattn.jax.attention.steps import cut_of, local_positions, step_of
 from ringattn.jax.check import check
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
 from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.kernels.partial import NEVER, add_sinks, empty, sink_gradient
 from ringattn.mask import Mask
 from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.spec import AttentionSpec, Docs, register_in_jax
 
 OUT, LSE = "ringattn_out", "ringattn_lse"  # the names of the results for policies of jax.checkpoint
 
@@ -36,15 +36,7 @@ Arrays = tuple[Array, Array, Array, Array | None]  # q, k, v, sinks
 Starts = tuple[Any, Any]  # of the documents, of the keys' documents: int32 [rows, n + 1], or None
 
 
-def bare_docs(aux: tuple[int, bool], leaves: tuple[Any]) -> Docs:
-    """Docs whose starts may be traced: their values are not read."""
-    docs = object.__new__(Docs)
-    (docs.starts,), (docs.length, docs.padded) = leaves, aux
-    return docs
-
-
-# Documents may be arguments of a jitted function: their starts are then traced, their number is not.
-jax.tree_util.register_pytree_node(Docs, lambda docs: ((docs.starts,), (docs.length, docs.padded)), bare_docs)
+register_in_jax()
 
 
 @dataclass(frozen=True)
@@ -69,15 +61,19 @@ def attention(
     plan, placed, inside = located(q, k, v, plan)
     spec = AttentionSpec() if spec is None else spec
     lengths = [part.local_len if inside else part.tokens.padded_length for part in (plan, plan.keys)]
-    arrays, starts = (q, k, v, sinks), (starts_of(docs), starts_of(key_docs))
+    arrays = q, k, v, sinks
     check(arrays, plan, (lengths[0], lengths[1]), spec, docs, key_docs)
-    call = call_of(plan, spec, docs, key_docs, return_lse)
+    eager = is_eager(q) and cut_of(plan) is None
+    if eager:
+        docs, key_docs = filled(docs), filled(key_docs)
+    call = call_of(plan, spec, docs, key_docs, return_lse, fixed=not eager)
     if inside:
-        out, lse = alone(call)(arrays, starts)
+        out, lse = alone(call)(arrays, (starts_of(docs), starts_of(key_docs)))
     else:
-        tokens = cut_of_tokens(q, k, plan, placed)
-        rows = tuple(P(tokens[0]) if s is not None and s.shape[0] > 1 else P() for s in starts)
-        out, lse = program(call, mesh_here(plan), tokens, rows)(arrays, starts)
+        mesh, tokens = mesh_here(plan), cut_of_tokens(q, k, plan, placed)
+        rows = cut_of_rows(docs, tokens), cut_of_rows(key_docs, tokens)
+        starts = tuple(starts_of(d, mesh if eager else None, r) for d, r in zip((docs, key_docs), rows, strict=True))
+        out, lse = program(call, mesh, tokens, rows)(arrays, starts)
     return (out, lse) if return_lse else out
 
 
@@ -86,15 +82,40 @@ def known(docs: Docs | None) -> bool:
     return docs is None or isinstance(docs.starts, np.ndarray)
 
 
-def starts_of(docs: Docs | None) -> Array | None:
-    if docs is None:
-        return None
-    return jax.device_put(docs.starts.astype(np.int32)) if known(docs) else jnp.asarray(docs.starts, jnp.int32)
+def is_eager(x: Array) -> bool:
+    """Whether this call runs now, perhaps under an eager grad, and is not a part of a larger program."""
+    return not isinstance(x, jax.core.Tracer) or x.to_concrete_value() is not None
 
 
-def call_of(plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None, lse: bool) -> Call:
-    """Concrete documents decide which hops are needed; traced ones do not."""
-    both = (docs, key_docs) if known(docs) and known(key_docs) else (None, None)
+def filled(docs: Docs | None) -> Docs | None:
+    """Known documents, and empty ones up to 8, 64, 512, ...: one program takes all packings of such a size."""
+    if docs is None or not known(docs):
+        return docs
+    size = 8
+    while size < docs.starts.shape[1] - 1:
+        size *= 8
+    more = size + 1 - docs.starts.shape[1]
+    return Docs.bare(np.pad(docs.starts, ((0, 0), (0, more)), mode="edge"), docs.length)
+
+
+def cut_of_rows(docs: Docs | None, tokens: P) -> P:
+    """The sharding of the starts of documents."""
+    return P(tokens[0]) if docs is not None and docs.starts.shape[0] > 1 else P()
+
+
+def starts_of(docs: Docs | None, mesh: Any = None, rows: P | None = None) -> Array | None:
+    """The starts as an array; with a mesh of devices those that are known are put on it."""
+    if docs is None or not known(docs):
+        return None if docs is None else jnp.asarray(docs.starts, jnp.int32)
+    there = NamedSharding(mesh, rows) if isinstance(mesh, Mesh) and rows is not None else None
+    return jax.device_put(docs.starts.astype(np.int32), there)
+
+
+def call_of(
+    plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None, lse: bool, fixed: bool = True
+) -> Call:
+    """Documents that are `fixed` in the program decide which hops are needed; traced ones do not."""
+    both = (docs, key_docs) if fixed and known(docs) and known(key_docs) else (None, None)
     padded = docs is not None and docs.padded
     return Call(Mask(plan, spec, *both), lse, padded, padded if key_docs is None else key_docs.padded)
 

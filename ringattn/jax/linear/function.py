@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ringattn.check import by_document, of_choice, of_linear, of_scale, of_state, returned_states, wrong_number
-from ringattn.jax.attention.function import real_tokens, starts_of
+from ringattn.jax.attention.function import cut_of_rows, filled, is_eager, real_tokens, starts_of
 from ringattn.jax.attention.steps import local_positions
 from ringattn.jax.attention.ulysses import cleared
 from ringattn.jax.check import of_dtypes
@@ -82,14 +82,15 @@ def linear_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     returned = returned_states(return_state, initial_state, docs, q.shape[0])
     documents = returned == "documents" or by_document(initial_state, docs, q.shape[0])
+    if is_eager(q) and not documents:
+        docs = filled(docs)
     call = Call(plan, scale, scan, returned, documents, docs is not None and docs.padded)
-    starts = starts_of(docs)
     if inside:
-        out, end = alone(call)(arrays, starts)
+        out, end = alone(call)(arrays, starts_of(docs))
     else:
-        tokens = cut_of_tokens(q, k, plan, lying)
-        rows = P(tokens[0]) if starts is not None and starts.shape[0] > 1 else P()
-        out, end = program(call, mesh_here(plan), tokens, rows)(arrays, starts)
+        mesh, tokens = mesh_here(plan), cut_of_tokens(q, k, plan, lying)
+        rows = cut_of_rows(docs, tokens)
+        out, end = program(call, mesh, tokens, rows)(arrays, starts_of(docs, mesh if is_eager(q) else None, rows))
     return (out, end) if return_state else out
 
 

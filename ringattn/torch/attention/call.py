@@ -98,10 +98,8 @@ class Call:
 
     def run_backward(self, rank: int, device: torch.device | None) -> Run:
         """The steps of backward. If float32 gradients travel, a step brings fewer blocks."""
-        queries = self.plan.transport.backward == "queries"
-        nbytes = self.query_bytes if queries else self.block_bytes
-        together = self.plan.blocks_at_once(nbytes if self.narrow else 4 * nbytes)
-        return run_of(self.mask, rank, device, together, queries)
+        together = self.plan.blocks_at_once(self.block_bytes * (1 if self.narrow else 4))
+        return run_of(self.mask, rank, device, together)
 
     @cached_property
     def mask_kind(self) -> str:
@@ -154,13 +152,6 @@ class Call:
     def block_bytes(self) -> int:
         """The bytes of the keys and values of one group that a rank of the ring holds."""
         return self.shape.kv_bytes(self.plan.keys.tokens.shard_len, self.heads[1])
-
-    @property
-    def query_bytes(self) -> int:
-        """The bytes of the queries and of the gradients of out."""
-        shape = self.shape
-        rows = shape.batch * self.plan.tokens.shard_len * self.heads[0]
-        return rows * (shape.head_dim + shape.value_dim) * shape.itemsize
 
     def kernel(self, rectangles: bool, backward: bool = False) -> Kernel:
         """The kernel for this call; `rectangles`: every step is few rectangles."""

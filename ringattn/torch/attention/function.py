@@ -212,17 +212,13 @@ def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> 
         yield from gather_backward(groups, call.ring, layout, call.everywhere, kernel, with_delta)
         return
     run, kernel, where = call.backward
-    queries = call.plan.transport.backward == "queries"
     for q, k, v, out, lse, dout, dlse in groups:
-        travels = queries and where is None
-        rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta, travels)
+        rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta)
         if where is not None:
-            dq, dk, dv = kernel.backward((q, k, v), where, rows, alone=True)
+            grads = kernel.backward((q, k, v), where, rows, alone=True)
         else:
-            side = (ring.QueriesTravel if queries else ring.KeysTravel)(q, k, v, kernel, rows)
-            travelled, stayed = ring.backward(side, call.ring, run, call.narrow)
-            dq, dk, dv = (*travelled, *stayed) if queries else (*stayed, *travelled)
-        yield *(in_dtype(grad, x.dtype) for grad, x in zip((dq, dk, dv), (q, k, v), strict=True)), delta
+            grads = ring.backward(q, k, v, rows, call.ring, run, kernel, call.narrow)
+        yield *(in_dtype(grad, x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), delta
 
 
 def sink_partial(q: Tensor, sinks: Tensor, value_dim: int) -> Partial:

@@ -15,7 +15,7 @@ from ringattn.comms.axis import Axis, ByRank, Done, Pending, Slices
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.rows import EVERY as ALL
-from ringattn.kernels.rows import NONE, Rows
+from ringattn.kernels.rows import NONE, OF_KEYS, OF_QUERIES, Rows
 from ringattn.kernels.total import Total
 from ringattn.schedule import Hop, Ranges
 from ringattn.torch.attention.steps import Run, Score, Stop, places
@@ -52,62 +52,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, axis: Axis, run: Run, score: Score,
     return part or empty(q, v.shape[-1])
 
 
-class KeysTravel:
-    """The backward pass in which keys and values travel and each rank sums the dq of its own queries."""
-
-    named, leaving, staying = "keys", (1, 2), (0,)  # what travels; which of dq, dk and dv go home with it, and stay
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, score: Score, rows: Rows):
-        self.score, self.q, self.rows = score, q, rows
-        self.travels, self.stays = (k, v), (Total(q),)
-
-    def inputs(self, turn: "Turn", here: Sequence[Tensor]) -> Step:
-        tensors = some_heads(self.q, turn.queries), *some_heads(here, turn.keys)
-        return tensors, turn.stop.where, self.rows if turn.queries == EVERY else self.rows.heads(turn.queries)
-
-    @property
-    def places(self) -> tuple[Any, Any, Any]:
-        """Where a kernel may add dq, dk and dv in place."""
-        return self.stays[0].place, None, None
-
-
-class QueriesTravel:
-    """The backward pass in which queries and their rows travel and keys stay.
-
-    Sends fewer bytes if there are as many key heads as query heads: only dq comes back, not dk and dv.
-    """
-
-    named, leaving, staying = "queries", (0,), (1, 2)
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, score: Score, rows: Rows):
-        self.score, self.keys = score, (k, v)
-        assert rows.delta is not None, "rows that travel have a delta"
-        self.travels = tuple(x.contiguous() for x in (q, rows.dout, rows.lse, rows.delta))
-        self.stays = Total(k), Total(v)
-
-    def inputs(self, turn: "Turn", here: Sequence[Tensor]) -> Step:
-        q, *rows = here
-        return (q, *self.keys), turn.stop.where, Rows(*rows)
-
-    @property
-    def places(self) -> tuple[Any, Any, Any]:
-        """Where a kernel may add dq, dk and dv in place."""
-        return None, self.stays[0].place, self.stays[1].place
-
-
-Side = KeysTravel | QueriesTravel
-
-
-def backward(side: Side, axis: Axis, run: Run, narrow: bool) -> tuple[Sequence[Total], Sequence[Total]]:
-    """The gradients of the tensors that travel and of those that stay; `narrow`: they travel in the inputs' dtype."""
-    held: Sequence[Tensor] = side.travels
-    own: Sequence[Total] = ()
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, rows: Rows, axis: Axis, run: Run, score: Score, narrow: bool
+) -> tuple[Total, Total, Total]:
+    """(dq, dk, dv) of this rank; `narrow`: gradients travel in the dtype of the inputs."""
+    dq = Total(q)
+    held: Sequence[Tensor] = (k, v)
+    own: Sequence[Total] = ()  # the gradients of this rank's keys and values
     arriving: Pending = Done()
     returning: list[Pending] = []
     for i, leg in enumerate(run, start=1):
         label = f"round {i} of {len(run)}, backward"
-        flight = rotate(axis, held, leg.hop, f"{side.named} after {label}")
-        found = visit(side, axis, leg.stops, held, narrow)
+        flight = rotate(axis, held, leg.hop, f"keys after {label}")
+        found = visit(q, held, rows, dq, axis, leg.stops, score, narrow)
         if i == 1:
             own = found
         else:  # sums of another rank's block: add those of its last holder, and pass them on
@@ -118,35 +75,37 @@ def backward(side: Side, axis: Axis, run: Run, narrow: bool) -> tuple[Sequence[T
         held = flight.wait() or held
     for transfer in returning:  # one of them brings the gradients of this rank's own block; the others only send
         add_to(own, transfer.wait())
-    return own, side.stays
+    return dq, own[0], own[1]
 
 
-def visit(side: Side, axis: Axis, stops: Sequence[Stop], held: Sequence[Tensor], narrow: bool) -> Sequence[Total]:
-    """The gradients of the held block, from all ranks that read it; those of this rank's own queries (or keys) add up
-    in `side.stays`. A step's gradients of other ranks' blocks travel while it computes the rest.
+def visit(
+    q: Tensor, held: Sequence[Tensor], rows: Rows, dq: Total, axis: Axis, stops: Sequence[Stop], score: Score,
+    narrow: bool,
+) -> Sequence[Total]:  # fmt: skip
+    """dk and dv of the held block, from all ranks that read it; this rank's dq is added to `dq`.
+
+    A step's gradients of other ranks' keys travel while it computes the rest.
     """
-    home, turns = Home(axis, narrow, *held[: len(side.leaving)]), turns_of(stops, side)
-    steps, parted = len(stops), side.score.kernel.parted
+    parted = score.kernel.parted
+    home, turns, steps = Home(axis, narrow, *held), turns_of(stops, q, held[0], parted), len(stops)
     here, trip = room_for(turns[0].stop, *held)
-    with axis.sharing(*trip, f"{side.named} of step 1 of {steps}, backward") as coming:
+    with axis.sharing(*trip, f"keys of step 1 of {steps}, backward") as coming:
         pass  # nothing to compute yet
     coming.wait()
     for i, (turn, following) in enumerate(with_next(turns, LAST), start=1 + steps - len(turns)):
         if parted:  # gradients travelled during the other half of this step; else they may during the next
             home.settle()
-        step = side.inputs(turn, here) if turn.stop.where else None
+        step = inputs(turn, q, here, rows) if turn.stop.where else None
         grads: Sequence[Any] = NONE
         room, trip = room_for(following.stop, *held)
-        what = f"{side.named} of step {i + 1} of {steps}, backward"
-        with axis.sharing(*trip, what, side.score.kernel.fills) as coming:
+        with axis.sharing(*trip, f"keys of step {i + 1} of {steps}, backward", score.kernel.fills) as coming:
             if step:
-                grads = side.score.backward(*step, side.leaving if parted else ALL, side.places)
-        home.send(turn.stop, [grads[i] for i in side.leaving], f"gradients of step {i} of {steps}", turn.keys)
+                grads = score.backward(*step, OF_KEYS if parted else ALL, (dq.place, None, None))
+        home.send(turn.stop, grads[1:], f"gradients of step {i} of {steps}", turn.keys)
         if step and parted:
-            grads = side.score.backward(*step, side.staying, side.places)
-        for total, which in zip(side.stays, side.staying, strict=True):
-            total.add(grads[which], heads=turn.queries)
-            total.fold()
+            grads = score.backward(*step, OF_QUERIES, (dq.place, None, None))
+        dq.add(grads[0], heads=turn.queries)
+        dq.fold()
         coming.wait()
         here = room
         del step, grads  # frees what is used up before memory for the next step is allocated
@@ -175,23 +134,29 @@ class Turn(NamedTuple):
 LAST = Turn(END)
 
 
-def turns_of(run: Sequence[Stop], side: Side) -> list[Turn]:
+def turns_of(run: Sequence[Stop], q: Tensor, k: Tensor, parted: bool) -> list[Turn]:
     """The order of a round's stops: where to put home, the stop that needs no transfer, so that it hides most.
 
     With parted kernels home is first and hides the first hop. With others it is last and hides the last gradients; if
     that is worth another launch, half of home's heads are first and the other half last.
     """
     home, *others = map(Turn, run)
-    if side.score.kernel.parted:
+    if parted:
         return [home, *others]
-    if isinstance(side, KeysTravel) and others and home.stop.where and side.q.shape[1] >= LONG:
-        heads, kv_heads = side.q.shape[2], side.travels[0].shape[2]
+    if others and home.stop.where and q.shape[1] >= LONG:
+        heads, kv_heads = q.shape[2], k.shape[2]
         half = kv_heads // 2
         cut = half * (heads // kv_heads)
         if half:
             first, last = Turn(run[0], slice(cut), slice(half)), Turn(run[0], slice(cut, None), slice(half, None))
             return [first, *others, last]
     return [*others, home]
+
+
+def inputs(turn: Turn, q: Tensor, here: Sequence[Tensor], rows: Rows) -> Step:
+    """What a kernel's backward takes for a turn."""
+    tensors = some_heads(q, turn.queries), *some_heads(here, turn.keys)
+    return tensors, turn.stop.where, rows if turn.queries == EVERY else rows.heads(turn.queries)
 
 
 def some_heads(x: Any, at: slice) -> Any:

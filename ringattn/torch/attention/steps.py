@@ -39,7 +39,7 @@ class Stop(NamedTuple):
     """One visit of a rank's run, with its intervals and transfers."""
 
     where: Intervals | None  # of the queries among the keys that are here; None if there is no work
-    shard: Shard  # the positions of the keys (or queries) that are here
+    shard: Shard  # the positions of the keys that are here
     brought: dict[int, Places]  # by source rank: where what is read of its block lies among the keys here
     readers: dict[int, Ranges]  # what other ranks read, at the same step, of the block that this rank holds
 
@@ -68,21 +68,12 @@ class Score(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def run_of(mask: Mask, rank: int, device: torch.device | None, together: int = 1, queries: bool = False) -> Run:
-    """The run of one ring rank. Each visit has up to `together` blocks of keys, or with `queries` of queries, which
-    then travel while keys stay.
-    """
-    plan, schedule = mask.plan, schedule_of(mask, queries)
-    if queries:
-        keys = plan.keys.tokens.shard(rank)
-        layout = plan.tokens
-    else:
-        seen = bounds_on(mask, plan.tokens.shard(rank), device)
-        layout = plan.keys.tokens
+def run_of(mask: Mask, rank: int, device: torch.device | None, together: int = 1) -> Run:
+    """The run of one ring rank. Each visit has up to `together` blocks."""
+    plan, schedule = mask.plan, schedule_of(mask)
+    seen = bounds_on(mask, plan.tokens.shard(rank), device)
 
     def where(shard: Shard) -> Intervals:
-        if queries:
-            return local(bounds_on(mask, shard, device), keys, device)
         return local(seen, shard, device)
 
     hosts = plan.hosts
@@ -92,7 +83,7 @@ def run_of(mask: Mask, rank: int, device: torch.device | None, together: int = 1
         return rank // size * size + block % size
 
     return tuple(
-        Leg(stops(schedule, one, layout, rank, where, holder), one.hop, one.home)
+        Leg(stops(schedule, one, plan.keys.tokens, rank, where, holder), one.hop, one.home)
         for one in schedule.rounds(rank, hosts, together)
     )
 
@@ -198,14 +189,13 @@ def score_with(entry: kernels.Kernel, scale: float, softcap: float | None) -> Sc
 
 
 def rows_of(
-    score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, with_delta: bool, travels: bool = False
+    score: Score, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, with_delta: bool
 ) -> tuple[Rows, Tensor | None]:
     """The rows of a backward pass as the kernel takes them, and delta if `with_delta`.
 
-    A kernel that computes delta gets `out`, unless the lse has a gradient too, which is a term of delta, or the rows
-    travel: delta is much smaller than out.
+    A kernel that computes delta gets `out`, unless the lse has a gradient too, which is a term of delta.
     """
-    by_out = dlse is None and not travels
+    by_out = dlse is None
     delta = None if by_out and not with_delta else row_delta(out, dout, dlse)
     return score.kernel.prepare(dout, lse, delta, out if by_out else None), delta
 

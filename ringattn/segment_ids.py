@@ -1,0 +1,79 @@
+"""Packed documents from the id of each token, as data pipelines write them. In numpy, or in JAX while it traces."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ringattn.kernels.arrays import is_jax
+from ringattn.spec import Docs, Row, is_traced, whole
+
+
+def docs_of(ids: Any, most: int | None, plan: Any, padding: int | None) -> Docs:
+    """The documents of `Docs.from_segment_ids`."""
+    room = None if most is None else whole(most)
+    if most is not None and (room is None or room < 1):
+        raise ValueError(f"most={most!r}: the most documents of a row of the batch, a whole number of at least 1")
+    if plan is not None:
+        ids = in_own_order(ids, plan)
+    rows = ids if is_traced(ids) else np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)
+    rows = rows[None] if rows.ndim == 1 else rows
+    if rows.ndim != 2 or 0 in rows.shape or rows.dtype.kind not in "iu":
+        raise ValueError(f"segment ids must be whole numbers [batch, tokens], got {rows.dtype} {tuple(rows.shape)}")
+    if is_traced(ids):
+        return traced_docs(rows, room, padding)
+    counts = [documents_in(row, padding) for row in rows]
+    if room is not None and max(counts) > room:
+        raise ValueError(f"row {np.argmax(counts)} of the ids has {max(counts)} documents, more than most={most}")
+    room = max(1, *counts) if room is None else room
+    return Docs.known(np.stack([starts_of(row, room, padding, np) for row in rows]), rows.shape[1])
+
+
+def traced_docs(ids: Any, most: int | None, padding: int | None) -> Docs:
+    """Docs with traced starts."""
+    import jax
+    import jax.numpy as jnp
+
+    if most is None:
+        raise ValueError("these ids are traced (jit, grad, vmap): pass most=, the most documents of a row of the batch")
+    starts = jax.vmap(partial(starts_of, most=most, padding=padding, xp=jnp))(ids)
+    return Docs.bare(starts.astype(jnp.int32), ids.shape[1])
+
+
+def in_own_order(ids: Any, plan: Any) -> Any:
+    """Ids in the sequence's own order, from those in the plan's order; in shard_map from this device's."""
+    if plan.framework == "jax":
+        from ringattn.jax.sharding import is_local, reordered
+
+        if is_jax(ids) and is_local(plan):
+            for axis in (plan.ulysses_axis, plan.ring_axis):
+                ids = axis.all_gather(ids, 1).wait()
+            return reordered(ids, plan.tokens, 1, back=True)[:, : plan.seq_len]
+    return plan.unshard(ids)
+
+
+def starts_of(ids: Any, most: int, padding: int | None, xp: Any) -> Any:
+    """[T] -> [most + 1]: where each run of equal ids begins, and where the last one ends."""
+    run = xp.concatenate([xp.zeros(1, int), xp.cumsum(ids[1:] != ids[:-1])])  # the number of each token's run
+    starts = xp.searchsorted(run, xp.arange(most + 1))
+    return starts if padding is None else xp.minimum(starts, end_of(ids, padding, xp))
+
+
+def end_of(ids: Any, padding: int | None, xp: Any) -> Any:
+    """The number of tokens without the padding at the end."""
+    return xp.where(ids == padding, 0, xp.arange(1, len(ids) + 1)).max()
+
+
+def documents_in(ids: Row, padding: int | None) -> int:
+    """The number of documents in a row; an error if an id comes back after another one."""
+    ids = ids if padding is None else ids[: end_of(ids, padding, np)]
+    if not len(ids):
+        return 0
+    starts = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
+    _, first = np.unique(ids[starts], return_index=True)
+    again = np.setdiff1d(np.arange(len(starts)), first)
+    again = again[ids[starts[again]] != padding]
+    if len(again):
+        at = starts[again[0]]
+        raise ValueError(f"segment id {ids[at]} comes back at token {at}: the tokens of a document are consecutive")
+    return len(starts)
