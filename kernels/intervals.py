@@ -49,6 +49,17 @@ class Intervals(NamedTuple):
     host: Any = None  # (begin, end) as numpy arrays, if the host made them: planning must not read the device
     choice: Choice | None = None  # instead of `rectangles`, if one program serves all devices
     made: dict[Any, Any] | None = None  # a kernel's cache, for intervals that several calls share
+    also: tuple["Intervals", ...] = ()  # further keys that the queries see, none of them twice: other families
+
+    @property
+    def families(self) -> "tuple[Intervals, ...]":
+        """Each family alone: kernels take one."""
+        return (self._replace(also=()), *self.also) if self.also else (self,)
+
+    @property
+    def are_rectangles(self) -> bool:
+        """Whether all families are few rectangles."""
+        return self.rectangles is not None and all(one.rectangles is not None for one in self.also)
 
 
 def rectangles_of(

@@ -14,12 +14,16 @@ from ringattn.spec import AttentionSpec, Docs
 
 @dataclass(frozen=True)
 class Mask:
-    """All that decides which query sees which key, known before anything runs (documents that JAX traces are not)."""
+    """All that decides which query sees which key, known before anything runs (documents that JAX traces are not).
+
+    `among` sees, without documents, all that `spec` may see in documents that JAX traces.
+    """
 
     plan: Plan
     spec: AttentionSpec
     docs: Docs | None = None
     key_docs: Docs | None = None
+    among: AttentionSpec | None = None
 
     @property
     def arguments(self) -> tuple[int, int, Docs | None, Docs | None]:
@@ -32,7 +36,7 @@ class Mask:
     @property
     def families(self) -> Families:
         """Who sees whom, as bands of one row if all rows are equal."""
-        return families_of(self.spec, *self.arguments)
+        return families_of(self.among or self.spec, *self.arguments)
 
     def runs(self, shard: Shard) -> list[Runs]:
         """Of each family the runs of a shard's queries, in the order of their positions."""
@@ -57,10 +61,6 @@ def schedule_of(mask: Mask) -> Schedule:
     """Which rank needs what of whose keys; the same on every rank."""
     plan = mask.plan
     queries, held = ([layout.shard(r) for r in range(plan.ring)] for layout in (plan.tokens, plan.keys.tokens))
-<<<<<<< HEAD
-    found = seen(bands_of(mask), queries, held, turned=turned, alone=plan.tokens.by_document)
-=======
-    found = seen(mask.spec, pieces(*mask.arguments), queries, held, plan.tokens.by_document)
->>>>>>> main
+    found = seen(bands_of(mask), queries, held, plan.tokens.by_document)
     return Schedule(found.needed, found.length) if getattr(plan.axes.ring, "whole", False) else found
 

@@ -91,7 +91,7 @@ class Call:
 
     def kernel_everywhere(self, backward: bool = False) -> Score:
         """For a gather: the kernel that serves them."""
-        return self.score(self.kernel(self.may_rely(self.everywhere.rectangles is not None), backward))
+        return self.score(self.kernel(self.may_rely(self.everywhere.are_rectangles), backward))
 
     def run_forward(self, rank: int, device: torch.device | None) -> Run:
         return run_of(self.mask, rank, device, self.plan.blocks_at_once(self.block_bytes))
@@ -144,7 +144,7 @@ class Call:
     def serves_rank(self, rank: int) -> bool:
         """Whether a kernel of few rectangles serves every step of a ring rank."""
         if self.gathers:
-            return global_intervals(self.mask, rank, None).rectangles is not None
+            return global_intervals(self.mask, rank, None).are_rectangles
         runs = [self.run_forward(rank, None), *([self.run_backward(rank, None)] if self.gradients else [])]
         return all(map(are_rectangles, runs))
 
@@ -177,7 +177,7 @@ def only(run: Run) -> Intervals | None:
 
 def are_rectangles(run: Run) -> bool:
     """Whether every step of a run is few rectangles."""
-    return all(stop.where.rectangles is not None for leg in run for stop in leg.stops if stop.where)
+    return all(stop.where.are_rectangles for leg in run for stop in leg.stops if stop.where)
 
 
 def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
+from ringattn.bands import Runs
+from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import TorchKernel
@@ -20,7 +22,6 @@ from ringattn.kernels.rows import Rows, row_delta
 from ringattn.layout import FEW, Layout, Shard, count_below, part_of
 from ringattn.mask import Mask, schedule_of
 from ringattn.schedule import Hop, Ranges, Round, Schedule
-from ringattn.spec import Runs, interval
 
 # The tensors of one group of heads, of a whole ring shard.
 Entered = Sequence[Any]  # q, k, v, and the partial that the queries start from
@@ -73,7 +74,7 @@ def run_of(mask: Mask, rank: int, device: torch.device | None, together: int = 1
     plan, schedule = mask.plan, schedule_of(mask)
     seen = bounds_on(mask, plan.tokens.shard(rank), device)
 
-    def where(shard: Shard) -> Intervals:
+    def where(shard: Shard) -> Intervals | None:
         return local(seen, shard, device)
 
     hosts = plan.hosts
@@ -130,33 +131,41 @@ def places(parts: Sequence[Shard]) -> Ranges:
 @lru_cache(maxsize=8)
 def global_intervals(mask: Mask, rank: int, device: torch.device | None) -> Intervals:
     """The intervals of one ring rank's queries among all keys in their global order."""
-    return on_device(bounds_on(mask, mask.plan.tokens.shard(rank), device), device)
+    seen = bounds_on(mask, mask.plan.tokens.shard(rank), device)
+    return together(seen, device) or on_device(seen[0], device)
 
 
-def bounds_on(mask: Mask, shard: Shard, device: torch.device | None) -> tuple[Any, Any]:
-    """The keys [begin, end) that a shard's queries see.
+def bounds_on(mask: Mask, shard: Shard, device: torch.device | None) -> list[tuple[Any, Any]]:
+    """Of each family, the keys [begin, end) that a shard's queries see.
 
     They are numpy arrays, from which rectangles can be found, unless a batch's rows differ: those are made on a GPU
     there, from the few numbers of their runs.
     """
-    runs = mask.runs(shard)
-    if len(runs.counts) == 1 or device is None or device.type == "cpu":
-        return runs.bounds(mask.spec)
-    return interval(mask.spec, *spread_on(runs, device))
+    on_host = device is None or device.type == "cpu"
+    return [
+        runs.bounds() if on_host or len(runs.counts) == 1 else spread_on(runs, device) for runs in mask.runs(shard)
+    ]
 
 
-def spread_on(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each query of runs, its position among the keys, and the first and last key of its document, by torch."""
+def spread_on(runs: Runs, device: torch.device | None) -> tuple[Tensor, Tensor]:
+    """`runs.bounds()` on the device, by torch."""
     positions, counts, *others = (torch.from_numpy(x).to(device, non_blocking=True) for x in runs)
     rows, size = len(counts), len(positions)
     at = torch.repeat_interleave(counts.ravel(), output_size=rows * size)
-    begin, end, shift = (x.ravel()[at].view(rows, size) for x in others)
-    return positions + shift, begin, end
+    begin, end, lean, rise = (x.ravel()[at].view(rows, size) for x in others)
+    return begin + lean * positions, end + rise * positions
 
 
-def local(seen: tuple[Any, Any], shard: Shard, device: torch.device | None) -> Intervals:
+def local(seen: list[tuple[Any, Any]], shard: Shard, device: torch.device | None) -> Intervals | None:
     """Intervals of positions as those of a shard's local indices."""
-    return on_device(tuple(below(shard, side) for side in seen), device)
+    return together([tuple(below(shard, side) for side in sides) for sides in seen], device)
+
+
+def together(seen: Sequence[tuple[Any, ...]], device: torch.device | None) -> Intervals | None:
+    """The families that see something, on the device; None if none does. What is on the device is not looked at."""
+    some = [sides for sides in seen if isinstance(sides[0], Tensor) or (sides[0] < sides[1]).any()]
+    found = [on_device(sides, device) for sides in some]
+    return found[0]._replace(also=tuple(found[1:])) if found else None
 
 
 def below(shard: Shard, position: Any) -> Any:
@@ -183,7 +192,7 @@ def on_device(seen: tuple[Any, ...], device: torch.device | None) -> Intervals:
 
 @lru_cache(maxsize=1024)
 def score_with(entry: kernels.Kernel, scale: float, softcap: float | None) -> Score:
-    kernel: TorchKernel = entry.load()
+    kernel: TorchKernel = over_families(entry.load())
     given: dict[str, Any] = {"scale": scale, "softcap": softcap}
     return Score(kernel, partial(kernel.attend, **given), partial(kernel.backward, **given))
 
