@@ -133,28 +133,22 @@ def bends(
         low, high = np.maximum(low[i], keys - shift[i]), np.minimum(high[i], stops - shift[i])
         cuts.append(low)
 
-    def cut(where: Row, low: Row, high: Row) -> None:
-        cuts.append(where[(low < where) & (where < high)])
+    def cut(lefts: list[Row], rights: list[Row], low: Row, high: Row, shift: Any) -> None:
+        """Where the begin of an interval passes one of the first keys, or its end one of the others."""
+        passing = [] if left is None else [keys + min(left, most) - shift for keys in lefts]
+        passing += [] if right is None else [keys - min(right, most) - shift for keys in rights]
+        cuts.extend(where[(low < where) & (where < high)] for where in passing)
 
-    sides = [(keys, stops, i, low, high)]
+    cut([keys + 1], [keys, stops], low, high, shift[i])
     if spec.first:
         top = np.minimum(begin + min(spec.first, most), end)
-        sides.append((top, top, np.arange(len(begin)), starts[:-1], starts[1:]))
+        cut([top], [top - 1], starts[:-1], starts[1:], shift)
     if marks is not None:
-        sides.append((marks[1], marks[1], marks[0], starts[marks[0]], starts[marks[0] + 1]))
-    for first, last, at, low, high in sides:
-        if left is not None:
-            cut(first + min(left, most) - shift[at], low, high)
-        if right is not None:
-            cut(first - min(right, most) - shift[at], low, high)
-            cut(last - min(right, most) - shift[at], low, high)
+        at, key = marks
+        cut([key, key + 1], [key, key - 1], starts[at], starts[at + 1], shift[at])
     if spans is not None:
-        a, b = spans.T
-        cuts += a, b
-        if left is not None:
-            cut(a + min(left, most), a, b)
-        if right is not None:
-            cut(b - min(right, most), a, b)
+        cuts += list(spans.T)
+        cut([spans[:, 0]], [spans[:, 1]], *spans.T, 0)
     return np.unique(np.concatenate(cuts))
 
 

@@ -12,7 +12,7 @@ from ringattn import kernels
 from ringattn.check import of_arguments, of_choice, of_unknown
 from ringattn.comms.axis import Ranks, one_rank, roles
 from ringattn.cost import Cost, Hardware, Shape, kv_heads_of_a_rank, predict, seen_pairs
-from ringattn.kernels.rates import mask_of
+from ringattn.mask import kind_of
 from ringattn.planning import Plan, Transport, dtype_name, hardware_of
 from ringattn.spec import AttentionSpec, Docs, raise_if
 
@@ -313,7 +313,6 @@ def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: s
 def problem_of(plan: Plan, shape: Shape, spec: AttentionSpec, dtype: str, docs: Docs | None) -> kernels.Problem:
     """The problem of one rank, as far as a plan knows it."""
     torch = torch_on_gpu() if plan.device == "cuda" else None
-    lengths = np.array([[shape.key_len]]) if docs is None else np.diff(docs.starts)
     return kernels.Problem(
         device=plan.device,
         dtype=dtype,
@@ -322,8 +321,8 @@ def problem_of(plan: Plan, shape: Shape, spec: AttentionSpec, dtype: str, docs: 
         heads=shape.heads // plan.ulysses,
         kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
         softcap=spec.softcap is not None,
-        rectangles=spec.window is None and docs is None,  # stripes may still cut a step into too many rectangles
-        mask=mask_of(lengths, spec.causal, spec.window, alone=plan.ring == 1),
+        rectangles=spec.behind is None and spec.reach[1] in (0, None) and docs is None,  # stripes may still cut a step into too many rectangles
+        mask=kind_of(spec, (shape.seq_len, shape.key_len), docs, None, alone=plan.ring == 1),
         arch=torch.cuda.get_device_capability() if torch else None,
         deterministic=plan.deterministic,
         rows=plan.tokens.shard_len * (shape.heads // plan.ulysses),

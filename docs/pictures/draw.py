@@ -24,7 +24,8 @@ from ringattn.mask import pieces
 from ringattn.planning import Plan
 from ringattn.schedule import seen
 from ringattn.segments import order
-from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.bands import bounds
+from ringattn.spec import AttentionSpec, Docs
 
 INK, FAINT, PAPER = STYLE["text.color"], "#d9d9d9", "#f4f4f4"
 

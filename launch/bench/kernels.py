@@ -24,7 +24,8 @@ from ringattn.launch.bench.peers import CONTESTANTS, Inputs, of_table
 from ringattn.launch.bench.ring import SHORT, mixed
 from ringattn.launch.bench.timing import captured, copy_rate, elapsed_ms, steady_ms
 from ringattn.launch.words import option
-from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.bands import bounds
+from ringattn.spec import AttentionSpec, Docs
 
 IMPLS = ("triton", "flex", "cudnn", "flash", "fa4")
 CPU_IMPLS = ("sdpa_cpu", "tiled")

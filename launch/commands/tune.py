@@ -25,7 +25,7 @@ from ringattn.kernels.intervals import Intervals
 from ringattn.launch.bench.kernels import doc_lengths
 from ringattn.launch.bench.timing import elapsed_ms, steady_ms
 from ringattn.launch.words import option
-from ringattn.spec import bounds
+from ringattn.bands import bounds
 
 
 @dataclass(frozen=True)

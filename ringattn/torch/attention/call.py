@@ -19,8 +19,7 @@ from ringattn.check import of_arguments, of_arrays, warn_of_exchanged
 from ringattn.cost import Shape, kv_heads_of_a_rank
 from ringattn.kernels import Kernel, select
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.rates import mask_of
-from ringattn.mask import Mask
+from ringattn.mask import Mask, kind_of
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
@@ -104,10 +103,9 @@ class Call:
     @cached_property
     def mask_kind(self) -> str:
         """The kind of mask, by which the fastest kernel is chosen where steps are not few rectangles."""
-        _, keys, docs, key_docs = self.mask.arguments
-        lengths = np.array([[keys]]) if docs is None else np.diff(docs.starts)
-        alone = self.ring.size == 1 and len(lengths) == 1 and key_docs is None
-        return mask_of(lengths, self.mask.spec.causal, self.mask.spec.window, alone)
+        *lengths, docs, key_docs = self.mask.arguments
+        alone = self.ring.size == 1 and key_docs is None and (docs is None or len(docs.starts) == 1)
+        return kind_of(self.mask.spec, (lengths[0], lengths[1]), docs, key_docs, alone)
 
     def rectangles(self, run: Run) -> bool:
         """Whether the kernel of this run may rely on few rectangles."""
