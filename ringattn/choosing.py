@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringattn import kernels
-from ringattn.check import of_arguments, of_choice, of_unknown
+from ringattn.check import of_arguments, of_choice, of_mask, of_unknown
 from ringattn.comms.axis import Ranks, one_rank, roles
 from ringattn.cost import Cost, Hardware, Shape, kv_heads_of_a_rank, predict, seen_pairs
 from ringattn.mask import kind_of
 from ringattn.planning import Plan, Transport, dtype_name, hardware_of
+from ringattn.slices import Mask
 from ringattn.spec import AttentionSpec, Docs, raise_if
 
 
@@ -28,6 +29,7 @@ def plan(
     dtype: str | None = None,
     spec: AttentionSpec | None = None,
     docs: Docs | None = None,
+    mask: Mask | None = None,
     strategy: str = "auto",
     layout: str = "auto",
     kernel: str = "auto",
@@ -44,13 +46,13 @@ def plan(
     the batch and the heads: {"ring": "context", "batch": ("data", "fsdp"), "heads": "tensor"}. No
     mesh means one device; a `choosing.Target` stands for ranks that need not exist. `heads` is (query heads, key
     heads). Every rank must make the same plan; `explain()` shows the candidates and why this one was chosen. With
-    `docs` the layout is chosen for these documents. With `deterministic` only kernels run whose gradients have the same
+    `docs`, or the `mask` that stands for them, the layout is chosen for these documents. With `deterministic` only kernels run whose gradients have the same
     bits in every run, as also under torch.use_deterministic_algorithms. `transport` is how blocks travel over a torch
     mesh. `saved_as` is the name of attention's results for policies of jax.checkpoint.
     """
-    words = of_arguments(spec=spec, docs=docs, transport=transport)
+    words = of_arguments(spec=spec, docs=docs, transport=transport) or of_mask(mask, spec, docs)
     raise_if(of_unknown("plan", unknown, "spec", "docs", "transport") or words)
-    spec = AttentionSpec() if spec is None else spec
+    spec, docs = AttentionSpec() if spec is None else spec, docs if mask is None else mask
     transport = Transport() if transport is None else transport
     target = target_of(mesh, transport.by, axes)
     if target.framework == "jax" and transport.chosen:
@@ -221,7 +223,7 @@ def candidates(
 
 def dealt(layout: str, docs: Docs | None, spec: AttentionSpec) -> dict[str, Any]:
     """What a layout that is made for documents and their work needs."""
-    return {"docs": docs, "work": AttentionSpec(spec.causal, spec.window)} if layout == "balanced" else {}
+    return {"docs": docs, "work": spec.replace(softcap=None, scale=None)} if layout == "balanced" else {}
 
 
 def priced(

@@ -9,6 +9,8 @@ from dataclasses import field
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
+
 from ringattn.comms.axis import LIVE, NOT_HERE, TRANSPORTS, Ranks
 from ringattn.cost import HARDWARE, Hardware, Shape, exchanged, groups_of, kv_heads_of_a_rank
 from ringattn.layout import MAKERS, Layout
@@ -143,9 +145,9 @@ class Plan(Value):
         """The whole plan as text, for a compiled graph, which holds no objects; `of_text` is the inverse."""
         values = {name: getattr(self, name) for name in NAMED}
         if self.docs is not None:
-            values["docs"] = self.docs.starts.tolist(), self.docs.length
+            values["docs"] = self.docs.encoded.tolist(), self.docs.length
         if self.work is not None:
-            values["work"] = self.work.causal, self.work.window
+            values["work"] = self.work.causal, self.work.window, self.work.chunk, self.work.first
         return json.dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
 
     def _docs_problem(self) -> str | None:
@@ -420,9 +422,10 @@ def of_text(text: str) -> Plan:
             axes.plans.clear()
         given = dict(zip(NAMED, values, strict=True))
         if given["docs"] is not None:
-            given["docs"] = Docs(*given["docs"])
+            given["docs"] = Docs.decoded(np.array(given["docs"][0], np.int64), given["docs"][1])
         if given["work"] is not None:
-            given["work"] = AttentionSpec(*given["work"])
+            causal, window, *rest = given["work"]
+            given["work"] = AttentionSpec(causal, tuple(window) if isinstance(window, list) else window, *rest)
         axes.plans[text] = Plan(**given, transport=Transport(*transport), axes=axes)
     return axes.plans[text]
 

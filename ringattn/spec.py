@@ -126,6 +126,30 @@ class Docs:
         """All that they consist of but the length: starts, spans, parents, slices."""
         return self.starts, self.spans, self.parents, self.slices
 
+    @cached_property
+    def encoded(self) -> Row:
+        """All parts as one array: the starts, or if there are more, of each part the dims, shape and numbers."""
+        if self.plain:
+            return self.starts
+        parts = [np.array([0]) if x is None else np.concatenate([[x.ndim], x.shape, x.ravel()]) for x in self.parts]
+        return np.concatenate(parts).astype(np.int64)
+
+    @staticmethod
+    def decoded(numbers: Row, length: int) -> "Docs":
+        """The inverse of `encoded`; the numbers may not change later."""
+        if numbers.ndim == 2:
+            return Docs.known(numbers, length)
+        from ringattn.slices import Mask
+
+        parts: list[Row | None] = []
+        for _ in Docs.PARTS:
+            dims, rest = int(numbers[0]), numbers[1:]
+            shape, rest = rest[:dims], rest[dims:]
+            size = int(shape.prod()) if dims else 0
+            parts.append(rest[:size].reshape(shape).copy() if dims else None)
+            numbers = rest[size:]
+        return (Docs if parts[-1] is None else Mask).known(parts[0], length, *parts[1:])  # type: ignore[arg-type]
+
     @property
     def plain(self) -> bool:
         """Whether these are documents alone."""
