@@ -6,7 +6,8 @@ READY := $(VENV)/.ready
 ARGS ?=
 WORKERS := -n 3 --dist worksteal  # tests that start ranks wait a good part of their time
 
-.PHONY: help install test test-slow test-with test-ray test-gpu test-hosts test-compile test-mutants train bench pictures lint types
+.PHONY: help install test test-slow test-with test-ray test-gpu test-hosts test-compile test-mutants train bench pictures docs \
+        lint types
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -54,6 +55,15 @@ bench: $(READY)  ## measure on this machine (ARGS='memory out=FILE', 'kernels', 
 
 pictures: $(READY)  ## draw the pictures of docs/
 	$(RUN)/python docs/pictures/draw.py
+
+docs: .venv-docs/.ready  ## check the spelling of docs and code, and build the site into site/, strictly: no warnings
+	.venv-docs/bin/codespell
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+
+.venv-docs/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material mkdocstrings-python codespell ruff
+	@touch $@
 
 lint: $(READY)  ## check style and format
 	$(VENV)/bin/ruff check .

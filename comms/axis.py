@@ -7,11 +7,8 @@ passed are in flight: they may be read, but not written.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, cached_property
-from itertools import count
 from math import prod
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
 
 ByRank = Mapping[int, Sequence[Any]]  # the tensors to send to, or to receive from, each of some ranks
 
@@ -222,59 +219,6 @@ class Solo(Axis):
 
     def __init__(self, name: str = "ring"):
         self.name = name
-
-
-class Ranks:
-    """The ranks of a plan: framework, kind of device and the two axes, with caches that live as long as they do.
-
-    `here` is False if the plan is only computed, for ranks that do not exist. `cuts` are the axes of a JAX mesh that
-    cut the batch and the heads, if the user named them.
-    """
-
-    def __init__(
-        self, ring: Any, ulysses: Any, framework: str = "torch", device: str = "cpu", here: bool = True,
-        cuts: tuple[tuple[str, ...], tuple[str, ...]] | None = None,
-    ):  # fmt: skip
-        self.ring, self.ulysses, self.cuts = ring, ulysses, cuts
-        self.framework, self.device, self.here = framework, device, here
-        self.calls: dict[Any, Any] = {}  # bound calls, by their key
-        self.agreed: dict[Any, set[Any]] = {}  # by plan: the kinds of calls that all ranks agreed on
-        self.kept: dict[str, Any] = {}  # caches of the framework's side
-        self.plans: dict[str, Any] = {}  # the plans of compiled graphs, by their text
-        self.number = next(NUMBERS)
-        LIVE[self.number] = self
-
-    @cached_property
-    def place(self) -> tuple[Any, ...]:
-        """What makes ranks of two plans differ: whether blocks travel whole; in JAX, where it keys programs, axes."""
-        axes = [tuple(vars(axis).items()) for axis in self] if self.framework == "jax" and self.here else []
-        whole = getattr(self.ring, "whole", False)
-        return (self.framework, whole, *([self.device, self.cuts] if axes else []), *axes)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Ranks) and self.place == other.place
-
-    def __hash__(self) -> int:
-        return hash(self.place)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.ring, self.ulysses))
-
-    def __reduce__(self) -> Any:
-        """Pickles plans of one rank, and plans of ranks that are not here."""
-        return (one_rank, (self.device,)) if self.here else (Ranks, (None, None, self.framework, self.device, False))
-
-
-# A compiled graph holds numbers and strings, but no objects: it finds its ranks by their number.
-LIVE: "WeakValueDictionary[int, Ranks]" = WeakValueDictionary()
-NUMBERS = count()
-NOT_HERE = Ranks(None, None, here=False)
-
-
-@cache
-def one_rank(device: str = "cpu") -> Ranks:
-    """The ranks of plans of one rank: the same object for all plans of one device."""
-    return Ranks(Solo("ring"), Solo("ulysses"), device=device)
 
 
 def one_ahead(transfers: Iterable[Pending]) -> Iterator[Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ringattn.comms.axis import Done, Ranks, mesh_sizes, split_sizes
+from ringattn.comms.axis import Done, mesh_sizes, split_sizes
 
 
 @dataclass(frozen=True)
@@ -209,13 +209,8 @@ def split(mesh: Mesh | AbstractMesh, name: str, sizes: dict[str, int]) -> Mesh |
     return Mesh(mesh.devices.reshape(tuple(cut.values())), tuple(cut), axis_types=tuple(kinds))
 
 
-def axes(
-    mesh: Mesh | AbstractMesh, names: Mapping[str, tuple[str, ...]] | None = None, device: str | None = None
-) -> Ranks:
-    """The ranks of a plan; `names` are the mesh's axes by their role, if these have other names."""
-    names = {} if names is None else names
-    of = {"ring": ("ring",), "ulysses": ("ulysses",), **names}
+def axes(mesh: Mesh | AbstractMesh, names: Mapping[str, tuple[str, ...]] | None = None) -> tuple[MeshAxis, MeshAxis]:
+    """The ring axis and the Ulysses axis; `names` are the mesh's axes by their role, if these have other names."""
+    of = {"ring": ("ring",), "ulysses": ("ulysses",), **({} if names is None else names)}
     ring, ulysses = (MeshAxis(x[0] if len(x) == 1 else x, mesh) for x in (of["ring"], of["ulysses"]))
-    named = names.get("batch"), names.get("heads")
-    cuts = None if named == (None, None) else (named[0] or (), named[1] or ())
-    return Ranks(ring, ulysses, "jax", device or platform(mesh), cuts=cuts)
+    return ring, ulysses

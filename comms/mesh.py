@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringattn.comms.axis import Axis, Ranks, Solo, mesh_sizes, split_sizes
+from ringattn.comms.axis import Axis, Solo, mesh_sizes, split_sizes
 from ringattn.comms.local import LocalMesh
 from ringattn.comms.lost import meet, set_timeout, timeout_of
 from ringattn.comms.process_group import CollectiveAxis, ProcessGroupAxis
@@ -113,11 +113,11 @@ def axis(mesh: Any, name: str, transport: str = "auto") -> Axis:
     return grouped
 
 
-def axes(mesh: Any, names: Mapping[str, tuple[str, ...]] | None = None, transport: str = "auto") -> Ranks:
-    """The ranks of a plan; `names` are the mesh's axes by their role, if these have other names."""
+def axes(mesh: Any, names: Mapping[str, tuple[str, ...]] | None = None, transport: str = "auto") -> tuple[Axis, Axis]:
+    """The ring axis and the Ulysses axis; `names` are the mesh's axes by their role, if these have other names."""
     names = {} if names is None else names
     ring, ulysses = (axis(mesh, names.get(role, (role,))[0], transport) for role in ("ring", "ulysses"))
-    return Ranks(ring, ulysses, device=mesh.device_type)
+    return ring, ulysses
 
 
 def split(mesh: Any, name: str, sizes: dict[str, int]) -> Any:

@@ -10,12 +10,15 @@ import numpy as np
 
 from ringattn import kernels
 from ringattn.check import of_arguments, of_choice, of_mask, of_unknown
-from ringattn.comms.axis import Ranks, one_rank, roles
+from ringattn.comms.axis import roles
 from ringattn.cost import Cost, Hardware, Shape, kv_heads_of_a_rank, predict, seen_pairs
-from ringattn.mask import kind_of
+from ringattn.mask import Mask, kind_of, schedule_of
 from ringattn.planning import Plan, Transport, dtype_name, hardware_of
-from ringattn.slices import Mask
+from ringattn.ranks import Ranks, one_rank
+from ringattn.slices import Mask as Slices
 from ringattn.spec import AttentionSpec, Docs, raise_if
+
+ALIKE, EVEN = 1.01, 1.02  # the time over that of the fastest, and the busiest rank's work over the mean: no difference
 
 
 def plan(
@@ -29,7 +32,7 @@ def plan(
     dtype: str | None = None,
     spec: AttentionSpec | None = None,
     docs: Docs | None = None,
-    mask: Mask | None = None,
+    mask: Slices | None = None,
     strategy: str = "auto",
     layout: str = "auto",
     kernel: str = "auto",
@@ -85,7 +88,7 @@ def plan(
         best, report = options[0], ["no prediction: give heads=(query, key) and head_dim to compare candidates"]
     else:
         hardware = hardware_of(target.device)
-        costs = priced(options, shape, spec, hardware, docs)
+        costs = priced(options, shape, spec, hardware, docs, transport.together)
         best, report = costs[0][0], candidates_report(costs, hardware)
     best = best.replace(axes=target.bind(best.ring, best.ulysses))
     if transport.grads == "auto":
@@ -160,12 +163,18 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
         raise ValueError(f"mesh={mesh!r} is of type {type(mesh).__name__}; make one with ringattn.init_mesh(ring=...)")
     names = tuple(meshes.axis_names(mesh))
     found = roles(named, names, framework)
+    cuts = (found.get("batch", ()), found.get("heads", ())) if {"batch", "heads"} & set(found) else None
+
+    def ranks(of: Any, names: Mapping[str, tuple[str, ...]]) -> Ranks:
+        ring, ulysses = axes(of, names)
+        return Ranks(ring, ulysses, framework, device, cuts=cuts)
+
     if "sequence" in found:
         (line,) = found["sequence"]
 
         def bind(ring: int, ulysses: int) -> Ranks:
             split = meshes.split(mesh, line, {"ring": ring, "ulysses": ulysses})
-            return axes(split, {**found, "ring": ("ring",), "ulysses": ("ulysses",)})
+            return ranks(split, {**found, "ring": ("ring",), "ulysses": ("ulysses",)})
 
         return Target(device, factored(meshes.axis_size(mesh, line)), bind, framework)
     if not {"ring", "ulysses"} & set(found):
@@ -174,7 +183,7 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
             f"(ringattn{'.jax' if framework == 'jax' else ''}.init_mesh names them, or axes={{'ring': ...}} here)"
         )
     ring, ulysses = (prod(meshes.axis_size(mesh, name) for name in found.get(r, ())) for r in ("ring", "ulysses"))
-    return Target(device, [(ring, ulysses)], lambda *sizes: axes(mesh, found), framework)
+    return Target(device, [(ring, ulysses)], lambda *sizes: ranks(mesh, found), framework)
 
 
 def is_jax_mesh(mesh: Any) -> bool:
@@ -206,7 +215,9 @@ def candidates(
         names = ("ulysses",) if ring == 1 else ("ring", "gather")
         layouts = ("contiguous",) if ring == 1 or not spec.causal else ("zigzag", "contiguous")
         if ring > 1 and docs is not None:
-            layouts = (*layouts, "striped")  # balanced for any documents
+            layouts = (*layouts, "striped")  # equal work for any documents
+            if alone.framework == "torch" and docs.first is not None:
+                layouts = (*layouts, "balanced")
         found += [
             alone.replace(ring=ring, ulysses=ulysses, strategy=s, layout=one, **dealt(one, docs, spec))
             for s in (names if strategy == "auto" else (strategy,))
@@ -227,25 +238,36 @@ def dealt(layout: str, docs: Docs | None, spec: AttentionSpec) -> dict[str, Any]
 
 
 def priced(
-    options: list[Plan], shape: Shape, spec: AttentionSpec, hardware: Hardware, docs: Docs | None
+    options: list[Plan], shape: Shape, spec: AttentionSpec, hardware: Hardware, docs: Docs | None, together: int | None
 ) -> list[tuple[Plan, Cost]]:
-    """The candidates with their predicted costs, fastest first."""
+    """The candidates with their predicted costs, fastest first; of equals the one that receives least."""
+    counts: dict[Any, np.ndarray] = {}  # by layout, which several strategies share
     found = []
     for plan in options:
         layouts = plan.tokens, plan.keys.tokens
-        counts = seen_pairs(*layouts, spec, docs)
-        found.append((plan, predict(shape, *layouts, counts, plan.strategy, hardware)))
-    return sorted(found, key=lambda one: one[1].seconds)
+        if layouts not in counts:
+            counts[layouts] = seen_pairs(*layouts, spec, docs)
+        schedule = schedule_of(Mask(plan.replace(strategy="ring"), spec, docs))
+        found.append((plan, predict(shape, *layouts, counts[layouts], schedule, plan.strategy, hardware, together)))
+    least = min(cost.seconds for _, cost in found)
+
+    def order(one: tuple[Plan, Cost]) -> tuple[Any, ...]:
+        cost = one[1]
+        alike = cost.seconds <= ALIKE * least and cost.imbalance <= EVEN
+        return (0, cost.received) if alike else (1, cost.seconds)
+
+    return sorted(found, key=order)
 
 
 def candidates_report(options: list[tuple[Plan, Cost]], hardware: Hardware) -> list[str]:
-    """The candidates as the lines of a table."""
+    """The candidates as the lines of a table: times, and of the busiest rank its work and what it receives."""
     return [
         f"predicted forward on {hardware.name}:",
-        "  ring ulysses strategy layout      ms      exposed ms  MB sent  imbalance",
+        "  ring ulysses strategy layout      ms      exposed ms  work / mean  MB received (mean)",
         *(
             f"  {plan.ring:>4} {plan.ulysses:>7} {plan.strategy:<8} {plan.layout:<10} {cost.seconds * 1e3:>8.3f} "
-            f"{max(0.0, cost.exposed) * 1e3:>11.3f} {cost.sent / 1e6:>8.1f} {cost.imbalance:>9.2f}"
+            f"{max(0.0, cost.exposed) * 1e3:>11.3f} {cost.imbalance:>12.2f}  "
+            f"{cost.received[0] / 1e6:>8.1f} ({cost.received[1] / 1e6:.1f})"
             for plan, cost in options
         ),
     ]

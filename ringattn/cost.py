@@ -7,6 +7,7 @@ import numpy as np
 
 from ringattn.bands import bounds_at, families
 from ringattn.layout import Layout, laps, positions_at
+from ringattn.schedule import Schedule, steps
 from ringattn.spec import AttentionSpec, Docs
 
 
@@ -76,8 +77,13 @@ class Cost:
 
     seconds: float
     exposed: float  # seconds of transfers that no compute hides
-    sent: int  # bytes a rank sends
-    imbalance: float  # work of the busiest rank over the mean
+    work: tuple[float, float]  # pairs that the busiest rank computes, and the mean of all ranks
+    received: tuple[float, float]  # bytes of keys and of Ulysses' exchanges that come to the busiest rank, and the mean
+
+    @property
+    def imbalance(self) -> float:
+        """The work of the busiest rank over the mean."""
+        return self.work[0] / max(self.work[1], 1.0)
 
 
 SAMPLED_ROWS = 65536
@@ -146,24 +152,35 @@ def groups_of(shape: Shape, sent: int, ranks: int, kv_heads: int, hardware: Hard
 
 
 def predict(
-    shape: Shape, layout: Layout, key_layout: Layout, counts: np.ndarray, strategy: str, hardware: Hardware
-) -> Cost:
-    """The forward time: Ulysses' exchanges, then steps whose hops hide behind their work (gather: nothing hides)."""
+    shape: Shape, layout: Layout, key_layout: Layout, counts: np.ndarray, schedule: Schedule, strategy: str,
+    hardware: Hardware, together: int | None = None,
+) -> Cost:  # fmt: skip
+    """The forward time: Ulysses' exchanges, then steps whose transfers hide behind work (gather: nothing hides).
+
+    `counts` are the pairs [rank, block] that are seen, and the schedule what is read for them.
+    """
     ulysses, ring = layout.ulysses, layout.ring
     second_a_pair = shape.flops_a_pair / ulysses / hardware.flops
     swap = exchanged(shape, ring, ulysses, "ulysses", (layout.shard_len // ulysses, key_layout.shard_len // ulysses))
-    block = shape.kv_bytes(key_layout.shard_len, kv_heads_of_a_rank(shape.kv_heads, ulysses))
-    per_rank = counts.sum(axis=1)
+    token = shape.kv_bytes(1, kv_heads_of_a_rank(shape.kv_heads, ulysses))
+    work = counts.sum(axis=1)
     if strategy == "gather":
-        hops = ring - 1
-        body = hops * block / hardware.link + hardware.latency * (ring > 1) + per_rank.max() * second_a_pair
+        come = np.full(ring, (ring - 1) * key_layout.shard_len * token)
+        body = come[0] / hardware.link + hardware.latency * (ring > 1) + work.max() * second_a_pair
     else:
         d, r = np.mgrid[:ring, :ring]
-        steps = counts[r, (r - d) % ring]  # [distance, rank]
-        *hidden, last = (steps[i].max() * second_a_pair for i in range(ring) if i == 0 or steps[i].any())
-        hops, hop = len(hidden), block / hardware.link + hardware.latency
-        body = sum(max(busy, hop) for busy in hidden) + last
+        at_once = together or hardware.blocks_at_once(schedule.length * token)
+        each = [[0], *steps(schedule, at_once, 0, 0, ring)]
+        pairs, read = counts[r, (r - d) % ring], schedule.brought(0, 0, ring) * token  # [distance, rank]
+        busy = np.array([pairs[now].sum(0) for now in each]) * second_a_pair
+        hops = np.array([read[now].sum(0) for now in each[1:]]).reshape(-1, ring)
+        come = hops.sum(0)
+        waits = hops / hardware.link + hardware.latency * (hops > 0)
+        body = (np.maximum(busy[:-1], waits).sum(0) + busy[-1]).max()  # of the rank that is last
     exchange = 2 * (swap / 2 / hardware.link + hardware.latency) if ulysses > 1 else 0.0
     seconds = float(exchange + body)
-    exposed = seconds - float(per_rank.mean()) * second_a_pair
-    return Cost(seconds, exposed, int(swap + hops * block), float(per_rank.max() / max(per_rank.mean(), 1.0)))
+    exposed = seconds - float(work.mean()) * second_a_pair
+    return Cost(
+        seconds, exposed, (float(work.max()), float(work.mean())),
+        (float(swap + come.max()), float(swap + come.mean())),
+    )  # fmt: skip

@@ -63,8 +63,7 @@ def schedule_of(mask: Mask) -> Schedule:
     plan = mask.plan
     queries, held = ([layout.shard(r) for r in range(plan.ring)] for layout in (plan.tokens, plan.keys.tokens))
     found = seen(bands_of(mask), queries, held, plan.tokens.by_document)
-    return Schedule(found.needed, found.length) if getattr(plan.axes.ring, "whole", False) else found
-
+    return Schedule(found.needed, found.length) if plan.axes.whole else found
 
 
 def kind_of(spec: AttentionSpec, lengths: tuple[int, int], docs: Docs | None, key_docs: Docs | None, alone: bool) -> str:

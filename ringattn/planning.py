@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.comms.axis import LIVE, NOT_HERE, TRANSPORTS, Ranks
+from ringattn.comms.axis import TRANSPORTS
 from ringattn.cost import HARDWARE, Hardware, Shape, exchanged, groups_of, kv_heads_of_a_rank
 from ringattn.layout import MAKERS, Layout
+from ringattn.ranks import LIVE, NOT_HERE, Ranks
 from ringattn.spec import AttentionSpec, Docs, raise_if, whole
 from ringattn.values import Value, fields
 
@@ -55,7 +56,8 @@ class Transport(Value):
     route      how blocks of keys reach the ranks of a ring: "direct", from their owner to each rank that sees them;
                "relay", from rank to rank; "levels", from host to host and direct within a host; auto depends on `hosts`
     hosts      the number of hosts of the ring, with consecutive ranks and equally many on each; by default detected
-    together   the most blocks that a step may bring on the direct route; by default several if they are small
+    together   the most that a step may bring on the direct route, in blocks; by default several if they are small. Of
+               a block only what is seen counts
     groups     the number of groups of heads that Ulysses and gather exchange, one while another is computed; by default
                chosen by predicted time
     by         "symmetric" (copy engines, between GPUs that can read each other's memory) or "group" (NCCL, gloo)
@@ -308,7 +310,7 @@ class Plan(Value):
         return groups_of(shape, self.exchanged(shape), ranks, kv_heads, hardware)
 
     def blocks_at_once(self, nbytes: int) -> int:
-        """How many blocks of that many bytes a step of the direct route brings.
+        """As much as how many blocks, of that many bytes, a step of the direct route brings.
 
         One, if every document is on all ranks: several blocks would arrive in as many parts as there are documents.
         """

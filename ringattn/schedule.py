@@ -97,7 +97,15 @@ class Schedule:
         return self.known[reader, block]
 
     def tokens(self, reader: int, block: int) -> int:
-        return sum(map(len, self.ranges(reader, block)))
+        return int(self.read[reader, block])
+
+    @cached_property
+    def read(self) -> np.ndarray:
+        """[reader, block]: how many tokens each rank reads of each block."""
+        if self.parts is None:
+            return self.needed * self.length
+        cell, begin, end = self.parts
+        return np.bincount(cell, end - begin, self.ring**2).astype(np.int64).reshape(self.ring, self.ring)
 
     def before(self, reader: int, block: int, company: Sequence[int]) -> tuple[int, ...]:
         """How many tokens each set of ranges has that the block's holder shows before the one of this reader."""
@@ -110,8 +118,13 @@ class Schedule:
         """0, and every distance d at which some rank sees the block of the rank d before it."""
         return met(by_distance(self.needed, self.ring))
 
+    def brought(self, host: int, first: int, size: int) -> np.ndarray:
+        """[distance, rank]: what the ranks of a host read of the blocks from `first` on, at each distance there."""
+        here, place = self.read[host : host + size, first : first + size], np.arange(size)
+        return here[place, (place - place[:, None]) % size]
+
     def rounds(self, rank: int, hosts: int = 1, together: int = 1) -> list[Round]:
-        """All rounds of one ring rank; a visit brings up to `together` blocks."""
+        """All rounds of one ring rank; what a visit brings has at most as many tokens as `together` blocks."""
         size = self.ring // hosts
         host, place = divmod(rank, size)
         distances, last = crossings(self, hosts)
@@ -139,10 +152,12 @@ class Schedule:
         host, place = rank // size * size, rank % size
         here = self.needed[host : host + size, first : first + size]
         visits = [Visit((first + place,) if here[place, place] else (), ())]
-        for now in growing(near(self, host, first, size), together):
+        for now in steps(self, together, host, first, size):
+            apart = np.array(now)
 
-            def readers(block: int, now: Sequence[int] = now) -> tuple[int, ...]:
-                return tuple(host + r for d in now if here[r := (block + d) % size, block])
+            def readers(block: int, apart: np.ndarray = apart) -> tuple[int, ...]:
+                r = (block + apart) % size
+                return tuple((host + r[here[r, block]]).tolist())
 
             sources = [s for d in now if here[place, s := (place - d) % size]]
             visits.append(Visit(tuple(first + s for s in sources), readers(place), tuple(map(readers, sources))))
@@ -166,9 +181,11 @@ def crossings(schedule: Schedule, hosts: int) -> tuple[list[int], np.ndarray]:
 
 
 @lru_cache(maxsize=256)
-def near(schedule: Schedule, host: int, first: int, size: int) -> list[int]:
-    """The distances at which a rank of the host that begins at rank `host` sees one of the blocks from `first` on."""
-    return met(by_distance(schedule.needed[host : host + size, first : first + size], size))[1:]
+def steps(schedule: Schedule, together: int, host: int, first: int, size: int) -> list[list[int]]:
+    """The distances of the blocks that each step brings to the ranks of a host, after that of the held block."""
+    needed = schedule.needed[host : host + size, first : first + size]
+    read = schedule.brought(host, first, size)
+    return list(growing(met(by_distance(needed, size))[1:], read, schedule.length, together))
 
 
 def by_distance(needed: np.ndarray, size: int) -> np.ndarray:
@@ -182,12 +199,22 @@ def met(seen: np.ndarray) -> list[int]:
     return [0, *(d for d in range(1, len(seen)) if seen[d].any())]
 
 
-def growing(distances: Sequence[int], together: int) -> Iterator[Sequence[int]]:
-    """The distances of each step: at most three times as many as before it, so that compute can hide the transfer."""
-    done = 0
-    while done < len(distances):
-        now = distances[done : done + min(together, 3 * (done + 1))]
-        done += len(now)
+def growing(distances: Sequence[int], read: np.ndarray, block: int, together: int) -> Iterator[list[int]]:
+    """The distances of each step, that of own blocks of `block` tokens left out; `read` [distance, rank] tokens come.
+
+    To no rank more tokens come in a step than `together` blocks have, and more than three times as many as were there
+    before it, so that compute can hide the transfer; of one distance all come.
+    """
+    now: list[int] = []
+    coming = 0 * read[0]
+    done = coming + block
+    for d in distances:
+        if now and (coming + read[d] > np.minimum(together * block, 3 * done)).any():
+            yield now
+            now, done, coming = [], done + coming, 0 * coming
+        now.append(d)
+        coming = coming + read[d]
+    if now:
         yield now
 
 

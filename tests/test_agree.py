@@ -5,8 +5,7 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import LocalAxis, run
-from ringattn.torch import agree, check
-from ringattn.torch.attention import call
+from ringattn.torch import agree, bind, check
 from ringattn.torch.linear import call as linear
 
 
@@ -51,7 +50,7 @@ def test_a_call_with_documents_that_were_right_is_not_looked_at_again(function, 
     problem = module.problem
     monkeypatch.setattr(module, "problem", lambda *call: looked.append(call) or problem(*call))
     monkeypatch.setattr(agree, "MOST", 5)
-    monkeypatch.setattr(call, "FEW", 3)
+    monkeypatch.setattr(bind, "FEW", 3)
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=16)

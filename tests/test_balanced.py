@@ -14,12 +14,12 @@ from test_roll import expected
 
 import ringattn as ra
 import ringattn.layout as layout_module
-from ringattn.comms.axis import Ranks
 from ringattn.comms.local import run
 from ringattn.dealing import deal
 from ringattn.launch.verify.cases import FULL, Case
 from ringattn.layout import Layout
 from ringattn.planning import of_text
+from ringattn.ranks import Ranks
 from ringattn.spec import AttentionSpec, Docs
 
 

@@ -407,7 +407,7 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(sizes, move, monkeypatch):
 
 
 def test_what_is_remembered_of_calls_is_bounded(monkeypatch):
-    monkeypatch.setattr("ringattn.torch.attention.call.MOST", 3)
+    monkeypatch.setattr("ringattn.torch.bind.MOST", 3)
     plan, (q, k, v) = ra.plan(seq_len=16), draw(T=16)
     cache = KVCache.allocate(plan, batch=2, max_len=64, kv_heads=2, head_dim=8, dtype=q.dtype)
     for n in (1, 2, 3, 4, 5, 5):

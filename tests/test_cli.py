@@ -215,7 +215,7 @@ def test_plan_counts_what_512_ranks_do_in_seconds(capsys):
 
 def test_plan_picks_the_layout_that_suits_the_documents(capsys):
     assert words.main(["plan", "seq_len=8192", "ring=4", "device=cpu", "docs=4000,200"]) == 0
-    assert "layout striped" in capsys.readouterr().out.splitlines()[0]
+    assert "layout balanced" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_plan_factors_a_sequence_axis(capsys):

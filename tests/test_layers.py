@@ -18,6 +18,7 @@ PLAIN = [
     "schedule",
     "cost",
     "comms.axis",
+    "ranks",
     "planning",
     "mask",
     "segments",

@@ -14,11 +14,13 @@ import pytest
 import torch
 
 import ringattn as ra
-from ringattn.comms.axis import Ranks
+from ringattn import choosing
+from ringattn.choosing import elsewhere
 from ringattn.comms.local import run
 from ringattn.cost import HARDWARE, Shape, exchanged, predict, seen_pairs
-from ringattn.layout import Layout
+from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan
+from ringattn.ranks import Ranks
 
 
 def on(sizes, **given):
@@ -67,23 +69,48 @@ def test_explain_shows_the_candidates_their_cost_and_the_kernels_reasons():
     assert "give heads=" in on({"ring": 2}, seq_len=64)[0].explain()
 
 
+def predicted(plan, shape, spec=None, docs=None):
+    spec = spec or ra.AttentionSpec()
+    counts = seen_pairs(plan.tokens, plan.tokens, spec, docs)
+    schedule = schedule_of(Mask(plan, spec, docs))
+    return predict(shape, plan.tokens, plan.tokens, counts, schedule, "ring", HARDWARE["h200"]), counts, schedule
+
+
 def test_predicted_work_is_exact_and_zigzag_balances_it():
-    spec = ra.AttentionSpec()
     for name, worst in (("zigzag", 1.0), ("contiguous", 1.75), ("striped", 1.01)):
-        layout = Layout(name, 1024, 4)
-        counts = seen_pairs(layout, layout, spec)
+        cost, counts, _ = predicted(Plan(1024, 4, layout=name), Shape(1024, 1024, 8, 2, 64, 64))
         assert counts.sum() == 1024 * 1025 / 2
-        cost = predict(Shape(1024, 1024, 8, 2, 64, 64), layout, layout, counts, "ring", HARDWARE["h200"])
         assert cost.imbalance == pytest.approx(worst, abs=0.01)
+        assert cost.work == (counts.sum(1).max(), counts.sum(1).mean())
 
 
-def test_predicted_bytes_are_the_bytes_of_the_blocks():
-    layout = Layout("zigzag", 1024, 4)
-    shape = Shape(1024, 1024, 8, 2, 64, 32, itemsize=2, batch=3)
-    cost = predict(shape, layout, layout, seen_pairs(layout, layout, ra.AttentionSpec()), "ring", HARDWARE["h200"])
-    assert cost.sent == 3 * (3 * 256 * 2 * (64 + 32) * 2)
-    block = 3 * 256 * 2 * (64 + 32) * 2
+def test_predicted_bytes_are_those_of_what_is_read():
+    """Of the busiest rank and of the mean, whole blocks or only ranges of them."""
+    shape, token = Shape(1024, 1024, 8, 2, 64, 32, itemsize=2, batch=3), 3 * 2 * (64 + 32) * 2
+    cost, *_ = predicted(Plan(1024, 4, layout="striped"), shape)
+    assert cost.received == (3 * 256 * token, 3 * 256 * token)
+    block = 256 * token
     assert exchanged(shape, 4, 1, "gather", (256, 256)) == 3 * block and exchanged(shape, 4, 1, "ring", (256, 256)) == 0
+    docs = ra.Docs.from_lengths([600, 30, 20, 300, 74])
+    for name, spec in (("balanced", None), ("zigzag", None), ("contiguous", ra.AttentionSpec(window=20))):
+        plan = Plan(1024, 4, layout=name, docs=docs if name == "balanced" else None)
+        cost, _, schedule = predicted(plan, shape, spec, docs)
+        come = [sum(schedule.tokens(r, j) for j in range(4) if j != r) for r in range(4)]
+        assert cost.received == (max(come) * token, sum(come) / 4 * token)
+        assert sum(come) == sum(schedule.tokens_sent(r)[0] for r in range(4)) and 0 < max(come) < 700
+
+
+@pytest.mark.parametrize(("ranks", "lengths", "layout"), [
+    (8, [26000, *[1500] * 40, *[4000] * 10, 5072], "balanced"),  # striped would bring all keys to all ranks
+    (2, [16384, 16384], "contiguous"),
+    (8, [131072], "zigzag"),
+    (8, [[26000, 105072], [131072, 0]], "striped"),  # rows that differ cannot be dealt out
+])  # fmt: skip
+def test_the_layout_is_chosen_for_the_documents(ranks, lengths, layout):
+    docs = ra.Docs.from_lengths(lengths)
+    plan = choosing.plan(elsewhere("cuda", [(ranks, 1)]), seq_len=docs.length, heads=(32, 8), head_dim=128, docs=docs)
+    assert plan.layout == layout, plan.explain()
+    assert (plan.docs is not None) == (layout == "balanced")
 
 
 def test_keys_of_another_length_are_planned_alike():
@@ -246,7 +273,7 @@ def test_documents_that_are_known_choose_the_layout():
             mesh, seq_len=4096, heads=(8, 2), head_dim=64, docs=ra.Docs.from_lengths(lengths), strategy="ring"
         ).layout
 
-    assert set(run(lambda mesh: one(mesh, [3000, 500, 596]), ring=4)) == {"striped"}  # balanced for any documents
+    assert set(run(lambda mesh: one(mesh, [3000, 500, 596]), ring=4)) == {"balanced"}
     inside = run(lambda mesh: one(mesh, 16 * [256]), ring=4)  # nothing needs to travel in one of these
     assert set(inside) <= {"zigzag", "contiguous"}
 

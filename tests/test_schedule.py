@@ -262,6 +262,9 @@ def test_the_last_query_of_a_sequence_is_in_its_schedule():
 
 
 def test_a_step_brings_what_can_hide_behind_the_work_before_it():
-    assert [len(step) for step in growing(range(30), 64)] == [3, 12, 15]
-    assert [len(step) for step in growing(range(30), 8)] == [3, 8, 8, 8, 3]
-    assert [d for step in growing(range(30), 8) for d in step] == list(range(30))
+    one = np.ones((31, 2), int)  # token of each block for each rank
+    assert [len(step) for step in growing(range(1, 31), one, 1, 64)] == [3, 12, 15]
+    assert [len(step) for step in growing(range(1, 31), one, 1, 8)] == [3, 8, 8, 8, 3]
+    assert [d for step in growing(range(1, 31), one, 1, 8) for d in step] == list(range(1, 31))
+    half = 5 * one
+    assert [len(step) for step in growing(range(1, 31), half, 10, 8)] == [6, 16, 8]  # of each block half is read

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 import ringattn.torch.attention.compiled
-from ringattn.comms.axis import one_rank
 from ringattn.comms.local import run as run_threads
 from ringattn.kernels import tiled
 from ringattn.launch.processes import run
+from ringattn.ranks import one_rank
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.linear.halo import causal_convolution
 from ringattn.torch.models.nn import Attention, StreamingAttention

@@ -1,7 +1,8 @@
 """The pictures of docs/, each computed by the code that it explains.
 
 Layouts come from ringattn.layout, tiles from ringattn.kernels.tiled, steps from ringattn.schedule: a picture cannot
-show what the code does not do. `make pictures`, or `python docs/pictures/draw.py [FOLDER]`, draws them all.
+show what the code does not do. Figures come from benchmarks/. `make pictures`, or `python docs/pictures/draw.py
+[FOLDER]`, draws them all.
 """
 
 import sys
@@ -18,7 +19,7 @@ from matplotlib.patches import Rectangle
 from ringattn.cost import seen_pairs
 from ringattn.kernels import chunkwise, tiled
 from ringattn.kernels.intervals import Intervals
-from ringattn.launch.commands.plot import RANKS, STYLE, panels, save
+from ringattn.launch.commands.plot import RANKS, STYLE, bars, panels, read, save
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.mask import pieces
 from ringattn.planning import Plan
@@ -246,6 +247,11 @@ def linear() -> Figure:
     return figure
 
 
+def speed() -> Figure:
+    """TFLOP/s a GPU beside other libraries."""
+    return bars(read(Path(__file__).parents[2] / "benchmarks" / "peers-h200.jsonl"))
+
+
 def blank(ax: Axes, width: float, height: float) -> None:
     """An empty canvas whose y goes down, as rows of a matrix do."""
     ax.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
@@ -268,8 +274,10 @@ def main(folder: Path = Path(__file__).parent) -> None:
     """Draw every picture into the folder."""
     matplotlib.use("Agg")
     with matplotlib.rc_context(STYLE):
-        for draw in (masks, tiling, merging, layouts, ring, ulysses, linear):
+        for draw in (masks, tiling, merging, layouts, ring, ulysses, linear, speed):
             save(draw(), folder / f"{draw.__name__}.svg")
+        for draw in (layouts, speed):  # in the README, of which PyPI shows no SVG
+            save(draw(), folder / f"{draw.__name__}.png")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ before the work that it flies beside.
 
 from typing import Any
 
-from ringattn.comms.axis import ByRank, Pending, Ranks
+from ringattn.comms.axis import ByRank, Pending
 from ringattn.comms.moves import Moves
 from ringattn.launch.words import option
 from ringattn.planning import Plan
+from ringattn.ranks import Ranks
 
 PROCESSES: Any = option(0, "processes; fewer than ranks: each plays one of them, for times only; 0: as many", least=0)
 
@@ -31,13 +32,12 @@ def folded(plan: Plan, ranks: int) -> Plan:
     """The same choices among so many ranks."""
     if ranks == plan.ring:
         return plan
-    return plan.replace(ring=ranks, axes=Ranks(Folded(plan.ring_axis, ranks), plan.ulysses_axis, device=plan.device))
+    ring = Folded(plan.ring_axis, ranks)  # blocks travel whole, so that all ranks send and receive the same
+    return plan.replace(ring=ranks, axes=Ranks(ring, plan.ulysses_axis, device=plan.device, whole=True))
 
 
 class Folded(Moves):
     """An axis of `size` ranks, of which those of another axis are here: everything is made of its moves."""
-
-    whole = True  # blocks travel whole, so that all ranks send and receive the same
 
     def __init__(self, axis: Any, size: int):
         self.axis, self.size, self.rank, self.name, self.by = axis, size, axis.rank, axis.name, axis.by

@@ -59,8 +59,10 @@ RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8
 STYLE: dict[Any, Any] = {
     "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.8,
     **dict.fromkeys(("axes.edgecolor", "text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#333333"),
-    "svg.hashsalt": "ringattn", "savefig.facecolor": "white", "legend.frameon": False,
+    "svg.hashsalt": "ringattn", "savefig.facecolor": "white", "axes.facecolor": "none", "legend.frameon": False,
 }  # fmt: skip
+# What a picture's style sheet changes for readers whose screen is dark; a white line is a gap in the background.
+DARK = {"#333333": "#d5d7da", "#d9d9d9": "#4a4f57", "#f4f4f4": "#2a2e35", "stroke: #ffffff": "#1e2129"}
 MARGIN = 0.35  # inches above and below the panels, for titles and ticks
 
 
@@ -87,9 +89,23 @@ def panels(rows: int, columns: int, width: float, height: float, **grid_options:
 
 
 def save(figure: Figure, path: Path) -> None:
-    metadata = {"Date": None} if path.suffix == ".svg" else None  # the same picture is the same file
-    figure.savefig(path, bbox_inches="tight", pad_inches=0.08, metadata=metadata, dpi=150)
+    svg = path.suffix == ".svg"
+    metadata = {"Date": None} if svg else None  # the same picture is the same file
+    figure.savefig(path, bbox_inches="tight", pad_inches=0.08, metadata=metadata, dpi=150, transparent=svg)
+    if svg:
+        path.write_text(themed(path.read_text()))
     print(path)
+
+
+def themed(svg: str) -> str:
+    """A transparent picture whose ink and paper follow the reader's colour scheme."""
+    rules = [
+        f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }}'
+        for name, dark in DARK.items()
+        for kind, light in ([name.split(": ")] if ": " in name else [("fill", name), ("stroke", name)])
+    ]
+    sheet = "<style>@media (prefers-color-scheme: dark) { " + " ".join(rules) + " }</style>\n <defs>"
+    return svg.replace("<defs>", sheet, 1)
 
 
 def read(path: Path) -> list[Row]:

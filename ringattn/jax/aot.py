@@ -26,6 +26,7 @@ from ringattn.kernels.pallas import splash
 from ringattn.kernels.pallas.blocks import USUAL, VMEM, Blocks
 from ringattn.kernels.partial import Partial
 from ringattn.planning import Plan
+from ringattn.ranks import Ranks
 from ringattn.spec import AttentionSpec
 
 # Without this option the compiler does not overlap a loop's hops with its kernels.
@@ -134,7 +135,7 @@ def place(topology: str, plan: Plan) -> Plan:
         )
     grid = np.array(devices).reshape(-1, plan.ring, plan.ulysses)
     mesh = Mesh(grid, ("data", "ring", "ulysses"), axis_types=(AxisType.Auto,) * 3)
-    return plan.replace(axes=axes(mesh, device="tpu"))
+    return plan.replace(axes=Ranks(*axes(mesh), "jax", "tpu"))
 
 
 def topology_devices(topology: str) -> list[Any]:

@@ -15,11 +15,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringattn.check import of_arguments, of_packed, of_shapes
-from ringattn.comms.axis import Ranks, Solo
+from ringattn.comms.axis import Solo
 from ringattn.comms.jax import MeshAxis, automatic_axes, platform
 from ringattn.jax.attention.steps import local_positions
 from ringattn.layout import Layout
 from ringattn.planning import Plan
+from ringattn.ranks import Ranks
 from ringattn.spec import Docs, raise_if, whole
 
 

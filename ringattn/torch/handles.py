@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import one_rank
 from ringattn.planning import Plan, Transport, of_text
+from ringattn.ranks import one_rank
 from ringattn.spec import Docs
 
 HELD: dict[str, Plan] = {}  # the plans that compiled graphs use, by their text

@@ -2,8 +2,6 @@
 
 `bind` looks a call up by its plan, spec, documents, shapes and dtypes, never by the numbers in tensors. It checks a
 call of a new kind, compares it between ranks, and caches it. Running it (`function.py`) looks nothing up.
-
-Before that, `autocast` casts the inputs, and `traced` decides whether the call is an op.
 """
 
 from dataclasses import replace
@@ -24,12 +22,9 @@ from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
 from ringattn.torch.attention.steps import Run, Score, global_intervals, problem_of, run_of, score_with
+from ringattn.torch.bind import CAUSAL, key_of, remember
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.sharding import real_tokens, swapped_of
-
-MOST, FEW = 64, 12  # the most bound calls that are cached for a plan: without documents, and with
-CAUSAL = AttentionSpec()  # the default
-TYPES = Tensor, torch.nn.Parameter  # of tensors that run outside of ops
 
 
 class Pass(NamedTuple):
@@ -178,25 +173,6 @@ def are_rectangles(run: Run) -> bool:
     return all(stop.where.are_rectangles for leg in run for stop in leg.stops if stop.where)
 
 
-def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """Under torch.autocast, the inputs cast to its dtype, as for torch's own attention, or to `dtype`."""
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = dtype or torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype != torch.float64 else x for x in tensors)
-
-
-def traced(*tensors: Any) -> bool:
-    """Whether a call must be an op: a mode traces ops, or the tensors are of a subclass."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or any([type(x) not in TYPES and isinstance(x, Tensor) for x in tensors])
-    )
-
-
 def bind(
     q: Any, k: Any, v: Any, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
     return_lse: Any,
@@ -256,29 +232,3 @@ def bound(
     """The call of a backward pass: the one that forward bound, made again if it is no longer cached."""
     call = plan.calls.get(key_of(q, k, v, plan, spec, docs, key_docs, sinks, True, return_lse))
     return call or Call(q, k, v, Mask(plan, spec, docs, key_docs), True, return_lse)
-
-
-def key_of(
-    q: Tensor, k: Tensor, v: Tensor, plan: Any, spec: Any, docs: Any, key_docs: Any, sinks: Any, gradients: bool,
-    return_lse: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The key of a bound call: all of its arguments except the numbers in tensors."""
-    return (
-        plan, spec, docs, key_docs, gradients, return_lse, torch.are_deterministic_algorithms_enabled(),
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, q.layout, k.layout, v.layout,
-        None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
-    )  # fmt: skip
-
-
-def remember(calls: dict[Any, Any], key: Any, call: Any) -> None:
-    """Cache a call, and drop the oldest of its sort (with documents or without) if there are too many.
-
-    Calls with documents keep two numbers per token on the device, and each batch has other documents.
-    """
-    packed = call.docs is not None
-    most = FEW if packed else MOST
-    same = [old for old, one in list(calls.items()) if (one.docs is not None) == packed]
-    for old in same[: max(0, len(same) + 1 - most)]:
-        calls.pop(old, None)
-    calls[key] = call

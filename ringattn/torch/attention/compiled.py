@@ -16,7 +16,8 @@ from ringattn.planning import of_text
 from ringattn.spec import AttentionSpec, Docs, raise_if
 from ringattn.torch import check
 from ringattn.torch.attention import function as attention
-from ringattn.torch.attention.call import CAUSAL, bind, bound
+from ringattn.torch.attention.call import bind, bound
+from ringattn.torch.bind import CAUSAL
 from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.handles import docs_of, plain, plan_of, spread, starts_of, text_of, whole_on_one
 

@@ -19,10 +19,11 @@ from ringattn.kernels.total import in_dtype
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention import ring
-from ringattn.torch.attention.call import Call, autocast, bind, traced
+from ringattn.torch.attention.call import Call, bind
 from ringattn.torch.attention.gather import gather_backward, gather_forward
 from ringattn.torch.attention.steps import Grads, rows_of
 from ringattn.torch.attention.ulysses import Real, cleared, enter, joined, leave, repeated, summed
+from ringattn.torch.bind import autocast, traced
 from ringattn.torch.dispatch import no_autocast, no_view, once
 
 Kept = list[Tensor]  # q, k, v, out and lse after they entered: group of heads by group of heads

@@ -36,8 +36,8 @@ from ringattn.planning import Plan, hardware_of, heads_problem
 from ringattn.serving import MOVES, exchange_over, exchange_way, keys_at_once
 from ringattn.spec import AttentionSpec, raise_if, whole
 from ringattn.torch import agree, check
-from ringattn.torch.attention.call import key_of, remember
 from ringattn.torch.attention.steps import Score, problem_of, score_with
+from ringattn.torch.bind import key_of, remember
 from ringattn.torch.inference.cache import KVCache
 
 FULL = AttentionSpec(causal=False)

@@ -16,7 +16,7 @@ from ringattn.check import drafts
 from ringattn.kernels.partial import Partial, add_sinks, packed, unpacked
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec
-from ringattn.torch.attention.call import CAUSAL, autocast
+from ringattn.torch.bind import CAUSAL, autocast
 from ringattn.torch.inference.cache import KVCache
 from ringattn.torch.inference.call import Decode, bind_decode, bind_prefill
 from ringattn.torch.inference.chunk import Chunk

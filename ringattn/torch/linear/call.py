@@ -16,8 +16,8 @@ from ringattn.planning import Plan
 from ringattn.segments import BEFORE, WAYS, choose, segments
 from ringattn.spec import Docs
 from ringattn.torch import agree
-from ringattn.torch.attention.call import remember
 from ringattn.torch.attention.ulysses import Real, cleared
+from ringattn.torch.bind import remember
 from ringattn.torch.check import have_tangents, of_dense, of_tangents, of_tensors
 from ringattn.torch.linear import states
 from ringattn.torch.linear.documents import Documents, documents_of

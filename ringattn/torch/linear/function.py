@@ -16,8 +16,8 @@ from ringattn.kernels.arrays import accumulator
 from ringattn.planning import Plan
 from ringattn.segments import order
 from ringattn.spec import Docs
-from ringattn.torch.attention.call import autocast, traced
 from ringattn.torch.attention.ulysses import cleared
+from ringattn.torch.bind import autocast, traced
 from ringattn.torch.dispatch import no_autocast, no_view, once
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.linear import documents, states

@@ -8,8 +8,8 @@ from torch import nn
 
 from ringattn import choosing
 from ringattn.comms import mesh as meshes
-from ringattn.comms.axis import Ranks
 from ringattn.planning import Plan
+from ringattn.ranks import Ranks
 from ringattn.torch.models import hf_model
 
 A = TypeVar("A")
@@ -87,7 +87,8 @@ def plan_over(mesh: Any, seq_len: int, *, ulysses: int = 1, strategy: str = "aut
     ring = meshes.axis_size(mesh, CONTEXT) // ulysses
 
     def bind(*_: int) -> Ranks:
-        return meshes.axes(meshes.split(mesh, CONTEXT, {"ring": ring, "ulysses": ulysses}))
+        split = meshes.split(mesh, CONTEXT, {"ring": ring, "ulysses": ulysses})
+        return Ranks(*meshes.axes(split), device=mesh.device_type)
 
     target = choosing.Target(mesh.device_type, [(ring, ulysses)], bind)
     return choosing.plan(target, seq_len=seq_len, strategy=strategy, layout=layout)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ringattn import api, choosing
 from ringattn.check import has_shape, of_sizes
-from ringattn.comms.axis import Ranks
 from ringattn.kernels.arrays import accumulator
 from ringattn.planning import Plan, of_text
+from ringattn.ranks import Ranks
 from ringattn.spec import AttentionSpec, Docs, raise_if
 from ringattn.torch.check import of_types
 from ringattn.torch.dispatch import fake, op

@@ -1,0 +1,39 @@
+"""Cheap checks of the docs: pages that are reachable and short, and errors that exist."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+SOURCES = ("ringattn", "comms", "kernels", "launch")
+
+
+def errors() -> str:
+    """Every string of the sources, with `...` for what is filled in, and one separator between strings."""
+    found = []
+    for folder in SOURCES:
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "..." for v in node.values))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return "\n".join(found)
+
+
+def test_errors_of_the_troubleshooting_page_exist():
+    page, known = (ROOT / "docs/troubleshooting.md").read_text(), errors()
+    first = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `") or " after `" in line]
+    quoted = [words for cell in first for words in re.findall(r"`([^`]+)`", cell)]
+    pieces = [piece.strip() for words in quoted for piece in words.split("...") if len(piece.strip()) > 2]
+    assert len(pieces) > 30
+    assert [piece for piece in pieces if piece not in known] == []
+
+
+def test_every_page_is_in_the_site_and_short():
+    text = (ROOT / "mkdocs.yml").read_text()
+    nav = set(re.findall(r"[\w/-]+\.md", text[text.index("\nnav:") :]))
+    assert nav == {str(page.relative_to(ROOT / "docs")) for page in DOCS}
+    assert [page.name for page in DOCS if len(page.read_text().splitlines()) > 250] == []
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
