@@ -13,6 +13,7 @@ Plain numpy: print it, test it, no device needed.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -61,6 +62,7 @@ def joined(many: Sequence[Bands]) -> Bands:
 EMPTY = Bands(*[np.zeros(0, np.int64)] * 6)
 
 
+@lru_cache(maxsize=64)
 def families(
     spec: AttentionSpec, seq_len: int, key_len: int | None = None, docs: Docs | None = None,
     key_docs: Docs | None = None, offset: int = 0,

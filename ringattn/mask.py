@@ -37,7 +37,7 @@ class Mask:
     @property
     def families(self) -> Families:
         """Who sees whom, as bands of one row if all rows are equal."""
-        return families_of(self.among or self.spec, *self.arguments)
+        return families(self.among or self.spec, *self.arguments)
 
     def runs(self, shard: Shard) -> list[Runs]:
         """Of each family the runs of a shard's queries, in the order of their positions."""
@@ -47,9 +47,6 @@ class Mask:
     def bounds(self, shard: Shard) -> list[tuple[np.ndarray, np.ndarray]]:
         """Of each family the keys [begin, end) that a shard's queries see, as [1, T] or [rows, T] arrays."""
         return [runs.bounds() for runs in self.runs(shard)]
-
-
-families_of = lru_cache(maxsize=32)(families)
 
 
 def bands_of(mask: Mask) -> Bands:
@@ -77,6 +74,6 @@ def kind_of(spec: AttentionSpec, lengths: tuple[int, int], docs: Docs | None, ke
             size = spec.chunk
             rows = np.array([[n for row in rows.tolist() for m in row for n in [size] * (m // size) + [m % size]]])
         return mask_of(rows, spec.causal, spec.window, alone)
-    found = [Work.of(joined(bands)) for bands in zip(*families_of(spec, *lengths, docs, key_docs), strict=True)]
+    found = [Work.of(joined(bands)) for bands in zip(*families(spec, *lengths, docs, key_docs), strict=True)]
     pairs = sum(int(work.below(lengths[0])) for work in found)
     return "long" if pairs >= FEW * lengths[0] * len(found) else "short"

@@ -378,12 +378,15 @@ class Plan(Value):
         """
         return self._sharding.roll(x, self, shift, dim, docs, fill)
 
-    def positions(self) -> Any:
+    def positions(self, docs: Docs | None = None) -> Any:
         """The global positions of this rank's tokens, for RoPE and position embeddings; padding repeats the last one.
+
+        In trees, of `docs` or of those that the plan lays out, they are depths along branches: [T], or [rows, T] where
+        the rows' trees differ. No other documents change positions.
 
         So they do not tell padding from tokens: mask a loss with `real_tokens()`, as all positions are below `seq_len`.
         """
-        return self._sharding.positions(self)
+        return self._sharding.positions(self, self.docs if docs is None else docs)
 
     def real_tokens(self) -> Any:
         """Whether each of this rank's tokens belongs to the sequence; False for padding. The mask of a loss."""

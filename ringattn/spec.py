@@ -263,6 +263,17 @@ class Docs:
             return None
         return self.known(self.starts[:1], self.length, *(None if x is None else x[:1] for x in self.parts[1:]))
 
+    @cached_property
+    def depths(self) -> Row | None:
+        """In trees, the depth of each token along its branch, [tokens], or [rows, tokens] where rows differ."""
+        if self.parents is None:
+            return None
+        from ringattn.packing import branch_positions
+
+        docs = self.first or self
+        rows = [branch_positions(*of_row, self.length) for of_row in zip(docs.starts, docs.parents, strict=True)]
+        return rows[0] if docs.first is not None else np.stack(rows)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Docs) and self._key == other._key
 

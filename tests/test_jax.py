@@ -25,7 +25,7 @@ from ringattn.launch.verify import oracle  # noqa: E402
 from ringattn.launch.verify.cases import CASES, FEATURES, Case  # noqa: E402
 from ringattn.mask import Mask  # noqa: E402
 from ringattn.ranks import Ranks  # noqa: E402
-from ringattn.spec import bounds  # noqa: E402
+from ringattn.bands import bounds  # noqa: E402
 
 LIMIT = 5e-6
 PLACES = len(CASES) // len(FEATURES)

@@ -15,9 +15,10 @@ from ringattn.cost import HARDWARE, seen_pairs
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import CASES, FEATURES, FULL, Case
 from ringattn.layout import LAYOUTS, Layout
-from ringattn.mask import Mask, pieces, schedule_of
+from ringattn.mask import Mask, schedule_of
 from ringattn.schedule import GRAINS, Schedule, growing, seen
-from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.bands import bounds
+from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.steps import score_with
 
 

@@ -16,7 +16,8 @@ from ringattn.launch.verify.cases import FEATURES
 from ringattn.layout import LAYOUTS, to_local
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan, Transport
-from ringattn.spec import AttentionSpec, Docs, bounds, interval
+from ringattn.bands import bounds
+from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.steps import bounds_on, local, spread_on
 
 

@@ -25,7 +25,7 @@ from ringattn.launch.train import ray as on_ray
 from ringattn.launch.train import start as train
 from ringattn.launch.train.estimate import step_flops
 from ringattn.launch.train.trainer import learning_rate, work
-from ringattn.spec import bounds
+from ringattn.bands import bounds
 from tests.training import SOURCES, TINY, over, where
 
 ROWS = Path(__file__).parent.parent / "benchmarks" / "train-h200.jsonl"

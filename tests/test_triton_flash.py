@@ -17,7 +17,8 @@ from ringattn.kernels.partial import row_delta as row_delta_of
 from ringattn.kernels.triton import attend, attend_backward, refuses, row_delta
 from ringattn.kernels.triton.backward import spans
 from ringattn.kernels.triton.table import TABLE, Tile, Tiles, load, save
-from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.bands import bounds
+from ringattn.spec import AttentionSpec, Docs
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

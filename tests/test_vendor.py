@@ -19,7 +19,8 @@ from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.vendor import sdpa_cpu
 from ringattn.kernels.vendor.rectangles import over_rectangles
 from ringattn.layout import LAYOUTS, Layout, to_local
-from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.bands import bounds
+from ringattn.spec import AttentionSpec, Docs
 
 MASKS = ("causal", "full", "strict", "docs", "prefix", "half")
 GPU_VENDORS = ("cudnn", "flash", "fa4")
