@@ -93,7 +93,7 @@ def seen_pairs(layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Do
     """[rank, block]: how many (query, key) pairs of two ring shards are seen, sampled at SAMPLED_ROWS queries."""
     every = max(1, layout.padded_length // SAMPLED_ROWS)
     sample = np.stack([positions_at(layout.shard(rank), slice(0, None, every)) for rank in range(layout.ring)])
-    found = np.zeros((layout.ring, layout.ring), np.int64)
+    found = np.zeros((layout.ring, layout.ring))
     for family in families(spec, layout.length, key_layout.length, docs):
         begin, end = (side.reshape(-1, *sample.shape) for side in bounds_at(family, sample.ravel()))
         found += every * (keys_below(key_layout, np.maximum(begin, end)) - keys_below(key_layout, begin))

@@ -76,7 +76,7 @@ class Options(NamedTuple):
                 f"window_size={(left, right)} needs causal=True: only windows that count back are supported"
             )
         window = left + 1 if left >= 0 else None  # flash attention does not count the query's own key
-        return AttentionSpec(causal, window, self.softcap or None, self.softmax_scale)
+        return AttentionSpec(causal, window, softcap=self.softcap or None, scale=self.softmax_scale)
 
 
 ORDER = Options._fields[: Options._fields.index("attn_type")]
