@@ -49,7 +49,7 @@ def near(spec: AttentionSpec, i: Tensor, j: Tensor) -> Tensor:
         allowed &= i - j < spec.window
     if spec.chunk is not None:
         allowed &= i.div(spec.chunk, rounding_mode="floor") == j.div(spec.chunk, rounding_mode="floor")
-    allowed |= j < spec.first
+    allowed |= (j >= 0) & (j < spec.first)
     return allowed & (j <= i) if spec.causal else allowed
 
 
