@@ -208,17 +208,16 @@ def stacked(bands: Bands) -> list[Bands]:
     bands = continued(bands)
     order = np.lexsort((bands.begin, bands.start))
     bands = bands.some(order)
-    ends: list[list[int]] = []  # of each family: where its last band stops, and that one's last interval
+    ends: list[tuple[int, int, int]] = []  # of each family: where its last band stops, and that one's last interval
     which = []
     columns = (bands.start, bands.stop, bands.begin, bands.end, bands.last_begin, bands.last_end)
     for start, stop, begin, end, last_begin, last_end in zip(*(x.tolist() for x in columns), strict=True):
-        for number, (before, low, high) in enumerate(ends):
-            if before <= start and low <= begin and high <= (end if before == start else begin):
-                break
-        else:
-            number = len(ends)
-            ends.append([])
-        ends[number] = [stop, last_begin, last_end]
+        fits = (
+            number for number, (before, low, high) in enumerate(ends)
+            if before <= start and low <= begin and high <= (end if before == start else begin)
+        )  # fmt: skip
+        number = next(fits, len(ends))
+        ends[number : number + 1] = [(stop, last_begin, last_end)]
         which.append(number)
     at = np.array(which, np.int64)
     return [bands.some(at == number) for number in range(len(ends))] or [EMPTY]

@@ -312,7 +312,9 @@ def of_linear(
         return problem
     if plan.keys is not plan:
         return f"the plan has {plan.seq_len} queries and {plan.keys.seq_len} keys; linear attention needs as many"
-    return of_lengths(q, k, plan, AttentionSpec(), (held, held)) or of_docs(q.shape[0], plan, AttentionSpec(), docs, None)
+    return of_lengths(q, k, plan, AttentionSpec(), (held, held)) or of_docs(
+        q.shape[0], plan, AttentionSpec(), docs, None
+    )
 
 
 def wrong_number(name: str, at: tuple[int, ...], value: float) -> str:

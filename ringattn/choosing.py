@@ -49,9 +49,10 @@ def plan(
     the batch and the heads: {"ring": "context", "batch": ("data", "fsdp"), "heads": "tensor"}. No
     mesh means one device; a `choosing.Target` stands for ranks that need not exist. `heads` is (query heads, key
     heads). Every rank must make the same plan; `explain()` shows the candidates and why this one was chosen. With
-    `docs`, or the `mask` that stands for them, the layout is chosen for these documents. With `deterministic` only kernels run whose gradients have the same
-    bits in every run, as also under torch.use_deterministic_algorithms. `transport` is how blocks travel over a torch
-    mesh. `saved_as` is the name of attention's results for policies of jax.checkpoint.
+    `docs`, or the `mask` in their place, the layout is chosen for these documents. With `deterministic` only kernels
+    run whose gradients have the same bits in every run, as also under torch.use_deterministic_algorithms. `transport`
+    is how blocks travel over a torch mesh. `saved_as` is the name of attention's results for policies of
+    jax.checkpoint.
     """
     words = of_arguments(spec=spec, docs=docs, transport=transport) or of_mask(mask, spec, docs)
     raise_if(of_unknown("plan", unknown, "spec", "docs", "transport") or words)
@@ -345,7 +346,9 @@ def problem_of(plan: Plan, shape: Shape, spec: AttentionSpec, dtype: str, docs: 
         heads=shape.heads // plan.ulysses,
         kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
         softcap=spec.softcap is not None,
-        rectangles=spec.behind is None and spec.reach[1] in (0, None) and docs is None,  # stripes may still cut a step into too many rectangles
+        rectangles=spec.behind is None
+        and spec.reach[1] in (0, None)
+        and docs is None,  # stripes may still cut a step into too many rectangles
         mask=kind_of(spec, (shape.seq_len, shape.key_len), docs, None, alone=plan.ring == 1),
         arch=torch.cuda.get_device_capability() if torch else None,
         deterministic=plan.deterministic,

@@ -63,7 +63,9 @@ def schedule_of(mask: Mask) -> Schedule:
     return Schedule(found.needed, found.length) if plan.axes.whole else found
 
 
-def kind_of(spec: AttentionSpec, lengths: tuple[int, int], docs: Docs | None, key_docs: Docs | None, alone: bool) -> str:
+def kind_of(
+    spec: AttentionSpec, lengths: tuple[int, int], docs: Docs | None, key_docs: Docs | None, alone: bool
+) -> str:
     """The kind of mask, by which the fastest kernel is chosen where steps are not few rectangles.
 
     `lengths` are those of the queries and of the keys; `alone`: on one device, and all batch rows have the same.

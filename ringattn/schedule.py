@@ -241,9 +241,7 @@ def table_of(shards: Sequence[Shard]) -> Table:
 Seen = tuple[np.ndarray, np.ndarray, np.ndarray]  # who sees, and the tokens [begin, end) that it sees
 
 
-def seen(
-    bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard], alone: bool = False
-) -> Schedule:
+def seen(bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard], alone: bool = False) -> Schedule:
     """The schedule in which keys travel to the queries that see them.
 
     A range of a block that is read may go on from one range of the shard into the next if blocks come `alone`.

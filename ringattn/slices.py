@@ -36,7 +36,7 @@ class Mask(Docs):
         words = [kinds] * len(q_ranges) if isinstance(kinds, str) else list(kinds)
         if not len(q_ranges) == len(k_ranges) == len(words):
             raise ValueError(
-                f"{len(q_ranges)} ranges of queries, {len(k_ranges)} of keys and {len(words)} kinds; give as many of each"
+                f"{len(q_ranges)} ranges of queries, {len(k_ranges)} of keys and {len(words)} kinds; give equally many"
             )
         if wrong := [kind for kind in words if kind not in KINDS]:
             raise ValueError(f"kinds: {wrong[0]!r}; choose one of {', '.join(KINDS)}")
@@ -96,6 +96,4 @@ def overlap(a: Bands, b: Bands) -> np.ndarray:
 
 def describe(bands: Bands, i: int) -> str:
     last = bands.some([i])
-    return (
-        f"queries {bands.start[i]} to {bands.stop[i]} over keys {bands.begin[i]} to {int(last.last_end[0])}"
-    )
+    return f"queries {bands.start[i]} to {bands.stop[i]} over keys {bands.begin[i]} to {int(last.last_end[0])}"

@@ -353,9 +353,13 @@ def of_window(causal: bool, window: Any) -> str | None:
         return f"window={window}: positions are counted in 64 bits; use None for all keys"
     if not is_number(window, 1):
         return f"window={window!r}: the number of keys a query sees, at least 1 (None for all)"
-    return None if causal else (
-        f"window={window} counts back from the query's own position, which has no meaning with causal=False; use "
-        f"causal=True, or window=None, or a pair: window=({window - 1}, 0)"
+    return (
+        None
+        if causal
+        else (
+            f"window={window} counts back from the query's own position, which has no meaning with causal=False; use "
+            f"causal=True, or window=None, or a pair: window=({window - 1}, 0)"
+        )
     )
 
 

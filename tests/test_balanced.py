@@ -14,8 +14,8 @@ from test_roll import expected
 
 import ringattn as ra
 import ringattn.layout as layout_module
-from ringattn.comms.local import run
 from ringattn.bands import Work, families, joined
+from ringattn.comms.local import run
 from ringattn.dealing import deal
 from ringattn.launch.verify.cases import FULL, Case
 from ringattn.layout import Layout

@@ -16,6 +16,7 @@ jnp = jax.numpy
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
+from ringattn.bands import bounds  # noqa: E402
 from ringattn.jax.attention.steps import Sight, score_of, table_of  # noqa: E402
 from ringattn.kernels import reference, select  # noqa: E402
 from ringattn.kernels.intervals import Choice, Intervals, Sets  # noqa: E402
@@ -25,7 +26,6 @@ from ringattn.launch.verify import oracle  # noqa: E402
 from ringattn.launch.verify.cases import CASES, FEATURES, Case  # noqa: E402
 from ringattn.mask import Mask  # noqa: E402
 from ringattn.ranks import Ranks  # noqa: E402
-from ringattn.bands import bounds  # noqa: E402
 
 LIMIT = 5e-6
 PLACES = len(CASES) // len(FEATURES)

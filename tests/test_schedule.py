@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
+from ringattn.bands import bounds, families, joined
 from ringattn.comms.local import run
 from ringattn.cost import HARDWARE, seen_pairs
 from ringattn.launch.verify import oracle
@@ -17,7 +18,6 @@ from ringattn.launch.verify.cases import CASES, FEATURES, FULL, Case
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.mask import Mask, schedule_of
 from ringattn.schedule import GRAINS, Schedule, growing, seen
-from ringattn.bands import bounds, families, joined
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.steps import score_with
 

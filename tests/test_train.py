@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import ringattn as ra
+from ringattn.bands import bounds
 from ringattn.conf.schema import Cluster, Data, Model, Optimizer, Strategy, Train
 from ringattn.launch.processes import RankError
 from ringattn.launch.train import data, estimate, metrics, model, parallelize, report, torchrun
@@ -25,7 +26,6 @@ from ringattn.launch.train import ray as on_ray
 from ringattn.launch.train import start as train
 from ringattn.launch.train.estimate import step_flops
 from ringattn.launch.train.trainer import learning_rate, work
-from ringattn.bands import bounds
 from tests.training import SOURCES, TINY, over, where
 
 ROWS = Path(__file__).parent.parent / "benchmarks" / "train-h200.jsonl"

@@ -55,7 +55,12 @@ def masks() -> Figure:
 def families_drawn() -> Figure:
     """Eight masks of 12 queries and keys; each colour is a family, one interval a query."""
     T, answers = 12, Docs.tree([4, 2, 3, 3], [-1, 0, 0, 2])
-    slices = [((0, 4), (0, 4), "causal"), ((4, 8), (0, 4), "both"), ((4, 8), (4, 8), "causal"), ((8, 12), (2, 8), "inverse")]
+    slices = [
+        ((0, 4), (0, 4), "causal"),
+        ((4, 8), (0, 4), "both"),
+        ((4, 8), (4, 8), "causal"),
+        ((8, 12), (2, 8), "inverse"),
+    ]
     kinds = {
         "window of 3 and 2": (AttentionSpec(causal=False, window=(3, 2)), None),
         "chunks of 5": (AttentionSpec(chunk=5), None),

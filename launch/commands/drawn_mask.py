@@ -1,5 +1,7 @@
 """A mask as text: queries from top to bottom, keys from left to right."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from ringattn.bands import Families, bounds_at
@@ -11,7 +13,7 @@ def drawn(families: Families, seq_len: int, key_len: int) -> list[str]:
     """The first row's mask in up to MOST x MOST cells: # all pairs are seen, + some, . none."""
     rows, columns = (np.linspace(0, n, min(n, MOST) + 1).astype(int) for n in (seq_len, key_len))
     lines = []
-    for first, stop in zip(rows, rows[1:], strict=False):
+    for first, stop in pairwise(rows.tolist()):
         at = np.unique(np.linspace(first, stop - 1, SAMPLES).astype(int))
         seen = np.zeros((len(at), len(columns) - 1), int)
         for family in families:

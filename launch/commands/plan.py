@@ -40,13 +40,19 @@ class Options:
     transport: str = option("auto", "auto, symmetric (GPUs of one host share memory) or group (NCCL, gloo)")
     groups: int | None = option(None, "in how many groups Ulysses and gather exchange the heads")
     causal: bool = option(True, "whether a query sees no later key")
-    window: tuple[int, ...] | None = option(None, "how many keys a query sees at most; LEFT,RIGHT with causal=false", least=0)
+    window: tuple[int, ...] | None = option(
+        None, "how many keys a query sees at most; LEFT,RIGHT with causal=false", least=0
+    )
     chunk: int | None = option(None, "a query sees its own block of so many positions of its document")
     first: int = option(0, "beside the window or chunk, a query sees so many first keys of its document", least=0)
     docs: tuple[int, ...] | None = option(None, "lengths of packed documents; the rest is padding", least=0)
     prefix: tuple[int, ...] | None = option(None, "of each document, how many first tokens see one another", least=0)
-    spans: tuple[int, ...] | None = option(None, "START,STOP of tokens that see one another, then the next pair", least=0)
-    parents: tuple[int, ...] | None = option(None, "the documents are segments of trees: of each its parent, or -1", least=-1)
+    spans: tuple[int, ...] | None = option(
+        None, "START,STOP of tokens that see one another, then the next pair", least=0
+    )
+    parents: tuple[int, ...] | None = option(
+        None, "the documents are segments of trees: of each its parent, or -1", least=-1
+    )
     device: str = option("cuda", "the speeds and kernels to assume", among=("cuda", "cpu"))
     dtype: str | None = option(None, "by default bfloat16 on cuda and float32 on cpu")
 

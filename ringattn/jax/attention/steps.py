@@ -252,9 +252,7 @@ class Sight(NamedTuple):
         return Intervals(self.begin, self.end, choice=choice, also=tuple(one.everywhere for one in self.also))
 
 
-def step_of(
-    q: Array, k: Array, v: Array, mask: Mask, starts: Any, key_starts: Any, spans: Any
-) -> tuple[Score, Sight]:
+def step_of(q: Array, k: Array, v: Array, mask: Mask, starts: Any, key_starts: Any, spans: Any) -> tuple[Score, Sight]:
     """The kernel, bound to the spec."""
     plan = mask.plan
     known = (starts is None or mask.docs is not None) and (key_starts is None or mask.key_docs is not None)

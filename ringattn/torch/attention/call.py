@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad

@@ -142,9 +142,7 @@ def bounds_on(mask: Mask, shard: Shard, device: torch.device | None) -> list[tup
     there, from the few numbers of their runs.
     """
     on_host = device is None or device.type == "cpu"
-    return [
-        runs.bounds() if on_host or len(runs.counts) == 1 else spread_on(runs, device) for runs in mask.runs(shard)
-    ]
+    return [runs.bounds() if on_host or len(runs.counts) == 1 else spread_on(runs, device) for runs in mask.runs(shard)]
 
 
 def spread_on(runs: Runs, device: torch.device | None) -> tuple[Tensor, Tensor]:

@@ -118,7 +118,7 @@ Sides = tuple[np.ndarray, np.ndarray]
 
 
 def seen(chunk: Chunk, holder: Holder, positions: np.ndarray, ranks: tuple[int, ...]) -> list[Sides]:
-    """Of each family, the intervals of each rank's local indices that these queries see, [ranks, batch rows or 1, T]."""
+    """Of each family, which of each rank's local indices these queries see: intervals [ranks, batch rows or 1, T]."""
     rows = list(zip(chunk.before, holder.first, holder.last, strict=True))
     found = []
     which = np.array(ranks)[:, None, None]
