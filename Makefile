@@ -7,7 +7,7 @@ ARGS ?=
 WORKERS := -n 3 --dist worksteal  # tests that start ranks wait a good part of their time
 
 .PHONY: help install test test-slow test-with test-ray test-gpu test-hosts test-compile test-mutants train bench pictures docs \
-        lint types
+        packages lint types
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -62,8 +62,17 @@ docs: .venv-docs/.ready  ## check the spelling of docs and code, and build the s
 
 .venv-docs/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material mkdocstrings-python codespell ruff
+	.venv-docs/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material mkdocstrings-python codespell ruff build twine
 	@touch $@
+
+packages: .venv-docs/.ready  ## build the wheel and the sdist into dist/, and try each alone in an environment of its own
+	rm -rf dist && .venv-docs/bin/python -m build --outdir dist .
+	.venv-docs/bin/twine check --strict dist/*
+	for package in dist/*.whl dist/*.tar.gz; do \
+	  rm -rf .venv-smoke && $(PYTHON) -m venv .venv-smoke && \
+	  .venv-smoke/bin/python -m pip install --quiet --constraint constraints.txt $$package && \
+	  (cd .venv-smoke && bin/python ../tests/smoke.py) || exit 1; \
+	done; rm -rf .venv-smoke
 
 lint: $(READY)  ## check style and format
 	$(VENV)/bin/ruff check .

@@ -14,7 +14,7 @@ try:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.trainer import PrinterCallback, Trainer, TrainingArguments
 except ImportError:
-    sys.exit("transformers is not installed; in the checkout: pip install '.[hf]'")
+    sys.exit("transformers is not installed; pip install 'ringattn[hf]'")
 import ringattn as ra
 from ringattn import hf
 

@@ -67,7 +67,9 @@ def sentence(error: BaseException) -> str | None:
     kind, text = kind_of(error)
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package != "ringattn":
-        return f"{package} is not installed (in the checkout: pip install '.[{EXTRAS.get(package, 'dev')}]')"
+        return (
+            f"{package} is not installed; pip install 'ringattn[{EXTRAS.get(package, 'dev')}]' ('.[...]' in a checkout)"
+        )
     if isinstance(error, ImportError) and package not in ("", "ringattn"):
         return f"{package} is installed but cannot be imported ({text}); install it again"
     return text if issubclass(kind, BAD) and not issubclass(kind, ConnectionError) else None

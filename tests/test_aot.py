@@ -58,7 +58,7 @@ def test_a_plan_without_a_shape_is_refused():
 @pytest.mark.skipif(find_spec("libtpu") is not None, reason="the TPU compiler is installed")
 def test_without_the_compiler_the_message_says_what_to_install(capsys):
     assert main(["aot"]) == 2
-    assert "pip install '.[tpu]'" in capsys.readouterr().err
+    assert "pip install 'ringattn[tpu]'" in capsys.readouterr().err
 
 
 def test_blocks_are_written_queries_x_keys(capsys):

@@ -41,7 +41,7 @@ def test_its_version(capsys):
     [
         (
             ModuleNotFoundError("", name="matplotlib.pyplot"),
-            "matplotlib is not installed (in the checkout: pip install '.[plot]')",
+            "matplotlib is not installed; pip install 'ringattn[plot]' ('.[...]' in a checkout)",
         ),
         (
             ImportError("no libfoo", name="matplotlib"),

@@ -179,7 +179,7 @@ def test_without_hydra_the_remedy_is_said(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "hydra", None)
     assert configured.run(["seq_len=4"], lambda config, swept: 0) == 2
     assert capsys.readouterr().err == (
-        "ringattn train: hydra is not installed (in the checkout: pip install '.[train]')\n"
+        "ringattn train: hydra is not installed; pip install 'ringattn[train]' ('.[...]' in a checkout)\n"
     )
 
 

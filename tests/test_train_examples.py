@@ -31,7 +31,7 @@ def test_without_transformers_an_example_says_what_to_install(name, tmp_path):
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
-    assert done.stderr == "transformers is not installed; in the checkout: pip install '.[hf]'\n"
+    assert done.stderr == "transformers is not installed; pip install 'ringattn[hf]'\n"
 
 
 CALLS = """

@@ -3,7 +3,7 @@
     ringattn aot topology=v6e:2x4 ring=8 seq_len=131072 heads=32 kv_heads=8
     ringattn aot topology=v5e:2x4 ring=4 ulysses=2 layout=striped window=4096 blocks=1024x1024,2048x2048
 
-Needs libtpu (pip install '.[tpu]'). Devices beyond ring x ulysses form a data axis.
+Needs libtpu (pip install 'ringattn[tpu]'). Devices beyond ring x ulysses form a data axis.
 """
 
 from dataclasses import dataclass

@@ -62,7 +62,10 @@ def examine(options: Options) -> Iterator[Finding]:
     yield package("numpy", needed=True)
     for name, module, extra in (("triton", "triton", "gpu"), ("jax", "jax", "jax"), ("hydra-core", "hydra", "train")):
         yield package(
-            name, needed=False, remedy=f"pip install '.[{extra}]' in the checkout: {USED[name]}", module=module
+            name,
+            needed=False,
+            remedy=f"pip install 'ringattn[{extra}]' ('.[{extra}]' in a checkout): {USED[name]}",
+            module=module,
         )
     if torch.state == "bad":
         return

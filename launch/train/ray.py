@@ -79,7 +79,7 @@ def connect(config: Train) -> Any:
         reach(address)
         ray.init(**where, runtime_env={"env_vars": passed}, logging_level=logging.WARNING)
     except ImportError:
-        raise ValueError("Ray is not installed; pip install '.[ray]' in the checkout, or use cluster=local") from None
+        raise ValueError("Ray is not installed; pip install 'ringattn[ray]', or use cluster=local") from None
     except (OSError, RuntimeError) as error:
         raise ValueError(
             f"cluster.address={address}: {first_line(error)}; is the cluster up (ray start --head), and is the token "

@@ -76,7 +76,7 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
         if drawn := picture(folder, rows, summary["entropy"]):
             where += f", picture {drawn}"
         else:
-            lines.append("no picture: matplotlib cannot be imported (in the checkout: pip install '.[plot]')")
+            lines.append("no picture: matplotlib cannot be imported (pip install 'ringattn[plot]')")
     lines.append(where)
     if not checkpoints_of(folder):
         lines.append("no weights were kept; save_every=N saves them every N steps and at the end")

@@ -150,7 +150,7 @@ def topology_devices(topology: str) -> list[Any]:
     except Exception as error:
         if find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
             raise RuntimeError(
-                "the TPU compiler is not installed: pip install '.[tpu]' in the checkout (libtpu; no TPU is needed)"
+                "the TPU compiler is not installed: pip install 'ringattn[tpu]' (libtpu; no TPU is needed)"
             ) from error
         raise ValueError(f"topology={topology!r}: {error}; try v5e:2x4, v6e:2x4, v5p:2x2x2, v4:2x2x2") from error
 
