@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringattn.packing import depths
-from ringattn.spec import AttentionSpec, Docs, intervals
+from ringattn.spec import AttentionSpec, Docs
 
 KINDS = "full", "causal", "inverse", "both"  # of slices
 Row = np.ndarray  # int64 [n], or [rows, n] where the rows of a batch differ
@@ -112,6 +112,46 @@ def documents(
         span = np.where(inside, spans[j, 0], 2**62), np.where(inside, spans[j, 1], 0)
     sides = [intervals(spec, p + shift[i], begin[i], end[i], span) for p in (first, last)]
     return [between(first, last + 1, *ends) for ends in zip(*sides, strict=True)]
+
+
+def intervals(spec: AttentionSpec, own: Any, begin: Any, end: Any, span: Any = None) -> list[tuple[Any, Any]]:
+    """The keys [begin, end) that a query sees, in any array library: the families of them, none of which overlap.
+
+    `own` is the query's position among the keys, and its document has the keys [begin, end). `span`, (start, stop), is
+    seen by the queries in it; the start lies behind, and the stop before, all queries that are in none. The queries of
+    a document of the keys 2 to 7, causal with a window of 3; in chunks of 4; and of 2 beside the first key:
+
+        keys    0 1 2 3 4 5 6 7 8     0 1 2 3 4 5 6 7 8     0 1 2 3 4 5 6 7 8
+        own 2   . . # . . . . . .     . . # . . . . . .     . . # . . . . . .
+        own 3   . . # # . . . . .     . . # # . . . . .     . . # # . . . . .
+        own 4   . . # # # . . . .     . . # # # . . . .     . . + # # . . . .
+        own 5   . . . # # # . . .     . . # # # # . . .     . . + . # # . . .
+        own 6   . . . . # # # . .     . . . . . . # . .     . . + . . # # . .
+        own 7   . . . . . # # # .     . . . . . . # # .     . . + . . . # # .
+
+    In a family neither side decreases from a query to the next one. Where a query sees nothing, begin >= end.
+    """
+    most = 2 ** (8 * own.dtype.itemsize - 1) - 1  # beyond all positions, in their own integers; no sum may pass it
+    first, last, (left, right) = begin, end, spec.reach
+    if spec.chunk is not None:
+        chunk = min(spec.chunk, most)
+        begin = (first + (own - first) // chunk * chunk).clip(first, last)
+        end = begin + (last - begin).clip(None, chunk)
+    low, high = begin, end
+    if left is not None:
+        low = (own - min(left, most)).clip(begin, end)
+    if right is not None:
+        ahead = (most - 1 - own).clip(None, min(right, most)) if right else 0
+        high = (own + 1 + ahead).clip(begin, end)
+    if span is not None:
+        low, high = low.clip(None, span[0]), high.clip(span[1], None)
+    found = [(low, high)]
+    if spec.first:
+        top = first + (last - first).clip(None, min(spec.first, most))
+        found.append((first, low.clip(None, top)))
+        if not spec.causal:
+            found.append((high.clip(None, top), top))
+    return found
 
 
 def between(start: Row, stop: Row, first: tuple[Row, Row], last: tuple[Row, Row]) -> Bands:

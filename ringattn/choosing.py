@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringattn import kernels
+from ringattn.bands import Work, families, joined
 from ringattn.check import of_arguments, of_choice, of_mask, of_unknown
 from ringattn.comms.axis import roles
 from ringattn.cost import Cost, Hardware, Shape, kv_heads_of_a_rank, predict, seen_pairs
-from ringattn.mask import Mask, kind_of, schedule_of
+from ringattn.kernels.rates import FEW, mask_of
+from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan, Transport, dtype_name, hardware_of
 from ringattn.ranks import Ranks, one_rank
 from ringattn.slices import Mask as Slices
@@ -354,3 +356,21 @@ def problem_of(plan: Plan, shape: Shape, spec: AttentionSpec, dtype: str, docs: 
         deterministic=plan.deterministic,
         rows=plan.tokens.shard_len * (shape.heads // plan.ulysses),
     )
+
+
+def kind_of(
+    spec: AttentionSpec, lengths: tuple[int, int], docs: Docs | None, key_docs: Docs | None, alone: bool
+) -> str:
+    """The kind of mask, by which the fastest kernel is chosen where steps are not few rectangles.
+
+    `lengths` are those of the queries and of the keys; `alone`: on one device, and all batch rows have the same.
+    """
+    if (docs is None or docs.plain) and not spec.first and not isinstance(spec.window, tuple):
+        rows = np.array([[lengths[1]]]) if docs is None else np.diff(docs.starts)
+        if spec.chunk is not None:  # each chunk is a document
+            size = spec.chunk
+            rows = np.array([[n for row in rows.tolist() for m in row for n in [size] * (m // size) + [m % size]]])
+        return mask_of(rows, spec.causal, spec.window, alone)
+    found = [Work.of(joined(bands)) for bands in zip(*families(spec, *lengths, docs, key_docs), strict=True)]
+    pairs = sum(int(work.below(lengths[0])) for work in found)
+    return "long" if pairs >= FEW * lengths[0] * len(found) else "short"

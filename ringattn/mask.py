@@ -5,8 +5,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from ringattn.bands import Bands, Families, Runs, Work, families, joined
-from ringattn.kernels.rates import FEW, mask_of
+from ringattn.bands import Bands, Families, Runs, families, joined
 from ringattn.layout import Shard, count_below, sorted_positions
 from ringattn.planning import Plan
 from ringattn.schedule import Schedule, seen
@@ -61,21 +60,3 @@ def schedule_of(mask: Mask) -> Schedule:
     queries, held = ([layout.shard(r) for r in range(plan.ring)] for layout in (plan.tokens, plan.keys.tokens))
     found = seen(bands_of(mask), queries, held, plan.tokens.by_document)
     return Schedule(found.needed, found.length) if plan.axes.whole else found
-
-
-def kind_of(
-    spec: AttentionSpec, lengths: tuple[int, int], docs: Docs | None, key_docs: Docs | None, alone: bool
-) -> str:
-    """The kind of mask, by which the fastest kernel is chosen where steps are not few rectangles.
-
-    `lengths` are those of the queries and of the keys; `alone`: on one device, and all batch rows have the same.
-    """
-    if (docs is None or docs.plain) and not spec.first and not isinstance(spec.window, tuple):
-        rows = np.array([[lengths[1]]]) if docs is None else np.diff(docs.starts)
-        if spec.chunk is not None:  # each chunk is a document
-            size = spec.chunk
-            rows = np.array([[n for row in rows.tolist() for m in row for n in [size] * (m // size) + [m % size]]])
-        return mask_of(rows, spec.causal, spec.window, alone)
-    found = [Work.of(joined(bands)) for bands in zip(*families(spec, *lengths, docs, key_docs), strict=True)]
-    pairs = sum(int(work.below(lengths[0])) for work in found)
-    return "long" if pairs >= FEW * lengths[0] * len(found) else "short"

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ringattn.bands import KINDS, Bands, of_slices, within
-from ringattn.spec import Docs, are_counts, rows_of, untraced, whole
+from ringattn.spec import Docs, untraced, whole
 
 PAIRS = 1 << 18  # of slices that are compared at once
 
@@ -46,19 +46,18 @@ class Mask(Docs):
         check_apart(slices)
         return cls.known(np.array([[0, size]]), size, None, None, slices[None])  # type: ignore[return-value]
 
-    def __repr__(self) -> str:
-        return f"Mask({self.slices.shape[1]} slices, {self.length} tokens)"
-
 
 def ranges(name: str, given: Any, total: int) -> np.ndarray:
     """Pairs (start, stop) within `total`, [n, 2]."""
-    pairs = rows_of(name, untraced(given)) if len(given) else []
-    for i, pair in enumerate(pairs):
-        if len(pair) != 2 or not are_counts(list(pair)) or pair[0] > pair[1]:
-            raise ValueError(f"{name}[{i}] = {pair}: expected (start, stop), whole numbers, start not after stop")
-        if pair[1] > total:
-            raise ValueError(f"{name}[{i}] = {pair} reaches beyond total={total}")
-    return np.array(pairs, np.int64).reshape(-1, 2)
+    pairs = np.asarray(untraced(given) if len(given) else np.zeros((0, 2), int))
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
+        raise ValueError(f"{name}: expected pairs (start, stop) of whole numbers, got {given!r}")
+    start, stop = pairs.T
+    for wrong, why in (((start < 0) | (start > stop), "is no range"), (stop > total, f"reaches beyond total={total}")):
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            raise ValueError(f"{name}[{i}] = {tuple(pairs[i].tolist())} {why}")
+    return pairs.astype(np.int64)
 
 
 def check_apart(slices: np.ndarray) -> None:

@@ -5,20 +5,25 @@ query, and neither decreases along the sequence. First keys beside a window are 
 Plain numpy, which can be printed and tested without a device.
 """
 
-import math
-import operator
 import sys
 from contextlib import suppress
 from functools import cache, cached_property
 from itertools import accumulate
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
+from ringattn.numeric import Row as Row
+from ringattn.numeric import are_counts, are_starts, rows_of
+from ringattn.numeric import is_number as is_number
+from ringattn.numeric import is_traced as is_traced
+from ringattn.numeric import of_factor as of_factor
+from ringattn.numeric import raise_if as raise_if
+from ringattn.numeric import untraced as untraced
+from ringattn.numeric import whole as whole
+from ringattn.packing import branch_positions, parents_in, spans_in
 from ringattn.values import Value
-
-Row = np.ndarray  # int64 [T], or [rows, T] where the rows of a batch differ
 
 
 class AttentionSpec(Value):
@@ -103,7 +108,7 @@ class Docs:
             # is_compiling, which is True in every thread while one of them compiles.
             raise ValueError("Docs are made of numbers: make them before the compiled function and pass them to it")
         if "jax" in sys.modules:
-            register_in_jax()
+            register_in_jax(type(self))
         self.starts, self.spans, self.parents, self.slices = (*parts, None, None, None)[: len(self.PARTS)]
         self.length = length
         for part in parts:
@@ -139,8 +144,6 @@ class Docs:
         """The inverse of `encoded`; the numbers may not change later."""
         if numbers.ndim == 2:
             return Docs.known(numbers, length)
-        from ringattn.slices import Mask
-
         parts: list[Row | None] = []
         for _ in Docs.PARTS:
             dims, rest = int(numbers[0]), numbers[1:]
@@ -148,7 +151,7 @@ class Docs:
             size = int(shape.prod()) if dims else 0
             parts.append(rest[:size].reshape(shape).copy() if dims else None)
             numbers = rest[size:]
-        return (Docs if parts[-1] is None else Mask).known(parts[0], length, *parts[1:])  # type: ignore[arg-type]
+        return Docs.known(parts[0], length, *parts[1:])  # type: ignore[arg-type]
 
     @property
     def plain(self) -> bool:
@@ -173,8 +176,6 @@ class Docs:
         docs = cls._from_rows([list(accumulate(map(int, row), initial=0)) for row in rows], pad_to)
         if prefix is None and spans is None:
             return docs
-        from ringattn.packing import spans_in
-
         return cls.known(docs.starts, docs.length, spans_in(docs.starts, list(map(len, rows)), prefix, spans))
 
     @classmethod
@@ -187,8 +188,6 @@ class Docs:
         >>> Docs.tree([4, 2, 3], [-1, 0, 0]).parents.tolist()  # two answers to one question
         [[-1, 0, 0]]
         """
-        from ringattn.packing import parents_in
-
         docs = cls.from_lengths(lengths, pad_to)
         return cls.known(docs.starts, docs.length, None, parents_in(docs.starts, rows_of("parents", parents)))
 
@@ -268,8 +267,6 @@ class Docs:
         """In trees, the depth of each token along its branch, [tokens], or [rows, tokens] where rows differ."""
         if self.parents is None:
             return None
-        from ringattn.packing import branch_positions
-
         docs = self.first or self
         rows = [branch_positions(*of_row, self.length) for of_row in zip(docs.starts, docs.parents, strict=True)]
         return rows[0] if docs.first is not None else np.stack(rows)
@@ -284,6 +281,8 @@ class Docs:
         shape: Any = getattr(self.starts, "shape", ())
         if len(shape) != 2:  # in a JAX tree whose leaves are not arrays
             return f"Docs({self.starts!r}, {self.length} tokens)"
+        if self.slices is not None:
+            return f"Mask({self.slices.shape[1]} slices, {self.length} tokens)"
         rows, n = shape
         what = "documents" if self.parents is None else "segments"
         spans = "" if self.spans is None else f" with {self.spans.shape[1]} spans"
@@ -291,14 +290,12 @@ class Docs:
 
 
 @cache
-def register_in_jax() -> None:
+def register_in_jax(kind: type[Docs] = Docs) -> None:
     """Docs may be arguments of functions that JAX traces: their starts and spans are then traced, but not how many.
 
     Trees and slices are constants of a program.
     """
     from jax.tree_util import register_pytree_node
-
-    from ringattn.slices import Mask
 
     def taken_apart(docs: Docs) -> tuple[Any, Any]:
         if docs.parents is not None or docs.slices is not None:
@@ -308,35 +305,8 @@ def register_in_jax() -> None:
     def put_together(aux: Any, parts: Any) -> Docs:
         return aux if isinstance(aux, Docs) else Docs.bare(parts[0], *aux, parts[1])
 
-    for kind in (Docs, Mask):
-        with suppress(ValueError):  # another thread was faster
-            register_pytree_node(kind, taken_apart, put_together)
-
-
-def is_traced(x: Any) -> bool:
-    """Whether JAX traces x."""
-    return "jax" in sys.modules and isinstance(x, sys.modules["jax"].core.Tracer)
-
-
-def raise_if(problem: str | None) -> None:
-    """Raise a problem that a check found."""
-    if problem:
-        raise ValueError(problem)
-
-
-def whole(value: Any) -> int | None:
-    """The value as an int, from Python's ints, numpy's, or an array with one; None for anything else."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:  # every tensor has an __index__, even one of floats
-        return None
-
-
-def is_number(value: Any, least: int) -> bool:
-    """Whether this is one whole number from `least` on, that fits in 64 bits; no bool, no array."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and least <= value < 2**63
+    with suppress(ValueError):  # another thread was faster
+        register_pytree_node(kind, taken_apart, put_together)
 
 
 def of_window(causal: bool, window: Any) -> str | None:
@@ -353,106 +323,13 @@ def of_window(causal: bool, window: Any) -> str | None:
         return f"window={window}: positions are counted in 64 bits; use None for all keys"
     if not is_number(window, 1):
         return f"window={window!r}: the number of keys a query sees, at least 1 (None for all)"
+    if causal:
+        return None
     return (
-        None
-        if causal
-        else (
-            f"window={window} counts back from the query's own position, which has no meaning with causal=False; use "
-            f"causal=True, or window=None, or a pair: window=({window - 1}, 0)"
-        )
+        f"window={window} counts back from the query's own position, which has no meaning with causal=False; use "
+        f"causal=True, or window=None, or a pair: window=({window - 1}, 0)"
     )
 
 
 def plain_window(window: Any) -> int | tuple[int, int]:
     return (int(window[0]), int(window[1])) if isinstance(window, tuple) else int(window)
-
-
-def of_factor(name: str, value: Any, default: str = "None") -> str | None:
-    """The problem with a factor of scores: it must be above 0, and its products must fit in float32."""
-    if value is None:
-        return None
-    number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else -1
-    if not 0 < number < math.inf:
-        return f"{name}={value!r}: must be a finite number above 0 (not an array), or {default}"
-    if not 1e-18 <= number <= 1e18:
-        return f"{name}={value!r}: scores are computed in float32; pass a number from 1e-18 to 1e18, or {default}"
-    return None
-
-
-def are_starts(starts: Row, length: int) -> bool:
-    """Whether every row begins at 0, never decreases, and ends within the length."""
-    rises = starts[:, 1:] >= starts[:, :-1]
-    return bool(rises.size and not starts[:, 0].any() and rises.all() and (starts[:, -1] <= length).all())
-
-
-def is_count(n: Any) -> bool:
-    """Whether n is a whole number of at least 0, as an int or a float."""
-    return isinstance(n, (int, float)) and 0 <= n < math.inf and int(n) == n
-
-
-def are_counts(row: list[Any]) -> bool:
-    """Whether all are whole numbers of at least 0; many ints are checked at once."""
-    if set(map(type, row)) == {int}:
-        return min(row) >= 0
-    return all(map(is_count, row))
-
-
-def untraced(given: Any) -> Any:
-    """The argument itself; an error if JAX traces it."""
-    if is_traced(given):
-        raise ValueError(
-            f"Docs need concrete numbers, and these are traced (jit, grad, vmap): {given!r}; make Docs outside jit and "
-            "pass them as an argument, or use Docs.from_segment_ids(ids, most=...)"
-        )
-    return given
-
-
-def rows_of(name: str, given: Any) -> list[list[Any]]:
-    """One row of numbers, or one per batch entry, from lists, arrays and tensors."""
-    if hasattr(given, "tolist"):
-        given = untraced(given).tolist()
-    if not isinstance(given, (list, tuple)):
-        raise ValueError(f"{name} must be a list, array or tensor of whole numbers, got {given!r}")
-    given = [untraced(x).tolist() if hasattr(x, "tolist") else x for x in given]
-    batch = given and all(isinstance(x, (list, tuple)) for x in given)
-    return [list(row) for row in given] if batch else [given]
-
-
-def intervals(spec: AttentionSpec, own: Any, begin: Any, end: Any, span: Any = None) -> list[tuple[Any, Any]]:
-    """The keys [begin, end) that a query sees, in any array library: the families of them, none of which overlap.
-
-    `own` is the query's position among the keys, and its document has the keys [begin, end). `span`, (start, stop), is
-    seen by the queries in it; the start lies behind, and the stop before, all queries that are in none. The queries of
-    a document of the keys 2 to 7, causal with a window of 3; in chunks of 4; and of 2 beside the first key:
-
-        keys    0 1 2 3 4 5 6 7 8     0 1 2 3 4 5 6 7 8     0 1 2 3 4 5 6 7 8
-        own 2   . . # . . . . . .     . . # . . . . . .     . . # . . . . . .
-        own 3   . . # # . . . . .     . . # # . . . . .     . . # # . . . . .
-        own 4   . . # # # . . . .     . . # # # . . . .     . . + # # . . . .
-        own 5   . . . # # # . . .     . . # # # # . . .     . . + . # # . . .
-        own 6   . . . . # # # . .     . . . . . . # . .     . . + . . # # . .
-        own 7   . . . . . # # # .     . . . . . . # # .     . . + . . . # # .
-
-    In a family neither side decreases from a query to the next one. Where a query sees nothing, begin >= end.
-    """
-    most = 2 ** (8 * own.dtype.itemsize - 1) - 1  # beyond all positions, in their own integers; no sum may pass it
-    first, last, (left, right) = begin, end, spec.reach
-    if spec.chunk is not None:
-        chunk = min(spec.chunk, most)
-        begin = (first + (own - first) // chunk * chunk).clip(first, last)
-        end = begin + (last - begin).clip(None, chunk)
-    low, high = begin, end
-    if left is not None:
-        low = (own - min(left, most)).clip(begin, end)
-    if right is not None:
-        ahead = (most - 1 - own).clip(None, min(right, most)) if right else 0
-        high = (own + 1 + ahead).clip(begin, end)
-    if span is not None:
-        low, high = low.clip(None, span[0]), high.clip(span[1], None)
-    found = [(low, high)]
-    if spec.first:
-        top = first + (last - first).clip(None, min(spec.first, most))
-        found.append((first, low.clip(None, top)))
-        if not spec.causal:
-            found.append((high.clip(None, top), top))
-    return found

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringattn as ra
-from ringattn.bands import bounds
+from ringattn.bands import bounds, intervals
 from ringattn.comms.local import run
 from ringattn.launch.verify.cases import FEATURES
 from ringattn.layout import LAYOUTS, to_local
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan, Transport
-from ringattn.spec import AttentionSpec, Docs, intervals
+from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.steps import below, bounds_on, local, on_device, spread_on
 
 

@@ -57,7 +57,7 @@ def spans_of(case: Case, batch_row: int) -> list[tuple[int, int]]:
     """The ranges of tokens that see one another."""
     found = [] if case.spans is None else list(case.spans)
     if found and isinstance(found[0], list):
-        found = found[batch_row]
+        found = list(found[batch_row])
     lengths = [] if case.prefix is None else row_of(case.lengths, batch_row)
     for i, n in enumerate([] if case.prefix is None else row_of(case.prefix, batch_row)):
         found.append((sum(lengths[:i]), sum(lengths[:i]) + n))

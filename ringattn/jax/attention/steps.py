@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ringattn.bands import Bands, covered
+from ringattn.bands import Bands, covered, intervals
 from ringattn.comms.jax import automatic_axes, generation
 from ringattn.kernels import pallas
 from ringattn.kernels.families import over_families_in_jax
@@ -21,7 +21,7 @@ from ringattn.kernels.vendor import jax_cudnn, jax_splash
 from ringattn.layout import Layout, to_local
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, intervals
+from ringattn.spec import AttentionSpec
 
 
 class Score(NamedTuple):

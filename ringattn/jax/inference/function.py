@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringattn.bands import families
+from ringattn.bands import families, intervals
 from ringattn.check import (
     drafts,
     of_choice,
@@ -38,7 +38,7 @@ from ringattn.kernels.partial import Partial, add_sinks, empty, form_of, merge_s
 from ringattn.packing import depths
 from ringattn.planning import Plan, heads_problem
 from ringattn.serving import MOVES, keys_at_once
-from ringattn.spec import AttentionSpec, Docs, intervals, raise_if, whole
+from ringattn.spec import AttentionSpec, Docs, raise_if, whole
 
 
 def prefill(

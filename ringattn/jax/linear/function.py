@@ -86,11 +86,13 @@ def linear_attention(
         docs = filled(docs)
     call = Call(plan, scale, scan, returned, documents, docs is not None and docs.padded)
     if inside:
-        out, end = alone(call)(arrays, starts_of(docs))
+        out, end = alone(call)(arrays, starts_of(docs, None)[0])
     else:
         mesh, tokens = mesh_here(plan), cut_of_tokens(q, k, plan, lying)
         rows = cut_of_rows(docs, tokens)
-        out, end = program(call, mesh, tokens, rows)(arrays, starts_of(docs, mesh if is_eager(q) else None, rows))
+        out, end = program(call, mesh, tokens, rows)(
+            arrays, starts_of(docs, None, mesh if is_eager(q) else None, (rows,) * 3)[0]
+        )
     return (out, end) if return_state else out
 
 

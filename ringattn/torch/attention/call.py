@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ringattn.check import of_arguments, of_arrays, warn_of_exchanged
+from ringattn.choosing import kind_of
 from ringattn.cost import Shape, kv_heads_of_a_rank
 from ringattn.kernels import Kernel, select
 from ringattn.kernels.intervals import Intervals
-from ringattn.mask import Mask, kind_of
+from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
