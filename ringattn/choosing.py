@@ -340,6 +340,7 @@ def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: s
 def problem_of(plan: Plan, shape: Shape, spec: AttentionSpec, dtype: str, docs: Docs | None) -> kernels.Problem:
     """The problem of one rank, as far as a plan knows it."""
     torch = torch_on_gpu() if plan.device == "cuda" else None
+    whole = spec.window is None and spec.chunk is None and docs is None  # stripes may still make too many rectangles
     return kernels.Problem(
         device=plan.device,
         dtype=dtype,
@@ -348,9 +349,7 @@ def problem_of(plan: Plan, shape: Shape, spec: AttentionSpec, dtype: str, docs: 
         heads=shape.heads // plan.ulysses,
         kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
         softcap=spec.softcap is not None,
-        rectangles=spec.behind is None
-        and spec.reach[1] in (0, None)
-        and docs is None,  # stripes may still cut a step into too many rectangles
+        rectangles=whole,
         mask=kind_of(spec, (shape.seq_len, shape.key_len), docs, None, alone=plan.ring == 1),
         arch=torch.cuda.get_device_capability() if torch else None,
         deterministic=plan.deterministic,

@@ -112,15 +112,18 @@ def cut_of_rows(docs: Docs | None, tokens: P) -> P:
 
 
 def starts_of(docs: Docs | None, key_docs: Docs | None, mesh: Any = None, rows: Sequence[P] = (P(),) * 3) -> Starts:
-    """What the program gets of documents; with a mesh of devices, numbers that are known are put on it."""
-
-    def on_devices(x: Any, cut: P) -> Array | None:
-        if not isinstance(x, np.ndarray):
-            return None if x is None else jnp.asarray(x, jnp.int32)
-        return jax.device_put(x.astype(np.int32), NamedSharding(mesh, cut) if isinstance(mesh, Mesh) else None)
-
+    """What the program gets of documents."""
     given = docs and docs.starts, key_docs and key_docs.starts, docs and docs.spans
-    return tuple(map(on_devices, given, rows))  # type: ignore[return-value]
+    first, second, third = (whole_numbers(x, mesh, cut) for x, cut in zip(given, rows, strict=True))
+    return first, second, third
+
+
+def whole_numbers(x: Any, mesh: Any = None, cut: P | None = None) -> Array | None:
+    """Numbers as an array; with a mesh of devices, those that are known are put on it."""
+    if not isinstance(x, np.ndarray):
+        return None if x is None else jnp.asarray(x, jnp.int32)
+    there = NamedSharding(mesh, cut) if isinstance(mesh, Mesh) and cut is not None else None
+    return jax.device_put(x.astype(np.int32), there)
 
 
 def is_constant(docs: Docs | None) -> bool:
