@@ -52,7 +52,7 @@ def masks() -> Figure:
     return figure
 
 
-def families_drawn() -> Figure:
+def mask_kinds() -> Figure:
     """Eight masks of 12 queries and keys; each colour is a family, one interval a query."""
     T, answers = 12, Docs.tree([4, 2, 3, 3], [-1, 0, 0, 2])
     slices = [
@@ -304,7 +304,7 @@ def main(folder: Path = Path(__file__).parent) -> None:
     """Draw every picture into the folder."""
     matplotlib.use("Agg")
     with matplotlib.rc_context(STYLE):
-        for draw in (masks, tiling, merging, layouts, ring, ulysses, linear, speed):
+        for draw in (masks, mask_kinds, tiling, merging, layouts, ring, ulysses, linear, speed):
             save(draw(), folder / f"{draw.__name__}.svg")
         for draw in (layouts, speed):  # in the README, of which PyPI shows no SVG
             save(draw(), folder / f"{draw.__name__}.png")
