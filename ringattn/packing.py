@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.numbers import are_counts, rows_of, untraced
+from ringattn.numeric import are_counts, rows_of, untraced
 
 Row = np.ndarray
 
