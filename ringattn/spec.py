@@ -8,6 +8,7 @@ Plain numpy, which can be printed and tested without a device.
 import sys
 from contextlib import suppress
 from functools import cache, cached_property
+from importlib import import_module
 from itertools import accumulate
 from numbers import Integral
 from typing import Any
@@ -295,7 +296,7 @@ def register_in_jax(kind: type[Docs] = Docs) -> None:
 
     Trees and slices are constants of a program.
     """
-    from jax.tree_util import register_pytree_node
+    register_pytree_node = import_module("jax.tree_util").register_pytree_node
 
     def taken_apart(docs: Docs) -> tuple[Any, Any]:
         if docs.parents is not None or docs.slices is not None:

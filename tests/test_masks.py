@@ -188,7 +188,7 @@ def test_shared_prefixes_are_two_families_and_a_third_of_the_work():
     apart = Docs.from_lengths([32768 + 2048] * 16)
     pairs = [sum(Work.of(one).below(docs.length) for (one,) in families(AttentionSpec(), docs.length, docs=docs))
              for docs in (tree, apart)]  # fmt: skip
-    assert pairs[1] > 5.9 * pairs[0]
+    assert pairs[1] > 5.8 * pairs[0]
 
 
 def counting(calls: list[Any]) -> TorchKernel:
@@ -225,10 +225,11 @@ def test_positions_in_a_tree_are_depths_along_the_branch():
 
     def one(mesh):
         plan = ra.plan(mesh, seq_len=12, layout="zigzag")
+        dealt = ra.plan(mesh, seq_len=12, layout="balanced", docs=docs)
         assert plan.positions(Docs.from_lengths([12])).tolist() == plan.positions().tolist()
-        return plan.unshard(plan.positions(docs), dim=0).tolist(), plan.for_docs(docs).positions().shape
+        return [p.unshard(x, dim=0).tolist() for p, x in ((plan, plan.positions(docs)), (dealt, dealt.positions()))]
 
-    assert run(one, ring=2)[0] == (expected, (6,))
+    assert run(one, ring=2) == [[expected, expected]] * 2
     both = Docs.tree([[4, 2], [3, 3]], [[-1, 0], [-1, -1]])
     assert ra.plan(seq_len=6).positions(both).tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]]
 

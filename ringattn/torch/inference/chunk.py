@@ -84,8 +84,16 @@ OwnPiece = tuple[slice, Intervals | None]  # a slice of the chunk's tokens, and 
 
 @lru_cache(maxsize=32)
 def own_pieces(chunk: Chunk, most: int, device: torch.device, rectangles: bool) -> tuple[OwnPiece, ...]:
-    """The tokens of a chunk without holders, at most `most` at once: the same for every chunk of this length."""
-    sides = [[x[None] for x in bounds_at(one, chunk.positions)] for one in families_of(chunk, 0)]
+    """The tokens of a chunk without holders, at most `most` at once: the same for every chunk of this length, unless
+    it depends on how many tokens were `before`.
+    """
+    rows = sorted(set(chunk.before)) if len(set(chunk.before)) < 2 else chunk.before
+    every = [
+        [(low - n, high - n) for low, high in (bounds_at(one, chunk.positions + n) for one in families_of(chunk, n))]
+        for n in rows or (0,)
+    ]
+    sides = [[np.concatenate(side)[None].clip(0) for side in zip(*of_rows, strict=True)]
+             for of_rows in zip(*every, strict=True)]  # fmt: skip
     cuts = [slice(at, min(at + most, chunk.tokens)) for at in range(0, chunk.tokens, most)]
     return tuple((cut, within(*side, cut, device, rectangles)) for side in sides for cut in cuts)
 
