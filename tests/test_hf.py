@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.torch.models import hf, hf_model
+from ringattn.torch.models import hf, hf_choice, hf_model
 from ringattn.torch.models.hf_attention import attend
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
@@ -560,7 +560,7 @@ def test_a_model_that_sees_images_takes_text_alone(kind):
             mine(batch(), pixel_values=torch.ones(1, 3, 8, 8))
         found = mine(batch(), labels=batch())
         found.loss.backward()
-        return float(found.loss.detach()), mine.ringattn.plan.unshard(found.logits.detach()), gradients(mine)
+        return float(found.loss.detach()), hf.plan_of(mine).unshard(found.logits.detach()), gradients(mine)
 
     results = run(one, ring=2)
     for loss, logits, _ in results:
@@ -584,11 +584,11 @@ def test_a_compiled_model_is_prepared_inside_and_a_wrapped_one_is_refused():
 @pytest.mark.parametrize(
     ("plan", "over", "said"),
     [
-        (lambda: None, (), "plan is of type NoneType; pass ringattn.plan"),
+        (lambda: None, (), "plan is of type NoneType; pass a mesh of torch"),
         (lambda: "ring", (), "plan is of type str"),
         (lambda: ra.plan(seq_len=T, heads=(4, 2), head_dim=8), (), "make the plan without heads and head_dim"),
         (plan_of_one, "data", "over='data': pass axes"),
-        (plan_of_one, ("data",), "pass axes"),
+        (plan_of_one, ("data",), "is given no mesh with an axis 'data'"),
     ],
 )
 def test_a_refused_model_is_as_it_was(plan, over, said):
@@ -761,6 +761,6 @@ def test_logits_become_float32_a_few_at_a_time(monkeypatch):
 
 
 def test_plans_of_other_lengths_are_not_kept_for_ever():
-    spread = hf_model.Spread({10: ra.plan(seq_len=10)}, ())
-    assert [spread.local(n).seq_len for n in range(10, 200)] == list(range(10, 200))
-    assert list(spread.plans) == [10, *range(200 - hf_model.OTHERS, 200)]
+    spread = hf_choice.Spread(ra.plan(seq_len=10), ())
+    assert [spread.local(None, n).seq_len for n in range(10, 200)] == list(range(10, 200))
+    assert list(spread.plans) == [10, *range(200 - hf_choice.OTHERS, 200)]

@@ -54,7 +54,8 @@ def right(found) -> dict:
 def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int, options: dict) -> list[float]:
     """One rank: losses, norms of gradients and metrics of transformers' Trainer, over data x context-parallel ranks.
 
-    `way` is "plain" (Trainer's own), "prepared" (the model is, and DDP averages) or "accelerate" (FSDP2).
+    `way` is "plain" (Trainer's own), "prepared" (the model is, and DDP averages), "accelerate" (FSDP2) or "config" (a
+    ParallelismConfig on CPUs, which the mixin takes).
     """
     import torch.distributed as dist
     import transformers
@@ -63,7 +64,6 @@ def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
     import ringattn as ra
-    from ringattn.comms.mesh import axis
     from ringattn.torch.models import hf
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -88,9 +88,11 @@ def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int
         wrap = {"version": 2, "transformer_layer_cls_to_wrap": [f"{kind}DecoderLayer"]}
         sharded = ParallelismConfig(dp_shard_size=data, cp_size=ring)
         more |= {"fsdp": True, "fsdp_config": wrap, "parallelism_config": sharded}
+    elif way == "config":
+        more["parallelism_config"] = ParallelismConfig(dp_shard_size=data, cp_size=ring)
     elif way == "prepared":
-        mesh = ra.init_mesh(data=data, ring=ring)
-        model = hf.prepare(model, ra.plan(mesh, seq_len=50), over=(axis(mesh, "data"),))
+        mesh = ra.init_mesh(data=data, sequence=ring)
+        model = hf.prepare(model, mesh, over=("data",))
     args = TrainingArguments(
         folder, use_cpu=True, per_device_train_batch_size=4 // data, per_device_eval_batch_size=4 // data,
         max_steps=steps, gradient_accumulation_steps=2, learning_rate=3e-3, lr_scheduler_type="constant",
@@ -118,8 +120,9 @@ def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int
         ("Mistral", 50, {}, ("accelerate",)),  # packed
         ("Llama", 6, {"lora": True, "activation_checkpointing": True}, ("accelerate",)),
         ("Llama", 6, {"torch_compile": True, "torch_compile_backend": "aot_eager"}, ("accelerate",)),
+        ("Llama", 3, {}, ("config",)),
     ],
-    ids=["padded", "packed", "adapters", "compiled"],
+    ids=["padded", "packed", "adapters", "compiled", "cpus"],
 )
 def test_losses_over_ranks_are_those_of_one(tmp_path: Path, kind: str, steps: int, options: dict, ways) -> None:
     """In a process of its own: DistributedDataParallel does not survive TORCH_DISTRIBUTED_DEBUG=DETAIL."""

@@ -21,8 +21,8 @@ from ringattn import hf
 from ringattn.launch.processes import run
 from ringattn.planning import Transport
 from ringattn.torch.models.hf_attention import Call, Sliding
+from ringattn.torch.models.hf_choice import Spread
 from ringattn.torch.models.hf_generate import RanksCache
-from ringattn.torch.models.hf_model import Spread
 from ringattn.torch.models.nn import Attention, GatedDeltaNet
 from ringattn.values import Value
 
@@ -30,7 +30,7 @@ BF16, T = torch.bfloat16, 64
 PLAN, DOCS = ra.plan(seq_len=T), ra.Docs.from_lengths([20, 44])
 HANDED_ON = [
     PLAN, Transport(), ra.AttentionSpec(window=3), DOCS, Sliding(3), Call(PLAN, DOCS, lengths=torch.ones(2)),
-    Spread({T: PLAN}, ()), RanksCache(PLAN, 8),
+    Spread(PLAN, ()), RanksCache(PLAN, 8),
     ra.KVCache.allocate(PLAN, batch=1, max_len=8, kv_heads=1, head_dim=4, dtype=torch.float32),
 ]  # fmt: skip
 

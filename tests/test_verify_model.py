@@ -1,5 +1,7 @@
 """`ringattn verify model=PATH`: a model that is the same over ranks passes, and one that is not is found."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -92,7 +94,6 @@ def test_a_gradient_that_is_off_is_named(saved, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["model=nowhere"], "model=nowhere: no such config, nor a folder with a config.json"),
         (["tokens=8"], "tokens=8, docs=0 are of a model"),
         (["model={}", "cases=docs"], "is compared as a whole; leave cases out"),
         (["model={}", "dtype=bfloat16"], "it is compared in float32"),
@@ -103,6 +104,23 @@ def test_a_gradient_that_is_off_is_named(saved, capsys, monkeypatch):
 def test_what_cannot_be_is_refused(saved, capsys, more, said):
     assert words.main(["verify", *(word.format(saved) for word in more)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_name_of_the_hub_is_resolved_by_transformers(saved, tmp_path, capsys, monkeypatch):
+    """Here from its cache; what that lacks is a sentence without a network."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    kept = tmp_path / "models--someone--llama"
+    shutil.copytree(saved, kept / "snapshots" / "0")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0")
+    assert words.main(["verify", "model=someone/llama", "ranks=2", "tokens=40"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1].startswith("LlamaForCausalLM: ")
+    assert words.main(["verify", "model=someone/else", "ranks=2"]) == 2
+    said = capsys.readouterr().err
+    assert "model=someone/else: no such config here" in said and "cannot load it: We couldn't connect" in said
 
 
 def test_a_start_by_torchrun_is_refused(saved, capsys, monkeypatch):

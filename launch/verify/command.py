@@ -7,7 +7,7 @@ Linear attention, gated and with the delta rule, must equal its recurrence: out,
     ringattn verify backend=gloo device=cuda                   4 ranks on the GPUs that are here, even one
     torchrun --nproc-per-node=4 -m ringattn verify             the ranks that were started
     ringattn verify random=100 seed=7                          random calls: any shape, mask, mesh, magnitude and dtype
-    ringattn verify model=FOLDER ranks=2 tokens=4096           a transformers model against itself on one rank
+    ringattn verify model=FOLDER ranks=2 tokens=4096           a transformers model (also by name) against itself
 
 Runs the tests' list of cases with every strategy and layout that this number of ranks allows, with NaN in the padding.
 Limits of the relative error of a result (by norm): 2e-6 in float32; in lower precisions twice the error of dense

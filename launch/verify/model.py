@@ -1,4 +1,4 @@
-"""`ringattn verify model=PATH`: a transformers model over ranks beside the same model on one rank, layer by layer.
+"""`ringattn verify model=PATH_OR_NAME`: a transformers model over ranks beside the same on one rank, layer by layer.
 
 Logits, loss, hidden states and every gradient, in float32. The truth is one rank's in float64, and what float32 may be
 off by is what one rank in float32 is off by: over ranks it may be twice that, and EPSILON more. Packed documents are
@@ -100,9 +100,27 @@ def check(options: Any) -> None:
         raise ValueError("model=: it is compared in float32, by the kernel that auto takes; leave kernel and dtype out")
     if "RANK" in os.environ:
         raise ValueError(f"model={options.model} starts its own ranks; run it without torchrun")
-    path = Path(options.model)
-    if not (path / "config.json").is_file() and not path.is_file():
-        raise ValueError(f"model={path}: no such config, nor a folder with a config.json, as save_pretrained writes it")
+    if not is_here(options.model):
+        resolve(options.model)
+
+
+def is_here(name: str) -> bool:
+    """Whether it names a folder that `save_pretrained` wrote, or a config."""
+    return (Path(name) / "config.json").is_file() or Path(name).is_file()
+
+
+def resolve(name: str) -> None:
+    """A ValueError if this is no model of the hub either, or the hub cannot be reached and nothing of it was saved."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"model={name}: no such config here, nor a folder with a config.json, as save_pretrained writes it; and as "
+            f"a name of the hub transformers cannot load it: {reason}"
+        ) from error
 
 
 def run(options: Any) -> int:
@@ -112,7 +130,7 @@ def run(options: Any) -> int:
     batch = draw(options, model)
     where = f"{options.count} ranks ({options.backend}), {options.device}, float32"
     packed = f"{len(batch.lengths)} documents, " * (len(batch.lengths) > 1)
-    weights = "" if has_weights(Path(options.model)) else " with random weights"
+    weights = "" if has_weights(options.model) else " with random weights"
     print(f"{type(model).__name__}{weights}: {batch.tokens.shape[1]} tokens, {packed}{where}", file=sys.stderr)
     refuse_model(model, type(model).__name__)
     with Precise():
@@ -125,21 +143,23 @@ def run(options: Any) -> int:
 
 
 def load(options: Any) -> Any:
-    """The model in float32: with the weights of its folder, or random ones by the seed."""
+    """The model in float32: with the weights of its folder or of the hub, or random ones by the seed."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    path = Path(options.model)
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    if has_weights(path):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    name, here = options.model, is_here(options.model)
+    config = AutoConfig.from_pretrained(name, local_files_only=here)
+    if has_weights(name):
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, local_files_only=here)
     else:
         torch.manual_seed(options.seed)
         model = AutoModelForCausalLM.from_config(config).float()
     return model.to(options.device).eval()
 
 
-def has_weights(path: Path) -> bool:
-    return path.is_dir() and any(found for kind in ("*.safetensors*", "*.bin*") for found in path.glob(kind))
+def has_weights(name: str) -> bool:
+    if not is_here(name):
+        return True
+    return any(found for kind in ("*.safetensors*", "*.bin*") for found in Path(name).glob(kind))
 
 
 class Precise(TorchFunctionMode):

@@ -136,7 +136,7 @@ def with_cache(
             output = self.local_forward(**shards, **keeping(self, n_kept), **more, ringattn=call)
             logits = output.logits[:, -n_kept:]
         else:
-            part = spread.local(n)
+            part = spread.local(self, n)
             every, rows = (torch.arange(size, device=tokens.device) for size in (n, B))
             rows, first = rows[:, None], 0 if padding is None else padding[:, None]
             at = (every + first) % n  # real tokens first, then the padding
@@ -198,7 +198,7 @@ def prepare_cache(
         raise ValueError(f"cache_implementation={kind!r}: a prepared model has caches over ranks only; leave it out")
     if way not in LOOPS:
         raise ValueError(f"{way} is not supported over ranks; supported are {', '.join(LOOPS)}")
-    plan = self.ringattn.plan
+    plan = self.ringattn.local(self, max_len)
     if generation_config.do_sample and plan.ring * plan.ulysses > 1 and "threads" in (
         plan.ring_axis.by, plan.ulysses_axis.by
     ):  # fmt: skip
@@ -214,7 +214,7 @@ def prepare_cache(
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate` with whole prompts, the same on every rank, which all sample as the first rank does."""
-    with numbers_of_the_first(self.ringattn.plan):
+    with numbers_of_the_first(self.ringattn.first(self)):
         return type(self).generate(self, *args, **kwargs)
 
 

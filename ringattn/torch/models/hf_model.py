@@ -6,8 +6,7 @@ positions, shifted labels, padding, packed documents, and the loss that is avera
     B batch   T all tokens   t this rank's tokens   V vocabulary
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from ringattn.planning import Plan
 from ringattn.torch.agree import watched
 from ringattn.torch.models import hf_generate, hf_linear, hf_trl
 from ringattn.torch.models.hf_attention import NAME, Call, hide_last, register, show_last, stretched
+from ringattn.torch.models.hf_choice import Spread, axes_of, source_of
 from ringattn.torch.models.hf_kept import Kept, kept
 from ringattn.torch.models.hf_packed import IGNORED as IGNORED
 from ringattn.torch.models.hf_packed import documents, refuse_mask
@@ -30,29 +30,39 @@ from ringattn.torch.models.hf_refusals import LOSSES, accepted, refuse, refuse_o
 from ringattn.torch.models.loss import compare_ranks, mean_over_ranks
 from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.torch.same_data import compare_data
-from ringattn.values import Value
-
-OTHERS = 64  # lengths beside the plan's own whose plans are kept
 
 
 def prepare(
-    model: nn.Module, plan: Plan, *, over: Sequence[Any] = (), compare: bool = True, averaged: bool = False
+    model: nn.Module,
+    plan: Any,
+    *,
+    axes: Mapping[str, Any] | None = None,
+    seq_len: int | None = None,
+    over: Sequence[Any] = (),
+    compare: bool = True,
+    averaged: bool = False,
 ) -> nn.Module:
     """The same model, whose `forward` takes whole sequences and computes this rank's tokens.
+
+    `plan` is a plan, or a mesh, over which one is chosen by predicted time, from the heads, dims and windows of the
+    model's config and the length of the first batch (or `seq_len`); `axes` are the mesh's as in `ringattn.plan`.
+    `hf.plan_of(model).explain()` shows the choice.
 
     model(input_ids, labels=, attention_mask=, position_ids=) gives `loss`, the mean over the real tokens of all
     ranks, and `logits` [B, t, V] of this rank's tokens (plan.unshard joins them). Its gradients are this rank's share:
     sum them over ranks, or set `averaged` for what averages them over all ranks, as DDP and FSDP do. With
     `num_items_in_batch` the loss is a sum, divided by it. `logits_to_keep` gives the logits of those tokens, of the
     last n or at given positions, on every rank. `attention_mask` [B, T] marks padding on either side; `position_ids`
-    that start again mark packed documents. `over` names further axes to average over (a data axis). Another length than
-    the plan's is spread in the same way. Within peft's adapters or torch.compile, the inner model is prepared; prepare
-    before wrapping in DDP or FSDP. The model gets its own copy of its config, so others made from that do not change.
-    Token ids and labels are compared between the ranks of the plan, at first and then now and then, unless `compare` is
-    False.
+    that start again mark packed documents. `over` are further axes to average over (a data axis), or their names in the
+    mesh. Another length than the plan's is spread in the same way. Within peft's adapters or torch.compile, the inner
+    model is prepared; prepare before wrapping in DDP or FSDP. The model gets its own copy of its config, so others made
+    from that do not change. Token ids and labels are compared between the ranks of the plan, at first and then now and
+    then, unless `compare` is False.
     """
     bare = inner(model)
-    refuse(bare, plan, over)
+    source = source_of(plan, axes, seq_len)
+    over = axes_of(source, over)
+    refuse(bare, source)
     register()
     give_own_configs(model)
     configs = [(config, config._attn_implementation) for config in configs_of(bare)]
@@ -64,7 +74,7 @@ def prepare(
     for layer in hf_linear.linear_layers(bare):
         hf_linear.replace(layer)
     new = {
-        "ringattn": Spread({plan.seq_len: plan}, tuple(over), is_counted(bare), compare, averaged),
+        "ringattn": Spread(source, over, is_counted(bare), compare, averaged),
         "local_forward": bare.forward,
         "forward": MethodType(forward, bare),  # not a closure: a copy of the model runs its own weights
         "generate": MethodType(hf_generate.generate, bare),
@@ -73,7 +83,18 @@ def prepare(
     }
     attributes = {name: vars(bare)[name] for name in new if name in vars(bare)}
     vars(bare).update(new, ringattn_before=Before(tuple(new), attributes, configs, hooks))
+    if isinstance(source, Plan) or seq_len is not None:
+        plan_of(bare)
     return model
+
+
+def plan_of(model: Any) -> Plan:
+    """The plan of a prepared model: the given one, or the one that was chosen (for its longest sequences, if now)."""
+    bare = inner(model)
+    if not hasattr(bare, "ringattn"):
+        raise ValueError(f"this {type(bare).__name__} is not prepared; call hf.prepare(model, mesh) first")
+    plan: Plan = bare.ringattn.first(bare)
+    return plan
 
 
 @dataclass
@@ -119,14 +140,12 @@ def unprepare(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def prepared(
-    model: nn.Module, plan: Plan, *, over: Sequence[Any] = (), compare: bool = True, averaged: bool = False
-) -> Iterator[nn.Module]:
+def prepared(model: nn.Module, plan: Any, **options: Any) -> Iterator[nn.Module]:
     """`with prepared(model, plan) as model:` prepares the model, and undoes that at the end of the block.
 
     Call backward in the block too if activations are recomputed there.
     """
-    found = prepare(model, plan, over=over, compare=compare, averaged=averaged)
+    found = prepare(model, plan, **options)
     try:
         yield found
     finally:
@@ -158,40 +177,6 @@ def configs_of(model: nn.Module) -> list[Any]:
             found[id(config)] = config
             waiting += [getattr(config, name, None) for name in config.sub_configs]
     return list(found.values())
-
-
-class Spread(Value):
-    """Where a prepared model's sequences lie, by length, and the axes that its loss is also averaged over."""
-
-    plans: dict[int, Plan]
-    over: tuple[Any, ...]
-    counted: bool = False  # whether the model counts real tokens where padding comes first
-    compare: bool = True  # whether ranks compare what they are given
-    averaged: bool = False  # whether gradients are averaged over ranks afterwards, instead of summed
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that the model was prepared with."""
-        return next(iter(self.plans.values()))
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks a gradient is reduced over."""
-        return self.plan.ring * self.plan.ulysses * math.prod(axis.size for axis in self.over)
-
-    def local(self, T: int) -> Plan:
-        if T not in self.plans:
-            first, *others = self.plans
-            if len(others) == OTHERS:
-                del self.plans[others[0]]
-            self.plans[T] = self.plans[first].for_length(T)
-        return self.plans[T]
-
-    def __deepcopy__(self, memo: Any) -> "Spread":
-        return self  # a copy of the model has the same ranks
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a prepared model belongs to its ranks; save its state_dict() or save_pretrained(FOLDER)")
 
 
 @torch.compiler.disable(recursive=False)
@@ -271,7 +256,7 @@ def cut(
     """The plan for these sequences, and what the model itself is called with: this rank's tokens."""
     B, T = sizes(input_ids, inputs_embeds, position_ids, following)
     (labels,) = following.values()
-    plan, device = self.ringattn.local(T), (input_ids if inputs_embeds is None else inputs_embeds).device  # type: ignore[union-attr]
+    plan, device = self.ringattn.local(self, T), (input_ids if inputs_embeds is None else inputs_embeds).device  # type: ignore[union-attr]
     where, name = documents(B, T, attention_mask, position_ids, kwargs), type(self).__name__
     refuse_other_attention(self)
     if labels is not None and (hasattr(self, "_loss_function") or getattr(self, "loss_type", None) not in LOSSES):

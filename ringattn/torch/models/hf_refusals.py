@@ -8,6 +8,7 @@ from torch import nn
 from ringattn.planning import Plan
 from ringattn.segments import segments_problem
 from ringattn.torch.models.hf_attention import ARGUMENTS, NAME
+from ringattn.torch.models.hf_choice import size_problem
 from ringattn.torch.models.hf_linear import convolutions, linear_layers, names
 from ringattn.torch.models.hf_packed import PACKING, UNUSED
 
@@ -19,20 +20,20 @@ LINEAR = "linear_attention"
 ROUTERS = "that adds a loss over this rank's tokens only, which is not supported"
 
 
-def refuse(model: nn.Module, plan: Any, over: Any) -> None:
+def refuse(model: nn.Module, plan: Any) -> None:
     """A ValueError that names what cannot be, before anything of the model is changed."""
     name = type(model).__name__
-    if not isinstance(plan, Plan):
-        raise ValueError(f"plan is of type {type(plan).__name__}; pass ringattn.plan(mesh, seq_len=...)")
-    if plan.heads is not None or plan.head_dim is not None:
+    if isinstance(plan, Plan) and (plan.heads is not None or plan.head_dim is not None):
         raise ValueError("make the plan without heads and head_dim: a model's layers may differ in them")
-    if not isinstance(over, list | tuple) or not all(hasattr(axis, "rank") for axis in over):
-        raise ValueError(f"over={over!r}: pass axes, as in over=(ringattn.comms.mesh.axis(mesh, 'data'),)")
     if hasattr(model, "ringattn"):
         raise ValueError(f"this {name} is already prepared; use it as it is, or hf.unprepare(model) first")
     refuse_model(model, name)
+    if not isinstance(plan, Plan):
+        return
     if linear_layers(model) and (problem := segments_problem(plan)):
         raise ValueError(f"{name} has linear layers, and {problem}")
+    if problem := size_problem(model, plan):
+        raise ValueError(f"{name}: {problem}")
 
 
 def refuse_model(model: nn.Module, name: str) -> None:

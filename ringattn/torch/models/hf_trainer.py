@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from ringattn.comms import mesh as meshes
 from ringattn.planning import Plan
 from ringattn.torch.models import hf_accelerate, hf_model, hf_trl
 
@@ -15,8 +16,9 @@ from ringattn.torch.models import hf_accelerate, hf_model, hf_trl
 class OverRanks(hf_trl.Answers):
     """Has transformers' Trainer train over ranks: `class LongTrainer(hf.OverRanks, Trainer): ...`.
 
-    Give it a model and TrainingArguments(parallelism_config=ParallelismConfig(cp_size=N)), or a prepared model. Ranks
-    of one plan get the same examples, and those of a data axis (`prepare(..., over=(axis,))`) different ones.
+    Give it a model and TrainingArguments(parallelism_config=ParallelismConfig(cp_size=N)), or a prepared model. On
+    CPUs, for which accelerate has no ParallelismConfig, each rank has all weights, as with DDP. Ranks of one plan get
+    the same examples, and those of a data axis (`prepare(..., over=("data",))`) different ones.
     Gradients, which DDP and FSDP average over all ranks, come out as sums of the ranks' shares.
     """
 
@@ -28,6 +30,7 @@ class OverRanks(hf_trl.Answers):
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.packing: dict[str, Any] = {}  # arguments of TRL that its constructor refuses, to be put back after it
+        self.mesh: Any = None  # of ranks that accelerate's ParallelismConfig is not for
         super().__init__(*args, **kwargs)
         vars(self.args).update(self.packing)
         hf_model.keep_outermost(hf_model.inner(self.model))
@@ -37,6 +40,11 @@ class OverRanks(hf_trl.Answers):
         self.check_answers()
 
     def create_accelerator_and_postprocess(self) -> None:
+        config = getattr(self.args, "parallelism_config", None)
+        if config is not None and config.cp_size > 1 and hf_accelerate.on_cpus(self.args.device):
+            data = config.dp_replicate_size * config.dp_shard_size
+            self.mesh = meshes.init_mesh(data=data, sequence=config.cp_size, device_type="cpu")
+            self.args.parallelism_config = None  # which accelerate refuses there: DDP averages gradients instead
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if self.by_accelerate:
             hf_accelerate.over_ranks(self.accelerator)
@@ -60,18 +68,20 @@ class OverRanks(hf_trl.Answers):
     def prepare(self, model: Any) -> None:
         """Prepare the model for accelerate's mesh, or a reference model as the trained one is prepared."""
         if self.by_accelerate:
-            hf_accelerate.prepare_for(self.accelerator, model, None)
+            hf_accelerate.prepare_for(self.accelerator, model)
+        elif self.mesh is not None and not hasattr(model, "ringattn"):
+            hf_model.prepare(model, self.mesh, over=("data",))
         elif not hasattr(self.model, "ringattn"):
             raise ValueError(
                 "the model is not prepared: give the trainer hf.prepare(model, plan), or "
                 "parallelism_config=ParallelismConfig(cp_size=N)"
             )
         elif not hasattr(hf_model.inner(model), "ringattn"):
-            hf_model.prepare(model, self.plan, over=self.spread.over)
+            hf_model.prepare(model, self.spread.source, over=self.spread.over)
 
     @property
     def plan(self) -> Plan:
-        plan: Plan = self.spread.plan
+        plan: Plan = self.spread.first(hf_model.inner(self.model))
         return plan
 
     @property
@@ -112,7 +122,7 @@ class OverRanks(hf_trl.Answers):
         count = torch.stack(counts).sum(0, keepdim=True).to(device)
         for axis in self.spread.over:
             count = axis.all_gather(count).wait().sum(0, keepdim=True)
-        return count[0] * self.plan.ring * self.plan.ulysses if self.by_trl else count[0]
+        return count[0] * self.spread.size if self.by_trl else count[0]
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
@@ -139,7 +149,7 @@ class OverRanks(hf_trl.Answers):
         """The rows of all tokens, of an output or of several [B, t, ...]."""
         if isinstance(x, list | tuple):
             return tuple(self.whole(one, B, T) for one in x)
-        plan = self.spread.local(T)
+        plan = self.spread.local(hf_model.inner(self.model), T)
         if not isinstance(x, Tensor) or x.shape[:2] != (B, plan.local_len):
             found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"the model also gives {found}, which is not one row a token: name it in ignore_keys")
