@@ -120,10 +120,8 @@ def of_batch(layout: str, axis: str = "ring") -> Function:
         spec = options.spec
         plan = plan_over(options.group, q.device.type, q.shape[1], layout, local_keys=k.shape[1], axis=axis)
         if (spec.causal or spec.window) and q.shape[1] != k.shape[1]:
-            raise ValueError(
             what = "causal" if spec.causal else "a window"
             raise ValueError(f"{what}: {q.shape[1]} queries a rank and {k.shape[1]} keys; they must be the same tokens")
-            )
         if not options.return_attn_probs:
             return api.attention(q, k, v, plan, spec=spec)
         out, lse = api.attention(q, k, v, plan, spec=spec, return_lse=True)
