@@ -190,7 +190,7 @@ def bends(
         cut([key, key + 1], [key, key - 1], starts[at], starts[at + 1], shift[at])
     if spans is not None:
         cuts += list(spans.T)
-        cut([spans[:, 0]], [spans[:, 1]], *spans.T, 0)
+        cut([spans[:, 0]], [spans[:, 1]], spans[:, 0], spans[:, 1], 0)
     return np.unique(np.concatenate(cuts))
 
 

@@ -34,7 +34,7 @@ def whole(value: Any) -> int | None:
 
 def is_number(value: Any, least: int) -> bool:
     """Whether this is one whole number from `least` on, that fits in 64 bits; no bool, no array."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and least <= value < 2**63
+    return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) < 2**63
 
 
 def of_factor(name: str, value: Any, default: str = "None") -> str | None:

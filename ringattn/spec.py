@@ -58,7 +58,14 @@ class AttentionSpec(Value):
             raise ValueError(f"first={self.first} is for a window or a chunk: without them all queries see these keys")
         for name in ("softcap", "scale"):
             raise_if(of_factor(name, getattr(self, name)))
-        plain = {"causal": bool, "window": plain_window, "chunk": int, "first": int, "softcap": float, "scale": float}
+        plain: Any = {
+            "causal": bool,
+            "window": plain_window,
+            "chunk": int,
+            "first": int,
+            "softcap": float,
+            "scale": float,
+        }
         for name, number in plain.items():
             value = getattr(self, name)
             if value is not None:  # numpy's numbers are equal to Python's, but make arrays of their own dtype
@@ -109,7 +116,7 @@ class Docs:
             # is_compiling, which is True in every thread while one of them compiles.
             raise ValueError("Docs are made of numbers: make them before the compiled function and pass them to it")
         if "jax" in sys.modules:
-            register_in_jax(type(self))
+            register_in_jax(type(self))  # type: ignore[arg-type]  # a class has a hash, whatever its values have
         self.starts, self.spans, self.parents, self.slices = (*parts, None, None, None)[: len(self.PARTS)]
         self.length = length
         for part in parts:
@@ -320,7 +327,7 @@ def of_window(causal: bool, window: Any) -> str | None:
         if len(window) != 2 or not all(is_number(n, 0) for n in window):
             return f"window={window!r}: (left, right), how many keys before and after its own position a query sees"
         return None
-    if isinstance(window, Integral) and window >= 2**63:
+    if isinstance(window, Integral) and int(window) >= 2**63:
         return f"window={window}: positions are counted in 64 bits; use None for all keys"
     if not is_number(window, 1):
         return f"window={window!r}: the number of keys a query sees, at least 1 (None for all)"

@@ -19,6 +19,6 @@ def drawn(families: Families, seq_len: int, key_len: int) -> list[str]:
         for family in families:
             begin, end = (side[0][:, None] for side in bounds_at(family[:1], at))
             seen += (np.minimum(end, columns[1:]) - np.maximum(begin, columns[:-1])).clip(0)
-        some, every = seen.any(0), (seen == np.diff(columns)).all(0)
-        lines.append("  " + "".join("#" if e else "+" if s else "." for s, e in zip(some, every, strict=True)))
+        level = (seen > 0).max(0) + (seen == np.diff(columns)).min(0).astype(int)
+        lines.append("  " + "".join(".+#"[i] for i in level.tolist()))
     return lines

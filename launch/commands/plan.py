@@ -6,7 +6,7 @@ travels. With docs=LENGTHS the work is that of packed documents. The mask is dra
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ringattn import choosing
 from ringattn.bands import families
@@ -87,7 +87,7 @@ def run(options: Options) -> int:
 
 
 def spec_of(options: Options) -> AttentionSpec:
-    window = options.window
+    window: Any = options.window
     reach = window if window is None or len(window) > 1 else window[0]
     return AttentionSpec(options.causal, reach, options.chunk, options.first)
 

@@ -50,7 +50,10 @@ class Case:
 
     @property
     def mask(self) -> Mask | None:
-        return None if self.slices is None else Mask.from_slices(*zip(*self.slices, strict=True), total=self.seq_len)
+        if self.slices is None:
+            return None
+        q_ranges, k_ranges, kinds = zip(*self.slices, strict=True)
+        return Mask.from_slices(q_ranges, k_ranges, kinds, self.seq_len)
 
     @property
     def key_docs(self) -> Docs | None:

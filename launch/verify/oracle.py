@@ -26,7 +26,7 @@ def visible(case: Case, batch_row: int) -> Tensor:
     if case.key_lengths is not None:  # counted back from the end of a document
         i, j = -left(row_of(case.lengths, batch_row), i), -left(row_of(case.key_lengths, batch_row), j)
     mine = theirs = torch.zeros(case.seq_len, dtype=torch.int64)
-    begun = 0
+    begun: Any = 0
     if case.lengths is not None:
         mine = theirs = ids(row_of(case.lengths, batch_row), case.seq_len)
         if case.key_lengths is None:

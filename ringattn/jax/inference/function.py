@@ -203,8 +203,8 @@ class Meeting(NamedTuple):
             docs = Docs.tree([1] * self.tokens, self.parents)
             depth = jnp.asarray(depths(docs.starts[0], docs.parents[0]), jnp.int32)[at]
             position = self.before[:, None] + depth[None]
-            seen = [tuple(jnp.minimum(x, self.before[:, None]) for x in side)
-                    for side in intervals(self.spec, position, nothing, every)]  # fmt: skip
+            held, cached = self.before[:, None], intervals(self.spec, position, nothing, every)
+            seen = [(jnp.minimum(low, held), jnp.minimum(high, held)) for low, high in cached]
             among = [looked_up(one, at) for one in families(self.spec, self.tokens, docs=docs)]
             seen += [(low + self.before[:, None], high + self.before[:, None]) for low, high in among]
         fits = place < last

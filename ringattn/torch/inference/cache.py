@@ -154,8 +154,7 @@ class KVCache(serving.KVCache):
 
     def first_seen(self, lengths: np.ndarray) -> int:
         """The first position that the next token of a row of these lengths still sees."""
-        assert self.window is not None
-        return max(0, int(lengths.min()) + 1 - self.window)
+        return 0 if self.window is None else max(0, int(lengths.min()) + 1 - self.window)
 
     def from_round(self, position: int) -> Stripes:
         """The stripes from the round of this position on."""

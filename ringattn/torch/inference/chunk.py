@@ -95,7 +95,7 @@ def own_pieces(chunk: Chunk, most: int, device: torch.device, rectangles: bool) 
     sides = [[np.concatenate(side)[None].clip(0) for side in zip(*of_rows, strict=True)]
              for of_rows in zip(*every, strict=True)]  # fmt: skip
     cuts = [slice(at, min(at + most, chunk.tokens)) for at in range(0, chunk.tokens, most)]
-    return tuple((cut, within(*side, cut, device, rectangles)) for side in sides for cut in cuts)
+    return tuple((cut, within(begin, end, cut, device, rectangles)) for begin, end in sides for cut in cuts)
 
 
 @lru_cache(maxsize=64)
@@ -109,7 +109,9 @@ def pieces_of(
         here = []
         for *sides, (low, high) in zip(*every, reach(chunk, holder), strict=True):
             cuts = cuts_of(low, high, most, holder.stripes.block) if low < high else []
-            here += [Piece(cut, tuple(within(*side, cut, device, rectangles) for side in sides)) for cut in cuts]
+            here += [
+                Piece(cut, tuple(within(begin, end, cut, device, rectangles) for begin, end in sides)) for cut in cuts
+            ]
         found.append(tuple(here))
     return tuple(found)
 

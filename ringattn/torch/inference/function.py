@@ -92,7 +92,8 @@ def decode_quickly(
 
     n, spec = q.shape[1], call.spec
     cache.make_room(n)
-    where = append.append(k, v, cache.k, cache.v, cache.filled, cache.here, causal=spec.causal, window=spec.window)
+    kept = spec.behind  # a call with other masks is not quick
+    where = append.append(k, v, cache.k, cache.v, cache.filled, cache.here, causal=spec.causal, window=kept)
     splits = decode.splits_for(q, cache.v, cache.v.shape[1] if capturing else cache.reach(n))
     parts = decode.decode_splits(q, cache.k, cache.v, where, call.scale, spec.softcap, splits)
     if cache.ranks == 1:
