@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -92,6 +93,23 @@ def test_documents_may_be_traced(small, plan):
     docs = ra.Docs.from_lengths([[10, 5, 15], [3, 20, 7]])
     found = jax.jit(lambda docs, *x: through(plan, docs=docs)(*x))(docs, *small)
     close(found, ra.attention(*small, docs=docs))
+
+
+@pytest.mark.parametrize(
+    ("spec", "docs"),
+    [
+        (ra.AttentionSpec(chunk=6, first=2), ra.Docs.from_lengths([[10, 5, 15], [3, 20, 7]])),
+        (ra.AttentionSpec(window=4), ra.Docs.from_lengths([10, 20], prefix=[3, 0], spans=[(4, 9), (12, 29)])),
+        (ra.AttentionSpec(), ra.Docs.tree([10, 5, 15], [-1, 0, 0])),
+    ],
+    ids=["chunks", "spans", "tree"],
+)
+def test_masks_of_documents_that_are_arguments_of_a_program(small, plan, spec, docs):
+    """Starts and spans may be traced, and then every hop that some documents may need is there."""
+    found = jax.jit(lambda docs, *x: through(plan, docs=docs, spec=spec)(*x))(docs, *small)
+    q, k, v = (torch.from_numpy(np.array(x)) for x in small)
+    expected = ra.attention(q, k, v, docs=docs, spec=spec)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.slow
