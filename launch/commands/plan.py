@@ -2,10 +2,12 @@
 
 Needs no ranks and no GPU: `ringattn plan seq_len=131072 heads=32,8 head_dim=128 ring=4 ulysses=2 device=cuda`.
 With sequence=N instead of ring and ulysses, the plan chooses both. The steps show which rank works when, and what
-travels. With docs=LENGTHS the work is that of packed documents. The mask is drawn.
+travels. With docs=LENGTHS the work is that of packed documents. With device=tpu, or where torch is not installed, the
+plan is one for JAX. The mask is drawn.
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from ringattn import choosing
@@ -53,8 +55,8 @@ class Options:
     parents: tuple[int, ...] | None = option(
         None, "the documents are segments of trees: of each its parent, or -1", least=-1
     )
-    device: str = option("cuda", "the speeds and kernels to assume", among=("cuda", "cpu"))
-    dtype: str | None = option(None, "by default bfloat16 on cuda and float32 on cpu")
+    device: str = option("cuda", "the speeds and kernels to assume", among=("cuda", "cpu", "tpu"))
+    dtype: str | None = option(None, "by default float32 on cpu and bfloat16 elsewhere")
 
 
 class Link(NamedTuple):
@@ -118,9 +120,13 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
     if len(options.heads) not in (1, 2):
         raise ValueError(f"heads={options.heads}: give query heads and key heads, as in heads=32,8")
     sizes = factored(options.sequence) if options.sequence else [(options.ring, options.ulysses)]
-    link = Link(moves(options), options.hosts)
+    transport = Transport(options.route, options.hosts, options.together, options.groups, options.transport)
+    target = elsewhere(options.device, sizes, Link(moves(options), options.hosts))
+    if options.device == "tpu" or find_spec("torch") is None:  # a plan of JAX, where the compiler moves the blocks
+        target = elsewhere(options.device, sizes, framework="jax")
+        transport = transport.replace(hosts=None if options.hosts == 1 else options.hosts)
     return choosing.plan(
-        elsewhere(options.device, sizes, link),
+        target,
         seq_len=options.seq_len,
         key_len=options.key_len,
         heads=(options.heads[0], options.heads[-1]),
@@ -131,7 +137,7 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
         strategy=options.strategy,
         layout=options.layout,
         kernel=options.kernel,
-        transport=Transport(options.route, options.hosts, options.together, options.groups, options.transport),
+        transport=transport,
         dtype=options.dtype,
     )
 
