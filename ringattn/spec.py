@@ -123,6 +123,7 @@ class Docs:
             if part is not None:
                 part.setflags(write=False)
         self.padded = bool((self.starts[:, -1] < length).any())  # whether some row ends in padding
+        self.encoded = self.starts if self.plain else packed(self.parts)  # all parts as one array
 
     def __reduce__(self) -> Any:
         return type(self).known, (self.starts, self.length, *self.parts[1:])
@@ -138,14 +139,6 @@ class Docs:
     def parts(self) -> tuple[Any, ...]:
         """All that they consist of but the length: starts, spans, parents, slices."""
         return self.starts, self.spans, self.parents, self.slices
-
-    @cached_property
-    def encoded(self) -> Row:
-        """All parts as one array: the starts, or if there are more, of each part the dims, shape and numbers."""
-        if self.plain:
-            return self.starts
-        parts = [np.array([0]) if x is None else np.concatenate([[x.ndim], x.shape, x.ravel()]) for x in self.parts]
-        return np.concatenate(parts).astype(np.int64)
 
     @staticmethod
     def decoded(numbers: Row, length: int) -> "Docs":
@@ -297,6 +290,12 @@ class Docs:
         return f"Docs({n - 1} {what}{spans}, {rows} row{'s' * (rows > 1)}, {self.length} tokens)"
 
 
+def packed(parts: tuple[Row | None, ...]) -> Row:
+    """Of each part its number of dims, its shape and its numbers, one after the other."""
+    each = [np.array([0]) if x is None else np.concatenate([[x.ndim], x.shape, x.ravel()]) for x in parts]
+    return np.concatenate(each).astype(np.int64)
+
+
 @cache
 def register_in_jax(kind: type[Docs] = Docs) -> None:
     """Docs may be arguments of functions that JAX traces: their starts and spans are then traced, but not how many.
@@ -311,7 +310,10 @@ def register_in_jax(kind: type[Docs] = Docs) -> None:
         return (docs.starts, docs.spans), (docs.length, docs.padded)
 
     def put_together(aux: Any, parts: Any) -> Docs:
-        return aux if isinstance(aux, Docs) else Docs.bare(parts[0], *aux, parts[1])
+        if isinstance(aux, Docs):
+            return aux
+        length, padded = aux
+        return Docs.bare(parts[0], length, padded, parts[1])
 
     with suppress(ValueError):  # another thread was faster
         register_pytree_node(kind, taken_apart, put_together)
