@@ -90,7 +90,7 @@ def rows_of(found: Any, T: int, rows: int) -> np.ndarray:
     return np.stack([dense([(family[row],) for family in found], T, T, 0) for row in range(rows)])
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(cases(), st.sampled_from(["contiguous", "zigzag", "striped"]), st.integers(1, 5))
 def test_bands_are_the_mask_and_so_are_the_schedule_and_the_work(case, layout, ring):
     T, rows = case.seq_len, len(case.lengths)
@@ -109,7 +109,7 @@ def test_bands_are_the_mask_and_so_are_the_schedule_and_the_work(case, layout, r
         assert needed[a, b] == words[:, q][:, :, k].any()
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(sliced())
 def test_slices_are_what_their_kinds_say_and_overlapping_ones_are_refused(case):
     alone = [oracle.in_slices(replace(case, slices=[one])).int() for one in case.slices]
