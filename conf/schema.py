@@ -229,12 +229,13 @@ def files(group: str, folder: Path | None = None) -> list[str]:
     return sorted({p.stem for place in places for p in (place / group).glob("*.yaml")})
 
 
-def choices() -> str:
-    """Every group with its files and what their first line says."""
+def choices(own: Path | None = None) -> str:
+    """Every group with its files, also those of a folder of the user's, and what their first line says."""
     lines = []
     for group in GROUPS:
-        for name in files(group):
-            text = (Path(__file__).parent / group / f"{name}.yaml").read_text().splitlines()
-            about = next(line for line in text if line.startswith("# ") and "@package" not in line)
-            lines.append(f"  {f'{group}={name}':<28} {about[2:]}")
+        places = [Path(__file__).parent / group / f"{name}.yaml" for name in files(group)]
+        for path in [*places, *(sorted((own / group).glob("*.yaml")) if own else [])]:
+            text = path.read_text().splitlines()
+            about = next((line[2:] for line in text if line.startswith("# ") and "@package" not in line), str(path))
+            lines.append(f"  {f'{group}={path.stem}':<28} {about}")
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """Which keys each query sees: the form in which kernels get a mask."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +61,18 @@ class Intervals(NamedTuple):
     def are_rectangles(self) -> bool:
         """Whether all families are few rectangles."""
         return self.rectangles is not None and all(one.rectangles is not None for one in self.also)
+
+
+def some(families: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Those (begin, end) that see something, at least one; ends on a device are not looked at."""
+    found = [one for one in families if not isinstance(one[0], np.ndarray) or (one[0] < one[1]).any()]
+    return found or list(families[:1])
+
+
+def stack(families: Sequence[Intervals]) -> Intervals:
+    """Families as one object."""
+    first, *others = families
+    return first._replace(also=tuple(others)) if others else first
 
 
 def rectangles_of(

@@ -24,9 +24,9 @@ from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FEATURES, Case
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan, of_text
+from ringattn.recipe import Sight
 from ringattn.slices import Mask as Slices
 from ringattn.spec import AttentionSpec, Docs
-from ringattn.torch.attention.steps import global_intervals
 from ringattn.torch.handles import docs_of, starts_of
 
 KINDS = "full", "causal", "inverse", "both"
@@ -175,7 +175,7 @@ def test_chunks_cost_what_documents_of_that_length_cost():
     docs, plan = Docs.from_lengths([256] * 8), Plan(2048, 4, layout="zigzag")
     chunks, packed = Mask(plan, AttentionSpec(chunk=256)), Mask(plan, AttentionSpec(), docs)
     for rank in range(4):
-        one, other = (global_intervals(mask, rank, None) for mask in (chunks, packed))
+        one, other = (Sight(mask, rank).at((range(2048),)) for mask in (chunks, packed))
         assert not one.also and one.rectangles == other.rectangles
         np.testing.assert_array_equal(one.host, other.host)
     assert (schedule_of(chunks).needed == schedule_of(packed).needed).all()

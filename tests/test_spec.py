@@ -20,6 +20,8 @@ from ringattn.planning import Plan, Transport
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.steps import below, bounds_on, local, on_device, spread_on
 
+CPU = torch.device("cpu")
+
 
 def allowed(spec, row, T):
     """[T, T] straight from the words."""
@@ -198,10 +200,10 @@ def test_the_intervals_of_a_rank_follow_from_the_bounds_on_the_host_and_by_torch
         keys = plan.keys.tokens.shard(1)
         for rank in range(4):
             expected = [to_local(keys, *sides) for sides in mask.bounds(plan.tokens.shard(rank))]
-            spread = [spread_on(runs, torch.device("cpu")) for runs in mask.runs(plan.tokens.shard(rank))]
-            for found in (bounds_on(mask, plan.tokens.shard(rank), None), spread):
+            spread = [spread_on(runs, CPU) for runs in mask.runs(plan.tokens.shard(rank))]
+            for found in (bounds_on(mask, plan.tokens.shard(rank), CPU), spread):
                 for sides, there in zip(found, expected, strict=True):
-                    mine = on_device(tuple(below(keys, side) for side in sides), None)[:2]
+                    mine = on_device(tuple(below(keys, side) for side in sides), CPU)[:2]
                     for side, its in zip(mine, there, strict=True):
                         assert str(side.dtype).endswith("int32"), case.name
                         np.testing.assert_array_equal(side, its, err_msg=case.name)
@@ -268,8 +270,8 @@ def test_a_million_ranks_have_positions_beyond_32_bits(layout):
     queries, keys = (plan.tokens.shard(rank) for rank in (2**20 - 1, 2**20 - 2))
     for window in (None, 2**33, 2**63 - 1):
         mask = Mask(plan, AttentionSpec(window=window))
-        where = local(bounds_on(mask, queries, None), keys, None)
+        where = local(bounds_on(mask, queries, CPU), keys, CPU)
         at, others = (np.concatenate([np.array(r) for r in shard]) for shard in (queries, keys))
         for i in (0, 1, len(at) // 2, len(at) - 1):
             seen = (others <= at[i]) & (at[i] - others < (window or 2**63 - 1))
-            assert where.begin.dtype == np.int32 and where.end[0, i] - where.begin[0, i] == seen.sum()
+            assert where.begin.dtype == torch.int32 and where.end[0, i] - where.begin[0, i] == seen.sum()

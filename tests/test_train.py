@@ -164,9 +164,13 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path):
     config = dataclasses.replace(config, strategy=Strategy(kernel="cudnn", recompute="block"), dry_run=True)
     assert train.here(config) == 0
     text = torchrun.local(printed, 4, "cpu", train.resolved(config, None), str(tmp_path))[0]
-    assert "4 on cuda, bfloat16" in text and "predicted forward on H200" in text and "kernel cudnn -> cudnn" in text
+    assert (
+        "4 on cuda, bfloat16" in text
+        and "attention of a layer on H200 hosts" in text
+        and "kernel cudnn -> cudnn" in text
+    )
     assert "route direct" in text and list(tmp_path.iterdir()) == []
-    assert re.search(r"memory             about [\d.]+ GiB a rank at most", text)
+    assert re.search(r"peak               about [\d.]+ GiB a rank", text)
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['layers']} blocks, {row['tokens']} tokens")
@@ -243,6 +247,8 @@ def test_curves_elsewhere_have_a_name_a_kind(tmp_path, monkeypatch):
     log.close()
     about, *rows = seen
     assert (about["project"], about["name"], about["config"]["seq_len"]) == ("project", tmp_path.name, 96)
+    metrics.Log(tmp_path, dataclasses.replace(TINY, wandb="project")).close()  # resumed
+    assert about["id"] == seen[-2]["id"] and seen[-2]["resume"] == "allow"
     assert rows == [(1, {"step/loss": 3.0}), (1, {"eval/loss": 2.0}), "end"]
     assert [r["kind"] for r in metrics.read(tmp_path / "metrics.jsonl")] == ["memory", "eval", "step"]
 

@@ -175,7 +175,7 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: Stop
     """Steps until the last one, or until a rank gets a request to stop; returns whether one did."""
     config, memory = job.config, metrics.Memory(job.device)
     peak = metrics.peak_flops(job.device) * dist.get_world_size()
-    bar = metrics.Bar(config.steps, config.log_every) if log else None
+    bar = metrics.Bar(config.steps, config.log_every, device=config.device) if log else None
     memory.reset()
     with profiler(job) as trace:
         while job.step < config.steps:

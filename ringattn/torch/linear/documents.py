@@ -16,7 +16,7 @@ Documents are counted row by row of the batch, as many in each: document i of ro
 """
 
 from collections.abc import Callable
-from functools import cache, lru_cache, reduce
+from functools import cache, reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -214,7 +214,6 @@ class Documents:
         return found.unflatten(0, (len(initial), -1))[:, 0]
 
 
-@lru_cache(maxsize=32)
 def documents_of(
     plan: Plan, docs: Docs, ring_rank: int, ulysses_rank: int, batch: int, device: torch.device
 ) -> Documents:
