@@ -27,7 +27,7 @@ from ringattn.torch.handles import whole_on_one
 from ringattn.torch.sharding import real_tokens, swapped_of
 
 
-class Pass(NamedTuple):
+class Bound(NamedTuple):
     """A pass of the recipe with its kernel bound."""
 
     rounds: tuple[Round, ...]
@@ -55,17 +55,17 @@ class Call:
         self.words: agree.Words | None = None  # what the ranks compare in every call; None if they do not
 
     @cached_property
-    def forward(self) -> Pass:
-        return self.bound(self.recipe.forward)
+    def forward(self) -> Bound:
+        return self.ready(self.recipe.forward)
 
     @cached_property
-    def backward(self) -> Pass:
-        return self.bound(self.recipe.backward)
+    def backward(self) -> Bound:
+        return self.ready(self.recipe.backward)
 
-    def bound(self, one: recipes.Pass) -> Pass:
+    def ready(self, one: recipes.Pass) -> Bound:
         spec, step = self.recipe.mask.spec, one.alone
         kernel = score_with(one.kernel, spec.scale_for(self.shape.head_dim), spec.softcap)
-        return Pass(one.rounds, kernel, step.where if step else None)
+        return Bound(one.rounds, kernel, step.where if step else None)
 
     def __str__(self) -> str:
         return str(self.recipe)

@@ -23,7 +23,7 @@ from ringattn.planning import Plan
 from ringattn.serving import queries_at_once
 from ringattn.torch.attention.ring import room_for, with_next
 from ringattn.torch.inference.cache import KVCache
-from ringattn.torch.inference.call import Call, Decode, Kernels, Prefill
+from ringattn.torch.inference.call import CacheCall, Decode, Kernels, Prefill
 from ringattn.torch.inference.chunk import (
     Chunk,
     guests_of,
@@ -61,7 +61,7 @@ def attended(q: Tensor, kernels: Kernels, visits: Iterable[Visit], part: Partial
     return part
 
 
-def attend_cache(q: Tensor, call: Call, cache: KVCache, chunk: Chunk, keys: int | None = None) -> Partial:
+def attend_cache(q: Tensor, call: CacheCall, cache: KVCache, chunk: Chunk, keys: int | None = None) -> Partial:
     """Attention of a chunk's queries over the keys that this rank holds, at most `keys` of them at once."""
     kernels, part = call.kernels(q.shape[1]), None
     plans = pieces_of(chunk, ((cache.rank,),), keys, q.device, kernels.needs_rectangles)
