@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ringattn.planning import Plan
+from ringattn.torch.models.hf_dealt import joined
 from ringattn.torch.models.hf_generate import numbers_of_the_first
 from ringattn.torch.models.hf_packed import IGNORED
 
@@ -42,7 +43,7 @@ def log_probs(self: Any, plan: Plan, given: dict[str, Any], targets: Tensor | No
         raise ValueError("fused_lm_head without labels: there is nothing to give log-probabilities of")
     mine = own_targets(targets, plan, self.ringattn.compare)
     output = run(**given, fused_lm_head=True, shift_labels=mine)
-    return of_whole(output, mine, plan, shifted, items)
+    return of_whole(output, mine, self.ringattn_last, shifted, items)
 
 
 @torch.compiler.disable
@@ -53,12 +54,12 @@ def own_targets(targets: Tensor, plan: Plan, compare: bool) -> Tensor:
 
 
 @torch.compiler.disable
-def of_whole(output: Any, mine: Tensor, plan: Plan, shifted: bool, items: Any) -> Any:
+def of_whole(output: Any, mine: Tensor, last: Any, shifted: bool, items: Any) -> Any:
     """The output for whole sequences, from that of this rank's targets."""
     found = {}
     for name, x in output.items():
         if isinstance(x, Tensor) and x.shape == mine.shape:
-            x = plan.unshard(x.int()).bool() if x.dtype == torch.bool else plan.unshard(x)
+            x = joined(last, x.int()).bool() if x.dtype == torch.bool else joined(last, x)
             found[name] = x if shifted else x[:, :-1]
     count = found["label_mask"].sum().clamp(min=1) if items is None else items
     return type(output)(loss=-found["log_probs"].sum() / count, **found)
