@@ -100,6 +100,7 @@ def linked(machine: Machine, device: str, repeats: int) -> Machine:
     from ringattn.comms.process_group import hosts_of
 
     ranks = dist.get_world_size()
+    assert dist.group.WORLD is not None
     hosts = hosts_of(dist.group.WORLD) or 1
     gpus = ranks // hosts
     found = {"gpus": gpus, "source": f"measured by ringattn calibrate on {ranks} ranks of {hosts} hosts"}
