@@ -13,6 +13,8 @@ from typing import Any
 from ringattn.conf.keys import allow, meaning, option
 from ringattn.conf.keys import nearest as nearest
 
+LAYOUTS = "auto", "contiguous", "striped", "zigzag", "balanced"
+
 
 @dataclass
 class Model:
@@ -43,7 +45,7 @@ class Strategy:
     ring: int | None = option(None, "ranks along the ring; by default all remaining ranks")
     ulysses: int | None = option(1, "ranks that exchange tokens for heads; null: all remaining ranks, and a ring of 1")
     keys: str = option("auto", "how keys meet queries", among=("auto", "ring", "gather", "ulysses"))
-    layout: str = option("auto", "which tokens a rank holds", among=("auto", "contiguous", "striped", "zigzag"))
+    layout: str = option("auto", "which tokens a rank holds", among=LAYOUTS)
     kernel: str = option("auto", "auto, or the name of an attention kernel")
     recompute: str = option(
         "none",
