@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ringattn import choosing
 from ringattn.choosing import elsewhere, factored
 from ringattn.cost import SAMPLED_ROWS, kv_heads_of_a_rank, seen_pairs
+from ringattn.launch.commands.packed import MIXES, docs_of, holdings
 from ringattn.launch.words import option
 from ringattn.machine import load, of_device
 from ringattn.mask import Mask, schedule_of
@@ -50,7 +51,9 @@ class Options:
     groups: int | None = option(None, "in how many groups Ulysses and gather exchange the heads")
     causal: bool = option(True, "whether a query sees no later key")
     window: int | None = option(None, "how many keys a query sees at most")
-    docs: tuple[int, ...] | None = option(None, "lengths of packed documents; the rest is padding", least=0)
+    docs: tuple[int, ...] | str | None = option(
+        None, f"lengths of packed documents, the rest is padding; or {MIXES} to draw them", least=0
+    )
     device: str = option("cuda", "the kind of ranks, unless machine= says it", among=("cuda", "cpu", "tpu"))
     dtype: str | None = option(None, "by default float32 on cpu and bfloat16 elsewhere")
     json: bool = option(False, "print everything as JSON")
@@ -67,14 +70,12 @@ class Link(NamedTuple):
 def run(options: Options) -> int:
     """Print the plan and its steps."""
     spec = AttentionSpec(causal=options.causal, window=options.window)
-    if options.docs is not None and sum(options.docs) > options.seq_len:
-        raise ValueError(f"docs= holds {sum(options.docs)} tokens, more than seq_len={options.seq_len}")
     if options.causal and options.key_len not in (None, options.seq_len):
         raise ValueError(
             f"key_len={options.key_len} beside seq_len={options.seq_len} needs causal=false: a causal mask does "
             "not say which query is at which key"
         )
-    docs = None if options.docs is None else Docs.from_lengths(options.docs, pad_to=options.seq_len)
+    docs = None if options.docs is None else docs_of(options.docs, options.seq_len)
     plan = planned(options, spec, docs)
     if options.explain == "call":
         print(recipe(options, plan, spec, docs))
@@ -82,6 +83,8 @@ def run(options: Options) -> int:
     print(plan.explain(json=options.json))
     if plan.ring > 1 and not options.json and plan.ring <= MOST:
         print("\n".join(["", *steps(plan, spec, docs)]))
+        if docs is not None:
+            print("\n".join(["", *holdings(plan, spec, docs)]))
     return 0
 
 
