@@ -12,12 +12,12 @@ WIDTH = 64  # columns of a drawing
 SHADES = " .:#"  # of the tokens of a column: a rank holds none, few, many, or all
 
 
-def docs_of(given: tuple[int, ...] | str, seq_len: int, seed: int = 0) -> Docs:
-    """Documents of these lengths, or as many as fill the sequence; the same for a seed."""
+def lengths_of(given: tuple[int, ...] | str, seq_len: int, seed: int = 0) -> list[int]:
+    """These lengths, or those of as many documents as fill the sequence; the same for a seed."""
     lengths = drawn(given, seq_len, seed) if isinstance(given, str) else list(given)
     if sum(lengths) > seq_len:
         raise ValueError(f"docs= holds {sum(lengths)} tokens, more than seq_len={seq_len}")
-    return Docs.from_lengths(lengths, pad_to=seq_len)
+    return lengths
 
 
 def drawn(mix: str, seq_len: int, seed: int) -> list[int]:
