@@ -4,10 +4,13 @@ Frozen and hashable. It uses its axes only as objects with a size and a rank. Pl
 groups are; in JAX only over the same devices, since plans are the keys of cached programs.
 """
 
-import json
+from collections.abc import Mapping
 from dataclasses import field
 from functools import cached_property, partial
-from typing import Any
+from json import dumps, loads
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ringattn.comms.axis import TRANSPORTS
 from ringattn.cost import HARDWARE, Hardware, Shape, exchanged, groups_of, kv_heads_of_a_rank
@@ -89,6 +92,13 @@ class Transport(Value):
         return {name: getattr(self, name) for name, f in fields(self).items() if getattr(self, name) != f.default}
 
 
+class Report(NamedTuple):
+    """What a plan says about its choice, as lines and as plain values."""
+
+    lines: tuple[str, ...] = ()
+    data: Mapping[str, Any] = {}
+
+
 class Plan(Value):
     """`seq_len` tokens over ring x ulysses ranks. The strategy says how keys meet queries along the ring axis."""
 
@@ -108,7 +118,7 @@ class Plan(Value):
     deterministic: bool = False  # only kernels whose results have the same bits in every run
     saved_as: str | None = None  # in JAX: the name of attention's results for policies of jax.checkpoint
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
-    report: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    report: Report = field(default=Report(), compare=False, repr=False)
     number: int = field(init=False, compare=False, repr=False)  # the hash, which every call of attention needs
     text: str = field(init=False, compare=False, repr=False)  # for a compiled graph, which holds no objects
 
@@ -145,10 +155,10 @@ class Plan(Value):
         """The whole plan as text, for a compiled graph, which holds no objects; `of_text` is the inverse."""
         values = {name: getattr(self, name) for name in NAMED}
         if self.docs is not None:
-            values["docs"] = self.docs.starts.tolist(), self.docs.length
+            values["docs"] = self.docs.encoded.tolist(), self.docs.length
         if self.work is not None:
-            values["work"] = self.work.causal, self.work.window
-        return json.dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
+            values["work"] = self.work.causal, self.work.window, self.work.chunk, self.work.first
+        return dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
 
     def _docs_problem(self) -> str | None:
         """Why this plan cannot lay out documents, if it cannot."""
@@ -376,12 +386,15 @@ class Plan(Value):
         """
         return self._sharding.roll(x, self, shift, dim, docs, fill)
 
-    def positions(self) -> Any:
+    def positions(self, docs: Docs | None = None) -> Any:
         """The global positions of this rank's tokens, for RoPE and position embeddings; padding repeats the last one.
+
+        In trees, of `docs` or of those that the plan lays out, they are depths along branches: [T], or [rows, T] where
+        the rows' trees differ. No other documents change positions.
 
         So they do not tell padding from tokens: mask a loss with `real_tokens()`, as all positions are below `seq_len`.
         """
-        return self._sharding.positions(self)
+        return self._sharding.positions(self, self.docs if docs is None else docs)
 
     def real_tokens(self) -> Any:
         """Whether each of this rank's tokens belongs to the sequence; False for padding. The mask of a loss."""
@@ -393,9 +406,11 @@ class Plan(Value):
 
         return import_module(f"ringattn.{self.framework}.sharding")
 
-    def explain(self) -> str:
-        """The candidates with their predicted times, why this one was chosen, and which kernel runs."""
-        return "\n".join([str(self), *self.report])
+    def explain(self, json: bool = False) -> str:
+        """Why this plan was chosen, the candidates with what they take, and which kernel runs; or all as JSON."""
+        if json:
+            return dumps({"plan": str(self), **self.report.data, "lines": self.report.lines}, indent=1)
+        return "\n".join(self.report.lines or [str(self)])
 
     def __str__(self) -> str:
         keys = f" (keys {self.key_len})" if self.key_len not in (None, self.seq_len) else ""
@@ -413,7 +428,7 @@ NAMED = tuple(n for n, f in fields(Plan).items() if f.init and n not in ("transp
 
 def of_text(text: str) -> Plan:
     """The plan with this text, while its axes live."""
-    number, values, transport = json.loads(text)
+    number, values, transport = loads(text)
     axes = LIVE.get(number)
     if axes is None:
         raise RuntimeError("the ranks that this compiled graph was made for are gone: compile again with a new plan")
@@ -422,9 +437,10 @@ def of_text(text: str) -> Plan:
             axes.plans.clear()
         given = dict(zip(NAMED, values, strict=True))
         if given["docs"] is not None:
-            given["docs"] = Docs(*given["docs"])
+            given["docs"] = Docs.decoded(np.array(given["docs"][0], np.int64), given["docs"][1])
         if given["work"] is not None:
-            given["work"] = AttentionSpec(*given["work"])
+            causal, window, *rest = given["work"]
+            given["work"] = AttentionSpec(causal, tuple(window) if isinstance(window, list) else window, *rest)
         axes.plans[text] = Plan(**given, transport=Transport(*transport), axes=axes)
     return axes.plans[text]
 

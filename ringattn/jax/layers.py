@@ -36,7 +36,8 @@ def rope(x_BTHD: Array, positions_T: Array, theta: float = 10000.0) -> Array:
     for place in range(4):  # positions have 31 bits
         angles = np.arange(DIGIT if place < 3 else 2)[:, None] * float(DIGIT**place) * rates
         at = (positions_T // DIGIT**place) % DIGIT
-        digits.append([jnp.asarray(f(angles), accumulator(x_BTHD))[at] for f in (np.cos, np.sin)])
+        cos, sin = (jnp.asarray(f(angles), accumulator(x_BTHD))[at] for f in (np.cos, np.sin))
+        digits.append((cos, sin))
     cos, sin = reduce(lambda a, b: (a[0] * b[0] - a[1] * b[1], a[1] * b[0] + a[0] * b[1]), digits)
     cos, sin = cos[..., None, :], sin[..., None, :]
     a, b = jnp.split(x_BTHD.astype(cos.dtype), 2, -1)
@@ -60,7 +61,8 @@ def causal_convolution(x_BTC: Array, weight_CW: Array, plan: Plan | None = None,
     start = jnp.zeros((1, T), int) if docs is None else start_of(at, docs)
     inside = [(at - w >= start)[..., None] for w in range(W)]
     taken = [rows[:, :, W - 1 - w : W - 1 - w + segment].reshape(B, T, C) for w in range(W)]
-    return sum((jnp.where(ok, x, 0) * weight_CW[:, w] for w, (x, ok) in enumerate(zip(taken, inside, strict=True))))
+    pairs = zip(taken, inside, strict=True)
+    return jnp.stack([jnp.where(ok, x, 0) * weight_CW[:, w] for w, (x, ok) in enumerate(pairs)]).sum(0)
 
 
 def start_of(positions_T: Array, docs: Docs) -> Array:

@@ -23,6 +23,7 @@ from ringattn.torch.agree import watched
 from ringattn.torch.models import hf_generate, hf_linear, hf_trl
 from ringattn.torch.models.hf_attention import NAME, Call, hide_last, register, show_last, stretched
 from ringattn.torch.models.hf_choice import Spread, axes_of, source_of
+from ringattn.torch.models.hf_dealt import Dealt, dealt, joined
 from ringattn.torch.models.hf_kept import Kept, kept
 from ringattn.torch.models.hf_packed import IGNORED as IGNORED
 from ringattn.torch.models.hf_packed import documents, refuse_mask
@@ -49,15 +50,16 @@ def prepare(
     `hf.plan_of(model).explain()` shows the choice.
 
     model(input_ids, labels=, attention_mask=, position_ids=) gives `loss`, the mean over the real tokens of all
-    ranks, and `logits` [B, t, V] of this rank's tokens (plan.unshard joins them). Its gradients are this rank's share:
-    sum them over ranks, or set `averaged` for what averages them over all ranks, as DDP and FSDP do. With
-    `num_items_in_batch` the loss is a sum, divided by it. `logits_to_keep` gives the logits of those tokens, of the
-    last n or at given positions, on every rank. `attention_mask` [B, T] marks padding on either side; `position_ids`
-    that start again mark packed documents. `over` are further axes to average over (a data axis), or their names in the
-    mesh. Another length than the plan's is spread in the same way. Within peft's adapters or torch.compile, the inner
-    model is prepared; prepare before wrapping in DDP or FSDP. The model gets its own copy of its config, so others made
-    from that do not change. Token ids and labels are compared between the ranks of the plan, at first and then now and
-    then, unless `compare` is False.
+    ranks, and `logits` [B, t, V] of this rank's tokens (`hf.whole(model, logits)` joins them; with labels, rows that
+    are packed or padded are dealt out as one row without padding, unless a plan names another layout). Its gradients
+    are this rank's share: sum them over ranks, or set `averaged` for what averages them over all ranks, as DDP and FSDP
+    do. With `num_items_in_batch` the loss is a sum, divided by it. `logits_to_keep` gives the logits of those tokens,
+    of the last n or at given positions, on every rank. `attention_mask` [B, T] marks padding on either side;
+    `position_ids` that start again mark packed documents. `over` are further axes to average over (a data axis), or
+    their names in the mesh. Another length than the plan's is spread in the same way. Within peft's adapters or
+    torch.compile, the inner model is prepared; prepare before wrapping in DDP or FSDP. The model gets its own copy of
+    its config, so others made from that do not change. Token ids and labels are compared between the ranks of the plan,
+    at first and then now and then, unless `compare` is False.
     """
     bare = inner(model)
     source = source_of(plan, axes, seq_len)
@@ -75,6 +77,7 @@ def prepare(
         hf_linear.replace(layer)
     new = {
         "ringattn": Spread(source, over, is_counted(bare), compare, averaged),
+        "ringattn_last": None,  # how the latest batch was spread
         "local_forward": bare.forward,
         "forward": MethodType(forward, bare),  # not a closure: a copy of the model runs its own weights
         "generate": MethodType(hf_generate.generate, bare),
@@ -105,6 +108,14 @@ class Before:
     attributes: dict[str, Any]
     configs: list[tuple[Any, str | None]]
     hooks: list[Any]
+
+
+def whole(model: Any, x: Tensor) -> Tensor:
+    """The whole rows [B, T, ...] of what the last call of a prepared model gave of this rank's tokens."""
+    bare = inner(model)
+    if getattr(bare, "ringattn_last", None) is None:
+        raise ValueError("nothing to join: call the prepared model first")
+    return joined(bare.ringattn_last, x)
 
 
 def unprepare(model: nn.Module) -> nn.Module:
@@ -203,8 +214,10 @@ def forward(
         return hf_generate.with_cache(self, cache, x, attention_mask, position_ids, logits_to_keep, kwargs)
     head = kwargs.pop("fused_lm_head", False)
     plan, given = cut(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)
+    one_row = self.ringattn_last if isinstance(self.ringattn_last, Dealt) else None
     if head:
         whole = targets_of(labels, shift_labels, None)  # TRL's labels ignore padding
+        whole = one_row.row(whole) if one_row and whole is not None else whole
         return hf_trl.log_probs(self, plan, given, whole, shift_labels is not None, num_items_in_batch)
     kept = few(self, logits_to_keep, plan, following, given)
     output = self.local_forward(**given)
@@ -213,6 +226,7 @@ def forward(
     if kept is not None:
         return changed(output, logits=kept.join(output.logits))
     targets = targets_of(labels, shift_labels, attention_mask)
+    targets = one_row.row(targets) if one_row and targets is not None else targets
     return output if targets is None else with_loss(self, output, targets, plan, num_items_in_batch)
 
 
@@ -274,11 +288,17 @@ def cut(
         positions = (attention_mask.cumsum(1) * attention_mask).long() - 1
     if positions is None:
         positions = torch.arange(T, device=device)[None]
-    named = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
-    shards = {name: plan.shard(x, dim=1, compare=self.ringattn.compare) for name, x in named.items() if x is not None}
+    positions = positions.expand(B, T)
     for rotary in stretched(self):
         rotary.ringattn_last = positions.max()
-    shards["position_ids"] = plan.shard(positions.expand(B, T), dim=1, compare=False)
+    named = {name: x for name, x in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)) if x is not None}
+    one_row = None if labels is None else dealt(self, plan, where, attention_mask, (B, T))
+    self.ringattn_last = one_row or plan
+    if one_row:
+        plan, where, positions = one_row.plan, one_row.docs, one_row.row(positions)
+        named = {name: one_row.row(x) for name, x in named.items()}
+    shards = {name: plan.shard(x, dim=1, compare=self.ringattn.compare) for name, x in named.items()}
+    shards["position_ids"] = plan.shard(positions, dim=1, compare=False)
     if labels is None:
         compare_data(plan, watched(plan))
     return plan, {**shards, "use_cache": False, "ringattn": Call(plan, where), **accepted(kwargs)}
