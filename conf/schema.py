@@ -138,6 +138,9 @@ class Train:
     snapshot: bool = option(False, "a snapshot of GPU memory after the last step")
     tensorboard: bool = option(False, "also write TensorBoard events")
     wandb: str | None = option(None, "also log to this Weights & Biases project")
+    machine: str | None = option(
+        None, "with dry_run: the machine, by a name (h100, h200, ...) or its description's file"
+    )
     dry_run: bool = option(False, "print shapes, memory and the plan, and stop")
 
 

@@ -69,9 +69,10 @@ def hidden(cost: Cost) -> str:
     if not within + between:
         return "nothing travels"
     where = "between hosts" if between > within else "within hosts"
+    some = "between hosts" if between else "within hosts"
     if cost.exposed > HIDDEN * cost.seconds:
         return f"{cost.exposed * 1e3:.3g} ms of its {cost.seconds * 1e3:.4g} not hidden, mostly hops {where}"
-    return f"hops {where} hidden"
+    return f"hops {some} hidden"
 
 
 def table(options: Sequence[Option], machine: Machine, gpus: int, assumed: bool) -> list[str]:

@@ -106,14 +106,14 @@ def ring_pass(
         sender = steps.sender[:, s]
         rank = (sender[:, None] * ulysses + lanes).ravel()  # the sender's number, lane by lane
         ready = np.maximum(held, begun)[sender] if steps.passed[s] else entered[sender]
-        arrived = entered.ravel().copy()
+        came = entered.ravel().copy()
         for name, tokens in (("inside", steps.near[:, s]), ("between", steps.far[:, s])):
             link = getattr(world.machine, name)
             nbytes = np.repeat(tokens, ulysses) * token_bytes
             seconds = world.varied(nbytes / link.bandwidth)
-            came = in_turn(ready.ravel(), seconds, free[name], links[name][rank])
-            arrived = np.where(nbytes > 0, np.maximum(arrived, came + link.latency), arrived)
-        arrived = arrived.reshape(ring, ulysses)
+            sent = in_turn(ready.ravel(), seconds, free[name], links[name][rank])
+            came = np.where(nbytes > 0, np.maximum(came, sent + link.latency), came)
+        arrived = came.reshape(ring, ulysses)
         held = arrived if steps.passed[s] else held
         begun = np.maximum(done, arrived)
         done = begun + world.varied(work[:, s, None] / world.speed)

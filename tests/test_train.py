@@ -22,7 +22,7 @@ from ringattn.bands import bounds
 from ringattn.comms.local import run as run_ranks
 from ringattn.conf.schema import Cluster, Data, Model, Optimizer, Strategy, Train
 from ringattn.launch.processes import RankError
-from ringattn.launch.train import data, estimate, metrics, model, parallelize, report, torchrun
+from ringattn.launch.train import data, dry, estimate, metrics, model, parallelize, report, torchrun
 from ringattn.launch.train import ray as on_ray
 from ringattn.launch.train import start as train
 from ringattn.launch.train.estimate import step_flops
@@ -434,3 +434,29 @@ def printed(config: Train, folder: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         work(config, folder, time.time())
     return said.getvalue()
+
+
+@pytest.mark.parametrize(("machine", "ranks"), [("h100", 1024), ("a100", 2)])
+def test_a_dry_run_starts_no_rank_and_says_how_long_and_what_would_fit(machine, ranks, capsys, tmp_path):
+    big = Model(dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, vocab=128256)
+    config = dataclasses.replace(TINY, model=big, seq_len=2**20, folder=str(tmp_path), device="cuda", nproc=ranks)
+    config = dataclasses.replace(config, data=Data())  # all of the standard library
+    assert train.here(dataclasses.replace(config, machine=machine, dry_run=True)) == 0
+    said = capsys.readouterr().out
+    assert f"ranks              {ranks} on cuda" in said and re.search(r"speed  +[\d,]+ tokens/s, \d+% of", said)
+    if ranks == 2:
+        more, shorter = re.search(r"fits +no, .* (\d+) ranks or seq_len=(\d+) would do", said).groups()
+        again = dataclasses.replace(config, machine=machine, dry_run=True, nproc=int(more))
+        assert train.here(again) == 0 and int(shorter) < 2**20
+    assert re.search(r"fits  +yes, ", said if ranks > 2 else capsys.readouterr().out) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("row", MEASURED[:2], ids=lambda row: f"{row['layers']} blocks, {row['tokens']} tokens")
+def test_a_dry_run_foresees_the_time_of_a_step_that_was_measured(row):
+    m = Model(head_dim=128, **{k: row[k] for k in ("dim", "layers", "heads", "kv_heads", "hidden", "vocab")})
+    config = Train(model=m, precision="bfloat16", seq_len=row["tokens"], device="cuda", nproc=row["ranks"],
+                   strategy=Strategy(kernel=row["kernel"], recompute=row["recompute"]))  # fmt: skip
+    flops = estimate.train_flops(m, [row["tokens"]])
+    config = train.resolved(dataclasses.replace(config, dry_run=True), row["ranks"])
+    found = dry.step_seconds(config, dry.plan_of(config), dry.machine_of(config), row["ranks"], flops)
+    assert found == pytest.approx(row["step_s"], rel=0.2)

@@ -5,45 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from ringattn.conf.schema import Train
-from ringattn.launch.train import estimate, metrics
+from ringattn.launch.train import dry, estimate, metrics
 from ringattn.launch.train.metrics import columns, echo, writing
 
 
 def plan_of(job: Any) -> str:
-    """The report of a dry run: the model, the memory, and how the sequence is spread."""
-    config, m, ranks = job.config, job.config.model, dist.get_world_size()
-    weights = sum(p.numel() for p in job.decoder.parameters())
-    memory = estimate.needs(config, job.decoder, job.plan.local_len, ranks)
-    corpus = job.samples.corpus
-    there = job.device.type == config.device
-    rows = [
-        ("ranks", f"{ranks} on {config.device}, {config.precision}" + ("" if there else ", which need not be here")),
-        ("weights", f"{weights / 1e6:.2f} million in {m.layers} blocks"),
-        ("a step", f"{config.seq_len} tokens x {job.a_step} sequences, {job.plan.local_len} tokens of each a rank"),
-        ("data", f"{corpus.name}: {len(corpus) / 1e6:.1f} million tokens, {len(job.samples)} sequences"),
-        ("state", f"{gib(memory.state)} a rank: float32 weights, gradients, two moments"),
-        ("kept for backward", f"about {gib(memory.kept)} a rank"),
-        ("a block at work", f"about {gib(memory.block_at_work)} a rank"),
-        ("logits at work", f"about {gib(memory.head_at_work)} a rank: in float32, with softmax, gradient and weights"),
-        ("peak", f"about {gib(memory.most)} a rank: block and logits are not alive together{has(config.device)}"),
-        ("flops", f"{estimate.step_flops(job, 0):.3g} a step"),
-    ]  # fmt: skip
+    """The report of a dry run among started ranks: the model, the memory, and how the sequence is spread."""
+    there = job.device.type == job.config.device
+    note = "" if there else ", which need not be here"
+    flops = estimate.step_flops(job, 0)
+    rows = dry.shapes(job.config, job.decoder, job.plan, job.samples, dist.get_world_size(), flops, note)
     return "\n".join([*(f"{name:<18} {what}" for name, what in rows), "", job.plan.explain()])
-
-
-def gib(size: float) -> str:
-    return f"{size / 2**30:.3g} GiB"
-
-
-def has(device: str) -> str:
-    """The memory of a GPU of this machine, if the device is a GPU and there is one."""
-    if device != "cuda" or not torch.cuda.is_available():
-        return ""
-    return f"; a GPU here has {gib(torch.cuda.get_device_properties(0).total_memory)}"
 
 
 def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str, Any], swept: str = "") -> None:

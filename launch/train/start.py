@@ -72,6 +72,11 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
         if ended(config, folder):
             echo(f"nothing to train: already at step {config.steps} of {config.steps} in {folder}", sys.stdout)
             return 0
+        if config.dry_run and config.resume in (None, "auto"):  # no rank is started, so there may be any number
+            from ringattn.launch.train import dry
+
+            print(dry.report(config))
+            return 0
         announce(config, folder)
         summary = trained(config, folder, began or time.time())
         if config.dry_run:

@@ -53,7 +53,7 @@ def attend(
         raise ValueError(f"{name} has attention dropout {dropout}, which has no exact form over ranks; set it to 0")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window and not causal:
-        raise ValueError(f"{name} sees {sliding_window} keys to both sides; only windows that count back are supported")
+        raise ValueError(f"{name} sees {sliding_window} keys to both sides, which is not supported in a prepared model")
     spec = AttentionSpec(causal=causal, window=sliding_window or None, chunk=chunk, softcap=softcap, scale=scaling)
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         query = placed_temperatures(module, query, ringattn)
