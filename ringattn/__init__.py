@@ -71,11 +71,11 @@ def __getattr__(name: str) -> Any:
 
 @contextmanager
 def naming_extras(user: str) -> Iterator[None]:
-    """Where torch or jax is missing, say what needs it and how to install it."""
+    """Where a framework is missing, say what needs it and how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "jax"):
+        if error.name not in ("torch", "jax", "flax"):
             raise
         how = f"{user} needs {error.name}, which is not installed: pip install 'ringattn[{error.name}]'"
         raise ModuleNotFoundError(how, name=error.name) from None
