@@ -26,8 +26,9 @@ def absolute(text: str, repository: str) -> str:
     return LINK.sub(link, text)
 
 
-project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-setup(
-    long_description=absolute((ROOT / "README.md").read_text(), project.get("urls", {}).get("Repository", "")),
-    long_description_content_type="text/markdown",
-)
+if __name__ == "__main__":
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    setup(
+        long_description=absolute((ROOT / "README.md").read_text(), project.get("urls", {}).get("Repository", "")),
+        long_description_content_type="text/markdown",
+    )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ringattn.api import linear_attention as linear_attention
     from ringattn.api import merge as merge
     from ringattn.api import prefill as prefill
+    from ringattn.balancing import balance as balance
     from ringattn.choosing import plan as plan
     from ringattn.jax.aot import aot_report as aot_report
     from ringattn.kernels.partial import Partial as Partial
@@ -43,6 +44,7 @@ PUBLIC = {
     "aot_report": "ringattn.jax.aot",
     "attend": "ringattn.torch.attention.one_device",
     "attention": "ringattn.api",
+    "balance": "ringattn.balancing",
     "cross_entropy": "ringattn.torch.models.loss",
     "decode": "ringattn.api",
     "hf": "ringattn.torch.models.hf",
@@ -69,11 +71,11 @@ def __getattr__(name: str) -> Any:
 
 @contextmanager
 def naming_extras(user: str) -> Iterator[None]:
-    """Where torch or jax is missing, say what needs it and how to install it."""
+    """Where a framework is missing, say what needs it and how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "jax"):
+        if error.name not in ("torch", "jax", "flax"):
             raise
         how = f"{user} needs {error.name}, which is not installed: pip install 'ringattn[{error.name}]'"
         raise ModuleNotFoundError(how, name=error.name) from None

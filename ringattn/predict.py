@@ -39,7 +39,7 @@ class Course(NamedTuple):
     passed: np.ndarray  # whether it is passed on from step to step
 
 
-class Pass(NamedTuple):
+class Spent(NamedTuple):
     """Seconds of one pass over a layer's attention."""
 
     seconds: float
@@ -57,8 +57,8 @@ class Pass(NamedTuple):
 class Cost(NamedTuple):
     """What a plan takes for attention of one layer."""
 
-    forward: Pass
-    backward: Pass
+    forward: Spent
+    backward: Spent
     memory: float  # bytes of a rank at the peak of backward
     imbalance: float  # work of the busiest rank over the mean
 
@@ -162,7 +162,7 @@ def finished(steps: Course, arrival: np.ndarray, work: np.ndarray) -> float:
 
 def one_pass(
     plan: Plan, shape: Shape, steps: Course, machine: Machine, rate: float, flops: float, token_bytes: float, back: bool
-) -> Pass:
+) -> Spent:
     """`flops` a pair; a token of keys takes `token_bytes` on its way, both ways together."""
     gpus, ring, ulysses = machine.gpus, plan.ring, plan.ulysses
     sending = min(gpus, ring * ulysses)
@@ -193,7 +193,7 @@ def one_pass(
         seconds += (groups - 1) * len(steps.passed) * machine.launch[back]
     within, between = within + swap_near, between + swap_far
     times = machine.inside.transfer(within, sending), machine.between.transfer(between, sending)
-    return Pass(float(seconds), float(work.sum(1).mean()), *map(float, (*times, within, between)))
+    return Spent(float(seconds), float(work.sum(1).mean()), *map(float, (*times, within, between)))
 
 
 def predict(

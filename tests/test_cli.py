@@ -97,6 +97,7 @@ def test_every_benchmark_has_help(suite, capsys):
         (["plan", "machine=h10"], "no such description or file; did you mean 'h100'?"),
         (["plan", "ring=2", "key_len=100"], "key_len=100 beside seq_len=131072 needs causal=false"),
         (["plan", "window=4", "causal=false"], "has no meaning with causal=False"),
+        (["plan", "docs=lognormal:2048"], "docs=lognormal:2048: give lengths, as in docs=4000,200, or lognormal:"),
         (["plan", "seq_len=10", "docs=4,7"], "docs= holds 11 tokens, more than seq_len=10"),
         (["verify", "backend=mpi"], "choose one of threads, gloo, nccl"),
         (["verify", "dtype=int8"], "dtype=int8"),
@@ -222,6 +223,15 @@ def test_plan_counts_what_512_ranks_do_in_seconds(capsys):
 def test_plan_picks_the_layout_that_suits_the_documents(capsys):
     assert words.main(["plan", "seq_len=8192", "ring=4", "device=cpu", "docs=4000,200"]) == 0
     assert "layout balanced" in capsys.readouterr().out.splitlines()[1]
+
+
+def test_plan_draws_who_holds_documents_of_a_mix(capsys):
+    assert words.main(["plan", "seq_len=65536", "ring=8", "device=cpu", "docs=lognormal:1024:1.4"]) == 0
+    said = capsys.readouterr().out
+    assert "balanced ring of 8" in said.splitlines()[0]
+    rows = [line for line in said.split("who holds what")[1].splitlines() if line.startswith("  rank")]
+    assert len(rows) == 8 and all(0.98 <= float(row.split()[2]) <= 1.02 for row in rows)
+    assert all(sum(char in ".:#" for char in row[28:]) <= 40 for row in rows)  # a few ranges each
 
 
 def test_plan_factors_a_sequence_axis(capsys):

@@ -19,6 +19,7 @@ PLAIN = [
     "bands",
     "slices",
     "dealing",
+    "balancing",
     "layout",
     "schedule",
     "cost",

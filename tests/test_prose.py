@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,3 +58,12 @@ def test_every_public_name_has_its_signature_in_the_reference():
     shown = set(re.findall(r"^::: ringattn\..*\.(\w+)$", page, re.MULTILINE))
     assert set(ra.__all__) - shown == {"hf", "nn"}
     assert {*ra.hf.__all__} <= shown
+
+
+def test_the_readme_of_a_package_has_no_relative_links():
+    absolute, text = runpy.run_path(str(ROOT / "setup.py"))["absolute"], (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)", absolute(text, "https://host/project"))
+    assert links and all(link.startswith("https://host/project/") for link in links)
+    pictures = [link.removeprefix("https://host/project/raw/main/") for link in links if "/raw/" in link]
+    assert len(pictures) == 2 and all((ROOT / p).suffix == ".png" and (ROOT / p).is_file() for p in pictures)
+    assert "](" not in absolute(text, "")

@@ -19,6 +19,7 @@ from ringattn.bands import families
 from ringattn.choosing import elsewhere, factored
 from ringattn.cost import SAMPLED_ROWS, kv_heads_of_a_rank, seen_pairs
 from ringattn.launch.commands.drawn_mask import drawn
+from ringattn.launch.commands.packed import MIXES, holdings, lengths_of
 from ringattn.launch.words import option
 from ringattn.machine import load, of_device
 from ringattn.mask import Mask, schedule_of
@@ -57,7 +58,9 @@ class Options:
     )
     chunk: int | None = option(None, "a query sees its own block of so many positions of its document")
     first: int = option(0, "beside the window or chunk, a query sees so many first keys of its document", least=0)
-    docs: tuple[int, ...] | None = option(None, "lengths of packed documents; the rest is padding", least=0)
+    docs: tuple[int, ...] | str | None = option(
+        None, f"lengths of packed documents, the rest is padding; or {MIXES} to draw them", least=0
+    )
     prefix: tuple[int, ...] | None = option(None, "of each document, how many first tokens see one another", least=0)
     spans: tuple[int, ...] | None = option(
         None, "START,STOP of tokens that see one another, then the next pair", least=0
@@ -81,8 +84,6 @@ class Link(NamedTuple):
 def run(options: Options) -> int:
     """Print the plan and its steps."""
     spec = spec_of(options)
-    if options.docs is not None and sum(options.docs) > options.seq_len:
-        raise ValueError(f"docs= holds {sum(options.docs)} tokens, more than seq_len={options.seq_len}")
     if options.causal and options.key_len not in (None, options.seq_len):
         raise ValueError(
             f"key_len={options.key_len} beside seq_len={options.seq_len} needs causal=false: a causal mask does "
@@ -100,6 +101,8 @@ def run(options: Options) -> int:
                          *drawn(mask, options.seq_len, options.seq_len)]))  # fmt: skip
     if plan.ring > 1 and not options.json and plan.ring <= MOST:
         print("\n".join(["", *steps(plan, spec, docs)]))
+        if docs is not None:
+            print("\n".join(["", *holdings(plan, spec, docs)]))
     return 0
 
 
@@ -115,15 +118,16 @@ def docs_of(options: Options) -> Docs | None:
         if options.spans is None and options.prefix is None and options.parents is None:
             return None
         raise ValueError("prefix, spans and parents are those of documents: give docs=LENGTHS")
+    lengths = lengths_of(options.docs, options.seq_len)
     if options.parents is not None:
         if options.prefix is not None or options.spans is not None:
             raise ValueError("parents= makes trees, whose segments have no prefix and no spans; leave these out")
-        return Docs.tree(options.docs, options.parents, pad_to=options.seq_len)
+        return Docs.tree(lengths, options.parents, pad_to=options.seq_len)
     spans = options.spans
     if spans is not None and len(spans) % 2:
         raise ValueError(f"spans={','.join(map(str, spans))}: pairs START,STOP, so an even number of numbers")
     pairs = None if spans is None else list(zip(spans[::2], spans[1::2], strict=True))
-    return Docs.from_lengths(options.docs, pad_to=options.seq_len, prefix=options.prefix, spans=pairs)
+    return Docs.from_lengths(lengths, pad_to=options.seq_len, prefix=options.prefix, spans=pairs)
 
 
 def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:

@@ -1,0 +1,168 @@
+"""Measure this machine in under a minute and write its description, which plans then find: `ringattn calibrate`.
+
+Measured are attention forward and backward at two lengths, a matrix product, a copy in memory and, under torchrun, the
+links: within a host between neighbours, between hosts between ranks of the same place. Without torchrun the links are
+those of the shipped description of the device. out=FILE writes elsewhere; give that file as machine=FILE.
+"""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ringattn.launch.words import option, writable
+from ringattn.machine import OWN, Link, Machine, chip_here, of_device, write
+
+SIZES = {"cpu": (512, 1024, 512), "cuda": (4096, 16384, 8192)}  # tokens of two calls, rows of a product
+HEADS, DIM = {"cpu": 4, "cuda": 32}, {"cpu": 64, "cuda": 128}
+BYTES = {"cpu": 2**22, "cuda": 2**26}  # of a transfer
+
+
+@dataclass(frozen=True)
+class Options:
+    out: str | None = option(None, f"the file to write; by default {OWN.name} in ~/.cache/ringattn, which plans find")
+    repeats: int = option(5, "timed calls of each kind", least=1)
+
+
+def run(options: Options) -> int:
+    import torch
+    import torch.distributed as dist
+
+    began = time.perf_counter()
+    path = Path(options.out) if options.out else OWN
+    path.parent.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    many = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    if many:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if not many or dist.get_rank() == 0:
+        writable(path)
+    machine = measured(device, options.repeats)
+    if many:
+        machine = linked(machine, device, options.repeats)
+    if not many or dist.get_rank() == 0:
+        write(machine, path)
+        print(f"{machine.name}: {machine.source}\nwrote {path} in {time.perf_counter() - began:.0f} s")
+    if many:
+        dist.destroy_process_group()
+    return 0
+
+
+def measured(device: str, repeats: int) -> Machine:
+    """This rank alone."""
+    import torch
+
+    import ringattn as ra
+
+    base, dtype = of_device(device), torch.bfloat16 if device == "cuda" else torch.float32
+    short, long, rows = SIZES[device]
+    seconds = {}
+    for tokens in (8, short, long):
+        q, k, v = (torch.randn(1, tokens, HEADS[device], DIM[device], dtype=dtype, device=device, requires_grad=True)
+                   for _ in range(3))  # fmt: skip
+        dout = torch.ones_like(q)
+
+        def forward(q: Any = q, k: Any = k, v: Any = v) -> Any:
+            return ra.attention(q, k, v)
+
+        def both(q: Any = q, k: Any = k, v: Any = v, dout: Any = dout) -> None:
+            torch.autograd.grad(ra.attention(q, k, v), (q, k, v), dout)
+
+        one = timed(forward, device, repeats)
+        seconds[tokens] = one, max(1e-9, timed(both, device, repeats) - one)
+    flops = 4 * HEADS[device] * DIM[device] * long * (long + 1) / 2
+    start = seconds[8]
+    rate = tuple(factor * flops / max(1e-9, seconds[long][i] - start[i]) for i, factor in enumerate((1.0, 2.5)))
+    x = torch.randn(rows, rows, dtype=dtype, device=device)
+    product = 2 * rows**3 / timed(lambda: x @ x, device, repeats)
+    big = torch.empty(BYTES[device] * 4, dtype=torch.uint8, device=device)
+    copy = 2 * big.numel() / timed(lambda: big.clone(), device, repeats)
+    own = tuple(r / 1e12 for r in rate)
+    rates = {**base.rates, ("bfloat16" if device == "cuda" else "float32"): (own[0], own[1])}
+    chip = chip_here(device) or ""
+    return base.replace(
+        name=f"{chip or 'CPU'} of {platform.node()}", chip=chip, rates=rates, products=product / 1e12, bandwidth=copy,
+        start=start, memory=float(memory_here(device)), arch=arch_here(device),
+        source="measured by ringattn calibrate, but for the links",
+    )  # fmt: skip
+
+
+def linked(machine: Machine, device: str, repeats: int) -> Machine:
+    """The same with the links that were measured among all ranks."""
+    import torch.distributed as dist
+
+    from ringattn.comms.process_group import hosts_of
+
+    ranks = dist.get_world_size()
+    assert dist.group.WORLD is not None
+    hosts = hosts_of(dist.group.WORLD) or 1
+    gpus = ranks // hosts
+    found = {"gpus": gpus, "source": f"measured by ringattn calibrate on {ranks} ranks of {hosts} hosts"}
+    if gpus > 1:
+        found["inside"] = link(1, gpus, device, repeats, machine.inside.sharing)
+    if hosts > 1:
+        found["between"] = link(gpus, ranks, device, repeats, machine.between.sharing)
+    return machine.replace(**found)
+
+
+def link(shift: int, among: int, device: str, repeats: int, sharing: int) -> Link:
+    """The link to the rank `shift` further in groups of `among` ranks, while all of them send."""
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    first, place = rank // among * among, rank % among
+    after, before = first + (place + shift) % among, first + (place - shift) % among
+
+    def moved(nbytes: int) -> float:
+        out = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        into = torch.empty_like(out)
+
+        def move() -> None:
+            moves = [dist.P2POp(dist.isend, out, after), dist.P2POp(dist.irecv, into, before)]
+            for work in dist.batch_isend_irecv(moves):
+                work.wait()
+
+        dist.barrier()
+        slowest = torch.tensor([timed(move, device, repeats)], device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest)
+
+    latency = moved(64)
+    bandwidth = BYTES[device] / max(1e-6, moved(BYTES[device]) - latency)
+    return Link(bandwidth * min(sharing, among), latency, sharing)  # what one sender alone would get
+
+
+def timed(call: Callable[[], Any], device: str, repeats: int) -> float:
+    """The median in seconds."""
+    import torch
+
+    found = []
+    for _ in range(repeats + 1):
+        begun = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found[1:])
+
+
+def memory_here(device: str) -> int:
+    """Bytes of this GPU, or of this machine."""
+    import torch
+
+    if device == "cuda":
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def arch_here(device: str) -> tuple[int, ...]:
+    import torch
+
+    return torch.cuda.get_device_capability() if device == "cuda" else ()

@@ -1,0 +1,215 @@
+"""Layers of Flax (nnx) over devices: attention, gated linear attention and the delta rule; needs flax.
+
+Their weights and results are those of the layers of the same names in `ringattn.nn`, for torch. Arrays are global, in
+the plan's order; without a plan in the sequence's own.
+
+B batch   T tokens   C width   H heads   G key heads   K key dim   V value dim
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from ringattn import api
+from ringattn.jax.layers import causal_convolution, positions_of, rope
+from ringattn.jax.layers import cross_entropy as cross_entropy
+from ringattn.jax.layers import token_mean as token_mean
+from ringattn.kernels.arrays import accumulator
+from ringattn.planning import Plan
+from ringattn.spec import AttentionSpec, Docs
+
+
+def attention_fn(
+    plan: Plan | None = None, spec: AttentionSpec | None = None, docs: Docs | None = None
+) -> Callable[..., Array]:
+    """`attention_fn` for `nnx.MultiHeadAttention`: attention over the plan's devices, with flax's keywords.
+
+    Without a spec `is_causal` decides. A mask, a bias, dropout and sown weights are refused: they have no form over
+    devices; `spec` and `docs` describe masks.
+    """
+
+    def attend(
+        query: Array, key: Array, value: Array, bias: Any = None, mask: Any = None, *, broadcast_dropout: bool = True,
+        dropout_rng: Any = None, dropout_rate: float = 0.0, deterministic: bool = False, dtype: Any = None,
+        precision: Any = None, module: Any = None, is_causal: bool = False, **unknown: Any,
+    ) -> Array:  # fmt: skip
+        wrong = {
+            "bias": bias is not None,
+            "mask": mask is not None,
+            "dropout_rate": dropout_rate > 0 and not deterministic,
+            "sow_weights": module is not None,
+            **dict.fromkeys(unknown, True),
+            "is_causal": is_causal and spec is not None and not spec.causal,
+        }
+        if refused := [name for name, given in wrong.items() if given]:
+            raise ValueError(
+                f"{', '.join(refused)}: not supported by ringattn's attention_fn; describe masks by its spec= and docs="
+            )
+        given = (query, key, value) if dtype is None else (x.astype(dtype) for x in (query, key, value))
+        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in given)
+        out = api.attention(q, k, v, plan, spec=spec or AttentionSpec(causal=is_causal), docs=docs)
+        return out.reshape(*query.shape[:-1], out.shape[-1])
+
+    return attend
+
+
+class Attention(nnx.Module):
+    """out(attention(rope(q(x)), rope(k(x)), v(x))). `how` are nnx.Linear's own arguments: dtype, param_dtype, ..."""
+
+    def __init__(
+        self, d_model: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None,
+        spec: AttentionSpec | None = None, theta: float = 10000.0, *, rngs: nnx.Rngs, **how: Any,
+    ):  # fmt: skip
+        self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
+        self.head_dim, self.theta = head_size(d_model, heads, head_dim), theta
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions turn pairs, so it must be even")
+        self.spec = AttentionSpec() if spec is None else spec
+        self.q, self.k, self.v = (
+            linear(d_model, n * self.head_dim, rngs, **how) for n in (heads, self.kv_heads, self.kv_heads)
+        )
+        self.out = linear(heads * self.head_dim, d_model, rngs, **how)
+
+    def __call__(
+        self, x_BTC: Array, plan: Plan | None = None, positions: Array | None = None, docs: Docs | None = None
+    ) -> Array:
+        """`positions` [T] or [B, T] are those of the sequence, unless they are given."""
+        at = positions_of(x_BTC, plan) if positions is None else positions
+        q, k, v = (parted(f(x_BTC), self.head_dim) for f in (self.q, self.k, self.v))
+        out = api.attention(
+            rope(q, at, self.theta), rope(k, at, self.theta), v, plan, spec=self.spec, docs=docs
+        )  # fmt: skip
+        return self.out(out.reshape(*x_BTC.shape[:2], -1))
+
+
+class LinearLayer(nnx.Module):
+    """What layers of linear attention share. A subclass defines `gates`, `parted` and `finished`."""
+
+    def __init__(
+        self, d_model: int, heads: int, key_heads: int, key_dim: int | None, value_dim: int | None, convolution: int,
+        rngs: nnx.Rngs, how: dict[str, Any],
+    ):  # fmt: skip
+        if key_heads < 1 or heads % key_heads:
+            raise ValueError(f"key_heads={key_heads} must divide heads={heads}")
+        self.heads, self.value_dim = heads, head_size(d_model, heads, value_dim)
+        self.key_dim = max(1, d_model // heads // 2) if key_dim is None else key_dim
+        self.keys, self.values = key_heads * self.key_dim, heads * self.value_dim
+        self.qkv = linear(d_model, 2 * self.keys + self.values, rngs, **how)
+        self.convolution = convolution
+        if convolution:
+            shape = 2 * self.keys + self.values, convolution
+            self.mix = nnx.Param(jax.random.normal(rngs.params(), shape) * convolution**-0.5)
+        self.swish = linear(d_model, self.values, rngs, **how)
+        self.out = linear(self.values, d_model, rngs, **how)
+
+    def gates(self, x_BTC: Array) -> tuple[Array | None, Array | None]:
+        """The log decay and beta, in float32."""
+        raise NotImplementedError
+
+    def normed(self, out_BTHV: Array) -> Array:
+        raise NotImplementedError
+
+    def parted(self, mixed: Array) -> tuple[Array, Array, Array]:
+        """q, k [B, T, G, K] and v [B, T, H, V]."""
+        q, k, v = jnp.split(mixed, (self.keys, 2 * self.keys), -1)
+        return parted(q, self.key_dim), parted(k, self.key_dim), parted(v, self.value_dim)
+
+    def __call__(self, x_BTC: Array, plan: Plan | None = None, docs: Docs | None = None) -> Array:
+        mixed = self.qkv(x_BTC)
+        if self.convolution:
+            mixed = jax.nn.silu(causal_convolution(mixed, self.mix[...].astype(mixed.dtype), plan, docs))
+        log_decay, beta = self.gates(x_BTC)
+        out = api.linear_attention(*self.parted(mixed), log_decay, plan, beta=beta, docs=docs, check=False)
+        return self.out(self.normed(out).reshape(*x_BTC.shape[:2], -1) * jax.nn.silu(self.swish(x_BTC)))
+
+
+class GatedLinearAttention(LinearLayer):
+    """out(norm(linear_attention(qkv(x), log decay)) * swish(w x)).
+
+    The log decay is logsigmoid(up(down(x))) / temperature, one gate per key channel (gate="channel"), per head ("head")
+    or none (None).
+    """
+
+    def __init__(
+        self, d_model: int, heads: int, key_dim: int | None = None, value_dim: int | None = None,
+        gate: str | None = "channel", gate_rank: int = 16, temperature: float = 16.0, convolution: int = 0, *,
+        rngs: nnx.Rngs, **how: Any,
+    ):  # fmt: skip
+        if gate not in ("channel", "head", None):
+            raise ValueError(f"gate={gate!r}: choose 'channel', 'head' or None")
+        super().__init__(d_model, heads, heads, key_dim, value_dim, convolution, rngs, how)
+        self.gate, self.temperature = gate, temperature
+        if gate:
+            self.down = linear(d_model, gate_rank, rngs, **how)
+            self.up = nnx.Linear(gate_rank, self.keys if gate == "channel" else heads, rngs=rngs, **how)
+        self.weight, self.bias = (nnx.Param(f((heads, self.value_dim))) for f in (jnp.ones, jnp.zeros))
+
+    def gates(self, x_BTC: Array) -> tuple[Array | None, Array | None]:
+        if self.gate is None:
+            return None, None
+        g = jax.nn.log_sigmoid(exact(self.up(self.down(x_BTC)))) / self.temperature
+        return parted(g, self.key_dim) if self.gate == "channel" else g, None
+
+    def normed(self, out_BTHV: Array) -> Array:
+        """Each head with mean 0 and variance 1, scaled and shifted."""
+        x = exact(out_BTHV)
+        x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+        return (x * self.weight[...] + self.bias[...]).astype(out_BTHV.dtype)
+
+
+class GatedDeltaNet(LinearLayer):
+    """out(norm(linear_attention(q, k, v, log decay, beta)) * swish(w x)): the delta rule with a gate a head.
+
+    As in Qwen3-Next: q and k have length 1 after the convolution, beta is sigmoid(b x), and the log decay is
+    -exp(log_rate) * softplus(decay(x) + bias).
+    """
+
+    def __init__(
+        self, d_model: int, heads: int, key_heads: int | None = None, key_dim: int | None = None,
+        value_dim: int | None = None, convolution: int = 4, *, rngs: nnx.Rngs, **how: Any,
+    ):  # fmt: skip
+        super().__init__(d_model, heads, key_heads or heads, key_dim, value_dim, convolution, rngs, how)
+        self.beta, self.decay = linear(d_model, heads, rngs, **how), linear(d_model, heads, rngs, **how)
+        self.log_rate = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), minval=1.0, maxval=16.0)))
+        self.bias, self.weight = nnx.Param(jnp.ones(heads)), nnx.Param(jnp.ones(self.value_dim))
+
+    def gates(self, x_BTC: Array) -> tuple[Array | None, Array | None]:
+        g = -jax.nn.softplus(exact(self.decay(x_BTC)) + self.bias[...]) * jnp.exp(self.log_rate[...])
+        return g, jax.nn.sigmoid(exact(self.beta(x_BTC)))
+
+    def parted(self, mixed: Array) -> tuple[Array, Array, Array]:
+        """q, k [B, T, G, K] of length 1 and v [B, T, H, V]."""
+        q, k, v = super().parted(mixed)
+        q, k = (x * jax.lax.rsqrt((exact(x) ** 2).sum(-1, keepdims=True) + 1e-6).astype(x.dtype) for x in (q, k))
+        return q, k, v
+
+    def normed(self, out_BTHV: Array) -> Array:
+        """Each head of mean square 1, scaled."""
+        x = exact(out_BTHV)
+        x = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+        return (x * self.weight[...]).astype(out_BTHV.dtype)
+
+
+def linear(inputs: int, outputs: int, rngs: nnx.Rngs, **how: Any) -> nnx.Linear:
+    return nnx.Linear(inputs, outputs, use_bias=False, rngs=rngs, **how)
+
+
+def head_size(d_model: int, heads: int, given: int | None) -> int:
+    """The size of a head: as given, or its share of d_model."""
+    if given is None and d_model % heads:
+        raise ValueError(f"heads={heads} does not divide d_model={d_model}; give the size of a head")
+    return d_model // heads if given is None else given
+
+
+def parted(x: Array, size: int) -> Array:
+    """[B, T, heads * size] -> [B, T, heads, size]."""
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
+def exact(x: Array) -> Array:
+    """x in float32, or in float64 if it has that."""
+    return x.astype(accumulator(x))

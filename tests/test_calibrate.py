@@ -1,0 +1,37 @@
+"""A machine is measured and described in a file that plans can use."""
+
+import os
+
+import ringattn as ra
+from ringattn import machine
+from ringattn.choosing import elsewhere
+from ringattn.launch import words
+from ringattn.launch.commands import calibrate
+from ringattn.launch.processes import run
+
+
+def test_a_calibrated_file_describes_this_machine_and_plans_take_it(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "here" / "mine.toml"
+    monkeypatch.setattr(calibrate, "SIZES", {"cpu": (64, 128, 64), "cuda": (512, 1024, 512)})
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert words.main(["calibrate", f"out={path}", "repeats=1"]) == 0
+    assert "measured by ringattn calibrate" in capsys.readouterr().out
+    found = machine.load(path)
+    assert found.memory > 2**28 and found.products > 0 and "measured" in found.source
+    plan = ra.plan(elsewhere(found.device, [(4, 1)]), seq_len=4096, heads=4, head_dim=64, machine=path)
+    assert found.name in plan.explain()
+    monkeypatch.setattr(machine, "OWN", path)
+    assert machine.of_device(found.device) == found
+
+
+def two_ranks():
+    base = machine.load("cpu")
+    return calibrate.linked(base, "cpu", 2)
+
+
+def test_links_are_measured_among_ranks():
+    os.environ.pop("WORLD_SIZE", None)
+    one, two = run(two_ranks, 2)
+    assert one == two or one.inside.bandwidth == two.inside.bandwidth
+    assert one.gpus == 2 and 1e5 < one.inside.bandwidth < 1e13 and 0 < one.inside.latency < 5
+    assert one.between == machine.load("cpu").between
