@@ -128,7 +128,7 @@ def train(way: str, what: str, kind: str, options: dict, folder: str, steps: int
     elif way == "prepared":
         model = hf.prepare(model, ra.plan(ra.init_mesh(ring=ranks), seq_len=64))
     if "eval_strategy" in options:
-        n = 8 if what == "GRPO" else 6  # of whose last batch accelerate on one rank would count the remainder of 6 by 4
+        n = 6 if what == "SFT" else 8  # of whose last batch accelerate on one rank would count the remainder of 6 by 4
         more["eval_dataset"] = Dataset.from_dict({name: x[:n] for name, x in DATA[what]().items()})
         more |= {} if what == "GRPO" else {"compute_metrics": agreement}
     if what == "DPO":

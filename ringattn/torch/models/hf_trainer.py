@@ -272,7 +272,7 @@ class Counted:
                 for name in [name for name in LABELS if batch.get(name) is not None]:
                     repeated = (before + at >= total)[:, None].to(batch[name].device)
                     batch[name] = batch[name].masked_fill(repeated, hf_model.IGNORED)
-                full = ranks == 1 or total - before >= self.batch_size * ranks
+                full = total - before >= self.batch_size * ranks
                 self.real, before = None if full else total - before, before + self.batch_size * ranks
             yield batch
 
