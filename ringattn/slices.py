@@ -10,14 +10,14 @@ from ringattn.spec import Docs, untraced, whole
 PAIRS = 1 << 18  # of slices that are compared at once
 
 
-class Mask(Docs):
+class Sliced(Docs):
     """Which query sees which key, as slices; `from_slices` makes it. Masks compare by value, as documents do.
 
     `slices` is int64 [1, n, 5]: queries [start, stop), keys [start, stop), and the number of the kind.
     """
 
     @classmethod
-    def from_slices(cls, q_ranges: Any, k_ranges: Any, kinds: Any, total: int) -> "Mask":
+    def from_slices(cls, q_ranges: Any, k_ranges: Any, kinds: Any, total: int) -> "Sliced":
         """Slices of a sequence of `total` tokens: in slice i the queries of q_ranges[i] see keys of k_ranges[i].
 
         "full"     all of them
@@ -45,6 +45,9 @@ class Mask(Docs):
         slices = np.concatenate([*sides, number], 1)
         check_apart(slices)
         return cls.known(np.array([[0, size]]), size, None, None, slices[None])  # type: ignore[return-value]
+
+
+Mask = Sliced  # its public name; in here a mask is a plan, a spec and documents
 
 
 def ranges(name: str, given: Any, total: int) -> np.ndarray:

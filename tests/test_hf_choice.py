@@ -64,7 +64,7 @@ def test_a_plan_is_chosen_by_prediction_for_the_longest_batch(heads):
         assert (plan.ring, plan.ulysses, plan.strategy, plan.layout) == (
             chosen.ring, chosen.ulysses, chosen.strategy, chosen.layout
         )  # fmt: skip
-        assert plan.seq_len == x.shape[1] and plan.heads is None and "predicted forward" in plan.explain()
+        assert plan.seq_len == x.shape[1] and plan.heads is None and "no prediction" not in plan.explain()
         assert heads % plan.ulysses == 0
         return loss.detach(), [p.grad for p in mine.parameters()]
 

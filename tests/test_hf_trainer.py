@@ -308,14 +308,14 @@ def test_predict_and_evaluate_without_labels(tmp_path: Path) -> None:
 
 
 def test_a_pair_of_rows_counts_as_one_example() -> None:
-    """A batch of TRL's preferences has two rows an example: each batch counts, and the last one is shortened."""
+    """A batch of TRL's preferences has two rows an example: all of them count, and one data rank repeats no example."""
     from ringattn.torch.models.hf_trainer import Counted
 
     class Loader(list):
         dataset = range(5)
 
     counted = Counted(Loader({"input_ids": torch.zeros(2 * n, 4)} for n in (2, 2, 1)), (1, 0), True, 2)
-    assert [counted.real for _ in counted] == [None, None, 1]
+    assert [counted.real for _ in counted] == [None, None, None]
 
 
 def test_every_epoch_has_its_own_order_and_a_restart_goes_on_with_it(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
-from ringattn import hf
+from ringattn import hf, machine
 from ringattn.launch.processes import run
 from ringattn.planning import Transport
 from ringattn.torch.models.hf_attention import Call, Sliding
@@ -27,10 +27,11 @@ from ringattn.torch.models.nn import Attention, GatedDeltaNet
 from ringattn.values import Value
 
 BF16, T = torch.bfloat16, 64
+MACHINE = machine.of_device("cpu")
 PLAN, DOCS = ra.plan(seq_len=T), ra.Docs.from_lengths([20, 44])
 HANDED_ON = [
     PLAN, Transport(), ra.AttentionSpec(window=3), DOCS, Sliding(3), Call(PLAN, DOCS, lengths=torch.ones(2)),
-    Spread(PLAN, ()), RanksCache(PLAN, 8),
+    Spread(PLAN, ()), RanksCache(PLAN, 8), MACHINE, MACHINE.inside,
     ra.KVCache.allocate(PLAN, batch=1, max_len=8, kv_heads=1, head_dim=4, dtype=torch.float32),
 ]  # fmt: skip
 

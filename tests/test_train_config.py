@@ -210,8 +210,9 @@ def test_ulysses_takes_all_ranks(words, size):
 @pytest.mark.parametrize(
     ("choices", "said"),
     [
-        ({"nproc": 9999}, "9999 ranks, each a process here"),
         ({"nproc": 1, "resume": "nowhere"}, "nowhere is not a complete checkpoint"),
+        ({"nproc": 2, "machine": "h10"}, "no such description or file; did you mean 'h100'?"),
+        ({"nproc": 2, "machine": "h100"}, "it describes cuda, and device=cpu"),
     ],
 )
 def test_a_dry_run_refuses_what_a_run_would(choices, said, capsys):

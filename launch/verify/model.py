@@ -52,7 +52,7 @@ class Batch:
         if len(self.lengths) == 1:
             return None
         documents = self.tokens.split(self.lengths, 1)
-        own = [hf_model.numbered(model, tokens, None) for tokens in documents]
+        own = [hf_model.numbered(hf_model.rule_of(model), tokens, None) for tokens in documents]
         counted = [torch.arange(n, device=self.tokens.device)[None] for n in self.lengths]
         return torch.cat([a if b is None else b for a, b in zip(counted, own, strict=True)], 1)
 
@@ -184,7 +184,9 @@ def precise(model: Any) -> Any:
 def draw(options: Any, model: Any) -> Batch:
     """Random tokens but for padding's, and documents of random lengths, by the seed."""
     config = model.config.get_text_config()
-    first = hf_model.numbered(model, torch.ones(1, 1, dtype=torch.long) + (config.pad_token_id or 0), None)
+    first = hf_model.numbered(
+        hf_model.rule_of(model), torch.ones(1, 1, dtype=torch.long) + (config.pad_token_id or 0), None
+    )
     most = (getattr(config, "max_position_embeddings", None) or LONGEST) - (0 if first is None else int(first))
     T = min(LONGEST, most) if options.tokens is None else options.tokens
     if most < T:

@@ -1,5 +1,6 @@
 """What transformers calls in the layers of a prepared model: attention, masks, and rotary angles."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ def attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window and not causal:
         raise ValueError(f"{name} sees {sliding_window} keys to both sides, which is not supported in a prepared model")
-    spec = AttentionSpec(causal=causal, window=sliding_window or None, chunk=chunk, softcap=softcap, scale=scaling)
+    made: Any = AttentionSpec if torch.compiler.is_compiling() else kept_spec
+    spec = made(causal=causal, window=sliding_window or None, chunk=chunk, softcap=softcap, scale=scaling)
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         query = placed_temperatures(module, query, ringattn)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -64,6 +66,12 @@ def attend(
         plan = ringattn.plan if ringattn.spread else None
         return ringattn.cache.attend(module.layer_idx, q, k, v, plan, spec, s_aux), None
     return api.attention(q, k, v, ringattn.plan, spec=spec, docs=ringattn.docs, sinks=s_aux), None
+
+
+@lru_cache
+def kept_spec(**given: Any) -> AttentionSpec:
+    """The same spec in every layer and step, whose checks cost more than a call."""
+    return AttentionSpec(**given)
 
 
 def layer_type(module: nn.Module) -> str | None:

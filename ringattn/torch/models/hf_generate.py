@@ -21,7 +21,7 @@ from ringattn.serving import KVCache
 from ringattn.spec import AttentionSpec
 from ringattn.torch import same_data
 from ringattn.torch.agree import watched
-from ringattn.torch.models.hf_attention import Call, stretched
+from ringattn.torch.models.hf_attention import Call
 from ringattn.torch.models.hf_kept import kept
 from ringattn.torch.models.hf_refusals import accepted, refuse_other_attention
 
@@ -128,7 +128,7 @@ def with_cache(
         position_ids = position_ids if cache.padding is None else (position_ids - cache.padding[:, None]).clamp(min=0)
     position_ids, n_kept = one_a_token(position_ids, attention_mask).expand(B, n), min(keep or n, n)
     more = {"use_cache": False, **accepted(given)}
-    for rotary in stretched(self):
+    for rotary in self.ringattn_before.stretched:
         rotary.ringattn_last = position_ids.max()
     with torch.no_grad():
         if n <= FEW and padding is None and cache.begun():

@@ -22,6 +22,7 @@ class Kept(NamedTuple):
     most: int
     plan: Plan
 
+    @torch.compiler.disable
     def join(self, logits_BmV: Tensor) -> Tensor:
         """The logits of all kept tokens [B, n, V] on every rank; differentiable as `plan.unshard` is."""
         padded = F.pad(logits_BmV, [0, 0, 0, self.most - logits_BmV.shape[1]])

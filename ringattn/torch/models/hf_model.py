@@ -70,7 +70,8 @@ def prepare(
     configs = [(config, config._attn_implementation) for config in configs_of(bare)]
     bare.set_attn_implementation(NAME)
     hooks: list[Any] = []
-    for rotary in stretched(bare):
+    rotaries = stretched(bare)
+    for rotary in rotaries:
         hooks.append(rotary.register_forward_pre_hook(show_last, with_kwargs=True))
         hooks.append(rotary.register_forward_hook(hide_last))
     for layer in hf_linear.linear_layers(bare):
@@ -85,7 +86,7 @@ def prepare(
         "accepts_loss_kwargs": True,  # Trainer: the loss takes num_items_in_batch
     }
     attributes = {name: vars(bare)[name] for name in new if name in vars(bare)}
-    vars(bare).update(new, ringattn_before=Before(tuple(new), attributes, configs, hooks))
+    vars(bare).update(new, ringattn_before=Before(tuple(new), attributes, configs, hooks, rotaries, rule_of(bare)))
     if isinstance(source, Plan) or seq_len is not None:
         plan_of(bare)
     return model
@@ -102,12 +103,17 @@ def plan_of(model: Any) -> Plan:
 
 @dataclass
 class Before:
-    """What `unprepare` removes and restores: attributes of the model, the attention of its configs, and hooks."""
+    """What `unprepare` removes and restores: attributes of the model, the attention of its configs, and hooks.
+
+    And what of the model's modules each call needs, which would take long to look for.
+    """
 
     new: tuple[str, ...]
     attributes: dict[str, Any]
     configs: list[tuple[Any, str | None]]
     hooks: list[Any]
+    stretched: list[nn.Module]  # rotary angles that depend on the length
+    rule: nn.Module | None  # what numbers positions by a rule of its own
 
 
 def whole(model: Any, x: Tensor) -> Tensor:
@@ -137,7 +143,7 @@ def unprepare(model: nn.Module) -> nn.Module:
     before = bare.ringattn_before
     for hook in before.hooks:
         hook.remove()
-    for rotary in stretched(bare):
+    for rotary in before.stretched:
         vars(rotary).pop("ringattn_last", None)
     for layer in hf_linear.linear_layers(bare):
         hf_linear.restore(layer)
@@ -221,8 +227,7 @@ def forward(
         return hf_trl.log_probs(self, plan, given, whole, shift_labels is not None, num_items_in_batch)
     kept = few(self, logits_to_keep, plan, following, given)
     output = self.local_forward(**given)
-    if any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
-        guard(self, output)
+    guard(self, output)
     if kept is not None:
         return changed(output, logits=kept.join(output.logits))
     targets = targets_of(labels, shift_labels, attention_mask)
@@ -283,13 +288,13 @@ def cut(
         raise ValueError(f"{name} gives no logits, so it has no use for labels; prepare a ...ForCausalLM, for example")
     positions = position_ids
     if positions is None:
-        positions = numbered(self, input_ids, inputs_embeds)
+        positions = numbered(self.ringattn_before.rule, input_ids, inputs_embeds)
     if positions is None and self.ringattn.counted and attention_mask is not None:
         positions = (attention_mask.cumsum(1) * attention_mask).long() - 1
     if positions is None:
         positions = torch.arange(T, device=device)[None]
     positions = positions.expand(B, T)
-    for rotary in stretched(self):
+    for rotary in self.ringattn_before.stretched:
         rotary.ringattn_last = positions.max()
     named = {name: x for name, x in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)) if x is not None}
     one_row = None if labels is None else dealt(self, plan, where, attention_mask, (B, T))
@@ -309,7 +314,7 @@ def guard(self: Any, output: Any) -> None:
     """Refuse a backward pass that would recompute layers of a model that is no longer prepared: they would be wrong."""
 
     def check(grad: Tensor) -> None:
-        if not hasattr(self, "ringattn"):
+        if not hasattr(self, "ringattn") and any(getattr(m, "gradient_checkpointing", False) for m in self.modules()):
             raise ValueError(
                 f"backward of this {type(self).__name__} recomputes its layers, and it was unprepared since forward; "
                 "call backward before unprepare, inside of `with hf.prepared(...)`"
@@ -379,11 +384,16 @@ def cross_entropy(logits_BtV: Tensor, labels_Bt: Tensor) -> Tensor:
 RULES = "create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"
 
 
-def numbered(model: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor | None:
-    """The positions that a model gives whole sequences by a rule of its own, as RoBERTa does; None without a rule."""
-    rule, x = (RULES[0], input_ids) if inputs_embeds is None else (RULES[1], inputs_embeds)
-    embeddings = next((m for m in model.modules() if hasattr(m, rule)), None)
-    return None if embeddings is None else getattr(embeddings, rule)(x, embeddings.padding_idx)
+def rule_of(model: nn.Module) -> nn.Module | None:
+    """The embeddings that give whole sequences positions by a rule of their own, as RoBERTa's do, if there are any."""
+    return next((m for m in model.modules() if hasattr(m, RULES[0])), None)
+
+
+def numbered(embeddings: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor | None:
+    """The positions by that rule; None without one."""
+    name, x = (RULES[0], input_ids) if inputs_embeds is None else (RULES[1], inputs_embeds)
+    rule = getattr(embeddings, name, None)
+    return None if rule is None else rule(x, embeddings.padding_idx)
 
 
 def is_counted(model: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -103,13 +104,22 @@ class OverRanks(hf_trl.Answers):
                 raise ValueError(f"this trainer has a {name}, which needs all logits on one rank; leave it out")
         if self.by_trl:
             given = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
-            return super().compute_loss(model, inputs, **given)  # type: ignore[misc]
+            with self.plans_counted_once():
+                return super().compute_loss(model, inputs, **given)  # type: ignore[misc]
         items = num_items_in_batch if self.model_accepts_loss_kwargs else None
         output = model(**inputs, num_items_in_batch=items)
         if output.get("loss") is None:
             raise ValueError(f"there are no labels among {', '.join(inputs)}, so there is no loss to train with")
         loss = output.loss if self.spread.averaged else hf_model.scaled(output.loss, self.args.world_size)
         return (loss, output) if return_outputs else loss
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        found: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
+        return found if self.by_accelerate else found // self.spread.size
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        with self.plans_counted_once():
+            super()._track_num_input_tokens(inputs)  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Tensor | None:
         """How many labels count, of all batches that are accumulated and of all data ranks."""
@@ -121,16 +131,21 @@ class OverRanks(hf_trl.Answers):
         if not counts or len(counts) < len(targets):
             return None
         count = torch.stack(counts).sum(0, keepdim=True).to(device)
-        for axis in self.spread.over:
+        each_its_own = self.by_trl and not self.args.average_tokens_across_devices  # TRL scales its loss only then
+        for axis in () if each_its_own else self.spread.over:
             count = axis.all_gather(count).wait().sum(0, keepdim=True)
-        return count[0] * self.spread.size if self.by_trl else count[0]
+        return count[0]
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Any, Any]:
         """The loss, if there are labels, and what else the model gives, of the whole sequences."""
         if self.by_trl:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+            given = model, inputs, prediction_loss_only, ignore_keys
+            loss, logits, labels = super().prediction_step(*given)  # type: ignore[misc]
+            if logits is not None:
+                logits = self.whole(logits, *labels.shape)
+            return loss, logits, labels
         inputs = self._prepare_inputs(inputs)
         labels = next((inputs[name] for name in LABELS if inputs.get(name) is not None), None)
         with torch.no_grad():
@@ -168,11 +183,19 @@ class OverRanks(hf_trl.Answers):
         """The rows of all data ranks in the order of the dataset, without those that only fill up the last batch."""
         if isinstance(x, list | tuple):
             return tuple(self.of_data_ranks(one, real) for one in x)
-        plan = self.plan
-        first = torch.tensor([plan.ring_axis.rank == 0 and plan.ulysses_axis.rank == 0], device=x.device).int()
-        rows = self.accelerator.gather(x).unflatten(0, (self.args.world_size, -1))
-        rows = rows[self.accelerator.gather(first).bool()]
+        rows = self.accelerator.gather(x).unflatten(0, (self.args.world_size, -1))[self.firsts]
         return (rows if self.by_accelerate else rows.transpose(0, 1)).flatten(0, 1)[:real]
+
+    @cached_property
+    def firsts(self) -> Tensor:
+        """The first rank of each plan, in the order of the data ranks."""
+        plan = self.plan
+        other = plan.ring_axis.rank + plan.ulysses_axis.rank > 0
+        places, others = self.accelerator.gather(
+            torch.tensor([[self.data_place[1], other]], device=self.accelerator.device)
+        ).unbind(1)
+        ranks = (others == 0).nonzero()[:, 0]
+        return ranks[places[ranks].argsort()]
 
     @property
     def data_place(self) -> tuple[int, int]:
@@ -186,7 +209,7 @@ class OverRanks(hf_trl.Answers):
         if self.by_accelerate:
             return super().get_train_dataloader()  # type: ignore[misc]
         if self.answers:
-            return self.prompts()
+            return self.prompts(None)
         way = self.args.train_sampling_strategy
         if way not in ("random", "sequential"):
             raise ValueError(
@@ -200,7 +223,7 @@ class OverRanks(hf_trl.Answers):
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
         found = self.eval_dataset if eval_dataset is None else eval_dataset  # type: ignore[attr-defined]
         found = self.eval_dataset[found] if isinstance(found, str) else found  # type: ignore[attr-defined]
-        return self.loader(found, self.args.eval_batch_size)
+        return self.prompts(found) if self.answers else self.loader(found, self.args.eval_batch_size)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         if self.by_accelerate:
@@ -249,7 +272,7 @@ class Counted:
                 for name in [name for name in LABELS if batch.get(name) is not None]:
                     repeated = (before + at >= total)[:, None].to(batch[name].device)
                     batch[name] = batch[name].masked_fill(repeated, hf_model.IGNORED)
-                full = total - before >= self.batch_size * ranks
+                full = ranks == 1 or total - before >= self.batch_size * ranks
                 self.real, before = None if full else total - before, before + self.batch_size * ranks
             yield batch
 

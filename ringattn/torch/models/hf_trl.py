@@ -4,6 +4,10 @@ TRL's `add_fused_lm_head` gives a model's forward the argument `fused_lm_head`. 
 the numbers of its tokens, and all ranks get those of the whole sequences, from which TRL computes its losses.
 """
 
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +33,7 @@ def is_head(forward: Any) -> bool:
     return code is not None and "fused_lm_head" in code.co_varnames
 
 
+@torch.compiler.disable(recursive=False)
 def log_probs(self: Any, plan: Plan, given: dict[str, Any], targets: Tensor | None, shifted: bool, items: Any) -> Any:
     """TRL's output for the whole sequences, on every rank; its gradient is the sum of the gradients on all ranks."""
     run = getattr(self, "ringattn_fused", self.local_forward)
@@ -36,9 +41,21 @@ def log_probs(self: Any, plan: Plan, given: dict[str, Any], targets: Tensor | No
         raise ValueError(f"{type(self).__name__} does not take fused_lm_head: TRL did not give it its head")
     if targets is None:
         raise ValueError("fused_lm_head without labels: there is nothing to give log-probabilities of")
-    last = self.ringattn_last
-    mine = plan.shard(targets - IGNORED, dim=1, compare=self.ringattn.compare) + IGNORED  # also what padding predicts
+    mine = own_targets(targets, plan, self.ringattn.compare)
     output = run(**given, fused_lm_head=True, shift_labels=mine)
+    return of_whole(output, mine, self.ringattn_last, shifted, items)
+
+
+@torch.compiler.disable
+def own_targets(targets: Tensor, plan: Plan, compare: bool) -> Tensor:
+    """This rank's targets, which are ignored where padding predicts."""
+    mine: Tensor = plan.shard(targets - IGNORED, dim=1, compare=compare) + IGNORED
+    return mine
+
+
+@torch.compiler.disable
+def of_whole(output: Any, mine: Tensor, last: Any, shifted: bool, items: Any) -> Any:
+    """The output for whole sequences, from that of this rank's targets."""
     found = {}
     for name, x in output.items():
         if isinstance(x, Tensor) and x.shape == mine.shape:
@@ -51,14 +68,15 @@ def log_probs(self: Any, plan: Plan, given: dict[str, Any], targets: Tensor | No
 class Answers:
     """GRPOTrainer over ranks: all ranks of a plan have the same prompts, answers, rewards and order of them.
 
-    Each generates what the first one does. TRL gathers rewards of all ranks, where each answer is then met once for
-    every rank of its plan: the means over groups of answers, and their deviations, are those of one rank.
+    Each generates what the first one does. What TRL gathers of all ranks is that of the first rank of each plan, so
+    rewards, losses, metrics and logs count each answer and each token once.
     """
 
     args: Any
     accelerator: Any
     plan: Any  # of OverRanks
     data_place: Any
+    firsts: Any
 
     @property
     def answers(self) -> bool:
@@ -78,17 +96,6 @@ class Answers:
             if getattr(self, name, None):
                 raise ValueError(f"{name}: {why}")
         args = self.args
-        if args.scale_rewards == "batch" or args.multi_objective_aggregation != "sum_then_normalize":
-            raise ValueError(
-                f"scale_rewards={args.scale_rewards!r}, multi_objective_aggregation="
-                f"{args.multi_objective_aggregation!r}: the deviation over a whole batch counts each answer once for "
-                "every rank; use scale_rewards='group' or 'none', and 'sum_then_normalize'"
-            )
-        if args.top_entropy_quantile < 1:
-            raise ValueError(
-                f"top_entropy_quantile={args.top_entropy_quantile}: the quantile counts each token once for every "
-                "rank; leave it out"
-            )
         rows = args.per_device_train_batch_size * args.steps_per_generation
         if rows % args.num_generations:
             raise ValueError(
@@ -96,34 +103,87 @@ class Answers:
                 f"{args.per_device_train_batch_size} x steps_per_generation={args.steps_per_generation}: the answers "
                 "to one prompt belong to the ranks of one plan"
             )
-        args.generation_batch_size = rows * self.data_place[0]
+        args.generation_batch_size = size = rows * self.data_place[0]
+        once = partial(OfFirsts, self.firsts.tolist(), args.world_size, size)  # TRL's sizes count every rank
+        logs: dict[str, Any] = self._logs  # type: ignore[has-type]
+        lasting: Any = partial(deque, maxlen=size)
+        self._logs = {
+            **logs, **{name: once() for name in ("images", "prompt", "completion")}, "advantages": lasting(),
+            "rewards": defaultdict(lasting), "extra": defaultdict(once),
+        }  # fmt: skip
+
+    @contextmanager
+    def plans_counted_once(self) -> Iterator[None]:
+        """Within, the accelerator gathers from the first rank of each plan, and its processes are the data ranks."""
+        whole = self.accelerator
+        self.accelerator = whole if isinstance(whole, DataRanks) else DataRanks(whole, self.data_place, self.firsts)
+        try:
+            yield
+        finally:
+            self.accelerator = whole
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         if not self.answers:
             return super()._prepare_inputs(inputs)  # type: ignore[misc]
-        with numbers_of_the_first(self.plan):  # with which TRL samples, and shuffles what it sampled
+        with (
+            self.plans_counted_once(),
+            numbers_of_the_first(self.plan),
+        ):  # with which TRL samples, and shuffles what it sampled
             return super()._prepare_inputs(inputs)  # type: ignore[misc]
 
     def _calculate_rewards(self, *args: Any) -> Tensor:
-        """The rewards of all ranks' answers: all ranks of a plan get those of its first rank."""
+        """The rewards of all data ranks' answers, as the first rank of each plan has them."""
         rewards: Tensor = super()._calculate_rewards(*args)  # type: ignore[misc]
-        first = self.plan.ring_axis.rank == 0 and self.plan.ulysses_axis.rank == 0
-        place = torch.tensor([[self.data_place[1], first]], device=rewards.device)
-        of, leads = self.accelerator.gather(place).unbind(1)
-        source = (of[:, None] == of[leads.bool()]).int().argmax(1)  # each rank's data rank, among the first ones
-        return rewards.unflatten(0, (len(of), -1))[leads.bool()][source].flatten(0, 1)
+        return rewards.unflatten(0, (self.args.world_size, -1))[self.firsts].flatten(0, 1)
 
-    def prompts(self) -> DataLoader[Any]:
-        """Batches of prompts, each as often as answers are sampled, the same on every rank."""
+    def prompts(self, evaluated: Any) -> DataLoader[Any]:
+        """Batches of prompts to train with, or to evaluate, each as often as answers are sampled, on every rank."""
         args, (ranks, _) = self.args, self.data_place
-        if ranks > 1 or not hasattr(self.train_dataset, "__getitem__"):  # type: ignore[attr-defined]
+        dataset = self.train_dataset if evaluated is None else evaluated  # type: ignore[attr-defined]
+        if ranks > 1 or not hasattr(dataset, "__getitem__"):
             raise ValueError(
                 "prompts for several data ranks, or of an IterableDataset, are dealt out by accelerate: give "
                 "parallelism_config=ParallelismConfig(cp_size=N) instead of a prepared model"
             )
-        return DataLoader(
-            self.train_dataset,  # type: ignore[attr-defined]
-            args.per_device_train_batch_size * args.steps_per_generation,
-            sampler=self._get_train_sampler(),  # type: ignore[attr-defined]
-            collate_fn=self.data_collator,  # type: ignore[attr-defined]
-        )
+        if evaluated is None:
+            size = args.per_device_train_batch_size * args.steps_per_generation
+            sampler = self._get_train_sampler()  # type: ignore[attr-defined]
+        else:
+            size, sampler = args.eval_batch_size, self._get_eval_sampler(dataset)  # type: ignore[attr-defined]
+            each = args.num_generations_eval or args.num_generations
+            if size % each:
+                raise ValueError(
+                    f"per_device_eval_batch_size={size} is not divisible by the {each} answers to each prompt of an "
+                    "evaluation: they belong to the ranks of one plan"
+                )
+        return DataLoader(dataset, size, sampler=sampler, collate_fn=self.data_collator)  # type: ignore[attr-defined]
+
+
+class DataRanks:
+    """accelerate's Accelerator as if the ranks of each plan were one: its processes are the data ranks."""
+
+    def __init__(self, accelerator: Any, place: tuple[int, int], firsts: Tensor):
+        self.accelerator, self.firsts = accelerator, firsts
+        self.num_processes, self.process_index = place
+
+    def gather(self, x: Tensor) -> Tensor:
+        ranks = self.accelerator.num_processes
+        found: Tensor = self.accelerator.gather(x)
+        return found if ranks == 1 else found.unflatten(0, (ranks, -1))[self.firsts].flatten(0, 1)
+
+    gather_for_metrics = gather  # of counts and sums, which a last batch of fewer rows does not shorten
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.accelerator, name)
+
+
+class OfFirsts(deque[Any]):
+    """The last rows of what all ranks add together, of which those of each plan's first rank stay."""
+
+    def __init__(self, firsts: list[int], ranks: int, size: int):
+        super().__init__(maxlen=size)
+        self.firsts, self.ranks = firsts, ranks
+
+    def extend(self, rows: Any) -> None:
+        n = len(rows) // self.ranks
+        super().extend(row for rank in self.firsts for row in rows[rank * n : (rank + 1) * n])

@@ -1,0 +1,532 @@
+"""Cells of the matrix of configurations in which people train: each one step, the loss and every gradient.
+
+A cell is (integration, wrapper, precision, recomputation, batch). `run_cell` runs it on the ranks that were started;
+`alone` is the same model on one rank, in plain torch or transformers, without ringattn over ranks.
+
+    B batch   T tokens   C width   V vocabulary
+"""
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import ringattn as ra
+from ringattn import hf
+from ringattn.compat import ring_flash_attn as compat
+from ringattn.torch.models.nn import Attention
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+T, C, V, IGNORED = 32, 32, 64, -100
+LENGTHS = [12, 20]  # of packed documents, and of padded rows: multiples of what zigzag cuts them into
+
+INTEGRATIONS = "prepare", "Trainer", "accelerate", "SFT", "compat", "attention", "nn"
+WRAPPERS = "DDP", "FSDP2 summed", "FSDP2 averaged"
+PRECISIONS = "float32", "bf16 weights", "mixed bf16", "autocast bf16", "fp16 scaler"
+RECOMPUTING = "kept", "checkpointing", "compile", "both"
+BATCHES = "whole", "packed", "padded"
+AXES = INTEGRATIONS, WRAPPERS, PRECISIONS, RECOMPUTING, BATCHES
+BY_OTHERS = "Trainer", "accelerate", "SFT"  # integrations that wrap the model themselves
+
+
+class Cell(NamedTuple):
+    integration: str
+    wrapper: str
+    precision: str
+    recomputing: str
+    batch: str
+
+
+def impossible(cell: Sequence[str]) -> str | None:
+    """Why people cannot have this cell, whatever ringattn does."""
+    integration, wrapper, precision, *_ = cell
+    if integration in BY_OTHERS and wrapper == "FSDP2 summed":
+        return "accelerate averages gradients"
+    if integration in BY_OTHERS and precision == "fp16 scaler":
+        return "accelerate scales losses on GPUs only"
+    if precision == "mixed bf16" and wrapper == "DDP" and integration not in BY_OTHERS:
+        return "DDP has no mixed precision of its own; autocast is a row"
+    if precision == "autocast bf16" and integration in BY_OTHERS:
+        return "bf16=True is mixed precision there"
+    return None
+
+
+def covering() -> list[Cell]:
+    """Cells in which every possible pair of choices of two axes is met; the same list in every run."""
+    every = [Cell(*cell) for cell in product(*AXES) if impossible(cell) is None]
+
+    def pairs(cell: Cell) -> set[tuple[int, str, int, str]]:
+        return {(i, cell[i], j, cell[j]) for i, j in combinations(range(len(AXES)), 2)}
+
+    left, found = set().union(*map(pairs, every)), []
+    while left:
+        best = max(every, key=lambda cell: (len(pairs(cell) & left), cell.recomputing in ("kept", "checkpointing")))
+        found.append(best)
+        left -= pairs(best)
+    return found
+
+
+# The data: one batch a kind, whole, the same on every rank.
+
+
+def batch_of(kind: str) -> dict[str, Tensor]:
+    tokens = torch.randint(3, V, (1 if kind == "packed" else 2, T), generator=torch.Generator().manual_seed(7))
+    labels = tokens.clone()
+    labels[:, 5] = IGNORED
+    given = {"input_ids": tokens, "labels": labels}
+    if kind == "packed":
+        labels[0, LENGTHS[0]] = IGNORED
+        given["position_ids"] = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    if kind == "padded":
+        mask = torch.ones_like(tokens)
+        mask[1, LENGTHS[1] :] = 0
+        labels.masked_fill_(mask == 0, IGNORED)
+        given["attention_mask"] = mask
+    return given
+
+
+def docs_of(kind: str) -> Any:
+    lengths = {"packed": [LENGTHS], "padded": [[T], [LENGTHS[1], T - LENGTHS[1]]]}.get(kind)
+    return None if lengths is None else ra.Docs.from_lengths(lengths[0] if kind == "packed" else lengths)
+
+
+def targets_of(given: dict[str, Tensor]) -> Tensor:
+    return F.pad(given["labels"][:, 1:], (0, 1), value=IGNORED)
+
+
+# The models: transformers' Llama, and a plain one.
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=V, hidden_size=C, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=T, use_cache=False,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    return exact_in_bf16(LlamaForCausalLM(config))
+
+
+class Block(nn.Module):
+    """Attention of one of the three integrations, and a gate."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.norm, self.mlp = kind, nn.RMSNorm(C), nn.Linear(C, C, bias=False)
+        self.layer = Attention(C, 4, 2) if kind == "nn" else nn.Linear(C, 8 * 8, bias=False)
+        self.out = nn.Identity() if kind == "nn" else nn.Linear(C, C, bias=False)
+
+    def forward(self, x: Tensor, plan: Any, docs: Any) -> Tensor:
+        return x + self.mlp(F.silu(self.out(self.attended(self.norm(x), plan, docs))))
+
+    def attended(self, x: Tensor, plan: Any, docs: Any) -> Tensor:
+        if self.kind == "nn":
+            return self.layer(x, plan, docs=docs)
+        q, k, v = self.layer(x).unflatten(-1, (8, 8)).split([4, 2, 2], 2)
+        if self.kind == "attention" or plan is None:
+            return ra.attention(q, k, v, plan, docs=docs).flatten(2)
+        if len(x) > 1:  # padding behind the tokens is not seen by them
+            return compat.zigzag_ring_flash_attn_func(q, k, v, causal=True).flatten(2)
+        lengths = [n // plan.ring for n in (LENGTHS if docs is not None else [T])]
+        ends = torch.tensor([0, *lengths]).cumsum(0).int()
+        call = compat.zigzag_ring_flash_attn_varlen_func
+        return call(q[0], k[0], v[0], ends, max(lengths), causal=True).flatten(1)[None]
+
+
+class Plain(nn.Module):
+    """Embedding, two blocks, head and loss; `again` recomputes the blocks."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(V, C), nn.Linear(C, V, bias=False)
+        self.layers = nn.ModuleList(Block(kind) for _ in range(2))
+        self.again = False
+
+    def forward(self, tokens: Tensor, targets: Tensor, plan: Any, docs: Any) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            call = partial(checkpoint, layer, use_reentrant=False) if self.again else layer
+            x = call(x, plan, docs)
+        if plan is None:
+            return F.cross_entropy(self.head(x).float().flatten(0, 1), targets.flatten())
+        return ra.cross_entropy(self.head(x), targets, plan)
+
+
+def plain(kind: str) -> Plain:
+    torch.manual_seed(0)
+    return exact_in_bf16(Plain(kind))
+
+
+def exact_in_bf16(model: Any) -> Any:
+    """The model with weights that bf16 holds exactly, so that all precisions start from the same ones."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p)) if p.dim() == 1 else None
+            p.copy_(p.bfloat16())
+    return model
+
+
+# One rank.
+
+
+class Found(NamedTuple):
+    loss: float
+    grads: dict[str, Any]  # numpy, by the parameter's name
+
+
+def found_of(loss: Any, named: Any, scale: float = 1.0) -> Found:
+    grads = {}
+    for name, p in named:
+        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        bare = name.replace("_orig_mod.", "").replace("module.", "").replace("_checkpoint_wrapped_module.", "")
+        grads[bare] = (grad.float() / scale).numpy().copy()
+    return Found(float(loss), grads)
+
+
+def casting(precision: str) -> Any:
+    dtype = {"autocast bf16": BF16, "fp16 scaler": FP16}.get(precision)
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+
+def alone(cell: Cell) -> Found:
+    """The cell's model on one rank, in its precision (mixed precision casts the weights, too)."""
+    kind = cell.integration if cell.integration in ("compat", "attention", "nn") else "llama"
+    model = llama() if kind == "llama" else plain(kind)
+    if cell.precision in ("bf16 weights", "mixed bf16"):
+        model = model.bfloat16()
+    given = batch_of(cell.batch)
+    with casting(cell.precision):
+        loss = model(**given).loss if kind == "llama" else model(
+            given["input_ids"], targets_of(given), None, docs_of(cell.batch)
+        )  # fmt: skip
+    loss.backward()
+    return found_of(loss.detach(), model.named_parameters())
+
+
+# Over ranks.
+
+
+def run_cell(cell: Cell) -> Found:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    run = {"Trainer": by_trainer, "SFT": by_trainer, "accelerate": by_accelerate, "prepare": by_prepare}
+    return run.get(cell.integration, by_hand)(cell)
+
+
+def shielded(model: nn.Module, layers: Any, cell: Cell, mesh: Any) -> nn.Module:
+    """Compiled layers, then the wrapper."""
+    if cell.recomputing in ("compile", "both"):
+        for layer in layers:
+            layer.compile(backend="aot_eager")
+    if cell.wrapper == "DDP":
+        return DistributedDataParallel(model)
+    mixed = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32) if cell.precision == "mixed bf16" else None
+    for part in (*layers, model):
+        fully_shard(part, mesh=mesh, **({} if mixed is None else {"mp_policy": mixed}))
+        if cell.wrapper == "FSDP2 summed":
+            part.set_force_sum_reduction_for_comms(True)
+            part.set_gradient_divide_factor(1.0)
+    return model
+
+
+def stepped(cell: Cell, call: Any, forward: Callable[[], Tensor]) -> Found:
+    """Backward of the loss; with a scaler, of the scaled one, which is then unscaled."""
+    with casting(cell.precision):
+        loss = forward()
+    scale = 1024.0 if cell.precision == "fp16 scaler" else 1.0
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 1)
+    scaler.scale(loss).backward()
+    if scale > 1:
+        optimizer = torch.optim.SGD(call.parameters(), lr=0.0)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale, "a gradient is infinite"
+    return found_of(loss.detach(), call.named_parameters())
+
+
+def by_prepare(cell: Cell) -> Found:
+    mesh = ra.init_mesh(sequence=dist.get_world_size(), device_type="cpu")
+    model = llama()
+    model = model.bfloat16() if cell.precision == "bf16 weights" else model
+    model = hf.prepare(model, mesh, averaged=cell.wrapper != "FSDP2 summed")
+    if cell.recomputing in ("checkpointing", "both"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    call = shielded(model, model.model.layers, cell, mesh["sequence"])
+    return stepped(cell, call, lambda: call(**batch_of(cell.batch)).loss)
+
+
+def by_hand(cell: Cell) -> Found:
+    mesh = ra.init_mesh(ring=dist.get_world_size(), device_type="cpu")
+    plan, docs, given = (
+        ra.plan(mesh, seq_len=T, strategy="ring", layout="zigzag"),
+        docs_of(cell.batch),
+        batch_of(cell.batch),
+    )
+    if cell.integration == "compat" and cell.batch == "packed":
+        plan = plan.for_docs(docs)  # each document cut over all ranks
+    model = plain(cell.integration)
+    model = model.bfloat16() if cell.precision == "bf16 weights" else model
+    model.again = cell.recomputing in ("checkpointing", "both")
+    call = shielded(model, model.layers, cell, mesh["ring"])
+
+    def forward() -> Tensor:
+        loss = call(plan.shard(given["input_ids"]), plan.shard(targets_of(given) - IGNORED) + IGNORED, plan, docs)
+        return loss if cell.wrapper == "FSDP2 summed" else loss + (plan.ring - 1) * (loss - loss.detach())
+
+    return stepped(cell, call, forward)
+
+
+@contextmanager
+def as_gpus(on: bool) -> Iterator[None]:
+    """accelerate has FSDP2 and context parallelism on GPUs only; gloo carries them here."""
+    from accelerate import PartialState
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    os.environ.update({name: str(value) for name, value in started.items()})  # as torchrun does; nobody connects
+    PartialState(cpu=True)
+    if on:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    yield
+
+
+WRAP = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+
+
+def by_accelerate(cell: Cell) -> Found:
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+
+    model, ranks, given = llama(), dist.get_world_size(), batch_of(cell.batch)
+    model = model.bfloat16() if cell.precision == "bf16 weights" else model
+    again = cell.recomputing in ("checkpointing", "both")
+    options: dict[str, Any] = {"mixed_precision": "bf16" if cell.precision == "mixed bf16" else "no"}
+    if cell.recomputing in ("compile", "both"):
+        options["dynamo_plugin"] = TorchDynamoPlugin(backend="aot_eager")
+    with as_gpus(cell.wrapper != "DDP"):
+        if cell.wrapper == "DDP":  # the recipe of CPUs
+            accelerator = Accelerator(cpu=True, **options)
+            model = hf.prepare(model, ra.init_mesh(sequence=ranks, device_type="cpu"), averaged=True)
+            if again:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=again, **WRAP)
+            accelerator = hf.over_ranks(
+                Accelerator(parallelism_config=ParallelismConfig(cp_size=ranks), fsdp_plugin=plugin, **options)
+            )
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        with accelerator.maybe_context_parallel(buffers=list(given.values()), buffer_seq_dims=[1] * len(given)):
+            loss = model(**given).loss
+            accelerator.backward(loss)
+        found = found_of(loss.detach(), model.named_parameters())
+        optimizer.step()
+        return found
+
+
+def by_trainer(cell: Cell) -> Found:
+    """OverRanks with transformers' Trainer or TRL's SFTTrainer, and a ParallelismConfig on CPUs (DDP) or as on GPUs."""
+    from accelerate import ParallelismConfig
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Kept(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            kept.append(found_of(0.0, given["model"].named_parameters()))
+
+    kept: list[Found] = []
+    model, given = llama(), batch_of(cell.batch)
+    model = model.bfloat16() if cell.precision == "bf16 weights" else model
+    again = cell.recomputing in ("checkpointing", "both")
+    options: dict[str, Any] = {
+        "use_cpu": True, "bf16": cell.precision == "mixed bf16", "max_steps": 1, "learning_rate": 0.0,
+        "logging_steps": 1, "per_device_train_batch_size": 2, "report_to": "none", "disable_tqdm": True,
+        "save_strategy": "no", "max_grad_norm": 0.0, "ddp_find_unused_parameters": False,
+        "gradient_checkpointing": again, "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "remove_unused_columns": False,
+    }  # fmt: skip
+    if cell.recomputing in ("compile", "both"):
+        options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    if cell.wrapper != "DDP":
+        wrap = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        wrap |= {"activation_checkpointing": again}
+        options |= {"fsdp": True, "fsdp_config": wrap, "gradient_checkpointing": False}
+    with as_gpus(cell.wrapper != "DDP"):
+        kind, more = Trainer, {}
+        if cell.integration == "SFT":
+            import trl
+
+            kind, arguments = trl.SFTTrainer, trl.SFTConfig
+            more["processing_class"] = tokenizer()
+            options |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None}
+        else:
+            arguments = TrainingArguments
+        args = arguments("/nonexistent", **options)
+        args.parallelism_config = ParallelismConfig(cp_size=dist.get_world_size())
+        Long = type("Long", (hf.OverRanks, kind), {})
+        rows: Any = [{"input_ids": x} for x in given["input_ids"]]
+        if cell.integration == "SFT":
+            from datasets import Dataset
+
+            rows = Dataset.from_list([{"input_ids": x["input_ids"].tolist()} for x in rows])
+            if not {"attention_mask", "position_ids"} & set(given):  # as TRL's collator makes them
+                given["attention_mask"] = torch.ones_like(given["input_ids"])
+        trainer = Long(
+            model=model,
+            args=args,
+            train_dataset=rows,
+            data_collator=lambda rows: dict(given),
+            callbacks=[Kept()],
+            **more,
+        )
+        trainer.train()
+        (grads,) = kept
+        return Found(trainer.state.log_history[0]["loss"], grads.grads)
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(V)}
+    made = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0", pad_token="w1", eos_token="w2")
+
+
+def by_tensor_parallel() -> Found:
+    """FSDP2 over a ring of 2, tensor parallelism over 2: heads and MLP are cut, and both have the same loss."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    model = llama()
+    names = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}
+    names |= {"o_proj": RowwiseParallel(), "down_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            parallelize_module(part, mesh["tp"], {n: how for n, how in names.items() if hasattr(part, n)})
+    hf.prepare(model, ra.plan(mesh, axes={"ring": "cp"}, seq_len=T))
+    call = shielded(
+        model, model.model.layers, Cell("prepare", "FSDP2 summed", "mixed bf16", "kept", "packed"), mesh["cp"]
+    )
+    loss = call(**batch_of("packed")).loss
+    loss.backward()
+    return found_of(loss.detach(), call.named_parameters())
+
+
+def work(cells: list[Cell]) -> list[Any]:
+    """Each cell's result on this rank, or the sentence that refuses it."""
+    warnings.simplefilter("ignore")
+    found: list[Any] = []
+    for cell in cells:
+        try:
+            found.append(run_cell(cell))
+        except (ValueError, NotImplementedError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        dist.barrier()
+    return found if dist.get_rank() == 0 else []
+
+
+# What is found, beside one rank.
+
+
+class Row(NamedTuple):
+    """A cell's errors beside float32 on one rank, and what they may be; or the error that refuses it."""
+
+    cell: Cell
+    refused: str
+    errors: dict[str, tuple[float, float]]
+
+    @property
+    def good(self) -> bool:
+        return not self.refused and all(error <= limit for error, limit in self.errors.values())
+
+    def __str__(self) -> str:
+        cells = "  ".join(f"{text:<14}" for text in self.cell)
+        found = "  ".join(f"{name} {error:.1e} of {limit:.1e}" for name, (error, limit) in self.errors.items())
+        return f"{'pass' if self.good else 'FAIL'}  {cells}  {self.refused or found}"
+
+
+EPS = {"float32": 2e-6, "fp16 scaler": 1e-4}  # others: bf16
+
+
+def errors_of(found: Found, own: Found, truth: Found, precision: str) -> dict[str, tuple[float, float]]:
+    """Of the loss, of all gradients together and of the worst one: twice those of one rank in the same precision.
+
+    A small gradient is measured against a twentieth of the largest one: what it adds up from may cancel.
+    """
+    assert found.grads.keys() == truth.grads.keys(), found.grads.keys() ^ truth.grads.keys()
+    size = {name: float((g**2).sum()) ** 0.5 for name, g in truth.grads.items()}
+    least, all_of, eps = max(size.values()) / 20, sum(s**2 for s in size.values()) ** 0.5, EPS.get(precision, 1e-3)
+
+    def off(of: Found) -> tuple[float, float, float]:
+        gaps = {name: float(((of.grads[name] - g) ** 2).sum()) ** 0.5 for name, g in truth.grads.items()}
+        worst = max(gap / max(size[name], least) for name, gap in gaps.items())
+        return abs(of.loss - truth.loss), sum(gap**2 for gap in gaps.values()) ** 0.5 / all_of, worst
+
+    names = "loss", "gradients", "worst"
+    return {n: (mine, 2 * one + eps) for n, mine, one in zip(names, off(found), off(own), strict=True)}
+
+
+def table(cells: list[Cell], tensor_parallel: bool = False) -> list[Row]:
+    """All cells over two ranks (processes), in one start of them, and each beside one rank."""
+    from ringattn.launch.processes import run
+
+    torch.set_num_threads(1)
+    results, owns = run(work, 2, cells)[0], cache(lambda *key: alone(Cell(*key)))
+    if tensor_parallel:
+        cells = [*cells, TENSOR_PARALLEL]
+        results.append(run(by_tensor_parallel, 4)[0])
+    rows = []
+    for cell, found in zip(cells, results, strict=True):
+        if isinstance(found, str):
+            rows.append(Row(cell, found, {}))
+            continue
+        kind = cell.integration if cell.integration in ("compat", "attention", "nn") else "prepare"
+        own = owns(kind, "", cell.precision, "", cell.batch)
+        rows.append(Row(cell, "", errors_of(found, own, owns(kind, "", "float32", "", cell.batch), cell.precision)))
+    return rows
+
+
+TENSOR_PARALLEL = Cell("prepare", "FSDP2 x TP", "mixed bf16", "kept", "packed")
+
+
+def check(cells: list[Cell], tensor_parallel: bool = False) -> str:
+    """The table, made in processes that DistributedDataParallel survives; an AssertionError about what is wrong."""
+    script = f"import matrix; matrix.main({[*map(tuple, cells)]!r}, {tensor_parallel})"
+    here = Path(__file__).parent
+    path = [str(here.parent), str(here), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    quiet = {
+        "TORCH_DISTRIBUTED_DEBUG": "OFF",
+        "TRITON_INTERPRET": "0",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    environment = {**os.environ, **quiet, "PYTHONPATH": ":".join(path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def main(cells: list[Any], tensor_parallel: bool) -> None:
+    rows = table([Cell(*cell) for cell in cells], tensor_parallel)
+    print("\n".join(map(str, rows)))
+    sys.exit(0 if all(row.good for row in rows) else 1)

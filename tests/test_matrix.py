@@ -1,0 +1,28 @@
+"""Every way in which people train, crossed: each cell equals one rank in its precision (tests/matrix.py)."""
+
+import matrix
+import pytest
+
+pytest.importorskip("accelerate", reason="accelerate is not installed (pip install '.[hf]')")
+CELLS = [cell for cell in matrix.covering() if cell.integration != "SFT"]  # those are in test_trl.py
+QUICK = [cell for cell in CELLS if cell.recomputing in ("kept", "checkpointing")][:12]
+
+
+def test_cells_cover_every_pair_of_choices():
+    met = {(a, b) for cell in matrix.covering() for a in cell for b in cell if a != b}
+    for axis in range(len(matrix.AXES)):
+        for other in matrix.AXES[axis + 1 :]:
+            for a in matrix.AXES[axis]:
+                for b in other:
+                    cells = [c for c in matrix.product(*matrix.AXES) if {a, b} <= {*c} and not matrix.impossible(c)]
+                    assert bool(cells) == ((a, b) in met), (a, b)
+
+
+def test_the_most_used_cells_equal_one_rank():
+    assert {cell.integration for cell in QUICK} == {*matrix.INTEGRATIONS} - {"SFT"}
+    print(matrix.check(QUICK))
+
+
+@pytest.mark.slow
+def test_all_cells_equal_one_rank():
+    print(matrix.check([cell for cell in CELLS if cell not in QUICK], tensor_parallel=True))
