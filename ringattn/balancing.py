@@ -53,8 +53,8 @@ def swapped(held: list[list[int]], load: np.ndarray, work: np.ndarray) -> bool:
             continue
         more = work[held[high]][:, None] - work[held[low]]  # [of high, of low]: the work that would move
         after = np.maximum(load[high] - more, load[low] + more)
-        i, j = np.unravel_index(int(after.argmin()), after.shape)
-        best = min(best, (float(after[i, j]), low, int(i), int(j)))
+        at = divmod(int(after.argmin()), after.shape[1])
+        best = min(best, (float(after[at]), int(low), *at))
     _, low, i, j = best
     if low < 0:
         return False
