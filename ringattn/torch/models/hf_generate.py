@@ -43,8 +43,9 @@ class RanksCache:
         self.padding: Tensor | None = None  # [B], how many tokens of padding each row has begun with so far
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, spec: AttentionSpec, sinks: Any
-    ) -> Tensor:
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, spec: AttentionSpec, sinks: Any,
+        docs: Any = None,
+    ) -> Tensor:  # fmt: skip
         """Append to the layer's cache and attend to it; without a plan every rank has all of the tokens."""
         if layer not in self.layers:
             self.layers[layer] = self.allocated(k, v)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ringattn.planning import Plan
 from ringattn.torch.agree import watched
-from ringattn.torch.models import hf_generate, hf_linear, hf_trl
+from ringattn.torch.models import hf_generate, hf_linear, hf_trl, hf_vision
 from ringattn.torch.models.hf_attention import NAME, Call, hide_last, register, show_last, stretched
 from ringattn.torch.models.hf_choice import Spread, axes_of, source_of
 from ringattn.torch.models.hf_kept import Kept, kept
@@ -66,7 +66,12 @@ def prepare(
     register()
     give_own_configs(model)
     configs = [(config, config._attn_implementation) for config in configs_of(bare)]
-    bare.set_attn_implementation(NAME)
+    decoder = hf_vision.decoder_of(bare)
+    if decoder is None:
+        bare.set_attn_implementation(NAME)
+    else:
+        hf_vision.towers_keep_theirs(bare, decoder)
+        hf_vision.cut_at(decoder)
     hooks: list[Any] = []
     for rotary in stretched(bare):
         hooks.append(rotary.register_forward_pre_hook(show_last, with_kwargs=True))
@@ -130,6 +135,8 @@ def unprepare(model: nn.Module) -> nn.Module:
         vars(rotary).pop("ringattn_last", None)
     for layer in hf_linear.linear_layers(bare):
         hf_linear.restore(layer)
+    if (decoder := hf_vision.decoder_of(bare)) is not None:
+        hf_vision.undo(decoder)
     for config, way in before.configs:
         if config._attn_implementation == NAME:
             config._attn_implementation_internal = way
@@ -202,12 +209,14 @@ def forward(
         refuse_mask(attention_mask)
         return hf_generate.with_cache(self, cache, x, attention_mask, position_ids, logits_to_keep, kwargs)
     head = kwargs.pop("fused_lm_head", False)
-    plan, given = cut(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)
+    plan, given, later = cut(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)
     if head:
         whole = targets_of(labels, shift_labels, None)  # TRL's labels ignore padding
-        return hf_trl.log_probs(self, plan, given, whole, shift_labels is not None, num_items_in_batch)
+        with hf_vision.cutting(self, later):
+            return hf_trl.log_probs(self, plan, given, whole, shift_labels is not None, num_items_in_batch)
     kept = few(self, logits_to_keep, plan, following, given)
-    output = self.local_forward(**given)
+    with hf_vision.cutting(self, later):
+        output = self.local_forward(**given)
     if any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
         guard(self, output)
     if kept is not None:
@@ -243,7 +252,7 @@ def few(
         raise ValueError("logits_to_keep with labels: the loss needs the logits of all tokens; leave one of them out")
     if not hf_generate.takes_kept(self):
         raise ValueError(f"{type(self).__name__} does not take logits_to_keep; leave it out")
-    found = kept(keep, plan, given["position_ids"].device)
+    found = kept(keep, plan, next(x for x in given.values() if isinstance(x, Tensor)).device)
     given["logits_to_keep"] = found.mine
     return found
 
@@ -252,12 +261,17 @@ def few(
 def cut(
     self: Any, input_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None,
     following: dict[str, Tensor | None], inputs_embeds: Tensor | None, kwargs: dict[str, Any],
-) -> tuple[Plan, dict[str, Any]]:  # fmt: skip
-    """The plan for these sequences, and what the model itself is called with: this rank's tokens."""
+) -> tuple[Plan, dict[str, Any], hf_vision.Cut | None]:  # fmt: skip
+    """The plan for these sequences, and what the model itself is called with: this rank's tokens.
+
+    With images it is called with all tokens, and its decoder cuts them.
+    """
     B, T = sizes(input_ids, inputs_embeds, position_ids, following)
+    if position_ids is not None and position_ids.dim() == 3 and not hf_vision.takes_rows(self):
+        raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}: {type(self).__name__} has no M-RoPE")
     (labels,) = following.values()
-    plan, device = self.ringattn.local(self, T), (input_ids if inputs_embeds is None else inputs_embeds).device  # type: ignore[union-attr]
-    where, name = documents(B, T, attention_mask, position_ids, kwargs), type(self).__name__
+    plan, name = self.ringattn.local(self, T), type(self).__name__
+    where = documents(B, T, attention_mask, position_ids, kwargs)
     refuse_other_attention(self)
     if labels is not None and (hasattr(self, "_loss_function") or getattr(self, "loss_type", None) not in LOSSES):
         kind = "a loss_function of its own" if hasattr(self, "_loss_function") else self.loss_type
@@ -267,21 +281,34 @@ def cut(
         )
     if labels is not None and self.get_output_embeddings() is None:
         raise ValueError(f"{name} gives no logits, so it has no use for labels; prepare a ...ForCausalLM, for example")
-    positions = position_ids
-    if positions is None:
-        positions = numbered(self, input_ids, inputs_embeds)
-    if positions is None and self.ringattn.counted and attention_mask is not None:
-        positions = (attention_mask.cumsum(1) * attention_mask).long() - 1
-    if positions is None:
-        positions = torch.arange(T, device=device)[None]
-    named = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
-    shards = {name: plan.shard(x, dim=1, compare=self.ringattn.compare) for name, x in named.items() if x is not None}
-    for rotary in stretched(self):
-        rotary.ringattn_last = positions.max()
-    shards["position_ids"] = plan.shard(positions.expand(B, T), dim=1, compare=False)
+    x, call = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}, Call(plan, where)
+    if media := hf_vision.media_of(self, kwargs):
+        given, later = hf_vision.whole(self, call, {**x, "position_ids": position_ids, **media}, attention_mask, (B, T))
+    else:
+        given, later = mine(self, call, x, attention_mask, position_ids, (B, T)), None
     if labels is None:
         compare_data(plan, watched(plan))
-    return plan, {**shards, "use_cache": False, "ringattn": Call(plan, where), **accepted(kwargs)}
+    return plan, {**given, "use_cache": False, **accepted(kwargs)}, later
+
+
+def mine(
+    self: Any, call: Call, x: dict[str, Tensor | None], attention_mask: Tensor | None, position_ids: Tensor | None,
+    shape: tuple[int, int],
+) -> dict[str, Any]:  # fmt: skip
+    """What the model is called with of text alone: this rank's tokens."""
+    plan, positions = call.plan, position_ids
+    if positions is None:
+        positions = numbered(self, x["input_ids"], x["inputs_embeds"])
+    if positions is None and self.ringattn.counted and attention_mask is not None:
+        positions = (attention_mask.cumsum(1) * attention_mask).long() - 1
+    given = {name: one for name, one in x.items() if one is not None}
+    if positions is None:
+        positions = torch.arange(shape[1], device=next(iter(given.values())).device)[None]
+    shards = {name: plan.shard(one, dim=1, compare=self.ringattn.compare) for name, one in given.items()}
+    for rotary in stretched(self):
+        rotary.ringattn_last = positions.max()
+    positions = positions.expand(*positions.shape[:-2], *shape)
+    return {**shards, "position_ids": plan.shard(positions, dim=-1, compare=False), "ringattn": call}
 
 
 @torch.compiler.disable
@@ -330,11 +357,12 @@ def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, following: dict
         kind = "[batch, tokens]" if dims == 2 else "[batch, tokens, width]"
         raise ValueError(f"{name} has shape {tuple(given.shape)}; expected {kind}")
     B, T = given.shape[:2]
-    for other, x, rows in (*((*label, (B,)) for label in following.items()), ("position_ids", position_ids, (B, 1))):
-        if x is not None and (not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != T or x.shape[0] not in rows):
+    one = [((B, T),)] * len(following)
+    several = tuple((*rows, b, T) for b in (B, 1) for rows in ((), (3,), (4,)))  # of M-RoPE
+    for (other, x), shapes in zip((*following.items(), ("position_ids", position_ids)), (*one, several), strict=True):
+        if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) not in shapes):
             found = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is of type {type(x).__name__}"
-            several = "; several positions a token (M-RoPE) are not supported" * (getattr(x, "ndim", 0) == 3)
-            raise ValueError(f"{other} {found}; expected a tensor of shape ({B}, {T}), whole as {name} is{several}")
+            raise ValueError(f"{other} {found}; expected a tensor of shape ({B}, {T}), whole as {name} is")
     return B, T
 
 
