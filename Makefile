@@ -70,7 +70,7 @@ packages: .venv-docs/.ready  ## build the wheel and the sdist into dist/, and tr
 	.venv-docs/bin/twine check --strict dist/*
 	for package in dist/*.whl dist/*.tar.gz; do \
 	  rm -rf .venv-smoke && $(PYTHON) -m venv .venv-smoke && \
-	  .venv-smoke/bin/python -m pip install --quiet --constraint constraints.txt $$package && \
+	  .venv-smoke/bin/python -m pip install --quiet --constraint constraints.txt "$$package[torch]" && \
 	  (cd .venv-smoke && bin/python ../tests/smoke.py) || exit 1; \
 	done; rm -rf .venv-smoke
 

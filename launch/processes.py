@@ -25,6 +25,7 @@ SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # lets ranks share a GPU, 
 GRACE = 1.5  # seconds that the other ranks have to end after the first error
 MOST = max(64, 4 * (os.cpu_count() or 1))  # ranks on one machine
 EXTRAS = {
+    "torch": "torch",
     "matplotlib": "plot",
     "hydra": "train",
     "omegaconf": "train",

@@ -3,6 +3,8 @@
 Nothing heavy is imported until it is used.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +58,23 @@ __all__ = list(PUBLIC)
 def __getattr__(name: str) -> Any:
     if name not in PUBLIC:
         raise AttributeError(f"module 'ringattn' has no attribute {name!r}")
-    module = import_module(PUBLIC[name])
+    with naming_extras(f"ringattn.{name}"):
+        module = import_module(PUBLIC[name])
     value = module if PUBLIC[name].endswith(f".{name}") else getattr(module, name)
     globals()[name] = value
     return value
+
+
+@contextmanager
+def naming_extras(user: str) -> Iterator[None]:
+    """Where torch or jax is missing, say what needs it and how to install it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "jax"):
+            raise
+        how = f"{user} needs {error.name}, which is not installed: pip install 'ringattn[{error.name}]'"
+        raise ModuleNotFoundError(how, name=error.name) from None
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from ringattn import naming_extras
 from ringattn.check import of_arguments, of_arrays, of_partials, of_returned, of_unknown, warn_of_exchanged
 from ringattn.kernels.arrays import is_torch
 from ringattn.kernels.partial import Partial
@@ -206,6 +207,7 @@ def init_mesh(
     *, data: int = 1, ring: int = 1, ulysses: int = 1, sequence: int | None = None, device_type: str | None = None,
 ) -> Any:  # fmt: skip
     """A torch DeviceMesh over all ranks: axes data, ring and ulysses; or data and sequence, which `plan` factors."""
-    from ringattn.comms import mesh
+    with naming_extras("ringattn.init_mesh (ringattn.jax.init_mesh makes JAX meshes)"):
+        from ringattn.comms import mesh
 
     return mesh.init_mesh(data, ring, ulysses, sequence, device_type)

@@ -135,9 +135,11 @@ class Target(NamedTuple):
     framework: str = "torch"
 
 
-def elsewhere(device: str, sizes: Sequence[tuple[int, int]], ring: Any = None) -> Target:
+def elsewhere(
+    device: str, sizes: Sequence[tuple[int, int]], ring: Any = None, framework: str = "torch"
+) -> Target:  # fmt: skip
     """A target of ranks that do not exist here; `ring` stands in for their axis."""
-    return Target(device, sizes, lambda r, u: Ranks(ring, None, device=device, here=False))
+    return Target(device, sizes, lambda r, u: Ranks(ring, None, framework, device, here=False), framework)
 
 
 def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Target:

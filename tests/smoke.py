@@ -1,4 +1,4 @@
-"""What must work where only the package and its base dependencies are installed: `make packages` runs it."""
+"""What must work where only the package is installed with torch, and nothing else: `make packages` runs it."""
 
 import importlib.metadata
 import subprocess

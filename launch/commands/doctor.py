@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from typing import Any, Literal
 
@@ -20,8 +20,12 @@ from ringattn.launch import processes
 from ringattn.launch.words import option
 
 OLDEST = {"torch": (2, 11), "triton": (3, 6), "jax": (0, 10)}
-USED = {"triton": "GPU kernels (Linux)", "jax": "if you use JAX", "hydra-core": "for ringattn train"}
+USED = {
+    "torch": "if you use PyTorch", "triton": "GPU kernels (Linux)", "jax": "if you use JAX",
+    "hydra-core": "for ringattn train",
+}  # fmt: skip
 HEAD_DIM = 128
+ABSENT = "not installed"
 
 
 @dataclass(frozen=True)
@@ -57,17 +61,24 @@ def run(options: Options) -> int:
 def examine(options: Options) -> Iterator[Finding]:
     """The checks in order; what the first ones find missing, the later ones leave out."""
     yield python()
-    torch = package("torch", needed=True)
-    yield torch
+    packages = (
+        ("torch", "torch", "torch"),
+        ("triton", "triton", "gpu"),
+        ("jax", "jax", "jax"),
+        ("hydra-core", "hydra", "train"),
+    )
+    found = {}
+    for name, module, extra in packages:
+        remedy = f"pip install 'ringattn[{extra}]' ('.[{extra}]' in a checkout): {USED[name]}"
+        found[name] = package(name, needed=False, remedy=remedy, module=module)
+    torch, jax = found["torch"], found["jax"]
+    if torch.state != "ok" and (torch.found != ABSENT or jax.state != "ok"):
+        found["torch"] = replace(torch, state="bad")  # only where jax works it may be absent
     yield package("numpy", needed=True)
-    for name, module, extra in (("triton", "triton", "gpu"), ("jax", "jax", "jax"), ("hydra-core", "hydra", "train")):
-        yield package(
-            name,
-            needed=False,
-            remedy=f"pip install 'ringattn[{extra}]' ('.[{extra}]' in a checkout): {USED[name]}",
-            module=module,
-        )
-    if torch.state == "bad":
+    yield from found.values()
+    if torch.state != "ok":
+        if found["torch"].state == "none":
+            yield from survives("jax devices", in_jax)
         return
     yield from survives("gpu", gpus)
     yield from survives("kernels", lambda: serving(devices()))
@@ -98,7 +109,7 @@ def package(name: str, needed: bool, remedy: str = "", module: str = "") -> Find
         found = metadata.version(name)
         import_module(module or name)
     except metadata.PackageNotFoundError:
-        return Finding(state, name, "not installed", remedy or f"pip install {name}")
+        return Finding(state, name, ABSENT, remedy or f"pip install {name}")
     except Exception as error:
         return Finding("bad", name, f"cannot be imported: {type(error).__name__}: {error}", f"reinstall {name}")
     oldest = OLDEST.get(name)
@@ -148,6 +159,19 @@ def links(count: int) -> str:
     return f"{found} ({', '.join(kinds)})" if kinds else found
 
 
+def in_jax() -> list[Finding]:
+    """JAX's devices, and which kernel serves there."""
+    import jax
+
+    from ringattn.comms.jax import generation
+    from ringattn.kernels import pallas
+
+    device = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    here = Finding("ok", "devices", f"{jax.device_count()} x {jax.devices()[0].device_kind}")
+    arch = generation() if device == "tpu" else None
+    return [here, *served(usual(device, arch), pallas.TABLE)]
+
+
 def serving(on: list[str]) -> list[Finding]:
     """On each device, which kernel serves a usual problem, and why each other one does not."""
     import torch
@@ -155,17 +179,25 @@ def serving(on: list[str]) -> list[Finding]:
     found = []
     for device in on:
         arch = torch.cuda.get_device_capability() if device == "cuda" else None
-        dtype = "bfloat16" if device == "cuda" else "float32"
-        problem = kernels.Problem(device, dtype, HEAD_DIM, HEAD_DIM, heads=32, kv_heads=8, rectangles=True, arch=arch)
-        asked = f"{device}, {dtype}, head dim {HEAD_DIM}"
-        try:
-            first = kernels.select(problem).name
-            found.append(Finding("ok", "kernels", f"{first} serves {asked}"))
-        except NotImplementedError:
-            first = ""
-            found.append(Finding("bad", "kernels", f"none serves {asked}", "the lines below show what each one lacks"))
-        found += [choice(kernel, problem, first) for kernel in kernels.TABLE if kernel.name != first]
+        found += served(usual(device, arch), kernels.TABLE)
     return found
+
+
+def usual(device: str, arch: tuple[int, int] | None) -> kernels.Problem:
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    return kernels.Problem(device, dtype, HEAD_DIM, HEAD_DIM, heads=32, kv_heads=8, rectangles=True, arch=arch)
+
+
+def served(problem: kernels.Problem, table: tuple[kernels.Kernel, ...]) -> list[Finding]:
+    """Which kernel of the table serves the problem, and why each other one does not."""
+    asked = f"{problem.device}, {problem.dtype}, head dim {HEAD_DIM}"
+    try:
+        first = kernels.select(problem, table=table).name
+        found = [Finding("ok", "kernels", f"{first} serves {asked}")]
+    except NotImplementedError:
+        first = ""
+        found = [Finding("bad", "kernels", f"none serves {asked}", "the lines below show what each one lacks")]
+    return found + [choice(kernel, problem, first) for kernel in table if kernel.name != first]
 
 
 def choice(kernel: kernels.Kernel, problem: kernels.Problem, first: str) -> Finding:

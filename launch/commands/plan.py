@@ -2,10 +2,12 @@
 
 Needs no ranks and no GPU: `ringattn plan seq_len=131072 heads=32,8 head_dim=128 ring=4 ulysses=2 device=cuda`.
 With sequence=N instead of ring and ulysses, the plan chooses both. The steps show which rank works when, and what
-travels. With docs=LENGTHS the work is that of packed documents.
+travels. With docs=LENGTHS the work is that of packed documents. With device=tpu, or where torch is not installed, the
+plan is one for JAX.
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from ringattn import choosing
@@ -40,8 +42,8 @@ class Options:
     causal: bool = option(True, "whether a query sees no later key")
     window: int | None = option(None, "how many keys a query sees at most")
     docs: tuple[int, ...] | None = option(None, "lengths of packed documents; the rest is padding", least=0)
-    device: str = option("cuda", "the speeds and kernels to assume", among=("cuda", "cpu"))
-    dtype: str | None = option(None, "by default bfloat16 on cuda and float32 on cpu")
+    device: str = option("cuda", "the speeds and kernels to assume", among=("cuda", "cpu", "tpu"))
+    dtype: str | None = option(None, "by default float32 on cpu and bfloat16 elsewhere")
 
 
 class Link(NamedTuple):
@@ -78,9 +80,13 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
     if len(options.heads) not in (1, 2):
         raise ValueError(f"heads={options.heads}: give query heads and key heads, as in heads=32,8")
     sizes = factored(options.sequence) if options.sequence else [(options.ring, options.ulysses)]
-    link = Link(moves(options), options.hosts)
+    transport = Transport(options.route, options.hosts, options.together, options.groups, options.transport)
+    target = elsewhere(options.device, sizes, Link(moves(options), options.hosts))
+    if options.device == "tpu" or find_spec("torch") is None:  # a plan of JAX, where the compiler moves the blocks
+        target = elsewhere(options.device, sizes, framework="jax")
+        transport = transport.replace(hosts=None if options.hosts == 1 else options.hosts)
     return choosing.plan(
-        elsewhere(options.device, sizes, link),
+        target,
         seq_len=options.seq_len,
         key_len=options.key_len,
         heads=(options.heads[0], options.heads[-1]),
@@ -91,7 +97,7 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
         strategy=options.strategy,
         layout=options.layout,
         kernel=options.kernel,
-        transport=Transport(options.route, options.hosts, options.together, options.groups, options.transport),
+        transport=transport,
         dtype=options.dtype,
     )
 
