@@ -40,9 +40,9 @@ def attend(
             "by one that does not hand its keyword arguments on, and cannot be spread over ranks"
         )
     more = sorted(k for k, v in others.items() if v is not None and v is not False and k not in PASSED)
-    docs = ringattn.docs
+    spans = None
     if isinstance(attention_mask, Asked):
-        sliding_window, docs, attention_mask = attention_mask.keys or sliding_window, attention_mask.docs or docs, None
+        sliding_window, spans, attention_mask = attention_mask.keys or sliding_window, attention_mask.docs, None
     if attention_mask is not None or more:
         what = ", ".join(["a mask of its own"] * (attention_mask is not None) + more)
         raise ValueError(f"{name} passes {what} to its attention, which is not supported over ranks")
@@ -57,8 +57,8 @@ def attend(
         if not hasattr(module, "layer_idx"):
             raise ValueError(f"{name} has no layer_idx, by which its cache would be found; use_cache=False works")
         plan = ringattn.plan if ringattn.spread else None
-        return ringattn.cache.attend(module.layer_idx, q, k, v, plan, spec, s_aux, docs), None
-    return api.attention(q, k, v, ringattn.plan, spec=spec, docs=docs, sinks=s_aux), None
+        return ringattn.cache.attend(module.layer_idx, q, k, v, plan, spec, s_aux, spans), None
+    return api.attention(q, k, v, ringattn.plan, spec=spec, docs=spans or ringattn.docs, sinks=s_aux), None
 
 
 class NotAMask(AttributeError, ValueError):
@@ -104,7 +104,10 @@ def spans_of(sees: Any, B: int, T: int, device: Any) -> tuple[tuple[tuple[int, i
     every = torch.arange(T - 1, device=device)[None]
     ahead = torch.as_tensor(sees(rows, head, every, every + 1), device=device).expand(B, T - 1).numpy(force=True)
     edges = np.diff(np.pad(ahead, ((0, 0), (1, 1))).astype(np.int8), axis=1)
-    found = [[(int(a), int(b) + 1) for a, b in zip(*(np.flatnonzero(row == s) for s in (1, -1)), strict=True)] for row in edges]
+    found = [
+        [(int(a), int(b) + 1) for a, b in zip(*(np.flatnonzero(row == s) for s in (1, -1)), strict=True)]
+        for row in edges
+    ]
     for i, row in enumerate(found):
         if not row:
             continue

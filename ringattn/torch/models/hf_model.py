@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache, partial, wraps
 from inspect import signature
 from types import MethodType
 from typing import Any
@@ -81,7 +82,7 @@ def prepare(
     new = {
         "ringattn": Spread(source, over, is_counted(bare), compare, averaged),
         "local_forward": bare.forward,
-        "forward": MethodType(forward, bare),  # not a closure: a copy of the model runs its own weights
+        "forward": MethodType(named(type(bare)), bare),  # not a closure: a copy of the model runs its own weights
         "generate": MethodType(hf_generate.generate, bare),
         "_prepare_cache_for_generation": MethodType(hf_generate.prepare_cache, bare),
         "accepts_loss_kwargs": True,  # Trainer: the loss takes num_items_in_batch
@@ -123,7 +124,7 @@ def unprepare(model: nn.Module) -> nn.Module:
     name = type(bare).__name__
     if not hasattr(bare, "ringattn"):
         raise ValueError(f"this {name} is not prepared; nothing is to be undone")
-    if getattr(bare.forward, "__func__", None) is not forward:
+    if not is_ours(bare.forward):
         raise ValueError(
             f"the forward of this {name} was wrapped after prepare; undo that first (accelerate: "
             "accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
@@ -202,6 +203,7 @@ def forward(
 ) -> Any:
     """What a prepared model does with whole sequences. torch.compile takes what lies in between: the layers."""
     following = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
+    hf_vision.refuse_rows(self, position_ids)
     if (cache := kwargs.pop("past_key_values", None)) is not None:
         if any(x is not None for x in following.values()):
             raise ValueError("labels with past_key_values: a cache has no gradients; leave one of them out")
@@ -225,6 +227,24 @@ def forward(
     return output if targets is None else with_loss(self, output, targets, plan, num_items_in_batch)
 
 
+@cache
+def named(kind: type) -> Any:
+    """`forward` with the arguments of the models of this class: Trainer and generate read which there are."""
+
+    @torch.compiler.disable(recursive=False)
+    @wraps(forward)
+    def prepared_forward(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    prepared_forward.__signature__ = signature(kind.forward)
+    return prepared_forward
+
+
+def is_ours(method: Any) -> bool:
+    function = getattr(method, "__func__", None)
+    return function is not None and function is named(type(method.__self__))
+
+
 def targets_of(labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
     """What each token [B, T] is to predict: IGNORED for the last token of a row, and what padding predicts."""
     if shift_labels is None:
@@ -238,7 +258,7 @@ def keep_outermost(model: Any) -> None:
     """Have a prepared model cut sequences first again, if TRL has put its own forward around that."""
     if hasattr(model, "ringattn") and hf_trl.is_head(model.forward):
         model.ringattn_fused = model.forward
-        model.forward = MethodType(forward, model)
+        model.forward = MethodType(named(type(model)), model)
 
 
 @torch.compiler.disable
@@ -267,8 +287,6 @@ def cut(
     With images it is called with all tokens, and its decoder cuts them.
     """
     B, T = sizes(input_ids, inputs_embeds, position_ids, following)
-    if position_ids is not None and position_ids.dim() == 3 and not hf_vision.takes_rows(self):
-        raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}: {type(self).__name__} has no M-RoPE")
     (labels,) = following.values()
     plan, name = self.ringattn.local(self, T), type(self).__name__
     where = documents(B, T, attention_mask, position_ids, kwargs)
@@ -281,34 +299,23 @@ def cut(
         )
     if labels is not None and self.get_output_embeddings() is None:
         raise ValueError(f"{name} gives no logits, so it has no use for labels; prepare a ...ForCausalLM, for example")
-    x, call = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}, Call(plan, where)
-    if media := hf_vision.media_of(self, kwargs):
-        given, later = hf_vision.whole(self, call, {**x, "position_ids": position_ids, **media}, attention_mask, (B, T))
+    x = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+    x = {name: one for name, one in x.items() if one is not None}
+    call, media = Call(plan, where), hf_vision.media_of(self, kwargs)
+    own = torch.arange(T, device=next(iter(x.values())).device)[None]
+    later = hf_vision.Cut(call, (B, T), own, partial(plan.shard, compare=False))
+    if self.ringattn.compare:
+        hf_vision.compare(plan, {**media, "input_ids": input_ids})
+    if media:
+        given = hf_vision.all_tokens({**x, **media, "position_ids": position_ids}, attention_mask, later)
     else:
-        given, later = mine(self, call, x, attention_mask, position_ids, (B, T)), None
+        if position_ids is None:
+            position_ids = counted(self, x, attention_mask)
+        shards = {name: plan.shard(one, dim=1, compare=False) for name, one in x.items()}
+        given = {**shards, **later.positions(self, position_ids), "ringattn": call}
     if labels is None:
         compare_data(plan, watched(plan))
-    return plan, {**given, "use_cache": False, **accepted(kwargs)}, later
-
-
-def mine(
-    self: Any, call: Call, x: dict[str, Tensor | None], attention_mask: Tensor | None, position_ids: Tensor | None,
-    shape: tuple[int, int],
-) -> dict[str, Any]:  # fmt: skip
-    """What the model is called with of text alone: this rank's tokens."""
-    plan, positions = call.plan, position_ids
-    if positions is None:
-        positions = numbered(self, x["input_ids"], x["inputs_embeds"])
-    if positions is None and self.ringattn.counted and attention_mask is not None:
-        positions = (attention_mask.cumsum(1) * attention_mask).long() - 1
-    given = {name: one for name, one in x.items() if one is not None}
-    if positions is None:
-        positions = torch.arange(shape[1], device=next(iter(given.values())).device)[None]
-    shards = {name: plan.shard(one, dim=1, compare=self.ringattn.compare) for name, one in given.items()}
-    for rotary in stretched(self):
-        rotary.ringattn_last = positions.max()
-    positions = positions.expand(*positions.shape[:-2], *shape)
-    return {**shards, "position_ids": plan.shard(positions, dim=-1, compare=False), "ringattn": call}
+    return plan, {**given, "use_cache": False, **accepted(kwargs)}, later if media else None
 
 
 @torch.compiler.disable
@@ -382,6 +389,14 @@ def cross_entropy(logits_BtV: Tensor, labels_Bt: Tensor) -> Tensor:
     """In float32, of each token that has a label; 0 for the others."""
     logits, labels = logits_BtV.float().flatten(0, 1), labels_Bt.flatten()
     return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED).view_as(labels_Bt)
+
+
+def counted(model: Any, x: dict[str, Tensor], attention_mask: Tensor | None) -> Tensor | None:
+    """The positions that a model gives whole sequences, if that is not one after the other."""
+    found = numbered(model, x.get("input_ids"), x.get("inputs_embeds"))
+    if found is None and model.ringattn.counted and attention_mask is not None:
+        return (attention_mask.cumsum(1) * attention_mask).long() - 1
+    return found
 
 
 RULES = "create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"

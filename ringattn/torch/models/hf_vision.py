@@ -1,4 +1,4 @@
-"""Models with towers for images or sound: every rank runs the towers on all of them, and the text decoder on its tokens.
+"""Models with towers for images or sound: each rank runs the towers on all of them, and the decoder on its tokens.
 
 The model's own code merges what its towers give into the embeddings of the whole sequence. Where it calls its text
 decoder, whatever has a row a token is cut. The gradient of each rank is that of its tokens, in the towers too.
@@ -31,9 +31,20 @@ SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Cut:
     """How one forward pass calls the text decoder: which of the tokens [B, T] are this rank's, and their call."""
 
-    def __init__(self, call: Call, shape: tuple[int, int], take: Callable[[Tensor, int], Tensor], positions: Tensor):
+    def __init__(
+        self, call: Call, shape: tuple[int, int], own: Tensor, take: Callable[[Tensor, int], Tensor],
+        padding: Tensor | None = None,
+    ):  # fmt: skip
         self.call, self.shape, self.take = call, shape, take
-        self.positions = positions  # [B, T], of a model that leaves them to its decoder
+        self.own = own  # positions [B, T], where the model leaves them to its decoder
+        self.first = [0] * shape[0] if padding is None else padding.tolist()  # the tokens that the call's begin with
+
+    def positions(self, model: Any, given: Tensor | None) -> dict[str, Tensor]:
+        """This rank's positions, of which a token may have several: [B, T] or [3 or 4, B, T] is cut."""
+        x = self.own if given is None else given
+        for rotary in stretched(model):
+            rotary.ringattn_last = x.max()
+        return {"position_ids": self.take(x.expand(*x.shape[:-2], *self.shape), x.dim() - 1)}
 
     def __deepcopy__(self, memo: Any) -> "Cut":
         return self
@@ -92,25 +103,32 @@ def cutting(model: Any, cut: Cut | None) -> Iterator[None]:
         decoder.ringattn_cut = None
 
 
-def takes_rows(model: Any) -> bool:
-    """Whether the model has M-RoPE, several positions a token."""
+def refuse_rows(model: Any, position_ids: Any) -> None:
+    """A ValueError about several positions a token for a model that takes one."""
+    if getattr(position_ids, "ndim", 2) != 3:
+        return
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    return any("rope_section" in name for name in rope) or any(hasattr(m, "mrope_section") for m in model.modules())
+    if not any("rope_section" in name for name in rope) and not any(
+        hasattr(m, "mrope_section") for m in model.modules()
+    ):
+        raise ValueError(
+            f"position_ids has shape {tuple(position_ids.shape)}, several positions a token (M-RoPE), which "
+            f"{type(model).__name__} does not have"
+        )
 
 
-def whole(
-    model: Any, call: Call, given: dict[str, Any], attention_mask: Tensor | None, shape: tuple[int, int]
-) -> tuple[dict[str, Any], Cut]:
-    """What the model is called with, all tokens, and how its decoder cuts them."""
+def all_tokens(given: dict[str, Any], attention_mask: Tensor | None, cut: Cut) -> dict[str, Any]:
+    """What the model is called with where its decoder cuts: all tokens, and what its towers see."""
     given = {name: x for name, x in given.items() if x is not None}
-    plan, device = call.plan, next(iter(given.values())).device
-    if model.ringattn.compare:
-        compare(plan, given)
     if attention_mask is None:  # with one, transformers looks for no packed documents: these are in the call
-        attention_mask = torch.ones(shape, dtype=torch.long, device=device)
-    positions = torch.arange(shape[1], device=device).expand(shape)
-    cut = Cut(call, shape, lambda x, dim: plan.shard(x, dim, compare=False), positions)
-    return {**given, "attention_mask": attention_mask}, cut
+        attention_mask = torch.ones(cut.shape, dtype=torch.long, device=cut.own.device)
+    return {**given, "attention_mask": attention_mask}
+
+
+def turned(model: nn.Module, B: int) -> Any:
+    """How many more positions than tokens each row has after images with M-RoPE, [B, 1]; 0 without them."""
+    found = next((m.rope_deltas for m in model.modules() if getattr(m, "rope_deltas", None) is not None), None)
+    return 0 if found is None else found.repeat_interleave(B // len(found), 0)  # of beams: a row is several
 
 
 def media_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +137,7 @@ def media_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         return {}
     names = signature(model.local_forward).parameters.keys() - TEXT
     found = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
-    return found if any(isinstance(x, Tensor) for x in found.values()) else {}
+    return {name: x for name, x in found.items() if x is not None}
 
 
 def compare(plan: Plan, given: dict[str, Any]) -> None:
@@ -132,17 +150,12 @@ def compare(plan: Plan, given: dict[str, Any]) -> None:
 @torch.compiler.disable
 def cut_arguments(self: Any, cut: Cut, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """What the decoder is called with: of each argument the rows of this rank's tokens."""
-    (B, T), name = cut.shape, type(self).__name__
+    name = type(self).__name__
     named = signature(type(self).forward).bind(self, *args, **kwargs).arguments
     del named["self"]
     given = {**named.pop("kwargs", {}), **named}
-    positions = given.pop("position_ids", None)
-    positions = cut.positions if positions is None else positions
-    positions = positions.expand(*positions.shape[:-2], B, T)
-    for rotary in stretched(self):
-        rotary.ringattn_last = positions.max()
-    mask = given.pop("attention_mask", None)
-    found = {"position_ids": cut.take(positions, positions.dim() - 1), "attention_mask": mask_of(cut, mask, name)}
+    found: dict[str, Any] = cut.positions(self, given.pop("position_ids", None))
+    found["attention_mask"] = mask_of(cut, given.pop("attention_mask", None), name)
     marks = next((x for x in given.values() if is_a_row_a_token(x, cut) and x.dtype == torch.bool), None)
     places = None if marks is None else Places(cut, marks)
     for argument, x in given.items():
@@ -150,7 +163,9 @@ def cut_arguments(self: Any, cut: Cut, args: Any, kwargs: dict[str, Any]) -> dic
             found[argument] = cut.take(x, 1)
         elif holds_tensors(x):
             if places is None:
-                raise ValueError(f"{name} is given {argument}, which has no row a token: it cannot be spread over ranks")
+                raise ValueError(
+                    f"{name} is given {argument}, which has no row a token: it cannot be spread over ranks"
+                )
             found[argument] = places.take(x, argument)
         else:
             found[argument] = x
@@ -199,6 +214,9 @@ def mask_of(cut: Cut, mask: Any, name: str) -> Any:
 
 def both_ways(cut: Cut, mask: Asked) -> Docs:
     """The documents of the call, in which images see themselves both ways."""
-    docs = cut.call.docs
-    lengths = [[cut.shape[1]]] * cut.shape[0] if docs is None else np.diff(docs.starts).tolist()
-    return Docs.from_lengths(lengths, spans=mask.spans)
+    docs, (B, T) = cut.call.docs, cut.shape
+    lengths = [[T]] * B if docs is None else np.diff(docs.starts).tolist()
+    if "spans" not in signature(Docs.from_lengths).parameters:
+        raise ValueError("images that are seen both ways are not supported; leave out the types of tokens (causal images)")
+    spans = [[(a - n, b - n) for a, b in row] for row, n in zip(mask.spans, cut.first, strict=True)]
+    return Docs.from_lengths(lengths, spans=spans)
