@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringattn.comms.axis import Axis, Solo, mesh_sizes, split_sizes
 from ringattn.comms.local import LocalMesh
 from ringattn.comms.lost import meet, set_timeout, timeout_of
-from ringattn.comms.process_group import CollectiveAxis, ProcessGroupAxis
+from ringattn.comms.process_group import CollectiveAxis, ProcessGroupAxis, hosts_of
 from ringattn.comms.symmetric import over_nccl, shared_axis
 
 SPLIT: Any = WeakIdKeyDictionary()  # by mesh: the meshes that it was split into
@@ -79,6 +79,14 @@ def axis_size(mesh: Any, name: str) -> int:
     if name not in names:
         return 1
     return mesh.sizes[name] if isinstance(mesh, LocalMesh) else mesh.size(names.index(name))
+
+
+def hosts_along(mesh: Any, name: str) -> int:
+    """On how many hosts an axis lies, each with equally many consecutive ranks; 0: unknown. All ranks must call it."""
+    if isinstance(mesh, LocalMesh) or axis_size(mesh, name) == 1:
+        return mesh.hosts if isinstance(mesh, LocalMesh) else 1
+    hosts = hosts_of(mesh.get_group(name))
+    return 0 if hosts == 1 and mesh.device_type == "cpu" else hosts  # as gloo's axes say: there any route is as fast
 
 
 def axis(mesh: Any, name: str, transport: str = "auto") -> Axis:

@@ -13,6 +13,8 @@ from typing import Any
 from ringattn.conf.keys import allow, meaning, option
 from ringattn.conf.keys import nearest as nearest
 
+LAYOUTS = "auto", "contiguous", "striped", "zigzag", "balanced"
+
 
 @dataclass
 class Model:
@@ -43,7 +45,7 @@ class Strategy:
     ring: int | None = option(None, "ranks along the ring; by default all remaining ranks")
     ulysses: int | None = option(1, "ranks that exchange tokens for heads; null: all remaining ranks, and a ring of 1")
     keys: str = option("auto", "how keys meet queries", among=("auto", "ring", "gather", "ulysses"))
-    layout: str = option("auto", "which tokens a rank holds", among=("auto", "contiguous", "striped", "zigzag"))
+    layout: str = option("auto", "which tokens a rank holds", among=LAYOUTS)
     kernel: str = option("auto", "auto, or the name of an attention kernel")
     recompute: str = option(
         "none",
@@ -229,12 +231,13 @@ def files(group: str, folder: Path | None = None) -> list[str]:
     return sorted({p.stem for place in places for p in (place / group).glob("*.yaml")})
 
 
-def choices() -> str:
-    """Every group with its files and what their first line says."""
+def choices(own: Path | None = None) -> str:
+    """Every group with its files, also those of a folder of the user's, and what their first line says."""
     lines = []
     for group in GROUPS:
-        for name in files(group):
-            text = (Path(__file__).parent / group / f"{name}.yaml").read_text().splitlines()
-            about = next(line for line in text if line.startswith("# ") and "@package" not in line)
-            lines.append(f"  {f'{group}={name}':<28} {about[2:]}")
+        places = [Path(__file__).parent / group / f"{name}.yaml" for name in files(group)]
+        for path in [*places, *(sorted((own / group).glob("*.yaml")) if own else [])]:
+            text = path.read_text().splitlines()
+            about = next((line[2:] for line in text if line.startswith("# ") and "@package" not in line), str(path))
+            lines.append(f"  {f'{group}={path.stem}':<28} {about}")
     return "\n".join(lines)

@@ -52,7 +52,7 @@ class Decays(NamedTuple):
     across: Tensor  # [B, H, N, G]: log, from the state before the chunk to the chunk's end
 
 
-class Piece:
+class FewChunks:
     """A few chunks, [B, H, N, C, ...], and what follows from them without a state; computed when it is first needed."""
 
     def __init__(self, x: Inputs, part: slice) -> None:
@@ -140,13 +140,13 @@ def solve(lower: Tensor, rhs: Tensor, transposed: bool = False) -> Tensor:
 
 def scan_states(x: Inputs, maps: bool = True) -> Scan:
     """The map of the state by all tokens."""
-    return scanned(x, pieces(x), Piece.own) if maps else Scan(None)
+    return scanned(x, pieces(x), FewChunks.own) if maps else Scan(None)
 
 
 def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
     """The map from the gradient for the state behind the last token to that for the state before the first one."""
 
-    def own(piece: Piece) -> Map:
+    def own(piece: FewChunks) -> Map:
         return piece.own_gradients(chunks(dout, piece.part))
 
     return scanned(x, pieces(x)[::-1], own, backward=True) if maps else Scan(None)
@@ -165,7 +165,7 @@ def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None)
     out = x.q.new_empty(x.v.shape)
     state = resolve(start)
     for n, part in enumerate(pieces(x)):
-        piece = Piece(x, part)
+        piece = FewChunks(x, part)
         before, state = walk(scan.saved[n] if scan.saved else piece.own(), state)
         if kept is not None:
             kept[:, :, of_chunks(part)] = before
@@ -184,7 +184,7 @@ def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout
     starts = [] if isinstance(scan, Tensor) else before_pieces(x, scan, start)
     dstate = resolve(dend)
     for n, part in reversed(list(enumerate(parts))):
-        p, douts = Piece(x, part), chunks(dout, part)
+        p, douts = FewChunks(x, part), chunks(dout, part)
         if isinstance(scan, Tensor):
             before = scan[:, :, of_chunks(part)].contiguous()  # other strides would give other bits
         else:
@@ -225,7 +225,7 @@ def before_pieces(x: Inputs, scan: Scan, start: Deferred) -> list[Tensor | None]
     """The state before each piece."""
     parts, states = pieces(x), [resolve(start)]
     for n, part in enumerate(parts[:-1]):
-        states.append(walk(scan.saved[n] if scan.saved else Piece(x, part).own(), states[-1])[1])
+        states.append(walk(scan.saved[n] if scan.saved else FewChunks(x, part).own(), states[-1])[1])
     return states
 
 
@@ -291,7 +291,7 @@ def walk(own: Map, start: Tensor | None, backward: bool = False) -> tuple[Tensor
     return before, state
 
 
-def scanned(x: Inputs, parts: list[slice], own_of: Callable[[Piece], Map], backward: bool = False) -> Scan:
+def scanned(x: Inputs, parts: list[slice], own_of: Callable[[FewChunks], Map], backward: bool = False) -> Scan:
     """The map of all chunks together; also saves those of each piece, in order, if they are not too large.
 
     By the delta rule its factor is what becomes of the unit matrix, whose columns are walked beside the state's.
@@ -301,7 +301,7 @@ def scanned(x: Inputs, parts: list[slice], own_of: Callable[[Piece], Map], backw
     unit = None if x.beta is None else torch.eye(K, dtype=decay.dtype, device=decay.device)
     state: Tensor | None = None
     for part in parts:
-        piece = Piece(x, part)
+        piece = FewChunks(x, part)
         own = own_of(piece)
         columns = own if unit is None else Map(own.factor, F.pad(own.kv, (K, 0)))
         if unit is not None and state is None:

@@ -39,7 +39,7 @@ from ringattn.kernels import Kernel
 
 
 @dataclass(frozen=True)
-class Problem(kernels.Problem):
+class LinearProblem(kernels.Problem):
     """The properties of a call of linear attention; heads and kv_heads are its value and key heads."""
 
     beta: bool = False  # the delta rule
@@ -128,6 +128,6 @@ TABLE = (
 )
 
 
-def select(problem: Problem, impl: str = "auto") -> Kernel:
+def select(problem: LinearProblem, impl: str = "auto") -> Kernel:
     """`ringattn.kernels.select` from this table."""
     return kernels.select(problem, impl, TABLE)

@@ -24,6 +24,7 @@ COMMANDS = {
     "train": "train a model whose sequence is spread over ranks",
     "verify": "prove that attention over ranks equals dense float64 attention, on this machine",
     "plan": "show the candidate plans for a shape, with their predicted times and the reason for the choice",
+    "simulate": "play a plan event by event on a described machine: slow ranks, shared links, thousands of ranks",
     "aot": "compile a plan for a TPU topology, without a TPU: memory, and whether its hops overlap",
     "bench": "time and measure, side by side; one JSON line a row",
     "tune": "measure kernel configurations on this GPU and write a table of the best",

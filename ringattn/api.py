@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 from ringattn import naming_extras
 from ringattn.check import of_arguments, of_arrays, of_partials, of_returned, of_unknown, warn_of_exchanged
@@ -13,7 +13,21 @@ from ringattn.planning import Plan
 from ringattn.serving import KVCache
 from ringattn.spec import AttentionSpec, Docs, raise_if
 
+A = TypeVar("A")  # a torch tensor or a JAX array
 
+
+@overload
+def attention(
+    q: A, k: A, v: A, plan: Plan | None = None, *, spec: AttentionSpec | None = None, docs: Docs | None = None,
+    key_docs: Docs | None = None, sinks: A | None = None, return_lse: Literal[False] = False,
+) -> A: ...  # fmt: skip
+@overload
+def attention(
+    q: A, k: A, v: A, plan: Plan | None = None, *, spec: AttentionSpec | None = None, docs: Docs | None = None,
+    key_docs: Docs | None = None, sinks: A | None = None, return_lse: Literal[True],
+) -> tuple[A, A]: ...  # fmt: skip
+@overload
+def attention(q: A, k: A, v: A, plan: Plan | None = None, *, return_lse: bool, **options: Any) -> Any: ...
 def attention(
     q: Any,
     k: Any,
@@ -56,6 +70,22 @@ def attention(
     return function(q, k, v, plan, spec=spec, docs=docs, key_docs=key_docs, sinks=sinks, return_lse=return_lse)
 
 
+@overload
+def linear_attention(
+    q: A, k: A, v: A, log_decay: A | None = None, plan: Plan | None = None, *, beta: A | None = None,
+    initial_state: A | None = None, return_state: Literal[False] = False, docs: Docs | None = None,
+    scale: float | None = None, kernel: str = "auto", scan: str = "auto", check: bool | None = None,
+) -> A: ...  # fmt: skip
+@overload
+def linear_attention(
+    q: A, k: A, v: A, log_decay: A | None = None, plan: Plan | None = None, *, beta: A | None = None,
+    initial_state: A | None = None, return_state: Literal[True, "documents"], docs: Docs | None = None,
+    scale: float | None = None, kernel: str = "auto", scan: str = "auto", check: bool | None = None,
+) -> tuple[A, A]: ...  # fmt: skip
+@overload
+def linear_attention(
+    q: A, k: A, v: A, log_decay: A | None = None, plan: Plan | None = None, *, return_state: bool | str, **options: Any
+) -> Any: ...
 def linear_attention(
     q: Any,
     k: Any,

@@ -4,21 +4,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from ringattn import kernels
-from ringattn.check import of_arguments, of_choice, of_unknown
+from ringattn.candidates import Asked, candidates, compared, dtype_of_gradients, factored, hosts_of_ring, settled
+from ringattn.check import of_arguments, of_unknown
 from ringattn.comms.axis import roles
-from ringattn.cost import Cost, Hardware, Shape, kv_heads_of_a_rank, predict, seen_pairs
-from ringattn.kernels.rates import mask_of
-from ringattn.mask import Mask, schedule_of
-from ringattn.planning import Plan, Transport, dtype_name, hardware_of
+from ringattn.explain import Option, data_of, fits, groups_report, kernel_report, route_report, sentence, table
+from ringattn.kernels.rates import RATES
+from ringattn.machine import Machine, chip_here, load, of_device
+from ringattn.planning import Plan, Report, Transport, dtype_name
 from ringattn.ranks import Ranks, one_rank
 from ringattn.spec import AttentionSpec, Docs, raise_if
-
-ALIKE, EVEN = 1.01, 1.02  # the time over that of the fastest, and the busiest rank's work over the mean: no difference
 
 
 def plan(
@@ -39,6 +36,7 @@ def plan(
     transport: Transport | None = None,
     axes: Mapping[str, Any] | None = None,
     saved_as: str | None = None,
+    machine: str | Path | Machine | None = None,
     **unknown: Any,
 ) -> Plan:
     """A plan for `seq_len` tokens over the mesh. Any choice can be given; the others are made by predicted time.
@@ -50,7 +48,8 @@ def plan(
     heads). Every rank must make the same plan; `explain()` shows the candidates and why this one was chosen. With
     `docs` the layout is chosen for these documents. With `deterministic` only kernels run whose gradients have the same
     bits in every run, as also under torch.use_deterministic_algorithms. `transport` is how blocks travel over a torch
-    mesh. `saved_as` is the name of attention's results for policies of jax.checkpoint.
+    mesh. `saved_as` is the name of attention's results for policies of jax.checkpoint. `machine` is a description by
+    which times are predicted, a name or a file; by default that of this machine. The same on every rank.
     """
     words = of_arguments(spec=spec, docs=docs, transport=transport)
     raise_if(of_unknown("plan", unknown, "spec", "docs", "transport") or words)
@@ -81,49 +80,24 @@ def plan(
             "and pass docs and key_docs to attention"
         )
     dtype = ("float32" if target.device == "cpu" else "bfloat16") if dtype is None else dtype_name(dtype)
-    shape = alone.shape({"float64": 8, "float32": 4}.get(dtype, 2))
-    options = candidates(alone, target.sizes, strategy, layout, spec, docs)
-    if shape is None:
-        best, report = options[0], ["no prediction: give heads=(query, key) and head_dim to compare candidates"]
+    known = of_device(target.device) if machine is None else load(machine)
+    gpus = target.gpus or (None if target.here else known.gpus)
+    sizes, rates = tuple(target.sizes), hash(frozenset(RATES.items()))
+    asked = Asked(alone, sizes, gpus, strategy, layout, spec, docs, dtype, transport, known, rates)
+    if asked.shape is None:
+        options: tuple[Option, ...] = ()
+        best = candidates(alone, target.sizes, strategy, layout, spec, docs)[0]
     else:
-        hardware = hardware_of(target.device)
-        costs = priced(options, shape, spec, hardware, docs, transport.together)
-        best, report = costs[0][0], candidates_report(costs, hardware)
+        options = compared(asked)
+        best = options[0].plan
     best = best.replace(axes=target.bind(best.ring, best.ulysses))
     if transport.grads == "auto":
-        transport = transport.replace(grads=dtype_of_gradients(best, shape, spec, dtype, docs))
-    narrow = transport.grads == "input"
-    nbytes = shape.backward_bytes(best.ring, shape.itemsize if narrow else 4) if shape else None
-    best = best.replace(transport=settled(transport, best))
-    report += [*route_report(best, nbytes), *groups_report(best, shape), *kernel_report(best, shape, spec, dtype, docs)]
-    return best.replace(report=tuple(report))
-
-
-def settled(transport: Transport, plan: Plan) -> Transport:
-    """The transport with every choice made that all ranks must share."""
-    found = getattr(plan.axes.ring, "hosts", 0) or None  # None: unknown
-    hosts = found if transport.hosts is None else transport.hosts
-    if plan.ring == 1 and hosts is not None:
-        hosts = 1  # a ring of one rank lies on one host
-    route = transport.route
-    if route == "auto":
-        route = "relay" if hosts is None else route_over(hosts, plan.ring)
-    return transport.replace(route=route, hosts=hosts or 1)
-
-
-def dtype_of_gradients(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: str, docs: Docs | None) -> str:
-    """The dtype in which gradients travel by default: that of the inputs if the expected kernel rounds them to it."""
-    if plan.framework == "jax" or plan.ring == 1:
-        return "float32"
-    named = kernels.BY_NAME.get(plan.kernel)
-    if named is None and plan.device == "cuda":
-        typical = Shape(plan.seq_len, plan.keys.seq_len, 32, 8, 128, 128)
-        problem = problem_of(plan, shape or typical, spec, dtype, docs)
-        try:
-            named = kernels.select(problem, backward=True)
-        except NotImplementedError:  # the call says so
-            return "float32"
-    return "input" if named is not None and named.narrow else "float32"
+        transport = transport.replace(grads=dtype_of_gradients(asked, best))
+    if options and transport.route == "auto" and asked.gpus is not None:
+        transport = transport.replace(route=best.transport.route)
+    hosts = (getattr(best.axes.ring, "hosts", 0) or None) if target.here else hosts_of_ring(best, asked.gpus)
+    best = best.replace(transport=settled(transport, best, hosts))
+    return best.replace(report=report_of(best, options, asked, target))
 
 
 class Target(NamedTuple):
@@ -133,13 +107,15 @@ class Target(NamedTuple):
     sizes: Sequence[tuple[int, int]]
     bind: Callable[[int, int], Ranks]
     framework: str = "torch"
+    gpus: int | None = None  # ranks of a host, if known
+    here: bool = True
 
 
 def elsewhere(
-    device: str, sizes: Sequence[tuple[int, int]], ring: Any = None, framework: str = "torch"
-) -> Target:  # fmt: skip
-    """A target of ranks that do not exist here; `ring` stands in for their axis."""
-    return Target(device, sizes, lambda r, u: Ranks(ring, None, framework, device, here=False), framework)
+    device: str, sizes: Sequence[tuple[int, int]], ring: Any = None, framework: str = "torch", gpus: int | None = None
+) -> Target:
+    """A target of ranks that do not exist here, so many a host; `ring` stands in for their axis."""
+    return Target(device, sizes, lambda r, u: Ranks(ring, None, framework, device, here=False), framework, gpus, False)
 
 
 def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Target:
@@ -177,14 +153,20 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
             split = meshes.split(mesh, line, {"ring": ring, "ulysses": ulysses})
             return ranks(split, {**found, "ring": ("ring",), "ulysses": ("ulysses",)})
 
-        return Target(device, factored(meshes.axis_size(mesh, line)), bind, framework)
+        size = meshes.axis_size(mesh, line)
+        hosts = meshes.hosts_along(mesh, line) if framework == "torch" else 0
+        return Target(device, factored(size), bind, framework, size // hosts if hosts else None)
     if not {"ring", "ulysses"} & set(found):
         raise ValueError(
             f"the mesh has axes {names or '()'}; a plan needs 'ring' and/or 'ulysses', or 'sequence' to be factored "
             f"(ringattn{'.jax' if framework == 'jax' else ''}.init_mesh names them, or axes={{'ring': ...}} here)"
         )
     ring, ulysses = (prod(meshes.axis_size(mesh, name) for name in found.get(r, ())) for r in ("ring", "ulysses"))
-    return Target(device, [(ring, ulysses)], lambda *sizes: ranks(mesh, found), framework)
+    bound = ranks(mesh, found)
+    hosts = getattr(bound.ring, "hosts", 0)
+    return Target(
+        device, [(ring, ulysses)], lambda *sizes: bound, framework, ring * ulysses // hosts if hosts else None
+    )
 
 
 def is_jax_mesh(mesh: Any) -> bool:
@@ -198,158 +180,17 @@ def torch_on_gpu() -> Any:
     return torch if torch is not None and torch.cuda.is_available() else None
 
 
-def factored(size: int) -> list[tuple[int, int]]:
-    """Every (ring, ulysses) whose product is `size`."""
-    return [(size // u, u) for u in range(1, size + 1) if size % u == 0]
-
-
-def candidates(
-    alone: Plan, sizes: Sequence[tuple[int, int]], strategy: str, layout: str, spec: AttentionSpec, docs: Docs | None
-) -> list[Plan]:
-    """Every plan that spreads `alone` over one of these sizes; strategy and layout vary if they are "auto"."""
-    found = []
-    for ring, ulysses in sizes:
-        if len(sizes) > 1 and (
-            (alone.heads is not None and alone.heads[0] % ulysses) or (strategy == "ulysses" and ring > 1)
-        ):
-            continue
-        names = ("ulysses",) if ring == 1 else ("ring", "gather")
-        layouts = ("contiguous",) if ring == 1 or not spec.causal else ("zigzag", "contiguous")
-        if ring > 1 and docs is not None:
-            layouts = (*layouts, "striped")  # equal work for any documents
-            if alone.framework == "torch" and docs.first is not None:
-                layouts = (*layouts, "balanced")
-        found += [
-            alone.replace(ring=ring, ulysses=ulysses, strategy=s, layout=one, **dealt(one, docs, spec))
-            for s in (names if strategy == "auto" else (strategy,))
-            for one in (layouts if layout == "auto" else (layout,))
-        ]
-    if not found:
-        size = sizes[0][0] * sizes[0][1]
-        raise ValueError(
-            f"strategy={strategy!r} over {size} ranks needs query heads that {size} divides, and there are "
-            f"{alone.heads and alone.heads[0]}; use strategy='ring', 'gather' or 'auto'"
-        )
-    return found
-
-
-def dealt(layout: str, docs: Docs | None, spec: AttentionSpec) -> dict[str, Any]:
-    """What a layout that is made for documents and their work needs."""
-    return {"docs": docs, "work": AttentionSpec(spec.causal, spec.window)} if layout == "balanced" else {}
-
-
-def priced(
-    options: list[Plan], shape: Shape, spec: AttentionSpec, hardware: Hardware, docs: Docs | None, together: int | None
-) -> list[tuple[Plan, Cost]]:
-    """The candidates with their predicted costs, fastest first; of equals the one that receives least."""
-    counts: dict[Any, np.ndarray] = {}  # by layout, which several strategies share
-    found = []
-    for plan in options:
-        layouts = plan.tokens, plan.keys.tokens
-        if layouts not in counts:
-            counts[layouts] = seen_pairs(*layouts, spec, docs)
-        schedule = schedule_of(Mask(plan.replace(strategy="ring"), spec, docs))
-        found.append((plan, predict(shape, *layouts, counts[layouts], schedule, plan.strategy, hardware, together)))
-    least = min(cost.seconds for _, cost in found)
-
-    def order(one: tuple[Plan, Cost]) -> tuple[Any, ...]:
-        cost = one[1]
-        alike = cost.seconds <= ALIKE * least and cost.imbalance <= EVEN
-        return (0, cost.received) if alike else (1, cost.seconds)
-
-    return sorted(found, key=order)
-
-
-def candidates_report(options: list[tuple[Plan, Cost]], hardware: Hardware) -> list[str]:
-    """The candidates as the lines of a table: times, and of the busiest rank its work and what it receives."""
-    return [
-        f"predicted forward on {hardware.name}:",
-        "  ring ulysses strategy layout      ms      exposed ms  work / mean  MB received (mean)",
-        *(
-            f"  {plan.ring:>4} {plan.ulysses:>7} {plan.strategy:<8} {plan.layout:<10} {cost.seconds * 1e3:>8.3f} "
-            f"{max(0.0, cost.exposed) * 1e3:>11.3f} {cost.imbalance:>12.2f}  "
-            f"{cost.received[0] / 1e6:>8.1f} ({cost.received[1] / 1e6:.1f})"
-            for plan, cost in options
-        ),
-    ]
-
-
-def route_over(hosts: int, ring: int) -> str:
-    """The default route for a ring on this many hosts."""
-    if hosts == 1:
-        return "direct"
-    return "levels" if ring > hosts else "relay"
-
-
-def route_report(plan: Plan, nbytes: int | None) -> list[str]:
-    """How blocks reach the ranks of a torch ring; `nbytes` is what one moves in backward."""
-    how = plan.transport
-    if plan.ring == 1 or plan.framework != "torch":
-        return []
-    over = f", over {plan.axes.ring.by}" if plan.axes.ring else ""
-    slower = ["the predicted times do not know that links between hosts are slower"] * (
-        how.hosts != 1 and nbytes is not None
-    )
-    if plan.strategy == "gather":
-        return [
-            f"gather: every rank's keys come at once{over}; in backward their gradients are scattered home",
-            *slower,
-        ]
-    come = {"direct": "straight from their owners", "relay": "from rank to rank"}.get(how.route, "host by host")
-    back = "" if nbytes is None else f"; in backward {nbytes / 1e6:.1f} MB a block, gradients in {how.grads}"
-    return [f"route {how.route}: blocks come {come}{over}{back}", *slower]
-
-
-def groups_report(plan: Plan, shape: Shape | None) -> list[str]:
-    """The number of groups of heads in which Ulysses and gather exchange, if torch exchanges any."""
-    if plan.framework != "torch" or not plan.swaps:
-        return []
-    if plan.transport.groups is not None:
-        groups, why = plan.transport.groups, "as given"
-    elif shape is not None:
-        groups, why = plan.groups_for(shape), f"{plan.exchanged(shape) / 1e6:.1f} MB a rank"
-    else:
-        return ["heads exchanged in groups: pass heads and head_dim to see how many"]
-    if groups == 1:
-        return [f"heads exchanged all at once ({why})"]
-    return [f"heads exchanged in {groups} groups ({why}): one travels while another is computed"]
-
-
-def kernel_report(plan: Plan, shape: Shape | None, spec: AttentionSpec, dtype: str, docs: Docs | None) -> list[str]:
-    """Which kernel will run, and why the others will not; raises for an unknown name."""
-    from ringattn.kernels import pallas as for_jax
-
-    known: Any = for_jax if plan.framework == "jax" else kernels
-    device, kernel = plan.device, plan.kernel
+def report_of(best: Plan, options: Sequence[Option], asked: Asked, target: Target) -> Report:
+    """What `explain` shows of this choice."""
+    shape, machine, gpus = asked.shape, asked.machine, asked.gpus or asked.machine.gpus
+    nbytes = None
     if shape is None:
-        raise_if(of_choice("kernel", kernel, ("auto", *(k.name for k in known.TABLE))))
-        return [f"kernel {kernel}: give heads and head_dim to see which one that is"]
-    problem = problem_of(plan, shape, spec, dtype, docs)
-    chosen = known.select(problem, kernel).name
-    lines = [f"kernel {kernel} -> {chosen} ({device}, {dtype}, head dim {problem.head_dim})"]
-    for other in known.TABLE:
-        serves = "would serve, slowly, if named" if device in other.named else "would serve"
-        if other.name != chosen:
-            more = None if plan.framework == "jax" else kernels.gain(other, problem, chosen)
-            lines.append(f"  {other.name}: {more or other.refuses(problem) or serves}")
-    return lines
-
-
-def problem_of(plan: Plan, shape: Shape, spec: AttentionSpec, dtype: str, docs: Docs | None) -> kernels.Problem:
-    """The problem of one rank, as far as a plan knows it."""
-    torch = torch_on_gpu() if plan.device == "cuda" else None
-    lengths = np.array([[shape.key_len]]) if docs is None else np.diff(docs.starts)
-    return kernels.Problem(
-        device=plan.device,
-        dtype=dtype,
-        head_dim=shape.head_dim,
-        value_dim=shape.value_dim,
-        heads=shape.heads // plan.ulysses,
-        kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
-        softcap=spec.softcap is not None,
-        rectangles=spec.window is None and docs is None,  # stripes may still cut a step into too many rectangles
-        mask=mask_of(lengths, spec.causal, spec.window, alone=plan.ring == 1),
-        arch=torch.cuda.get_device_capability() if torch else None,
-        deterministic=plan.deterministic,
-        rows=plan.tokens.shard_len * (shape.heads // plan.ulysses),
-    )
+        lines = ["no prediction: give heads=(query, key) and head_dim to compare candidates"]
+    else:
+        nbytes = shape.backward_bytes(best.ring, shape.itemsize if best.transport.grads == "input" else 4)
+        lines = table(options, machine, gpus, target.gpus is None) + fits(options, machine)
+    chip = chip_here(machine.device) if target.here else None
+    lines += [note + ": the times are not of this one"] if (note := chip and machine.differs(chip)) else []
+    lines += [*route_report(best, nbytes), *groups_report(best, shape), *kernel_report(best, asked.problem(best))]
+    head = [sentence(options, machine), str(best)] if options else [str(best)]
+    return Report(tuple(head + lines), data_of(options, machine, gpus) if options else {})

@@ -1,12 +1,12 @@
-"""The cost model: what a plan moves and computes, and its predicted time on known hardware. Plain Python and numpy."""
+"""What a plan computes and moves: pairs, bytes, groups of heads. Plain Python and numpy; predict.py has the times."""
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from ringattn.layout import Layout, laps, positions_at
-from ringattn.schedule import Schedule, steps
 from ringattn.spec import AttentionSpec, Docs, bounds
 
 
@@ -70,46 +70,47 @@ class Shape:
         return block + block // self.itemsize * grads
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The predicted cost of a forward pass."""
-
-    seconds: float
-    exposed: float  # seconds of transfers that no compute hides
-    work: tuple[float, float]  # pairs that the busiest rank computes, and the mean of all ranks
-    received: tuple[float, float]  # bytes of keys and of Ulysses' exchanges that come to the busiest rank, and the mean
-
-    @property
-    def imbalance(self) -> float:
-        """The work of the busiest rank over the mean."""
-        return self.work[0] / max(self.work[1], 1.0)
-
-
 SAMPLED_ROWS = 65536
 
 
-def seen_pairs(layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None) -> np.ndarray:
-    """[rank, block]: how many (query, key) pairs of two ring shards are seen, sampled at SAMPLED_ROWS queries."""
-    every = max(1, layout.padded_length // SAMPLED_ROWS)
-    sample = np.stack([positions_at(layout.shard(rank), slice(0, None, every)) for rank in range(layout.ring)])
+def seen_pairs(
+    layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None, ranks: np.ndarray | None = None,
+    samples: int = SAMPLED_ROWS,
+) -> np.ndarray:  # fmt: skip
+    """[rank, block]: how many (query, key) pairs of two ring shards are seen, sampled at so many queries.
+
+    By default the rows are those of all ranks.
+    """
+    ranks = np.arange(layout.ring) if ranks is None else ranks
+    every = max(1, layout.shard_len * len(ranks) // samples)
+    sample = np.stack([positions_at(layout.shard(rank), slice(0, None, every)) for rank in ranks.tolist()])
     sides = bounds(spec, sample.ravel(), layout.length, key_layout.length, docs)
     begin, end = (side.reshape(-1, *sample.shape) for side in sides)
-    return every * (keys_below(key_layout, end) - keys_below(key_layout, begin))
+    earlier = keys_below(key_layout, begin) if begin.any() else 0
+    return every * (keys_below(key_layout, end) - earlier)
+
+
+@lru_cache(maxsize=64)
+def turns(layout: Layout) -> tuple[int, np.ndarray, np.ndarray]:
+    """`laps` of all shards of a layout."""
+    return laps([layout.shard(rank) for rank in range(layout.ring)])
 
 
 def keys_below(layout: Layout, positions: np.ndarray) -> np.ndarray:
     """[rank, block]: how many keys of a block lie below positions [..., rank, n], summed over a rank's positions."""
-    ring = layout.ring
-    lap, starts, owners = laps([layout.shard(rank) for rank in range(ring)])
-    ranks, shape = np.arange(ring), (ring, len(owners))
+    lap, starts, owners = turns(layout)
+    ranks = positions.shape[-2]
+    shape = (ranks, len(owners))
     full, rest = np.divmod(positions, lap)
     piece = np.searchsorted(starts, rest, "right") - 1
-    at = (piece + len(owners) * ranks[:, None]).ravel()
+    at = (piece + len(owners) * np.arange(ranks)[:, None]).ravel()
     within = np.bincount(at, minlength=math.prod(shape)).reshape(shape)  # positions in each piece
     cut = np.bincount(at, (rest - starts[piece]).ravel(), minlength=math.prod(shape)).reshape(shape)  # keys before them
     beyond = within.sum(1, keepdims=True) - within.cumsum(1)  # positions in later pieces of the lap
-    every = np.moveaxis(full, -2, 0).reshape(ring, -1).sum(1, keepdims=True)  # whole laps
-    return (np.diff(starts, append=lap) * (every + beyond) + cut) @ np.equal.outer(owners, ranks)
+    every = np.moveaxis(full, -2, 0).reshape(ranks, -1).sum(1, keepdims=True)  # whole laps
+    found = np.diff(starts, append=lap) * (every + beyond) + cut
+    order = np.argsort(owners, kind="stable")
+    return np.add.reduceat(found[:, order], np.searchsorted(owners[order], np.arange(layout.ring)), axis=1)
 
 
 def replicas(kv_heads: int, ulysses: int) -> int:
@@ -146,38 +147,3 @@ def groups_of(shape: Shape, sent: int, ranks: int, kv_heads: int, hardware: Hard
     more = MORE_LATENCIES * hardware.latency + MORE_WORK * attending
     possible = [n for n in range(1, MOST_GROUPS + 1) if kv_heads % n == 0]
     return min(possible, key=lambda n: sent / hardware.link / n + n * more)
-
-
-def predict(
-    shape: Shape, layout: Layout, key_layout: Layout, counts: np.ndarray, schedule: Schedule, strategy: str,
-    hardware: Hardware, together: int | None = None,
-) -> Cost:  # fmt: skip
-    """The forward time: Ulysses' exchanges, then steps whose transfers hide behind work (gather: nothing hides).
-
-    `counts` are the pairs [rank, block] that are seen, and the schedule what is read for them.
-    """
-    ulysses, ring = layout.ulysses, layout.ring
-    second_a_pair = shape.flops_a_pair / ulysses / hardware.flops
-    swap = exchanged(shape, ring, ulysses, "ulysses", (layout.shard_len // ulysses, key_layout.shard_len // ulysses))
-    token = shape.kv_bytes(1, kv_heads_of_a_rank(shape.kv_heads, ulysses))
-    work = counts.sum(axis=1)
-    if strategy == "gather":
-        come = np.full(ring, (ring - 1) * key_layout.shard_len * token)
-        body = come[0] / hardware.link + hardware.latency * (ring > 1) + work.max() * second_a_pair
-    else:
-        d, r = np.mgrid[:ring, :ring]
-        at_once = together or hardware.blocks_at_once(schedule.length * token)
-        each = [[0], *steps(schedule, at_once, 0, 0, ring)]
-        pairs, read = counts[r, (r - d) % ring], schedule.brought(0, 0, ring) * token  # [distance, rank]
-        busy = np.array([pairs[now].sum(0) for now in each]) * second_a_pair
-        hops = np.array([read[now].sum(0) for now in each[1:]]).reshape(-1, ring)
-        come = hops.sum(0)
-        waits = hops / hardware.link + hardware.latency * (hops > 0)
-        body = (np.maximum(busy[:-1], waits).sum(0) + busy[-1]).max()  # of the rank that is last
-    exchange = 2 * (swap / 2 / hardware.link + hardware.latency) if ulysses > 1 else 0.0
-    seconds = float(exchange + body)
-    exposed = seconds - float(work.mean()) * second_a_pair
-    return Cost(
-        seconds, exposed, (float(work.max()), float(work.mean())),
-        (float(swap + come.max()), float(swap + come.mean())),
-    )  # fmt: skip

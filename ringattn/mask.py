@@ -1,6 +1,6 @@
 """Which query sees which key in a call: a plan, a spec and its documents, and the schedule that follows from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -43,7 +43,7 @@ def schedule_of(mask: Mask) -> Schedule:
     plan = mask.plan
     queries, held = ([layout.shard(r) for r in range(plan.ring)] for layout in (plan.tokens, plan.keys.tokens))
     found = seen(mask.spec, pieces(*mask.arguments), queries, held, plan.tokens.by_document)
-    return Schedule(found.needed, found.length) if plan.axes.whole else found
+    return replace(found, parts=None) if plan.axes.whole else found
 
 
 def pieces(seq_len: int, key_len: int, docs: Docs | None = None, key_docs: Docs | None = None) -> np.ndarray:

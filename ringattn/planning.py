@@ -4,10 +4,11 @@ Frozen and hashable. It uses its axes only as objects with a size and a rank. Pl
 groups are; in JAX only over the same devices, since plans are the keys of cached programs.
 """
 
-import json
+from collections.abc import Mapping
 from dataclasses import field
 from functools import cached_property, partial
-from typing import Any
+from json import dumps, loads
+from typing import Any, NamedTuple
 
 from ringattn.comms.axis import TRANSPORTS
 from ringattn.cost import HARDWARE, Hardware, Shape, exchanged, groups_of, kv_heads_of_a_rank
@@ -89,6 +90,13 @@ class Transport(Value):
         return {name: getattr(self, name) for name, f in fields(self).items() if getattr(self, name) != f.default}
 
 
+class Report(NamedTuple):
+    """What a plan says about its choice, as lines and as plain values."""
+
+    lines: tuple[str, ...] = ()
+    data: Mapping[str, Any] = {}
+
+
 class Plan(Value):
     """`seq_len` tokens over ring x ulysses ranks. The strategy says how keys meet queries along the ring axis."""
 
@@ -108,7 +116,7 @@ class Plan(Value):
     deterministic: bool = False  # only kernels whose results have the same bits in every run
     saved_as: str | None = None  # in JAX: the name of attention's results for policies of jax.checkpoint
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
-    report: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    report: Report = field(default=Report(), compare=False, repr=False)
     number: int = field(init=False, compare=False, repr=False)  # the hash, which every call of attention needs
     text: str = field(init=False, compare=False, repr=False)  # for a compiled graph, which holds no objects
 
@@ -148,7 +156,7 @@ class Plan(Value):
             values["docs"] = self.docs.starts.tolist(), self.docs.length
         if self.work is not None:
             values["work"] = self.work.causal, self.work.window
-        return json.dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
+        return dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
 
     def _docs_problem(self) -> str | None:
         """Why this plan cannot lay out documents, if it cannot."""
@@ -393,9 +401,11 @@ class Plan(Value):
 
         return import_module(f"ringattn.{self.framework}.sharding")
 
-    def explain(self) -> str:
-        """The candidates with their predicted times, why this one was chosen, and which kernel runs."""
-        return "\n".join([str(self), *self.report])
+    def explain(self, json: bool = False) -> str:
+        """Why this plan was chosen, the candidates with what they take, and which kernel runs; or all as JSON."""
+        if json:
+            return dumps({"plan": str(self), **self.report.data, "lines": self.report.lines}, indent=1)
+        return "\n".join(self.report.lines or [str(self)])
 
     def __str__(self) -> str:
         keys = f" (keys {self.key_len})" if self.key_len not in (None, self.seq_len) else ""
@@ -413,7 +423,7 @@ NAMED = tuple(n for n, f in fields(Plan).items() if f.init and n not in ("transp
 
 def of_text(text: str) -> Plan:
     """The plan with this text, while its axes live."""
-    number, values, transport = json.loads(text)
+    number, values, transport = loads(text)
     axes = LIVE.get(number)
     if axes is None:
         raise RuntimeError("the ranks that this compiled graph was made for are gone: compile again with a new plan")

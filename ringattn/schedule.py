@@ -6,10 +6,10 @@ each, and a rank's run has two loops:
     round    the block that a rank holds moves to the rank with the same place on another host. At distance o every
              rank holds a block whose home is o hosts back. A distance at which no rank sees anything is skipped by a
              longer hop; a block that no later host sees stops travelling
-    visit    within a round the ranks of one host read the blocks that they hold from each other, several small ones
-             per visit. No transfer waits for another
+    step     within a round the ranks of one host read the blocks that they hold from each other, several small ones
+             per step. No transfer waits for another
 
-On one host there is one round, and every block comes directly from its owner. With one rank per host there is one visit
+On one host there is one round, and every block comes directly from its owner. With one rank per host there is one step
 per round, and blocks are relayed from rank to rank. In backward, a block's holder sums its gradients; they move on with
 the block, and go home from its last holder.
 
@@ -21,13 +21,13 @@ Plain numpy: print it, test it, no device needed.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import takewhile
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, takewhile
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ringattn.layout import Shard
+from ringattn.layout import Shard, count_below, part_of
 from ringattn.spec import AttentionSpec, interval
 
 
@@ -40,28 +40,91 @@ class Hop:
     recv: bool
 
 
-@dataclass(frozen=True)
-class Visit:
-    """The blocks that one rank works on at one step. Gradients take the way of the blocks in reverse."""
+Ranges = tuple[range, ...]  # of a block's local indices
 
+
+class Places(NamedTuple):
+    """Where the ranges of a block that are read lie among all keys of a step."""
+
+    at: Ranges
+    after: tuple[int, ...]  # how many tokens of other ranks the block's holder shows to others before these
+
+
+class Sight(Protocol):
+    """The keys that one ring rank's queries see."""
+
+    def at(self, keys: Shard) -> Any:
+        """Their intervals among these keys; None if they see none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One kernel call of a rank, and what travels for it. Gradients take the way of the blocks in reverse."""
+
+    schedule: "Schedule" = field(repr=False)
+    rank: int
+    neighbours: int  # how many ranks its host has
+    held: int  # the block that this rank holds meanwhile
     sources: tuple[int, ...]  # the blocks that are here: those that it sees a part of
-    readers: tuple[int, ...]  # the ranks that read, at the same step, the block that this rank holds
-    company: tuple[tuple[int, ...], ...] = ()  # of each source, all its readers, in the order of its holder
+    readers: tuple[int, ...] = ()  # the ranks that read, at the same step, the block that this rank holds
+    company: tuple[tuple[int, ...], ...] = ()  # of each block that comes, all its readers, in the order of its holder
+    heads: tuple[slice, slice] | None = None  # the query and the key heads that are computed; None: all
+    sight: Sight | None = field(default=None, repr=False)
+
+    @cached_property
+    def read(self) -> list[tuple[Shard, int]]:
+        """The positions of each range of keys that is here, sorted, and of which block it is."""
+        shards, ranges = self.schedule.shards, self.schedule.ranges
+        if not self.company:
+            return [(shards[block], block) for block in self.sources]
+        found = [(part_of(shards[s], slice(r.start, r.stop)), s) for s in self.sources for r in ranges(self.rank, s)]
+        return sorted(found, key=lambda pair: pair[0][0].start)
+
+    @cached_property
+    def keys(self) -> Shard:
+        """The positions of the keys that are here."""
+        return tuple(r for positions, _ in self.read for r in positions)
+
+    @cached_property
+    def length(self) -> int:
+        return sum(map(len, self.keys))
+
+    @cached_property
+    def brought(self) -> dict[int, Places]:
+        """By rank: where what this one reads of its block lies among the keys that are here."""
+        at: dict[int, Ranges] = dict.fromkeys(self.sources, ())
+        for (_, block), place in zip(self.read, places([positions for positions, _ in self.read]), strict=True):
+            at[block] += (place,)
+        found, size = {}, self.neighbours
+        for block, readers in zip(self.sources, self.company, strict=False):  # the held block has no company
+            found[self.rank // size * size + block % size] = Places(
+                at[block], self.schedule.before(self.rank, block, readers)
+            )
+        return found
+
+    @cached_property
+    def shown(self) -> dict[int, Ranges]:
+        """What other ranks read, at the same step, of the block that this rank holds."""
+        return {reader: self.schedule.ranges(reader, self.held) for reader in self.readers}
+
+    @cached_property
+    def where(self) -> Any:
+        """The queries' intervals among the keys that are here; None if they see none."""
+        return self.sight.at(self.keys) if self.sight and self.sources else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Round:
     """The steps of one rank while it holds one block."""
 
     held: int  # the block
     here: bool  # whether it is here: a block stops travelling when no later host sees it
-    visits: tuple[Visit, ...]  # the first one is of the held block
-    hop: Hop | None  # of the held block to its next holder, which starts before the visits
-    home: Hop | None  # of finished gradients to their owners after the visits; None if none is finished
+    steps: tuple[Step, ...]  # the first one is of the held block, but in backward perhaps the last, or both by halves
+    hop: Hop | None  # of the held block to its next holder, which starts before the steps
+    home: Hop | None  # of finished gradients to their owners after the steps; None if none is finished
 
 
 GRAINS = 64  # of a block: ranges that are read begin and end at multiples of a grain, so they are few and round
-Ranges = tuple[range, ...]  # of a block's local indices
 
 
 class Parts(NamedTuple):
@@ -79,6 +142,7 @@ class Schedule:
     needed: np.ndarray
     length: int = 1  # tokens of a block
     parts: Parts | None = None
+    shards: Sequence[Shard] = ()  # the positions of every block
     known: dict[tuple[int, int], Ranges] = field(default_factory=dict)  # by reader and block
 
     @property
@@ -123,8 +187,8 @@ class Schedule:
         here, place = self.read[host : host + size, first : first + size], np.arange(size)
         return here[place, (place - place[:, None]) % size]
 
-    def rounds(self, rank: int, hosts: int = 1, together: int = 1) -> list[Round]:
-        """All rounds of one ring rank; what a visit brings has at most as many tokens as `together` blocks."""
+    def rounds(self, rank: int, hosts: int = 1, together: int = 1, sight: Sight | None = None) -> tuple[Round, ...]:
+        """All rounds of one ring rank; what a step brings has at most as many tokens as `together` blocks."""
         size = self.ring // hosts
         host, place = divmod(rank, size)
         distances, last = crossings(self, hosts)
@@ -140,18 +204,19 @@ class Schedule:
                           bool(last[held_at(following)] >= following))  # fmt: skip
             if o and (last == o).any():
                 home = Hop(-o * size, bool(last[held] == o), bool(last[rank] == o))
-            visits = self.visits(rank, (host - o) % hosts * size, size, together)
-            found.append(Round(held, bool(last[held] >= o), visits, hop, home))
-        return found
+            steps = self.steps(rank, (host - o) % hosts * size, size, together, sight)
+            found.append(Round(held, bool(last[held] >= o), steps, hop, home))
+        return tuple(found)
 
-    def visits(self, rank: int, first: int, size: int, together: int) -> tuple[Visit, ...]:
+    def steps(self, rank: int, first: int, size: int, together: int, sight: Sight | None) -> tuple[Step, ...]:
         """The steps of one rank while the blocks [first, first + size) are on its host, the held block's step first.
 
         A distance within the host at which none of its ranks sees anything is skipped.
         """
         host, place = rank // size * size, rank % size
         here = self.needed[host : host + size, first : first + size]
-        visits = [Visit((first + place,) if here[place, place] else (), ())]
+        step = partial(Step, self, rank, size, first + place, sight=sight)
+        found = [step((first + place,) if here[place, place] else ())]
         for now in steps(self, together, host, first, size):
             apart = np.array(now)
 
@@ -160,15 +225,15 @@ class Schedule:
                 return tuple((host + r[here[r, block]]).tolist())
 
             sources = [s for d in now if here[place, s := (place - d) % size]]
-            visits.append(Visit(tuple(first + s for s in sources), readers(place), tuple(map(readers, sources))))
-        return tuple(visits)
+            found.append(step(tuple(first + s for s in sources), readers(place), tuple(map(readers, sources))))
+        return tuple(found)
 
     def tokens_sent(self, rank: int, hosts: int = 1) -> tuple[int, int]:
         """How many tokens a rank sends: of keys and values (forward, and again in backward), and of gradients."""
         rounds = self.rounds(rank, hosts)
         onward = self.length * sum(one.hop.send for one in rounds if one.hop)
-        read = sum(self.tokens(r, one.held) for one in rounds for visit in one.visits for r in visit.readers)
-        brought = sum(self.tokens(rank, s) for one in rounds for visit in one.visits[1:] for s in visit.sources)
+        read = sum(self.tokens(r, one.held) for one in rounds for step in one.steps for r in step.readers)
+        brought = sum(self.tokens(rank, s) for one in rounds for step in one.steps[1:] for s in step.sources)
         return onward + read, brought + self.length * sum(one.here for one in rounds[1:])
 
 
@@ -218,6 +283,24 @@ def growing(distances: Sequence[int], read: np.ndarray, block: int, together: in
         yield now
 
 
+def places(parts: Sequence[Shard]) -> Ranges:
+    """Where the tokens of each part lie among all of them: one after the other, or stripes dealt out in turn."""
+    if parts and parts[0][0].step > 1:
+        shard = tuple(r for part in parts for r in part)
+        first, second = (count_below(shard, np.array([r.start + i * r.step for r in shard])).tolist() for i in (0, 1))
+        return tuple(range(a, a + len(r) * (b - a), b - a) for a, b, r in zip(first, second, shard, strict=True))
+    ends = [0, *accumulate(sum(map(len, part)) for part in parts)]
+    return tuple(map(range, ends, ends[1:]))
+
+
+def joined(ranges: Sequence[range]) -> Ranges:
+    """Ranges, of which those that touch are one."""
+    found: list[range] = []
+    for r in ranges:
+        found.append(range(found.pop().start, r.stop) if found and found[-1].stop == r.start and r.step == 1 else r)
+    return tuple(found)
+
+
 class Table(NamedTuple):
     """The ranges of all shards in the order of their first tokens, and where each begins in its shard."""
 
@@ -253,14 +336,14 @@ def seen(
     length = sum(map(len, keys[0]))
     if shown.steps[0] > 1:  # stripes: those that are seen at all are seen nearly whole
         reader, which, *_ = cells(folded(keys_seen(spec, pieces, asking), len(keys)), shown)
-        return Schedule(needed(len(keys), reader, shown.owners[which]), length)
+        return Schedule(needed(len(keys), reader, shown.owners[which]), length, shards=keys)
     reader, which, begin, end = cells(union(*keys_seen(spec, pieces, asking)), shown)
     found = needed(len(keys), reader, shown.owners[which])
     shift = (shown.offsets - shown.starts)[which]
     low = np.zeros_like(which) if alone else shown.offsets[which]
     high = length if alone else low + (shown.stops - shown.starts)[which]
     cell = reader * len(keys) + shown.owners[which]
-    return Schedule(found, length, grained(length, cell, begin + shift, end + shift, low, high))
+    return Schedule(found, length, grained(length, cell, begin + shift, end + shift, low, high), keys)
 
 
 def grained(length: int, cell: np.ndarray, begin: np.ndarray, end: np.ndarray, low: Any, high: Any) -> Parts:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, cached_property, partial
+from importlib import import_module
 from itertools import accumulate
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -196,7 +197,7 @@ class Docs:
 @cache
 def register_in_jax() -> None:
     """Docs may be arguments of functions that JAX traces: their starts are then traced, their number is not."""
-    from jax.tree_util import register_pytree_node
+    register_pytree_node = import_module("jax.tree_util").register_pytree_node
 
     with suppress(ValueError):  # another thread was faster
         register_pytree_node(Docs, lambda d: ((d.starts,), (d.length, d.padded)), lambda aux, x: Docs.bare(*x, *aux))

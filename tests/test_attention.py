@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ringattn as ra
-from ringattn import api, choosing
+from ringattn import api, choosing, recipe
 from ringattn.comms.local import LocalAxis
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import tiled
@@ -77,13 +77,13 @@ RINGS = [
 @pytest.mark.parametrize("case", RINGS, ids=str)
 def test_heads_at_home_may_take_turns(case, kernel, together, monkeypatch):
     """What is done in two halves where keys have a long way, and whether a kernel adds up in place or not."""
-    turns = []
-    monkeypatch.setattr(ring, "LONG", 0)
-    turns_of = ring.turns_of
-    monkeypatch.setattr(ring, "turns_of", lambda *given: turns.append(turns_of(*given)) or turns[-1])
+    rounds = []
+    monkeypatch.setattr(recipe, "LONG", 0)
+    of_round = ring.of_round
+    monkeypatch.setattr(ring, "of_round", lambda *given: rounds.append(given[5]) or of_round(*given))
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")
     check(case, torch.float32, dict.fromkeys(names, LIMIT), kernel=kernel, together=together)
-    assert any(first.queries != ring.EVERY for first, *_ in turns) or case.ulysses > 1 or case.kv_heads == 1
+    assert any(first.heads for first, *_ in rounds) or case.ulysses > 1 or case.kv_heads == 1
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_gradients_that_a_named_kernel_of_rectangles_finds(choices, dtype, trans
     """Of `out` alone, which is handed on as it is; kept, sent and added as they are found, however q lies."""
     how = dict(choices)
     strategy = how.pop("strategy", "ring")
-    monkeypatch.setattr(ring, "LONG", how.pop("long", ring.LONG))
+    monkeypatch.setattr(recipe, "LONG", how.pop("long", recipe.LONG))
     given = [torch.randn(2, 90, h, 16).to(dtype) for h in (4, 2, 2, 4)]
     leaves = [x.double().requires_grad_() for x in given[:3]]
     ra.attention(*leaves).backward(given[3].double())

@@ -7,7 +7,7 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.torch.attention.call import Call
+from ringattn.recipe import Recipe
 
 FULL = ra.AttentionSpec(causal=False)
 HALVES = ra.Docs.from_lengths([32, 32])
@@ -465,17 +465,17 @@ def test_a_kernel_that_one_rank_cannot_use_is_refused_on_all(strategy):
 
 
 def test_a_kernel_that_is_missing_on_one_rank_is_named_on_all(monkeypatch):
-    kernel = Call.kernel
+    selected = Recipe.selected
 
-    def missing(call, few):
-        if call.ring.rank == 1:
+    def missing(recipe, rectangles, backward=False):
+        if recipe.rank == 1:
             raise NotImplementedError("tiled is not installed")
-        return kernel(call, few)
+        return selected(recipe, rectangles, backward)
 
     def one(mesh):
         x = torch.randn(1, 8, 1, 8)
         with pytest.raises(ValueError, match="kernel: ring rank 0 has serves, ring rank 1 has tiled is not installed"):
             ra.attention(x, x, x, ra.plan(mesh, seq_len=16, kernel="tiled"))
 
-    monkeypatch.setattr(Call, "kernel", missing)
+    monkeypatch.setattr(Recipe, "selected", missing)
     run(one, ring=2, timeout=20)

@@ -91,9 +91,10 @@ def test_every_benchmark_has_help(suite, capsys):
         (["plan", "sequence=4", "ring=2"], "sequence=4 leaves ring and ulysses to the plan"),
         (["plan", "heads=3,2"], "2 key heads do not divide 3 query heads"),
         (["plan", "heads=1,2,3"], "heads=32,8"),
-        (["plan", "device=gpu"], "choose one of cuda, cpu"),
+        (["plan", "device=gpu"], "choose one of cuda, cpu, tpu"),
         (["plan", "ring=4", "hosts=2", "transport=symmetric"], "needs GPUs of one host; use device=cuda hosts=1"),
-        (["plan", "ring=4", "hosts=3"], "hosts=3 for ring=4"),
+        (["plan", "ring=4", "hosts=3"], "hosts=3 do not divide 4 ranks"),
+        (["plan", "machine=h10"], "no such description or file; did you mean 'h100'?"),
         (["plan", "ring=2", "key_len=100"], "key_len=100 beside seq_len=131072 needs causal=false"),
         (["plan", "window=4", "causal=false"], "has no meaning with causal=False"),
         (["plan", "seq_len=10", "docs=4,7"], "docs= holds 11 tokens, more than seq_len=10"),
@@ -105,7 +106,7 @@ def test_every_benchmark_has_help(suite, capsys):
         (["verify", "ranks=0"], "ranks=0"),
         (["doctor", "timeout=soon"], "timeout=soon: expected a number"),
         (["plan", "ring=-1"], "ring=-1: must be above 0"),
-        (["plan", "ring=100000"], "100000 ranks; a plan is shown for 1024 at most"),
+        (["plan", "ring=100000"], "100000 ranks; a plan is made for 65536 at most"),
         (["plan", "--seq_len", "100"], "--seq_len has no value; give seq_len=131072"),
         (["plan", "seq_len=5", "--seq-len=6"], "seq_len is given twice"),
         (["plan", "heads=32:8"], "heads=32:8: expected whole numbers separated by commas"),
@@ -176,7 +177,7 @@ def test_a_benchmark_runs_a_gpus_sizes_on_a_cpu_where_they_were_said(monkeypatch
 def test_plan_says_what_was_chosen_and_who_works_when(capsys):
     assert words.main(["plan", "seq_len=8192", "heads=8,2", "ring=4", "device=cpu", "layout=contiguous"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("8192 tokens over ring=4 x ulysses=1: strategy ring, layout contiguous")
+    assert said.splitlines()[1].startswith("8192 tokens over ring=4 x ulysses=1: strategy ring, layout contiguous")
     assert "kernel auto -> " in said and "threads" not in said
     assert "175%" in said  # the last rank's share of the mean work
 
@@ -190,6 +191,10 @@ def test_plan_says_what_was_chosen_and_who_works_when(capsys):
         (["route=relay"], "steps of the relay route"),
         (["strategy=gather", "groups=2"], "heads exchanged in 2 groups (as given)"),
         (["together=3"], "  100%    100%    100%    100%"),
+        (
+            ["explain=call", "rank=1", "together=1"],
+            "step 2: keys [0, 1024); from rank 0; rank 2 reads [0, 1024) of block 1\n",
+        ),
     ],
     ids=" ".join,
 )
@@ -210,18 +215,19 @@ def test_plan_counts_what_512_ranks_do_in_seconds(capsys):
     start = time.perf_counter()
     assert words.main(["plan", "ring=512", "strategy=ring", "docs=60000,70000"]) == 0
     assert time.perf_counter() - start < 20  # two minutes where each pair of ranks is counted by itself
-    assert "rank 511" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "least    mean    most" in said and max(map(len, said.splitlines()[2:])) < 200
 
 
 def test_plan_picks_the_layout_that_suits_the_documents(capsys):
     assert words.main(["plan", "seq_len=8192", "ring=4", "device=cpu", "docs=4000,200"]) == 0
-    assert "layout balanced" in capsys.readouterr().out.splitlines()[0]
+    assert "layout balanced" in capsys.readouterr().out.splitlines()[1]
 
 
 def test_plan_factors_a_sequence_axis(capsys):
     assert words.main(["plan", "seq_len=131072", "heads=32,8", "sequence=8", "device=cpu"]) == 0
-    sizes = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if line[:1] == " "]
-    assert {("8", "1"), ("4", "2"), ("2", "4"), ("1", "8")} <= {tuple(s) for s in sizes}
+    said = capsys.readouterr().out
+    assert all(f"  {way} " in said for way in ("ring 8", "ring 4 x 2", "ring 2 x 4", "ulysses 8"))
 
 
 def test_verify_passes_on_threads(capsys):

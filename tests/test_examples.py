@@ -1,6 +1,8 @@
 """Examples that explain: they are right, and the needle is found."""
 
+import runpy
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,36 @@ def test_the_ring_in_one_file_equals_the_library():
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs[:, mine], atol=2e-5, rtol=1e-4)
     assert len((EXAMPLES / "ring_in_one_file.py").read_text().splitlines()) <= 250
+
+
+def test_the_needle_is_found_over_ranks_as_on_one():
+    """A hundred steps on one device find needles in haystacks that are longer; two ranks have the same gradients."""
+    import needle
+
+    torch.manual_seed(0)
+    model = needle.Finder()
+
+    def gradients(mesh):
+        mine, (hay, names, answers) = deepcopy(model), needle.haystack(300, torch.Generator().manual_seed(0))
+        logits, plan = needle.logits_of(mine, mesh, hay, names)
+        loss = ra.cross_entropy(logits, plan.shard(answers), plan)
+        loss.backward()
+        return [loss.detach(), *(weight.grad for weight in mine.parameters())]
+
+    (loss, *first), (_, *second) = run(gradients, ring=2)
+    alone, *expected = gradients(None)
+    torch.testing.assert_close(loss, alone)
+    for a, b, whole in zip(first, second, expected, strict=True):
+        torch.testing.assert_close(a + b, whole, atol=1e-6, rtol=1e-4)
+
+    losses = needle.train(model, None, 512, 120, lambda gradient: None)
+    assert losses[-1] < 0.2 * losses[0]
+    assert min(needle.recall(model, None, 1024, depth) for depth in (0.0, 0.5, 1.0)) > 0.8
+
+
+def test_who_holds_what_is_drawn(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "argv", ["who_holds_what.py", str(tmp_path)])
+    runpy.run_path(str(EXAMPLES / "who_holds_what.py"))
+    assert (tmp_path / "who-holds-what.png").stat().st_size > 10_000
+    assert "balanced: the busiest rank has 1.0" in capsys.readouterr().out

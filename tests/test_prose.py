@@ -1,4 +1,4 @@
-"""Cheap checks of the docs: pages that are reachable and short, and errors that exist."""
+"""Cheap checks of the docs: pages that are reachable and short, errors that exist, slips of the pen."""
 
 import ast
 import re
@@ -37,3 +37,14 @@ def test_every_page_is_in_the_site_and_short():
     assert nav == {str(page.relative_to(ROOT / "docs")) for page in DOCS}
     assert [page.name for page in DOCS if len(page.read_text().splitlines()) > 250] == []
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_prose_has_no_slips():
+    """Doubled words, and doubled or missing punctuation, outside of code and tables."""
+    code = re.compile(r"^```.*?^```|`[^`]*`|\]\([^)]*\)|^\|.*?$|^    .*?$", re.MULTILINE | re.DOTALL)
+    slip = re.compile(r"\b([A-Za-z]{2,}) \1\b|,,|(?<!\.)\.\. | ,|\(\s|\s\)")
+    pages = [*ROOT.glob("*.md"), *DOCS]
+    slips = {
+        (page.name, m[0]) for page in pages for m in slip.finditer(code.sub("`", page.read_text()).replace("\n", " "))
+    }
+    assert slips == set()

@@ -39,36 +39,36 @@ def test_rounds_meet_exactly_what_is_needed_and_gradients_come_home(given, toget
     here = {(r, r) for r in range(ring)}  # (rank, the block that it holds)
     arriving: dict[int, set] = {}  # whose parts of its block's gradient are on their way to a rank
     home = {r: set() for r in range(ring)}  # whose parts of a block's gradient have come home
-    for i, step in enumerate(zip(*runs, strict=True)):
+    for i, everyone in enumerate(zip(*runs, strict=True)):
         found = {rank: arriving.pop(rank, set()) for rank in range(ring)}
-        for rank, one in enumerate(step):
+        for rank, one in enumerate(everyone):
             assert one.here == ((rank, one.held) in here)
-            assert len(one.visits) == len(step[rank // size * size].visits)  # the same on all ranks of a host
-            for j, visit in enumerate(one.visits):
-                assert len(visit.sources) <= together
-                for block in visit.sources:  # who holds it now has this rank among its readers at the same visit
+            assert len(one.steps) == len(everyone[rank // size * size].steps)  # the same on all ranks of a host
+            for j, step in enumerate(one.steps):
+                assert len(step.sources) <= together
+                for block in step.sources:  # who holds it now has this rank among its readers at the same visit
                     holder = rank // size * size + block % size
-                    assert (holder, block) in here and (holder == rank or rank in step[holder].visits[j].readers)
+                    assert (holder, block) in here and (holder == rank or rank in everyone[holder].steps[j].readers)
                     met.append((rank, block))
                     found[holder].add(rank)
-            assert sum(len(visit.readers) for visit in one.visits) == sum(
-                one.held in visit.sources for other in range(ring) if other != rank for visit in step[other].visits
+            assert sum(len(step.readers) for step in one.steps) == sum(
+                one.held in step.sources for other in range(ring) if other != rank for step in everyone[other].steps
             )
-        hops, homes = ([getattr(one, name) for one in step] for name in ("hop", "home"))
+        hops, homes = ([getattr(one, name) for one in everyone] for name in ("hop", "home"))
         for rotations in (hops, homes):
             assert len({rotation and rotation.shift for rotation in rotations}) == 1
             for r, rotation in enumerate(rotations):
                 assert rotation is None or rotation.send == rotations[(r + rotation.shift) % ring].recv
         if i == 0:
             home = {r: found[r] for r in range(ring)}
-        for r, one in enumerate(step):
+        for r, one in enumerate(everyone):
             if i and one.hop and one.hop.send:
                 arriving[(r + one.hop.shift) % ring] = found[r]
             if i and one.home and one.home.send:
                 assert (r + one.home.shift) % ring == one.held
                 home[one.held] |= found[r]
         if hops[0]:
-            here = {((r + hop.shift) % ring, step[r].held) for r, hop in enumerate(hops) if hop.send}
+            here = {((r + hop.shift) % ring, everyone[r].held) for r, hop in enumerate(hops) if hop.send}
     assert sorted(met) == sorted((i, j) for i, j in np.argwhere(schedule.needed))
     assert {(rank, block) for block, ranks in home.items() for rank in ranks} == set(met)
 
@@ -233,7 +233,7 @@ def test_steps_bring_as_many_blocks_in_backward_as_in_forward_unless_gradients_a
         q, k, v = (torch.ones(1, 16, h, 8, requires_grad=True) for h in (8, 2, 2))
         ra.attention(q, k, v, plan).sum().backward()
         (call,) = plan.calls.values()
-        return [len(way.run[0].stops) for way in (call.forward, call.backward)]
+        return [len(way.rounds[0].steps) for way in (call.forward, call.backward)]
 
     assert run(one, ring=4) == [[2, backward]] * 4
 

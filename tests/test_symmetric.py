@@ -24,9 +24,8 @@ from ringattn.comms.watch import Watch
 from ringattn.kernels import TABLE
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FEATURES
-from ringattn.mask import Mask
+from ringattn.mask import Mask, schedule_of
 from ringattn.torch.attention.ring import room_for
-from ringattn.torch.attention.steps import run_of
 from tests.test_comms import exercise
 
 
@@ -377,13 +376,13 @@ def test_two_ranges_of_a_tensor_come_in_one_copy(monkeypatch):
 
     def one(axis):
         plan = choosing.plan(SharedMesh(axis), seq_len=64, layout="zigzag", strategy="ring")
-        stop = run_of(Mask(plan, api.AttentionSpec()), axis.rank, torch.device("cpu"), together=3)[0].stops[1]
+        step = schedule_of(Mask(plan, api.AttentionSpec())).rounds(axis.rank, together=3)[0].steps[1]
         k = plan.positions().float()[None, :, None].expand(1, -1, 5).contiguous()
-        room, trip = room_for(stop, k, -k)
+        room, trip = room_for(step, k, -k)
         with axis.sharing(*trip) as coming:
             pass
         coming.wait()
-        at = torch.cat([torch.arange(r.start, r.stop) for r in stop.shard])
+        at = torch.cat([torch.arange(r.start, r.stop) for r in step.keys])
         assert room[0][0, :, 4].tolist() == at.tolist() == (-room[1][0, :, 0]).tolist()
         return axis.lanes.copies
 

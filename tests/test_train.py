@@ -18,13 +18,14 @@ import pytest
 import torch
 
 import ringattn as ra
+from ringattn.comms.local import run as run_ranks
 from ringattn.conf.schema import Cluster, Data, Model, Optimizer, Strategy, Train
 from ringattn.launch.processes import RankError
 from ringattn.launch.train import data, estimate, metrics, model, parallelize, report, torchrun
 from ringattn.launch.train import ray as on_ray
 from ringattn.launch.train import start as train
 from ringattn.launch.train.estimate import step_flops
-from ringattn.launch.train.trainer import learning_rate, work
+from ringattn.launch.train.trainer import batch_loss, learning_rate, work
 from ringattn.spec import bounds
 from tests.training import SOURCES, TINY, over, where
 
@@ -164,9 +165,13 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path):
     config = dataclasses.replace(config, strategy=Strategy(kernel="cudnn", recompute="block"), dry_run=True)
     assert train.here(config) == 0
     text = torchrun.local(printed, 4, "cpu", train.resolved(config, None), str(tmp_path))[0]
-    assert "4 on cuda, bfloat16" in text and "predicted forward on H200" in text and "kernel cudnn -> cudnn" in text
+    assert (
+        "4 on cuda, bfloat16" in text
+        and "attention of a layer on H200 hosts" in text
+        and "kernel cudnn -> cudnn" in text
+    )
     assert "route direct" in text and list(tmp_path.iterdir()) == []
-    assert re.search(r"memory             about [\d.]+ GiB a rank at most", text)
+    assert re.search(r"peak               about [\d.]+ GiB a rank", text)
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['layers']} blocks, {row['tokens']} tokens")
@@ -243,6 +248,8 @@ def test_curves_elsewhere_have_a_name_a_kind(tmp_path, monkeypatch):
     log.close()
     about, *rows = seen
     assert (about["project"], about["name"], about["config"]["seq_len"]) == ("project", tmp_path.name, 96)
+    metrics.Log(tmp_path, dataclasses.replace(TINY, wandb="project")).close()  # resumed
+    assert about["id"] == seen[-2]["id"] and seen[-2]["resume"] == "allow"
     assert rows == [(1, {"step/loss": 3.0}), (1, {"eval/loss": 2.0}), "end"]
     assert [r["kind"] for r in metrics.read(tmp_path / "metrics.jsonl")] == ["memory", "eval", "step"]
 
@@ -259,17 +266,50 @@ def test_a_log_that_cannot_be_written_is_said_with_what_to_do(tmp_path):
 def test_packed_documents_are_as_if_each_were_alone(tmp_path):
     import torch
 
+    files = tmp_path / "files"
+    files.mkdir()
     rng = np.random.default_rng(0)
     for i, size in enumerate((40, 33, 24)):
-        (tmp_path / f"{i}").write_bytes(rng.integers(0, 256, size, np.uint8).tobytes())
-    packed = Data(path=str(tmp_path), documents="files", held_out=0)
-    found = over(2, {"packed": dataclasses.replace(TINY, data=packed, seq_len=96, steps=1)}, tmp_path / "runs")[
-        "packed"
-    ]
+        (files / f"{i}").write_bytes(rng.integers(0, 256, size, np.uint8).tobytes())
+    packed = Data(path=str(files), documents="files", held_out=0)
+    jobs = {"packed": dataclasses.replace(TINY, data=packed, seq_len=96, steps=1)}
+    jobs["dealt"] = dataclasses.replace(TINY, data=packed, seq_len=24, batch=2, steps=3)
+    jobs["zigzag"] = dataclasses.replace(jobs["dealt"], strategy=Strategy(layout="zigzag"))
+    runs = over(2, jobs, tmp_path / "runs")
+    assert runs["dealt"] == pytest.approx(runs["zigzag"], abs=1e-5)
+    found = runs["packed"]
     decoder = parallelize.build(TINY.model, TINY.seed, torch.device("cpu"))
-    files = [torch.tensor(list((tmp_path / f"{i}").read_bytes()))[None] for i in range(3)]
-    losses = [decoder(x[:, :-1], labels_BT=x[:, 1:]) for x in files]
+    alone = [torch.tensor(list((files / f"{i}").read_bytes()))[None] for i in range(3)]
+    losses = [decoder(x[:, :-1], labels_BT=x[:, 1:]) for x in alone]
     assert found == pytest.approx([torch.cat(losses, 1).mean().item()], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout"), [(Strategy(), "balanced"), (Strategy(layout="zigzag"), "zigzag")], ids=["auto", "zigzag"]
+)
+def test_the_documents_of_a_batch_are_dealt_out_unless_a_layout_is_named(strategy, layout, tmp_path):
+    for i, size in enumerate((40, 33, 24)):
+        (tmp_path / f"{i}").write_bytes(bytes(range(size)))
+    config = dataclasses.replace(TINY, data=Data(path=str(tmp_path), documents="files", held_out=0), seq_len=48,
+                                 batch=2, strategy=strategy)  # fmt: skip
+    samples = data.of(config)
+    batch = [samples.train(0), samples.train(1)]
+
+    def one(mesh):
+        plan, plans = ra.plan(mesh, seq_len=48, heads=(4, 2), head_dim=8), []
+
+        def decoder(inputs, plan, docs, labels_BT):
+            plans.append(plan)
+            return (1000 * inputs + labels_BT).float()
+
+        job = SimpleNamespace(plan=plan, config=config, samples=samples, axis=plan.ulysses_axis, decoder=decoder,
+                              device=torch.device("cpu"))  # fmt: skip
+        loss = batch_loss(job, batch)
+        return float(loss), plans[0].layout, plans[0].seq_len
+
+    counted = np.concatenate([(1000 * w.tokens[:-1] + w.tokens[1:])[w.predicted(48)] for w in batch])
+    expected = pytest.approx(float(counted.mean()), rel=1e-6), layout, 96 if layout == "balanced" else 48
+    assert run_ranks(one, ring=2) == [expected] * 2
 
 
 @pytest.mark.parametrize(

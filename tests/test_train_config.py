@@ -142,12 +142,14 @@ def test_what_a_file_of_your_own_may_not_say_is_one_sentence(text, said, tmp_pat
     assert "experiment/mine.yaml: its first line must be # @package _global_" in capsys.readouterr().err
 
 
-def test_a_file_of_your_own_is_taken(tmp_path):
+def test_a_file_of_your_own_is_taken(tmp_path, capsys):
     folder = tmp_path / "it's mine, all"
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "wide.yaml").write_text("dim: 64\n")
     assert composed("--config-dir", str(folder), "model=wide").model.dim == 64
     assert composed(f"--config-dir={folder}", "model=tiny").model.dim == 128
+    assert configured.run([f"--config-dir={folder}", "--help"], lambda config, swept: 1) == 0
+    assert "model=wide " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ show what the code does not do. Figures come from benchmarks/. `make pictures`, 
 [FOLDER]`, draws them all.
 """
 
+import json
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 
 from ringattn.cost import seen_pairs
 from ringattn.kernels import chunkwise, tiled
@@ -28,6 +29,7 @@ from ringattn.segments import order
 from ringattn.spec import AttentionSpec, Docs, bounds
 
 INK, FAINT, PAPER = STYLE["text.color"], "#d9d9d9", "#f4f4f4"
+DIGIT = {"#ccbb44": "#222222", "#66ccee": "#222222"}  # on pale colours; white on the others, in both schemes
 
 
 def masks() -> Figure:
@@ -117,12 +119,18 @@ def layouts() -> Figure:
         begin, end = bounds(AttentionSpec(), np.arange(T), T)
         for t, color in enumerate(RANKS[i] for i in owner):
             mask.add_patch(Rectangle((t, -1.6), 1, 1.1, fc=color, ec="white", lw=1))
-            mask.text(t + 0.5, -1.02, str(owner[t]), ha="center", va="center", color="white", fontsize=8)
+            mask.text(
+                t + 0.5, -1.02, str(owner[t]), ha="center", va="center", color=DIGIT.get(color, "white"), fontsize=8
+            )
             mask.add_patch(Rectangle((begin[0, t], t), end[0, t] - begin[0, t], 1, fc=color, ec="white", lw=0.6))
         timeline(time, Layout(name, 4096, ring), AttentionSpec())
     axes[0][0].set_ylabel("queries")
     axes[0][0].set_xlabel("keys")
     axes[1][0].set_ylabel("rank")
+    ranks = [Patch(color=RANKS[r], label=f"rank {r}") for r in range(ring)]
+    title = "who holds the token (top strip) and its query (rows)"
+    figure.legend(handles=[*ranks, Patch(color=FAINT, label="waits")], title=title, loc="lower center", ncols=5)
+    figure.subplots_adjust(bottom=0.22)
     return figure
 
 
@@ -199,9 +207,9 @@ def ulysses() -> Figure:
     """Who holds which tokens of which heads: before `enter`, after it, and in a hybrid."""
     chunks = heads = 4
     kinds = (
-        ("a slice of the tokens,\nall heads", lambda t, h: t),
-        ("enter, ulysses=4: all tokens,\na slice of the heads", lambda t, h: h),
-        ("enter, ring=2 x ulysses=2:\na ring shard, half the heads", lambda t, h: t // 2 * 2 + h // 2),
+        ("before and after:\na slice of the tokens, all heads", lambda t, h: t),
+        ("during attention, ulysses=4:\nall tokens, a slice of the heads", lambda t, h: h),
+        ("during attention, ring=2 x ulysses=2:\na ring shard, half the heads", lambda t, h: t // 2 * 2 + h // 2),
     )
     figure, axes = panels(1, len(kinds), 9, 2.7)
     for ax, (title, owner) in zip(axes[0], kinds, strict=True):
@@ -210,10 +218,13 @@ def ulysses() -> Figure:
         ax.set_title(title)
         for t in range(chunks):
             for h in range(heads):
-                ax.add_patch(Rectangle((h, t), 1, 1, fc=RANKS[owner(t, h)], ec="white", lw=2))
-                ax.text(h + 0.5, t + 0.5, str(owner(t, h)), ha="center", va="center", color="white")
+                color = RANKS[owner(t, h)]
+                ax.add_patch(Rectangle((h, t), 1, 1, fc=color, ec="white", lw=2))
+                digit = DIGIT.get(color, "white")
+                ax.text(h + 0.5, t + 0.5, str(owner(t, h)), ha="center", va="center", color=digit)
         ax.set_xlabel("heads")
     axes[0][0].set_ylabel("tokens")
+    figure.text(0.5, -0.04, "digit and colour: the rank", ha="center")
     return figure
 
 
@@ -232,23 +243,58 @@ def linear() -> Figure:
     left.add_patch(Rectangle((0, chunk), chunk, T - chunk, fc=FAINT, lw=0))
     left.text(chunk / 2, T * 0.75, "by way of\nthe state", ha="center", va="center")
     left.set(xlabel="keys", ylabel="queries")
+    cuts = [
+        Patch(color=RANKS[i], label=f"{h} tokens on either side of a cut") for i, h in enumerate(halves) if h < chunk
+    ]
+    left.legend(
+        handles=[*cuts, Patch(color=INK, label="itself")], loc="upper center", bbox_to_anchor=(0.5, -0.12), fontsize=7
+    )
     plan = Plan(T, ring=4, layout="zigzag")
     walk = order(plan)
     blank(right, len(walk), 5)
     right.set_title("a state's way past the segments of 4 ranks, zigzag")
     for i, (r, _, _) in enumerate(walk):
         right.add_patch(Rectangle((i + 0.06, r + 0.15), 0.88, 0.7, fc=RANKS[r], lw=0))
-        right.text(i + 0.5, r + 0.5, f"rank {r}", ha="center", va="center", color="white", fontsize=8)
+        digit = DIGIT.get(RANKS[r], "white")
+        right.text(i + 0.5, r + 0.5, f"rank {r}", ha="center", va="center", color=digit, fontsize=8)
         if i:
             arrow = {"arrowstyle": "->", "color": INK, "shrinkA": 1, "shrinkB": 1}
             right.annotate("", (i + 0.06, r + 0.5), (i - 0.06, walk[i - 1][0] + 0.5), arrowprops=arrow)
-    right.text(len(walk) / 2, 4.5, "tokens, in the order of the sequence", ha="center", va="center")
+    along = {"arrowstyle": "->", "color": INK}
+    right.annotate("", (len(walk), 4.35), (0, 4.35), arrowprops=along, annotation_clip=False)
+    right.text(len(walk) / 2, 4.7, "tokens, in the order of the sequence", ha="center", va="center")
+    right.set_xlim(-0.1, len(walk) + 0.1)
     return figure
 
 
 def speed() -> Figure:
     """TFLOP/s a GPU beside other libraries."""
     return bars(read(Path(__file__).parents[2] / "benchmarks" / "peers-h200.jsonl"))
+
+
+def prefill() -> Figure:
+    """The memory of a rank for a prompt: as a ring call, and in chunks."""
+    return bars(read(Path(__file__).parents[2] / "benchmarks" / "prefill-cpu.jsonl"), "peak_mib")
+
+
+def timelines() -> Figure:
+    """The first rank of two traced calls, one below the other on one axis: over NCCL, and by the copy engines."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    kinds = {"NCCL": "timeline-nccl.json", "copy engines": "timeline-symmetric.json"}
+    figure, axes = panels(len(kinds), 1, 10, 3.2, hspace=0.5)
+    for ax, (title, name) in zip(axes[:, 0], kinds.items(), strict=True):
+        events = json.loads((folder / name).read_text())["traceEvents"]
+        spans = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
+        began = min(e["ts"] for e in spans)
+        for e in spans:
+            ax.broken_barh(
+                [((e["ts"] - began) / 1e3, e["dur"] / 1e3)], (1 - e["tid"] + 0.1, 0.8), color=RANKS[e["tid"]]
+            )
+        ended = max(e["ts"] + e["dur"] for e in spans) - began
+        ax.set_title(f"{title}: {ended / 1e3:.1f} ms", loc="left")
+        ax.set(xlim=(0, 20.5), ylim=(0, 2), yticks=[0.5, 1.5], yticklabels=["hops", "attention"])
+    axes[-1][0].set_xlabel("milliseconds of one call, forward and backward, rank 0 of 4 H200s, 32,768 tokens")
+    return figure
 
 
 def blank(ax: Axes, width: float, height: float) -> None:
@@ -273,7 +319,7 @@ def main(folder: Path = Path(__file__).parent) -> None:
     """Draw every picture into the folder."""
     matplotlib.use("Agg")
     with matplotlib.rc_context(STYLE):
-        for draw in (masks, tiling, merging, layouts, ring, ulysses, linear, speed):
+        for draw in (masks, tiling, merging, layouts, ring, ulysses, linear, speed, prefill, timelines):
             save(draw(), folder / f"{draw.__name__}.svg")
         for draw in (layouts, speed):  # in the README, of which PyPI shows no SVG
             save(draw(), folder / f"{draw.__name__}.png")

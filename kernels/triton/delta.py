@@ -141,7 +141,7 @@ def scan_states(x: Inputs, maps: bool = True) -> Scan:
         return linear.scan_states(x, maps)
     if not maps:
         return Scan(None)
-    call = Call(x)
+    call = DeltaLaunches(x)
     prepared = call.prepare()
     ends = call.ends(prepared, None)
     return Scan(call.map_of(ends, reverse=False), Saved(prepared, ends))
@@ -153,7 +153,7 @@ def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
         return linear.scan_gradients(x, dout, maps)
     if not maps:
         return Scan(None)
-    call = Call(x)
+    call = DeltaLaunches(x)
     prepared = call.prepare(gradients=True)
     ends = call.ends(prepared, dout)
     return Scan(call.map_of(ends, reverse=True), Saved(prepared, ends))
@@ -172,7 +172,7 @@ def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None)
     """
     if x.beta is None:
         return linear.read_out(x, scan, start, kept)
-    call = Call(x)
+    call = DeltaLaunches(x)
     saved = call.saved(scan, None, start)
     out = call.empty(*x.v.shape, dtype=x.q.dtype)
     return out, call.walk_from(saved, None, resolve(start), kept, out)
@@ -184,7 +184,7 @@ def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout
     """
     if x.beta is None:
         return linear.gradients(x, scan, start, rscan, dout, dend)
-    call = Call(x)
+    call = DeltaLaunches(x)
     saved = call.saved(rscan, dout, dend)
     states = scan
     if not isinstance(states, Tensor):
@@ -197,7 +197,7 @@ def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout
     return of_keys(dq, G, 2), of_keys(dk, G, 2), dv.to(x.v.dtype), dg, dbeta, dstart
 
 
-class Call(linear.Call):
+class DeltaLaunches(linear.Launches):
     """What all launches of one call share."""
 
     def __init__(self, x: Inputs) -> None:

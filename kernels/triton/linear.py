@@ -106,18 +106,18 @@ class Segments(NamedTuple):
 def scan_states(x: Inputs, maps: bool = True) -> Scan:
     """The map of the state by all tokens, which these kernels find in any case."""
     k = of_values(x.k, x.v.shape[2], 2)
-    return Call(k, x.v, x.g, x.begin).scan(k, x.v, 1.0, reverse=False)
+    return Launches(k, x.v, x.g, x.begin).scan(k, x.v, 1.0, reverse=False)
 
 
 def scan_gradients(x: Inputs, dout: Tensor, maps: bool = True) -> Scan:
     """The map from the gradient for the state behind the last token to that for the state before the first one."""
     q = of_values(x.q, x.v.shape[2], 2)
-    return Call(q, dout, x.g, x.begin).scan(q, dout, x.scale, reverse=True)
+    return Launches(q, dout, x.g, x.begin).scan(q, dout, x.scale, reverse=True)
 
 
 def states_shape(k: Tensor, v: Tensor) -> ShapeAndDtype:
     """The shape and dtype of the states before all chunks, [B, N, H, K, V]."""
-    return Call(k, v, None, None).states_shape()
+    return Launches(k, v, None, None).states_shape()
 
 
 def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ def read_out(x: Inputs, scan: Scan, start: Deferred, kept: Tensor | None = None)
     the state before it.
     """
     q, k = (of_values(t, x.v.shape[2], 2) for t in (x.q, x.k))
-    call = Call(k, x.v, x.g, x.begin)
+    call = Launches(k, x.v, x.g, x.begin)
     a = call.scores(q, k, scan.saved.strongest, x.scale)  # before the start state is needed, which may still travel
     first = resolve(start)
     states = call.states(k, x.v, scan.saved, first, 1.0, reverse=False, kept=kept)
@@ -137,7 +137,7 @@ def gradients(x: Inputs, scan: Scan | Tensor, start: Deferred, rscan: Scan, dout
     the end state.
     """
     q, k = (of_values(t, x.v.shape[2], 2) for t in (x.q, x.k))
-    call, strongest = Call(k, x.v, x.g, x.begin), rscan.saved.strongest
+    call, strongest = Launches(k, x.v, x.g, x.begin), rscan.saved.strongest
     states = scan if isinstance(scan, Tensor) else call.states(k, x.v, scan.saved, resolve(start), 1.0, reverse=False)
     a = call.scores(q, k, strongest, x.scale)  # before the end state's gradient is needed, which may still travel
     last = resolve(dend)
@@ -154,7 +154,7 @@ def behind(scan: Scan, start: Tensor | None) -> Tensor:
     return scan.map.kv if start is None else scan.map.after(start)
 
 
-class Call:
+class Launches:
     """What all launches of one call share: its shape, gates and documents."""
 
     def __init__(self, k: Tensor, v: Tensor, g: Tensor | None, begin: Tensor | None) -> None:

@@ -28,7 +28,7 @@ def gpu_refusal(
         return f"the bits of {name}'s gradients differ from run to run"
     if problem.rectangles or any_mask:
         return None
-    return "these intervals are not known to be a few full or causal rectangles"
+    return "it serves only full or causal rectangles, so no windows or documents"
 
 
 def cudnn_refusal(problem: Problem) -> str | None:

@@ -27,7 +27,7 @@ def refuses(problem: Problem) -> str | None:
     if problem.device != "cpu":
         return f"sdpa_cpu runs on the CPU, not on {problem.device}"
     if not problem.rectangles:
-        return "these intervals are not known to be a few full or causal rectangles"
+        return "it serves only full or causal rectangles, so no windows or documents"
     return "sdpa_cpu does not support softcap" if problem.softcap else equal_dims(problem, "sdpa_cpu")
 
 

@@ -100,6 +100,7 @@ def over_ranks(rows: Callable[[Any], Iterator[Row]], options: Any, *worst: str) 
     same = {n: x for n, x in dataclasses.asdict(options).items() if n not in NOT_IN_ROWS and not isinstance(x, list)}
     for ranks in groups_of(options):
         backend = "nccl" if options.device == "cuda" else "gloo"
+        print(f"measuring {ranks} rank{'s' * (ranks > 1)} on {options.device} ...", file=sys.stderr, flush=True)
         by_rank = run_ranks(one_rank, ranks, rows, options, backend=backend, timeout=options.timeout)
         for measured in zip(*by_rank, strict=True):
             row = {"suite": rows.__module__.rpartition(".")[2], **same, **measured[0]}

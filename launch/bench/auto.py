@@ -108,8 +108,7 @@ def attends(given: Inputs, name: str) -> Passes:
     calls["forward+backward"]()
     if name == "auto":
         (call,) = plan.calls.values()
-        runs = enumerate((call.forward, call.backward))
-        print("auto: " + ", ".join(call.kernel(call.rectangles(p.run), backward=x == 1).name for x, p in runs))
+        print(f"auto: {call.recipe.forward.kernel.name}, {call.recipe.backward.kernel.name}")
     return calls
 
 

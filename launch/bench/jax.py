@@ -84,7 +84,7 @@ def run(options: Options) -> list[Row]:
 
 def kernel_of(plan: Any) -> str:
     """The name of the kernel that runs, from the plan's own report."""
-    lines = [line for line in plan.report if line.startswith("kernel ")]
+    lines = [line for line in plan.report.lines if line.startswith("kernel ")]
     return lines[0].split("-> ")[-1].split()[0] if lines else str(plan.kernel)
 
 

@@ -1,11 +1,14 @@
 """Show how a shape would be spread: every candidate with its predicted time, why the first was taken, and its steps.
 
 Needs no ranks and no GPU: `ringattn plan seq_len=131072 heads=32,8 head_dim=128 ring=4 ulysses=2 device=cuda`.
-With sequence=N instead of ring and ulysses, the plan chooses both. The steps show which rank works when, and what
+With sequence=N instead of ring and ulysses, the plan chooses both. `machine=h100` names the description by which times
+and memory are predicted, or a file; without one it is that of H200s. The steps show which rank works when, and what
 travels. With docs=LENGTHS the work is that of packed documents. With device=tpu, or where torch is not installed, the
-plan is one for JAX.
+plan is one for JAX. explain=call shows instead what one rank does in a call of attention in torch: groups of heads,
+every step with its ranges of keys, who reads what of this rank meanwhile, dtypes on the way, and kernels.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -14,11 +17,16 @@ from ringattn import choosing
 from ringattn.choosing import elsewhere, factored
 from ringattn.cost import SAMPLED_ROWS, kv_heads_of_a_rank, seen_pairs
 from ringattn.launch.words import option
+from ringattn.machine import load, of_device
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan, Transport
+from ringattn.recipe import Recipe
 from ringattn.spec import AttentionSpec, Docs
 
-MOST = 1024  # ranks: what each pair of them works on is counted
+RANKS, MOST = 65536, 1024  # ranks: of more no steps are shown, since what each pair of them works on is counted
+SHOWN, LINES = 10, 8  # ranks that are shown one by one; of more, so many steps
+SUMMARY = "least", "mean", "most"
+EXPLAIN = "plan", "call"
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,8 @@ class Options:
     strategy: str = option("auto", "auto, ring, gather or ulysses")
     layout: str = option("auto", "auto, contiguous, striped, zigzag or balanced")
     kernel: str = option("auto", "auto, or the name of a kernel")
-    hosts: int = option(1, "hosts of the ring, each with as many consecutive ranks")
+    machine: str | None = option(None, "a description of the machine: a name (h100, h200, ...) or a file")
+    hosts: int | None = option(None, "hosts, each with as many consecutive ranks; by default as the description says")
     route: str = option("auto", "how keys reach the ranks of a ring: auto, direct, relay or levels")
     together: int | None = option(None, "with route=direct: from how many ranks keys arrive in a step")
     transport: str = option("auto", "auto, symmetric (GPUs of one host share memory) or group (NCCL, gloo)")
@@ -42,15 +51,17 @@ class Options:
     causal: bool = option(True, "whether a query sees no later key")
     window: int | None = option(None, "how many keys a query sees at most")
     docs: tuple[int, ...] | None = option(None, "lengths of packed documents; the rest is padding", least=0)
-    device: str = option("cuda", "the speeds and kernels to assume", among=("cuda", "cpu", "tpu"))
+    device: str = option("cuda", "the kind of ranks, unless machine= says it", among=("cuda", "cpu", "tpu"))
     dtype: str | None = option(None, "by default float32 on cpu and bfloat16 elsewhere")
+    json: bool = option(False, "print everything as JSON")
+    explain: str = option("plan", "the candidates and the steps of all ranks, or a call on one rank", among=EXPLAIN)
+    rank: int = option(0, "with explain=call: the rank on the ring", least=0)
 
 
 class Link(NamedTuple):
     """The axis of a plan whose ranks do not exist here."""
 
     by: str
-    hosts: int
 
 
 def run(options: Options) -> int:
@@ -65,8 +76,11 @@ def run(options: Options) -> int:
         )
     docs = None if options.docs is None else Docs.from_lengths(options.docs, pad_to=options.seq_len)
     plan = planned(options, spec, docs)
-    print(plan.explain())
-    if plan.ring > 1:
+    if options.explain == "call":
+        print(recipe(options, plan, spec, docs))
+        return 0
+    print(plan.explain(json=options.json))
+    if plan.ring > 1 and not options.json and plan.ring <= MOST:
         print("\n".join(["", *steps(plan, spec, docs)]))
     return 0
 
@@ -75,18 +89,23 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
     """The plan that the ranks of this mesh would make."""
     if options.sequence is not None and (options.ring, options.ulysses) != (1, 1):
         raise ValueError(f"sequence={options.sequence} leaves ring and ulysses to the plan; leave them out")
-    if (ranks := options.sequence or options.ring * options.ulysses) > MOST:
-        raise ValueError(f"{ranks} ranks; a plan is shown for {MOST} at most")
     if len(options.heads) not in (1, 2):
         raise ValueError(f"heads={options.heads}: give query heads and key heads, as in heads=32,8")
+    ranks = options.sequence or options.ring * options.ulysses
+    if ranks > RANKS:
+        raise ValueError(f"{ranks} ranks; a plan is made for {RANKS} at most")
+    machine = None if options.machine is None else load(options.machine)
+    if options.hosts is not None and ranks % options.hosts:
+        raise ValueError(f"hosts={options.hosts} do not divide {ranks} ranks; hosts have equally many of them")
+    gpus = ranks // options.hosts if options.hosts else None
+    device = options.device if machine is None else machine.device
     sizes = factored(options.sequence) if options.sequence else [(options.ring, options.ulysses)]
-    transport = Transport(options.route, options.hosts, options.together, options.groups, options.transport)
-    target = elsewhere(options.device, sizes, Link(moves(options), options.hosts))
-    if options.device == "tpu" or find_spec("torch") is None:  # a plan of JAX, where the compiler moves the blocks
-        target = elsewhere(options.device, sizes, framework="jax")
-        transport = transport.replace(hosts=None if options.hosts == 1 else options.hosts)
+    one_host = ranks <= (gpus or (of_device(device) if machine is None else machine).gpus)
+    transport = Transport(options.route, together=options.together, groups=options.groups, by=options.transport)
+    in_jax = device == "tpu" or find_spec("torch") is None  # there the compiler moves the blocks
+    link = None if in_jax else Link(moves(options, device, one_host))
     return choosing.plan(
-        target,
+        elsewhere(device, sizes, link, "jax" if in_jax else "torch", gpus),
         seq_len=options.seq_len,
         key_len=options.key_len,
         heads=(options.heads[0], options.heads[-1]),
@@ -99,15 +118,28 @@ def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:
         kernel=options.kernel,
         transport=transport,
         dtype=options.dtype,
-    )
+        machine=machine,
+    )  # fmt: skip
 
 
-def moves(options: Options) -> str:
+def recipe(options: Options, plan: Plan, spec: AttentionSpec, docs: Docs | None) -> Recipe:
+    """What a rank of the plan decides about a call with batch 1."""
+    if plan.framework == "jax":
+        raise ValueError("explain=call is for torch: in JAX one program serves all ranks; leave explain out")
+    if options.rank >= plan.ring:
+        raise ValueError(f"rank={options.rank}: the ring has {plan.ring} ranks, counted from 0")
+    dtype = options.dtype or ("float32" if plan.device == "cpu" else "bfloat16")
+    shape = plan.shape({"float64": 8, "float32": 4}.get(dtype, 2))
+    assert shape is not None, plan
+    return Recipe(Mask(plan, spec, docs), shape, plan.device, dtype, rank=options.rank)
+
+
+def moves(options: Options, device: str, one_host: bool) -> str:
     """What moves the blocks of a ring there, where GPUs of one host see each other's memory."""
-    shared = options.device == "cuda" and options.hosts == 1
+    shared = device == "cuda" and one_host
     if options.transport == "symmetric" and not shared:
         raise ValueError("transport=symmetric needs GPUs of one host; use device=cuda hosts=1, or transport=group")
-    if options.device == "cpu":
+    if device != "cuda":
         return "gloo"
     return "symmetric memory" if shared and options.transport != "group" else "nccl"
 
@@ -116,25 +148,37 @@ def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
     """The steps of the plan's route as the lines of a table: the pairs each rank works on, and how many blocks come."""
     counts = seen_pairs(plan.tokens, plan.keys.tokens, spec, docs)
     share = max(counts.sum() / plan.ring, 1)
-    whole = "".join(f"{w:>8.0%}" for w in counts.sum(1) / share)
     if plan.strategy == "gather":
         title = "gather: one step, after every rank's keys have arrived; the share of the mean work that each rank does"
-        return [title, whole]
+        return [title, shares(counts.sum(1) / share, plan.ring <= SHOWN)]
     schedule, ranks = schedule_of(Mask(plan, spec, docs)), range(plan.ring)
     rounds = [schedule.rounds(r, plan.hosts, blocks_at_once(plan)) for r in ranks]
-    runs = [[visit.sources for one in each for visit in one.visits] for each in rounds]  # whose keys, at each step
+    runs = [[step.sources for one in each for step in one.steps] for each in rounds]  # whose keys, at each step
+    few = plan.ring <= SHOWN
     lines = [
-        f"steps of the {plan.transport.route} route: each rank's work, of the mean rank's whole, and blocks that come"
+        f"steps of the {plan.transport.route} route: work per step in % of a rank's total, and blocks received"
         + (" (sampled)" if plan.tokens.padded_length > SAMPLED_ROWS else ""),
-        "  step  " + "".join(f"{f'rank {r}':>8}" for r in ranks) + "   blocks",
+        "  step  " + "".join(f"{f'rank {r}' if few else r:>8}" for r in (ranks if few else SUMMARY)) + "   blocks",
     ]
-    for i in range(max(map(len, runs))):
+    number = max(map(len, runs))
+    for i in range(number):
+        if not few and LINES <= i < number - 1:
+            lines += [f"   ...  {number - LINES - 1} more"] if i == LINES else []
+            continue
         here = [run[i] if i < len(run) else () for run in runs]
         work = [sum(counts[r, block] for block in blocks) / share for r, blocks in enumerate(here)]
         come = sum(block != r for r, blocks in enumerate(here) for block in blocks)
-        lines.append(f"  {i + 1:>4}  " + "".join(f"{w:>8.0%}" for w in work) + f"{come:>9}")
+        lines.append(f"  {i + 1:>4}  " + shares(work, few) + f"{come:>9}")
     skipped = plan.ring - len(schedule.distances)
-    return [*lines, f"  all   {whole}" + (f"   {skipped} steps skipped" if skipped else "")]
+    total = shares(counts.sum(1) / share, few)
+    return [*lines, f"  all   {total}" + (f"   {skipped} steps skipped" if skipped else "")]
+
+
+def shares(work: Sequence[float], few: bool) -> str:
+    """The work of each rank, or of many ranks the least, the mean and the most."""
+    if few:
+        return "".join(f"{w:>8.0%}" for w in work)
+    return "".join(f"{w:>8.2%}" for w in (min(work), sum(work) / len(work), max(work)))
 
 
 def blocks_at_once(plan: Plan) -> int:

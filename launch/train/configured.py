@@ -6,6 +6,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 
 from ringattn.conf import schema
 from ringattn.conf.schema import Train
@@ -28,7 +30,7 @@ def run(words: list[str], task: Callable[[Train, str], int | None]) -> int | Non
     sweep ends too, with the status of the runs before it, None if all were good.
     """
     if "-h" in words or "--help" in words:
-        print(f"{USAGE}\n{schema.choices()}\n\n{schema.explain()}")
+        print(f"{USAGE}\n{schema.choices(own_files(words))}\n\n{schema.explain()}")
         return 0
     if "--completion" in words:
         from ringattn.launch import complete
@@ -62,6 +64,12 @@ def run(words: list[str], task: Callable[[Train, str], int | None]) -> int | Non
             return max(statuses, default=0) or None
         statuses.append(status)
     return max(statuses)
+
+
+def own_files(words: list[str]) -> Path | None:
+    """The folder that --config-dir names, if any; without Hydra, which --help does not need."""
+    flat = [part for word in words for part in word.split("=", 1)]
+    return next((Path(to) for flag, to in pairwise(flat) if flag in ("-cd", "--config-dir")), None)
 
 
 def complain(problem: str, status: int = WRONG_INPUT) -> int:

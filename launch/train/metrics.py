@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import resource
+import secrets
 import shutil
 import sys
 import time
@@ -89,9 +90,13 @@ def process_began() -> float:
         return time.time()
 
 
-def mfu(share: float) -> list[str]:
-    """The model flops utilization in words; left out if it is below 0.5%, as for small models."""
-    return [f"MFU {share:.0%}"] if share >= 0.005 else []
+def mfu(share: float, device: str = "cuda") -> list[str]:
+    """The model flops utilization in words; left out if it is below 0.5%, as for small models.
+
+    A CPU has no data sheet: its peak is what a matrix product reaches here.
+    """
+    words = f"MFU {share:.0%}" if device == "cuda" else f"{share:.0%} of a matrix product's flops"
+    return [words] if share >= 0.005 else []
 
 
 def echo(text: str, stream: Any = None, end: str = "\n") -> None:
@@ -107,8 +112,8 @@ def echo(text: str, stream: Any = None, end: str = "\n") -> None:
 class Bar:
     """A progress line on the terminal that is overwritten; without a terminal, one line every few steps."""
 
-    def __init__(self, steps: int, every: int | None = None, stream: Any = None):
-        self.steps, self.stream = steps, stream or sys.stderr
+    def __init__(self, steps: int, every: int | None = None, stream: Any = None, device: str = "cuda"):
+        self.steps, self.stream, self.device = steps, stream or sys.stderr, device
         self.live = self.stream.isatty()
         self.every = every or (1 if self.live else -(-steps // 50))
         self.started = time.monotonic()
@@ -122,7 +127,7 @@ class Bar:
         left = (time.monotonic() - self.started) / max(1, step - self.first) * (self.steps - step)
         text = "  ".join([
             f"{step:>{len(str(self.steps))}}/{self.steps}", f"loss {row['loss']:.4f}",
-            f"{row['tokens_per_second']:,.0f} tokens/s", *mfu(row["mfu"]), f"{row['memory_mib']:,.0f} MiB",
+            f"{row['tokens_per_second']:,.0f} tokens/s", *mfu(row["mfu"], self.device), f"{row['memory_mib']:,.0f} MiB",
             f"{left:.0f} s left",
         ])  # fmt: skip
         if self.live:
@@ -195,9 +200,17 @@ class Log:
 
 
 def wandb_run(wandb: Any, folder: Path, config: Train) -> Any:
-    """A run of W&B; if it cannot be made, usually because of a missing login, an error with the remedy."""
+    """A run of W&B, the same one after a resume; if it cannot be made, usually because of a missing login, an error."""
+    kept = folder / "wandb-id"
+    with writing(kept):
+        if not kept.exists():
+            kept.write_text(secrets.token_hex(8))
+        known = kept.read_text().strip()
+    about = dataclasses.asdict(config)
     try:
-        return wandb.init(project=config.wandb, dir=str(folder), name=folder.name, config=dataclasses.asdict(config))
+        return wandb.init(
+            project=config.wandb, dir=str(folder), name=folder.name, id=known, resume="allow", config=about
+        )
     except wandb.Error as error:
         kind = OSError if isinstance(error, wandb.errors.CommError) else ValueError  # the network may come back
         why = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")

@@ -29,7 +29,7 @@ def plan_of(job: Any) -> str:
         ("kept for backward", f"about {gib(memory.kept)} a rank"),
         ("a block at work", f"about {gib(memory.block_at_work)} a rank"),
         ("logits at work", f"about {gib(memory.head_at_work)} a rank: in float32, with softmax, gradient and weights"),
-        ("memory", f"about {gib(memory.most)} a rank at most, as these do not meet{has(config.device)}"),
+        ("peak", f"about {gib(memory.most)} a rank: block and logits are not alive together{has(config.device)}"),
         ("flops", f"{estimate.step_flops(job, 0):.3g} a step"),
     ]  # fmt: skip
     return "\n".join([*(f"{name:<18} {what}" for name, what in rows), "", job.plan.explain()])
@@ -63,11 +63,14 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
     loss = f"loss {main['loss'][0]:.4f} -> {main['loss'][-1]:.4f} in {len(main['loss'])} steps"
     if "held_out" in summary:
         loss += f", {summary['held_out']:.4f} on held-out text"
-    speed = [f"{np.median(main['tokens_per_second']):,.0f} tokens/s", *metrics.mfu(float(np.median(main["mfu"])))]
+    speed = [
+        f"{np.median(main['tokens_per_second']):,.0f} tokens/s",
+        *metrics.mfu(float(np.median(main["mfu"])), config.device),
+    ]
     speed.append(f"rank 0 held {max(main['memory_mib']):,.0f} MiB at most")
     trained = "first_step" in summary
     began = f", first step after {summary['first_step']:.1f} s" if trained else "; nothing was left to train"
-    lines = [f"{loss}; single tokens have an entropy of {summary['entropy']:.4f}", ", ".join(speed) + began]
+    lines = [f"{loss} (how often each token occurs is worth {summary['entropy']:.4f})", ", ".join(speed) + began]
     for other in others:
         gap = max(abs(a - b) for a, b in zip(main["loss"], other["loss"], strict=True))
         lines.append(f"on one rank the loss is the same to {gap:.1e} at every step")
@@ -131,7 +134,7 @@ def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float)
         steps = [r for r in rows if r["kind"] == "step"]
         style = {"linewidth": 4, "alpha": 0.4} if i else {"zorder": 3}
         left.plot(*columns(steps, "step", "loss"), label=name, **style)
-    left.axhline(entropy, color="grey", linestyle=":", label="entropy of single tokens")
+    left.axhline(entropy, color="grey", linestyle=":", label="knowing only how often each token occurs")
     left.set(xlabel="step", ylabel="loss (nats a token)", title="loss")
     left.locator_params("x", integer=True)
     left.legend()

@@ -175,7 +175,7 @@ def loop(job: Job, checkpoints: Checkpoints, log: metrics.Log | None, stop: Stop
     """Steps until the last one, or until a rank gets a request to stop; returns whether one did."""
     config, memory = job.config, metrics.Memory(job.device)
     peak = metrics.peak_flops(job.device) * dist.get_world_size()
-    bar = metrics.Bar(config.steps, config.log_every) if log else None
+    bar = metrics.Bar(config.steps, config.log_every, device=config.device) if log else None
     memory.reset()
     with profiler(job) as trace:
         while job.step < config.steps:
@@ -256,15 +256,30 @@ def batch_loss(job: Job, batch: list[data.Sample]) -> Tensor:
 
     Documents do not see each other, and no token predicts the first one of the next document.
     """
-    tokens, plan = np.stack([w.tokens for w in batch])[:, : job.plan.seq_len + 1], job.plan
-    whole = torch.from_numpy(tokens)
-    inputs, labels = (plan.shard(x).to(job.device) for x in (whole[:, :-1], whole[:, 1:]))
-    docs, predicted = None, None
+    plan, length, docs = job.plan, job.plan.seq_len, None
+    whole = torch.from_numpy(np.stack([w.tokens for w in batch])[:, : length + 1])
+    given = [whole[:, :-1], whole[:, 1:]]
     if job.samples.documents:
-        docs = Docs.from_lengths([w.lengths(plan.seq_len) for w in batch])
-        predicted = plan.shard(torch.from_numpy(np.stack([w.predicted(plan.seq_len) for w in batch]))).to(job.device)
+        docs = Docs.from_lengths([w.lengths(length) for w in batch])
+        given.append(torch.from_numpy(np.stack([w.predicted(length) for w in batch])))
+    if docs is not None and deals_out(job):
+        docs = Docs.from_lengths([n for w in batch for n in w.lengths(length)])
+        work = AttentionSpec(window=job.config.model.window)
+        plan = plan.replace(seq_len=docs.length, layout="balanced", work=work).for_docs(docs)
+        given = [x.reshape(1, -1) for x in given]
+    inputs, labels, *predicted = (plan.shard(x).to(job.device) for x in given)
     losses = job.decoder(inputs, plan, docs, labels_BT=labels)
-    return token_mean(losses, plan, mask=predicted, over=(job.axis,))
+    return token_mean(losses, plan, mask=predicted[0] if predicted else None, over=(job.axis,))
+
+
+def deals_out(job: Job) -> bool:
+    """Whether each batch's documents are dealt out over the ring by their work, all rows as one.
+
+    Linear attention needs tokens in their order, and a compiled block the same plan in every step.
+    """
+    config = job.config
+    is_open = config.strategy.layout in ("auto", "balanced") and job.plan.ring > 1
+    return is_open and config.model.softmax_every == 1 and not config.compile
 
 
 @torch.no_grad()

@@ -1,178 +1,85 @@
-"""A bound call of attention: all that is decided before anything moves or computes.
+"""A bound call of attention: its recipe (`ringattn.recipe`), with what that needs on the device.
 
 `bind` looks a call up by its plan, spec, documents, shapes and dtypes, never by the numbers in tensors. It checks a
 call of a new kind, compares it between ranks, and caches it. Running it (`function.py`) looks nothing up.
 """
 
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ringattn import recipe as recipes
 from ringattn.check import of_arguments, of_arrays, warn_of_exchanged
-from ringattn.cost import Shape, kv_heads_of_a_rank
-from ringattn.kernels import Kernel, select
+from ringattn.cost import Shape
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.rates import mask_of
 from ringattn.mask import Mask
 from ringattn.planning import Plan
+from ringattn.recipe import Recipe
+from ringattn.schedule import Round
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import agree, check
-from ringattn.torch.attention.steps import Run, Score, global_intervals, problem_of, run_of, score_with
+from ringattn.torch.attention.steps import Score, arch_of, score_with, sight_of
 from ringattn.torch.bind import CAUSAL, key_of, remember
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.sharding import real_tokens, swapped_of
 
 
-class Pass(NamedTuple):
-    """The run of one rank, forward or backward, and the kernel that serves all of its steps."""
+class Bound(NamedTuple):
+    """A pass of the recipe with its kernel bound."""
 
-    run: Run
+    rounds: tuple[Round, ...]
     kernel: Score
-    only: Intervals | None  # those of a run of one step in which nothing travels, if there is work in it
+    where: Intervals | None  # those of its only step, if nothing travels and it has work
 
 
 class Call:
-    """One kind of call. `shape` is that of the whole sequence and all heads."""
+    """A recipe, and what it needs on the device."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool, lse: bool):
-        (B, _, H, D), plan, device = q.shape, mask.plan, q.device
-        self.shape = shape = Shape(plan.seq_len, plan.keys.seq_len, H, k.shape[2], D, v.shape[3], q.itemsize, B)
-        self.problem = problem_of(q, k, v, mask.spec.softcap, rectangles=True)
-        self.mask, self.plan, self.dtype, self.device = mask, plan, q.dtype, device
-        self.docs = mask.docs
-        self.gradients = gradients
+    def __init__(self, recipe: Recipe, device: torch.device, lse: bool):
+        mask, plan = recipe.mask, recipe.plan
+        self.recipe, self.plan, self.docs, self.device = recipe, plan, mask.docs, device
+        self.shape, self.groups, self.gathers, self.narrow = recipe.shape, recipe.groups, recipe.gathers, recipe.narrow
+        self.gradients = recipe.gradients
         self.ring, self.ulysses = plan.ring_axis, plan.ulysses_axis
-        self.groups = plan.groups_for(shape) if plan.swaps else 1
         self.alone = self.ulysses.size == 1 and self.groups == 1  # whether no heads are exchanged
         self.exchanges_dlse = lse and self.ulysses.size > 1  # all ranks alike, also one whose lse has no gradient
         self.order = swapped_of(plan.tokens, self.ring.rank, device)  # of what Ulysses ranks hold, where they exchange
-        self.gathers = plan.strategy == "gather"
         same = mask.key_docs is None and plan.keys is plan
         self.real = real_tokens(plan, mask.docs, device)
         real_keys = real_tokens(plan.keys, mask.docs if same else mask.key_docs, device)
         self.reals = self.real, real_keys, real_keys  # which tokens of q, k and v are real
         self.padded = self.real is not None or real_keys is not None  # whether this rank must clear padding
-        self.deterministic = plan.deterministic or torch.are_deterministic_algorithms_enabled()
-        self.narrow = plan.transport.grads == "input"  # whether gradients travel in the dtype of the inputs
         self.words: agree.Words | None = None  # what the ranks compare in every call; None if they do not
 
-    @property
-    def heads(self) -> tuple[int, int]:
-        """The query and the key heads of one group on one rank."""
-        size, shape = self.ulysses.size, self.shape
-        return shape.heads // size // self.groups, kv_heads_of_a_rank(shape.kv_heads, size) // self.groups
+    @cached_property
+    def forward(self) -> Bound:
+        return self.ready(self.recipe.forward)
 
     @cached_property
-    def forward(self) -> Pass:
-        """The forward pass of this rank."""
-        run = self.run_forward(self.ring.rank, self.device)
-        return Pass(run, self.score(self.kernel(self.rectangles(run))), only(run))
+    def backward(self) -> Bound:
+        return self.ready(self.recipe.backward)
 
-    @cached_property
-    def backward(self) -> Pass:
-        """The backward pass of this rank."""
-        run = self.run_backward(self.ring.rank, self.device)
-        return Pass(run, self.score(self.kernel(self.rectangles(run), backward=True)), only(run))
+    def ready(self, one: recipes.Pass) -> Bound:
+        spec, step = self.recipe.mask.spec, one.alone
+        kernel = score_with(one.kernel, spec.scale_for(self.shape.head_dim), spec.softcap)
+        return Bound(one.rounds, kernel, step.where if step else None)
 
-    @cached_property
-    def everywhere(self) -> Intervals:
-        """For a gather: the intervals among all keys."""
-        return global_intervals(self.mask, self.ring.rank, self.device)
-
-    def kernel_everywhere(self, backward: bool = False) -> Score:
-        """For a gather: the kernel that serves them."""
-        return self.score(self.kernel(self.may_rely(self.everywhere.rectangles is not None), backward))
-
-    def run_forward(self, rank: int, device: torch.device | None) -> Run:
-        return run_of(self.mask, rank, device, self.plan.blocks_at_once(self.block_bytes))
-
-    def run_backward(self, rank: int, device: torch.device | None) -> Run:
-        """The steps of backward. If float32 gradients travel, a step brings fewer blocks."""
-        together = self.plan.blocks_at_once(self.block_bytes * (1 if self.narrow else 4))
-        return run_of(self.mask, rank, device, together)
-
-    @cached_property
-    def mask_kind(self) -> str:
-        """The kind of mask, by which the fastest kernel is chosen where steps are not few rectangles."""
-        _, keys, docs, key_docs = self.mask.arguments
-        lengths = np.array([[keys]]) if docs is None else np.diff(docs.starts)
-        alone = self.ring.size == 1 and len(lengths) == 1 and key_docs is None
-        return mask_of(lengths, self.mask.spec.causal, self.mask.spec.window, alone)
-
-    def rectangles(self, run: Run) -> bool:
-        """Whether the kernel of this run may rely on few rectangles."""
-        return self.may_rely(are_rectangles(run))
-
-    def may_rely(self, rectangles: bool) -> bool:
-        """Whether the kernel may rely on few rectangles. On GPUs "auto" does not with documents: other kernels are
-        faster there.
-        """
-        packed = self.docs is not None or self.mask.key_docs is not None
-        return rectangles and not (packed and self.plan.kernel == "auto" and self.device.type == "cuda")
-
-    def refused(self) -> NotImplementedError | None:
-        """Why no kernel serves every step of every rank: the same error on all ranks, before anything is sent.
-
-        Some kernels run rectangles only, and whether a rank's steps are few rectangles depends on the rank. Every rank
-        can make the steps of all ranks, and does so only if the choice of the kernel depends on them.
-        """
-        why = self.reason(rectangles=False)
-        if why is None:
-            return None
-        if alike := self.reason(rectangles=True):
-            return alike
-        wrong = ", ".join(str(rank) for rank in range(self.plan.ring) if not self.serves_rank(rank))
-        return NotImplementedError(f"{why} (the steps of ring rank {wrong} are not few rectangles)") if wrong else None
-
-    def reason(self, rectangles: bool) -> NotImplementedError | None:
-        try:
-            self.kernel(rectangles)
-        except NotImplementedError as error:
-            return error
-        return None
-
-    def serves_rank(self, rank: int) -> bool:
-        """Whether a kernel of few rectangles serves every step of a ring rank."""
-        if self.gathers:
-            return global_intervals(self.mask, rank, None).rectangles is not None
-        runs = [self.run_forward(rank, None), *([self.run_backward(rank, None)] if self.gradients else [])]
-        return all(map(are_rectangles, runs))
-
-    @property
-    def block_bytes(self) -> int:
-        """The bytes of the keys and values of one group that a rank of the ring holds."""
-        return self.shape.kv_bytes(self.plan.keys.tokens.shard_len, self.heads[1])
-
-    def kernel(self, rectangles: bool, backward: bool = False) -> Kernel:
-        """The kernel for this call; `rectangles`: every step is few rectangles."""
-        heads, kv_heads = self.heads
-        problem = replace(
-            self.problem, heads=heads, kv_heads=kv_heads, rectangles=rectangles, mask=self.mask_kind, queries=None,
-            rows=self.shape.batch * self.plan.tokens.shard_len * heads, deterministic=self.deterministic,
-        )  # fmt: skip
-        return select(problem, self.plan.kernel, backward=backward)
-
-    def score(self, kernel: Kernel) -> Score:
-        spec = self.mask.spec
-        return score_with(kernel, spec.scale_for(self.shape.head_dim), spec.softcap)
+    def __str__(self) -> str:
+        return str(self.recipe)
 
 
-def only(run: Run) -> Intervals | None:
-    """The intervals of a run of one step in which nothing travels, if there is work in it."""
-    leg, *more = run
-    stop, *others = leg.stops
-    travels = more or others or leg.hop or leg.home or stop.brought or stop.readers
-    return None if travels else stop.where
-
-
-def are_rectangles(run: Run) -> bool:
-    """Whether every step of a run is few rectangles."""
-    return all(stop.where.rectangles is not None for leg in run for stop in leg.stops if stop.where)
+def recipe_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, gradients: bool) -> Recipe:
+    """The recipe of this rank for such tensors."""
+    (B, _, H, D), plan, device = q.shape, mask.plan, q.device
+    rank = plan.ring_axis.rank
+    return Recipe(
+        mask, Shape(plan.seq_len, plan.keys.seq_len, H, k.shape[2], D, v.shape[3], q.itemsize, B),
+        device.type, str(q.dtype).removeprefix("torch."), arch_of(device) if q.is_cuda else None, rank,
+        plan.deterministic or torch.are_deterministic_algorithms_enabled(), gradients, sight_of(mask, rank, device),
+    )  # fmt: skip
 
 
 def bind(
@@ -214,12 +121,13 @@ def make(
     words = agree.describe(plan, spec, tensors, docs, key_docs, call="attention", gradients=kept, deterministic=bits)
     agree.agree(plan, words, problem)
     warn_of_exchanged(q, stacklevel=6)  # of the line that calls ringattn.attention
-    call = Call(q, k, v, Mask(plan, spec, docs, key_docs), gradients, return_lse)
-    refused = call.refused()
+    recipe = recipe_of(q, k, v, Mask(plan, spec, docs, key_docs), gradients)
+    refused = recipe.refused()
     if plan.kernel != "auto":  # one rank alone may lack a package, or have an older GPU
         agree.agree(plan, {"call": "attention", "kernel": str(refused or "serves")})
     if refused:
         raise refused
+    call = Call(recipe, q.device, return_lse)
     if agree.watched(plan):
         call.words = words
     if not check.have_tangents(q, k, v, sinks):
@@ -233,4 +141,4 @@ def bound(
 ) -> Call:  # fmt: skip
     """The call of a backward pass: the one that forward bound, made again if it is no longer cached."""
     call = plan.calls.get(key_of(q, k, v, plan, spec, docs, key_docs, sinks, True, return_lse))
-    return call or Call(q, k, v, Mask(plan, spec, docs, key_docs), True, return_lse)
+    return call or Call(recipe_of(q, k, v, Mask(plan, spec, docs, key_docs), True), q.device, return_lse)

@@ -169,7 +169,7 @@ def swapped_backward(
     def leaving() -> Iterator[Pending]:
         for dq, dk, dv, delta in gradients(call, entering(), with_delta):
             deltas.append(delta)
-            yield leave([dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype)], axis, call.order)
+            yield leave([x.to(kept[0].dtype) for x in (dq, dk, dv)], axis, call.order)
 
     grads = [joined(x) for x in zip(*one_ahead(leaving()), strict=True)]
     return *grads, joined(lses), joined(deltas) if with_delta else joined(lses)
@@ -193,32 +193,30 @@ def by_heads(lse: Tensor) -> Tensor:
 
 def attended(call: Call, groups: Iterable[Sequence[Any]]) -> Iterator[Partial]:
     """Attention of each group (q, k, v, the partial to start from) over the keys of the whole ring."""
+    rounds, kernel, where = call.forward
     if call.gathers:
-        kernel = call.kernel_everywhere()
-        yield from gather_forward(groups, call.ring, call.plan.keys.tokens, call.everywhere, kernel)
+        yield from gather_forward(groups, call.ring, call.plan.keys.tokens, where, kernel)
         return
-    run, kernel, where = call.forward
     for q, k, v, start in groups:
         if where is not None:
             yield kernel.attend(q, k, v, where, carry=start, out_dtype=q.dtype)
         else:
-            yield ring.forward(q, k, v, call.ring, run, kernel, start)
+            yield ring.forward(q, k, v, call.ring, rounds, kernel, start)
         del q, k, v, start  # frees their memory before the group after the next is allocated
 
 
 def gradients(call: Call, groups: Iterable[Sequence[Any]], with_delta: bool) -> Iterator[Grads]:
     """dq, dk, dv of each group (q, k, v, out, lse, dout, dlse), and its delta if `with_delta`."""
+    rounds, kernel, where = call.backward
     if call.gathers:
-        kernel, layout = call.kernel_everywhere(backward=True), call.plan.keys.tokens
-        yield from gather_backward(groups, call.ring, layout, call.everywhere, kernel, with_delta)
+        yield from gather_backward(groups, call.ring, call.plan.keys.tokens, where, kernel, with_delta)
         return
-    run, kernel, where = call.backward
     for q, k, v, out, lse, dout, dlse in groups:
         rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta)
         if where is not None:
             grads = kernel.backward((q, k, v), where, rows, alone=True)
         else:
-            grads = ring.backward(q, k, v, rows, call.ring, run, kernel, call.narrow)
+            grads = ring.backward(q, k, v, rows, call.ring, rounds, kernel, call.narrow)
         yield *(in_dtype(grad, x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), delta
 
 

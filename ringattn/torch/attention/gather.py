@@ -11,31 +11,32 @@ from torch import Tensor
 from ringattn.comms.axis import All, Axis, Done, Pending, Then, one_ahead
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals
-from ringattn.kernels.partial import Partial
-from ringattn.kernels.total import in_dtype
+from ringattn.kernels.partial import Partial, empty
+from ringattn.kernels.total import Total, in_dtype
 from ringattn.layout import Layout
 from ringattn.torch.attention.steps import Entered, Grads, Score, Seen, rows_of
 from ringattn.torch.sharding import order_of
 
 
 def gather_forward(
-    groups: Iterable[Entered], axis: Axis, layout: Layout, where: Intervals, kernel: Score
+    groups: Iterable[Entered], axis: Axis, layout: Layout, where: Intervals | None, kernel: Score
 ) -> Iterator[Partial]:
     """Attention of this rank's queries over all keys, brought into their global order."""
     for q, k, v, start in one_ahead(gathered(group, axis, layout) for group in groups):
-        yield kernel.attend(q, k, v, where, carry=start, out_dtype=q.dtype)
+        seen = where and kernel.attend(q, k, v, where, carry=start, out_dtype=q.dtype)
+        yield seen or start or empty(q, v.shape[-1])
         del k, v  # frees their memory before the group after the next is allocated
 
 
 def gather_backward(
-    groups: Iterable[Seen], axis: Axis, layout: Layout, where: Intervals, kernel: Score, with_delta: bool
+    groups: Iterable[Seen], axis: Axis, layout: Layout, where: Intervals | None, kernel: Score, with_delta: bool
 ) -> Iterator[Grads]:
     """(dq, dk, dv) in float32, and delta if `with_delta`."""
 
     def going_home() -> Iterator[Pending]:
         for q, k, v, out, lse, dout, dlse in one_ahead(gathered(group, axis, layout) for group in groups):
             rows, delta = rows_of(kernel, out, lse, dout, dlse, with_delta)
-            found = kernel.backward((q, k, v), where, rows)
+            found = kernel.backward((q, k, v), where, rows) if where else map(Total, (q, k, v))
             dq, *grads = (in_dtype(grad, accumulator(x)) for grad, x in zip(found, (q, k, v), strict=True))
             del k, v, rows, found
             home = [axis.reduce_scatter(reordered(x, layout, back=False), 1) for x in grads]

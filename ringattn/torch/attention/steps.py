@@ -1,11 +1,10 @@
-"""The steps of one rank: those of its schedule, with the local intervals of its queries on the device.
+"""What the steps of a recipe need on a device: the intervals of a rank's queries, and the kernel.
 
-They are made once for a plan, a spec and its documents, and cached: all layers of a model use the same ones.
+Intervals are made once for a plan, a spec and its documents, and cached: all layers of a model use the same ones.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from itertools import accumulate
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,46 +16,15 @@ from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.rows import Rows, row_delta
-from ringattn.layout import FEW, Layout, Shard, count_below, part_of
-from ringattn.mask import Mask, schedule_of
-from ringattn.schedule import Hop, Ranges, Round, Schedule
+from ringattn.layout import FEW, Shard, count_below
+from ringattn.mask import Mask
+from ringattn.recipe import Sight
 from ringattn.spec import Runs, interval
 
 # The tensors of one group of heads, of a whole ring shard.
 Entered = Sequence[Any]  # q, k, v, and the partial that the queries start from
 Seen = Sequence[Any]  # q, k, v, out, lse and the gradients of the latter two, of lse perhaps None
 Grads = Sequence[Any]  # dq, dk, dv, and delta where it is requested
-
-
-class Places(NamedTuple):
-    """Where the ranges of a block that are read lie among what a stop brings."""
-
-    at: Ranges
-    after: tuple[int, ...]  # how many tokens of other ranges the block's holder shows to others before these
-
-
-class Stop(NamedTuple):
-    """One visit of a rank's run, with its intervals and transfers."""
-
-    where: Intervals | None  # of the queries among the keys that are here; None if there is no work
-    shard: Shard  # the positions of the keys that are here
-    brought: dict[int, Places]  # by source rank: where what is read of its block lies among the keys here
-    readers: dict[int, Ranges]  # what other ranks read, at the same step, of the block that this rank holds
-
-    @property
-    def length(self) -> int:
-        return sum(map(len, self.shard))
-
-
-class Leg(NamedTuple):
-    """One round of a rank's run, with its stops and transfers."""
-
-    stops: tuple[Stop, ...]
-    hop: Hop | None  # of the held block, to its next holder
-    home: Hop | None  # of finished gradients, to their owners
-
-
-Run = tuple[Leg, ...]
 
 
 class Score(NamedTuple):
@@ -67,80 +35,32 @@ class Score(NamedTuple):
     backward: Callable[..., Any]  # (tensors, where, rows, want, into) -> dq, dk, dv
 
 
-@lru_cache(maxsize=8)
-def run_of(mask: Mask, rank: int, device: torch.device | None, together: int = 1) -> Run:
-    """The run of one ring rank. Each visit has up to `together` blocks."""
-    plan, schedule = mask.plan, schedule_of(mask)
-    seen = bounds_on(mask, plan.tokens.shard(rank), device)
+class OnDevice(Sight):
+    """The keys that the queries of one ring rank see: intervals on the device."""
 
-    def where(shard: Shard) -> Intervals:
-        return local(seen, shard, device)
+    def __init__(self, mask: Mask, rank: int, device: torch.device):
+        super().__init__(mask, rank)
+        self.device = device
 
-    hosts = plan.hosts
-    size = plan.ring // hosts
+    @cached_property
+    def seen(self) -> tuple[Any, Any]:
+        return bounds_on(self.mask, self.mask.plan.tokens.shard(self.rank), self.device)
 
-    def holder(block: int) -> int:
-        return rank // size * size + block % size
-
-    return tuple(
-        Leg(stops(schedule, one, plan.keys.tokens, rank, where, holder), one.hop, one.home)
-        for one in schedule.rounds(rank, hosts, together)
-    )
+    def among(self, keys: Shard) -> Intervals:
+        return local(self.seen, keys, self.device)
 
 
-def stops(
-    schedule: Schedule,
-    held: Round,
-    layout: Layout,
-    rank: int,
-    where: Callable[[Shard], Intervals | None],
-    holder: Callable[[int], int] = int,
-) -> tuple[Stop, ...]:
-    """Each visit with the places of what it brings, sorted by position; `holder` gives the rank that has a block."""
-    home, *others = held.visits
-    shard = layout.shard(held.held) if home.sources else ()
-    found = [Stop(where(shard) if shard else None, shard, {}, {})]
-    for visit in others:
-        read = [(part_of(layout.shard(s), slice(r.start, r.stop)), s) for s in visit.sources
-                for r in schedule.ranges(rank, s)]  # fmt: skip
-        read.sort(key=lambda pair: pair[0][0].start)
-        shard = tuple(r for positions, _ in read for r in positions)
-        at: dict[int, Ranges] = dict.fromkeys(visit.sources, ())
-        for (_, source), place in zip(read, places([positions for positions, _ in read]), strict=True):
-            at[source] += (place,)
-        brought = {
-            holder(s): Places(at[s], schedule.before(rank, s, readers))
-            for s, readers in zip(visit.sources, visit.company, strict=True)
-        }
-        readers = {r: schedule.ranges(r, held.held) for r in visit.readers}
-        found.append(Stop(where(shard) if shard else None, shard, brought, readers))
-    return tuple(found)
+sight_of = lru_cache(maxsize=8)(OnDevice)  # all calls with a mask use the same one
 
 
-def places(parts: Sequence[Shard]) -> Ranges:
-    """Where the tokens of each part lie among all of them: one after the other, or stripes dealt out in turn."""
-    if parts and parts[0][0].step > 1:
-        shard = tuple(r for part in parts for r in part)
-        first, second = (count_below(shard, np.array([r.start + i * r.step for r in shard])).tolist() for i in (0, 1))
-        return tuple(range(a, a + len(r) * (b - a), b - a) for a, b, r in zip(first, second, shard, strict=True))
-    ends = [0, *accumulate(sum(map(len, part)) for part in parts)]
-    return tuple(map(range, ends, ends[1:]))
-
-
-@lru_cache(maxsize=8)
-def global_intervals(mask: Mask, rank: int, device: torch.device | None) -> Intervals:
-    """The intervals of one ring rank's queries among all keys in their global order."""
-    return on_device(bounds_on(mask, mask.plan.tokens.shard(rank), device), device)
-
-
-def bounds_on(mask: Mask, shard: Shard, device: torch.device | None) -> tuple[Any, Any]:
+def bounds_on(mask: Mask, shard: Shard, device: torch.device) -> tuple[Any, Any]:
     """The keys [begin, end) that a shard's queries see.
 
     They are numpy arrays, from which rectangles can be found, unless a batch's rows differ: those are made on a GPU
     there, from the few numbers of their runs.
     """
     runs = mask.runs(shard)
-    if len(runs.counts) == 1 or device is None or device.type == "cpu":
+    if len(runs.counts) == 1 or device.type == "cpu":
         return runs.bounds(mask.spec)
     return interval(mask.spec, *spread_on(runs, device))
 
@@ -154,7 +74,7 @@ def spread_on(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, Tensor]
     return positions + shift, begin, end
 
 
-def local(seen: tuple[Any, Any], shard: Shard, device: torch.device | None) -> Intervals:
+def local(seen: tuple[Any, Any], shard: Shard, device: torch.device) -> Intervals:
     """Intervals of positions as those of a shard's local indices."""
     return on_device(tuple(below(shard, side) for side in seen), device)
 
@@ -169,14 +89,12 @@ def below(shard: Shard, position: Any) -> Any:
     return before[i] - (edges[1][i - 1] - position).clip(min=0) * (i > 0)
 
 
-def on_device(seen: tuple[Any, ...], device: torch.device | None) -> Intervals:
-    """Intervals on the device; without a device they stay on the host, like those of another rank."""
+def on_device(seen: tuple[Any, ...], device: torch.device) -> Intervals:
+    """Intervals on the device."""
     if isinstance(seen[0], Tensor):
         return Intervals(seen[0].int(), seen[1].int(), made={})
     host = seen[0].astype(np.int32), seen[1].astype(np.int32)
     rectangles = rectangles_of(*host) if len(host[0]) == 1 else None
-    if device is None:
-        return Intervals(*host, rectangles, host)
     b, e = (torch.from_numpy(x).to(device, non_blocking=True) for x in host)
     return Intervals(b, e, rectangles, host, made={})
 

@@ -64,7 +64,7 @@ class Kernels:
         return self.chosen if self.needs_rectangles and where.rectangles is not None else self.others
 
 
-class Call:
+class CacheCall:
     """What prefill and decode have in common. The keys and values of a cache have the heads and dims of the call's."""
 
     docs = None  # a cache holds one sequence a row
@@ -93,7 +93,7 @@ class Call:
         raise_if(problem)
 
 
-class Prefill(Call):
+class Prefill(CacheCall):
     """A chunk of a prompt. `keys`: the most keys of a rank that are sent at once."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Prefill(Call):
         self.keys = self.most or keys_at_once(plan.local_len)
 
 
-class Decode(Call):
+class Decode(CacheCall):
     """A few tokens that every rank has."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec):

@@ -16,7 +16,6 @@ from ringattn.layout import Layout, Shard, sorted_positions
 from ringattn.mask import pieces
 from ringattn.serving import Stripes
 from ringattn.spec import AttentionSpec, bounds
-from ringattn.torch.attention.steps import Stop, stops
 
 
 class Holder(NamedTuple):
@@ -149,11 +148,11 @@ def on_device(host: np.ndarray, device: torch.device, rectangles: bool) -> Inter
 
 
 @lru_cache(maxsize=32)
-def guests_of(blocks: Layout, rank: int, together: int) -> tuple[Stop, ...]:
-    """The stops at which all ranks' queries come to one rank: first its own, then up to `together` blocks at a time."""
+def guests_of(blocks: Layout, rank: int, together: int) -> tuple[schedule.Step, ...]:
+    """The steps at which all ranks' queries come to one rank: first its own, then up to `together` blocks at a time."""
     shards, T = [blocks.shard(r) for r in range(blocks.ring)], blocks.padded_length
     everyone = schedule.seen(AttentionSpec(causal=False), pieces(T, T), shards, shards)
-    return stops(everyone, everyone.rounds(rank, together=together)[0], blocks, rank, lambda shard: None)
+    return everyone.rounds(rank, together=together)[0].steps
 
 
 class Landing(NamedTuple):
@@ -181,7 +180,6 @@ def landings(
     return tuple(found)
 
 
-@lru_cache(maxsize=32)
 def whereabouts(layout: Layout) -> np.ndarray:
     """The place of each position in the order of all shards."""
     return np.argsort(layout.order())

@@ -21,9 +21,9 @@ from ringattn.kernels.partial import Partial, Streams, add_sinks, empty, merge_s
 from ringattn.layout import Layout
 from ringattn.planning import Plan
 from ringattn.serving import queries_at_once
-from ringattn.torch.attention.ring import END, room_for, with_next
+from ringattn.torch.attention.ring import room_for, with_next
 from ringattn.torch.inference.cache import KVCache
-from ringattn.torch.inference.call import Call, Decode, Kernels, Prefill
+from ringattn.torch.inference.call import CacheCall, Decode, Kernels, Prefill
 from ringattn.torch.inference.chunk import (
     Chunk,
     guests_of,
@@ -61,7 +61,7 @@ def attended(q: Tensor, kernels: Kernels, visits: Iterable[Visit], part: Partial
     return part
 
 
-def attend_cache(q: Tensor, call: Call, cache: KVCache, chunk: Chunk, keys: int | None = None) -> Partial:
+def attend_cache(q: Tensor, call: CacheCall, cache: KVCache, chunk: Chunk, keys: int | None = None) -> Partial:
     """Attention of a chunk's queries over the keys that this rank holds, at most `keys` of them at once."""
     kernels, part = call.kernels(q.shape[1]), None
     plans = pieces_of(chunk, ((cache.rank,),), keys, q.device, kernels.needs_rectangles)
@@ -102,15 +102,15 @@ class Guests:
         found = Partial(out, new(rows, dtype=fine(self.q)))
         leaving: Pending = Done()
         self.coming.wait()
-        for i, (stop, following) in enumerate(with_next(self.run, END)):
+        for i, (step, following) in enumerate(with_next(self.run)):
             label = f"step {i + 1} of {len(self.run)}, prefill"
             room, trip = room_for(following, self.q)
             with self.axis.sharing(*trip, f"queries after {label}") as coming:
-                part = attend_cache(self.here[0], call, cache, chunk._replace(queries=stop.shard), call.most)
+                part = attend_cache(self.here[0], call, cache, chunk._replace(queries=step.keys), call.most)
             leaving.wait()
-            if stop.readers or stop.brought:
-                home = {r: Slices([x[r] for x in found], rows) for r, rows in stop.readers.items()}
-                away = {r: Slices(part, places.at) for r, places in stop.brought.items()}
+            if step.shown or step.brought:
+                home = {r: Slices([x[r] for x in found], rows) for r, rows in step.shown.items()}
+                away = {r: Slices(part, places.at) for r, places in step.brought.items()}
                 leaving = self.axis.move(away, home, what=f"partials of {label}")
             else:
                 for x, mine in zip(found, part, strict=True):

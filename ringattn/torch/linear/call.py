@@ -37,7 +37,7 @@ class Given(NamedTuple):
     initial_state: Tensor | None = None
 
 
-class Call:
+class LinearCall:
     """One kind of call."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Call:
 def bind(
     x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel: str, scan: str, gradients: bool, look: bool,
     return_state: bool | str,
-) -> Call:  # fmt: skip
+) -> LinearCall:  # fmt: skip
     """The call for these arguments. Raises the same error on all ranks if they, or with `look` a gate, are wrong."""
     kinds = tuple(None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in x)
     key = ("linear_attention", plan, docs, scale, kernel, scan, gradients, return_state, kinds)
@@ -100,7 +100,7 @@ def bind(
         asked, tensors = f"{scale} {kernel} {scan} {returned}", x._asdict()  # alike in a compiled call and an eager one
         words = agree.describe(plan, None, tensors, docs, call="linear_attention", gradients=gradients, asked=asked)
         agree.agree(plan, words, found)
-        call = Call(x, plan, docs, scale, kernel, scan, gradients, return_state)
+        call = LinearCall(x, plan, docs, scale, kernel, scan, gradients, return_state)
         call.words = words
         if not tangents:
             remember(plan.calls, key, call)
@@ -150,7 +150,7 @@ def of_numbers(x: Given, plan: Plan, docs: Docs | None) -> str | None:
 
 def selected(x: Given, kernel: str) -> LinearKernel:
     """The kernel. It is chosen by concrete sizes, even while a compiler traces with symbolic ones."""
-    problem = linear.Problem(
+    problem = linear.LinearProblem(
         device=x.q.device.type,
         dtype=str(x.q.dtype).removeprefix("torch."),
         head_dim=int(x.q.shape[-1]),

@@ -14,7 +14,7 @@ from ringattn.spec import Docs
 from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.handles import docs_of, plan_of, spread, starts_of, text_of
 from ringattn.torch.linear import function
-from ringattn.torch.linear.call import Call, Given, bind, empty_states, problem, rows, selected
+from ringattn.torch.linear.call import Given, LinearCall, bind, empty_states, problem, rows, selected
 
 
 def linear_op(
@@ -107,7 +107,7 @@ def backward_op(
     live = plan_of(plan, q.shape[1], q.shape[1])
     known = docs_of(docs, live.seq_len)
     given = Given(q, k, v, g, beta, initial)
-    call = Call(given, live, known, scale, kernel, scan, True, returned)
+    call = LinearCall(given, live, known, scale, kernel, scan, True, returned)
     before, every = (x if x.numel() else None for x in (start, kept))
     grads = function.backward(call, given, before, every, dout, dend)
     dq, dk, dv, dg, dbeta, dinitial = (start.new_empty(0) if x is None else x for x in grads)

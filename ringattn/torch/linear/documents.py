@@ -16,7 +16,7 @@ Documents are counted row by row of the batch, as many in each: document i of ro
 """
 
 from collections.abc import Callable
-from functools import cache, lru_cache, reduce
+from functools import cache, reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from ringattn.torch.linear.states import Exchange
 from ringattn.torch.sharding import local_positions
 
 if TYPE_CHECKING:
-    from ringattn.torch.linear.call import Call, Given
+    from ringattn.torch.linear.call import Given, LinearCall
 
 BLOCK = 64  # tokens: what a kernel computes at once, and about what a row costs beside its tokens, for its map
 LEVEL = 1024  # tokens: what a level costs on a GPU, where a launch waits for the level before; on a CPU nothing
@@ -124,7 +124,7 @@ class Documents:
         _, _, place, padding = self.places
         return x.flatten(0, 1).index_select(0, place).index_fill_(0, padding, 0).unflatten(0, self.tokens)
 
-    def inputs(self, call: "Call", given: "Given") -> Inputs:
+    def inputs(self, call: "LinearCall", given: "Given") -> Inputs:
         q, k, v, g, beta = (None if x is None else self.folded(x) for x in given[:5])
         assert q is not None and k is not None and v is not None
         return Inputs(q, k, v, g, beta, None, call.scale)
@@ -214,7 +214,6 @@ class Documents:
         return found.unflatten(0, (len(initial), -1))[:, 0]
 
 
-@lru_cache(maxsize=32)
 def documents_of(
     plan: Plan, docs: Docs, ring_rank: int, ulysses_rank: int, batch: int, device: torch.device
 ) -> Documents:
@@ -241,7 +240,7 @@ def row_length(tokens: Ints, level: int = 0) -> int:
     return min(options, key=cost)
 
 
-def forward(call: "Call", given: "Given") -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+def forward(call: "LinearCall", given: "Given") -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """(out, the state behind each document, and for backward the states before segments and before rows)."""
     assert call.documents is not None
     d, x, initial = call.documents, call.documents.inputs(call, given), call.documents.of_documents(given.initial_state)
@@ -259,7 +258,12 @@ def forward(call: "Call", given: "Given") -> tuple[Tensor, Tensor | None, Tensor
 
 
 def backward(
-    call: "Call", given: "Given", segments: Tensor | None, starts: Tensor | None, dout: Tensor, dend: Tensor | None
+    call: "LinearCall",
+    given: "Given",
+    segments: Tensor | None,
+    starts: Tensor | None,
+    dout: Tensor,
+    dend: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """As `function.backward`. Without the states before rows they are found again, from those before segments."""
     assert call.documents is not None

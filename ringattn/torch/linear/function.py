@@ -21,7 +21,7 @@ from ringattn.torch.bind import autocast, traced
 from ringattn.torch.dispatch import no_autocast, no_view, once
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.linear import documents, states
-from ringattn.torch.linear.call import Call, Given, bind, empty_states
+from ringattn.torch.linear.call import Given, LinearCall, bind, empty_states
 
 Found = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 Gradients = tuple[Tensor | None, ...]  # in the order of `Given`
@@ -65,7 +65,7 @@ class LinearAttention(torch.autograd.Function):
     """A bound call as autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, call: LinearCall, *tensors: Any) -> tuple[Tensor, Tensor | None]:
         out, end, start, kept = forward(call, Given(*tensors))
         ctx.call = call
         ctx.set_materialize_grads(False)  # no zeros as large as the states
@@ -79,7 +79,7 @@ class LinearAttention(torch.autograd.Function):
     backward = once(run_backward, "ringattn.linear_attention")
 
 
-def forward(call: Call, given: Given) -> Found:
+def forward(call: LinearCall, given: Given) -> Found:
     """(out, the state behind the last token), and for backward, if it will run, the state before each of this rank's
     segments, or before each chunk. With one state a document: the state behind each of them, the states before segments
     and, in the place of those before chunks, those before rows.
@@ -101,7 +101,7 @@ def forward(call: Call, given: Given) -> Found:
 
 
 def backward(
-    call: Call, given: Given, start: Tensor | None, kept: Tensor | None, dout: Tensor | None, dend: Tensor | None
+    call: LinearCall, given: Given, start: Tensor | None, kept: Tensor | None, dout: Tensor | None, dend: Tensor | None
 ) -> Gradients:
     """The gradients of the tensors, that of the initial state as this rank's share; `dend` is this rank's share too."""
     dout = torch.zeros_like(given.v) if dout is None else dout

@@ -24,6 +24,7 @@ from ringattn.torch.agree import watched
 from ringattn.torch.models import hf_generate, hf_linear, hf_trl, hf_vision
 from ringattn.torch.models.hf_attention import NAME, Call, hide_last, register, show_last, stretched
 from ringattn.torch.models.hf_choice import Spread, axes_of, source_of
+from ringattn.torch.models.hf_dealt import Dealt, dealt, joined
 from ringattn.torch.models.hf_kept import Kept, kept
 from ringattn.torch.models.hf_packed import IGNORED as IGNORED
 from ringattn.torch.models.hf_packed import documents, refuse_mask
@@ -50,15 +51,16 @@ def prepare(
     `hf.plan_of(model).explain()` shows the choice.
 
     model(input_ids, labels=, attention_mask=, position_ids=) gives `loss`, the mean over the real tokens of all
-    ranks, and `logits` [B, t, V] of this rank's tokens (plan.unshard joins them). Its gradients are this rank's share:
-    sum them over ranks, or set `averaged` for what averages them over all ranks, as DDP and FSDP do. With
-    `num_items_in_batch` the loss is a sum, divided by it. `logits_to_keep` gives the logits of those tokens, of the
-    last n or at given positions, on every rank. `attention_mask` [B, T] marks padding on either side; `position_ids`
-    that start again mark packed documents. `over` are further axes to average over (a data axis), or their names in the
-    mesh. Another length than the plan's is spread in the same way. Within peft's adapters or torch.compile, the inner
-    model is prepared; prepare before wrapping in DDP or FSDP. The model gets its own copy of its config, so others made
-    from that do not change. Token ids and labels are compared between the ranks of the plan, at first and then now and
-    then, unless `compare` is False.
+    ranks, and `logits` [B, t, V] of this rank's tokens (`hf.whole(model, logits)` joins them; with labels, rows that
+    are packed or padded are dealt out as one row without padding, unless a plan names another layout). Its gradients
+    are this rank's share: sum them over ranks, or set `averaged` for what averages them over all ranks, as DDP and FSDP
+    do. With `num_items_in_batch` the loss is a sum, divided by it. `logits_to_keep` gives the logits of those tokens,
+    of the last n or at given positions, on every rank. `attention_mask` [B, T] marks padding on either side;
+    `position_ids` that start again mark packed documents. `over` are further axes to average over (a data axis), or
+    their names in the mesh. Another length than the plan's is spread in the same way. Within peft's adapters or
+    torch.compile, the inner model is prepared; prepare before wrapping in DDP or FSDP. The model gets its own copy of
+    its config, so others made from that do not change. Token ids and labels are compared between the ranks of the plan,
+    at first and then now and then, unless `compare` is False.
     """
     bare = inner(model)
     source = source_of(plan, axes, seq_len)
@@ -81,6 +83,7 @@ def prepare(
         hf_linear.replace(layer)
     new = {
         "ringattn": Spread(source, over, is_counted(bare), compare, averaged),
+        "ringattn_last": None,  # how the latest batch was spread
         "local_forward": bare.forward,
         "forward": MethodType(named(type(bare)), bare),  # not a closure: a copy of the model runs its own weights
         "generate": MethodType(hf_generate.generate, bare),
@@ -111,6 +114,14 @@ class Before:
     attributes: dict[str, Any]
     configs: list[tuple[Any, str | None]]
     hooks: list[Any]
+
+
+def whole(model: Any, x: Tensor) -> Tensor:
+    """The whole rows [B, T, ...] of what the last call of a prepared model gave of this rank's tokens."""
+    bare = inner(model)
+    if getattr(bare, "ringattn_last", None) is None:
+        raise ValueError("nothing to join: call the prepared model first")
+    return joined(bare.ringattn_last, x)
 
 
 def unprepare(model: nn.Module) -> nn.Module:
@@ -212,8 +223,10 @@ def forward(
         return hf_generate.with_cache(self, cache, x, attention_mask, position_ids, logits_to_keep, kwargs)
     head = kwargs.pop("fused_lm_head", False)
     plan, given, later = cut(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)
+    one_row = self.ringattn_last if isinstance(self.ringattn_last, Dealt) else None
     if head:
         whole = targets_of(labels, shift_labels, None)  # TRL's labels ignore padding
+        whole = one_row.row(whole) if one_row and whole is not None else whole
         with hf_vision.cutting(self, later):
             return hf_trl.log_probs(self, plan, given, whole, shift_labels is not None, num_items_in_batch)
     kept = few(self, logits_to_keep, plan, following, given)
@@ -224,6 +237,7 @@ def forward(
     if kept is not None:
         return changed(output, logits=kept.join(output.logits))
     targets = targets_of(labels, shift_labels, attention_mask)
+    targets = one_row.row(targets) if one_row and targets is not None else targets
     return output if targets is None else with_loss(self, output, targets, plan, num_items_in_batch)
 
 
@@ -301,21 +315,38 @@ def cut(
         raise ValueError(f"{name} gives no logits, so it has no use for labels; prepare a ...ForCausalLM, for example")
     x = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
     x = {name: one for name, one in x.items() if one is not None}
-    call, media = Call(plan, where), hf_vision.media_of(self, kwargs)
-    own = torch.arange(T, device=next(iter(x.values())).device)[None]
-    later = hf_vision.Cut(call, (B, T), own, partial(plan.shard, compare=False))
+    media = hf_vision.media_of(self, kwargs)
     if self.ringattn.compare:
         hf_vision.compare(plan, {**media, "input_ids": input_ids})
+    own = torch.arange(T, device=next(iter(x.values())).device)[None]
+    positions = position_ids if position_ids is not None or media else counted(self, x, attention_mask)
+    one_row = None if labels is None or media else dealt(self, plan, where, attention_mask, (B, T))
+    self.ringattn_last = one_row or plan
     if media:
-        given = hf_vision.all_tokens({**x, **media, "position_ids": position_ids}, attention_mask, later)
+        later = hf_vision.Cut(Call(plan, where), (B, T), own, partial(plan.shard, compare=False))
+        given = hf_vision.all_tokens({**x, **media, "position_ids": positions}, attention_mask, later)
     else:
-        if position_ids is None:
-            position_ids = counted(self, x, attention_mask)
-        shards = {name: plan.shard(one, dim=1, compare=False) for name, one in x.items()}
-        given = {**shards, **later.positions(self, position_ids), "ringattn": call}
+        given, later = of_text(self, x, own if positions is None else positions, one_row, Call(plan, where)), None
     if labels is None:
         compare_data(plan, watched(plan))
-    return plan, {**given, "use_cache": False, **accepted(kwargs)}, later if media else None
+    return one_row.plan if one_row else plan, {**given, "use_cache": False, **accepted(kwargs)}, later
+
+
+def of_text(
+    self: Any, x: dict[str, Tensor], positions: Tensor, one_row: Dealt | None, call: Call
+) -> dict[str, Any]:
+    """What the model is called with of text alone: this rank's tokens."""
+    B, T = next(iter(x.values())).shape[:2]
+    positions = positions.expand(*positions.shape[:-2], B, T)
+    for rotary in stretched(self):
+        rotary.ringattn_last = positions.max()
+    if one_row:
+        call = Call(one_row.plan, one_row.docs)
+        x = {name: one_row.row(one) for name, one in x.items()}
+        rows = [one_row.row(one) for one in (positions if positions.dim() == 3 else [positions])]
+        positions = torch.stack(rows) if positions.dim() == 3 else rows[0]
+    shards = {name: call.plan.shard(one, dim=1, compare=False) for name, one in x.items()}
+    return {**shards, "position_ids": call.plan.shard(positions, dim=-1, compare=False), "ringattn": call}
 
 
 @torch.compiler.disable

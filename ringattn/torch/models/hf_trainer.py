@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from ringattn.comms import mesh as meshes
 from ringattn.planning import Plan
 from ringattn.torch.models import hf_accelerate, hf_model, hf_trl
+from ringattn.torch.models.hf_dealt import Dealt
 
 
 class OverRanks(hf_trl.Answers):
@@ -149,7 +150,10 @@ class OverRanks(hf_trl.Answers):
         """The rows of all tokens, of an output or of several [B, t, ...]."""
         if isinstance(x, list | tuple):
             return tuple(self.whole(one, B, T) for one in x)
-        plan = self.spread.local(hf_model.inner(self.model), T)
+        model = hf_model.inner(self.model)
+        plan, last = self.spread.local(model, T), model.ringattn_last
+        if isinstance(last, Dealt) and isinstance(x, Tensor) and x.shape[:2] == (1, last.plan.local_len):
+            return last.whole(x)
         if not isinstance(x, Tensor) or x.shape[:2] != (B, plan.local_len):
             found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"the model also gives {found}, which is not one row a token: name it in ignore_keys")

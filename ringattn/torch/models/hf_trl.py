@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ringattn.planning import Plan
+from ringattn.torch.models.hf_dealt import joined
 from ringattn.torch.models.hf_generate import numbers_of_the_first
 from ringattn.torch.models.hf_packed import IGNORED
 
@@ -35,12 +36,13 @@ def log_probs(self: Any, plan: Plan, given: dict[str, Any], targets: Tensor | No
         raise ValueError(f"{type(self).__name__} does not take fused_lm_head: TRL did not give it its head")
     if targets is None:
         raise ValueError("fused_lm_head without labels: there is nothing to give log-probabilities of")
+    last = self.ringattn_last
     mine = plan.shard(targets - IGNORED, dim=1, compare=self.ringattn.compare) + IGNORED  # also what padding predicts
     output = run(**given, fused_lm_head=True, shift_labels=mine)
     found = {}
     for name, x in output.items():
         if isinstance(x, Tensor) and x.shape == mine.shape:
-            x = plan.unshard(x.int()).bool() if x.dtype == torch.bool else plan.unshard(x)
+            x = joined(last, x.int()).bool() if x.dtype == torch.bool else joined(last, x)
             found[name] = x if shifted else x[:, :-1]
     count = found["label_mask"].sum().clamp(min=1) if items is None else items
     return type(output)(loss=-found["log_probs"].sum() / count, **found)

@@ -1,0 +1,57 @@
+"""Who holds what, and who meets whom: a notebook as a script (cells start with # %%).
+
+python examples/who_holds_what.py [FOLDER]
+
+Change the numbers in the first cell and look again: another length, layout, window or packing of documents. It needs
+no ranks and no GPU, since plans, layouts and masks are plain values.
+"""
+
+# %% What to look at
+import sys
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+import ringattn as ra
+from ringattn.cost import seen_pairs
+from ringattn.layout import LAYOUTS, Layout
+from ringattn.spec import bounds
+
+TOKENS, RANKS = 48, 4
+SPEC = ra.AttentionSpec(causal=True, window=None)
+DOCS = ra.Docs.from_lengths([14, 5, 21, 8])
+COLORS = "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#77aadd"
+FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
+
+# %% The mask: every query sees one interval of keys
+begin, end = bounds(SPEC, np.arange(TOKENS), TOKENS, docs=DOCS)
+for t in (0, 13, 14, 40):
+    print(f"query {t} sees keys {begin[0, t]} to {end[0, t] - 1}")
+
+# %% Who holds which tokens, by layout; a row of the mask has the colour of the rank that holds its query
+layouts = [Layout(name, TOKENS, RANKS) for name in LAYOUTS]
+layouts.append(ra.Plan(TOKENS, ring=RANKS, layout="balanced", docs=DOCS, work=SPEC).tokens)
+figure = Figure(figsize=(3 * len(layouts), 3.6), layout="constrained")
+for ax, layout in zip(figure.subplots(1, len(layouts)), layouts, strict=True):
+    for rank in range(RANKS):
+        for t in layout.positions(rank):
+            ax.add_patch(Rectangle((begin[0, t], t), end[0, t] - begin[0, t], 1, color=COLORS[rank], lw=0))
+            ax.add_patch(Rectangle((t, -3), 1, 2, color=COLORS[rank], lw=0))
+    ax.set(title=layout.name, xlim=(0, TOKENS), ylim=(TOKENS, -3), xlabel="keys", ylabel="queries", aspect="equal")
+figure.legend(
+    handles=[Patch(color=COLORS[r], label=f"rank {r}") for r in range(RANKS)], loc="outside lower center", ncols=RANKS
+)
+figure.savefig(FOLDER / "who-holds-what.png", dpi=120)
+
+# %% How much work each rank has, and with whose keys: rows are ranks, columns the ranks whose keys they see
+for layout in layouts:
+    counts = seen_pairs(layout, layout, SPEC, DOCS)
+    busiest = counts.sum(1).max() / counts.sum(1).mean()
+    print(f"\n{layout.name}: the busiest rank has {busiest:.2f} x the mean work; pairs of queries and keys:")
+    print(counts)
+
+# %% What a plan does with these documents, and what it expects
+plan = ra.plan(seq_len=131072, heads=(32, 8), head_dim=128)
+print(f"\n{plan.explain()}")

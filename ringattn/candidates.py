@@ -1,0 +1,219 @@
+"""The candidates of a plan: every legal strategy, split, layout and route, with its kernel and what it takes."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringattn import kernels
+from ringattn.cost import Shape, kv_heads_of_a_rank
+from ringattn.explain import Option
+from ringattn.kernels.rates import key_of, mask_of
+from ringattn.machine import ITEMS, Machine
+from ringattn.planning import Plan, Transport
+from ringattn.predict import Rates, predict
+from ringattn.spec import AttentionSpec, Docs
+
+ALIKE, EVEN = 1.01, 1.02  # the time over that of the fastest, and the busiest rank's work over the mean: no difference
+
+
+class Asked(NamedTuple):
+    """What candidates follow from."""
+
+    alone: Plan  # on one device
+    sizes: tuple[tuple[int, int], ...]
+    gpus: int | None  # of a host, if known
+    strategy: str
+    layout: str
+    spec: AttentionSpec
+    docs: Docs | None
+    dtype: str
+    transport: Transport
+    machine: Machine
+    measured: int = 0  # which rates of kernels are known
+
+    @property
+    def shape(self) -> Shape | None:
+        return self.alone.shape(ITEMS[self.dtype])
+
+    def problem(self, plan: Plan) -> kernels.Problem | None:
+        """The problem of a rank, if the plan has heads."""
+        if self.shape is None:
+            return None
+        arch = self.machine.arch if plan.device == self.machine.device else ()
+        return problem_of(plan, self.shape, self.spec, self.dtype, self.docs, arch)
+
+
+@lru_cache(maxsize=64)
+def compared(asked: Asked) -> tuple[Option, ...]:
+    """The candidates with what they take: those that fit in memory first, and of these the fastest.
+
+    With documents, of equals the one that receives least.
+    """
+    shape, machine = asked.shape, asked.machine
+    assert shape is not None
+    found = []
+    for plan in candidates(asked.alone, asked.sizes, asked.strategy, asked.layout, asked.spec, asked.docs):
+        problem = asked.problem(plan)
+        assert problem is not None
+        names, rates = rates_of(problem, plan, machine)
+        for way in routed(plan, asked, rates.narrow):
+            own = asked.gpus or machine.gpus
+            if asked.transport.hosts is not None and plan.ring > 1:
+                own = plan.ring * plan.ulysses // asked.transport.hosts
+            found.append(
+                Option(way, names, predict(way, shape, asked.spec, asked.docs, machine.replace(gpus=own), rates))
+            )
+    least = min(one.cost.seconds for one in found)
+
+    def order(one: Option) -> tuple[Any, ...]:
+        cost, both = one.cost, (one.cost.forward, one.cost.backward)
+        alike = asked.docs is not None and cost.seconds <= ALIKE * least and cost.imbalance <= EVEN
+        received = tuple(sum(getattr(x, name) for x in both) for name in ("between_bytes", "within_bytes"))
+        return cost.memory > machine.memory, *((0, received) if alike else (1, cost.seconds))
+
+    return tuple(sorted(found, key=order))
+
+
+def rates_of(problem: kernels.Problem, plan: Plan, machine: Machine) -> tuple[str, Rates]:
+    """The kernel that would run for a problem, forward and backward, and its rates on the machine."""
+    names = [chosen(problem, plan, backward) for backward in (False, True)]
+    rates = [rate_of(name, problem, machine, backward) for backward, name in zip((False, True), names, strict=True)]
+    narrow = names[1] in kernels.BY_NAME and kernels.BY_NAME[names[1]].narrow
+    return names[0], Rates(rates[0], rates[1], narrow)
+
+
+def chosen(problem: kernels.Problem, plan: Plan, backward: bool) -> str:
+    """The name of the kernel of a pass; "none" if all refuse, which the report or the call says."""
+    try:
+        if plan.framework == "jax":
+            from ringattn.kernels import pallas
+
+            return str(pallas.select(problem, plan.kernel).name)
+        return kernels.select(problem, plan.kernel, backward=backward).name
+    except NotImplementedError:
+        return "none"
+
+
+def rate_of(name: str, problem: kernels.Problem, machine: Machine, backward: bool) -> float:
+    """Flops a second: of the description's row for this kernel, else as measured, else of the dtype."""
+    mask = "rectangles" if problem.rectangles else problem.mask
+    key = key_of(name, (0, 0), mask, (problem.head_dim, problem.value_dim)).split("/", 1)[1]
+    if ITEMS[problem.dtype] == 2:
+        if key in machine.rates:
+            return machine.rates[key][backward] * 1e12
+        if measured := problem.rate(name, backward):
+            return measured * 1e12
+    return machine.rate((problem.dtype, "float32"))[backward]
+
+
+def routed(plan: Plan, asked: Asked, narrow: bool) -> list[Plan]:
+    """The plan with each route that it may take over the hosts that its ring would lie on."""
+    how = asked.transport
+    if how.grads == "auto":
+        how = how.replace(grads="input" if narrow and plan.ring > 1 and plan.framework == "torch" else "float32")
+    hosts = how.hosts or hosts_of_ring(plan, asked.gpus)
+    ways = [how.route]
+    if how.route == "auto" and hosts is not None and 1 < hosts < plan.ring and plan.framework == "torch":
+        ways = ["levels", "relay"] if plan.strategy == "ring" else ["levels"]
+    return [plan.replace(transport=settled(how.replace(route=way), plan, hosts)) for way in ways]
+
+
+def hosts_of_ring(plan: Plan, gpus: int | None) -> int | None:
+    """On how many hosts a ring lies, if each has equally many of its ranks; None if not, or if nothing is known."""
+    if gpus is None or plan.framework == "jax":
+        return None
+    each = max(1, gpus // plan.ulysses)
+    return 1 if plan.ring <= each else plan.ring // each if plan.ring % each == 0 else None
+
+
+def candidates(
+    alone: Plan, sizes: Sequence[tuple[int, int]], strategy: str, layout: str, spec: AttentionSpec, docs: Docs | None
+) -> list[Plan]:
+    """Every plan that spreads `alone` over one of these sizes; strategy and layout vary if they are "auto"."""
+    found = []
+    for ring, ulysses in sizes:
+        if len(sizes) > 1 and (
+            (alone.heads is not None and alone.heads[0] % ulysses) or (strategy == "ulysses" and ring > 1)
+        ):
+            continue
+        names = ("ulysses",) if ring == 1 else ("ring", "gather")
+        layouts = ("contiguous",) if ring == 1 or not spec.causal else ("zigzag", "contiguous")
+        if ring > 1 and docs is not None:
+            layouts = (*layouts, "striped")  # equal work for any documents
+            if alone.framework == "torch" and docs.first is not None:
+                layouts = (*layouts, "balanced")
+        found += [
+            alone.replace(ring=ring, ulysses=ulysses, strategy=s, layout=one, **dealt(one, docs, spec))
+            for s in (names if strategy == "auto" else (strategy,))
+            for one in (layouts if layout == "auto" else (layout,))
+        ]
+    if not found:
+        size = sizes[0][0] * sizes[0][1]
+        raise ValueError(
+            f"strategy={strategy!r} over {size} ranks needs query heads that {size} divides, and there are "
+            f"{alone.heads and alone.heads[0]}; use strategy='ring', 'gather' or 'auto'"
+        )
+    return found
+
+
+def dealt(layout: str, docs: Docs | None, spec: AttentionSpec) -> dict[str, Any]:
+    """What a layout that is made for documents and their work needs."""
+    return {"docs": docs, "work": AttentionSpec(spec.causal, spec.window)} if layout == "balanced" else {}
+
+
+def factored(size: int) -> list[tuple[int, int]]:
+    """Every (ring, ulysses) whose product is `size`."""
+    return [(size // u, u) for u in range(1, size + 1) if size % u == 0]
+
+
+def settled(transport: Transport, plan: Plan, hosts: int | None) -> Transport:
+    """The transport with every choice made that all ranks must share, for a ring on so many hosts (None: unknown)."""
+    hosts = hosts if transport.hosts is None else transport.hosts
+    if plan.ring == 1 and hosts is not None:
+        hosts = 1  # a ring of one rank lies on one host
+    route = transport.route
+    if route == "auto":
+        route = "relay" if hosts is None else route_over(hosts, plan.ring)
+    return transport.replace(route=route, hosts=hosts or 1)
+
+
+def route_over(hosts: int, ring: int) -> str:
+    """The default route for a ring on this many hosts."""
+    if hosts == 1:
+        return "direct"
+    return "levels" if ring > hosts else "relay"
+
+
+def dtype_of_gradients(asked: Asked, plan: Plan) -> str:
+    """The dtype in which gradients travel by default: that of the inputs if the expected kernel rounds them to it."""
+    if plan.framework == "jax" or plan.ring == 1:
+        return "float32"
+    name = plan.kernel
+    if name not in kernels.BY_NAME and plan.device == "cuda":
+        typical = Shape(plan.seq_len, plan.keys.seq_len, 32, 8, 128, 128)
+        arch = asked.machine.arch
+        name = chosen(problem_of(plan, asked.shape or typical, asked.spec, asked.dtype, asked.docs, arch), plan, True)
+    return "input" if name in kernels.BY_NAME and kernels.BY_NAME[name].narrow else "float32"
+
+
+def problem_of(
+    plan: Plan, shape: Shape, spec: AttentionSpec, dtype: str, docs: Docs | None, arch: tuple[int, ...]
+) -> kernels.Problem:
+    """The problem of one rank, as far as a plan knows it."""
+    lengths = np.array([[shape.key_len]]) if docs is None else np.diff(docs.starts)
+    return kernels.Problem(
+        device=plan.device,
+        dtype=dtype,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        heads=shape.heads // plan.ulysses,
+        kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
+        softcap=spec.softcap is not None,
+        rectangles=spec.window is None and docs is None,  # stripes may still cut a step into too many rectangles
+        mask=mask_of(lengths, spec.causal, spec.window, alone=plan.ring == 1),
+        arch=(arch[0], arch[1]) if arch else None,
+        deterministic=plan.deterministic,
+        rows=plan.tokens.shard_len * (shape.heads // plan.ulysses),
+    )

@@ -1,0 +1,236 @@
+"""What a plan takes on a machine: seconds forward and backward, bytes over both kinds of links, memory.
+
+A `Course` is what the ranks of a ring do, step by step, from the true pairs and ranges: the work of each step, and what
+must arrive before it, within a host and between hosts. A step starts when its keys are there and the one before it is
+done. Both kinds of links carry transfers one after the other, at the same time as the work:
+
+    seconds = max over steps i of (arrival of i + work of i and of all later steps)
+
+Plain numpy: milliseconds for a thousand ranks, the same on every rank. Of a large ring some ranks are computed.
+"""
+
+from functools import lru_cache
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+
+from ringattn.cost import Shape, kv_heads_of_a_rank, replicas, seen_pairs
+from ringattn.layout import Layout
+from ringattn.machine import Machine
+from ringattn.mask import pieces
+from ringattn.planning import Plan
+from ringattn.schedule import growing, seen
+from ringattn.spec import AttentionSpec, Docs
+
+EXACT, SOME, SAMPLES = 64, 16, 8192  # rings up to EXACT ranks are computed whole, of larger ones SOME ranks
+MEASURED = 2**20  # queries x heads of the calls whose rates are measured
+BACKWARD = 2.5  # times the flops of forward
+
+
+class Course(NamedTuple):
+    """[rank, step] of some ranks of a ring: the pairs of each step, and the tokens of keys that arrive before it."""
+
+    ranks: np.ndarray
+    pairs: np.ndarray
+    near: np.ndarray  # tokens within a host
+    far: np.ndarray  # tokens between hosts
+    sender: np.ndarray  # the rank from which a step's first block comes
+    passed: np.ndarray  # whether it is passed on from step to step
+
+
+class Pass(NamedTuple):
+    """Seconds of one pass over a layer's attention."""
+
+    seconds: float
+    work: float  # of the mean rank
+    within: float  # seconds in which links within hosts carry something
+    between: float
+    within_bytes: float  # a rank receives
+    between_bytes: float
+
+    @property
+    def exposed(self) -> float:
+        return max(0.0, self.seconds - self.work)
+
+
+class Cost(NamedTuple):
+    """What a plan takes for attention of one layer."""
+
+    forward: Pass
+    backward: Pass
+    memory: float  # bytes of a rank at the peak of backward
+    imbalance: float  # work of the busiest rank over the mean
+
+    @property
+    def seconds(self) -> float:
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def exposed(self) -> float:
+        return self.forward.exposed + self.backward.exposed
+
+
+class Rates(NamedTuple):
+    """Flops a second of the kernel that runs, forward and backward, and whether its gradients are 16-bit."""
+
+    forward: float
+    backward: float
+    narrow: bool = False
+
+
+class Spread(NamedTuple):
+    """What a course follows from: where queries and keys are, how they meet, and on hosts of how many GPUs."""
+
+    queries: Layout
+    keys: Layout
+    hosts: int  # that the route assumes
+    gpus: int
+    spec: AttentionSpec
+    docs: Docs | None
+    every: bool = False  # all ranks of the ring, not some
+
+
+@lru_cache(maxsize=256)
+def shown(
+    queries: Layout, keys: Layout, spec: AttentionSpec, docs: Docs | None, some: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The ranks that are computed, and [rank, block]: the pairs that each sees, the tokens of keys that it reads."""
+    ring = queries.ring
+    ranks = np.unique(np.linspace(0, ring - 1, SOME).astype(int)) if some else np.arange(ring)
+    pairs = seen_pairs(queries, keys, spec, docs, ranks, *([SAMPLES] if docs is None else []))
+    if ring > EXACT:
+        return ranks, pairs, np.where(pairs > 0, keys.shard_len, 0)
+    asking, held = ([layout.shard(rank) for rank in range(ring)] for layout in (queries, keys))
+    schedule = seen(spec, pieces(queries.length, keys.length, docs), asking, held, alone=queries.by_document)
+    if schedule.parts is None:
+        return ranks, pairs, schedule.needed * schedule.length
+    parts = schedule.parts
+    return ranks, pairs, np.bincount(parts.cell, parts.end - parts.begin, ring * ring).reshape(ring, ring)
+
+
+@lru_cache(maxsize=64)
+def course(spread: Spread, together: int) -> Course:
+    """The steps of the ranks, each with up to so many blocks."""
+    ring, ulysses, hosts, gpus = spread.queries.ring, spread.queries.ulysses, spread.hosts, spread.gpus
+    size, block = ring // hosts, spread.keys.shard_len
+    some = ring > EXACT and not spread.every
+    ranks, pairs, tokens = shown(spread.queries, spread.keys, spread.spec, spread.docs, some)
+    r, at = ranks[:, None], np.arange(len(ranks))[:, None]
+    host, place = np.divmod(r, size)
+    o, d = (x.ravel() for x in np.mgrid[:hosts, :size])  # distances between hosts, and within one
+    met = (tokens[at, (host - o) % hosts * size + (place - d) % size] > 0).any(0).reshape(hosts, size)
+    rounds = [0, *(np.flatnonzero(met[1:].any(1)) + 1).tolist()]
+    read = tokens[at, host * size + (place - np.arange(size)) % size].T  # [distance, rank], on the rank's own host
+    visits = [[0], *growing((np.flatnonzero(met[:, 1:].any(0)) + 1).tolist(), read, block, together)]
+    near = [i for visit in visits for i in visit]
+    first = np.cumsum([0, *map(len, visits[:-1])])
+    starts = (np.arange(len(rounds))[:, None] * len(near) + first).ravel()
+    o, d = np.repeat(rounds, len(near)), np.tile(near, len(rounds))
+    passed = (d == 0) & (o > 0)
+    gap = passed * np.repeat(np.diff(rounds, prepend=0), len(near))  # hosts from the holder before
+    source = (host - o) % hosts * size + (place - d) % size
+    sender = np.where(d == 0, (r - gap * size) % ring, host * size + (place - d) % size)
+    arrive = np.where(passed, block, tokens[at, source]) * (sender != r)
+    remote = r * ulysses // gpus != sender * ulysses // gpus
+    cells = (pairs[at, source], arrive * ~remote, arrive * remote)
+    work, inside, across = (np.add.reduceat(x, starts, axis=1) for x in cells)
+    return Course(ranks, work, inside, across, sender[:, starts], passed[starts])
+
+
+def arrivals(steps: Course, machine: Machine, token_bytes: float, sending: int) -> np.ndarray:
+    """[rank, step]: when the keys of a step are there, if a token has so many bytes and so many GPUs of a host send.
+
+    Transfers from owners follow each other on a link. A block that is passed on waits for the slowest hop before it.
+    """
+    near, far, some = steps.near * token_bytes, steps.far * token_bytes, steps.near + steps.far > 0
+    near_time, far_time = machine.inside.transfer(near, sending), machine.between.transfer(far, sending)
+    late = np.where(steps.far > 0, machine.between.latency, machine.inside.latency) * some
+    onward = (near_time + far_time + late)[:, steps.passed].max(0)
+    near_time[:, steps.passed], far_time[:, steps.passed], late[:, steps.passed] = 0, onward, 0
+    return (np.maximum(np.cumsum(near_time, 1), np.cumsum(far_time, 1)) + late) * some
+
+
+def finished(steps: Course, arrival: np.ndarray, work: np.ndarray) -> float:
+    """When the last rank is done."""
+    if steps.passed[1:].all():  # one waits for the other
+        work, arrival = work.max(0, keepdims=True), arrival.max(0, keepdims=True)
+    later = np.cumsum(work[:, ::-1], axis=1)[:, ::-1]
+    return float((arrival + later).max())
+
+
+def one_pass(
+    plan: Plan, shape: Shape, steps: Course, machine: Machine, rate: float, flops: float, token_bytes: float, back: bool
+) -> Pass:
+    """`flops` a pair; a token of keys takes `token_bytes` on its way, both ways together."""
+    gpus, ring, ulysses = machine.gpus, plan.ring, plan.ulysses
+    sending = min(gpus, ring * ulysses)
+    rows = shape.batch * plan.tokens.shard_len * shape.heads / ulysses
+    slower = (1 + machine.half[back] / rows) / (1 + machine.half[back] / MEASURED)
+    work = steps.pairs * (slower * flops / ulysses / rate) + machine.launch[back] * (steps.pairs > 0)
+    swap_near, swap_far, within, between = 0.0, 0.0, 0.0, 0.0
+    if plan.strategy == "gather" and ring > 1:
+        local = max(1, min(gpus // ulysses, ring))
+        block = plan.keys.tokens.shard_len * token_bytes
+        swap_near, swap_far = (ring - 1) * block, (ring - local) * block / local
+        seconds = float(work.sum(1).max())
+    else:
+        near, far = steps.near * token_bytes, steps.far * token_bytes
+        seconds = finished(steps, arrivals(steps, machine, token_bytes, sending), work)
+        within, between = float(near.sum(1).max()), float(far.sum(1).max())
+    if ulysses > 1:
+        here = gcd(ulysses, gpus)
+        total = shape.q_bytes(plan.local_len)
+        total += shape.kv_bytes(plan.keys.local_len, shape.kv_heads * replicas(shape.kv_heads, ulysses))
+        swap_near += total * (here - 1) / ulysses
+        swap_far += total * (ulysses - here) / ulysses
+    swap = machine.inside.transfer(swap_near, sending) + machine.between.transfer(swap_far, sending)
+    if swap:
+        late = 2 * (machine.between.latency if swap_far else machine.inside.latency)
+        groups = plan.groups_for(shape)
+        seconds = max(seconds + (swap + late) / groups, swap + late + seconds / groups)
+        seconds += (groups - 1) * len(steps.passed) * machine.launch[back]
+    within, between = within + swap_near, between + swap_far
+    times = machine.inside.transfer(within, sending), machine.between.transfer(between, sending)
+    return Pass(float(seconds), float(work.sum(1).mean()), *map(float, (*times, within, between)))
+
+
+def predict(
+    plan: Plan, shape: Shape, spec: AttentionSpec, docs: Docs | None, machine: Machine, rates: Rates
+) -> Cost:  # fmt: skip
+    """What the plan takes on the machine, with a kernel of these rates."""
+    kv_heads = kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
+    out = shape.kv_bytes(1, kv_heads)
+    grads = 1.0 if rates.narrow or shape.itemsize > 2 else 2.0  # gradients travel in float32, or as the inputs
+    block = out * plan.keys.tokens.shard_len
+    room = plan.transport.together or max(1, int(machine.room // block))
+    less = plan.transport.together or max(1, int(machine.room / (1 if grads == 1 else 4) // block))  # as ring steps do
+    spread = Spread(plan.tokens, plan.keys.tokens, plan.hosts, machine.gpus, spec, docs)
+    one = plan.tokens.by_document
+    steps = course(spread, 1 if one else min(room, plan.ring))
+    back = steps if one or min(less, plan.ring) == min(room, plan.ring) else course(spread, less)
+    forward = one_pass(plan, shape, steps, machine, rates.forward, shape.flops_a_pair, out, False)
+    flops = BACKWARD * shape.flops_a_pair
+    backward = one_pass(plan, shape, back, machine, rates.backward, flops, out * (1 + grads), True)
+    whole = steps.pairs.sum(1)
+    imbalance = float(whole.max() / max(whole.mean(), 1.0))
+    return Cost(forward, backward, memory(plan, shape, back, grads), imbalance)
+
+
+# Beside q, k, v, out and their gradients: with our kernel, with one that returns gradients in 16 bits, of heads that
+# are exchanged at once, and of gradients that travel (benchmarks/ring-h200.jsonl).
+OURS, VENDOR, EXCHANGED, TRAVELS = 0.48, 1.0, 1.1, 1.75
+
+
+def memory(plan: Plan, shape: Shape, steps: Course, grads: float) -> float:
+    """Bytes of q, k, v, out, their gradients and lse, and of what a call needs beside them at its peak."""
+    local, kv_heads = plan.local_len, kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
+    held = 2 * (shape.q_bytes(local) + shape.kv_bytes(local, shape.kv_heads)) + 4 * shape.batch * local * shape.heads
+    token = shape.kv_bytes(1, kv_heads) * (1 + TRAVELS * grads)
+    if not plan.swaps:
+        return held * (1 + (VENDOR if grads == 1 else OURS)) + float((steps.near + steps.far).max()) * token
+    if plan.strategy == "gather":
+        at_once = plan.keys.tokens.shard_len * plan.ring * token + held * (EXCHANGED - 1 + (grads == 1))
+    else:
+        at_once = held * EXCHANGED + float((steps.near + steps.far).max()) * token
+    return held * (1 + OURS) + at_once / plan.groups_for(shape)

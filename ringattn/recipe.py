@@ -1,0 +1,239 @@
+"""The recipe of a call: all that one rank decides before anything moves or computes. Plain Python; print it.
+
+It depends on the plan, the spec, the documents and the shapes, never on the numbers in tensors. A framework carries it
+out, step by step.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringattn.cost import Shape, kv_heads_of_a_rank
+from ringattn.kernels import Kernel, Problem, select
+from ringattn.kernels.intervals import Intervals, rectangles_of
+from ringattn.kernels.rates import mask_of
+from ringattn.layout import Shard, to_local
+from ringattn.mask import Mask, schedule_of
+from ringattn.planning import Plan
+from ringattn.schedule import Round, Schedule, Step, joined
+
+LONG = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
+
+
+class Sight:
+    """The keys that the queries of one ring rank see, on the host."""
+
+    def __init__(self, mask: Mask, rank: int):
+        self.mask, self.rank = mask, rank
+        self.made: dict[Shard, Any] = {}
+
+    def at(self, keys: Shard) -> Any:
+        """The queries' intervals among these keys, made once; None if they see none."""
+        if keys not in self.made:
+            self.made[keys] = self.among(keys)
+        return self.made[keys]
+
+    @cached_property
+    def seen(self) -> Any:
+        """The keys [begin, end) that each query sees."""
+        return self.mask.bounds(self.mask.plan.tokens.shard(self.rank))
+
+    def among(self, keys: Shard) -> Any:
+        begin, end = (side.astype(np.int32) for side in to_local(keys, *self.seen))
+        return Intervals(begin, end, rectangles_of(begin, end) if len(begin) == 1 else None, (begin, end))
+
+
+class Pass(NamedTuple):
+    """The forward or the backward pass of one rank, and the kernel that serves all of its steps."""
+
+    rounds: tuple[Round, ...]
+    kernel: Kernel
+
+    @property
+    def alone(self) -> Step | None:
+        """The only step, if there is only one and nothing travels."""
+        (first, *others), (step, *more) = self.rounds, self.rounds[0].steps
+        travels = others or more or first.hop or first.home or step.readers or step.company
+        return None if travels else step
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One kind of call on one rank. Equal recipes are carried out alike."""
+
+    mask: Mask
+    shape: Shape  # of the whole sequence and all heads
+    device: str
+    dtype: str
+    arch: tuple[int, int] | None = None  # a GPU's compute capability
+    rank: int = 0  # of the ring
+    deterministic: bool = False
+    gradients: bool = True
+    sight: Sight | None = field(default=None, compare=False, repr=False)  # the framework's; None: on the host
+
+    @property
+    def plan(self) -> Plan:
+        return self.mask.plan
+
+    @property
+    def gathers(self) -> bool:
+        """Whether all keys arrive at once, before the only step."""
+        return self.plan.strategy == "gather"
+
+    @cached_property
+    def groups(self) -> int:
+        """The number of groups of heads, of which one travels while another is computed."""
+        return self.plan.groups_for(self.shape) if self.plan.swaps else 1
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The query and the key heads of one group on one rank."""
+        size, shape = self.plan.ulysses, self.shape
+        return shape.heads // size // self.groups, kv_heads_of_a_rank(shape.kv_heads, size) // self.groups
+
+    @property
+    def narrow(self) -> bool:
+        """Whether gradients travel in the dtype of the inputs."""
+        return self.plan.transport.grads == "input"
+
+    @cached_property
+    def forward(self) -> Pass:
+        rounds = self.rounds(1)
+        return Pass(rounds, self.kernel(rounds))
+
+    @cached_property
+    def backward(self) -> Pass:
+        """If float32 gradients travel, a step brings fewer blocks."""
+        rounds = self.rounds(1 if self.narrow else 4)
+        kernel = self.kernel(rounds, backward=True)
+        parted = self.gathers or kernel.load().parted
+        return Pass(tuple(replace(r, steps=self.in_backward(r.steps, parted)) for r in rounds), kernel)
+
+    def rounds(self, times: int) -> tuple[Round, ...]:
+        """The rounds of a pass in which a block takes so many times the memory of its keys and values."""
+        plan, layout = self.plan, self.plan.keys.tokens
+        sight = self.sight or Sight(self.mask, self.rank)
+        if self.gathers:
+            everything = (range(layout.padded_length),)
+            return Schedule(np.ones((1, 1), bool), layout.padded_length, shards=[everything]).rounds(0, sight=sight)
+        together = plan.blocks_at_once(times * self.shape.kv_bytes(layout.shard_len, self.heads[1]))
+        return schedule_of(self.mask).rounds(self.rank, plan.hosts, together, sight)
+
+    def in_backward(self, steps: Sequence[Step], parted: bool) -> tuple[Step, ...]:
+        """The order of a round's steps: where to put home, the step that needs no transfer, so that it hides most.
+
+        With kernels that compute some gradients without the others home is first and hides the first hop. With others
+        it is last and hides the last gradients; if that is worth another launch, half of home's heads are first and the
+        other half last.
+        """
+        home, *others = steps
+        heads, kv_heads = self.heads
+        half = kv_heads // 2
+        if parted:
+            return (home, *others)
+        if not half or not others or self.plan.tokens.shard_len < LONG or not home.where:
+            return (*others, home)
+        cut = half * (heads // kv_heads)
+        first, last = (slice(cut), slice(half)), (slice(cut, None), slice(half, None))
+        return replace(home, heads=first), *others, replace(home, heads=last)
+
+    def kernel(self, rounds: Sequence[Round], backward: bool = False) -> Kernel:
+        """The kernel for all steps. Some need steps that are few rectangles.
+
+        On GPUs "auto" does not rely on that with documents: other kernels are faster there.
+        """
+        packed = self.mask.docs is not None or self.mask.key_docs is not None
+        slower = packed and self.plan.kernel == "auto" and self.device == "cuda"
+        return self.selected(not slower and are_rectangles(rounds), backward)
+
+    def selected(self, rectangles: bool, backward: bool = False) -> Kernel:
+        """The kernel for steps that all are few `rectangles`, or are not."""
+        (heads, kv_heads), shape = self.heads, self.shape
+        _, keys, docs, key_docs = self.mask.arguments
+        lengths = np.array([[keys]]) if docs is None else np.diff(docs.starts)
+        alone = self.plan.ring == 1 and len(lengths) == 1 and key_docs is None
+        spec = self.mask.spec
+        problem = Problem(
+            self.device, self.dtype, shape.head_dim, shape.value_dim, heads, kv_heads, spec.softcap is not None,
+            rectangles, arch=self.arch, deterministic=self.deterministic,
+            rows=shape.batch * self.plan.tokens.shard_len * heads,
+            mask=mask_of(lengths, spec.causal, spec.window, alone),
+        )  # fmt: skip
+        return select(problem, self.plan.kernel, backward=backward)
+
+    def refused(self) -> NotImplementedError | None:
+        """Why no kernel serves every step of every rank: the same error on all ranks, before anything is sent.
+
+        Some kernels run rectangles only, and whether a rank's steps are few rectangles depends on the rank. Every rank
+        can make the steps of all ranks, and does so only if the choice of the kernel depends on them.
+        """
+        why = self.reason(rectangles=False)
+        if why is None:
+            return None
+        if alike := self.reason(rectangles=True):
+            return alike
+        ranks = (replace(self, rank=rank, sight=None) for rank in range(self.plan.ring))
+        wrong = ", ".join(str(one.rank) for one in ranks if not one.few_rectangles)
+        return NotImplementedError(f"{why} (the steps of ring rank {wrong} are not few rectangles)") if wrong else None
+
+    def reason(self, rectangles: bool) -> NotImplementedError | None:
+        try:
+            self.selected(rectangles)
+        except NotImplementedError as error:
+            return error
+        return None
+
+    @property
+    def few_rectangles(self) -> bool:
+        """Whether every step of both passes is few rectangles."""
+        passes = (1, 1 if self.narrow else 4) if self.gradients else (1,)
+        return all(are_rectangles(self.rounds(times)) for times in passes)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        shape, plan = self.shape, self.plan
+        groups = f" in {self.groups} groups, one of which travels while another is computed" * (self.groups > 1)
+        heads = f"{shape.heads} query and {shape.kv_heads} key heads of {shape.head_dim}, values of {shape.value_dim}"
+        yield f"{plan}"
+        yield f"  {self.mask.spec}; {'no documents' if self.mask.docs is None else self.mask.docs}"
+        yield f"  ring rank {self.rank}: batch {shape.batch}, {heads}, {self.dtype} on {self.device}{groups}"
+        grads = self.dtype if self.narrow else "float64" if self.dtype == "float64" else "float32"
+        passes = [("forward", self.forward, f"keys and values travel in {self.dtype}")]
+        if self.gradients:
+            passes.append(("backward", self.backward, f"the same, and their gradients in {grads}"))
+        for name, one, what in passes:
+            travels = f"; {what}" * (one.alone is None or self.gathers)
+            yield f"{name}: kernel {one.kernel.name}{travels}"
+            for i, held in enumerate(one.rounds, start=1):
+                if len(one.rounds) > 1:
+                    hop = f", and sends it {held.hop.shift} ranks on" if held.hop and held.hop.send else ""
+                    yield f"  round {i}: holds block {held.held}{hop}"
+                yield from (f"    step {j}: {line_of(step)}" for j, step in enumerate(held.steps, start=1))
+
+
+def are_rectangles(rounds: Sequence[Round]) -> bool:
+    """Whether every step is few rectangles."""
+    return all(s.where.rectangles is not None for one in rounds for s in one.steps if s.where is not None)
+
+
+def line_of(step: Step) -> str:
+    """What is here in a step, and what others read meanwhile."""
+    parts = [f"keys {in_words(step.keys)}" if step.sources else "no work"]
+    if step.heads:
+        parts[0] = f"query heads {step.heads[0].start or 0} to {step.heads[0].stop or 'the last'}, " + parts[0]
+    if step.brought:
+        parts.append(f"from {', '.join(f'rank {rank}' for rank in step.brought)}")
+    parts += [f"rank {reader} reads {in_words(ranges)} of block {step.held}" for reader, ranges in step.shown.items()]
+    return "; ".join(parts)
+
+
+def in_words(shard: Sequence[range], most: int = 4) -> str:
+    """Ranges as people read them."""
+    ranges = joined(shard)
+    each = [f"[{r.start}, {r.stop}){f' by {r.step}' * (r.step > 1)}" for r in ranges[:most]]
+    return " ".join(each) + f" and {len(ranges) - most} more" * (len(ranges) > most)

@@ -1,0 +1,72 @@
+"""Batches of packed or padded rows as one row of real tokens, whose documents are dealt out over the ranks by work.
+
+B batch   T all tokens of a row   n real tokens of the batch   t those of this rank
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringattn.planning import Plan
+from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch.models.hf_choice import Choice, attention_of
+from ringattn.torch.models.hf_linear import linear_layers
+
+
+class Dealt(NamedTuple):
+    """A batch [B, T] as one row of its real tokens, and the plan for its documents."""
+
+    plan: Plan
+    docs: Docs
+    real: Tensor  # [n]: which of the B * T tokens
+    shape: tuple[int, int]
+
+    def row(self, x: Tensor) -> Tensor:
+        """[B or 1, T, ...] as [1, n, ...]."""
+        whole = x.expand(*self.shape, *x.shape[2:]).flatten(0, 1)
+        return whole.index_select(0, self.real.to(x.device))[None]
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The rows [B, T, ...] of all ranks' [1, t, ...]; zeros for padding."""
+        (found,) = self.plan.unshard(x)
+        room = found.new_zeros(self.shape[0] * self.shape[1], *found.shape[1:])
+        return room.index_copy(0, self.real.to(x.device), found).unflatten(0, self.shape)
+
+
+def joined(last: Dealt | Plan, x: Tensor) -> Tensor:
+    """The rows of all ranks' tokens."""
+    return last.whole(x) if isinstance(last, Dealt) else last.unshard(x)
+
+
+def dealt(
+    model: Any, plan: Plan, docs: Docs | None, attention_mask: Tensor | None, shape: tuple[int, int]
+) -> Dealt | None:
+    """The batch as one row, if the model's plans leave the layout open, or deal out documents, and the batch has some.
+
+    A compiled graph holds its plan, so it keeps the one that is the same for all batches.
+    """
+    source = model.ringattn.source
+    is_open = isinstance(source, Choice) and source.layout == "auto"
+    if docs is None or plan.ring == 1 or not (is_open or plan.layout == "balanced"):
+        return None
+    if linear_layers(model) or compiled(model):
+        return None
+    real = np.ones(shape, bool) if attention_mask is None else attention_mask.bool().numpy(force=True)
+    edges = np.unique(docs.starts + shape[1] * np.arange(shape[0])[:, None])
+    before = np.append(0, np.cumsum(real))
+    lengths = np.diff(before[np.append(edges, real.size)])
+    if not before[-1]:
+        return None
+    spec: AttentionSpec = attention_of(model).get("spec", AttentionSpec())
+    work = plan.work or AttentionSpec(spec.causal, spec.window)
+    row = Docs.from_lengths(lengths[lengths > 0])
+    open_plan = plan.replace(seq_len=row.length, key_len=None, layout="balanced", work=work)
+    return Dealt(open_plan.for_docs(row), row, torch.from_numpy(np.flatnonzero(real)), shape)
+
+
+def compiled(model: Any) -> bool:
+    """Whether torch.compile runs the model, or a part of it."""
+    running = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+    return running or any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())

@@ -1,0 +1,83 @@
+"""Packed and padded batches of a prepared model: documents are dealt out, and all numbers are those of one rank."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from test_hf import build, gradients
+
+import ringattn as ra
+from ringattn import hf
+from ringattn.comms.local import run
+
+T = 40
+
+
+def packed():
+    """One row of documents by positions, as DataCollatorWithFlattening makes it."""
+    lengths = [17, 1, 9, 13]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    labels = torch.randint(0, 64, (1, T), generator=torch.Generator().manual_seed(1))
+    labels[positions == 0] = -100
+    return {"position_ids": positions}, labels, None
+
+
+def padded():
+    """Rows padded on either side."""
+    mask = torch.ones(3, T, dtype=torch.long)
+    mask[0, 22:], mask[1, :9] = 0, 0
+    no_label = torch.diff(mask, dim=1, prepend=mask[:, :1]) == 1  # padding would predict the first real token
+    labels = torch.randint(0, 64, (3, T), generator=torch.Generator().manual_seed(2))
+    return {"attention_mask": mask}, labels.masked_fill((mask == 0) | no_label, -100), mask.bool()
+
+
+def rows_packed_differently():
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ([30, 10], [5, 15, 20])])
+    labels = torch.randint(0, 64, (2, T), generator=torch.Generator().manual_seed(3))
+    return {"position_ids": positions}, labels.masked_fill(positions == 0, -100), None
+
+
+@pytest.mark.parametrize("batch", [packed, padded, rows_packed_differently], ids=lambda b: b.__name__)
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_documents_are_dealt_out_and_the_numbers_are_those_of_one_rank(name, batch):
+    given, labels, real = batch()
+    tokens = torch.randint(0, 64, labels.shape, generator=torch.Generator().manual_seed(0))
+    plain = build(name)
+    copies = [deepcopy(plain) for _ in range(4)]
+    expected = plain(tokens, labels=labels, use_cache=False, **given)
+    expected.loss.backward()
+
+    def one(mesh):
+        mine = hf.prepare(copies[mesh.rank], mesh, seq_len=T)
+        found = mine(tokens, labels=labels, **given)
+        found.loss.backward()
+        plan = mine.ringattn_last.plan
+        assert plan.layout == "balanced" and plan.seq_len == (labels.numel() if real is None else int(real.sum()))
+        assert found.logits.shape[:2] == (1, plan.local_len)
+        logits = hf.whole(mine, found.logits.detach())
+        local = mine(tokens, **given).logits  # without labels: every row as it is
+        assert local.shape[:2] == (len(tokens), hf.plan_of(mine).local_len)
+        return float(found.loss.detach()), logits, hf.whole(mine, local.detach()), gradients(mine)
+
+    results = run(one, ring=2, ulysses=2)
+    real = torch.ones_like(labels, dtype=torch.bool) if real is None else real
+    for loss, *each, _ in results:
+        assert loss == pytest.approx(float(expected.loss.detach()), abs=2e-6)
+        for logits in each:
+            torch.testing.assert_close(logits[real], expected.logits.detach()[real], rtol=1e-5, atol=1e-5)
+    for weight, gradient in gradients(plain).items():
+        torch.testing.assert_close(sum(g[weight] for *_, g in results), gradient, rtol=1e-4, atol=2e-6)
+
+
+def test_a_plan_that_names_its_layout_keeps_it():
+    given, labels, _ = packed()
+    plain = build("Llama")
+    copies = [deepcopy(plain) for _ in range(2)]
+
+    def one(mesh, layout):
+        mine = hf.prepare(deepcopy(copies[mesh.rank]), ra.plan(mesh, seq_len=T, layout=layout))
+        mine(labels.clamp(min=0), labels=labels, **given)
+        return getattr(mine.ringattn_last, "plan", mine.ringattn_last).layout
+
+    for layout in ("zigzag", "striped", "balanced"):
+        assert set(run(lambda mesh, layout=layout: one(mesh, layout), ring=2)) == {layout}

@@ -1,0 +1,60 @@
+"""A call can be printed, and what it prints is what every rank carries out."""
+
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn import recipe
+from ringattn.comms.local import run
+from ringattn.cost import Shape
+from ringattn.mask import Mask
+from ringattn.recipe import Recipe
+
+DOCS = ra.Docs.from_lengths([20, 3, 30], pad_to=60)
+CASES = {
+    "zigzag": ({"ring": 4}, {}),
+    "striped, documents": ({"ring": 3}, {"layout": "striped", "docs": DOCS}),
+    "balanced, several blocks a step": (
+        {"ring": 4}, {"layout": "balanced", "docs": DOCS, "transport": ra.Transport(together=3)},
+    ),
+    "halves at home": ({"ring": 2}, {"kernel": "sdpa_cpu"}),
+    "two hosts": ({"ring": 4}, {"transport": ra.Transport("levels", 2)}),
+    "relay": ({"ring": 3}, {"transport": ra.Transport("relay")}),
+    "gather, in groups": ({"ring": 2, "ulysses": 2}, {"strategy": "gather", "transport": ra.Transport(groups=2)}),
+    "one device": ({"ring": 1}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_is_the_recipe_that_a_plan_makes_without_a_device(name, monkeypatch):
+    sizes, choices = CASES[name]
+    docs = choices.get("docs")
+    monkeypatch.setattr(recipe, "LONG", 0 if "halves" in name else recipe.LONG)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=60, **{"strategy": "ring"} | choices if sizes["ring"] > 1 else {})
+        q, k, v = (torch.randn(1, plan.local_len, h, 8, requires_grad=True) for h in (8, 4, 4))
+        ra.attention(q, k, v, plan, docs=docs).sum().backward()
+        (call,) = plan.calls.values()
+        return plan, str(call), call.recipe
+
+    shape = Shape(60, 60, 8, 4, 8, 8, 4)
+    found = run(one, **sizes)
+    passes: dict[str, dict[int, recipe.Pass]] = {"forward": {}, "backward": {}}
+    for plan, said, mine in found:
+        other = Recipe(Mask(plan, ra.AttentionSpec(), docs), shape, "cpu", "float32", rank=plan.ring_axis.rank)
+        assert mine == other and hash(mine) == hash(other) and said == str(other)
+        for which, ranks in passes.items():
+            ranks[other.rank] = getattr(other, which)
+    if plan.strategy == "gather":
+        assert "in 2 groups" in said and "step 1: keys [0, 60)" in said
+        return
+    assert ("query heads 0 to 4" in said) == ("halves" in name)
+    for ranks in passes.values():  # what one rank reads is what the other shows, at the same step
+        for i in range(len(ranks[0].rounds)):
+            steps = {rank: one.rounds[i].steps for rank, one in ranks.items()}
+            read = {(j, a, b): sum(map(len, places.at)) for a, mine in steps.items()
+                    for j, step in enumerate(mine) for b, places in step.brought.items()}  # fmt: skip
+            shown = {(j, a, b): sum(map(len, ranges)) for b, mine in steps.items()
+                     for j, step in enumerate(mine) for a, ranges in step.shown.items()}  # fmt: skip
+            assert read == shown

@@ -1,0 +1,88 @@
+"""A plan played event by event: what it is without trouble, and what trouble does to it."""
+
+import numpy as np
+import pytest
+
+from ringattn.candidates import Asked, compared, rates_of
+from ringattn.choosing import elsewhere, factored
+from ringattn.launch import words
+from ringattn.machine import load
+from ringattn.planning import Plan, Transport
+from ringattn.simulation import in_turn, play
+from ringattn.spec import AttentionSpec
+
+
+def given(machine, ranks, tokens, strategy="auto", route="auto", layout="zigzag", sizes=None):
+    machine = load(machine)
+    sizes = tuple(sizes or factored(ranks))
+    alone = Plan(tokens, heads=(64, 8), head_dim=128, axes=elsewhere("cuda", sizes).bind(1, 1))
+    how = Transport(route)
+    return Asked(alone, sizes, machine.gpus, strategy, layout, AttentionSpec(), None, "bfloat16", how, machine)
+
+
+def played(asked, option, **trouble):
+    rates = rates_of(asked.problem(option.plan), option.plan, asked.machine)[1]
+    return play(option.plan, asked.shape, asked.spec, asked.docs, asked.machine, rates, **trouble)
+
+
+@pytest.mark.parametrize("machine", ["h200", "internet"])
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_without_trouble_it_takes_what_is_predicted(machine, ranks):
+    asked = given(machine, ranks, 2**17)
+    for option in compared(asked)[:8]:
+        seconds = played(asked, option).seconds
+        assert seconds == pytest.approx(option.cost.seconds, rel=0.2), option
+
+
+def test_one_slow_rank_delays_its_ring_and_not_more_than_it_is_slow():
+    asked = given("h100", 32, 2**18, "ring")
+    option = compared(asked)[0]
+    clean, slow = played(asked, option), played(asked, option, slow="rank7:0.5")
+    assert 1.5 < slow.seconds / clean.seconds <= 2.01 and slow.working < clean.working
+    host = played(asked, option, slow="host1:0.5")
+    assert host.seconds >= 0.99 * slow.seconds
+
+
+def test_jitter_is_the_same_for_a_seed_and_costs_time():
+    asked = given("h100", 16, 2**17, "ring", "relay")
+    option = compared(asked)[0]
+    one, two, other = (played(asked, option, jitter=0.1, seed=s).seconds for s in (1, 1, 2))
+    assert one == two != other and one > played(asked, option).seconds
+
+
+def test_a_shared_link_serves_one_transfer_after_the_other():
+    ready, seconds = np.array([0.0, 1.0, 0.0, 5.0]), np.array([2.0, 2.0, 3.0, 0.0])
+    done = in_turn(ready, seconds, np.zeros(2), np.array([0, 0, 1, 1]))
+    assert done.tolist() == [2.0, 4.0, 3.0, 5.0]
+
+
+def test_no_step_begins_before_its_keys_or_before_the_step_before_it():
+    asked = given("internet", 8, 2**16, "ring", "relay")
+    run = played(asked, compared(asked)[0], jitter=0.3, slow="rank3:0.3")
+    assert (run.begun >= run.arrived).all() and (run.ended >= run.begun).all()
+    assert (run.begun[1:] >= run.ended[:-1] - 1e-12).all()
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["ranks=32", "slow=rank40:0.5"], "there are 32 ranks, counted from 0"),
+        (["ranks=32", "slow=node1:0.5"], "give rank7:0.8 or host2:0.5"),
+        (["ranks=32", "slow=rank1:0"], "a speed above 0"),
+        (["ranks=100000"], "at most 65536 are simulated"),
+        (["ranks=6", "ulysses=4"], "ulysses=4 does not divide ranks=6"),
+        (["machine=h10"], "did you mean 'h100'"),
+    ],
+)
+def test_wrong_words_are_refused(argv, says, capsys):
+    assert words.main(["simulate", *argv]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_command_draws_the_timeline_and_says_from_what_length_far_ranks_pay(capsys, tmp_path):
+    picture = tmp_path / "timeline.svg"
+    argv = ["machine=internet", "ranks=2", "pays=true", "slow=rank1:0.8", f"picture={picture}"]
+    assert words.main(["simulate", *argv]) == 0
+    said = capsys.readouterr().out
+    assert "2 ranks pay from " in said and "rank 1 is the last" in said and "they cost" in said
+    assert picture.read_text().startswith("<svg") and picture.read_text().count("<rect") > 2
