@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 import ringattn as ra
+from ringattn.bands import bounds
 from ringattn.cost import seen_pairs
 from ringattn.layout import LAYOUTS, Layout
-from ringattn.spec import bounds
 
 TOKENS, RANKS = 48, 4
 SPEC = ra.AttentionSpec(causal=True, window=None)

@@ -1,6 +1,7 @@
 """Which keys each query sees: the form in which kernels get a mask."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,29 @@ class Intervals(NamedTuple):
     host: Any = None  # (begin, end) as numpy arrays, if the host made them: planning must not read the device
     choice: Choice | None = None  # instead of `rectangles`, if one program serves all devices
     made: dict[Any, Any] | None = None  # a kernel's cache, for intervals that several calls share
+    also: tuple["Intervals", ...] = ()  # further keys that the queries see, none of them twice: other families
+
+    @property
+    def families(self) -> "tuple[Intervals, ...]":
+        """Each family alone: kernels take one."""
+        return (self._replace(also=()), *self.also) if self.also else (self,)
+
+    @property
+    def are_rectangles(self) -> bool:
+        """Whether all families are few rectangles."""
+        return self.rectangles is not None and all(one.rectangles is not None for one in self.also)
+
+
+def some(families: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Those (begin, end) that see something, at least one; ends on a device are not looked at."""
+    found = [one for one in families if not isinstance(one[0], np.ndarray) or (one[0] < one[1]).any()]
+    return found or list(families[:1])
+
+
+def stack(families: Sequence[Intervals]) -> Intervals:
+    """Families as one object."""
+    first, *others = families
+    return first._replace(also=tuple(others)) if others else first
 
 
 def rectangles_of(

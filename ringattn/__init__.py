@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ringattn.planning import Plan as Plan
     from ringattn.planning import Transport as Transport
     from ringattn.serving import KVCache as KVCache
+    from ringattn.slices import Mask as Mask
     from ringattn.spec import AttentionSpec as AttentionSpec
     from ringattn.spec import Docs as Docs
     from ringattn.torch.attention.one_device import attend as attend
@@ -35,6 +36,7 @@ PUBLIC = {
     "AttentionSpec": "ringattn.spec",
     "Docs": "ringattn.spec",
     "KVCache": "ringattn.serving",
+    "Mask": "ringattn.slices",
     "Partial": "ringattn.kernels.partial",
     "Plan": "ringattn.planning",
     "Transport": "ringattn.planning",

@@ -5,12 +5,21 @@ from importlib import import_module
 from typing import Any, Literal, TypeVar, overload
 
 from ringattn import naming_extras
-from ringattn.check import of_arguments, of_arrays, of_partials, of_returned, of_unknown, warn_of_exchanged
+from ringattn.check import (
+    of_arguments,
+    of_arrays,
+    of_mask,
+    of_partials,
+    of_returned,
+    of_unknown,
+    warn_of_exchanged,
+)
 from ringattn.kernels.arrays import is_torch
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.partial import merge as merged
 from ringattn.planning import Plan
 from ringattn.serving import KVCache
+from ringattn.slices import Mask
 from ringattn.spec import AttentionSpec, Docs, raise_if
 
 A = TypeVar("A")  # a torch tensor or a JAX array
@@ -37,6 +46,7 @@ def attention(
     spec: AttentionSpec | None = None,
     docs: Docs | None = None,
     key_docs: Docs | None = None,
+    mask: Mask | None = None,
     sinks: Any = None,
     return_lse: bool = False,
     **unknown: Any,
@@ -48,14 +58,20 @@ def attention(
     Returns out [B, T, H, V] in q's dtype, and with `return_lse` also lse [B, T, H], the natural log-sum-exp in float32,
     differentiable.
 
-    spec      causal, window, softcap, scale; causal by default
-    docs      packed documents, the same on every rank; `key_docs`: those of the keys, if keys are another sequence.
+    spec      causal, window, chunk, first, softcap, scale; causal by default
+    docs      packed documents, the same on every rank, perhaps with a prefix, with spans, or as segments of trees;
+              `key_docs`: those of the keys, if keys are another sequence.
               With causal, a document's last query is at the position of its last key: with Lq queries and Lk keys,
               query i sees the keys up to i + Lk - Lq, and the first Lq - Lk queries see none
+    mask      slices of queries and keys, instead of docs and of what the spec says of who sees whom
     sinks     [H], one logit per head that takes part in the softmax with a value of zero
     """
     if unknown:
         refuse(of_unknown("attention", unknown, "spec", "docs", "plan") or "", plan)
+    if mask is not None:
+        if problem := of_mask(mask, spec, docs, key_docs):
+            refuse(problem, plan)
+        docs = mask
     function: Any
     if is_torch(q):
         from ringattn.torch.attention.function import (
@@ -189,15 +205,18 @@ def prefill(
 
 
 def decode(
-    q: Any, k: Any, v: Any, cache: KVCache, *, spec: AttentionSpec | None = None, sinks: Any = None, **unknown: Any
-) -> Any:
+    q: Any, k: Any, v: Any, cache: KVCache, *, spec: AttentionSpec | None = None, sinks: Any = None,
+    parents: Sequence[int] | None = None, **unknown: Any,
+) -> Any:  # fmt: skip
     """Append the next tokens, the same on every rank, to the cache and attend: out; in JAX (out, cache).
 
-    Several tokens see each other causally. Not differentiable.
+    Several tokens see each other causally. With `parents` they are a tree of drafts: each sees the cache, its parent
+    (the number of a token before it, or -1 for none), the parent of that, and so on, and is at the position of its
+    depth. Then truncate the cache, and append the keys of the branch that is accepted. Not differentiable.
     """
     plan = getattr(cache, "plan", None)
     function = inference(of_cached(plan, cache), q, k, v, plan, spec, sinks).decode
-    return function(q, k, v, cache, spec=spec, sinks=sinks, **unknown)
+    return function(q, k, v, cache, spec=spec, sinks=sinks, parents=parents, **unknown)
 
 
 def inference(problem: str | None, q: Any, k: Any, v: Any, plan: Any, spec: Any, sinks: Any) -> Any:

@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ringattn import kernels
 from ringattn.cost import Shape, kv_heads_of_a_rank
 from ringattn.explain import Option
-from ringattn.kernels.rates import key_of, mask_of
+from ringattn.kernels.rates import key_of
 from ringattn.machine import ITEMS, Machine
 from ringattn.planning import Plan, Transport
 from ringattn.predict import Rates, predict
+from ringattn.recipe import kind_of
 from ringattn.spec import AttentionSpec, Docs
 
 ALIKE, EVEN = 1.01, 1.02  # the time over that of the fastest, and the busiest rank's work over the mean: no difference
@@ -160,7 +159,7 @@ def candidates(
 
 def dealt(layout: str, docs: Docs | None, spec: AttentionSpec) -> dict[str, Any]:
     """What a layout that is made for documents and their work needs."""
-    return {"docs": docs, "work": AttentionSpec(spec.causal, spec.window)} if layout == "balanced" else {}
+    return {"docs": docs, "work": spec.replace(softcap=None, scale=None)} if layout == "balanced" else {}
 
 
 def factored(size: int) -> list[tuple[int, int]]:
@@ -202,7 +201,7 @@ def problem_of(
     plan: Plan, shape: Shape, spec: AttentionSpec, dtype: str, docs: Docs | None, arch: tuple[int, ...]
 ) -> kernels.Problem:
     """The problem of one rank, as far as a plan knows it."""
-    lengths = np.array([[shape.key_len]]) if docs is None else np.diff(docs.starts)
+    whole = spec.window is None and spec.chunk is None and docs is None  # stripes may still make too many rectangles
     return kernels.Problem(
         device=plan.device,
         dtype=dtype,
@@ -211,8 +210,8 @@ def problem_of(
         heads=shape.heads // plan.ulysses,
         kv_heads=kv_heads_of_a_rank(shape.kv_heads, plan.ulysses),
         softcap=spec.softcap is not None,
-        rectangles=spec.window is None and docs is None,  # stripes may still cut a step into too many rectangles
-        mask=mask_of(lengths, spec.causal, spec.window, alone=plan.ring == 1),
+        rectangles=whole,
+        mask=kind_of(spec, (shape.seq_len, shape.key_len), docs, None, alone=plan.ring == 1),
         arch=(arch[0], arch[1]) if arch else None,
         deterministic=plan.deterministic,
         rows=plan.tokens.shard_len * (shape.heads // plan.ulysses),

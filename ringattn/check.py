@@ -12,16 +12,18 @@ import numpy as np
 
 from ringattn.planning import Plan, Transport, dtype_name, groups_problem, heads_problem
 from ringattn.segments import segments_problem
-from ringattn.spec import AttentionSpec, Docs, of_factor, whole
+from ringattn.slices import Mask
+from ringattn.spec import AttentionSpec, Docs, is_number, of_factor, whole
 
 PACKED = Docs, "pass Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
 SAY = "pass True or False"
 MANY_HEADS = 512
 WORDS: dict[str, tuple[type, str]] = {
     "plan": (Plan, "make one with ringattn.plan(mesh, seq_len=...)"),
-    "spec": (AttentionSpec, "pass AttentionSpec(causal=..., window=..., softcap=..., scale=...)"),
+    "spec": (AttentionSpec, "pass AttentionSpec(causal=..., window=..., chunk=..., softcap=..., scale=...)"),
     "docs": PACKED,
     "key_docs": PACKED,
+    "mask": (Mask, "make one with ringattn.Mask.from_slices(q_ranges, k_ranges, kinds, total)"),
     "transport": (Transport, "give Transport(route=..., hosts=..., together=..., groups=..., ...)"),
     "return_lse": (bool, SAY),
     "check": (bool, SAY),
@@ -38,11 +40,10 @@ def of_arguments(required: bool = False, **words: Any) -> str | None:
     return None
 
 
-FORKS = "a tree of drafts is not supported: decode its branches on cache.fork()"
-NO_TREE = f"decode has no such argument ({FORKS})"
+BY_PARENTS = "a tree of drafts is parents=[...], the number of each token's parent, or -1"
 NO_DROPOUT = "attention dropout is not supported: it has no exact form over ranks"
 NO_ALIBI = "ALiBi is not supported: use rotary positions (plan.positions())"
-MASKS = "masks are causal, windows, and docs= for packed documents and padding"
+MASKS = "masks are those of spec=, docs= and mask=ringattn.Mask.from_slices(...)"
 NO_BIAS = f"an additive bias is not supported: {MASKS}"
 NO_MASK = f"an arbitrary mask is not supported: {MASKS}"
 BY_PLAN = "pass plan=ringattn.plan(mesh, seq_len=...)"
@@ -51,7 +52,7 @@ REFUSED = {  # other libraries' arguments
     **dict.fromkeys(("dropout", "dropout_p"), NO_DROPOUT),
     **dict.fromkeys(("alibi", "alibi_slopes"), NO_ALIBI),
     **dict.fromkeys(("bias", "attn_bias"), NO_BIAS),
-    **dict.fromkeys(("mask", "attn_mask"), NO_MASK),
+    "attn_mask": NO_MASK,
 }
 INSTEAD = {  # of those, the ones that an argument of ours replaces
     "spec": {
@@ -71,7 +72,7 @@ INSTEAD = {  # of those, the ones that an argument of ours replaces
         **dict.fromkeys(("causal", "is_causal", "spec", "window"), ALWAYS_CAUSAL),
         "output_final_state": "pass return_state=True",
     },
-    "tree": dict.fromkeys(("parents", "tree", "tree_mask", "tree_attention_mask"), NO_TREE),
+    "tree": dict.fromkeys(("tree", "tree_mask", "tree_attention_mask"), f"pass parents=: {BY_PARENTS}"),
 }
 
 
@@ -235,9 +236,11 @@ def of_lengths(
             holder = "a rank of this plan holds" if length == part.local_len else "this plan's order has"
             found = f"{name} has {x.shape[1]} tokens, {holder} {length} ({part}); {remedy}"
             return of_exchanged(q, k, plan) or found
-    if spec.causal and plan.keys.seq_len != plan.seq_len and key_docs is None:
+    placed = spec.causal or spec.window is not None or spec.chunk is not None
+    if placed and plan.keys.seq_len != plan.seq_len and key_docs is None:
+        word = next(f"{n}={getattr(spec, n)}" for n in ("causal", "window", "chunk") if getattr(spec, n))
         return of_exchanged(q, k, plan) or (
-            f"causal=True with {plan.seq_len} queries and {plan.keys.seq_len} keys does not say which query is at "
+            f"{word} with {plan.seq_len} queries and {plan.keys.seq_len} keys does not say which query is at "
             "which key; for cross attention pass spec=AttentionSpec(causal=False), for later tokens of a sequence use "
             "prefill and decode, and to align their last tokens pass "
             f"docs=Docs.from_lengths([{plan.seq_len}]), key_docs=Docs.from_lengths([{plan.keys.seq_len}])"
@@ -260,10 +263,14 @@ def of_packed(name: str, packed: Docs | None, length: int, batch: int) -> str | 
     return None
 
 
-def of_docs(batch: int, plan: Plan, docs: Docs | None, key_docs: Docs | None) -> str | None:
+def of_docs(batch: int, plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None) -> str | None:
     """Documents cover the sequence, in one row or in one row per batch entry."""
     if docs is None:
         return "key_docs needs docs: document i of the queries sees document i of the keys" if key_docs else None
+    if key_docs is not None and not (docs.plain and key_docs.plain):
+        return "docs and key_docs: a prefix, spans, trees and slices are of one sequence, whose queries are its keys"
+    if spec.chunk is not None and key_docs is not None:
+        return f"chunk={spec.chunk} with key_docs: blocks of positions are those of one sequence; leave out chunk"
     if plan.keys.seq_len != plan.seq_len and key_docs is None:
         return f"docs with {plan.seq_len} queries and {plan.keys.seq_len} keys: also pass key_docs, the keys' documents"
     found = of_packed("docs", docs, plan.seq_len, batch) or of_packed("key_docs", key_docs, plan.keys.seq_len, batch)
@@ -282,6 +289,8 @@ def of_linear(
     `held` is the number of tokens that they must have; by default that of a rank.
     """
     held = plan.local_len if held is None else held
+    if docs is not None and not docs.plain:
+        return f"{docs}: linear attention takes documents alone; leave out prefix, spans, trees and slices"
     found = of_shapes(q, k, v, linear=True) or of_batch(q)
     if found:
         return found
@@ -303,7 +312,9 @@ def of_linear(
         return problem
     if plan.keys is not plan:
         return f"the plan has {plan.seq_len} queries and {plan.keys.seq_len} keys; linear attention needs as many"
-    return of_lengths(q, k, plan, AttentionSpec(), (held, held)) or of_docs(q.shape[0], plan, docs, None)
+    return of_lengths(q, k, plan, AttentionSpec(), (held, held)) or of_docs(
+        q.shape[0], plan, AttentionSpec(), docs, None
+    )
 
 
 def wrong_number(name: str, at: tuple[int, ...], value: float) -> str:
@@ -494,9 +505,40 @@ def beside_window(n: int, window: int, apart: int = 0) -> str:
     )
 
 
+def of_mask(mask: Any, spec: AttentionSpec | None, docs: Any, key_docs: Any = None) -> str | None:
+    """A mask of slices replaces documents, and all that a spec says of who sees whom."""
+    if mask is None:
+        return None
+    if found := of_arguments(mask=mask):
+        return found
+    names = ["docs"] * (docs is not None) + ["key_docs"] * (key_docs is not None)
+    names += [name for name in ("window", "chunk", "first") if spec is not None and getattr(spec, name, None)]
+    return f"mask says who sees whom; leave out {' and '.join(names)}" if names else None
+
+
+def drafts(parents: Any) -> tuple[int, ...] | None:
+    """Parents as plain numbers."""
+    return None if parents is None else tuple(map(int, parents))
+
+
+def of_parents(parents: Any, tokens: int) -> str | None:
+    """The parents of a tree of drafts: one number for each token, of a token before it, or -1."""
+    if parents is None:
+        return None
+    if not isinstance(parents, (list, tuple)) or not all(is_number(n, -1) for n in parents):
+        return f"parents={parents!r}: {BY_PARENTS}, as a list"
+    if len(parents) != tokens:
+        return f"parents has {len(parents)} numbers for {tokens} tokens; {BY_PARENTS}"
+    if wrong := [i for i, parent in enumerate(parents) if parent >= i]:
+        return f"parents are not a tree: token {wrong[0]} has parent {parents[wrong[0]]}, which does not come before it"
+    return None
+
+
 def of_window(kept: int | None, spec: AttentionSpec) -> str | None:
-    """A cache that keeps a window serves specs with no larger window."""
-    if kept is None or (spec.window is not None and spec.window <= kept):
+    """A cache that keeps a window serves specs that see no further back."""
+    if kept is not None and spec.first:
+        return f"the cache keeps a window of {kept} keys, and the first {spec.first} leave it; allocate without window"
+    if kept is None or (spec.behind is not None and spec.behind <= kept):
         return None
     return (
         f"the cache keeps a window of {kept} keys, the spec sees window={spec.window}; pass "

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ringattn.candidates import Asked, candidates, compared, dtype_of_gradients, factored, hosts_of_ring, settled
-from ringattn.check import of_arguments, of_unknown
+from ringattn.check import of_arguments, of_mask, of_unknown
 from ringattn.comms.axis import roles
 from ringattn.explain import Option, data_of, fits, groups_report, kernel_report, route_report, sentence, table
 from ringattn.kernels.rates import RATES
 from ringattn.machine import Machine, chip_here, load, of_device
 from ringattn.planning import Plan, Report, Transport, dtype_name
 from ringattn.ranks import Ranks, one_rank
+from ringattn.slices import Mask
 from ringattn.spec import AttentionSpec, Docs, raise_if
 
 
@@ -29,6 +30,7 @@ def plan(
     dtype: str | None = None,
     spec: AttentionSpec | None = None,
     docs: Docs | None = None,
+    mask: Mask | None = None,
     strategy: str = "auto",
     layout: str = "auto",
     kernel: str = "auto",
@@ -46,14 +48,15 @@ def plan(
     the batch and the heads: {"ring": "context", "batch": ("data", "fsdp"), "heads": "tensor"}. No
     mesh means one device; a `choosing.Target` stands for ranks that need not exist. `heads` is (query heads, key
     heads). Every rank must make the same plan; `explain()` shows the candidates and why this one was chosen. With
-    `docs` the layout is chosen for these documents. With `deterministic` only kernels run whose gradients have the same
-    bits in every run, as also under torch.use_deterministic_algorithms. `transport` is how blocks travel over a torch
-    mesh. `saved_as` is the name of attention's results for policies of jax.checkpoint. `machine` is a description by
-    which times are predicted, a name or a file; by default that of this machine. The same on every rank.
+    `docs`, or the `mask` in their place, the layout is chosen for them. With `deterministic` only kernels run whose
+    gradients have the same bits in every run, as also under torch.use_deterministic_algorithms. `transport` is how
+    blocks travel over a torch mesh. `saved_as` is the name of attention's results for policies of jax.checkpoint.
+    `machine` is a description by which times are predicted, a name or a file; by default that of this machine. The same
+    on every rank.
     """
-    words = of_arguments(spec=spec, docs=docs, transport=transport)
+    words = of_arguments(spec=spec, docs=docs, transport=transport) or of_mask(mask, spec, docs)
     raise_if(of_unknown("plan", unknown, "spec", "docs", "transport") or words)
-    spec = AttentionSpec() if spec is None else spec
+    spec, docs = AttentionSpec() if spec is None else spec, docs if mask is None else mask
     transport = Transport() if transport is None else transport
     target = target_of(mesh, transport.by, axes)
     if target.framework == "jax" and transport.chosen:

@@ -6,8 +6,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from ringattn.bands import bounds_at, families
 from ringattn.layout import Layout, laps, positions_at
-from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.spec import AttentionSpec, Docs
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,12 @@ def seen_pairs(
     ranks = np.arange(layout.ring) if ranks is None else ranks
     every = max(1, layout.shard_len * len(ranks) // samples)
     sample = np.stack([positions_at(layout.shard(rank), slice(0, None, every)) for rank in ranks.tolist()])
-    sides = bounds(spec, sample.ravel(), layout.length, key_layout.length, docs)
-    begin, end = (side.reshape(-1, *sample.shape) for side in sides)
-    earlier = keys_below(key_layout, begin) if begin.any() else 0
-    return every * (keys_below(key_layout, end) - earlier)
+    found = np.zeros((len(ranks), layout.ring))
+    for family in families(spec, layout.length, key_layout.length, docs):
+        begin, end = (side.reshape(-1, *sample.shape) for side in bounds_at(family, sample.ravel()))
+        earlier = keys_below(key_layout, begin) if begin.any() else 0
+        found += every * (keys_below(key_layout, np.maximum(begin, end)) - earlier)
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from ringattn.bands import Work, families, joined
 from ringattn.dealing import deal
 from ringattn.spec import AttentionSpec, Docs, raise_if
 
@@ -112,8 +113,12 @@ class Layout:
     @cached_property
     def dealt(self) -> list[Shard]:
         """Of a balanced layout, every ring rank's shard."""
+        spec = self.spec or AttentionSpec()
         starts = np.array([0, self.length]) if self.docs is None else self.docs.starts[0]
-        found = deal(starts, self.padded_length, self.ring, self.spec or AttentionSpec())
+        if spec.chunk is not None and not spec.first:  # each chunk is a document
+            starts = np.unique(np.concatenate([np.arange(a, b, spec.chunk) for a, b in pairwise(starts)] + [starts]))
+        bands = joined([one for family in families(spec, self.length, docs=self.docs) for one in family])
+        found = deal(starts, self.padded_length, self.ring, Work.of(bands))
         return [tuple(range(a, b) for a, b in ranges) for ranges in found]
 
     @property

@@ -5,20 +5,25 @@ from functools import lru_cache, partial
 
 import numpy as np
 
+from ringattn.bands import Bands, Families, Runs, families, joined
 from ringattn.layout import Shard, count_below, sorted_positions
 from ringattn.planning import Plan
 from ringattn.schedule import Schedule, seen
-from ringattn.spec import AttentionSpec, Docs, Runs, runs
+from ringattn.spec import AttentionSpec, Docs
 
 
 @dataclass(frozen=True)
 class Mask:
-    """All that decides which query sees which key, known before anything runs (documents that JAX traces are not)."""
+    """All that decides which query sees which key, known before anything runs (documents that JAX traces are not).
+
+    `among` sees, without documents, all that `spec` may see in documents that JAX traces.
+    """
 
     plan: Plan
     spec: AttentionSpec
     docs: Docs | None = None
     key_docs: Docs | None = None
+    among: AttentionSpec | None = None
 
     @property
     def arguments(self) -> tuple[int, int, Docs | None, Docs | None]:
@@ -28,13 +33,24 @@ class Mask:
             docs, key_docs = docs.first, None if key_docs is None else key_docs.first
         return self.plan.seq_len, self.plan.keys.seq_len, docs, key_docs
 
-    def runs(self, shard: Shard) -> Runs:
-        """The runs of a shard's queries, in the order of their positions."""
-        return runs(sorted_positions(shard), partial(count_below, shard), *self.arguments)
+    @property
+    def families(self) -> Families:
+        """Who sees whom, as bands of one row if all rows are equal."""
+        return families(self.among or self.spec, *self.arguments)
 
-    def bounds(self, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
-        """The keys [begin, end) that a shard's queries see, as [1, T] or [rows, T] arrays."""
-        return self.runs(shard).bounds(self.spec)
+    def runs(self, shard: Shard) -> list[Runs]:
+        """Of each family the runs of a shard's queries, in the order of their positions."""
+        positions, below = sorted_positions(shard), partial(count_below, shard)
+        return [Runs.of(family, positions, below) for family in self.families]
+
+    def bounds(self, shard: Shard) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of each family the keys [begin, end) that a shard's queries see, as [1, T] or [rows, T] arrays."""
+        return [runs.bounds() for runs in self.runs(shard)]
+
+
+def bands_of(mask: Mask) -> Bands:
+    """All bands of all families and rows."""
+    return joined([bands for family in mask.families for bands in family])
 
 
 @lru_cache(maxsize=32)
@@ -42,13 +58,5 @@ def schedule_of(mask: Mask) -> Schedule:
     """Which rank needs what of whose keys; the same on every rank."""
     plan = mask.plan
     queries, held = ([layout.shard(r) for r in range(plan.ring)] for layout in (plan.tokens, plan.keys.tokens))
-    found = seen(mask.spec, pieces(*mask.arguments), queries, held, plan.tokens.by_document)
+    found = seen(bands_of(mask), queries, held, plan.tokens.by_document)
     return replace(found, parts=None) if plan.axes.whole else found
-
-
-def pieces(seq_len: int, key_len: int, docs: Docs | None = None, key_docs: Docs | None = None) -> np.ndarray:
-    """[4, n]: the queries [start, stop) of every document of every row, and its keys [start, stop)."""
-    if docs is None:
-        return np.array([[0], [seq_len], [0], [key_len]])
-    starts, limits = docs.starts, (docs if key_docs is None else key_docs).starts
-    return np.stack([x.ravel() for x in (starts[:, :-1], starts[:, 1:], limits[:, :-1], limits[:, 1:])])

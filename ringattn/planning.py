@@ -10,6 +10,8 @@ from functools import cached_property, partial
 from json import dumps, loads
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ringattn.comms.axis import TRANSPORTS
 from ringattn.cost import HARDWARE, Hardware, Shape, exchanged, groups_of, kv_heads_of_a_rank
 from ringattn.layout import MAKERS, Layout
@@ -153,9 +155,9 @@ class Plan(Value):
         """The whole plan as text, for a compiled graph, which holds no objects; `of_text` is the inverse."""
         values = {name: getattr(self, name) for name in NAMED}
         if self.docs is not None:
-            values["docs"] = self.docs.starts.tolist(), self.docs.length
+            values["docs"] = self.docs.encoded.tolist(), self.docs.length
         if self.work is not None:
-            values["work"] = self.work.causal, self.work.window
+            values["work"] = self.work.causal, self.work.window, self.work.chunk, self.work.first
         return dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
 
     def _docs_problem(self) -> str | None:
@@ -384,12 +386,15 @@ class Plan(Value):
         """
         return self._sharding.roll(x, self, shift, dim, docs, fill)
 
-    def positions(self) -> Any:
+    def positions(self, docs: Docs | None = None) -> Any:
         """The global positions of this rank's tokens, for RoPE and position embeddings; padding repeats the last one.
+
+        In trees, of `docs` or of those that the plan lays out, they are depths along branches: [T], or [rows, T] where
+        the rows' trees differ. No other documents change positions.
 
         So they do not tell padding from tokens: mask a loss with `real_tokens()`, as all positions are below `seq_len`.
         """
-        return self._sharding.positions(self)
+        return self._sharding.positions(self, self.docs if docs is None else docs)
 
     def real_tokens(self) -> Any:
         """Whether each of this rank's tokens belongs to the sequence; False for padding. The mask of a loss."""
@@ -432,9 +437,10 @@ def of_text(text: str) -> Plan:
             axes.plans.clear()
         given = dict(zip(NAMED, values, strict=True))
         if given["docs"] is not None:
-            given["docs"] = Docs(*given["docs"])
+            given["docs"] = Docs.decoded(np.array(given["docs"][0], np.int64), given["docs"][1])
         if given["work"] is not None:
-            given["work"] = AttentionSpec(*given["work"])
+            causal, window, *rest = given["work"]
+            given["work"] = AttentionSpec(causal, tuple(window) if isinstance(window, list) else window, *rest)
         axes.plans[text] = Plan(**given, transport=Transport(*transport), axes=axes)
     return axes.plans[text]
 

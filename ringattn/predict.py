@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ringattn.bands import families, joined
 from ringattn.cost import Shape, kv_heads_of_a_rank, replicas, seen_pairs
 from ringattn.layout import Layout
 from ringattn.machine import Machine
-from ringattn.mask import pieces
 from ringattn.planning import Plan
 from ringattn.schedule import growing, seen
 from ringattn.spec import AttentionSpec, Docs
@@ -102,7 +102,8 @@ def shown(
     if ring > EXACT:
         return ranks, pairs, np.where(pairs > 0, keys.shard_len, 0)
     asking, held = ([layout.shard(rank) for rank in range(ring)] for layout in (queries, keys))
-    schedule = seen(spec, pieces(queries.length, keys.length, docs), asking, held, alone=queries.by_document)
+    bands = joined([one for family in families(spec, queries.length, keys.length, docs) for one in family])
+    schedule = seen(bands, asking, held, alone=queries.by_document)
     if schedule.parts is None:
         return ranks, pairs, schedule.needed * schedule.length
     parts = schedule.parts

@@ -11,14 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringattn.bands import Work, families
+from ringattn.bands import joined as all_of
 from ringattn.cost import Shape, kv_heads_of_a_rank
 from ringattn.kernels import Kernel, Problem, select
-from ringattn.kernels.intervals import Intervals, rectangles_of
-from ringattn.kernels.rates import mask_of
+from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
+from ringattn.kernels.rates import FEW, mask_of
 from ringattn.layout import Shard, to_local
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan
 from ringattn.schedule import Round, Schedule, Step, joined
+from ringattn.spec import AttentionSpec, Docs
 
 LONG = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
 
@@ -38,12 +41,15 @@ class Sight:
 
     @cached_property
     def seen(self) -> Any:
-        """The keys [begin, end) that each query sees."""
+        """Of each family, the keys [begin, end) that each query sees."""
         return self.mask.bounds(self.mask.plan.tokens.shard(self.rank))
 
     def among(self, keys: Shard) -> Any:
-        begin, end = (side.astype(np.int32) for side in to_local(keys, *self.seen))
-        return Intervals(begin, end, rectangles_of(begin, end) if len(begin) == 1 else None, (begin, end))
+        made = []
+        for sides in some([to_local(keys, *sides) for sides in self.seen]):
+            begin, end = (side.astype(np.int32) for side in sides)
+            made.append(Intervals(begin, end, rectangles_of(begin, end) if len(begin) == 1 else None, (begin, end)))
+        return stack(made)
 
 
 class Pass(NamedTuple):
@@ -152,15 +158,14 @@ class Recipe:
     def selected(self, rectangles: bool, backward: bool = False) -> Kernel:
         """The kernel for steps that all are few `rectangles`, or are not."""
         (heads, kv_heads), shape = self.heads, self.shape
-        _, keys, docs, key_docs = self.mask.arguments
-        lengths = np.array([[keys]]) if docs is None else np.diff(docs.starts)
-        alone = self.plan.ring == 1 and len(lengths) == 1 and key_docs is None
+        queries, keys, docs, key_docs = self.mask.arguments
+        alone = self.plan.ring == 1 and key_docs is None and (docs is None or len(docs.starts) == 1)
         spec = self.mask.spec
         problem = Problem(
             self.device, self.dtype, shape.head_dim, shape.value_dim, heads, kv_heads, spec.softcap is not None,
             rectangles, arch=self.arch, deterministic=self.deterministic,
             rows=shape.batch * self.plan.tokens.shard_len * heads,
-            mask=mask_of(lengths, spec.causal, spec.window, alone),
+            mask=kind_of(spec, (queries, keys), docs, key_docs, alone),
         )  # fmt: skip
         return select(problem, self.plan.kernel, backward=backward)
 
@@ -218,7 +223,25 @@ class Recipe:
 
 def are_rectangles(rounds: Sequence[Round]) -> bool:
     """Whether every step is few rectangles."""
-    return all(s.where.rectangles is not None for one in rounds for s in one.steps if s.where is not None)
+    return all(s.where.are_rectangles for one in rounds for s in one.steps if s.where is not None)
+
+
+def kind_of(
+    spec: AttentionSpec, lengths: tuple[int, int], docs: Docs | None, key_docs: Docs | None, alone: bool
+) -> str:
+    """The kind of mask, by which the fastest kernel is chosen where steps are not few rectangles.
+
+    `lengths` are those of the queries and of the keys; `alone`: on one device, and all batch rows have the same.
+    """
+    if (docs is None or docs.plain) and not spec.first and not isinstance(spec.window, tuple):
+        rows = np.array([[lengths[1]]]) if docs is None else np.diff(docs.starts)
+        if spec.chunk is not None:  # each chunk is a document
+            size = spec.chunk
+            rows = np.array([[n for row in rows.tolist() for m in row for n in [size] * (m // size) + [m % size]]])
+        return mask_of(rows, spec.causal, spec.window, alone)
+    found = [Work.of(all_of(row)) for row in zip(*families(spec, *lengths, docs, key_docs), strict=True)]
+    pairs = sum(int(work.below(lengths[0])) for work in found)
+    return "long" if pairs >= FEW * lengths[0] * len(found) else "short"
 
 
 def line_of(step: Step) -> str:

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ringattn.bands import Bands
 from ringattn.layout import Shard, count_below, part_of
-from ringattn.spec import AttentionSpec, interval
 
 
 @dataclass(frozen=True)
@@ -324,20 +324,17 @@ def table_of(shards: Sequence[Shard]) -> Table:
 Seen = tuple[np.ndarray, np.ndarray, np.ndarray]  # who sees, and the tokens [begin, end) that it sees
 
 
-def seen(
-    spec: AttentionSpec, pieces: np.ndarray, queries: Sequence[Shard], keys: Sequence[Shard], alone: bool = False
-) -> Schedule:
+def seen(bands: Bands, queries: Sequence[Shard], keys: Sequence[Shard], alone: bool = False) -> Schedule:
     """The schedule in which keys travel to the queries that see them.
 
-    Each of the n `pieces` [4, n] is a document: queries [start, stop) and keys [start, stop), aligned at their ends. A
-    range of a block that is read may go on from one range of the shard into the next if blocks come `alone`.
+    A range of a block that is read may go on from one range of the shard into the next if blocks come `alone`.
     """
     asking, shown = table_of(queries), table_of(keys)
     length = sum(map(len, keys[0]))
     if shown.steps[0] > 1:  # stripes: those that are seen at all are seen nearly whole
-        reader, which, *_ = cells(folded(keys_seen(spec, pieces, asking), len(keys)), shown)
+        reader, which, *_ = cells(folded(keys_seen(bands, asking), len(keys)), shown)
         return Schedule(needed(len(keys), reader, shown.owners[which]), length, shards=keys)
-    reader, which, begin, end = cells(union(*keys_seen(spec, pieces, asking)), shown)
+    reader, which, begin, end = cells(union(*keys_seen(bands, asking)), shown)
     found = needed(len(keys), reader, shown.owners[which])
     shift = (shown.offsets - shown.starts)[which]
     low = np.zeros_like(which) if alone else shown.offsets[which]
@@ -364,26 +361,17 @@ def needed(ring: int, reader: np.ndarray, block: np.ndarray) -> np.ndarray:
     return found
 
 
-def keys_seen(spec: AttentionSpec, pieces: np.ndarray, queries: Table) -> Seen:
-    """The keys that runs of queries of one rank see together: each document's queries in each range that it overlaps.
+def keys_seen(bands: Bands, queries: Table) -> Seen:
+    """The keys that runs of queries of one rank see together: each band's queries in each range that it overlaps.
 
-    Windows that are shorter than the step of a range do not overlap: then its run is two, of one query each. The first
-    query's window may begin before the document; all others' windows reach the same stripes as the second's.
+    The queries of a stripe are apart, and their intervals need not touch. One query then stands for all: if both sides
+    rise or none does, all of them reach the same stripes; else the one that sees the most keys reaches all of them.
     """
-    start, stop, begin, end = pieces
-    shift = end - stop  # from a query's position to the same position among the keys
-    if spec.causal:
-        start = np.maximum(start, begin - shift)  # earlier ones see nothing
-    at, which, first, last = overlaps(queries, start, stop)
-    step = int(queries.steps[0])
-    if spec.window is not None and spec.window < step:
-        at, which = np.tile(at, 2), np.tile(which, 2)
-        first = np.concatenate([np.minimum(first, last), np.minimum(first + step, last)])
-        last = first
-    begin, end, shift = begin[at], end[at], shift[at]
-    begin, end = interval(spec, first + shift, begin, end)[0], interval(spec, last + shift, begin, end)[1]
-    some = begin < end
-    return queries.owners[which[some]], begin[some], end[some]
+    at, which, first, last = overlaps(queries, bands.start, bands.stop)
+    one = bands.some(at)
+    if queries.steps[0] > 1:
+        first = last = np.where(one.rise > one.lean, last, first)
+    return queries.owners[which], one.begin + one.lean * (first - one.start), one.end + one.rise * (last - one.start)
 
 
 def overlaps(table: Table, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, ...]:

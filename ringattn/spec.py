@@ -1,60 +1,88 @@
-"""A mask is an interval: every query sees one contiguous range [begin, end) of global key positions.
+"""A mask is a few intervals: every query sees contiguous ranges [begin, end) of global key positions, mostly one.
 
-Causal, sliding window, packed documents, padding and cross attention all become two numbers per query, and neither
-decreases along the sequence. Plain numpy, which can be printed and tested without a device.
+Causal, sliding window, chunks, packed documents, a prefix, spans, padding and cross attention are two numbers per
+query, and neither decreases along the sequence. First keys beside a window are one more such family of intervals.
+Plain numpy, which can be printed and tested without a device.
 """
 
-import math
-import operator
 import sys
-from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from importlib import import_module
 from itertools import accumulate
-from numbers import Integral, Real
-from typing import Any, NamedTuple
+from numbers import Integral
+from typing import Any
 
 import numpy as np
 
+from ringattn.numeric import Row as Row
+from ringattn.numeric import are_counts, are_starts, rows_of
+from ringattn.numeric import is_number as is_number
+from ringattn.numeric import is_traced as is_traced
+from ringattn.numeric import of_factor as of_factor
+from ringattn.numeric import raise_if as raise_if
+from ringattn.numeric import untraced as untraced
+from ringattn.numeric import whole as whole
+from ringattn.packing import branch_positions, parents_in, spans_in
 from ringattn.values import Value
-
-Row = np.ndarray  # int64 [T], or [rows, T] where the rows of a batch differ
 
 
 class AttentionSpec(Value):
     """Which attention is computed: softmax(scale * q k^T) v over the keys that each query may see, with a softcap.
 
     causal   a query sees no key after its own position
-    window   a query sees the last `window` keys up to and including its own position (needs causal)
+    window   a query sees the last `window` keys up to and including its own position; with causal=False a pair
+             (left, right): the keys i - left ... i + right
+    chunk    a query sees only keys of its own block of `chunk` positions, counted within its document
+    first    beside its window or chunk, a query sees the first `first` keys of its document
     softcap  scores become softcap * tanh(scores / softcap)
     scale    None means 1 / sqrt(head_dim)
     """
 
     causal: bool = True
-    window: int | None = None
+    window: int | tuple[int, int] | None = None
+    chunk: int | None = None
+    first: int = 0
     softcap: float | None = None
     scale: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.causal, (bool, np.bool_)):
             raise ValueError(f"causal={self.causal!r}: pass True or False")
-        if self.window is not None:
-            if isinstance(self.window, bool) or not isinstance(self.window, Integral) or self.window < 1:
-                raise ValueError(f"window={self.window!r}: the number of keys a query sees, at least 1 (None for all)")
-            if self.window >= 2**63:
-                raise ValueError(f"window={self.window}: positions are counted in 64 bits; use None for all keys")
-            if not self.causal:
-                raise ValueError(
-                    f"window={self.window} counts back from the query's own position, which has no meaning with "
-                    "causal=False; use causal=True, or window=None"
-                )
+        raise_if(of_window(self.causal, self.window))
+        for name, least, what in (("chunk", 1, "positions of a block"), ("first", 0, "keys that all queries see")):
+            value = getattr(self, name)
+            if (value is not None or name == "first") and not is_number(value, least):
+                raise ValueError(f"{name}={value!r}: the number of {what}, at least {least}")
+        if self.first and self.window is None and self.chunk is None:
+            raise ValueError(f"first={self.first} is for a window or a chunk: without them all queries see these keys")
         for name in ("softcap", "scale"):
             raise_if(of_factor(name, getattr(self, name)))
-        for name, number in (("causal", bool), ("window", int), ("softcap", float), ("scale", float)):
+        plain: Any = {
+            "causal": bool,
+            "window": plain_window,
+            "chunk": int,
+            "first": int,
+            "softcap": float,
+            "scale": float,
+        }
+        for name, number in plain.items():
             value = getattr(self, name)
             if value is not None:  # numpy's numbers are equal to Python's, but make arrays of their own dtype
                 object.__setattr__(self, name, number(value))
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """How many keys before and after its own position a query sees; None for all of them."""
+        if isinstance(self.window, tuple):
+            return self.window
+        return None if self.window is None else self.window - 1, 0 if self.causal else None
+
+    @property
+    def behind(self) -> int | None:
+        """The most keys, from its own position back, that a query sees but for the first ones; None for all."""
+        left = self.reach[0]
+        return min((n for n in (None if left is None else left + 1, self.chunk) if n is not None), default=None)
 
     def scale_for(self, head_dim: int) -> float:
         return self.scale if self.scale is not None else head_dim**-0.5
@@ -65,7 +93,13 @@ class Docs:
 
     `starts` is int64 [rows, n + 1]: document i of a row is [starts[i], starts[i + 1]). Tokens after the last start are
     padding, which no query sees. Rows with fewer documents end in empty ones.
+
+    `spans`, int64 [rows, m, 2], are ranges [start, stop) of tokens that see one another, within documents, in order.
+    `parents`, int64 [rows, n], make the documents segments of trees: one sees itself, its parent, the parent of that,
+    and so on (-1: no parent). `slices` are those of a `ringattn.Mask`. None where there are none.
     """
+
+    PARTS = "starts", "spans", "parents", "slices"
 
     def __init__(self, starts: np.ndarray, length: int):
         given, limit = np.asarray(untraced(starts)), whole(length)
@@ -74,34 +108,64 @@ class Docs:
                 f"Docs(starts, length={length!r}): starts must be whole numbers [rows, n + 1], each row from 0 on, "
                 f"never decreasing, up to the length; got {given!r} (Docs.from_lengths makes them)"
             )
-        self._keep(given.astype(np.int64), limit)  # a copy: a loader may fill its array again
+        self._keep(limit, given.astype(np.int64))  # a copy: a loader may fill its array again
 
-    def _keep(self, starts: np.ndarray, length: int) -> None:
+    def _keep(self, length: int, *parts: Any) -> None:
         if "torch" in sys.modules and sys.modules["torch"].compiler.is_dynamo_compiling():
             # torch.compile would trace numpy as tensors; with an error it leaves this call to Python instead. Not
             # is_compiling, which is True in every thread while one of them compiles.
             raise ValueError("Docs are made of numbers: make them before the compiled function and pass them to it")
         if "jax" in sys.modules:
-            register_in_jax()
-        self.starts, self.length = starts, length
-        starts.setflags(write=False)
-        self.padded = bool((starts[:, -1] < length).any())  # whether some row ends in padding
+            register_in_jax(type(self))  # type: ignore[arg-type]  # a class has a hash, whatever its values have
+        self.starts, self.spans, self.parents, self.slices = (*parts, None, None, None)[: len(self.PARTS)]
+        self.length = length
+        for part in parts:
+            if part is not None:
+                part.setflags(write=False)
+        self.padded = bool((self.starts[:, -1] < length).any())  # whether some row ends in padding
+        self.encoded = self.starts if self.plain else packed(self.parts)  # all parts as one array
 
     def __reduce__(self) -> Any:
-        return Docs.known, (self.starts, self.length)
+        return type(self).known, (self.starts, self.length, *self.parts[1:])
 
     @classmethod
-    def known(cls, starts: np.ndarray, length: int) -> "Docs":
-        """Docs of these starts without a check or a copy: they must be right and may not change later."""
+    def known(cls, starts: np.ndarray, length: int, *more: Any) -> "Docs":
+        """Docs of these parts without a check or a copy: they must be right and may not change later."""
         docs = object.__new__(cls)
-        docs._keep(starts, length)
+        docs._keep(length, starts, *more)
         return docs
 
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """All that they consist of but the length: starts, spans, parents, slices."""
+        return self.starts, self.spans, self.parents, self.slices
+
+    @staticmethod
+    def decoded(numbers: Row, length: int) -> "Docs":
+        """The inverse of `encoded`; the numbers may not change later."""
+        if numbers.ndim == 2:
+            return Docs.known(numbers, length)
+        parts: list[Row | None] = []
+        for _ in Docs.PARTS:
+            dims, rest = int(numbers[0]), numbers[1:]
+            shape, rest = rest[:dims], rest[dims:]
+            size = int(shape.prod()) if dims else 0
+            parts.append(rest[:size].reshape(shape).copy() if dims else None)
+            numbers = rest[size:]
+        return Docs.known(parts[0], length, *parts[1:])  # type: ignore[arg-type]
+
+    @property
+    def plain(self) -> bool:
+        """Whether these are documents alone."""
+        return self.spans is None and self.parents is None and self.slices is None
+
     @classmethod
-    def from_lengths(cls, lengths: Any, pad_to: int | None = None) -> "Docs":
+    def from_lengths(cls, lengths: Any, pad_to: int | None = None, prefix: Any = None, spans: Any = None) -> "Docs":
         """Documents of these lengths, in order, as a list, array or tensor; a list of lists, or 2-d, for a batch.
 
-        `pad_to` is the length with padding.
+        `pad_to` is the length with padding. `prefix`, a number for each document: its first tokens see one another.
+        `spans`, pairs (start, stop) of positions in the row: these tokens see one another. For a batch, a list each
+        row.
 
         >>> Docs.from_lengths([3, 5]).starts.tolist()
         [[0, 3, 8]]
@@ -110,7 +174,23 @@ class Docs:
         for row in rows:
             if not are_counts(row):
                 raise ValueError(f"document lengths must be whole numbers of at least 0, got {row}")
-        return cls._from_rows([list(accumulate(map(int, row), initial=0)) for row in rows], pad_to)
+        docs = cls._from_rows([list(accumulate(map(int, row), initial=0)) for row in rows], pad_to)
+        if prefix is None and spans is None:
+            return docs
+        return cls.known(docs.starts, docs.length, spans_in(docs.starts, list(map(len, rows)), prefix, spans))
+
+    @classmethod
+    def tree(cls, lengths: Any, parents: Any, pad_to: int | None = None) -> "Docs":
+        """Segments of trees: each sees itself, causally, and all of its ancestors. For a batch, a list each row.
+
+        `parents`: the number of each segment's parent, which comes before it, or -1. `plan.positions(docs)` gives each
+        token's depth along its branch. Depth-first order is the fastest, the longest branch first.
+
+        >>> Docs.tree([4, 2, 3], [-1, 0, 0]).parents.tolist()  # two answers to one question
+        [[-1, 0, 0]]
+        """
+        docs = cls.from_lengths(lengths, pad_to)
+        return cls.known(docs.starts, docs.length, None, parents_in(docs.starts, rows_of("parents", parents)))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, pad_to: int | None = None) -> "Docs":
@@ -141,10 +221,11 @@ class Docs:
         return docs_of(ids, most, plan, padding)
 
     @classmethod
-    def bare(cls, starts: Any, length: int, padded: bool = True) -> "Docs":
-        """Docs whose starts are not read, since JAX may trace them."""
+    def bare(cls, starts: Any, length: int, padded: bool = True, spans: Any = None) -> "Docs":
+        """Docs whose starts and spans are not read, since JAX may trace them."""
         docs = object.__new__(cls)
-        docs.starts, docs.length, docs.padded = starts, length, padded
+        docs.starts, docs.spans, docs.parents, docs.slices = starts, spans, None, None
+        docs.length, docs.padded = length, padded
         return docs
 
     @classmethod
@@ -171,14 +252,25 @@ class Docs:
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        return (self.starts.shape, self.starts.tobytes(), self.length)
+        return (*((x.shape, x.tobytes()) for x in self.parts if x is not None), self.plain, self.length)
 
     @cached_property
     def first(self) -> "Docs | None":
         """The first row alone if all rows are equal; else None."""
         if len(self.starts) == 1:
             return self
-        return Docs.known(self.starts[:1], self.length) if (self.starts == self.starts[:1]).all() else None
+        if any((x != x[:1]).any() for x in self.parts if x is not None):
+            return None
+        return self.known(self.starts[:1], self.length, *(None if x is None else x[:1] for x in self.parts[1:]))
+
+    @cached_property
+    def depths(self) -> Row | None:
+        """In trees, the depth of each token along its branch, [tokens], or [rows, tokens] where rows differ."""
+        if self.parents is None:
+            return None
+        docs = self.first or self
+        rows = [branch_positions(*of_row, self.length) for of_row in zip(docs.starts, docs.parents, strict=True)]
+        return rows[0] if docs.first is not None else np.stack(rows)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Docs) and self._key == other._key
@@ -190,186 +282,64 @@ class Docs:
         shape: Any = getattr(self.starts, "shape", ())
         if len(shape) != 2:  # in a JAX tree whose leaves are not arrays
             return f"Docs({self.starts!r}, {self.length} tokens)"
+        if self.slices is not None:
+            return f"Mask({self.slices.shape[1]} slices, {self.length} tokens)"
         rows, n = shape
-        return f"Docs({n - 1} documents, {rows} row{'s' * (rows > 1)}, {self.length} tokens)"
+        what = "documents" if self.parents is None else "segments"
+        spans = "" if self.spans is None else f" with {self.spans.shape[1]} spans"
+        return f"Docs({n - 1} {what}{spans}, {rows} row{'s' * (rows > 1)}, {self.length} tokens)"
+
+
+def packed(parts: tuple[Row | None, ...]) -> Row:
+    """Of each part its number of dims, its shape and its numbers, one after the other."""
+    each = [np.array([0]) if x is None else np.concatenate([[x.ndim], x.shape, x.ravel()]) for x in parts]
+    return np.concatenate(each).astype(np.int64)
 
 
 @cache
-def register_in_jax() -> None:
-    """Docs may be arguments of functions that JAX traces: their starts are then traced, their number is not."""
+def register_in_jax(kind: type[Docs] = Docs) -> None:
+    """Docs may be arguments of functions that JAX traces: their starts and spans are then traced, but not how many.
+
+    Trees and slices are constants of a program.
+    """
     register_pytree_node = import_module("jax.tree_util").register_pytree_node
 
+    def taken_apart(docs: Docs) -> tuple[Any, Any]:
+        if docs.parents is not None or docs.slices is not None:
+            return (), docs
+        return (docs.starts, docs.spans), (docs.length, docs.padded)
+
+    def put_together(aux: Any, parts: Any) -> Docs:
+        if isinstance(aux, Docs):
+            return aux
+        length, padded = aux
+        return Docs.bare(parts[0], length, padded, parts[1])
+
     with suppress(ValueError):  # another thread was faster
-        register_pytree_node(Docs, lambda d: ((d.starts,), (d.length, d.padded)), lambda aux, x: Docs.bare(*x, *aux))
+        register_pytree_node(kind, taken_apart, put_together)
 
 
-def is_traced(x: Any) -> bool:
-    """Whether JAX traces x."""
-    return "jax" in sys.modules and isinstance(x, sys.modules["jax"].core.Tracer)
-
-
-def raise_if(problem: str | None) -> None:
-    """Raise a problem that a check found."""
-    if problem:
-        raise ValueError(problem)
-
-
-def whole(value: Any) -> int | None:
-    """The value as an int, from Python's ints, numpy's, or an array with one; None for anything else."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+def of_window(causal: bool, window: Any) -> str | None:
+    """The problem with a window, if there is one."""
+    if window is None:
         return None
-    try:
-        return operator.index(value)
-    except TypeError:  # every tensor has an __index__, even one of floats
+    if isinstance(window, tuple):
+        if causal:
+            return f"window={window!r} looks to both sides; use causal=False, or with causal=True the number of keys"
+        if len(window) != 2 or not all(is_number(n, 0) for n in window):
+            return f"window={window!r}: (left, right), how many keys before and after its own position a query sees"
         return None
-
-
-def of_factor(name: str, value: Any, default: str = "None") -> str | None:
-    """The problem with a factor of scores: it must be above 0, and its products must fit in float32."""
-    if value is None:
+    if isinstance(window, Integral) and int(window) >= 2**63:
+        return f"window={window}: positions are counted in 64 bits; use None for all keys"
+    if not is_number(window, 1):
+        return f"window={window!r}: the number of keys a query sees, at least 1 (None for all)"
+    if causal:
         return None
-    number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else -1
-    if not 0 < number < math.inf:
-        return f"{name}={value!r}: must be a finite number above 0 (not an array), or {default}"
-    if not 1e-18 <= number <= 1e18:
-        return f"{name}={value!r}: scores are computed in float32; pass a number from 1e-18 to 1e18, or {default}"
-    return None
+    return (
+        f"window={window} counts back from the query's own position, which has no meaning with causal=False; use "
+        f"causal=True, or window=None, or a pair: window=({window - 1}, 0)"
+    )
 
 
-def are_starts(starts: Row, length: int) -> bool:
-    """Whether every row begins at 0, never decreases, and ends within the length."""
-    rises = starts[:, 1:] >= starts[:, :-1]
-    return bool(rises.size and not starts[:, 0].any() and rises.all() and (starts[:, -1] <= length).all())
-
-
-def is_count(n: Any) -> bool:
-    """Whether n is a whole number of at least 0, as an int or a float."""
-    return isinstance(n, (int, float)) and 0 <= n < math.inf and int(n) == n
-
-
-def are_counts(row: list[Any]) -> bool:
-    """Whether all are whole numbers of at least 0; many ints are checked at once."""
-    if set(map(type, row)) == {int}:
-        return min(row) >= 0
-    return all(map(is_count, row))
-
-
-def untraced(given: Any) -> Any:
-    """The argument itself; an error if JAX traces it."""
-    if is_traced(given):
-        raise ValueError(
-            f"Docs need concrete numbers, and these are traced (jit, grad, vmap): {given!r}; make Docs outside jit and "
-            "pass them as an argument, or use Docs.from_segment_ids(ids, most=...)"
-        )
-    return given
-
-
-def rows_of(name: str, given: Any) -> list[list[Any]]:
-    """One row of numbers, or one per batch entry, from lists, arrays and tensors."""
-    if hasattr(given, "tolist"):
-        given = untraced(given).tolist()
-    if not isinstance(given, (list, tuple)):
-        raise ValueError(f"{name} must be a list, array or tensor of whole numbers, got {given!r}")
-    given = [untraced(x).tolist() if hasattr(x, "tolist") else x for x in given]
-    batch = given and all(isinstance(x, (list, tuple)) for x in given)
-    return [list(row) for row in given] if batch else [given]
-
-
-def interval(spec: AttentionSpec, own: Any, begin: Any, end: Any) -> tuple[Any, Any]:
-    """The keys [begin, end) that a query sees, in any array library.
-
-    `own` is the query's position among the keys, and its document has the keys [begin, end). The queries of a document
-    of the keys 2 to 6, causal with a window of 3:
-
-        keys    0 1 2 3 4 5 6 7
-        own 2   . . # . . . . .    [2, 3)
-        own 3   . . # # . . . .    [2, 4)
-        own 4   . . # # # . . .    [2, 5)
-        own 5   . . . # # # . .    [3, 6)
-        own 6   . . . . # # # .    [4, 7)
-
-    Neither side decreases from a query to the next one. Where a query sees nothing, begin = end.
-    """
-    if spec.causal:
-        end = (own + 1).clip(begin, end)
-    if spec.window is not None:
-        most = 2 ** (8 * own.dtype.itemsize - 1) - 1  # beyond all positions, in their own integers
-        begin = (own + 1 - min(spec.window, most)).clip(begin, end)
-    return begin, end
-
-
-class Runs(NamedTuple):
-    """Queries at increasing positions, cut into runs, one per document: few numbers, from which intervals are made.
-
-    Run i of a row has counts[i] queries, and its document the keys [begin[i], end[i]). A query's position among the
-    keys is its own position + shift[i].
-    """
-
-    positions: Row  # [T]
-    counts: Row  # [rows, runs], like the following
-    begin: Row
-    end: Row
-    shift: Row
-
-    def bounds(self, spec: AttentionSpec) -> tuple[Row, Row]:
-        """The keys [begin, end) that every query sees, [rows, T]."""
-        begin, end = repeated(self.begin, self.counts), repeated(self.end, self.counts)
-        own = self.positions + repeated(self.shift, self.counts) if self.shift.any() else self.positions
-        return interval(spec, own, begin, end)
-
-
-def repeated(values: Row, counts: Row) -> Row:
-    """[rows, runs] -> [rows, T]: each value repeated `counts` times; the counts of all rows have the same sum."""
-    return np.repeat(values.ravel(), counts.ravel()).reshape(len(values), -1)
-
-
-def followed_by(last: int, *columns: Row) -> Row:
-    """[rows, n]: these columns, and one of the number `last`."""
-    return np.concatenate([*columns, np.full((len(columns[0]), 1), last)], 1)
-
-
-def runs(
-    positions: Row,
-    below: Callable[[Row], Row],
-    seq_len: int,
-    key_len: int | None = None,
-    docs: Docs | None = None,
-    key_docs: Docs | None = None,
-    offset: int = 0,
-) -> Runs:
-    """The runs of queries at increasing positions, of which below(x) lie below x; other arguments as of `bounds`."""
-    key_len = seq_len if key_len is None else key_len
-    starts, limits = np.array([[0, seq_len]]), np.array([[0, key_len]])
-    if docs is not None:
-        starts, limits = docs.starts, (docs if key_docs is None else key_docs).starts
-    # two more runs see nothing: the tokens after the documents, and those after the sequence
-    counts = np.diff(below(followed_by(seq_len, starts)), append=len(positions))
-    begin = np.minimum(followed_by(key_len, limits), key_len)
-    end = np.minimum(followed_by(key_len, limits[:, 1:], limits[:, -1:]), key_len)
-    shift = np.full_like(begin, offset)
-    if key_docs is not None:  # the last query of a document is at the position of its last key
-        shift[:, :-2] += limits[:, 1:] - starts[:, 1:]
-    return Runs(positions, counts, begin, end, shift)
-
-
-def bounds(
-    spec: AttentionSpec,
-    positions: Row,
-    seq_len: int,
-    key_len: int | None = None,
-    docs: Docs | None = None,
-    key_docs: Docs | None = None,
-    offset: int = 0,
-) -> tuple[Row, Row]:
-    """The keys [begin, end) that queries at these positions see, as [1, T] or [rows, T] arrays.
-
-    Positions from `seq_len` on are padding: they see nothing. With `docs`, a query of document i sees document i of
-    `key_docs` (the same documents unless the keys are another sequence), and the last query of a document is at the
-    position of its last key. `offset` is the key position of query 0.
-    """
-    p = np.asarray(positions, np.int64)
-    order = np.argsort(p, kind="stable")
-    back = np.argsort(order)
-    below: Any = partial(np.searchsorted, p[order])
-    begin, end = runs(p[order], below, seq_len, key_len, docs, key_docs, offset).bounds(spec)
-    return begin[:, back], end[:, back]
+def plain_window(window: Any) -> int | tuple[int, int]:
+    return (int(window[0]), int(window[1])) if isinstance(window, tuple) else int(window)

@@ -440,7 +440,7 @@ def test_every_function_refuses_unknown_words_alike(name):
     spec = "linear attention is causal" if name == "linear_attention" else r"pass spec=AttentionSpec\(causal=...\)"
     for word, says in [
         ("dropout", "dropout: attention dropout is not supported: it has no exact form over ranks"),
-        ("bias", "bias: an additive bias is not supported: masks are causal, windows, and docs="),
+        ("bias", "bias: an additive bias is not supported: masks are those of spec="),
         ("temprature", f"temprature: {name} has no such argument"),
         ("is_causal", f"is_causal: {spec}"),
     ]:

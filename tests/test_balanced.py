@@ -14,6 +14,7 @@ from test_roll import expected
 
 import ringattn as ra
 import ringattn.layout as layout_module
+from ringattn.bands import Work, families, joined
 from ringattn.comms.local import run
 from ringattn.dealing import deal
 from ringattn.launch.verify.cases import FULL, Case
@@ -42,7 +43,8 @@ def test_work_is_equal_and_little_is_received_in_few_ranges(ranks, kind):
     for seed in range(20):
         lengths = mix(ranks * shard, kind, np.random.default_rng(seed))
         starts = np.append(0, np.cumsum(lengths))
-        found = deal(starts, ranks * shard, ranks, AttentionSpec())
+        bands = joined(families(AttentionSpec(), ranks * shard, docs=Docs.from_lengths(lengths))[0])
+        found = deal(starts, ranks * shard, ranks, Work.of(bands))
         document = np.repeat(np.arange(len(lengths)), lengths)
         pairs = np.arange(ranks * shard) - starts[document] + 1
         below, count = np.append(0, np.cumsum(pairs)), [*count, *map(len, found)]

@@ -157,7 +157,6 @@ def test_signatures():
     [
         ({"dropout_p": 0.1}, "dropout_p=0.1: attention dropout is not supported"),
         ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: ALiBi is not supported"),
-        ({"window_size": (3, 3)}, r"window_size=\(3, 3\) without causal=True"),
     ],
 )
 def test_what_is_not_supported_is_refused(given, error):

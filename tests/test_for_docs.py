@@ -12,6 +12,7 @@ from test_attention import LIMIT, check
 from test_roll import expected
 
 import ringattn as ra
+from ringattn.bands import bounds
 from ringattn.comms.local import run
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import FULL, Case
@@ -19,7 +20,7 @@ from ringattn.layout import Layout, count_below, positions_of
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import of_text
 from ringattn.ranks import Ranks
-from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.compiled import attention_op
 
 parts = st.lists(st.integers(0, 3), min_size=1, max_size=9).filter(any)

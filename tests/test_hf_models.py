@@ -39,7 +39,11 @@ MODELS = {
     "flex_olmo": EXPERTS, "gemma": {}, "gemma2": WINDOW, "gemma3_text": WINDOW, "glm": {}, "glm4": {},
     "glm4_moe": GROUPS, "gpt2": GPT2, "gpt_bigcode": GPT2, "gpt_neox": {}, "gpt_oss": {**EXPERTS, **WINDOW},
     "granite": {}, "granitemoe": EXPERTS, "granitemoeshared": EXPERTS, "helium": {}, "hunyuan_v1_dense": {},
-    "hunyuan_v1_moe": GROUPS, "jetmoe": {}, "llama": {}, "mimo_v2_flash": GROUPS, "minicpm3": LATENT,
+    "hunyuan_v1_moe": GROUPS, "jetmoe": {}, "llama": {},
+    "llama4_text": {
+        **EXPERTS, "intermediate_size_mlp": 48, "attention_chunk_size": 9, "floor_scale": 8, "no_rope_layers": [1, 0],
+    },
+    "mimo_v2_flash": GROUPS, "minicpm3": LATENT,
     "minimax_m2": EXPERTS, "ministral": WINDOW, "ministral3": {}, "mistral": WINDOW, "mixtral": EXPERTS,
     "modernbert-decoder": {}, "nanochat": {}, "olmo": {}, "olmo2": {}, "olmo3": WINDOW, "olmoe": EXPERTS,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "persimmon": {}, "phi": {}, "phi3": {}, "phimoe": EXPERTS,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from inspect import signature
 
 import pytest
 import torch
@@ -73,12 +72,7 @@ MODELS = {  # the configuration, what makes n images of 4 tokens each, and the n
 }  # fmt: skip
 
 
-SPANS = "spans" in signature(ra.Docs.from_lengths).parameters  # which images that see both ways need
-
-
 def build(kind: str):
-    if kind == "gemma3" and not SPANS:
-        pytest.skip("masks with spans are not there yet")
     if kind not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     config = transformers.AutoConfig.for_model(kind, **deepcopy(MODELS[kind][0]))

@@ -16,6 +16,7 @@ jnp = jax.numpy
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
+from ringattn.bands import bounds  # noqa: E402
 from ringattn.jax.attention.steps import Sight, score_of, table_of  # noqa: E402
 from ringattn.kernels import reference, select  # noqa: E402
 from ringattn.kernels.intervals import Choice, Intervals, Sets  # noqa: E402
@@ -25,7 +26,6 @@ from ringattn.launch.verify import oracle  # noqa: E402
 from ringattn.launch.verify.cases import CASES, FEATURES, Case  # noqa: E402
 from ringattn.mask import Mask  # noqa: E402
 from ringattn.ranks import Ranks  # noqa: E402
-from ringattn.spec import bounds  # noqa: E402
 
 LIMIT = 5e-6
 PLACES = len(CASES) // len(FEATURES)
@@ -58,7 +58,7 @@ def results(case: Case, given, kernel: str = "auto", device: str = "cpu", dtype=
         def loss(q, k, v, sinks):
             out, lse = ra.attention(
                 poisoned(q, plan), poisoned(k, plan.keys), poisoned(v, plan.keys), plan, spec=case.spec, docs=case.docs,
-                key_docs=case.key_docs, sinks=sinks if case.sinks else None, return_lse=True,
+                key_docs=case.key_docs, mask=case.mask, sinks=sinks if case.sinks else None, return_lse=True,
             )  # fmt: skip
             out, lse = plan.unshard(out), plan.unshard(lse)
             finite = jnp.isfinite(lse)

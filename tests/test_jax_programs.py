@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -15,13 +16,13 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax as rj  # noqa: E402
+from ringattn.bands import bounds_at, families  # noqa: E402
 from ringattn.jax.attention.function import LSE, OUT  # noqa: E402
 from ringattn.jax.attention.steps import global_bounds, route_of  # noqa: E402
 from ringattn.kernels import Problem  # noqa: E402
 from ringattn.kernels.vendor import jax_cudnn  # noqa: E402
 from ringattn.launch.verify.cases import FEATURES  # noqa: E402
 from ringattn.mask import Mask  # noqa: E402
-from ringattn.spec import bounds  # noqa: E402
 
 LIMIT = 5e-6
 FITS_CUDNN = Problem("cuda", "bfloat16", 128, 128, heads=8, kv_heads=2, rectangles=True, arch=(9, 0))
@@ -92,6 +93,23 @@ def test_documents_may_be_traced(small, plan):
     docs = ra.Docs.from_lengths([[10, 5, 15], [3, 20, 7]])
     found = jax.jit(lambda docs, *x: through(plan, docs=docs)(*x))(docs, *small)
     close(found, ra.attention(*small, docs=docs))
+
+
+@pytest.mark.parametrize(
+    ("spec", "docs"),
+    [
+        (ra.AttentionSpec(chunk=6, first=2), ra.Docs.from_lengths([[10, 5, 15], [3, 20, 7]])),
+        (ra.AttentionSpec(window=4), ra.Docs.from_lengths([10, 20], prefix=[3, 0], spans=[(4, 9), (12, 29)])),
+        (ra.AttentionSpec(), ra.Docs.tree([10, 5, 15], [-1, 0, 0])),
+    ],
+    ids=["chunks", "spans", "tree"],
+)
+def test_masks_of_documents_that_are_arguments_of_a_program(small, plan, spec, docs):
+    """Starts and spans may be traced, and then every hop that some documents may need is there."""
+    found = jax.jit(lambda docs, *x: through(plan, docs=docs, spec=spec)(*x))(docs, *small)
+    q, k, v = (torch.from_numpy(np.array(x)) for x in small)
+    expected = ra.attention(q, k, v, docs=docs, spec=spec)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.slow
@@ -264,11 +282,16 @@ def test_traced_bounds_equal_the_specs_own():
         plan = ra.Plan(case.seq_len, key_len=case.key_len)
         at = np.arange(case.seq_len + 3)
         docs, key_docs = case.docs, case.key_docs
-        expected = bounds(case.spec, at, case.seq_len, case.key_len, docs, key_docs)
+        found = families(case.spec, case.seq_len, case.key_len, case.mask or docs, key_docs)
+        seen = [bounds_at(family, at) for family in found]
         starts = [None if d is None else d.starts for d in (docs, key_docs)]
-        found = global_bounds(Mask(plan, case.spec), jnp.asarray(at, jnp.int32), *starts)
-        for a, b in zip(found, expected, strict=True):
-            assert (np.broadcast_to(a, b.shape) == b).all(), case.name
+        mask = Mask(plan, case.spec, case.mask or docs if case.mask or case.parents else None)
+        traced = global_bounds(mask, jnp.asarray(at, jnp.int32), *starts, docs and docs.spans)
+        for mine, sides in zip(traced, seen, strict=True):
+            begin, end = (np.broadcast_to(x, y.shape) for x, y in zip(mine, sides, strict=True))
+            some = sides[0] < sides[1]
+            assert (np.diff(begin) >= 0).all() and (np.diff(end) >= 0).all() and ((begin < end) == some).all(), case
+            assert (begin == sides[0])[some].all() and (end == sides[1])[some].all(), case.name
 
 
 def test_a_window_of_more_than_32_bits_is_none():

@@ -12,8 +12,12 @@ ROOT = Path(__file__).parent.parent
 # each may import those before it
 PLAIN = [
     "values",
+    "numeric",
+    "packing",
     "machine",
     "spec",
+    "bands",
+    "slices",
     "dealing",
     "layout",
     "schedule",

@@ -48,3 +48,12 @@ def test_prose_has_no_slips():
         (page.name, m[0]) for page in pages for m in slip.finditer(code.sub("`", page.read_text()).replace("\n", " "))
     }
     assert slips == set()
+
+
+def test_every_public_name_has_its_signature_in_the_reference():
+    import ringattn as ra
+
+    page = (ROOT / "docs/reference/api.md").read_text()
+    shown = set(re.findall(r"^::: ringattn\..*\.(\w+)$", page, re.MULTILINE))
+    assert set(ra.__all__) - shown == {"hf", "nn"}
+    assert {*ra.hf.__all__} <= shown

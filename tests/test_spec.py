@@ -11,13 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringattn as ra
+from ringattn.bands import bounds, intervals
 from ringattn.comms.local import run
 from ringattn.launch.verify.cases import FEATURES
 from ringattn.layout import LAYOUTS, to_local
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan, Transport
-from ringattn.spec import AttentionSpec, Docs, bounds, interval
-from ringattn.torch.attention.steps import bounds_on, local, spread_on
+from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch.attention.steps import below, bounds_on, local, on_device, spread_on
+
+CPU = torch.device("cpu")
 
 
 def allowed(spec, row, T):
@@ -119,7 +122,7 @@ def test_positions_that_take_turns_see_what_sorted_ones_see(rows, positions):
         (lambda: AttentionSpec(window=10**30), "positions are counted in 64 bits; use None for all keys"),
         (lambda: AttentionSpec(causal="no"), "causal='no': pass True or False"),
         (lambda: AttentionSpec(causal=None), "causal=None: pass True or False"),
-        (lambda: AttentionSpec(causal=False, window=4), "use causal=True, or window=None"),
+        (lambda: AttentionSpec(causal=False, window=4), "or a pair: window=\\(3, 0\\)"),
         (lambda: AttentionSpec(scale=float("nan")), "scale=nan: must be a finite number above 0"),
         (lambda: AttentionSpec(scale=-1.0), "scale=-1.0"),
         (lambda: AttentionSpec(scale=True), "scale=True: must be a finite number above 0"),
@@ -185,23 +188,25 @@ def test_numpys_numbers_become_pythons():
     """They are equal, and so would share what is kept by a spec, but make arrays of their own dtype."""
     given = {"causal": np.bool_(True), "window": np.int64(5), "softcap": np.float64(2), "scale": 1}
     spec = AttentionSpec(**given)
-    assert repr(spec) == "AttentionSpec(causal=True, window=5, softcap=2.0, scale=1.0)"
-    assert spec == AttentionSpec(True, 5, 2, 1)
+    assert repr(spec) == "AttentionSpec(causal=True, window=5, chunk=None, first=0, softcap=2.0, scale=1.0)"
+    assert spec == AttentionSpec(True, 5, softcap=2, scale=1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_intervals_of_a_rank_follow_from_the_bounds_on_the_host_and_by_torch(layout):
     for case in FEATURES:
         plan = Plan(case.seq_len, 4, key_len=case.key_len, layout=layout)
-        mask = Mask(plan, case.spec, case.docs, case.key_docs)
+        mask = Mask(plan, case.spec, case.mask or case.docs, case.key_docs)
         keys = plan.keys.tokens.shard(1)
         for rank in range(4):
-            expected = to_local(keys, *mask.bounds(plan.tokens.shard(rank)))
-            spread = interval(case.spec, *spread_on(mask.runs(plan.tokens.shard(rank)), torch.device("cpu")))
-            for found in (bounds_on(mask, plan.tokens.shard(rank), None), spread):
-                for side, there in zip(local(found, keys, None)[:2], expected, strict=True):
-                    assert str(side.dtype).endswith("int32"), case.name
-                    np.testing.assert_array_equal(side, there, err_msg=case.name)
+            expected = [to_local(keys, *sides) for sides in mask.bounds(plan.tokens.shard(rank))]
+            spread = [spread_on(runs, CPU) for runs in mask.runs(plan.tokens.shard(rank))]
+            for found in (bounds_on(mask, plan.tokens.shard(rank), CPU), spread):
+                for sides, there in zip(found, expected, strict=True):
+                    mine = on_device(tuple(below(keys, side) for side in sides), CPU)[:2]
+                    for side, its in zip(mine, there, strict=True):
+                        assert str(side.dtype).endswith("int32"), case.name
+                        np.testing.assert_array_equal(side, its, err_msg=case.name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -221,7 +226,7 @@ def test_rows_packed_differently_cost_the_host_little(layout):
 
     schedule, room = peak(lambda: schedule_of.__wrapped__(mask))
     assert schedule.needed.any() and room < 16 * T
-    runs, room = peak(lambda: mask.runs(plan.tokens.shard(0)))
+    (runs,), room = peak(lambda: mask.runs(plan.tokens.shard(0)))
     assert len(runs.counts) == 16 and len(runs.positions) == T // 8 and room < 8 * T
 
 
@@ -232,11 +237,15 @@ def test_intervals_are_the_same_in_every_array_library():
         AttentionSpec(window=2),
         AttentionSpec(window=2**63 - 1),
         AttentionSpec(causal=False),
+        AttentionSpec(chunk=3, first=2),
+        AttentionSpec(causal=False, window=(2**63 - 1, 2**62), chunk=2**63 - 1),
+        AttentionSpec(causal=False, window=(1, 2), first=2**63 - 1),
     ):
-        expected = interval(spec, own, begin, end)
+        expected = intervals(spec, own, begin, end)
         for make in (torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32), jnp.array):
-            for side, there in zip(interval(spec, *map(make, (own, begin, end))), expected, strict=True):
-                np.testing.assert_array_equal(side, there)
+            for sides, there in zip(intervals(spec, *map(make, (own, begin, end))), expected, strict=True):
+                for side, its in zip(sides, there, strict=True):
+                    np.testing.assert_array_equal(side, its)
 
 
 @pytest.mark.parametrize("window", [2**31 - 1, 2**31 + 5, 2**40, 2**63 - 1])
@@ -261,8 +270,8 @@ def test_a_million_ranks_have_positions_beyond_32_bits(layout):
     queries, keys = (plan.tokens.shard(rank) for rank in (2**20 - 1, 2**20 - 2))
     for window in (None, 2**33, 2**63 - 1):
         mask = Mask(plan, AttentionSpec(window=window))
-        where = local(bounds_on(mask, queries, None), keys, None)
+        where = local(bounds_on(mask, queries, CPU), keys, CPU)
         at, others = (np.concatenate([np.array(r) for r in shard]) for shard in (queries, keys))
         for i in (0, 1, len(at) // 2, len(at) - 1):
             seen = (others <= at[i]) & (at[i] - others < (window or 2**63 - 1))
-            assert where.begin.dtype == np.int32 and where.end[0, i] - where.begin[0, i] == seen.sum()
+            assert where.begin.dtype == torch.int32 and where.end[0, i] - where.begin[0, i] == seen.sum()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ringattn.bands import bounds
 from ringattn.kernels import Problem, reference
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial
@@ -17,7 +18,7 @@ from ringattn.kernels.partial import row_delta as row_delta_of
 from ringattn.kernels.triton import attend, attend_backward, refuses, row_delta
 from ringattn.kernels.triton.backward import spans
 from ringattn.kernels.triton.table import TABLE, Tile, Tiles, load, save
-from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.spec import AttentionSpec, Docs
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn import kernels
+from ringattn.bands import bounds
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, Rectangle, rectangles_of
@@ -19,7 +20,7 @@ from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.vendor import sdpa_cpu
 from ringattn.kernels.vendor.rectangles import over_rectangles
 from ringattn.layout import LAYOUTS, Layout, to_local
-from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.spec import AttentionSpec, Docs
 
 MASKS = ("causal", "full", "strict", "docs", "prefix", "half")
 GPU_VENDORS = ("cudnn", "flash", "fa4")

@@ -17,16 +17,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from ringattn.bands import bounds, bounds_at, families, joined
 from ringattn.cost import seen_pairs
 from ringattn.kernels import chunkwise, tiled
 from ringattn.kernels.intervals import Intervals
 from ringattn.launch.commands.plot import RANKS, STYLE, bars, panels, read, save
 from ringattn.layout import LAYOUTS, Layout
-from ringattn.mask import pieces
 from ringattn.planning import Plan
 from ringattn.schedule import seen
 from ringattn.segments import order
-from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.slices import Mask
+from ringattn.spec import AttentionSpec, Docs
 
 INK, FAINT, PAPER = STYLE["text.color"], "#d9d9d9", "#f4f4f4"
 DIGIT = {"#ccbb44": "#222222", "#66ccee": "#222222"}  # on pale colours; white on the others, in both schemes
@@ -50,6 +51,36 @@ def masks() -> Figure:
             ax.add_patch(Rectangle((b, t + 0.12), e - b, 0.76, color=RANKS[0], lw=0))
     axes[0][0].set_ylabel("queries")
     axes[0][0].set_xlabel("keys")
+    return figure
+
+
+def mask_kinds() -> Figure:
+    """Eight masks of 12 queries and keys; each colour is a family, one interval a query."""
+    T, answers = 12, Docs.tree([4, 2, 3, 3], [-1, 0, 0, 2])
+    slices = [
+        ((0, 4), (0, 4), "causal"),
+        ((4, 8), (0, 4), "both"),
+        ((4, 8), (4, 8), "causal"),
+        ((8, 12), (2, 8), "inverse"),
+    ]
+    kinds = {
+        "window of 3 and 2": (AttentionSpec(causal=False, window=(3, 2)), None),
+        "chunks of 5": (AttentionSpec(chunk=5), None),
+        "first 2, window of 4": (AttentionSpec(window=4, first=2), None),
+        "prefix of 4 and 2": (AttentionSpec(), Docs.from_lengths([7, 5], prefix=[4, 2])),
+        "spans in a window": (AttentionSpec(window=4), Docs.from_lengths([T], spans=[(2, 5), (7, 11)])),
+        "3 answers, one continued": (AttentionSpec(), answers),
+        "first 1, window 4, in a tree": (AttentionSpec(window=4, first=1), answers),
+        "slices": (AttentionSpec(), Mask.from_slices(*zip(*slices, strict=True), total=T)),
+    }
+    figure, axes = panels(2, len(kinds) // 2, 10, 5.2, hspace=0.35)
+    for ax, (title, (spec, docs)) in zip(axes.flat, kinds.items(), strict=True):
+        grid(ax, T, T, title)
+        for family, color in zip(families(spec, T, docs=docs), RANKS, strict=False):
+            for t, (b, e) in enumerate(zip(*(side[0] for side in bounds_at(family, np.arange(T))), strict=True)):
+                ax.add_patch(Rectangle((b, t + 0.12), max(0, e - b), 0.76, color=color, lw=0))
+    axes[0][0].set_ylabel("queries")
+    axes[-1][0].set_xlabel("keys")
     return figure
 
 
@@ -164,7 +195,7 @@ def ring() -> Figure:
         layout = Layout(name, T, size)
         begin, end = bounds(spec, np.arange(T), T)
         shards = [layout.shard(r) for r in range(size)]
-        schedule = seen(spec, pieces(T, T), shards, shards)
+        schedule = seen(joined([one for (one,) in families(spec, T)]), shards, shards)
         blank(ax, size * dx, size * dy)
         ax.set_title(title, pad=30)
         for i, d in enumerate(schedule.distances):
@@ -319,7 +350,7 @@ def main(folder: Path = Path(__file__).parent) -> None:
     """Draw every picture into the folder."""
     matplotlib.use("Agg")
     with matplotlib.rc_context(STYLE):
-        for draw in (masks, tiling, merging, layouts, ring, ulysses, linear, speed, prefill, timelines):
+        for draw in (masks, mask_kinds, tiling, merging, layouts, ring, ulysses, linear, speed, prefill, timelines):
             save(draw(), folder / f"{draw.__name__}.svg")
         for draw in (layouts, speed):  # in the README, of which PyPI shows no SVG
             save(draw(), folder / f"{draw.__name__}.png")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ringattn import kernels
+from ringattn.bands import bounds
 from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.launch.bench import Row, contest
@@ -24,7 +25,7 @@ from ringattn.launch.bench.peers import CONTESTANTS, Inputs, of_table
 from ringattn.launch.bench.ring import SHORT, mixed
 from ringattn.launch.bench.timing import captured, copy_rate, elapsed_ms, steady_ms
 from ringattn.launch.words import option
-from ringattn.spec import AttentionSpec, Docs, bounds
+from ringattn.spec import AttentionSpec, Docs
 
 IMPLS = ("triton", "flex", "cudnn", "flash", "fa4")
 CPU_IMPLS = ("sdpa_cpu", "tiled")

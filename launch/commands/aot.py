@@ -43,7 +43,7 @@ def run(options: Options) -> int:
         options.seq_len, options.ring, options.ulysses, options.strategy, options.layout,
         heads=(options.heads, options.kv_heads), head_dim=options.head_dim, value_dim=options.value_dim,
     )  # fmt: skip
-    spec = AttentionSpec(options.causal, options.window, options.softcap)
+    spec = AttentionSpec(options.causal, options.window, softcap=options.softcap)
     sizes = [pair(word) for word in options.blocks]
     try:
         report = aot.aot_report(options.topology, plan, spec=spec, batch=options.batch, dtype=options.dtype)

@@ -4,18 +4,21 @@ Needs no ranks and no GPU: `ringattn plan seq_len=131072 heads=32,8 head_dim=128
 With sequence=N instead of ring and ulysses, the plan chooses both. `machine=h100` names the description by which times
 and memory are predicted, or a file; without one it is that of H200s. The steps show which rank works when, and what
 travels. With docs=LENGTHS the work is that of packed documents. With device=tpu, or where torch is not installed, the
-plan is one for JAX. explain=call shows instead what one rank does in a call of attention in torch: groups of heads,
-every step with its ranges of keys, who reads what of this rank meanwhile, dtypes on the way, and kernels.
+plan is one for JAX. The mask is drawn. explain=call shows instead what one rank does in a call of attention in torch:
+groups of heads, every step with its ranges of keys, who reads what of this rank meanwhile, dtypes on the way, and
+kernels.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ringattn import choosing
+from ringattn.bands import families
 from ringattn.choosing import elsewhere, factored
 from ringattn.cost import SAMPLED_ROWS, kv_heads_of_a_rank, seen_pairs
+from ringattn.launch.commands.drawn_mask import drawn
 from ringattn.launch.words import option
 from ringattn.machine import load, of_device
 from ringattn.mask import Mask, schedule_of
@@ -49,8 +52,19 @@ class Options:
     transport: str = option("auto", "auto, symmetric (GPUs of one host share memory) or group (NCCL, gloo)")
     groups: int | None = option(None, "in how many groups Ulysses and gather exchange the heads")
     causal: bool = option(True, "whether a query sees no later key")
-    window: int | None = option(None, "how many keys a query sees at most")
+    window: tuple[int, ...] | None = option(
+        None, "how many keys a query sees at most; LEFT,RIGHT with causal=false", least=0
+    )
+    chunk: int | None = option(None, "a query sees its own block of so many positions of its document")
+    first: int = option(0, "beside the window or chunk, a query sees so many first keys of its document", least=0)
     docs: tuple[int, ...] | None = option(None, "lengths of packed documents; the rest is padding", least=0)
+    prefix: tuple[int, ...] | None = option(None, "of each document, how many first tokens see one another", least=0)
+    spans: tuple[int, ...] | None = option(
+        None, "START,STOP of tokens that see one another, then the next pair", least=0
+    )
+    parents: tuple[int, ...] | None = option(
+        None, "the documents are segments of trees: of each its parent, or -1", least=-1
+    )
     device: str = option("cuda", "the kind of ranks, unless machine= says it", among=("cuda", "cpu", "tpu"))
     dtype: str | None = option(None, "by default float32 on cpu and bfloat16 elsewhere")
     json: bool = option(False, "print everything as JSON")
@@ -66,7 +80,7 @@ class Link(NamedTuple):
 
 def run(options: Options) -> int:
     """Print the plan and its steps."""
-    spec = AttentionSpec(causal=options.causal, window=options.window)
+    spec = spec_of(options)
     if options.docs is not None and sum(options.docs) > options.seq_len:
         raise ValueError(f"docs= holds {sum(options.docs)} tokens, more than seq_len={options.seq_len}")
     if options.causal and options.key_len not in (None, options.seq_len):
@@ -74,15 +88,42 @@ def run(options: Options) -> int:
             f"key_len={options.key_len} beside seq_len={options.seq_len} needs causal=false: a causal mask does "
             "not say which query is at which key"
         )
-    docs = None if options.docs is None else Docs.from_lengths(options.docs, pad_to=options.seq_len)
+    docs = docs_of(options)
     plan = planned(options, spec, docs)
     if options.explain == "call":
         print(recipe(options, plan, spec, docs))
         return 0
     print(plan.explain(json=options.json))
+    if options.key_len is None and not options.json:
+        mask = families(spec, options.seq_len, docs=docs)
+        print("\n".join(["", "who sees whom: queries downwards, keys to the right; # all, + some, . none",
+                         *drawn(mask, options.seq_len, options.seq_len)]))  # fmt: skip
     if plan.ring > 1 and not options.json and plan.ring <= MOST:
         print("\n".join(["", *steps(plan, spec, docs)]))
     return 0
+
+
+def spec_of(options: Options) -> AttentionSpec:
+    window: Any = options.window
+    reach = window if window is None or len(window) > 1 else window[0]
+    return AttentionSpec(options.causal, reach, options.chunk, options.first)
+
+
+def docs_of(options: Options) -> Docs | None:
+    """The documents, with all that they may have."""
+    if options.docs is None:
+        if options.spans is None and options.prefix is None and options.parents is None:
+            return None
+        raise ValueError("prefix, spans and parents are those of documents: give docs=LENGTHS")
+    if options.parents is not None:
+        if options.prefix is not None or options.spans is not None:
+            raise ValueError("parents= makes trees, whose segments have no prefix and no spans; leave these out")
+        return Docs.tree(options.docs, options.parents, pad_to=options.seq_len)
+    spans = options.spans
+    if spans is not None and len(spans) % 2:
+        raise ValueError(f"spans={','.join(map(str, spans))}: pairs START,STOP, so an even number of numbers")
+    pairs = None if spans is None else list(zip(spans[::2], spans[1::2], strict=True))
+    return Docs.from_lengths(options.docs, pad_to=options.seq_len, prefix=options.prefix, spans=pairs)
 
 
 def planned(options: Options, spec: AttentionSpec, docs: Docs | None) -> Plan:

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 import ringattn as ra
+from ringattn.bands import bounds
 from ringattn.kernels import rates
 from ringattn.kernels.intervals import Intervals
 from ringattn.launch.bench.kernels import doc_lengths
 from ringattn.launch.bench.timing import elapsed_ms, steady_ms
 from ringattn.launch.words import option
-from ringattn.spec import bounds
 
 
 @dataclass(frozen=True)

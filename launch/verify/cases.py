@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ringattn.slices import Mask
 from ringattn.spec import AttentionSpec, Docs
 
 
@@ -30,6 +31,10 @@ class Case:
     key_lengths: Any = None
     sinks: bool = False
     cut: Any = None  # lengths of documents that the plan cuts over all ranks
+    prefix: Any = None  # of each document
+    spans: Any = None
+    parents: Any = None  # of the documents, as segments of trees
+    slices: Any = None  # (queries, keys, kind) each
 
     @property
     def ranks(self) -> int:
@@ -37,7 +42,18 @@ class Case:
 
     @property
     def docs(self) -> Docs | None:
-        return None if self.lengths is None else Docs.from_lengths(self.lengths, pad_to=self.seq_len)
+        if self.parents is not None:
+            return Docs.tree(self.lengths, self.parents, pad_to=self.seq_len)
+        if self.lengths is None:
+            return None
+        return Docs.from_lengths(self.lengths, pad_to=self.seq_len, prefix=self.prefix, spans=self.spans)
+
+    @property
+    def mask(self) -> Mask | None:
+        if self.slices is None:
+            return None
+        q_ranges, k_ranges, kinds = zip(*self.slices, strict=True)
+        return Mask.from_slices(q_ranges, k_ranges, kinds, self.seq_len)
 
     @property
     def key_docs(self) -> Docs | None:
@@ -86,6 +102,27 @@ FEATURES = (
     Case("even", seq_len=64),
     Case("all_at_once", spec=AttentionSpec(window=13, softcap=5.0, scale=0.3), lengths=[[30, 31], [9, 52]], sinks=True,
          heads=8, kv_heads=4, value_dim=12),
+    Case("both_sides", spec=AttentionSpec(causal=False, window=(6, 3))),
+    Case("both_sides_packed", spec=AttentionSpec(causal=False, window=(2, 17), first=3), sinks=True,
+         lengths=[[20, 0, 11, 30], [1, 2, 50]]),
+    Case("chunks", spec=AttentionSpec(chunk=9)),
+    Case("chunks_packed", spec=AttentionSpec(chunk=8, window=5, first=2, softcap=3.0), lengths=[20, 0, 11, 26],
+         sinks=True, heads=8),
+    Case("chunks_full", spec=AttentionSpec(causal=False, chunk=8, first=11), lengths=[[33, 20], [9, 52]]),
+    Case("first", spec=AttentionSpec(window=7, first=4)),
+    Case("prefix", lengths=[20, 0, 11, 26], prefix=[5, 0, 11, 1]),
+    Case("spans", lengths=[[20, 0, 11, 26], [3, 50]], prefix=[[4, 0, 0, 3], [0, 0]], sinks=True,
+         spans=[[(5, 9), (9, 16), (25, 31)], [(4, 45)]]),
+    Case("spans_near", spec=AttentionSpec(window=4, chunk=13, first=2, softcap=4.0), lengths=[61],
+         spans=[(7, 20), (30, 35)]),
+    Case("tree", lengths=[17, 9, 3, 12, 7, 5], parents=[-1, 0, 1, 0, 3, 3]),
+    Case("trees", spec=AttentionSpec(window=14, first=3, scale=0.4), lengths=[[9, 8, 13, 5, 11, 7], [3, 4, 50]],
+         parents=[[-1, 0, -1, 0, 1, 2], [-1, 0, -1]], heads=8, sinks=True),
+    Case("tree_chunks", spec=AttentionSpec(chunk=11), lengths=[17, 9, 3, 20, 7, 5], parents=[-1, 0, 1, 0, 3, 0]),
+    Case("slices", sinks=True, slices=[((0, 20), (0, 20), "causal"), ((20, 40), (0, 12), "full"),
+         ((20, 40), (15, 45), "both"), ((40, 61), (30, 61), "inverse"), ((48, 57), (2, 9), "causal")]),
+    Case("shared_question", slices=[((0, 30), (0, 30), "causal"), ((30, 61), (0, 13), "full"),
+         ((30, 44), (30, 44), "causal"), ((44, 61), (44, 61), "causal")]),
 )  # fmt: skip
 
 PLACES = (

@@ -129,7 +129,8 @@ def sizes_of(r: random.Random, ulysses: int, device: str) -> dict[str, Any]:
 def spec_of(r: random.Random, full: bool = False) -> AttentionSpec:
     window = None if full or r.random() < 0.6 else r.choice([1, 2, 5, 17, 64, 1000])
     softcap = 10 ** r.uniform(-1, 2) if r.random() < 0.25 else None
-    return AttentionSpec(not full, window, softcap, 10 ** r.uniform(-2, 1) if r.random() < 0.25 else None)
+    scale = 10 ** r.uniform(-2, 1) if r.random() < 0.25 else None
+    return AttentionSpec(not full, window, softcap=softcap, scale=scale)
 
 
 def lengths_of(r: random.Random, rows: int, count: int, total: int) -> Any:
@@ -313,7 +314,7 @@ def story(
     longest = max((n for do, n, _ in call.steps if do != "back"), default=1)
     cache = ra.KVCache.allocate(
         plan, batch=case.batch, max_len=case.seq_len, kv_heads=case.kv_heads, head_dim=case.head_dim,
-        value_dim=case.value_dim, dtype=call.dtype, window=case.spec.window, room=longest, block=call.block,
+        value_dim=case.value_dim, dtype=call.dtype, window=case.spec.behind, room=longest, block=call.block,
     )  # fmt: skip
     also: dict[str, Any] = {"spec": case.spec, "sinks": sinks_of(call, given, call.dtype)}
     rows, worst = torch.arange(case.batch)[:, None], 0.0

@@ -9,7 +9,7 @@ from torch import Tensor
 from ringattn import api, choosing
 from ringattn.launch.verify.cases import Case
 from ringattn.planning import Transport
-from ringattn.spec import Docs
+from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.sharding import own_positions
 from ringattn.values import fields
 
@@ -18,18 +18,80 @@ Grads = dict[str, Tensor]
 
 def visible(case: Case, batch_row: int) -> Tensor:
     """[T, S]: whether query i sees key j, from the definition of the spec."""
+    if case.slices is not None:
+        return in_slices(case)
+    if case.parents is not None:
+        return on_branches(case, batch_row)
     i, j = torch.arange(case.seq_len)[:, None], torch.arange(case.key_len or case.seq_len)[None]
     if case.key_lengths is not None:  # counted back from the end of a document
         i, j = -left(row_of(case.lengths, batch_row), i), -left(row_of(case.key_lengths, batch_row), j)
-    allowed = torch.ones(case.seq_len, case.key_len or case.seq_len, dtype=torch.bool)
-    if case.spec.causal:
-        allowed &= j <= i
-    if case.spec.window is not None:
-        allowed &= i - j < case.spec.window
+    mine = theirs = torch.zeros(case.seq_len, dtype=torch.int64)
+    begun: Any = 0
     if case.lengths is not None:
-        mine = ids(row_of(case.lengths, batch_row), case.seq_len)
-        theirs = mine if case.key_lengths is None else ids(row_of(case.key_lengths, batch_row), case.key_len or 0)
-        allowed &= (mine[:, None] == theirs[None]) & (mine[:, None] >= 0)
+        mine = theirs = ids(row_of(case.lengths, batch_row), case.seq_len)
+        if case.key_lengths is None:
+            begun = torch.stack([(mine == number).nonzero().min() for number in mine])[:, None]
+    if case.key_len is not None or case.key_lengths is not None:
+        size = case.key_len or case.seq_len
+        theirs = mine.new_zeros(size) if case.key_lengths is None else ids(row_of(case.key_lengths, batch_row), size)
+    allowed = near(case.spec, i - begun, j - begun)
+    for start, stop in spans_of(case, batch_row):
+        allowed |= (start <= i) & (i < stop) & (start <= j) & (j < stop)
+    return allowed & (mine[:, None] == theirs[None]) & (mine[:, None] >= 0)
+
+
+def near(spec: AttentionSpec, i: Tensor, j: Tensor) -> Tensor:
+    """Whether the query at position i of a document sees the key at position j, by the words of the spec."""
+    allowed = (i == i) & (j == j)
+    if isinstance(spec.window, tuple):
+        allowed &= (i - j <= spec.window[0]) & (j - i <= spec.window[1])
+    elif spec.window is not None:
+        allowed &= i - j < spec.window
+    if spec.chunk is not None:
+        allowed &= i.div(spec.chunk, rounding_mode="floor") == j.div(spec.chunk, rounding_mode="floor")
+    allowed |= (j >= 0) & (j < spec.first)
+    return allowed & (j <= i) if spec.causal else allowed
+
+
+def spans_of(case: Case, batch_row: int) -> list[tuple[int, int]]:
+    """The ranges of tokens that see one another."""
+    found = [] if case.spans is None else list(case.spans)
+    if found and isinstance(found[0], list):
+        found = list(found[batch_row])
+    lengths = [] if case.prefix is None else row_of(case.lengths, batch_row)
+    for i, n in enumerate([] if case.prefix is None else row_of(case.prefix, batch_row)):
+        found.append((sum(lengths[:i]), sum(lengths[:i]) + n))
+    return found
+
+
+def on_branches(case: Case, batch_row: int) -> Tensor:
+    """Of segments: each token sees those of its branch, whose depths are their positions."""
+    lengths, parents = row_of(case.lengths, batch_row), row_of(case.parents, batch_row)
+    of = ids(lengths, case.seq_len).tolist()
+    allowed = torch.zeros(case.seq_len, case.seq_len, dtype=torch.bool)
+    for query, segment in enumerate(of):
+        if segment < 0:
+            continue
+        branch = [segment]
+        while parents[branch[0]] >= 0:
+            branch.insert(0, parents[branch[0]])
+        tokens = torch.tensor([t for s in branch for t, its in enumerate(of) if its == s])
+        place = (tokens == query).nonzero()[0]
+        allowed[query, tokens] = near(case.spec, place, torch.arange(len(tokens)))
+    return allowed
+
+
+def in_slices(case: Case) -> Tensor:
+    """A query sees a key if some slice has both, and its kind allows it."""
+    i, j = torch.arange(case.seq_len)[:, None], torch.arange(case.seq_len)[None]
+    allowed = torch.zeros(case.seq_len, case.seq_len, dtype=torch.bool)
+    for (start, stop), (begin, end), kind in case.slices:
+        here = (start <= i) & (i < stop) & (begin <= j) & (j < end)
+        if kind in ("causal", "both"):  # the last query sees the last key
+            here &= stop - i <= end - j
+        if kind in ("inverse", "both"):  # the first query sees the first key
+            here &= j - begin >= i - start
+        allowed |= here
     return allowed
 
 
@@ -151,8 +213,9 @@ def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto", *
     sinks = given["sinks"].clone().requires_grad_() if case.sinks else None
     q, k, v = leaves.values()
     out, lse = api.attention(
-        q, k, v, plan, spec=case.spec, docs=case.docs, key_docs=case.key_docs, sinks=sinks, return_lse=True
-    )
+        q, k, v, plan, spec=case.spec, docs=case.docs, key_docs=case.key_docs, mask=case.mask, sinks=sinks,
+        return_lse=True,
+    )  # fmt: skip
     # padding's own outputs get poisoned gradients: they must not count
     dout = local(given["dout"], plan) if "dout" in given else None
     loss(out, lse, dout, local(given["dlse"], plan, 1.0) if "dlse" in given else None).backward()

@@ -65,18 +65,11 @@ class Options(NamedTuple):
         if self.alibi_slopes is not None:
             raise ValueError(f"alibi_slopes: {NO_ALIBI}")
         left, right = self.window_size
-        if right > 0 and not self.causal:
-            raise ValueError(
-                f"window_size={(left, right)} without causal=True sees keys that come later; only windows that count "
-                "back are supported: pass causal=True, or (left, 0)"
-            )
         causal = self.causal or right == 0
-        if left >= 0 and not causal:
-            raise ValueError(
-                f"window_size={(left, right)} needs causal=True: only windows that count back are supported"
-            )
-        window = left + 1 if left >= 0 else None  # flash attention does not count the query's own key
-        return AttentionSpec(causal, window, self.softcap or None, self.softmax_scale)
+        window: Any = left + 1 if left >= 0 else None  # flash attention does not count the query's own key
+        if not causal and (left >= 0 or right >= 0):  # negative: without a limit
+            window = tuple(n if n >= 0 else 2**62 for n in (left, right))
+        return AttentionSpec(causal, window, softcap=self.softcap or None, scale=self.softmax_scale)
 
 
 ORDER = Options._fields[: Options._fields.index("attn_type")]
@@ -126,8 +119,9 @@ def of_batch(layout: str, axis: str = "ring") -> Function:
     def function(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Any:
         spec = options.spec
         plan = plan_over(options.group, q.device.type, q.shape[1], layout, local_keys=k.shape[1], axis=axis)
-        if spec.causal and q.shape[1] != k.shape[1]:
-            raise ValueError(f"causal: {q.shape[1]} queries a rank and {k.shape[1]} keys; they must be the same tokens")
+        if (spec.causal or spec.window) and q.shape[1] != k.shape[1]:
+            what = "causal" if spec.causal else "a window"
+            raise ValueError(f"{what}: {q.shape[1]} queries a rank and {k.shape[1]} keys; they must be the same tokens")
         if not options.return_attn_probs:
             return api.attention(q, k, v, plan, spec=spec)
         out, lse = api.attention(q, k, v, plan, spec=spec, return_lse=True)

@@ -23,7 +23,7 @@ def check(
         or of_plan(q, k, v, plan)
         or of_sinks_for(q, sinks)
         or of_lengths(q, k, plan, spec, lengths, key_docs)
-        or of_docs(q.shape[0], plan, docs, key_docs)
+        or of_docs(q.shape[0], plan, spec, docs, key_docs)
     )
 
 

@@ -87,12 +87,14 @@ def dim_of(x: Array, dim: int) -> int:
     return found % x.ndim
 
 
-def positions(plan: Plan) -> Array:
+def positions(plan: Plan, docs: Docs | None = None) -> Array:
     """The global positions of all tokens in the plan's order, over the mesh; padding repeats the last one.
 
-    Inside a shard_map those of this device's tokens.
+    Inside a shard_map those of this device's tokens. In trees, depths along their branches.
     """
-    return with_number(jnp.minimum, padded_positions(plan), plan.seq_len - 1)
+    raise_if(of_arguments(docs=docs))
+    at = with_number(jnp.minimum, padded_positions(plan), plan.seq_len - 1)
+    return at if docs is None or docs.depths is None else jnp.asarray(docs.depths, jnp.int32)[..., at]
 
 
 def real_positions(plan: Plan) -> Array:

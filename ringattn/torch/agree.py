@@ -32,7 +32,7 @@ def describe(
     for name, x in tensors.items():
         words[name] = "None" if x is None else f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
     for name, one in (("docs", docs), ("key_docs", key_docs), ("plan.docs", plan.docs)):
-        words[name] = "None" if one is None else f"{one} #{zlib.crc32(one.starts.tobytes()):08x}"
+        words[name] = "None" if one is None else f"{one} #{zlib.crc32(one.encoded.tobytes()):08x}"
     return words
 
 

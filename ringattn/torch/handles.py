@@ -100,12 +100,12 @@ def held(text: str) -> str:
 
 
 def starts_of(docs: Docs | None) -> Tensor | None:
-    """The starts of documents as a tensor for an op: a copy, on the CPU whatever the default device is."""
-    return None if docs is None else torch.from_numpy(docs.starts.copy())
+    """Documents as a tensor for an op: a copy, on the CPU whatever the default device is."""
+    return None if docs is None else torch.from_numpy(docs.encoded.copy())
 
 
 def docs_of(starts: Tensor | None, length: int) -> Docs | None:
-    """The documents with the starts that an op received."""
+    """The documents that an op received as a tensor."""
     if starts is None:
         return None
     host = starts.numpy(force=True)
@@ -114,5 +114,5 @@ def docs_of(starts: Tensor | None, length: int) -> Docs | None:
 
 @lru_cache(maxsize=64)
 def kept_docs(starts: bytes, shape: tuple[int, ...], length: int) -> Docs:
-    """The cached documents with these starts. Caches are keyed by documents, and the same object is found fastest."""
-    return Docs.known(np.frombuffer(starts, np.int64).reshape(shape), length)
+    """The cached documents of these numbers. Caches are keyed by documents, and the same object is found fastest."""
+    return Docs.decoded(np.frombuffer(starts, np.int64).reshape(shape), length)

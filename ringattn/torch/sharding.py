@@ -33,9 +33,14 @@ def cached(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def positions(plan: Plan) -> Tensor:
-    """The global positions of this rank's tokens, never decreasing; those of padding are `seq_len` - 1."""
-    return torch.from_numpy(np.minimum(own_positions(plan), plan.seq_len - 1)).to(plan.device)
+def positions(plan: Plan, docs: Docs | None = None) -> Tensor:
+    """The global positions of this rank's tokens, never decreasing; those of padding are `seq_len` - 1.
+
+    In trees, depths along their branches.
+    """
+    raise_if(of_arguments(docs=docs))
+    at = np.minimum(own_positions(plan), plan.seq_len - 1)
+    return torch.from_numpy(at if docs is None or docs.depths is None else docs.depths[..., at]).to(plan.device)
 
 
 def real_positions(plan: Plan) -> Tensor:

@@ -6,6 +6,7 @@ The exchange is one custom_vjp around the whole ring or gather: it keeps q, k, v
 grows with the sequence.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -33,7 +34,8 @@ from ringattn.spec import AttentionSpec, Docs, register_in_jax
 OUT, LSE = "ringattn_out", "ringattn_lse"  # the names of the results for policies of jax.checkpoint
 
 Arrays = tuple[Array, Array, Array, Array | None]  # q, k, v, sinks
-Starts = tuple[Any, Any]  # of the documents, of the keys' documents: int32 [rows, n + 1], or None
+# Of the documents, of the keys' documents, int32 [rows, n + 1], and spans [rows, m, 2]; None where there are none.
+Starts = tuple[Any, Any, Any]
 
 
 register_in_jax()
@@ -68,11 +70,17 @@ def attention(
         docs, key_docs = filled(docs), filled(key_docs)
     call = call_of(plan, spec, docs, key_docs, return_lse, fixed=not eager)
     if inside:
-        out, lse = alone(call)(arrays, (starts_of(docs), starts_of(key_docs)))
+        out, lse = alone(call)(arrays, starts_of(docs, key_docs))
     else:
         mesh, tokens = mesh_here(plan), cut_of_tokens(q, k, plan, placed)
-        rows = cut_of_rows(docs, tokens), cut_of_rows(key_docs, tokens)
-        starts = tuple(starts_of(d, mesh if eager else None, r) for d, r in zip((docs, key_docs), rows, strict=True))
+        if docs is not None and is_constant(docs) and docs.first is None and tokens[0] is not None:
+            raise NotImplementedError(
+                f"{docs}: rows with other trees are part of the program, and the batch is cut over {tokens[0]!r}; call "
+                "attention inside a shard_map over it, with this device's rows"
+            )
+        cuts = cut_of_rows(docs, tokens), cut_of_rows(key_docs, tokens)
+        rows = *cuts, cuts[0]
+        starts = starts_of(docs, key_docs, mesh if eager else None, rows)
         out, lse = program(call, mesh, tokens, rows)(arrays, starts)
     return (out, lse) if return_lse else out
 
@@ -89,13 +97,13 @@ def is_eager(x: Array) -> bool:
 
 def filled(docs: Docs | None) -> Docs | None:
     """Known documents, and empty ones up to 8, 64, 512, ...: one program takes all packings of such a size."""
-    if docs is None or not known(docs):
+    if docs is None or not known(docs) or is_constant(docs):
         return docs
     size = 8
     while size < docs.starts.shape[1] - 1:
         size *= 8
     more = size + 1 - docs.starts.shape[1]
-    return Docs.bare(np.pad(docs.starts, ((0, 0), (0, more)), mode="edge"), docs.length)
+    return Docs.bare(np.pad(docs.starts, ((0, 0), (0, more)), mode="edge"), docs.length, spans=docs.spans)
 
 
 def cut_of_rows(docs: Docs | None, tokens: P) -> P:
@@ -103,25 +111,54 @@ def cut_of_rows(docs: Docs | None, tokens: P) -> P:
     return P(tokens[0]) if docs is not None and docs.starts.shape[0] > 1 else P()
 
 
-def starts_of(docs: Docs | None, mesh: Any = None, rows: P | None = None) -> Array | None:
-    """The starts as an array; with a mesh of devices those that are known are put on it."""
-    if docs is None or not known(docs):
-        return None if docs is None else jnp.asarray(docs.starts, jnp.int32)
-    there = NamedSharding(mesh, rows) if isinstance(mesh, Mesh) and rows is not None else None
-    return jax.device_put(docs.starts.astype(np.int32), there)
+def starts_of(docs: Docs | None, key_docs: Docs | None, mesh: Any = None, rows: Sequence[P] = (P(),) * 3) -> Starts:
+    """What the program gets of documents."""
+    given = docs and docs.starts, key_docs and key_docs.starts, docs and docs.spans
+    first, second, third = (whole_numbers(x, mesh, cut) for x, cut in zip(given, rows, strict=True))
+    return first, second, third
+
+
+def whole_numbers(x: Any, mesh: Any = None, cut: P | None = None) -> Array | None:
+    """Numbers as an array; with a mesh of devices, those that are known are put on it."""
+    if not isinstance(x, np.ndarray):
+        return None if x is None else jnp.asarray(x, jnp.int32)
+    there = NamedSharding(mesh, cut) if isinstance(mesh, Mesh) and cut is not None else None
+    return jax.device_put(x.astype(np.int32), there)
+
+
+def is_constant(docs: Docs | None) -> bool:
+    """Whether documents are part of the program: trees and slices are."""
+    return docs is not None and (docs.parents is not None or docs.slices is not None)
 
 
 def call_of(
     plan: Plan, spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None, lse: bool, fixed: bool = True
 ) -> Call:
     """Documents that are `fixed` in the program decide which hops are needed; traced ones do not."""
-    both = (docs, key_docs) if fixed and known(docs) and known(key_docs) else (None, None)
+    fixed = (fixed or is_constant(docs)) and known(docs) and known(key_docs)
+    both, among = (docs, key_docs) if fixed else (None, None), None if fixed else among_all(spec, docs, key_docs)
     padded = docs is not None and docs.padded
-    return Call(Mask(plan, spec, *both), lse, padded, padded if key_docs is None else key_docs.padded)
+    return Call(Mask(plan, spec, *both, among), lse, padded, padded if key_docs is None else key_docs.padded)
+
+
+def among_all(spec: AttentionSpec, docs: Docs | None, key_docs: Docs | None) -> AttentionSpec:
+    """A mask of the whole sequence that sees all that this one may see in any documents."""
+    if docs is None:
+        return spec
+    if docs.spans is not None or key_docs is not None or (spec.first and not spec.causal):
+        return AttentionSpec(causal=False)
+    if spec.first:
+        return AttentionSpec()
+    if spec.chunk is None:
+        return spec
+    if spec.causal:
+        return AttentionSpec(window=spec.behind)
+    left, right = (spec.chunk if n is None else min(n, spec.chunk) for n in spec.reach)
+    return AttentionSpec(False, (left, right))
 
 
 @lru_cache(maxsize=128)
-def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: tuple[P, P]) -> Any:
+def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: Sequence[P]) -> Any:
     """(q, k, v, sinks), starts -> out, lse on global arrays; `tokens` is the sharding of q, k and v."""
     specs = ((tokens, tokens, tokens, P(tokens[2])), rows)
     interpreted = call.mask.plan.kernel == "splash" and call.mask.plan.device != "tpu"

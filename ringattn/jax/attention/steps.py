@@ -11,15 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ringattn.bands import Bands, covered, intervals
 from ringattn.comms.jax import automatic_axes, generation
 from ringattn.kernels import pallas
+from ringattn.kernels.families import over_families_in_jax
 from ringattn.kernels.intervals import Choice, Intervals, Rectangle, Sets
 from ringattn.kernels.protocol import JaxKernel
 from ringattn.kernels.vendor import jax_cudnn, jax_splash
 from ringattn.layout import Layout, to_local
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec, interval
+from ringattn.spec import AttentionSpec
 
 
 class Score(NamedTuple):
@@ -125,10 +127,18 @@ def local_positions(plan: Plan) -> Array:
     return jax.lax.dynamic_slice_in_dim(at, plan.ulysses_axis.rank * plan.local_len, plan.local_len)
 
 
-def global_bounds(mask: Mask, positions: Array, starts: Any, key_starts: Any) -> tuple[Array, Array]:
-    """`ringattn.spec.bounds` for traced positions and document starts: int32 [1 or rows, T]."""
+Side = tuple[Array, Array]
+
+
+def global_bounds(mask: Mask, positions: Array, starts: Any, key_starts: Any, spans: Any = None) -> list[Side]:
+    """Of each family the keys [begin, end) of queries, for traced positions, documents and spans: int32 [1 or rows, T].
+
+    Trees and slices are constants of the program, from which the intervals are looked up.
+    """
     spec, seq_len, key_len = mask.spec, mask.plan.seq_len, mask.plan.keys.seq_len
     own = p = positions[None]
+    if mask.docs is not None and (mask.docs.parents is not None or mask.docs.slices is not None):
+        return [looked_up(family, positions) for family in mask.families]
     begin, end = jnp.zeros_like(p), jnp.full_like(p, key_len)
     if starts is not None:
         starts = jnp.asarray(starts, jnp.int32)
@@ -139,8 +149,28 @@ def global_bounds(mask: Mask, positions: Array, starts: Any, key_starts: Any) ->
         if key_starts is not None:
             lasts = jnp.pad(starts, ((0, 0), (0, 1)), mode="edge")
             own = p + (end - jnp.take_along_axis(lasts, i + 1, 1))
-    seen = interval(spec, own, begin, end)
-    return tuple(jnp.where(p < seq_len, side, key_len) for side in seen)  # type: ignore[return-value]
+    seen = intervals(spec, own, begin, end, None if spans is None else span_of(jnp.asarray(spans, jnp.int32), p))
+    return [(jnp.where(p < seq_len, low, key_len), jnp.where(p < seq_len, high, key_len)) for low, high in seen]
+
+
+def span_of(spans: Array, p: Array) -> Side:
+    """Start and stop of the span of each position; for those in none, a start behind all and a stop before all."""
+    j = jax.vmap(lambda row: jnp.searchsorted(row, p[0], side="right"))(spans[..., 0]) - 1
+    start, stop = (jnp.take_along_axis(spans[..., i], jnp.maximum(j, 0), 1) for i in (0, 1))
+    inside = (j >= 0) & (p < stop)
+    return jnp.where(inside, start, jnp.iinfo(jnp.int32).max), jnp.where(inside, stop, 0)
+
+
+def looked_up(family: tuple[Bands, ...], positions: Array) -> Side:
+    """`ringattn.bands.bounds_at` for traced positions."""
+    rows = []
+    for bands in map(covered, family):
+        start, begin, end, lean, rise = (jnp.asarray(x, jnp.int32) for x in (bands.start, *bands[2:]))
+        i = jnp.searchsorted(start, positions, side="right") - 1
+        apart = positions - start[i]
+        rows.append((begin[i] + lean[i] * apart, end[i] + rise[i] * apart))
+    begins, ends = zip(*rows, strict=True)
+    return jnp.stack(begins), jnp.stack(ends)
 
 
 class Table(NamedTuple):
@@ -173,11 +203,11 @@ def cut_of(plan: Plan) -> Cut | None:
 
 
 @lru_cache(maxsize=64)
-def table_of(mask: Mask, cut: Cut = jax_cudnn.cut) -> Table | None:
+def table_of(mask: Mask, cut: Cut = jax_cudnn.cut, family: int = 0) -> Table | None:
     """The rectangles of every ring rank: by distance on a ring, among all keys for a gather; None if too many."""
     plan, keys = mask.plan, mask.plan.keys
     held = keys.tokens.padded_length if plan.strategy == "gather" else keys.tokens.shard_len
-    seen = [mask.bounds(plan.tokens.shard(rank)) for rank in range(plan.ring)]
+    seen = [mask.bounds(plan.tokens.shard(rank))[family] for rank in range(plan.ring)]
     sets: list[tuple[Rectangle, ...]] = []
     which = np.zeros((1 if plan.strategy == "gather" else plan.ring, plan.ring), np.int64)
     for row, rank in np.ndindex(which.shape):
@@ -196,36 +226,46 @@ def table_of(mask: Mask, cut: Cut = jax_cudnn.cut) -> Table | None:
 
 
 class Sight(NamedTuple):
-    """The keys that this ring rank's queries see: global intervals, and their part in any block of keys."""
+    """The keys that this ring rank's queries see: global intervals, and their part in any block of keys.
+
+    `also` are further families.
+    """
 
     begin: Array
     end: Array
     keys: Layout
     rank: Any
     table: Table | None = None
+    also: tuple["Sight", ...] = ()
 
     def at(self, distance: Any) -> Intervals:
         """The local intervals among the keys of the rank `distance` steps back."""
         source = (self.rank - distance) % self.keys.ring
         choice = self.table.choice(distance, self.rank) if self.table else None
-        return Intervals(*to_local(shard_of(self.keys, source), self.begin, self.end), choice=choice)
+        also = tuple(one.at(distance) for one in self.also)
+        return Intervals(*to_local(shard_of(self.keys, source), self.begin, self.end), choice=choice, also=also)
 
     @property
     def everywhere(self) -> Intervals:
         """The intervals among all keys in their global order."""
-        return Intervals(self.begin, self.end, choice=self.table.choice(0, self.rank) if self.table else None)
+        choice = self.table.choice(0, self.rank) if self.table else None
+        return Intervals(self.begin, self.end, choice=choice, also=tuple(one.everywhere for one in self.also))
 
 
-def step_of(q: Array, k: Array, v: Array, mask: Mask, starts: Any, key_starts: Any) -> tuple[Score, Sight]:
+def step_of(q: Array, k: Array, v: Array, mask: Mask, starts: Any, key_starts: Any, spans: Any) -> tuple[Score, Sight]:
     """The kernel, bound to the spec."""
     plan = mask.plan
     known = (starts is None or mask.docs is not None) and (key_starts is None or mask.key_docs is not None)
     cut = cut_of(plan)
-    table = table_of(mask, cut) if cut and known else None
     positions = shard_positions(plan.tokens, plan.ring_axis.rank)
-    seen = global_bounds(mask, positions, starts, key_starts)
-    sight = Sight(*seen, plan.keys.tokens, plan.ring_axis.rank, table)
-    return score_of(q, k, v, mask.spec, plan, rectangles=table is not None, known=known), sight
+    seen = global_bounds(mask, positions, starts, key_starts, spans)
+    tables = [table_of(mask, cut, i) if cut and known else None for i in range(len(seen))]
+    rectangles = None not in tables
+    one, *others = (
+        Sight(*sides, plan.keys.tokens, plan.ring_axis.rank, table if rectangles else None)
+        for sides, table in zip(seen, tables, strict=True)
+    )
+    return score_of(q, k, v, mask.spec, plan, rectangles=rectangles, known=known), one._replace(also=tuple(others))
 
 
 def score_of(
@@ -247,7 +287,7 @@ def score_of(
         deterministic=plan.deterministic,
     )
     kernel = pallas.select(problem, plan.kernel)
-    found: JaxKernel = kernel.load()
+    found: JaxKernel = over_families_in_jax(kernel.load())
     given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap, **found.options(problem)}
     whole: Callable[..., Any] = partial(found.attend_backward, **given)
     halves: Callable[..., Any] | None = found.halves and partial(found.halves, **given)

@@ -15,26 +15,30 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ringattn.bands import families, intervals
 from ringattn.check import (
+    drafts,
     of_choice,
     of_filled,
     of_keys,
     of_lengths,
+    of_parents,
     of_plan,
     of_shapes,
     of_start,
     of_unknown,
     of_window,
 )
-from ringattn.jax.attention.steps import local_positions, score_of
+from ringattn.jax.attention.steps import local_positions, looked_up, score_of
 from ringattn.jax.check import of_dtypes, of_sinks_for
 from ringattn.jax.inference.cache import KVCache, below, keep, over_devices
 from ringattn.jax.sharding import reordered
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, add_sinks, empty, form_of, merge_stack, packed, unpacked
+from ringattn.packing import depths
 from ringattn.planning import Plan, heads_problem
 from ringattn.serving import MOVES, keys_at_once
-from ringattn.spec import AttentionSpec, interval, raise_if, whole
+from ringattn.spec import AttentionSpec, Docs, raise_if, whole
 
 
 def prefill(
@@ -69,16 +73,19 @@ def prefill(
 
 def decode(
     q: Array, k: Array, v: Array, cache: KVCache, *, spec: AttentionSpec | None = None, sinks: Array | None = None,
-    **unknown: Any,
+    parents: Sequence[int] | None = None, **unknown: Any,
 ) -> tuple[Array, KVCache]:  # fmt: skip
     """The next token or tokens, q, k, v [B, n, H or G, D] for every device: (out [B, n, H, V], the cache).
 
     Each device attends to the keys it holds; the partials of all are gathered once and merged in the order of the
-    devices. Several tokens see each other causally.
+    devices. Several tokens see each other causally, or with `parents` as a tree of drafts: token i sees the cache, its
+    parent, which comes before it, the parent of that, and so on (-1: the cache alone).
     """
     spec = AttentionSpec() if spec is None else spec
     raise_if(
         of_unknown("decode", unknown, "spec", "tree")
+        or of_parents(parents, k.shape[1])
+        or of_tree(parents, spec)
         or of_shapes(q, k, v)
         or of_dtypes(q, k, v)
         or heads_problem(q.shape[2], k.shape[2], ulysses=1)
@@ -86,7 +93,7 @@ def decode(
         or of_tokens(q, k, cache, spec)
         or cache.problem(k, v, k.shape[1])
     )
-    cache, out = over_devices(Decode(spec), cache, (), (q, k, v, sinks))
+    cache, out = over_devices(Decode(spec, drafts(parents)), cache, (), (q, k, v, sinks))
     return out, cache
 
 
@@ -105,16 +112,24 @@ def of_tokens(q: Array, k: Array, cache: KVCache, spec: AttentionSpec) -> str | 
     return of_window(cache.window, spec) or of_filled(cache.known)
 
 
+def of_tree(parents: Any, spec: AttentionSpec) -> str | None:
+    """Why this spec cannot be computed for a tree of drafts after a cache of traced length."""
+    if parents is None or (spec.chunk is None and not spec.first):
+        return None
+    return "parents with chunk or first is not supported in JAX: decode the branches one by one, or in torch"
+
+
 @dataclass(frozen=True)
 class Decode:
     """One device's part of a decode."""
 
     spec: AttentionSpec
+    parents: tuple[int, ...] | None = None
 
     def __call__(self, cache: KVCache, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[KVCache, Array]:
         before, n = cache.lengths, q.shape[1]
         cache, _ = keep(cache, k, v)
-        meeting = Meeting(q, cache, self.spec, before, n, jnp.arange(n))
+        meeting = Meeting(q, cache, self.spec, before, n, jnp.arange(n), self.parents)
         part = meeting.of(Held(cache.k, cache.v), cache.line.rank, empty(q, v.shape[-1]))
         every = cache.line.all_gather(packed(part, form_of(q))[None]).wait()
         return cache, finished(merge_stack(unpacked(every, form_of(q))), sinks, q)
@@ -172,17 +187,28 @@ class Meeting(NamedTuple):
     before: Array  # how many tokens each batch row had
     tokens: int
     at: Array  # the queries' places in the chunk
+    parents: tuple[int, ...] | None = None  # of each token of the chunk, in a tree of drafts
 
-    def visible(self, at: Array) -> tuple[Array, Array]:
-        """The positions that the queries `at` see, begin and end [B, T], which never decrease.
+    def visible(self, at: Array) -> list[tuple[Array, Array]]:
+        """Of each family, the positions that the queries `at` see, begin and end [B, T], which never decrease.
 
         A token that did not fit sees nothing.
         """
         last = self.cache.lengths[:, None]
-        position = self.before[:, None] + at[None].astype(jnp.int32)
+        place = position = self.before[:, None] + at[None].astype(jnp.int32)
         nothing, every = jnp.zeros_like(position), jnp.broadcast_to(last, position.shape)
-        begin, end = interval(self.spec, position, nothing, every)
-        return jnp.where(position < last, begin, last), end
+        if self.parents is None:
+            seen = intervals(self.spec, position, nothing, every)
+        else:  # the cache, and each token's ancestors and itself
+            docs = Docs.tree([1] * self.tokens, self.parents)
+            depth = jnp.asarray(depths(docs.starts[0], docs.parents[0]), jnp.int32)[at]
+            position = self.before[:, None] + depth[None]
+            held, cached = self.before[:, None], intervals(self.spec, position, nothing, every)
+            seen = [(jnp.minimum(low, held), jnp.minimum(high, held)) for low, high in cached]
+            among = [looked_up(one, at) for one in families(self.spec, self.tokens, docs=docs)]
+            seen += [(low + self.before[:, None], high + self.before[:, None]) for low, high in among]
+        fits = place < last
+        return [(jnp.where(fits, begin, last), jnp.where(fits, end, last)) for begin, end in seen]
 
     def of(self, piece: Held, source: Any, part: Partial) -> Partial:
         """Attention over a piece of the device `source`, merged into `part`; nothing runs if no key is seen.
@@ -192,18 +218,19 @@ class Meeting(NamedTuple):
         """
         cache, size = self.cache, piece.k.shape[1]
         slots = cache.k.shape[1]
-        begin, end = (below(cache, side, source) for side in self.visible(self.at))
-        origin = begin[:, :1] // slots * slots
         score = score_of(self.q, piece.k, piece.v, self.spec, cache.plan, known=False)
-        for _ in range(1 if slots * cache.stripes.ranks >= cache.max_len else 2):
-            first, last = (jnp.clip(x - origin - piece.start, piece.low - piece.start, size) for x in (begin, end))
-            part = lax.cond(
-                (first < last).any(),
-                lambda part, where: Partial(*score.attend(self.q, piece.k, piece.v, where, carry=part)),
-                lambda part, where: part,
-                part, Intervals(first, last),
-            )  # fmt: skip
-            origin = origin + slots
+        for seen in self.visible(self.at):
+            begin, end = (below(cache, side, source) for side in seen)
+            origin = begin[:, :1] // slots * slots
+            for _ in range(1 if slots * cache.stripes.ranks >= cache.max_len else 2):
+                first, last = (jnp.clip(x - origin - piece.start, piece.low - piece.start, size) for x in (begin, end))
+                part = lax.cond(
+                    (first < last).any(),
+                    lambda part, where: Partial(*score.attend(self.q, piece.k, piece.v, where, carry=part)),
+                    lambda part, where: part,
+                    part, Intervals(first, last),
+                )  # fmt: skip
+                origin = origin + slots
         return part
 
     def here(self, keys: int) -> Partial:
@@ -246,7 +273,8 @@ class Meeting(NamedTuple):
         All slots, where such keys have come round. It is worked out for all devices at once, so all get the same.
         """
         cache, slots = self.cache, self.cache.k.shape[1]
-        begin, end = self.visible(jnp.array([0, self.tokens - 1]))
+        sides = zip(*self.visible(jnp.array([0, self.tokens - 1])), strict=True)
+        begin, end = (jnp.stack(side) for side in sides)
         low, high = below(cache, begin, cache.stripes.ranks - 1).min(), below(cache, end, 0).max()
         if cache.cut[0] is not None:  # all rows of the batch share a hop
             low, high = lax.pmin(low, cache.cut[0]), lax.pmax(high, cache.cut[0])

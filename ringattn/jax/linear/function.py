@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ringattn.check import by_document, of_choice, of_linear, of_scale, of_state, returned_states, wrong_number
-from ringattn.jax.attention.function import cut_of_rows, filled, is_eager, real_tokens, starts_of
+from ringattn.jax.attention.function import cut_of_rows, filled, is_eager, real_tokens, whole_numbers
 from ringattn.jax.attention.steps import local_positions
 from ringattn.jax.attention.ulysses import cleared
 from ringattn.jax.check import of_dtypes
@@ -86,11 +86,12 @@ def linear_attention(
         docs = filled(docs)
     call = Call(plan, scale, scan, returned, documents, docs is not None and docs.padded)
     if inside:
-        out, end = alone(call)(arrays, starts_of(docs))
+        out, end = alone(call)(arrays, whole_numbers(docs and docs.starts))
     else:
         mesh, tokens = mesh_here(plan), cut_of_tokens(q, k, plan, lying)
         rows = cut_of_rows(docs, tokens)
-        out, end = program(call, mesh, tokens, rows)(arrays, starts_of(docs, mesh if is_eager(q) else None, rows))
+        starts = whole_numbers(docs and docs.starts, mesh if is_eager(q) else None, rows)
+        out, end = program(call, mesh, tokens, rows)(arrays, starts)
     return (out, end) if return_state else out
 
 

@@ -21,7 +21,7 @@ from ringattn.torch.bind import CAUSAL
 from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.handles import docs_of, plain, plan_of, spread, starts_of, text_of, whole_on_one
 
-Numbers = tuple[Any, ...]  # of an op: the plan's text, then causal, window, softcap, scale
+Numbers = tuple[Any, ...]  # of a spec: causal, window as a list, chunk, first, softcap, scale
 
 
 def attention_op(
@@ -37,25 +37,34 @@ def attention_op(
     raise_if(check.problem(q, k, v, plan, spec, docs, key_docs, sinks))
     out, lse, _ = torch.ops.ringattn.attention(
         q, k, v, sinks, starts_of(docs), starts_of(key_docs), text_of(plan), keep, return_lse,
-        spec.causal, spec.window, spec.softcap, spec.scale,
+        *numbers_of(spec),
     )  # fmt: skip
     return out, lse
+
+
+def numbers_of(spec: AttentionSpec) -> Numbers:
+    """A spec as the arguments of an op."""
+    window = spec.window if spec.window is None or isinstance(spec.window, tuple) else (spec.window,)
+    reach = None if window is None else list(window)
+    return spec.causal, reach, spec.chunk, spec.first, spec.softcap, spec.scale
 
 
 def arguments(q: Tensor, k: Tensor, docs: Any, key_docs: Any, plan: str, *spec: Any) -> tuple[Any, Any, Any, Any]:
     """The plan, spec, docs and key_docs that the arguments of an op stand for."""
     live = plan_of(plan, q.shape[1], k.shape[1])
-    return live, AttentionSpec(*spec), docs_of(docs, live.seq_len), docs_of(key_docs, live.keys.seq_len)
+    causal, window, *rest = spec
+    reach = window if window is None else window[0] if causal else tuple(window)
+    return live, AttentionSpec(causal, reach, *rest), docs_of(docs, live.seq_len), docs_of(key_docs, live.keys.seq_len)
 
 
 @op("attention")
 def forward_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, docs: Tensor | None, key_docs: Tensor | None,
     plan: str, keep: bool, return_lse: bool,
-    causal: bool, window: int | None, softcap: float | None, scale: float | None,
+    causal: bool, window: list[int] | None, chunk: int | None, first: int, softcap: float | None, scale: float | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """(out in q's dtype, lse) of this rank's queries over all keys; with `keep`, also the tensors that entered."""
-    found = arguments(q, k, docs, key_docs, plan, causal, window, softcap, scale)
+    found = arguments(q, k, docs, key_docs, plan, causal, window, chunk, first, softcap, scale)
     return attention.forward(bind(q, k, v, *found, sinks, keep, return_lse), q, k, v, sinks)
 
 
@@ -86,10 +95,10 @@ def backward_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, docs: Tensor | None, key_docs: Tensor | None,
     kept: list[Tensor], dout: Tensor | None, dlse: Tensor | None,
     plan: str, return_lse: bool,
-    causal: bool, window: int | None, softcap: float | None, scale: float | None,
+    causal: bool, window: list[int] | None, chunk: int | None, first: int, softcap: float | None, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dsinks) in the dtypes of their inputs, from what forward `kept`; q, k, v only give shapes."""
-    found = arguments(q, k, docs, key_docs, plan, causal, window, softcap, scale)
+    found = arguments(q, k, docs, key_docs, plan, causal, window, chunk, first, softcap, scale)
     dq, dk, dv, dsinks = attention.backward(bound(q, k, v, *found, sinks, return_lse), kept, sinks, dout, dlse)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
@@ -102,7 +111,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tupl
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    q, k, v, *rest, ctx.text, _, ctx.return_lse, ctx.causal, ctx.window, ctx.softcap, ctx.scale = inputs
+    (q, k, v, *rest), (ctx.text, _, ctx.return_lse, *ctx.numbers) = inputs[:6], inputs[6:]
     ctx.plan = ctx.text and of_text(ctx.text)  # keeps its ranks alive until backward
     out, lse, saved = output
     ctx.set_materialize_grads(False)  # saved outputs have no gradients
@@ -115,9 +124,9 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     q, k, v = (x.new_empty(()).expand(shape) for x, shape in zip(kept[:3], ctx.shapes, strict=True))
     *grads, dsinks = torch.ops.ringattn.attention_backward(
         q, k, v, sinks, docs, key_docs, kept, dout, dlse,
-        ctx.text, ctx.return_lse, ctx.causal, ctx.window, ctx.softcap, ctx.scale,
+        ctx.text, ctx.return_lse, *ctx.numbers,
     )  # fmt: skip
-    return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 9
+    return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 11
 
 
 differentiate("attention", _save, _backward, shown=2)

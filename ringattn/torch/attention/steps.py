@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from ringattn import kernels
-from ringattn.kernels.intervals import Intervals, rectangles_of
+from ringattn.bands import Runs
+from ringattn.kernels.families import over_families
+from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.rows import Rows, row_delta
 from ringattn.layout import FEW, Shard, count_below
 from ringattn.mask import Mask
 from ringattn.recipe import Sight
-from ringattn.spec import Runs, interval
 
 # The tensors of one group of heads, of a whole ring shard.
 Entered = Sequence[Any]  # q, k, v, and the partial that the queries start from
@@ -43,7 +44,7 @@ class OnDevice(Sight):
         self.device = device
 
     @cached_property
-    def seen(self) -> tuple[Any, Any]:
+    def seen(self) -> list[tuple[Any, Any]]:
         return bounds_on(self.mask, self.mask.plan.tokens.shard(self.rank), self.device)
 
     def among(self, keys: Shard) -> Intervals:
@@ -53,30 +54,28 @@ class OnDevice(Sight):
 sight_of = lru_cache(maxsize=8)(OnDevice)  # all calls with a mask use the same one
 
 
-def bounds_on(mask: Mask, shard: Shard, device: torch.device) -> tuple[Any, Any]:
-    """The keys [begin, end) that a shard's queries see.
+def bounds_on(mask: Mask, shard: Shard, device: torch.device) -> list[tuple[Any, Any]]:
+    """Of each family, the keys [begin, end) that a shard's queries see.
 
     They are numpy arrays, from which rectangles can be found, unless a batch's rows differ: those are made on a GPU
     there, from the few numbers of their runs.
     """
-    runs = mask.runs(shard)
-    if len(runs.counts) == 1 or device.type == "cpu":
-        return runs.bounds(mask.spec)
-    return interval(mask.spec, *spread_on(runs, device))
+    made = (lambda runs: spread_on(runs, device)) if device.type != "cpu" else Runs.bounds
+    return [runs.bounds() if len(runs.counts) == 1 else made(runs) for runs in mask.runs(shard)]
 
 
-def spread_on(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each query of runs, its position among the keys, and the first and last key of its document, by torch."""
+def spread_on(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`runs.bounds()` on the device, by torch."""
     positions, counts, *others = (torch.from_numpy(x).to(device, non_blocking=True) for x in runs)
     rows, size = len(counts), len(positions)
     at = torch.repeat_interleave(counts.ravel(), output_size=rows * size)
-    begin, end, shift = (x.ravel()[at].view(rows, size) for x in others)
-    return positions + shift, begin, end
+    begin, end, lean, rise = (x.ravel()[at].view(rows, size) for x in others)
+    return begin + lean * positions, end + rise * positions
 
 
-def local(seen: tuple[Any, Any], shard: Shard, device: torch.device) -> Intervals:
-    """Intervals of positions as those of a shard's local indices."""
-    return on_device(tuple(below(shard, side) for side in seen), device)
+def local(seen: list[tuple[Any, Any]], shard: Shard, device: torch.device) -> Intervals:
+    """Intervals of positions as those of a shard's local indices; of families those that see something."""
+    return stack([on_device(sides, device) for sides in some([(below(shard, b), below(shard, e)) for b, e in seen])])
 
 
 def below(shard: Shard, position: Any) -> Any:
@@ -101,7 +100,7 @@ def on_device(seen: tuple[Any, ...], device: torch.device) -> Intervals:
 
 @lru_cache(maxsize=1024)
 def score_with(entry: kernels.Kernel, scale: float, softcap: float | None) -> Score:
-    kernel: TorchKernel = entry.load()
+    kernel: TorchKernel = over_families(entry.load())
     given: dict[str, Any] = {"scale": scale, "softcap": softcap}
     return Score(kernel, partial(kernel.attend, **given), partial(kernel.backward, **given))
 

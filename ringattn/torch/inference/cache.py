@@ -21,7 +21,7 @@ from ringattn import check, serving
 from ringattn.layout import Layout
 from ringattn.planning import Plan, hardware_of
 from ringattn.serving import Heads, Moves, Stripes, exchange_way, prefill_moves
-from ringattn.spec import AttentionSpec, interval, raise_if, whole
+from ringattn.spec import raise_if, whole
 from ringattn.torch.check import of_dense, of_meta, of_tangents, of_types
 from ringattn.torch.inference.chunk import Holder, landings
 
@@ -154,8 +154,7 @@ class KVCache(serving.KVCache):
 
     def first_seen(self, lengths: np.ndarray) -> int:
         """The first position that the next token of a row of these lengths still sees."""
-        own = lengths.min()
-        return int(interval(AttentionSpec(window=self.window), own, 0 * own, own)[0])
+        return 0 if self.window is None else max(0, int(lengths.min()) + 1 - self.window)
 
     def from_round(self, position: int) -> Stripes:
         """The stripes from the round of this position on."""

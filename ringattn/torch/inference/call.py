@@ -15,12 +15,14 @@ from torch.autograd import forward_ad
 
 from ringattn import kernels
 from ringattn.check import (
+    drafts,
     of_arguments,
     of_arrays,
     of_choice,
     of_filled,
     of_keys,
     of_lengths,
+    of_parents,
     of_plan,
     of_start,
     of_unknown,
@@ -61,7 +63,7 @@ class Kernels:
         return score_with(kernels.select(replace(self.problem, rectangles=False), impl), *self.score)
 
     def of(self, where: Intervals) -> Score:
-        return self.chosen if self.needs_rectangles and where.rectangles is not None else self.others
+        return self.chosen if self.needs_rectangles and where.are_rectangles else self.others
 
 
 class CacheCall:
@@ -108,10 +110,11 @@ class Prefill(CacheCall):
 class Decode(CacheCall):
     """A few tokens that every rank has."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, spec: AttentionSpec, tree: bool):
         super().__init__(q, k, v, cache.plan, cache, spec)
         chosen = kernels.select(replace(self.problem, rectangles=False), self.impl)
-        self.quick = chosen.first and cache.prefix is None  # whether the host plans nothing for a call
+        one = spec.chunk is None and not isinstance(spec.window, tuple) and not spec.first and not tree
+        self.quick = chosen.first and cache.prefix is None and one  # whether the host plans nothing for a call
         self.scale = spec.scale_for(q.shape[-1])
         axes = [axis for axis in (self.plan.ulysses_axis, self.plan.ring_axis) if axis.size > 1]
         self.exchange = [leg(axis, self.plan, q, v) for axis in axes]
@@ -157,20 +160,24 @@ def bind_prefill(
 
 
 def bind_decode(
-    q: Any, k: Any, v: Any, cache: KVCache, spec: Any, sinks: Any, unknown: dict[str, Any], capturing: bool
-) -> Decode:
+    q: Any, k: Any, v: Any, cache: KVCache, spec: Any, sinks: Any, parents: Any, unknown: dict[str, Any],
+    capturing: bool,
+) -> Decode:  # fmt: skip
     """As `bind_prefill`. While a CUDA graph is captured, the call must be bound already."""
-    key, call = found(cache, q, k, v, sinks, None, spec)
+    tree = parents is not None
+    key, call = found(cache, q, k, v, sinks, None, spec, tree)
     if capturing:
         raise_if(of_capture(cache, call))
         return call
     if call is not None and not unknown:
-        call.check(cache, of_filled(cache.lengths) or cache.overflow(k.shape[1]))
+        problem = of_parents(parents, k.shape[1]) or of_filled(cache.lengths) or cache.overflow(k.shape[1])
+        call.check(cache, problem)
         return call
     refuse_types(q, k, v, spec, sinks, cache.plan)
     problem = (
         of_unknown("decode", unknown, "spec", "tree")
         or check.of_tensors(q, k, v)
+        or of_parents(parents, k.shape[1])
         or heads_problem(q.shape[2], k.shape[2], ulysses=1)
         or check.of_sinks_for(q, sinks)
         or of_window(cache.window, spec)
@@ -179,8 +186,10 @@ def bind_decode(
     )
     if problem is None and q.shape[1] != k.shape[1]:
         problem = f"q has {q.shape[1]} tokens, k and v {k.shape[1]}; every new token has all three"
-    kind = partial(Decode, q, k, v, cache, spec)
-    return make(kind, key, cache, cache.plan, spec, (q, k, v, sinks), "decode", problem)
+    kind, how = partial(Decode, q, k, v, cache, spec, tree), "decode"
+    if tree and problem is None:
+        how = f"decode, parents={drafts(parents)}"
+    return make(kind, key, cache, cache.plan, spec, (q, k, v, sinks), how, problem)
 
 
 def found(

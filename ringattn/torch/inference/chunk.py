@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ringattn import schedule
+from ringattn.bands import Families, bounds_at, families, joined
 from ringattn.kernels.intervals import Intervals, Rectangle, rectangles_of
 from ringattn.layout import Layout, Shard, sorted_positions
-from ringattn.mask import pieces
 from ringattn.serving import Stripes
-from ringattn.spec import AttentionSpec, bounds
+from ringattn.spec import AttentionSpec, Docs
 
 
 class Holder(NamedTuple):
@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
     """A chunk of `tokens` new tokens.
 
     `before`: how many tokens each batch row had. `holders`: the memory whose keys it may see. `queries`: its positions
-    that are queries (None: all); those from `tokens` on are padding.
+    that are queries (None: all); those from `tokens` on are padding. `parents`: of each token, in a tree of drafts.
     """
 
     spec: AttentionSpec
@@ -48,14 +48,27 @@ class Chunk(NamedTuple):
     before: tuple[int, ...]
     holders: tuple[Holder, ...]
     queries: Shard | None = None
+    parents: tuple[int, ...] | None = None
 
     @property
     def positions(self) -> np.ndarray:
         return np.arange(self.tokens) if self.queries is None else sorted_positions(self.queries)
 
 
+@lru_cache(maxsize=64)
+def families_of(chunk: Chunk, before: int) -> Families:
+    """Who sees whom in a row that had `before` tokens; token i of the chunk is the query before + i."""
+    spec, total = chunk.spec, before + chunk.tokens
+    if chunk.parents is None:
+        (found,) = zip(*families(spec, chunk.tokens, total, offset=before), strict=True)
+        moved = (bands._replace(start=bands.start + before, stop=bands.stop + before) for bands in found)
+        return tuple((bands,) for bands in moved)
+    tree = Docs.tree([before] + [1] * chunk.tokens, [-1] + [parent + 1 for parent in chunk.parents])
+    return families(spec, total, docs=tree)
+
+
 class Piece(NamedTuple):
-    """A slice of a holder's local indices.
+    """A slice of a holder's local indices, and one family of intervals.
 
     seen[i]: the queries' intervals among the keys that the ranks of group i hold there; None if they see none.
     """
@@ -70,10 +83,18 @@ OwnPiece = tuple[slice, Intervals | None]  # a slice of the chunk's tokens, and 
 
 @lru_cache(maxsize=32)
 def own_pieces(chunk: Chunk, most: int, device: torch.device, rectangles: bool) -> tuple[OwnPiece, ...]:
-    """The tokens of a chunk without holders, at most `most` at once: the same for every chunk of this length."""
-    begin, end = (x.reshape(1, 1, -1) for x in bounds(chunk.spec, chunk.positions, chunk.tokens, chunk.tokens))
+    """The tokens of a chunk without holders, at most `most` at once: the same for every chunk of this length, unless
+    it depends on how many tokens were `before`.
+    """
+    rows = sorted(set(chunk.before)) if len(set(chunk.before)) < 2 else chunk.before
+    every = [
+        [(low - n, high - n) for low, high in (bounds_at(one, chunk.positions + n) for one in families_of(chunk, n))]
+        for n in rows or (0,)
+    ]
+    sides = [[np.concatenate(side)[None].clip(0) for side in zip(*of_rows, strict=True)]
+             for of_rows in zip(*every, strict=True)]  # fmt: skip
     cuts = [slice(at, min(at + most, chunk.tokens)) for at in range(0, chunk.tokens, most)]
-    return tuple((cut, within(begin, end, cut, device, rectangles)) for cut in cuts)
+    return tuple((cut, within(begin, end, cut, device, rectangles)) for begin, end in sides for cut in cuts)
 
 
 @lru_cache(maxsize=64)
@@ -83,9 +104,14 @@ def pieces_of(
     """Each holder's pieces, of at most `most` keys per rank. `rectangles`: for a kernel that needs them."""
     found = []
     for holder in chunk.holders:
-        sides = [seen(chunk, holder, chunk.positions, ranks) for ranks in groups]
-        cuts = cuts_of(*reach(chunk, holder), most, holder.stripes.block)
-        found.append(tuple(Piece(cut, tuple(within(*side, cut, device, rectangles) for side in sides)) for cut in cuts))
+        every = [seen(chunk, holder, chunk.positions, ranks) for ranks in groups]
+        here = []
+        for *sides, (low, high) in zip(*every, reach(chunk, holder), strict=True):
+            cuts = cuts_of(low, high, most, holder.stripes.block) if low < high else []
+            here += [
+                Piece(cut, tuple(within(begin, end, cut, device, rectangles) for begin, end in sides)) for cut in cuts
+            ]
+        found.append(tuple(here))
     return tuple(found)
 
 
@@ -97,27 +123,36 @@ def cuts_of(low: int, high: int, most: int | None, block: int) -> list[slice]:
     return [slice(at, min(at + size, high)) for at in range(low, high, size)]
 
 
-def seen(chunk: Chunk, holder: Holder, positions: np.ndarray, ranks: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The intervals of each rank's local indices that queries at these positions see, [ranks, batch rows or 1, T]."""
+Sides = tuple[np.ndarray, np.ndarray]
+
+
+def seen(chunk: Chunk, holder: Holder, positions: np.ndarray, ranks: tuple[int, ...]) -> list[Sides]:
+    """Of each family, which of each rank's local indices these queries see: intervals [ranks, batch rows or 1, T]."""
     rows = list(zip(chunk.before, holder.first, holder.last, strict=True))
-    begins, ends = [], []
-    for offset, low, high in rows[:1] if len(set(rows)) == 1 else rows:
-        begin, end = bounds(chunk.spec, positions, chunk.tokens, offset + chunk.tokens, offset=offset)
-        begins.append(np.minimum(np.maximum(begin, low), high))
-        ends.append(np.minimum(np.maximum(end, low), high))
+    found = []
     which = np.array(ranks)[:, None, None]
-    begin, end = (holder.stripes.below(np.concatenate(side), which) for side in (begins, ends))
-    return begin, end
+    rows = rows[:1] if len(set(rows)) == 1 else rows
+    every = [families_of(chunk._replace(before=(), holders=(), queries=None), before) for before, *_ in rows]
+    for i in range(max(map(len, every))):
+        begins, ends = [], []
+        for (before, low, high), of_row in zip(rows, every, strict=True):
+            family = of_row[i] if i < len(of_row) else (joined([]),)
+            begin, end = bounds_at(family, before + positions)
+            begins.append(np.minimum(np.maximum(begin, low), high))
+            ends.append(np.minimum(np.maximum(end, low), high))
+        begin, end = (holder.stripes.below(np.concatenate(side), which) for side in (begins, ends))
+        found.append((begin, end))
+    return found
 
 
-def reach(chunk: Chunk, holder: Holder) -> tuple[int, int]:
-    """The range of local indices at which any rank holds a key that any query of the whole chunk sees.
+def reach(chunk: Chunk, holder: Holder) -> list[tuple[int, int]]:
+    """Of each family, the range of local indices at which any rank holds a key that any query of the chunk sees.
 
     It is the same on all ranks.
     """
-    ends = np.array([0, chunk.tokens - 1])  # intervals never decrease, so the first and last query suffice
-    begin, end = seen(chunk, holder, ends, tuple(range(holder.stripes.ranks)))
-    return int(begin.min()), int(end.max())
+    at = np.arange(chunk.tokens) if chunk.parents else np.array([0, chunk.tokens - 1])  # intervals never decrease
+    found = seen(chunk, holder, at, tuple(range(holder.stripes.ranks)))
+    return [(int(begin.min()), int(end.max())) for begin, end in found]
 
 
 def within(begin: np.ndarray, end: np.ndarray, keys: slice, device: torch.device, rectangles: bool) -> Intervals | None:
@@ -151,7 +186,7 @@ def on_device(host: np.ndarray, device: torch.device, rectangles: bool) -> Inter
 def guests_of(blocks: Layout, rank: int, together: int) -> tuple[schedule.Step, ...]:
     """The steps at which all ranks' queries come to one rank: first its own, then up to `together` blocks at a time."""
     shards, T = [blocks.shard(r) for r in range(blocks.ring)], blocks.padded_length
-    everyone = schedule.seen(AttentionSpec(causal=False), pieces(T, T), shards, shards)
+    everyone = schedule.seen(joined([one for (one,) in families(AttentionSpec(causal=False), T)]), shards, shards)
     return everyone.rounds(rank, together=together)[0].steps
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.check import drafts
 from ringattn.kernels.partial import Partial, add_sinks, packed, unpacked
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec
@@ -60,7 +61,7 @@ def prefill(
 
 def decode(
     q: Tensor, k: Tensor, v: Tensor, cache: KVCache, *, spec: AttentionSpec | None = None, sinks: Tensor | None = None,
-    **unknown: Any,
+    parents: Sequence[int] | None = None, **unknown: Any,
 ) -> Tensor:  # fmt: skip
     """`ringattn.decode` in torch: the same q, k, v [B, n, H or G, D] and out [B, n, H, V] on every rank.
 
@@ -72,14 +73,14 @@ def decode(
     spec = CAUSAL if spec is None else spec
     q, k, v = autocast(q, k, v, dtype=cache.k.dtype)
     capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    call = bind_decode(q, k, v, cache, spec, sinks, unknown, capturing)
+    call = bind_decode(q, k, v, cache, spec, sinks, parents, unknown, capturing)
     if call.quick:
         return decode_quickly(call, q, k, v, cache, sinks, capturing)
     q, k, v = q.detach(), k.detach(), v.detach()
     before, n = tuple(cache.lengths.tolist()), q.shape[1]
     with cache.unless_it_fails():
         cache.keep(k, v, n)
-        part = attend_cache(q, call, cache, Chunk(spec, n, before, cache.holders()))
+        part = attend_cache(q, call, cache, Chunk(spec, n, before, cache.holders(), parents=drafts(parents)))
         return merged_everywhere(packed(part, call.form), call, sinks, q.dtype)
 
 
@@ -91,7 +92,8 @@ def decode_quickly(
 
     n, spec = q.shape[1], call.spec
     cache.make_room(n)
-    where = append.append(k, v, cache.k, cache.v, cache.filled, cache.here, causal=spec.causal, window=spec.window)
+    kept = spec.behind  # a call with other masks is not quick
+    where = append.append(k, v, cache.k, cache.v, cache.filled, cache.here, causal=spec.causal, window=kept)
     splits = decode.splits_for(q, cache.v, cache.v.shape[1] if capturing else cache.reach(n))
     parts = decode.decode_splits(q, cache.k, cache.v, where, call.scale, spec.softcap, splits)
     if cache.ranks == 1:

@@ -148,7 +148,8 @@ def attend_travelling(q: Tensor, new: Pending, call: Prefill, cache: KVCache, ch
         coming.wait()
         visits = [in_order(room, piece.seen[1])]
     k, v = parted(new.wait().index_select(0, whereabouts_on(q.device, plan.tokens, chunk.tokens)), cache)
-    alone = chunk._replace(before=(), holders=())
+    placed = chunk.spec.chunk is not None or chunk.spec.first  # else the chunk's own tokens see each other as any do
+    alone = chunk._replace(before=chunk.before if placed else (), holders=())
     own = own_pieces(alone, call.keys * cache.ranks, q.device, kernels.needs_rectangles)
     part = attended(q, kernels, [*visits, *(Visit((k[:, cut], v[:, cut]), where) for cut, where in own)], part)
     cache.keep(k, v, chunk.tokens)

@@ -12,6 +12,7 @@ from ringattn.spec import AttentionSpec, Docs
 from ringattn.values import Value
 
 NAME = "ringattn"  # what transformers calls this attention
+CHUNKED = "chunked_attention"  # layers whose window is a block of positions
 ARGUMENTS = ("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch")
 PASSED = (*ARGUMENTS, "position_ids", "use_cache", "cache_position")  # what layers pass on and attention ignores
 
@@ -40,9 +41,13 @@ def attend(
             "by one that does not hand its keyword arguments on, and cannot be spread over ranks"
         )
     more = sorted(k for k, v in others.items() if v is not None and v is not False and k not in PASSED)
-    spans = None
+    chunk, spans = None, None
     if isinstance(attention_mask, Asked):
-        sliding_window, spans, attention_mask = attention_mask.keys or sliding_window, attention_mask.docs, None
+        keys, spans, attention_mask = attention_mask.keys, attention_mask.docs, None
+        if layer_type(module) == CHUNKED:
+            chunk = keys
+        else:
+            sliding_window = keys or sliding_window
     if attention_mask is not None or more:
         what = ", ".join(["a mask of its own"] * (attention_mask is not None) + more)
         raise ValueError(f"{name} passes {what} to its attention, which is not supported over ranks")
@@ -51,7 +56,9 @@ def attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window and not causal:
         raise ValueError(f"{name} sees {sliding_window} keys to both sides; only windows that count back are supported")
-    spec = AttentionSpec(causal=causal, window=sliding_window or None, softcap=softcap, scale=scaling)
+    spec = AttentionSpec(causal=causal, window=sliding_window or None, chunk=chunk, softcap=softcap, scale=scaling)
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        query = placed_temperatures(module, query, ringattn)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if ringattn.cache is not None:
         if not hasattr(module, "layer_idx"):
@@ -59,6 +66,33 @@ def attend(
         plan = ringattn.plan if ringattn.spread else None
         return ringattn.cache.attend(module.layer_idx, q, k, v, plan, spec, s_aux, spans), None
     return api.attention(q, k, v, ringattn.plan, spec=spec, docs=spans or ringattn.docs, sinks=s_aux), None
+
+
+def layer_type(module: nn.Module) -> str | None:
+    """The type that the model's config gives to the layer of this attention."""
+    types, i = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    return None if types is None or i is None else types[i]
+
+
+def placed_temperatures(module: Any, query: Tensor, call: Call) -> Tensor:
+    """Queries of Llama 4, which it scales by their places in a document, and has scaled by those on this rank."""
+    if call.cache is not None:
+        raise ValueError(
+            f"{type(module).__name__} scales queries by their places (attn_temperature_tuning), which is not supported "
+            "with a cache over ranks; set it to False in the config, or use_cache=False"
+        )
+
+    def scales(at: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((at.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    here, at = torch.arange(query.shape[2]), call.plan.positions().cpu()
+    places = at[None]
+    if call.docs is not None:
+        starts = torch.from_numpy(call.docs.starts.copy())
+        within = torch.searchsorted(starts, at.expand(len(starts), -1).contiguous(), right=True) - 1
+        places = at - starts.gather(1, within)
+    ratio = (scales(places) / scales(here)).to(query)
+    return query * ratio[:, None, :, None]
 
 
 class NotAMask(AttributeError, ValueError):

@@ -332,9 +332,7 @@ def cut(
     return one_row.plan if one_row else plan, {**given, "use_cache": False, **accepted(kwargs)}, later
 
 
-def of_text(
-    self: Any, x: dict[str, Tensor], positions: Tensor, one_row: Dealt | None, call: Call
-) -> dict[str, Any]:
+def of_text(self: Any, x: dict[str, Tensor], positions: Tensor, one_row: Dealt | None, call: Call) -> dict[str, Any]:
     """What the model is called with of text alone: this rank's tokens."""
     B, T = next(iter(x.values())).shape[:2]
     positions = positions.expand(*positions.shape[:-2], B, T)

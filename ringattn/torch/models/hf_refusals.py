@@ -7,14 +7,14 @@ from torch import nn
 
 from ringattn.planning import Plan
 from ringattn.segments import segments_problem
-from ringattn.torch.models.hf_attention import ARGUMENTS, NAME
+from ringattn.torch.models.hf_attention import ARGUMENTS, CHUNKED, NAME
 from ringattn.torch.models.hf_choice import size_problem
 from ringattn.torch.models.hf_linear import convolutions, linear_layers, names
 from ringattn.torch.models.hf_packed import PACKING, UNUSED
 
 LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # of models that predict the next token
 POOLED = ("SequenceClassification", "MultipleChoice", "NextSentencePrediction")
-LAYERS = ("full_attention", "sliding_attention")
+LAYERS = ("full_attention", "sliding_attention", CHUNKED)
 POINTWISE = ("mlp", "moe")  # layers that mix no tokens
 LINEAR = "linear_attention"
 ROUTERS = "that adds a loss over this rank's tokens only, which is not supported"

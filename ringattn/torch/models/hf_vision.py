@@ -216,7 +216,5 @@ def both_ways(cut: Cut, mask: Asked) -> Docs:
     """The documents of the call, in which images see themselves both ways."""
     docs, (B, T) = cut.call.docs, cut.shape
     lengths = [[T]] * B if docs is None else np.diff(docs.starts).tolist()
-    if "spans" not in signature(Docs.from_lengths).parameters:
-        raise ValueError("images that are seen both ways are not supported; leave out the types of tokens (causal images)")
     spans = [[(a - n, b - n) for a, b in row] for row, n in zip(mask.spans, cut.first, strict=True)]
     return Docs.from_lengths(lengths, spans=spans)

@@ -204,6 +204,6 @@ class StreamingAttention(Attention):
             plan = plan.replace(axes=Ranks(plan.axes.ring, plan.axes.ulysses, device=device))
         with torch.cuda.device_of(k):
             return KVCache.allocate(
-                plan, batch=B, max_len=self.max_len, kv_heads=G, head_dim=D, dtype=k.dtype, window=self.spec.window,
-                room=max(plan.seq_len, 64),
+                plan, batch=B, max_len=self.max_len, kv_heads=G, head_dim=D, dtype=k.dtype,
+                window=None if self.spec.first else self.spec.behind, room=max(plan.seq_len, 64),
             )  # fmt: skip

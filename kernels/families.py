@@ -1,0 +1,72 @@
+"""A kernel over several families of intervals, one after the other: partials merge, and gradients add up."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.partial import Partial
+from ringattn.kernels.protocol import JaxKernel, TorchKernel
+from ringattn.kernels.rows import EVERY, NONE, Rows
+
+
+def over_families(kernel: TorchKernel) -> TorchKernel:
+    """The kernel; intervals of one family reach it as they are."""
+
+    def attend(
+        q: Any, k: Any, v: Any, where: Intervals, *, carry: Partial | None = None, out_dtype: Any = None, **score: Any
+    ) -> Partial:
+        if not where.also:
+            return kernel.attend(q, k, v, where, carry=carry, out_dtype=out_dtype, **score)
+        *others, last = where.families
+        for one in others:
+            carry = kernel.attend(q, k, v, one, carry=carry, **score)
+        return kernel.attend(q, k, v, last, carry=carry, out_dtype=out_dtype, **score)
+
+    def backward(
+        tensors: tuple[Any, Any, Any], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
+        into: tuple[Any, Any, Any] = NONE, *, alone: bool = False, **score: Any,
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
+        if not where.also:
+            return kernel.backward(tensors, where, rows, want, into, alone=alone, **score)
+        from ringattn.kernels.total import Total
+
+        sums = [Total(x) for x in tensors]
+        for one in where.families:
+            places: Any = tuple(total.place if x is None else x for x, total in zip(into, sums, strict=True))
+            found = kernel.backward(tensors, one, rows, want, places, **score)
+            for total, grad, place in zip(sums, found, places, strict=True):
+                if grad is not place:  # else the kernel added to it
+                    total.add(grad)
+                    total.fold()
+        return tuple(total if total.parts else x for total, x in zip(sums, into, strict=True))  # type: ignore[return-value]
+
+    def rounds(where: Intervals) -> bool:
+        return not where.also and kernel.rounds(where)
+
+    return replace(kernel, attend=attend, backward=backward, rounds=rounds)
+
+
+def over_families_in_jax(kernel: JaxKernel) -> JaxKernel:
+    """As `over_families`, of a kernel for JAX arrays."""
+
+    def attend(q: Any, k: Any, v: Any, where: Intervals, *, carry: Partial | None = None, **score: Any) -> Partial:
+        for one in where.families:
+            carry = Partial(*kernel.attend(q, k, v, one, carry=carry, **score))
+        assert carry is not None
+        return carry
+
+    def summed(attend_backward: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any]]:
+        def gradients(
+            q: Any, k: Any, v: Any, where: Intervals, *rows: Any, dq: Any = None, **score: Any
+        ) -> tuple[Any, Any, Any]:
+            dk = dv = None
+            for one in where.families:
+                dq, *new = attend_backward(q, k, v, one, *rows, dq=dq, **score)
+                dk, dv = new if dk is None or dv is None else (dk + new[0], dv + new[1])
+            return dq, dk, dv
+
+        return gradients
+
+    halves = kernel.halves and summed(kernel.halves)
+    return replace(kernel, attend=attend, attend_backward=summed(kernel.attend_backward), halves=halves)

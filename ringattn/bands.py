@@ -1,0 +1,377 @@
+"""A mask as bands: runs of queries whose intervals of keys begin and end at a constant key, or rise with the query.
+
+Whatever a mask is made from (a spec and documents, a tree, slices), it becomes bands, none of which overlap, in a few
+families. In a family every query is in one band at most, and neither side of its interval decreases along the
+sequence: kernels take families one after the other. Schedules, costs and layouts count on bands alone.
+
+    causal           1 band            # . . .        window of 2      2 bands          # . . .
+                                       # # . .                                          # # . .
+                                       # # # .                                          . # # .
+                                       # # # #                                          . . # #
+
+Plain numpy: print it, test it, no device needed.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringattn.packing import depths
+from ringattn.spec import AttentionSpec, Docs
+
+KINDS = "full", "causal", "inverse", "both"  # of slices
+Row = np.ndarray  # int64 [n], or [rows, n] where the rows of a batch differ
+
+
+class Bands(NamedTuple):
+    """Query p of [start, stop) sees the keys [begin + lean * (p - start), end + rise * (p - start)), at least one.
+
+    lean and rise are 0 or 1. All are arrays [n], by start in a family of one row.
+    """
+
+    start: Row
+    stop: Row
+    begin: Row
+    end: Row
+    lean: Row
+    rise: Row
+
+    @property
+    def last_begin(self) -> Row:
+        return self.begin + self.lean * (self.stop - 1 - self.start)
+
+    @property
+    def last_end(self) -> Row:
+        return self.end + self.rise * (self.stop - 1 - self.start)
+
+    def some(self, which: Any) -> "Bands":
+        return Bands(*(x[which] for x in self))
+
+
+Families = tuple[tuple[Bands, ...], ...]  # [family][row]
+
+
+def joined(many: Sequence[Bands]) -> Bands:
+    """All of these bands, one after the other."""
+    return Bands(*(np.concatenate(columns) for columns in zip(*many, strict=True))) if many else EMPTY
+
+
+EMPTY = Bands(*[np.zeros(0, np.int64)] * 6)
+
+
+@lru_cache(maxsize=64)
+def families(
+    spec: AttentionSpec, seq_len: int, key_len: int | None = None, docs: Docs | None = None,
+    key_docs: Docs | None = None, offset: int = 0,
+) -> Families:  # fmt: skip
+    """The families of a mask, for one row, or for every row of a batch.
+
+    With `docs`, a query of document i sees document i of `key_docs` (the same documents unless the keys are another
+    sequence), and the last query of a document is at the position of its last key. `offset` is the key position of
+    query 0.
+    """
+    key_len = seq_len if key_len is None else key_len
+    if docs is None:
+        edges = np.array([0, seq_len])
+        rows = [documents(spec, edges, np.array([0]), np.array([key_len]), np.array([offset]))]
+    elif docs.slices is not None:
+        rows = [stacked(of_slices(docs.slices[0]))]
+    else:
+        rows = []
+        for i, starts in enumerate(docs.starts):
+            if docs.parents is not None:
+                rows.append(tree(spec, starts, docs.parents[i]))
+                continue
+            limits = starts if key_docs is None else key_docs.starts[i]
+            shift = limits[1:] - starts[1:]
+            spans = None if docs.spans is None else docs.spans[i]
+            rows.append(documents(spec, starts, limits[:-1], limits[1:], shift, spans))
+    most = max(map(len, rows))
+    return tuple(zip(*(row + [EMPTY] * (most - len(row)) for row in rows), strict=True))
+
+
+def documents(
+    spec: AttentionSpec, starts: Row, begin: Row, end: Row, shift: Row, spans: Row | None = None,
+    marks: tuple[Row, Row] | None = None,
+) -> list[Bands]:  # fmt: skip
+    """The families of a row of documents: document i has the queries [starts[i], starts[i + 1]), which are at the
+    positions p + shift[i] among its keys [begin[i], end[i]).
+
+    At `marks` (documents, keys) bands are cut where a side of theirs passes the key.
+    """
+    edges = bends(spec, starts, begin, end, shift, spans, marks)
+    first, last = edges[:-1], edges[1:] - 1
+    i = np.searchsorted(starts, first, "right") - 1
+    span = None
+    if spans is not None and len(spans):
+        j = np.searchsorted(spans[:, 0], first, "right") - 1
+        inside = (j >= 0) & (first < spans[j, 1])
+        span = np.where(inside, spans[j, 0], 2**62), np.where(inside, spans[j, 1], 0)
+    sides = [intervals(spec, p + shift[i], begin[i], end[i], span) for p in (first, last)]
+    return [between(first, last + 1, *ends) for ends in zip(*sides, strict=True)]
+
+
+def intervals(spec: AttentionSpec, own: Any, begin: Any, end: Any, span: Any = None) -> list[tuple[Any, Any]]:
+    """The keys [begin, end) that a query sees, in any array library: the families of them, none of which overlap.
+
+    `own` is the query's position among the keys, and its document has the keys [begin, end). `span`, (start, stop), is
+    seen by the queries in it; the start lies behind, and the stop before, all queries that are in none. The queries of
+    a document of the keys 2 to 7, causal with a window of 3; in chunks of 4; and of 2 beside the first key:
+
+        keys    0 1 2 3 4 5 6 7 8     0 1 2 3 4 5 6 7 8     0 1 2 3 4 5 6 7 8
+        own 2   . . # . . . . . .     . . # . . . . . .     . . # . . . . . .
+        own 3   . . # # . . . . .     . . # # . . . . .     . . # # . . . . .
+        own 4   . . # # # . . . .     . . # # # . . . .     . . + # # . . . .
+        own 5   . . . # # # . . .     . . # # # # . . .     . . + . # # . . .
+        own 6   . . . . # # # . .     . . . . . . # . .     . . + . . # # . .
+        own 7   . . . . . # # # .     . . . . . . # # .     . . + . . . # # .
+
+    In a family neither side decreases from a query to the next one. Where a query sees nothing, begin >= end.
+    """
+    most = 2 ** (8 * own.dtype.itemsize - 1) - 1  # beyond all positions, in their own integers; no sum may pass it
+    first, last, (left, right) = begin, end, spec.reach
+    if spec.chunk is not None:
+        chunk = min(spec.chunk, most)
+        begin = (first + (own - first) // chunk * chunk).clip(first, last)
+        end = begin + (last - begin).clip(None, chunk)
+    low, high = begin, end
+    if left is not None:
+        low = (own - min(left, most)).clip(begin, end)
+    if right is not None:
+        ahead = (most - 1 - own).clip(None, min(right, most)) if right else 0
+        high = (own + 1 + ahead).clip(begin, end)
+    if span is not None:
+        low, high = low.clip(None, span[0]), high.clip(span[1], None)
+    found = [(low, high)]
+    if spec.first:
+        top = first + (last - first).clip(None, min(spec.first, most))
+        found.append((first, low.clip(None, top)))
+        if not spec.causal:
+            found.append((high.clip(None, top), top))
+    return found
+
+
+def between(start: Row, stop: Row, first: tuple[Row, Row], last: tuple[Row, Row]) -> Bands:
+    """The bands from the intervals of their first and last queries; only those that see something."""
+    lean, rise = ((b > a).astype(np.int64) for a, b in zip(first, last, strict=True))
+    return Bands(start, stop, *first, lean, rise).some(first[0] < first[1])
+
+
+def bends(
+    spec: AttentionSpec, starts: Row, begin: Row, end: Row, shift: Row, spans: Row | None, marks: Any
+) -> Row:  # fmt: skip
+    """The queries from which on some side of the intervals is constant, or rises, increasing; first 0, then the end."""
+    (left, right), most = spec.reach, 2**62
+    cuts, low, high, i = [starts], starts[:-1], starts[1:], np.arange(len(begin))
+    keys, stops = begin, end
+    if spec.chunk is not None:
+        counts = np.maximum(-(-(end - begin) // spec.chunk), 1)
+        i = np.repeat(i, counts)
+        keys = begin[i] + within(counts) * min(spec.chunk, most // len(i))
+        stops = np.minimum(keys + min(spec.chunk, most), end[i])
+        low, high = np.maximum(low[i], keys - shift[i]), np.minimum(high[i], stops - shift[i])
+        cuts.append(low)
+
+    def cut(lefts: list[Row], rights: list[Row], low: Row, high: Row, shift: Any) -> None:
+        """Where the begin of an interval passes one of the first keys, or its end one of the others."""
+        passing = [] if left is None else [keys + min(left, most) - shift for keys in lefts]
+        passing += [] if right is None else [keys - min(right, most) - shift for keys in rights]
+        cuts.extend(where[(low < where) & (where < high)] for where in passing)
+
+    cut([keys + 1], [keys, stops], low, high, shift[i])
+    if spec.first:
+        top = np.minimum(begin + min(spec.first, most), end)
+        cut([top], [top - 1], starts[:-1], starts[1:], shift)
+    if marks is not None:
+        at, key = marks
+        cut([key, key + 1], [key, key - 1], starts[at], starts[at + 1], shift[at])
+    if spans is not None:
+        cuts += list(spans.T)
+        cut([spans[:, 0]], [spans[:, 1]], spans[:, 0], spans[:, 1], 0)
+    return np.unique(np.concatenate(cuts))
+
+
+def tree(spec: AttentionSpec, starts: Row, parents: Row) -> list[Bands]:
+    """The families of a row of segments: each is a document whose keys are all tokens of its branch."""
+    depth, branches = depths(starts, parents), branches_of(starts, parents)
+    counts = np.array([len(branch) for branch in branches])
+    pieces = np.array(list(chain.from_iterable(branches)), np.int64).reshape(-1, 3)  # of all branches
+    marks = np.repeat(np.arange(len(branches)), counts), pieces[:, 0]
+    found = documents(spec, starts, 0 * depth, depth + np.diff(starts), depth - starts[:-1], None, marks)
+    many = []
+    for bands in found:
+        i = np.searchsorted(starts, bands.start, "right") - 1
+        one = bands.some(np.repeat(np.arange(len(i)), counts[i]))
+        low, place, size = pieces[within(counts[i]) + np.repeat((np.cumsum(counts) - counts)[i], counts[i])].T
+        sides = (one.begin, one.end, one.last_begin, one.last_end)
+        begin, end, last_begin, last_end = (x.clip(low, low + size) - low + place for x in sides)
+        many.append(between(one.start, one.stop, (begin, end), (last_begin, last_end)))
+    return stacked(joined(many))
+
+
+def within(counts: Row) -> Row:
+    """0, 1, ... counts[i] - 1 for each i, one after the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def branches_of(starts: Row, parents: Row) -> list[tuple[tuple[int, int, int], ...]]:
+    """The tokens of each segment's branch, as pieces that follow one another: (depth, first token, tokens)."""
+    found: list[tuple[tuple[int, int, int], ...]] = []
+    for parent, start, stop in zip(parents.tolist(), starts.tolist(), starts[1:].tolist(), strict=False):
+        branch = found[parent] if parent >= 0 else ()
+        at, begin, size = branch[-1] if branch else (0, start, 0)
+        if begin + size == start:
+            found.append((*branch[:-1], (at, begin, size + stop - start)))
+        else:
+            found.append((*branch, (at + size, start, stop - start)))
+    return found
+
+
+def of_slices(slices: np.ndarray) -> Bands:
+    """Slices [n, 5] as bands: one each, without queries that see nothing."""
+    start, stop, begin, end, kind = slices.T
+    rise, lean = ((kind == 1) | (kind == 3)).astype(np.int64), (kind >= 2).astype(np.int64)
+    size, late = end - begin, stop - start - (end - begin)  # how many more queries than keys
+    width = np.where(rise > 0, size - (stop - start) + 1, size)  # keys of the first query
+    first = np.where((rise > 0) & (lean == 0), np.maximum(start + late, start), start)
+    last = np.where((lean > 0) & (rise == 0), np.minimum(stop, start + size), stop)
+    width = width + rise * (first - start)
+    bands = Bands(first, last, begin, begin + width, lean, rise)
+    return bands.some((first < last) & (width > 0))
+
+
+def stacked(bands: Bands) -> list[Bands]:
+    """Bands that do not overlap, as few families: each goes to the first one that it continues."""
+    bands = continued(bands)
+    order = np.lexsort((bands.begin, bands.start))
+    bands = bands.some(order)
+    ends: list[tuple[int, int, int]] = []  # of each family: where its last band stops, and that one's last interval
+    which = []
+    columns = (bands.start, bands.stop, bands.begin, bands.end, bands.last_begin, bands.last_end)
+    for start, stop, begin, end, last_begin, last_end in zip(*(x.tolist() for x in columns), strict=True):
+        fits = (
+            number for number, (before, low, high) in enumerate(ends)
+            if before <= start and low <= begin and high <= (end if before == start else begin)
+        )  # fmt: skip
+        number = next(fits, len(ends))
+        ends[number : number + 1] = [(stop, last_begin, last_end)]
+        which.append(number)
+    at = np.array(which, np.int64)
+    return [bands.some(at == number) for number in range(len(ends))] or [EMPTY]
+
+
+def continued(bands: Bands) -> Bands:
+    """The same bands, of which those that continue each other are one."""
+    base = bands.begin - bands.lean * bands.start, bands.end - bands.rise * bands.start
+    order = np.lexsort((bands.start, *base, bands.lean, bands.rise))
+    bands, base = bands.some(order), (base[0][order], base[1][order])
+    same = [x[1:] == x[:-1] for x in (*base, bands.lean, bands.rise)]
+    goes_on = np.logical_and.reduce(same) & (bands.start[1:] == bands.stop[:-1])
+    ends = np.append(~goes_on, True)[: len(bands.start)]
+    return bands.some(np.append(True, ~goes_on)[: len(bands.start)])._replace(stop=bands.stop[ends])
+
+
+class Runs(NamedTuple):
+    """Queries at increasing positions, cut into runs: few numbers, from which the intervals of a family are made.
+
+    Run i of a row has counts[i] queries; a query p of it sees the keys [begin + lean * p, end + rise * p).
+    """
+
+    positions: Row  # [T]
+    counts: Row  # [rows, runs], like the following
+    begin: Row
+    end: Row
+    lean: Row
+    rise: Row
+
+    @classmethod
+    def of(cls, family: Sequence[Bands], positions: Row, below: Callable[[Row], Row]) -> "Runs":
+        """The runs of queries at increasing positions, of which below(x) lie below x."""
+        rows = [covered(row) for row in family]
+        most = max(len(row.start) for row in rows)
+        start, begin, end, lean, rise = (
+            np.stack([np.pad(x, (0, most - len(x)), "edge") for x in column])
+            for column in zip(*((r.start, r.begin, r.end, r.lean, r.rise) for r in rows), strict=True)
+        )
+        counts = np.diff(below(start), append=len(positions))
+        return cls(positions, counts, begin - lean * start, end - rise * start, lean, rise)
+
+    def bounds(self) -> tuple[Row, Row]:
+        """The keys [begin, end) that every query sees, [rows, T]."""
+        found = []
+        for base, slope in ((self.begin, self.lean), (self.end, self.rise)):
+            side = repeated(base, self.counts)
+            found.append(side + repeated(slope, self.counts) * self.positions if slope.any() else side)
+        return found[0], found[1]
+
+
+def covered(bands: Bands) -> Bands:
+    """The bands of a family and row, and empty runs around them: each query from 0 on is in one, up to its next."""
+    top = np.maximum.accumulate(bands.last_end) if len(bands.start) else bands.end
+    zero = np.zeros(2 * len(top) + 1, np.int64)
+    start, begin, end, lean, rise = (zero.copy() for _ in range(5))
+    start[1::2], start[2::2] = bands.start, bands.stop
+    begin[1::2], begin[2::2], end[1::2], end[2::2] = bands.begin, top, bands.end, top
+    lean[1::2], rise[1::2] = bands.lean, bands.rise
+    return Bands(start, start, begin, end, lean, rise)
+
+
+def repeated(values: Row, counts: Row) -> Row:
+    """[rows, runs] -> [rows, T]: each value repeated `counts` times; the counts of all rows have the same sum."""
+    return np.repeat(values.ravel(), counts.ravel()).reshape(len(values), -1)
+
+
+def bounds_at(family: Sequence[Bands], positions: Row) -> tuple[Row, Row]:
+    """The keys [begin, end) that queries at these positions see, in any order, [rows, T]."""
+    begins, ends = [], []
+    for bands in map(covered, family):
+        i = np.searchsorted(bands.start, positions, "right") - 1
+        apart = positions - bands.start[i]
+        begins.append(bands.begin[i] + bands.lean[i] * apart)
+        ends.append(bands.end[i] + bands.rise[i] * apart)
+    return np.stack(begins), np.stack(ends)
+
+
+def bounds(
+    spec: AttentionSpec, positions: Row, seq_len: int, key_len: int | None = None, docs: Docs | None = None,
+    key_docs: Docs | None = None, offset: int = 0,
+) -> tuple[Row, Row]:  # fmt: skip
+    """The keys [begin, end) that queries at these positions see, as [1, T] or [rows, T] arrays, by a mask of one
+    family. Positions from `seq_len` on are padding: they see nothing. Other arguments are as of `families`.
+    """
+    (family,) = families(spec, seq_len, key_len, docs, key_docs, offset)
+    return bounds_at(family, np.asarray(positions, np.int64))
+
+
+class Work(NamedTuple):
+    """How many pairs of a query and a key there are, by query: from each edge on, one more or less a query."""
+
+    edges: Row
+    before: Row  # pairs of all queries before the edge
+    here: Row  # keys that the query at the edge sees
+    slope: Row
+
+    @classmethod
+    def of(cls, bands: Bands) -> "Work":
+        grow = bands.rise - bands.lean
+        width = bands.end - bands.begin
+        at = np.concatenate([[0], bands.start, bands.stop])
+        edges, which = np.unique(at, return_inverse=True)
+        past = -width - grow * (bands.stop - bands.start)
+        jump, bend = (
+            np.bincount(which.ravel(), np.concatenate([[0], *x]), len(edges)).astype(np.int64)
+            for x in ((width, past), (grow, -grow))
+        )
+        slope, length = np.cumsum(bend), np.diff(edges, append=edges[-1:])
+        here = np.cumsum(jump + np.append(0, (slope * length)[:-1]))
+        pairs = here * length + slope * (length * (length - 1) // 2)
+        return cls(edges, np.cumsum(pairs) - pairs, here, slope)
+
+    def below(self, position: Any) -> Any:
+        """The pairs of all queries before these."""
+        i = np.searchsorted(self.edges, position, "right") - 1
+        n = position - self.edges[i]
+        return self.before[i] + self.here[i] * n + self.slope[i] * (n * (n - 1) // 2)

@@ -1,0 +1,98 @@
+"""A mask that is given as slices of queries and keys, as MagiAttention takes them."""
+
+from typing import Any
+
+import numpy as np
+
+from ringattn.bands import KINDS, Bands, of_slices, within
+from ringattn.spec import Docs, untraced, whole
+
+PAIRS = 1 << 18  # of slices that are compared at once
+
+
+class Mask(Docs):
+    """Which query sees which key, as slices; `from_slices` makes it. Masks compare by value, as documents do.
+
+    `slices` is int64 [1, n, 5]: queries [start, stop), keys [start, stop), and the number of the kind.
+    """
+
+    @classmethod
+    def from_slices(cls, q_ranges: Any, k_ranges: Any, kinds: Any, total: int) -> "Mask":
+        """Slices of a sequence of `total` tokens: in slice i the queries of q_ranges[i] see keys of k_ranges[i].
+
+        "full"     all of them
+        "causal"   the last query sees all, each one before it one key less at the end
+        "inverse"  the first query sees all, each one after it one key less at the beginning
+        "both"     both: the first query sees the first keys, the last query the last ones
+
+        No query may see a key by two slices. A query in no slice sees nothing.
+
+        >>> Mask.from_slices([(0, 4), (4, 6)], [(0, 4), (0, 2)], ["causal", "full"], total=6)
+        Mask(2 slices, 6 tokens)
+        """
+        size = whole(total)
+        if size is None or size < 1:
+            raise ValueError(f"total={total!r}: the number of tokens, a whole number of at least 1")
+        words = [kinds] * len(q_ranges) if isinstance(kinds, str) else list(kinds)
+        if not len(q_ranges) == len(k_ranges) == len(words):
+            raise ValueError(
+                f"{len(q_ranges)} ranges of queries, {len(k_ranges)} of keys and {len(words)} kinds; give equally many"
+            )
+        if wrong := [kind for kind in words if kind not in KINDS]:
+            raise ValueError(f"kinds: {wrong[0]!r}; choose one of {', '.join(KINDS)}")
+        sides = [ranges("q_ranges", q_ranges, size), ranges("k_ranges", k_ranges, size)]
+        number = np.array([KINDS.index(kind) for kind in words], np.int64)[:, None]
+        slices = np.concatenate([*sides, number], 1)
+        check_apart(slices)
+        return cls.known(np.array([[0, size]]), size, None, None, slices[None])  # type: ignore[return-value]
+
+
+def ranges(name: str, given: Any, total: int) -> np.ndarray:
+    """Pairs (start, stop) within `total`, [n, 2]."""
+    pairs = np.asarray(untraced(given) if len(given) else np.zeros((0, 2), int))
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
+        raise ValueError(f"{name}: expected pairs (start, stop) of whole numbers, got {given!r}")
+    start, stop = pairs.T
+    for wrong, why in (((start < 0) | (start > stop), "is no range"), (stop > total, f"reaches beyond total={total}")):
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            raise ValueError(f"{name}[{i}] = {tuple(pairs[i].tolist())} {why}")
+    return pairs.astype(np.int64)
+
+
+def check_apart(slices: np.ndarray) -> None:
+    """Raise if a query sees a key by two slices."""
+    bands = of_slices(slices)
+    order = np.argsort(bands.start, kind="stable")
+    bands = bands.some(order)
+    counts = np.searchsorted(bands.start, bands.stop, "left") - np.arange(len(order)) - 1  # later ones that begin in it
+    for low in range(0, len(order), step := max(1, PAIRS // max(1, len(order)))):
+        some = counts[low : low + step]
+        one = np.repeat(np.arange(low, low + len(some)), some)
+        other = one + within(some) + 1
+        if len(hit := np.flatnonzero(overlap(bands.some(one), bands.some(other)))):
+            names = [describe(bands, i) for i in (one[hit[0]], other[hit[0]])]
+            raise ValueError(f"slices overlap: {names[0]} and {names[1]}; no query may see a key twice")
+
+
+def overlap(a: Bands, b: Bands) -> np.ndarray:
+    """Whether two bands have a pair in common: some query's later begin is before its earlier end.
+
+    That gap is the least of four lines along the queries, so it is concave: an end of the queries, or a crossing.
+    """
+    first, last = np.maximum(a.start, b.start), np.minimum(a.stop, b.stop) - 1
+    low, high = first, last
+    for x in (a, b):
+        for y in (a, b):
+            # end of x at p: x.end + rise * (p - x.start) must be more than the begin of y at p
+            gap = (x.end - x.rise * x.start) - (y.begin - y.lean * y.start)
+            slope = x.rise - y.lean
+            low = np.where(slope > 0, np.maximum(low, 1 - gap), low)
+            high = np.where(slope < 0, np.minimum(high, gap - 1), high)
+            high = np.where((slope == 0) & (gap <= 0), low - 1, high)
+    return np.asarray(low <= high)
+
+
+def describe(bands: Bands, i: int) -> str:
+    last = bands.some([i])
+    return f"queries {bands.start[i]} to {bands.stop[i]} over keys {bands.begin[i]} to {int(last.last_end[0])}"

@@ -1,0 +1,360 @@
+"""Any mask as bands: exactly what the words say, in families that kernels can take, counted, dealt and sent as seen."""
+
+import pickle
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ringattn as ra
+from ringattn.bands import Work, bounds_at, families, joined
+from ringattn.comms.local import run
+from ringattn.kernels.families import over_families
+from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.protocol import TorchKernel
+from ringattn.kernels.reference import attend, attend_backward
+from ringattn.kernels.total import in_dtype
+from ringattn.launch.commands.drawn_mask import drawn
+from ringattn.launch.verify import oracle
+from ringattn.launch.verify.cases import FEATURES, Case
+from ringattn.mask import Mask, schedule_of
+from ringattn.planning import Plan, of_text
+from ringattn.recipe import Sight
+from ringattn.slices import Mask as Slices
+from ringattn.spec import AttentionSpec, Docs
+from ringattn.torch.handles import docs_of, starts_of
+
+KINDS = "full", "causal", "inverse", "both"
+
+
+def is_new(case: Case) -> bool:
+    """Whether it needs more than causal, a window that counts back, and documents."""
+    spec = case.spec
+    words = spec.chunk or spec.first or isinstance(spec.window, tuple) or case.mask
+    return bool(words or (case.docs and not case.docs.plain))
+
+
+NEW = [case for case in FEATURES if is_new(case)]
+
+
+@st.composite
+def specs(draw: Any) -> AttentionSpec:
+    causal, small = draw(st.booleans()), st.integers(0, 8)
+    window = draw(st.none() | (small.map(lambda n: n + 1) if causal else st.tuples(small, small)))
+    chunk = draw(st.none() | st.integers(1, 9))
+    return AttentionSpec(causal, window, chunk, draw(st.integers(0, 5)) if window or chunk else 0)
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    """Documents with spans, or segments of trees, in one or two rows."""
+    rows = draw(st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=5), min_size=1, max_size=2))
+    case = Case(
+        "drawn", spec=draw(specs()), lengths=rows, batch=2, seq_len=max(map(sum, rows)) + draw(st.integers(1, 3))
+    )
+    if draw(st.booleans()):
+        return replace(case, parents=[[draw(st.integers(-1, i - 1)) for i in range(len(row))] for row in rows])
+    spans: list[list[tuple[int, int]]] = []
+    for row in rows:
+        edges, found = [0, *np.cumsum(row).tolist()], []
+        for low, high in pairwise(edges):
+            cuts = sorted(draw(st.sets(st.integers(low, high), max_size=4)))
+            found += [pair for pair in pairwise(cuts) if draw(st.booleans())]
+        spans.append(found)
+    return replace(case, spans=spans)
+
+
+@st.composite
+def sliced(draw: Any) -> Case:
+    ends = st.tuples(st.integers(0, 24), st.integers(0, 24)).map(lambda pair: tuple(sorted(pair)))
+    slices = draw(st.lists(st.tuples(ends, ends, st.sampled_from(KINDS)), min_size=1, max_size=5))
+    return Case("slices", seq_len=24, slices=slices, batch=1)
+
+
+def dense(found: Any, T: int, S: int, row: int) -> np.ndarray:
+    """[T, S]: in how many families a query sees a key; each must never decrease."""
+    seen = np.zeros((T, S), int)
+    for family in found:
+        begin, end = (side[row] for side in bounds_at(family[row : row + 1] if row else family, np.arange(T)))
+        assert (np.diff(begin) >= 0).all() and (np.diff(end) >= 0).all()
+        seen += (begin[:, None] <= np.arange(S)) & (np.arange(S) < end[:, None])
+    return seen
+
+
+def rows_of(found: Any, T: int, rows: int) -> np.ndarray:
+    return np.stack([dense([(family[row],) for family in found], T, T, 0) for row in range(rows)])
+
+
+@settings(max_examples=60)
+@given(cases(), st.sampled_from(["contiguous", "zigzag", "striped"]), st.integers(1, 5))
+def test_bands_are_the_mask_and_so_are_the_schedule_and_the_work(case, layout, ring):
+    T, rows = case.seq_len, len(case.lengths)
+    found = families(case.spec, T, docs=case.docs)
+    seen = rows_of(found, T + 2, rows)
+    words = np.stack([oracle.visible(case, row).numpy() for row in range(rows)])
+    np.testing.assert_array_equal(seen[:, :T, :T], words)  # so no key is seen twice
+    assert not seen[:, T:].any()
+    for row in range(rows):
+        work = Work.of(joined([family[row] for family in found]))
+        np.testing.assert_array_equal(work.below(np.arange(T + 1)), np.append(0, words[row].sum(1).cumsum()))
+    plan = Plan(T, ring, layout=layout)
+    needed = schedule_of.__wrapped__(Mask(plan, case.spec, case.docs)).needed
+    for a, b in np.ndindex(ring, ring):
+        q, k = (at[at < T] for at in (plan.tokens.positions(a), plan.tokens.positions(b)))
+        assert needed[a, b] == words[:, q][:, :, k].any()
+
+
+@settings(max_examples=60)
+@given(sliced())
+def test_slices_are_what_their_kinds_say_and_overlapping_ones_are_refused(case):
+    alone = [oracle.in_slices(replace(case, slices=[one])).int() for one in case.slices]
+    if (sum(alone) > 1).any():
+        with pytest.raises(ValueError, match="slices overlap: queries"):
+            _ = case.mask
+        return
+    found = families(AttentionSpec(), 24, docs=case.mask)
+    np.testing.assert_array_equal(rows_of(found, 24, 1)[0], sum(alone))
+
+
+@pytest.mark.parametrize("case", NEW, ids=lambda case: case.name)
+def test_masks_are_values_that_travel_whole(case):
+    """Pickled, as a tensor for an op, and in a plan's text; and the balanced layout deals their work out."""
+    docs = case.mask or case.docs
+    if docs is not None:
+        again = docs_of(starts_of(docs), docs.length)
+        assert (
+            pickle.loads(pickle.dumps(docs)) == docs == again
+            and hash(again) == hash(docs)
+            and repr(again) == repr(docs)
+        )
+        assert docs != Docs.known(docs.starts, docs.length) or docs.plain
+    if docs is not None and docs.first is None:
+        return
+    work = case.spec.replace(softcap=None, scale=None)
+    plan = ra.plan(seq_len=case.seq_len, layout="balanced", docs=case.docs, mask=case.mask, spec=work)
+    assert of_text(plan.text) == plan and hash(of_text(plan.text)) == hash(plan)
+
+
+@pytest.mark.parametrize("docs", [Docs.tree([3000] + [400] * 10, [-1] + [0] * 10), Docs.from_lengths([7000])], ids=str)
+@pytest.mark.parametrize(
+    "spec", [AttentionSpec(), AttentionSpec(chunk=900), AttentionSpec(window=500, first=30)], ids=str
+)
+def test_work_of_any_mask_is_dealt_out_equally(spec, docs):
+    plan = Plan(docs.length, 5, layout="balanced", docs=docs, work=spec)
+    work = Work.of(joined([one for family in families(spec, docs.length, docs=docs) for one in family]))
+    shards = [plan.tokens.shard(rank) for rank in range(5)]
+    loads = [sum(work.below(r.stop) - work.below(r.start) for r in shard) for shard in shards]
+    assert {sum(map(len, shard)) for shard in shards} == {docs.length // 5} and max(loads) <= 1.03 * sum(loads) / 5
+
+
+DEALT = [replace(c, layout="balanced", cut=c.lengths) for c in NEW if c.lengths and c.docs.first]
+
+
+@pytest.mark.parametrize("case", DEALT, ids=lambda case: case.name)
+def test_a_layout_made_for_their_work_equals_dense_float64(case):
+    given = oracle.inputs(case, torch.float32)
+    truth = oracle.dense(case, given)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=case.seq_len, spec=case.spec, docs=case.docs, layout="balanced")
+        sinks = given["sinks"] if case.sinks else None
+        out = ra.attention(*(plan.shard(given[n]) for n in "qkv"), plan, spec=case.spec, docs=case.docs, sinks=sinks)
+        return plan.unshard(out)
+
+    for out in run(one, ring=3):
+        torch.testing.assert_close(out.double(), truth["out"], rtol=0, atol=1e-5)
+
+
+def test_chunks_cost_what_documents_of_that_length_cost():
+    """They are the same intervals, of one family, and bring the same blocks."""
+    docs, plan = Docs.from_lengths([256] * 8), Plan(2048, 4, layout="zigzag")
+    chunks, packed = Mask(plan, AttentionSpec(chunk=256)), Mask(plan, AttentionSpec(), docs)
+    for rank in range(4):
+        one, other = (Sight(mask, rank).at((range(2048),)) for mask in (chunks, packed))
+        assert not one.also and one.rectangles == other.rectangles
+        np.testing.assert_array_equal(one.host, other.host)
+    assert (schedule_of(chunks).needed == schedule_of(packed).needed).all()
+
+
+def test_shared_prefixes_are_two_families_and_a_third_of_the_work():
+    tree = Docs.tree([32768] + [2048] * 16, [-1] + [0] * 16)
+    found = families(AttentionSpec(), 65536, docs=tree)
+    assert len(found) == 2 and [len(bands.start) for (bands,) in found] == [16, 1]
+    apart = Docs.from_lengths([32768 + 2048] * 16)
+    pairs = [sum(Work.of(one).below(docs.length) for (one,) in families(AttentionSpec(), docs.length, docs=docs))
+             for docs in (tree, apart)]  # fmt: skip
+    assert pairs[1] > 5.8 * pairs[0]
+
+
+def counting(calls: list[Any]) -> TorchKernel:
+    def backward(tensors, where, rows, want, into, **options):
+        calls.append(where)
+        return attend_backward(*tensors, where, rows.dout, rows.lse, rows.delta, scale=options["scale"])
+
+    return TorchKernel(lambda *given, **options: calls.append(given[3]) or attend(*given, **options), backward)
+
+
+def test_one_family_reaches_the_kernel_as_it_is_and_two_are_two_calls():
+    q, k, v, dout = (torch.randn(1, 9, 2, 8) for _ in range(4))
+    t, calls = torch.arange(9, dtype=torch.int32)[None], []
+    kernel = over_families(counting(calls))
+    near, far = Intervals((t - 2).clip(0), t + 1), Intervals(t * 0, (t - 2).clip(0, 2))
+    for where in (near, near._replace(also=(far,))):
+        part = kernel.attend(q, k, v, where, scale=1.0)
+        grads = kernel.attend_backward(q, k, v, where, dout, part.lse, (dout * part.out).sum(-1), scale=1.0)
+        seen = (t[0][:, None] - t < 3) & (t <= t[0][:, None]) | (t < 2) & (t <= t[0][:, None]) & bool(where.also)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in leaves), attn_mask=seen, scale=1.0
+        ).transpose(1, 2)
+        out.backward(dout)
+        for found, expected in zip((part.out, *grads), (out, *(x.grad for x in leaves)), strict=True):
+            torch.testing.assert_close(in_dtype(found, torch.float32), expected)
+    assert calls[0] is near and calls[1] is near and len(calls) == 2 + 4
+    assert all(not where.also for where in calls)
+
+
+def test_positions_in_a_tree_are_depths_along_the_branch():
+    docs = Docs.tree([4, 2, 3, 2], [-1, 0, 0, 2], pad_to=12)
+    expected = [0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 11]
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=12, layout="zigzag")
+        dealt = ra.plan(mesh, seq_len=12, layout="balanced", docs=docs)
+        assert plan.positions(Docs.from_lengths([12])).tolist() == plan.positions().tolist()
+        return [p.unshard(x, dim=0).tolist() for p, x in ((plan, plan.positions(docs)), (dealt, dealt.positions()))]
+
+    assert run(one, ring=2) == [[expected, expected]] * 2
+    both = Docs.tree([[4, 2], [3, 3]], [[-1, 0], [-1, -1]])
+    assert ra.plan(seq_len=6).positions(both).tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Docs.from_lengths([5, 3], prefix=[6, 0]), "prefix: 6 tokens of a document of 5"),
+        (lambda: Docs.from_lengths([5, 3], prefix=[2]), "a whole number for each of 2 documents"),
+        (lambda: Docs.from_lengths([5, 3], spans=[(3, 6)]), r"\(3, 6\) is no range of tokens within one document"),
+        (lambda: Docs.from_lengths([8], spans=[(1, 4), (3, 6)]), r"spans overlap: \(1, 4\) and \(3, 6\)"),
+        (lambda: Docs.from_lengths([8], prefix=[3], spans=[(2, 4)]), r"spans overlap: \(0, 3\) and \(2, 4\)"),
+        (lambda: Docs.tree([3, 3], [-1, 1]), "parents are not a tree: segment 1 has parent 1"),
+        (lambda: Docs.tree([3, 3], [-1]), "parents: 1 numbers for 2 segments"),
+        (lambda: Docs.tree([3, 3], [-1, "0"]), "is no number of a segment"),
+        (lambda: AttentionSpec(window=(3, 2)), "looks to both sides; use causal=False"),
+        (lambda: AttentionSpec(False, window=(3, -1)), r"window=\(3, -1\): \(left, right\)"),
+        (lambda: AttentionSpec(chunk=0), "chunk=0: the number of positions of a block, at least 1"),
+        (lambda: AttentionSpec(window=4, first=-1), "first=-1"),
+        (lambda: AttentionSpec(first=4), "first=4 is for a window or a chunk"),
+        (lambda: Slices.from_slices([(0, 4)], [(0, 9)], ["full"], 8), r"k_ranges\[0\] = \(0, 9\) reaches beyond"),
+        (lambda: Slices.from_slices([(4, 0)], [(0, 4)], ["full"], 8), r"q_ranges\[0\] = \(4, 0\) is no range"),
+        (lambda: Slices.from_slices([(0, 4)], [(0, 4)], ["half"], 8), "kinds: 'half'; choose one of full, causal"),
+        (lambda: Slices.from_slices([(0, 4)], [], [], 8), "1 ranges of queries, 0 of keys and 0 kinds"),
+        (lambda: Slices.from_slices([(0, 8)] * 2, [(0, 4), (3, 8)], "full", 8), "slices overlap: queries 0 to 8"),
+    ],
+)  # fmt: skip
+def test_what_is_no_mask_is_named(make, error):
+    with pytest.raises(ValueError, match=error):
+        make()
+
+
+def test_masks_that_do_not_fit_a_call_are_named():
+    q, k = torch.zeros(1, 8, 2, 8), torch.zeros(1, 6, 2, 8)
+    mask, docs = Slices.from_slices([(0, 8)], [(0, 8)], ["causal"], 8), Docs.from_lengths([8])
+    tree, keys = Docs.tree([4, 4], [-1, 0]), Docs.from_lengths([3, 3])
+    for words, kv, error in (
+        ({"mask": mask, "docs": docs, "spec": AttentionSpec(window=3)}, q, "leave out docs and window"),
+        ({"mask": docs}, q, "mask is of type Docs; pass it as docs="),
+        ({"docs": tree, "key_docs": keys}, k, "are of one sequence, whose queries are its keys"),
+        ({"spec": AttentionSpec(False, chunk=3)}, k, "chunk=3 with 8 queries and 6 keys"),
+        ({"spec": AttentionSpec(False, (2, 2))}, k, r"window=\(2, 2\) with 8 queries and 6 keys"),
+        ({"spec": AttentionSpec(chunk=3), "docs": docs, "key_docs": Docs.from_lengths([6])}, k, "leave out chunk"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            ra.attention(q, kv, kv, **words)
+    with pytest.raises(ValueError, match="linear attention takes documents alone"):
+        ra.linear_attention(q, q, q, docs=tree)
+
+
+def test_a_mask_as_text():
+    spec = AttentionSpec(window=2, first=1)
+    assert drawn(families(spec, 5), 5, 5) == ["  #....", "  ##...", "  ###..", "  #.##.", "  #..##"]
+    assert drawn(families(AttentionSpec(), 64), 64, 64)[:2] == ["  +" + "." * 31, "  #+" + "." * 30]
+
+
+INFERENCE = [
+    AttentionSpec(chunk=9),
+    AttentionSpec(window=7, first=4),
+    AttentionSpec(window=5, chunk=12, first=2, softcap=3.0),
+]
+
+
+@pytest.mark.parametrize("move", ["queries", "keys"])
+@pytest.mark.parametrize("spec", INFERENCE, ids=str)
+def test_a_cache_takes_chunks_and_first_keys(spec, move):
+    """A prompt in two parts over three ranks, then tokens: as the whole sequence at once."""
+    T, (q, k, v) = 46, (torch.randn(2, 46, h, 8) for h in (4, 2, 2))
+    expected = ra.attention(q, k, v, spec=spec)
+
+    def one(mesh):
+        plan, at, parts = ra.plan(mesh, seq_len=25, layout="zigzag"), 0, []
+        cache = ra.KVCache.allocate(plan, batch=2, max_len=T, kv_heads=2, head_dim=8, dtype=torch.float32, block=4)
+        for n in (25, 13):
+            chunk = plan.for_length(n)
+            mine = (chunk.shard(x[:, at : at + n]) for x in (q, k, v))
+            parts.append(chunk.unshard(ra.prefill(*mine, chunk, cache, spec=spec, move=move, keys=8)))
+            at += n
+        for n in (1, 5, 2):
+            parts.append(ra.decode(*(x[:, at : at + n] for x in (q, k, v)), cache, spec=spec))
+            at += n
+        return torch.cat(parts, 1)
+
+    for out in run(one, ring=3):
+        torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+
+
+PARENTS = [-1, 0, 0, 1, -1, 2, 4]
+
+
+@pytest.mark.parametrize("spec", [AttentionSpec(), *INFERENCE], ids=str)
+def test_a_tree_of_drafts_is_verified_in_one_decode(spec):
+    """Rows of different lengths: as the tree of the cached tokens and the drafts. Then one branch goes on."""
+    before, n = (23, 20), len(PARENTS)
+    q, k, v = (torch.randn(2, max(before) + n, h, 8) for h in (4, 2, 2))
+    expected = []
+    for row, length in enumerate(before):
+        docs = Docs.tree([length] + [1] * n, [-1] + [p + 1 for p in PARENTS])
+        at = [*range(length), *range(max(before), max(before) + n)]
+        expected.append(ra.attention(*(x[row : row + 1, at] for x in (q, k, v)), spec=spec, docs=docs)[:, length:])
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=max(before))
+        cache = ra.KVCache.allocate(plan, batch=2, max_len=40, kv_heads=2, head_dim=8, dtype=torch.float32, block=2)
+        ra.prefill(*(plan.shard(x[:, : max(before)]) for x in (q, k, v)), plan, cache, spec=spec)
+        cache.truncate(before)
+        new = [x[:, max(before) :] for x in (q, k, v)]
+        out = ra.decode(*new, cache, spec=spec, parents=PARENTS)
+        cache.truncate(before)
+        cache.append(*(x[:, [0, 2, 5]] for x in new[1:]))
+        return out, cache.lengths.tolist()
+
+    for out, lengths in run(one, ring=2):
+        torch.testing.assert_close(out, torch.cat(expected), rtol=0, atol=2e-6)
+        assert lengths == [26, 23]
+
+
+def test_what_is_wrong_with_drafts_is_named():
+    x = torch.randn(1, 3, 2, 8)
+    cache = ra.KVCache.allocate(ra.plan(seq_len=3), batch=1, max_len=9, kv_heads=2, head_dim=8, dtype=torch.float32)
+    ra.prefill(x, x, x, cache.plan, cache)
+    for parents, error in (([-1, 0], "parents has 2 numbers for 3 tokens"), ([-1, 2, 0], "token 1 has parent 2"),
+                           (torch.tensor([-1, 0, 0]), "as a list")):  # fmt: skip
+        with pytest.raises(ValueError, match=error):
+            ra.decode(x, x, x, cache, parents=parents)
+    kept = ra.KVCache.allocate(cache.plan, batch=1, max_len=9, kv_heads=2, head_dim=8, dtype=torch.float32, window=4)
+    with pytest.raises(ValueError, match="the first 2 leave it; allocate without window"):
+        ra.prefill(x, x, x, kept.plan, kept, spec=AttentionSpec(window=3, first=2))
