@@ -145,7 +145,7 @@ def test_what_generate_cannot_do_is_refused():
         model(tokens[:, :1], past_key_values=cache)
     with pytest.raises(ValueError, match="attention_mask has a row of padding only"):
         model.generate(tokens, attention_mask=mask * torch.tensor([[0], [1]]), max_new_tokens=2)
-    with pytest.raises(ValueError, match="several positions a token that differ"):
+    with pytest.raises(ValueError, match="several positions a token"):
         model(
             tokens,
             position_ids=torch.arange(3 * T).view(3, 1, T).expand(3, 2, T),

@@ -20,7 +20,7 @@ import ringattn as ra
 from ringattn import hf, machine
 from ringattn.launch.processes import run
 from ringattn.planning import Transport
-from ringattn.torch.models.hf_attention import Call, Sliding
+from ringattn.torch.models.hf_attention import Asked, Call
 from ringattn.torch.models.hf_choice import Spread
 from ringattn.torch.models.hf_generate import RanksCache
 from ringattn.torch.models.nn import Attention, GatedDeltaNet
@@ -30,7 +30,7 @@ BF16, T = torch.bfloat16, 64
 MACHINE = machine.of_device("cpu")
 PLAN, DOCS = ra.plan(seq_len=T), ra.Docs.from_lengths([20, 44])
 HANDED_ON = [
-    PLAN, Transport(), ra.AttentionSpec(window=3), DOCS, Sliding(3), Call(PLAN, DOCS, lengths=torch.ones(2)),
+    PLAN, Transport(), ra.AttentionSpec(window=3), DOCS, Asked(3), Call(PLAN, DOCS, lengths=torch.ones(2)),
     Spread(PLAN, ()), RanksCache(PLAN, 8), MACHINE, MACHINE.inside,
     ra.KVCache.allocate(PLAN, batch=1, max_len=8, kv_heads=1, head_dim=4, dtype=torch.float32),
 ]  # fmt: skip

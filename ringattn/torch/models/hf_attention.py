@@ -3,6 +3,7 @@
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -41,12 +42,13 @@ def attend(
             "by one that does not hand its keyword arguments on, and cannot be spread over ranks"
         )
     more = sorted(k for k, v in others.items() if v is not None and v is not False and k not in PASSED)
-    chunk = None
-    if isinstance(attention_mask, Sliding):
+    chunk, spans = None, None
+    if isinstance(attention_mask, Asked):
+        keys, spans, attention_mask = attention_mask.keys, attention_mask.docs, None
         if layer_type(module) == CHUNKED:
-            chunk, attention_mask = attention_mask.keys, None
+            chunk = keys
         else:
-            sliding_window, attention_mask = attention_mask.keys, None
+            sliding_window = keys or sliding_window
     if attention_mask is not None or more:
         what = ", ".join(["a mask of its own"] * (attention_mask is not None) + more)
         raise ValueError(f"{name} passes {what} to its attention, which is not supported over ranks")
@@ -64,8 +66,8 @@ def attend(
         if not hasattr(module, "layer_idx"):
             raise ValueError(f"{name} has no layer_idx, by which its cache would be found; use_cache=False works")
         plan = ringattn.plan if ringattn.spread else None
-        return ringattn.cache.attend(module.layer_idx, q, k, v, plan, spec, s_aux), None
-    return api.attention(q, k, v, ringattn.plan, spec=spec, docs=ringattn.docs, sinks=s_aux), None
+        return ringattn.cache.attend(module.layer_idx, q, k, v, plan, spec, s_aux, spans), None
+    return api.attention(q, k, v, ringattn.plan, spec=spec, docs=spans or ringattn.docs, sinks=s_aux), None
 
 
 @lru_cache
@@ -105,23 +107,61 @@ class NotAMask(AttributeError, ValueError):
     """A layer reads its mask. An AttributeError, since wrappers ask all that layers receive whether it has a dtype."""
 
 
-class Sliding(Value):
-    """Stands for a sliding mask, in layers whose window is only in their mask."""
+class Asked(Value):
+    """Stands for a mask, in layers that say only by it how far they see, or which tokens see one another."""
 
-    keys: int
+    keys: int | None  # the window
+    spans: tuple[tuple[tuple[int, int], ...], ...] = ()  # of each row: ranges of tokens that see one another
+    docs: Docs | None = None  # with these spans, where they are not the call's
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         raise NotAMask(
-            f"a layer of this model changes its mask, a sliding window of {self.keys} keys, before its attention (it "
-            f"reads mask.{name}): a mask of its own is not supported over ranks"
+            f"a layer of this model changes its mask{f', a sliding window of {self.keys} keys,' if self.keys else ''} "
+            f"before its attention (it reads mask.{name}): a mask of its own is not supported over ranks"
         )
 
 
-def asked_mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> Sliding | None:
-    """The mask is in the intervals. Without this entry transformers would drop padding without a word."""
-    return None if local_size is None else Sliding(local_size)
+def asked_mask(
+    *args: Any, local_size: int | None = None, attention_mask: Any = None, mask_function: Any = None, **kwargs: Any
+) -> Asked | None:
+    """The mask is in the intervals. Without this entry transformers would drop padding without a word.
+
+    Models with towers make masks of whole sequences, with an attention_mask, in which images may see both ways.
+    """
+    spans: Any = ()
+    if attention_mask is not None and getattr(mask_function, "__name__", "") != "causal_mask_function":
+        spans = spans_of(mask_function, *attention_mask.shape, attention_mask.device)
+    return None if local_size is None and not any(spans) else Asked(local_size, spans)
+
+
+@torch.compiler.disable
+def spans_of(sees: Any, B: int, T: int, device: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The ranges of tokens that see one another in each row of a causal mask; a ValueError about any other mask.
+
+    `sees(row, head, query, key)` takes indices of any shape.
+    """
+    rows, head = torch.arange(B, device=device)[:, None], torch.zeros((), dtype=torch.long, device=device)
+    every = torch.arange(T - 1, device=device)[None]
+    ahead = torch.as_tensor(sees(rows, head, every, every + 1), device=device).expand(B, T - 1).numpy(force=True)
+    edges = np.diff(np.pad(ahead, ((0, 0), (1, 1))).astype(np.int8), axis=1)
+    found = [
+        [(int(a), int(b) + 1) for a, b in zip(*(np.flatnonzero(row == s) for s in (1, -1)), strict=True)]
+        for row in edges
+    ]
+    for i, row in enumerate(found):
+        if not row:
+            continue
+        start, stop = torch.tensor(row, device=device).T
+        whole = sees(rows[i], head, start, stop - 1) & sees(rows[i], head, stop - 1, start)
+        later = sees(rows[i], head, start[:, None], start) & (start[:, None] < start)
+        if not bool(whole.all()) or bool(later.any()):
+            raise ValueError(
+                "this model has images that are longer than its window, or that see later images: masks over ranks "
+                "have ranges of tokens that see one another whole, and nothing else behind them"
+            )
+    return tuple(map(tuple, found))
 
 
 def stretched(model: nn.Module) -> list[nn.Module]:
@@ -137,13 +177,13 @@ def stretched(model: nn.Module) -> list[nn.Module]:
 def show_last(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """One more position, the last one of the whole sequence, wherever it lies."""
     x, positions = args[0], kwargs.pop("position_ids") if "position_ids" in kwargs else args[1]
-    last = module.ringattn_last.to(positions).expand(len(positions), 1)
-    return (x, torch.cat([positions, last], 1), *args[2:]), kwargs
+    last = module.ringattn_last.to(positions).expand(*positions.shape[:-1], 1)
+    return (x, torch.cat([positions, last], -1), *args[2:]), kwargs
 
 
 def hide_last(module: nn.Module, args: Any, angles: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """(cos, sin) without it."""
-    return tuple(x[:, :-1] for x in angles)
+    return tuple(x[..., :-1, :] for x in angles)
 
 
 def register() -> None:

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from ringattn import api
 from ringattn.planning import Plan
 from ringattn.serving import KVCache
-from ringattn.spec import AttentionSpec
+from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import same_data
 from ringattn.torch.agree import watched
+from ringattn.torch.models import hf_vision
 from ringattn.torch.models.hf_attention import Call
 from ringattn.torch.models.hf_kept import kept
 from ringattn.torch.models.hf_refusals import accepted, refuse_other_attention
@@ -40,15 +41,22 @@ class RanksCache:
         self.states: dict[int, Tensor] = {}  # of linear layers, [B, H, K, V], the same on every rank
         self.tails: dict[int, Tensor] = {}  # the last tokens, which their convolutions will still need
         self.length = 0  # of every row, with its padding
+        self.turned: Any = 0  # [B, 1], how many more positions than tokens there are: images with M-RoPE
         self.padding: Tensor | None = None  # [B], how many tokens of padding each row has begun with so far
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, spec: AttentionSpec, sinks: Any
-    ) -> Tensor:
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, plan: Plan | None, spec: AttentionSpec, sinks: Any,
+        docs: Any = None,
+    ) -> Tensor:  # fmt: skip
         """Append to the layer's cache and attend to it; without a plan every rank has all of the tokens."""
         if layer not in self.layers:
             self.layers[layer] = self.allocated(k, v)
         cache = self.layers[layer]
+        if docs is not None:  # with images that see both ways: the cache is filled, and the prompt sees itself
+            if plan is None or self.length:
+                raise ValueError("images that are seen both ways behind a cache are not supported; give one prompt")
+            api.prefill(q, k, v, plan, cache, spec=spec, sinks=sinks)
+            return api.attention(q, k, v, plan, spec=spec, docs=docs, sinks=sinks)
         if plan is None:
             return api.decode(q, k, v, cache, spec=spec, sinks=sinks)
         return api.prefill(q, k, v, plan, cache, spec=spec, sinks=sinks)
@@ -123,43 +131,62 @@ def with_cache(
             f"past_key_values has {cache.length} tokens a row and no room for {n} more: make it with max_len="
             f"{cache.length + n} or more, as in past_key_values=hf.RanksCache(plan, max_len)"
         )
-    if position_ids is None:
-        position_ids = torch.arange(cache.length, cache.length + n, device=tokens.device)[None].expand(B, n)
-        position_ids = position_ids if cache.padding is None else (position_ids - cache.padding[:, None]).clamp(min=0)
-    position_ids, n_kept = one_a_token(position_ids, attention_mask).expand(B, n), min(keep or n, n)
-    more = {"use_cache": False, **accepted(given)}
-    for rotary in self.ringattn_before.stretched:
-        rotary.ringattn_last = position_ids.max()
-    with torch.no_grad():
-        if n <= FEW and padding is None and cache.begun():
-            shards, call = {name: tokens, "position_ids": position_ids}, Call(plan, None, cache)
-            output = self.local_forward(**shards, **keeping(self, n_kept), **more, ringattn=call)
-            logits = output.logits[:, -n_kept:]
-        else:
-            part = spread.local(self, n)
-            every, rows = (torch.arange(size, device=tokens.device) for size in (n, B))
-            rows, first = rows[:, None], 0 if padding is None else padding[:, None]
-            at = (every + first) % n  # real tokens first, then the padding
-            shards = {name: part.shard(tokens[rows, at], 1), "position_ids": part.shard(position_ids[rows, at], 1)}
-            wanted, back = torch.unique((every[None, n - n_kept :] - first) % n, return_inverse=True)
-            few = kept(wanted, part, tokens.device)
-            call = Call(part, None, cache, spread=True, lengths=None if padding is None else n - padding)
-            output = self.local_forward(**shards, **keeping(self, few.mine), **more, ringattn=call)
-            mine = output.logits if takes_kept(self) else output.logits[:, few.mine]
-            logits = few.join(mine)[rows, back.view(-1, n_kept).expand(B, n_kept)]
+    own = torch.arange(cache.length, cache.length + n, device=tokens.device).expand(B, n)
+    own = own if cache.padding is None else (own - cache.padding[:, None]).clamp(min=0)
+    own = own + cache.turned
+    media, n_kept = hf_vision.media_of(self, given), min(keep or n, n)
+    chunk, call, kept_here = None, Call(plan, None, cache), n_kept
+    if n > FEW or padding is not None or not cache.begun():
+        chunk = Chunk(spread.local(self, n), B, n_kept, padding, tokens.device)
+        call, kept_here = chunk.call(cache), chunk.few.mine
+    cut = hf_vision.Cut(call, (B, n), own, chunk.take if chunk else unchanged, padding)
+    if media:
+        mask = None if attention_mask is None else attention_mask[:, -n:]
+        media = {name: x[:, -n:] if name.endswith("token_type_ids") else x for name, x in media.items()}
+        new, later = hf_vision.all_tokens({name: tokens, "position_ids": position_ids, **media}, mask, cut), cut
+    else:
+        own = cut.positions(self.ringattn_before.stretched, position_ids)
+        new, later = {name: cut.take(tokens, 1), **own, "ringattn": call}, None
+    with torch.no_grad(), hf_vision.cutting(self, later):
+        output = self.local_forward(**new, **keeping(self, kept_here), **{"use_cache": False, **accepted(given)})
+    logits = output.logits if chunk is None or takes_kept(self) else output.logits[:, kept_here]
+    logits = logits[:, -n_kept:] if chunk is None else chunk.join(logits)
     cache.grow(n, padding is not None)
+    cache.turned = hf_vision.turned(self, B) if media else cache.turned
     return type(output)(**{**output, "logits": logits, "past_key_values": cache})
 
 
-def one_a_token(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """[B, n] of positions that may come several times, as for images; those of text are all the same."""
-    if position_ids.dim() == 2:
-        return position_ids
-    first, n = position_ids[0], position_ids.shape[-1]
-    real = torch.ones_like(first, dtype=torch.bool) if attention_mask is None else attention_mask[:, -n:].bool()
-    if ((position_ids != first) & real).any():
-        raise ValueError("several positions a token that differ (M-RoPE of images) are not supported; give text alone")
-    return first
+def unchanged(x: Tensor, dim: int) -> Tensor:
+    """What every rank takes of new tokens that are not spread."""
+    return x
+
+
+class Chunk:
+    """New tokens [B, n] spread over ranks, each row's real ones first and then the padding that came before them."""
+
+    def __init__(self, part: Plan, B: int, n_kept: int, padding: Tensor | None, device: Any):
+        self.part, self.padding, n = part, padding, part.seq_len
+        every, rows = (torch.arange(size, device=device) for size in (n, B))
+        first = 0 if padding is None else padding[:, None]
+        self.rows, self.at = rows[:, None], (every + first) % n
+        wanted, back = torch.unique((every[None, n - n_kept :] - first) % n, return_inverse=True)
+        self.few, self.back = kept(wanted, part, device), back.view(-1, n_kept).expand(B, n_kept)
+
+    def call(self, cache: RanksCache) -> Call:
+        n, padding = self.part.seq_len, self.padding
+        if padding is None:
+            return Call(self.part, None, cache, spread=True)
+        docs = Docs.from_lengths(torch.stack([n - padding, padding], 1))
+        return Call(self.part, docs, cache, spread=True, lengths=n - padding)
+
+    def take(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of x, whose dims before `dim` and at it are rows and tokens."""
+        found: Tensor = self.part.shard(x[(slice(None),) * (dim - 1) + (self.rows, self.at)], dim)
+        return found
+
+    def join(self, logits: Tensor) -> Tensor:
+        """The logits of the kept tokens, on every rank."""
+        return self.few.join(logits)[self.rows, self.back]
 
 
 def takes_kept(model: Any) -> bool:

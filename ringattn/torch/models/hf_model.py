@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache, partial, wraps
 from inspect import signature
 from types import MethodType
 from typing import Any
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 from ringattn.planning import Plan
 from ringattn.torch.agree import watched
-from ringattn.torch.models import hf_generate, hf_linear, hf_trl
+from ringattn.torch.models import hf_generate, hf_linear, hf_trl, hf_vision
 from ringattn.torch.models.hf_attention import NAME, Call, hide_last, register, show_last, stretched
 from ringattn.torch.models.hf_choice import Spread, axes_of, source_of
 from ringattn.torch.models.hf_dealt import Dealt, dealt, joined
@@ -68,7 +69,12 @@ def prepare(
     register()
     give_own_configs(model)
     configs = [(config, config._attn_implementation) for config in configs_of(bare)]
-    bare.set_attn_implementation(NAME)
+    decoder = hf_vision.decoder_of(bare)
+    if decoder is None:
+        bare.set_attn_implementation(NAME)
+    else:
+        hf_vision.towers_keep_theirs(bare, decoder)
+        hf_vision.cut_at(decoder)
     hooks: list[Any] = []
     rotaries = stretched(bare)
     for rotary in rotaries:
@@ -80,7 +86,7 @@ def prepare(
         "ringattn": Spread(source, over, is_counted(bare), compare, averaged),
         "ringattn_last": None,  # how the latest batch was spread
         "local_forward": bare.forward,
-        "forward": MethodType(forward, bare),  # not a closure: a copy of the model runs its own weights
+        "forward": MethodType(named(type(bare)), bare),  # not a closure: a copy of the model runs its own weights
         "generate": MethodType(hf_generate.generate, bare),
         "_prepare_cache_for_generation": MethodType(hf_generate.prepare_cache, bare),
         "accepts_loss_kwargs": True,  # Trainer: the loss takes num_items_in_batch
@@ -135,7 +141,7 @@ def unprepare(model: nn.Module) -> nn.Module:
     name = type(bare).__name__
     if not hasattr(bare, "ringattn"):
         raise ValueError(f"this {name} is not prepared; nothing is to be undone")
-    if getattr(bare.forward, "__func__", None) is not forward:
+    if not is_ours(bare.forward):
         raise ValueError(
             f"the forward of this {name} was wrapped after prepare; undo that first (accelerate: "
             "accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
@@ -147,6 +153,8 @@ def unprepare(model: nn.Module) -> nn.Module:
         vars(rotary).pop("ringattn_last", None)
     for layer in hf_linear.linear_layers(bare):
         hf_linear.restore(layer)
+    if (decoder := hf_vision.decoder_of(bare)) is not None:
+        hf_vision.undo(decoder)
     for config, way in before.configs:
         if config._attn_implementation == NAME:
             config._attn_implementation_internal = way
@@ -212,6 +220,7 @@ def forward(
 ) -> Any:
     """What a prepared model does with whole sequences. torch.compile takes what lies in between: the layers."""
     following = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
+    hf_vision.refuse_rows(self, position_ids)
     if (cache := kwargs.pop("past_key_values", None)) is not None:
         if any(x is not None for x in following.values()):
             raise ValueError("labels with past_key_values: a cache has no gradients; leave one of them out")
@@ -219,20 +228,40 @@ def forward(
         refuse_mask(attention_mask)
         return hf_generate.with_cache(self, cache, x, attention_mask, position_ids, logits_to_keep, kwargs)
     head = kwargs.pop("fused_lm_head", False)
-    plan, given = cut(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)
+    plan, given, later = cut(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)
     one_row = self.ringattn_last if isinstance(self.ringattn_last, Dealt) else None
     if head:
         whole = targets_of(labels, shift_labels, None)  # TRL's labels ignore padding
         whole = one_row.row(whole) if one_row and whole is not None else whole
-        return hf_trl.log_probs(self, plan, given, whole, shift_labels is not None, num_items_in_batch)
+        with hf_vision.cutting(self, later):
+            return hf_trl.log_probs(self, plan, given, whole, shift_labels is not None, num_items_in_batch)
     kept = few(self, logits_to_keep, plan, following, given)
-    output = self.local_forward(**given)
+    with hf_vision.cutting(self, later):
+        output = self.local_forward(**given)
     guard(self, output)
     if kept is not None:
         return changed(output, logits=kept.join(output.logits))
     targets = targets_of(labels, shift_labels, attention_mask)
     targets = one_row.row(targets) if one_row and targets is not None else targets
     return output if targets is None else with_loss(self, output, targets, plan, num_items_in_batch)
+
+
+@cache
+def named(kind: type) -> Any:
+    """`forward` with the arguments of the models of this class: Trainer and generate read which there are."""
+
+    @torch.compiler.disable(recursive=False)
+    @wraps(forward)
+    def prepared_forward(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    prepared_forward.__signature__ = signature(kind.forward)
+    return prepared_forward
+
+
+def is_ours(method: Any) -> bool:
+    function = getattr(method, "__func__", None)
+    return function is not None and function is named(type(method.__self__))
 
 
 def targets_of(labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
@@ -248,7 +277,7 @@ def keep_outermost(model: Any) -> None:
     """Have a prepared model cut sequences first again, if TRL has put its own forward around that."""
     if hasattr(model, "ringattn") and hf_trl.is_head(model.forward):
         model.ringattn_fused = model.forward
-        model.forward = MethodType(forward, model)
+        model.forward = MethodType(named(type(model)), model)
 
 
 @torch.compiler.disable
@@ -262,7 +291,7 @@ def few(
         raise ValueError("logits_to_keep with labels: the loss needs the logits of all tokens; leave one of them out")
     if not hf_generate.takes_kept(self):
         raise ValueError(f"{type(self).__name__} does not take logits_to_keep; leave it out")
-    found = kept(keep, plan, given["position_ids"].device)
+    found = kept(keep, plan, next(x for x in given.values() if isinstance(x, Tensor)).device)
     given["logits_to_keep"] = found.mine
     return found
 
@@ -271,12 +300,15 @@ def few(
 def cut(
     self: Any, input_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None,
     following: dict[str, Tensor | None], inputs_embeds: Tensor | None, kwargs: dict[str, Any],
-) -> tuple[Plan, dict[str, Any]]:  # fmt: skip
-    """The plan for these sequences, and what the model itself is called with: this rank's tokens."""
+) -> tuple[Plan, dict[str, Any], hf_vision.Cut | None]:  # fmt: skip
+    """The plan for these sequences, and what the model itself is called with: this rank's tokens.
+
+    With images it is called with all tokens, and its decoder cuts them.
+    """
     B, T = sizes(input_ids, inputs_embeds, position_ids, following)
     (labels,) = following.values()
-    plan, device = self.ringattn.local(self, T), (input_ids if inputs_embeds is None else inputs_embeds).device  # type: ignore[union-attr]
-    where, name = documents(B, T, attention_mask, position_ids, kwargs), type(self).__name__
+    plan, name = self.ringattn.local(self, T), type(self).__name__
+    where = documents(B, T, attention_mask, position_ids, kwargs)
     refuse_other_attention(self)
     if labels is not None and (hasattr(self, "_loss_function") or getattr(self, "loss_type", None) not in LOSSES):
         kind = "a loss_function of its own" if hasattr(self, "_loss_function") else self.loss_type
@@ -286,27 +318,38 @@ def cut(
         )
     if labels is not None and self.get_output_embeddings() is None:
         raise ValueError(f"{name} gives no logits, so it has no use for labels; prepare a ...ForCausalLM, for example")
-    positions = position_ids
-    if positions is None:
-        positions = numbered(self.ringattn_before.rule, input_ids, inputs_embeds)
-    if positions is None and self.ringattn.counted and attention_mask is not None:
-        positions = (attention_mask.cumsum(1) * attention_mask).long() - 1
-    if positions is None:
-        positions = torch.arange(T, device=device)[None]
-    positions = positions.expand(B, T)
-    for rotary in self.ringattn_before.stretched:
-        rotary.ringattn_last = positions.max()
-    named = {name: x for name, x in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)) if x is not None}
-    one_row = None if labels is None else dealt(self, plan, where, attention_mask, (B, T))
+    x = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+    x = {name: one for name, one in x.items() if one is not None}
+    media = hf_vision.media_of(self, kwargs)
+    if self.ringattn.compare:
+        hf_vision.compare(plan, {**media, "input_ids": input_ids})
+    own = torch.arange(T, device=next(iter(x.values())).device)[None]
+    positions = position_ids if position_ids is not None or media else counted(self, x, attention_mask)
+    one_row = None if labels is None or media else dealt(self, plan, where, attention_mask, (B, T))
     self.ringattn_last = one_row or plan
-    if one_row:
-        plan, where, positions = one_row.plan, one_row.docs, one_row.row(positions)
-        named = {name: one_row.row(x) for name, x in named.items()}
-    shards = {name: plan.shard(x, dim=1, compare=self.ringattn.compare) for name, x in named.items()}
-    shards["position_ids"] = plan.shard(positions, dim=1, compare=False)
+    if media:
+        later = hf_vision.Cut(Call(plan, where), (B, T), own, partial(plan.shard, compare=False))
+        given = hf_vision.all_tokens({**x, **media, "position_ids": positions}, attention_mask, later)
+    else:
+        given, later = of_text(self, x, own if positions is None else positions, one_row, Call(plan, where)), None
     if labels is None:
         compare_data(plan, watched(plan))
-    return plan, {**shards, "use_cache": False, "ringattn": Call(plan, where), **accepted(kwargs)}
+    return one_row.plan if one_row else plan, {**given, "use_cache": False, **accepted(kwargs)}, later
+
+
+def of_text(self: Any, x: dict[str, Tensor], positions: Tensor, one_row: Dealt | None, call: Call) -> dict[str, Any]:
+    """What the model is called with of text alone: this rank's tokens."""
+    B, T = next(iter(x.values())).shape[:2]
+    positions = positions.expand(*positions.shape[:-2], B, T)
+    for rotary in self.ringattn_before.stretched:
+        rotary.ringattn_last = positions.max()
+    if one_row:
+        call = Call(one_row.plan, one_row.docs)
+        x = {name: one_row.row(one) for name, one in x.items()}
+        rows = [one_row.row(one) for one in (positions if positions.dim() == 3 else [positions])]
+        positions = torch.stack(rows) if positions.dim() == 3 else rows[0]
+    shards = {name: call.plan.shard(one, dim=1, compare=False) for name, one in x.items()}
+    return {**shards, "position_ids": call.plan.shard(positions, dim=-1, compare=False), "ringattn": call}
 
 
 @torch.compiler.disable
@@ -355,11 +398,12 @@ def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, following: dict
         kind = "[batch, tokens]" if dims == 2 else "[batch, tokens, width]"
         raise ValueError(f"{name} has shape {tuple(given.shape)}; expected {kind}")
     B, T = given.shape[:2]
-    for other, x, rows in (*((*label, (B,)) for label in following.items()), ("position_ids", position_ids, (B, 1))):
-        if x is not None and (not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != T or x.shape[0] not in rows):
+    one = [((B, T),)] * len(following)
+    several = tuple((*rows, b, T) for b in (B, 1) for rows in ((), (3,), (4,)))  # of M-RoPE
+    for (other, x), shapes in zip((*following.items(), ("position_ids", position_ids)), (*one, several), strict=True):
+        if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) not in shapes):
             found = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is of type {type(x).__name__}"
-            several = "; several positions a token (M-RoPE) are not supported" * (getattr(x, "ndim", 0) == 3)
-            raise ValueError(f"{other} {found}; expected a tensor of shape ({B}, {T}), whole as {name} is{several}")
+            raise ValueError(f"{other} {found}; expected a tensor of shape ({B}, {T}), whole as {name} is")
     return B, T
 
 
@@ -379,6 +423,14 @@ def cross_entropy(logits_BtV: Tensor, labels_Bt: Tensor) -> Tensor:
     """In float32, of each token that has a label; 0 for the others."""
     logits, labels = logits_BtV.float().flatten(0, 1), labels_Bt.flatten()
     return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED).view_as(labels_Bt)
+
+
+def counted(model: Any, x: dict[str, Tensor], attention_mask: Tensor | None) -> Tensor | None:
+    """The positions that a model gives whole sequences, if that is not one after the other."""
+    found = numbered(model.ringattn_before.rule, x.get("input_ids"), x.get("inputs_embeds"))
+    if found is None and model.ringattn.counted and attention_mask is not None:
+        return (attention_mask.cumsum(1) * attention_mask).long() - 1
+    return found
 
 
 RULES = "create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"

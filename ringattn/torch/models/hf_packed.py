@@ -30,6 +30,8 @@ def documents(
             "give packed documents by position_ids, and other masks by the model's configuration"
         )
     cuts, packed = np.zeros((B, T), bool), packing(B, T, more)
+    if position_ids is not None and position_ids.dim() == 3:  # M-RoPE: the first of 4 rows counts tokens of text
+        position_ids = position_ids[0] if len(position_ids) == 4 else None
     if position_ids is not None:
         positions = position_ids.expand(B, T).numpy(force=True)
         cuts[:, 1:] = np.diff(positions, axis=1) != 1

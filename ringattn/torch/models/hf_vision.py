@@ -1,0 +1,220 @@
+"""Models with towers for images or sound: each rank runs the towers on all of them, and the decoder on its tokens.
+
+The model's own code merges what its towers give into the embeddings of the whole sequence. Where it calls its text
+decoder, whatever has a row a token is cut. The gradient of each rank is that of its tokens, in the towers too.
+
+    B batch   T all tokens   t this rank's tokens   N places of images
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from inspect import signature
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ringattn.planning import Plan
+from ringattn.spec import Docs
+from ringattn.torch.models.hf_attention import ARGUMENTS, NAME, Asked, Call, stretched
+from ringattn.torch.same_data import note
+
+TEXT = {  # the arguments that models of text alone have too
+    *ARGUMENTS, "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "labels",
+    "use_cache", "cache_position", "logits_to_keep",
+}  # fmt: skip
+SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Cut:
+    """How one forward pass calls the text decoder: which of the tokens [B, T] are this rank's, and their call."""
+
+    def __init__(
+        self, call: Call, shape: tuple[int, int], own: Tensor, take: Callable[[Tensor, int], Tensor],
+        padding: Tensor | None = None,
+    ):  # fmt: skip
+        self.call, self.shape, self.take = call, shape, take
+        self.own = own  # positions [B, T], where the model leaves them to its decoder
+        self.first = [0] * shape[0] if padding is None else padding.tolist()  # the tokens that the call's begin with
+
+    def positions(self, rotaries: list[nn.Module], given: Tensor | None) -> dict[str, Tensor]:
+        """This rank's positions, of which a token may have several: [B, T] or [3 or 4, B, T] is cut."""
+        x = self.own if given is None else given
+        for rotary in rotaries:
+            rotary.ringattn_last = x.max()
+        return {"position_ids": self.take(x.expand(*x.shape[:-2], *self.shape), x.dim() - 1)}
+
+    def __deepcopy__(self, memo: Any) -> "Cut":
+        return self
+
+
+def decoder_of(model: Any) -> Any:
+    """The text decoder of a model that also has towers; None of a model of text alone."""
+    if model.config.get_text_config() is model.config:
+        return None
+    found = model.get_decoder()
+    takes = found is not model and "inputs_embeds" in signature(type(found).forward).parameters
+    return found if takes else None
+
+
+def towers_keep_theirs(model: Any, decoder: Any) -> None:
+    """Give the text decoder our attention, and leave that of the towers, which see whole images."""
+    decoder.set_attn_implementation(NAME)
+    for config in (model.config, model.config.get_text_config()):  # by which models make masks for their decoder
+        config._attn_implementation_internal = NAME
+
+
+def cut_at(decoder: Any) -> None:
+    """Have the decoder cut whole sequences while its `ringattn_cut` is set."""
+    vars(decoder).update(
+        ringattn_cut=None, ringattn_forward=vars(decoder).get("forward"), forward=MethodType(forward, decoder)
+    )
+
+
+def undo(decoder: Any) -> None:
+    before = vars(decoder).pop("ringattn_forward")
+    del decoder.forward, decoder.ringattn_cut
+    if before is not None:
+        decoder.forward = before
+
+
+@torch.compiler.disable(recursive=False)
+def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the text decoder of a prepared model does: this rank's tokens, if it is given all of them."""
+    if self.ringattn_cut is not None:
+        args, kwargs = (), cut_arguments(self, self.ringattn_cut, args, kwargs)
+    before = self.ringattn_forward
+    return type(self).forward(self, *args, **kwargs) if before is None else before(*args, **kwargs)
+
+
+@contextmanager
+def cutting(model: Any, cut: Cut | None) -> Iterator[None]:
+    """Within this block the text decoder of the model is given all tokens, and cuts them."""
+    decoder = None if cut is None else decoder_of(model)
+    if decoder is None:
+        yield
+        return
+    decoder.ringattn_cut = cut
+    try:
+        yield
+    finally:
+        decoder.ringattn_cut = None
+
+
+def refuse_rows(model: Any, position_ids: Any) -> None:
+    """A ValueError about several positions a token for a model that takes one."""
+    if getattr(position_ids, "ndim", 2) != 3:
+        return
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    if not any("rope_section" in name for name in rope) and not any(
+        hasattr(m, "mrope_section") for m in model.modules()
+    ):
+        raise ValueError(
+            f"position_ids has shape {tuple(position_ids.shape)}, several positions a token (M-RoPE), which "
+            f"{type(model).__name__} does not have"
+        )
+
+
+def all_tokens(given: dict[str, Any], attention_mask: Tensor | None, cut: Cut) -> dict[str, Any]:
+    """What the model is called with where its decoder cuts: all tokens, and what its towers see."""
+    given = {name: x for name, x in given.items() if x is not None}
+    if attention_mask is None:  # with one, transformers looks for no packed documents: these are in the call
+        attention_mask = torch.ones(cut.shape, dtype=torch.long, device=cut.own.device)
+    return {**given, "attention_mask": attention_mask}
+
+
+def turned(model: nn.Module, B: int) -> Any:
+    """How many more positions than tokens each row has after images with M-RoPE, [B, 1]; 0 without them."""
+    found = next((m.rope_deltas for m in model.modules() if getattr(m, "rope_deltas", None) is not None), None)
+    return 0 if found is None else found.repeat_interleave(B // len(found), 0)  # of beams: a row is several
+
+
+def media_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for images and sound, which are removed from kwargs; {} if there are none."""
+    if decoder_of(model) is None:
+        return {}
+    names = signature(model.local_forward).parameters.keys() - TEXT
+    found = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def compare(plan: Plan, given: dict[str, Any]) -> None:
+    """Have the ranks of the plan compare what their towers see."""
+    for x in given.values():
+        if isinstance(x, Tensor):
+            note(x.contiguous().view(SAME_SIZE[x.element_size()]) if x.is_floating_point() else x, plan)
+
+
+@torch.compiler.disable
+def cut_arguments(self: Any, cut: Cut, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What the decoder is called with: of each argument the rows of this rank's tokens."""
+    name = type(self).__name__
+    named = signature(type(self).forward).bind(self, *args, **kwargs).arguments
+    del named["self"]
+    given = {**named.pop("kwargs", {}), **named}
+    found: dict[str, Any] = cut.positions(stretched(self), given.pop("position_ids", None))
+    found["attention_mask"] = mask_of(cut, given.pop("attention_mask", None), name)
+    marks = next((x for x in given.values() if is_a_row_a_token(x, cut) and x.dtype == torch.bool), None)
+    places = None if marks is None else Places(cut, marks)
+    for argument, x in given.items():
+        if is_a_row_a_token(x, cut):
+            found[argument] = cut.take(x, 1)
+        elif holds_tensors(x):
+            if places is None:
+                raise ValueError(
+                    f"{name} is given {argument}, which has no row a token: it cannot be spread over ranks"
+                )
+            found[argument] = places.take(x, argument)
+        else:
+            found[argument] = x
+    return {**found, "ringattn": cut.call}
+
+
+def is_a_row_a_token(x: Any, cut: Cut) -> bool:
+    return isinstance(x, Tensor) and tuple(x.shape[:2]) == cut.shape
+
+
+def holds_tensors(x: Any) -> bool:
+    """Whether this is a tensor of numbers, or has some."""
+    if isinstance(x, dict):
+        x = list(x.values())
+    return any(map(holds_tensors, x)) if isinstance(x, list | tuple) else isinstance(x, Tensor) and x.dim() > 0
+
+
+class Places:
+    """Features of the marked tokens only, in the order of the batch: what deepstack adds to hidden states."""
+
+    def __init__(self, cut: Cut, marks_BT: Tensor):
+        number = marks_BT.flatten().long().cumsum(0).sub(1).view(cut.shape)
+        self.mine, self.all = cut.take(number, 1)[cut.take(marks_BT, 1)], int(marks_BT.sum())
+
+    def take(self, x: Any, name: str) -> Any:
+        """The features [N, ...] of this rank's marked tokens, in a list or a dict if they come so."""
+        if isinstance(x, dict):
+            return {key: self.take(one, name) for key, one in x.items()}
+        if isinstance(x, list | tuple):
+            return [self.take(one, name) for one in x]
+        if len(x) != self.all:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected a row for each of {self.all} marked tokens")
+        return x[self.mine]
+
+
+def mask_of(cut: Cut, mask: Any, name: str) -> Any:
+    """The mask of each type of layer; padding and documents are in the call."""
+    if isinstance(mask, dict):
+        return {key: mask_of(cut, one, name) for key, one in mask.items()}
+    if isinstance(mask, Asked):
+        return mask.replace(docs=both_ways(cut, mask)) if mask.spans else mask
+    if isinstance(mask, Tensor) and mask.dim() > 2:
+        raise ValueError(f"{name} is given a mask {tuple(mask.shape)} of its own, which is not supported over ranks")
+    return None
+
+
+def both_ways(cut: Cut, mask: Asked) -> Docs:
+    """The documents of the call, in which images see themselves both ways."""
+    docs, (B, T) = cut.call.docs, cut.shape
+    lengths = [[T]] * B if docs is None else np.diff(docs.starts).tolist()
+    spans = [[(a - n, b - n) for a, b in row] for row, n in zip(mask.spans, cut.first, strict=True)]
+    return Docs.from_lengths(lengths, spans=spans)

@@ -1,0 +1,202 @@
+"""Models with images and sound over ranks: loss, logits and every gradient, the towers' too, equal one rank's."""
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import ringattn as ra
+from ringattn.comms.local import run
+from ringattn.torch.models import hf
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
+
+T, IMAGE = 29, 60  # a prime, and the id of an image's tokens
+TEXT = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
+TOWER = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 7, "initializer_range": 0.2,
+}  # fmt: skip
+QWEN_TOWER = {
+    **TOWER, "depth": 2, "num_heads": 2, "out_hidden_size": 32, "spatial_merge_size": 2, "temporal_patch_size": 1,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
+IDS = {"image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
+
+IMAGES = "pixel_values", "image_grid_thw"
+
+
+def by_patches(n: int) -> dict:
+    return {"pixel_values": torch.randn(16 * n, 3 * 49), "image_grid_thw": torch.tensor([[1, 4, 4]] * n)}
+
+
+def by_images(n: int) -> dict:
+    return {"pixel_values": torch.randn(n, 3, 28, 28)}
+
+
+def qwen(text: dict | None = None, **tower) -> tuple[dict, Callable, str]:
+    given = {"text_config": {**TEXT, "rope_parameters": ROPE, **(text or {})}, "vision_config": QWEN_TOWER | tower}
+    return {**given, **IDS}, by_patches, "mm_token_type_ids"
+
+
+MODELS = {  # the configuration, what makes n images of 4 tokens each, and the name of the types of tokens
+    "qwen2_vl": qwen(hidden_size=32, embed_dim=16),
+    "qwen2_5_vl": qwen(fullatt_block_indexes=[1], window_size=14),
+    "qwen3_vl": qwen(deepstack_visual_indexes=[0, 1]),
+    "qwen3_5": qwen(text={**DELTA, "initializer_range": 0.05}),
+    "gemma3": (
+        {
+            "text_config": {**TEXT, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+            "vision_config": TOWER, "mm_tokens_per_image": 4, "image_token_index": IMAGE,
+        },
+        by_images, "token_type_ids",
+    ),
+    "llava": (
+        {
+            "text_config": {"model_type": "llama", **TEXT}, "image_token_index": IMAGE,
+            "vision_config": {"model_type": "clip_vision_model", **TOWER, "patch_size": 14},
+        },
+        by_images, None,
+    ),
+}  # fmt: skip
+
+
+def build(kind: str):
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    config = transformers.AutoConfig.for_model(kind, **deepcopy(MODELS[kind][0]))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():  # some start as zeros, which would hide an error
+        for weight in model.parameters():
+            if weight.dim() == 1 or not weight.any():
+                weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+def batch(kind: str, at=((3, 14), (20,)), length: int = T) -> dict:
+    """Rows of text with images at these tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 50, (len(at), length), generator=generator)
+    for row, places in zip(ids, at, strict=True):
+        for place in places:
+            row[place : place + 4] = IMAGE
+    _, images, types = MODELS[kind]
+    torch.manual_seed(1)
+    n = sum(map(len, at))
+    found = {"input_ids": ids, **(images(n) if n else {})}
+    return {**found, **({types: (ids == IMAGE).long()} if types else {})}
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+
+def over_ranks(model, given: dict, labels: torch.Tensor, ring: int, ulysses: int):
+    """Loss, logits of all tokens, and gradients of each rank."""
+    copies = [deepcopy(model) for _ in range(ring * ulysses)]
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=labels.shape[1], strategy="ring" if ring > 1 else "ulysses")
+        mine = hf.prepare(copies[mesh.rank], plan)
+        found = mine(**given, labels=labels)
+        found.loss.backward()
+        return float(found.loss.detach()), plan.unshard(found.logits.detach()), gradients(mine)
+
+    return run(one, ring=ring, ulysses=ulysses)
+
+
+def compare(kind: str, given: dict, ring: int, ulysses: int, real: torch.Tensor | None = None) -> None:
+    model = build(kind)
+    labels = given["input_ids"].masked_fill(given["input_ids"] == IMAGE, -100)
+    real = torch.ones_like(labels, dtype=torch.bool) if real is None else real
+    expected = deepcopy(model)
+    predicted = F.pad(real[:, :-1], (1, 0))  # by real tokens
+    output = expected(**given, labels=labels.masked_fill(~(real & predicted), -100), use_cache=False)
+    output.loss.backward()
+    results = over_ranks(model, given, labels, ring, ulysses)
+    for loss, logits, _ in results:
+        assert loss == pytest.approx(float(output.loss.detach()), abs=2e-6)
+        torch.testing.assert_close(logits[real], output.logits[real], rtol=1e-5, atol=1e-5)
+    same_gradients(kind, results, expected)
+
+
+def same_gradients(kind: str, results, expected) -> None:
+    """The sum over ranks is the gradient of one rank, which is not zero in any tower."""
+    for weight, gradient in gradients(expected).items():
+        total = sum(g[weight] for *_, g in results)
+        torch.testing.assert_close(total, gradient, rtol=1e-4, atol=2e-6, msg=lambda m, w=weight: f"{kind} {w}: {m}")
+
+
+@pytest.mark.parametrize("ring, ulysses", [(3, 1), (1, 2)])
+@pytest.mark.parametrize("kind", MODELS)
+def test_loss_logits_and_every_gradient_equal_one_rank(kind, ring, ulysses):
+    compare(kind, batch(kind), ring, ulysses)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_text_alone(kind):
+    """Also where a processor adds types of tokens, which are all those of text."""
+    given = batch(kind, at=((), ()))
+    compare(kind, given, 2, 1)
+    if len(given) > 1:
+        compare(kind, {"input_ids": given["input_ids"]}, 2, 1)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_padding(kind):
+    """Of 29 tokens the second row has 18, and its image comes right after the padding."""
+    given, mask = batch(kind, at=((14, 22), (12,))), torch.ones(2, T, dtype=torch.long)
+    mask[1, :11] = 0
+    compare(kind, {**given, "attention_mask": mask}, 2, 1, real=mask.bool())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_packed_samples_with_images_equal_each_sample_alone(kind):
+    lengths, at = (17, 12), ((3, 9), (5,))
+    alone, model = [batch(kind, at=(places,), length=n) for n, places in zip(lengths, at, strict=True)], build(kind)
+    packed = {name: torch.cat([x[name] for x in alone], int(name not in IMAGES)) for name in alone[0]}
+    positions = [torch.arange(n)[None] for n in lengths]
+    if kind.startswith("qwen"):  # the positions of text, and then those of M-RoPE
+        rope = [model.model.get_rope_index(**{name: x[name] for name in x if name != "pixel_values"})[0] for x in alone]
+        positions = [torch.cat([text[None], several]) for text, several in zip(positions, rope, strict=True)]
+    packed["position_ids"] = torch.cat(positions, -1)
+    labels = [x["input_ids"].masked_fill(x["input_ids"] == IMAGE, -100) for x in alone]
+    for row in labels:
+        row[:, 0] = -100
+    expected = deepcopy(model)
+    counts = torch.tensor([float((row != -100).sum()) for row in labels])
+    losses = [expected(**x, labels=row, use_cache=False).loss for x, row in zip(alone, labels, strict=True)]
+    mean = (torch.stack(losses) * counts).sum() / counts.sum()
+    mean.backward()
+    results = over_ranks(model, packed, torch.cat(labels, 1), 2, 1)
+    assert all(loss == pytest.approx(float(mean.detach()), abs=2e-6) for loss, *_ in results)
+    same_gradients(kind, results, expected)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_generate_goes_on_from_images_as_one_rank_does(kind):
+    given, mask = batch(kind, at=((14, 22), (12,))), torch.ones(2, T, dtype=torch.long)
+    mask[1, :11] = 0
+    given, model = {**given, "attention_mask": mask}, build(kind).eval()
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": 5, "do_sample": False, "num_beams": 2}
+    copies = [deepcopy(model) for _ in range(2)]
+
+    def one(mesh):
+        return hf.prepare(copies[mesh.rank], ra.plan(mesh, seq_len=T)).generate(**given, **options)
+
+    expected = model.generate(**given, **options)
+    for found in run(one, ring=2):
+        assert found.tolist() == expected.tolist()
