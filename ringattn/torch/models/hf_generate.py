@@ -135,7 +135,8 @@ def with_cache(
     own = own if cache.padding is None else (own - cache.padding[:, None]).clamp(min=0)
     own = own + cache.turned
     media, n_kept = hf_vision.media_of(self, given), min(keep or n, n)
-    chunk, call, kept_here = None, Call(plan, None, cache), n_kept
+    kept_here: Any = n_kept
+    chunk, call = None, Call(plan, None, cache)
     if n > FEW or padding is not None or not cache.begun():
         chunk = Chunk(spread.local(self, n), B, n_kept, padding, tokens.device)
         call, kept_here = chunk.call(cache), chunk.few.mine
@@ -145,8 +146,8 @@ def with_cache(
         media = {name: x[:, -n:] if name.endswith("token_type_ids") else x for name, x in media.items()}
         new, later = hf_vision.all_tokens({name: tokens, "position_ids": position_ids, **media}, mask, cut), cut
     else:
-        own = cut.positions(self.ringattn_before.stretched, position_ids)
-        new, later = {name: cut.take(tokens, 1), **own, "ringattn": call}, None
+        at = cut.positions(self.ringattn_before.stretched, position_ids)
+        new, later = {name: cut.take(tokens, 1), **at, "ringattn": call}, None
     with torch.no_grad(), hf_vision.cutting(self, later):
         output = self.local_forward(**new, **keeping(self, kept_here), **{"use_cache": False, **accepted(given)})
     logits = output.logits if chunk is None or takes_kept(self) else output.logits[:, kept_here]

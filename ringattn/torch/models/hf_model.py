@@ -86,7 +86,7 @@ def prepare(
         "ringattn": Spread(source, over, is_counted(bare), compare, averaged),
         "ringattn_last": None,  # how the latest batch was spread
         "local_forward": bare.forward,
-        "forward": MethodType(named(type(bare)), bare),  # not a closure: a copy of the model runs its own weights
+        "forward": MethodType(forward_of(bare), bare),  # not a closure: a copy of the model runs its own weights
         "generate": MethodType(hf_generate.generate, bare),
         "_prepare_cache_for_generation": MethodType(hf_generate.prepare_cache, bare),
         "accepts_loss_kwargs": True,  # Trainer: the loss takes num_items_in_batch
@@ -247,7 +247,7 @@ def forward(
 
 
 @cache
-def named(kind: type) -> Any:
+def named(kind: Any) -> Any:
     """`forward` with the arguments of the models of this class: Trainer and generate read which there are."""
 
     @torch.compiler.disable(recursive=False)
@@ -259,9 +259,15 @@ def named(kind: type) -> Any:
     return prepared_forward
 
 
+def forward_of(model: Any) -> Any:
+    """The forward of prepared models of this class: the same function for all of them."""
+    kind: Any = type(model)
+    return named(kind)
+
+
 def is_ours(method: Any) -> bool:
     function = getattr(method, "__func__", None)
-    return function is not None and function is named(type(method.__self__))
+    return function is not None and function is forward_of(method.__self__)
 
 
 def targets_of(labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
@@ -277,7 +283,7 @@ def keep_outermost(model: Any) -> None:
     """Have a prepared model cut sequences first again, if TRL has put its own forward around that."""
     if hasattr(model, "ringattn") and hf_trl.is_head(model.forward):
         model.ringattn_fused = model.forward
-        model.forward = MethodType(named(type(model)), model)
+        model.forward = MethodType(forward_of(model), model)
 
 
 @torch.compiler.disable
@@ -318,8 +324,8 @@ def cut(
         )
     if labels is not None and self.get_output_embeddings() is None:
         raise ValueError(f"{name} gives no logits, so it has no use for labels; prepare a ...ForCausalLM, for example")
-    x = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
-    x = {name: one for name, one in x.items() if one is not None}
+    either = (("input_ids", input_ids), ("inputs_embeds", inputs_embeds))
+    x = {name: one for name, one in either if one is not None}
     media = hf_vision.media_of(self, kwargs)
     if self.ringattn.compare:
         hf_vision.compare(plan, {**media, "input_ids": input_ids})

@@ -127,7 +127,8 @@ def all_tokens(given: dict[str, Any], attention_mask: Tensor | None, cut: Cut) -
 
 def turned(model: nn.Module, B: int) -> Any:
     """How many more positions than tokens each row has after images with M-RoPE, [B, 1]; 0 without them."""
-    found = next((m.rope_deltas for m in model.modules() if getattr(m, "rope_deltas", None) is not None), None)
+    every: Any = model.modules()
+    found = next((m.rope_deltas for m in every if getattr(m, "rope_deltas", None) is not None), None)
     return 0 if found is None else found.repeat_interleave(B // len(found), 0)  # of beams: a row is several
 
 
