@@ -73,7 +73,9 @@ def attention(
         out, lse = alone(call)(arrays, starts_of(docs, key_docs))
     else:
         mesh, tokens = mesh_here(plan), cut_of_tokens(q, k, plan, placed)
-        if docs is not None and is_constant(docs) and docs.first is None and tokens[0] is not None:
+        names = tokens[0] if isinstance(tokens[0], tuple) else (tokens[0],)
+        is_cut = any(name is not None and mesh.shape[name] > 1 for name in names)
+        if docs is not None and is_constant(docs) and docs.first is None and is_cut:
             raise NotImplementedError(
                 f"{docs}: rows with other trees are part of the program, and the batch is cut over {tokens[0]!r}; call "
                 "attention inside a shard_map over it, with this device's rows"
