@@ -124,7 +124,7 @@ def test_the_stock_kernel_compiles_in_a_ring_with_the_lse_over_all_keys():
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.compile
 def test_temporaries_shrink_with_the_ranks():
     eight, four = (report("v5e:2x4", "zigzag", ring, 8 * 4096 // ring).backward for ring in (8, 4))
     assert eight.temporaries <= 0.6 * four.temporaries
