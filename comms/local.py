@@ -128,6 +128,7 @@ class LocalMesh:
         for name in reversed(sizes):
             rank, self.coordinates[name] = divmod(rank, sizes[name])
         self.made: dict[Any, Any] = {}  # one object for each axis, since it counts transfers
+        self.kept: dict[Any, Any] = {}  # what others keep as long as the mesh lives
 
     def axis(self, name: str) -> Any:
         if name not in self.made:

@@ -17,6 +17,7 @@ from ringattn.comms.process_group import CollectiveAxis, ProcessGroupAxis, hosts
 from ringattn.comms.symmetric import over_nccl, shared_axis
 
 SPLIT: Any = WeakIdKeyDictionary()  # by mesh: the meshes that it was split into
+KEPT: Any = WeakIdKeyDictionary()  # by mesh: what others keep as long as it lives
 
 
 def init_mesh(
@@ -67,6 +68,11 @@ def set_timeouts(limit: timedelta | None, *meshes: DeviceMesh) -> None:
     if limit is not None:
         for group in (mesh.get_group(name) for mesh in meshes for name in axis_names(mesh)):
             set_timeout(limit, group)
+
+
+def kept(mesh: Any) -> dict[Any, Any]:
+    """What is kept as long as the mesh lives. It must not refer to the mesh."""
+    return mesh.kept if isinstance(mesh, LocalMesh) else KEPT.setdefault(mesh, {})
 
 
 def axis_names(mesh: Any) -> tuple[str, ...]:

@@ -146,8 +146,14 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
     cuts = (found.get("batch", ()), found.get("heads", ())) if {"batch", "heads"} & set(found) else None
 
     def ranks(of: Any, names: Mapping[str, tuple[str, ...]]) -> Ranks:
-        ring, ulysses = axes(of, names)
-        return Ranks(ring, ulysses, framework, device, cuts=cuts)
+        """All plans of a mesh share their ranks, so that the limits of the caches hold for all of them together."""
+        kept = {} if framework == "jax" else meshes.kept(of)
+        how = by, *[names.get(role, (role,)) for role in ("ring", "ulysses")], cuts
+        if how not in kept:
+            ring, ulysses = axes(of, names)
+            kept[how] = Ranks(ring, ulysses, framework, device, cuts=cuts)
+        found: Ranks = kept[how]
+        return found
 
     if "sequence" in found:
         (line,) = found["sequence"]

@@ -291,3 +291,20 @@ def test_ulysses_may_lie_on_several_hosts():
 def test_documents_of_one_sequence_plan_no_other():
     with pytest.raises(ValueError, match="docs with key_len=32"):
         ra.plan(seq_len=16, key_len=32, docs=ra.Docs.from_lengths([16]))
+
+
+def test_plans_of_one_mesh_share_what_is_cached():
+    """A training loop that plans each batch anew keeps at most 64 calls, not the calls of every plan it made."""
+
+    def work(mesh):
+        axes, kept = set(), 0
+        for n in range(8, 90):
+            plan = ra.plan(mesh, seq_len=n)
+            q, k, v = (torch.randn(1, plan.local_len, h, 4) for h in (2, 1, 1))
+            ra.attention(q, k, v, plan)
+            axes.add(id(plan.axes))
+            kept = max(kept, len(plan.calls))
+        return len(axes), kept
+
+    assert run(work, ring=2) == [(1, 64)] * 2
+    assert run(work, sequence=2) == [(1, 64)] * 2
