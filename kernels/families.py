@@ -11,12 +11,15 @@ from ringattn.kernels.rows import EVERY, NONE, Rows
 
 
 def over_families(kernel: TorchKernel) -> TorchKernel:
-    """The kernel; intervals of one family reach it as they are."""
+    """The kernel; intervals of one family reach it as they are, and those that it takes together."""
+
+    def at_once(where: Intervals) -> bool:
+        return not where.also or kernel.together(where)
 
     def attend(
         q: Any, k: Any, v: Any, where: Intervals, *, carry: Partial | None = None, out_dtype: Any = None, **score: Any
     ) -> Partial:
-        if not where.also:
+        if at_once(where):
             return kernel.attend(q, k, v, where, carry=carry, out_dtype=out_dtype, **score)
         *others, last = where.families
         for one in others:
@@ -27,7 +30,7 @@ def over_families(kernel: TorchKernel) -> TorchKernel:
         tensors: tuple[Any, Any, Any], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
         into: tuple[Any, Any, Any] = NONE, *, alone: bool = False, **score: Any,
     ) -> tuple[Any, Any, Any]:  # fmt: skip
-        if not where.also:
+        if at_once(where):
             return kernel.backward(tensors, where, rows, want, into, alone=alone, **score)
         from ringattn.kernels.total import Total
 
@@ -42,7 +45,7 @@ def over_families(kernel: TorchKernel) -> TorchKernel:
         return tuple(total if total.parts else x for total, x in zip(sums, into, strict=True))  # type: ignore[return-value]
 
     def rounds(where: Intervals) -> bool:
-        return not where.also and kernel.rounds(where)
+        return at_once(where) and kernel.rounds(where)
 
     return replace(kernel, attend=attend, backward=backward, rounds=rounds)
 

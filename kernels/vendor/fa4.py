@@ -6,8 +6,10 @@ it gets a mask function, which reads the interval of a query, and lists of the t
 
 import logging
 import os
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, reduce
 from inspect import signature
+from operator import or_
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -41,6 +43,7 @@ OLD = NEEDED.difference(signature(_flash_attn_fwd).parameters)
 OLD |= (NEEDED | {"dlse"}).difference(signature(_flash_attn_bwd).parameters)
 DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # others were not right, or not tried
 PADDED = 384  # a multiple of all blocks of queries: the mask function also reads the intervals of rows past the last
+DENSE = 32768  # families whose queries see so many keys run one after the other: lists cost more than a merge
 SPLIT = 4096  # a backward pass of so many queries takes two of FA4's own masks rather than lists
 ONE = Lock()  # threads must not compile at the same time: FA4's compiler keeps what it works on for the whole process
 
@@ -77,7 +80,7 @@ class Own(NamedTuple):
 class Listed(NamedTuple):
     """Any intervals: what FA4 needs beside q, k and v."""
 
-    bounds: list[Tensor]  # begin and end of each query, [B, T], with room past the last one
+    bounds: list[Tensor]  # begin and end of each query, [B, T], with room past the last one; of each family
     lists: BlockSparseTensorsTorch  # of the tiles of each block of queries; for a backward pass, of keys
     empty: Tensor | None  # which rows see no key, [rows, 1, T]; None if the host knows that all do
 
@@ -90,6 +93,18 @@ def sees(
     begin = utils.scalar_to_ssa(bounds[0][batch[0], query[0]], cutlass.Int32)
     end = utils.scalar_to_ssa(bounds[1][batch[0], query[0]], cutlass.Int32)
     return (key >= begin) & (key < end)
+
+
+@cute.jit
+def sees_two(
+    batch: cute.TensorSSA, head: cute.TensorSSA, query: cute.TensorSSA, key: cute.TensorSSA, seqlens: Any, bounds: Any
+) -> cute.TensorSSA:
+    """The same of two families."""
+    begin = utils.scalar_to_ssa(bounds[0][batch[0], query[0]], cutlass.Int32)
+    end = utils.scalar_to_ssa(bounds[1][batch[0], query[0]], cutlass.Int32)
+    begins = utils.scalar_to_ssa(bounds[2][batch[0], query[0]], cutlass.Int32)
+    ends = utils.scalar_to_ssa(bounds[3][batch[0], query[0]], cutlass.Int32)
+    return ((key >= begin) & (key < end)) | ((key >= begins) & (key < ends))
 
 
 @lru_cache(maxsize=1)
@@ -115,7 +130,7 @@ def rectangles_of(
     if known is not None and kind in known:
         found: tuple[Rectangle, ...] = known[kind]
         return found
-    found = two_own(where, q_BTHD) if backward else ()
+    found = two_own(where, q_BTHD) if backward and not where.also else ()
     found = found or made(where, q_BTHD, k_BSGD, v_BSGV, backward)
     if known is not None and not (q_BTHD.is_cuda and torch.cuda.is_current_stream_capturing()):
         known[kind] = found
@@ -145,24 +160,68 @@ def two_own(where: Intervals, q_BTHD: Tensor) -> tuple[Rectangle, ...]:
 
 
 def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backward: bool) -> tuple[Rectangle, ...]:
-    """The step as one call."""
+    """The step as one call, of the queries that see a key and of the keys that are seen, as far as the host knows."""
     (B, T, _, D), S, V = q_BTHD.shape, k_BSGD.shape[1], v_BSGV.shape[3]
-    if where.host is not None and len(where.host[0]) == 1:
-        begin, end = where.host[0][0], where.host[1][0]
-        if not (begin < end).any():
+    queries, keys = slice(0, T), slice(0, S)
+    if where.host is not None:
+        if len(where.host[0]) == 1 and not where.also:
+            form = form_of(where.host[0][0], where.host[1][0])
+            whole = form is not None and covers(form.queries, q_BTHD) and covers(form.keys, k_BSGD)
+            if form is not None and (form.starts is None or B == 1 or whole):
+                return (Rectangle(form.queries, form.keys, own(form, B, q_BTHD.device)),)
+        queries, keys = extent(where)
+        if queries.start == queries.stop:
             return ()
-        form = form_of(begin, end)
-        whole = form is not None and covers(form.queries, q_BTHD) and covers(form.keys, k_BSGD)
-        if form is not None and (form.starts is None or B == 1 or whole):
-            return (Rectangle(form.queries, form.keys, own(form, B, q_BTHD.device)),)
-    last = S if where.host is None else int(where.host[1].max(initial=0))  # no query sees a key from here on
+        where = within(where, queries, keys.start)
     size = sizes_of(D, V)[backward]
-    lists = BlockSparseTensorsTorch(*block_lists(where, last, *size, by_keys=backward), block_size=size)
-    room = 0, -T % PADDED
-    bounds = [pad(x.to(torch.int32), room).expand(B, -1) for x in (where.begin, where.end)]
-    all_see = where.host is not None and bool((where.host[0] < where.host[1]).all())
-    empty = None if all_see else (where.begin >= where.end)[:, None]
-    return (Rectangle(slice(0, T), slice(0, last), Listed(bounds, lists, empty)),)
+    lists = block_lists(where, keys.stop - keys.start, *size, by_keys=backward)
+    room = 0, -(queries.stop - queries.start) % PADDED
+    families = where.families
+    bounds = [pad(x.to(torch.int32), room).expand(B, -1) for one in families for x in (one.begin, one.end)]
+    seen = reduce(or_, (one.begin < one.end for one in families))
+    all_see = where.host is not None and bool(reduce(or_, (one.host[0] < one.host[1] for one in families)).all())
+    listed = Listed(bounds, BlockSparseTensorsTorch(*lists, block_size=size), None if all_see else ~seen[:, None])
+    return (Rectangle(queries, keys, listed),)
+
+
+def extent(where: Intervals) -> tuple[slice, slice]:
+    """The queries and keys between the first and the last that see, or are seen, in any family."""
+    begin, end = (np.stack([one.host[side] for one in where.families]) for side in (0, 1))
+    real = begin < end
+    live = np.flatnonzero(real.any((0, 1)))
+    if not len(live):
+        return slice(0, 0), slice(0, 0)
+    return slice(int(live[0]), int(live[-1]) + 1), slice(int(begin[real].min()), int(end[real].max()))
+
+
+def within(where: Intervals, queries: slice, first: int) -> Intervals:
+    """The intervals of these queries, which see no key before `first`, counted from there."""
+
+    def part(one: Intervals) -> Intervals:
+        begin, end = (x[:, queries].sub(first).clamp_(min=0) for x in (one.begin, one.end))
+        host = tuple((x[:, queries] - first).clip(min=0) for x in one.host)
+        return Intervals(begin, end, host=host, made={})
+
+    if covers(queries, where.begin) and first == 0:
+        return where
+    one, *others = map(part, where.families)
+    return one._replace(also=tuple(others))
+
+
+def together(where: Intervals) -> bool:
+    """Whether one call takes all families."""
+    known = where.made
+    if known is not None and "together" in known:
+        return bool(known["together"])
+    hosts = [one.host for one in where.families]
+    found = len(hosts) == 2 and all(host is not None for host in hosts)
+    if found:
+        (rows, T), shape = hosts[0][0].shape, hosts[1][0].shape
+        pairs = sum(int(np.maximum(end.astype(np.int64) - begin, 0).sum()) for begin, end in hosts)
+        found = (rows, T) == shape and pairs < DENSE * rows * T
+    if known is not None:
+        known["together"] = found
+    return found
 
 
 def sizes_of(head_dim: int, value_dim: int) -> Sizes:
@@ -198,7 +257,7 @@ def forward(
     given: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap, "return_lse": True}
     tensors: tuple[Tensor, ...] = q_BTHD, k_BSGD, v_BSGV
     if isinstance(mask, Listed):
-        given |= {"mask_mod": sees, "block_sparse_tensors": mask.lists, "aux_tensors": mask.bounds}
+        given |= {"mask_mod": mask_of(mask), "block_sparse_tensors": mask.lists, "aux_tensors": mask.bounds}
         with ONE:
             out, lse = _flash_attn_fwd(*tensors, **given)[:2]
         lse = nan_kept(lse) if mask.empty is None else nan_kept(lse).masked_fill_(mask.empty, NEVER)
@@ -211,6 +270,10 @@ def forward(
     if mask.packed:  # [H, B * T]
         return out.view(B, T, *out.shape[1:]), lse.view(H, B, T).permute(1, 2, 0)
     return out, heads_first(lse)
+
+
+def mask_of(mask: Listed) -> Any:
+    return sees if len(mask.bounds) == 2 else sees_two
 
 
 def nan_kept(lse: Tensor) -> Tensor:
@@ -238,7 +301,7 @@ def backward(
     dlse = None if minus is None else -minus
     options: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap or 0.0, "dlse": dlse}
     if isinstance(mask, Listed):
-        options |= {"mask_mod": sees, "block_sparse_tensors": mask.lists, "aux_tensors": mask.bounds}
+        options |= {"mask_mod": mask_of(mask), "block_sparse_tensors": mask.lists, "aux_tensors": mask.bounds}
     else:
         options |= mask.options
         if mask.packed:
@@ -249,4 +312,4 @@ def backward(
     return dq.view(q_BTHD.shape), dk.view(k_BSGD.shape), dv.view(v_BSGV.shape)
 
 
-KERNEL = over_rectangles(NAME, forward, backward, refuses, rectangles_of)
+KERNEL = replace(over_rectangles(NAME, forward, backward, refuses, rectangles_of), together=together)
