@@ -11,26 +11,24 @@ from ringattn.kernels.rows import EVERY, NONE, Rows
 
 
 def over_families(kernel: TorchKernel) -> TorchKernel:
-    """The kernel; intervals of one family reach it as they are, and those that it takes together."""
-
-    def at_once(where: Intervals) -> bool:
-        return not where.also or kernel.together(where)
+    """The kernel; intervals of one family reach it as they are."""
 
     def attend(
         q: Any, k: Any, v: Any, where: Intervals, *, carry: Partial | None = None, out_dtype: Any = None, **score: Any
     ) -> Partial:
-        if at_once(where):
+        if not where.also:
             return kernel.attend(q, k, v, where, carry=carry, out_dtype=out_dtype, **score)
         *others, last = where.families
         for one in others:
-            carry = kernel.attend(q, k, v, one, carry=carry, **score)
+            dtype = q.dtype if carry is None and kernel.rounds(one) else None
+            carry = kernel.attend(q, k, v, one, carry=carry, out_dtype=dtype, **score)
         return kernel.attend(q, k, v, last, carry=carry, out_dtype=out_dtype, **score)
 
     def backward(
         tensors: tuple[Any, Any, Any], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
         into: tuple[Any, Any, Any] = NONE, *, alone: bool = False, **score: Any,
     ) -> tuple[Any, Any, Any]:  # fmt: skip
-        if at_once(where):
+        if not where.also:
             return kernel.backward(tensors, where, rows, want, into, alone=alone, **score)
         from ringattn.kernels.total import Total
 
@@ -44,10 +42,7 @@ def over_families(kernel: TorchKernel) -> TorchKernel:
                     total.fold()
         return tuple(total if total.parts else x for total, x in zip(sums, into, strict=True))  # type: ignore[return-value]
 
-    def rounds(where: Intervals) -> bool:
-        return at_once(where) and kernel.rounds(where)
-
-    return replace(kernel, attend=attend, backward=backward, rounds=rounds)
+    return replace(kernel, attend=attend, backward=backward)
 
 
 def over_families_in_jax(kernel: JaxKernel) -> JaxKernel:

@@ -30,10 +30,8 @@ def serves(problem: "Problem") -> str | None:
     return None
 
 
-def never(where: Intervals) -> bool:
-    """`rounds` of a kernel whose results are float32 (float64 for float64) if that is requested, and `together` of one
-    that takes one family.
-    """
+def in_full(where: Intervals) -> bool:
+    """`rounds` of a kernel whose results are float32 (float64 for float64) if that is requested."""
     return False
 
 
@@ -62,7 +60,6 @@ class TorchKernel:
                delta is that of out alone
     parted     whether some gradients can be computed without the others, at their cost alone
     rounds     whether the results for these intervals have the dtype of the inputs anyway
-    together   whether it takes these families at once; else it gets one after the other
     fills      whether its programs stay on all multiprocessors of a GPU until its end
     """
 
@@ -71,8 +68,7 @@ class TorchKernel:
     refuses: "Callable[[Problem], str | None]" = serves
     prepare: Callable[..., Rows] = with_delta
     parted: bool = False
-    rounds: Callable[[Intervals], bool] = never
-    together: Callable[[Intervals], bool] = never
+    rounds: Callable[[Intervals], bool] = in_full
     fills: bool = False
 
     def attend_backward(

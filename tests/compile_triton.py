@@ -119,7 +119,7 @@ def run_entry(key: str, table: Any, softcap: float | None = None, dims: tuple[in
     attend(q, k, v, where, **options)
     attend_backward(q, k, v, where, dout, stats, stats, **options)
     for by_keys in (False, True):
-        block_lists(where._replace(also=(where,)), 512, 192, 128, by_keys)
+        block_lists(where, 512, 192, 128, by_keys)
 
 
 def run_linear(bits: int, dims: tuple[int, int], gate: str) -> None:

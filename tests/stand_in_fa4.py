@@ -71,8 +71,7 @@ def problems(q: Tensor, k: Tensor, bounds: Any, options: dict[str, Any]) -> Iter
         s, last = torch.arange(S)[None], torch.arange(T)[:, None] + S - T
         seen = s >= 0
         if bounds is not None:
-            sides = zip(bounds[::2], bounds[1::2], strict=True)
-            seen = sum((b[row, :T, None] <= s) & (s < e[row, :T, None]) for b, e in sides) == 1  # a pair in one family
+            seen = (bounds[0][row, :T, None] <= s) & (s < bounds[1][row, :T, None])
         if options.get("causal") or "window_size_right" in options:
             seen = seen & (s <= last)
         if "window_size_left" in options:

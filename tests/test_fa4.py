@@ -125,15 +125,12 @@ def test_lists_hold_every_tile_once(seed: int) -> None:
     begin, end = some_intervals(rng, T, S, rows=1 + seed % 2)
     queries, keys = [(64, 64), (48, 32), (128, 64), (192, 128)][seed % 4]
     grid = -(-T // queries), -(-S // keys)
-    for host, first in ((True, 0), (False, 0), (True, 5), (False, 70)):
+    for host in (True, False):
         for by_keys in (False, True):
-            where = intervals(begin, end, host)
-            where = with_second(where, first, host) if first else where
-            found = block_lists(where, S, queries, keys, by_keys)
+            found = block_lists(intervals(begin, end, host), S, queries, keys, by_keys)
             for row, (b, e) in enumerate(zip(begin, end, strict=True)):
                 dense = np.zeros((grid[0] * queries, grid[1] * keys), bool)
                 dense[:T, :S] = (b[:, None] <= np.arange(S)) & (np.arange(S) < e[:, None])
-                dense[:T, :S] |= np.arange(S) < np.minimum(b[:, None], first)
                 tiles = dense.reshape(grid[0], queries, grid[1], keys).swapaxes(1, 2)
                 some, every = tiles.any((2, 3)), tiles.all((2, 3))
                 some, every = (some.T, every.T) if by_keys else (some, every)
@@ -213,12 +210,13 @@ def test_an_older_version_is_refused_with_the_remedy(fa4_here) -> None:
     assert "upgrade with pip install -U 'ringattn[fa4]'" in str(entry.refuses(PROBLEM))
 
 
-@pytest.mark.parametrize("split", [1, 4096])
-def test_what_is_passed_to_fa4_gives_attention(fa4_here, monkeypatch, split: int) -> None:
+@pytest.mark.parametrize("split, few", [(1, 1024), (4096, 1024), (1, 0)])
+def test_what_is_passed_to_fa4_gives_attention(fa4_here, monkeypatch, split: int, few: int) -> None:
     """Its own forms, lists, merges into a carry, and gradients from out or from delta, without FA4 itself."""
     pytest.importorskip("triton")
     fa4, rng = fa4_here(), np.random.default_rng(0)
     monkeypatch.setattr(fa4, "SPLIT", split)
+    monkeypatch.setattr(fa4, "THIN", few)
     oracle, kernel = over_families(reference.KERNEL), over_families(fa4.KERNEL)
     for trial in range(14):
         rows = int(rng.integers(1, 3))

@@ -36,22 +36,13 @@ def put_range(ptr, start, stop, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def touches(begin_ptr, end_ptr, t, inside, first, S, KEYS: tl.constexpr):
-    """1 if one of the queries `t` sees one of the keys from `first` on, as many as a tile has; else 0."""
-    begin = tl.load(begin_ptr + t, mask=inside, other=0)
-    end = tl.load(end_ptr + t, mask=inside, other=0)
-    return tl.max((tl.maximum(begin, first) < tl.minimum(end, tl.minimum(first + KEYS, S))).to(tl.int32), 0)
-
-
-@triton.jit
 def put_touched(
-    begin_ptr, end_ptr, listed_begin, listed_end, ptr, found, start, stop, fixed, T, S,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, BY_KEYS: tl.constexpr, SECOND: tl.constexpr,
+    begin_ptr, end_ptr, ptr, found, start, stop, fixed, T, S,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, BY_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Append to `ptr`, after `found` entries, the tiles of [start, stop) with a visible pair; returns the new number.
+    """Append to `ptr`, after `found` entries, the tiles of [start, stop) with a visible pair; returns their number.
 
-    BY_KEYS: the tiles are blocks of queries, and `fixed` is the block of keys; else the other way round. SECOND: those
-    with a pair of the family `listed` are there already.
+    BY_KEYS: the tiles are blocks of queries, and `fixed` is the block of keys; else the other way round.
     """
     i = tl.arange(0, WIDE)
     for n in tl.range(start, stop):
@@ -59,9 +50,10 @@ def put_touched(
         first = (fixed if BY_KEYS else n) * KEYS
         t = block * QUERIES + i
         inside = (i < QUERIES) & (t < T)
-        touched = touches(begin_ptr, end_ptr, t, inside, first, S, KEYS)
-        if SECOND:
-            touched *= 1 - touches(listed_begin, listed_end, t, inside, first, S, KEYS)
+        begin = tl.load(begin_ptr + t, mask=inside, other=0)
+        end = tl.load(end_ptr + t, mask=inside, other=0)
+        hit = (tl.maximum(begin, first) < tl.minimum(end, tl.minimum(first + KEYS, S))).to(tl.int32)
+        touched = tl.max(hit, 0)
         tl.store(ptr + found, n, mask=touched > 0)
         found += touched
     return found
@@ -69,14 +61,11 @@ def put_touched(
 
 @triton.jit(do_not_specialize=["T", "S", "blocks", "most_masked", "most_full", "steps"])
 def lists_kernel(
-    begin_ptr, end_ptr, listed_begin, listed_end, masked_count, masked, full_count, full,
-    rows_st, listed_st, T, S, blocks, most_masked, most_full, steps,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, BY_KEYS: tl.constexpr, SECOND: tl.constexpr,
+    begin_ptr, end_ptr, masked_count, masked, full_count, full,
+    rows_st, T, S, blocks, most_masked, most_full, steps,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr, BY_KEYS: tl.constexpr,
 ):  # fmt: skip
     """The lists of one block of queries, or with BY_KEYS of one block of keys, of one row of intervals.
-
-    SECOND: those of a second family, after the entries that the first one, `listed`, has made. No pair is of both, so a
-    full tile of one has no pair of the other.
 
     The tiles [low, high) contain all visible pairs, and those of [head, tail) are full. No loop but over these tiles:
     first the full ones are written, then each of the others if it has a visible pair.
@@ -85,8 +74,6 @@ def lists_kernel(
     row = tl.program_id(1).to(tl.int64)
     begin_ptr += row * rows_st
     end_ptr += row * rows_st
-    listed_begin += row * listed_st
-    listed_end += row * listed_st
     if BY_KEYS:
         first = block * KEYS
         low = count_below(end_ptr, first + 1, T, steps)
@@ -109,19 +96,11 @@ def lists_kernel(
     head = tl.minimum(tl.maximum((clear_low + SIZE - 1) // SIZE, low), high)
     tail = tl.minimum(tl.maximum(clear_high // SIZE, head), high)
     at = row * blocks + block
-    cleared = tl.load(full_count + at) if SECOND else head * 0
-    found = tl.load(masked_count + at) if SECOND else head * 0
-    put_range(full + at * most_full + cleared, head, tail, 128)
-    tl.store(full_count + at, cleared + tail - head)
+    put_range(full + at * most_full, head, tail, 128)
+    tl.store(full_count + at, tail - head)
     masked += at * most_masked
-    found = put_touched(
-        begin_ptr, end_ptr, listed_begin, listed_end, masked, found, low, head, block, T, S,
-        QUERIES, KEYS, WIDE, BY_KEYS, SECOND,
-    )  # fmt: skip
-    found = put_touched(
-        begin_ptr, end_ptr, listed_begin, listed_end, masked, found, tail, high, block, T, S,
-        QUERIES, KEYS, WIDE, BY_KEYS, SECOND,
-    )  # fmt: skip
+    found = put_touched(begin_ptr, end_ptr, masked, head * 0, low, head, block, T, S, QUERIES, KEYS, WIDE, BY_KEYS)
+    found = put_touched(begin_ptr, end_ptr, masked, found, tail, high, block, T, S, QUERIES, KEYS, WIDE, BY_KEYS)
     tl.store(masked_count + at, found)
 
 
@@ -129,29 +108,23 @@ def block_lists(where: Intervals, length: int, queries: int, keys: int, by_keys:
     """The lists for tiles of `queries` x `keys`, of each block of queries, or with `by_keys` of each block of keys.
 
     `length` is the number of keys. The lists are as long as the longest one, if the intervals are known on the host.
-    Otherwise each has room for every tile: 4 MB at 131072 queries and keys. Of at most two families.
+    Otherwise each has room for every tile: 4 MB at 131072 queries and keys.
     """
-    families = [(one, *rows_of(one)) for one in where.families]
-    _, begin, _, listed_st = families[0]
+    begin, end, rows_st = rows_of(where)
     (rows, T), steps = begin.shape, begin.shape[1].bit_length()
     others, blocks = cdiv(length, keys), cdiv(T, queries)
     if by_keys:
         others, blocks = blocks, others
     sizes = queries, keys, by_keys
-    most = sum(
-        np.array((others, others) if one.host is None else most_tiles(one.host[0], one.host[1], length, *sizes))
-        for one in where.families
-    )
+    most = (others, others) if where.host is None else most_tiles(where.host[0], where.host[1], length, *sizes)
     counts = torch.empty(2, rows, 1, blocks, dtype=torch.int32, device=begin.device)
-    room = [(rows, 1, blocks, max(1, each)) for each in np.minimum(most, others).tolist()]
+    room = [(rows, 1, blocks, max(1, each)) for each in most]
     lists = [torch.zeros(shape, dtype=torch.int32, device=begin.device) for shape in room]
-    for number, (_, begin, end, rows_st) in enumerate(families):
-        launch(
-            lists_kernel, (blocks, rows),
-            (begin, end, *families[0][1:3], counts[0], lists[0], counts[1], lists[1]),
-            (rows_st, listed_st, T, length, blocks, lists[0].shape[-1], lists[1].shape[-1], steps),
-            QUERIES=queries, KEYS=keys, WIDE=power_of_2(queries), BY_KEYS=by_keys, SECOND=number > 0,
-        )  # fmt: skip
+    launch(
+        lists_kernel, (blocks, rows), (begin, end, counts[0], lists[0], counts[1], lists[1]),
+        (rows_st, T, length, blocks, lists[0].shape[-1], lists[1].shape[-1], steps),
+        QUERIES=queries, KEYS=keys, WIDE=power_of_2(queries), BY_KEYS=by_keys,
+    )  # fmt: skip
     return Lists(counts[0], lists[0], counts[1], lists[1])
 
 

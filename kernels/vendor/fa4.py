@@ -7,9 +7,8 @@ it gets a mask function, which reads the interval of a query, and lists of the t
 import logging
 import os
 from dataclasses import replace
-from functools import lru_cache, reduce
+from functools import lru_cache
 from inspect import signature
-from operator import or_
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -30,12 +29,15 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 from ringattn.kernels import Problem
+from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals, Rectangle
-from ringattn.kernels.partial import NEVER
+from ringattn.kernels.partial import NEVER, Partial
+from ringattn.kernels.rows import EVERY, NONE, Rows
+from ringattn.kernels.total import Total
 from ringattn.kernels.triton.block_lists import block_lists
 from ringattn.kernels.vendor import equal_dims, gpu_refusal
 from ringattn.kernels.vendor.forms import Form, form_of
-from ringattn.kernels.vendor.rectangles import covers, heads_first, over_rectangles
+from ringattn.kernels.vendor.rectangles import covers, cut, heads_first, over_rectangles, own_kernel
 
 NAME = "FlashAttention-4"
 NEEDED = {"mask_mod", "block_sparse_tensors", "aux_tensors"}
@@ -43,7 +45,7 @@ OLD = NEEDED.difference(signature(_flash_attn_fwd).parameters)
 OLD |= (NEEDED | {"dlse"}).difference(signature(_flash_attn_bwd).parameters)
 DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # others were not right, or not tried
 PADDED = 384  # a multiple of all blocks of queries: the mask function also reads the intervals of rows past the last
-DENSE = 32768  # families whose queries see so many keys run one after the other: lists cost more than a merge
+THIN = 1024  # queries that see fewer keys go faster through our own kernel, which merges and skips in place
 SPLIT = 4096  # a backward pass of so many queries takes two of FA4's own masks rather than lists
 ONE = Lock()  # threads must not compile at the same time: FA4's compiler keeps what it works on for the whole process
 
@@ -80,7 +82,7 @@ class Own(NamedTuple):
 class Listed(NamedTuple):
     """Any intervals: what FA4 needs beside q, k and v."""
 
-    bounds: list[Tensor]  # begin and end of each query, [B, T], with room past the last one; of each family
+    bounds: list[Tensor]  # begin and end of each query, [B, T], with room past the last one
     lists: BlockSparseTensorsTorch  # of the tiles of each block of queries; for a backward pass, of keys
     empty: Tensor | None  # which rows see no key, [rows, 1, T]; None if the host knows that all do
 
@@ -93,18 +95,6 @@ def sees(
     begin = utils.scalar_to_ssa(bounds[0][batch[0], query[0]], cutlass.Int32)
     end = utils.scalar_to_ssa(bounds[1][batch[0], query[0]], cutlass.Int32)
     return (key >= begin) & (key < end)
-
-
-@cute.jit
-def sees_two(
-    batch: cute.TensorSSA, head: cute.TensorSSA, query: cute.TensorSSA, key: cute.TensorSSA, seqlens: Any, bounds: Any
-) -> cute.TensorSSA:
-    """The same of two families."""
-    begin = utils.scalar_to_ssa(bounds[0][batch[0], query[0]], cutlass.Int32)
-    end = utils.scalar_to_ssa(bounds[1][batch[0], query[0]], cutlass.Int32)
-    begins = utils.scalar_to_ssa(bounds[2][batch[0], query[0]], cutlass.Int32)
-    ends = utils.scalar_to_ssa(bounds[3][batch[0], query[0]], cutlass.Int32)
-    return ((key >= begin) & (key < end)) | ((key >= begins) & (key < ends))
 
 
 @lru_cache(maxsize=1)
@@ -130,7 +120,7 @@ def rectangles_of(
     if known is not None and kind in known:
         found: tuple[Rectangle, ...] = known[kind]
         return found
-    found = two_own(where, q_BTHD) if backward and not where.also else ()
+    found = two_own(where, q_BTHD) if backward else ()
     found = found or made(where, q_BTHD, k_BSGD, v_BSGV, backward)
     if known is not None and not (q_BTHD.is_cuda and torch.cuda.is_current_stream_capturing()):
         known[kind] = found
@@ -164,7 +154,7 @@ def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backw
     (B, T, _, D), S, V = q_BTHD.shape, k_BSGD.shape[1], v_BSGV.shape[3]
     queries, keys = slice(0, T), slice(0, S)
     if where.host is not None:
-        if len(where.host[0]) == 1 and not where.also:
+        if len(where.host[0]) == 1:
             form = form_of(where.host[0][0], where.host[1][0])
             whole = form is not None and covers(form.queries, q_BTHD) and covers(form.keys, k_BSGD)
             if form is not None and (form.starts is None or B == 1 or whole):
@@ -176,19 +166,17 @@ def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backw
     size = sizes_of(D, V)[backward]
     lists = block_lists(where, keys.stop - keys.start, *size, by_keys=backward)
     room = 0, -(queries.stop - queries.start) % PADDED
-    families = where.families
-    bounds = [pad(x.to(torch.int32), room).expand(B, -1) for one in families for x in (one.begin, one.end)]
-    seen = reduce(or_, (one.begin < one.end for one in families))
-    all_see = where.host is not None and bool(reduce(or_, (one.host[0] < one.host[1] for one in families)).all())
-    listed = Listed(bounds, BlockSparseTensorsTorch(*lists, block_size=size), None if all_see else ~seen[:, None])
-    return (Rectangle(queries, keys, listed),)
+    bounds = [pad(x.to(torch.int32), room).expand(B, -1) for x in (where.begin, where.end)]
+    all_see = where.host is not None and bool((where.host[0] < where.host[1]).all())
+    empty = None if all_see else (where.begin >= where.end)[:, None]
+    return (Rectangle(queries, keys, Listed(bounds, BlockSparseTensorsTorch(*lists, block_size=size), empty)),)
 
 
 def extent(where: Intervals) -> tuple[slice, slice]:
-    """The queries and keys between the first and the last that see, or are seen, in any family."""
-    begin, end = (np.stack([one.host[side] for one in where.families]) for side in (0, 1))
+    """The queries and keys between the first and the last that see, or are seen, in any row."""
+    begin, end = where.host
     real = begin < end
-    live = np.flatnonzero(real.any((0, 1)))
+    live = np.flatnonzero(real.any(0))
     if not len(live):
         return slice(0, 0), slice(0, 0)
     return slice(int(live[0]), int(live[-1]) + 1), slice(int(begin[real].min()), int(end[real].max()))
@@ -196,32 +184,49 @@ def extent(where: Intervals) -> tuple[slice, slice]:
 
 def within(where: Intervals, queries: slice, first: int) -> Intervals:
     """The intervals of these queries, which see no key before `first`, counted from there."""
-
-    def part(one: Intervals) -> Intervals:
-        begin, end = (x[:, queries].sub(first).clamp_(min=0) for x in (one.begin, one.end))
-        host = tuple((x[:, queries] - first).clip(min=0) for x in one.host)
-        return Intervals(begin, end, host=host, made={})
-
     if covers(queries, where.begin) and first == 0:
         return where
-    one, *others = map(part, where.families)
-    return one._replace(also=tuple(others))
+    begin, end = (x[:, queries].sub(first).clamp_(min=0) for x in (where.begin, where.end))
+    return Intervals(begin, end, host=tuple((x[:, queries] - first).clip(min=0) for x in where.host))
 
 
-def together(where: Intervals) -> bool:
-    """Whether one call takes all families."""
+class Thin(NamedTuple):
+    """Few keys a query, for our own kernel: the keys that are seen, and the intervals counted from the first.
+
+    sparse   whether most queries among those that see some see none
+    rows     as how many rows of a batch the queries of a backward pass go, so that few keys are many programs
+    """
+
+    keys: slice
+    where: Intervals
+    sparse: bool
+    rows: int
+
+
+def thin(where: Intervals) -> Thin | None:
+    """The intervals as few keys a query, if they are and the host knows it."""
     known = where.made
-    if known is not None and "together" in known:
-        return bool(known["together"])
-    hosts = [one.host for one in where.families]
-    found = len(hosts) == 2 and all(host is not None for host in hosts)
-    if found:
-        (rows, T), shape = hosts[0][0].shape, hosts[1][0].shape
-        pairs = sum(int(np.maximum(end.astype(np.int64) - begin, 0).sum()) for begin, end in hosts)
-        found = (rows, T) == shape and pairs < DENSE * rows * T
-    if known is not None:
-        known["together"] = found
+    if known is not None and "thin" in known:
+        found: Thin | None = known["thin"]
+        return found
+    found = thinned(where)
+    if known is not None and not (where.begin.is_cuda and torch.cuda.is_current_stream_capturing()):
+        known["thin"] = found
     return found
+
+
+def thinned(where: Intervals) -> Thin | None:
+    if where.host is None or len(where.host[0]) != 1:
+        return None
+    begin, end = (x.astype(np.int64) for x in where.host)
+    (queries, keys), seen = extent(where), np.maximum(end - begin, 0)
+    live = np.count_nonzero(seen)
+    if int(seen.sum()) >= THIN * live:
+        return None
+    T = begin.shape[1]
+    few = keys.stop - keys.start <= THIN and T >= SPLIT
+    rows = next(n for n in (32, 16, 8, 4, 2, 1) if T % n == 0) if few else 1
+    return Thin(keys, within(where, slice(0, T), keys.start), 2 * live < queries.stop - queries.start, rows)
 
 
 def sizes_of(head_dim: int, value_dim: int) -> Sizes:
@@ -257,7 +262,7 @@ def forward(
     given: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap, "return_lse": True}
     tensors: tuple[Tensor, ...] = q_BTHD, k_BSGD, v_BSGV
     if isinstance(mask, Listed):
-        given |= {"mask_mod": mask_of(mask), "block_sparse_tensors": mask.lists, "aux_tensors": mask.bounds}
+        given |= {"mask_mod": sees, "block_sparse_tensors": mask.lists, "aux_tensors": mask.bounds}
         with ONE:
             out, lse = _flash_attn_fwd(*tensors, **given)[:2]
         lse = nan_kept(lse) if mask.empty is None else nan_kept(lse).masked_fill_(mask.empty, NEVER)
@@ -270,10 +275,6 @@ def forward(
     if mask.packed:  # [H, B * T]
         return out.view(B, T, *out.shape[1:]), lse.view(H, B, T).permute(1, 2, 0)
     return out, heads_first(lse)
-
-
-def mask_of(mask: Listed) -> Any:
-    return sees if len(mask.bounds) == 2 else sees_two
 
 
 def nan_kept(lse: Tensor) -> Tensor:
@@ -301,7 +302,7 @@ def backward(
     dlse = None if minus is None else -minus
     options: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap or 0.0, "dlse": dlse}
     if isinstance(mask, Listed):
-        options |= {"mask_mod": mask_of(mask), "block_sparse_tensors": mask.lists, "aux_tensors": mask.bounds}
+        options |= {"mask_mod": sees, "block_sparse_tensors": mask.lists, "aux_tensors": mask.bounds}
     else:
         options |= mask.options
         if mask.packed:
@@ -312,4 +313,49 @@ def backward(
     return dq.view(q_BTHD.shape), dk.view(k_BSGD.shape), dv.view(v_BSGV.shape)
 
 
-KERNEL = replace(over_rectangles(NAME, forward, backward, refuses, rectangles_of), together=together)
+OF_ANY = over_rectangles(NAME, forward, backward, refuses, rectangles_of)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, where: Intervals, *, carry: Partial | None = None,
+    out_dtype: torch.dtype | None = None, **score: Any,
+) -> Partial:  # fmt: skip
+    """FA4 has no carry: what it adds to one is merged after it. Few keys a query are merged where they are computed."""
+    few = thin(where) if carry is not None else None
+    if few is None:
+        return OF_ANY.attend(q, k, v, where, carry=carry, out_dtype=out_dtype, **score)
+    k, v = cut(k, few.keys), cut(v, few.keys)
+    return own_kernel(q).attend(q, k, v, few.where, carry=carry, out_dtype=out_dtype or accumulator(q), **score)
+
+
+def gradients(
+    tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
+    into: tuple[Any, Any, Any] = NONE, *, alone: bool = False, **score: Any,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """FA4 takes every query, and a program a block of keys; few keys of few or very many queries are not for it."""
+    few = None if alone else thin(where)
+    if few is None or not (few.sparse or few.rows > 1):
+        return OF_ANY.backward(tensors, where, rows, want, into, alone=alone, **score)
+    q, k, v = tensors
+    n = few.rows if len(q) == 1 else 1
+    k, v = cut(k, few.keys), cut(v, few.keys)
+    where, dq = few.where, into[0]
+    if n > 1:
+        k, v = (x.expand(n, -1, -1, -1) for x in (k, v))
+        q, begin, end = (as_rows(x, n) for x in (q, where.begin, where.end))
+        where = Intervals(begin, end, host=tuple(x.reshape(n, -1) for x in where.host))
+        rows = Rows(*(None if x is None else as_rows(x, n) for x in (rows.dout, rows.lse, rows.delta, rows.out)))
+        dq = None if dq is None else as_rows(dq, n)
+    found = own_kernel(q).backward((q, k, v), where, rows, EVERY, (dq, None, None), **score)
+    sums = Total(tensors[1]), Total(tensors[2])
+    for total, grad in zip(sums, found[1:], strict=True):
+        total.add(grad.sum(0, keepdim=True) if n > 1 else grad, few.keys)
+    return found[0].view(tensors[0].shape) if found[0] is not dq or dq is None else into[0], *sums
+
+
+def as_rows(x: Tensor, n: int) -> Tensor:
+    """The queries of the only row of a batch as so many rows."""
+    return x[0].unflatten(0, (n, -1))
+
+
+KERNEL = replace(OF_ANY, attend=attend, backward=gradients)

@@ -14,7 +14,7 @@ SHORT = 8 * (512, 4096, 1024, 2048, 512, 1536, 3072, 512, 1024, 2048)
 MIXES: dict[str, tuple[int, ...]] = {"long": LONG, "short": SHORT}  # of 131072 tokens
 WORDS = (
     "causal; full; a number: a window; first:N:WINDOW; chunk:N; packed, of the most tokens: long, short, "
-    "lognormal:MEDIAN:SIGMA, pareto:ALPHA:LEAST, even:N (documents of N tokens), full:MIX; tokens that see one another: "
+    "lognormal:MEDIAN:SIGMA, pareto:ALPHA:LEAST, even:N (documents of N tokens), full:MIX; that see one another: "
     "prefix:N:LENGTH (N at the start of each LENGTH), spans:N:EVERY; of its own length: shared:PREFIX:BRANCH:COUNT, "
     "and branches:... the same as separate documents"
 )
