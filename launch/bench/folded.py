@@ -2,16 +2,17 @@
 
 A process computes and receives what this rank would among so many, over the same links, and sends to its peers what
 they receive. So results mean nothing, and what a rank sends counts as what it receives: among all ranks the sums are
-equal. Ranks that are late, and links that many share, are not played; what comes is sent before the work that it flies
-beside.
+equal. Ranks that are late, and links that many share, are not played.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from operator import is_
 from typing import Any
 
 import torch
 
-from ringattn.comms.axis import ByRank, Pending
+from ringattn.comms.axis import ByRank, Pending, Slices
 from ringattn.comms.moves import Moves
 from ringattn.launch.words import option
 from ringattn.planning import Plan
@@ -55,17 +56,28 @@ class Folded(Moves):
         return int(self.axis.sent)
 
     def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
+        return self.axis.move(*self.between(into), what)
+
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> AbstractContextManager[Pending]:
+        return self.axis.sharing(*self.between(into), what, first)
+
+    def between(self, into: ByRank) -> tuple[ByRank, ByRank]:
         """What would come from a rank so many places away comes from a process, which gets as much from this one."""
-        arriving: dict[int, list[torch.Tensor]] = {}
+        arriving: dict[int, Any] = {}
         for source, tensors in into.items():
             apart = (self.rank - source) % self.size % self.axis.size or 1  # never from itself
-            arriving.setdefault(apart, []).extend(tensors)
+            arriving[apart] = joined(arriving[apart], tensors) if apart in arriving else tensors
         here, count = self.axis.rank, self.axis.size
-        leaving = {(here + n) % count: [self.like(x) for x in tensors] for n, tensors in arriving.items()}
-        return self.axis.move(leaving, {(here - n) % count: tensors for n, tensors in arriving.items()}, what)
+        leaving = {(here + apart) % count: self.like(tensors) for apart, tensors in arriving.items()}
+        return leaving, {(here - apart) % count: tensors for apart, tensors in arriving.items()}
 
-    def like(self, x: torch.Tensor) -> torch.Tensor:
-        """Random numbers in the shape of `x`."""
+    def like(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Random numbers in the shapes of these tensors."""
+        if isinstance(tensors, Slices):
+            return Slices([self.random(x) for x in tensors.tensors], tensors.places)
+        return [self.random(x) for x in tensors]
+
+    def random(self, x: torch.Tensor) -> torch.Tensor:
         room = self.ballast.get(x.dtype)
         if room is None or room.numel() < x.numel():
             room = self.ballast[x.dtype] = torch.randn(x.numel(), device=x.device).to(x.dtype)
@@ -73,3 +85,10 @@ class Folded(Moves):
 
     def exchange_words(self, words: Any) -> list[Any]:
         return self.axis.exchange_words(words) * (self.size // self.axis.size)
+
+
+def joined(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Both after another, as slices if they are of the same tensors."""
+    if isinstance(a, Slices) and isinstance(b, Slices) and all(map(is_, a.tensors, b.tensors)):
+        return Slices(a.tensors, (*a.places, *b.places))
+    return [*a, *b]

@@ -51,6 +51,7 @@ class Options:
     floor: bool = option(True, "whether to time the floor too")
     modes: list[str] = option(list(FLOPS), "which passes", among=tuple(FLOPS))
     graphs: bool = option(False, "capture each call in a CUDA graph and time its replays, the floor's too")
+    calls: int = option(1, "calls in a row, of which one is timed: as in a model, the host launches ahead")
     warmup: int = option(2, "runs that are not timed", least=0)
     repeats: int = option(10, "timed runs")
     trace: str = option(
@@ -180,4 +181,4 @@ def peak(options: Options, tokens: int, mode: str) -> float | None:
 
 
 def timed(call: Callable[[], Any], options: Options) -> float:
-    return median_ms(call, options.repeats, options.warmup, options.graphs)
+    return median_ms(call, options.repeats, options.warmup, options.graphs, options.calls)
