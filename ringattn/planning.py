@@ -155,7 +155,7 @@ class Plan(Value):
         """The whole plan as text, for a compiled graph, which holds no objects; `of_text` is the inverse."""
         values = {name: getattr(self, name) for name in NAMED}
         if self.docs is not None:
-            values["docs"] = self.docs.encoded.tolist(), self.docs.length
+            values["docs"] = self.docs.text
         if self.work is not None:
             values["work"] = self.work.causal, self.work.window, self.work.chunk, self.work.first
         return dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
@@ -437,7 +437,8 @@ def of_text(text: str) -> Plan:
             axes.plans.clear()
         given = dict(zip(NAMED, values, strict=True))
         if given["docs"] is not None:
-            given["docs"] = Docs.decoded(np.array(given["docs"][0], np.int64), given["docs"][1])
+            numbers, length = loads(given["docs"])
+            given["docs"] = Docs.decoded(np.array(numbers, np.int64), length)
         if given["work"] is not None:
             causal, window, *rest = given["work"]
             given["work"] = AttentionSpec(causal, tuple(window) if isinstance(window, list) else window, *rest)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringattn.bands import families, joined
+from ringattn.bands import all_bands
 from ringattn.cost import Shape, kv_heads_of_a_rank, replicas, seen_pairs
 from ringattn.layout import Layout
 from ringattn.machine import Machine
@@ -23,7 +23,7 @@ from ringattn.planning import Plan
 from ringattn.schedule import growing, seen
 from ringattn.spec import AttentionSpec, Docs
 
-EXACT, SOME, SAMPLES = 64, 16, 8192  # rings up to EXACT ranks are computed whole, of larger ones SOME ranks
+EXACT, SOME = 64, 16  # rings up to EXACT ranks are computed whole, of larger ones SOME ranks
 MEASURED = 2**20  # queries x heads of the calls whose rates are measured
 BACKWARD = 2.5  # times the flops of forward
 
@@ -98,11 +98,11 @@ def shown(
     """The ranks that are computed, and [rank, block]: the pairs that each sees, the tokens of keys that it reads."""
     ring = queries.ring
     ranks = np.unique(np.linspace(0, ring - 1, SOME).astype(int)) if some else np.arange(ring)
-    pairs = seen_pairs(queries, keys, spec, docs, ranks, *([SAMPLES] if docs is None else []))
+    pairs = seen_pairs(queries, keys, spec, docs, ranks)
     if ring > EXACT:
         return ranks, pairs, np.where(pairs > 0, keys.shard_len, 0)
     asking, held = ([layout.shard(rank) for rank in range(ring)] for layout in (queries, keys))
-    bands = joined([one for family in families(spec, queries.length, keys.length, docs) for one in family])
+    bands = all_bands(spec, queries.length, keys.length, docs)
     schedule = seen(bands, asking, held, alone=queries.by_document)
     if schedule.parts is None:
         return ranks, pairs, schedule.needed * schedule.length

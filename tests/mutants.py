@@ -151,8 +151,7 @@ MUTANTS = (
     # what a plan costs
     Mutant("gather_costs_nothing", "ringattn/cost.py", '(ring - 1) * block * (strategy == "gather")',
            '0 * block * (strategy == "gather")', BYTES),
-    Mutant("sampled_pairs", "ringattn/cost.py", "every = max(1, layout.shard_len", "every = max(2, layout.shard_len",
-           WORK + NEEDED),
+    Mutant("rising_pairs", "ringattn/cost.py", "later = count * (count - 1) // 2", "later = 0 * count", WORK + NEEDED),
     # JAX
     Mutant("jax_causal", "ringattn/spec.py", "(own + 1).clip(begin, end)", "own.clip(begin, end)", JAX),
     Mutant("jax_source", "ringattn/jax/attention/steps.py", "(self.rank - distance) % self.keys.ring",

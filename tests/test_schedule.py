@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
-from ringattn.bands import bounds, families, joined
+from ringattn.bands import all_bands, bounds
 from ringattn.comms.local import run
 from ringattn.cost import HARDWARE, seen_pairs
 from ringattn.launch.verify import oracle
@@ -90,7 +90,7 @@ def test_needed_blocks_and_seen_pairs_are_what_the_dense_mask_says(given):
     j = np.arange(layout.padded_length)
     dense = (begin[0][:, None] <= j) & (j < end[0][:, None])
     shards = [layout.shard(r) for r in range(ring)]
-    bands = joined([one for family in families(spec, T, docs=docs) for one in family])
+    bands = all_bands(spec, T, docs=docs)
     found, pairs = seen(bands, shards, shards).needed, seen_pairs(layout, layout, spec, docs)
     for a in range(ring):
         for b in range(ring):
