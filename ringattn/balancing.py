@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringattn.bands import Work, all_bands
+from ringattn.bands import work_of
 from ringattn.spec import AttentionSpec, Docs, whole
 
 
@@ -40,7 +40,7 @@ def balance(
 def pairs(docs: Docs | Sequence[int], spec: AttentionSpec) -> int:
     """The (query, key) pairs that are seen in all rows of these documents."""
     given = docs if isinstance(docs, Docs) else Docs.from_lengths(docs)
-    return int(Work.of(all_bands(spec, given.length, docs=given)).below(given.length))
+    return int(work_of(spec, given.length, docs=given).below(given.length))
 
 
 def swapped(held: list[list[int]], load: np.ndarray, work: np.ndarray) -> bool:

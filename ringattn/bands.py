@@ -329,7 +329,7 @@ class Runs(NamedTuple):
         rows = [covered(row) for row in family]
         most = max(len(row.start) for row in rows)
         start, begin, end, lean, rise = (
-            np.stack([np.pad(x, (0, most - len(x)), "edge") for x in column])
+            np.stack([np.pad(x, (0, most - len(x)), "edge") if len(x) < most else x for x in column])
             for column in zip(*((r.start, r.begin, r.end, r.lean, r.rise) for r in rows), strict=True)
         )
         counts = np.diff(below(start), append=len(positions))
@@ -411,3 +411,9 @@ class Work(NamedTuple):
         i = np.searchsorted(self.edges, position, "right") - 1
         n = position - self.edges[i]
         return self.before[i] + self.here[i] * n + self.slope[i] * (n * (n - 1) // 2)
+
+
+@lru_cache(maxsize=64)
+def work_of(spec: AttentionSpec, seq_len: int, *more: Any, **given: Any) -> Work:
+    """The work of all rows together, for the arguments of `families`."""
+    return Work.of(all_bands(spec, seq_len, *more, **given))

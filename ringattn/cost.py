@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -83,8 +84,8 @@ def seen_pairs(
     table = table_of([layout.shard(rank) for rank in ranks.tolist()])
     bands = all_bands(spec, layout.length, key_layout.length, docs)
     at, which, first, last = overlaps(table, bands.start, bands.stop)
-    run, step = bands.some(at), table.steps[which]
-    count, apart, ends = (last - first) // step + 1, first - run.start, []
+    run, apart, ends = bands.some(at), first - bands.start[at], []
+    count = (last - first) // table.steps[0] + 1
     for start, rise in ((run.begin, run.lean), (run.end, run.rise)):
         ends.append(keys_below(key_layout, len(ranks), table.owners[which], start + rise * apart, count, rise > 0))
     return ends[1] - ends[0]
@@ -98,6 +99,8 @@ def keys_below(
     Run i, of row[i], has count[i] positions: all are first[i], or they `rise` from it by the step of a shard.
     """
     table = pieces(layout)
+    every: Any
+    lengths: Any
     later = count * (count - 1) // 2
     if (step := table.steps[0]) > 1:  # of stripes, a piece is the next token of a shard in each lap of all shards
         whole, piece = np.divmod(first, step)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.bands import Work, all_bands
+from ringattn.bands import work_of
 from ringattn.dealing import deal
 from ringattn.spec import AttentionSpec, Docs, raise_if
 
@@ -117,8 +117,7 @@ class Layout:
         starts = np.array([0, self.length]) if self.docs is None else self.docs.starts[0]
         if spec.chunk is not None and not spec.first:  # each chunk is a document
             starts = np.unique(np.concatenate([np.arange(a, b, spec.chunk) for a, b in pairwise(starts)] + [starts]))
-        work = Work.of(all_bands(spec, self.length, docs=self.docs))
-        found = deal(starts, self.padded_length, self.ring, work)
+        found = deal(starts, self.padded_length, self.ring, work_of(spec, self.length, self.length, self.docs))
         return [tuple(range(a, b) for a, b in ranges) for ranges in found]
 
     @property

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringattn.bands import Work, all_bands
+from ringattn.bands import work_of
 from ringattn.cost import Shape, kv_heads_of_a_rank
 from ringattn.kernels import Kernel, Problem, select
 from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
@@ -238,9 +238,9 @@ def kind_of(
             size = spec.chunk
             rows = np.array([[n for row in rows.tolist() for m in row for n in [size] * (m // size) + [m % size]]])
         return mask_of(rows, spec.causal, spec.window, alone)
-    pairs = int(Work.of(all_bands(spec, *lengths, docs, key_docs)).below(lengths[0]))
-    rows = 1 if docs is None else len(docs.starts)
-    return "long" if pairs >= FEW * lengths[0] * rows else "short"
+    pairs = int(work_of(spec, *lengths, docs, key_docs).below(lengths[0]))
+    count = 1 if docs is None else len(docs.starts)
+    return "long" if pairs >= FEW * lengths[0] * count else "short"
 
 
 def line_of(step: Step) -> str:

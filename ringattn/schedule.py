@@ -380,11 +380,11 @@ def overlaps(table: Table, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndar
     counts = np.where(start < stop, high - low, 0)
     at = np.repeat(np.arange(len(start)), counts)
     which = np.arange(len(at)) - (np.cumsum(counts) - counts - low)[at]
-    step, begun = table.steps[which], table.starts[which]
-    first = np.maximum(start[at], begun)
-    first += (begun - first) % step
-    last = np.minimum(stop[at], table.stops[which]) - 1
-    last -= (last - begun) % step
+    step, begun = table.steps[0], table.starts[which]  # all ranges have the same step
+    first, last = np.maximum(start[at], begun), np.minimum(stop[at], table.stops[which]) - 1
+    if step > 1:
+        first += (begun - first) % step
+        last -= (last - begun) % step
     some = first <= last
     return at[some], which[some], first[some], last[some]
 
