@@ -57,7 +57,7 @@ def run(options: Options) -> list[Row]:
         (n, 1, "balanced", LONG_TAIL), (n, 1, "zigzag", LONG_TAIL), (n // 2, 2, "zigzag", "causal"),
     )  # fmt: skip
     cases = [("ring", route, *ring) for route in ("direct", "relay", "levels") for ring in rings
-             if route != "levels" or ring[0] % 2 == 0 and ring[0] > 2]  # fmt: skip
+             if route != "levels" or (ring[0] % 2 == 0 and ring[0] > 2)]  # fmt: skip
     cases += [("ulysses", "direct", 1, n, "contiguous", "causal"), ("gather", "direct", n, 1, "zigzag", "causal")]
     return [count(options, *case) for case in cases]
 
