@@ -151,7 +151,7 @@ class Schedule:
     length: int = 1  # tokens of a block
     parts: Parts | None = None
     shards: Sequence[Shard] = ()  # the positions of every block
-    known: dict[tuple[int, ...], Any] = field(default_factory=dict)  # ranges that were asked for
+    known: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # ranges that were asked for
 
     @property
     def ring(self) -> int:
