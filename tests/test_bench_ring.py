@@ -47,9 +47,8 @@ def test_a_trace_and_a_picture_of_all_ranks(tmp_path):
     assert len(moving) == 4 and {e["pid"] for e in moving} == {0, 1} and {e["dur"] for e in moving} == {6.0}
 
 
-MASKS = (
-    "causal full 7 first:3:9 chunk:11 long even:24 lognormal:9:1.4 prefix:5:16 spans:6:16 shared:32:9:3 branches:20:9:2"
-)
+MASKS = """causal full 7 first:3:9 chunk:11 long even:24 lognormal:9:1.4
+prefix:5:16 spans:6:16 full:even:24 shared:32:9:3 branches:20:9:2"""
 
 
 @pytest.mark.parametrize("mask", MASKS.split())

@@ -14,7 +14,7 @@ SHORT = 8 * (512, 4096, 1024, 2048, 512, 1536, 3072, 512, 1024, 2048)
 MIXES: dict[str, tuple[int, ...]] = {"long": LONG, "short": SHORT}  # of 131072 tokens
 WORDS = (
     "causal; full; a number: a window; first:N:WINDOW; chunk:N; packed, of the most tokens: long, short, "
-    "lognormal:MEDIAN:SIGMA, pareto:ALPHA:LEAST, even:N (documents of N tokens); tokens that see one another: "
+    "lognormal:MEDIAN:SIGMA, pareto:ALPHA:LEAST, even:N (documents of N tokens), full:MIX; that see one another: "
     "prefix:N:LENGTH (N at the start of each LENGTH), spans:N:EVERY; of its own length: shared:PREFIX:BRANCH:COUNT, "
     "and branches:... the same as separate documents"
 )
@@ -47,6 +47,8 @@ def asked_by(word: str, tokens: int) -> dict[str, Any]:
     kind, *given = word.split(":")
     if kind in ("lognormal", "pareto"):
         return packed(drawn(word, tokens, 0))
+    if kind == "full" and given:
+        return asked_by(":".join(given), tokens) | {"spec": ra.AttentionSpec(causal=False)}
     try:
         n = [int(x) for x in given]
         if kind.isdigit() and int(kind):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import ringattn as ra
+from ringattn.choosing import elsewhere
 from ringattn.launch.bench import Row, over_ranks, timeline
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
 from ringattn.launch.bench.masks import WORDS, Case, asked_by, cases
@@ -50,6 +51,7 @@ class Options:
     floor: bool = option(True, "whether to time the floor too")
     modes: list[str] = option(list(FLOPS), "which passes", among=tuple(FLOPS))
     graphs: bool = option(False, "capture each call in a CUDA graph and time its replays, the floor's too")
+    calls: int = option(1, "calls in a row, of which one is timed: as in a model, the host launches ahead")
     warmup: int = option(2, "runs that are not timed", least=0)
     repeats: int = option(10, "timed runs")
     trace: str = option(
@@ -60,10 +62,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.ranks % self.ulysses:
             raise ValueError(f"ulysses={self.ulysses} does not divide ranks={self.ranks}")
-        if processes_of(self) != self.ranks and (self.mask != ["causal"] or self.peers or self.strategy == "gather"):
-            raise ValueError(
-                f"processes={self.processes} plays the ranks of a causal ring; leave out mask, peers, gather"
-            )
+        if processes_of(self) != self.ranks and (self.peers or self.strategy not in ("auto", "ring")):
+            raise ValueError(f"processes={self.processes} plays the ranks of a ring; leave out peers and strategy")
         for mask in self.mask:
             asked_by(mask, max(self.tokens))
 
@@ -96,12 +96,12 @@ def measured(options: Options) -> Iterator[Row]:
             for mode in options.modes:
                 if options.device == "cuda":
                     torch.cuda.reset_peak_memory_stats()
-                ms = timed(calls[mode], options)
+                ms = max(timed(each[mode], options) for each in calls)  # of all ranks, if they are played
                 flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim
                 row = {"tokens": tokens, "mask": mask, "who": who, **about, "mode": mode, "ms": ms, "flops": flops}
                 row |= {"floor_ms": floors[mode], "peak": peak(options, tokens, mode)}
                 if options.trace and not number:
-                    row["spans"] = timeline.record(calls[mode])
+                    row["spans"] = timeline.record(calls[0][mode])
                 yield row
 
 
@@ -113,27 +113,31 @@ def floor(options: Options, case: Case) -> dict[str, float]:
     return {mode: timed(calls[mode], options) / share for mode in options.modes}
 
 
-def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, dict[str, str], Any]]:
+def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, dict[str, str], list[Any]]]:
     """(who, what about it, what is timed), one after the other: each has the memory to itself."""
+    ring, u = options.ranks // options.ulysses, options.ulysses
+    played = processes_of(options) != options.ranks
+    target = elsewhere(options.device, [(ring, u)], gpus=options.ranks) if played else mesh
     for transport in options.transports:
+        axes = ra.plan(mesh, seq_len=ring, transport=ra.Transport(by=transport)).axes
         for layout in options.layout:
             plan = ra.plan(
-                mesh, seq_len=case.tokens, heads=(options.heads, options.kv_heads), head_dim=options.head_dim,
-                strategy=options.strategy, layout=layout, kernel=options.kernel, **case.asked,
+                target, seq_len=case.tokens, heads=(options.heads, options.kv_heads), head_dim=options.head_dim,
+                strategy="ring" if played else options.strategy, layout=layout, kernel=options.kernel, **case.asked,
                 transport=ra.Transport(
                     options.route, together=options.together or None, groups=options.groups or None, by=transport
                 ),
             )  # fmt: skip
-            plan = folded(plan, options.ranks // options.ulysses)
+            plans = [folded(plan, ring, rank, axes) for rank in range(ring)] if played else [plan]
             about = {"strategy": plan.strategy, "layout": plan.layout, "route": plan.transport.route}
-            axis = plan.ring_axis if plan.ring > 1 else plan.ulysses_axis
-            yield axis.by, about, ours(options, plan, case)
+            axis = axes.ring if plan.ring > 1 else axes.ulysses
+            yield axis.by, about, [ours(options, each, case) for each in plans]
     for method in options.peers:
         with torch_context_parallel(mesh["ring"], options.ranks, method, options.device):
             yield (
                 f"torch {method}",
                 {"strategy": "ring", "layout": "zigzag", "route": method},
-                theirs(options, case.tokens),
+                [theirs(options, case.tokens)],
             )
 
 
@@ -177,4 +181,4 @@ def peak(options: Options, tokens: int, mode: str) -> float | None:
 
 
 def timed(call: Callable[[], Any], options: Options) -> float:
-    return median_ms(call, options.repeats, options.warmup, options.graphs)
+    return median_ms(call, options.repeats, options.warmup, options.graphs, options.calls)
