@@ -20,7 +20,8 @@ def over_families(kernel: TorchKernel) -> TorchKernel:
             return kernel.attend(q, k, v, where, carry=carry, out_dtype=out_dtype, **score)
         *others, last = where.families
         for one in others:
-            carry = kernel.attend(q, k, v, one, carry=carry, **score)
+            dtype = q.dtype if carry is None and kernel.rounds(one) else None
+            carry = kernel.attend(q, k, v, one, carry=carry, out_dtype=dtype, **score)
         return kernel.attend(q, k, v, last, carry=carry, out_dtype=out_dtype, **score)
 
     def backward(
@@ -41,10 +42,7 @@ def over_families(kernel: TorchKernel) -> TorchKernel:
                     total.fold()
         return tuple(total if total.parts else x for total, x in zip(sums, into, strict=True))  # type: ignore[return-value]
 
-    def rounds(where: Intervals) -> bool:
-        return not where.also and kernel.rounds(where)
-
-    return replace(kernel, attend=attend, backward=backward, rounds=rounds)
+    return replace(kernel, attend=attend, backward=backward)
 
 
 def over_families_in_jax(kernel: JaxKernel) -> JaxKernel:

@@ -1,6 +1,6 @@
 """Which query sees which key in a call: a plan, a spec and its documents, and the schedule that follows from them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
@@ -58,5 +58,4 @@ def schedule_of(mask: Mask) -> Schedule:
     """Which rank needs what of whose keys; the same on every rank."""
     plan = mask.plan
     queries, held = ([layout.shard(r) for r in range(plan.ring)] for layout in (plan.tokens, plan.keys.tokens))
-    found = seen(bands_of(mask), queries, held, plan.tokens.by_document)
-    return replace(found, parts=None) if plan.axes.whole else found
+    return seen(bands_of(mask), queries, held, plan.tokens.by_document)

@@ -14,14 +14,13 @@ class Ranks:
 
     here    False if the plan is only computed, for ranks that do not exist
     cuts    the axes of a JAX mesh that cut the batch and the heads, if the user named them
-    whole   whether all blocks travel whole, whatever is seen of them: for ranks that a benchmark plays
     """
 
     def __init__(
         self, ring: Any, ulysses: Any, framework: str = "torch", device: str = "cpu", here: bool = True,
-        cuts: tuple[tuple[str, ...], tuple[str, ...]] | None = None, whole: bool = False,
+        cuts: tuple[tuple[str, ...], tuple[str, ...]] | None = None,
     ):  # fmt: skip
-        self.ring, self.ulysses, self.cuts, self.whole = ring, ulysses, cuts, whole
+        self.ring, self.ulysses, self.cuts = ring, ulysses, cuts
         self.framework, self.device, self.here = framework, device, here
         self.calls: dict[Any, Any] = {}  # bound calls, by their key
         self.agreed: dict[Any, set[Any]] = {}  # by plan: the kinds of calls that all ranks agreed on
@@ -32,9 +31,9 @@ class Ranks:
 
     @cached_property
     def place(self) -> tuple[Any, ...]:
-        """What makes ranks of two plans differ: whether blocks travel whole; in JAX, where it keys programs, axes."""
+        """What makes ranks of two plans differ in JAX, where it keys programs: their axes."""
         axes = [tuple(vars(axis).items()) for axis in self] if self.framework == "jax" and self.here else []
-        return (self.framework, self.whole, *([self.device, self.cuts] if axes else []), *axes)
+        return (self.framework, *([self.device, self.cuts] if axes else []), *axes)
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Ranks) and self.place == other.place

@@ -215,8 +215,12 @@ class Recipe:
             yield f"{name}: kernel {one.kernel.name}{travels}"
             for i, held in enumerate(one.rounds, start=1):
                 if len(one.rounds) > 1:
-                    hop = f", and sends it {held.hop.shift} ranks on" if held.hop and held.hop.send else ""
-                    yield f"  round {i}: holds block {held.held}{hop}"
+                    hop = (
+                        f", sends {amount(held.hop.out)} {held.hop.shift} ranks on"
+                        if held.hop and held.hop.send
+                        else ""
+                    )
+                    yield f"  round {i}: holds {amount(held.kept)} of block {held.held}{hop}"
                 yield from (f"    step {j}: {line_of(step)}" for j, step in enumerate(held.steps, start=1))
 
 
@@ -241,6 +245,10 @@ def kind_of(
     pairs = int(work_of(spec, *lengths, docs, key_docs).below(lengths[0]))
     count = 1 if docs is None else len(docs.starts)
     return "long" if pairs >= FEW * lengths[0] * count else "short"
+
+
+def amount(ranges: Sequence[range]) -> str:
+    return f"{sum(map(len, ranges))} tokens"
 
 
 def line_of(step: Step) -> str:

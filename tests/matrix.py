@@ -491,10 +491,11 @@ def table(cells: list[Cell], tensor_parallel: bool = False) -> list[Row]:
     from ringattn.launch.processes import run
 
     torch.set_num_threads(1)
-    results, owns = run(work, 2, cells)[0], cache(lambda *key: alone(Cell(*key)))
+    start = partial(run, preload=["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate"])
+    results, owns = start(work, 2, cells)[0], cache(lambda *key: alone(Cell(*key)))
     if tensor_parallel:
         cells = [*cells, TENSOR_PARALLEL]
-        results.append(run(by_tensor_parallel, 4)[0])
+        results.append(start(by_tensor_parallel, 4)[0])
     rows = []
     for cell, found in zip(cells, results, strict=True):
         if isinstance(found, str):

@@ -14,7 +14,7 @@ from ringattn.comms.local import LocalAxis
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import tiled
 from ringattn.launch.verify import oracle
-from ringattn.launch.verify.cases import CASES, FEATURES, Case
+from ringattn.launch.verify.cases import BALANCED, CASES, FEATURES, Case
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Transport
 from ringattn.spec import AttentionSpec
@@ -46,7 +46,7 @@ def check(
         assert value <= limits["dsinks"], f"{case}: dsinks is off by {value:.2e}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", (*CASES, *BALANCED), ids=str)
 def test_equals_dense_float64(case):
     check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT))
 

@@ -239,6 +239,10 @@ def test_only_one_rank_is_wrong_and_all_say_which():
     assert said == ["head dims differ: q 8, k 6; only v may have another (on ring rank 1 ulysses rank 1)"] * 4
 
 
+def dealt(mesh, lengths):
+    return ra.plan(mesh, seq_len=64, layout="balanced").for_docs(ra.Docs.from_lengths(lengths))
+
+
 @pytest.mark.parametrize(
     ("differ", "field"),
     [
@@ -249,10 +253,11 @@ def test_only_one_rank_is_wrong_and_all_say_which():
             lambda rank, mesh: ({"docs": HALVES, "key_docs": ra.Docs.from_lengths([30 + rank, 34 - rank])}, 2),
             "key_docs",
         ),
+        (lambda rank, mesh: ({"plan": dealt(mesh, [30 + rank, 34 - rank])}, 2), "plan.docs"),
         (lambda rank, mesh: ({}, 2 + rank // 3), "q"),
         (lambda rank, mesh: ({"sinks": torch.zeros(4, requires_grad=rank < 2)}, 2), "gradients"),
     ],
-    ids=["plan", "spec", "docs", "key_docs", "shape", "gradients"],
+    ids=["plan", "spec", "docs", "key_docs", "plan.docs", "shape", "gradients"],
 )
 def test_ranks_that_differ_are_named_with_the_field(differ, field):
     said = []
@@ -274,7 +279,10 @@ def test_ranks_that_differ_are_named_with_the_field(differ, field):
         ({"seq_len": 0}, "seq_len=0: a whole number of tokens"),
         ({"seq_len": 12.5}, "seq_len=12.5"),
         ({"strategy": "rinf"}, "strategy='rinf': choose one of auto, ring, gather, ulysses"),
-        ({"layout": "zigzack"}, "layout='zigzack': choose one of auto, contiguous, striped, zigzag"),
+        ({"layout": "balnced"}, "layout='balnced': choose one of auto, contiguous, striped, zigzag, balanced"),
+        ({"layout": "balanced", "key_len": 32}, "documents are laid out only for queries and keys of one sequence"),
+        ({"layout": "balanced", "docs": ra.Docs.from_lengths([8, 16])}, "lengths add up to 24, and seq_len=64; make"),
+        ({"layout": "balanced", "docs": ra.Docs.from_lengths([[8, 56], [64, 0]])}, "put the rows one after the other"),
         ({"kernel": "flashy"}, "kernel='flashy': choose one of auto"),
         ({"heads": (12, 5)}, "5 key heads do not divide 12 query heads"),
         ({"heads": "8,2"}, r"heads='8,2': \(query heads, key heads\), or one number for both"),

@@ -1,7 +1,6 @@
 """Documents dealt by work: equal tokens, nearly equal work, few ranges, little that is received; and exact results."""
 
 import pickle
-import random
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +16,7 @@ import ringattn.layout as layout_module
 from ringattn.bands import Work, families, joined
 from ringattn.comms.local import run
 from ringattn.dealing import deal
+from ringattn.launch import words
 from ringattn.launch.verify.cases import FULL, Case
 from ringattn.layout import Layout
 from ringattn.planning import of_text
@@ -97,21 +97,10 @@ def test_equals_dense_float64(case, choices):
     check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT), **choices)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_random_calls_equal_dense_float64(seed):
-    """Any documents over any ranks, any mask, any way to bring keys."""
-    rng = random.Random(seed)
-    lengths = [rng.choice([0, 1, 2, rng.randint(1, 40), rng.randint(1, 150)]) for _ in range(rng.randint(1, 9))]
-    total, ulysses = sum(lengths) + rng.choice([0, 1, rng.randint(1, 30)]), rng.choice([1, 1, 2])
-    ring = rng.randint(2, 8 // ulysses)
-    spec = rng.choice([AttentionSpec(), FULL, AttentionSpec(window=rng.randint(1, 60))])
-    case = Case(
-        "random", ring=ring, ulysses=ulysses, seq_len=max(1, total), lengths=lengths, cut=lengths, layout="balanced",
-        spec=spec, batch=rng.randint(1, 2), kv_heads=rng.choice([2, 4]), sinks=rng.random() < 0.5,
-    )  # fmt: skip
-    route = rng.choice([{}, {}, {"route": "relay"}, *([{"route": "levels", "hosts": 2}] if ring in (4, 6, 8) else [])])
-    choices = {"together": rng.randint(1, 4), **route}
-    check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT), **choices)
+@pytest.mark.slow
+def test_random_calls_equal_dense_float64(capsys):
+    """Any documents over 2 to 8 ranks, any mask, dtype and magnitude, any way to bring keys: every element."""
+    assert words.main(["verify", "random=120", "cases=balanced"]) == 0, capsys.readouterr().out
 
 
 @settings(max_examples=12)

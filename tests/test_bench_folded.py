@@ -1,9 +1,10 @@
-"""A few processes that play many ranks: each sends and is sent what it would be among so many."""
+"""A few processes that play many ranks: each receives what it would among so many."""
 
 import pytest
 import torch
 
 import ringattn as ra
+from ringattn.choosing import elsewhere
 from ringattn.comms.local import run
 from ringattn.launch.bench.folded import folded, processes_of
 from ringattn.launch.bench.ring import Options
@@ -27,12 +28,32 @@ def scanned(q, k, plan):
 @pytest.mark.parametrize("call", [trained, prefilled, scanned])
 def test_what_a_rank_sends_is_what_it_sends_among_so_many(call):
     def bytes_of(mesh):
-        plan = folded(ra.plan(mesh, seq_len=64), 4)
+        plan = ra.plan(mesh, seq_len=64)
+        plan = folded(plan, 4) if plan.ring < 4 else plan
         before = plan.ring_axis.sent
         call(torch.randn(1, 16, 4, 8), torch.randn(1, 16, 2, 8), plan)
         return plan.ring_axis.sent - before
 
     assert run(bytes_of, ring=2) == run(bytes_of, ring=4)[:2]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+def test_ranks_that_differ_receive_among_them_what_they_send(layout):
+    """Of each rank what comes is played; of all together it is what they send."""
+    docs = ra.Docs.from_lengths([40, 9, 3, 12, 21, 11])
+
+    def bytes_of(mesh, ranks=4):
+        axes, sent = ra.plan(mesh, seq_len=96).axes, []
+        for played in range(ranks) if axes.ring.size < ranks else [None]:
+            plan = ra.plan(elsewhere("cpu", [(ranks, 1)]), seq_len=96, docs=docs, strategy="ring", layout=layout)
+            plan = folded(plan, ranks, played, axes) if played is not None else plan.replace(axes=axes)
+            before = plan.ring_axis.sent
+            q, k = (torch.randn(1, plan.local_len, h, 8).requires_grad_() for h in (4, 2))
+            ra.attention(q, k, k, plan, docs=docs).sum().backward()
+            sent.append(plan.ring_axis.sent - before)
+        return sum(sent)
+
+    assert sum(run(bytes_of, ring=2)) == 2 * sum(run(bytes_of, ring=4))
 
 
 @pytest.mark.parametrize("wrong", [{"processes": 3}, {"processes": 1}, {"processes": 2, "ulysses": 2}])

@@ -4,9 +4,11 @@ import json
 import os
 
 import pytest
+import torch
 
+import ringattn as ra
 from ringattn.launch import words
-from ringattn.launch.bench import ring, timeline
+from ringattn.launch.bench import masks, ring, timeline
 from ringattn.launch.bench.timeline import Span
 
 SPANS = [
@@ -45,24 +47,24 @@ def test_a_trace_and_a_picture_of_all_ranks(tmp_path):
     assert len(moving) == 4 and {e["pid"] for e in moving} == {0, 1} and {e["dur"] for e in moving} == {6.0}
 
 
-@pytest.mark.parametrize("mask", ["causal", "long", "short", "7"])
-def test_pairs_are_counted_right(mask):
-    case = ring.Case.of(mask, 64)
-    if mask == "causal":
-        assert case.pairs == 64 * 65 / 2
-    elif mask == "7":
-        assert case.pairs == sum(min(t + 1, 7) for t in range(64)) and case.spec.window == 7
-    else:
-        whole = ring.Case.of(mask, 131072)
-        assert whole.pairs == sum(n * (n + 1) / 2 for n in ring.MIXES[mask]) and whole.docs.length == 131072
-        assert case.docs.length == 64 and case.pairs == 64 * 65 / 2  # of the first document
+MASKS = """causal full 7 first:3:9 chunk:11 long even:24 lognormal:9:1.4
+prefix:5:16 spans:6:16 full:even:24 shared:32:9:3 branches:20:9:2"""
+
+
+@pytest.mark.parametrize("mask", MASKS.split())
+def test_pairs_are_those_of_the_mask(mask):
+    case = masks.case_of(mask, 64)
+    q, k, v = (torch.zeros(1, case.tokens, 1, 4, dtype=torch.float64) for _ in range(3))
+    _, lse = ra.attention(q, k, v, **case.asked, return_lse=True)  # equal scores: the log of how many keys are seen
+    assert case.pairs == pytest.approx(float(lse.exp().sum()), abs=1e-6)
 
 
 def test_documents_fill_what_tokens_say():
-    assert ring.mixed(ring.SHORT, 5000) == [512, 4096, 392]
-    assert ring.mixed(ring.LONG, 200000)[:17] == [*ring.LONG, ring.LONG[0]]
-    assert ring.asked_for(ring.Options(tokens=[64, 96], mask=["causal", "short"])) == [
-        ("causal", 64), ("causal", 96), ("short", 96),
+    assert masks.mixed(masks.SHORT, 5000) == [512, 4096, 392]
+    assert masks.mixed(masks.LONG, 200000)[:17] == [*masks.LONG, masks.LONG[0]]
+    found = masks.cases(["causal", "short", "shared:32:9:3"], [64, 96])
+    assert [(word, case.tokens) for word, case in found] == [
+        ("causal", 64), ("causal", 96), ("short", 96), ("shared:32:9:3", 59),
     ]  # fmt: skip
 
 
@@ -70,15 +72,18 @@ def test_words_that_are_wrong_or_without_a_value(capsys):
     assert ring.Options(**words.values(["--trace"], ring.Options)).trace == "trace.json"
     assert words.main(["bench", "ring", "device=cpu", "tokens=64", "ranks=2", "ulysses=3"]) == 2
     assert "ulysses=3 does not divide ranks=2" in capsys.readouterr().err
+    for wrong in ("caussal", "first:3", "0", "even:x", "spans:9:4:1"):
+        assert words.main(["bench", "ring", "device=cpu", "tokens=64", "ranks=2", f"mask={wrong}"]) == 2
+        assert f"mask={wrong}: choose causal; full" in capsys.readouterr().err
 
 
 def test_it_runs_on_the_cpu_and_says_how_far_from_the_floor():
     options = ring.Options(
         ranks=2, tokens=[64], heads=2, kv_heads=1, head_dim=8, device="cpu", repeats=1, warmup=0, route="direct",
-        strategy="ring", mask=["causal", "20"],
+        strategy="ring", mask=["causal", "20", "first:2:9", "lognormal:9:1", "shared:20:6:4"],
     )  # fmt: skip
     rows = ring.run(options)
-    assert [(r["mask"], r["mode"]) for r in rows] == [(m, x) for m in ("causal", "20") for x in options.modes]
+    assert [(r["mask"], r["mode"]) for r in rows] == [(m, x) for m in options.mask for x in options.modes]
     for row in rows:
         assert row["ratio"] == pytest.approx(row["floor_ms"] / row["ms"]) and row["route"] == "direct"
         assert row["overhead"] == 1 - row["ratio"]

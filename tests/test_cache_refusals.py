@@ -64,7 +64,7 @@ REFUSED = [
     ("prefill: move", lambda x: x.prefill(move="all"), "move='all': choose one of auto, queries, keys"),
     (
         "prefill: another plan",
-        lambda x: x.prefill(plan=ra.plan(x.mesh, seq_len=16)),
+        lambda x: x.prefill(plan=ra.plan(x.mesh, seq_len=16, axes={"ulysses": "ring"})),
         "the cache was allocated for another plan",
     ),
     (

@@ -103,6 +103,7 @@ def test_every_benchmark_has_help(suite, capsys):
         (["verify", "dtype=int8"], "dtype=int8"),
         (["verify", "kernel=magic"], "kernel='magic': choose one of auto"),
         (["verify", "cases=nothing"], "cases=nothing matches none of causal"),
+        (["verify", "random=3", "cases=nothing"], "cases=nothing matches none of random calls: give a part"),
         (["verify", "backend=nccl"], "nccl does not move tensors on cpu; use backend=gloo, or device=cuda"),
         (["verify", "ranks=0"], "ranks=0"),
         (["doctor", "timeout=soon"], "timeout=soon: expected a number"),
@@ -244,7 +245,7 @@ def test_verify_passes_on_threads(capsys):
     assert words.main(["verify", "ranks=2", "cases=docs_rows,cross"]) == 0
     said = capsys.readouterr().out
     assert "FAIL" not in said
-    assert "35 of 35 cases pass" in said  # 5 features x (6 on the ring + Ulysses)
+    assert "39 of 39 cases pass" in said  # 5 features x (6 on the ring + Ulysses), two of them also balanced
 
 
 def test_verify_fails_when_one_rank_is_off(capsys, monkeypatch):
@@ -260,7 +261,7 @@ def test_verify_fails_when_one_rank_is_off(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[3] for line in lines if line.endswith("FAIL")] == ["striped", "striped"]
     assert any("dk is off by" in line and "out" not in line for line in lines)
-    assert lines[-1].startswith("5 of 7 cases pass")
+    assert lines[-1].startswith("7 of 9 cases pass")
 
 
 def test_one_wrong_element_fails_where_the_norm_is_small(capsys, monkeypatch):
@@ -319,15 +320,15 @@ def test_only_a_kernel_that_is_named_may_refuse_and_not_everything(kernel, layou
     exact = oracle.run
     monkeypatch.setattr(oracle, "run", fussy)
     assert words.main(["verify", "ranks=2", "cases=short", f"kernel={kernel}"]) == status
-    refused = 2 if layouts else 7
+    refused = 2 if layouts else 9
     said = capsys.readouterr().out
     assert f"refused in {refused} cases: not on a Friday" in said
-    assert f"{7 - refused} of 7 cases pass" in said
+    assert f"{9 - refused} of 9 cases pass" in said
 
 
 def test_verify_passes_on_gloo_processes(capsys):
     assert words.main(["verify", "backend=gloo", "ranks=2", "cases=all_at_once"]) == 0
-    assert "7 of 7 cases pass" in capsys.readouterr().out
+    assert "9 of 9 cases pass" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -335,7 +336,7 @@ def test_verify_runs_in_the_ranks_of_torchrun():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ended = start(*torchrun, "-m", "ringattn", "verify", "cases=short")
     assert ended.returncode == 0, ended.stderr[-4000:]
-    assert ended.stdout.count("7 of 7 cases pass") == 1  # one rank speaks
+    assert ended.stdout.count("9 of 9 cases pass") == 1  # one rank speaks
     assert "2 ranks (gloo)" in ended.stdout
 
 
@@ -486,7 +487,7 @@ def test_a_file_is_tried_and_left_as_it_was(tmp_path):
 
 def test_verify_says_first_what_runs(capsys, monkeypatch):
     monkeypatch.setattr(verify, "everyone", lambda *told: pytest.fail(capsys.readouterr().err))
-    with pytest.raises(pytest.fail.Exception, match=r"7 cases over 2 ranks \(threads\)"):
+    with pytest.raises(pytest.fail.Exception, match=r"9 cases over 2 ranks \(threads\)"):
         verify.run(verify.Options(ranks=2, cases=("softcap",)))
 
 

@@ -20,6 +20,7 @@ import ringattn as ra
 from ringattn import kernels
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import Kernel, Problem, gain, rates, reference, select
+from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.kernels.partial import NEVER
 from ringattn.kernels.rows import row_delta
@@ -75,6 +76,12 @@ def intervals(begin: np.ndarray, end: np.ndarray, host: bool) -> Intervals:
     return Intervals(b, e, rectangles_of(begin, end) if host else None, (begin, end) if host else None, made={})
 
 
+def with_second(where: Intervals, first: int, host: bool) -> Intervals:
+    """The same queries see a few of the first keys too, none of them twice."""
+    end = np.minimum(where.begin.cpu().numpy(), first)
+    return where._replace(also=(intervals(end * 0, end, host),))
+
+
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 60))
 @settings(max_examples=400, deadline=None)
 def test_a_form_is_exactly_the_intervals(seed: int, T: int, S: int) -> None:
@@ -103,7 +110,8 @@ def test_masks_of_models_have_a_form() -> None:
     assert form_of(t * 0, t + 1).causal and form_of(t * 0, t * 0 + 40) == form_of(t[:40] * 0, np.full(40, 40))
     assert form_of(np.maximum(t - 6, 0), t + 1).window == 6
     assert form_of(t // 10 * 10, t + 1).starts == (0, 10, 20, 30, 40) == form_of(t // 10 * 10, t // 10 * 10 + 10).starts
-    assert form_of(np.maximum(t // 20 * 20, t - 3), t + 1) is None, "documents with a window"
+    form = form_of(np.maximum(t // 20 * 20, t - 3), t + 1)
+    assert (form.starts, form.window) == ((0, 20, 40), 3), "documents with a window"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -202,30 +210,33 @@ def test_an_older_version_is_refused_with_the_remedy(fa4_here) -> None:
     assert "upgrade with pip install -U 'ringattn[fa4]'" in str(entry.refuses(PROBLEM))
 
 
-@pytest.mark.parametrize("split", [1, 4096])
-def test_what_is_passed_to_fa4_gives_attention(fa4_here, monkeypatch, split: int) -> None:
+@pytest.mark.parametrize("split, few", [(1, 1024), (4096, 1024), (1, 0)])
+def test_what_is_passed_to_fa4_gives_attention(fa4_here, monkeypatch, split: int, few: int) -> None:
     """Its own forms, lists, merges into a carry, and gradients from out or from delta, without FA4 itself."""
     pytest.importorskip("triton")
     fa4, rng = fa4_here(), np.random.default_rng(0)
     monkeypatch.setattr(fa4, "SPLIT", split)
+    monkeypatch.setattr(fa4, "THIN", few)
+    oracle, kernel = over_families(reference.KERNEL), over_families(fa4.KERNEL)
     for trial in range(14):
         rows = int(rng.integers(1, 3))
         B, (T, S) = max(rows, int(rng.integers(1, 3))), rng.integers(1, 40, 2).tolist()
         where = intervals(*some_intervals(rng, T, S, rows), host=bool(rng.integers(2)))
+        where = with_second(where, 3, host=where.host is not None) if trial % 3 == 0 else where
         q, k, v, dout = (torch.randn(B, n, h, 16) for n, h in ((T, 4), (S, 2), (S, 2), (T, 4)))
         options = {"scale": 0.3, "softcap": 2.0 if trial % 2 else None}
         wide = [x.double() for x in (q, k, v)]
-        truth = reference.attend(*wide, where, **options)
+        truth = oracle.attend(*wide, where, **options)
         delta = (truth.out * dout).sum(-1)
-        expected = reference.attend_backward(*wide, where, dout.double(), truth.lse, delta, **options)
-        part = fa4.KERNEL.attend(q, k, v, where, **options)
+        expected = oracle.attend_backward(*wide, where, dout.double(), truth.lse, delta, **options)
+        part = kernel.attend(q, k, v, where, **options)
         rows_of = (dout, truth.lse.float())
-        by_out = fa4.KERNEL.attend_backward(q, k, v, where, *rows_of, None, out=truth.out.float(), **options)
-        by_delta = fa4.KERNEL.attend_backward(q, k, v, where, *rows_of, delta.float(), **options)
+        by_out = kernel.attend_backward(q, k, v, where, *rows_of, None, out=truth.out.float(), **options)
+        by_delta = kernel.attend_backward(q, k, v, where, *rows_of, delta.float(), **options)
         for a, b in zip((*part, *by_out, *by_delta), (*truth, *expected, *expected), strict=True):
             torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=2e-5, msg=lambda text: f"trial {trial}: {text}")  # noqa: B023
         before = part.lse.clone()
-        again = fa4.KERNEL.attend(q, k, v, where, carry=part, **options)
+        again = kernel.attend(q, k, v, where, carry=part, **options)
         live = truth.lse > NEVER
         torch.testing.assert_close(again.out.double(), truth.out, atol=2e-5, rtol=2e-5)
         assert torch.allclose(again.lse[live], before[live] + np.log(2), atol=1e-5)
@@ -283,13 +294,14 @@ def needs_fa4() -> object:
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128), (256, 256)], ids=str)
 def test_any_intervals_equal_float64(dims: tuple[int, int], part: int) -> None:
     """75 random problems for each of four dims: out, lse, and gradients of out and of the lse."""
-    fa4, (D, V) = needs_fa4(), dims
+    oracle, kernel, (D, V) = over_families(reference.KERNEL), over_families(needs_fa4().KERNEL), dims
     rng = np.random.default_rng((D, part))
     for trial in range(15 * part, 15 * part + 15):
         rows = int(rng.integers(1, 3))
         T, S = (int(x) for x in rng.integers(1, 700, 2))
         B, (H, G) = max(rows, int(rng.integers(1, 3))), (2, 2) if D != V else (4, 2)
         where = intervals(*some_intervals(rng, T, S, rows), host=bool(rng.integers(2)))
+        where = with_second(where, 100, host=where.host is not None) if trial % 3 == 1 else where
         generator = torch.Generator("cuda").manual_seed(trial)
         q, k, v, dout = (
             torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
@@ -297,18 +309,18 @@ def test_any_intervals_equal_float64(dims: tuple[int, int], part: int) -> None:
         )
         dlse = torch.randn(B, T, H, device="cuda", generator=generator) if trial % 3 == 0 else None
         wide = [x.double() for x in (q, k, v)]
-        truth = reference.attend(*wide, where, scale=D**-0.5)
-        live = (where.begin < where.end)[..., None].expand(B, T, H)
+        truth = oracle.attend(*wide, where, scale=D**-0.5)
+        live = sum(one.begin < one.end for one in where.families).bool()[..., None].expand(B, T, H)
         delta = (truth.out * dout).sum(-1) - (0 if dlse is None else dlse)
-        expected = reference.attend_backward(
+        expected = oracle.attend_backward(
             *wide, where, dout.double(), truth.lse, torch.where(live, delta, 0), scale=D**-0.5
         )
-        part = fa4.KERNEL.attend(q, k, v, where, scale=D**-0.5)
+        part = kernel.attend(q, k, v, where, scale=D**-0.5)
         assert (part.lse[~live] == NEVER).all() and (part.out[~live] == 0).all(), "empty rows"
         assert not live.any() or (part.lse - truth.lse)[live].abs().max() < 2e-4
         out = truth.out.to(q.dtype)
         rows_delta = None if dlse is None else row_delta(out, dout, dlse)
-        found = fa4.KERNEL.attend_backward(
+        found = kernel.attend_backward(
             q, k, v, where, dout, truth.lse.float(), rows_delta, scale=D**-0.5, out=out if dlse is None else None
         )
         for name, a, b in zip(("out", "dq", "dk", "dv"), (part.out, *found), (truth.out, *expected), strict=True):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import re
 import subprocess
@@ -75,6 +76,8 @@ def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SHAPE)
+    if options.get("torch_compile"):
+        config.num_hidden_layers = 1  # a second one is compiled again
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     options = dict(options)
@@ -82,6 +85,8 @@ def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]))
+    if way == "plain":
+        options = {name: value for name, value in options.items() if name not in COMPILED}
     (data, ring), packed = sizes, kind == "Mistral"
     more: dict = dict(options)
     if way == "accelerate":
@@ -112,38 +117,7 @@ def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int
     return [row[name] for row in trainer.state.log_history for name in names if name in row]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, steps, options, ways",
-    [
-        ("GptOss", 50, {}, ("prepared", "accelerate")),  # padded: windows and sinks
-        ("Mistral", 50, {}, ("accelerate",)),  # packed
-        ("Llama", 6, {"lora": True, "activation_checkpointing": True}, ("accelerate",)),
-        ("Llama", 6, {"torch_compile": True, "torch_compile_backend": "aot_eager"}, ("accelerate",)),
-        ("Llama", 3, {}, ("config",)),
-    ],
-    ids=["padded", "packed", "adapters", "compiled", "cpus"],
-)
-def test_losses_over_ranks_are_those_of_one(tmp_path: Path, kind: str, steps: int, options: dict, ways) -> None:
-    """In a process of its own: DistributedDataParallel does not survive TORCH_DISTRIBUTED_DEBUG=DETAIL."""
-    script = (
-        "import json; from ringattn.launch.processes import run; from test_hf_trainer import trained; "
-        f"ways = ('plain', (1, 1)), *((way, (2, 2)) for way in {ways}); "
-        f"print(json.dumps([run(trained, a * b, way, (a, b), {str(tmp_path)!r}, {kind!r}, {steps}, {options!r})[0] "
-        "for way, (a, b) in ways]))"
-    )
-    here = Path(__file__).parent
-    environment = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "OFF", "PYTHONPATH": f"{here.parent}:{here}"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    plain, *ours = json.loads(done.stdout.splitlines()[-1])
-    assert len(plain) == 2 * steps + 3 and min(plain[: 2 * steps : 2]) < plain[0]
-    for found in ours:
-        np.testing.assert_allclose(found[: 2 * steps : 2], plain[: 2 * steps : 2], atol=1e-5)  # losses
-        np.testing.assert_allclose(found, plain, atol=1e-4)
-
-
-def looped(cp: int, folder: str) -> list[float]:
+def looped(cp: int) -> list[float]:
     """One rank: losses and norms of gradients of a loop of accelerate's, over cp ranks if there are several."""
     import torch.distributed as dist
     from accelerate import Accelerator, ParallelismConfig, PartialState
@@ -181,20 +155,55 @@ def looped(cp: int, folder: str) -> list[float]:
     return found
 
 
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+TRAINED = {  # the model, steps, options, and ways over data x context-parallel ranks
+    "padded": ("GptOss", 15, {}, ("prepared", "accelerate"), (2, 2)),  # windows and sinks
+    "packed": ("Mistral", 15, {}, ("accelerate",), (2, 2)),
+    "adapters": ("Llama", 6, {"lora": True, "activation_checkpointing": True}, ("accelerate",), (2, 2)),
+    "compiled": ("Llama", 2, COMPILED, ("accelerate",), (1, 2)),
+    "cpus": ("Llama", 3, {}, ("config",), (2, 2)),
+}
+
+
+def all_trained(folder: str) -> dict[str, list[list[float]]]:
+    """One rank: what one rank alone finds, or each way over so many ranks; with state of accelerate's anew."""
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState
+
+    ranks, found = dist.get_world_size(), {}
+    for name, (kind, steps, options, ways, sizes) in TRAINED.items():
+        if ranks == 1:
+            ways, sizes = ("plain",), (1, 1)
+        for way in ways if math.prod(sizes) == ranks else ():
+            AcceleratorState._reset_state(reset_partial_state=True)
+            found.setdefault(name, []).append(trained(way, sizes, folder, kind, steps, options))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return {**found, "loop": [looped(min(ranks, 2))]}
+
+
 @pytest.mark.slow
-def test_a_loop_of_accelerate_over_ranks_has_the_losses_of_one(tmp_path: Path) -> None:
+def test_losses_over_ranks_are_those_of_one(tmp_path: Path) -> None:
+    """In a process of its own: DistributedDataParallel does not survive TORCH_DISTRIBUTED_DEBUG=DETAIL.
+
+    Its ranks are forked with transformers imported: to import it takes longer than what is trained.
+    """
+    preload = "transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate", "peft"
     script = (
-        "import json; from ringattn.launch.processes import run; from test_hf_trainer import looped; "
-        "print(json.dumps([run(looped, n, cp, '')[0] for n, cp in ((1, 1), (2, 2), (4, 2))]))"
+        "import json, test_hf_trainer as test; from ringattn.launch.processes import run; print(json.dumps("
+        f"[run(test.all_trained, n, {str(tmp_path)!r}, preload={preload})[0] for n in (1, 2, 4)]))"
     )
     here = Path(__file__).parent
     environment = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "OFF", "PYTHONPATH": f"{here.parent}:{here}"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    plain, *ours = json.loads(done.stdout.splitlines()[-1])
-    assert len(plain) == 16 and plain[-2] < plain[0]
-    for found in ours:
-        np.testing.assert_allclose(found, plain, rtol=1e-4, atol=1e-5)
+    alone, *spread = json.loads(done.stdout.splitlines()[-1])
+    assert {*alone} == {*TRAINED, "loop"} == set().union(*spread)
+    for name, (plain,) in alone.items():
+        every = 2 * (TRAINED[name][1] if name in TRAINED else 8)  # a loss and a norm of each step
+        assert len(plain) == every + 3 * (name in TRAINED) and min(plain[:every:2]) < plain[0], name
+        for found in [one for ranks in spread for one in ranks.get(name, [])]:
+            np.testing.assert_allclose(found[:every:2], plain[:every:2], atol=1e-5, err_msg=name)  # losses
+            np.testing.assert_allclose(found, plain, atol=1e-4, err_msg=name)
 
 
 def test_the_patch_for_accelerate_applies(tmp_path: Path) -> None:

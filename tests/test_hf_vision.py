@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.torch.models import hf
+from ringattn.torch.models.hf_choice import attention_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 
@@ -34,6 +35,10 @@ DELTA = {
 }  # fmt: skip
 
 
+PREFIXED = {
+    "vision_config": {**TOWER, "patch_size": 14, "vision_use_head": False}, "image_token_index": IMAGE,
+    "projection_dim": 32,
+}  # fmt: skip
 IMAGES = "pixel_values", "image_grid_thw"
 
 
@@ -62,6 +67,11 @@ MODELS = {  # the configuration, what makes n images of 4 tokens each, and the n
         },
         by_images, "token_type_ids",
     ),
+    "paligemma": ({"text_config": {"model_type": "gemma", **TEXT}, **PREFIXED}, by_images, "token_type_ids"),
+    "paligemma2": (
+        {"text_config": {"model_type": "gemma2", **TEXT, "sliding_window": 7}, **PREFIXED}, by_images,
+        "token_type_ids",
+    ),
     "llava": (
         {
             "text_config": {"model_type": "llama", **TEXT}, "image_token_index": IMAGE,
@@ -73,11 +83,13 @@ MODELS = {  # the configuration, what makes n images of 4 tokens each, and the n
 
 
 def build(kind: str):
-    if kind not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
-    config = transformers.AutoConfig.for_model(kind, **deepcopy(MODELS[kind][0]))
+    name = kind.removesuffix("2") if kind == "paligemma2" else kind
+    if name not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    config = transformers.AutoConfig.for_model(name, **deepcopy(MODELS[kind][0]))
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+    way = "eager" if kind == "paligemma2" else "sdpa"  # which Gemma 2 does not have
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation=way)
     with torch.no_grad():  # some start as zeros, which would hide an error
         for weight in model.parameters():
             if weight.dim() == 1 or not weight.any():
@@ -96,6 +108,9 @@ def batch(kind: str, at=((3, 14), (20,)), length: int = T) -> dict:
     torch.manual_seed(1)
     n = sum(map(len, at))
     found = {"input_ids": ids, **(images(n) if n else {})}
+    if kind.startswith("paligemma"):  # images and a question see one another, and not the answer
+        ends = torch.tensor([max(places, default=0) + 8 for places in at])
+        return {**found, types: (torch.arange(length) >= ends[:, None]).long()}
     return {**found, **({types: (ids == IMAGE).long()} if types else {})}
 
 
@@ -150,11 +165,19 @@ def test_text_alone(kind):
     """Also where a processor adds types of tokens, which are all those of text."""
     given = batch(kind, at=((), ()))
     compare(kind, given, 2, 1)
-    if len(given) > 1:
+    if kind.startswith("paligemma"):
+        with pytest.raises(ValueError, match="sees its prefix both ways: pass token_type_ids"):
+            hf.prepare(build(kind), ra.plan(seq_len=T))(given["input_ids"])
+    elif len(given) > 1:
         compare(kind, {"input_ids": given["input_ids"]}, 2, 1)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_plans_are_predicted_for_the_mask_of_the_text():
+    """Which is causal, although towers see whole images."""
+    assert attention_of(build("llava"))["spec"] == ra.AttentionSpec()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "paligemma2"])
 def test_padding(kind):
     """Of 29 tokens the second row has 18, and its image comes right after the padding."""
     given, mask = batch(kind, at=((14, 22), (12,))), torch.ones(2, T, dtype=torch.long)

@@ -6,6 +6,8 @@ import pytest
 pytest.importorskip("accelerate", reason="accelerate is not installed (pip install '.[hf]')")
 CELLS = [cell for cell in matrix.covering() if cell.integration != "SFT"]  # those are in test_trl.py
 QUICK = [cell for cell in CELLS if cell.recomputing in ("kept", "checkpointing")][:12]
+COMPILED = [cell for cell in CELLS if cell.recomputing in ("compile", "both")]
+FEW = COMPILED[:8]  # in which each choice of the other axes is compiled; the rest takes as long again
 
 
 def test_cells_cover_every_pair_of_choices():
@@ -24,5 +26,12 @@ def test_the_most_used_cells_equal_one_rank():
 
 
 @pytest.mark.slow
-def test_all_cells_equal_one_rank():
-    print(matrix.check([cell for cell in CELLS if cell not in QUICK], tensor_parallel=True))
+def test_other_cells_and_a_few_compiled_ones_equal_one_rank():
+    choices = {choice for cell in CELLS for choice in cell} - {"kept", "checkpointing"}
+    assert {choice for cell in FEW for choice in cell} == choices
+    print(matrix.check([cell for cell in CELLS if cell not in QUICK + COMPILED[8:]], tensor_parallel=True))
+
+
+@pytest.mark.compile
+def test_all_compiled_cells_equal_one_rank():
+    print(matrix.check(COMPILED))

@@ -12,7 +12,7 @@ from ringattn import machine as machines
 from ringattn.choosing import elsewhere, factored
 from ringattn.cost import Shape
 from ringattn.kernels.rates import RATES
-from ringattn.launch.bench.ring import MIXES, mixed
+from ringattn.launch.bench.masks import MIXES, mixed
 from ringattn.planning import Plan, Transport
 from ringattn.predict import Rates, predict
 

@@ -41,6 +41,16 @@ def test_other_sequences_on_a_rank_are_named_on_all(transport, wrong_from):
     assert set(raised) in ({*range(wrong_from + 1)}, {*range(wrong_from + 2)})  # at once, or a call later
 
 
+def test_documents_that_are_dealt_out_otherwise_on_a_rank_are_named_on_all(transport):
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=T, layout="balanced")
+        with pytest.raises(ValueError, match="the documents that the plan lays out, of ring rank 1 are not those"):
+            for i in range(3):
+                step(plan.for_docs(ra.Docs.from_lengths([5 + i * mesh.rank, T - 5 - i * mesh.rank])), tokens(0))
+
+    run(one, ring=2, timeout=20)
+
+
 def test_now_and_then_is_not_never(transport):
     def one(mesh):
         plan = ra.plan(mesh, seq_len=T)

@@ -75,9 +75,12 @@ def rewards(completions, completion_ids, **_) -> list[float]:
 
 
 def agreement(found) -> dict[str, float]:
-    """A metric of the logits and labels of all real tokens; batches differ in length."""
+    """A metric of the logits and labels of all real tokens; batches differ in length.
+
+    DPOTrainer's labels are token ids, where padding is 0. What logits are at padding is left to the model.
+    """
     pairs = list(zip(found.predictions, found.label_ids, strict=True))
-    return {"agreement": float(sum(abs(x[y >= 0]).sum() + y.sum() for x, y in pairs))}
+    return {"agreement": float(sum(abs(x[y > 0]).sum() + y.sum() for x, y in pairs))}
 
 
 def rounded(trainer):
@@ -128,7 +131,7 @@ def train(way: str, what: str, kind: str, options: dict, folder: str, steps: int
     elif way == "prepared":
         model = hf.prepare(model, ra.plan(ra.init_mesh(ring=ranks), seq_len=64))
     if "eval_strategy" in options:
-        n = 6 if what == "SFT" else 8  # of whose last batch accelerate on one rank would count the remainder of 6 by 4
+        n = 8 if what == "GRPO" else 6  # whose last batch is shorter
         more["eval_dataset"] = Dataset.from_dict({name: x[:n] for name, x in DATA[what]().items()})
         more |= {} if what == "GRPO" else {"compute_metrics": agreement}
     if what == "DPO":

@@ -45,10 +45,16 @@ def form_of(begin: np.ndarray, end: np.ndarray) -> Form | None:
         window = int(S - begin[-1])
         if (begin == np.maximum(last - window, 0)).all():
             return Form(queries, keys, causal=True, window=window - 1)
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(begin)) + 1])
-    if T == S and (begin[starts] == starts).all():
-        ends = np.append(starts[1:], T)
-        causal = bool((end == np.arange(T) + 1).all())
-        if causal or (end == np.repeat(ends, ends - starts)).all():
-            return Form(queries, keys, causal, starts=(*starts.tolist(), T))
+    if T != S:
+        return None
+    at, causal = np.arange(T), bool((end == last).all())
+    starts = np.flatnonzero(begin == at) if causal else np.concatenate([[0], np.flatnonzero(np.diff(begin)) + 1])
+    lengths = np.diff(np.append(starts, T))
+    first = np.repeat(starts, lengths)  # of each query's document
+    if causal:
+        within = None if (begin == first).all() else int((at - begin).max())
+        if within is None or (begin == np.maximum(first, at - within)).all():
+            return Form(queries, keys, True, within, (*starts.tolist(), T))
+    elif (begin == first).all() and (end == np.repeat(starts + lengths, lengths)).all():
+        return Form(queries, keys, starts=(*starts.tolist(), T))
     return None

@@ -1,15 +1,18 @@
-"""More ranks than there are GPUs: each process plays one of them, and the others answer for its peers. For times only.
+"""More ranks than there are GPUs: all processes play the same one of them, and are each other's peers. For times only.
 
-What a rank sends, is sent and computes is what it would be among so many, over the same links; but what arrives is from
-another rank, so results mean nothing. It holds where all ranks do the same: full attention, prefill, states that are
-gathered. Of causal attention in zigzag, where ranks read ranges of different lengths, blocks travel whole: an upper
-bound. Ranks that are late, and links that many share, are not played; what all peers read is sent to each alone, and
-before the work that it flies beside.
+A process computes and receives what this rank would among so many, over the same links, and sends to its peers what
+they receive. So results mean nothing, and what a rank sends counts as what it receives: among all ranks the sums are
+equal. Ranks that are late, and links that many share, are not played.
 """
 
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from operator import is_
 from typing import Any
 
-from ringattn.comms.axis import ByRank, Pending
+import torch
+
+from ringattn.comms.axis import ByRank, Pending, Slices
 from ringattn.comms.moves import Moves
 from ringattn.launch.words import option
 from ringattn.planning import Plan
@@ -28,34 +31,64 @@ def processes_of(options: Any) -> int:
     return int(count)
 
 
-def folded(plan: Plan, ranks: int) -> Plan:
-    """The same choices among so many ranks."""
-    if ranks == plan.ring:
+def folded(plan: Plan, ranks: int, played: int | None = None, axes: Iterable[Any] | None = None) -> Plan:
+    """The same choices among so many ranks, as rank `played`, the last one by default; the plan's own if it has them.
+
+    `axes` are the ring and Ulysses axes of the processes, if the plan has none.
+    """
+    if played is None and ranks == plan.ring:
         return plan
-    ring = Folded(plan.ring_axis, ranks)  # blocks travel whole, so that all ranks send and receive the same
-    return plan.replace(ring=ranks, axes=Ranks(ring, plan.ulysses_axis, device=plan.device, whole=True))
+    ring, ulysses = plan.axes if axes is None else axes
+    ring = Folded(ring, ranks, ranks - 1 if played is None else played)
+    return plan.replace(ring=ranks, axes=Ranks(ring, ulysses, device=plan.device))
 
 
 class Folded(Moves):
-    """An axis of `size` ranks, of which those of another axis are here: everything is made of its moves."""
+    """An axis of `size` ranks, played by the processes of another axis: everything is made of its moves."""
 
-    def __init__(self, axis: Any, size: int):
-        self.axis, self.size, self.rank, self.name, self.by = axis, size, axis.rank, axis.name, axis.by
+    def __init__(self, axis: Any, size: int, played: int):
+        self.axis, self.size, self.rank, self.name, self.by = axis, size, played, axis.name, axis.by
         self.cheap_words, self.hosts = axis.cheap_words, axis.hosts
+        self.ballast: dict[Any, torch.Tensor] = {}  # what is sent, by its dtype
 
     @property
     def sent(self) -> int:
         return int(self.axis.sent)
 
     def move(self, out: ByRank, into: ByRank, what: str = "") -> Pending:
-        return self.axis.move(self.nearer(out, 1), self.nearer(into, -1), what)
+        return self.axis.move(*self.between(into), what)
 
-    def nearer(self, by_rank: ByRank, way: int) -> ByRank:
-        """To a rank so many places away goes what would go to others as far beyond it; never to this rank itself."""
-        found: dict[int, list[Any]] = {}
-        for place, tensors in sorted((way * (r - self.rank) % self.size, tensors) for r, tensors in by_rank.items()):
-            found.setdefault((self.rank + way * (place % self.axis.size or 1)) % self.axis.size, []).extend(tensors)
-        return found
+    def sharing(self, out: ByRank, into: ByRank, what: str = "", first: bool = True) -> AbstractContextManager[Pending]:
+        return self.axis.sharing(*self.between(into), what, first)
+
+    def between(self, into: ByRank) -> tuple[ByRank, ByRank]:
+        """What would come from a rank so many places away comes from a process, which gets as much from this one."""
+        arriving: dict[int, Any] = {}
+        for source, tensors in into.items():
+            apart = (self.rank - source) % self.size % self.axis.size or 1  # never from itself
+            arriving[apart] = joined(arriving[apart], tensors) if apart in arriving else tensors
+        here, count = self.axis.rank, self.axis.size
+        leaving = {(here + apart) % count: self.like(tensors) for apart, tensors in arriving.items()}
+        return leaving, {(here - apart) % count: tensors for apart, tensors in arriving.items()}
+
+    def like(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Random numbers in the shapes of these tensors."""
+        if isinstance(tensors, Slices):
+            return Slices([self.random(x) for x in tensors.tensors], tensors.places)
+        return [self.random(x) for x in tensors]
+
+    def random(self, x: torch.Tensor) -> torch.Tensor:
+        room = self.ballast.get(x.dtype)
+        if room is None or room.numel() < x.numel():
+            room = self.ballast[x.dtype] = torch.randn(x.numel(), device=x.device).to(x.dtype)
+        return room[: x.numel()].view(x.shape)
 
     def exchange_words(self, words: Any) -> list[Any]:
         return self.axis.exchange_words(words) * (self.size // self.axis.size)
+
+
+def joined(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Both after another, as slices if they are of the same tensors."""
+    if isinstance(a, Slices) and isinstance(b, Slices) and all(map(is_, a.tensors, b.tensors)):
+        return Slices(a.tensors, (*a.places, *b.places))
+    return [*a, *b]

@@ -18,7 +18,8 @@ import numpy as np
 
 import ringattn as ra
 from ringattn.launch.bench import Row, version
-from ringattn.launch.bench.ring import FLOPS, MASKS, Case
+from ringattn.launch.bench.masks import WORDS, Case, case_of
+from ringattn.launch.bench.ring import FLOPS
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "mask", "ranks", "strategy", "layout", "kernel", "mode", "ms", "tflops", "alone", "ratio", "error"]
@@ -32,7 +33,7 @@ class Options:
     ranks: int = option(0, "devices; 0: all of them")
     ulysses: int = option(1, "how many of them are Ulysses ranks")
     tokens: list[int] = option([32768], "lengths of the whole sequence")
-    mask: list[str] = option(["causal"], MASKS)
+    mask: list[str] = option(["causal"], WORDS)
     heads: int = option(32, "query heads")
     kv_heads: int = option(8, "key heads")
     head_dim: int = option(128, "head dim")
@@ -62,15 +63,14 @@ def run(options: Options) -> list[Row]:
     how: dict[str, Any] = {"heads": heads, "head_dim": options.head_dim, "kernel": options.kernel}
     rows = []
     for mask, tokens in product(options.mask, options.tokens):
-        case = Case.of(mask, tokens)
-        share = 1 if mask == "causal" else ranks
-        less = Case.of(mask, round(tokens / ranks**0.5)) if share < ranks else case
-        alone = measured(options, ra.plan(one, seq_len=less.tokens, spec=case.spec, **how), less)
+        case = case_of(mask, tokens)
+        tokens = case.tokens
+        share = 1 if case.plain else ranks
+        less = case_of(mask, round(tokens / ranks**0.5)) if share < ranks else case
+        alone = measured(options, ra.plan(one, seq_len=less.tokens, spec=case.asked["spec"], **how), less)
         for layout in options.layout:
-            plan = ra.plan(
-                mesh, seq_len=tokens, strategy=options.strategy, layout=layout, spec=case.spec, docs=case.docs, **how
-            )
-            off = error(options, plan.for_length(2048), Case.of(mask, 2048)) if options.check else None
+            plan = ra.plan(mesh, seq_len=tokens, strategy=options.strategy, layout=layout, **case.asked, **how)
+            off = error(options, plan.for_length(2048), case_of(mask, 2048)) if options.check else None
             for mode, ms in measured(options, plan, case).items():
                 flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim / ranks
                 rows.append({
@@ -99,7 +99,7 @@ def calls(options: Options, plan: Any, modes: Iterable[str], case: Case) -> tupl
     given = [plan.shard(jnp.asarray(random.standard_normal(s, np.float32), jnp.bfloat16)) for s in shapes]
 
     def forward(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        return ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs)
+        return ra.attention(q, k, v, plan, **case.asked)
 
     def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
         out, back = jax.vjp(lambda q, k, v: forward(q, k, v, dout), q, k, v)
@@ -139,10 +139,11 @@ def error(options: Options, plan: Any, mask: Case) -> float:
     leaves = [torch.from_numpy(np.array(plan.unshard(x), np.float64)) for x in given]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     names = ("q", "k", "v", "dout")
-    lengths = None if mask.docs is None else np.diff(mask.docs.starts[0]).tolist()
+    docs = mask.asked.get("docs")
+    lengths = None if docs is None else np.diff(docs.starts[0]).tolist()
     sizes: dict[str, Any] = {"heads": options.heads, "kv_heads": options.kv_heads, "batch": 1}
     sizes |= {"head_dim": options.head_dim, "value_dim": options.head_dim}
-    case = cases.Case("bench", spec=mask.spec, lengths=lengths, seq_len=plan.seq_len, **sizes)
+    case = cases.Case("bench", spec=mask.asked["spec"], lengths=lengths, seq_len=plan.seq_len, **sizes)
     inputs = {n: x.to(device) for n, x in zip(names, leaves, strict=True)}
     inputs |= {"sinks": torch.zeros(options.heads, device=device), "dlse": torch.zeros(*leaves[0].shape[:3]).to(device)}
     truth = oracle.dense(case, inputs)

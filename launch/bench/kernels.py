@@ -21,8 +21,8 @@ from ringattn.kernels import reference
 from ringattn.kernels.intervals import Intervals, rectangles_of
 from ringattn.launch.bench import Row, contest
 from ringattn.launch.bench.contest import DTYPES
+from ringattn.launch.bench.masks import SHORT, mixed
 from ringattn.launch.bench.peers import CONTESTANTS, Inputs, of_table
-from ringattn.launch.bench.ring import SHORT, mixed
 from ringattn.launch.bench.timing import captured, copy_rate, elapsed_ms, steady_ms
 from ringattn.launch.words import option
 from ringattn.spec import AttentionSpec, Docs

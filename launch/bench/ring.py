@@ -1,34 +1,31 @@
 """Attention over ranks beside its floor: the same flops a rank, the same kernel, no communication.
 
-The causal floor is one call on every rank at once, of tokens / sqrt(ranks) tokens: as many (query, key) pairs as a
-rank has of the whole. The floor of packed documents is the whole sequence on one device, divided by the ranks; there
-only pairs within a document count as flops. `overhead` is the part of the time that the floor does not explain; what
-a trace calls exposed is communication. Times are medians: of the slowest rank in the table, of rank 0 in the lines that
-come before it. `peak` is the memory of forward and backward over q, k, v, out, their gradients and lse. `peers` are
-torch's own context_parallel with cuDNN, by how it rotates: allgather, alltoall.
+The floor of a causal or full mask is one call on every rank at once, of tokens / sqrt(ranks) tokens: as many (query,
+key) pairs as a rank has of the whole. The floor of other masks is the whole sequence on one device, divided by the
+ranks. Only pairs that the mask leaves count as flops. `overhead` is the part of the time that the floor does not
+explain; what a trace calls exposed is communication. Times are medians: of the slowest rank in the table, of rank 0 in
+the lines that come before it. `peak` is the memory of forward and backward over q, k, v, out, their gradients and lse.
+`peers` are torch's own context_parallel with cuDNN, by how it rotates: allgather, alltoall.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 import ringattn as ra
+from ringattn.choosing import elsewhere
 from ringattn.launch.bench import Row, over_ranks, timeline
 from ringattn.launch.bench.folded import PROCESSES, folded, processes_of
+from ringattn.launch.bench.masks import WORDS, Case, asked_by, cases
 from ringattn.launch.bench.timing import draws, median_ms, passes
 from ringattn.launch.words import option
 
 COLUMNS = ["tokens", "mask", "who", "strategy", "layout", "mode", "ms", "floor_ms", "ratio", "tflops",
            "overhead", "against", "peak"]  # fmt: skip
-LONG = (65536, 1024, 8192, 2048, 16384, 4096, 1024, 2048, 8192, 4096, 2048, 1024, 8192, 4096, 2048, 1024)
-SHORT = 8 * (512, 4096, 1024, 2048, 512, 1536, 3072, 512, 1024, 2048)
-MASKS = "causal; long, short: packed documents, of the most tokens; a number: a window"
-MIXES: dict[str, tuple[int, ...]] = {"long": LONG, "short": SHORT}  # of 131072 tokens
 FLOPS = {"forward": 4, "forward+backward": 14}  # flops of a pair, a head and a dim
 
 
@@ -38,12 +35,12 @@ class Options:
     processes: int = PROCESSES
     ulysses: int = option(1, "how many of them are Ulysses ranks")
     tokens: list[int] = option([16384, 32768, 131072], "lengths of the whole sequence")
-    mask: list[str] = option(["causal"], MASKS)
+    mask: list[str] = option(["causal"], WORDS)
     heads: int = option(32, "query heads")
     kv_heads: int = option(8, "key heads")
     head_dim: int = option(128, "head dim")
     strategy: str = option("auto", "auto, ring, gather or ulysses")
-    layout: list[str] = option(["auto"], "contiguous, striped or zigzag")
+    layout: list[str] = option(["auto"], "contiguous, striped, zigzag or balanced")
     route: str = option("auto", "auto, direct, relay or levels")
     together: int = option(0, "blocks a step; 0: as many as are small")
     groups: int = option(0, "groups of heads through Ulysses and gather; 0: as many as save time")
@@ -54,6 +51,7 @@ class Options:
     floor: bool = option(True, "whether to time the floor too")
     modes: list[str] = option(list(FLOPS), "which passes", among=tuple(FLOPS))
     graphs: bool = option(False, "capture each call in a CUDA graph and time its replays, the floor's too")
+    calls: int = option(1, "calls in a row, of which one is timed: as in a model, the host launches ahead")
     warmup: int = option(2, "runs that are not timed", least=0)
     repeats: int = option(10, "timed runs")
     trace: str = option(
@@ -64,13 +62,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.ranks % self.ulysses:
             raise ValueError(f"ulysses={self.ulysses} does not divide ranks={self.ranks}")
-        if processes_of(self) != self.ranks and (self.mask != ["causal"] or self.peers or self.strategy == "gather"):
-            raise ValueError(
-                f"processes={self.processes} plays the ranks of a causal ring; leave out mask, peers, gather"
-            )
+        if processes_of(self) != self.ranks and (self.peers or self.strategy not in ("auto", "ring")):
+            raise ValueError(f"processes={self.processes} plays the ranks of a ring; leave out peers and strategy")
         for mask in self.mask:
-            if mask not in ("causal", *MIXES) and not (mask.isdigit() and int(mask)):
-                raise ValueError(f"mask={mask}: choose causal, long, short, or a number, which is a window")
+            asked_by(mask, max(self.tokens))
 
 
 def run(options: Options) -> list[Row]:
@@ -94,94 +89,62 @@ def measured(options: Options) -> Iterator[Row]:
     """One rank: every length, forward and forward + backward, over ranks and alone; with the spans of a trace."""
     ring = processes_of(options) // options.ulysses
     mesh = ra.init_mesh(ring=ring, ulysses=options.ulysses, device_type=options.device)
-    cases = asked_for(options)
-    for mask, tokens in cases:
-        case = Case.of(mask, tokens)
+    for number, (mask, case) in enumerate(cases(options.mask, options.tokens)):
+        tokens = case.tokens
         floors = floor(options, case) if options.floor else dict.fromkeys(options.modes)
         for who, about, calls in contestants(options, mesh, case):
             for mode in options.modes:
                 if options.device == "cuda":
                     torch.cuda.reset_peak_memory_stats()
-                ms = timed(calls[mode], options)
+                ms = max(timed(each[mode], options) for each in calls)  # of all ranks, if they are played
                 flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim
                 row = {"tokens": tokens, "mask": mask, "who": who, **about, "mode": mode, "ms": ms, "flops": flops}
                 row |= {"floor_ms": floors[mode], "peak": peak(options, tokens, mode)}
-                if options.trace and (mask, tokens) == cases[0]:
-                    row["spans"] = timeline.record(calls[mode])
+                if options.trace and not number:
+                    row["spans"] = timeline.record(calls[0][mode])
                 yield row
-
-
-def asked_for(options: Options) -> list[tuple[str, int]]:
-    """Every mask with its lengths; documents fill the longest."""
-    return [(m, t) for m in options.mask for t in ([max(options.tokens)] if m in MIXES else options.tokens)]
-
-
-def mixed(lengths: tuple[int, ...], tokens: int) -> list[int]:
-    """Documents of these lengths, over and over, that have so many tokens in all; the last one is cut."""
-    found: list[int] = []
-    for n in cycle(lengths):
-        found.append(min(n, tokens - sum(found)))
-        if sum(found) == tokens:
-            break
-    return found
-
-
-class Case(NamedTuple):
-    """A mask over so many tokens, and how many (query, key) pairs it leaves."""
-
-    tokens: int
-    spec: Any
-    docs: Any
-    pairs: float
-
-    @classmethod
-    def of(cls, mask: str, tokens: int) -> "Case":
-        if mask in MIXES:
-            lengths = mixed(MIXES[mask], tokens)
-            docs = ra.Docs.from_lengths(lengths)
-            return cls(tokens, ra.AttentionSpec(), docs, sum(n * (n + 1) / 2 for n in lengths))
-        window = int(mask) if mask.isdigit() else None
-        first = min(window or tokens, tokens)
-        return cls(tokens, ra.AttentionSpec(window=window), None, first * (first + 1) / 2 + (tokens - first) * first)
 
 
 def floor(options: Options, case: Case) -> dict[str, float]:
     """Milliseconds of each mode with as many pairs as a rank has, and no communication."""
-    whole = case.docs is not None or case.spec.window is not None
-    alone = ra.plan(seq_len=case.tokens if whole else round(case.tokens / options.ranks**0.5), kernel=options.kernel)
-    share = options.ranks if whole else 1
+    length, share = (round(case.tokens / options.ranks**0.5), 1) if case.plain else (case.tokens, options.ranks)
+    alone = ra.plan(seq_len=length, kernel=options.kernel)
     calls = ours(options, alone, case)
     return {mode: timed(calls[mode], options) / share for mode in options.modes}
 
 
-def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, dict[str, str], Any]]:
+def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, dict[str, str], list[Any]]]:
     """(who, what about it, what is timed), one after the other: each has the memory to itself."""
+    ring, u = options.ranks // options.ulysses, options.ulysses
+    played = processes_of(options) != options.ranks
+    target = elsewhere(options.device, [(ring, u)], gpus=options.ranks) if played else mesh
     for transport in options.transports:
+        axes = ra.plan(mesh, seq_len=ring, transport=ra.Transport(by=transport)).axes
         for layout in options.layout:
             plan = ra.plan(
-                mesh, seq_len=case.tokens, heads=(options.heads, options.kv_heads), head_dim=options.head_dim,
-                strategy=options.strategy, layout=layout, kernel=options.kernel, spec=case.spec, docs=case.docs,
+                target, seq_len=case.tokens, heads=(options.heads, options.kv_heads), head_dim=options.head_dim,
+                strategy="ring" if played else options.strategy, layout=layout, kernel=options.kernel, **case.asked,
                 transport=ra.Transport(
                     options.route, together=options.together or None, groups=options.groups or None, by=transport
                 ),
             )  # fmt: skip
-            plan = folded(plan, options.ranks // options.ulysses)
+            plans = [folded(plan, ring, rank, axes) for rank in range(ring)] if played else [plan]
             about = {"strategy": plan.strategy, "layout": plan.layout, "route": plan.transport.route}
-            axis = plan.ring_axis if plan.ring > 1 else plan.ulysses_axis
-            yield axis.by, about, ours(options, plan, case)
+            axis = axes.ring if plan.ring > 1 else axes.ulysses
+            yield axis.by, about, [ours(options, each, case) for each in plans]
     for method in options.peers:
         with torch_context_parallel(mesh["ring"], options.ranks, method, options.device):
             yield (
                 f"torch {method}",
                 {"strategy": "ring", "layout": "zigzag", "route": method},
-                theirs(options, case.tokens),
+                [theirs(options, case.tokens)],
             )
 
 
 def ours(options: Options, plan: Any, case: Case) -> dict[str, Callable[[], Any]]:
     """What is timed: one forward pass, and one with its backward, on random data."""
     q, k, v, dout = draws(options, plan.local_len, "qkvo", grads=True)
-    return passes(lambda: ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs), (q, k, v), dout)
+    return passes(lambda: ra.attention(q, k, v, plan, **case.asked), (q, k, v), dout)
 
 
 def theirs(options: Options, tokens: int) -> dict[str, Callable[[], Any]]:
@@ -218,4 +181,4 @@ def peak(options: Options, tokens: int, mode: str) -> float | None:
 
 
 def timed(call: Callable[[], Any], options: Options) -> float:
-    return median_ms(call, options.repeats, options.warmup, options.graphs)
+    return median_ms(call, options.repeats, options.warmup, options.graphs, options.calls)

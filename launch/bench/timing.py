@@ -57,21 +57,22 @@ def finish() -> None:
         torch.cuda.synchronize()
 
 
-def together(call: Callable[[], Any]) -> float:
-    """Seconds from when all ranks start until this one is done."""
+def together(call: Callable[[], Any], calls: int = 1) -> float:
+    """Seconds from when all ranks start until this one is done, of one of so many calls in a row."""
     meet()
     start = time.perf_counter()
-    call()
+    for _ in range(calls):
+        call()
     finish()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / calls
 
 
-def median_ms(call: Callable[[], Any], repeats: int, warmup: int = 2, graph: bool = False) -> float:
+def median_ms(call: Callable[[], Any], repeats: int, warmup: int = 2, graph: bool = False, calls: int = 1) -> float:
     """The median in milliseconds, all ranks starting together; with `graph`, of replays of the call as a CUDA graph."""
     for _ in range(warmup):
         call()
     call = captured(call) if graph else call
-    return statistics.median(together(call) * 1e3 for _ in range(repeats))
+    return statistics.median(together(call, calls) * 1e3 for _ in range(repeats))
 
 
 def steady_ms(call: Callable[[], Any], device: str, rep: int = 200) -> float:

@@ -30,7 +30,7 @@ class Case:
     lengths: Any = None  # of packed documents
     key_lengths: Any = None
     sinks: bool = False
-    cut: Any = None  # lengths of documents that the plan cuts over all ranks
+    cut: Any = None  # lengths of documents that the plan lays out; see laid_out
     prefix: Any = None  # of each document
     spans: Any = None
     parents: Any = None  # of the documents, as segments of trees
@@ -63,6 +63,18 @@ class Case:
     def place(self) -> str:
         """The row of a table that it belongs to."""
         return f"{self.ring:>4} {self.ulysses:>7} {self.strategy:<8} {self.layout:<12}"
+
+    @property
+    def crossed(self) -> bool:
+        """Whether keys are a sequence of another length, which some layouts refuse."""
+        return self.key_len not in (None, self.seq_len)
+
+    @property
+    def laid_out(self) -> Docs | None:
+        """The documents that the plan lays out; in the balanced layout all that are alike in every row."""
+        if self.cut is not None:
+            return Docs.from_lengths(self.cut, pad_to=self.seq_len)
+        return self.docs.first if self.layout == "balanced" and self.docs is not None else None
 
     def __str__(self) -> str:
         return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
@@ -141,10 +153,21 @@ CASES = tuple(
     for (ring, ulysses), strategy, layout in PLACES
 )
 
+# What the balanced layout can be: one sequence, whose documents are dealt out to the ring.
+BALANCED = tuple(
+    replace(case, ring=ring, ulysses=ulysses, strategy=strategy, layout="balanced")
+    for case in FEATURES
+    if not case.crossed
+    for ring, ulysses, strategy in ((4, 1, "ring"), (2, 2, "gather"))
+)
+
 # A few of each kind, for what costs more than a thread: processes, GPUs.
-FEW = tuple(
-    c
-    for c in CASES
-    if c.name in ("all_at_once", "cross", "docs_rows", "window")
-    and (c.strategy, c.layout) in (("ring", "zigzag"), ("gather", "zigzag"), ("ulysses", "contiguous"))
+FEW = (
+    *(
+        c
+        for c in CASES
+        if c.name in ("all_at_once", "cross", "docs_rows", "window")
+        and (c.strategy, c.layout) in (("ring", "zigzag"), ("gather", "zigzag"), ("ulysses", "contiguous"))
+    ),
+    *(c for c in BALANCED if c.name == "docs" and c.strategy == "ring"),
 )

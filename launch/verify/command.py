@@ -7,6 +7,7 @@ Linear attention, gated and with the delta rule, must equal its recurrence: out,
     ringattn verify backend=gloo device=cuda                   4 ranks on the GPUs that are here, even one
     torchrun --nproc-per-node=4 -m ringattn verify             the ranks that were started
     ringattn verify random=100 seed=7                          random calls: any shape, mask, mesh, magnitude and dtype
+    ringattn verify random=100 cases=balanced                  those of the balanced layout
     ringattn verify model=FOLDER ranks=2 tokens=4096           a transformers model (also by name) against itself
 
 Runs the tests' list of cases with every strategy and layout that this number of ranks allows, with NaN in the padding.
@@ -27,8 +28,10 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -42,9 +45,11 @@ from ringattn.launch import processes
 from ringattn.launch.verify import attention, drawn, linear_oracle, model
 from ringattn.launch.verify.cases import FEATURES, Case
 from ringattn.launch.words import option
-from ringattn.layout import LAYOUTS
+from ringattn.layout import MAKERS
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+RARE = 100  # so many times as many random calls as are asked for are drawn, at most
 
 AnyCase = Case | linear_oracle.Case | drawn.Call
 # Each kind of case has a module with its title, table of kernels, `known`, `check` and `shared`.
@@ -56,7 +61,7 @@ class Options:
     ranks: int | None = option(None, "number of ranks (4; random calls on threads: 1 to 8; under torchrun: all)")
     backend: str = option("threads", "threads of this process, or processes", among=("threads", "gloo", "nccl"))
     device: str = option("cpu", "where it runs", among=("cpu", "cuda"))
-    cases: tuple[str, ...] = option((), "only cases whose name contains one of these words (default: all)")
+    cases: tuple[str, ...] = option((), "only cases, or random calls, that have one of these words (default: all)")
     kernel: str = option("auto", "auto, or the name of a kernel")
     dtype: str | None = option(None, "float32 by default; random calls: any of them", among=DTYPES)
     timeout: float = option(300.0, "seconds after which processes that hang are ended")
@@ -147,32 +152,34 @@ def check(options: Options) -> None:
         raise ValueError(f"ranks={options.count} need as many GPUs, and torch sees {gpus}; gloo shares them")
     if options.model is not None:
         return model.check(options)
-    if options.random and options.cases:
-        cases = ",".join(options.cases)
-        raise ValueError(f"random={options.random} draws its own cases; leave cases={cases} out, or random")
     if options.tokens or options.docs:
         raise ValueError(f"tokens={options.tokens}, docs={options.docs} are of a model; give model=FOLDER too")
     if not chosen(options):
         names = ", ".join(case.name for case in (*FEATURES, *linear_oracle.FEATURES))
-        raise ValueError(f"cases={','.join(options.cases)} matches none of {names}")
+        among = "random calls: give a part of their names, as gather, balanced or 2x4" if options.random else names
+        raise ValueError(f"cases={','.join(options.cases)} matches none of {among}")
 
 
+@lru_cache(maxsize=1)
 def chosen(options: Options) -> list[AnyCase]:
+    every: Iterable[AnyCase] = (*placed(options.count), *linear_oracle.placed(options.count))
     if options.random:
         ranks = options.ranks if options.backend == "threads" else options.count
         how = ranks, options.dtype, options.kernel, options.device
-        return [drawn.draw(options.seed + i, *how) for i in range(options.random)]
-    every: tuple[AnyCase, ...] = (*placed(options.count), *linear_oracle.placed(options.count))
-    return [c for c in every if not options.cases or any(word in str(c) for word in options.cases)]
+        every = (drawn.draw(options.seed + i, *how) for i in range(RARE * options.random))
+    fits = (c for c in every if not options.cases or any(word in str(c) for word in options.cases))
+    return list(islice(fits, options.random or None))
 
 
 def placed(ranks: int) -> Iterator[Case]:
     """Every feature on every strategy and layout of every ring x ulysses that makes this many ranks."""
     for ulysses in (u for u in range(1, ranks + 1) if ranks % u == 0):
         ring = ranks // ulysses
-        places = [("ulysses", "contiguous")] if ring == 1 else [(s, x) for s in ("ring", "gather") for x in LAYOUTS]
+        places = [("ulysses", "contiguous")] if ring == 1 else [(s, x) for s in ("ring", "gather") for x in MAKERS]
         for strategy, layout in places:
             for case in FEATURES:
+                if case.crossed and layout == "balanced":
+                    continue
                 heads = math.lcm(case.heads, ulysses)
                 yield replace(case, ring=ring, ulysses=ulysses, strategy=strategy, layout=layout, heads=heads)
 
@@ -215,10 +222,8 @@ def one_process(options: Options) -> list[dict[str, Any]]:
         try:
             found.append(one_case(options, case, meshes[at]))
         except Exception as error:
-            if options.random:  # the other ranks wait: name the call, and end
-                raise RuntimeError(
-                    f"{repeat(options, options.seed + len(found))}: {type(error).__name__}: {error}"
-                ) from error
+            if isinstance(case, drawn.Call):  # the other ranks wait: name the call, and end
+                raise RuntimeError(f"{repeat(options, case.seed)}: {type(error).__name__}: {error}") from error
             raise
     return found
 

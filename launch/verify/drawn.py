@@ -108,7 +108,8 @@ def attention(
     elif cross:
         sizes["key_len"] = r.randint(1, 2 * sizes["seq_len"])
     strategy = r.choice(["ring", "ring", "gather"]) if ring > 1 else "ulysses"
-    case = Case("random", ring, ulysses, strategy, r.choice(LAYOUTS), spec, **sizes, **packed, sinks=r.random() < 0.3)
+    layout = r.choice(LAYOUTS if cross or ring == 1 else (*LAYOUTS, "balanced"))
+    case = Case("random", ring, ulysses, strategy, layout, spec, **sizes, **packed, sinks=r.random() < 0.3)
     grads = r.choice([("dout", "dlse"), ("dout", "dlse"), ("dout",), ("dlse",)])
     wild = tuple(n for n in ("q", "v", "dout", "dlse") if r.random() < 0.15 and dtype != torch.float16)
     powers = powers_of(r, case, dtype, wild)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ringattn import api, choosing
 from ringattn.launch.verify.cases import Case
 from ringattn.planning import Transport
-from ringattn.spec import AttentionSpec, Docs
+from ringattn.spec import AttentionSpec
 from ringattn.torch.sharding import own_positions
 from ringattn.values import fields
 
@@ -198,7 +198,7 @@ def plan_of(case: Case, mesh: Any, **choices: Any) -> Any:
     how = {name: choices.pop(name) for name in fields(Transport) if name in choices}
     plan = choosing.plan(mesh, seq_len=case.seq_len, key_len=case.key_len, spec=case.spec, strategy=case.strategy,
                          layout=case.layout, transport=Transport(**how), **choices)  # fmt: skip
-    return plan if case.cut is None else plan.for_docs(Docs.from_lengths(case.cut, pad_to=case.seq_len))
+    return plan if case.laid_out is None else plan.for_docs(case.laid_out)
 
 
 def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto", **choices: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ checksums are also gathered now and then (`compare_data`) and compared one call 
 """
 
 import threading
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,12 +40,13 @@ def seen_of(plan: Plan) -> Seen:
 
 
 def note(x: Tensor, plan: Plan) -> None:
-    """Keep a checksum of a whole tensor of integers, if this step is compared."""
+    """Keep a checksum of a whole tensor of integers, and of documents that are laid out, if this step is compared."""
     if torch.compiler.is_compiling() or plan.ring * plan.ulysses == 1 or not plain(x):
         return
     seen = seen_of(plan)
     if seen.due and len(seen.cut) <= MOST:
-        seen.cut.append((threading.get_ident(), checksum(x)))
+        docs = 0 if plan.docs is None else zlib.crc32(plan.docs.encoded.tobytes())
+        seen.cut.append((threading.get_ident(), checksum(x) + docs))
 
 
 def plain(x: Tensor) -> bool:
@@ -130,10 +132,10 @@ def judge(found: dict[Place, tuple[int, ...]], count: bool = False) -> None:
     unlike = [place for place, mine in others if same(mine, expected) and mine != expected]
     if unlike:
         raise ValueError(
-            f"the ranks of one plan were given different sequences: integers (ids, labels) of {named(unlike)} are not "
-            f"those of {named([first])}; give all of them the same whole sequences, with DistributedSampler(dataset, "
-            "num_replicas=DATA_RANKS, rank=DATA_RANK) (1 and 0 without a data axis), or, if they differ on purpose, "
-            "pass compare=False to plan.shard or hf.prepare"
+            "the ranks of one plan were given different sequences: integers (ids, labels), or the documents that the "
+            f"plan lays out, of {named(unlike)} are not those of {named([first])}; give all of them the same whole "
+            "sequences, with DistributedSampler(dataset, num_replicas=DATA_RANKS, rank=DATA_RANK) (1 and 0 without a "
+            "data axis), or, if they differ on purpose, pass compare=False to plan.shard or hf.prepare"
         )
 
 

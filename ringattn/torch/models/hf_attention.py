@@ -26,6 +26,7 @@ class Call(Value):
     cache: Any = None  # of hf_generate.py
     spread: bool = False  # with a cache: whether each rank has a part of the new tokens, or all of them
     lengths: Tensor | None = None  # with a cache: how many tokens of each row are real, if padding follows them
+    asked: Any = None  # the mask of all layers, an Asked, if the decoder that they are in would not hand it on
 
 
 def attend(
@@ -43,8 +44,11 @@ def attend(
         )
     more = sorted(k for k, v in others.items() if v is not None and v is not False and k not in PASSED)
     chunk, spans = None, None
-    if isinstance(attention_mask, Asked):
-        keys, spans, attention_mask = attention_mask.keys, attention_mask.docs, None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    asked = ringattn.asked if attention_mask is None else attention_mask
+    if isinstance(asked, Asked):
+        keys, spans, attention_mask = asked.keys, asked.docs, None
+        causal = causal or asked.causal
         if layer_type(module) == CHUNKED:
             chunk = keys
         else:
@@ -54,7 +58,6 @@ def attend(
         raise ValueError(f"{name} passes {what} to its attention, which is not supported over ranks")
     if dropout:
         raise ValueError(f"{name} has attention dropout {dropout}, which has no exact form over ranks; set it to 0")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window and not causal:
         raise ValueError(f"{name} sees {sliding_window} keys to both sides, which is not supported in a prepared model")
     made: Any = AttentionSpec if torch.compiler.is_compiling() else kept_spec
@@ -111,8 +114,9 @@ class Asked(Value):
     """Stands for a mask, in layers that say only by it how far they see, or which tokens see one another."""
 
     keys: int | None  # the window
-    spans: tuple[tuple[tuple[int, int], ...], ...] = ()  # of each row: ranges of tokens that see one another
-    docs: Docs | None = None  # with these spans, where they are not the call's
+    sees: Any = None  # (row, head, query, key), of a mask of whole sequences
+    causal: bool = False  # also in layers that are not, but for the tokens that see one another
+    docs: Docs | None = None  # with the ranges of these tokens, where they are not the call's
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -130,21 +134,25 @@ def asked_mask(
 
     Models with towers make masks of whole sequences, with an attention_mask, in which images may see both ways.
     """
-    spans: Any = ()
-    if attention_mask is not None and getattr(mask_function, "__name__", "") != "causal_mask_function":
-        spans = spans_of(mask_function, *attention_mask.shape, attention_mask.device)
-    return None if local_size is None and not any(spans) else Asked(local_size, spans)
+    whole = attention_mask is not None and getattr(mask_function, "__name__", "") != "causal_mask_function"
+    return Asked(local_size, mask_function if whole else None) if whole or local_size is not None else None
 
 
-@torch.compiler.disable
-def spans_of(sees: Any, B: int, T: int, device: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
+def spans_of(sees: Any, document_BT: Tensor) -> list[list[tuple[int, int]]]:
     """The ranges of tokens that see one another in each row of a causal mask; a ValueError about any other mask.
 
-    `sees(row, head, query, key)` takes indices of any shape.
+    `sees(row, head, query, key)` takes indices of any shape. No token sees another document (or padding), which are
+    numbered.
     """
+    (B, T), device = document_BT.shape, document_BT.device
     rows, head = torch.arange(B, device=device)[:, None], torch.zeros((), dtype=torch.long, device=device)
+
+    def see(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen: Tensor = torch.as_tensor(sees(row, head, query, key), device=device)
+        return seen & (document_BT[row, query] == document_BT[row, key])
+
     every = torch.arange(T - 1, device=device)[None]
-    ahead = torch.as_tensor(sees(rows, head, every, every + 1), device=device).expand(B, T - 1).numpy(force=True)
+    ahead = see(rows, every, every + 1).numpy(force=True)
     edges = np.diff(np.pad(ahead, ((0, 0), (1, 1))).astype(np.int8), axis=1)
     found = [
         [(int(a), int(b) + 1) for a, b in zip(*(np.flatnonzero(row == s) for s in (1, -1)), strict=True)]
@@ -154,14 +162,14 @@ def spans_of(sees: Any, B: int, T: int, device: Any) -> tuple[tuple[tuple[int, i
         if not row:
             continue
         start, stop = torch.tensor(row, device=device).T
-        whole = sees(rows[i], head, start, stop - 1) & sees(rows[i], head, stop - 1, start)
-        later = sees(rows[i], head, start[:, None], start) & (start[:, None] < start)
+        whole = see(rows[i], start, stop - 1) & see(rows[i], stop - 1, start)
+        later = see(rows[i], start[:, None], start) & (start[:, None] < start)
         if not bool(whole.all()) or bool(later.any()):
             raise ValueError(
                 "this model has images that are longer than its window, or that see later images: masks over ranks "
                 "have ranges of tokens that see one another whole, and nothing else behind them"
             )
-    return tuple(map(tuple, found))
+    return found
 
 
 def stretched(model: nn.Module) -> list[nn.Module]:

@@ -170,8 +170,10 @@ def common(x: Any) -> int:
     return math.gcd(*x) if isinstance(x, list | tuple) else (x or 0)
 
 
-def causal(model: nn.Module) -> bool:
-    return all(getattr(module, "is_causal", True) for module in model.modules())
+def causal(model: Any) -> bool:
+    """Whether tokens of text see none behind them; towers do."""
+    text = model if model.config.get_text_config() is model.config else model.get_decoder()
+    return all(getattr(module, "is_causal", True) for module in text.modules())
 
 
 def window_of(text: Any) -> int | None:

@@ -143,7 +143,7 @@ def with_cache(
     cut = hf_vision.Cut(call, (B, n), own, chunk.take if chunk else unchanged, padding)
     if media:
         mask = None if attention_mask is None else attention_mask[:, -n:]
-        media = {name: x[:, -n:] if name.endswith("token_type_ids") else x for name, x in media.items()}
+        media = {name: x[:, -n:] if name.endswith(hf_vision.TYPES) else x for name, x in media.items()}
         new, later = hf_vision.all_tokens({name: tokens, "position_ids": position_ids, **media}, mask, cut), cut
     else:
         at = cut.positions(self.ringattn_before.stretched, position_ids)

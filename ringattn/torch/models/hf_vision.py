@@ -12,19 +12,19 @@ from inspect import signature
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ringattn.planning import Plan
 from ringattn.spec import Docs
-from ringattn.torch.models.hf_attention import ARGUMENTS, NAME, Asked, Call, stretched
+from ringattn.torch.models.hf_attention import ARGUMENTS, NAME, Asked, Call, spans_of, stretched
 from ringattn.torch.same_data import note
 
 TEXT = {  # the arguments that models of text alone have too
     *ARGUMENTS, "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "labels",
     "use_cache", "cache_position", "logits_to_keep",
 }  # fmt: skip
+TYPES = "token_type_ids"
 SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -138,7 +138,14 @@ def media_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         return {}
     names = signature(model.local_forward).parameters.keys() - TEXT
     found = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
-    return {name: x for name, x in found.items() if x is not None}
+    found = {name: x for name, x in found.items() if x is not None}
+    prefixed = TYPES in names and getattr(model.config.get_text_config(), "use_bidirectional_attention", False)
+    if prefixed and TYPES not in found:
+        raise ValueError(
+            f"{type(model).__name__} sees its prefix both ways: pass {TYPES}, as its processor returns them (0 in the "
+            "prefix, 1 behind it); what it would see without them depends on the attention implementation"
+        )
+    return found
 
 
 def compare(plan: Plan, given: dict[str, Any]) -> None:
@@ -156,7 +163,10 @@ def cut_arguments(self: Any, cut: Cut, args: Any, kwargs: dict[str, Any]) -> dic
     del named["self"]
     given = {**named.pop("kwargs", {}), **named}
     found: dict[str, Any] = cut.positions(stretched(self), given.pop("position_ids", None))
-    found["attention_mask"] = mask_of(cut, given.pop("attention_mask", None), name)
+    mask, call = mask_of(cut, given.pop("attention_mask", None), name), cut.call
+    if isinstance(mask, Asked):  # of decoders that make masks of what is given, as Gemma's
+        mask, call = None, call.replace(asked=mask)
+    found["attention_mask"] = mask
     marks = next((x for x in given.values() if is_a_row_a_token(x, cut) and x.dtype == torch.bool), None)
     places = None if marks is None else Places(cut, marks)
     for argument, x in given.items():
@@ -170,7 +180,7 @@ def cut_arguments(self: Any, cut: Cut, args: Any, kwargs: dict[str, Any]) -> dic
             found[argument] = places.take(x, argument)
         else:
             found[argument] = x
-    return {**found, "ringattn": cut.call}
+    return {**found, "ringattn": call}
 
 
 def is_a_row_a_token(x: Any, cut: Cut) -> bool:
@@ -207,15 +217,20 @@ def mask_of(cut: Cut, mask: Any, name: str) -> Any:
     if isinstance(mask, dict):
         return {key: mask_of(cut, one, name) for key, one in mask.items()}
     if isinstance(mask, Asked):
-        return mask.replace(docs=both_ways(cut, mask)) if mask.spans else mask
+        return mask if mask.sees is None else Asked(mask.keys, causal=True, docs=both_ways(cut, mask.sees))
     if isinstance(mask, Tensor) and mask.dim() > 2:
         raise ValueError(f"{name} is given a mask {tuple(mask.shape)} of its own, which is not supported over ranks")
     return None
 
 
-def both_ways(cut: Cut, mask: Asked) -> Docs:
-    """The documents of the call, in which images see themselves both ways."""
-    docs, (B, T) = cut.call.docs, cut.shape
-    lengths = [[T]] * B if docs is None else np.diff(docs.starts).tolist()
-    spans = [[(a - n, b - n) for a, b in row] for row, n in zip(mask.spans, cut.first, strict=True)]
-    return Docs.from_lengths(lengths, spans=spans)
+def both_ways(cut: Cut, sees: Any) -> Docs | None:
+    """The documents of the call, in which images, or a prefix, see themselves both ways; None without such tokens."""
+    docs, (B, T), device = cut.call.docs, cut.shape, cut.own.device
+    first = torch.tensor(cut.first, device=device)[:, None]
+    at = torch.arange(T, device=device).expand(B, T) - first
+    starts = torch.tensor([[0, T]] if docs is None else docs.starts.tolist(), device=device).expand(B, -1)
+    spans = spans_of(sees, torch.searchsorted(starts.contiguous(), at.contiguous(), right=True))
+    if not any(spans):
+        return None
+    kept = [[(a - n, b - n) for a, b in row if a >= n] for row, n in zip(spans, cut.first, strict=True)]
+    return Docs.from_lengths(starts.diff(dim=1), pad_to=T, spans=kept)
