@@ -8,7 +8,7 @@ import torch
 
 import ringattn as ra
 from ringattn.launch import words
-from ringattn.launch.bench import masks, ring, timeline
+from ringattn.launch.bench import compare, masks, ring, timeline
 from ringattn.launch.bench.timeline import Span
 
 SPANS = [
@@ -66,6 +66,29 @@ def test_documents_fill_what_tokens_say():
     assert [(word, case.tokens) for word, case in found] == [
         ("causal", 64), ("causal", 96), ("short", 96), ("shared:32:9:3", 59),
     ]  # fmt: skip
+
+
+def test_what_got_slower_lies_beyond_the_noise(tmp_path):
+    """Cases of a file that was measured several times, on other commits and with other repeats."""
+    old = tmp_path / "old.jsonl"
+    rows = [{"tokens": t, "mode": "forward", "commit": c, "repeats": 3, "ms": ms, "tflops": 1.0}
+            for t, c, ms in ((64, "a", 1.0), (64, "b", 1.2), (96, "a", 2.0), (128, "a", 4.0))]  # fmt: skip
+    old.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    new = [{"tokens": t, "mode": "forward", "commit": "c", "ms": ms} for t, ms in
+           ((64, 1.22), (64, 1.3), (96, 1.9), (128, 4.1), (256, 1.0))]  # fmt: skip
+    found = compare.compared(new, compare.read(old))
+    assert [row["case"] for row in found] == ["64", "64", "96", "128", "256"]
+    assert [row["verdict"] for row in found] == [
+        "within the noise",
+        "slower",
+        "faster",
+        "within the noise",
+        "not in the file",
+    ]
+    assert (found[0]["old"], found[2]["old"], found[2]["ratio"]) == ("1 to 1.2", "2", 0.95)
+    old.write_text('{"ms": 1}\n[2]\n')
+    with pytest.raises(ValueError, match="line 2 is no row"):
+        compare.read(old)
 
 
 def test_words_that_are_wrong_or_without_a_value(capsys):

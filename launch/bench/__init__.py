@@ -13,7 +13,8 @@
     traffic   the bytes that a rank sends, counted, next to those of the schedule
 
 `ringattn bench SUITE --help` lists the keys of a suite. The results are printed as a table. With out=FILE each row is
-also appended to the file as a JSON line: commit, device, versions, case, milliseconds, ratios.
+also appended to the file as a JSON line: commit, device, versions, case, milliseconds, ratios. compare=FILE says what
+got faster or slower than in such a file.
 """
 # A suite is a module of launch/bench/ with its own Options and `run(options) -> list of rows`; one over ranks gets its
 # rows from `over_ranks`. A suite without COLUMNS prints its own table.
@@ -29,11 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.conf.keys import nearest
+from ringattn.launch.bench import compare
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import answer, default_of, option, usage, values, writable
 
 SUITES = ("auto", "decode", "jax", "kernels", "linear", "memory", "prefill", "ring", "scan", "step", "traffic")
 OUT = option(None, "a file that the rows are appended to, one JSON line each")
+OLD = option(None, "a file of an earlier run: says what got faster or slower, and what is noise")
 NOT_IN_ROWS = ("timeout", "device", "trace")  # options that change no figure, or that `stamp` has
 
 Row = dict[str, Any]
@@ -42,7 +45,7 @@ Row = dict[str, Any]
 def main(argv: list[str]) -> int:
     """`ringattn bench SUITE ...`: the suite's own options, and out=FILE for every suite."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: ringattn bench SUITE [out=FILE] [key=value ...]\n\n{(__doc__ or '').strip()}")
+        print(f"usage: ringattn bench SUITE [out=FILE] [compare=OLD] [key=value ...]\n\n{(__doc__ or '').strip()}")
         return 0
     if argv[0] not in SUITES:
         print(f"ringattn bench: no suite {argv[0]!r}{nearest(argv[0], SUITES)} ({', '.join(SUITES)})", file=sys.stderr)
@@ -53,22 +56,27 @@ def main(argv: list[str]) -> int:
 def measure(name: str, words: list[str]) -> None:
     """Run a suite, print its rows, and append them to out=FILE if given."""
     suite = import_module(f"ringattn.launch.bench.{name}")
-    keys = dataclasses.make_dataclass("Keys", [("out", str | None, OUT)], bases=(suite.Options,))
+    keys = dataclasses.make_dataclass(
+        "Keys", [("out", str | None, OUT), ("compare", str | None, OLD)], bases=(suite.Options,)
+    )
     if any(w in ("-h", "--help") for w in words):
         print(usage(f"bench {name}", suite.__doc__ or "", keys))
         return
     chosen = values(words, keys)
-    out = chosen.pop("out", None)
+    out, old = chosen.pop("out", None), chosen.pop("compare", None)
     options = suite.Options(**chosen)
     check(options, sized="tokens" in chosen)
-    file = writable(Path(out)) if out else None
+    file, before = writable(Path(out)) if out else None, compare.read(Path(old)) if old else None
     rows = suite.run(options)
     if hasattr(suite, "COLUMNS"):
         print(table(rows, suite.COLUMNS))
+    about = stamp()
+    rows = [{**about, **row} for row in rows]
     if file:
-        about = stamp()
         with file.open("a") as lines:
-            lines.writelines(json.dumps({**about, **row}) + "\n" for row in rows)
+            lines.writelines(json.dumps(row) + "\n" for row in rows)
+    if before is not None:
+        print(f"\nbeside {old}:\n{table(compare.compared(rows, before), compare.COLUMNS)}")
 
 
 def check(options: Any, sized: bool) -> None:
