@@ -8,7 +8,7 @@ import torch
 
 import ringattn as ra
 from ringattn.launch import words
-from ringattn.launch.bench import compare, masks, ring, timeline
+from ringattn.launch.bench import compare, masks, ring, scaling, timeline
 from ringattn.launch.bench.timeline import Span
 
 SPANS = [
@@ -133,3 +133,13 @@ def test_a_trace_on_the_cpu_shows_kernels_and_hops(tmp_path, capsys):
             mine = [e for e in spans if e["pid"] == rank]
             assert {e["name"] for e in mine if e["cat"] == "hops"} >= {"gloo:send", "gloo:recv"}
             assert any("scaled_dot_product" in e["name"] for e in mine if e["cat"] == "attention")
+
+
+def test_scaling_lists_what_is_known_of_more_and_more_ranks(tmp_path, capsys):
+    picture = tmp_path / "scaling.svg"
+    given = ["device=cpu", "tokens=64", "heads=2", "kv_heads=1", "head_dim=8", "repeats=1", f"picture={picture}"]
+    assert words.main(["bench", "scaling", *given, "ranks=1,4,1024", "measured=2", "machine=h100"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    kinds = ["predicted", "simulated"]
+    assert [row[:2] for row in rows] == [[n, by] for n in ("1", "4", "1024") for by in kinds] + [["2", "measured"]]
+    assert [by in picture.read_text() for by in scaling.BY] == [True] * 3

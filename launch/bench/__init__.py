@@ -8,6 +8,7 @@
     memory    the peak memory of a rank, with 1, 2, 4, 8 ranks
     prefill   a prompt whole and in chunks: time and peak memory
     ring      attention over many ranks, next to the same work of one rank without communication
+    scaling   one layer over more and more ranks: predicted, simulated, measured here
     scan      linear attention over many ranks, next to each rank alone
     step      a step of a training run, next to its attention and matrix products alone
     traffic   the bytes that a rank sends, counted, next to those of the schedule
@@ -34,7 +35,20 @@ from ringattn.launch.bench import compare
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import answer, default_of, option, usage, values, writable
 
-SUITES = ("auto", "decode", "jax", "kernels", "linear", "memory", "prefill", "ring", "scan", "step", "traffic")
+SUITES = (
+    "auto",
+    "decode",
+    "jax",
+    "kernels",
+    "linear",
+    "memory",
+    "prefill",
+    "ring",
+    "scaling",
+    "scan",
+    "step",
+    "traffic",
+)
 OUT = option(None, "a file that the rows are appended to, one JSON line each")
 OLD = option(None, "a file of an earlier run: says what got faster or slower, and what is noise")
 NOT_IN_ROWS = ("timeout", "device", "trace")  # options that change no figure, or that `stamp` has
@@ -89,8 +103,8 @@ def check(options: Any, sized: bool) -> None:
     if "device" not in fields:
         return
     small = " ".join(["device=cpu tokens=1024", *(f"{name}=2" for name in ("ranks", "repeats") if name in fields)])
-    gpus, most = torch.cuda.device_count(), max(groups_of(options))
-    if options.device == "cuda" and not gpus:
+    gpus, most = torch.cuda.device_count(), max(groups_of(options), default=0)
+    if options.device == "cuda" and most and not gpus:
         raise ValueError(f"device=cuda, and torch sees no GPU here; on a CPU use {small}")
     if options.device == "cuda" and most > gpus:
         raise ValueError(f"ranks={most} need a GPU each, and torch sees {gpus} here; use ranks={gpus}")
@@ -119,7 +133,8 @@ def over_ranks(rows: Callable[[Any], Iterator[Row]], options: Any, *worst: str) 
 
 def groups_of(options: Any) -> list[int]:
     """How many processes there are in each group that a suite starts; one where it starts none."""
-    ranks = getattr(options, "processes", 0) or getattr(options, "ranks", 1)
+    ranks: Any = getattr(options, "measured", None)
+    ranks = getattr(options, "processes", 0) or getattr(options, "ranks", 1) if ranks is None else ranks
     return ranks if isinstance(ranks, list) else [ranks]
 
 
