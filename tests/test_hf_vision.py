@@ -257,6 +257,15 @@ def both(*given) -> list[list[float]]:
     return [trained(*given, way, steps) for way, steps in (("float32", 50), ("mixed precision, compiled", 6))]
 
 
+def test_a_second_prompt_with_images_that_are_seen_both_ways_is_refused():
+    """A cache does not give its keys back, which the spans would need."""
+    given, model = batch("gemma3"), hf.prepare(build("gemma3").eval(), ra.plan(seq_len=T))
+    cache = hf.RanksCache(hf.plan_of(model), 2 * T)
+    model(**given, past_key_values=cache)
+    with pytest.raises(ValueError, match="both ways behind a cache are not supported; give one prompt"):
+        model(**given, past_key_values=cache)
+
+
 @pytest.mark.slow
 def test_losses_under_fsdp2_are_those_of_one_rank():
     """In float32 over 50 steps; in mixed precision, compiled, within twice what it changes on one rank."""
