@@ -182,6 +182,10 @@ class Axis(Protocol):
         """
         return nullcontext(Done())
 
+    def hop(self, out: ByRank, into: ByRank, what: str) -> Pending:
+        """A move that may cross from host to host, and is not to delay those within a host."""
+        return Done()
+
     def rotate(
         self, tensors: Sequence[Any], shift: int = 1, send: bool = True, recv: bool = True, what: str = ""
     ) -> Pending:

@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringattn.bands import families, joined
+from ringattn.bands import all_bands
 from ringattn.cost import Shape, kv_heads_of_a_rank, replicas, seen_pairs
 from ringattn.layout import Layout
 from ringattn.machine import Machine
 from ringattn.planning import Plan
-from ringattn.schedule import growing, seen
+from ringattn.schedule import Schedule, growing, seen
 from ringattn.spec import AttentionSpec, Docs
 
-EXACT, SOME, SAMPLES = 64, 16, 8192  # rings up to EXACT ranks are computed whole, of larger ones SOME ranks
+EXACT, SOME = 64, 16  # rings up to EXACT ranks are computed whole, of larger ones SOME ranks
 MEASURED = 2**20  # queries x heads of the calls whose rates are measured
 BACKWARD = 2.5  # times the flops of forward
 
@@ -94,36 +94,37 @@ class Spread(NamedTuple):
 @lru_cache(maxsize=256)
 def shown(
     queries: Layout, keys: Layout, spec: AttentionSpec, docs: Docs | None, some: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The ranks that are computed, and [rank, block]: the pairs that each sees, the tokens of keys that it reads."""
+) -> tuple[np.ndarray, np.ndarray, Schedule | None]:
+    """The ranks that are computed; [rank, block]: the pairs that each sees; the schedule, if the ring is computed."""
     ring = queries.ring
     ranks = np.unique(np.linspace(0, ring - 1, SOME).astype(int)) if some else np.arange(ring)
-    pairs = seen_pairs(queries, keys, spec, docs, ranks, *([SAMPLES] if docs is None else []))
+    pairs = seen_pairs(queries, keys, spec, docs, ranks)
     if ring > EXACT:
-        return ranks, pairs, np.where(pairs > 0, keys.shard_len, 0)
+        return ranks, pairs, None
     asking, held = ([layout.shard(rank) for rank in range(ring)] for layout in (queries, keys))
-    bands = joined([one for family in families(spec, queries.length, keys.length, docs) for one in family])
-    schedule = seen(bands, asking, held, alone=queries.by_document)
-    if schedule.parts is None:
-        return ranks, pairs, schedule.needed * schedule.length
-    parts = schedule.parts
-    return ranks, pairs, np.bincount(parts.cell, parts.end - parts.begin, ring * ring).reshape(ring, ring)
+    bands = all_bands(spec, queries.length, keys.length, docs)
+    return ranks, pairs, seen(bands, asking, held, alone=queries.by_document)
 
 
 @lru_cache(maxsize=64)
 def course(spread: Spread, together: int) -> Course:
     """The steps of the ranks, each with up to so many blocks."""
     ring, ulysses, hosts, gpus = spread.queries.ring, spread.queries.ulysses, spread.hosts, spread.gpus
-    size, block = ring // hosts, spread.keys.shard_len
+    size = ring // hosts
     some = ring > EXACT and not spread.every
-    ranks, pairs, tokens = shown(spread.queries, spread.keys, spread.spec, spread.docs, some)
+    ranks, pairs, schedule = shown(spread.queries, spread.keys, spread.spec, spread.docs, some)
+    if schedule is None:  # blocks travel whole
+        length = spread.keys.shard_len
+        tokens, onward = np.where(pairs > 0, length, 0), np.full((hosts, ring), length)
+    else:
+        tokens, onward = schedule.read, schedule.travelling(hosts)
     r, at = ranks[:, None], np.arange(len(ranks))[:, None]
     host, place = np.divmod(r, size)
     o, d = (x.ravel() for x in np.mgrid[:hosts, :size])  # distances between hosts, and within one
     met = (tokens[at, (host - o) % hosts * size + (place - d) % size] > 0).any(0).reshape(hosts, size)
     rounds = [0, *(np.flatnonzero(met[1:].any(1)) + 1).tolist()]
     read = tokens[at, host * size + (place - np.arange(size)) % size].T  # [distance, rank], on the rank's own host
-    visits = [[0], *growing((np.flatnonzero(met[:, 1:].any(0)) + 1).tolist(), read, block, together)]
+    visits = [[0], *growing((np.flatnonzero(met[:, 1:].any(0)) + 1).tolist(), read, spread.keys.shard_len, together)]
     near = [i for visit in visits for i in visit]
     first = np.cumsum([0, *map(len, visits[:-1])])
     starts = (np.arange(len(rounds))[:, None] * len(near) + first).ravel()
@@ -132,7 +133,7 @@ def course(spread: Spread, together: int) -> Course:
     gap = passed * np.repeat(np.diff(rounds, prepend=0), len(near))  # hosts from the holder before
     source = (host - o) % hosts * size + (place - d) % size
     sender = np.where(d == 0, (r - gap * size) % ring, host * size + (place - d) % size)
-    arrive = np.where(passed, block, tokens[at, source]) * (sender != r)
+    arrive = np.where(passed, onward[o, source], tokens[at, source]) * (sender != r)
     remote = r * ulysses // gpus != sender * ulysses // gpus
     cells = (pairs[at, source], arrive * ~remote, arrive * remote)
     work, inside, across = (np.add.reduceat(x, starts, axis=1) for x in cells)

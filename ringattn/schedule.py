@@ -5,16 +5,16 @@ each, and a rank's run has two loops:
 
     round    the block that a rank holds moves to the rank with the same place on another host. At distance o every
              rank holds a block whose home is o hosts back. A distance at which no rank sees anything is skipped by a
-             longer hop; a block that no later host sees stops travelling
+             longer hop; the tokens of a block that no later host sees stop travelling
     step     within a round the ranks of one host read the blocks that they hold from each other, several small ones
              per step. No transfer waits for another
 
 On one host there is one round, and every block comes directly from its owner. With one rank per host there is one step
-per round, and blocks are relayed from rank to rank. In backward, a block's holder sums its gradients; they move on with
-the block, and go home from its last holder.
+per round, and blocks are relayed from rank to rank. In backward, a block's holder sums its gradients; those of each
+token move on with it, and go home from its last holder.
 
-What ranks of one host read of a block is the ranges that they see, and only gradients of these return. A block moves to
-another host whole, since it serves all ranks there.
+What ranks of one host read of a block is the ranges that they see, and only gradients of these return. What moves to
+another host serves all ranks there and on the hosts behind it.
 
 Plain numpy: print it, test it, no device needed.
 """
@@ -30,17 +30,24 @@ import numpy as np
 from ringattn.bands import Bands
 from ringattn.layout import Shard, count_below, part_of
 
+Ranges = tuple[range, ...]  # of a block's local indices
+
 
 @dataclass(frozen=True)
 class Hop:
-    """One rank's part in a rotation."""
+    """One rank's part in a rotation: which places among the tokens that it holds it sends, and where to others come."""
 
     shift: int
-    send: bool
-    recv: bool
+    out: Ranges
+    into: Ranges
 
+    @property
+    def send(self) -> bool:
+        return bool(self.out)
 
-Ranges = tuple[range, ...]  # of a block's local indices
+    @property
+    def recv(self) -> bool:
+        return bool(self.into)
 
 
 class Places(NamedTuple):
@@ -64,7 +71,8 @@ class Step:
     schedule: "Schedule" = field(repr=False)
     rank: int
     neighbours: int  # how many ranks its host has
-    held: int  # the block that this rank holds meanwhile
+    held: int  # the block of which this rank holds the ranges `kept` meanwhile
+    kept: Ranges
     sources: tuple[int, ...]  # the blocks that are here: those that it sees a part of
     readers: tuple[int, ...] = ()  # the ranks that read, at the same step, the block that this rank holds
     company: tuple[tuple[int, ...], ...] = ()  # of each block that comes, all its readers, in the order of its holder
@@ -76,7 +84,7 @@ class Step:
         """The positions of each range of keys that is here, sorted, and of which block it is."""
         shards, ranges = self.schedule.shards, self.schedule.ranges
         if not self.company:
-            return [(shards[block], block) for block in self.sources]
+            return [(self.schedule.positions(block, self.kept), block) for block in self.sources]
         found = [(part_of(shards[s], slice(r.start, r.stop)), s) for s in self.sources for r in ranges(self.rank, s)]
         return sorted(found, key=lambda pair: pair[0][0].start)
 
@@ -104,8 +112,8 @@ class Step:
 
     @cached_property
     def shown(self) -> dict[int, Ranges]:
-        """What other ranks read, at the same step, of the block that this rank holds."""
-        return {reader: self.schedule.ranges(reader, self.held) for reader in self.readers}
+        """What other ranks read, at the same step, of the tokens that this rank holds."""
+        return {reader: within(self.kept, self.schedule.ranges(reader, self.held)) for reader in self.readers}
 
     @cached_property
     def where(self) -> Any:
@@ -118,10 +126,10 @@ class Round:
     """The steps of one rank while it holds one block."""
 
     held: int  # the block
-    here: bool  # whether it is here: a block stops travelling when no later host sees it
+    kept: Ranges  # what is here of it: tokens stop travelling when no later host sees them
     steps: tuple[Step, ...]  # the first one is of the held block, but in backward perhaps the last, or both by halves
-    hop: Hop | None  # of the held block to its next holder, which starts before the steps
-    home: Hop | None  # of finished gradients to their owners after the steps; None if none is finished
+    hop: Hop | None  # of what goes on to the next holder, which starts before the steps
+    home: Hop | None  # of finished gradients to their owners after the steps; the latter's places are in whole blocks
 
 
 GRAINS = 64  # of a block: ranges that are read begin and end at multiples of a grain, so they are few and round
@@ -143,7 +151,7 @@ class Schedule:
     length: int = 1  # tokens of a block
     parts: Parts | None = None
     shards: Sequence[Shard] = ()  # the positions of every block
-    known: dict[tuple[int, int], Ranges] = field(default_factory=dict)  # by reader and block
+    known: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # ranges that were asked for
 
     @property
     def ring(self) -> int:
@@ -159,6 +167,43 @@ class Schedule:
             ends = zip(self.parts.begin[low:high].tolist(), self.parts.end[low:high].tolist(), strict=True)
             self.known[reader, block] = tuple(range(a, b) for a, b in ends)
         return self.known[reader, block]
+
+    def positions(self, block: int, ranges: Ranges) -> Shard:
+        """The positions of these ranges of a block."""
+        if ranges == (range(self.length),):
+            return self.shards[block]
+        return tuple(p for r in ranges for p in part_of(self.shards[block], slice(r.start, r.stop)))
+
+    def lasting(self, hosts: int, block: int) -> tuple[list[int], np.ndarray]:
+        """Edges in a block, and the distance of the last host that sees the tokens between two of them."""
+        if ("last", hosts, block) not in self.known:
+            some = self.parts or Parts(np.flatnonzero(self.needed), np.array([0]), np.array([self.length]))
+            of = some.cell % self.ring == block
+            begin, end = (np.broadcast_to(x, of.shape)[of] for x in some[1:])
+            size = self.ring // hosts
+            distance = (some.cell[of] // self.ring // size - block // size) % hosts
+            edges = np.unique(np.concatenate([begin, end]))
+            first, stop = np.searchsorted(edges, begin).tolist(), np.searchsorted(edges, end).tolist()
+            last = np.zeros(max(0, len(edges) - 1), int)
+            for i in np.argsort(distance, kind="stable").tolist():
+                last[first[i] : stop[i]] = distance[i]
+            self.known["last", hosts, block] = edges.tolist(), last
+        return self.known["last", hosts, block]
+
+    def kept(self, hosts: int, block: int, low: int, high: int | None = None) -> Ranges:
+        """The tokens of a block whose last reader is on a host at distance `low` or more, and below `high`."""
+        edges, last = self.lasting(hosts, block)
+        some = (last >= low) if high is None else (last >= low) & (last < high)
+        return joined([range(edges[i], edges[i + 1]) for i in np.flatnonzero(some).tolist()])
+
+    def travelling(self, hosts: int) -> np.ndarray:
+        """[distance, block]: how many tokens hosts at this distance or later ones see."""
+        if ("travelling", hosts) not in self.known:
+            found = self.known["travelling", hosts] = np.zeros((hosts, self.ring), int)
+            for block in range(self.ring if hosts > 1 else 0):
+                edges, last = self.lasting(hosts, block)
+                found[:, block] = np.bincount(last, np.diff(edges), hosts)[::-1].cumsum()[::-1]
+        return self.known["travelling", hosts]
 
     def tokens(self, reader: int, block: int) -> int:
         return int(self.read[reader, block])
@@ -199,23 +244,28 @@ class Schedule:
         found = []
         for o, following in zip(distances, [*distances[1:], None], strict=True):
             held, hop, home = held_at(o), None, None
+            kept = self.kept(hosts, held, o) if o else (range(self.length),)
             if following is not None:
-                hop = Hop((following - o) * size, bool(last[held] >= following),
-                          bool(last[held_at(following)] >= following))  # fmt: skip
-            if o and (last == o).any():
-                home = Hop(-o * size, bool(last[held] == o), bool(last[rank] == o))
-            steps = self.steps(rank, (host - o) % hosts * size, size, together, sight)
-            found.append(Round(held, bool(last[held] >= o), steps, hop, home))
+                come = sum(map(len, self.kept(hosts, held_at(following), following)))
+                out = within(kept, self.kept(hosts, held, following))
+                hop = Hop((following - o) * size, out, (range(come),) if come else ())
+            if o and (last >= o).any():
+                ended = [self.kept(hosts, block, o, following) for block in (held, rank)]
+                home = Hop(-o * size, within(kept, ended[0]), ended[1])
+            steps = self.steps(rank, (host - o) % hosts * size, size, kept, together, sight)
+            found.append(Round(held, kept, steps, hop, home))
         return tuple(found)
 
-    def steps(self, rank: int, first: int, size: int, together: int, sight: Sight | None) -> tuple[Step, ...]:
+    def steps(
+        self, rank: int, first: int, size: int, kept: Ranges, together: int, sight: Sight | None
+    ) -> tuple[Step, ...]:
         """The steps of one rank while the blocks [first, first + size) are on its host, the held block's step first.
 
         A distance within the host at which none of its ranks sees anything is skipped.
         """
         host, place = rank // size * size, rank % size
         here = self.needed[host : host + size, first : first + size]
-        step = partial(Step, self, rank, size, first + place, sight=sight)
+        step = partial(Step, self, rank, size, first + place, kept, sight=sight)
         found = [step((first + place,) if here[place, place] else ())]
         for now in steps(self, together, host, first, size):
             apart = np.array(now)
@@ -231,10 +281,10 @@ class Schedule:
     def tokens_sent(self, rank: int, hosts: int = 1) -> tuple[int, int]:
         """How many tokens a rank sends: of keys and values (forward, and again in backward), and of gradients."""
         rounds = self.rounds(rank, hosts)
-        onward = self.length * sum(one.hop.send for one in rounds if one.hop)
+        onward = sum(len(r) for one in rounds if one.hop for r in one.hop.out)
         read = sum(self.tokens(r, one.held) for one in rounds for step in one.steps for r in step.readers)
         brought = sum(self.tokens(rank, s) for one in rounds for step in one.steps[1:] for s in step.sources)
-        return onward + read, brought + self.length * sum(one.here for one in rounds[1:])
+        return onward + read, brought + sum(len(r) for one in rounds[1:] for r in one.kept)
 
 
 @lru_cache(maxsize=16)
@@ -291,6 +341,17 @@ def places(parts: Sequence[Shard]) -> Ranges:
         return tuple(range(a, a + len(r) * (b - a), b - a) for a, b, r in zip(first, second, shard, strict=True))
     ends = [0, *accumulate(sum(map(len, part)) for part in parts)]
     return tuple(map(range, ends, ends[1:]))
+
+
+def within(kept: Ranges, ranges: Ranges) -> Ranges:
+    """Where these ranges, each of which is in one of `kept`, lie among all tokens of `kept`."""
+    found, before, i = [], 0, 0
+    for r in ranges:
+        while kept[i].stop < r.stop:
+            before, i = before + len(kept[i]), i + 1
+        at = before + r.start - kept[i].start
+        found.append(range(at, at + len(r)))
+    return tuple(found)
 
 
 def joined(ranges: Sequence[range]) -> Ranges:
@@ -380,11 +441,11 @@ def overlaps(table: Table, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndar
     counts = np.where(start < stop, high - low, 0)
     at = np.repeat(np.arange(len(start)), counts)
     which = np.arange(len(at)) - (np.cumsum(counts) - counts - low)[at]
-    step, begun = table.steps[which], table.starts[which]
-    first = np.maximum(start[at], begun)
-    first += (begun - first) % step
-    last = np.minimum(stop[at], table.stops[which]) - 1
-    last -= (last - begun) % step
+    step, begun = table.steps[0], table.starts[which]  # all ranges have the same step
+    first, last = np.maximum(start[at], begun), np.minimum(stop[at], table.stops[which]) - 1
+    if step > 1:
+        first += (begun - first) % step
+        last -= (last - begun) % step
     some = first <= last
     return at[some], which[some], first[some], last[some]
 

@@ -73,10 +73,9 @@ MUTANTS = (
     Mutant("block_sent_whole", "ringattn/schedule.py", "return (range(self.length),)",
            "return (range(self.length - 1),)", ("test_for_docs.py",)),
     # who meets whom
-    Mutant("home_always", "ringattn/schedule.py", "bool(last[held] == o), bool(last[rank] == o)", "True, True",
-           OTHER_WAYS),
-    Mutant("block_stops_early", "ringattn/schedule.py", "bool(last[held] >= following)",
-           "bool(last[held] > following)", ROUNDS),
+    Mutant("home_too_early", "ringattn/schedule.py", "self.kept(hosts, block, o, following)",
+           "self.kept(hosts, block, o)", ROUNDS),
+    Mutant("tokens_stop_early", "ringattn/schedule.py", "some = (last >= low) if", "some = (last > low) if", ROUNDS),
     Mutant("too_much_at_once", "ringattn/schedule.py", "np.minimum(together * block, 3 * done)", "together * block",
            ("test_schedule.py::test_a_step_brings_what_can_hide_behind_the_work_before_it",)),
     # partials and gradients
@@ -92,8 +91,8 @@ MUTANTS = (
     Mutant("rounded_at_every_step", "ringattn/torch/attention/ring.py",
            "q.dtype if rounded or not left else None", "q.dtype",
            ("test_attention.py::test_outputs_are_rounded_once_however_many_steps_a_ring_has",)),
-    Mutant("own_gradients_lost", "ringattn/torch/attention/ring.py", "        add_to(own, transfer.wait())",
-           "        transfer.wait()",
+    Mutant("own_gradients_lost", "ringattn/torch/attention/ring.py", "add_at(own, transfer.wait() or (), ranges)",
+           "transfer.wait()",
            ("test_attention.py::test_other_ways_to_bring_keys_equal_it_too",)),
     Mutant("stripes_out_of_order", "ringattn/schedule.py",
            "range(a, a + len(r) * (b - a), b - a)", "range(a, a + len(r))", OTHER_WAYS),
@@ -150,8 +149,7 @@ MUTANTS = (
     # what a plan costs
     Mutant("gather_costs_nothing", "ringattn/cost.py", '(ring - 1) * block * (strategy == "gather")',
            '0 * block * (strategy == "gather")', BYTES),
-    Mutant("sampled_pairs", "ringattn/cost.py", "every = max(1, layout.shard_len", "every = max(2, layout.shard_len",
-           WORK + NEEDED),
+    Mutant("rising_pairs", "ringattn/cost.py", "later = count * (count - 1) // 2", "later = 0 * count", WORK + NEEDED),
     # JAX
     Mutant("jax_causal", "ringattn/spec.py", "(own + 1).clip(begin, end)", "own.clip(begin, end)", JAX),
     Mutant("jax_source", "ringattn/jax/attention/steps.py", "(self.rank - distance) % self.keys.ring",

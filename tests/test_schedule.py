@@ -10,68 +10,92 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
-from ringattn.bands import bounds, families, joined
+from ringattn.bands import all_bands, bounds
 from ringattn.comms.local import run
 from ringattn.cost import HARDWARE, seen_pairs
 from ringattn.launch.verify import oracle
-from ringattn.launch.verify.cases import CASES, FEATURES, FULL, Case
+from ringattn.launch.verify.cases import BALANCED, CASES, FEATURES, FULL, Case
 from ringattn.layout import LAYOUTS, Layout
 from ringattn.mask import Mask, schedule_of
-from ringattn.schedule import GRAINS, Schedule, growing, seen
+from ringattn.schedule import GRAINS, Parts, Schedule, growing, seen
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.steps import score_with
+
+LENGTH = 8  # of a block
+seen_of = st.sets(st.integers(0, LENGTH - 1)) | st.just(set()) | st.just(set(range(LENGTH)))
+
+
+def tokens_in(ranges):
+    return [t for r in ranges for t in r]
+
+
+def schedule_from(ring, cells):
+    """The schedule in which rank i sees the tokens `cells[i * ring + j]` of block j; each a range by itself."""
+    rows = [(cell, t, t + 1) for cell, tokens in enumerate(cells) for t in sorted(tokens)]
+    parts = Parts(*np.array(rows, int).reshape(-1, 3).T)
+    return Schedule(np.array([bool(x) for x in cells]).reshape(ring, ring), LENGTH, parts)
 
 
 @given(
     st.sampled_from([(1, 1), (1, 3), (1, 6), (2, 1), (5, 1), (7, 1), (2, 2), (2, 3), (3, 2)]).flatmap(
         lambda shape: st.tuples(
-            st.just(shape[0]), st.lists(st.booleans(), min_size=(n := shape[0] * shape[1]) * n, max_size=n * n)
+            st.just(shape[0]), st.lists(seen_of, min_size=(n := shape[0] * shape[1]) * n, max_size=n * n)
         )
     ),
     st.integers(1, 8),
 )
 def test_rounds_meet_exactly_what_is_needed_and_gradients_come_home(given, together):
-    """Blocks are where they are worked on, both sides of every transfer know of it, and all gradients reach home."""
+    """Tokens are where they are read, both sides of every transfer know of it, and all gradients reach home."""
     hosts, cells = given
     ring = round(len(cells) ** 0.5)
-    schedule, size = Schedule(np.array(cells).reshape(ring, ring)), ring // hosts
+    schedule, size = schedule_from(ring, cells), ring // hosts
     runs = [schedule.rounds(r, hosts, together) for r in range(ring)]
-    met = []
-    here = {(r, r) for r in range(ring)}  # (rank, the block that it holds)
-    arriving: dict[int, set] = {}  # whose parts of its block's gradient are on their way to a rank
-    home = {r: set() for r in range(ring)}  # whose parts of a block's gradient have come home
+    met, home = [], []  # (reader, block, token): what is read, and whose gradients have come home
+    here = {r: [(r, t) for t in range(LENGTH)] for r in range(ring)}  # the (block, token) that a rank holds, in order
+    arrived: dict[int, dict] = {}  # readers whose gradients came with the tokens
     for i, everyone in enumerate(zip(*runs, strict=True)):
-        found = {rank: arriving.pop(rank, set()) for rank in range(ring)}
+        sums = {r: {token: arrived.get(r, {}).get(token, set()) for token in here[r]} for r in range(ring)}
         for rank, one in enumerate(everyone):
-            assert one.here == ((rank, one.held) in here)
+            assert here[rank] == [(one.held, t) for t in tokens_in(one.kept)]
             assert len(one.steps) == len(everyone[rank // size * size].steps)  # the same on all ranks of a host
             for j, step in enumerate(one.steps):
-                assert len(step.sources) <= together
-                for block in step.sources:  # who holds it now has this rank among its readers at the same visit
+                for block in step.sources:  # who holds it now has this rank among its readers at the same step
                     holder = rank // size * size + block % size
-                    assert (holder, block) in here and (holder == rank or rank in everyone[holder].steps[j].readers)
-                    met.append((rank, block))
-                    found[holder].add(rank)
+                    theirs = everyone[holder].steps[j].shown if holder != rank else {rank: None}
+                    at = theirs[rank] or [range(len(here[holder]))]
+                    for token in [here[holder][t] for t in tokens_in(at)]:
+                        assert token[0] == block
+                        if holder != rank or token[1] in cells[rank * ring + block]:
+                            met.append((rank, *token))
+                            sums[holder][token] = sums[holder][token] | {rank}
             assert sum(len(step.readers) for step in one.steps) == sum(
                 one.held in step.sources for other in range(ring) if other != rank for step in everyone[other].steps
             )
-        hops, homes = ([getattr(one, name) for one in everyone] for name in ("hop", "home"))
-        for rotations in (hops, homes):
-            assert len({rotation and rotation.shift for rotation in rotations}) == 1
-            for r, rotation in enumerate(rotations):
-                assert rotation is None or rotation.send == rotations[(r + rotation.shift) % ring].recv
-        if i == 0:
-            home = {r: found[r] for r in range(ring)}
+        here, arrived, before = {r: [] for r in range(ring)}, {}, here
         for r, one in enumerate(everyone):
-            if i and one.hop and one.hop.send:
-                arriving[(r + one.hop.shift) % ring] = found[r]
-            if i and one.home and one.home.send:
-                assert (r + one.home.shift) % ring == one.held
-                home[one.held] |= found[r]
-        if hops[0]:
-            here = {((r + hop.shift) % ring, everyone[r].held) for r, hop in enumerate(hops) if hop.send}
-    assert sorted(met) == sorted((i, j) for i, j in np.argwhere(schedule.needed))
-    assert {(rank, block) for block, ranks in home.items() for rank in ranks} == set(met)
+            if i == 0:
+                home += [(reader, *token) for token, readers in sums[r].items() for reader in readers]
+            for hop, is_home in ((one.hop, False), (one.home, True)):
+                assert (hop is None) == ((everyone[0].home if is_home else everyone[0].hop) is None)
+                if hop is None or not hop.send:
+                    continue
+                to = (r + hop.shift) % ring
+                theirs = (everyone[to].home if is_home else everyone[to].hop).into
+                sent = [before[r][t] for t in tokens_in(hop.out)]
+                assert len(sent) == len(tokens_in(theirs))
+                if is_home:
+                    assert sent == [(to, t) for t in tokens_in(theirs)]
+                    home += [(reader, *token) for token in sent for reader in sums[r][token]]
+                else:
+                    here[to], arrived[to] = sent, {t: sums[r][t] for t in sent} if i else {}
+            if i:  # each token's gradients go on, or home
+                sent = [t for hop in (one.hop, one.home) if hop for t in tokens_in(hop.out)]
+                assert sorted(sent) == list(range(len(before[r])))
+        for r, one in enumerate(everyone):  # nobody waits for what is not sent
+            for hop, name in ((one.hop, "hop"), (one.home, "home")):
+                assert not hop or hop.recv == getattr(everyone[(r - hop.shift) % ring], name).send
+    expected = sorted((i, j, t) for i, j in np.ndindex(ring, ring) for t in cells[i * ring + j])
+    assert sorted(met) == sorted(home) == expected
 
 
 masks = st.tuples(
@@ -90,7 +114,7 @@ def test_needed_blocks_and_seen_pairs_are_what_the_dense_mask_says(given):
     j = np.arange(layout.padded_length)
     dense = (begin[0][:, None] <= j) & (j < end[0][:, None])
     shards = [layout.shard(r) for r in range(ring)]
-    bands = joined([one for family in families(spec, T, docs=docs) for one in family])
+    bands = all_bands(spec, T, docs=docs)
     found, pairs = seen(bands, shards, shards).needed, seen_pairs(layout, layout, spec, docs)
     for a in range(ring):
         for b in range(ring):
@@ -135,7 +159,7 @@ def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, in
     def one(mesh):
         import ringattn as ra
 
-        plan = oracle.plan_of(case, mesh, route=route, together=2)
+        plan = oracle.plan_of(case, mesh, route=route, together=2, hosts=2 if route == "levels" else None)
         q, k, v = (plan.shard(given[n]).requires_grad_() for n in "qkv")
         axis = plan.ring_axis
         out = ra.attention(q, k, v, plan, spec=case.spec, docs=case.docs)
@@ -145,20 +169,23 @@ def sent(case: Case, route: str = "relay") -> list[tuple[int, int, tuple[int, in
         return (
             forward,
             axis.sent - forward,
-            schedule_of(mask).tokens_sent(axis.rank, {"relay": case.ring}.get(route, 1)),
+            schedule_of(mask).tokens_sent(axis.rank, plan.hosts),
         )
 
     return run(one, ring=case.ring)
 
 
-RINGS = [replace(c, key_len=None) for c in CASES if c.strategy == "ring" and c.ulysses == 1 and "cross" not in c.name]
+RINGS = [c for c in (*CASES, *BALANCED) if c.ulysses == 1 and c.strategy == "ring" and "cross" not in c.name]
+NAMES, AT = list(dict.fromkeys(c.name for c in RINGS)), list(dict.fromkeys(c.place for c in RINGS))
 
 
 @pytest.mark.parametrize(
-    "case, route",  # every case by each route, and each of the four places by both
-    [(c, r) for i, c in enumerate(RINGS) for j, r in enumerate(("direct", "relay")) if (i + i // 4) % 4 == 2 * j],
+    ("case", "route"),  # a third: every case goes by each route, and at every place some do
+    [(c, route) for c in RINGS for i, route in enumerate(("direct", "relay", "levels"))
+     if (NAMES.index(c.name) + AT.index(c.place) + i) % 3 == 0
+     and (route != "levels" or c.layout in ("zigzag", "balanced"))],
     ids=str,
-)
+)  # fmt: skip
 def test_bytes_sent_are_the_schedules_figure(case, route):
     token = case.batch * case.kv_heads * (case.head_dim + case.value_dim) * 4
     for forward, backward, (keys, grads) in sent(case, route):
@@ -168,11 +195,10 @@ def test_bytes_sent_are_the_schedules_figure(case, route):
 
 @pytest.mark.parametrize("window", [1, 2, 8, 9, 16, 17, 30, 64])
 def test_a_window_sends_only_the_hops_it_reaches(window):
-    """Contiguous shards of 8: the first query of a shard sees window - 1 keys back, ceil((window - 1) / 8) shards."""
+    """Contiguous shards of 8: the first query of a shard sees window - 1 keys back, of up to 7 shards."""
     case = Case("window", ring=8, layout="contiguous", seq_len=64, spec=AttentionSpec(window=window))
-    hops = min(-(-(window - 1) // 8), 7)
-    assert max(keys for _, _, (keys, _) in sent(case)) == 8 * hops
-    assert max(keys for _, _, (keys, _) in sent(case, "direct")) == min(window - 1, 56)  # just what is seen
+    for route in ("relay", "direct"):
+        assert max(keys for _, _, (keys, _) in sent(case, route)) == min(window - 1, 56)  # just what is seen
 
 
 def test_causal_contiguous_blocks_stop_at_the_last_rank():

@@ -81,8 +81,8 @@ def test_wrong_words_are_refused(argv, says, capsys):
 
 def test_the_command_draws_the_timeline_and_says_from_what_length_far_ranks_pay(capsys, tmp_path):
     picture = tmp_path / "timeline.svg"
-    argv = ["machine=internet", "ranks=2", "pays=true", "slow=rank1:0.8", f"picture={picture}"]
+    argv = ["machine=internet", "ranks=2", "pays=true", "slow=rank0:0.8", f"picture={picture}"]
     assert words.main(["simulate", *argv]) == 0
     said = capsys.readouterr().out
-    assert "2 ranks pay from " in said and "rank 1 is the last" in said and "they cost" in said
+    assert "2 ranks pay from " in said and "rank 0 is the last" in said and "they cost" in said
     assert picture.read_text().startswith("<svg") and picture.read_text().count("<rect") > 2

@@ -1,7 +1,8 @@
 """The bytes a rank hands to others, forward and backward, counted while they are sent, beside the schedule's figure.
 
 Ranks are threads of this process. The busiest rank is shown, in blocks: the keys and values of one ring shard;
-`whole` is what would travel if blocks did, not the ranges of them that are seen; `_mb` are millions of bytes.
+`whole` is what would travel if blocks did, not the ranges of them that are seen; `_mb` are millions of bytes. The route
+levels is that of two hosts. Log-normal documents have a median of an eighth of a shard and sigma 1.4.
 """
 
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ import torch
 import ringattn as ra
 from ringattn.comms.local import run as run_ranks
 from ringattn.launch.bench import Row
+from ringattn.launch.commands.packed import drawn
 from ringattn.launch.processes import MOST
 from ringattn.launch.words import option
 from ringattn.mask import Mask, schedule_of
 from ringattn.schedule import Schedule
+
+LONG_TAIL = "log-normal documents"
 
 COLUMNS = [
     "strategy",
@@ -40,6 +44,7 @@ class Options:
     kv_heads: int = option(2, "key heads")
     head_dim: int = option(16, "head dim")
     window: int = option(600, "keys of the windowed rows")
+    seed: int = option(0, "draws the documents of the packed rows")
 
 
 def run(options: Options) -> list[Row]:
@@ -49,9 +54,10 @@ def run(options: Options) -> list[Row]:
     rings = (
         (n, 1, "zigzag", "causal"), (n, 1, "contiguous", "causal"), (n, 1, "contiguous", "full"),
         (n, 1, "contiguous", window), (n, 1, "zigzag", window), (n, 1, "contiguous", "documents inside shards"),
-        (n // 2, 2, "zigzag", "causal"),
+        (n, 1, "balanced", LONG_TAIL), (n, 1, "zigzag", LONG_TAIL), (n // 2, 2, "zigzag", "causal"),
     )  # fmt: skip
-    cases = [("ring", route, *ring) for route in ("direct", "relay") for ring in rings]
+    cases = [("ring", route, *ring) for route in ("direct", "relay", "levels") for ring in rings
+             if route != "levels" or (ring[0] % 2 == 0 and ring[0] > 2)]  # fmt: skip
     cases += [("ulysses", "direct", 1, n, "contiguous", "causal"), ("gather", "direct", n, 1, "zigzag", "causal")]
     return [count(options, *case) for case in cases]
 
@@ -59,11 +65,16 @@ def run(options: Options) -> list[Row]:
 def count(options: Options, strategy: str, route: str, ring: int, ulysses: int, layout: str, mask: str) -> Row:
     """One forward and backward pass on all ranks; what the busiest one sent."""
     spec = ra.AttentionSpec(causal=mask != "full", window=options.window if mask.startswith("window") else None)
-    inside = [options.tokens // options.ranks] * options.ranks
-    docs = ra.Docs.from_lengths(inside, pad_to=options.tokens) if mask.startswith("documents") else None
+    inside, docs = options.tokens // options.ranks, None
+    if mask == LONG_TAIL:
+        docs = ra.Docs.from_lengths(drawn(f"lognormal:{max(1, inside // 8)}:1.4", options.tokens, options.seed))
+    elif mask.startswith("documents"):
+        docs = ra.Docs.from_lengths([inside] * options.ranks, pad_to=options.tokens)
+    how = ra.Transport(route, hosts=2 if route == "levels" else None)
 
     def one(mesh: Any) -> tuple[int, ...]:
-        plan = ra.plan(mesh, seq_len=options.tokens, strategy=strategy, layout=layout, transport=ra.Transport(route))
+        dealt = docs if layout == "balanced" else None
+        plan = ra.plan(mesh, seq_len=options.tokens, strategy=strategy, layout=layout, docs=dealt, transport=how)
         shapes = (options.heads, options.kv_heads, options.kv_heads)
         q, k, v = (torch.randn(1, plan.local_len, h, options.head_dim, requires_grad=True) for h in shapes)
         axes = [a for a in (plan.ring_axis, plan.ulysses_axis) if a.size > 1]

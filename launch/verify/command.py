@@ -222,7 +222,7 @@ def one_process(options: Options) -> list[dict[str, Any]]:
         try:
             found.append(one_case(options, case, meshes[at]))
         except Exception as error:
-            if options.random:  # the other ranks wait: name the call, and end
+            if isinstance(case, drawn.Call):  # the other ranks wait: name the call, and end
                 raise RuntimeError(f"{repeat(options, case.seed)}: {type(error).__name__}: {error}") from error
             raise
     return found

@@ -1,17 +1,18 @@
 """The ring: keys travel, queries stay, partials merge; the keys' gradients travel back to them and add up.
 
-A pass is rounds of steps (`ringattn.recipe` decides who reads what when; this file carries it out). A rank sends the
-block that it holds to the next holder during a whole round, and receives the keys of the next step during one step. In
-backward each step's gradients go to the rank that holds the block. They add up there, move on with the block, and go
-home at the end.
+A pass is rounds of steps (`ringattn.recipe` decides who reads what when; this file carries it out). A rank sends what
+later hosts see of the block that it holds to the next holder during a whole round, and receives the keys of the next
+step during one step. In backward each step's gradients go to the rank that holds the block. They add up there, move on
+with the keys, and go home from the last holder.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Axis, ByRank, Done, Pending, Slices
+from ringattn.comms.axis import Axis, ByRank, Done, Pending, Slices, Then
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.rows import EVERY as ALL
@@ -35,7 +36,7 @@ def forward(
     held: Sequence[Tensor] = (k, v)
     left = sum(step.where is not None for one in rounds for step in one.steps)
     for i, one in enumerate(rounds, start=1):
-        flight, here = rotate(axis, held, one.hop, f"keys of round {i + 1} of {len(rounds)}, forward"), held
+        flight, here = carry(axis, held, one.hop, f"keys of round {i + 1} of {len(rounds)}, forward"), held
         for j, (step, following) in enumerate(with_next(one.steps), start=2):
             room, trip = room_for(following, *held)
             with axis.sharing(*trip, f"keys of step {j} of {len(one.steps)}, forward", score.kernel.fills) as coming:
@@ -58,21 +59,23 @@ def backward(
     held: Sequence[Tensor] = (k, v)
     own: Sequence[Total] = ()  # the gradients of this rank's keys and values
     arriving: Pending = Done()
-    returning: list[Pending] = []
+    returning: list[tuple[Ranges, Pending]] = []
     for i, one in enumerate(rounds, start=1):
         label = f"round {i} of {len(rounds)}, backward"
-        flight = rotate(axis, held, one.hop, f"keys after {label}")
+        flight = carry(axis, held, one.hop, f"keys after {label}")
         found = of_round(q, held, rows, dq, axis, one.steps, score, narrow)
         if i == 1:
             own = found
         else:  # sums of another rank's block: add those of its last holder, and pass them on
-            add_to(found, arriving.wait())
+            for total, x in zip(found, arriving.wait() or (), strict=False):
+                total.add(x)
             sums = [total.tensor(total.exact) for total in found] if one.hop or one.home else []
-            arriving = rotate(axis, sums, one.hop, f"gradients after {label}")
-            returning.append(rotate(axis, sums, one.home, f"gradients home after {label}"))
+            arriving = carry(axis, sums, one.hop, f"gradients after {label}")
+            if one.home:
+                returning.append((one.home.into, carry(axis, sums, one.home, f"gradients home after {label}")))
         held = flight.wait() or held
-    for transfer in returning:  # one of them brings the gradients of this rank's own block; the others only send
-        add_to(own, transfer.wait())
+    for ranges, transfer in returning:
+        add_at(own, transfer.wait() or (), ranges)
     return dq, own[0], own[1]
 
 
@@ -112,14 +115,24 @@ def of_round(
     return home.own
 
 
-def add_to(totals: Sequence[Total], found: Sequence[Tensor] | None) -> None:
-    for total, x in zip(totals, found or (), strict=False):
-        total.add(x)
+def add_at(totals: Sequence[Total], found: Sequence[Tensor], ranges: Ranges) -> None:
+    """Add tensors that hold these ranges of rows."""
+    for total, x in zip(totals, found, strict=False):
+        at = 0
+        for r in joined(ranges):
+            total.add(x[:, at : at + len(r)], rows=slice(r.start, r.stop))
+            at += len(r)
 
 
-def rotate(axis: Axis, tensors: Sequence[Tensor], hop: Hop | None, what: str) -> Pending:
-    """The rotation of a round, if there is one."""
-    return axis.rotate(tensors, hop.shift, hop.send, hop.recv, what) if hop else Done()
+def carry(axis: Axis, tensors: Sequence[Tensor], hop: Hop | None, what: str) -> Pending:
+    """This rank's part in a hop; what comes is contiguous, or None."""
+    if hop is None or not (hop.send or hop.recv):
+        return Done()
+    n, there, here = sum(map(len, hop.into)), (axis.rank + hop.shift) % axis.size, (axis.rank - hop.shift) % axis.size
+    room = [x.new_empty(x.shape[0], n, *x.shape[2:]) for x in tensors] if hop.recv else None
+    pieces = [[x[:, r.start : r.stop] for r in hop.out] for x in tensors]
+    out = {there: [x[0] if len(x) == 1 else torch.cat(x, 1) for x in pieces]} if hop.send else {}
+    return Then(axis.hop(out, {here: room} if room else {}, what), lambda _: room)
 
 
 def inputs(
@@ -181,12 +194,8 @@ class Home:
     def settle(self, last: bool = False) -> None:
         """Add what arrived, always in the same order. Unless it is the `last` time, fold totals of many parts."""
         self.flight.wait()
-        for rows, each in self.coming:
-            for total, found in zip(self.own, each, strict=True):
-                at = 0
-                for r in joined(rows):
-                    total.add(found[:, at : at + len(r)], rows=slice(r.start, r.stop))
-                    at += len(r)
+        for rows, found in self.coming:
+            add_at(self.own, found, rows)
         for total in () if last else self.own:
             total.fold()
         self.coming, self.flight = (), Done()
