@@ -265,7 +265,7 @@ LOW = [c for c in CASES if c.name in ("causal", "all_at_once")]
 TYPES = [(torch.bfloat16, torch.float16)[(i + i // len(PLACES)) % 2] for i in range(len(LOW))]  # both at every place
 
 
-@pytest.mark.parametrize("case, dtype", zip(LOW, TYPES, strict=True), ids=str)
+@pytest.mark.parametrize("case, dtype", list(zip(LOW, TYPES, strict=True)), ids=str)
 def test_low_precision_is_within_twice_the_error_of_one_device(case, dtype):
     given = oracle.inputs(case, dtype)
     truth, single = oracle.dense(case, given), oracle.dense(case, given, dtype)
