@@ -98,7 +98,9 @@ def placed_temperatures(module: Any, query: Tensor, call: Call) -> Tensor:
 
     here, at = torch.arange(query.shape[2]), call.plan.positions().cpu()
     places = at[None]
-    if call.docs is not None:
+    if call.docs is not None and call.docs.depths is not None:
+        places = torch.from_numpy(call.docs.depths.reshape(-1, call.docs.length).copy())[:, at]
+    elif call.docs is not None:
         starts = torch.from_numpy(call.docs.starts.copy())
         within = torch.searchsorted(starts, at.expand(len(starts), -1).contiguous(), right=True) - 1
         places = at - starts.gather(1, within)
