@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch import processes
-from ringattn.torch.models import hf
-from ringattn.torch.models.hf_choice import attention_of
+from ringattn.models import hf
+from ringattn.models.hf.choice import attention_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringattn.models.hf.choice import Choice, attention_of
+from ringattn.models.hf.linear import linear_layers
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
-from ringattn.torch.models.hf_choice import Choice, attention_of
-from ringattn.torch.models.hf_linear import linear_layers
 
 
 class Dealt(NamedTuple):
