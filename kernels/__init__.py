@@ -77,10 +77,10 @@ class Kernel:
 TABLE = (
     Kernel("decode", "ringattn.kernels.triton.decode", named=("cpu",), first=True),
     Kernel("triton", "ringattn.kernels.triton", named=("cpu",)),
-    Kernel("cudnn", "ringattn.kernels.vendor.cudnn", named=("cpu",), rectangles=True, narrow=True),
-    Kernel("fa4", "ringattn.kernels.vendor.fa4", named=("cpu",), narrow=True),
-    Kernel("flash", "ringattn.kernels.vendor.flash", named=("cpu",), rectangles=True, narrow=True),
-    Kernel("sdpa_cpu", "ringattn.kernels.vendor.sdpa_cpu", rectangles=True),
+    Kernel("cudnn", "ringattn.kernels.libraries.cudnn", named=("cpu",), rectangles=True, narrow=True),
+    Kernel("fa4", "ringattn.kernels.libraries.fa4", named=("cpu",), narrow=True),
+    Kernel("flash", "ringattn.kernels.libraries.flash", named=("cpu",), rectangles=True, narrow=True),
+    Kernel("sdpa_cpu", "ringattn.kernels.libraries.sdpa_cpu", rectangles=True),
     Kernel("tiled", "ringattn.kernels.tiled", named=("cuda",)),
     Kernel("reference", "ringattn.kernels.reference", named=("cuda",)),
 )

@@ -22,9 +22,9 @@ from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import Kernel, Problem, gain, rates, reference, select
 from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals, rectangles_of
+from ringattn.kernels.libraries.forms import form_of
 from ringattn.kernels.partial import NEVER
 from ringattn.kernels.rows import row_delta
-from ringattn.kernels.vendor.forms import form_of
 from ringattn.launch.commands import tune
 from ringattn.launch.verify.cases import CASES, Case
 
@@ -145,9 +145,9 @@ def test_lists_hold_every_tile_once(seed: int) -> None:
 
 def test_auto_takes_the_fastest_kernel() -> None:
     """By measured rates: here with cuDNN's refusals in the place of FA4, which this machine may lack."""
-    fa4 = Kernel("fa4", "ringattn.kernels.vendor.cudnn", named=("cpu",), narrow=True)
+    fa4 = Kernel("fa4", "ringattn.kernels.libraries.cudnn", named=("cpu",), narrow=True)
     triton, cudnn = (Kernel(n, f"ringattn.kernels.{m}", named=("cpu",), narrow=n == "cudnn") for n, m in
-                     (("triton", "triton"), ("cudnn", "vendor.cudnn")))  # fmt: skip
+                     (("triton", "triton"), ("cudnn", "libraries.cudnn")))  # fmt: skip
     both, without = (triton, cudnn, fa4), (triton, cudnn)
     for backward in (False, True):
         assert select(PROBLEM, table=both, backward=backward).name == "fa4"
@@ -197,11 +197,11 @@ def fa4_here(monkeypatch):
     def load(too_old: bool = False) -> object:
         for name, module in stand_in_fa4.modules(too_old).items():
             monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.delitem(sys.modules, "ringattn.kernels.vendor.fa4", raising=False)
-        return import_module("ringattn.kernels.vendor.fa4")
+        monkeypatch.delitem(sys.modules, "ringattn.kernels.libraries.fa4", raising=False)
+        return import_module("ringattn.kernels.libraries.fa4")
 
     yield load
-    sys.modules.pop("ringattn.kernels.vendor.fa4", None)
+    sys.modules.pop("ringattn.kernels.libraries.fa4", None)
 
 
 def test_an_older_version_is_refused_with_the_remedy(fa4_here) -> None:
@@ -284,7 +284,7 @@ def needs_fa4() -> object:
     reason = next(k for k in kernels.TABLE if k.name == "fa4").refuses(PROBLEM)
     if reason:
         pytest.skip(reason)
-    from ringattn.kernels.vendor import fa4
+    from ringattn.kernels.libraries import fa4
 
     return fa4
 

@@ -20,8 +20,8 @@ from ringattn.bands import bounds  # noqa: E402
 from ringattn.jax.attention.steps import Sight, score_of, table_of  # noqa: E402
 from ringattn.kernels import reference, select  # noqa: E402
 from ringattn.kernels.intervals import Choice, Intervals, Sets  # noqa: E402
+from ringattn.kernels.libraries import jax_cudnn  # noqa: E402
 from ringattn.kernels.partial import empty  # noqa: E402
-from ringattn.kernels.vendor import jax_cudnn  # noqa: E402
 from ringattn.launch.verify import oracle  # noqa: E402
 from ringattn.launch.verify.cases import CASES, FEATURES, Case  # noqa: E402
 from ringattn.mask import Mask  # noqa: E402

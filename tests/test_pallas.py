@@ -8,6 +8,7 @@ jnp = jax.numpy
 
 from ringattn.kernels import pallas, reference  # noqa: E402
 from ringattn.kernels.intervals import Choice, Intervals, Sets  # noqa: E402
+from ringattn.kernels.libraries import jax_splash  # noqa: E402
 from ringattn.kernels.pallas import splash  # noqa: E402
 from ringattn.kernels.pallas.blocks import Blocks, Shape, blocks_for  # noqa: E402
 from ringattn.kernels.pallas.worklist import (  # noqa: E402
@@ -22,7 +23,6 @@ from ringattn.kernels.pallas.worklist import (  # noqa: E402
     staying,
 )
 from ringattn.kernels.partial import NEVER, Partial  # noqa: E402
-from ringattn.kernels.vendor import jax_splash  # noqa: E402
 
 SMALL = Blocks(128, 128)
 

@@ -8,8 +8,8 @@ __all__ = ["TABLE", "Kernel", "Problem", "select"]
 # The order is the order of preference.
 TABLE = (
     Kernel("splash", "ringattn.kernels.pallas.splash", named=("cpu", "cuda")),
-    Kernel("stock_splash", "ringattn.kernels.vendor.jax_splash", named=("cpu", "tpu")),
-    Kernel("cudnn", "ringattn.kernels.vendor.jax_cudnn", rectangles=True, narrow=True),
+    Kernel("stock_splash", "ringattn.kernels.libraries.jax_splash", named=("cpu", "tpu")),
+    Kernel("cudnn", "ringattn.kernels.libraries.jax_cudnn", rectangles=True, narrow=True),
     Kernel("reference", "ringattn.kernels.reference:JAX"),
 )
 

@@ -16,8 +16,8 @@ from ringattn.comms.jax import automatic_axes, generation
 from ringattn.kernels import pallas
 from ringattn.kernels.families import over_families_in_jax
 from ringattn.kernels.intervals import Choice, Intervals, Rectangle, Sets
+from ringattn.kernels.libraries import jax_cudnn, jax_splash
 from ringattn.kernels.protocol import JaxKernel
-from ringattn.kernels.vendor import jax_cudnn, jax_splash
 from ringattn.layout import Layout, to_local
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan

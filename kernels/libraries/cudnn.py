@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ringattn.kernels.vendor import cudnn_refusal as refuses
-from ringattn.kernels.vendor.rectangles import heads_first, over_rectangles
+from ringattn.kernels.libraries import cudnn_refusal as refuses
+from ringattn.kernels.libraries.rectangles import heads_first, over_rectangles
 
 ATTEND = torch._scaled_dot_product_cudnn_attention  # the same op as of torch.ops.aten, found sooner
 GRADIENTS = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default

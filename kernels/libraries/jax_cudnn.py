@@ -19,10 +19,10 @@ from jax import Array
 
 from ringattn.kernels import Problem
 from ringattn.kernels.intervals import FLIPPED, Rectangle, rectangles_of
+from ringattn.kernels.libraries import cudnn_refusal, equal_dims
+from ringattn.kernels.libraries.forms import Form, form_of
+from ringattn.kernels.libraries.jax_rectangles import over_rectangles
 from ringattn.kernels.protocol import JaxKernel
-from ringattn.kernels.vendor import cudnn_refusal, equal_dims
-from ringattn.kernels.vendor.forms import Form, form_of
-from ringattn.kernels.vendor.jax_rectangles import over_rectangles
 
 
 def refuses(problem: Problem) -> str | None:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels import Problem
-from ringattn.kernels.vendor import equal_dims, gpu_refusal
-from ringattn.kernels.vendor.rectangles import heads_first, over_rectangles
+from ringattn.kernels.libraries import equal_dims, gpu_refusal
+from ringattn.kernels.libraries.rectangles import heads_first, over_rectangles
 
 
 def refuses(problem: Problem) -> str | None:

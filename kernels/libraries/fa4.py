@@ -31,13 +31,13 @@ from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from ringattn.kernels import Problem
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals, Rectangle
+from ringattn.kernels.libraries import equal_dims, gpu_refusal
+from ringattn.kernels.libraries.forms import Form, form_of
+from ringattn.kernels.libraries.rectangles import covers, cut, heads_first, over_rectangles, own_kernel
 from ringattn.kernels.partial import NEVER, Partial
 from ringattn.kernels.rows import EVERY, NONE, Rows
 from ringattn.kernels.total import Total
 from ringattn.kernels.triton.block_lists import block_lists
-from ringattn.kernels.vendor import equal_dims, gpu_refusal
-from ringattn.kernels.vendor.forms import Form, form_of
-from ringattn.kernels.vendor.rectangles import covers, cut, heads_first, over_rectangles, own_kernel
 
 NAME = "FlashAttention-4"
 NEEDED = {"mask_mod", "block_sparse_tensors", "aux_tensors"}

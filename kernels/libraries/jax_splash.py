@@ -18,11 +18,11 @@ from jax import Array
 
 from ringattn.kernels import Problem
 from ringattn.kernels.intervals import Rectangle
+from ringattn.kernels.libraries.jax_rectangles import over_rectangles
 from ringattn.kernels.pallas.blocks import by_heads, divided, padded
 from ringattn.kernels.pallas.varying import axes_of
 from ringattn.kernels.partial import NEVER
 from ringattn.kernels.protocol import JaxKernel
-from ringattn.kernels.vendor.jax_rectangles import over_rectangles
 
 MOST = 512  # queries and keys of a block, at most
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from ringattn.kernels import Problem, tiled
 from ringattn.kernels.arrays import fine
 from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.libraries import equal_dims
+from ringattn.kernels.libraries.rectangles import is_one, over_rectangles
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.rows import EVERY, NONE, Rows, row_delta
-from ringattn.kernels.vendor import equal_dims
-from ringattn.kernels.vendor.rectangles import is_one, over_rectangles
 
 WIDE = torch.float32, torch.float64
 LARGE = 64.0  # from this score on float32 rounds an lse, and the weights of a merge, by more than 2e-6
