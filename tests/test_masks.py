@@ -382,6 +382,17 @@ def test_a_tree_of_drafts_is_verified_in_one_decode(spec):
         assert lengths == [26, 23]
 
 
+def test_other_drafts_on_a_rank_are_named_on_all():
+    def one(mesh):
+        plan, x = ra.plan(mesh, seq_len=4), torch.randn(1, 4, 2, 8)
+        cache = ra.KVCache.allocate(plan, batch=1, max_len=9, kv_heads=2, head_dim=8, dtype=torch.float32)
+        ra.prefill(*[plan.shard(x, compare=False)] * 3, plan, cache)
+        with pytest.raises(ValueError, match=r"ring rank 1 has decode, parents=\(-1, 0, 1\)"):
+            ra.decode(*[x[:, :3]] * 3, cache, parents=[-1, 0, mesh.rank])
+
+    run(one, ring=2)
+
+
 def test_what_is_wrong_with_drafts_is_named():
     x = torch.randn(1, 3, 2, 8)
     cache = ra.KVCache.allocate(ra.plan(seq_len=3), batch=1, max_len=9, kv_heads=2, head_dim=8, dtype=torch.float32)
