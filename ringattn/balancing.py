@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringattn.bands import Work, families, joined
+from ringattn.bands import work_of
 from ringattn.spec import AttentionSpec, Docs, whole
 
 
@@ -40,8 +40,7 @@ def balance(
 def pairs(docs: Docs | Sequence[int], spec: AttentionSpec) -> int:
     """The (query, key) pairs that are seen in all rows of these documents."""
     given = docs if isinstance(docs, Docs) else Docs.from_lengths(docs)
-    rows = zip(*families(spec, given.length, docs=given), strict=True)  # the families of each row
-    return sum(int(Work.of(joined(list(row))).below(given.length)) for row in rows)
+    return int(work_of(spec, given.length, docs=given).below(given.length))
 
 
 def swapped(held: list[list[int]], load: np.ndarray, work: np.ndarray) -> bool:

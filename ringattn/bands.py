@@ -12,9 +12,12 @@ sequence: kernels take families one after the other. Schedules, costs and layout
 Plain numpy: print it, test it, no device needed.
 """
 
+from bisect import bisect, bisect_left, insort
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,24 +76,40 @@ def families(
     sequence), and the last query of a document is at the position of its last key. `offset` is the key position of
     query 0.
     """
+    rows = every_row(spec, seq_len, key_len, docs, key_docs, offset)
+    if docs is not None and (docs.parents is not None or docs.slices is not None):
+        rows = [stacked(bands) for (bands,) in rows]
+    most = max(map(len, rows))
+    return tuple(zip(*(row + [EMPTY] * (most - len(row)) for row in rows), strict=True))
+
+
+@lru_cache(maxsize=64)
+def all_bands(spec: AttentionSpec, seq_len: int, *more: Any, **given: Any) -> Bands:
+    """All bands of all families and rows, for the arguments of `families`, which this need not make."""
+    return joined([bands for row in every_row(spec, seq_len, *more, **given) for bands in row])
+
+
+def every_row(
+    spec: AttentionSpec, seq_len: int, key_len: int | None = None, docs: Docs | None = None,
+    key_docs: Docs | None = None, offset: int = 0,
+) -> list[list[Bands]]:  # fmt: skip
+    """[row][family] of documents; of trees and slices [row][0]: all bands, which are not families yet."""
     key_len = seq_len if key_len is None else key_len
     if docs is None:
         edges = np.array([0, seq_len])
-        rows = [documents(spec, edges, np.array([0]), np.array([key_len]), np.array([offset]))]
-    elif docs.slices is not None:
-        rows = [stacked(of_slices(docs.slices[0]))]
-    else:
-        rows = []
-        for i, starts in enumerate(docs.starts):
-            if docs.parents is not None:
-                rows.append(tree(spec, starts, docs.parents[i]))
-                continue
-            limits = starts if key_docs is None else key_docs.starts[i]
-            shift = limits[1:] - starts[1:]
-            spans = None if docs.spans is None else docs.spans[i]
-            rows.append(documents(spec, starts, limits[:-1], limits[1:], shift, spans))
-    most = max(map(len, rows))
-    return tuple(zip(*(row + [EMPTY] * (most - len(row)) for row in rows), strict=True))
+        return [documents(spec, edges, np.array([0]), np.array([key_len]), np.array([offset]))]
+    if docs.slices is not None:
+        return [[continued(of_slices(docs.slices[0]))]]
+    rows = []
+    for i, starts in enumerate(docs.starts):
+        if docs.parents is not None:
+            rows.append([tree(spec, starts, docs.parents[i])])
+            continue
+        limits = starts if key_docs is None else key_docs.starts[i]
+        shift = limits[1:] - starts[1:]
+        spans = None if docs.spans is None else docs.spans[i]
+        rows.append(documents(spec, starts, limits[:-1], limits[1:], shift, spans))
+    return rows
 
 
 def documents(
@@ -194,8 +213,8 @@ def bends(
     return np.unique(np.concatenate(cuts))
 
 
-def tree(spec: AttentionSpec, starts: Row, parents: Row) -> list[Bands]:
-    """The families of a row of segments: each is a document whose keys are all tokens of its branch."""
+def tree(spec: AttentionSpec, starts: Row, parents: Row) -> Bands:
+    """The bands of a row of segments: each is a document whose keys are all tokens of its branch."""
     depth, branches = depths(starts, parents), branches_of(starts, parents)
     counts = np.array([len(branch) for branch in branches])
     pieces = np.array(list(chain.from_iterable(branches)), np.int64).reshape(-1, 3)  # of all branches
@@ -209,7 +228,7 @@ def tree(spec: AttentionSpec, starts: Row, parents: Row) -> list[Bands]:
         sides = (one.begin, one.end, one.last_begin, one.last_end)
         begin, end, last_begin, last_end = (x.clip(low, low + size) - low + place for x in sides)
         many.append(between(one.start, one.stop, (begin, end), (last_begin, last_end)))
-    return stacked(joined(many))
+    return continued(joined(many))
 
 
 def within(counts: Row) -> Row:
@@ -244,20 +263,37 @@ def of_slices(slices: np.ndarray) -> Bands:
 
 
 def stacked(bands: Bands) -> list[Bands]:
-    """Bands that do not overlap, as few families: each goes to the first one that it continues."""
-    bands = continued(bands)
-    order = np.lexsort((bands.begin, bands.start))
-    bands = bands.some(order)
-    ends: list[tuple[int, int, int]] = []  # of each family: where its last band stops, and that one's last interval
+    """Bands that do not overlap, as few families: each continues the one that reaches farthest of those that it may.
+
+    Where a family stops and a band starts at the same query, no side may decrease. If there are queries between them,
+    which see nothing, the band must begin behind all keys of the family. The keys of bands that stop at one query are
+    apart, so their order is the same by begin and by end.
+    """
+    bands = bands.some(np.lexsort((bands.begin, bands.start)))
+    busy: list[tuple[int, int]] = []  # a heap: where families stop
+    free: list[tuple[int, int]] = []  # the last keys of those that have stopped, in order
+    near: dict[int, list[tuple[int, int, int]]] = {}  # the last intervals of those that stop at a query, in order
+    ends: list[tuple[int, int]] = []  # of each family
     which = []
     columns = (bands.start, bands.stop, bands.begin, bands.end, bands.last_begin, bands.last_end)
     for start, stop, begin, end, last_begin, last_end in zip(*(x.tolist() for x in columns), strict=True):
-        fits = (
-            number for number, (before, low, high) in enumerate(ends)
-            if before <= start and low <= begin and high <= (end if before == start else begin)
-        )  # fmt: skip
-        number = next(fits, len(ends))
-        ends[number : number + 1] = [(stop, last_begin, last_end)]
+        while busy and busy[0][0] <= start:
+            _, number = heappop(busy)
+            insort(free, (ends[number][1], number))
+        here = near.get(start, [])
+        i = min(bisect(here, begin, key=itemgetter(0)), bisect(here, end, key=itemgetter(1))) - 1
+        j = bisect(free, (begin, len(ends))) - 1
+        if i >= 0 and (j < 0 or here[i][1] >= free[j][0]):
+            *_, number = here.pop(i)
+            del free[bisect_left(free, (ends[number][1], number))]
+        elif j >= 0:
+            _, number = free.pop(j)
+        else:
+            number = len(ends)
+            ends.append((0, 0))
+        ends[number] = last_begin, last_end
+        heappush(busy, (stop, number))
+        insort(near.setdefault(stop, []), (last_begin, last_end, number))
         which.append(number)
     at = np.array(which, np.int64)
     return [bands.some(at == number) for number in range(len(ends))] or [EMPTY]
@@ -293,7 +329,7 @@ class Runs(NamedTuple):
         rows = [covered(row) for row in family]
         most = max(len(row.start) for row in rows)
         start, begin, end, lean, rise = (
-            np.stack([np.pad(x, (0, most - len(x)), "edge") for x in column])
+            np.stack([np.pad(x, (0, most - len(x)), "edge") if len(x) < most else x for x in column])
             for column in zip(*((r.start, r.begin, r.end, r.lean, r.rise) for r in rows), strict=True)
         )
         counts = np.diff(below(start), append=len(positions))
@@ -375,3 +411,9 @@ class Work(NamedTuple):
         i = np.searchsorted(self.edges, position, "right") - 1
         n = position - self.edges[i]
         return self.before[i] + self.here[i] * n + self.slope[i] * (n * (n - 1) // 2)
+
+
+@lru_cache(maxsize=64)
+def work_of(spec: AttentionSpec, seq_len: int, *more: Any, **given: Any) -> Work:
+    """The work of all rows together, for the arguments of `families`."""
+    return Work.of(all_bands(spec, seq_len, *more, **given))

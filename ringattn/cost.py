@@ -3,11 +3,13 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from ringattn.bands import bounds_at, families
-from ringattn.layout import Layout, laps, positions_at
+from ringattn.bands import all_bands
+from ringattn.layout import Layout
+from ringattn.schedule import Table, overlaps, table_of
 from ringattn.spec import AttentionSpec, Docs
 
 
@@ -71,49 +73,59 @@ class Shape:
         return block + block // self.itemsize * grads
 
 
-SAMPLED_ROWS = 65536
-
-
 def seen_pairs(
-    layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None, ranks: np.ndarray | None = None,
-    samples: int = SAMPLED_ROWS,
+    layout: Layout, key_layout: Layout, spec: AttentionSpec, docs: Docs | None = None, ranks: np.ndarray | None = None
 ) -> np.ndarray:  # fmt: skip
-    """[rank, block]: how many (query, key) pairs of two ring shards are seen, sampled at so many queries.
+    """[rank, block]: how many (query, key) pairs of two ring shards are seen; by default of all ranks.
 
-    By default the rows are those of all ranks.
+    Counted by the runs of a rank's queries that are in one band: each side of their intervals is constant, or rises.
     """
     ranks = np.arange(layout.ring) if ranks is None else ranks
-    every = max(1, layout.shard_len * len(ranks) // samples)
-    sample = np.stack([positions_at(layout.shard(rank), slice(0, None, every)) for rank in ranks.tolist()])
-    found = np.zeros((len(ranks), layout.ring))
-    for family in families(spec, layout.length, key_layout.length, docs):
-        begin, end = (side.reshape(-1, *sample.shape) for side in bounds_at(family, sample.ravel()))
-        earlier = keys_below(key_layout, begin) if begin.any() else 0
-        found += every * (keys_below(key_layout, np.maximum(begin, end)) - earlier)
-    return found
+    table = table_of([layout.shard(rank) for rank in ranks.tolist()])
+    bands = all_bands(spec, layout.length, key_layout.length, docs)
+    at, which, first, last = overlaps(table, bands.start, bands.stop)
+    run, apart, ends = bands.some(at), first - bands.start[at], []
+    count = (last - first) // table.steps[0] + 1
+    for start, rise in ((run.begin, run.lean), (run.end, run.rise)):
+        ends.append(keys_below(key_layout, len(ranks), table.owners[which], start + rise * apart, count, rise > 0))
+    return ends[1] - ends[0]
+
+
+def keys_below(
+    layout: Layout, rows: int, row: np.ndarray, first: np.ndarray, count: np.ndarray, rise: np.ndarray
+) -> np.ndarray:  # fmt: skip
+    """[row, block]: how many keys of a block lie below positions, summed over the positions of a row.
+
+    Run i, of row[i], has count[i] positions: all are first[i], or they `rise` from it by the step of a shard.
+    """
+    table = pieces(layout)
+    every: Any
+    lengths: Any
+    later = count * (count - 1) // 2
+    if (step := table.steps[0]) > 1:  # of stripes, a piece is the next token of a shard in each lap of all shards
+        whole, piece = np.divmod(first, step)
+        every = np.bincount(row, count * whole + rise * later, rows)[:, None]
+        number, keys, lengths = count, 0 * count, 1
+    else:
+        at, piece, low, high = overlaps(table, first, first + np.where(rise, count, 1))
+        n, times, row, every = high - low + 1, np.where(rise, 1, count)[at], row[at], 0
+        number, keys = times * n, times * (n * (low - table.starts[piece]) + n * (n - 1) // 2)
+        lengths = table.stops - table.starts
+    size = len(table.starts)
+    within, cut = (np.bincount(row * size + piece, x, rows * size).reshape(rows, size) for x in (number, keys))
+    found = lengths * (within.sum(1, keepdims=True) - within.cumsum(1)) + cut  # whole pieces, and parts of one
+    order = np.argsort(table.owners, kind="stable")
+    return every + np.add.reduceat(
+        found[:, order], np.searchsorted(table.owners[order], np.arange(layout.ring)), axis=1
+    )
 
 
 @lru_cache(maxsize=64)
-def turns(layout: Layout) -> tuple[int, np.ndarray, np.ndarray]:
-    """`laps` of all shards of a layout."""
-    return laps([layout.shard(rank) for rank in range(layout.ring)])
-
-
-def keys_below(layout: Layout, positions: np.ndarray) -> np.ndarray:
-    """[rank, block]: how many keys of a block lie below positions [..., rank, n], summed over a rank's positions."""
-    lap, starts, owners = turns(layout)
-    ranks = positions.shape[-2]
-    shape = (ranks, len(owners))
-    full, rest = np.divmod(positions, lap)
-    piece = np.searchsorted(starts, rest, "right") - 1
-    at = (piece + len(owners) * np.arange(ranks)[:, None]).ravel()
-    within = np.bincount(at, minlength=math.prod(shape)).reshape(shape)  # positions in each piece
-    cut = np.bincount(at, (rest - starts[piece]).ravel(), minlength=math.prod(shape)).reshape(shape)  # keys before them
-    beyond = within.sum(1, keepdims=True) - within.cumsum(1)  # positions in later pieces of the lap
-    every = np.moveaxis(full, -2, 0).reshape(ranks, -1).sum(1, keepdims=True)  # whole laps
-    found = np.diff(starts, append=lap) * (every + beyond) + cut
-    order = np.argsort(owners, kind="stable")
-    return np.add.reduceat(found[:, order], np.searchsorted(owners[order], np.arange(layout.ring)), axis=1)
+def pieces(layout: Layout) -> Table:
+    """The ranges of all shards; the last one has the position after all keys too."""
+    table = table_of([layout.shard(rank) for rank in range(layout.ring)])
+    table.stops[-1] += 1
+    return table
 
 
 def replicas(kv_heads: int, ulysses: int) -> int:

@@ -12,7 +12,7 @@ Contiguous and zigzag may also lay out each document of a packed sequence instea
 follows from the ranges: who asks for more than them asks for a property, not for the name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ringattn.bands import Work, families, joined
+from ringattn.bands import work_of
 from ringattn.dealing import deal
 from ringattn.spec import AttentionSpec, Docs, raise_if
 
@@ -117,8 +117,7 @@ class Layout:
         starts = np.array([0, self.length]) if self.docs is None else self.docs.starts[0]
         if spec.chunk is not None and not spec.first:  # each chunk is a document
             starts = np.unique(np.concatenate([np.arange(a, b, spec.chunk) for a, b in pairwise(starts)] + [starts]))
-        bands = joined([one for family in families(spec, self.length, docs=self.docs) for one in family])
-        found = deal(starts, self.padded_length, self.ring, Work.of(bands))
+        found = deal(starts, self.padded_length, self.ring, work_of(spec, self.length, self.length, self.docs))
         return [tuple(range(a, b) for a, b in ranges) for ranges in found]
 
     @property
@@ -129,7 +128,7 @@ class Layout:
         edges = [*self.docs.starts[0].tolist(), self.length]
         return [(start, stop) for start, stop in pairwise(edges) if start < stop]
 
-    @property
+    @cached_property
     def padded_length(self) -> int:
         if self.by_document:
             return self.length
@@ -212,15 +211,6 @@ def positions_of(shard: Shard) -> np.ndarray:
     return np.concatenate([np.arange(r.start, r.stop, r.step, dtype=np.int64) for r in shard])
 
 
-def positions_at(shard: Shard, some: slice) -> np.ndarray:
-    """The positions with these local indices, found without an array of all."""
-    starts, steps, lengths = np.array([(r.start, r.step, len(r)) for r in shard], np.int64).T
-    ends = np.cumsum(lengths)
-    at = np.arange(*some.indices(int(ends[-1])))
-    i = np.searchsorted(ends, at, "right")
-    return starts[i] + (at - (ends - lengths)[i]) * steps[i]
-
-
 def sorted_positions(shard: Shard) -> np.ndarray:
     """The positions of a shard, whose ranges may interleave."""
     positions = positions_of(shard)
@@ -244,14 +234,3 @@ def count_below(shard: Shard, position: Any) -> Any:
 def to_local(shard: Shard, begin: Any, end: Any) -> tuple[Any, Any]:
     """Each global interval [begin, end) as an interval of the shard's local indices."""
     return count_below(shard, begin), count_below(shard, end)
-
-
-def laps(shards: Sequence[Shard]) -> tuple[int, np.ndarray, np.ndarray]:
-    """The order in which the shards take turns: (length of a lap, [first token of each block in it], [its shard]).
-
-    Stripes are dealt out lap by lap, each a block of one token. Other shards are all in one lap.
-    """
-    if shards[0][0].step > 1:
-        return len(shards), np.arange(len(shards)), np.argsort([shard[0].start for shard in shards])
-    starts, stops, owners = np.array(sorted((r.start, r.stop, i) for i, shard in enumerate(shards) for r in shard)).T
-    return int(stops[-1]), starts, owners

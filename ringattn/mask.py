@@ -5,7 +5,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from ringattn.bands import Bands, Families, Runs, families, joined
+from ringattn.bands import Bands, Families, Runs, all_bands, families
 from ringattn.layout import Shard, count_below, sorted_positions
 from ringattn.planning import Plan
 from ringattn.schedule import Schedule, seen
@@ -50,7 +50,7 @@ class Mask:
 
 def bands_of(mask: Mask) -> Bands:
     """All bands of all families and rows."""
-    return joined([bands for family in mask.families for bands in family])
+    return all_bands(mask.among or mask.spec, *mask.arguments)
 
 
 @lru_cache(maxsize=32)

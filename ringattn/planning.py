@@ -155,10 +155,11 @@ class Plan(Value):
         """The whole plan as text, for a compiled graph, which holds no objects; `of_text` is the inverse."""
         values = {name: getattr(self, name) for name in NAMED}
         if self.docs is not None:
-            values["docs"] = self.docs.encoded.tolist(), self.docs.length
+            values["docs"] = True
         if self.work is not None:
             values["work"] = self.work.causal, self.work.window, self.work.chunk, self.work.first
-        return dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
+        text = dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
+        return text if self.docs is None else f"{text}\n{self.docs.text}"
 
     def _docs_problem(self) -> str | None:
         """Why this plan cannot lay out documents, if it cannot."""
@@ -429,7 +430,8 @@ NAMED = tuple(n for n, f in fields(Plan).items() if f.init and n not in ("transp
 
 def of_text(text: str) -> Plan:
     """The plan with this text, while its axes live."""
-    number, values, transport = loads(text)
+    choices, _, docs = text.partition("\n")
+    number, values, transport = loads(choices)
     axes = LIVE.get(number)
     if axes is None:
         raise RuntimeError("the ranks that this compiled graph was made for are gone: compile again with a new plan")
@@ -437,8 +439,9 @@ def of_text(text: str) -> Plan:
         if len(axes.plans) == 256:  # each batch may lay out other documents
             axes.plans.clear()
         given = dict(zip(NAMED, values, strict=True))
-        if given["docs"] is not None:
-            given["docs"] = Docs.decoded(np.array(given["docs"][0], np.int64), given["docs"][1])
+        if docs:
+            numbers, length = loads(docs)
+            given["docs"] = Docs.decoded(np.array(numbers, np.int64), length)
         if given["work"] is not None:
             causal, window, *rest = given["work"]
             given["work"] = AttentionSpec(causal, tuple(window) if isinstance(window, list) else window, *rest)

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringattn.bands import Work, families
-from ringattn.bands import joined as all_of
+from ringattn.bands import work_of
 from ringattn.cost import Shape, kv_heads_of_a_rank
 from ringattn.kernels import Kernel, Problem, select
 from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
@@ -243,9 +242,9 @@ def kind_of(
             size = spec.chunk
             rows = np.array([[n for row in rows.tolist() for m in row for n in [size] * (m // size) + [m % size]]])
         return mask_of(rows, spec.causal, spec.window, alone)
-    found = [Work.of(all_of(row)) for row in zip(*families(spec, *lengths, docs, key_docs), strict=True)]
-    pairs = sum(int(work.below(lengths[0])) for work in found)
-    return "long" if pairs >= FEW * lengths[0] * len(found) else "short"
+    pairs = int(work_of(spec, *lengths, docs, key_docs).below(lengths[0]))
+    count = 1 if docs is None else len(docs.starts)
+    return "long" if pairs >= FEW * lengths[0] * count else "short"
 
 
 def amount(ranges: Sequence[range]) -> str:

@@ -198,11 +198,12 @@ class Schedule:
 
     def travelling(self, hosts: int) -> np.ndarray:
         """[distance, block]: how many tokens hosts at this distance or later ones see."""
-        found = np.zeros((hosts, self.ring), int)
-        for block in range(self.ring if hosts > 1 else 0):
-            edges, last = self.lasting(hosts, block)
-            found[:, block] = np.bincount(last, np.diff(edges), hosts)[::-1].cumsum()[::-1]
-        return found
+        if ("travelling", hosts) not in self.known:
+            found = self.known["travelling", hosts] = np.zeros((hosts, self.ring), int)
+            for block in range(self.ring if hosts > 1 else 0):
+                edges, last = self.lasting(hosts, block)
+                found[:, block] = np.bincount(last, np.diff(edges), hosts)[::-1].cumsum()[::-1]
+        return self.known["travelling", hosts]
 
     def tokens(self, reader: int, block: int) -> int:
         return int(self.read[reader, block])
@@ -440,11 +441,11 @@ def overlaps(table: Table, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndar
     counts = np.where(start < stop, high - low, 0)
     at = np.repeat(np.arange(len(start)), counts)
     which = np.arange(len(at)) - (np.cumsum(counts) - counts - low)[at]
-    step, begun = table.steps[which], table.starts[which]
-    first = np.maximum(start[at], begun)
-    first += (begun - first) % step
-    last = np.minimum(stop[at], table.stops[which]) - 1
-    last -= (last - begun) % step
+    step, begun = table.steps[0], table.starts[which]  # all ranges have the same step
+    first, last = np.maximum(start[at], begun), np.minimum(stop[at], table.stops[which]) - 1
+    if step > 1:
+        first += (begun - first) % step
+        last -= (last - begun) % step
     some = first <= last
     return at[some], which[some], first[some], last[some]
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import cache, cached_property
 from importlib import import_module
 from itertools import accumulate
+from json import dumps
 from numbers import Integral
 from typing import Any
 
@@ -253,6 +254,11 @@ class Docs:
     @cached_property
     def _key(self) -> tuple[Any, ...]:
         return (*((x.shape, x.tobytes()) for x in self.parts if x is not None), self.plain, self.length)
+
+    @cached_property
+    def text(self) -> str:
+        """All of them in the texts of plans, which hold no objects."""
+        return dumps((self.encoded.tolist(), self.length))
 
     @cached_property
     def first(self) -> "Docs | None":

@@ -3,6 +3,7 @@
 import pickle
 from dataclasses import replace
 from itertools import pairwise
+from sys import setprofile
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn.bands import Work, bounds_at, families, joined
+from ringattn.choosing import elsewhere
 from ringattn.comms.local import run
+from ringattn.cost import seen_pairs
 from ringattn.kernels.families import over_families
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.protocol import TorchKernel
@@ -103,10 +106,16 @@ def test_bands_are_the_mask_and_so_are_the_schedule_and_the_work(case, layout, r
         work = Work.of(joined([family[row] for family in found]))
         np.testing.assert_array_equal(work.below(np.arange(T + 1)), np.append(0, words[row].sum(1).cumsum()))
     plan = Plan(T, ring, layout=layout)
-    needed = schedule_of.__wrapped__(Mask(plan, case.spec, case.docs)).needed
-    for a, b in np.ndindex(ring, ring):
-        q, k = (at[at < T] for at in (plan.tokens.positions(a), plan.tokens.positions(b)))
-        assert needed[a, b] == words[:, q][:, :, k].any()
+    check_counted(plan, case.spec, case.docs, words)
+
+
+def check_counted(plan: Plan, spec: AttentionSpec, docs: Any, words: np.ndarray) -> None:
+    """Which rank needs which block, and how many pairs of it are seen."""
+    needed = schedule_of.__wrapped__(Mask(plan, spec, docs)).needed
+    pairs = seen_pairs(plan.tokens, plan.tokens, spec, docs)
+    for a, b in np.ndindex(plan.ring, plan.ring):
+        q, k = (at[at < plan.seq_len] for at in (plan.tokens.positions(a), plan.tokens.positions(b)))
+        assert pairs[a, b] == words[:, q][:, :, k].sum() and needed[a, b] == (pairs[a, b] > 0)
 
 
 @settings(max_examples=60)
@@ -117,8 +126,34 @@ def test_slices_are_what_their_kinds_say_and_overlapping_ones_are_refused(case):
         with pytest.raises(ValueError, match="slices overlap: queries"):
             _ = case.mask
         return
-    found = families(AttentionSpec(), 24, docs=case.mask)
-    np.testing.assert_array_equal(rows_of(found, 24, 1)[0], sum(alone))
+    words = rows_of(families(AttentionSpec(), 24, docs=case.mask), 24, 1)
+    np.testing.assert_array_equal(words[0], sum(alone))
+    for layout in ("zigzag", "striped", "balanced"):
+        dealt = {"docs": case.mask} if layout == "balanced" else {}
+        check_counted(Plan(24, 3, layout=layout, **dealt), AttentionSpec(), case.mask, words)
+
+
+def calls_to_plan(count: int) -> int:
+    """The Python calls of a plan for so many slices, each of other queries over any keys, and of its schedule."""
+    random, calls = np.random.default_rng(0), []
+    edges = np.append(0, np.sort(random.choice(np.arange(1, 2**17), count, replace=False)))
+    keys = np.sort(random.integers(0, 2**17, (count, 2)), 1)
+    kinds = random.choice(KINDS, count).tolist()
+    target = elsewhere("cuda", [(8, 1)], gpus=8)
+    setprofile(lambda frame, event, arg: calls.append(event) if event == "call" else None)
+    try:
+        mask = Slices.from_slices(np.stack([edges[:-1], edges[1:]], 1), keys, kinds, 2**17)
+        plan = ra.plan(target, seq_len=2**17, mask=mask, layout="zigzag", heads=(8, 2), head_dim=128)
+        schedule_of(Mask(plan, AttentionSpec(), mask))
+    finally:
+        setprofile(None)
+    return len(calls)
+
+
+def test_planning_takes_no_python_a_slice():
+    calls_to_plan(10)  # imports
+    few, many = calls_to_plan(200), calls_to_plan(2000)
+    assert many < 2 * few
 
 
 @pytest.mark.parametrize("case", NEW, ids=lambda case: case.name)

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch.processes import run as run_processes
+from ringattn.models.linear import LinearLayer
+from ringattn.models.nn import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
 from ringattn.planning import Plan
 from ringattn.segments import order
 from ringattn.torch.linear.halo import causal_convolution
-from ringattn.torch.models.nn import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
-from ringattn.torch.models.nn_linear import LinearLayer
 
 T, C = 45, 32
 PACKED = ((20, 0, 2, 23), (1, 2, 42))
@@ -212,7 +212,7 @@ def test_a_step_that_failed_leaves_the_sequence_as_it_was(monkeypatch):
     expected = layer(convolution=3)(x).detach()
     made.prefill(x[:, :40])
     with monkeypatch.context() as broken:
-        broken.setattr("ringattn.torch.models.nn_linear.few_tokens", lambda *given: 1 / 0)
+        broken.setattr("ringattn.models.linear.few_tokens", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             made.step(x[:, 40:42])
     torch.testing.assert_close(made.step(x[:, 40:42]), expected[:, 40:42], rtol=0, atol=1e-12)

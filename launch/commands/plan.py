@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ringattn import choosing
 from ringattn.bands import families
 from ringattn.choosing import elsewhere, factored
-from ringattn.cost import SAMPLED_ROWS, kv_heads_of_a_rank, seen_pairs
+from ringattn.cost import kv_heads_of_a_rank, seen_pairs
 from ringattn.launch.commands.drawn_mask import drawn
 from ringattn.launch.commands.packed import MIXES, holdings, lengths_of
 from ringattn.launch.words import option
@@ -201,8 +201,7 @@ def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
     runs = [[step.sources for one in each for step in one.steps] for each in rounds]  # whose keys, at each step
     few = plan.ring <= SHOWN
     lines = [
-        f"steps of the {plan.transport.route} route: work per step in % of a rank's total, and blocks received"
-        + (" (sampled)" if plan.tokens.padded_length > SAMPLED_ROWS else ""),
+        f"steps of the {plan.transport.route} route: work per step in % of a rank's total, and blocks received",
         "  step  " + "".join(f"{f'rank {r}' if few else r:>8}" for r in (ranks if few else SUMMARY)) + "   blocks",
     ]
     number = max(map(len, runs))

@@ -31,9 +31,9 @@ from ringattn.launch.train import data, estimate, metrics, model, parallelize, r
 from ringattn.launch.train.checkpoint import Checkpoints, begin_of, load, matching, newest, set_aside
 from ringattn.launch.train.stored import A_STEP
 from ringattn.launch.train.torchrun import Stop
+from ringattn.models.loss import token_mean
 from ringattn.planning import Plan, Transport
 from ringattn.spec import AttentionSpec, Docs
-from ringattn.torch.models.loss import token_mean
 
 MIB = 2**20
 

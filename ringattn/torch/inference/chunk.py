@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringattn import schedule
-from ringattn.bands import Families, bounds_at, families, joined
+from ringattn.bands import Families, all_bands, bounds_at, families, joined
 from ringattn.kernels.intervals import Intervals, Rectangle, rectangles_of
 from ringattn.layout import Layout, Shard, sorted_positions
 from ringattn.serving import Stripes
@@ -186,7 +186,7 @@ def on_device(host: np.ndarray, device: torch.device, rectangles: bool) -> Inter
 def guests_of(blocks: Layout, rank: int, together: int) -> tuple[schedule.Step, ...]:
     """The steps at which all ranks' queries come to one rank: first its own, then up to `together` blocks at a time."""
     shards, T = [blocks.shard(r) for r in range(blocks.ring)], blocks.padded_length
-    everyone = schedule.seen(joined([one for (one,) in families(AttentionSpec(causal=False), T)]), shards, shards)
+    everyone = schedule.seen(all_bands(AttentionSpec(causal=False), T), shards, shards)
     return everyone.rounds(rank, together=together)[0].steps
 
 
