@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 WORKERS := -n 3 --dist worksteal  # tests that start ranks wait a good part of their time
 
-.PHONY: help install test test-slow test-with test-ray test-gpu test-hosts test-compile test-mutants train bench pictures docs \
+.PHONY: help install test test-slow test-both test-with test-ray test-gpu test-hosts test-compile test-mutants train bench pictures docs \
         packages lint types
 
 help:  ## list the targets
@@ -25,6 +25,9 @@ test: $(READY)  ## run the tests: no GPU needed, ten minutes on two cores
 
 test-slow: $(READY)  ## run what takes long, a quarter of an hour more: restarts, kernels compiled for GPUs
 	$(RUN)/python -m pytest $(WORKERS) -m 'slow and not gpu and not ray' --durations=15 $(ARGS)
+
+test-both: $(READY)  ## run test and test-slow in one start
+	$(RUN)/python -m pytest $(WORKERS) -m 'not gpu and not compile and not ray' --durations=25 $(ARGS)
 
 test-with:  ## run the tests with another library (WHAT=trl), in a virtual environment of its own
 	@test "$(WHAT)" = trl || { echo "WHAT=$(WHAT): say WHAT=trl"; exit 2; }

@@ -128,7 +128,7 @@ class Layout:
         edges = [*self.docs.starts[0].tolist(), self.length]
         return [(start, stop) for start, stop in pairwise(edges) if start < stop]
 
-    @property
+    @cached_property
     def padded_length(self) -> int:
         if self.by_document:
             return self.length

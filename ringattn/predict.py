@@ -20,7 +20,7 @@ from ringattn.cost import Shape, kv_heads_of_a_rank, replicas, seen_pairs
 from ringattn.layout import Layout
 from ringattn.machine import Machine
 from ringattn.planning import Plan
-from ringattn.schedule import growing, seen
+from ringattn.schedule import Schedule, growing, seen
 from ringattn.spec import AttentionSpec, Docs
 
 EXACT, SOME = 64, 16  # rings up to EXACT ranks are computed whole, of larger ones SOME ranks
@@ -93,20 +93,17 @@ class Spread(NamedTuple):
 
 @lru_cache(maxsize=256)
 def shown(
-    queries: Layout, keys: Layout, spec: AttentionSpec, docs: Docs | None, some: bool, hosts: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The ranks that are computed; [rank, block]: the pairs that each sees, and the tokens of keys that it reads; and
-    [distance, block]: the tokens that hosts at this distance or later ones see, which travel so far.
-    """
+    queries: Layout, keys: Layout, spec: AttentionSpec, docs: Docs | None, some: bool
+) -> tuple[np.ndarray, np.ndarray, Schedule | None]:
+    """The ranks that are computed; [rank, block]: the pairs that each sees; the schedule, if the ring is computed."""
     ring = queries.ring
     ranks = np.unique(np.linspace(0, ring - 1, SOME).astype(int)) if some else np.arange(ring)
     pairs = seen_pairs(queries, keys, spec, docs, ranks)
     if ring > EXACT:
-        return ranks, pairs, np.where(pairs > 0, keys.shard_len, 0), np.full((hosts, ring), keys.shard_len)
+        return ranks, pairs, None
     asking, held = ([layout.shard(rank) for rank in range(ring)] for layout in (queries, keys))
     bands = all_bands(spec, queries.length, keys.length, docs)
-    schedule = seen(bands, asking, held, alone=queries.by_document)
-    return ranks, pairs, schedule.read, schedule.travelling(hosts)
+    return ranks, pairs, seen(bands, asking, held, alone=queries.by_document)
 
 
 @lru_cache(maxsize=64)
@@ -115,7 +112,12 @@ def course(spread: Spread, together: int) -> Course:
     ring, ulysses, hosts, gpus = spread.queries.ring, spread.queries.ulysses, spread.hosts, spread.gpus
     size = ring // hosts
     some = ring > EXACT and not spread.every
-    ranks, pairs, tokens, onward = shown(spread.queries, spread.keys, spread.spec, spread.docs, some, hosts)
+    ranks, pairs, schedule = shown(spread.queries, spread.keys, spread.spec, spread.docs, some)
+    if schedule is None:  # blocks travel whole
+        length = spread.keys.shard_len
+        tokens, onward = np.where(pairs > 0, length, 0), np.full((hosts, ring), length)
+    else:
+        tokens, onward = schedule.read, schedule.travelling(hosts)
     r, at = ranks[:, None], np.arange(len(ranks))[:, None]
     host, place = np.divmod(r, size)
     o, d = (x.ravel() for x in np.mgrid[:hosts, :size])  # distances between hosts, and within one

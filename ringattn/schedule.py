@@ -198,11 +198,12 @@ class Schedule:
 
     def travelling(self, hosts: int) -> np.ndarray:
         """[distance, block]: how many tokens hosts at this distance or later ones see."""
-        found = np.zeros((hosts, self.ring), int)
-        for block in range(self.ring if hosts > 1 else 0):
-            edges, last = self.lasting(hosts, block)
-            found[:, block] = np.bincount(last, np.diff(edges), hosts)[::-1].cumsum()[::-1]
-        return found
+        if ("travelling", hosts) not in self.known:
+            found = self.known["travelling", hosts] = np.zeros((hosts, self.ring), int)
+            for block in range(self.ring if hosts > 1 else 0):
+                edges, last = self.lasting(hosts, block)
+                found[:, block] = np.bincount(last, np.diff(edges), hosts)[::-1].cumsum()[::-1]
+        return self.known["travelling", hosts]
 
     def tokens(self, reader: int, block: int) -> int:
         return int(self.read[reader, block])

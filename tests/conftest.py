@@ -24,6 +24,7 @@ if not torch.cuda.is_available():
 import pytest
 from hypothesis import settings
 
+SHARED = "ringattn.launch.processes", "transformers.models.llama.modeling_llama"  # what many tests' ranks import
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a script starts with it ignored
 settings.register_profile("ringattn", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("ringattn")
@@ -48,7 +49,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         from ringattn.launch.train.torchrun import PRELOAD
 
-        multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, "ringattn.launch.processes"])
+        multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, *SHARED])
         kept = os.dup(1), os.dup(2)
         with open(os.devnull, "w") as nowhere:  # what ranks print is nobody's: they are forked from here on
             os.dup2(nowhere.fileno(), 1)
@@ -59,7 +60,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
             os.close(copy)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Each worker begins with its share of the slow tests, so that none of them waits for one at the end."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    kinds = [[item for item in items if ("slow" in item.keywords) == slow] for slow in (True, False)]
+    items[:] = [
+        item
+        for i in range(workers)
+        for kind in kinds
+        for item in kind[i * len(kind) // workers : (i + 1) * len(kind) // workers]
+    ]
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

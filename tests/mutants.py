@@ -33,7 +33,6 @@ def dense(*cases: str) -> tuple[str, ...]:
 RING = dense("all_at_once-ring4x1-zigzag")
 OTHER_WAYS = ("test_attention.py::test_other_ways_to_bring_keys_equal_it_too",)
 GATHER, ULYSSES = dense("all_at_once-gather4x1-zigzag"), dense("all_at_once-ulysses1x4-contiguous")
-CROSS = dense("cross_docs-ring4x1-zigzag")
 BOUNDS = ("test_spec.py::test_bounds_are_the_mask_and_never_decrease",)
 LAYOUTS = (
     "test_layout.py::test_every_position_is_on_exactly_one_rank_and_shards_are_sorted_and_equal",
@@ -107,7 +106,7 @@ MUTANTS = (
            "docs, key_docs, gradients, return_lse, torch",
            "docs, key_docs, return_lse, torch",
            ("test_works_with.py::test_no_grad_and_inference_mode_give_the_same_bits_and_keep_nothing",)),
-    Mutant("token_count_in_float32", "ringattn/torch/models/loss.py",
+    Mutant("token_count_in_float32", "ringattn/models/loss.py",
            "torch.stack([mine.detach().double(), counted.sum().double()])",
            "torch.stack([mine.detach().float(), counted.sum().float()])",
            ("test_loss.py::test_tokens_are_counted_exactly",)),

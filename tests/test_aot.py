@@ -75,7 +75,7 @@ slow, compile = pytest.mark.slow, pytest.mark.compile  # with other blocks or an
 CHIPS = [
     ("v6e:2x4", "contiguous", 8),
     pytest.param("v5e:2x4", "zigzag", 8, marks=slow),
-    pytest.param("v6e:16x16", "zigzag", 256, marks=slow),
+    pytest.param("v6e:16x16", "zigzag", 256, marks=compile),
     pytest.param("v4:2x2x2", "zigzag", 8, marks=compile),
     pytest.param("v5p:2x2x2", "striped", 8, marks=compile),
     pytest.param("tpu7x:2x2x2", "zigzag", 8, marks=compile),
@@ -95,9 +95,12 @@ def test_every_hop_of_a_ring_flies_behind_a_kernel(topology, layout, ring):
 
 
 @needs_compiler
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scan", "layout", "kind"), [("gather", "zigzag", "all-gather"), ("ring", "contiguous", "collective-permute")]
+    ("scan", "layout", "kind"),
+    [
+        pytest.param("gather", "zigzag", "all-gather", marks=compile),
+        pytest.param("ring", "contiguous", "collective-permute", marks=slow),
+    ],
 )
 def test_the_delta_rule_compiles_and_only_states_travel(scan, layout, kind):
     """Every gradient of Gated DeltaNet with grouped keys: no transfer is larger than a state a segment."""

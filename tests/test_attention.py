@@ -4,6 +4,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from ringattn.comms.local import LocalAxis
 from ringattn.comms.local import run as run_ranks
 from ringattn.kernels import tiled
 from ringattn.launch.verify import oracle
-from ringattn.launch.verify.cases import BALANCED, CASES, FEATURES, Case
+from ringattn.launch.verify.cases import BALANCED, CASES, FEATURES, PLACES, Case
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Transport
 from ringattn.spec import AttentionSpec
@@ -46,7 +47,28 @@ def check(
         assert value <= limits["dsinks"], f"{case}: dsinks is off by {value:.2e}"
 
 
-@pytest.mark.parametrize("case", (*CASES, *BALANCED), ids=str)
+def ways(strategy: str, ulysses: bool) -> list[int]:
+    """The places of this strategy, with Ulysses or without."""
+    return [i for i, (sizes, name, _) in enumerate(PLACES) if name == strategy and (sizes[1] > 1) == ulysses]
+
+
+# Each feature meets each strategy, alone and beside Ulysses, and each layout; all features at once meet every place.
+# `ringattn verify` runs every feature on every place.
+FOUR = [
+    some
+    for some in product(ways("ring", False), ways("gather", False), ways("ulysses", True),
+                        ways("ring", True) + ways("gather", True))
+    if {PLACES[i][2] for i in some} == {"contiguous", "striped", "zigzag"}
+]  # fmt: skip
+SOME = [
+    case
+    for i, case in enumerate(CASES)
+    if i % len(PLACES) in FOUR[7 * (i // len(PLACES)) % len(FOUR)] or case.name == "all_at_once"
+]
+SOME += [case for i, case in enumerate(BALANCED) if (i + i // 2) % 2 == 0 or case.name == "all_at_once"]
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
 def test_equals_dense_float64(case):
     check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT))
 
@@ -69,35 +91,38 @@ def test_scores_of_ten_thousand_lose_no_digits(case, choices):
 
 
 RINGS = [
-    c for c in CASES if c.strategy == "ring" and c.name in ("all_at_once", "cross_docs", "docs_rows", "full", "window")
+    [c for c in CASES if c.strategy == "ring" and c.name == name]
+    for name in ("all_at_once", "cross_docs", "docs_rows", "full", "window")
 ]
 
 
-@pytest.mark.parametrize("kernel, together", [("auto", 3), ("tiled", 1), ("reference", 3)])
-@pytest.mark.parametrize("case", RINGS, ids=str)
-def test_heads_at_home_may_take_turns(case, kernel, together, monkeypatch):
+def a_third(choices: list) -> list:
+    """Rings with a choice, in which every two of a feature, a place and a choice still meet."""
+    return [
+        pytest.param(case, choice, id=f"{case}-{choice}")
+        for i, cases in enumerate(RINGS)
+        for j, case in enumerate(cases)
+        for k, choice in enumerate(choices)
+        if (i + j + k) % 3 == 0
+    ]
+
+
+@pytest.mark.parametrize("case, choice", a_third([("auto", 3), ("tiled", 1), ("reference", 3)]))
+def test_heads_at_home_may_take_turns(case, choice, monkeypatch):
     """What is done in two halves where keys have a long way, and whether a kernel adds up in place or not."""
     rounds = []
     monkeypatch.setattr(recipe, "LONG", 0)
     of_round = ring.of_round
     monkeypatch.setattr(ring, "of_round", lambda *given: rounds.append(given[5]) or of_round(*given))
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")
-    check(case, torch.float32, dict.fromkeys(names, LIMIT), kernel=kernel, together=together)
+    check(case, torch.float32, dict.fromkeys(names, LIMIT), kernel=choice[0], together=choice[1])
     assert any(first.heads for first, *_ in rounds) or case.ulysses > 1 or case.kv_heads == 1
 
 
-@pytest.mark.parametrize(
-    "choices",
-    [
-        {"route": "relay"},
-        {"together": 2},
-        {"together": 7},
-        {"route": "levels", "hosts": 2},
-        {"grads": "input"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("case", RINGS, ids=str)
+WAYS = [{"route": "relay"}, {"together": 2}, {"together": 7}, {"route": "levels", "hosts": 2}, {"grads": "input"}]
+
+
+@pytest.mark.parametrize("case, choices", a_third(WAYS))
 def test_other_ways_to_bring_keys_equal_it_too(case, choices):
     check(case, torch.float32, dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dsinks"), LIMIT), **choices)
 
@@ -236,8 +261,11 @@ def test_a_group_of_heads_travels_while_another_is_attended_to(
         assert found == (forward.replace(" ", ""), backward.replace(" ", ""))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("causal", "all_at_once")], ids=str)
+LOW = [c for c in CASES if c.name in ("causal", "all_at_once")]
+TYPES = [(torch.bfloat16, torch.float16)[(i + i // len(PLACES)) % 2] for i in range(len(LOW))]  # both at every place
+
+
+@pytest.mark.parametrize("case, dtype", list(zip(LOW, TYPES, strict=True)), ids=str)
 def test_low_precision_is_within_twice_the_error_of_one_device(case, dtype):
     given = oracle.inputs(case, dtype)
     truth, single = oracle.dense(case, given), oracle.dense(case, given, dtype)

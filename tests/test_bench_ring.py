@@ -8,7 +8,7 @@ import torch
 
 import ringattn as ra
 from ringattn.launch import words
-from ringattn.launch.bench import masks, ring, timeline
+from ringattn.launch.bench import compare, masks, ring, scaling, timeline
 from ringattn.launch.bench.timeline import Span
 
 SPANS = [
@@ -68,6 +68,29 @@ def test_documents_fill_what_tokens_say():
     ]  # fmt: skip
 
 
+def test_what_got_slower_lies_beyond_the_noise(tmp_path):
+    """Cases of a file that was measured several times, on other commits and with other repeats."""
+    old = tmp_path / "old.jsonl"
+    rows = [{"tokens": t, "mode": "forward", "commit": c, "repeats": 3, "ms": ms, "tflops": 1.0}
+            for t, c, ms in ((64, "a", 1.0), (64, "b", 1.2), (96, "a", 2.0), (128, "a", 4.0))]  # fmt: skip
+    old.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    new = [{"tokens": t, "mode": "forward", "commit": "c", "ms": ms} for t, ms in
+           ((64, 1.22), (64, 1.3), (96, 1.9), (128, 4.1), (256, 1.0))]  # fmt: skip
+    found = compare.compared(new, compare.read(old))
+    assert [row["case"] for row in found] == ["64", "64", "96", "128", "256"]
+    assert [row["verdict"] for row in found] == [
+        "within the noise",
+        "slower",
+        "faster",
+        "within the noise",
+        "not in the file",
+    ]
+    assert (found[0]["old"], found[2]["old"], found[2]["ratio"]) == ("1 to 1.2", "2", 0.95)
+    old.write_text('{"ms": 1}\n[2]\n')
+    with pytest.raises(ValueError, match="line 2 is no row"):
+        compare.read(old)
+
+
 def test_words_that_are_wrong_or_without_a_value(capsys):
     assert ring.Options(**words.values(["--trace"], ring.Options)).trace == "trace.json"
     assert words.main(["bench", "ring", "device=cpu", "tokens=64", "ranks=2", "ulysses=3"]) == 2
@@ -110,3 +133,13 @@ def test_a_trace_on_the_cpu_shows_kernels_and_hops(tmp_path, capsys):
             mine = [e for e in spans if e["pid"] == rank]
             assert {e["name"] for e in mine if e["cat"] == "hops"} >= {"gloo:send", "gloo:recv"}
             assert any("scaled_dot_product" in e["name"] for e in mine if e["cat"] == "attention")
+
+
+def test_scaling_lists_what_is_known_of_more_and_more_ranks(tmp_path, capsys):
+    picture = tmp_path / "scaling.svg"
+    given = ["device=cpu", "tokens=64", "heads=2", "kv_heads=1", "head_dim=8", "repeats=1", f"picture={picture}"]
+    assert words.main(["bench", "scaling", *given, "ranks=1,4,1024", "measured=2", "machine=h100"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    kinds = ["predicted", "simulated"]
+    assert [row[:2] for row in rows] == [[n, by] for n in ("1", "4", "1024") for by in kinds] + [["2", "measured"]]
+    assert [by in picture.read_text() for by in scaling.BY] == [True] * 3

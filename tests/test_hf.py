@@ -10,8 +10,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.torch.models import hf, hf_choice, hf_model
-from ringattn.torch.models.hf_attention import attend
+from ringattn.models import hf
+from ringattn.models.hf import choice as hf_choice
+from ringattn.models.hf import model as hf_model
+from ringattn.models.hf.attention import attend
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 peft = pytest.importorskip("peft", reason="peft is not installed (pip install peft)")
@@ -731,7 +733,7 @@ def test_logits_become_float32_a_few_at_a_time(monkeypatch):
         (loss, *torch.autograd.grad(loss, logits))
         for at_once in (2**28, 2 * 4 * 8)
         for _ in [monkeypatch.setattr(hf_model, "LOGITS", at_once)]
-        for loss in [hf_model.mean_loss(logits, labels, plan, ())]
+        for loss in [hf_model.mean_loss(logits, [labels], plan, ())]
     )
     assert torch.equal(whole, cut) and torch.equal(grad, other) and seen == [10, 4, 4, 2, 2, 4, 4]
 

@@ -30,8 +30,11 @@ from ringattn.ranks import Ranks  # noqa: E402
 LIMIT = 5e-6
 PLACES = len(CASES) // len(FEATURES)
 
-# Every feature on one place, every place with all features at once.
-SOME = [CASES[i * PLACES + (5 * i) % PLACES] for i in range(len(FEATURES))]
+# Every feature on one place, but for those that others have, too; every place with all features at once.
+PARTS = (
+    "docs", "softcap", "sinks", "value_dim", "cross_docs", "both_sides", "chunks", "tree", "shared_question", "even",
+)  # fmt: skip
+SOME = [CASES[i * PLACES + (5 * i) % PLACES] for i, case in enumerate(FEATURES) if case.name not in PARTS]
 SOME += [case for case in CASES if case.name == "all_at_once" and case not in SOME]
 
 
@@ -92,21 +95,6 @@ def test_equals_dense_float64(case):
     check(case, results(case, given), oracle.dense(case, given))
 
 
-@pytest.mark.slow
-def test_agrees_with_torch_on_the_same_inputs():
-    case = next(c for c in CASES if str(c) == "causal-ring4x1-zigzag")
-    given = oracle.inputs(case, torch.float32)
-    leaves = [given[n].clone().requires_grad_() for n in ("q", "k", "v")]
-    out, lse = ra.attention(*leaves, spec=case.spec, return_lse=True)
-    oracle.loss(out, lse, given["dout"], given["dlse"]).backward()
-    expected = {
-        "out": out.detach(),
-        "lse": lse.detach(),
-        **dict(zip(("dq", "dk", "dv"), (x.grad for x in leaves), strict=True)),
-    }
-    check(case, results(case, given), expected)
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param("all_at_once-ring4x1-zigzag", marks=pytest.mark.slow), "docs_rows-gather2x2-zigzag"]
 )
@@ -120,8 +108,7 @@ def test_the_tpu_kernel_interpreted_equals_dense_float64(name):
     "name",
     [
         "window-ring4x1-contiguous",
-        pytest.param("docs_rows-gather2x2-zigzag", marks=pytest.mark.slow),
-        pytest.param("softcap-gather2x2-zigzag", marks=pytest.mark.slow),
+        pytest.param("docs_full_window-gather2x2-zigzag", marks=pytest.mark.slow),  # with softcap
     ],
 )
 def test_the_stock_kernel_is_a_second_opinion_on_any_fixed_mask(name):
@@ -211,11 +198,10 @@ def test_gradients_by_cudnn_are_right_whatever_the_size_of_dout_beside_that_of_t
     "name",
     [
         "causal-ring4x1-zigzag",
-        "causal-ring4x1-striped",
         "window-ring4x1-contiguous",
-        "window-ring4x1-zigzag",
+        "window-ring2x2-zigzag",
         "docs-ring2x2-striped",
-        "docs-gather4x1-zigzag",
+        "docs-gather2x2-zigzag",
     ],
 )
 def test_steps_cut_into_rectangles_equal_dense_float64(name, dense_cudnn):
@@ -248,11 +234,16 @@ def test_masks_that_cudnn_has_are_few_calls(begin, end, calls, masks, dense_cudn
                      for n, h in ((len(begin), 4), (40, 2), (40, 2), (len(begin), 4)))  # fmt: skip
     found = jax_cudnn.cut(begin[None], end[None], 40)
     where = Intervals(*(jnp.asarray(x[None]) for x in (begin, end)), choice=Choice(Sets((found,)), 0))
-    part, truth = (kernel.attend(q, k, v, where, scale=0.3) for kernel in (jax_cudnn, reference))
-    rows = dout, truth.lse, (dout * truth.out).sum(-1)
-    expected = reference.attend_backward(q, k, v, where, *rows, scale=0.3)
-    grads = jax_cudnn.attend_backward(q, k, v, where, *jax_cudnn.prepare(q, *rows, truth.out)[1:], scale=0.3)
-    for a, b in zip((*part, *grads), (*truth, *expected), strict=True):
+
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def both(q, k, v, dout):
+        part, truth = (kernel.attend(q, k, v, where, scale=0.3) for kernel in (jax_cudnn, reference))
+        rows = dout, truth.lse, (dout * truth.out).sum(-1)
+        expected = reference.attend_backward(q, k, v, where, *rows, scale=0.3)
+        grads = jax_cudnn.attend_backward(q, k, v, where, *jax_cudnn.prepare(q, *rows, truth.out)[1:], scale=0.3)
+        return (*part, *grads), (*truth, *expected)
+
+    for a, b in zip(*both(q, k, v, dout), strict=True):
         assert np.abs(a - b).max() <= 1e-5
     assert len(found) == calls and masks == MET
 

@@ -122,6 +122,8 @@ def test_ids_that_are_no_documents_are_refused():
         (["id 1", "back", "token 3"], lambda: ids([1, 1, 2, 1])),
         (["most=0"], lambda: ids([1], 0)),
         (["whole numbers"], lambda: ids([1.5, 2])),
+        (["whole numbers", "(1, 0)"], lambda: ids(np.zeros((1, 0), int))),
+        (["whole numbers", "(1, 1, 2)"], lambda: ids([[[1, 2]]])),
         (["pass most="], lambda: jax.jit(ids)(jnp.ones(4, int))),
     ):
         expect(words, call)

@@ -44,8 +44,6 @@ WAYS = {
 MORE = {
     "pointwise": where(recompute="pointwise", ulysses=2),
     "cheap": where(recompute="cheap", ulysses=2),
-    "striped": where(layout="striped", keys="ring"),
-    "contiguous": where(layout="contiguous", keys="ring"),
     "recomputed": where(recompute="block"),
     "accumulated": dataclasses.replace(TINY, accumulate=2),
 }
@@ -82,40 +80,45 @@ def test_a_long_sequence_passes_the_mlp_in_pieces(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["gated", "delta", "kimi"])
-def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(rule, tmp_path):
-    mixed = dataclasses.replace(TINY.model, softmax_every=2, convolution=3, rule=rule)
-    jobs = {
-        "zigzag": dataclasses.replace(where(layout="zigzag", keys="ring"), model=mixed),
-        "contiguous": dataclasses.replace(where(ulysses=2, keys="ring", layout="contiguous"), model=mixed),
-        "recomputed": dataclasses.replace(where(recompute="pointwise", ulysses=2), model=mixed),
+def test_a_hybrid_of_linear_and_softmax_attention_trains_as_on_one_rank(tmp_path):
+    places = {
+        "zigzag": {"layout": "zigzag", "keys": "ring"},
+        "contiguous": {"ulysses": 2, "keys": "ring", "layout": "contiguous"},
+        "recomputed": {"recompute": "pointwise", "ulysses": 2},
     }
-    expected = over(1, {"one": dataclasses.replace(TINY, model=mixed)}, tmp_path / "1")["one"]
-    assert expected[-1] < expected[0]
+    rules = {"gated": ["zigzag", "recomputed"], "delta": ["contiguous", "recomputed"], "kimi": ["zigzag", "contiguous"]}
+    model = dataclasses.replace(TINY.model, softmax_every=2, convolution=3)
+    mixed = {rule: dataclasses.replace(TINY, model=dataclasses.replace(model, rule=rule)) for rule in rules}
+    jobs = {
+        f"{rule}_{place}": dataclasses.replace(mixed[rule], strategy=Strategy(**places[place]))
+        for rule in rules
+        for place in rules[rule]
+    }
+    alone = over(1, mixed, tmp_path / "1")
     for name, found in over(4, jobs, tmp_path / "4").items():
+        expected = alone[name.partition("_")[0]]
+        assert expected[-1] < expected[0]
         # after a few steps of Adam, which divides small gradients by their size, rounding alone makes 1e-5
         assert np.abs(np.subtract(found, expected)).max() <= 2e-5, f"{name}: {found} and {expected}"
 
 
 @pytest.mark.slow
-def test_fifty_steps_on_2_and_8_ranks_are_those_of_one(tmp_path):
-    long = dataclasses.replace(TINY, steps=50, model=dataclasses.replace(TINY.model, layers=1))
-    one = over(1, {"one": long}, tmp_path)["one"]
-    for ranks in (2, 8):  # on 4 the ways are those of five steps, above
-        spread = {
+def test_fifty_steps_on_2_ranks_and_a_few_on_8_are_those_of_one(tmp_path):
+    tiny = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, layers=1))
+    asked = {ranks: dataclasses.replace(tiny, steps=steps) for ranks, steps in ((2, 50), (8, 10))}
+    spread = {  # on 4 the ways are those of five steps, above
+        2: {
             "ring": {"keys": "ring", "layout": "zigzag"},
             "gather": {"keys": "gather", "layout": "striped"},
-            "ulysses": {"keys": "ulysses", "ulysses": ranks, "layout": "contiguous"},
-            "hybrid": {"keys": "ring", "ulysses": 2, "layout": "contiguous"},
-        }
-        left_out = {2: ("hybrid",), 8: ("ulysses", "gather")}[ranks]  # one rank a ring; more ranks than heads; slow
-        jobs = {
-            f"{name}{ranks}": dataclasses.replace(long, strategy=Strategy(**s))
-            for name, s in spread.items()
-            if name not in left_out
-        }
+            "ulysses": {"keys": "ulysses", "ulysses": 2, "layout": "contiguous"},
+        },
+        8: {"hybrid": {"keys": "ring", "ulysses": 2, "layout": "contiguous"}},
+    }
+    alone = over(1, {f"for{ranks}": config for ranks, config in asked.items()}, tmp_path)
+    for ranks, ways in spread.items():
+        jobs = {name: dataclasses.replace(asked[ranks], strategy=Strategy(**how)) for name, how in ways.items()}
         for name, found in over(ranks, jobs, tmp_path).items():
-            np.testing.assert_allclose(found, one, rtol=0, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(found, alone[f"for{ranks}"], rtol=0, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow

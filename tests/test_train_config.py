@@ -241,6 +241,22 @@ def test_a_sweep_ends_with_the_run_that_was_stopped_and_says_what_was_not_begun(
     assert configured.run(words, lambda config, swept: next(statuses)) == 2  # one that failed before is not forgotten
 
 
+def test_a_sweep_ends_with_a_table_the_best_run_first():
+    figures = {"tokens/s": 2000.0, "MiB": 297.4}
+    runs = [
+        {"swept": "lr=1", "ended": "failed", "folder": "a"},
+        {"swept": "lr=2", "loss": 3.0, "held_out": 2.5, "folder": "b", **figures},
+        {"swept": "lr=3", "loss": 2.9, "held_out": 2.1, "folder": "c", **figures},
+    ]
+    head, *lines = [line.split() for line in report.of_sweep(runs).splitlines()]
+    assert head == ["loss", "held", "out", "tokens/s", "MiB", "folder"]
+    assert lines == [
+        ["lr=3", "2.9000", "2.1000", "2,000", "297", "c"],
+        ["lr=2", "3.0000", "2.5000", "2,000", "297", "b"],
+        ["lr=1", "failed", "-", "-", "-", "a"],
+    ]
+
+
 def test_how_to_go_on_with_a_run_of_a_sweep():
     named, by_time = Train(run="sw-0"), Train()
     assert report.again(named, Path("runs/sw-0"), "seed=1") == "go on with the same words and resume=auto"

@@ -203,8 +203,8 @@ def ring() -> Figure:
                 ax.text(-0.15, d * dy + 0.5, f"step {d}", ha="right", va="center")
             for rank in range(size):
                 step, at = schedule.rounds(rank, size)[i], (rank * dx, d * dy)
-                color = RANKS[step.held] if step.here else "#888888"
-                text = f"keys {step.held}" if step.here else "not sent"
+                color = RANKS[step.held] if step.kept else "#888888"
+                text = f"keys {step.held}" if step.kept else "not sent"
                 meet(ax, at, (begin[0], end[0]), layout.positions(rank), layout.positions(step.held), color)
                 ax.text(at[0] + 0.5, at[1] - 0.04, text, ha="center", va="bottom", fontsize=7, color=color)
         for d in set(range(size)) - set(schedule.distances):

@@ -51,9 +51,10 @@ def cut(begin: np.ndarray, end: np.ndarray, keys: int) -> tuple[Rectangle, ...] 
     """Host intervals [rows, T] as few rectangles of cuDNN's masks, or None."""
     if (begin == begin[:1]).all() and (end == end[:1]).all() and (form := form_of(begin[0], end[0])):
         queries = len(range(form.queries.stop)[form.queries])
-        if form.window is not None and queries == len(range(form.keys.stop)[form.keys]):
+        windows, starts = form.window is not None, form.starts is not None  # it has no packed documents with windows
+        if windows and not starts and queries == len(range(form.keys.stop)[form.keys]):
             return (Rectangle(form.queries, form.keys, form),)
-        if form.starts is not None and len(form.starts) > FEW + 1 and packs():
+        if starts and not windows and len(form.starts or ()) > FEW + 1 and packs():
             return packed(form)
     return rectangles_of(begin, end, flips=True)
 

@@ -8,12 +8,14 @@
     memory    the peak memory of a rank, with 1, 2, 4, 8 ranks
     prefill   a prompt whole and in chunks: time and peak memory
     ring      attention over many ranks, next to the same work of one rank without communication
+    scaling   one layer over more and more ranks: predicted, simulated, measured here
     scan      linear attention over many ranks, next to each rank alone
     step      a step of a training run, next to its attention and matrix products alone
     traffic   the bytes that a rank sends, counted, next to those of the schedule
 
 `ringattn bench SUITE --help` lists the keys of a suite. The results are printed as a table. With out=FILE each row is
-also appended to the file as a JSON line: commit, device, versions, case, milliseconds, ratios.
+also appended to the file as a JSON line: commit, device, versions, case, milliseconds, ratios. compare=FILE says what
+got faster or slower than in such a file.
 """
 # A suite is a module of launch/bench/ with its own Options and `run(options) -> list of rows`; one over ranks gets its
 # rows from `over_ranks`. A suite without COLUMNS prints its own table.
@@ -29,11 +31,26 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.conf.keys import nearest
+from ringattn.launch.bench import compare
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.words import answer, default_of, option, usage, values, writable
 
-SUITES = ("auto", "decode", "jax", "kernels", "linear", "memory", "prefill", "ring", "scan", "step", "traffic")
+SUITES = (
+    "auto",
+    "decode",
+    "jax",
+    "kernels",
+    "linear",
+    "memory",
+    "prefill",
+    "ring",
+    "scaling",
+    "scan",
+    "step",
+    "traffic",
+)
 OUT = option(None, "a file that the rows are appended to, one JSON line each")
+OLD = option(None, "a file of an earlier run: says what got faster or slower, and what is noise")
 NOT_IN_ROWS = ("timeout", "device", "trace")  # options that change no figure, or that `stamp` has
 
 Row = dict[str, Any]
@@ -42,7 +59,7 @@ Row = dict[str, Any]
 def main(argv: list[str]) -> int:
     """`ringattn bench SUITE ...`: the suite's own options, and out=FILE for every suite."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: ringattn bench SUITE [out=FILE] [key=value ...]\n\n{(__doc__ or '').strip()}")
+        print(f"usage: ringattn bench SUITE [out=FILE] [compare=OLD] [key=value ...]\n\n{(__doc__ or '').strip()}")
         return 0
     if argv[0] not in SUITES:
         print(f"ringattn bench: no suite {argv[0]!r}{nearest(argv[0], SUITES)} ({', '.join(SUITES)})", file=sys.stderr)
@@ -53,22 +70,27 @@ def main(argv: list[str]) -> int:
 def measure(name: str, words: list[str]) -> None:
     """Run a suite, print its rows, and append them to out=FILE if given."""
     suite = import_module(f"ringattn.launch.bench.{name}")
-    keys = dataclasses.make_dataclass("Keys", [("out", str | None, OUT)], bases=(suite.Options,))
+    keys = dataclasses.make_dataclass(
+        "Keys", [("out", str | None, OUT), ("compare", str | None, OLD)], bases=(suite.Options,)
+    )
     if any(w in ("-h", "--help") for w in words):
         print(usage(f"bench {name}", suite.__doc__ or "", keys))
         return
     chosen = values(words, keys)
-    out = chosen.pop("out", None)
+    out, old = chosen.pop("out", None), chosen.pop("compare", None)
     options = suite.Options(**chosen)
     check(options, sized="tokens" in chosen)
-    file = writable(Path(out)) if out else None
+    file, before = writable(Path(out)) if out else None, compare.read(Path(old)) if old else None
     rows = suite.run(options)
     if hasattr(suite, "COLUMNS"):
         print(table(rows, suite.COLUMNS))
+    about = stamp()
+    rows = [{**about, **row} for row in rows]
     if file:
-        about = stamp()
         with file.open("a") as lines:
-            lines.writelines(json.dumps({**about, **row}) + "\n" for row in rows)
+            lines.writelines(json.dumps(row) + "\n" for row in rows)
+    if before is not None:
+        print(f"\nbeside {old}:\n{table(compare.compared(rows, before), compare.COLUMNS)}")
 
 
 def check(options: Any, sized: bool) -> None:
@@ -81,8 +103,8 @@ def check(options: Any, sized: bool) -> None:
     if "device" not in fields:
         return
     small = " ".join(["device=cpu tokens=1024", *(f"{name}=2" for name in ("ranks", "repeats") if name in fields)])
-    gpus, most = torch.cuda.device_count(), max(groups_of(options))
-    if options.device == "cuda" and not gpus:
+    gpus, most = torch.cuda.device_count(), max(groups_of(options), default=0)
+    if options.device == "cuda" and most and not gpus:
         raise ValueError(f"device=cuda, and torch sees no GPU here; on a CPU use {small}")
     if options.device == "cuda" and most > gpus:
         raise ValueError(f"ranks={most} need a GPU each, and torch sees {gpus} here; use ranks={gpus}")
@@ -111,7 +133,8 @@ def over_ranks(rows: Callable[[Any], Iterator[Row]], options: Any, *worst: str) 
 
 def groups_of(options: Any) -> list[int]:
     """How many processes there are in each group that a suite starts; one where it starts none."""
-    ranks = getattr(options, "processes", 0) or getattr(options, "ranks", 1)
+    ranks: Any = getattr(options, "measured", None)
+    ranks = getattr(options, "processes", 0) or getattr(options, "ranks", 1) if ranks is None else ranks
     return ranks if isinstance(ranks, list) else [ranks]
 
 

@@ -21,8 +21,10 @@ def plan_of(job: Any) -> str:
     return "\n".join([*(f"{name:<18} {what}" for name, what in rows), "", job.plan.explain()])
 
 
-def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str, Any], swept: str = "") -> None:
-    """The summary, and the picture of all runs beside each other."""
+def finish(
+    config: Train, folder: Path, runs: dict[str, Path], summary: dict[str, Any], swept: str = ""
+) -> dict[str, Any]:
+    """The summary, and the picture of all runs beside each other; returns the figures for the table of a sweep."""
     step = summary["step"]
     rows = {
         name: [row for row in metrics.read(path / "metrics.jsonl") if row["step"] <= step]
@@ -31,10 +33,10 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
     main, *others = (columns_of(r) for r in rows.values())
     if summary["stopped"]:
         echo(f"stopped after step {step} of {config.steps}, saved; {again(config, folder, swept)}", sys.stdout)
-        return
+        return {"ended": "stopped", "folder": folder}
     if not main["loss"]:
         echo(f"nothing to train: already at step {step} of {config.steps}; give steps=N to go on", sys.stdout)
-        return
+        return {"ended": "nothing to train", "folder": folder}
     loss = f"loss {main['loss'][0]:.4f} -> {main['loss'][-1]:.4f} in {len(main['loss'])} steps"
     if "held_out" in summary:
         loss += f", {summary['held_out']:.4f} on held-out text"
@@ -59,6 +61,26 @@ def finish(config: Train, folder: Path, runs: dict[str, Path], summary: dict[str
     if not checkpoints_of(folder):
         lines.append("no weights were kept; save_every=N saves them every N steps and at the end")
     echo("\n".join(lines), sys.stdout)
+    return {
+        "loss": main["loss"][-1], "held_out": summary.get("held_out"), "folder": folder,
+        "tokens/s": float(np.median(main["tokens_per_second"])), "MiB": max(main["memory_mib"]),
+    }  # fmt: skip
+
+
+def of_sweep(runs: list[dict[str, Any]]) -> str:
+    """The runs of a sweep as a table, the best loss first; those that did not end last."""
+    names = ("swept", "loss", "held_out", "tokens/s", "MiB", "folder")
+    order = sorted(runs, key=lambda run: run.get("held_out") or run.get("loss") or float("inf"))
+    cells = [["" if n == "swept" else n.replace("_", " ") for n in names]]
+    for run in order:
+        missing = run.get("ended", "-")
+        cells.append([
+            missing if n == "loss" and n not in run else f"{x:,.4f}" if n in ("loss", "held_out") and x is not None
+            else f"{x:,.0f}" if isinstance(x, float) else "-" if x is None else str(x)
+            for n, x in ((n, run.get(n)) for n in names)
+        ])  # fmt: skip
+    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+    return "\n".join("  ".join(text.ljust(w) for text, w in zip(line, widths, strict=True)).rstrip() for line in cells)
 
 
 def again(config: Train, folder: Path, swept: str = "") -> str:

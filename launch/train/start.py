@@ -21,7 +21,7 @@ from ringattn.conf.schema import Strategy, Train
 from ringattn.launch import processes
 from ringattn.launch.train import configured, data, metrics, torchrun
 from ringattn.launch.train.metrics import echo
-from ringattn.launch.train.report import again, checkpoints_of, finish, plural
+from ringattn.launch.train.report import again, checkpoints_of, finish, of_sweep, plural
 
 
 def main(words: list[str] | None = None) -> int:
@@ -31,11 +31,15 @@ def main(words: list[str] | None = None) -> int:
         torchrun.end_on_signals()
     begun = iter([metrics.process_began()])  # the second run of a sweep begins when its turn comes
 
+    runs: list[dict[str, Any]] = []
+
     def task(config: Train, swept: str) -> int | None:
         began = next(begun, None)
-        return under_torchrun(config, began) if torchrun.started() else here(config, began, swept)
+        return under_torchrun(config, began) if torchrun.started() else here(config, began, swept, runs)
 
     status = configured.run(words, task)
+    if len(runs) > 1:
+        echo(f"\n{of_sweep(runs)}", sys.stdout)
     if status is None:
         sys.stdout.flush()
         os._exit(0)  # an ordinary end would wait for the fork server's imports; it ends by itself
@@ -49,12 +53,16 @@ def work(*arguments: Any, **more: Any) -> dict[str, Any]:
     return trainer.work(*arguments, **more)
 
 
-def here(config: Train, began: float | None = None, swept: str = "") -> int | None:
+def here(
+    config: Train, began: float | None = None, swept: str = "", runs: list[dict[str, Any]] | None = None
+) -> int | None:
     """Start the ranks, and beside them, for the picture, one rank with the same seed.
 
-    Returns the exit status, or None if a signal stopped it. `swept`: the words that a sweep adds for this run alone.
+    Returns the exit status, or None if a signal stopped it. `swept`: the words that a sweep adds for this run alone,
+    whose figures are added to `runs`.
     """
     folder: Path | None = None
+    kept = [] if runs is None else runs
     try:
         if config.cluster.kind == "torchrun":
             raise ValueError("cluster=torchrun, and no ranks were started; run torchrun ... -m ringattn.launch.train")
@@ -63,7 +71,7 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
 
             summary, folder = ray.fit(config, work, new_folder)
             if not config.dry_run:
-                finish(config, folder, {"Ray": folder}, summary, swept)
+                kept.append({"swept": swept, **finish(config, folder, {"Ray": folder}, summary, swept)})
             return None if summary.get("stopped") else 0
         config = resolved(config, None)
         ranks = config.nproc or 1
@@ -81,11 +89,11 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
         summary = trained(config, folder, began or time.time())
         if config.dry_run:
             return 0
-        runs, stopped = {plural(ranks): folder}, summary["stopped"]
+        beside, stopped = {plural(ranks): folder}, summary["stopped"]
         if config.reference and ranks > 1 and not stopped and config.resume is None:
-            beside = compared(config, folder / "one-rank")
-            runs, stopped = runs | beside, not beside
-        finish(config, folder, runs, summary, swept)
+            one = compared(config, folder / "one-rank")
+            beside, stopped = beside | one, not one
+        kept.append({"swept": swept, **finish(config, folder, beside, summary, swept)})
         return None if stopped else 0
     except torchrun.Stopped:
         echo("stopped before the first step; there is nothing to save", sys.stdout)
@@ -95,6 +103,7 @@ def here(config: Train, began: float | None = None, swept: str = "") -> int | No
         echo(f"ringattn train: {processes.sentence(error) or error}")
         if status == processes.FAILED and folder is not None and checkpoints_of(folder):
             echo(again(config, folder, swept))
+        kept.append({"swept": swept, "ended": "failed", "folder": folder})
         return status
 
 

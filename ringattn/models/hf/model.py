@@ -19,18 +19,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ringattn.models.hf import generate as hf_generate
+from ringattn.models.hf import linear as hf_linear
+from ringattn.models.hf import trl as hf_trl
+from ringattn.models.hf import vision as hf_vision
+from ringattn.models.hf.attention import NAME, Call, hide_last, register, show_last, stretched
+from ringattn.models.hf.choice import Spread, axes_of, source_of
+from ringattn.models.hf.dealt import Dealt, dealt, joined
+from ringattn.models.hf.kept import Kept, kept
+from ringattn.models.hf.packed import IGNORED as IGNORED
+from ringattn.models.hf.packed import documents, following, given_documents, places, refuse_mask
+from ringattn.models.hf.refusals import LOSSES, accepted, refuse, refuse_other_attention
+from ringattn.models.loss import compare_ranks, mean_over_ranks
+from ringattn.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.planning import Plan
+from ringattn.spec import Docs
 from ringattn.torch.agree import watched
-from ringattn.torch.models import hf_generate, hf_linear, hf_trl, hf_vision
-from ringattn.torch.models.hf_attention import NAME, Call, hide_last, register, show_last, stretched
-from ringattn.torch.models.hf_choice import Spread, axes_of, source_of
-from ringattn.torch.models.hf_dealt import Dealt, dealt, joined
-from ringattn.torch.models.hf_kept import Kept, kept
-from ringattn.torch.models.hf_packed import IGNORED as IGNORED
-from ringattn.torch.models.hf_packed import documents, refuse_mask
-from ringattn.torch.models.hf_refusals import LOSSES, accepted, refuse, refuse_other_attention
-from ringattn.torch.models.loss import compare_ranks, mean_over_ranks
-from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.torch.same_data import compare_data
 
 
@@ -56,7 +60,9 @@ def prepare(
     are this rank's share: sum them over ranks, or set `averaged` for what averages them over all ranks, as DDP and FSDP
     do. With `num_items_in_batch` the loss is a sum, divided by it. `logits_to_keep` gives the logits of those tokens,
     of the last n or at given positions, on every rank. `attention_mask` [B, T] marks padding on either side;
-    `position_ids` that start again mark packed documents. `over` are further axes to average over (a data axis), or
+    `position_ids` that start again mark packed documents; `docs`, a ringattn.Docs of the whole sequences, describes
+    them instead, with prefixes or as trees, where a label is what the token before it along its branch predicts. `over`
+    are further axes to average over (a data axis), or
     their names in the mesh. Another length than the plan's is spread in the same way. Within peft's adapters or
     torch.compile, the inner model is prepared; prepare before wrapping in DDP or FSDP. The model gets its own copy of
     its config, so others made from that do not change. Token ids and labels are compared between the ranks of the plan,
@@ -227,11 +233,13 @@ def forward(
         x = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
         refuse_mask(attention_mask)
         return hf_generate.with_cache(self, cache, x, attention_mask, position_ids, logits_to_keep, kwargs)
-    head = kwargs.pop("fused_lm_head", False)
+    head, docs = kwargs.pop("fused_lm_head", False), kwargs.get("docs")
+    if head and docs is not None:
+        raise ValueError("docs with fused_lm_head are not supported; pass packed documents by position_ids")
     plan, given, later = cut(self, input_ids, attention_mask, position_ids, following, inputs_embeds, kwargs)
     one_row = self.ringattn_last if isinstance(self.ringattn_last, Dealt) else None
     if head:
-        whole = targets_of(labels, shift_labels, None)  # TRL's labels ignore padding
+        whole = next(iter(targets_of(labels, shift_labels, None)), None)  # TRL's labels ignore padding
         whole = one_row.row(whole) if one_row and whole is not None else whole
         with hf_vision.cutting(self, later):
             return hf_trl.log_probs(self, plan, given, whole, shift_labels is not None, num_items_in_batch)
@@ -241,9 +249,9 @@ def forward(
     guard(self, output)
     if kept is not None:
         return changed(output, logits=kept.join(output.logits))
-    targets = targets_of(labels, shift_labels, attention_mask)
-    targets = one_row.row(targets) if one_row and targets is not None else targets
-    return output if targets is None else with_loss(self, output, targets, plan, num_items_in_batch)
+    targets = targets_of(labels, shift_labels, attention_mask, docs)
+    targets = [one_row.row(x) for x in targets] if one_row else targets
+    return with_loss(self, output, targets, plan, num_items_in_batch) if targets else output
 
 
 @cache
@@ -270,13 +278,17 @@ def is_ours(method: Any) -> bool:
     return function is not None and function is forward_of(method.__self__)
 
 
-def targets_of(labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
-    """What each token [B, T] is to predict: IGNORED for the last token of a row, and what padding predicts."""
-    if shift_labels is None:
-        if labels is None:
-            return None
-        shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    return shift_labels if attention_mask is None else shift_labels.masked_fill(~attention_mask.bool(), IGNORED)
+def targets_of(
+    labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None, docs: Docs | None = None
+) -> list[Tensor]:
+    """What each token [B, T] is to predict: IGNORED for the last token of a row, and what padding predicts.
+
+    Several, if several branches go on from some token; none without labels.
+    """
+    found = [] if shift_labels is None else [shift_labels]
+    if labels is not None and not found:
+        found = [F.pad(labels[:, 1:], (0, 1), value=IGNORED)] if docs is None else following(labels, docs)
+    return found if attention_mask is None else [x.masked_fill(~attention_mask.bool(), IGNORED) for x in found]
 
 
 def keep_outermost(model: Any) -> None:
@@ -314,7 +326,11 @@ def cut(
     B, T = sizes(input_ids, inputs_embeds, position_ids, following)
     (labels,) = following.values()
     plan, name = self.ringattn.local(self, T), type(self).__name__
-    where = documents(B, T, attention_mask, position_ids, kwargs)
+    docs = kwargs.pop("docs", None)
+    if docs is None:
+        where = documents(B, T, attention_mask, position_ids, kwargs)
+    else:
+        where = given_documents(docs, (B, T), attention_mask, kwargs)
     refuse_other_attention(self)
     if labels is not None and (hasattr(self, "_loss_function") or getattr(self, "loss_type", None) not in LOSSES):
         kind = "a loss_function of its own" if hasattr(self, "_loss_function") else self.loss_type
@@ -330,7 +346,11 @@ def cut(
     if self.ringattn.compare:
         hf_vision.compare(plan, {**media, "input_ids": input_ids})
     own = torch.arange(T, device=next(iter(x.values())).device)[None]
-    positions = position_ids if position_ids is not None or media else counted(self, x, attention_mask)
+    positions = position_ids
+    if docs is not None and (media or self.ringattn_before.rule is not None):
+        raise ValueError(f"docs in a call of {name} with images, or with positions of its own, are not supported")
+    if positions is None and not media:
+        positions = counted(self, x, attention_mask) if docs is None else places(docs, own)
     one_row = None if labels is None or media else dealt(self, plan, where, attention_mask, (B, T))
     self.ringattn_last = one_row or plan
     if media:
@@ -375,7 +395,7 @@ def guard(self: Any, output: Any) -> None:
 
 
 @torch.compiler.disable
-def with_loss(self: Any, output: Any, targets: Tensor, plan: Plan, items: Any) -> Any:
+def with_loss(self: Any, output: Any, targets: list[Tensor], plan: Plan, items: Any) -> Any:
     """The model's output, and first of all the loss over all ranks."""
     spread = self.ringattn
     loss = mean_loss(output.logits, targets, plan, spread.over, spread.compare, items)
@@ -414,13 +434,19 @@ def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, following: dict
 
 
 def mean_loss(
-    logits_BtV: Tensor, targets: Tensor, plan: Plan, over: Sequence[Any], compare: bool = True, items: Any = None
+    logits_BtV: Tensor, targets: list[Tensor], plan: Plan, over: Sequence[Any], compare: bool = True, items: Any = None
 ) -> Tensor:
     """The mean cross entropy of the targets [B, T] of all ranks that count; with `items`, their sum divided by it."""
-    labels = plan.shard(targets, dim=1, compare=compare).to(logits_BtV.device)
-    counted = plan.shard(targets != IGNORED, dim=1, compare=False).to(logits_BtV.device)
+    first, *more = targets
+    labels = plan.shard(first, dim=1, compare=compare).to(logits_BtV.device)
+    counted = plan.shard(first != IGNORED, dim=1, compare=False).to(logits_BtV.device)
     at_once = tokens_at_once(LOGITS, logits_BtV.shape[-1], len(logits_BtV))
     losses = in_pieces(cross_entropy, at_once, logits_BtV, labels)
+    if more:  # of a few tokens, where branches go on from them
+        others = plan.shard(torch.stack(more) - IGNORED, dim=2, compare=False).to(logits_BtV.device) + IGNORED
+        n, rows, at = (others != IGNORED).nonzero(as_tuple=True)
+        parting = cross_entropy(logits_BtV[rows, at][None], others[n, rows, at][None])
+        losses, counted = torch.cat([losses.flatten(), parting[0]]), F.pad(counted.flatten(), (0, len(at)), value=True)
     compare_ranks(plan, "the loss of a prepared model", over)
     return mean_over_ranks(losses, counted, plan, over, items)
 

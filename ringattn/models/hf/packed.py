@@ -6,6 +6,7 @@ B batch   T all tokens
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ringattn.spec import Docs
@@ -48,6 +49,58 @@ def documents(
     if not cuts.any():
         return None
     return Docs.from_lengths([np.diff([0, *np.flatnonzero(row), T]).tolist() for row in cuts])
+
+
+def given_documents(docs: Any, shape: tuple[int, int], attention_mask: Any, more: dict[str, Any]) -> Docs:
+    """The documents that a caller describes; a ValueError about others, or what else would say where they begin."""
+    if not isinstance(docs, Docs):
+        raise ValueError(f"docs is of type {type(docs).__name__}; pass ringattn.Docs of the whole sequences")
+    if docs.length != shape[1] or len(docs.starts) not in (1, shape[0]):
+        raise ValueError(f"docs are {docs}; expected those of {shape[0]} rows, or one, of {shape[1]} tokens")
+    others = [name for name in PACKING if more.get(name) is not None]
+    if others or attention_mask is not None:
+        raise ValueError(
+            f"docs and {', '.join(others) or 'attention_mask'} both say where documents begin or end; leave that out "
+            "(Docs.from_lengths and Docs.tree take pad_to=)"
+        )
+    return docs
+
+
+def places(docs: Docs, own: Tensor) -> Tensor:
+    """The position of each token [rows, T] in its document, in trees along its branch."""
+    if docs.depths is not None:
+        return torch.from_numpy(docs.depths.reshape(-1, docs.length).copy()).to(own)
+    starts = torch.tensor(docs.starts.tolist(), device=own.device)
+    at = own.expand(len(starts), -1).contiguous()
+    return at - starts.gather(1, torch.searchsorted(starts, at, right=True) - 1)
+
+
+def following(labels: Tensor, docs: Docs) -> list[Tensor]:
+    """What each token [B, T] predicts: the label of the next one of its document, in trees along its branches.
+
+    Where several branches go on from a token, it has a target in several of these.
+    """
+    cuts, joins = [], []  # (row, token) that ends a document, and (which target, row, token, the token it predicts)
+    for row in range(len(labels)):
+        i = min(row, len(docs.starts) - 1)
+        starts = docs.starts[i].tolist()
+        parents = [-1] * (len(starts) - 1) if docs.parents is None else docs.parents[i].tolist()
+        cuts += [(row, at) for at in (*(stop - 1 for stop in starts[1:] if stop), *range(starts[-1], docs.length))]
+        last: list[int] = []
+        branches: dict[int, int] = {}
+        for start, stop, parent in zip(starts, starts[1:], parents, strict=False):
+            before = last[parent] if parent >= 0 else -1
+            last.append(stop - 1 if stop > start else before)
+            if before >= 0 and stop > start:
+                branches[before] = branches.get(before, -1) + 1
+                joins.append((branches[before], row, before, start))
+    found = labels.new_full((1 + max((n for n, *_ in joins), default=0), *labels.shape), IGNORED)
+    found[0] = labels.roll(-1, 1)
+    found[0].index_put_(tuple(torch.tensor(cuts, device=labels.device).T), labels.new_tensor(IGNORED))
+    if joins:
+        n, rows, before, start = torch.tensor(joins, device=labels.device).T
+        found[n, rows, before] = labels[rows, start]
+    return list(found)
 
 
 def refuse_mask(attention_mask: Any) -> None:

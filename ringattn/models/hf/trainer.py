@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ringattn.comms import mesh as meshes
+from ringattn.models.hf import accelerate as hf_accelerate
+from ringattn.models.hf import model as hf_model
+from ringattn.models.hf import trl as hf_trl
+from ringattn.models.hf.dealt import Dealt
 from ringattn.planning import Plan
-from ringattn.torch.models import hf_accelerate, hf_model, hf_trl
-from ringattn.torch.models.hf_dealt import Dealt
 
 
 class OverRanks(hf_trl.Answers):
@@ -125,10 +127,10 @@ class OverRanks(hf_trl.Answers):
         """How many labels count, of all batches that are accumulated and of all data ranks."""
         if not all(hasattr(batch, "get") for batch in batch_samples):
             return None  # prompts, of which TRL makes batches later
-        names = "labels", "shift_labels", "attention_mask"
+        names = "labels", "shift_labels", "attention_mask", "docs"
         targets = [hf_model.targets_of(*(batch.get(name) for name in names)) for batch in batch_samples]
-        counts = [(one != hf_model.IGNORED).sum() for one in targets if one is not None]
-        if not counts or len(counts) < len(targets):
+        counts = [(x != hf_model.IGNORED).sum() for every in targets for x in every]
+        if not all(targets) or not counts:
             return None
         count = torch.stack(counts).sum(0, keepdim=True).to(device)
         each_its_own = self.by_trl and not self.args.average_tokens_across_devices  # TRL scales its loss only then

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringattn.models.hf.choice import Choice, attention_of
+from ringattn.models.hf.linear import linear_layers
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
-from ringattn.torch.models.hf_choice import Choice, attention_of
-from ringattn.torch.models.hf_linear import linear_layers
 
 
 class Dealt(NamedTuple):
@@ -45,24 +45,30 @@ def dealt(
 ) -> Dealt | None:
     """The batch as one row, if the model's plans leave the layout open, or deal out documents, and the batch has some.
 
-    A compiled graph holds its plan, so it keeps the one that is the same for all batches.
+    A compiled graph holds its plan, so it keeps the one that is the same for all batches. Layers of linear attention,
+    which compute documents in rows of their own then, cost more: models with such layers are dealt out on request.
     """
     source = model.ringattn.source
-    is_open = isinstance(source, Choice) and source.layout == "auto"
+    is_open = isinstance(source, Choice) and source.layout == "auto" and not linear_layers(model)
     if docs is None or plan.ring == 1 or not (is_open or plan.layout == "balanced"):
         return None
-    if linear_layers(model) or compiled(model):
+    if compiled(model):
         return None
-    real = np.ones(shape, bool) if attention_mask is None else attention_mask.bool().numpy(force=True)
+    spec: AttentionSpec = attention_of(model).get("spec", AttentionSpec())
+    open_plan = plan.replace(layout="balanced", work=plan.work or AttentionSpec(spec.causal, spec.window))
+    if not docs.plain:  # whose tokens see others than those of their document
+        one = shape[0] == 1 and not docs.padded
+        return Dealt(open_plan.for_docs(docs), docs, torch.arange(shape[1]), shape) if one else None
+    if attention_mask is None:
+        real = np.broadcast_to(np.arange(shape[1]) < docs.starts[:, -1:], shape)
+    else:
+        real = attention_mask.bool().numpy(force=True)
     edges = np.unique(docs.starts + shape[1] * np.arange(shape[0])[:, None])
     before = np.append(0, np.cumsum(real))
     lengths = np.diff(before[np.append(edges, real.size)])
     if not before[-1]:
         return None
-    spec: AttentionSpec = attention_of(model).get("spec", AttentionSpec())
-    work = plan.work or AttentionSpec(spec.causal, spec.window)
     row = Docs.from_lengths(lengths[lengths > 0])
-    open_plan = plan.replace(seq_len=row.length, key_len=None, layout="balanced", work=work)
     return Dealt(open_plan.for_docs(row), row, torch.from_numpy(np.flatnonzero(real)), shape)
 
 

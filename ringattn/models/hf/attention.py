@@ -23,7 +23,7 @@ class Call(Value):
 
     plan: Plan
     docs: Docs | None
-    cache: Any = None  # of hf_generate.py
+    cache: Any = None  # of generate.py
     spread: bool = False  # with a cache: whether each rank has a part of the new tokens, or all of them
     lengths: Tensor | None = None  # with a cache: how many tokens of each row are real, if padding follows them
     asked: Any = None  # the mask of all layers, an Asked, if the decoder that they are in would not hand it on
@@ -98,7 +98,9 @@ def placed_temperatures(module: Any, query: Tensor, call: Call) -> Tensor:
 
     here, at = torch.arange(query.shape[2]), call.plan.positions().cpu()
     places = at[None]
-    if call.docs is not None:
+    if call.docs is not None and call.docs.depths is not None:
+        places = torch.from_numpy(call.docs.depths.reshape(-1, call.docs.length).copy())[:, at]
+    elif call.docs is not None:
         starts = torch.from_numpy(call.docs.starts.copy())
         within = torch.searchsorted(starts, at.expand(len(starts), -1).contiguous(), right=True) - 1
         places = at - starts.gather(1, within)
