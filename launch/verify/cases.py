@@ -79,7 +79,8 @@ class Case:
         """The documents that the plan lays out; in the balanced layout all that are alike in every row."""
         if self.cut is not None:
             return Docs.from_lengths(self.cut, pad_to=self.seq_len)
-        return self.docs.first if self.layout == "balanced" and self.docs is not None else None
+        docs = self.mask or self.docs
+        return docs.first if self.layout == "balanced" and docs is not None else None
 
     def __str__(self) -> str:
         return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"
