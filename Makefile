@@ -44,7 +44,7 @@ test-gpu:  ## run the tests that need a GPU, with the python that holds torch fo
 test-hosts: $(READY)  ## run every route between two hosts with slow links, emulated here (Linux, root): two minutes
 	$(RUN)/python tests/hosts.py
 
-test-compile: $(READY)  ## compile every kernel for every GPU and TPU it has tile sizes for, and every model; a quarter of an hour
+test-compile: $(READY)  ## compile every kernel for every GPU and TPU it has tile sizes for, and models in every way: a quarter of an hour
 	$(RUN)/python -m pytest $(WORKERS) -m compile --durations=15 $(ARGS)
 
 test-mutants: $(READY)  ## change the source in many small ways, each of which a named quick test must notice
