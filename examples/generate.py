@@ -21,7 +21,7 @@ from ringattn.launch.train import stored
 from ringattn.launch.train.checkpoint import newest, read_state
 from ringattn.launch.train.model import Decoder
 from ringattn.launch.train.parallelize import build
-from ringattn.torch.models.nn import Attention, StreamingAttention
+from ringattn.models.nn import Attention, StreamingAttention
 
 
 def found(run: Path) -> list[Path]:

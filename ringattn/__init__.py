@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from ringattn.choosing import plan as plan
     from ringattn.jax.aot import aot_report as aot_report
     from ringattn.kernels.partial import Partial as Partial
+    from ringattn.models import hf as hf
+    from ringattn.models import nn as nn
+    from ringattn.models.loss import cross_entropy as cross_entropy
+    from ringattn.models.loss import token_mean as token_mean
     from ringattn.planning import Plan as Plan
     from ringattn.planning import Transport as Transport
     from ringattn.serving import KVCache as KVCache
@@ -26,10 +30,6 @@ if TYPE_CHECKING:
     from ringattn.spec import AttentionSpec as AttentionSpec
     from ringattn.spec import Docs as Docs
     from ringattn.torch.attention.one_device import attend as attend
-    from ringattn.torch.models import hf as hf
-    from ringattn.torch.models import nn as nn
-    from ringattn.torch.models.loss import cross_entropy as cross_entropy
-    from ringattn.torch.models.loss import token_mean as token_mean
 
 __version__ = "0.1.0"
 
@@ -45,16 +45,16 @@ PUBLIC = {
     "attend": "ringattn.torch.attention.one_device",
     "attention": "ringattn.api",
     "balance": "ringattn.balancing",
-    "cross_entropy": "ringattn.torch.models.loss",
+    "cross_entropy": "ringattn.models.loss",
     "decode": "ringattn.api",
-    "hf": "ringattn.torch.models.hf",
+    "hf": "ringattn.models.hf",
     "init_mesh": "ringattn.api",
     "linear_attention": "ringattn.api",
     "merge": "ringattn.api",
-    "nn": "ringattn.torch.models.nn",
+    "nn": "ringattn.models.nn",
     "plan": "ringattn.choosing",
     "prefill": "ringattn.api",
-    "token_mean": "ringattn.torch.models.loss",
+    "token_mean": "ringattn.models.loss",
 }
 __all__ = list(PUBLIC)
 

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import ringattn as ra
 from ringattn import hf
 from ringattn.compat import ring_flash_attn as compat
-from ringattn.torch.models.nn import Attention
+from ringattn.models.nn import Attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 T, C, V, IGNORED = 32, 32, 64, -100

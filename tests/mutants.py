@@ -106,7 +106,7 @@ MUTANTS = (
            "docs, key_docs, gradients, return_lse, torch",
            "docs, key_docs, return_lse, torch",
            ("test_works_with.py::test_no_grad_and_inference_mode_give_the_same_bits_and_keep_nothing",)),
-    Mutant("token_count_in_float32", "ringattn/torch/models/loss.py",
+    Mutant("token_count_in_float32", "ringattn/models/loss.py",
            "torch.stack([mine.detach().double(), counted.sum().double()])",
            "torch.stack([mine.detach().float(), counted.sum().float()])",
            ("test_loss.py::test_tokens_are_counted_exactly",)),

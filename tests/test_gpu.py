@@ -22,8 +22,8 @@ from ringattn.launch.processes import run as run_processes
 from ringattn.launch.verify import oracle
 from ringattn.launch.verify.cases import CASES as SMALL
 from ringattn.launch.verify.cases import Case
+from ringattn.models.nn import StreamingAttention
 from ringattn.torch.attention import ring
-from ringattn.torch.models.nn import StreamingAttention
 
 pytestmark = pytest.mark.gpu
 CASES = [replace(c, head_dim=8 * c.head_dim, value_dim=8 * c.value_dim) for c in SMALL]  # dims that GPU kernels have

@@ -10,8 +10,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.torch.models import hf, hf_choice, hf_model
-from ringattn.torch.models.hf_attention import attend
+from ringattn.models import hf
+from ringattn.models.hf import choice as hf_choice
+from ringattn.models.hf import model as hf_model
+from ringattn.models.hf.attention import attend
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 peft = pytest.importorskip("peft", reason="peft is not installed (pip install peft)")

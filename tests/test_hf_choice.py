@@ -7,7 +7,8 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.torch.models import hf, hf_choice
+from ringattn.models import hf
+from ringattn.models.hf import choice as hf_choice
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 SIZES = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2}

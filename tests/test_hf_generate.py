@@ -8,7 +8,7 @@ import torch
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch import processes
-from ringattn.torch.models import hf
+from ringattn.models import hf
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 pytest.importorskip("peft", reason="peft is not installed (pip install peft)")

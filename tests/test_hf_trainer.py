@@ -65,7 +65,7 @@ def trained(way: str, sizes: tuple[int, int], folder: str, kind: str, steps: int
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
     import ringattn as ra
-    from ringattn.torch.models import hf
+    from ringattn.models import hf
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
@@ -124,7 +124,7 @@ def looped(cp: int) -> list[float]:
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from ringattn.torch.models import hf
+    from ringattn.models import hf
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
@@ -224,7 +224,7 @@ def test_the_patch_for_accelerate_applies(tmp_path: Path) -> None:
 
 
 def test_what_over_ranks_cannot_do_is_refused() -> None:
-    from ringattn.torch.models import hf
+    from ringattn.models import hf
 
     with pytest.raises(ValueError, match="this accelerator has no context parallelism; make it with"):
         hf.over_ranks(SimpleNamespace(parallelism_config=None))
@@ -248,7 +248,7 @@ def trainer_of(folder: Path, dataset=None, over=(), **said):
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     import ringattn as ra
-    from ringattn.torch.models import hf
+    from ringattn.models import hf
 
     class LongTrainer(hf.OverRanks, Trainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
@@ -274,7 +274,7 @@ def test_predictions_are_those_of_one_rank_with_and_without_labels(tmp_path: Pat
 
     import ringattn as ra
     from ringattn.comms.local import run
-    from ringattn.torch.models import hf
+    from ringattn.models import hf
 
     class LongTrainer(hf.OverRanks, transformers.Trainer):
         pass
@@ -318,7 +318,7 @@ def test_predict_and_evaluate_without_labels(tmp_path: Path) -> None:
 
 def test_a_pair_of_rows_counts_as_one_example() -> None:
     """A batch of TRL's preferences has two rows an example: each batch counts, and the last one is shortened."""
-    from ringattn.torch.models.hf_trainer import Counted
+    from ringattn.models.hf.trainer import Counted
 
     class Loader(list):
         dataset = range(5)
@@ -360,7 +360,7 @@ def test_batches_of_the_flattening_collator_train_as_in_one_model(tmp_path: Path
     from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     import ringattn as ra
-    from ringattn.torch.models import hf
+    from ringattn.models import hf
 
     class LongTrainer(hf.OverRanks, Trainer):
         pass

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch import processes
-from ringattn.torch.models import hf
-from ringattn.torch.models.hf_choice import attention_of
+from ringattn.models import hf
+from ringattn.models.hf.choice import attention_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 
@@ -255,6 +255,15 @@ def trained(kind: str, way: str, steps: int) -> list[float]:
 
 def both(*given) -> list[list[float]]:
     return [trained(*given, way, steps) for way, steps in (("float32", 50), ("mixed precision, compiled", 6))]
+
+
+def test_a_second_prompt_with_images_that_are_seen_both_ways_is_refused():
+    """A cache does not give its keys back, which the spans would need."""
+    given, model = batch("gemma3"), hf.prepare(build("gemma3").eval(), ra.plan(seq_len=T))
+    cache = hf.RanksCache(hf.plan_of(model), 2 * T)
+    model(**given, past_key_values=cache)
+    with pytest.raises(ValueError, match="both ways behind a cache are not supported; give one prompt"):
+        model(**given, past_key_values=cache)
 
 
 @pytest.mark.slow

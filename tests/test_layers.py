@@ -97,6 +97,13 @@ def test_nobody_imports_the_modules_with_other_libraries_names():
             assert not [n for n in imports(path) if within(n, "ringattn.compat")], path
 
 
+def test_models_stand_above_all_but_the_public_names_and_launch():
+    for path in python_files("ringattn"):
+        room, *_ = path.relative_to(ROOT / "ringattn").parts
+        if room not in ("models", "compat", "__init__.py"):
+            assert not [n for n in imports(path) if within(n, "ringattn.models")], path
+
+
 def test_torch_and_jax_do_not_import_each_other():
     for mine, other in (("torch", "jax"), ("jax", "torch")):
         for path in python_files(f"ringattn/{mine}"):
@@ -152,7 +159,7 @@ def test_a_word_of_the_glossary_is_the_name_of_one_class():
     places: dict[str, list[str]] = {}
     for path in (p for folder in ("ringattn", "comms", "kernels") for p in python_files(folder)):
         at = str(path.relative_to(ROOT))
-        apart = "ringattn/jax/", "kernels/jax", "kernels/pallas/", "ringattn/torch/models/", "ringattn/torch/inference/"
+        apart = "ringattn/jax/", "kernels/jax", "kernels/pallas/", "ringattn/models/", "ringattn/torch/inference/"
         if not at.startswith(apart):
             for node in ast.parse(path.read_text()).body:
                 if isinstance(node, ast.ClassDef) and node.name in names:

@@ -8,7 +8,7 @@ import ringattn as ra
 from ringattn.comms.axis import Solo
 from ringattn.comms.local import run
 from ringattn.comms.mesh import axis
-from ringattn.torch.models import loss
+from ringattn.models import loss
 from ringattn.torch.sharding import own_positions
 
 

@@ -308,9 +308,15 @@ def test_masks_that_do_not_fit_a_call_are_named():
         ({"spec": AttentionSpec(False, chunk=3)}, k, "chunk=3 with 8 queries and 6 keys"),
         ({"spec": AttentionSpec(False, (2, 2))}, k, r"window=\(2, 2\) with 8 queries and 6 keys"),
         ({"spec": AttentionSpec(chunk=3), "docs": docs, "key_docs": Docs.from_lengths([6])}, k, "leave out chunk"),
+        ({"docs": docs, "key_docs": Docs.from_lengths([6])}, k, 'which query is at which key.*align="end"'),
+        ({"docs": docs, "key_docs": Docs.from_lengths([6]), "align": "start"}, k, "align='start': \"end\" puts"),
+        ({"docs": docs, "align": "end"}, q, "align='end' is for docs with key_docs"),
     ):
         with pytest.raises(ValueError, match=error):
             ra.attention(q, kv, kv, **words)
+    apart = {"docs": docs, "key_docs": Docs.from_lengths([6])}
+    assert ra.attention(q, k, k, **apart, spec=AttentionSpec(False)).shape == q.shape
+    assert ra.attention(q, q, q, docs=docs, key_docs=docs).shape == q.shape  # aligned at both ends
     with pytest.raises(ValueError, match="linear attention takes documents alone"):
         ra.linear_attention(q, q, q, docs=tree)
 

@@ -7,8 +7,8 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
+from ringattn.models.nn import Attention, StreamingAttention, rope, rope_angles
 from ringattn.spec import AttentionSpec
-from ringattn.torch.models.nn import Attention, StreamingAttention, rope, rope_angles
 
 
 def test_rope_products_depend_on_the_distance_alone():

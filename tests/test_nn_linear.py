@@ -13,11 +13,11 @@ from torch.nn import functional as F
 import ringattn as ra
 from ringattn.comms.local import run
 from ringattn.launch.processes import run as run_processes
+from ringattn.models.linear import LinearLayer
+from ringattn.models.nn import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
 from ringattn.planning import Plan
 from ringattn.segments import order
 from ringattn.torch.linear.halo import causal_convolution
-from ringattn.torch.models.nn import GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
-from ringattn.torch.models.nn_linear import LinearLayer
 
 T, C = 45, 32
 PACKED = ((20, 0, 2, 23), (1, 2, 42))
@@ -48,7 +48,7 @@ def data(length: int = T) -> list[Tensor]:
 
 @pytest.mark.parametrize("lengths", [None, PACKED], ids=["one", "packed"])
 @pytest.mark.parametrize(("kind", "choices"), LAYERS, ids=str)
-@pytest.mark.parametrize(("ring", "ulysses", "place"), MESHES)
+@pytest.mark.parametrize(("ring", "ulysses", "place"), [*MESHES, (4, 1, "balanced"), (2, 2, "balanced")])
 def test_a_layer_over_ranks_is_the_layer_on_one_device(ring, ulysses, place, kind, choices, lengths):
     x, dout = data()
     docs = None if lengths is None else ra.Docs.from_lengths([list(row) for row in lengths])
@@ -106,8 +106,9 @@ def test_the_convolution_is_torchs_own():
     torch.testing.assert_close(causal_convolution(x, weight), expected)
 
 
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("length", [3, 5, 9])
-def test_the_convolution_reaches_over_segments_shorter_than_itself(length):
+def test_the_convolution_reaches_over_segments_shorter_than_itself(length, layout):
     x, dout = data(length)
     weight = torch.randn(C, 6, dtype=torch.float64)
     whole = x.clone().requires_grad_()
@@ -115,7 +116,7 @@ def test_the_convolution_reaches_over_segments_shorter_than_itself(length):
     expected.backward(dout)
 
     def one(mesh):
-        plan = ra.plan(mesh, seq_len=length, layout="zigzag")
+        plan = ra.plan(mesh, seq_len=length, layout=layout)
         part = plan.shard(x).requires_grad_()
         out = causal_convolution(part, weight, plan)
         out.backward(plan.shard(dout))
@@ -211,7 +212,7 @@ def test_a_step_that_failed_leaves_the_sequence_as_it_was(monkeypatch):
     expected = layer(convolution=3)(x).detach()
     made.prefill(x[:, :40])
     with monkeypatch.context() as broken:
-        broken.setattr("ringattn.torch.models.nn_linear.few_tokens", lambda *given: 1 / 0)
+        broken.setattr("ringattn.models.linear.few_tokens", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             made.step(x[:, 40:42])
     torch.testing.assert_close(made.step(x[:, 40:42]), expected[:, 40:42], rtol=0, atol=1e-12)

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 import ringattn as ra
 from ringattn import hf, machine
 from ringattn.launch.processes import run
+from ringattn.models.hf.attention import Asked, Call
+from ringattn.models.hf.choice import Spread
+from ringattn.models.hf.generate import RanksCache
+from ringattn.models.nn import Attention, GatedDeltaNet
 from ringattn.planning import Transport
-from ringattn.torch.models.hf_attention import Asked, Call
-from ringattn.torch.models.hf_choice import Spread
-from ringattn.torch.models.hf_generate import RanksCache
-from ringattn.torch.models.nn import Attention, GatedDeltaNet
 from ringattn.values import Value
 
 BF16, T = torch.bfloat16, 64

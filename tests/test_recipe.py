@@ -8,6 +8,7 @@ from ringattn import recipe
 from ringattn.comms.local import run
 from ringattn.cost import Shape
 from ringattn.mask import Mask
+from ringattn.planning import Plan
 from ringattn.recipe import Recipe
 
 DOCS = ra.Docs.from_lengths([20, 3, 30], pad_to=60)
@@ -58,3 +59,18 @@ def test_a_call_is_the_recipe_that_a_plan_makes_without_a_device(name, monkeypat
             shown = {(j, a, b): sum(map(len, ranges)) for b, mine in steps.items()
                      for j, step in enumerate(mine) for a, ranges in step.shown.items()}  # fmt: skip
             assert read == shown
+
+
+@pytest.mark.parametrize(
+    ("docs", "ring", "kind"),
+    [(None, 1, "packed"), (DOCS, 1, "packed"), (ra.Docs.from_lengths([[60], [30]], pad_to=60), 1, "short"),
+     (DOCS, 3, "short")],
+)  # fmt: skip
+def test_kernels_for_packed_documents_are_for_one_device_and_the_same_documents_in_all_rows(
+    docs, ring, kind, monkeypatch
+):
+    kinds = []
+    monkeypatch.setattr(recipe, "select", lambda problem, *args, **options: kinds.append(problem.mask))
+    plan = Plan(60, ring, 1, "ring" if ring > 1 else "ulysses")
+    Recipe(Mask(plan, ra.AttentionSpec(), docs), Shape(60, 60, 8, 4, 8, 8, 4), "cuda", "bfloat16").selected(False)
+    assert kinds == [kind]

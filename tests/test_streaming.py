@@ -7,7 +7,7 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.torch.models.nn import Attention, StreamingAttention
+from ringattn.models.nn import Attention, StreamingAttention
 
 MESHES = [{"ring": 1}, {"ring": 3}, {"ring": 2, "ulysses": 2}]
 

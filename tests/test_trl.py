@@ -13,7 +13,9 @@ import torch
 
 import ringattn as ra
 from ringattn.comms.local import run
-from ringattn.torch.models import hf, hf_model, hf_trl
+from ringattn.models import hf
+from ringattn.models.hf import model as hf_model
+from ringattn.models.hf import trl as hf_trl
 
 trl = pytest.importorskip("trl", reason="trl is not installed (pip install '.[trl]')")
 from datasets import Dataset  # noqa: E402

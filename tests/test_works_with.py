@@ -24,10 +24,10 @@ import ringattn.torch.attention.compiled
 from ringattn.comms.local import run as run_threads
 from ringattn.kernels import tiled
 from ringattn.launch.processes import run
+from ringattn.models.nn import Attention, StreamingAttention
 from ringattn.ranks import one_rank
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.linear.halo import causal_convolution
-from ringattn.torch.models.nn import Attention, StreamingAttention
 
 T, C = 48, 32
 DOCS = Docs.from_lengths([13, 35])

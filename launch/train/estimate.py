@@ -10,7 +10,7 @@ from typing import Any
 
 from ringattn.conf.schema import Model, Train
 from ringattn.launch.train.model import AT_ONCE, Decoder, head_dim
-from ringattn.torch.models.pieces import LOGITS, tokens_at_once
+from ringattn.models.pieces import LOGITS, tokens_at_once
 
 STATE = 16  # bytes of a weight, its gradient and its two moments, in float32
 GRADIENT = 4  # of these, the gradient's, which do not exist yet when backward begins

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import ringattn.torch.attention.compiled
 import ringattn.torch.linear.compiled  # noqa: F401 (their ops are named below)
 from ringattn.conf.schema import Model
+from ringattn.models.nn import Attention, GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
+from ringattn.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
-from ringattn.torch.models.nn import Attention, GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention
-from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
 
 AT_ONCE = 2**30  # the most numbers of a gate at a time, if memory matters most
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -54,6 +54,11 @@ class Case:
             return None
         q_ranges, k_ranges, kinds = zip(*self.slices, strict=True)
         return Mask.from_slices(q_ranges, k_ranges, kinds, self.seq_len)
+
+    @property
+    def align(self) -> Literal["end"] | None:
+        """Where queries and keys are different documents, they end at one position."""
+        return "end" if self.key_lengths else None
 
     @property
     def key_docs(self) -> Docs | None:

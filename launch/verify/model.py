@@ -24,8 +24,8 @@ from ringattn import choosing
 from ringattn.comms import local
 from ringattn.comms.mesh import init_mesh
 from ringattn.launch import processes
-from ringattn.torch.models import hf_model
-from ringattn.torch.models.hf_refusals import refuse_model
+from ringattn.models.hf import model as hf_model
+from ringattn.models.hf.refusals import refuse_model
 
 EPSILON = 5e-6
 LONGEST = 4096  # tokens by default

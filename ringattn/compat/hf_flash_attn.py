@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringattn.compat.process_groups import plan_over
+from ringattn.models.hf import attention as hf_attention
 from ringattn.spec import Docs
-from ringattn.torch.models import hf_attention
 
 NAME = "flash_attention_2"
 

@@ -125,7 +125,7 @@ def leg(axis: Axis, plan: Plan, q: Tensor, v: Tensor) -> tuple[Axis, bool]:
 
     Else each rank merges a share of the rows, and sends it to all.
     """
-    columns = v.shape[-1] + (1 if form_of(q) == "lse" else 2)
+    columns = v.shape[-1] + 2  # out, and at most its maximum and sum
     road = prod(q.shape[:3]) * columns * accumulator(q).itemsize, axis.size, hardware_of(plan.device)
     return axis.over(exchange_over(*road)), exchange_way(*road) == "gather"
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from ringattn import choosing
 from ringattn.comms import mesh as meshes
-from ringattn.torch.models import hf_model
-from ringattn.torch.models.hf_choice import SEQ_LEN, Choice
+from ringattn.models.hf import model as hf_model
+from ringattn.models.hf.choice import SEQ_LEN, Choice
 
 A = TypeVar("A")
 DATA = ("dp_replicate", "dp_shard")  # accelerate's names of the axes of a mesh

@@ -19,19 +19,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ringattn.models.hf import generate as hf_generate
+from ringattn.models.hf import linear as hf_linear
+from ringattn.models.hf import trl as hf_trl
+from ringattn.models.hf import vision as hf_vision
+from ringattn.models.hf.attention import NAME, Call, hide_last, register, show_last, stretched
+from ringattn.models.hf.choice import Spread, axes_of, source_of
+from ringattn.models.hf.dealt import Dealt, dealt, joined
+from ringattn.models.hf.kept import Kept, kept
+from ringattn.models.hf.packed import IGNORED as IGNORED
+from ringattn.models.hf.packed import documents, following, given_documents, places, refuse_mask
+from ringattn.models.hf.refusals import LOSSES, accepted, refuse, refuse_other_attention
+from ringattn.models.loss import compare_ranks, mean_over_ranks
+from ringattn.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.planning import Plan
 from ringattn.spec import Docs
 from ringattn.torch.agree import watched
-from ringattn.torch.models import hf_generate, hf_linear, hf_trl, hf_vision
-from ringattn.torch.models.hf_attention import NAME, Call, hide_last, register, show_last, stretched
-from ringattn.torch.models.hf_choice import Spread, axes_of, source_of
-from ringattn.torch.models.hf_dealt import Dealt, dealt, joined
-from ringattn.torch.models.hf_kept import Kept, kept
-from ringattn.torch.models.hf_packed import IGNORED as IGNORED
-from ringattn.torch.models.hf_packed import documents, following, given_documents, places, refuse_mask
-from ringattn.torch.models.hf_refusals import LOSSES, accepted, refuse, refuse_other_attention
-from ringattn.torch.models.loss import compare_ranks, mean_over_ranks
-from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.torch.same_data import compare_data
 
 

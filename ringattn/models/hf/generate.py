@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringattn import api
+from ringattn.models.hf import vision as hf_vision
+from ringattn.models.hf.attention import Call
+from ringattn.models.hf.kept import kept
+from ringattn.models.hf.refusals import accepted, refuse_other_attention
 from ringattn.planning import Plan
 from ringattn.serving import KVCache
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch import same_data
 from ringattn.torch.agree import watched
-from ringattn.torch.models import hf_vision
-from ringattn.torch.models.hf_attention import Call
-from ringattn.torch.models.hf_kept import kept
-from ringattn.torch.models.hf_refusals import accepted, refuse_other_attention
 
 FEW = 16  # more new tokens than this are spread over ranks
 LOOPS = ("greedy_search", "sample", "beam_search", "beam_sample")  # of transformers, whose caches only grow

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ringattn.comms import mesh as meshes
+from ringattn.models.hf import accelerate as hf_accelerate
+from ringattn.models.hf import model as hf_model
+from ringattn.models.hf import trl as hf_trl
+from ringattn.models.hf.dealt import Dealt
 from ringattn.planning import Plan
-from ringattn.torch.models import hf_accelerate, hf_model, hf_trl
-from ringattn.torch.models.hf_dealt import Dealt
 
 
 class OverRanks(hf_trl.Answers):

@@ -11,6 +11,10 @@ from torch import Tensor, nn
 from ringattn import api, choosing
 from ringattn.check import has_shape, of_sizes
 from ringattn.kernels.arrays import accumulator
+from ringattn.models.linear import GatedDeltaNet as GatedDeltaNet
+from ringattn.models.linear import GatedLinearAttention as GatedLinearAttention
+from ringattn.models.linear import KimiDeltaAttention as KimiDeltaAttention
+from ringattn.models.linear import check_input, check_stream, head_size
 from ringattn.planning import Plan, of_text
 from ringattn.ranks import Ranks
 from ringattn.spec import AttentionSpec, Docs, raise_if
@@ -19,10 +23,6 @@ from ringattn.torch.dispatch import fake, op
 from ringattn.torch.handles import text_of
 from ringattn.torch.inference.cache import KVCache
 from ringattn.torch.inference.function import decode, prefill
-from ringattn.torch.models.nn_linear import GatedDeltaNet as GatedDeltaNet
-from ringattn.torch.models.nn_linear import GatedLinearAttention as GatedLinearAttention
-from ringattn.torch.models.nn_linear import KimiDeltaAttention as KimiDeltaAttention
-from ringattn.torch.models.nn_linear import check_input, check_stream, head_size
 
 
 @op("rope_angles")

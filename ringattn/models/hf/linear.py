@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from ringattn import api
 from ringattn.kernels.linear import Inputs
 from ringattn.kernels.recurrent import few_tokens
+from ringattn.models.hf.attention import Call
+from ringattn.models.linear import FEW, exact
 from ringattn.planning import Plan
 from ringattn.torch.handles import whole_on_one
 from ringattn.torch.linear.halo import causal_convolution, last_tokens
-from ringattn.torch.models.hf_attention import Call
-from ringattn.torch.models.nn_linear import FEW, exact
 from ringattn.torch.sharding import own_positions
 
 EPS = 1e-6  # of the length of q and k, in all these models

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from ringattn.check import of_arguments, of_packed
 from ringattn.kernels.arrays import accumulator
+from ringattn.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.planning import Plan
 from ringattn.spec import Docs, raise_if, whole
 from ringattn.torch.agree import agree, watched
 from ringattn.torch.check import of_types
-from ringattn.torch.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.torch.same_data import compare_data
 from ringattn.torch.sharding import real_tokens
 

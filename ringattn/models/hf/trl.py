@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ringattn.models.hf.dealt import joined
+from ringattn.models.hf.generate import numbers_of_the_first
+from ringattn.models.hf.packed import IGNORED
 from ringattn.planning import Plan
-from ringattn.torch.models.hf_dealt import joined
-from ringattn.torch.models.hf_generate import numbers_of_the_first
-from ringattn.torch.models.hf_packed import IGNORED
 
 EACH_RANK = {  # arguments of GRPOTrainer with which each rank would get answers of its own
     "use_vllm": "vLLM generates for each rank: leave it out, and the prepared model generates over ranks",

@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import nn
 
+from ringattn.models.hf.attention import ARGUMENTS, CHUNKED, NAME
+from ringattn.models.hf.choice import size_problem
+from ringattn.models.hf.linear import convolutions, linear_layers, names
+from ringattn.models.hf.packed import PACKING, UNUSED
 from ringattn.planning import Plan
 from ringattn.segments import segments_problem
-from ringattn.torch.models.hf_attention import ARGUMENTS, CHUNKED, NAME
-from ringattn.torch.models.hf_choice import size_problem
-from ringattn.torch.models.hf_linear import convolutions, linear_layers, names
-from ringattn.torch.models.hf_packed import PACKING, UNUSED
 
 LOSSES = (None, "ForCausalLM", "ForConditionalGeneration")  # of models that predict the next token
 POOLED = ("SequenceClassification", "MultipleChoice", "NextSentencePrediction")

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ringattn.models.hf.attention import ARGUMENTS, NAME, Asked, Call, spans_of, stretched
 from ringattn.planning import Plan
 from ringattn.spec import Docs
-from ringattn.torch.models.hf_attention import ARGUMENTS, NAME, Asked, Call, spans_of, stretched
 from ringattn.torch.same_data import note
 
 TEXT = {  # the arguments that models of text alone have too

@@ -23,7 +23,7 @@ class Call(Value):
 
     plan: Plan
     docs: Docs | None
-    cache: Any = None  # of hf_generate.py
+    cache: Any = None  # of generate.py
     spread: bool = False  # with a cache: whether each rank has a part of the new tokens, or all of them
     lengths: Tensor | None = None  # with a cache: how many tokens of each row are real, if padding follows them
     asked: Any = None  # the mask of all layers, an Asked, if the decoder that they are in would not hand it on

@@ -1,0 +1,6 @@
+"""Layers, losses, and models of other people.
+
+nn.py, linear.py      modules: attention, streaming attention, layers of linear attention
+loss.py, pieces.py    the mean over all tokens of all ranks, in pieces that fit
+hf/                   models and trainers of Hugging Face
+"""

@@ -1,0 +1,8 @@
+"""Models of the transformers library over sequences that are spread over ranks, in loops and trainers of all kinds."""
+
+from ringattn.models.hf.accelerate import over_ranks
+from ringattn.models.hf.generate import RanksCache
+from ringattn.models.hf.model import plan_of, prepare, prepared, unprepare, whole
+from ringattn.models.hf.trainer import OverRanks
+
+__all__ = ["OverRanks", "RanksCache", "over_ranks", "plan_of", "prepare", "prepared", "unprepare", "whole"]
