@@ -26,7 +26,7 @@ test: $(READY)  ## run the tests: no GPU needed, ten minutes on two cores
 test-slow: $(READY)  ## run what takes long, a quarter of an hour more: restarts, kernels compiled for GPUs
 	$(RUN)/python -m pytest $(WORKERS) -m 'slow and not gpu and not ray' --durations=15 $(ARGS)
 
-test-both: $(READY)  ## run test and test-slow in one start
+test-both: $(READY)  ## run the tests of test and of test-slow, in one start
 	$(RUN)/python -m pytest $(WORKERS) -m 'not gpu and not compile and not ray' --durations=25 $(ARGS)
 
 test-with:  ## run the tests with another library (WHAT=trl), in a virtual environment of its own
@@ -44,7 +44,7 @@ test-gpu:  ## run the tests that need a GPU, with the python that holds torch fo
 test-hosts: $(READY)  ## run every route between two hosts with slow links, emulated here (Linux, root): two minutes
 	$(RUN)/python tests/hosts.py
 
-test-compile: $(READY)  ## compile every kernel for every GPU and TPU it has tile sizes for; none needed: ten minutes
+test-compile: $(READY)  ## compile every kernel for every GPU and TPU it has tile sizes for, and models in every way: a quarter of an hour
 	$(RUN)/python -m pytest $(WORKERS) -m compile --durations=15 $(ARGS)
 
 test-mutants: $(READY)  ## change the source in many small ways, each of which a named quick test must notice

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from ringattn import naming_extras
 from ringattn.check import (
+    of_aligned,
     of_arguments,
     of_arrays,
     of_mask,
@@ -28,12 +29,14 @@ A = TypeVar("A")  # a torch tensor or a JAX array
 @overload
 def attention(
     q: A, k: A, v: A, plan: Plan | None = None, *, spec: AttentionSpec | None = None, docs: Docs | None = None,
-    key_docs: Docs | None = None, sinks: A | None = None, return_lse: Literal[False] = False,
+    key_docs: Docs | None = None, align: Literal["end"] | None = None, sinks: A | None = None,
+    return_lse: Literal[False] = False,
 ) -> A: ...  # fmt: skip
 @overload
 def attention(
     q: A, k: A, v: A, plan: Plan | None = None, *, spec: AttentionSpec | None = None, docs: Docs | None = None,
-    key_docs: Docs | None = None, sinks: A | None = None, return_lse: Literal[True],
+    key_docs: Docs | None = None, align: Literal["end"] | None = None, sinks: A | None = None,
+    return_lse: Literal[True],
 ) -> tuple[A, A]: ...  # fmt: skip
 @overload
 def attention(q: A, k: A, v: A, plan: Plan | None = None, *, return_lse: bool, **options: Any) -> Any: ...
@@ -46,6 +49,7 @@ def attention(
     spec: AttentionSpec | None = None,
     docs: Docs | None = None,
     key_docs: Docs | None = None,
+    align: str | None = None,
     mask: Mask | None = None,
     sinks: Any = None,
     return_lse: bool = False,
@@ -60,9 +64,10 @@ def attention(
 
     spec      causal, window, chunk, first, softcap, scale; causal by default
     docs      packed documents, the same on every rank, perhaps with a prefix, with spans, or as segments of trees;
-              `key_docs`: those of the keys, if keys are another sequence.
-              With causal, a document's last query is at the position of its last key: with Lq queries and Lk keys,
-              query i sees the keys up to i + Lk - Lq, and the first Lq - Lk queries see none
+              `key_docs`: those of the keys, if keys are another sequence
+    align     "end", which causal needs if documents have other numbers of queries than of keys: the last query is at
+              the position of the last key. With Lq queries and Lk keys query i sees the keys up to i + Lk - Lq, and
+              the first Lq - Lk queries see none
     mask      slices of queries and keys, instead of docs and of what the spec says of who sees whom
     sinks     [H], one logit per head that takes part in the softmax with a value of zero
     """
@@ -72,6 +77,8 @@ def attention(
         if problem := of_mask(mask, spec, docs, key_docs):
             refuse(problem, plan)
         docs = mask
+    if (key_docs is not None or align is not None) and (problem := of_aligned(align, spec, docs, key_docs)):
+        refuse(problem, plan)
     function: Any
     if is_torch(q):
         from ringattn.torch.attention.function import (

@@ -13,7 +13,7 @@ import numpy as np
 from ringattn.planning import Plan, Transport, dtype_name, groups_problem, heads_problem
 from ringattn.segments import segments_problem
 from ringattn.slices import Mask
-from ringattn.spec import AttentionSpec, Docs, is_number, of_factor, whole
+from ringattn.spec import AttentionSpec, Docs, is_number, is_traced, of_factor, whole
 
 PACKED = Docs, "pass Docs.from_lengths([...]) or Docs.from_cu_seqlens(...)"
 SAY = "pass True or False"
@@ -243,7 +243,7 @@ def of_lengths(
             f"{word} with {plan.seq_len} queries and {plan.keys.seq_len} keys does not say which query is at "
             "which key; for cross attention pass spec=AttentionSpec(causal=False), for later tokens of a sequence use "
             "prefill and decode, and to align their last tokens pass "
-            f"docs=Docs.from_lengths([{plan.seq_len}]), key_docs=Docs.from_lengths([{plan.keys.seq_len}])"
+            f'docs=Docs.from_lengths([{plan.seq_len}]), key_docs=Docs.from_lengths([{plan.keys.seq_len}]), align="end"'
         )
     return None
 
@@ -279,6 +279,26 @@ def of_docs(batch: int, plan: Plan, spec: AttentionSpec, docs: Docs | None, key_
     if key_docs is not None and key_docs.starts.shape != docs.starts.shape:
         return f"docs and key_docs must have the same number of documents: {docs} and {key_docs}"
     return None
+
+
+def of_aligned(align: Any, spec: AttentionSpec | None, docs: Any, key_docs: Any) -> str | None:
+    """Under causal it is said which query of a document is at which key, unless it has as many of both."""
+    if align not in (None, "end"):
+        return f'align={align!r}: "end" puts the last query of a document at its last key, else leave it out'
+    if not isinstance(docs, Docs) or not isinstance(key_docs, Docs):
+        return None if align is None else f"align={align!r} is for docs with key_docs; leave it out"
+    spec, queries, keys = AttentionSpec() if spec is None else spec, docs.starts, key_docs.starts
+    placed = isinstance(spec, AttentionSpec) and (spec.causal or spec.window is not None)
+    refused = not (docs.plain and key_docs.plain) or queries.shape != keys.shape or not placed or spec.chunk is not None
+    if align is not None or refused:  # for another reason
+        return None
+    if not (is_traced(queries) or is_traced(keys)) and (np.diff(queries) == np.diff(keys)).all():
+        return None
+    return (
+        "docs and key_docs have other numbers of queries than of keys and do not say which query is at which key, as "
+        'causal and windows need; pass align="end" for the last query of a document at its last key, or '
+        "spec=AttentionSpec(causal=False)"
+    )
 
 
 def of_linear(

@@ -343,9 +343,10 @@ class Plan(Value):
         This is how ring-flash-attn's varlen functions and Transformer Engine's THD format lay out tokens: of n ranks,
         rank r holds block r of each document (layout="contiguous"), or of 2 * n blocks of it r and 2 * n - 1 - r
         (layout="zigzag"). n counts Ulysses ranks too, with consecutive ones in each ring rank; so a sequence that is
-        one document lies in zigzag over Ulysses ranks. Each document has a multiple of n tokens (2 * n in zigzag). For
-        torch, and for attention only: linear attention and caches refuse such a plan. Pass the documents to attention
-        too, where tokens see only their own one.
+        one document lies in zigzag over Ulysses ranks. Each document has a multiple of n tokens (2 * n in zigzag), and
+        linear attention refuses such a plan.
+
+        For torch; caches refuse both plans. Pass the documents to attention too, where tokens see only their own one.
 
         A loader's worker can do this ahead: the result can be pickled, without process groups. `plan.for_docs(result)`
         binds it to the ranks of this plan.

@@ -1,6 +1,7 @@
 """The segments of the sequence that ranks hold, the order in which a state passes them, and how it travels.
 
-Plain Python, the same for all frameworks. The fastest of three ways, by predicted time, is used:
+Plain Python, the same for all frameworks. Where segments are equally long, the fastest of three ways is used, by
+predicted time; in the balanced layout maps of segments go to the ranks that continue their documents:
 
     gather     every rank gets every segment's map of the state, and composes those before its own
     ring       the state travels from rank to rank, and each carries it across its own segment
@@ -10,6 +11,7 @@ Plain Python, the same for all frameworks. The fastest of three ways, by predict
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ringattn.layout import Shard
 from ringattn.planning import Plan, hardware_of
 from ringattn.spec import raise_if
 
@@ -29,7 +31,7 @@ def segments_problem(plan: Plan) -> str | None:
             "this plan cuts each document over all ranks (for_docs), so a state would have to pass them all for every "
             "document; use the plan without for_docs"
         )
-    if plan.tokens.segments and not plan.tokens.many:
+    if plan.tokens.segments or plan.tokens.many:
         return None
     return (
         f"layout={plan.layout!r} deals out neighbouring tokens to different ranks, so a state would have to travel "
@@ -43,14 +45,31 @@ def passes(plan: Plan) -> int:
 
 
 def segments(plan: Plan) -> int:
-    """How many segments a rank holds; an even number of Ulysses ranks parts the two of a zigzag shard."""
+    """How many segments a rank holds; an even number of Ulysses ranks parts the two of a zigzag shard.
+
+    In the balanced layout they are of any length, and this is the most that a rank holds.
+    """
     raise_if(segments_problem(plan))
-    return 1 if on_one_rank(plan) else plan.tokens.segments
+    return 1 if on_one_rank(plan) else max(map(len, pieces(plan))) if uneven(plan) else plan.tokens.segments
 
 
 def on_one_rank(plan: Plan) -> bool:
     """Whether one rank holds the sequence in its own order. Asks for no lengths: in a graph they may be symbolic."""
     return plan.docs is None and plan.ring * plan.ulysses == 1
+
+
+def uneven(plan: Plan) -> bool:
+    """Whether segments are of any length, and ranks hold more of them or fewer: the balanced layout."""
+    return not on_one_rank(plan) and plan.tokens.many
+
+
+@lru_cache(maxsize=64)
+def pieces(plan: Plan) -> list[Shard]:
+    """The segments of every rank, Ulysses ranks inside of ring ranks, in the order in which they lie there."""
+    layout, places = plan.tokens, [(r, u) for r in range(plan.ring) for u in range(plan.ulysses)]
+    if layout.many:
+        return [layout.held(r, u) for r, u in places]
+    return [tuple(part for (part,) in layout.parts(r, u, segments(plan))) for r, u in places]
 
 
 @lru_cache(maxsize=64)

@@ -250,7 +250,10 @@ def dealt(mesh, lengths):
         (lambda rank, mesh: ({"spec": ra.AttentionSpec(window=8 + rank // 2)}, 2), "spec"),
         (lambda rank, mesh: ({"docs": ra.Docs.from_lengths([32, 32] if rank else [30, 34])}, 2), "docs"),
         (
-            lambda rank, mesh: ({"docs": HALVES, "key_docs": ra.Docs.from_lengths([30 + rank, 34 - rank])}, 2),
+            lambda rank, mesh: (
+                {"docs": HALVES, "align": "end", "key_docs": ra.Docs.from_lengths([30 + rank, 34 - rank])},
+                2,
+            ),
             "key_docs",
         ),
         (lambda rank, mesh: ({"plan": dealt(mesh, [30 + rank, 34 - rank])}, 2), "plan.docs"),

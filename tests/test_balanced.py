@@ -100,7 +100,7 @@ def test_equals_dense_float64(case, choices):
 @pytest.mark.slow
 def test_random_calls_equal_dense_float64(capsys):
     """Any documents over 2 to 8 ranks, any mask, dtype and magnitude, any way to bring keys: every element."""
-    assert words.main(["verify", "random=120", "cases=balanced"]) == 0, capsys.readouterr().out
+    assert words.main(["verify", "random=80", "cases=balanced"]) == 0, capsys.readouterr().out
 
 
 @settings(max_examples=12)
@@ -159,8 +159,8 @@ def test_what_cannot_be_is_refused():
     def one(mesh):
         plan = ra.plan(mesh, seq_len=32, layout="balanced", docs=docs)
         x = torch.randn(1, 16, 2, 4)
-        with pytest.raises(ValueError, match="layout='balanced' deals out neighbouring tokens"):
-            ra.linear_attention(x, x, x, None, plan)
+        with pytest.raises(ValueError, match="scan='ring': in layout='balanced' maps go straight to the ranks that"):
+            ra.linear_attention(x, x, x, None, plan, scan="ring")
         cache = ra.KVCache.allocate(plan, batch=1, max_len=64, kv_heads=2, head_dim=4, dtype="float32")
         with pytest.raises(ValueError, match="and a chunk is one"):
             ra.prefill(x, x, x, plan, cache)

@@ -232,6 +232,12 @@ def test_what_is_no_state_is_not_loaded(given, says):
         cache.load_state_dict(cache.state_dict() | given)
 
 
+def test_the_state_of_a_full_cache_is_loaded():
+    full, other = cache_of(64, max_len=64), cache_of(max_len=64)
+    other.load_state_dict(full.state_dict())
+    assert other.room() == 0 and torch.equal(other.k, full.k)
+
+
 def test_a_cache_keeps_no_graph_of_a_state_that_requires_gradients():
     cache = cache_of(8)
     cache.load_state_dict(cache.state_dict() | {name: getattr(cache, name).clone().requires_grad_() for name in "kv"})

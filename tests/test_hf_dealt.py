@@ -69,6 +69,31 @@ def test_documents_are_dealt_out_and_the_numbers_are_those_of_one_rank(name, bat
         torch.testing.assert_close(sum(g[weight] for *_, g in results), gradient, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.parametrize("batch", [packed, rows_packed_differently], ids=lambda b: b.__name__)
+def test_a_hybrid_of_linear_layers_that_is_dealt_out_has_the_numbers_of_zigzag(batch):
+    given, labels, _ = batch()
+    tokens, plain = torch.randint(0, 64, labels.shape, generator=torch.Generator().manual_seed(0)), build("Qwen3_5")
+    copies = [deepcopy(plain) for _ in range(6)]
+
+    def one(mesh):
+        found = []
+        for i, layout in enumerate(("balanced", "zigzag")):
+            mine = hf.prepare(copies[3 * i + mesh.rank], ra.plan(mesh, seq_len=T, layout=layout))
+            out = mine(tokens, labels=labels, **given)
+            out.loss.backward()
+            found.append(
+                (getattr(mine.ringattn_last, "plan", mine.ringattn_last), float(out.loss.detach()), gradients(mine))
+            )
+        return found
+
+    results = run(one, ring=3)
+    for (dealt, loss, _), (named, expected, _) in results:
+        assert (dealt.layout, named.layout) == ("balanced", "zigzag") and loss == pytest.approx(expected, abs=1e-5)
+    sums = [{n: sum(each[i][2][n] for each in results) for n in results[0][0][2]} for i in (0, 1)]
+    for name, grad in sums[1].items():
+        torch.testing.assert_close(sums[0][name], grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
 def test_a_plan_that_names_its_layout_keeps_it():
     given, labels, _ = packed()
     plain = build("Llama")

@@ -66,6 +66,20 @@ def test_chunks_then_tokens_are_the_whole(place, chunk, move):
     check(generate(tensors, chunk, 6, move, **place), tensors)
 
 
+@pytest.mark.parametrize(
+    ("spec", "place"),
+    [
+        pytest.param(ra.AttentionSpec(chunk=9), {"ring": 2, "move": "queries"}, marks=pytest.mark.slow),
+        (ra.AttentionSpec(window=7, first=4), {"ring": 4, "layout": "striped", "move": "keys"}),
+        pytest.param(ra.AttentionSpec(window=5, chunk=12, first=2), {"ulysses": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_cache_takes_chunks_and_first_keys(spec, place):
+    tensors = draw(T=33)
+    check(generate(tensors, 14, 4, spec=spec, **place), tensors, spec)
+
+
 @pytest.mark.slow
 def test_few_tokens_over_many_devices():
     tensors = draw(T=9, D=64, V=64)

@@ -54,7 +54,10 @@ def test_equals_the_recurrence(ring, ulysses, layout, scan):
     check(ring, ulysses, layout, "head", PACKED, scan, beta=True, key_heads=1)
 
 
-@pytest.mark.parametrize(("ring", "ulysses", "layout"), [(1, 1, "contiguous"), (4, 1, "zigzag"), (2, 3, "zigzag")])
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "layout"),
+    [(1, 1, "contiguous"), (4, 1, "zigzag"), (2, 3, "zigzag"), (5, 1, "balanced"), (2, 3, "balanced")],
+)
 @pytest.mark.parametrize(
     "lengths", [None, PACKED, FIRST_EMPTY, ((20, 35),)], ids=["one", "packed", "first_empty", "one_row_for_all"]
 )
@@ -65,7 +68,7 @@ def test_every_gate_with_every_packing(ring, ulysses, layout, gate, lengths):
     check(ring, ulysses, layout, gate, lengths, dtype=torch.float32, limit=2e-6, beta=True)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
 def test_segments_of_several_chunks(layout):
     lengths = ((300, 500, LONG - 800), (64, LONG - 100))
     check(8, 1, layout, "channel", lengths, T=LONG)
@@ -74,7 +77,7 @@ def test_segments_of_several_chunks(layout):
 
 
 def test_fewer_tokens_than_ranks():
-    for layout in ("contiguous", "zigzag"):
+    for layout in ("contiguous", "zigzag", "balanced"):
         check(4, 1, layout, "channel", None, T=3)
 
 
@@ -412,7 +415,7 @@ def test_one_ranks_bad_gate_is_every_ranks_error():
 def test_verify_runs_linear_attention_too(capsys, monkeypatch):
     assert words.main(["verify", "ranks=2", "cases=linear_packed,linear_head"]) == 0
     said = capsys.readouterr().out
-    assert "18 of 18 cases pass" in said  # 2 features x 3 ways of the states x (2 on the ring + Ulysses)
+    assert "20 of 20 cases pass" in said  # 2 features x (3 ways of the states x (2 on the ring + Ulysses) + balanced)
     assert "end       dq       dk       dv       dg    dbeta   dstate" in said and "dsinks" not in said
 
     def off(*args, **how):
@@ -424,12 +427,12 @@ def test_verify_runs_linear_attention_too(capsys, monkeypatch):
     assert words.main(["verify", "ranks=2", "cases=linear_head"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[2] for line in lines if line.endswith("FAIL")} == {"pipeline"}
-    assert any("dstate is off by" in line for line in lines) and lines[-1].startswith("6 of 9 cases pass")
+    assert any("dstate is off by" in line for line in lines) and lines[-1].startswith("7 of 10 cases pass")
 
 
 def test_a_kernel_of_attention_is_none_of_linear_attention(capsys):
     assert words.main(["verify", "ranks=2", "cases=linear_head", "kernel=tiled"]) == 1
-    assert "refused in 9 cases: tiled: no kernel of linear attention" in capsys.readouterr().out
+    assert "refused in 10 cases: tiled: no kernel of linear attention" in capsys.readouterr().out
 
 
 def test_ranks_that_disagree_are_named():

@@ -1,6 +1,7 @@
 """One state a document: packed documents begin with their own states, and return what is behind each, over ranks."""
 
 import importlib
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ CHUNKS = ((150, 0, 250, 157), (64, 457, 3))
 BESIDE_SHORT = ((LONG,), (40,) * 13)  # short rows: ranks hold several of a document that only passes
 PLACES = [(1, 1, "contiguous"), (3, 1, "contiguous"), (4, 1, "zigzag"), (1, 4, "contiguous"), (2, 3, "zigzag")]
 PLACES += [(8, 1, "zigzag"), (2, 2, "zigzag")]
+BALANCED = [(4, 1, "balanced"), (3, 2, "balanced")]
 RULES = ({}, {"beta": True, "key_heads": 1})
 
 
@@ -49,7 +51,7 @@ def check(place, gate, lengths, T=T, dtype=torch.float64, limit=1e-10, scan="aut
         assert value <= limit, f"{name} is off by {value:.2e} on {place}: {[e.get(name) for e, _ in results]}"
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", [*PLACES, *BALANCED], ids=str)
 @pytest.mark.parametrize("lengths", list(LENGTHS.values()), ids=list(LENGTHS))
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_every_document_goes_on_from_its_own_state(place, lengths, rule):
@@ -58,12 +60,36 @@ def test_every_document_goes_on_from_its_own_state(place, lengths, rule):
         check(place, gate, lengths, dtype=torch.float32, limit=2e-6, **rule)
 
 
-@pytest.mark.parametrize("scan", WAYS)
-@pytest.mark.parametrize("place", [*PLACES[:3], PLACES[-1]], ids=str)
+@pytest.mark.parametrize(
+    ("place", "scan"),
+    [*product([*PLACES[:3], PLACES[-1]], WAYS), *product(BALANCED, ["auto"])],
+    ids=str,
+)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_long_documents_are_cut_and_joined(place, scan, rule):
     check(place, "head", CHUNKS, LONG, torch.float32, 2e-6, scan, **rule)
     check(place, "channel", BESIDE_SHORT, LONG, scan=scan, **rule)
+
+
+@pytest.mark.parametrize("lengths", [[16] * 8, [16, 48, 16, 16, 32], [128]], ids=["short", "long", "one"])
+def test_a_state_travels_only_where_a_document_goes_on_on_another_rank(lengths):
+    docs, ends = ra.Docs.from_lengths(lengths), np.cumsum(lengths)
+
+    def one(mesh):
+        plan = ra.plan(mesh, seq_len=128, layout="balanced", docs=docs)
+        q, k, v, g = (torch.randn(1, plan.local_len, 2, n).requires_grad_() for n in (4, 4, 8, 4))
+        ra.linear_attention(q, k, v, -g.exp(), plan, docs=docs).sum().backward()
+        return plan.ring_axis.sent, [(r.start, r.stop) for r in plan.tokens.shard(plan.ring_axis.rank)]
+
+    (sent, held), size = zip(*run(one, ring=4), strict=True), 2 * 4 * (8 + 1) * 4  # a map of two heads in float32
+    expected = [0] * 4
+    for r, s in ((r, s) for r in range(4) for s in range(4) if r != s):
+        for start, stop in held[r]:
+            met = [(e - n, e) for e, n in zip(ends, lengths, strict=True) if e - n < stop and start < e]
+            later = any(a < x < b and x >= stop for a, b in met for x, _ in held[s])  # goes on there
+            earlier = any(a < y < b and y <= start for a, b in met for _, y in held[s])  # gradients go back there
+            expected[r] += size * (later + earlier)
+    assert list(sent) == expected and any(sent) == (lengths != [16] * 8)
 
 
 def over_gloo(cases: list[Any]) -> list[tuple[dict[str, float], np.ndarray]]:

@@ -187,24 +187,6 @@ def test_work_of_any_mask_is_dealt_out_equally(spec, docs):
     assert {sum(map(len, shard)) for shard in shards} == {docs.length // 5} and max(loads) <= 1.03 * sum(loads) / 5
 
 
-DEALT = [replace(c, layout="balanced", cut=c.lengths) for c in NEW if c.lengths and c.docs.first]
-
-
-@pytest.mark.parametrize("case", DEALT, ids=lambda case: case.name)
-def test_a_layout_made_for_their_work_equals_dense_float64(case):
-    given = oracle.inputs(case, torch.float32)
-    truth = oracle.dense(case, given)
-
-    def one(mesh):
-        plan = ra.plan(mesh, seq_len=case.seq_len, spec=case.spec, docs=case.docs, layout="balanced")
-        sinks = given["sinks"] if case.sinks else None
-        out = ra.attention(*(plan.shard(given[n]) for n in "qkv"), plan, spec=case.spec, docs=case.docs, sinks=sinks)
-        return plan.unshard(out)
-
-    for out in run(one, ring=3):
-        torch.testing.assert_close(out.double(), truth["out"], rtol=0, atol=1e-5)
-
-
 def test_chunks_cost_what_documents_of_that_length_cost():
     """They are the same intervals, of one family, and bring the same blocks."""
     docs, plan = Docs.from_lengths([256] * 8), Plan(2048, 4, layout="zigzag")
@@ -308,9 +290,15 @@ def test_masks_that_do_not_fit_a_call_are_named():
         ({"spec": AttentionSpec(False, chunk=3)}, k, "chunk=3 with 8 queries and 6 keys"),
         ({"spec": AttentionSpec(False, (2, 2))}, k, r"window=\(2, 2\) with 8 queries and 6 keys"),
         ({"spec": AttentionSpec(chunk=3), "docs": docs, "key_docs": Docs.from_lengths([6])}, k, "leave out chunk"),
+        ({"docs": docs, "key_docs": Docs.from_lengths([6])}, k, 'which query is at which key.*align="end"'),
+        ({"docs": docs, "key_docs": Docs.from_lengths([6]), "align": "start"}, k, "align='start': \"end\" puts"),
+        ({"docs": docs, "align": "end"}, q, "align='end' is for docs with key_docs"),
     ):
         with pytest.raises(ValueError, match=error):
             ra.attention(q, kv, kv, **words)
+    apart = {"docs": docs, "key_docs": Docs.from_lengths([6])}
+    assert ra.attention(q, k, k, **apart, spec=AttentionSpec(False)).shape == q.shape
+    assert ra.attention(q, q, q, docs=docs, key_docs=docs).shape == q.shape  # aligned at both ends
     with pytest.raises(ValueError, match="linear attention takes documents alone"):
         ra.linear_attention(q, q, q, docs=tree)
 
@@ -380,6 +368,17 @@ def test_a_tree_of_drafts_is_verified_in_one_decode(spec):
     for out, lengths in run(one, ring=2):
         torch.testing.assert_close(out, torch.cat(expected), rtol=0, atol=2e-6)
         assert lengths == [26, 23]
+
+
+def test_other_drafts_on_a_rank_are_named_on_all():
+    def one(mesh):
+        plan, x = ra.plan(mesh, seq_len=4), torch.randn(1, 4, 2, 8)
+        cache = ra.KVCache.allocate(plan, batch=1, max_len=9, kv_heads=2, head_dim=8, dtype=torch.float32)
+        ra.prefill(*[plan.shard(x, compare=False)] * 3, plan, cache)
+        with pytest.raises(ValueError, match=r"ring rank 1 has decode, parents=\(-1, 0, 1\)"):
+            ra.decode(*[x[:, :3]] * 3, cache, parents=[-1, 0, mesh.rank])
+
+    run(one, ring=2)
 
 
 def test_what_is_wrong_with_drafts_is_named():

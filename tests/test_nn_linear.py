@@ -48,7 +48,7 @@ def data(length: int = T) -> list[Tensor]:
 
 @pytest.mark.parametrize("lengths", [None, PACKED], ids=["one", "packed"])
 @pytest.mark.parametrize(("kind", "choices"), LAYERS, ids=str)
-@pytest.mark.parametrize(("ring", "ulysses", "place"), MESHES)
+@pytest.mark.parametrize(("ring", "ulysses", "place"), [*MESHES, (4, 1, "balanced"), (2, 2, "balanced")])
 def test_a_layer_over_ranks_is_the_layer_on_one_device(ring, ulysses, place, kind, choices, lengths):
     x, dout = data()
     docs = None if lengths is None else ra.Docs.from_lengths([list(row) for row in lengths])
@@ -106,8 +106,9 @@ def test_the_convolution_is_torchs_own():
     torch.testing.assert_close(causal_convolution(x, weight), expected)
 
 
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
 @pytest.mark.parametrize("length", [3, 5, 9])
-def test_the_convolution_reaches_over_segments_shorter_than_itself(length):
+def test_the_convolution_reaches_over_segments_shorter_than_itself(length, layout):
     x, dout = data(length)
     weight = torch.randn(C, 6, dtype=torch.float64)
     whole = x.clone().requires_grad_()
@@ -115,7 +116,7 @@ def test_the_convolution_reaches_over_segments_shorter_than_itself(length):
     expected.backward(dout)
 
     def one(mesh):
-        plan = ra.plan(mesh, seq_len=length, layout="zigzag")
+        plan = ra.plan(mesh, seq_len=length, layout=layout)
         part = plan.shard(x).requires_grad_()
         out = causal_convolution(part, weight, plan)
         out.backward(plan.shard(dout))

@@ -24,7 +24,7 @@ CASES = [
     Case("none", H=1, K=20, V=40, strided=True),
     Case("head", B=2, decay=20.0),
     Case("none", begins=(0, 33), T=65),
-    Case(B=2, H=4, G=2, T=97, K=20, V=40, strided=True),
+    Case(H=4, G=2, T=70, K=20, V=40, strided=True),
     Case("head", H=1, T=40, K=80, V=96),
     Case(H=1, T=35, K=192, V=72),
     Case(H=1, decay=1e-3, T=64),

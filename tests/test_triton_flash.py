@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from ringattn.bands import bounds
+from ringattn.bands import bounds, bounds_at, families
 from ringattn.kernels import Problem, reference
-from ringattn.kernels.intervals import Intervals
+from ringattn.kernels.families import over_families
+from ringattn.kernels.intervals import Intervals, stack
 from ringattn.kernels.partial import Partial
 from ringattn.kernels.partial import row_delta as row_delta_of
-from ringattn.kernels.triton import attend, attend_backward, refuses, row_delta
+from ringattn.kernels.triton import KERNEL, attend, attend_backward, refuses, row_delta
 from ringattn.kernels.triton.backward import spans
 from ringattn.kernels.triton.table import TABLE, Tile, Tiles, load, save
 from ringattn.spec import AttentionSpec, Docs
@@ -53,8 +54,23 @@ def of_spec(case: Case, docs: Docs | None = None, **spec: object) -> tuple[np.nd
     return bounds(AttentionSpec(**spec), np.arange(case.T), case.T, key_len=case.S, docs=docs, key_docs=docs)
 
 
+def stacked(case: Case, spec: AttentionSpec, docs: Docs | None = None) -> Intervals:
+    """The families of a mask, one after the other."""
+    sides = [bounds_at(family, np.arange(case.T)) for family in families(spec, case.T, docs=docs)]
+    made = [Intervals(*(torch.from_numpy(x.astype(np.int32)).to(DEVICE) for x in each)) for each in sides]
+    assert len(made) > 1
+    return stack(made)
+
+
 def intervals(case: Case) -> Intervals:
-    """The case's begin and end, [rows, T]."""
+    """The case's begin and end, [rows, T], perhaps of several families."""
+    if case.mask == "first":
+        return stacked(case, AttentionSpec(window=19, first=9))
+    if case.mask == "near spans":
+        spans = Docs.from_lengths([50, case.T - 50], spans=[(7, 29), (60, 66)])
+        return stacked(case, AttentionSpec(window=11, first=3), spans)
+    if case.mask == "tree":
+        return stacked(case, AttentionSpec(), Docs.tree([30, 15, 20, case.T - 65], [-1, 0, 0, 2]))
     rng = np.random.default_rng(0)
     t = np.arange(case.T)
     if case.mask == "causal":
@@ -103,9 +119,12 @@ def truth_of(case: Case, where: Intervals, tensors: tuple[torch.Tensor, ...], ca
     """(partial, gradients) in float64."""
     q, k, v, dout = (x.double() for x in tensors)
     options = {"scale": case.D**-0.5, "softcap": case.softcap}
-    part = reference.attend(q, k, v, where, carry=carry, **options)
+    part = carry
+    for one in where.families:
+        part = reference.attend(q, k, v, one, carry=part, **options)
     delta = (part.out * dout).sum(-1)
-    return part, reference.attend_backward(q, k, v, where, dout, part.lse, delta, **options)
+    each = [reference.attend_backward(q, k, v, one, dout, part.lse, delta, **options) for one in where.families]
+    return part, [sum(grads) for grads in zip(*each, strict=True)]
 
 
 def check(case: Case, table: dict[str, Tiles] | None) -> None:
@@ -114,7 +133,9 @@ def check(case: Case, table: dict[str, Tiles] | None) -> None:
     q, k, v, dout = tensors
     (out, lse), grads = truth_of(case, where, tensors)
     options = {"scale": case.D**-0.5, "softcap": case.softcap, "table": table}
-    found = attend(q, k, v, where, **options)
+    many = over_families(KERNEL)
+    forward, backward = (many.attend, many.attend_backward) if where.also else (attend, attend_backward)
+    found = forward(q, k, v, where, **options)
     assert torch.equal(found.lse == -torch.inf, lse == -torch.inf)
     seen = lse > -torch.inf
     assert (found.out[~seen] == 0).all()
@@ -122,7 +143,7 @@ def check(case: Case, table: dict[str, Tiles] | None) -> None:
     assert distance(found.out, out) <= most, ("out", distance(found.out, out))
     assert distance(found.lse[seen], lse[seen]) <= 3e-6, ("lse", distance(found.lse[seen], lse[seen]))
     delta = row_delta(out.to(q.dtype), dout)
-    found_grads = attend_backward(q, k, v, where, dout, lse.float(), delta, **options)
+    found_grads = backward(q, k, v, where, dout, lse.float(), delta, **options)
     floor = 0.1 * max(x.norm().item() for x in grads)  # a single key's gradient is what is left of terms as large as dv
     for name, x, truth in zip(("dq", "dk", "dv"), found_grads, grads, strict=True):
         assert x.dtype == torch.float32
@@ -148,6 +169,9 @@ CASES = [
     Case("none", T=40, S=40),
     Case("late", T=100, S=64),
     Case("striped", B=2, H=4, G=1),
+    Case("first"),
+    Case("near spans", H=4, G=2),
+    Case("tree", T=80, S=80, dtype="float16", softcap=5.0),
     Case("random", B=2, T=101, S=130, H=4, G=2, D=40, V=48),
     Case("random", B=2, T=75, S=60, dtype="float16", strided=True),
 ]

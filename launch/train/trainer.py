@@ -275,11 +275,11 @@ def batch_loss(job: Job, batch: list[data.Sample]) -> Tensor:
 def deals_out(job: Job) -> bool:
     """Whether each batch's documents are dealt out over the ring by their work, all rows as one.
 
-    Linear attention needs tokens in their order, and a compiled block the same plan in every step.
+    A compiled block needs the same plan in every step. Linear attention costs more then, so only on request.
     """
-    config = job.config
-    is_open = config.strategy.layout in ("auto", "balanced") and job.plan.ring > 1
-    return is_open and config.model.softmax_every == 1 and not config.compile
+    layout, config = job.config.strategy.layout, job.config
+    wanted = layout == "balanced" or (layout == "auto" and config.model.softmax_every == 1)
+    return wanted and job.plan.ring > 1 and not config.compile
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -56,6 +56,11 @@ class Case:
         return Mask.from_slices(q_ranges, k_ranges, kinds, self.seq_len)
 
     @property
+    def align(self) -> Literal["end"] | None:
+        """Where queries and keys are different documents, they end at one position."""
+        return "end" if self.key_lengths else None
+
+    @property
     def key_docs(self) -> Docs | None:
         return None if self.key_lengths is None else Docs.from_lengths(self.key_lengths, pad_to=self.key_len)
 
@@ -74,7 +79,8 @@ class Case:
         """The documents that the plan lays out; in the balanced layout all that are alike in every row."""
         if self.cut is not None:
             return Docs.from_lengths(self.cut, pad_to=self.seq_len)
-        return self.docs.first if self.layout == "balanced" and self.docs is not None else None
+        docs = self.mask or self.docs
+        return docs.first if self.layout == "balanced" and docs is not None else None
 
     def __str__(self) -> str:
         return f"{self.name}-{self.strategy}{self.ring}x{self.ulysses}-{self.layout}"

@@ -210,9 +210,10 @@ def linear(r: random.Random, seed: int, ring: int, ulysses: int, dtype: torch.dt
         rows = lengths_of(r, r.choice([1, B]), r.randint(1, 6), T)
         rows = rows if isinstance(rows[0], list) else [rows]
         lengths = tuple(tuple(row) for row in rows)
-    layout = r.choice(("contiguous", "zigzag"))
+    layout = r.choice(("contiguous", "zigzag", "balanced") if ring > 1 else ("contiguous", "zigzag"))
+    way = "auto" if layout == "balanced" else r.choice(WAYS)
     G, beta = r.choice([n for n in range(1, H + 1) if H % n == 0]), r.random() < 0.6
-    case = linear_oracle.Case("random", gate, lengths, T, ring, ulysses, r.choice(WAYS), layout, beta, G)
+    case = linear_oracle.Case("random", gate, lengths, T, ring, ulysses, way, layout, beta, G)
     shapes: dict[str, tuple[int, ...]] = {"q": (B, T, G, K), "k": (B, T, G, K), "v": (B, T, H, V), "dout": (B, T, H, V)}
     shapes |= {"state": (B, H, K, V), "dend": (B, H, K, V)}
     if gate:

@@ -95,7 +95,8 @@ def placed(ranks: int) -> Iterator[Case]:
     """Every feature on every layout of every ring x ulysses that makes this many ranks, by every way of its states."""
     for ulysses in (u for u in range(1, ranks + 1) if ranks % u == 0):
         ring = ranks // ulysses
-        for layout, way, case in product(("contiguous", "zigzag")[: min(ring, 2)], WAYS, FEATURES):
+        ways = [*product(("contiguous", "zigzag")[: min(ring, 2)], WAYS), ("balanced", "auto")][: 3 if ring == 1 else 7]
+        for (layout, way), case in product(ways, FEATURES):
             yield replace(case, ring=ring, ulysses=ulysses, layout=layout, strategy=way)
 
 
@@ -215,6 +216,8 @@ def run(mesh: Any, given: dict[str, Any], docs: ra.Docs | None, **choices: Any) 
     """
     T = given["q"].shape[1]
     plan = ra.plan(mesh, seq_len=T, layout=choices.pop("layout", "auto"))
+    if plan.layout == "balanced" and docs is not None and docs.first is not None:
+        plan = plan.for_docs(docs.first)
     leaves = {n: local(given[n], plan).requires_grad_() for n in LEAVES if given[n] is not None}
     state = given["state"].clone().requires_grad_()
     out, end = ra.linear_attention(

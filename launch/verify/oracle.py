@@ -213,8 +213,8 @@ def run(case: Case, mesh: Any, given: dict[str, Tensor], kernel: str = "auto", *
     sinks = given["sinks"].clone().requires_grad_() if case.sinks else None
     q, k, v = leaves.values()
     out, lse = api.attention(
-        q, k, v, plan, spec=case.spec, docs=case.docs, key_docs=case.key_docs, mask=case.mask, sinks=sinks,
-        return_lse=True,
+        q, k, v, plan, spec=case.spec, docs=case.docs, key_docs=case.key_docs, align=case.align, mask=case.mask,
+        sinks=sinks, return_lse=True,
     )  # fmt: skip
     # padding's own outputs get poisoned gradients: they must not count
     dout = local(given["dout"], plan) if "dout" in given else None

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.comms.axis import Axis
+from ringattn.comms.axis import Axis, Pending, Then
 from ringattn.planning import Plan
 
 Place = tuple[int, int]  # ring rank, Ulysses rank
@@ -64,11 +64,17 @@ class Exchange:
 
 def hop(axis: Axis, parts: Sequence[Tensor], counts: list[int], what: str = "tokens") -> Tensor:
     """Send one part to each rank of an axis; `counts` entries come from each, joined in the order of the ranks."""
+    joined: Tensor = sent(axis, parts, counts, what).wait()
+    return joined
+
+
+def sent(axis: Axis, parts: Sequence[Tensor], counts: list[int], what: str) -> Pending:
+    """`hop` in flight."""
     here = parts[axis.rank]
     arrived = [here if r == axis.rank else here.new_empty(n, *here.shape[1:]) for r, n in enumerate(counts)]
     out = {r: [x] for r, x in enumerate(parts) if r != axis.rank and len(x)}
-    axis.move(out, {r: [x] for r, x in enumerate(arrived) if r != axis.rank and len(x)}, what=what).wait()
-    return torch.cat(arrived) if len(arrived) > 1 else here
+    flying = axis.move(out, {r: [x] for r, x in enumerate(arrived) if r != axis.rank and len(x)}, what=what)
+    return Then(flying, lambda _: torch.cat(arrived) if len(arrived) > 1 else here)
 
 
 class Exchanged(torch.autograd.Function):

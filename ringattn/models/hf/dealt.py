@@ -45,13 +45,14 @@ def dealt(
 ) -> Dealt | None:
     """The batch as one row, if the model's plans leave the layout open, or deal out documents, and the batch has some.
 
-    A compiled graph holds its plan, so it keeps the one that is the same for all batches.
+    A compiled graph holds its plan, so it keeps the one that is the same for all batches. Layers of linear attention,
+    which compute documents in rows of their own then, cost more: models with such layers are dealt out on request.
     """
     source = model.ringattn.source
-    is_open = isinstance(source, Choice) and source.layout == "auto"
+    is_open = isinstance(source, Choice) and source.layout == "auto" and not linear_layers(model)
     if docs is None or plan.ring == 1 or not (is_open or plan.layout == "balanced"):
         return None
-    if linear_layers(model) or compiled(model):
+    if compiled(model):
         return None
     spec: AttentionSpec = attention_of(model).get("spec", AttentionSpec())
     open_plan = plan.replace(layout="balanced", work=plan.work or AttentionSpec(spec.causal, spec.window))

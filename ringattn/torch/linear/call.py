@@ -13,7 +13,7 @@ from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.protocol import LinearKernel
 from ringattn.planning import Plan
-from ringattn.segments import BEFORE, WAYS, choose, segments
+from ringattn.segments import BEFORE, WAYS, choose, segments, uneven
 from ringattn.spec import Docs
 from ringattn.torch import agree
 from ringattn.torch.attention.ulysses import Real, cleared
@@ -48,20 +48,23 @@ class LinearCall:
         self.scale = x.q.shape[-1] ** -0.5 if scale is None else scale
         self.gradients = gradients
         self.alone = plan.ring * plan.ulysses == 1
-        self.parts = segments(plan)
+        self.parts = 1 if uneven(plan) else segments(plan)
         self.batch, _, H, V = x.v.shape
         self.real = real_tokens(plan, docs, x.q.device)
         self.place = plan.ring_axis.rank, plan.ulysses_axis.rank
         self.returned = returned_states(return_state, x.initial_state, docs, self.batch)
         self.documents: Documents | None = None  # if states are one a document
         self.begin = None
-        if docs is not None and (self.returned == "documents" or by_document(x.initial_state, docs, self.batch)):
-            self.documents = documents_of(plan, docs, *self.place, self.batch, x.q.device)
+        each = self.returned == "documents" or by_document(x.initial_state, docs, self.batch)
+        if uneven(plan) or (docs is not None and each):
+            packed = docs or Docs.from_lengths([plan.seq_len])
+            self.documents = documents_of(plan, packed, *self.place, self.batch, x.q.device)
         else:
             self.begin = begins(plan, docs, *self.place, self.batch, x.q.device)
         self.kernel = selected(x, kernel)
         K, size = x.q.shape[3], 8 if x.q.dtype == torch.float64 else 4
-        self.state_shape = (self.documents.count if self.documents else self.batch, H, K, V)
+        states = self.documents.count if self.documents and self.returned != "rows" else self.batch
+        self.state_shape = (states, H, K, V)
         self.way = choose(plan, scan, self.batch * H * K * size, V, 1 if x.beta is None else K)
         self.words: agree.Words = {}  # what the ranks compare
         self.compared = agree.watched(plan)  # whether they compare it in every call
@@ -122,6 +125,8 @@ def problem(x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel
         or of_choice("kernel", kernel, ("auto", *(one.name for one in linear.TABLE)))
         or of_choice("scan", scan, ("auto", *WAYS))
     )
+    if found is None and scan != "auto" and uneven(plan):
+        found = f"scan={scan!r}: in layout={plan.layout!r} maps go straight to the ranks that need them; leave scan out"
     if found is None and x.initial_state is not None:
         found = of_state("initial_state", x.initial_state, q, v, accumulator(q), docs)
     for name, t in others.items():

@@ -9,7 +9,7 @@ from ringattn.check import returned_states
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear import Inputs
 from ringattn.planning import Plan, of_text
-from ringattn.segments import segments
+from ringattn.segments import segments, uneven
 from ringattn.spec import Docs
 from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.handles import docs_of, plan_of, spread, starts_of, text_of
@@ -76,9 +76,11 @@ def _(
     end = q.new_empty(0, dtype=dtype)
     if returned:
         end = q.new_empty(B * width if each else B, H, K, V, dtype=dtype)
-    g, beta = (None if t is None else rows(t, P) for t in (g, beta))
-    x = Inputs(rows(q, P), rows(k, P), rows(v, P), g, beta, None, scale)
-    found = empty_states(selected(Given(q, k, v, g, beta), kernel), x) if keep and not each else None
+    found = None
+    if keep and not each and not uneven(live):
+        g, beta = (None if t is None else rows(t, P) for t in (g, beta))
+        x = Inputs(rows(q, P), rows(k, P), rows(v, P), g, beta, None, scale)
+        found = empty_states(selected(Given(q, k, v, g, beta), kernel), x)
     walked = keep and found is None and live.ring * live.ulysses > 1
     start = q.new_empty(B * P, H, K, V, dtype=dtype) if walked else q.new_empty(0, dtype=dtype)
     return q.new_empty(B, T, H, V), end, start, q.new_empty(0, dtype=dtype) if found is None else found

@@ -10,7 +10,8 @@ these follow from the maps of rows. So kernels need to know nothing of documents
 before each and one behind each.
 
 Between ranks travels one map a segment, as without documents: that of its last fragment (in reverse: of its first),
-with a factor of 0 unless one document passes the whole segment. Where a document ends, nobody uses it.
+with a factor of 0 unless one document passes the whole segment. Where a document ends, nobody uses it. In the balanced
+layout, where segments are of any length, only those that are used travel (chains.py).
 
 Documents are counted row by row of the batch, as many in each: document i of row b is number b * width + i.
 """
@@ -26,12 +27,13 @@ from torch.nn import functional as F
 
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear import Inputs, Map
+from ringattn.layout import Shard
 from ringattn.planning import Plan
-from ringattn.segments import order, segments
+from ringattn.segments import pieces, segments, uneven
 from ringattn.spec import Docs
 from ringattn.torch.exchange import hop
+from ringattn.torch.linear.chains import Chains, Coming
 from ringattn.torch.linear.states import Exchange
-from ringattn.torch.sharding import local_positions
 
 if TYPE_CHECKING:
     from ringattn.torch.linear.call import Given, LinearCall
@@ -52,13 +54,13 @@ class Documents:
 
     def __init__(self, plan: Plan, docs: Docs, ring_rank: int, ulysses_rank: int, batch: int, device: torch.device):
         P, width = segments(plan), docs.starts.shape[1] - 1
-        length = plan.local_len // P
+        every, rank = pieces(plan), ring_rank * plan.ulysses + ulysses_rank
+        mine = [*every[rank], *[range(0)] * (P - len(every[rank]))]
         self.device, self.segments, self.count = device, batch * P, batch * width
         self.tokens, self.alone = (batch, plan.local_len), plan.ring * plan.ulysses == 1
         starts = np.repeat(np.broadcast_to(docs.starts, (batch, width + 1)), P, 0)  # [B * P, documents and one more]
-        firsts = local_positions(plan, ring_rank, ulysses_rank).reshape(P, -1)[:, :1]
-        first = np.tile(firsts, (batch, 1))
-        begin, end = np.maximum(starts[:, :-1], first), np.minimum(starts[:, 1:], first + length)
+        first, stop = (np.tile(x, batch)[:, None] for x in zip(*((r.start, r.stop) for r in mine), strict=True))
+        begin, end = np.maximum(starts[:, :-1], first), np.minimum(starts[:, 1:], stop)
         held = end > begin
         held[~held.any(1), -1] = True
         segment, i = np.nonzero(held)  # of each fragment, in the order of the sequence
@@ -87,18 +89,40 @@ class Documents:
         self.passing = [(int(segment[f]), (offset[: rows[f]] + own[f]).tolist()) for f in passing]
 
         at = np.arange(tokens.sum()) - np.repeat(np.cumsum(tokens) - tokens, tokens)  # in its fragment
-        token = np.repeat(segment * length + begin - first[segment, 0], tokens) + at
+        before = np.cumsum([0, *map(len, mine)])[segment % P] + segment // P * plan.local_len  # tokens of the segment
+        token = np.repeat(before + begin - first[segment, 0], tokens) + at
         self.shape = int(offset[-1]), L
         self.places = self.inverses(token, (offset[at // L] + np.repeat(own, tokens)) * L + at % L)
 
-        ranks = np.array([r * plan.ulysses + u for r, u, _ in order(plan)])
         ending = np.broadcast_to(docs.starts, (batch, width + 1))
-        empty = (ending[:, 1:] == ending[:, :-1]).ravel()
-        home = ranks[np.maximum(ending[:, 1:].ravel() - 1, 0) // length]  # the rank of each document's last token
+        self.find_ends(plan, every, ending, ring_rank)
+        self.chains = None  # forward and backward, where only some documents go on from rank to rank
+        if uneven(plan) and not self.alone:
+            place = ring_rank, ulysses_rank
+            self.chains = [Chains(plan, ending, place, device, backward) for backward in (False, True)]
+
+    def find_ends(self, plan: Plan, every: list[Shard], starts: Ints, ring_rank: int) -> None:
+        """Which rank has the last token of each document, and which document is the last one with tokens of each row.
+
+        `every` are the segments of all ranks.
+        """
+        held_by = np.array(sorted((r.start, number) for number, each in enumerate(every) for r in each))
+        empty = starts[:, 1:] == starts[:, :-1]
+        last_tokens = np.maximum(starts[:, 1:].ravel() - 1, 0)
+        home = held_by[np.searchsorted(held_by[:, 0], last_tokens, "right") - 1, 1]
         self.empty, real = self.index(np.flatnonzero(empty)), np.flatnonzero(~empty)
         self.order = self.index(real[np.argsort(home[real], kind="stable")])  # by rank
         counts = np.bincount(home[real], minlength=plan.ring * plan.ulysses).reshape(plan.ring, plan.ulysses)
         self.of_ulysses, self.of_ring = counts[ring_rank].tolist(), counts.sum(1).tolist()
+        batch, width = empty.shape
+        final = np.where(empty.all(1), 0, width - 1 - np.argmin(empty[:, ::-1], 1))
+        self.final = self.index(np.arange(batch) * width + final)
+
+    def exchange(self, call: "LinearCall", maps: Map, backward: bool = False) -> Exchange | Coming:
+        """Start the transfer of the states before segments, or backward of the gradients behind them."""
+        if self.chains:
+            return self.chains[backward].start(call.plan, maps)
+        return Exchange(call.plan, maps, None, call.way, backward=backward)
 
     def index(self, x: Ints, dtype: Any = np.int64) -> Tensor:
         return torch.from_numpy(x.astype(dtype)).to(self.device)
@@ -246,14 +270,16 @@ def forward(call: "LinearCall", given: "Given") -> tuple[Tensor, Tensor | None, 
     d, x, initial = call.documents, call.documents.inputs(call, given), call.documents.of_documents(given.initial_state)
     like = state_of(x)
     own = call.kernel.scan_states(x, maps=d.joined)
-    flying = None
+    flying: Any = None
     if not d.alone:
         assert own.map is not None
         before = d.walked(own.map, d.before(initial, None, like))
-        flying = Exchange(call.plan, d.of_segments(own.map, before), None, call.way)
+        flying = d.exchange(call, d.of_segments(own.map, before))
     starts = cache(lambda: d.walked(own.map, d.before(initial, flying.before() if flying else None, like)))
     out, behind = call.kernel.read_out(x, own, starts)
     end = d.shared(call.plan, behind.index_select(0, d.ended[1]), initial) if call.returned else None
+    if call.returned == "rows" and end is not None:
+        end = end.index_select(0, d.final)
     return d.whole(out), end, flying.before() if flying else None, starts()
 
 
@@ -269,13 +295,15 @@ def backward(
     assert call.documents is not None
     d, x, initial = call.documents, call.documents.inputs(call, given), call.documents.of_documents(given.initial_state)
     like, dout = state_of(x), d.folded(dout)
+    if call.returned == "rows" and dend is not None:
+        dend = dend.new_zeros(d.count, *dend.shape[1:]).index_copy_(0, d.final, dend)
     back = call.kernel.scan_gradients(x, dout, maps=d.joined)
     dends = None if dend is None else d.delivered(call.plan, dend)
-    flying = None
+    flying: Any = None
     if not d.alone:
         assert back.map is not None
         behind = d.walked_back(back.map, d.behind(dends, None, like))
-        flying = Exchange(call.plan, d.of_segments(back.map, behind, True), None, call.way, backward=True)
+        flying = d.exchange(call, d.of_segments(back.map, behind, True), backward=True)
     own = call.kernel.scan_states(x, maps=d.joined and starts is None)
     if starts is None:
         starts = d.walked(own.map, d.before(initial, segments, like))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringattn.planning import Plan, of_text
-from ringattn.segments import order, segments
+from ringattn.segments import order, segments, uneven
 from ringattn.spec import Docs
 from ringattn.torch.dispatch import differentiate, fake, op
 from ringattn.torch.exchange import Exchange
@@ -32,6 +32,11 @@ def causal_convolution(
     if first is not None and first.requires_grad and torch.is_grad_enabled():
         raise ValueError("first has no gradient; pass first.detach()")
     P, W = segments(plan), weight_CW.shape[1]
+    if uneven(plan):
+        if first is not None:
+            raise ValueError(f"first= is for layouts of equally long segments, not for layout={plan.layout!r}")
+        shifted = [x_BTC, *(plan.roll(x_BTC, i, docs=docs) for i in range(1, W))]
+        return sum((x * weight_CW[:, i] for i, x in enumerate(shifted[1:], 1)), x_BTC * weight_CW[:, 0])
     halo = torch.ops.ringattn.tokens_before(x_BTC, first, text, W - 1)
     rows = torch.cat([halo, x_BTC.unflatten(1, (P, -1))], 2).flatten(0, 1)  # [B * P, W - 1 + T / P, C]
     length = rows.shape[1] - (W - 1)

@@ -1,0 +1,106 @@
+"""The state before each segment where only some documents go on from rank to rank, as in the balanced layout.
+
+Where a segment continues a document that began in an earlier one, the state before it follows from the maps of the
+segments from there on, so these maps, and no others, go straight to the rank that holds it. In backward the gradient of
+the state behind a segment follows from the maps of the later segments of its last document.
+
+    N segments of a rank, B * P   H heads   K key dim   V value dim
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringattn.kernels.linear import Map
+from ringattn.planning import Plan
+from ringattn.segments import pieces, segments
+from ringattn.torch.exchange import sent
+
+At = tuple[int, int]  # row of the batch, number of the segment in the order of the sequence
+
+
+class Need(NamedTuple):
+    """A segment of some rank, and the segments whose maps lead to the state before it, in their order."""
+
+    own: int  # of the rank's own segments
+    chain: list[At]
+
+
+class Chains:
+    """Which maps this rank gives to which, and how the states before its segments follow from those that it gets."""
+
+    def __init__(
+        self, plan: Plan, starts: np.ndarray, place: tuple[int, int], device: torch.device, backward: bool = False
+    ):
+        ring, ulysses = plan.ring, plan.ulysses
+        found = sorted((r.start, r.stop, rank, p) for rank, own in enumerate(pieces(plan)) for p, r in enumerate(own))
+        firsts, stops, owners, numbers = np.array(found).T
+        needs: dict[int, list[Need]] = {rank: [] for rank in range(ring * ulysses)}
+        for b, edges in enumerate(starts):
+            at = stops if backward else firsts
+            document = np.searchsorted(edges, at, "right") - 1  # of the token at the edge of each segment
+            inside = (document >= 0) & (at < edges[-1]) & (at > edges[np.maximum(document, 0)])
+            for m in np.flatnonzero(inside).tolist():
+                end = edges[document[m] + 1] - 1 if backward else edges[document[m]]
+                i = int(np.searchsorted(firsts, end, "right")) - 1  # where the document ends, or begins
+                walk = range(i, m, -1) if backward else range(i, m)
+                needs[int(owners[m])].append(Need(b * segments(plan) + int(numbers[m]), [(b, j) for j in walk]))
+
+        def held(ring_rank: int) -> list[At]:
+            """The maps of a ring rank's segments that some rank needs, Ulysses rank by Ulysses rank."""
+            return sorted((a for a in used if owners[a[1]] // ulysses == ring_rank), key=lambda a: (owners[a[1]], a))
+
+        used = {a for each in needs.values() for need in each for a in need.chain}
+        rank, here = place[0] * ulysses + place[1], held(place[0])
+        own = [b * segments(plan) + int(numbers[j]) for b, j in here if owners[j] == rank]
+        self.own = torch.tensor(own, dtype=torch.int64, device=device)
+        self.of_ulysses = [sum(owners[j] == place[0] * ulysses + u for _, j in here) for u in range(ulysses)]
+        wanted = [{a for need in needs[r * ulysses + place[1]] for a in need.chain} for r in range(ring)]
+        give = [[i for i, a in enumerate(here) if a in want] for want in wanted]
+        self.give = [torch.tensor(at, dtype=torch.int64, device=device) for at in give]
+        comes = [[a for a in held(r) if a in wanted[place[0]]] for r in range(ring)]
+        self.of_ring, number = list(map(len, comes)), {a: i for i, a in enumerate(a for each in comes for a in each)}
+        chains = sorted(needs[rank], key=lambda need: len(need.chain))
+        self.needs = [(need.own, [number[a] for a in need.chain]) for need in chains]
+        self.count = len(starts) * segments(plan)
+
+    def start(self, plan: Plan, maps: Map) -> "Coming":
+        """Send the maps of this rank's segments [N, H, K, ...] to where they are needed."""
+        (N, H, K, V), what = maps.kv.shape, "the maps of segments"
+        packed = torch.cat([maps.factor.expand(N, H, K, -1), maps.kv], -1).index_select(0, self.own)
+        shard = sent(plan.ulysses_axis, [packed] * plan.ulysses, self.of_ulysses, what).wait()
+        given = [shard.index_select(0, at) for at in self.give]
+        return Coming(self, sent(plan.ring_axis, given, self.of_ring, what), V)
+
+
+class Coming:
+    """Maps on their way; `before()` waits once, for the state before each of this rank's segments [N, H, K, V]."""
+
+    def __init__(self, chains: Chains, flying: Any, value_dim: int):
+        self.chains, self.flying, self.V = chains, flying, value_dim
+        self.found: Tensor | None = None
+
+    def before(self) -> Tensor:
+        if self.found is None:
+            every = self.flying.wait()
+            maps = Map(*every.split_with_sizes([every.shape[-1] - self.V, self.V], -1))
+            self.found = maps.kv.new_zeros(self.chains.count, *maps.kv.shape[1:])
+            walked: dict[int, tuple[int, Tensor | None]] = {}  # by first segment: how far, and the state there
+            for own, chain in self.chains.needs:
+                done, state = walked.get(chain[0], (0, None))
+                state = after(maps, chain[done:], state)
+                walked[chain[0]] = len(chain), state
+                self.found[own] = state
+            self.flying = None
+        return self.found
+
+
+def after(maps: Map, chain: Sequence[int], state: Any) -> Any:
+    """The state behind these segments."""
+    for i in chain:
+        one = Map(maps.factor[i : i + 1], maps.kv[i : i + 1])
+        state = one.after(state)
+    return state
