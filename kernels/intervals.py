@@ -75,6 +75,24 @@ def stack(families: Sequence[Intervals]) -> Intervals:
     return first._replace(also=tuple(others)) if others else first
 
 
+def extent(where: Intervals) -> tuple[slice, slice]:
+    """The queries and keys between the first and the last that see, or are seen, in any row; the host must know it."""
+    begin, end = where.host
+    real = begin < end
+    live = np.flatnonzero(real.any(0))
+    if not len(live):
+        return slice(0, 0), slice(0, 0)
+    return slice(int(live[0]), int(live[-1]) + 1), slice(int(begin[real].min()), int(end[real].max()))
+
+
+def within(where: Intervals, queries: slice, first: int) -> Intervals:
+    """The intervals of these queries, which see no key before `first`, counted from there."""
+    if queries == slice(0, where.begin.shape[1]) and first == 0:
+        return where
+    begin, end, *host = ((x[:, queries] - first).clip(0) for x in (where.begin, where.end, *where.host))
+    return Intervals(begin, end, host=tuple(host))
+
+
 def rectangles_of(
     begin: np.ndarray, end: np.ndarray, most: int = 64, flips: bool = False
 ) -> tuple[Rectangle, ...] | None:

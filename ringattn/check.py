@@ -282,7 +282,7 @@ def of_docs(batch: int, plan: Plan, spec: AttentionSpec, docs: Docs | None, key_
 
 
 def of_aligned(align: Any, spec: AttentionSpec | None, docs: Any, key_docs: Any) -> str | None:
-    """Under causal it is said which query of a document is at which key, unless it has as many of both."""
+    """Why `align` is wrong, or missing: causal documents with other numbers of queries than keys need it; else None."""
     if align not in (None, "end"):
         return f'align={align!r}: "end" puts the last query of a document at its last key, else leave it out'
     if not isinstance(docs, Docs) or not isinstance(key_docs, Docs):

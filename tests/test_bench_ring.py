@@ -10,6 +10,7 @@ import ringattn as ra
 from ringattn.launch import words
 from ringattn.launch.bench import compare, masks, ring, scaling, timeline
 from ringattn.launch.bench.timeline import Span
+from ringattn.launch.rows import read
 
 SPANS = [
     Span("forward_kernel", "attention", 0.0, 10.0),
@@ -76,7 +77,7 @@ def test_what_got_slower_lies_beyond_the_noise(tmp_path):
     old.write_text("".join(json.dumps(row) + "\n" for row in rows))
     new = [{"tokens": t, "mode": "forward", "commit": "c", "ms": ms} for t, ms in
            ((64, 1.22), (64, 1.3), (96, 1.9), (128, 4.1), (256, 1.0))]  # fmt: skip
-    found = compare.compared(new, compare.read(old))
+    found = compare.compared(new, read(old))
     assert [row["case"] for row in found] == ["64", "64", "96", "128", "256"]
     assert [row["verdict"] for row in found] == [
         "within the noise",
@@ -87,8 +88,8 @@ def test_what_got_slower_lies_beyond_the_noise(tmp_path):
     ]
     assert (found[0]["old"], found[2]["old"], found[2]["ratio"]) == ("1 to 1.2", "2", 0.95)
     old.write_text('{"ms": 1}\n[2]\n')
-    with pytest.raises(ValueError, match="line 2 is no row"):
-        compare.read(old)
+    with pytest.raises(ValueError, match="line 2 is not an object"):
+        read(old)
 
 
 def test_words_that_are_wrong_or_without_a_value(capsys):

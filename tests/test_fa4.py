@@ -216,7 +216,9 @@ def test_what_is_passed_to_fa4_gives_attention(fa4_here, monkeypatch, split: int
     pytest.importorskip("triton")
     fa4, rng = fa4_here(), np.random.default_rng(0)
     monkeypatch.setattr(fa4, "SPLIT", split)
-    monkeypatch.setattr(fa4, "THIN", few)
+    thin = import_module("ringattn.kernels.libraries.thin")
+    monkeypatch.setattr(thin, "THIN", few)
+    monkeypatch.setattr(thin, "LONG", split)
     oracle, kernel = over_families(reference.KERNEL), over_families(fa4.KERNEL)
     for trial in range(14):
         rows = int(rng.integers(1, 3))

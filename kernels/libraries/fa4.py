@@ -6,7 +6,6 @@ it gets a mask function, which reads the interval of a query, and lists of the t
 
 import logging
 import os
-from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
 from pathlib import Path
@@ -29,14 +28,12 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 from ringattn.kernels import Problem
-from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.intervals import Intervals, Rectangle
+from ringattn.kernels.intervals import Intervals, Rectangle, extent, within
 from ringattn.kernels.libraries import equal_dims, gpu_refusal
 from ringattn.kernels.libraries.forms import Form, form_of
-from ringattn.kernels.libraries.rectangles import covers, cut, heads_first, over_rectangles, own_kernel
-from ringattn.kernels.partial import NEVER, Partial
-from ringattn.kernels.rows import EVERY, NONE, Rows
-from ringattn.kernels.total import Total
+from ringattn.kernels.libraries.rectangles import covers, heads_first, over_rectangles
+from ringattn.kernels.libraries.thin import with_thin
+from ringattn.kernels.partial import NEVER
 from ringattn.kernels.triton.block_lists import block_lists
 
 NAME = "FlashAttention-4"
@@ -45,7 +42,6 @@ OLD = NEEDED.difference(signature(_flash_attn_fwd).parameters)
 OLD |= (NEEDED | {"dlse"}).difference(signature(_flash_attn_bwd).parameters)
 DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # others were not right, or not tried
 PADDED = 384  # a multiple of all blocks of queries: the mask function also reads the intervals of rows past the last
-THIN = 1024  # queries that see fewer keys go faster through our own kernel, which merges and skips in place
 SPLIT = 4096  # a backward pass of so many queries takes two of FA4's own masks rather than lists
 ONE = Lock()  # threads must not compile at the same time: FA4's compiler keeps what it works on for the whole process
 
@@ -172,63 +168,6 @@ def made(where: Intervals, q_BTHD: Tensor, k_BSGD: Tensor, v_BSGV: Tensor, backw
     return (Rectangle(queries, keys, Listed(bounds, BlockSparseTensorsTorch(*lists, block_size=size), empty)),)
 
 
-def extent(where: Intervals) -> tuple[slice, slice]:
-    """The queries and keys between the first and the last that see, or are seen, in any row."""
-    begin, end = where.host
-    real = begin < end
-    live = np.flatnonzero(real.any(0))
-    if not len(live):
-        return slice(0, 0), slice(0, 0)
-    return slice(int(live[0]), int(live[-1]) + 1), slice(int(begin[real].min()), int(end[real].max()))
-
-
-def within(where: Intervals, queries: slice, first: int) -> Intervals:
-    """The intervals of these queries, which see no key before `first`, counted from there."""
-    if covers(queries, where.begin) and first == 0:
-        return where
-    begin, end = (x[:, queries].sub(first).clamp_(min=0) for x in (where.begin, where.end))
-    return Intervals(begin, end, host=tuple((x[:, queries] - first).clip(min=0) for x in where.host))
-
-
-class Thin(NamedTuple):
-    """Few keys a query, for our own kernel: the keys that are seen, and the intervals counted from the first.
-
-    sparse   whether most queries among those that see some see none
-    rows     as how many rows of a batch the queries of a backward pass go, so that few keys are many programs
-    """
-
-    keys: slice
-    where: Intervals
-    sparse: bool
-    rows: int
-
-
-def thin(where: Intervals) -> Thin | None:
-    """The intervals as few keys a query, if they are and the host knows it."""
-    known = where.made
-    if known is not None and "thin" in known:
-        found: Thin | None = known["thin"]
-        return found
-    found = thinned(where)
-    if known is not None and not (where.begin.is_cuda and torch.cuda.is_current_stream_capturing()):
-        known["thin"] = found
-    return found
-
-
-def thinned(where: Intervals) -> Thin | None:
-    if where.host is None or len(where.host[0]) != 1:
-        return None
-    begin, end = (x.astype(np.int64) for x in where.host)
-    (queries, keys), seen = extent(where), np.maximum(end - begin, 0)
-    live = np.count_nonzero(seen)
-    if int(seen.sum()) >= THIN * live:
-        return None
-    T = begin.shape[1]
-    few = keys.stop - keys.start <= THIN and T >= SPLIT
-    rows = next(n for n in (32, 16, 8, 4, 2, 1) if T % n == 0) if few else 1
-    return Thin(keys, within(where, slice(0, T), keys.start), 2 * live < queries.stop - queries.start, rows)
-
-
 def sizes_of(head_dim: int, value_dim: int) -> Sizes:
     """The tiles that FA4 computes with on Hopper, for these dims."""
     if head_dim <= 64:
@@ -313,49 +252,4 @@ def backward(
     return dq.view(q_BTHD.shape), dk.view(k_BSGD.shape), dv.view(v_BSGV.shape)
 
 
-OF_ANY = over_rectangles(NAME, forward, backward, refuses, rectangles_of)
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, where: Intervals, *, carry: Partial | None = None,
-    out_dtype: torch.dtype | None = None, **score: Any,
-) -> Partial:  # fmt: skip
-    """FA4 has no carry: what it adds to one is merged after it. Few keys a query are merged where they are computed."""
-    few = thin(where) if carry is not None else None
-    if few is None:
-        return OF_ANY.attend(q, k, v, where, carry=carry, out_dtype=out_dtype, **score)
-    k, v = cut(k, few.keys), cut(v, few.keys)
-    return own_kernel(q).attend(q, k, v, few.where, carry=carry, out_dtype=out_dtype or accumulator(q), **score)
-
-
-def gradients(
-    tensors: tuple[Tensor, Tensor, Tensor], where: Intervals, rows: Rows, want: tuple[int, ...] = EVERY,
-    into: tuple[Any, Any, Any] = NONE, *, alone: bool = False, **score: Any,
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """FA4 takes every query, and a program a block of keys; few keys of few or very many queries are not for it."""
-    few = None if alone else thin(where)
-    if few is None or not (few.sparse or few.rows > 1):
-        return OF_ANY.backward(tensors, where, rows, want, into, alone=alone, **score)
-    q, k, v = tensors
-    n = few.rows if len(q) == 1 else 1
-    k, v = cut(k, few.keys), cut(v, few.keys)
-    where, dq = few.where, into[0]
-    if n > 1:
-        k, v = (x.expand(n, -1, -1, -1) for x in (k, v))
-        q, begin, end = (as_rows(x, n) for x in (q, where.begin, where.end))
-        where = Intervals(begin, end, host=tuple(x.reshape(n, -1) for x in where.host))
-        rows = Rows(*(None if x is None else as_rows(x, n) for x in (rows.dout, rows.lse, rows.delta, rows.out)))
-        dq = None if dq is None else as_rows(dq, n)
-    found = own_kernel(q).backward((q, k, v), where, rows, EVERY, (dq, None, None), **score)
-    sums = Total(tensors[1]), Total(tensors[2])
-    for total, grad in zip(sums, found[1:], strict=True):
-        total.add(grad.sum(0, keepdim=True) if n > 1 else grad, few.keys)
-    return found[0].view(tensors[0].shape) if found[0] is not dq or dq is None else into[0], *sums
-
-
-def as_rows(x: Tensor, n: int) -> Tensor:
-    """The queries of the only row of a batch as so many rows."""
-    return x[0].unflatten(0, (n, -1))
-
-
-KERNEL = replace(OF_ANY, attend=attend, backward=gradients)
+KERNEL = with_thin(over_rectangles(NAME, forward, backward, refuses, rectangles_of))

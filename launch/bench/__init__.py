@@ -33,6 +33,7 @@ from typing import Any
 from ringattn.conf.keys import nearest
 from ringattn.launch.bench import compare
 from ringattn.launch.processes import run as run_ranks
+from ringattn.launch.rows import Row, read
 from ringattn.launch.words import answer, default_of, option, usage, values, writable
 
 SUITES = (
@@ -52,8 +53,6 @@ SUITES = (
 OUT = option(None, "a file that the rows are appended to, one JSON line each")
 OLD = option(None, "a file of an earlier run: says what got faster or slower, and what is noise")
 NOT_IN_ROWS = ("timeout", "device", "trace")  # options that change no figure, or that `stamp` has
-
-Row = dict[str, Any]
 
 
 def main(argv: list[str]) -> int:
@@ -80,7 +79,7 @@ def measure(name: str, words: list[str]) -> None:
     out, old = chosen.pop("out", None), chosen.pop("compare", None)
     options = suite.Options(**chosen)
     check(options, sized="tokens" in chosen)
-    file, before = writable(Path(out)) if out else None, compare.read(Path(old)) if old else None
+    file, before = writable(Path(out)) if out else None, read(Path(old)) if old else None
     rows = suite.run(options)
     if hasattr(suite, "COLUMNS"):
         print(table(rows, suite.COLUMNS))

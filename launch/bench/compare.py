@@ -5,35 +5,15 @@ The noise band is the range of the file's rows of the case, and at least 3% to e
 several times into one file, on the same machine.
 """
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from ringattn.launch.rows import Row
 
 FIGURES = ("ms", "us", "peak_mib", "peak", "MB", "bytes")
 ABOUT = ("commit", "torch", "triton", "jax", "warmup", "repeats", "rounds")  # may differ between rows of one case
 NOISE = 0.03
 COLUMNS = ["case", "figure", "old", "new", "ratio", "verdict"]
-
-
-def read(file: Path) -> list[Row]:
-    """The rows of a file; a ValueError that names the line that is none."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError as error:
-        raise ValueError(f"compare={file}: {error.strerror}") from None
-    found = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise ValueError(f"compare={file}: line {number} is no row of a benchmark")
-        found.append(row)
-    return found
 
 
 def case_of(row: Row) -> dict[str, str]:

@@ -4,7 +4,6 @@ Benchmark lines become bars: a panel a direction and figure, a group a case, a c
 measured the same thing the last one counts. The metrics.jsonl of a training run becomes a line over its steps.
 """
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -17,9 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from ringattn.launch.rows import Row, read
 from ringattn.launch.words import option, writable
-
-Row = dict[str, Any]
 
 # What lines are made of, by the names that suites give it: the first that is found counts.
 SERIES = ("impl", "implementation", "who", "kernel", "name", "peer", "library", "strategy")
@@ -106,30 +104,6 @@ def themed(svg: str) -> str:
     ]
     sheet = "<style>@media (prefers-color-scheme: dark) { " + " ".join(rules) + " }</style>\n <defs>"
     return svg.replace("<defs>", sheet, 1)
-
-
-def read(path: Path) -> list[Row]:
-    """The file's lines, each one JSON object."""
-    rows: list[Row] = []
-    if not path.is_file():
-        run = path / "metrics.jsonl"
-        hint = f"did you mean {run}?" if run.is_file() else "give a file of benchmark lines"
-        raise ValueError(f"{path} is no file; {hint}")
-    try:
-        text = path.read_text()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text ({error.reason} at byte {error.start}); give a file of lines") from None
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
-            if not isinstance(rows[-1], dict):
-                raise ValueError(f"{path}, line {number} is not an object: {line[:60]}")
-    if not rows:
-        raise ValueError(f"{path} has no lines")
-    return rows
 
 
 def bars(rows: list[Row], metric: str | None = None) -> Figure:

@@ -1,0 +1,31 @@
+"""Files of figures: one JSON object a line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def read(path: Path) -> list[Row]:
+    """The file's lines, each one JSON object."""
+    rows: list[Row] = []
+    if not path.is_file():
+        run = path / "metrics.jsonl"
+        hint = f"did you mean {run}?" if run.is_file() else "give a file of benchmark lines"
+        raise ValueError(f"{path} is no file; {hint}")
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text ({error.reason} at byte {error.start}); give a file of lines") from None
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+            if not isinstance(rows[-1], dict):
+                raise ValueError(f"{path}, line {number} is not an object: {line[:60]}")
+    if not rows:
+        raise ValueError(f"{path} has no lines")
+    return rows
