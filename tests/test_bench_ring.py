@@ -5,10 +5,11 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ringattn as ra
 from ringattn.launch import words
-from ringattn.launch.bench import compare, masks, ring, scaling, timeline
+from ringattn.launch.bench import compare, masks, over_ranks, ring, scaling, timeline
 from ringattn.launch.bench.timeline import Span
 from ringattn.launch.rows import read
 
@@ -92,6 +93,21 @@ def test_what_got_slower_lies_beyond_the_noise(tmp_path):
         read(old)
 
 
+def cut_short(options):
+    yield {"ms": float(dist.get_rank())}
+    dist.barrier()
+    raise ValueError("an hour later")
+
+
+def test_the_rows_of_a_run_that_fails_are_in_its_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ring, "run", lambda options: over_ranks(cut_short, options, "ms"))
+    out = tmp_path / "rows.jsonl"
+    assert words.main(["bench", "ring", "device=cpu", "tokens=64", "ranks=2", f"out={out}"]) == 2
+    assert "an hour later" in capsys.readouterr().err
+    (row,) = read(out)
+    assert row["ms"] == 1.0 and row["ranks"] == 2 and row["commit"]
+
+
 def test_words_that_are_wrong_or_without_a_value(capsys):
     assert ring.Options(**words.values(["--trace"], ring.Options)).trace == "trace.json"
     assert words.main(["bench", "ring", "device=cpu", "tokens=64", "ranks=2", "ulysses=3"]) == 2
@@ -106,7 +122,7 @@ def test_it_runs_on_the_cpu_and_says_how_far_from_the_floor():
         ranks=2, tokens=[64], heads=2, kv_heads=1, head_dim=8, device="cpu", repeats=1, warmup=0, route="direct",
         strategy="ring", mask=["causal", "20", "first:2:9", "lognormal:9:1", "shared:20:6:4"],
     )  # fmt: skip
-    rows = ring.run(options)
+    rows = list(ring.run(options))
     assert [(r["mask"], r["mode"]) for r in rows] == [(m, x) for m in options.mask for x in options.modes]
     for row in rows:
         assert row["ratio"] == pytest.approx(row["floor_ms"] / row["ms"]) and row["route"] == "direct"
@@ -125,7 +141,7 @@ def test_a_trace_on_the_cpu_shows_kernels_and_hops(tmp_path, capsys):
         ranks=2, tokens=[512], heads=2, kv_heads=1, head_dim=8, device="cpu", repeats=1, warmup=0, strategy="ring",
         floor=False, trace=str(tmp_path / "t.json"),
     )  # fmt: skip
-    rows = ring.run(options)
+    rows = list(ring.run(options))
     assert [row["mode"] for row in rows] == options.modes and "no attention kernel running" in capsys.readouterr().out
     assert len(list(tmp_path.glob("*.svg"))) == 2
     for trace in tmp_path.glob("*.json"):
