@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
+from ringattn.choosing import elsewhere, factored
 from ringattn.launch import words
 from ringattn.launch.bench import compare, masks, over_ranks, ring, scaling, timeline
 from ringattn.launch.bench.timeline import Span
 from ringattn.launch.rows import read
+from ringattn.machine import load
 
 SPANS = [
     Span("forward_kernel", "attention", 0.0, 10.0),
@@ -127,6 +129,29 @@ def test_it_runs_on_the_cpu_and_says_how_far_from_the_floor():
     for row in rows:
         assert row["ratio"] == pytest.approx(row["floor_ms"] / row["ms"]) and row["route"] == "direct"
         assert row["overhead"] == 1 - row["ratio"]
+
+
+def test_every_candidate_of_a_plan_is_measured_beside_what_was_predicted(tmp_path, capsys):
+    out, settings = tmp_path / "rows.jsonl", ["auto/256/4/2/causal", "cudnn/64/2/1/causal", "auto/128/4/2/short"]
+    given = ["device=cpu", "head_dim=8", f"settings={','.join(settings)}", "within=9", "machine=cpu", f"out={out}"]
+    assert words.main(["bench", "plans", *given]) == 0
+    printed, rows = capsys.readouterr().out, read(out)
+    assert "of 2 choices" in printed  # nothing here runs the second one
+    assert {row["setting"] for row in rows} == {settings[0], settings[2]}
+    ways = [(row["plan"], row["layout"]) for row in rows if (row["setting"], row["mode"]) == (settings[0], "forward")]
+    assert sorted(ways) == [
+        ("gather 2", "contiguous"), ("gather 2", "zigzag"), ("ring 2", "contiguous"), ("ring 2", "zigzag"),
+        ("ulysses 2", "contiguous"),
+    ]  # fmt: skip
+    free = ra.plan(elsewhere("cpu", factored(2)), seq_len=256, heads=(4, 2), head_dim=8, machine="cpu")
+    both = [row for row in rows if row["setting"] == settings[0] and row["mode"] == "forward+backward"]
+    assert [row["pick"] for row in both] == 4 * [False] + [True]
+    assert (both[-1]["plan"], both[-1]["layout"]) == (f"{free.strategy} 2", free.layout)
+    assert both[-1]["predicted"] == pytest.approx(
+        1e3 * (free.report.data["candidates"][0]["seconds"] + sum(load("cpu").start))
+    )
+    assert both[-1]["of_best"] == both[-1]["ms"] / min(row["ms"] for row in both)
+    assert all(row["off"] == row["predicted"] / row["ms"] - 1 and row["simulated"] > 0 for row in rows)
 
 
 def test_what_the_profiler_says_is_not_heard(capfd):

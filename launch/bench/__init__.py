@@ -6,6 +6,7 @@
     kernels   one GPU: our kernels next to cuDNN, FlashAttention and FlexAttention
     linear    one GPU: our gated linear attention next to flash-linear-attention
     memory    the peak memory of a rank, with 1, 2, 4, 8 ranks
+    plans     the candidates of plans over ranks: predicted, simulated, measured here
     prefill   a prompt whole and in chunks: time and peak memory
     ring      attention over many ranks, next to the same work of one rank without communication
     scaling   one layer over more and more ranks: predicted, simulated, measured here
@@ -45,6 +46,7 @@ SUITES = (
     "kernels",
     "linear",
     "memory",
+    "plans",
     "prefill",
     "ring",
     "scaling",
@@ -80,7 +82,7 @@ def measure(name: str, words: list[str]) -> None:
     chosen = values(words, keys)
     out, old = chosen.pop("out", None), chosen.pop("compare", None)
     options = suite.Options(**chosen)
-    check(options, sized="tokens" in chosen)
+    check(options, sized=bool({"tokens", "settings"} & set(chosen)))
     file, before = writable(Path(out)) if out else None, read(Path(old)) if old else None
     # in a process that ends: to ask for a GPU's name takes some of its memory
     about = run_ranks(stamp, 1)[0] if file or before is not None else {}
@@ -107,14 +109,15 @@ def check(options: Any, sized: bool) -> None:
         raise ValueError(f"{options.kv_heads} key heads do not divide {options.heads} query heads")
     if "device" not in fields:
         return
-    small = " ".join(["device=cpu tokens=1024", *(f"{name}=2" for name in ("ranks", "repeats") if name in fields)])
+    size = "settings=auto/1024/4/2/causal" if "settings" in fields else "tokens=1024"
+    small = " ".join([f"device=cpu {size}", *(f"{name}=2" for name in ("ranks", "repeats") if name in fields)])
     gpus, most = torch.cuda.device_count(), max(groups_of(options), default=0)
     if options.device == "cuda" and most and not gpus:
         raise ValueError(f"device=cuda, and torch sees no GPU here; on a CPU use {small}")
     if options.device == "cuda" and most > gpus:
         raise ValueError(f"ranks={most} need a GPU each, and torch sees {gpus} here; use ranks={gpus}")
     if options.device == "cpu" and default_of(fields["device"]) != "cpu" and not sized:
-        raise ValueError(f"without tokens= the lengths are a GPU's; on a CPU use {small}")
+        raise ValueError(f"without {size.split('=')[0]}= the lengths are a GPU's; on a CPU use {small}")
 
 
 def over_ranks(rows: Callable[[Any], Iterator[Row]], options: Any, *worst: str) -> Iterator[Row]:
