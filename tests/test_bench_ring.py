@@ -10,7 +10,7 @@ import torch.distributed as dist
 import ringattn as ra
 from ringattn.choosing import elsewhere, factored
 from ringattn.launch import words
-from ringattn.launch.bench import compare, masks, over_ranks, ring, scaling, timeline
+from ringattn.launch.bench import compare, masks, over_ranks, plans, ring, scaling, timeline
 from ringattn.launch.bench.timeline import Span
 from ringattn.launch.rows import read
 from ringattn.machine import load
@@ -137,6 +137,8 @@ def test_every_candidate_of_a_plan_is_measured_beside_what_was_predicted(tmp_pat
     assert words.main(["bench", "plans", *given]) == 0
     printed, rows = capsys.readouterr().out, read(out)
     assert "of 2 choices" in printed  # nothing here runs the second one
+    tokens = [int(word.split("/")[1]) for word in plans.SETTINGS]
+    assert len(set(plans.SETTINGS)) == 24 and (min(tokens), max(tokens)) == (8192, 524288)
     assert {row["setting"] for row in rows} == {settings[0], settings[2]}
     ways = [(row["plan"], row["layout"]) for row in rows if (row["setting"], row["mode"]) == (settings[0], "forward")]
     assert sorted(ways) == [

@@ -27,7 +27,7 @@ from ringattn.simulation import play
 COLUMNS = ["setting", "plan", "layout", "route", "mode", "ms", "predicted", "off", "simulated", "played", "gib",
            "predicted_gib", "pick", "of_best"]  # fmt: skip
 SETTINGS = [
-    f"{kernel}/{length * 1024}/{heads}/{mask}"
+    f"{kernel}/{1024 * int(length)}/{heads}/{mask}"
     for kernel, rest in {
         "fa4": "8 32/8 causal, 16 32/8 causal, 32 32/8 causal, 128 32/8 causal, 128 32/8 long, 128 32/8 short, "
                "64 32/8 4096, 256 32/8 1024, 512 32/8 4096",
