@@ -318,7 +318,7 @@ class Plan(Value):
         ranks, hardware = self.ring * self.ulysses, hardware_of(self.device)
         return groups_of(shape, self.exchanged(shape), ranks, kv_heads, hardware)
 
-    def blocks_at_once(self, nbytes: int) -> float:
+    def blocks_at_once(self, nbytes: int) -> int:
         """As much as how many blocks, of that many bytes, a step of the direct route brings.
 
         One, if every document is on all ranks: several blocks would arrive in as many parts as there are documents.
