@@ -275,11 +275,12 @@ def batch_loss(job: Job, batch: list[data.Sample]) -> Tensor:
 def deals_out(job: Job) -> bool:
     """Whether each batch's documents are dealt out over the ring by their work, all rows as one.
 
-    A compiled block needs the same plan in every step. Linear attention costs more then, so only on request.
+    Linear attention costs more then, so only on request, and not where it would be compiled anew for each batch.
     """
     layout, config = job.config.strategy.layout, job.config
-    wanted = layout == "balanced" or (layout == "auto" and config.model.softmax_every == 1)
-    return wanted and job.plan.ring > 1 and not config.compile
+    linear = config.model.softmax_every != 1
+    wanted = layout == "balanced" or (layout == "auto" and not linear)
+    return wanted and job.plan.ring > 1 and not (config.compile and linear)
 
 
 @torch.no_grad()
