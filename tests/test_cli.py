@@ -17,6 +17,7 @@ from ringattn.launch.commands import doctor
 from ringattn.launch.commands.doctor import Finding
 from ringattn.launch.verify import command as verify
 from ringattn.launch.verify import oracle
+from tests.launched import launched
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -154,18 +155,13 @@ def test_without_a_gpu_a_benchmark_says_how_it_runs(suite, capsys):
 
 @pytest.mark.parametrize(
     "argv",
-    [
-        pytest.param(("decode", "kv_heads=2"), marks=pytest.mark.slow),
-        pytest.param(("prefill", "kv_heads=2", "chunk=64"), marks=pytest.mark.slow),
-        ("ring", "kv_heads=2"),
-        pytest.param(("scan", "scan=ring"), marks=pytest.mark.slow),
-    ],
+    [("decode", "kv_heads=2"), ("prefill", "kv_heads=2", "chunk=64"), ("ring", "kv_heads=2"), ("scan", "scan=ring")],
     ids=lambda argv: argv[0],
 )
-def test_a_benchmark_says_each_row_as_it_comes(argv):
-    small = ("heads=4", "device=cpu", "tokens=64", "ranks=2", "repeats=1")
-    ended = start(sys.executable, "-m", "ringattn", "bench", *argv, *small)
-    assert 0 < ended.stderr.count("tokens=64") == len(ended.stdout.splitlines()) - 1, ended.stderr
+def test_a_benchmark_says_each_row_as_it_comes(argv, capsys):
+    assert words.main(["bench", *argv, "heads=4", "device=cpu", "tokens=64", "ranks=2", "repeats=1"]) == 0
+    table, said = capsys.readouterr()
+    assert 0 < said.count("tokens=64") == len(table.splitlines()) - 1, said
 
 
 def test_a_benchmark_runs_a_gpus_sizes_on_a_cpu_where_they_were_said(monkeypatch):
@@ -331,13 +327,10 @@ def test_verify_passes_on_gloo_processes(capsys):
     assert "9 of 9 cases pass" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_verify_runs_in_the_ranks_of_torchrun():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = start(*torchrun, "-m", "ringattn", "verify", "cases=short")
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    assert ended.stdout.count("9 of 9 cases pass") == 1  # one rank speaks
-    assert "2 ranks (gloo)" in ended.stdout
+def test_verify_runs_in_the_ranks_of_torchrun(tmp_path):
+    said = launched(ROOT / "ringattn" / "__main__.py", ["verify", "cases=short"], 2, tmp_path)
+    assert said.count("9 of 9 cases pass") == 1  # one rank speaks
+    assert "2 ranks (gloo)" in said
 
 
 def test_doctor_finds_this_machine_sound(capsys):
