@@ -143,8 +143,7 @@ def test_attention_fn_takes_flax_keywords(plan):
 
 def example(folder, *words):
     """What an example prints."""
-    given = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(),
-             "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}  # fmt: skip
+    given = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags()}
     command = [sys.executable, str(Path(__file__).parent.parent / "examples" / words[0]), *words[1:]]
     done = subprocess.run(command, env=given, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
