@@ -29,9 +29,7 @@ SHARED = ["ringattn.launch.processes"]  # what many tests' ranks import
 if not torch.cuda.is_available():  # transformers asks CUDA for its devices, which no rank that is forked then can use
     SHARED.append("transformers.models.llama.modeling_llama")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a script starts with it ignored
-settings.register_profile(
-    "ringattn", max_examples=50, deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True
-)
+settings.register_profile("ringattn", deadline=None, derandomize=bool(os.environ.get("CI")), print_blob=True)
 settings.load_profile("ringattn")
 torch.set_num_threads(1)
 

@@ -83,7 +83,7 @@ def with_second(where: Intervals, first: int, host: bool) -> Intervals:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_a_form_is_exactly_the_intervals(seed: int, T: int, S: int) -> None:
     begin, end = (x[0] for x in some_intervals(np.random.default_rng(seed), T, S))
     form = form_of(begin, end)

@@ -50,7 +50,7 @@ def monotone(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(monotone())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_rectangles_hold_each_pair_once(intervals: tuple[np.ndarray, np.ndarray]) -> None:
     found = rectangles_of(*intervals)
     assert found is not None
