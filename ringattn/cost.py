@@ -31,9 +31,9 @@ class Hardware:
     engines: float = 0.0
     group_link: float = 0.0
 
-    def blocks_at_once(self, block: int) -> float:
-        """As much as how many blocks of `block` bytes a step may bring."""
-        return max(1.0, self.room / max(1, block))
+    def blocks_at_once(self, block: int) -> int:
+        """How many blocks of `block` bytes a step may bring."""
+        return max(1, self.room // max(1, block))
 
 
 HARDWARE = {

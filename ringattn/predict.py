@@ -106,7 +106,7 @@ def shown(
 
 
 @lru_cache(maxsize=64)
-def course(spread: Spread, together: float) -> Course:
+def course(spread: Spread, together: int) -> Course:
     """The steps of the ranks, each with up to so many blocks."""
     ring, ulysses, hosts, gpus = spread.queries.ring, spread.queries.ulysses, spread.hosts, spread.gpus
     size = ring // hosts
@@ -205,8 +205,8 @@ def predict(
     out = shape.kv_bytes(1, kv_heads)
     grads = 1.0 if rates.narrow or shape.itemsize > 2 else 2.0  # gradients travel in float32, or as the inputs
     block = out * plan.keys.tokens.shard_len
-    room = plan.transport.together or max(1.0, machine.room / block)
-    less = plan.transport.together or max(1.0, machine.room / (1 if grads == 1 else 4) / block)  # as ring steps do
+    room = plan.transport.together or max(1, int(machine.room // block))
+    less = plan.transport.together or max(1, int(machine.room / (1 if grads == 1 else 4) // block))  # as ring steps do
     spread = Spread(plan.tokens, plan.keys.tokens, plan.hosts, machine.gpus, spec, docs)
     one = plan.tokens.by_document
     steps = course(spread, 1 if one else min(room, plan.ring))

@@ -7,21 +7,48 @@ out, step by step.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ringattn.bands import work_of
 from ringattn.cost import Shape, kv_heads_of_a_rank
 from ringattn.kernels import Kernel, Problem, select
+from ringattn.kernels.intervals import Intervals, rectangles_of, some, stack
 from ringattn.kernels.rates import FEW, mask_of
+from ringattn.layout import Shard, to_local
 from ringattn.mask import Mask, schedule_of
 from ringattn.planning import Plan
 from ringattn.schedule import Round, Schedule, Step, joined
-from ringattn.sight import Sight
 from ringattn.spec import AttentionSpec, Docs
 
 LONG = 8192  # queries of a rank: from here on half of its heads take longer than the host takes to launch them
+
+
+class Sight:
+    """The keys that the queries of one ring rank see, on the host."""
+
+    def __init__(self, mask: Mask, rank: int):
+        self.mask, self.rank = mask, rank
+        self.made: dict[Shard, Any] = {}
+
+    def at(self, keys: Shard) -> Any:
+        """The queries' intervals among these keys, made once; None if they see none."""
+        if keys not in self.made:
+            self.made[keys] = self.among(keys)
+        return self.made[keys]
+
+    @cached_property
+    def seen(self) -> Any:
+        """Of each family, the keys [begin, end) that each query sees."""
+        return self.mask.bounds(self.mask.plan.tokens.shard(self.rank))
+
+    def among(self, keys: Shard) -> Any:
+        made = []
+        for sides in some([to_local(keys, *sides) for sides in self.seen]):
+            begin, end = (side.astype(np.int32) for side in sides)
+            made.append(Intervals(begin, end, rectangles_of(begin, end) if len(begin) == 1 else None, (begin, end)))
+        return stack(made)
 
 
 class Pass(NamedTuple):
@@ -98,10 +125,7 @@ class Recipe:
             everything = (range(layout.padded_length),)
             return Schedule(np.ones((1, 1), bool), layout.padded_length, shards=[everything]).rounds(0, sight=sight)
         together = plan.blocks_at_once(times * self.shape.kv_bytes(layout.shard_len, self.heads[1]))
-        rounds = schedule_of(self.mask).rounds(self.rank, plan.hosts, together, sight)
-        if len(rounds) == 1 and len(rounds[0].steps) == 2:
-            rounds = (replace(rounds[0], steps=apart(*rounds[0].steps)),)
-        return rounds
+        return schedule_of(self.mask).rounds(self.rank, plan.hosts, together, sight)
 
     def in_backward(self, steps: Sequence[Step], parted: bool) -> tuple[Step, ...]:
         """The order of a round's steps: where to put home, the step that needs no transfer, so that it hides most.
@@ -200,20 +224,6 @@ class Recipe:
                 yield from (f"    step {j}: {line_of(step)}" for j, step in enumerate(held.steps, start=1))
 
 
-def apart(home: Step, other: Step) -> tuple[Step, Step]:
-    """The two steps of a rank so that each query is computed in one of them, where the last of its keys arrive.
-
-    So nothing merges. The keys of its own that queries of the second step see are copied to those that arrive. The
-    first step hides the transfer with what is left to it, so that must be a third of its pairs; else both stay as they
-    were, and so they do where shards or what is read of them are not plain ranges of positions.
-    """
-    plain = home.where is not None and other.company and all(len(each) == 1 == each[0].step for each, _ in other.read)
-    halves = home.sight.split(home.keys, other.keys) if plain and home.sight and other.sources else None
-    if halves is None or 2 * halves.pairs[0] < halves.pairs[1]:
-        return home, other
-    return replace(home, queries=halves.near), replace(other, queries=halves.far, own=halves.own)
-
-
 def are_rectangles(rounds: Sequence[Round]) -> bool:
     """Whether every step is few rectangles."""
     return all(s.where.are_rectangles for one in rounds for s in one.steps if s.where is not None)
@@ -246,8 +256,6 @@ def line_of(step: Step) -> str:
     parts = [f"keys {in_words(step.keys)}" if step.sources else "no work"]
     if step.heads:
         parts[0] = f"query heads {step.heads[0].start or 0} to {step.heads[0].stop or 'the last'}, " + parts[0]
-    if step.own:
-        parts.append(f"{amount(step.own)} of its own among them")
     if step.brought:
         parts.append(f"from {', '.join(f'rank {rank}' for rank in step.brought)}")
     parts += [f"rank {reader} reads {in_words(ranges)} of block {step.held}" for reader, ranges in step.shown.items()]

@@ -60,11 +60,8 @@ class Places(NamedTuple):
 class Sight(Protocol):
     """The keys that one ring rank's queries see."""
 
-    def at(self, keys: Shard, queries: Any = None) -> Any:
-        """The intervals of these queries, by default of all, among these keys; None if they see none."""
-
-    def split(self, own: Shard, others: Shard) -> Any:
-        """The queries by whether they see some of the other keys."""
+    def at(self, keys: Shard) -> Any:
+        """Their intervals among these keys; None if they see none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +77,6 @@ class Step:
     readers: tuple[int, ...] = ()  # the ranks that read, at the same step, the block that this rank holds
     company: tuple[tuple[int, ...], ...] = ()  # of each block that comes, all its readers, in the order of its holder
     heads: tuple[slice, slice] | None = None  # the query and the key heads that are computed; None: all
-    queries: Any = field(default=None, repr=False)  # the queries that are computed, as `sight` takes them; None: all
-    own: Ranges = ()  # of the held block, which come beside what other ranks bring
     sight: Sight | None = field(default=None, repr=False)
 
     @cached_property
@@ -90,8 +85,7 @@ class Step:
         shards, ranges = self.schedule.shards, self.schedule.ranges
         if not self.company:
             return [(self.schedule.positions(block, self.kept), block) for block in self.sources]
-        pairs = [(s, r) for s in self.sources for r in ranges(self.rank, s)] + [(self.held, r) for r in self.own]
-        found = [(part_of(shards[s], slice(r.start, r.stop)), s) for s, r in pairs]
+        found = [(part_of(shards[s], slice(r.start, r.stop)), s) for s in self.sources for r in ranges(self.rank, s)]
         return sorted(found, key=lambda pair: pair[0][0].start)
 
     @cached_property
@@ -104,20 +98,15 @@ class Step:
         return sum(map(len, self.keys))
 
     @cached_property
-    def places(self) -> dict[int, Ranges]:
-        """By block: where its ranges lie among the keys that are here."""
-        at: dict[int, Ranges] = dict.fromkeys((*self.sources, self.held), ())
-        for (_, block), place in zip(self.read, places([positions for positions, _ in self.read]), strict=True):
-            at[block] += (place,)
-        return at
-
-    @cached_property
     def brought(self) -> dict[int, Places]:
         """By rank: where what this one reads of its block lies among the keys that are here."""
+        at: dict[int, Ranges] = dict.fromkeys(self.sources, ())
+        for (_, block), place in zip(self.read, places([positions for positions, _ in self.read]), strict=True):
+            at[block] += (place,)
         found, size = {}, self.neighbours
         for block, readers in zip(self.sources, self.company, strict=False):  # the held block has no company
             found[self.rank // size * size + block % size] = Places(
-                self.places[block], self.schedule.before(self.rank, block, readers)
+                at[block], self.schedule.before(self.rank, block, readers)
             )
         return found
 
@@ -129,7 +118,7 @@ class Step:
     @cached_property
     def where(self) -> Any:
         """The queries' intervals among the keys that are here; None if they see none."""
-        return self.sight.at(self.keys, self.queries) if self.sight and self.sources else None
+        return self.sight.at(self.keys) if self.sight and self.sources else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +244,7 @@ class Schedule:
         here, place = self.read[host : host + size, first : first + size], np.arange(size)
         return here[place, (place - place[:, None]) % size]
 
-    def rounds(self, rank: int, hosts: int = 1, together: float = 1, sight: Sight | None = None) -> tuple[Round, ...]:
+    def rounds(self, rank: int, hosts: int = 1, together: int = 1, sight: Sight | None = None) -> tuple[Round, ...]:
         """All rounds of one ring rank; what a step brings has at most as many tokens as `together` blocks."""
         size = self.ring // hosts
         host, place = divmod(rank, size)
@@ -280,7 +269,7 @@ class Schedule:
         return tuple(found)
 
     def steps(
-        self, rank: int, first: int, size: int, kept: Ranges, together: float, sight: Sight | None
+        self, rank: int, first: int, size: int, kept: Ranges, together: int, sight: Sight | None
     ) -> tuple[Step, ...]:
         """The steps of one rank while the blocks [first, first + size) are on its host, the held block's step first.
 
@@ -319,7 +308,7 @@ def crossings(schedule: Schedule, hosts: int) -> tuple[list[int], np.ndarray]:
 
 
 @lru_cache(maxsize=256)
-def steps(schedule: Schedule, together: float, host: int, first: int, size: int) -> list[list[int]]:
+def steps(schedule: Schedule, together: int, host: int, first: int, size: int) -> list[list[int]]:
     """The distances of the blocks that each step brings to the ranks of a host, after that of the held block."""
     needed = schedule.needed[host : host + size, first : first + size]
     read = schedule.brought(host, first, size)
@@ -337,7 +326,7 @@ def met(seen: np.ndarray) -> list[int]:
     return [0, *(d for d in range(1, len(seen)) if seen[d].any())]
 
 
-def growing(distances: Sequence[int], read: np.ndarray, block: int, together: float) -> Iterator[list[int]]:
+def growing(distances: Sequence[int], read: np.ndarray, block: int, together: int) -> Iterator[list[int]]:
     """The distances of each step, that of own blocks of `block` tokens left out; `read` [distance, rank] tokens come.
 
     To no rank more tokens come in a step than `together` blocks have, and more than three times as many as were there

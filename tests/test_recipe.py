@@ -5,13 +5,11 @@ import torch
 
 import ringattn as ra
 from ringattn import recipe
-from ringattn.choosing import elsewhere
 from ringattn.comms.local import run
 from ringattn.cost import Shape
 from ringattn.mask import Mask
 from ringattn.planning import Plan
 from ringattn.recipe import Recipe
-from ringattn.sight import Sight
 
 DOCS = ra.Docs.from_lengths([20, 3, 30], pad_to=60)
 CASES = {
@@ -61,29 +59,6 @@ def test_a_call_is_the_recipe_that_a_plan_makes_without_a_device(name, monkeypat
             shown = {(j, a, b): sum(map(len, ranges)) for b, mine in steps.items()
                      for j, step in enumerate(mine) for a, ranges in step.shown.items()}  # fmt: skip
             assert read == shown
-
-
-@pytest.mark.parametrize("balanced", [True, False])
-def test_a_query_is_computed_where_the_last_of_its_keys_arrive(balanced):
-    """Of two steps, each query is in one, with all of its keys, if a third of home's pairs stay at home."""
-    docs = ra.Docs.from_lengths([700, 30, 130, 90, 60, 250, 20, 44] * 4) if balanced else None
-    spec = ra.AttentionSpec(window=None if balanced else 64)
-    plan = ra.plan(
-        elsewhere("cpu", [(4, 1)]), seq_len=5296, layout="balanced" if balanced else "contiguous", docs=docs, spec=spec,
-        strategy="ring", transport=ra.Transport(together=9),
-    )  # fmt: skip
-    apart = 0
-    for rank in range(4):
-        mine = Recipe(Mask(plan, spec, docs), Shape(5296, 5296, 8, 4, 8, 8, 4), "cpu", "float32", rank=rank)
-        for one in (mine.forward, mine.backward):
-            steps = [step for step in one.rounds[0].steps if step.where]
-            counts = [(step.where.end - step.where.begin).clip(0)[0] for step in steps]
-            assert int(sum(counts).sum()) == int(sum(end - begin for begin, end in Sight(mine.mask, rank).seen).sum())
-            if any(step.own for step in steps):
-                assert len(steps) == 2 and not ((counts[0] > 0) & (counts[1] > 0)).any()
-                assert "of its own among them" in str(mine)
-                apart += 1
-    assert apart >= 4
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ringattn.kernels import partial, tiled
 from ringattn.kernels.arrays import accumulator, fine
 from ringattn.kernels.intervals import Intervals, Rectangle
-from ringattn.kernels.partial import NEVER, Partial, empty
+from ringattn.kernels.partial import Partial, empty
 from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.rows import EVERY, NONE, Rows, with_out
 from ringattn.kernels.total import Total, in_dtype
@@ -64,8 +63,8 @@ def over_rectangles(
             out, lse = forward(cut(q_BTHD, queries), cut(k_BSGD, keys), cut(v_BSGV, keys), mask, scale, **given)
             return Partial(out, in_dtype(lse, fine(q_BTHD)))
 
-        if carry is None and len(rectangles) == 1:
-            part = among(run(*rectangles[0]), rectangles[0].queries, q_BTHD.shape[1])
+        if carry is None and is_one(rectangles, q_BTHD):
+            part = run(*rectangles[0])
             return Partial(in_dtype(part.out, out_dtype or accumulator(q_BTHD)), part.lse)
         exact = accumulator(q_BTHD)
         dtype = out_dtype or exact
@@ -110,14 +109,6 @@ def over_rectangles(
         return rectangles_of is not None or len(where.rectangles or ()) == 1
 
     return TorchKernel(attend, gradients, refuses, with_out, rounds=rounds, fills=fills)
-
-
-def among(part: Partial, rows: slice, length: int) -> Partial:
-    """The partial of all rows if it is that of these and the others see nothing."""
-    room = rows.start, length - rows.stop
-    if room == (0, 0):
-        return part
-    return Partial(pad(part.out, (0, 0, 0, 0, *room)), pad(part.lse, (0, 0, *room), value=NEVER))
 
 
 def cut(x: Tensor, rows: slice) -> Tensor:

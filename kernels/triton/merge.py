@@ -25,7 +25,7 @@ def merge_kernel(
     old_out, old_lse, sinks,  # [B, T, H, V] and [B, T, H] with CARRY, [H] with SINKS
     new_out, new_lse,
     out_st, top_st, old_st, lse_st, new_st, end_st, N, B, T, H, V,
-    STREAMS: tl.constexpr, CARRY: tl.constexpr, SINKS: tl.constexpr, IN_PLACE: tl.constexpr,
+    STREAMS: tl.constexpr, CARRY: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """out = sum_i w_i out_i / sum_i w_i and lse = log sum_i w_i, where w_i = exp(lse_i), for BLOCK_R rows (b, t, h).
@@ -37,7 +37,7 @@ def merge_kernel(
     Why at the odd places: an lse may be float64, so an old one is split into a float32 maximum and a factor `one`,
     which is 0 for an empty side. The out of an empty side is not loaded, since it may be NaN. If the carry is
     overwritten, a program owns whole rows (`merge_once`): otherwise one program could read an lse that another one has
-    replaced. IN_PLACE, a row whose new side is empty is left alone: where steps share out the rows, each is moved once.
+    replaced.
     """
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -48,8 +48,6 @@ def merge_kernel(
     at = n * top_st[0] + (b * top_st[1] + t * top_st[2] + h * top_st[3])[None, :]
     m = tl.load(top + at, mask=here, other=float("-inf"))
     empty = m == float("-inf")
-    if IN_PLACE:
-        live = live & (tl.max((~empty).to(tl.int32), 0) > 0)
     o_at = n * out_st[0] + (b * out_st[1] + t * out_st[2] + h * out_st[3])[None, :]
     o_at = o_at[:, :, None] + (column * out_st[4])[None, None, :]
     o = tl.load(out + o_at, mask=(here & ~empty)[:, :, None] & inside[None, None, :], other=0.0).to(tl.float32)
@@ -142,8 +140,7 @@ def merge_once(parts: Partial | Streams, carry: Partial | None, sinks_H: Tensor 
     grid = (-(-rows // block_r), -(-V // block_v), 1)
     tensors = out, top, total, old.out, old.lse, new.lse if sinks_H is None else sinks_H, new.out, new.lse
     strides = tuple([x.stride() for x in (out, top, old.out, old.lse, new.out, new.lse)])
-    in_place = new is carry and sinks_H is None
-    constants = streams, carry is not None, sinks_H is not None, in_place, block_n, block_r, block_v
+    constants = streams, carry is not None, sinks_H is not None, block_n, block_r, block_v
     dtypes = tuple([x.dtype for x in tensors])
     kind = dtypes, kind_of((*strides, V)), constants
     launch(merge_kernel, grid, tensors, (*strides, n, B, T, H, V, *constants), kind, num_warps=4)

@@ -225,7 +225,7 @@ def shares(work: Sequence[float], few: bool) -> str:
     return "".join(f"{w:>8.2%}" for w in (min(work), sum(work) / len(work), max(work)))
 
 
-def blocks_at_once(plan: Plan) -> float:
+def blocks_at_once(plan: Plan) -> int:
     """How many blocks a step of the direct route brings forward."""
     shape = plan.shape(itemsize=4 if plan.device == "cpu" else 2)
     if shape is None:

@@ -14,6 +14,9 @@ from ringattn.models.hf import accelerate as hf_accelerate
 from ringattn.models.hf import model as hf_model
 from ringattn.models.hf import trl as hf_trl
 from ringattn.models.hf.dealt import Dealt
+from ringattn.models.hf.forward import keep_outermost
+from ringattn.models.hf.packed import IGNORED
+from ringattn.models.hf.targets import scaled, targets_of
 from ringattn.planning import Plan
 
 
@@ -37,7 +40,7 @@ class OverRanks(hf_trl.Answers):
         self.mesh: Any = None  # of ranks that accelerate's ParallelismConfig is not for
         super().__init__(*args, **kwargs)
         vars(self.args).update(self.packing)
-        hf_model.keep_outermost(hf_model.inner(self.model))
+        keep_outermost(hf_model.inner(self.model))
         reference = getattr(self, "ref_model", None)
         if reference is not None:
             self.prepare(reference)
@@ -112,7 +115,7 @@ class OverRanks(hf_trl.Answers):
         output = model(**inputs, num_items_in_batch=items)
         if output.get("loss") is None:
             raise ValueError(f"there are no labels among {', '.join(inputs)}, so there is no loss to train with")
-        loss = output.loss if self.spread.averaged else hf_model.scaled(output.loss, self.args.world_size)
+        loss = output.loss if self.spread.averaged else scaled(output.loss, self.args.world_size)
         return (loss, output) if return_outputs else loss
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -128,8 +131,8 @@ class OverRanks(hf_trl.Answers):
         if not all(hasattr(batch, "get") for batch in batch_samples):
             return None  # prompts, of which TRL makes batches later
         names = "labels", "shift_labels", "attention_mask", "docs"
-        targets = [hf_model.targets_of(*(batch.get(name) for name in names)) for batch in batch_samples]
-        counts = [(x != hf_model.IGNORED).sum() for every in targets for x in every]
+        targets = [targets_of(*(batch.get(name) for name in names)) for batch in batch_samples]
+        counts = [(x != IGNORED).sum() for every in targets for x in every]
         if not all(targets) or not counts:
             return None
         count = torch.stack(counts).sum(0, keepdim=True).to(device)
@@ -273,7 +276,7 @@ class Counted:
                 at = torch.arange(n) * ranks + mine if self.dealt else torch.arange(n) + mine * self.batch_size
                 for name in [name for name in LABELS if batch.get(name) is not None]:
                     repeated = (before + at >= total)[:, None].to(batch[name].device)
-                    batch[name] = batch[name].masked_fill(repeated, hf_model.IGNORED)
+                    batch[name] = batch[name].masked_fill(repeated, IGNORED)
                 full = total - before >= self.batch_size * ranks
                 self.real, before = None if full else total - before, before + self.batch_size * ranks
             yield batch

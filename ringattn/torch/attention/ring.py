@@ -156,9 +156,6 @@ def room_for(step: Step | None, *own: Tensor) -> tuple[tuple[Tensor, ...], Trip]
     if step is None:
         return own, ({}, {})
     room = tuple(x.new_empty(x.shape[0], step.length, *x.shape[2:]) for x in own) if step.brought else own
-    for at, rows in zip(step.places[step.held], step.own, strict=False):
-        for x, mine in zip(room, own, strict=True):
-            x[:, at.start : at.stop] = mine[:, rows.start : rows.stop]
     into = {source: Slices(room, *places) for source, places in step.brought.items()}
     shown = {ranges: Slices(own, ranges) for ranges in step.shown.values()}  # the same object for all that read it
     return room, ({reader: shown[ranges] for reader, ranges in step.shown.items()}, into)
@@ -184,10 +181,6 @@ class Home:
                 total.add(found, heads=heads)
             return
         self.settle()
-        for place, own in zip(step.places[step.held], step.own, strict=False):
-            for total, grad in zip(self.own, grads, strict=True):
-                whole = grad.tensor(grad.exact) if isinstance(grad, Total) else grad
-                total.add(whole[:, place.start : place.stop], slice(own.start, own.stop))
         kinds = list(zip(self.like, self.dtypes, strict=True))
         self.coming, into = [], {}
         for reader, rows in step.shown.items():

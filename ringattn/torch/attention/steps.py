@@ -20,7 +20,7 @@ from ringattn.kernels.protocol import TorchKernel
 from ringattn.kernels.rows import Rows, row_delta
 from ringattn.layout import FEW, Shard, count_below
 from ringattn.mask import Mask
-from ringattn.sight import Sides, Sight
+from ringattn.recipe import Sight
 
 # The tensors of one group of heads, of a whole ring shard.
 Entered = Sequence[Any]  # q, k, v, and the partial that the queries start from
@@ -44,17 +44,17 @@ class OnDevice(Sight):
         self.device = device
 
     @cached_property
-    def seen(self) -> list[Sides]:
+    def seen(self) -> list[tuple[Any, Any]]:
         return bounds_on(self.mask, self.mask.plan.tokens.shard(self.rank), self.device)
 
-    def among(self, keys: Shard, seen: Sequence[Sides]) -> Intervals:
-        return local(seen, keys, self.device)
+    def among(self, keys: Shard) -> Intervals:
+        return local(self.seen, keys, self.device)
 
 
 sight_of = lru_cache(maxsize=8)(OnDevice)  # all calls with a mask use the same one
 
 
-def bounds_on(mask: Mask, shard: Shard, device: torch.device) -> list[Sides]:
+def bounds_on(mask: Mask, shard: Shard, device: torch.device) -> list[tuple[Any, Any]]:
     """Of each family, the keys [begin, end) that a shard's queries see.
 
     They are numpy arrays, from which rectangles can be found, unless a batch's rows differ: those are made on a GPU
@@ -73,7 +73,7 @@ def spread_on(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
     return begin + lean * positions, end + rise * positions
 
 
-def local(seen: Sequence[Sides], shard: Shard, device: torch.device) -> Intervals:
+def local(seen: list[tuple[Any, Any]], shard: Shard, device: torch.device) -> Intervals:
     """Intervals of positions as those of a shard's local indices; of families those that see something."""
     return stack([on_device(sides, device) for sides in some([(below(shard, b), below(shard, e)) for b, e in seen])])
 
