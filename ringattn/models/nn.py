@@ -101,8 +101,8 @@ class Attention(nn.Module):
             positions = torch.arange(T, device=x_BTC.device)
         elif positions is None:
             positions = torch.ops.ringattn.positions(x_BTC, *text_and_handle(plan))
-        elif found := of_types(positions=positions):
-            raise ValueError(found)
+        elif problem := of_types(positions=positions):
+            raise ValueError(problem)
         elif not has_shape(positions, (T,), (1, T), (len(x_BTC), T)):
             raise ValueError(f"positions have shape {tuple(positions.shape)}; x has {len(x_BTC)} rows of {T} tokens")
         q, k, v = self.projected(x_BTC, positions)

@@ -29,9 +29,9 @@ class Dealt(NamedTuple):
 
     def whole(self, x: Tensor) -> Tensor:
         """The rows [B, T, ...] of all ranks' [1, t, ...]; zeros for padding."""
-        (found,) = self.plan.unshard(x)
-        room = found.new_zeros(self.shape[0] * self.shape[1], *found.shape[1:])
-        return room.index_copy(0, self.real.to(x.device), found).unflatten(0, self.shape)
+        (rows,) = self.plan.unshard(x)
+        room = rows.new_zeros(self.shape[0] * self.shape[1], *rows.shape[1:])
+        return room.index_copy(0, self.real.to(x.device), rows).unflatten(0, self.shape)
 
 
 def joined(last: Dealt | Plan, x: Tensor) -> Tensor:

@@ -113,9 +113,9 @@ def few(
         raise ValueError("logits_to_keep with labels: the loss needs the logits of all tokens; leave one of them out")
     if not hf_generate.takes_kept(self):
         raise ValueError(f"{type(self).__name__} does not take logits_to_keep; leave it out")
-    found = kept(keep, plan, next(x for x in given.values() if isinstance(x, Tensor)).device)
-    given["logits_to_keep"] = found.mine
-    return found
+    tokens = kept(keep, plan, next(x for x in given.values() if isinstance(x, Tensor)).device)
+    given["logits_to_keep"] = tokens.mine
+    return tokens
 
 
 @torch.compiler.disable
@@ -220,6 +220,6 @@ def sizes(input_ids: Any, inputs_embeds: Any, position_ids: Any, following: dict
     several = tuple((*rows, b, T) for b in (B, 1) for rows in ((), (3,), (4,)))  # of M-RoPE
     for (other, x), shapes in zip((*following.items(), ("position_ids", position_ids)), (*one, several), strict=True):
         if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) not in shapes):
-            found = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is of type {type(x).__name__}"
-            raise ValueError(f"{other} {found}; expected a tensor of shape ({B}, {T}), whole as {name} is")
+            shape = f"has shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"is of type {type(x).__name__}"
+            raise ValueError(f"{other} {shape}; expected a tensor of shape ({B}, {T}), whole as {name} is")
     return B, T

@@ -165,9 +165,9 @@ def prepared(model: nn.Module, plan: Any, **options: Any) -> Iterator[nn.Module]
 
     Call backward in the block too if activations are recomputed there.
     """
-    found = prepare(model, plan, **options)
+    ready = prepare(model, plan, **options)
     try:
-        yield found
+        yield ready
     finally:
         unprepare(model)
 
@@ -190,10 +190,10 @@ def give_own_configs(model: nn.Module) -> None:
 
 def configs_of(model: nn.Module) -> list[Any]:
     """Every config whose attention `set_attn_implementation` may change, once."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     waiting: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     for config in waiting:
-        if id(config) not in found and hasattr(config, "_attn_implementation"):
-            found[id(config)] = config
+        if id(config) not in configs and hasattr(config, "_attn_implementation"):
+            configs[id(config)] = config
             waiting += [getattr(config, name, None) for name in config.sub_configs]
-    return list(found.values())
+    return list(configs.values())

@@ -10,10 +10,10 @@ RULES = "create_position_ids_from_input_ids", "create_position_ids_from_inputs_e
 
 def counted(model: Any, x: dict[str, Tensor], attention_mask: Tensor | None) -> Tensor | None:
     """The positions that a model gives whole sequences, if that is not one after the other."""
-    found = numbered(model.ringattn_before.rule, x.get("input_ids"), x.get("inputs_embeds"))
-    if found is None and model.ringattn.counted and attention_mask is not None:
+    positions = numbered(model.ringattn_before.rule, x.get("input_ids"), x.get("inputs_embeds"))
+    if positions is None and model.ringattn.counted and attention_mask is not None:
         return (attention_mask.cumsum(1) * attention_mask).long() - 1
-    return found
+    return positions
 
 
 def rule_of(model: nn.Module) -> nn.Module | None:

@@ -24,10 +24,10 @@ def targets_of(
 
     Several, if several branches go on from some token; none without labels.
     """
-    found = [] if shift_labels is None else [shift_labels]
-    if labels is not None and not found:
-        found = [F.pad(labels[:, 1:], (0, 1), value=IGNORED)] if docs is None else following(labels, docs)
-    return found if attention_mask is None else [x.masked_fill(~attention_mask.bool(), IGNORED) for x in found]
+    targets = [] if shift_labels is None else [shift_labels]
+    if labels is not None and not targets:
+        targets = [F.pad(labels[:, 1:], (0, 1), value=IGNORED)] if docs is None else following(labels, docs)
+    return targets if attention_mask is None else [x.masked_fill(~attention_mask.bool(), IGNORED) for x in targets]
 
 
 @torch.compiler.disable

@@ -119,8 +119,8 @@ class OverRanks(hf_trl.Answers):
         return (loss, output) if return_outputs else loss
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        found: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
-        return found if self.by_accelerate else found // self.spread.size
+        size: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
+        return size if self.by_accelerate else size // self.spread.size
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         with self.plans_counted_once():
@@ -163,8 +163,8 @@ class OverRanks(hf_trl.Answers):
             B, T = inputs["input_ids" if inputs.get("input_ids") is not None else "inputs_embeds"].shape[:2]
             ignored = getattr(hf_model.inner(self.model).config, "keys_to_ignore_at_inference", ["past_key_values"])
             left_out = {"loss", *(ignored if ignore_keys is None else ignore_keys)}
-            found = tuple(self.whole(x, B, T) for name, x in output.items() if name not in left_out)
-            return loss, found[0] if len(found) == 1 else found, labels
+            outputs = tuple(self.whole(x, B, T) for name, x in output.items() if name not in left_out)
+            return loss, outputs[0] if len(outputs) == 1 else outputs, labels
 
     def whole(self, x: Any, B: int, T: int) -> Any:
         """The rows of all tokens, of an output or of several [B, t, ...]."""
@@ -175,8 +175,8 @@ class OverRanks(hf_trl.Answers):
         if isinstance(last, Dealt) and isinstance(x, Tensor) and x.shape[:2] == (1, last.plan.local_len):
             return last.whole(x)
         if not isinstance(x, Tensor) or x.shape[:2] != (B, plan.local_len):
-            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"the model also gives {found}, which is not one row a token: name it in ignore_keys")
+            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"the model also gives {shape}, which is not one row a token: name it in ignore_keys")
         return plan.unshard(x)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,9 +226,9 @@ class OverRanks(hf_trl.Answers):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         if self.by_accelerate:
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
-        found = self.eval_dataset if eval_dataset is None else eval_dataset  # type: ignore[attr-defined]
-        found = self.eval_dataset[found] if isinstance(found, str) else found  # type: ignore[attr-defined]
-        return self.prompts(found) if self.answers else self.loader(found, self.args.eval_batch_size)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset  # type: ignore[attr-defined]
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset  # type: ignore[attr-defined]
+        return self.prompts(dataset) if self.answers else self.loader(dataset, self.args.eval_batch_size)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         if self.by_accelerate:
