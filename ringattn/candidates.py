@@ -137,6 +137,8 @@ def candidates(
             continue
         names = ("ulysses",) if ring == 1 else ("ring", "gather")
         layouts = ("contiguous",) if ring == 1 or not spec.causal else ("zigzag", "contiguous")
+        if spec.window is not None or spec.chunk is not None:
+            layouts = layouts[::-1]  # of those predicted the same, one that cuts the sequence into fewer ranges
         if ring > 1 and docs is not None:
             layouts = (*layouts, "striped")  # equal work for any documents
             if alone.framework == "torch" and docs.first is not None:

@@ -4,7 +4,7 @@ Hosts are network namespaces, each with a host name of its own, that a bridge jo
 of so many Mbit/s. torchrun starts two ranks in each. Every strategy and route must equal dense float64 attention on
 every rank. Then this machine is calibrated, and of a few settings every candidate is measured beside what was
 predicted and simulated of it: nine of ten plans must be within 10% of the fastest. The links are so slow that they
-decide: eight ranks compute on whatever cores there are. Needs Linux, root and iproute2; takes a quarter of an hour.
+decide: eight ranks compute on whatever cores there are. Needs Linux, root and iproute2; takes half an hour.
 `tests/hosts.py out=FILE` also appends the rows to a file.
 """
 
@@ -164,7 +164,7 @@ def candidates(ranks: int) -> Iterator[Row]:
     """The rows of all settings, with the time of the slowest rank, on the machine as calibrated just now."""
     machines = [calibrate.linked(calibrate.measured("cpu", 3), "cpu", 2)]
     dist.broadcast_object_list(machines)  # the same on every rank
-    options = plans.Options(ranks=ranks, settings=SETTINGS, head_dim=32, within=1.5, seconds=3.0, device="cpu")
+    options = plans.Options(ranks=ranks, settings=SETTINGS, head_dim=32, within=2.5, seconds=1.5, device="cpu")
     for row in plans.measured(options, machines[0]):
         every: list[Any] = [None] * ranks
         dist.all_gather_object(every, row["ms"])
