@@ -477,8 +477,8 @@ def blocks_of(blocks: Any) -> tuple[int, int] | None:
     """(queries, keys) of a block, multiples of 128, or None."""
     if blocks is None:
         return None
-    sizes = tuple(map(whole, blocks)) if isinstance(blocks, (tuple, list)) else ()
-    if len(sizes) != 2 or any(size is None or size < 128 or size % 128 for size in sizes):
+    sizes = [whole(size) or 0 for size in blocks] if isinstance(blocks, (tuple, list)) else []
+    if len(sizes) != 2 or any(size < 128 or size % 128 for size in sizes):
         raise ValueError(f"blocks={blocks!r}: (queries, keys), each a multiple of 128")
     return sizes[0], sizes[1]
 

@@ -98,10 +98,8 @@ def outputs(rows: Rows, start: Array, scale: float, keep: bool, interpret: bool)
     chunk = pl.BlockSpec((1, 1, n, *start.shape[2:]), lambda r, h, c: (c, r, h, 0, 0))
     results = [((R, H, T, V), rows.v.dtype, tokens(n, V)), (start.shape, jnp.float32, whole(n, start.shape))]
     results += [((rows.chunks, *start.shape), jnp.float32, chunk)] if keep else []
-    states = [start.shape[2:]]
-    out, *states = run(
-        partial(outputs_kernel, scale=scale), rows, [start.astype(jnp.float32)], results, states, interpret
-    )
+    kernel = partial(outputs_kernel, scale=scale)
+    out, *states = run(kernel, rows, [start.astype(jnp.float32)], results, [start.shape[2:]], interpret)
     return jnp.einsum("rhtv->rthv", out), *states
 
 
@@ -136,8 +134,9 @@ def run(kernel: Any, rows: Rows, starts: list[Array], results: Any, states: Any,
     keys, steps = max(1, n * G // H), max(1, H // G // n)  # key heads of a grid step, grid steps of a key head
     row = pl.BlockSpec((1, n, 1, 1, CHUNK), lambda r, h, c: (r, h, c, 0, 0))
     each = 1 if rows.begin is not None and len(rows.begin) > 1 else 0
-    specs = Rows(
-        tokens(keys, K, steps), tokens(keys, K, steps), tokens(n, V), tokens(n, K) if rows.g.ndim == 4 else row, row,
+    key = tokens(keys, K, steps)
+    specs = (
+        key, key, tokens(n, V), tokens(n, K) if rows.g.ndim == 4 else row, row,
         pl.BlockSpec((1, 1, 1, CHUNK), lambda r, h, c: (r * each, c, 0, 0)),
     )  # fmt: skip
     given = [(x, spec) for x, spec in zip(rows, specs, strict=True) if x is not None]
@@ -232,6 +231,7 @@ class Chunk(NamedTuple):
         k_ref, g, n = given["k"], given["g"], given["v"].shape[1]
         head = i * k_ref.shape[1] // n
         one, other = index(0), index(1)
+        decays: Any
         if len(g.shape) == 5:
             gates = g[0, i, 0]  # [1, C]
             until = jnp.where(other <= one, gates, 0.0)

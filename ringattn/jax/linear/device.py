@@ -64,6 +64,8 @@ class Laid(NamedTuple):
         """With zeros where the plan or the documents pad."""
         plan, parts = call.plan, segments(call.plan)
         ranks = jnp.int32(plan.ring_axis.rank), jnp.int32(plan.ulysses_axis.rank)
+        tokens: Any
+        start: Any
         *tokens, start = vary(arrays, axes_of(arrays, starts, ranks))
         real = real_tokens(plan, starts, call.docs_padded)
         folded: Any = (None if x is None else rows_of(cleared(x, real), parts) for x in tokens)
@@ -101,7 +103,8 @@ def on_device(call: Call, arrays: Arrays, starts: Any, known: Array | None = Non
     begin = None if documents else x.begin(plan)
     if documents:
         initial, start = documents.initial(start), jnp.zeros_like(start, shape=(x.batch, *start.shape[1:]))
-        q, k, v, g, beta = (None if x is None else documents.laid_out(x) for x in (q, k, v, g, beta))
+        laid: Any = (None if x is None else documents.laid_out(x) for x in (q, k, v, g, beta))
+        q, k, v, g, beta = laid
     g, begin, beta = (
         chunkwise.gates(v, g),
         chunkwise.begins(begin),
