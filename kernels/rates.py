@@ -58,7 +58,7 @@ RATES: dict[str, tuple[float, float]] = {
     "sm90/fa4/packed/128": (574, 506),
     "sm90/fa4/packed/256": (600, 300),
     "sm90/fa4/long/64": (460, 467),
-    "sm90/fa4/long/128": (527, 406),
+    "sm90/fa4/long/128": (620, 510),
     "sm90/fa4/long/256": (678, 311),
     "sm90/fa4/short/64": (290, 220),
     "sm90/fa4/short/128": (335, 217),

@@ -1,4 +1,4 @@
-"""Run a function on N ranks, one process each, on this machine: `run(function, ranks, *args)`.
+"""Run a function on N ranks, one process each, on this machine: `run(function, ranks, *args)`; `each` if it yields.
 
 Processes are forked from a server that has torch loaded, so a group starts in a fraction of a second. The first rank
 that fails ends the others, and its error is raised here with its rank and traceback.
@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -83,8 +84,18 @@ def status(error: BaseException) -> int:
     return FAILED if may_pass else WRONG_INPUT
 
 
-def run(
-    function: Callable[..., Any],
+def run(function: Callable[..., Any], ranks: int, *args: Any, **how: Any) -> list[Any]:
+    """`function(*args)` on every rank of a new process group; the ranks' results in order. `how` is that of `each`."""
+    (results,) = each(once, ranks, function, *args, **how)
+    return results
+
+
+def once(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
+    yield function(*args)
+
+
+def each(
+    function: Callable[..., Iterator[Any]],
     ranks: int,
     *args: Any,
     backend: str = "gloo",
@@ -92,13 +103,14 @@ def run(
     collective_timeout: float = 120.0,
     preload: Sequence[str] = (),
     grace: float = GRACE,
-) -> list[Any]:
-    """`function(*args)` on every rank of a new process group; the ranks' results in order.
+) -> Iterator[list[Any]]:
+    """What `function(*args)` yields on the ranks of a new process group: all ranks' first items, their second, ...
 
-    The function must be importable (no lambda). After `timeout` seconds (None: never) every rank is ended and a
-    RankError is raised; a single collective that waits for `collective_timeout` seconds is an error of its rank.
-    The first call of a process may name modules to `preload`, which every rank then has imported from the start. After
-    the first error the others have `grace` seconds to end by themselves.
+    A list comes as soon as every rank has yielded its item. The function must be importable (no lambda).
+    After `timeout` seconds (None: never) every rank is ended and a RankError is raised; a single collective that waits
+    for `collective_timeout` seconds is an error of its rank. The first call of a process may name modules to `preload`,
+    which every rank then has imported from the start. After the first error the others have `grace` seconds to end by
+    themselves.
     """
     if not 1 <= ranks <= MOST:
         raise ValueError(f"{ranks} ranks, each a process here: on this machine there can be 1 to {MOST}")
@@ -116,7 +128,7 @@ def run(
                 child.close()
                 pipes.append(mine)
                 started.append(process)
-            return collect(pipes, started, time.monotonic() + (timeout or math.inf), grace)
+            yield from collect(pipes, started, time.monotonic() + (timeout or math.inf), grace)
         finally:
             for process in started:
                 process.kill()
@@ -142,9 +154,9 @@ def blocked(*signals: signal.Signals) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def collect(pipes: list[Connection], started: list[Any], deadline: float, grace: float = GRACE) -> list[Any]:
-    """Every rank's result, or the first error, after the others had a moment to report theirs."""
-    results: dict[int, Any] = {}
+def collect(pipes: list[Connection], started: list[Any], deadline: float, grace: float) -> Iterator[list[Any]]:
+    """Every rank's items, or the first error, after the others had a moment to report theirs."""
+    items: list[deque[Any]] = [deque() for _ in pipes]
     errors: dict[int, RankError] = {}
     waiting = dict(enumerate(pipes))
     while waiting:
@@ -154,19 +166,23 @@ def collect(pipes: list[Connection], started: list[Any], deadline: float, grace:
             break
         for rank in [r for r, pipe in waiting.items() if pipe in ready]:
             try:
-                good, value = pickle.loads(waiting.pop(rank).recv_bytes())
+                kind, value = pickle.loads(pipes[rank].recv_bytes())
             except EOFError:
-                good, value = False, (f"ended without a word: {end_of(started[rank])}", "")
-            if good:
-                results[rank] = value
-            else:
+                kind, value = "error", (f"ended without a word: {end_of(started[rank])}", "")
+            if kind == "item":
+                items[rank].append(value)
+                continue
+            del waiting[rank]
+            if kind == "error":
                 errors[rank] = RankError(rank, *value)
                 deadline = min(deadline, time.monotonic() + grace)
+        while all(items) and not errors:
+            yield [queue.popleft() for queue in items]
     if errors:
         raise root_cause(errors)
     if waiting:
         raise RankError(min(waiting), f"no result in time; waiting for ranks {sorted(waiting)}")
-    return [results[rank] for rank in range(len(pipes))]
+    assert not any(items), "the ranks yield as many items each"
 
 
 def end_of(process: Any) -> str:
@@ -193,7 +209,7 @@ def work(
     pipe: Connection, function: Callable[..., Any], args: Any, rank: int, ranks: int, store: str, backend: str,
     timeout: float,
 ) -> None:  # fmt: skip
-    """One rank: join the group, run, send the result or the error."""
+    """One rank: join the group, run, send the items or the error."""
     import torch
     import torch.distributed as dist
 
@@ -214,12 +230,14 @@ def work(
             timeout=timedelta(seconds=timeout),
             device_id=torch.device("cuda", rank) if "nccl" in backend else None,
         )
-        send(pipe, True, function(*args))
+        for item in function(*args):
+            send(pipe, "item", item)
+        send(pipe, "end")
         dist.barrier()
         dist.destroy_process_group()
     except BaseException as error:
         with suppress(BrokenPipeError):  # the parent is gone
-            send(pipe, False, (f"{type(error).__name__}: {error}", traceback.format_exc()))
+            send(pipe, "error", (f"{type(error).__name__}: {error}", traceback.format_exc()))
         os._exit(1)
 
 
@@ -238,6 +256,6 @@ def end_with_launcher(launcher: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def send(pipe: Connection, good: bool, value: Any) -> None:
+def send(pipe: Connection, kind: str, value: Any = None) -> None:
     """Plain bytes, in which tensors are copied; handles would end with this process."""
-    pipe.send_bytes(pickle.dumps((good, value)))
+    pipe.send_bytes(pickle.dumps((kind, value)))

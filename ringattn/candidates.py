@@ -80,7 +80,7 @@ def rates_of(problem: kernels.Problem, plan: Plan, machine: Machine) -> tuple[st
     names = [chosen(problem, plan, backward) for backward in (False, True)]
     rates = [rate_of(name, problem, machine, backward) for backward, name in zip((False, True), names, strict=True)]
     narrow = names[1] in kernels.BY_NAME and kernels.BY_NAME[names[1]].narrow
-    return names[0], Rates(rates[0], rates[1], narrow)
+    return names[0], Rates(rates[0], rates[1], narrow, names[1])
 
 
 def chosen(problem: kernels.Problem, plan: Plan, backward: bool) -> str:

@@ -7,8 +7,10 @@ groups are; in JAX only over the same devices, since plans are the keys of cache
 from collections.abc import Mapping
 from dataclasses import field
 from functools import cached_property, partial
+from itertools import count
 from json import dumps, loads
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -36,6 +38,8 @@ SIZES = {
 }
 MOST = 2**53  # a float holds every whole number up to it
 LAST = 2**31 - 1  # JAX's positions are int32
+LAID_OUT: "WeakValueDictionary[int, Plan]" = WeakValueDictionary()  # the plans of documents, by their handle
+HANDLES = count()
 NEEDED = ("seq_len", "ring", "ulysses")  # the others may be None
 
 
@@ -122,6 +126,8 @@ class Plan(Value):
     report: Report = field(default=Report(), compare=False, repr=False)
     number: int = field(init=False, compare=False, repr=False)  # the hash, which every call of attention needs
     text: str = field(init=False, compare=False, repr=False)  # for a compiled graph, which holds no objects
+    choices: str = field(init=False, compare=False, repr=False)  # the text of what plans for other documents share
+    handle: Any = field(init=False, compare=False, repr=False)  # for a compiled graph, where each batch has its plan
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "key_len", "ring", "ulysses", "head_dim", "value_dim"):
@@ -155,17 +161,24 @@ class Plan(Value):
         compared = [getattr(self, name) for name, f in fields(self).items() if f.compare]
         object.__setattr__(self, "number", hash(tuple(compared)))
         object.__setattr__(self, "text", self._text())
+        handle = None if self.docs is None else np.array([next(HANDLES)])
+        object.__setattr__(self, "choices", self.text if handle is None else self._choices(1))
+        object.__setattr__(self, "handle", handle)
+        if handle is not None:
+            LAID_OUT[int(handle[0])] = self
         _ = self.local_len, self.keys.local_len  # cached now: Python 3.11 locks for it, which torch.compile refuses
 
     def _text(self) -> str:
         """The whole plan as text, for a compiled graph, which holds no objects; `of_text` is the inverse."""
-        values = {name: getattr(self, name) for name in NAMED}
-        if self.docs is not None:
-            values["docs"] = True
+        text = self._choices(self.seq_len)
+        return text if self.docs is None else f"{text}\n{self.docs.text}"
+
+    def _choices(self, seq_len: int) -> str:
+        """The text of all but the documents."""
+        values = {name: getattr(self, name) for name in NAMED} | {"seq_len": seq_len, "docs": None}
         if self.work is not None:
             values["work"] = self.work.causal, self.work.window, self.work.chunk, self.work.first
-        text = dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
-        return text if self.docs is None else f"{text}\n{self.docs.text}"
+        return dumps([self.axes.number, list(values.values()), list(vars(self.transport).values())])
 
     def _docs_problem(self) -> str | None:
         """Why this plan cannot lay out documents, if it cannot."""
@@ -442,8 +455,6 @@ def of_text(text: str) -> Plan:
     if axes is None:
         raise RuntimeError("the ranks that this compiled graph was made for are gone: compile again with a new plan")
     if text not in axes.plans:
-        if len(axes.plans) == 256:  # each batch may lay out other documents
-            axes.plans.clear()
         given = dict(zip(NAMED, values, strict=True))
         if docs:
             numbers, length = loads(docs)
@@ -451,8 +462,36 @@ def of_text(text: str) -> Plan:
         if given["work"] is not None:
             causal, window, *rest = given["work"]
             given["work"] = AttentionSpec(causal, tuple(window) if isinstance(window, list) else window, *rest)
-        axes.plans[text] = Plan(**given, transport=Transport(*transport), axes=axes)
-    return axes.plans[text]
+        keep(axes.plans, text, Plan(**given, transport=Transport(*transport), axes=axes))
+    plan: Plan = axes.plans[text]
+    return plan
+
+
+def of_handle(text: str, handle: int) -> Plan:
+    """The plan with these `choices` and this handle, which a graph takes as a number, so that it serves every batch.
+
+    It exchanges all heads at once: in how many groups would follow from its length, and a graph's backward depends on
+    that number.
+    """
+    axes = of_text(text).axes
+    if handle not in axes.plans:
+        plan = LAID_OUT.get(handle)
+        if plan is None:
+            raise RuntimeError("the plan of this batch is gone: hold it until backward is done")
+        if plan.ulysses > 1 and plan.transport.groups is None:
+            made = plan.replace(transport=plan.transport.replace(groups=1))
+            vars(made)["tokens"] = plan.tokens  # not dealt out again
+            plan = made
+        keep(axes.plans, handle, plan)
+    found: Plan = axes.plans[handle]
+    return found
+
+
+def keep(plans: dict[Any, Plan], key: str | int, plan: Plan) -> None:
+    """As many as batches can be on their way to backward; each may lay out other documents."""
+    if len(plans) == 256:
+        del plans[next(iter(plans))]
+    plans[key] = plan
 
 
 def kept_for(plan: Plan, sets: dict[Any, set[Any]]) -> set[Any]:

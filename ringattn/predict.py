@@ -72,11 +72,12 @@ class Cost(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Flops a second of the kernel that runs, forward and backward, and whether its gradients are 16-bit."""
+    """Flops a second of the kernel that runs, forward and backward, whether its gradients are 16-bit, and its name."""
 
     forward: float
     backward: float
     narrow: bool = False
+    kernel: str = ""
 
 
 class Spread(NamedTuple):
@@ -191,7 +192,7 @@ def one_pass(
         late = 2 * (machine.between.latency if swap_far else machine.inside.latency)
         groups = plan.groups_for(shape)
         seconds = max(seconds + (swap + late) / groups, swap + late + seconds / groups)
-        seconds += (groups - 1) * len(steps.passed) * machine.launch[back]
+        seconds += (groups - 1) * len(steps.passed) * machine.launch[back] + machine.exchange[back]
     within, between = within + swap_near, between + swap_far
     times = machine.inside.transfer(within, sending), machine.between.transfer(between, sending)
     return Spent(float(seconds), float(work.sum(1).mean()), *map(float, (*times, within, between)))
@@ -216,23 +217,28 @@ def predict(
     backward = one_pass(plan, shape, back, machine, rates.backward, flops, out * (1 + grads), True)
     whole = steps.pairs.sum(1)
     imbalance = float(whole.max() / max(whole.mean(), 1.0))
-    return Cost(forward, backward, memory(plan, shape, back, grads), imbalance)
+    return Cost(forward, backward, memory(plan, shape, back, grads, rates.kernel), imbalance)
 
 
-# Beside q, k, v, out and their gradients: with our kernel, with one that returns gradients in 16 bits, of heads that
-# are exchanged at once, and of gradients that travel (benchmarks/ring-h200.jsonl).
-OURS, VENDOR, EXCHANGED, TRAVELS = 0.48, 1.0, 1.1, 1.75
+# Beside q, k, v, out and their gradients: with our kernel, of heads that are exchanged at once, and of gradients that
+# travel (benchmarks/ring-h200.jsonl).
+OURS, EXCHANGED, TRAVELS = 0.48, 1.1, 1.75
+BESIDE = {"fa4": (0.4, 0.2), "cudnn": (1.0, 1.0)}  # with other kernels, at a step and where heads or all keys are here
+SAME_HEADS = 0.1  # cuDNN repeats keys and values for each query head, unless there are as many (plans-h100.jsonl)
 
 
-def memory(plan: Plan, shape: Shape, steps: Course, grads: float) -> float:
+def memory(plan: Plan, shape: Shape, steps: Course, grads: float, kernel: str) -> float:
     """Bytes of q, k, v, out, their gradients and lse, and of what a call needs beside them at its peak."""
+    at_step, swapped = BESIDE.get(kernel, (OURS, 0.0))
+    if kernel == "cudnn" and shape.heads == shape.kv_heads:
+        at_step = swapped = SAME_HEADS
     local, kv_heads = plan.local_len, kv_heads_of_a_rank(shape.kv_heads, plan.ulysses)
     held = 2 * (shape.q_bytes(local) + shape.kv_bytes(local, shape.kv_heads)) + 4 * shape.batch * local * shape.heads
     token = shape.kv_bytes(1, kv_heads) * (1 + TRAVELS * grads)
     if not plan.swaps:
-        return held * (1 + (VENDOR if grads == 1 else OURS)) + float((steps.near + steps.far).max()) * token
+        return held * (1 + at_step) + float((steps.near + steps.far).max()) * token
     if plan.strategy == "gather":
-        at_once = plan.keys.tokens.shard_len * plan.ring * token + held * (EXCHANGED - 1 + (grads == 1))
+        at_once = plan.keys.tokens.shard_len * plan.ring * token + held * (EXCHANGED - 1 + swapped)
     else:
         at_once = held * EXCHANGED + float((steps.near + steps.far).max()) * token
     return held * (1 + OURS) + at_once / plan.groups_for(shape)

@@ -25,7 +25,7 @@ class Ranks:
         self.calls: dict[Any, Any] = {}  # bound calls, by their key
         self.agreed: dict[Any, set[Any]] = {}  # by plan: the kinds of calls that all ranks agreed on
         self.kept: dict[str, Any] = {}  # caches of the framework's side
-        self.plans: dict[str, Any] = {}  # the plans of compiled graphs, by their text
+        self.plans: dict[str | int, Any] = {}  # the plans of compiled graphs, by their text or their handle
         self.number = next(NUMBERS)
         LIVE[self.number] = self
 

@@ -3,6 +3,9 @@
 A cell is (integration, wrapper, precision, recomputation, batch). `run_cell` runs it on the ranks that were started;
 `alone` is the same model on one rank, in plain torch or transformers, without ringattn over ranks.
 
+    python tests/matrix.py            # every cell on two CPU ranks: half an hour
+    python tests/matrix.py steps=50   # each integration trains so many steps, and every step's loss is compared
+
     B batch   T tokens   C width   V vocabulary
 """
 
@@ -13,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from importlib.util import find_spec
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -31,8 +36,11 @@ from ringattn.compat import ring_flash_attn as compat
 from ringattn.models.nn import Attention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-T, C, V, IGNORED = 32, 32, 64, -100
-LENGTHS = [12, 20]  # of packed documents, and of padded rows: multiples of what zigzag cuts them into
+DEVICE, STEPS = os.environ.get("MATRIX_DEVICE", "cpu"), int(os.environ.get("MATRIX_STEPS", "1"))
+S = 8 if DEVICE == "cuda" else 1  # GPU kernels have larger heads
+T, C, D, V, IGNORED = 32 * S, 32 * S, 8 * S, 64, -100
+LENGTHS = [12 * S, 20 * S]  # of packed documents, and of padded rows: multiples of what zigzag cuts them into
+LR = 3e-3  # of AdamW, if there are several steps
 
 INTEGRATIONS = "prepare", "Trainer", "accelerate", "SFT", "compat", "attention", "nn"
 WRAPPERS = "DDP", "FSDP2 summed", "FSDP2 averaged"
@@ -83,8 +91,12 @@ def covering() -> list[Cell]:
 # The data: one batch a kind, whole, the same on every rank.
 
 
-def batch_of(kind: str) -> dict[str, Tensor]:
-    tokens = torch.randint(3, V, (1 if kind == "packed" else 2, T), generator=torch.Generator().manual_seed(7))
+def batch_of(kind: str, step: int = 0) -> dict[str, Tensor]:
+    draw, rows = torch.Generator().manual_seed(7 + step), 1 if kind == "packed" else 2
+    if STEPS > 1:  # something to learn
+        tokens = 3 + (torch.arange(T) + torch.randint(0, V, (rows, 1), generator=draw)) % (V - 3)
+    else:
+        tokens = torch.randint(3, V, (rows, T), generator=draw)
     labels = tokens.clone()
     labels[:, 5] = IGNORED
     given = {"input_ids": tokens, "labels": labels}
@@ -96,7 +108,7 @@ def batch_of(kind: str) -> dict[str, Tensor]:
         mask[1, LENGTHS[1] :] = 0
         labels.masked_fill_(mask == 0, IGNORED)
         given["attention_mask"] = mask
-    return given
+    return {name: x.to(DEVICE) for name, x in given.items()}
 
 
 def docs_of(kind: str) -> Any:
@@ -117,7 +129,7 @@ def llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=V, hidden_size=C, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=T, use_cache=False,
+        num_key_value_heads=2, head_dim=D, max_position_embeddings=T, use_cache=False,
     )  # fmt: skip
     config._attn_implementation = "eager"
     return exact_in_bf16(LlamaForCausalLM(config))
@@ -129,7 +141,7 @@ class Block(nn.Module):
     def __init__(self, kind: str):
         super().__init__()
         self.kind, self.norm, self.mlp = kind, nn.RMSNorm(C), nn.Linear(C, C, bias=False)
-        self.layer = Attention(C, 4, 2) if kind == "nn" else nn.Linear(C, 8 * 8, bias=False)
+        self.layer = Attention(C, 4, 2) if kind == "nn" else nn.Linear(C, 8 * D, bias=False)
         self.out = nn.Identity() if kind == "nn" else nn.Linear(C, C, bias=False)
 
     def forward(self, x: Tensor, plan: Any, docs: Any) -> Tensor:
@@ -138,13 +150,13 @@ class Block(nn.Module):
     def attended(self, x: Tensor, plan: Any, docs: Any) -> Tensor:
         if self.kind == "nn":
             return self.layer(x, plan, docs=docs)
-        q, k, v = self.layer(x).unflatten(-1, (8, 8)).split([4, 2, 2], 2)
+        q, k, v = self.layer(x).unflatten(-1, (8, D)).split([4, 2, 2], 2)
         if self.kind == "attention" or plan is None:
             return ra.attention(q, k, v, plan, docs=docs).flatten(2)
         if len(x) > 1:  # padding behind the tokens is not seen by them
             return compat.zigzag_ring_flash_attn_func(q, k, v, causal=True).flatten(2)
         lengths = [n // plan.ring for n in (LENGTHS if docs is not None else [T])]
-        ends = torch.tensor([0, *lengths]).cumsum(0).int()
+        ends = torch.tensor([0, *lengths], device=x.device).cumsum(0).int()
         call = compat.zigzag_ring_flash_attn_varlen_func
         return call(q[0], k[0], v[0], ends, max(lengths), causal=True).flatten(1)[None]
 
@@ -179,7 +191,7 @@ def exact_in_bf16(model: Any) -> Any:
         for p in model.parameters():
             p.add_(0.1 * torch.randn_like(p)) if p.dim() == 1 else None
             p.copy_(p.bfloat16())
-    return model
+    return model.to(DEVICE)
 
 
 # One rank.
@@ -188,6 +200,7 @@ def exact_in_bf16(model: Any) -> Any:
 class Found(NamedTuple):
     loss: float
     grads: dict[str, Any]  # numpy, by the parameter's name
+    losses: tuple[float, ...] = ()  # of each step, if there are several
 
 
 def found_of(loss: Any, named: Any, scale: float = 1.0) -> Found:
@@ -195,28 +208,53 @@ def found_of(loss: Any, named: Any, scale: float = 1.0) -> Found:
     for name, p in named:
         grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
         bare = name.replace("_orig_mod.", "").replace("module.", "").replace("_checkpoint_wrapped_module.", "")
-        grads[bare] = (grad.float() / scale).numpy().copy()
+        grads[bare] = (grad.float() / scale).cpu().numpy().copy()
     return Found(float(loss), grads)
 
 
 def casting(precision: str) -> Any:
     dtype = {"autocast bf16": BF16, "fp16 scaler": FP16}.get(precision)
-    return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+    return nullcontext() if dtype is None else torch.autocast(DEVICE, dtype)
 
 
 def alone(cell: Cell) -> Found:
     """The cell's model on one rank, in its precision (mixed precision casts the weights, too)."""
-    kind = cell.integration if cell.integration in ("compat", "attention", "nn") else "llama"
-    model = llama() if kind == "llama" else plain(kind)
+    model, forward = on_one_rank(cell)
     if cell.precision in ("bf16 weights", "mixed bf16"):
         model = model.bfloat16()
-    given = batch_of(cell.batch)
     with casting(cell.precision):
-        loss = model(**given).loss if kind == "llama" else model(
-            given["input_ids"], targets_of(given), None, docs_of(cell.batch)
-        )  # fmt: skip
+        loss = forward(0)
     loss.backward()
     return found_of(loss.detach(), model.named_parameters())
+
+
+def on_one_rank(cell: Cell) -> tuple[Any, Callable[[int], Tensor]]:
+    """The model, and its loss in each step."""
+    kind = cell.integration if cell.integration in ("compat", "attention", "nn") else "llama"
+    model = llama() if kind == "llama" else plain(kind)
+
+    def forward(step: int) -> Tensor:
+        given = batch_of(cell.batch, step)
+        if kind == "llama":
+            return model(**given).loss
+        return model(given["input_ids"], targets_of(given), None, docs_of(cell.batch))
+
+    return model, forward
+
+
+def trained_alone(cells: list[Cell]) -> list[Found]:
+    """Several steps of each on one rank, whose FSDP2 casts as that of the cell does."""
+    found = []
+    for cell in cells:
+        model, forward = on_one_rank(cell)
+        if cell.precision == "mixed bf16":
+            shielded(model, layers_of(model), cell, init_device_mesh(DEVICE, (1,)))
+        found.append(stepped(cell, model, forward))
+    return found
+
+
+def layers_of(model: Any) -> Any:
+    return model.layers if isinstance(model, Plain) else model.model.layers
 
 
 # Over ranks.
@@ -236,7 +274,8 @@ def shielded(model: nn.Module, layers: Any, cell: Cell, mesh: Any) -> nn.Module:
             layer.compile(backend="aot_eager")
     if cell.wrapper == "DDP":
         return DistributedDataParallel(model)
-    mixed = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32) if cell.precision == "mixed bf16" else None
+    wide = {"reduce_dtype": BF16, "output_dtype": BF16} if cell.integration in BY_OTHERS else {"reduce_dtype": FP32}
+    mixed = MixedPrecisionPolicy(param_dtype=BF16, **wide) if cell.precision == "mixed bf16" else None
     for part in (*layers, model):
         fully_shard(part, mesh=mesh, **({} if mixed is None else {"mp_policy": mixed}))
         if cell.wrapper == "FSDP2 summed":
@@ -245,12 +284,21 @@ def shielded(model: nn.Module, layers: Any, cell: Cell, mesh: Any) -> nn.Module:
     return model
 
 
-def stepped(cell: Cell, call: Any, forward: Callable[[], Tensor]) -> Found:
-    """Backward of the loss; with a scaler, of the scaled one, which is then unscaled."""
+def stepped(cell: Cell, call: Any, forward: Callable[[int], Tensor]) -> Found:
+    """Backward of the loss; with a scaler, of the scaled one, which is then unscaled. Or several steps of AdamW."""
+    if STEPS > 1:
+        losses, optimizer = [], torch.optim.AdamW(call.parameters(), lr=LR, weight_decay=0.0)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = forward(step)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return Found(losses[-1], {}, tuple(losses))
     with casting(cell.precision):
-        loss = forward()
+        loss = forward(0)
     scale = 1024.0 if cell.precision == "fp16 scaler" else 1.0
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 1)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=scale, enabled=scale > 1)
     scaler.scale(loss).backward()
     if scale > 1:
         optimizer = torch.optim.SGD(call.parameters(), lr=0.0)
@@ -262,23 +310,19 @@ def stepped(cell: Cell, call: Any, forward: Callable[[], Tensor]) -> Found:
 
 
 def by_prepare(cell: Cell) -> Found:
-    mesh = ra.init_mesh(sequence=dist.get_world_size(), device_type="cpu")
+    mesh = ra.init_mesh(sequence=dist.get_world_size(), device_type=DEVICE)
     model = llama()
     model = model.bfloat16() if cell.precision == "bf16 weights" else model
     model = hf.prepare(model, mesh, averaged=cell.wrapper != "FSDP2 summed")
     if cell.recomputing in ("checkpointing", "both"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     call = shielded(model, model.model.layers, cell, mesh["sequence"])
-    return stepped(cell, call, lambda: call(**batch_of(cell.batch)).loss)
+    return stepped(cell, call, lambda step: call(**batch_of(cell.batch, step)).loss)
 
 
 def by_hand(cell: Cell) -> Found:
-    mesh = ra.init_mesh(ring=dist.get_world_size(), device_type="cpu")
-    plan, docs, given = (
-        ra.plan(mesh, seq_len=T, strategy="ring", layout="zigzag"),
-        docs_of(cell.batch),
-        batch_of(cell.batch),
-    )
+    mesh = ra.init_mesh(ring=dist.get_world_size(), device_type=DEVICE)
+    plan, docs = ra.plan(mesh, seq_len=T, strategy="ring", layout="zigzag"), docs_of(cell.batch)
     if cell.integration == "compat" and cell.batch == "packed":
         plan = plan.for_docs(docs)  # each document cut over all ranks
     model = plain(cell.integration)
@@ -286,7 +330,8 @@ def by_hand(cell: Cell) -> Found:
     model.again = cell.recomputing in ("checkpointing", "both")
     call = shielded(model, model.layers, cell, mesh["ring"])
 
-    def forward() -> Tensor:
+    def forward(step: int) -> Tensor:
+        given = batch_of(cell.batch, step)
         loss = call(plan.shard(given["input_ids"]), plan.shard(targets_of(given) - IGNORED) + IGNORED, plan, docs)
         return loss if cell.wrapper == "FSDP2 summed" else loss + (plan.ring - 1) * (loss - loss.detach())
 
@@ -304,8 +349,8 @@ def as_gpus(on: bool) -> Iterator[None]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     os.environ.update({name: str(value) for name, value in started.items()})  # as torchrun does; nobody connects
-    PartialState(cpu=True)
-    if on:
+    PartialState(cpu=DEVICE == "cpu")
+    if on and DEVICE == "cpu":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     yield
 
@@ -317,7 +362,7 @@ def by_accelerate(cell: Cell) -> Found:
     from accelerate import Accelerator, ParallelismConfig
     from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 
-    model, ranks, given = llama(), dist.get_world_size(), batch_of(cell.batch)
+    model, ranks = llama(), dist.get_world_size()
     model = model.bfloat16() if cell.precision == "bf16 weights" else model
     again = cell.recomputing in ("checkpointing", "both")
     options: dict[str, Any] = {"mixed_precision": "bf16" if cell.precision == "mixed bf16" else "no"}
@@ -334,13 +379,19 @@ def by_accelerate(cell: Cell) -> Found:
             accelerator = hf.over_ranks(
                 Accelerator(parallelism_config=ParallelismConfig(cp_size=ranks), fsdp_plugin=plugin, **options)
             )
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-        with accelerator.maybe_context_parallel(buffers=list(given.values()), buffer_seq_dims=[1] * len(given)):
-            loss = model(**given).loss
-            accelerator.backward(loss)
-        found = found_of(loss.detach(), model.named_parameters())
-        optimizer.step()
-        return found
+        kind = partial(torch.optim.SGD, lr=0.0) if STEPS == 1 else partial(torch.optim.AdamW, lr=LR, weight_decay=0.0)
+        model, optimizer = accelerator.prepare(model, kind(model.parameters()))
+        losses, grads = [], {}
+        for step in range(STEPS):
+            given = batch_of(cell.batch, step)
+            with accelerator.maybe_context_parallel(buffers=list(given.values()), buffer_seq_dims=[1] * len(given)):
+                loss = model(**given).loss
+                accelerator.backward(loss)
+            losses.append(float(loss.detach()))
+            grads = found_of(0.0, model.named_parameters()).grads if STEPS == 1 else grads
+            optimizer.step()
+            optimizer.zero_grad()
+        return Found(losses[-1], grads, tuple(losses))
 
 
 def by_trainer(cell: Cell) -> Found:
@@ -350,14 +401,16 @@ def by_trainer(cell: Cell) -> Found:
 
     class Kept(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            kept.append(found_of(0.0, given["model"].named_parameters()))
+            if STEPS == 1:
+                kept.append(found_of(0.0, given["model"].named_parameters()))
 
     kept: list[Found] = []
-    model, given = llama(), batch_of(cell.batch)
+    model, count = llama(), iter(range(STEPS + 9))  # loaders may draw ahead
     model = model.bfloat16() if cell.precision == "bf16 weights" else model
     again = cell.recomputing in ("checkpointing", "both")
     options: dict[str, Any] = {
-        "use_cpu": True, "bf16": cell.precision == "mixed bf16", "max_steps": 1, "learning_rate": 0.0,
+        "use_cpu": DEVICE == "cpu", "bf16": cell.precision == "mixed bf16", "max_steps": STEPS, "optim": "adamw_torch",
+        "learning_rate": 0.0 if STEPS == 1 else LR, "lr_scheduler_type": "constant",
         "logging_steps": 1, "per_device_train_batch_size": 2, "report_to": "none", "disable_tqdm": True,
         "save_strategy": "no", "max_grad_norm": 0.0, "ddp_find_unused_parameters": False,
         "gradient_checkpointing": again, "gradient_checkpointing_kwargs": {"use_reentrant": False},
@@ -382,24 +435,29 @@ def by_trainer(cell: Cell) -> Found:
         args = arguments("/nonexistent", **options)
         args.parallelism_config = ParallelismConfig(cp_size=dist.get_world_size())
         Long = type("Long", (hf.OverRanks, kind), {})
-        rows: Any = [{"input_ids": x} for x in given["input_ids"]]
+        rows: Any = [{"input_ids": torch.arange(T)}] * (2 * STEPS + 20)  # the collator makes the batches
+
+        def collate(rows: Any) -> dict[str, Tensor]:
+            given = batch_of(cell.batch, next(count))
+            if cell.integration == "SFT" and not {"attention_mask", "position_ids"} & set(given):
+                given["attention_mask"] = torch.ones_like(given["input_ids"])  # as TRL's collator makes them
+            return {name: x.cpu() for name, x in given.items()}
+
         if cell.integration == "SFT":
             from datasets import Dataset
 
             rows = Dataset.from_list([{"input_ids": x["input_ids"].tolist()} for x in rows])
-            if not {"attention_mask", "position_ids"} & set(given):  # as TRL's collator makes them
-                given["attention_mask"] = torch.ones_like(given["input_ids"])
         trainer = Long(
             model=model,
             args=args,
             train_dataset=rows,
-            data_collator=lambda rows: dict(given),
+            data_collator=collate,
             callbacks=[Kept()],
             **more,
         )
         trainer.train()
-        (grads,) = kept
-        return Found(trainer.state.log_history[0]["loss"], grads.grads)
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        return Found(losses[-1], kept[0].grads if kept else {}, tuple(losses))
 
 
 def tokenizer() -> Any:
@@ -413,7 +471,6 @@ def tokenizer() -> Any:
 
 def by_tensor_parallel() -> Found:
     """FSDP2 over a ring of 2, tensor parallelism over 2: heads and MLP are cut, and both have the same loss."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
@@ -465,7 +522,7 @@ class Row(NamedTuple):
         return f"{'pass' if self.good else 'FAIL'}  {cells}  {self.refused or found}"
 
 
-EPS = {"float32": 2e-6, "fp16 scaler": 1e-4}  # others: bf16
+EPS = {"float32": 2e-6 if DEVICE == "cpu" else 1e-5, "fp16 scaler": 1e-4}  # others: bf16
 
 
 def errors_of(found: Found, own: Found, truth: Found, precision: str) -> dict[str, tuple[float, float]]:
@@ -486,12 +543,20 @@ def errors_of(found: Found, own: Found, truth: Found, precision: str) -> dict[st
     return {n: (mine, 2 * one + eps) for n, mine, one in zip(names, off(found), off(own), strict=True)}
 
 
-def table(cells: list[Cell], tensor_parallel: bool = False) -> list[Row]:
-    """All cells over two ranks (processes), in one start of them, and each beside one rank."""
+def starter() -> Any:
+    """Starts ranks as processes, on GPUs over NCCL."""
     from ringattn.launch.processes import run
 
     torch.set_num_threads(1)
-    start = partial(run, preload=["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate"])
+    names = ["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate"]
+    return partial(run, preload=names, backend="nccl" if DEVICE == "cuda" else "gloo", timeout=1800.0)
+
+
+def table(cells: list[Cell], tensor_parallel: bool = False) -> list[Row]:
+    """All cells over two ranks (processes), in one start of them, and each beside one rank."""
+    if STEPS > 1:
+        return trained(cells)
+    start = starter()
     results, owns = start(work, 2, cells)[0], cache(lambda *key: alone(Cell(*key)))
     if tensor_parallel:
         cells = [*cells, TENSOR_PARALLEL]
@@ -507,10 +572,32 @@ def table(cells: list[Cell], tensor_parallel: bool = False) -> list[Row]:
     return rows
 
 
+def trained(cells: list[Cell]) -> list[Row]:
+    """Cells that take several steps: the largest difference of a loss to one rank's, in float32."""
+    start = starter()
+    results = start(work, 2, cells)[0]
+    owns = start(trained_alone, 1, [c._replace(precision=p) for c in cells for p in (c.precision, "float32")])[0]
+    rows = []
+    for cell, found, own, truth in zip(cells, results, owns[::2], owns[1::2], strict=True):
+        if isinstance(found, str):
+            rows.append(Row(cell, found, {}))
+            continue
+        assert len(found.losses) == STEPS, len(found.losses)
+        mine, one = (max(abs(a - b) for a, b in zip(x.losses, truth.losses, strict=True)) for x in (found, own))
+        limit = 1e-5 if cell.precision == "float32" else 2 * one
+        rows.append(Row(cell, "", {f"{STEPS} losses": (mine, limit)}))
+    return rows
+
+
+FIFTY = [
+    Cell(integration, "FSDP2 averaged", precision, "kept", "packed")
+    for integration in INTEGRATIONS
+    for precision in ("float32", "mixed bf16")
+]
 TENSOR_PARALLEL = Cell("prepare", "FSDP2 x TP", "mixed bf16", "kept", "packed")
 
 
-def check(cells: list[Cell], tensor_parallel: bool = False) -> str:
+def check(cells: list[Cell], tensor_parallel: bool = False, device: str = "cpu") -> str:
     """The table, made in processes that DistributedDataParallel survives; an AssertionError about what is wrong."""
     script = f"import matrix; matrix.main({[*map(tuple, cells)]!r}, {tensor_parallel})"
     here = Path(__file__).parent
@@ -519,8 +606,9 @@ def check(cells: list[Cell], tensor_parallel: bool = False) -> str:
         "TORCH_DISTRIBUTED_DEBUG": "OFF",
         "TRITON_INTERPRET": "0",
         "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
+        "MATRIX_DEVICE": device,
     }
+    quiet |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     environment = {**os.environ, **quiet, "PYTHONPATH": ":".join(path)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
@@ -531,3 +619,15 @@ def main(cells: list[Any], tensor_parallel: bool) -> None:
     rows = table([Cell(*cell) for cell in cells], tensor_parallel)
     print("\n".join(map(str, rows)))
     sys.exit(0 if all(row.good for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    words = dict(word.split("=") for word in sys.argv[1:])
+    if steps := words.pop("steps", None):
+        os.environ["MATRIX_STEPS"] = steps
+    import matrix  # read anew, and by its name, under which ranks find it
+
+    left = {} if find_spec("trl") else {"SFT"}
+    matrix.main(
+        [cell for cell in (matrix.FIFTY if steps else matrix.covering()) if cell.integration not in left], False
+    )

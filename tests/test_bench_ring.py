@@ -5,12 +5,15 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ringattn as ra
+from ringattn.choosing import elsewhere, factored
 from ringattn.launch import words
-from ringattn.launch.bench import compare, masks, ring, scaling, timeline
+from ringattn.launch.bench import compare, masks, over_ranks, plans, ring, scaling, timeline
 from ringattn.launch.bench.timeline import Span
 from ringattn.launch.rows import read
+from ringattn.machine import load
 
 SPANS = [
     Span("forward_kernel", "attention", 0.0, 10.0),
@@ -92,6 +95,21 @@ def test_what_got_slower_lies_beyond_the_noise(tmp_path):
         read(old)
 
 
+def cut_short(options):
+    yield {"ms": float(dist.get_rank())}
+    dist.barrier()
+    raise ValueError("an hour later")
+
+
+def test_the_rows_of_a_run_that_fails_are_in_its_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ring, "run", lambda options: over_ranks(cut_short, options, "ms"))
+    out = tmp_path / "rows.jsonl"
+    assert words.main(["bench", "ring", "device=cpu", "tokens=64", "ranks=2", f"out={out}"]) == 2
+    assert "an hour later" in capsys.readouterr().err
+    (row,) = read(out)
+    assert row["ms"] == 1.0 and row["ranks"] == 2 and row["commit"]
+
+
 def test_words_that_are_wrong_or_without_a_value(capsys):
     assert ring.Options(**words.values(["--trace"], ring.Options)).trace == "trace.json"
     assert words.main(["bench", "ring", "device=cpu", "tokens=64", "ranks=2", "ulysses=3"]) == 2
@@ -106,11 +124,36 @@ def test_it_runs_on_the_cpu_and_says_how_far_from_the_floor():
         ranks=2, tokens=[64], heads=2, kv_heads=1, head_dim=8, device="cpu", repeats=1, warmup=0, route="direct",
         strategy="ring", mask=["causal", "20", "first:2:9", "lognormal:9:1", "shared:20:6:4"],
     )  # fmt: skip
-    rows = ring.run(options)
+    rows = list(ring.run(options))
     assert [(r["mask"], r["mode"]) for r in rows] == [(m, x) for m in options.mask for x in options.modes]
     for row in rows:
         assert row["ratio"] == pytest.approx(row["floor_ms"] / row["ms"]) and row["route"] == "direct"
         assert row["overhead"] == 1 - row["ratio"]
+
+
+def test_every_candidate_of_a_plan_is_measured_beside_what_was_predicted(tmp_path, capsys):
+    out, settings = tmp_path / "rows.jsonl", ["auto/256/4/2/causal", "cudnn/64/2/1/causal", "auto/128/4/2/short"]
+    given = ["device=cpu", "head_dim=8", f"settings={','.join(settings)}", "within=9", "machine=cpu", f"out={out}"]
+    assert words.main(["bench", "plans", *given]) == 0
+    printed, rows = capsys.readouterr().out, read(out)
+    assert "of 2 choices" in printed  # nothing here runs the second one
+    tokens = [int(word.split("/")[1]) for word in plans.SETTINGS]
+    assert len(set(plans.SETTINGS)) == 24 and (min(tokens), max(tokens)) == (8192, 524288)
+    assert {row["setting"] for row in rows} == {settings[0], settings[2]}
+    ways = [(row["plan"], row["layout"]) for row in rows if (row["setting"], row["mode"]) == (settings[0], "forward")]
+    assert sorted(ways) == [
+        ("gather 2", "contiguous"), ("gather 2", "zigzag"), ("ring 2", "contiguous"), ("ring 2", "zigzag"),
+        ("ulysses 2", "contiguous"),
+    ]  # fmt: skip
+    free = ra.plan(elsewhere("cpu", factored(2)), seq_len=256, heads=(4, 2), head_dim=8, machine="cpu")
+    both = [row for row in rows if row["setting"] == settings[0] and row["mode"] == "forward+backward"]
+    assert [row["pick"] for row in both] == 4 * [False] + [True]
+    assert (both[-1]["plan"], both[-1]["layout"]) == (f"{free.strategy} 2", free.layout)
+    assert both[-1]["predicted"] == pytest.approx(
+        1e3 * (free.report.data["candidates"][0]["seconds"] + sum(load("cpu").start))
+    )
+    assert both[-1]["of_best"] == both[-1]["ms"] / min(row["ms"] for row in both)
+    assert all(row["off"] == row["predicted"] / row["ms"] - 1 and row["simulated"] > 0 for row in rows)
 
 
 def test_what_the_profiler_says_is_not_heard(capfd):
@@ -125,7 +168,7 @@ def test_a_trace_on_the_cpu_shows_kernels_and_hops(tmp_path, capsys):
         ranks=2, tokens=[512], heads=2, kv_heads=1, head_dim=8, device="cpu", repeats=1, warmup=0, strategy="ring",
         floor=False, trace=str(tmp_path / "t.json"),
     )  # fmt: skip
-    rows = ring.run(options)
+    rows = list(ring.run(options))
     assert [row["mode"] for row in rows] == options.modes and "no attention kernel running" in capsys.readouterr().out
     assert len(list(tmp_path.glob("*.svg"))) == 2
     for trace in tmp_path.glob("*.json"):

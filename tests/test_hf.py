@@ -13,7 +13,8 @@ from ringattn.comms.local import run
 from ringattn.models import hf
 from ringattn.models.hf import choice as hf_choice
 from ringattn.models.hf import model as hf_model
-from ringattn.models.hf.attention import attend
+from ringattn.models.hf import targets
+from ringattn.models.hf.attention import Call, attend
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install '.[hf]')")
 peft = pytest.importorskip("peft", reason="peft is not installed (pip install peft)")
@@ -414,7 +415,7 @@ def test_what_a_model_asks_of_its_attention_is_never_dropped():
         with pytest.raises(ValueError, match=reason):
             model(batch() % 50)
     q = torch.randn(1, 4, 5, 8)
-    told = {"ringattn": hf_model.Call(ra.plan(seq_len=5), None), "position_ids": torch.arange(5), "use_cache": False}
+    told = {"ringattn": Call(ra.plan(seq_len=5), None), "position_ids": torch.arange(5), "use_cache": False}
     assert attend(torch.nn.Identity(), q, q, q, None, **told)[0].shape == (1, 5, 4, 8)
     with pytest.raises(ValueError, match="Identity passes indices, position_bias to its attention, which is not supp"):
         attend(torch.nn.Identity(), q, q, q, None, **told, position_bias=q, indices=q, alibi=None)
@@ -725,15 +726,15 @@ def test_results_come_by_name_the_loss_first():
 
 
 def test_logits_become_float32_a_few_at_a_time(monkeypatch):
-    seen, of = [], hf_model.cross_entropy
-    monkeypatch.setattr(hf_model, "cross_entropy", lambda x, labels: seen.append(x.shape[1]) or of(x, labels))
+    seen, of = [], targets.cross_entropy
+    monkeypatch.setattr(targets, "cross_entropy", lambda x, labels: seen.append(x.shape[1]) or of(x, labels))
     logits = torch.randn(2, 10, 8, dtype=torch.bfloat16, requires_grad=True)
     labels, plan = torch.randint(0, 8, (2, 10)), ra.plan(seq_len=10)
     (whole, grad), (cut, other) = (
         (loss, *torch.autograd.grad(loss, logits))
         for at_once in (2**28, 2 * 4 * 8)
-        for _ in [monkeypatch.setattr(hf_model, "LOGITS", at_once)]
-        for loss in [hf_model.mean_loss(logits, [labels], plan, ())]
+        for _ in [monkeypatch.setattr(targets, "LOGITS", at_once)]
+        for loss in [targets.mean_loss(logits, [labels], plan, ())]
     )
     assert torch.equal(whole, cut) and torch.equal(grad, other) and seen == [10, 4, 4, 2, 2, 4, 4]
 

@@ -1,14 +1,18 @@
 """Packed and padded batches of a prepared model: documents are dealt out, and all numbers are those of one rank."""
 
 from copy import deepcopy
+from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_hf import build, gradients
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import ringattn as ra
 from ringattn import hf
 from ringattn.comms.local import run
+from ringattn.launch.processes import run as run_processes
 
 T = 40
 
@@ -106,3 +110,51 @@ def test_a_plan_that_names_its_layout_keeps_it():
 
     for layout in ("zigzag", "striped", "balanced"):
         assert set(run(lambda mesh, layout=layout: one(mesh, layout), ring=2)) == {layout}
+
+
+def batches():
+    """Ten batches that are packed differently, then ten whose padding leaves ever more tokens."""
+    draw = torch.Generator().manual_seed(0)
+    for i in range(20):
+        tokens = torch.randint(3, 64, (1 + i // 10, T), generator=draw)
+        given = {"input_ids": tokens, "labels": tokens.clone()}
+        if i < 10:
+            edges = [0, *sorted(torch.randperm(T - 1, generator=draw)[: 2 + i % 4].add(1).tolist()), T]
+            positions = torch.cat([torch.arange(b - a) for a, b in pairwise(edges)])
+            given["position_ids"] = positions[None]
+            given["labels"][given["position_ids"] == 0] = -100
+        else:
+            given["attention_mask"] = torch.ones_like(tokens)
+            given["attention_mask"][1, i:] = 0
+            given["labels"][given["attention_mask"] == 0] = -100
+        yield given
+
+
+def compiled_over_ranks():
+    """(how often a layer was compiled so far, the layout, the largest error beside one rank) of each batch."""
+    counter = CompileCounterWithBackend("aot_eager")
+    single, found = build("Llama"), []
+    model = hf.prepare(deepcopy(single), ra.init_mesh(ring=2, ulysses=dist.get_world_size() // 2, device_type="cpu"))
+    for layer in model.model.layers:
+        layer.compile(backend=counter)
+    for given in batches():
+        losses = []
+        for each in (single, model):
+            each.zero_grad()
+            losses.append(each(**given, use_cache=False).loss)
+            losses[-1].backward()
+        worst = abs(float(losses[0].detach() - losses[1].detach()))
+        for mine, expected in zip(model.parameters(), single.parameters(), strict=True):
+            dist.all_reduce(mine.grad)
+            worst = max(worst, float((mine.grad - expected.grad).abs().max()))
+        found.append((counter.frame_count, model.ringattn_last.plan.layout, worst))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.compile)])
+def test_compiled_layers_take_a_plan_a_batch(ranks):
+    """Once for the first batch, and once for other numbers of documents or tokens."""
+    counts, layouts, errors = zip(*run_processes(compiled_over_ranks, ranks)[0], strict=True)
+    assert counts[9] <= 2 and counts[19] <= 4, counts
+    assert set(layouts) == {"balanced"} and max(errors) < 2e-6

@@ -421,3 +421,16 @@ def test_a_stream_is_read_by_all_ranks_of_a_plan_and_not_dealt_out(tmp_path: Pat
 def test_a_loss_of_all_logits_is_refused(tmp_path: Path, said: dict, name: str) -> None:
     with pytest.raises(ValueError, match=f"this trainer has a {name}, which needs all logits on one rank"):
         trainer_of(tmp_path, **said).train()
+
+
+@pytest.mark.slow
+def test_the_benchmark_beside_others_has_the_losses_of_one_rank(tmp_path):
+    script, out = Path(__file__).parent.parent / "benchmarks" / "qwen3_8b.py", tmp_path / "rows.jsonl"
+    words = [f"out={out}", "device=cpu", "ways=ringattn,single", "cells=qwen3:64:1,qwen3:64:2"]
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["way"], row["layers"]) for row in rows] == [(w, n) for w in ("ringattn", "single") for n in (1, 2)]
+    for ours, alone in zip(rows[:2], rows[2:], strict=True):
+        assert ours["losses"] == pytest.approx(alone["losses"], abs=2e-3) and ours["losses"][2] < ours["losses"][0]
+    assert "qwen3, 64 tokens, 36 layers, ringattn (loss: its own): " in done.stdout and " + 34 x " in done.stdout

@@ -16,6 +16,7 @@ from ringattn.comms.local import run
 from ringattn.models import hf
 from ringattn.models.hf import model as hf_model
 from ringattn.models.hf import trl as hf_trl
+from ringattn.models.hf.forward import keep_outermost
 
 trl = pytest.importorskip("trl", reason="trl is not installed (pip install '.[trl]')")
 from datasets import Dataset  # noqa: E402
@@ -231,7 +232,7 @@ def test_log_probabilities_of_answers_are_those_of_one_rank(prepared_first):
             hf_model.prepare(model, plan)
         add_fused_lm_head(model, **head)
         if prepared_first:
-            hf_model.keep_outermost(model)
+            keep_outermost(model)
         else:
             hf_model.prepare(model, plan)
         found = model(**given)

@@ -6,9 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.total import MOST, Part
 from ringattn.kernels.triton.blocks import launch
 from ringattn.kernels.triton.launch import cdiv, power_of_2
+
+MOST = 6  # parts that one pass can add
+Part = tuple[Tensor, tuple[int, int], tuple[int, int]]  # of a gradient, for these half-open ranges of rows and heads
 
 
 @triton.jit

@@ -6,6 +6,7 @@
     kernels   one GPU: our kernels next to cuDNN, FlashAttention and FlexAttention
     linear    one GPU: our gated linear attention next to flash-linear-attention
     memory    the peak memory of a rank, with 1, 2, 4, 8 ranks
+    plans     the candidates of plans over ranks: predicted, simulated, measured here
     prefill   a prompt whole and in chunks: time and peak memory
     ring      attention over many ranks, next to the same work of one rank without communication
     scaling   one layer over more and more ranks: predicted, simulated, measured here
@@ -14,11 +15,11 @@
     traffic   the bytes that a rank sends, counted, next to those of the schedule
 
 `ringattn bench SUITE --help` lists the keys of a suite. The results are printed as a table. With out=FILE each row is
-also appended to the file as a JSON line: commit, device, versions, case, milliseconds, ratios. compare=FILE says what
-got faster or slower than in such a file.
+also appended to the file, as soon as it is measured, as a JSON line: commit, device, versions, case, milliseconds,
+ratios. compare=FILE says what got faster or slower than in such a file.
 """
-# A suite is a module of launch/bench/ with its own Options and `run(options) -> list of rows`; one over ranks gets its
-# rows from `over_ranks`. A suite without COLUMNS prints its own table.
+# A suite is a module of launch/bench/ with its own Options and `run(options)`, which yields rows as they are measured;
+# one over ranks gets its rows from `over_ranks`. A suite without COLUMNS prints its own table.
 
 import dataclasses
 import json
@@ -26,12 +27,14 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 from ringattn.conf.keys import nearest
 from ringattn.launch.bench import compare
+from ringattn.launch.processes import each
 from ringattn.launch.processes import run as run_ranks
 from ringattn.launch.rows import Row, read
 from ringattn.launch.words import answer, default_of, option, usage, values, writable
@@ -43,6 +46,7 @@ SUITES = (
     "kernels",
     "linear",
     "memory",
+    "plans",
     "prefill",
     "ring",
     "scaling",
@@ -67,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(name: str, words: list[str]) -> None:
-    """Run a suite, print its rows, and append them to out=FILE if given."""
+    """Run a suite, append each row to out=FILE if given, and print all of them."""
     suite = import_module(f"ringattn.launch.bench.{name}")
     keys = dataclasses.make_dataclass(
         "Keys", [("out", str | None, OUT), ("compare", str | None, OLD)], bases=(suite.Options,)
@@ -78,16 +82,20 @@ def measure(name: str, words: list[str]) -> None:
     chosen = values(words, keys)
     out, old = chosen.pop("out", None), chosen.pop("compare", None)
     options = suite.Options(**chosen)
-    check(options, sized="tokens" in chosen)
+    check(options, sized=bool({"tokens", "settings"} & set(chosen)))
     file, before = writable(Path(out)) if out else None, read(Path(old)) if old else None
-    rows = suite.run(options)
+    # in a process that ends: to ask for a GPU's name takes some of its memory
+    about = run_ranks(stamp, 1)[0] if file or before is not None else {}
+    rows = []
+    with ExitStack() as stack:
+        lines = stack.enter_context(file.open("a")) if file else None
+        for row in suite.run(options):
+            rows.append({**about, **row})
+            if lines:
+                lines.write(json.dumps(rows[-1]) + "\n")
+                lines.flush()
     if hasattr(suite, "COLUMNS"):
         print(table(rows, suite.COLUMNS))
-    about = stamp()
-    rows = [{**about, **row} for row in rows]
-    if file:
-        with file.open("a") as lines:
-            lines.writelines(json.dumps(row) + "\n" for row in rows)
     if before is not None:
         print(f"\nbeside {old}:\n{table(compare.compared(rows, before), compare.COLUMNS)}")
 
@@ -101,33 +109,31 @@ def check(options: Any, sized: bool) -> None:
         raise ValueError(f"{options.kv_heads} key heads do not divide {options.heads} query heads")
     if "device" not in fields:
         return
-    small = " ".join(["device=cpu tokens=1024", *(f"{name}=2" for name in ("ranks", "repeats") if name in fields)])
+    size = "settings=auto/1024/4/2/causal" if "settings" in fields else "tokens=1024"
+    small = " ".join([f"device=cpu {size}", *(f"{name}=2" for name in ("ranks", "repeats") if name in fields)])
     gpus, most = torch.cuda.device_count(), max(groups_of(options), default=0)
     if options.device == "cuda" and most and not gpus:
         raise ValueError(f"device=cuda, and torch sees no GPU here; on a CPU use {small}")
     if options.device == "cuda" and most > gpus:
         raise ValueError(f"ranks={most} need a GPU each, and torch sees {gpus} here; use ranks={gpus}")
     if options.device == "cpu" and default_of(fields["device"]) != "cpu" and not sized:
-        raise ValueError(f"without tokens= the lengths are a GPU's; on a CPU use {small}")
+        raise ValueError(f"without {size.split('=')[0]}= the lengths are a GPU's; on a CPU use {small}")
 
 
-def over_ranks(rows: Callable[[Any], Iterator[Row]], options: Any, *worst: str) -> list[Row]:
+def over_ranks(rows: Callable[[Any], Iterator[Row]], options: Any, *worst: str) -> Iterator[Row]:
     """The rows that `rows(options)` yields on every rank of a group of processes, with the options that they ran by.
 
     `worst` are figures of which the slowest rank's counts, and lists are those of all ranks; the rest is rank 0's.
     Where `options.ranks` lists several numbers there is a group of processes for each.
     """
-    found = []
     same = {n: x for n, x in dataclasses.asdict(options).items() if n not in NOT_IN_ROWS and not isinstance(x, list)}
     for ranks in groups_of(options):
         backend = "nccl" if options.device == "cuda" else "gloo"
         print(f"measuring {ranks} rank{'s' * (ranks > 1)} on {options.device} ...", file=sys.stderr, flush=True)
-        by_rank = run_ranks(one_rank, ranks, rows, options, backend=backend, timeout=options.timeout)
-        for measured in zip(*by_rank, strict=True):
+        for measured in each(one_rank, ranks, rows, options, backend=backend, timeout=options.timeout):
             row = {"suite": rows.__module__.rpartition(".")[2], **same, **measured[0]}
             row |= {n: max(m[n] for m in measured) for n in worst if row[n] is not None}
-            found.append(row | {n: [m[n] for m in measured] for n, x in measured[0].items() if isinstance(x, list)})
-    return found
+            yield row | {n: [m[n] for m in measured] for n, x in measured[0].items() if isinstance(x, list)}
 
 
 def groups_of(options: Any) -> list[int]:
@@ -137,17 +143,15 @@ def groups_of(options: Any) -> list[int]:
     return ranks if isinstance(ranks, list) else [ranks]
 
 
-def one_rank(rows: Callable[[Any], Iterator[Row]], options: Any) -> list[Row]:
+def one_rank(rows: Callable[[Any], Iterator[Row]], options: Any) -> Iterator[Row]:
     """The rows of one rank. Rank 0 prints each to stderr right away; the table comes after all rows."""
     import torch.distributed as dist
 
-    found = []
     for row in rows(options):
-        found.append(row)
         if dist.get_rank() == 0:
             text = "  ".join(f"{name}={cell(value)}" for name, value in row.items() if not isinstance(value, list))
             print(f"rank 0:  {text}", file=sys.stderr, flush=True)
-    return found
+        yield row
 
 
 def beside(rows: list[Row], row: Row, *same: str, **like: Any) -> Row | None:

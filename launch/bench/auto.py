@@ -10,6 +10,7 @@ the host takes all of the time. `ring8` gives the errors of a ring of 8 ranks ov
 
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -65,8 +66,8 @@ class Options:
         return ("auto", *NAMED[self.device or ""])
 
 
-def run(options: Options) -> list[Row]:
-    """Every chosen case, printed as it is done, and all rows at the end."""
+def run(options: Options) -> Iterator[Row]:
+    """Every chosen case, printed as it is done."""
     kinds = {"attention": attention, "square": square, "host": host, "ring8": ring8}
     return contest.each(
         contest.sized(options, CASES),

@@ -4,7 +4,7 @@ A contestant turns the inputs of a case into its passes: {"forward": call, "back
 refuses with a NotImplementedError, which is printed.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,14 +45,12 @@ def sized(options: Any, cases: Mapping[str, Any]) -> dict[str, Any]:
     return {name: replace(cases[name], tokens=options.tokens or cases[name].tokens) for name in names}
 
 
-def each(cases: Mapping[str, Any], rows_of: Callable[[Any], list[Row]], about: Callable[[Any], Row]) -> list[Row]:
+def each(cases: Mapping[str, Any], rows_of: Callable[[Any], list[Row]], about: Callable[[Any], Row]) -> Iterator[Row]:
     """The rows of every case, printed when the case is done, with its name and remarks."""
-    rows: list[Row] = []
     for name, case in cases.items():
         new = [{"case": name, **about(case), **row} for row in rows_of(case)]
         print(table(new, list(dict.fromkeys(key for row in new for key in row))) + "\n", flush=True)
-        rows += new
-    return rows
+        yield from new
 
 
 def side_by_side(names: Iterable[str] | None, rows_of: Callable[[str], list[Row]]) -> list[Row]:

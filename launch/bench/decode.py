@@ -42,22 +42,23 @@ class Options:
     timeout: float = option(300.0, "seconds for all")
 
 
-def run(options: Options) -> list[Row]:
-    rows = over_ranks(measured, options, "us", "floor_us")
-    for row in rows:
+def run(options: Options) -> Iterator[Row]:
+    rows = []
+    for row in over_ranks(measured, options, "us", "floor_us"):
+        rows.append(row)
         one = beside(rows, row, "tokens", "mode", ranks=1)
         row |= {"over_floor": row["us"] / row["floor_us"], "limit_us": 1.25 * row["floor_us"] + 25}
         row["faster"] = one["us"] / row["us"] if one else None
-    return rows
+        yield row
 
 
 def measured(options: Options) -> Iterator[Row]:
-    """One rank: every length, over all ranks and alone, in every mode."""
+    """One rank: every length, alone and then over all ranks, in every mode."""
     mesh = ra.init_mesh(ring=options.ranks, device_type=options.device)
     rate = copy_rate(options.device)
     for tokens in options.tokens:
         plans = [(t, ra.plan(mesh, seq_len=1, transport=ra.Transport(by=t))) for t in options.transports]
-        for transport, plan in [*plans, *[("none", ra.plan(seq_len=1))] * options.alone]:
+        for transport, plan in [*[("none", ra.plan(seq_len=1))] * options.alone, *plans]:
             step = steps(options, plan, tokens)
             nbytes = (
                 2 * options.batch * tokens * options.kv_heads * options.head_dim * dtype_on(options.device).itemsize

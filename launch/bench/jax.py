@@ -9,7 +9,7 @@ and gradients, at 2048 tokens against dense float64.
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
@@ -45,7 +45,7 @@ class Options:
     hide: bool = option(True, "whether the compiler is asked to hide transfers")
 
 
-def run(options: Options) -> list[Row]:
+def run(options: Options) -> Iterator[Row]:
     import jax
 
     import ringattn.jax as rj
@@ -61,7 +61,6 @@ def run(options: Options) -> list[Row]:
     one = rj.init_mesh(ring=1, devices=devices[:1])
     heads = (options.heads, options.kv_heads)
     how: dict[str, Any] = {"heads": heads, "head_dim": options.head_dim, "kernel": options.kernel}
-    rows = []
     for mask, tokens in product(options.mask, options.tokens):
         case = case_of(mask, tokens)
         tokens = case.tokens
@@ -73,13 +72,12 @@ def run(options: Options) -> list[Row]:
             off = error(options, plan.for_length(2048), case_of(mask, 2048)) if options.check else None
             for mode, ms in measured(options, plan, case).items():
                 flops = FLOPS[mode] * case.pairs * options.heads * options.head_dim / ranks
-                rows.append({
+                yield {
                     "suite": "jax", "jax": version("jax"), "devices": devices[0].device_kind, **asdict(options),
                     "tokens": tokens, "mask": mask, "ranks": ranks, "strategy": plan.strategy, "layout": layout,
                     "kernel": kernel_of(plan), "mode": mode, "ms": ms, "tflops": flops / ms / 1e9,
                     "alone": share * flops / alone[mode] / 1e9, "ratio": alone[mode] / share / ms, "error": off,
-                })  # fmt: skip
-    return rows
+                }  # fmt: skip
 
 
 def kernel_of(plan: Any) -> str:

@@ -7,7 +7,7 @@ takes beginnings: cases=causal_32k,decode runs three. With tokens= a case is cal
 
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -81,17 +81,18 @@ class Options:
         self.impls = self.impls or list(IMPLS if self.device == "cuda" else CPU_IMPLS)
 
 
-def run(options: Options) -> list[Row]:
-    """Every chosen case, printed as it is done, and all rows at the end."""
+def run(options: Options) -> Iterator[Row]:
+    """Every chosen case, printed as it is done."""
     kinds = {"attention": attention, "decode": decode, "errors": errors}
     about = lambda case: {"tokens": case.tokens}  # noqa: E731
-    rows = contest.each(chosen(options), lambda case: kinds[case.kind](case, options), about)
-    base = {row["pass"]: row["tflops"] for row in rows if (row["case"], row.get("impl")) == ("causal_32k", "triton")}
-    for row in rows:
+    base: dict[str, float] = {}
+    for row in contest.each(chosen(options), lambda case: kinds[case.kind](case, options), about):
+        if row.get("impl") == "triton" and row["case"] == "causal_32k":
+            base[row["pass"]] = row["tflops"]
         if row.get("impl") == "triton" and row.get("pass") in base and row["case"] in ("window_64k", "docs_64k"):
             row["of_causal_32k"] = row["tflops"] / base[row["pass"]]
             print(f"{row['case']} {row['pass']}: {row['of_causal_32k']:.3f} of causal_32k's useful TFLOP/s")
-    return rows
+        yield row
 
 
 def chosen(options: Options) -> dict[str, Case]:

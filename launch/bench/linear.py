@@ -7,7 +7,7 @@ have documents. A row is a pass: forward; backward; both. `tokens_per_us` counts
 time over ours. The cases `errors_*` hold the result and every gradient against float64, as |found - exact| / |exact|.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,7 +102,7 @@ class Given(NamedTuple):
         return [t if t is None else t.detach().requires_grad_() for t in self.x[:5]]
 
 
-def run(options: Options) -> list[Row]:
+def run(options: Options) -> Iterator[Row]:
     """Every chosen case, printed as it is done."""
     about = {"gate_dtype": options.gate_dtype}
     return contest.each(

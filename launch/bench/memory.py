@@ -35,7 +35,7 @@ class Options:
     timeout: float = option(600.0, "seconds for each number of ranks")
 
 
-def run(options: Options) -> list[Row]:
+def run(options: Options) -> Iterator[Row]:
     return over_ranks(measured, options, "peak_mib", "ratio")
 
 

@@ -51,19 +51,21 @@ class Options:
             raise ValueError(f"chunk={self.chunk} does not divide tokens={bad[0]}; this benchmark takes whole chunks")
 
 
-def run(options: Options) -> list[Row]:
-    rows = over_ranks(measured, options, "ms", "peak_mib")
-    for row in rows:
+def run(options: Options) -> Iterator[Row]:
+    rows = []
+    for row in over_ranks(measured, options, "ms", "peak_mib"):
+        rows.append(row)
         ring = beside(rows, row, "tokens", way="ring")
         row["speed"] = ring["ms"] / row["ms"] if ring else None
-    return rows
+        yield row
 
 
 def measured(options: Options) -> Iterator[Row]:
     """One rank: every prompt, in every way."""
     mesh = ra.init_mesh(ring=processes_of(options), device_type=options.device)
+    ways = sorted(options.ways, key=lambda way: way != "ring")  # the others are held against it
     for tokens in options.tokens:
-        for way, move in [(w, m) for w in options.ways for m in (options.moves if w == "chunks" else ["auto"])]:
+        for way, move in [(w, m) for w in ways for m in (options.moves if w == "chunks" else ["auto"])]:
             chunk = min(options.chunk, tokens) if way == "chunks" else tokens
             plan = folded(ra.plan(mesh, seq_len=chunk, transport=ra.Transport(by=options.transport)), options.ranks)
             prompt = [draws(options, plan.local_len) for _ in range(tokens // chunk)]  # this rank's part of every chunk

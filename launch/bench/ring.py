@@ -68,9 +68,10 @@ class Options:
             asked_by(mask, max(self.tokens))
 
 
-def run(options: Options) -> list[Row]:
-    rows = over_ranks(measured, options, "ms", "floor_ms", "peak")
-    for row in rows:
+def run(options: Options) -> Iterator[Row]:
+    rows = []
+    for row in over_ranks(measured, options, "ms", "floor_ms", "peak"):
+        rows.append(row)
         row["tflops"] = row["flops"] / options.ranks / row["ms"] / 1e9
         if row["floor_ms"] is not None:
             row["ratio"] = row["floor_ms"] / row["ms"]
@@ -78,11 +79,11 @@ def run(options: Options) -> list[Row]:
         same = [r for r in rows if all(r[n] == row[n] for n in ("tokens", "mask", "mode"))]
         theirs = [r["ms"] for r in same if r["who"].startswith("torch")]
         if theirs and not row["who"].startswith("torch"):
-            row["against"] = min(theirs) / row["ms"]  # how much faster than the fastest peer in the same run
+            row["against"] = min(theirs) / row["ms"]  # how much faster than the fastest peer, measured before
         if spans := row.pop("spans", None):
             name = " ".join(str(row[n]) for n in ("who", "tokens", "mode"))
             print(timeline.save(spans, Path(options.trace), name))
-    return rows
+        yield row
 
 
 def measured(options: Options) -> Iterator[Row]:
@@ -114,10 +115,14 @@ def floor(options: Options, case: Case) -> dict[str, float]:
 
 
 def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, dict[str, str], list[Any]]]:
-    """(who, what about it, what is timed), one after the other: each has the memory to itself."""
+    """(who, what about it, what is timed), one after the other: each has the memory to itself; peers come first."""
     ring, u = options.ranks // options.ulysses, options.ulysses
     played = processes_of(options) != options.ranks
     target = elsewhere(options.device, [(ring, u)], gpus=options.ranks) if played else mesh
+    for method in options.peers:
+        with torch_context_parallel(mesh["ring"], options.ranks, method, options.device):
+            about = {"strategy": "ring", "layout": "zigzag", "route": method}
+            yield f"torch {method}", about, [theirs(options, case.tokens)]
     for transport in options.transports:
         axes = ra.plan(mesh, seq_len=ring, transport=ra.Transport(by=transport)).axes
         for layout in options.layout:
@@ -132,13 +137,6 @@ def contestants(options: Options, mesh: Any, case: Case) -> Iterator[tuple[str, 
             about = {"strategy": plan.strategy, "layout": plan.layout, "route": plan.transport.route}
             axis = axes.ring if plan.ring > 1 else axes.ulysses
             yield axis.by, about, [ours(options, each, case) for each in plans]
-    for method in options.peers:
-        with torch_context_parallel(mesh["ring"], options.ranks, method, options.device):
-            yield (
-                f"torch {method}",
-                {"strategy": "ring", "layout": "zigzag", "route": method},
-                [theirs(options, case.tokens)],
-            )
 
 
 def ours(options: Options, plan: Any, case: Case) -> dict[str, Callable[[], Any]]:

@@ -8,6 +8,7 @@ communication and memory are drawn over the ranks.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,16 @@ class Options:
     timeout: float = option(600.0, "seconds for each number of ranks that is measured")
 
 
-def run(options: Options) -> list[Row]:
+def run(options: Options) -> Iterator[Row]:
     picture = writable(Path(options.picture)) if options.picture else None
-    rows = [row for ranks in options.ranks for row in described(options, ranks)]
-    rows += over_ranks(measured, options, "ms", "gib")
-    for row in rows:
+    rows = []
+    predicted = (row for ranks in options.ranks for row in described(options, ranks))
+    for row in chain(predicted, over_ranks(measured, options, "ms", "gib")):
         row["tflops"] = row["flops"] / row["ranks"] / row["ms"] / 1e9
+        rows.append(row)
+        yield row
     if picture:
         draw(rows, picture)
-    return rows
 
 
 def described(options: Options, ranks: int) -> Iterator[Row]:

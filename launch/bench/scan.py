@@ -40,9 +40,9 @@ class Options:
     timeout: float = option(900.0, "seconds for all")
 
 
-def run(options: Options) -> list[Row]:
-    rows = over_ranks(measured, options, "ms", "floor_ms", "MB")
-    return [{**row, "ratio": row["floor_ms"] / row["ms"]} for row in rows]
+def run(options: Options) -> Iterator[Row]:
+    for row in over_ranks(measured, options, "ms", "floor_ms", "MB"):
+        yield {**row, "ratio": row["floor_ms"] / row["ms"]}
 
 
 def measured(options: Options) -> Iterator[Row]:

@@ -9,7 +9,7 @@ The step's own time is the median without the first two.
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Options:
     timeout: float = option(600.0, "seconds for all")
 
 
-def run(options: Options) -> list[Row]:
+def run(options: Options) -> Iterator[Row]:
     written = Path(options.run) / "config.json"
     if not options.run or not written.is_file():
         raise ValueError(
@@ -57,7 +57,7 @@ def run(options: Options) -> list[Row]:
     floors = run_ranks(measured, ranks, config, options, ranks, backend=backend, timeout=options.timeout)
     attention, products, *burst = (max(floor[i] for floor in floors) for i in range(4))
     step = statistics.median(r["seconds"] for r in steps[2:])
-    return [{
+    yield {
         "suite": "step", **asdict(config.model), **asdict(config.strategy), "ranks": ranks, "tokens": config.seq_len,
         "batch": config.batch, "accumulate": config.accumulate, "compile": config.compile, "steps": len(steps),
         "step_s": step, "attention_s": attention, "products_s": products, "ratio": (attention + products) / step,
@@ -65,7 +65,7 @@ def run(options: Options) -> list[Row]:
         "tokens_per_second": statistics.median(r["tokens_per_second"] for r in steps[2:]),
         "mfu": statistics.median(r["mfu"] for r in steps[2:]), "memory_mib": max(r["memory_mib"] for r in steps),
         "first_loss": steps[0]["loss"], "loss": steps[-1]["loss"],
-    }]  # fmt: skip
+    }  # fmt: skip
 
 
 def measured(config: Train, options: Options, ranks: int) -> tuple[float, ...]:

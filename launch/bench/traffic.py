@@ -5,6 +5,7 @@ Ranks are threads of this process. The busiest rank is shown, in blocks: the key
 levels is that of two hosts. Log-normal documents have a median of an eighth of a shard and sigma 1.4.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ class Options:
     seed: int = option(0, "draws the documents of the packed rows")
 
 
-def run(options: Options) -> list[Row]:
+def run(options: Options) -> Iterator[Row]:
     n, window = options.ranks, f"window {options.window}"
     if not 2 <= n <= min(MOST, options.tokens):
         raise ValueError(f"ranks={n}: there can be 2 to {MOST}, and no more than tokens={options.tokens}")
@@ -59,7 +60,8 @@ def run(options: Options) -> list[Row]:
     cases = [("ring", route, *ring) for route in ("direct", "relay", "levels") for ring in rings
              if route != "levels" or (ring[0] % 2 == 0 and ring[0] > 2)]  # fmt: skip
     cases += [("ulysses", "direct", 1, n, "contiguous", "causal"), ("gather", "direct", n, 1, "zigzag", "causal")]
-    return [count(options, *case) for case in cases]
+    for case in cases:
+        yield count(options, *case)
 
 
 def count(options: Options, strategy: str, route: str, ring: int, ulysses: int, layout: str, mask: str) -> Row:

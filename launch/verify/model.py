@@ -25,6 +25,8 @@ from ringattn.comms import local
 from ringattn.comms.mesh import init_mesh
 from ringattn.launch import processes
 from ringattn.models.hf import model as hf_model
+from ringattn.models.hf.packed import IGNORED
+from ringattn.models.hf.positions import numbered, rule_of
 from ringattn.models.hf.refusals import refuse_model
 
 EPSILON = 5e-6
@@ -44,7 +46,7 @@ class Batch:
         """The tokens; the first one of a document follows no token."""
         labels = self.tokens.clone()
         starts = torch.tensor([0, *self.lengths[:-1]]).cumsum(0)
-        labels[:, starts[1:]] = hf_model.IGNORED
+        labels[:, starts[1:]] = IGNORED
         return labels
 
     def positions(self, model: Any) -> Tensor | None:
@@ -52,7 +54,7 @@ class Batch:
         if len(self.lengths) == 1:
             return None
         documents = self.tokens.split(self.lengths, 1)
-        own = [hf_model.numbered(hf_model.rule_of(model), tokens, None) for tokens in documents]
+        own = [numbered(rule_of(model), tokens, None) for tokens in documents]
         counted = [torch.arange(n, device=self.tokens.device)[None] for n in self.lengths]
         return torch.cat([a if b is None else b for a, b in zip(counted, own, strict=True)], 1)
 
@@ -184,9 +186,7 @@ def precise(model: Any) -> Any:
 def draw(options: Any, model: Any) -> Batch:
     """Random tokens but for padding's, and documents of random lengths, by the seed."""
     config = model.config.get_text_config()
-    first = hf_model.numbered(
-        hf_model.rule_of(model), torch.ones(1, 1, dtype=torch.long) + (config.pad_token_id or 0), None
-    )
+    first = numbered(rule_of(model), torch.ones(1, 1, dtype=torch.long) + (config.pad_token_id or 0), None)
     most = (getattr(config, "max_position_embeddings", None) or LONGEST) - (0 if first is None else int(first))
     T = min(LONGEST, most) if options.tokens is None else options.tokens
     if most < T:
@@ -209,7 +209,7 @@ def alone(model: Any, batch: Batch) -> Found:
         parts.append([*output.hidden_states, output.logits])
     values = [torch.cat(x, 1) for x in zip(*parts, strict=True)]
     labels = batch.labels[0, 1:]
-    loss = F.cross_entropy(values[-1][0, :-1], labels, ignore_index=hf_model.IGNORED)
+    loss = F.cross_entropy(values[-1][0, :-1], labels, ignore_index=IGNORED)
     loss.backward()
     return Found(loss.item(), [x.detach() for x in values], gradients(model))
 

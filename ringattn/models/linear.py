@@ -23,8 +23,8 @@ FEW = 8  # tokens that `step` takes one by one
 
 def head_size(d_model: int, heads: int, given: int | None = None) -> int:
     """The size of a head: as given, or its share of d_model."""
-    if found := of_sizes(d_model=d_model, heads=heads):
-        raise ValueError(found)
+    if problem := of_sizes(d_model=d_model, heads=heads):
+        raise ValueError(problem)
     if given is None and heads <= d_model and d_model % heads:
         raise ValueError(f"heads={heads} does not divide d_model={d_model}; give the size of a head")
     size = d_model // heads if given is None else given
@@ -90,8 +90,8 @@ class LinearLayer(nn.Module):
         self.value_dim = head_size(d_model, heads, value_dim)
         self.key_dim = head_size(d_model, heads, max(1, d_model // heads // 2) if key_dim is None else key_dim)
         self.key_heads = heads if key_heads is None else key_heads
-        if found := of_sizes(key_heads=self.key_heads):
-            raise ValueError(found)
+        if problem := of_sizes(key_heads=self.key_heads):
+            raise ValueError(problem)
         if heads % self.key_heads:
             raise ValueError(f"key_heads={self.key_heads} must divide heads={heads}")
         self.d_model, self.heads, self.convolution, self.kernel = d_model, heads, convolution, kernel
@@ -195,8 +195,8 @@ class GatedLinearAttention(LinearLayer):
     ):
         if gate not in ("channel", "head", None):
             raise ValueError(f"gate={gate!r}: choose 'channel', 'head' or None")
-        if found := of_sizes(gate_rank=gate_rank):
-            raise ValueError(found)
+        if problem := of_sizes(gate_rank=gate_rank):
+            raise ValueError(problem)
         if temperature is None or of_factor("temperature", temperature):
             raise ValueError(f"temperature={temperature!r} must be above 0")
         super().__init__(d_model, heads, None, key_dim, value_dim, convolution, kernel)

@@ -115,16 +115,16 @@ def compare_ranks(plan: Plan, call: str, over: Sequence[Any], problem: str | Non
 
 def of_plan(function: str, plan: Any) -> str | None:
     """A plan of torch."""
-    if found := of_arguments(required=True, plan=plan):
-        return found
+    if problem := of_arguments(required=True, plan=plan):
+        return problem
     other = f"{function} is for torch; JAX arrays are global: take the mean where plan.real_tokens()"
     return None if plan.framework == "torch" else other
 
 
 def of_losses(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | None) -> str | None:
     """A loss for each of this rank's tokens, and which of them count."""
-    if found := of_types(losses=losses_BT) or of_arguments(docs=docs):
-        return found
+    if problem := of_types(losses=losses_BT) or of_arguments(docs=docs):
+        return problem
     shape = tuple(losses_BT.shape)
     if len(shape) != 2 or not losses_BT.is_floating_point():
         return f"losses has shape {shape} and dtype {losses_BT.dtype}; expected a float for each token, [batch, tokens]"
@@ -156,8 +156,8 @@ def of_ignored(losses_BT: Tensor, plan: Plan, mask: Tensor | None, docs: Docs | 
 
 def of_labels(logits_BTV: Tensor, labels_BT: Tensor, plan: Plan, ignore_index: Any, docs: Docs | None) -> str | None:
     """Logits and a label for each of this rank's tokens; on CPUs the labels' values are checked too."""
-    if found := of_types(logits=logits_BTV, labels=labels_BT) or of_arguments(docs=docs):
-        return found
+    if problem := of_types(logits=logits_BTV, labels=labels_BT) or of_arguments(docs=docs):
+        return problem
     shape, floating = tuple(logits_BTV.shape), logits_BTV.is_floating_point()
     if len(shape) != 3 or not floating or not shape[2]:
         return f"logits has shape {shape} and dtype {logits_BTV.dtype}; expected floats [batch, tokens, vocabulary]"
@@ -172,8 +172,8 @@ def of_labels(logits_BTV: Tensor, labels_BT: Tensor, plan: Plan, ignore_index: A
         return f"labels is on {labels_BT.device}, logits on {logits_BTV.device}; put both on one device"
     if whole(ignore_index) is None:
         return f"ignore_index={ignore_index!r}: the label that does not count, a whole number"
-    if found := of_packed("docs", docs, plan.seq_len, shape[0]):
-        return found
+    if problem := of_packed("docs", docs, plan.seq_len, shape[0]):
+        return problem
     if labels_BT.is_cpu:
         counted = counted_of(labels_BT, plan, labels_BT != ignore_index, docs)
         wrong = labels_BT[counted & ((labels_BT < 0) | (labels_BT >= shape[2]))]
@@ -190,8 +190,8 @@ def of_axes(over: Any) -> str | None:
 
 
 def of_mask(mask: Tensor, like: Tensor) -> str | None:
-    if found := of_types(mask=mask):
-        return found
+    if problem := of_types(mask=mask):
+        return problem
     if mask.is_floating_point() or mask.is_complex():
         return f"mask is {mask.dtype}: a token counts or does not, so give bools (mask > 0) or integers"
     if mask.device != like.device:

@@ -15,12 +15,12 @@ from ringattn.models.linear import GatedDeltaNet as GatedDeltaNet
 from ringattn.models.linear import GatedLinearAttention as GatedLinearAttention
 from ringattn.models.linear import KimiDeltaAttention as KimiDeltaAttention
 from ringattn.models.linear import check_input, check_stream, head_size
-from ringattn.planning import Plan, of_text
+from ringattn.planning import Plan
 from ringattn.ranks import Ranks
 from ringattn.spec import AttentionSpec, Docs, raise_if
 from ringattn.torch.check import of_types
 from ringattn.torch.dispatch import fake, op
-from ringattn.torch.handles import text_of
+from ringattn.torch.handles import plan_of, text_and_handle
 from ringattn.torch.inference.cache import KVCache
 from ringattn.torch.inference.function import decode, prefill
 
@@ -54,14 +54,14 @@ def rope(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @op("positions")
-def positions_of(x: Tensor, plan: str) -> Tensor:
-    """plan.positions() on the device of x, as one node of a compiled graph; the plan is passed as its text."""
-    return of_text(plan).positions().to(x.device, copy=True)
+def positions_of(x: Tensor, plan: str, handle: Tensor | None) -> Tensor:
+    """plan.positions() on the device of x, as one node of a compiled graph."""
+    return plan_of(plan, x.shape[1], x.shape[1], handle).positions().to(x.device, copy=True)
 
 
 @fake("positions")
-def _(x: Tensor, plan: str) -> Tensor:
-    return x.new_empty(of_text(plan).local_len, dtype=torch.int64)
+def _(x: Tensor, plan: str, handle: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[1], dtype=torch.int64)
 
 
 class Attention(nn.Module):
@@ -100,9 +100,9 @@ class Attention(nn.Module):
         if positions is None and plan is None:
             positions = torch.arange(T, device=x_BTC.device)
         elif positions is None:
-            positions = torch.ops.ringattn.positions(x_BTC, text_of(plan))
-        elif found := of_types(positions=positions):
-            raise ValueError(found)
+            positions = torch.ops.ringattn.positions(x_BTC, *text_and_handle(plan))
+        elif problem := of_types(positions=positions):
+            raise ValueError(problem)
         elif not has_shape(positions, (T,), (1, T), (len(x_BTC), T)):
             raise ValueError(f"positions have shape {tuple(positions.shape)}; x has {len(x_BTC)} rows of {T} tokens")
         q, k, v = self.projected(x_BTC, positions)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.planning import Plan, Transport, of_text
+from ringattn.planning import Plan, Transport, of_handle, of_text
 from ringattn.ranks import one_rank
 from ringattn.spec import Docs
 
@@ -72,6 +72,13 @@ def text_of(plan: Any) -> str:
     return "" if isinstance(plan, Alone) else str(held(plan.text))
 
 
+def text_and_handle(plan: Any) -> tuple[str, Tensor | None]:
+    """The plan for an op whose graph serves all batches: of a plan for documents, the text of what they share."""
+    if plan.docs is None or not torch.compiler.is_compiling():
+        return text_of(plan), None
+    return held(plan.choices), torch.from_numpy(plan.handle.copy())
+
+
 def exporting() -> bool:
     """Whether torch.export traces. In torch 2.11 is_exporting is True under torch.compile too, so use its flag."""
     return torch.compiler.is_exporting() if TELLS else torch.compiler._is_exporting_flag
@@ -82,8 +89,10 @@ def plain(n: int) -> int:
     return range(n).stop
 
 
-def plan_of(text: str, seq_len: int, key_len: int) -> Plan:
-    """The plan with this text; for "" that of one device, for tensors of these lengths."""
+def plan_of(text: str, seq_len: int, key_len: int, handle: Tensor | None = None) -> Plan:
+    """The plan with this text, or this handle; for "" that of one device, for tensors of these lengths."""
+    if handle is not None:
+        return of_handle(text, int(handle))
     return kept_plan(seq_len, key_len) if text == "" else of_text(text)
 
 

@@ -156,11 +156,11 @@ def spans_of(sees: Any, document_BT: Tensor) -> list[list[tuple[int, int]]]:
     every = torch.arange(T - 1, device=device)[None]
     ahead = see(rows, every, every + 1).numpy(force=True)
     edges = np.diff(np.pad(ahead, ((0, 0), (1, 1))).astype(np.int8), axis=1)
-    found = [
+    spans = [
         [(int(a), int(b) + 1) for a, b in zip(*(np.flatnonzero(row == s) for s in (1, -1)), strict=True)]
         for row in edges
     ]
-    for i, row in enumerate(found):
+    for i, row in enumerate(spans):
         if not row:
             continue
         start, stop = torch.tensor(row, device=device).T
@@ -171,17 +171,17 @@ def spans_of(sees: Any, document_BT: Tensor) -> list[list[tuple[int, int]]]:
                 "this model has images that are longer than its window, or that see later images: masks over ranks "
                 "have ranges of tokens that see one another whole, and nothing else behind them"
             )
-    return found
+    return spans
 
 
 def stretched(model: nn.Module) -> list[nn.Module]:
     """The modules whose rotary angles depend on how long the sequence is, which they take from the last position."""
-    found = []
+    modules = []
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         if {"dynamic", "longrope"} & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
-            found.append(module)
-    return found
+            modules.append(module)
+    return modules
 
 
 def show_last(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -44,10 +44,10 @@ class Choice:
         Its heads and dims are left out again, since layers may differ in them.
         """
         length = self.seq_len or self.longest(seq_len) or longest_of(model)
-        found = choosing.plan(
+        chosen = choosing.plan(
             self.mesh, axes=self.axes, seq_len=length, strategy=self.strategy, layout=self.layout, **attention_of(model)
         )
-        return found.replace(heads=None, head_dim=None, value_dim=None).for_length(seq_len or length)
+        return chosen.replace(heads=None, head_dim=None, value_dim=None).for_length(seq_len or length)
 
     def longest(self, seq_len: int | None) -> int | None:
         """The longest batch of all ranks of the mesh: those of other data ranks must choose the same sizes."""
@@ -82,8 +82,8 @@ class Spread(Value):
     def first(self, model: nn.Module, T: int | None = None) -> Plan:
         """The plan whose choices those of other lengths share; it is chosen now, for T tokens, if there is none yet."""
         if not self.plans:
-            found = self.source if isinstance(self.source, Plan) else self.source.plan(model, T)
-            self.plans[found.seq_len] = found
+            plan = self.source if isinstance(self.source, Plan) else self.source.plan(model, T)
+            self.plans[plan.seq_len] = plan
         return next(iter(self.plans.values()))
 
     def local(self, model: nn.Module, T: int) -> Plan:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ringattn.models.hf.choice import Choice, attention_of
-from ringattn.models.hf.linear import linear_layers
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 
@@ -30,9 +29,9 @@ class Dealt(NamedTuple):
 
     def whole(self, x: Tensor) -> Tensor:
         """The rows [B, T, ...] of all ranks' [1, t, ...]; zeros for padding."""
-        (found,) = self.plan.unshard(x)
-        room = found.new_zeros(self.shape[0] * self.shape[1], *found.shape[1:])
-        return room.index_copy(0, self.real.to(x.device), found).unflatten(0, self.shape)
+        (rows,) = self.plan.unshard(x)
+        room = rows.new_zeros(self.shape[0] * self.shape[1], *rows.shape[1:])
+        return room.index_copy(0, self.real.to(x.device), rows).unflatten(0, self.shape)
 
 
 def joined(last: Dealt | Plan, x: Tensor) -> Tensor:
@@ -45,14 +44,14 @@ def dealt(
 ) -> Dealt | None:
     """The batch as one row, if the model's plans leave the layout open, or deal out documents, and the batch has some.
 
-    A compiled graph holds its plan, so it keeps the one that is the same for all batches. Layers of linear attention,
-    which compute documents in rows of their own then, cost more: models with such layers are dealt out on request.
+    Layers of linear attention, which compute documents in rows of their own then, cost more: models with such layers
+    are dealt out on request, and not where they are compiled, since that would be done anew for each batch.
     """
-    source = model.ringattn.source
-    is_open = isinstance(source, Choice) and source.layout == "auto" and not linear_layers(model)
-    if docs is None or plan.ring == 1 or not (is_open or plan.layout == "balanced"):
+    if docs is None or plan.ring == 1:
         return None
-    if compiled(model):
+    source, linear = model.ringattn.source, model.ringattn_before.linear
+    is_open = isinstance(source, Choice) and source.layout == "auto" and not linear
+    if not (is_open or plan.layout == "balanced") or (linear and compiled(model)):
         return None
     spec: AttentionSpec = attention_of(model).get("spec", AttentionSpec())
     open_plan = plan.replace(layout="balanced", work=plan.work or AttentionSpec(spec.causal, spec.window))

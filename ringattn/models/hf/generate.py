@@ -182,8 +182,8 @@ class Chunk:
 
     def take(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of x, whose dims before `dim` and at it are rows and tokens."""
-        found: Tensor = self.part.shard(x[(slice(None),) * (dim - 1) + (self.rows, self.at)], dim)
-        return found
+        mine: Tensor = self.part.shard(x[(slice(None),) * (dim - 1) + (self.rows, self.at)], dim)
+        return mine
 
     def join(self, logits: Tensor) -> Tensor:
         """The logits of the kept tokens, on every rank."""

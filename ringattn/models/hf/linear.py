@@ -41,7 +41,7 @@ def convolution(
     """`causal_conv1d_fn`: [B, C, T] by weight [C, W], whose last column is the token itself."""
     from transformers.activations import ACT2FN
 
-    call, x = told(ringattn), hidden_states.mT
+    call, x = needed(ringattn), hidden_states.mT
     plan = plan_of(call, x)
     if call.cache is None:
         y = causal_convolution(x, weight.flip(1), plan, call.docs)
@@ -69,7 +69,7 @@ def delta_rule(
     if use_qk_l2norm_in_kernel:
         query, key = ((exact(x) * torch.rsqrt(exact(x).square().sum(-1, keepdim=True) + EPS)).to(x.dtype)
                       for x in (query, key))  # fmt: skip
-    return attended(told(ringattn), layer, query, key, value, g, beta, key.shape[-1] ** -0.5), None
+    return attended(needed(ringattn), layer, query, key, value, g, beta, key.shape[-1] ** -0.5), None
 
 
 def mamba2(
@@ -94,7 +94,7 @@ def mamba2(
     x, dt = hidden_states, exact(dt if dt_bias is None else dt + dt_bias.to(dt.dtype))
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     v = (exact(x) * dt[..., None]).to(x.dtype)
-    out = attended(told(ringattn), layer, C.to(x.dtype), B.to(x.dtype), v, exact(A) * dt, None, 1.0)
+    out = attended(needed(ringattn), layer, C.to(x.dtype), B.to(x.dtype), v, exact(A) * dt, None, 1.0)
     return out if D is None else out + x * D[:, None]
 
 
@@ -121,7 +121,7 @@ def attended(
     return out
 
 
-def told(call: Call | None) -> Call:
+def needed(call: Call | None) -> Call:
     if call is None:
         raise ValueError(
             "a linear layer was called outside a prepared model (call model(...) after ringattn.hf.prepare(model, "
@@ -149,7 +149,7 @@ FUSED = "mamba2_split_conv1d_scan_combined"
 
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers whose recurrence is known here."""
+    """The layers whose recurrence is replaced here."""
     return [module for module in model.modules() if names(module) & set(SCANS)]
 
 
@@ -170,11 +170,11 @@ def replace(layer: Any) -> None:
     The functions belong to the layer, not to its module: other models, and ranks that are threads, keep theirs.
     """
     run = inspect.unwrap(type(layer).forward)
-    known: dict[str, Any] = {CONVOLUTION: convolution, **SCANS}
-    ours = {name: partial(function, layer=layer.layer_idx) for name, function in known.items()}
-    found = {**run.__globals__, **ours, FUSED: nothing}
-    found.pop("__name__")  # by which torch.compile would find the module, and its functions
-    forward = FunctionType(run.__code__, found, run.__name__, run.__defaults__, run.__closure__)
+    replaced: dict[str, Any] = {CONVOLUTION: convolution, **SCANS}
+    ours = {name: partial(function, layer=layer.layer_idx) for name, function in replaced.items()}
+    scope = {**run.__globals__, **ours, FUSED: nothing}
+    scope.pop("__name__")  # by which torch.compile would find the module, and its functions
+    forward = FunctionType(run.__code__, scope, run.__name__, run.__defaults__, run.__closure__)
     forward.__kwdefaults__ = run.__kwdefaults__
     layer.forward = MethodType(forward, layer)  # a copy of the model runs its own weights
 

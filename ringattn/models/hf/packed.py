@@ -94,13 +94,13 @@ def following(labels: Tensor, docs: Docs) -> list[Tensor]:
             if before >= 0 and stop > start:
                 branches[before] = branches.get(before, -1) + 1
                 joins.append((branches[before], row, before, start))
-    found = labels.new_full((1 + max((n for n, *_ in joins), default=0), *labels.shape), IGNORED)
-    found[0] = labels.roll(-1, 1)
-    found[0].index_put_(tuple(torch.tensor(cuts, device=labels.device).T), labels.new_tensor(IGNORED))
+    targets = labels.new_full((1 + max((n for n, *_ in joins), default=0), *labels.shape), IGNORED)
+    targets[0] = labels.roll(-1, 1)
+    targets[0].index_put_(tuple(torch.tensor(cuts, device=labels.device).T), labels.new_tensor(IGNORED))
     if joins:
         n, rows, before, start = torch.tensor(joins, device=labels.device).T
-        found[n, rows, before] = labels[rows, start]
-    return list(found)
+        targets[n, rows, before] = labels[rows, start]
+    return list(targets)
 
 
 def refuse_mask(attention_mask: Any) -> None:
@@ -128,7 +128,7 @@ def changes(x_BT: np.ndarray) -> np.ndarray:
 
 def packing(B: int, T: int, more: dict[str, Any]) -> tuple[str, np.ndarray] | None:
     """The argument that defines where documents begin, and where, [B, T], except the first of a row."""
-    found: dict[str, np.ndarray] = {}
+    starts: dict[str, np.ndarray] = {}
     for name in PACKING:
         x = more.get(name)
         if x is None:
@@ -148,10 +148,10 @@ def packing(B: int, T: int, more: dict[str, Any]) -> tuple[str, np.ndarray] | No
                 )
             cuts = np.zeros((1, T), bool)
             cuts[0, x[(x > 0) & (x < T)]] = True
-        found[name] = cuts
-    if not found:
+        starts[name] = cuts
+    if not starts:
         return None
-    (first, begins), *others = found.items()
+    (first, begins), *others = starts.items()
     for name, cuts in others:
         if (cuts != begins).any():
             raise ValueError(f"{first} and {name} begin documents at different tokens; make them agree, or give one")

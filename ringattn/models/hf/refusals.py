@@ -54,8 +54,8 @@ def refuse_model(model: nn.Module, name: str) -> None:
         raise ValueError(f"{name} does not use transformers' attention interface, so its attention cannot be replaced")
     if any(kind in name for kind in POOLED):
         raise ValueError(f"{name} predicts from one token, which only one rank holds, and is not supported")
-    known = {*LAYERS, *POINTWISE, *(getattr(layer, "layer_type", LINEAR) for layer in linear)}
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - known)
+    supported_types = {*LAYERS, *POINTWISE, *(getattr(layer, "layer_type", LINEAR) for layer in linear)}
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - supported_types)
     if others:
         raise ValueError(
             f"{name} has layers of type {', '.join(others)}; supported are {', '.join(LAYERS)}, and linear attention "
@@ -97,10 +97,10 @@ def accepted(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments that keep their meaning when a rank holds a part of the sequence."""
     if kwargs.get("return_dict") is False:
         raise ValueError("return_dict=False is not supported: a prepared model gives loss and logits by name")
-    found = {k: v for k, v in kwargs.items() if v is not None and v is not False and k != "use_cache"}
-    unknown = sorted(set(found) - {*ARGUMENTS, *PACKING, *UNUSED})
+    wanted = {k: v for k, v in kwargs.items() if v is not None and v is not False and k != "use_cache"}
+    unknown = sorted(set(wanted) - {*ARGUMENTS, *PACKING, *UNUSED})
     if unknown:
         raise ValueError(f"a prepared model does not take {', '.join(unknown)}")
-    if found.get("output_router_logits"):
+    if wanted.get("output_router_logits"):
         raise ValueError(f"output_router_logits: {ROUTERS}")
-    return {k: v for k, v in found.items() if k not in (*PACKING, *UNUSED)}
+    return {k: v for k, v in wanted.items() if k not in (*PACKING, *UNUSED)}

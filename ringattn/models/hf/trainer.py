@@ -14,6 +14,9 @@ from ringattn.models.hf import accelerate as hf_accelerate
 from ringattn.models.hf import model as hf_model
 from ringattn.models.hf import trl as hf_trl
 from ringattn.models.hf.dealt import Dealt
+from ringattn.models.hf.forward import keep_outermost
+from ringattn.models.hf.packed import IGNORED
+from ringattn.models.hf.targets import scaled, targets_of
 from ringattn.planning import Plan
 
 
@@ -37,7 +40,7 @@ class OverRanks(hf_trl.Answers):
         self.mesh: Any = None  # of ranks that accelerate's ParallelismConfig is not for
         super().__init__(*args, **kwargs)
         vars(self.args).update(self.packing)
-        hf_model.keep_outermost(hf_model.inner(self.model))
+        keep_outermost(hf_model.inner(self.model))
         reference = getattr(self, "ref_model", None)
         if reference is not None:
             self.prepare(reference)
@@ -112,12 +115,12 @@ class OverRanks(hf_trl.Answers):
         output = model(**inputs, num_items_in_batch=items)
         if output.get("loss") is None:
             raise ValueError(f"there are no labels among {', '.join(inputs)}, so there is no loss to train with")
-        loss = output.loss if self.spread.averaged else hf_model.scaled(output.loss, self.args.world_size)
+        loss = output.loss if self.spread.averaged else scaled(output.loss, self.args.world_size)
         return (loss, output) if return_outputs else loss
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        found: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
-        return found if self.by_accelerate else found // self.spread.size
+        size: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
+        return size if self.by_accelerate else size // self.spread.size
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         with self.plans_counted_once():
@@ -128,8 +131,8 @@ class OverRanks(hf_trl.Answers):
         if not all(hasattr(batch, "get") for batch in batch_samples):
             return None  # prompts, of which TRL makes batches later
         names = "labels", "shift_labels", "attention_mask", "docs"
-        targets = [hf_model.targets_of(*(batch.get(name) for name in names)) for batch in batch_samples]
-        counts = [(x != hf_model.IGNORED).sum() for every in targets for x in every]
+        targets = [targets_of(*(batch.get(name) for name in names)) for batch in batch_samples]
+        counts = [(x != IGNORED).sum() for every in targets for x in every]
         if not all(targets) or not counts:
             return None
         count = torch.stack(counts).sum(0, keepdim=True).to(device)
@@ -160,8 +163,8 @@ class OverRanks(hf_trl.Answers):
             B, T = inputs["input_ids" if inputs.get("input_ids") is not None else "inputs_embeds"].shape[:2]
             ignored = getattr(hf_model.inner(self.model).config, "keys_to_ignore_at_inference", ["past_key_values"])
             left_out = {"loss", *(ignored if ignore_keys is None else ignore_keys)}
-            found = tuple(self.whole(x, B, T) for name, x in output.items() if name not in left_out)
-            return loss, found[0] if len(found) == 1 else found, labels
+            outputs = tuple(self.whole(x, B, T) for name, x in output.items() if name not in left_out)
+            return loss, outputs[0] if len(outputs) == 1 else outputs, labels
 
     def whole(self, x: Any, B: int, T: int) -> Any:
         """The rows of all tokens, of an output or of several [B, t, ...]."""
@@ -172,8 +175,8 @@ class OverRanks(hf_trl.Answers):
         if isinstance(last, Dealt) and isinstance(x, Tensor) and x.shape[:2] == (1, last.plan.local_len):
             return last.whole(x)
         if not isinstance(x, Tensor) or x.shape[:2] != (B, plan.local_len):
-            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"the model also gives {found}, which is not one row a token: name it in ignore_keys")
+            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"the model also gives {shape}, which is not one row a token: name it in ignore_keys")
         return plan.unshard(x)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -223,9 +226,9 @@ class OverRanks(hf_trl.Answers):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         if self.by_accelerate:
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
-        found = self.eval_dataset if eval_dataset is None else eval_dataset  # type: ignore[attr-defined]
-        found = self.eval_dataset[found] if isinstance(found, str) else found  # type: ignore[attr-defined]
-        return self.prompts(found) if self.answers else self.loader(found, self.args.eval_batch_size)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset  # type: ignore[attr-defined]
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset  # type: ignore[attr-defined]
+        return self.prompts(dataset) if self.answers else self.loader(dataset, self.args.eval_batch_size)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         if self.by_accelerate:
@@ -273,7 +276,7 @@ class Counted:
                 at = torch.arange(n) * ranks + mine if self.dealt else torch.arange(n) + mine * self.batch_size
                 for name in [name for name in LABELS if batch.get(name) is not None]:
                     repeated = (before + at >= total)[:, None].to(batch[name].device)
-                    batch[name] = batch[name].masked_fill(repeated, hf_model.IGNORED)
+                    batch[name] = batch[name].masked_fill(repeated, IGNORED)
                 full = total - before >= self.batch_size * ranks
                 self.real, before = None if full else total - before, before + self.batch_size * ranks
             yield batch

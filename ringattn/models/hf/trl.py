@@ -56,13 +56,13 @@ def own_targets(targets: Tensor, plan: Plan, compare: bool) -> Tensor:
 @torch.compiler.disable
 def of_whole(output: Any, mine: Tensor, last: Any, shifted: bool, items: Any) -> Any:
     """The output for whole sequences, from that of this rank's targets."""
-    found = {}
+    outputs = {}
     for name, x in output.items():
         if isinstance(x, Tensor) and x.shape == mine.shape:
             x = joined(last, x.int()).bool() if x.dtype == torch.bool else joined(last, x)
-            found[name] = x if shifted else x[:, :-1]
-    count = found["label_mask"].sum().clamp(min=1) if items is None else items
-    return type(output)(loss=-found["log_probs"].sum() / count, **found)
+            outputs[name] = x if shifted else x[:, :-1]
+    count = outputs["label_mask"].sum().clamp(min=1) if items is None else items
+    return type(output)(loss=-outputs["log_probs"].sum() / count, **outputs)
 
 
 class Answers:
@@ -168,8 +168,8 @@ class DataRanks:
 
     def gather(self, x: Tensor) -> Tensor:
         ranks = self.accelerator.num_processes
-        found: Tensor = self.accelerator.gather(x)
-        return found if ranks == 1 else found.unflatten(0, (ranks, -1))[self.firsts].flatten(0, 1)
+        rows: Tensor = self.accelerator.gather(x)
+        return rows if ranks == 1 else rows.unflatten(0, (ranks, -1))[self.firsts].flatten(0, 1)
 
     gather_for_metrics = gather  # of counts and sums, which a last batch of fewer rows does not shorten
 

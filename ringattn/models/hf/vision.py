@@ -54,9 +54,9 @@ def decoder_of(model: Any) -> Any:
     """The text decoder of a model that also has towers; None of a model of text alone."""
     if model.config.get_text_config() is model.config:
         return None
-    found = model.get_decoder()
-    takes = found is not model and "inputs_embeds" in signature(type(found).forward).parameters
-    return found if takes else None
+    decoder = model.get_decoder()
+    takes = decoder is not model and "inputs_embeds" in signature(type(decoder).forward).parameters
+    return decoder if takes else None
 
 
 def towers_keep_theirs(model: Any, decoder: Any) -> None:
@@ -128,8 +128,8 @@ def all_tokens(given: dict[str, Any], attention_mask: Tensor | None, cut: Cut) -
 def turned(model: nn.Module, B: int) -> Any:
     """How many more positions than tokens each row has after images with M-RoPE, [B, 1]; 0 without them."""
     every: Any = model.modules()
-    found = next((m.rope_deltas for m in every if getattr(m, "rope_deltas", None) is not None), None)
-    return 0 if found is None else found.repeat_interleave(B // len(found), 0)  # of beams: a row is several
+    deltas = next((m.rope_deltas for m in every if getattr(m, "rope_deltas", None) is not None), None)
+    return 0 if deltas is None else deltas.repeat_interleave(B // len(deltas), 0)  # of beams: a row is several
 
 
 def media_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -137,15 +137,15 @@ def media_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     if decoder_of(model) is None:
         return {}
     names = signature(model.local_forward).parameters.keys() - TEXT
-    found = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
-    found = {name: x for name, x in found.items() if x is not None}
+    media = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
+    media = {name: x for name, x in media.items() if x is not None}
     prefixed = TYPES in names and getattr(model.config.get_text_config(), "use_bidirectional_attention", False)
-    if prefixed and TYPES not in found:
+    if prefixed and TYPES not in media:
         raise ValueError(
             f"{type(model).__name__} sees its prefix both ways: pass {TYPES}, as its processor returns them (0 in the "
             "prefix, 1 behind it); what it would see without them depends on the attention implementation"
         )
-    return found
+    return media
 
 
 def compare(plan: Plan, given: dict[str, Any]) -> None:
@@ -162,25 +162,25 @@ def cut_arguments(self: Any, cut: Cut, args: Any, kwargs: dict[str, Any]) -> dic
     named = signature(type(self).forward).bind(self, *args, **kwargs).arguments
     del named["self"]
     given = {**named.pop("kwargs", {}), **named}
-    found: dict[str, Any] = cut.positions(stretched(self), given.pop("position_ids", None))
+    mine: dict[str, Any] = cut.positions(stretched(self), given.pop("position_ids", None))
     mask, call = mask_of(cut, given.pop("attention_mask", None), name), cut.call
     if isinstance(mask, Asked):  # of decoders that make masks of what is given, as Gemma's
         mask, call = None, call.replace(asked=mask)
-    found["attention_mask"] = mask
+    mine["attention_mask"] = mask
     marks = next((x for x in given.values() if is_a_row_a_token(x, cut) and x.dtype == torch.bool), None)
     places = None if marks is None else Places(cut, marks)
     for argument, x in given.items():
         if is_a_row_a_token(x, cut):
-            found[argument] = cut.take(x, 1)
+            mine[argument] = cut.take(x, 1)
         elif holds_tensors(x):
             if places is None:
                 raise ValueError(
                     f"{name} is given {argument}, which has no row a token: it cannot be spread over ranks"
                 )
-            found[argument] = places.take(x, argument)
+            mine[argument] = places.take(x, argument)
         else:
-            found[argument] = x
-    return {**found, "ringattn": call}
+            mine[argument] = x
+    return {**mine, "ringattn": call}
 
 
 def is_a_row_a_token(x: Any, cut: Cut) -> bool:

@@ -1,7 +1,8 @@
 """`attention` as ops, for torch.compile and all else that sees ops: selective checkpoints, fake tensors, tracers.
 
-A compiled graph holds tensors and numbers, so a plan is passed as its text and documents as their starts
-(`ringattn.torch.handles`). When an op runs, it turns them back and binds the call.
+A compiled graph holds tensors and numbers, so a plan is passed as its text, or where each batch has its own as a number
+to look it up by, and documents as their starts (`ringattn.torch.handles`). When an op runs, it turns them back and
+binds the call.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from ringattn.torch.attention import function as attention
 from ringattn.torch.attention.call import bind, bound
 from ringattn.torch.bind import CAUSAL
 from ringattn.torch.dispatch import differentiate, fake, op
-from ringattn.torch.handles import docs_of, plain, plan_of, spread, starts_of, text_of, whole_on_one
+from ringattn.torch.handles import docs_of, plain, plan_of, spread, starts_of, text_and_handle, whole_on_one
 
 Numbers = tuple[Any, ...]  # of a spec: causal, window as a list, chunk, first, softcap, scale
 
@@ -34,9 +35,11 @@ def attention_op(
     spec = CAUSAL if spec is None else spec
     plan = whole_on_one(q, k) if plan is None else plan
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, sinks) if x is not None)
-    raise_if(check.problem(q, k, v, plan, spec, docs, key_docs, sinks))
+    text, handle = text_and_handle(plan)
+    if handle is None:  # else the op checks: no graph may depend on the documents of one batch
+        raise_if(check.problem(q, k, v, plan, spec, docs, key_docs, sinks))
     out, lse, _ = torch.ops.ringattn.attention(
-        q, k, v, sinks, starts_of(docs), starts_of(key_docs), text_of(plan), keep, return_lse,
+        q, k, v, sinks, starts_of(docs), starts_of(key_docs), handle, text, keep, return_lse,
         *numbers_of(spec),
     )  # fmt: skip
     return out, lse
@@ -49,9 +52,11 @@ def numbers_of(spec: AttentionSpec) -> Numbers:
     return spec.causal, reach, spec.chunk, spec.first, spec.softcap, spec.scale
 
 
-def arguments(q: Tensor, k: Tensor, docs: Any, key_docs: Any, plan: str, *spec: Any) -> tuple[Any, Any, Any, Any]:
+def arguments(
+    q: Tensor, k: Tensor, docs: Any, key_docs: Any, handle: Tensor | None, plan: str, *spec: Any
+) -> tuple[Any, Any, Any, Any]:
     """The plan, spec, docs and key_docs that the arguments of an op stand for."""
-    live = plan_of(plan, q.shape[1], k.shape[1])
+    live = plan_of(plan, q.shape[1], k.shape[1], handle)
     causal, window, *rest = spec
     reach = window if window is None else window[0] if causal else tuple(window)
     return live, AttentionSpec(causal, reach, *rest), docs_of(docs, live.seq_len), docs_of(key_docs, live.keys.seq_len)
@@ -60,24 +65,35 @@ def arguments(q: Tensor, k: Tensor, docs: Any, key_docs: Any, plan: str, *spec: 
 @op("attention")
 def forward_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, docs: Tensor | None, key_docs: Tensor | None,
-    plan: str, keep: bool, return_lse: bool,
+    handle: Tensor | None, plan: str, keep: bool, return_lse: bool,
     causal: bool, window: list[int] | None, chunk: int | None, first: int, softcap: float | None, scale: float | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """(out in q's dtype, lse) of this rank's queries over all keys; with `keep`, also the tensors that entered."""
-    found = arguments(q, k, docs, key_docs, plan, causal, window, chunk, first, softcap, scale)
+    found = arguments(q, k, docs, key_docs, handle, plan, causal, window, chunk, first, softcap, scale)
     return attention.forward(bind(q, k, v, *found, sinks, keep, return_lse), q, k, v, sinks)
 
 
 @fake("attention")
 def _(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Any, docs: Any, key_docs: Any, plan: str, keep: bool, *rest: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Any,
+    docs: Any,
+    key_docs: Any,
+    handle: Any,
+    plan: str,
+    keep: bool,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     B, T, H, D = q.shape
     V, exact, live = v.shape[3], fine(q), spread(plan)
     saved: list[Tensor] = []
     if keep and live.ulysses > 1:
         size, lengths = live.ulysses, (live.seq_len, live.keys.seq_len)
-        groups = live.groups_for(Shape(*lengths, H, k.shape[2], D, V, q.itemsize, plain(B)))
+        groups = live.transport.groups or 1  # as in of_handle
+        if handle is None:
+            groups = live.groups_for(Shape(*lengths, H, k.shape[2], D, V, q.itemsize, plain(B)))
         h, g = H // size // groups, kv_heads_of_a_rank(k.shape[2], size) // groups
         for _ in range(groups):
             saved += [
@@ -93,12 +109,12 @@ def _(
 @op("attention_backward")
 def backward_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, docs: Tensor | None, key_docs: Tensor | None,
-    kept: list[Tensor], dout: Tensor | None, dlse: Tensor | None,
+    handle: Tensor | None, kept: list[Tensor], dout: Tensor | None, dlse: Tensor | None,
     plan: str, return_lse: bool,
     causal: bool, window: list[int] | None, chunk: int | None, first: int, softcap: float | None, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dsinks) in the dtypes of their inputs, from what forward `kept`; q, k, v only give shapes."""
-    found = arguments(q, k, docs, key_docs, plan, causal, window, chunk, first, softcap, scale)
+    found = arguments(q, k, docs, key_docs, handle, plan, causal, window, chunk, first, softcap, scale)
     dq, dk, dv, dsinks = attention.backward(bound(q, k, v, *found, sinks, return_lse), kept, sinks, dout, dlse)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
@@ -111,7 +127,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tupl
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    (q, k, v, *rest), (ctx.text, _, ctx.return_lse, *ctx.numbers) = inputs[:6], inputs[6:]
+    (q, k, v, *rest), (ctx.text, _, ctx.return_lse, *ctx.numbers) = inputs[:7], inputs[7:]
     ctx.plan = ctx.text and of_text(ctx.text)  # keeps its ranks alive until backward
     out, lse, saved = output
     ctx.set_materialize_grads(False)  # saved outputs have no gradients
@@ -120,13 +136,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[
 
 
 def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    sinks, docs, key_docs, *kept = ctx.saved_tensors
+    sinks, docs, key_docs, handle, *kept = ctx.saved_tensors
     q, k, v = (x.new_empty(()).expand(shape) for x, shape in zip(kept[:3], ctx.shapes, strict=True))
     *grads, dsinks = torch.ops.ringattn.attention_backward(
-        q, k, v, sinks, docs, key_docs, kept, dout, dlse,
+        q, k, v, sinks, docs, key_docs, handle, kept, dout, dlse,
         ctx.text, ctx.return_lse, *ctx.numbers,
     )  # fmt: skip
-    return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 11
+    return *grads, dsinks if ctx.needs_input_grad[3] else None, *[None] * 12
 
 
 differentiate("attention", _save, _backward, shown=2)
