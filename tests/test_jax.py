@@ -204,7 +204,6 @@ def test_gradients_by_cudnn_are_right_whatever_the_size_of_dout_beside_that_of_t
     "name",
     [
         "causal-ring4x1-zigzag",
-        "window-ring4x1-contiguous",
         "window-ring2x2-zigzag",
         "docs-ring2x2-striped",
         "docs-gather2x2-zigzag",
