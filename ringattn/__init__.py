@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ringattn.kernels.partial import Partial as Partial
     from ringattn.models import hf as hf
     from ringattn.models import nn as nn
+    from ringattn.models.batch import Batch as Batch
+    from ringattn.models.batch import local_batch as local_batch
     from ringattn.models.loss import cross_entropy as cross_entropy
     from ringattn.models.loss import token_mean as token_mean
     from ringattn.planning import Plan as Plan
@@ -35,6 +37,7 @@ __version__ = "0.1.0"
 
 PUBLIC = {
     "AttentionSpec": "ringattn.spec",
+    "Batch": "ringattn.models.batch",
     "Docs": "ringattn.spec",
     "KVCache": "ringattn.serving",
     "Mask": "ringattn.slices",
@@ -50,6 +53,7 @@ PUBLIC = {
     "hf": "ringattn.models.hf",
     "init_mesh": "ringattn.api",
     "linear_attention": "ringattn.api",
+    "local_batch": "ringattn.models.batch",
     "merge": "ringattn.api",
     "nn": "ringattn.models.nn",
     "plan": "ringattn.choosing",

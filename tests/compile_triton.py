@@ -135,11 +135,10 @@ def run_linear(bits: int, dims: tuple[int, int], gate: str) -> None:
     linear.gradients(x, scan, state, rscan, dout, state)
 
 
-FEW = ("16/64", "16/128", "32/128")  # entries
-SOME = [(16, (128, 128), "channel"), (16, (96, 80), "head"), (16, (256, 512), "channel"), (32, (64, 64), "none")]
-REST = [(16, (64, 64), "none"), (32, (128, 128), "channel"), (32, (96, 80), "head"), (32, (256, 512), "channel")]
-
-
+FEW = "16/128"  # the entry of most models
+SHAPES = [(16, (128, 128), "channel"), (16, (96, 80), "head"), (16, (256, 512), "channel"), (32, (64, 64), "none"),
+          (16, (64, 64), "none"), (32, (128, 128), "channel"), (32, (96, 80), "head"),
+          (32, (256, 512), "channel")]  # fmt: skip
 HALF = [("half", (128, 128), "channel"), ("half", (128, 128), "head")]  # float16, for the delta rule
 
 
@@ -160,15 +159,14 @@ def run_delta(bits: int | str, dims: tuple[int, int], gate: str) -> None:
 def linear_rows(rule: str, arch: str, few: bool) -> None:
     target, limit = TARGETS[arch]
     linear.architecture = lambda _device: arch
-    more = HALF[: 1 if few else 2] if rule == "delta" else []
-    for bits, dims, gate in [*(SOME if few else SOME + REST), *more]:
+    for bits, dims, gate in SHAPES[:1] if few else [*SHAPES, *(HALF if rule == "delta" else [])]:
         for kernel in compiled(target, partial({"linear": run_linear, "delta": run_delta}[rule], bits, dims, gate)):
             row = {"entry": f"{rule}/{arch}/{bits}/{dims}/{gate}", "target": arch, "limit": limit, "capped": False}
             print(json.dumps({**row, **resources(kernel)}), flush=True)
 
 
 def main(entries: str, *names: str) -> None:
-    """Compile `few` entries, or `all`, for each target."""
+    """Compile a `few` kernels, those of one entry, or `all`, for each target."""
     few = entries == "few"
     for name in names:
         arch, _, source = name.partition(":")  # sm90:sm80 compiles the entries of sm80 for sm90

@@ -60,8 +60,8 @@ JAX = tuple(f"test_jax.py::test_equals_dense_float64[all_at_once-ring4x1-{layout
 
 MUTANTS = (
     # who sees whom
-    Mutant("window_one_more", "ringattn/spec.py", "own + 1 - min(spec.window, most)",
-           "own - min(spec.window, most)", BOUNDS),
+    Mutant("window_one_more", "ringattn/bands.py", "low = (own - min(left, most))",
+           "low = (own - 1 - min(left, most))", BOUNDS),
     Mutant("stripe_rounds_down", "ringattn/layout.py", "(position - r.start + r.step - 1) // r.step",
            "(position - r.start) // r.step", LAYOUTS),
     Mutant("zigzag_unequal_halves", "ringattn/layout.py", "lcm(BLOCKS.get(self.name, 1), self.ulysses)",
@@ -115,8 +115,8 @@ MUTANTS = (
            "return sum(x.unflatten(2, (kv_heads, times)).unbind(3))",
            ("test_attention.py::test_the_copies_of_a_key_head_add_up_in_float32",)),
     # caches and states
-    Mutant("cache_offset", "ringattn/torch/inference/chunk.py", "offset + chunk.tokens, offset=offset)",
-           "offset + chunk.tokens, offset=offset + 1)", CACHE),
+    Mutant("cache_offset", "ringattn/torch/inference/chunk.py", "chunk.tokens, total, offset=before)",
+           "chunk.tokens, total, offset=before + 1)", CACHE),
     Mutant("cache_stripes", "ringattn/serving.py", "whole * self.block + np.minimum",
            "whole * self.block + 1 + np.minimum", BELOW),
     Mutant("cache_origin", "ringattn/serving.py", "np.asarray(position) - self.origin", "np.asarray(position)",
@@ -151,7 +151,8 @@ MUTANTS = (
            '0 * block * (strategy == "gather")', BYTES),
     Mutant("rising_pairs", "ringattn/cost.py", "later = count * (count - 1) // 2", "later = 0 * count", WORK + NEEDED),
     # JAX
-    Mutant("jax_causal", "ringattn/spec.py", "(own + 1).clip(begin, end)", "own.clip(begin, end)", JAX),
+    Mutant("jax_causal", "ringattn/bands.py", "(own + 1 + ahead).clip(begin, end)",
+           "(own + ahead).clip(begin, end)", JAX),
     Mutant("jax_source", "ringattn/jax/attention/steps.py", "(self.rank - distance) % self.keys.ring",
            "(self.rank + distance) % self.keys.ring", JAX),
     Mutant("jax_gradients_home", "ringattn/jax/attention/steps.py",

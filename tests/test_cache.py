@@ -156,6 +156,19 @@ def test_a_window_keeps_only_what_can_still_be_seen():
     assert max(run(one, ring=2)) <= (16 + 8) // 2 + 2 * 2
 
 
+def test_a_chunk_of_all_that_is_left_fits_a_copy_of_a_cache_with_a_window():
+    q, k, v = draw(B=1, T=60)
+    spec, plan = ra.AttentionSpec(window=16), ra.plan(seq_len=10)
+    cache = KVCache.allocate(
+        plan, batch=1, max_len=60, kv_heads=2, head_dim=8, dtype=q.dtype, window=16, room=10, block=2
+    )
+    prefill(*(x[:, :10] for x in (q, k, v)), plan, cache, spec=spec)
+    larger = cache.for_chunk(50)
+    assert larger.room() == 50 and larger.k.shape[1] > cache.k.shape[1] and cache.for_chunk(51) is cache
+    out = prefill(*(x[:, 10:] for x in (q, k, v)), plan.for_length(50), larger, spec=spec)
+    assert off(out, ra.attention(q.double(), k.double(), v.double(), spec=spec)[:, 10:]) <= LIMIT
+
+
 def test_a_window_cannot_be_taken_back_past_what_it_kept():
     q, k, v = draw(B=1, T=100)
     spec, plan = ra.AttentionSpec(window=16), ra.plan(seq_len=10)

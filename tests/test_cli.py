@@ -17,6 +17,7 @@ from ringattn.launch.commands import doctor
 from ringattn.launch.commands.doctor import Finding
 from ringattn.launch.verify import command as verify
 from ringattn.launch.verify import oracle
+from tests.launched import launched
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -331,13 +332,10 @@ def test_verify_passes_on_gloo_processes(capsys):
     assert "9 of 9 cases pass" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_verify_runs_in_the_ranks_of_torchrun():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = start(*torchrun, "-m", "ringattn", "verify", "cases=short")
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    assert ended.stdout.count("9 of 9 cases pass") == 1  # one rank speaks
-    assert "2 ranks (gloo)" in ended.stdout
+def test_verify_runs_in_the_ranks_of_torchrun(tmp_path):
+    said = launched(ROOT / "ringattn" / "__main__.py", ["verify", "cases=short"], 2, tmp_path)
+    assert said.count("9 of 9 cases pass") == 1  # one rank speaks
+    assert "2 ranks (gloo)" in said
 
 
 def test_doctor_finds_this_machine_sound(capsys):

@@ -17,6 +17,7 @@ from ringattn.comms.process_group import CollectiveAxis
 from ringattn.kernels import tiled
 from ringattn.launch.processes import RankError
 from ringattn.launch.processes import run as run_processes
+from tests.launched import as_users_have_it
 
 
 def exercise(a: Axis) -> None:
@@ -102,6 +103,7 @@ def over_gloo() -> None:
 
 def test_gloo_processes():
     run_processes(over_gloo, 4)
+    run_processes(as_users_have_it, 4, over_gloo)
 
 
 def a_kernel_that_fails_once() -> None:
@@ -136,6 +138,7 @@ def test_a_plan_whose_ranks_have_ended_says_so():
 
 def test_a_call_that_failed_on_all_ranks_is_not_met_by_the_next_one():
     run_processes(a_kernel_that_fails_once, 3, timeout=30)
+    run_processes(as_users_have_it, 3, a_kernel_that_fails_once, timeout=30)
 
 
 def test_an_axis_of_one_rank_gives_back_what_it_got():

@@ -79,7 +79,7 @@ def test_logits_and_every_gradient_are_those_of_one_rank(name):
         torch.testing.assert_close(sum(g[weight] for _, g in results), gradient, rtol=1e-4, atol=1e-5)
 
 
-STEPS = 50
+STEPS = 20
 
 
 def packed(step):
@@ -120,10 +120,10 @@ def trained(spread):
 
 
 @pytest.mark.slow
-def test_losses_over_fifty_steps_are_those_of_one_rank():
+def test_losses_over_twenty_steps_are_those_of_one_rank():
     """Other documents in every step, windows, and labels that plan.roll finds."""
     expected = trained(spread=False)
-    assert expected[-1] < 0.7 * expected[0]
+    assert expected[-1] < 0.9 * expected[0]
     for losses in processes.run(trained, 2, True):
         assert losses == pytest.approx(expected, abs=1e-5)
 

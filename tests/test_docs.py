@@ -1,6 +1,6 @@
 """Every python block of the README and of docs/ runs, in order, one namespace a file; every picture is there.
 
-A block whose first line is `# torchrun ... NAME.py` is a script: it is started by just these words.
+A block whose first line is `# torchrun ... NAME.py` is a script: it runs on the ranks that these words ask for.
 """
 
 import os
@@ -13,6 +13,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from torch.distributed.run import get_args_parser
+
+from tests.launched import launched
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -60,13 +63,12 @@ SCRIPTS = [(page, line, code) for page in PAGES for line, code in blocks(page) i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page, line, code", SCRIPTS, ids=[f"{p.name}:{n}" for p, n, _ in SCRIPTS])
-def test_scripts_run_under_torchrun(page, line, code, tmp_path):
-    *_, name = words = command_of(code)
-    (tmp_path / name).write_text(code)
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
-    ended = subprocess.run(start, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    assert "rank 0" in ended.stdout
+def test_scripts_for_torchrun_run(page, line, code, tmp_path):
+    asked = get_args_parser().parse_args(command_of(code)[1:])
+    (tmp_path / asked.training_script).write_text(code)
+    ranks = int(asked.nproc_per_node)
+    said = launched(tmp_path / asked.training_script, asked.training_script_args, ranks, tmp_path)
+    assert [f"rank {rank}: " in said for rank in range(ranks)] == [True] * ranks, said
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

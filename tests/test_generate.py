@@ -1,31 +1,21 @@
 """The example that generates text with what `ringattn train` has saved: the same text on any number of ranks."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from training import TINY, over
 
 import ringattn as ra
 from ringattn.comms.local import run as run_ranks
 from ringattn.conf.schema import Model
+from tests.launched import launched
+from tests.training import TINY, over
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "generate.py"
 PROMPT, COUNT = "def main(", 40
-
-
-def started(*words, ranks=None):
-    """The words of the example, run alone or under torchrun."""
-    launcher = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *launcher, *map(str, words)]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +63,9 @@ def test_the_text_is_what_the_whole_model_would_say(trained, example):
 
 
 @pytest.mark.slow
-def test_two_ranks_say_what_one_says(trained):
-    alone, spread = started(SCRIPT, trained, PROMPT, COUNT, 1.0), started(SCRIPT, trained, PROMPT, COUNT, 1.0, ranks=2)
-    assert alone.returncode == 0, alone.stderr[-3000:]
-    assert spread.returncode == 0, spread.stderr[-3000:]
-    assert alone.stdout.startswith(PROMPT.encode()) and len(alone.stdout) == len(PROMPT) + COUNT
-    assert spread.stdout == alone.stdout
-
-
-@pytest.mark.slow
-def test_without_a_checkpoint_it_says_how_to_make_one(tmp_path):
-    done = started(SCRIPT, tmp_path / "small")
-    assert done.returncode == 1
-    assert done.stderr.decode().strip().endswith('make one: make train ARGS="run=small save_every=40"')
+def test_two_ranks_say_what_one_says(trained, example, tmp_path, capfdbinary):
+    said = [str(trained), PROMPT, str(COUNT), "1.0"]
+    example.main(*said)
+    alone = capfdbinary.readouterr().out
+    assert alone.startswith(PROMPT.encode()) and len(alone) == len(PROMPT) + COUNT
+    assert alone in launched(SCRIPT, said, 2, tmp_path).encode(errors="surrogateescape")

@@ -157,8 +157,8 @@ def looped(cp: int) -> list[float]:
 
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 TRAINED = {  # the model, steps, options, and ways over data x context-parallel ranks
-    "padded": ("GptOss", 15, {}, ("prepared", "accelerate"), (2, 2)),  # windows and sinks
-    "packed": ("Mistral", 15, {}, ("accelerate",), (2, 2)),
+    "padded": ("GptOss", 5, {}, ("prepared", "accelerate"), (2, 2)),  # windows and sinks
+    "packed": ("Mistral", 5, {}, ("accelerate",), (2, 2)),
     "adapters": ("Llama", 6, {"lora": True, "activation_checkpointing": True}, ("accelerate",), (2, 2)),
     "compiled": ("Llama", 2, COMPILED, ("accelerate",), (1, 2)),
     "cpus": ("Llama", 3, {}, ("config",), (2, 2)),

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launched import launched
+
 ROOT = Path(__file__).parent.parent
 NEEDS = {"finetune_hf": "transformers", "trainer_hf": "accelerate"}
 WORDS = {
@@ -52,10 +54,11 @@ for words, more in json.loads(sys.argv[1]):
 """
 
 
-def calls(name, *words, more=None):
-    """What an example prints when it is called with these words, and its exit status: one process for all calls."""
-    script = str(ROOT / "examples" / f"{name}.py")
-    asked = json.dumps([[[script, *one], (more or {}).get(" ".join(one), {})] for one in words])
+def calls(*words, more=None):
+    """What examples print when they are called with these words, and their exit statuses: one process for all calls."""
+    asked = json.dumps([
+        [[str(ROOT / "examples" / f"{name}.py"), *one], (more or {}).get((name, *one), {})] for name, *one in words
+    ])  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-c", CALLS, asked], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -69,32 +72,24 @@ def calls(name, *words, more=None):
 
 
 @pytest.mark.slow
-def test_generate_explains_itself(tmp_path, monkeypatch):
+def test_examples_explain_themselves(tmp_path, monkeypatch):
+    """Asked to, called with wrong words, without torchrun, and of a text that is not there."""
     monkeypatch.chdir(tmp_path)
     expected = {
-        ("--help",): "make train ARGS=",
-        ("run", "prompt", "20", "warm"): "'warm' is no number that can be here: generate.py RUN PROMPT",
-        ("run", "prompt", "many"): "'many' is no number that can be here",
-        ("run", "prompt", "20", "nan"): "'nan' is no number that can be here",
-        ("runs/none", "x", "5", "0.7"): "runs/none holds no checkpoint yet",
-        ("run", "prompt", "20", "0.7"): "run holds no checkpoint yet",
+        ("generate", "--help"): "make train ARGS=",
+        ("generate", "run", "prompt", "20", "warm"): "'warm' is no number that can be here: generate.py RUN PROMPT",
+        ("generate", "run", "prompt", "many"): "'many' is no number that can be here",
+        ("generate", "run", "prompt", "20", "nan"): "'nan' is no number that can be here",
+        ("generate", "runs/none", "x", "5", "0.7"): "runs/none holds no checkpoint yet; make one: make train ARGS=",
+        ("generate", "run", "prompt", "20", "0.7"): 'make one: make train ARGS="run=run save_every=40"',
     }
-    for words, (said, status) in zip(expected, calls("generate", *expected), strict=True):
-        assert expected[words] in said and status == (words[0] != "--help"), (words, said)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WORDS)
-def test_an_example_explains_itself(name):
-    """Asked to, without torchrun, and of a text that is not there."""
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
-    expected = {("--help",): f"examples/{name}.py", ("",): "ranks are started by torchrun"}
-    if name in NEEDS:  # it reads a text
-        expected["", "nowhere"] = "nowhere is no file: "
-    found = calls(name, *expected, more={" nowhere": {"RANK": "0"}})
+    for name in WORDS:
+        expected |= {(name, "--help"): f"examples/{name}.py", (name, ""): "ranks are started by torchrun"}
+    texts = [(name, "", "nowhere") for name in NEEDS]  # which read one
+    expected |= dict.fromkeys(texts, "nowhere is no file: ")
+    found = calls(*expected, more={text: {"RANK": "0"} for text in texts})
     for words, (said, status) in zip(expected, found, strict=True):
-        assert expected[words] in said and status == (words[0] != "--help"), (words, said)
+        assert expected[words] in said and status == (words[1] != "--help"), (words, said)
 
 
 @pytest.mark.slow
@@ -103,19 +98,7 @@ def test_the_loss_falls(name, tmp_path):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
     script = ROOT / "examples" / f"{name}.py"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(script),
-        *WORDS[name],
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if name == "trainer_hf":  # its DistributedDataParallel crashes under DETAIL, in torch 2.13 with any model
-        environment.pop("TORCH_DISTRIBUTED_DEBUG", None)
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(x) for x in re.findall(r": loss ([\d.]+)", done.stdout)]
-    assert len(losses) >= 4 and losses[-1] < losses[0], done.stdout
+    # its DistributedDataParallel crashes under DETAIL, in torch 2.13 with any model
+    said = launched(script, WORDS[name], 2, tmp_path, debug=name != "trainer_hf")
+    losses = [float(x) for x in re.findall(r": loss ([\d.]+)", said)]
+    assert len(losses) >= 4 and losses[-1] < losses[0], said

@@ -1,6 +1,5 @@
 """What interrupts a training run: a SIGTERM, a killed rank, a full disk. It goes on as if not."""
 
-import importlib.util
 import json
 import os
 import re
@@ -20,9 +19,11 @@ pytest.importorskip("hydra", reason="hydra-core is not installed (pip install '.
 from ringattn.launch.train import checkpoint, metrics
 
 ROOT = Path(__file__).parent.parent
-WORDS = ("experiment=smoke", "model.dim=16", "model.hidden=16", "seq_len=64", "data=files", "device=cpu",
-         f"data.path={Path(json.__file__).parent}", "data.suffix=.py", "picture=false", "steps=30")  # fmt: skip
+WORDS = ("experiment=smoke", "model.dim=16", "model.hidden=16", "model.layers=1", "seq_len=64", "data=files",
+         f"data.path={Path(json.__file__).parent}", "data.suffix=.py", "picture=false", "device=cpu",
+         "steps=20")  # fmt: skip
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT["TORCH_DISTRIBUTED_DEBUG"] = "OFF"  # as users have it: a third less work
 TRAIN = (sys.executable, "-m", "ringattn.launch.train")
 pytestmark = pytest.mark.slow
 PATIENCE = 600.0  # seconds: a busy machine is no fault of ours
@@ -73,7 +74,7 @@ def test_sigterm_saves_and_ends_cleanly(tmp_path, undisturbed):
     said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0, said
     done = steps_done(tmp_path / "run")
-    assert 2 <= done < 30 and f"stopped after step {done} of 30" in said
+    assert 2 <= done < 20 and f"stopped after step {done} of 20" in said
     assert [p.name for p in checkpoint.complete(tmp_path / "run" / "checkpoints")] == [checkpoint.name_of(done)]
     again = begin(*TRAIN, *words, "resume=auto")
     said = again.communicate(timeout=PATIENCE)[0]
@@ -98,10 +99,19 @@ def test_sigterm_during_the_start_ends_the_run(tmp_path, delay):
     assert sentence in said and "Traceback" not in said
 
 
-def test_a_killed_rank_under_torchrun_costs_nothing_but_time(tmp_path, undisturbed):
+def test_a_killed_rank_under_torchrun_costs_nothing_but_time(tmp_path, undisturbed, monkeypatch):
+    """Once before anything was saved, when it begins again in its own folder, and once after that."""
+    dies = """import os
+if os.environ.get("RANK") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    import ringattn.launch.train.trainer as trainer
+    step = trainer.train_step
+    trainer.train_step = lambda job: step(job) if job.step < 2 else os._exit(9)
+"""
+    (tmp_path / "sitecustomize.py").write_text(dies)
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT}:{tmp_path}")
     words = (*WORDS, f"folder={tmp_path}", "run=run", "save_every=3")
     process = begin(*torchrun(*words, restarts=2))
-    wait_for(lambda: steps_done(tmp_path / "run") >= 7, process)
+    wait_for(lambda: steps_done(tmp_path / "run") >= 4, process)
     os.kill(children(process.pid)[1], signal.SIGKILL)
     said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0, said
@@ -122,30 +132,27 @@ def test_what_ends_torchrun_has_its_ranks_save(tmp_path, number):
     assert [p.name for p in checkpoint.complete(tmp_path / "run" / "checkpoints")] == [checkpoint.name_of(done)]
 
 
-def test_a_killed_rank_here_says_how_to_go_on(tmp_path, undisturbed):
+def test_a_killed_rank_here_says_how_to_go_on(tmp_path):
     words = (*WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "save_every=3")
     process = begin(*TRAIN, *words)
-    wait_for(lambda: steps_done(tmp_path / "run") >= 7, process)
+    wait_for(lambda: steps_done(tmp_path / "run") >= 4, process)
     ranks = [rank for server in children(process.pid) for rank in children(server)]
     os.kill(ranks[-1], signal.SIGKILL)
     said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 1
     assert said.endswith(f"\ngo on with the same words and folder={tmp_path} run=run resume=auto\n"), said
     assert "rank 1: ended without a word: killed by signal 9 (SIGKILL)" in said and "Traceback" not in said
-    again = begin(*TRAIN, *words, "resume=auto")
-    said = again.communicate(timeout=PATIENCE)[0]
-    assert again.returncode == 0 and "goes on after step" in said
-    assert losses(tmp_path / "run") == undisturbed
 
 
-def test_a_picture_that_cannot_be_drawn_is_said(tmp_path, monkeypatch):
+def test_a_run_is_profiled_and_a_picture_that_cannot_be_drawn_is_said(tmp_path, monkeypatch):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT}:{tmp_path}")
-    words = (*WORDS, f"folder={tmp_path}", "run=run", "nproc=1", "steps=2", "picture=true")
+    words = (*WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "steps=5", "profile=true", "picture=true")
     process = begin(*TRAIN, *words)
     said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0 and "\nno picture: matplotlib cannot be imported" in said, said
     assert not (tmp_path / "run" / "picture.png").exists()
+    assert "traceEvents" in json.loads((tmp_path / "run" / "trace.json").read_text())
 
 
 def test_a_rank_that_hangs_becomes_an_error(tmp_path):
@@ -172,15 +179,6 @@ def test_a_wrong_call_under_torchrun_is_said_once(tmp_path, monkeypatch):
     assert process.returncode != 0
     assert said.count("strategy.data=3 x ulysses=1 does not divide 2 ranks") == 1
     assert "Traceback" not in said.split("ChildFailedError")[0].split("torch/distributed")[0]
-
-
-def test_a_checkpoint_that_cannot_be_written_is_said(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
-    process = begin(*TRAIN, *WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "save_every=1")
-    said = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 2 and "Traceback" not in said
-    assert "checkpoints cannot be written to (File exists); use folder=PATH" in said.splitlines()[-1]
 
 
 def test_a_full_disk_is_said(tmp_path):
@@ -254,23 +252,3 @@ def test_two_nodes_of_torchrun_train_as_one(tmp_path, undisturbed, hosts):
     said = [node.communicate(timeout=PATIENCE)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     assert losses(tmp_path / "two") == undisturbed
-
-
-def test_a_dry_run_says_what_would_be_and_does_nothing(tmp_path):
-    process = begin(*TRAIN, *WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "dry_run=true")
-    said = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 0, said
-    assert "32 tokens of each a rank" in said and "strategy ring, layout zigzag" in said
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_profile_and_what_is_not_installed(tmp_path):
-    process = begin(*TRAIN, *WORDS, f"folder={tmp_path}", "run=run", "nproc=2", "profile=true", "steps=5")
-    said = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 0, said
-    assert "traceEvents" in json.loads((tmp_path / "run" / "trace.json").read_text())
-    missing = begin(*TRAIN, *WORDS, f"folder={tmp_path}", "run=other", "nproc=2", "wandb=project")
-    said = missing.communicate(timeout=PATIENCE)[0]
-    if importlib.util.find_spec("wandb") is None:
-        assert missing.returncode == 2 and "Traceback" not in said
-        assert said.endswith("ringattn train: wandb is not installed; pip install wandb, or leave it out\n")

@@ -1,6 +1,6 @@
 """The JAX training example makes the losses of `ringattn train`, from the same words."""
 
-import json
+import dataclasses
 import os
 import re
 import runpy
@@ -12,6 +12,11 @@ import pytest
 
 pytest.importorskip("jax")
 pytest.importorskip("hydra")
+
+from ringattn.conf.schema import Strategy
+from ringattn.launch.train import configured
+from tests.launched import xla_flags
+from tests.training import over
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "train_jax.py"
@@ -27,7 +32,7 @@ def documented():
 
 def start(command, folder):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    environment.pop("XLA_FLAGS", None)  # which the tests of JAX set: a machine has one CPU device
+    environment["XLA_FLAGS"] = xla_flags()
     return subprocess.run(
         [sys.executable, *command], env=environment, cwd=folder, capture_output=True, text=True, timeout=600
     )
@@ -44,10 +49,9 @@ def test_twenty_losses_equal_torchs(tmp_path):
     words = [*documented(), *WORDS]
     said = run([str(EXAMPLE), *words], tmp_path)
     found = [float(x) for x in re.findall(r"loss (\S+)", said)]
-    run(["-m", "ringattn", "train", *words, f"folder={tmp_path}", "run=torch"], tmp_path)
-    (log,) = (tmp_path / "torch").rglob("*.jsonl")
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    expected = [row["loss"] for row in rows if row["kind"] == "step"]
+    given = []
+    assert configured.run(words, lambda config, swept: given.append(config) or 0) == 0
+    expected = over(1, {"torch": dataclasses.replace(given[0], strategy=Strategy())}, tmp_path)["torch"]
     assert len(found) == len(expected) == 20
     assert expected[-1] < expected[0] - 0.5
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= 1e-4

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 FLASH = ["sm80", "sm90", "sm100", "gfx942"]
 LINEAR = [f"{rule}:{arch}" for rule in ("linear", "delta") for arch in FLASH]
-FEW = ["sm90", "gfx942", "linear:sm90", "delta:sm90"]  # the GPU that was measured, and another compiler
+FEW = ["sm90", "gfx942", "linear:sm90", "delta:sm90"]  # the GPU that was measured, and another compiler: one entry
 
 
 @pytest.mark.parametrize(

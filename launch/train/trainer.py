@@ -31,6 +31,7 @@ from ringattn.launch.train import data, estimate, metrics, model, parallelize, r
 from ringattn.launch.train.checkpoint import Checkpoints, begin_of, load, matching, newest, set_aside
 from ringattn.launch.train.stored import A_STEP
 from ringattn.launch.train.torchrun import Stop
+from ringattn.models.batch import IGNORED, local_batch
 from ringattn.models.loss import token_mean
 from ringattn.planning import Plan, Transport
 from ringattn.spec import AttentionSpec, Docs
@@ -256,30 +257,28 @@ def batch_loss(job: Job, batch: list[data.Sample]) -> Tensor:
 
     Documents do not see each other, and no token predicts the first one of the next document.
     """
-    plan, length, docs = job.plan, job.plan.seq_len, None
+    length, docs = job.plan.seq_len, None
     whole = torch.from_numpy(np.stack([w.tokens for w in batch])[:, : length + 1])
-    given = [whole[:, :-1], whole[:, 1:]]
+    inputs, labels = whole[:, :-1], whole[:, 1:]
     if job.samples.documents:
         docs = Docs.from_lengths([w.lengths(length) for w in batch])
-        given.append(torch.from_numpy(np.stack([w.predicted(length) for w in batch])))
-    if docs is not None and deals_out(job):
-        docs = Docs.from_lengths([n for w in batch for n in w.lengths(length)])
-        work = AttentionSpec(window=job.config.model.window)
-        plan = plan.replace(seq_len=docs.length, layout="balanced", work=work).for_docs(docs)
-        given = [x.reshape(1, -1) for x in given]
-    inputs, labels, *predicted = (plan.shard(x).to(job.device) for x in given)
-    losses = job.decoder(inputs, plan, docs, labels_BT=labels)
-    return token_mean(losses, plan, mask=predicted[0] if predicted else None, over=(job.axis,))
+        predicted = torch.from_numpy(np.stack([w.predicted(length) for w in batch]))
+        labels = labels.masked_fill(predicted == 0, IGNORED)
+    work = AttentionSpec(window=job.config.model.window)
+    mine = local_batch(inputs, job.plan, labels=labels, docs=docs, deal=deals_out(job), spec=work, device=job.device)
+    losses = job.decoder(mine.tokens, mine.plan, mine.docs, labels_BT=mine.labels)
+    return token_mean(losses, mine.plan, mask=mine.labels != IGNORED, over=(job.axis,))
 
 
 def deals_out(job: Job) -> bool:
     """Whether each batch's documents are dealt out over the ring by their work, all rows as one.
 
-    A compiled block needs the same plan in every step. Linear attention costs more then, so only on request.
+    Linear attention costs more then, so only on request, and not where it would be compiled anew for each batch.
     """
     layout, config = job.config.strategy.layout, job.config
-    wanted = layout == "balanced" or (layout == "auto" and config.model.softmax_every == 1)
-    return wanted and job.plan.ring > 1 and not config.compile
+    linear = config.model.softmax_every != 1
+    wanted = layout == "balanced" or (layout == "auto" and not linear)
+    return wanted and job.plan.ring > 1 and not (config.compile and linear)
 
 
 @torch.no_grad()

@@ -24,8 +24,8 @@ from ringattn import choosing
 from ringattn.comms import local
 from ringattn.comms.mesh import init_mesh
 from ringattn.launch import processes
+from ringattn.models.batch import IGNORED
 from ringattn.models.hf import model as hf_model
-from ringattn.models.hf.packed import IGNORED
 from ringattn.models.hf.positions import numbered, rule_of
 from ringattn.models.hf.refusals import refuse_model
 

@@ -5,10 +5,10 @@ B batch   T all tokens of a row   n real tokens of the batch   t those of this r
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ringattn.models.batch import as_one_row
 from ringattn.models.hf.choice import Choice, attention_of
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
@@ -58,17 +58,11 @@ def dealt(
     if not docs.plain:  # whose tokens see others than those of their document
         one = shape[0] == 1 and not docs.padded
         return Dealt(open_plan.for_docs(docs), docs, torch.arange(shape[1]), shape) if one else None
-    if attention_mask is None:
-        real = np.broadcast_to(np.arange(shape[1]) < docs.starts[:, -1:], shape)
-    else:
-        real = attention_mask.bool().numpy(force=True)
-    edges = np.unique(docs.starts + shape[1] * np.arange(shape[0])[:, None])
-    before = np.append(0, np.cumsum(real))
-    lengths = np.diff(before[np.append(edges, real.size)])
-    if not before[-1]:
+    one_row = as_one_row(docs, shape, None if attention_mask is None else attention_mask.bool().numpy(force=True))
+    if one_row is None:
         return None
-    row = Docs.from_lengths(lengths[lengths > 0])
-    return Dealt(open_plan.for_docs(row), row, torch.from_numpy(np.flatnonzero(real)), shape)
+    row, real = one_row
+    return Dealt(open_plan.for_docs(row), row, real, shape)
 
 
 def compiled(model: Any) -> bool:

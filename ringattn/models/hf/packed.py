@@ -12,7 +12,6 @@ from torch import Tensor
 from ringattn.spec import Docs
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # beside position_ids, from DataCollatorWithFlattening
-IGNORED = -100  # a label that does not count
 UNUSED = ("max_length_q", "max_length_k")  # the others contain it already
 
 
@@ -73,34 +72,6 @@ def places(docs: Docs, own: Tensor) -> Tensor:
     starts = torch.tensor(docs.starts.tolist(), device=own.device)
     at = own.expand(len(starts), -1).contiguous()
     return at - starts.gather(1, torch.searchsorted(starts, at, right=True) - 1)
-
-
-def following(labels: Tensor, docs: Docs) -> list[Tensor]:
-    """What each token [B, T] predicts: the label of the next one of its document, in trees along its branches.
-
-    Where several branches go on from a token, it has a target in several of these.
-    """
-    cuts, joins = [], []  # (row, token) that ends a document, and (which target, row, token, the token it predicts)
-    for row in range(len(labels)):
-        i = min(row, len(docs.starts) - 1)
-        starts = docs.starts[i].tolist()
-        parents = [-1] * (len(starts) - 1) if docs.parents is None else docs.parents[i].tolist()
-        cuts += [(row, at) for at in (*(stop - 1 for stop in starts[1:] if stop), *range(starts[-1], docs.length))]
-        last: list[int] = []
-        branches: dict[int, int] = {}
-        for start, stop, parent in zip(starts, starts[1:], parents, strict=False):
-            before = last[parent] if parent >= 0 else -1
-            last.append(stop - 1 if stop > start else before)
-            if before >= 0 and stop > start:
-                branches[before] = branches.get(before, -1) + 1
-                joins.append((branches[before], row, before, start))
-    targets = labels.new_full((1 + max((n for n, *_ in joins), default=0), *labels.shape), IGNORED)
-    targets[0] = labels.roll(-1, 1)
-    targets[0].index_put_(tuple(torch.tensor(cuts, device=labels.device).T), labels.new_tensor(IGNORED))
-    if joins:
-        n, rows, before, start = torch.tensor(joins, device=labels.device).T
-        targets[n, rows, before] = labels[rows, start]
-    return list(targets)
 
 
 def refuse_mask(attention_mask: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringattn.models.hf.packed import IGNORED, following
+from ringattn.models.batch import IGNORED, following
 from ringattn.models.loss import compare_ranks, mean_over_ranks
 from ringattn.models.pieces import LOGITS, in_pieces, tokens_at_once
 from ringattn.planning import Plan
@@ -26,7 +26,7 @@ def targets_of(
     """
     targets = [] if shift_labels is None else [shift_labels]
     if labels is not None and not targets:
-        targets = [F.pad(labels[:, 1:], (0, 1), value=IGNORED)] if docs is None else following(labels, docs)
+        targets = following(labels, docs)
     return targets if attention_mask is None else [x.masked_fill(~attention_mask.bool(), IGNORED) for x in targets]
 
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ringattn.comms import mesh as meshes
+from ringattn.models.batch import IGNORED
 from ringattn.models.hf import accelerate as hf_accelerate
 from ringattn.models.hf import model as hf_model
 from ringattn.models.hf import trl as hf_trl
 from ringattn.models.hf.dealt import Dealt
 from ringattn.models.hf.forward import keep_outermost
-from ringattn.models.hf.packed import IGNORED
 from ringattn.models.hf.targets import scaled, targets_of
 from ringattn.planning import Plan
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ringattn.models.batch import IGNORED
 from ringattn.models.hf.dealt import joined
 from ringattn.models.hf.generate import numbers_of_the_first
-from ringattn.models.hf.packed import IGNORED
 from ringattn.planning import Plan
 
 EACH_RANK = {  # arguments of GRPOTrainer with which each rank would get answers of its own

@@ -1,0 +1,105 @@
+"""A batch of whole rows as this rank's part of it: what a training loop needs of a plan, in one call.
+
+B rows   T tokens of a row   t this rank's tokens   n real tokens of a batch
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ringattn.models.loss import cross_entropy
+from ringattn.planning import Plan
+from ringattn.spec import AttentionSpec, Docs
+
+IGNORED = -100  # a label that does not count
+
+
+class Batch(NamedTuple):
+    """This rank's part of a batch, and the plan and documents to call a model with."""
+
+    tokens: Tensor  # [B, t]
+    labels: Tensor  # [B, t]: what each token predicts; IGNORED where it predicts nothing
+    positions: Tensor  # [t]: of the tokens in their whole row
+    plan: Plan
+    docs: Docs | None
+
+    def loss(self, logits: Tensor, over: Sequence[Any] = ()) -> Tensor:
+        """The mean cross entropy of the labels of all ranks, as `ringattn.cross_entropy`; `logits` is [B, t, V]."""
+        return cross_entropy(logits, self.labels, self.plan, ignore_index=IGNORED, docs=self.docs, over=over)
+
+
+def local_batch(
+    tokens: Tensor, plan: Plan, *, labels: Tensor | None = None, docs: Docs | None = None, deal: bool | None = None,
+    spec: AttentionSpec | None = None, device: Any = None,
+) -> Batch:  # fmt: skip
+    """This rank's part of `tokens` [B, T], which all ranks have whole.
+
+    `labels` [B, T] are what each token predicts, -100 for nothing. By default that is the next token of its document.
+    With `deal` all rows become one row of their real tokens, whose documents are dealt out over the ranks by their
+    work, that of `spec` (layout="balanced"); by default so if the plan is balanced. Call the model with `batch.plan`
+    and `batch.docs`, since every batch then has its own.
+    """
+    if labels is None:
+        labels, *more = following(tokens, docs)
+        if more:
+            raise ValueError("several branches of these trees go on from one token: pass labels=, with one of them")
+    if docs is not None and (plan.layout == "balanced" if deal is None else deal):
+        work = plan.work or spec or AttentionSpec()
+        plan = plan.replace(layout="balanced", work=AttentionSpec(work.causal, work.window))
+        one_row = as_one_row(docs, (tokens.shape[0], tokens.shape[1])) if docs.plain else None  # trees stay as they are
+        if one_row is not None:
+            docs, real = one_row
+            tokens, labels = (x.flatten().index_select(0, real.to(x.device))[None] for x in (tokens, labels))
+        plan = plan.for_docs(docs)
+    mine = (plan.shard(x, dim=1).to(device or x.device) for x in (tokens, labels - IGNORED))
+    tokens, labels = next(mine), next(mine) + IGNORED  # padding, 0, becomes IGNORED
+    return Batch(tokens, labels, plan.positions().to(tokens.device), plan, docs)
+
+
+def as_one_row(docs: Docs, shape: tuple[int, int], real: np.ndarray | None = None) -> tuple[Docs, Tensor] | None:
+    """The documents of all rows [B, T] as those of one row of the real tokens, and which tokens [n] they are.
+
+    `real` [B, T] says which; by default all but those after a row's last document. None if there are none.
+    """
+    if real is None:
+        real = np.broadcast_to(np.arange(shape[1]) < docs.starts[:, -1:], shape)
+    edges = np.unique(docs.starts + shape[1] * np.arange(shape[0])[:, None])
+    before = np.append(0, np.cumsum(real))
+    lengths = np.diff(before[np.append(edges, real.size)])
+    if not before[-1]:
+        return None
+    return Docs.from_lengths(lengths[lengths > 0]), torch.from_numpy(np.flatnonzero(real))
+
+
+def following(labels: Tensor, docs: Docs | None) -> list[Tensor]:
+    """What each token [B, T] predicts: the label of the next one of its document, in trees along its branches.
+
+    Where several branches go on from a token, it has a target in several of these.
+    """
+    if docs is None:
+        return [F.pad(labels[:, 1:], (0, 1), value=IGNORED)]
+    cuts, joins = [], []  # (row, token) that ends a document, and (which target, row, token, the token it predicts)
+    for row in range(len(labels)):
+        i = min(row, len(docs.starts) - 1)
+        starts = docs.starts[i].tolist()
+        parents = [-1] * (len(starts) - 1) if docs.parents is None else docs.parents[i].tolist()
+        cuts += [(row, at) for at in (*(stop - 1 for stop in starts[1:] if stop), *range(starts[-1], docs.length))]
+        last: list[int] = []
+        branches: dict[int, int] = {}
+        for start, stop, parent in zip(starts, starts[1:], parents, strict=False):
+            before = last[parent] if parent >= 0 else -1
+            last.append(stop - 1 if stop > start else before)
+            if before >= 0 and stop > start:
+                branches[before] = branches.get(before, -1) + 1
+                joins.append((branches[before], row, before, start))
+    targets = labels.new_full((1 + max((n for n, *_ in joins), default=0), *labels.shape), IGNORED)
+    targets[0] = labels.roll(-1, 1)
+    targets[0].index_put_(tuple(torch.tensor(cuts, device=labels.device).T), labels.new_tensor(IGNORED))
+    if joins:
+        n, rows, before, start = torch.tensor(joins, device=labels.device).T
+        targets[n, rows, before] = labels[rows, start]
+    return list(targets)
