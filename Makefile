@@ -41,7 +41,7 @@ test-ray: $(READY)  ## run all that needs a Ray cluster, emulated here: minutes
 test-gpu:  ## run the tests that need a GPU, with the python that holds torch for it
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
 
-test-hosts: $(READY)  ## run every route between two hosts with slow links, emulated here (Linux, root): two minutes
+test-hosts: $(READY)  ## run every strategy and route between two and four hosts with slow links, emulated here (Linux, root): half an hour
 	$(RUN)/python tests/hosts.py
 
 test-compile: $(READY)  ## compile every kernel for every GPU and TPU it has tile sizes for, and models in every way: a quarter of an hour

@@ -1,6 +1,6 @@
 """Fine-tune a transformers model with its Trainer, on sequences that are spread over ranks.
 
-torchrun --nproc-per-node 2 examples/trainer_hf.py               # a tiny random Llama on this library's own license
+torchrun --nproc-per-node 2 examples/trainer_hf.py               # a tiny random Llama on this script's own text
 torchrun --nproc-per-node 8 examples/trainer_hf.py MODEL TEXT 131072      # SEQ_LEN; then STEPS and OUT, a folder
 """
 
@@ -18,7 +18,7 @@ except ImportError:
 import ringattn as ra
 from ringattn import hf
 
-OWN = str(Path(__file__).parent.parent / "LICENSE")
+OWN = __file__
 
 
 class LongTrainer(hf.OverRanks, Trainer):

@@ -60,17 +60,22 @@ class Kernel:
 
     def lacks(self) -> str | None:
         """Why its module cannot be imported, or None when it can."""
-        try:
-            self.load()
-        except ModuleNotFoundError as error:
-            return f"{error.name} is not installed"
-        except Exception as error:  # a broken package must not break the other kernels
-            return f"cannot be imported: {type(error).__name__}: {error}"
-        return None
+        return lacking(self)
 
     def refuses(self, problem: Problem) -> str | None:
         """Why this kernel cannot serve the problem, or None when it can."""
         return self.lacks() or self.load().refuses(problem)
+
+
+@lru_cache(maxsize=64)  # a failed import takes milliseconds, and each plan asks
+def lacking(kernel: Kernel) -> str | None:
+    try:
+        kernel.load()
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed"
+    except Exception as error:  # a broken package must not break the other kernels
+        return f"cannot be imported: {type(error).__name__}: {error}"
+    return None
 
 
 # In order of preference where no rates are known. Where they are (`rates.py`), "auto" takes the fastest.

@@ -137,8 +137,8 @@ def inverse(lower: Array) -> Array:
     solve is a call of LAPACK on CPUs, where devices that wait for each other leave it no thread.
     """
     found = jnp.broadcast_to(jnp.eye(CHUNK, dtype=lower.dtype), lower.shape)
-    for corner in PARTED:
-        found = found - product(found, product(jnp.where(corner, lower, 0), found))
+    for corner in PARTED:  # the barrier: TPU compilers fail where they join the difference to its product
+        found = found - lax.optimization_barrier(product(found, product(jnp.where(corner, lower, 0), found)))
     return found
 
 

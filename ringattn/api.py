@@ -148,7 +148,7 @@ def linear_attention(
                     documents come row by row, as many for each row: document i of row b has number
                     b * (documents of a row) + i, and rows with fewer end in empty ones
     scale           of q; 1 / sqrt(K) by default
-    kernel          auto, triton or chunkwise; in JAX auto or chunkwise
+    kernel          auto, triton or chunkwise; in JAX auto, pallas (TPUs) or chunkwise
     scan            how states travel from rank to rank: auto, gather, ring or pipeline
     check           check every gate and beta, which waits for the device; by default on CPUs only
     """

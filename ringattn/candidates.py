@@ -52,7 +52,7 @@ def compared(asked: Asked) -> tuple[Option, ...]:
     """
     shape, machine = asked.shape, asked.machine
     assert shape is not None
-    found = []
+    found, on = [], lru_cache(lambda gpus: machine.replace(gpus=gpus))
     for plan in candidates(asked.alone, asked.sizes, asked.strategy, asked.layout, asked.spec, asked.docs):
         problem = asked.problem(plan)
         assert problem is not None
@@ -61,9 +61,7 @@ def compared(asked: Asked) -> tuple[Option, ...]:
             own = asked.gpus or machine.gpus
             if asked.transport.hosts is not None and plan.ring > 1:
                 own = plan.ring * plan.ulysses // asked.transport.hosts
-            found.append(
-                Option(way, names, predict(way, shape, asked.spec, asked.docs, machine.replace(gpus=own), rates))
-            )
+            found.append(Option(way, names, predict(way, shape, asked.spec, asked.docs, on(own), rates)))
     least = min(one.cost.seconds for one in found)
 
     def order(one: Option) -> tuple[Any, ...]:
@@ -139,6 +137,8 @@ def candidates(
             continue
         names = ("ulysses",) if ring == 1 else ("ring", "gather")
         layouts = ("contiguous",) if ring == 1 or not spec.causal else ("zigzag", "contiguous")
+        if spec.window is not None or spec.chunk is not None:
+            layouts = layouts[::-1]  # of those predicted the same, one that cuts the sequence into fewer ranges
         if ring > 1 and docs is not None:
             layouts = (*layouts, "striped")  # equal work for any documents
             if alone.framework == "torch" and docs.first is not None:

@@ -38,6 +38,7 @@ def plan(
     transport: Transport | None = None,
     axes: Mapping[str, Any] | None = None,
     saved_as: str | None = None,
+    blocks: tuple[int, int] | None = None,
     machine: str | Path | Machine | None = None,
     **unknown: Any,
 ) -> Plan:
@@ -51,6 +52,7 @@ def plan(
     `docs`, or the `mask` in their place, the layout is chosen for them. With `deterministic` only kernels run whose
     gradients have the same bits in every run, as also under torch.use_deterministic_algorithms. `transport` is how
     blocks travel over a torch mesh. `saved_as` is the name of attention's results for policies of jax.checkpoint.
+    `blocks` are the most queries and keys that the TPU kernel computes at once; by default as many as fit its memory.
     `machine` is a description by which times are predicted, a name or a file; by default that of this machine. The same
     on every rank.
     """
@@ -73,6 +75,7 @@ def plan(
         kernel=kernel,
         deterministic=deterministic,
         saved_as=saved_as,
+        blocks=blocks,
         axes=Ranks(None, None, target.framework, target.device, here=False),
     )
     if docs is not None and docs.length != alone.seq_len:
@@ -83,7 +86,7 @@ def plan(
             "and pass docs and key_docs to attention"
         )
     dtype = ("float32" if target.device == "cpu" else "bfloat16") if dtype is None else dtype_name(dtype)
-    known = of_device(target.device) if machine is None else load(machine)
+    known = of_device(target.device, target.chip) if machine is None else load(machine)
     gpus = target.gpus or (None if target.here else known.gpus)
     sizes, rates = tuple(target.sizes), hash(frozenset(RATES.items()))
     asked = Asked(alone, sizes, gpus, strategy, layout, spec, docs, dtype, transport, known, rates)
@@ -112,6 +115,7 @@ class Target(NamedTuple):
     framework: str = "torch"
     gpus: int | None = None  # ranks of a host, if known
     here: bool = True
+    chip: str | None = None  # the name of the device, if the mesh knows it
 
 
 def elsewhere(
@@ -134,11 +138,11 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
     if is_jax_mesh(mesh):
         from ringattn.comms import jax as meshes
 
-        device, framework, axes = meshes.platform(mesh), "jax", meshes.axes
+        device, framework, axes, chip = meshes.platform(mesh), "jax", meshes.axes, meshes.device_of(mesh).device_kind
     elif hasattr(mesh, "device_type"):
         from ringattn.comms import mesh as meshes
 
-        device, framework, axes = mesh.device_type, "torch", partial(meshes.axes, transport=by)
+        device, framework, axes, chip = mesh.device_type, "torch", partial(meshes.axes, transport=by), None
     else:
         raise ValueError(f"mesh={mesh!r} is of type {type(mesh).__name__}; make one with ringattn.init_mesh(ring=...)")
     names = tuple(meshes.axis_names(mesh))
@@ -164,7 +168,7 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
 
         size = meshes.axis_size(mesh, line)
         hosts = meshes.hosts_along(mesh, line) if framework == "torch" else 0
-        return Target(device, factored(size), bind, framework, size // hosts if hosts else None)
+        return Target(device, factored(size), bind, framework, size // hosts if hosts else None, chip=chip)
     if not {"ring", "ulysses"} & set(found):
         raise ValueError(
             f"the mesh has axes {names or '()'}; a plan needs 'ring' and/or 'ulysses', or 'sequence' to be factored "
@@ -173,9 +177,8 @@ def target_of(mesh: Any, by: str, named: Mapping[str, Any] | None = None) -> Tar
     ring, ulysses = (prod(meshes.axis_size(mesh, name) for name in found.get(r, ())) for r in ("ring", "ulysses"))
     bound = ranks(mesh, found)
     hosts = getattr(bound.ring, "hosts", 0)
-    return Target(
-        device, [(ring, ulysses)], lambda *sizes: bound, framework, ring * ulysses // hosts if hosts else None
-    )
+    gpus = ring * ulysses // hosts if hosts else None
+    return Target(device, [(ring, ulysses)], lambda *sizes: bound, framework, gpus, chip=chip)
 
 
 def is_jax_mesh(mesh: Any) -> bool:
@@ -198,7 +201,7 @@ def report_of(best: Plan, options: Sequence[Option], asked: Asked, target: Targe
     else:
         nbytes = shape.backward_bytes(best.ring, shape.itemsize if best.transport.grads == "input" else 4)
         lines = table(options, machine, gpus, target.gpus is None) + fits(options, machine)
-    chip = chip_here(machine.device) if target.here else None
+    chip = target.chip or (chip_here(machine.device) if target.here else None)
     lines += [note + ": the times are not of this one"] if (note := chip and machine.differs(chip)) else []
     lines += [*route_report(best, nbytes), *groups_report(best, shape), *kernel_report(best, asked.problem(best))]
     head = [sentence(options, machine), str(best)] if options else [str(best)]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ringattn.bands import all_bands
-from ringattn.layout import Layout
+from ringattn.layout import Layout, Shard
 from ringattn.schedule import Table, overlaps, table_of
 from ringattn.spec import AttentionSpec, Docs
 
@@ -81,7 +81,8 @@ def seen_pairs(
     Counted by the runs of a rank's queries that are in one band: each side of their intervals is constant, or rises.
     """
     ranks = np.arange(layout.ring) if ranks is None else ranks
-    table = table_of([layout.shard(rank) for rank in ranks.tolist()])
+    every = shards(layout)
+    table = table_of([every[rank] for rank in ranks.tolist()])
     bands = all_bands(spec, layout.length, key_layout.length, docs)
     at, which, first, last = overlaps(table, bands.start, bands.stop)
     run, apart, ends = bands.some(at), first - bands.start[at], []
@@ -121,9 +122,14 @@ def keys_below(
 
 
 @lru_cache(maxsize=64)
+def shards(layout: Layout) -> list[Shard]:
+    return [layout.shard(rank) for rank in range(layout.ring)]
+
+
+@lru_cache(maxsize=64)
 def pieces(layout: Layout) -> Table:
     """The ranges of all shards; the last one has the position after all keys too."""
-    table = table_of([layout.shard(rank) for rank in range(layout.ring)])
+    table = table_of(shards(layout))
     table.stops[-1] += 1
     return table
 

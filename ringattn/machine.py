@@ -183,16 +183,16 @@ def chip_here(device: str) -> str | None:
     return torch.cuda.get_device_name() if device == "cuda" and torch and torch.cuda.is_available() else None
 
 
-def of_device(device: str) -> Machine:
+def of_device(device: str, chip: str | None = None) -> Machine:
     """What is known of the ranks' device: calibrated here, or else the shipped description of its chip."""
-    chip = chip_here(device)
+    chip = chip or chip_here(device)
     if OWN.is_file():
         own = load(OWN)
         if own.device == device and (chip is None or not own.differs(chip)):
             return own
     named = [load(name) for name in shipped()] if chip else []
     alike = [m for m in named if m.device == device and m.chip and not m.differs(chip or "")]
-    return alike[0] if alike else load(DEVICES.get(device, "cpu"))
+    return max(alike, key=lambda m: len(m.chip)) if alike else load(DEVICES.get(device, "cpu"))
 
 
 def write(machine: Machine, path: Path) -> None:

@@ -121,6 +121,7 @@ class Plan(Value):
     work: AttentionSpec | None = None  # layout="balanced": the attention whose work is dealt out equally
     deterministic: bool = False  # only kernels whose results have the same bits in every run
     saved_as: str | None = None  # in JAX: the name of attention's results for policies of jax.checkpoint
+    blocks: tuple[int, int] | None = None  # on TPUs: the most queries and keys of a kernel's block
     axes: Ranks = field(default=NOT_HERE, repr=False)  # where it runs: framework, device, ring and Ulysses axis
     report: Report = field(default=Report(), compare=False, repr=False)
     number: int = field(init=False, compare=False, repr=False)  # the hash, which every call of attention needs
@@ -145,6 +146,11 @@ class Plan(Value):
             raise_if(self._docs_problem())
         if self.saved_as is not None and (self.framework != "jax" or not isinstance(self.saved_as, str)):
             raise ValueError(f"saved_as={self.saved_as!r}: a name for policies of jax.checkpoint, for a JAX mesh only")
+        object.__setattr__(self, "blocks", blocks_of(self.blocks))
+        if self.blocks is not None and (self.framework != "jax" or self.kernel not in ("auto", "splash")):
+            raise ValueError(
+                f"blocks={self.blocks} are of the TPU kernel: leave them out, or use a JAX mesh and kernel='splash'"
+            )
         if self.heads is not None:
             raise_if(heads_problem(*self.heads, ulysses=self.ulysses, ring=self.ring))
         raise_if(self._transport_problem())
@@ -504,6 +510,16 @@ def heads_of(heads: Any) -> tuple[int, int] | None:
     if query is None or key is None:
         raise ValueError(f"heads={heads!r}: (query heads, key heads), or one number for both")
     return query, key
+
+
+def blocks_of(blocks: Any) -> tuple[int, int] | None:
+    """(queries, keys) of a block, multiples of 128, or None."""
+    if blocks is None:
+        return None
+    sizes = [whole(size) or 0 for size in blocks] if isinstance(blocks, (tuple, list)) else []
+    if len(sizes) != 2 or any(size < 128 or size % 128 for size in sizes):
+        raise ValueError(f"blocks={blocks!r}: (queries, keys), each a multiple of 128")
+    return sizes[0], sizes[1]
 
 
 def dtype_name(dtype: Any) -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ringattn.bands import all_bands
-from ringattn.cost import Shape, kv_heads_of_a_rank, replicas, seen_pairs
+from ringattn.cost import Shape, kv_heads_of_a_rank, replicas, seen_pairs, shards
 from ringattn.layout import Layout
 from ringattn.machine import Machine
 from ringattn.planning import Plan
@@ -102,9 +102,8 @@ def shown(
     pairs = seen_pairs(queries, keys, spec, docs, ranks)
     if ring > EXACT:
         return ranks, pairs, None
-    asking, held = ([layout.shard(rank) for rank in range(ring)] for layout in (queries, keys))
     bands = all_bands(spec, queries.length, keys.length, docs)
-    return ranks, pairs, seen(bands, asking, held, alone=queries.by_document)
+    return ranks, pairs, seen(bands, shards(queries), shards(keys), alone=queries.by_document)
 
 
 @lru_cache(maxsize=64)
@@ -116,7 +115,7 @@ def course(spread: Spread, together: int) -> Course:
     ranks, pairs, schedule = shown(spread.queries, spread.keys, spread.spec, spread.docs, some)
     if schedule is None:  # blocks travel whole
         length = spread.keys.shard_len
-        tokens, onward = np.where(pairs > 0, length, 0), np.full((hosts, ring), length)
+        tokens, onward = np.where(pairs > 0, length, 0), np.broadcast_to(length, (hosts, ring))
     else:
         tokens, onward = schedule.read, schedule.travelling(hosts)
     r, at = ranks[:, None], np.arange(len(ranks))[:, None]
@@ -137,7 +136,8 @@ def course(spread: Spread, together: int) -> Course:
     arrive = np.where(passed, onward[o, source], tokens[at, source]) * (sender != r)
     remote = r * ulysses // gpus != sender * ulysses // gpus
     cells = (pairs[at, source], arrive * ~remote, arrive * remote)
-    work, inside, across = (np.add.reduceat(x, starts, axis=1) for x in cells)
+    apart = len(starts) == len(o)  # every block is a step of its own
+    work, inside, across = (x if apart else np.add.reduceat(x, starts, axis=1) for x in cells)
     return Course(ranks, work, inside, across, sender[:, starts], passed[starts])
 
 

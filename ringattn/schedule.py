@@ -198,11 +198,23 @@ class Schedule:
 
     def travelling(self, hosts: int) -> np.ndarray:
         """[distance, block]: how many tokens hosts at this distance or later ones see."""
-        if ("travelling", hosts) not in self.known:
-            found = self.known["travelling", hosts] = np.zeros((hosts, self.ring), int)
-            for block in range(self.ring if hosts > 1 else 0):
-                edges, last = self.lasting(hosts, block)
-                found[:, block] = np.bincount(last, np.diff(edges), hosts)[::-1].cumsum()[::-1]
+        if hosts == 1:
+            return np.zeros((1, self.ring), int)
+        if ("travelling", hosts) not in self.known:  # as `lasting`, of all blocks at once: in a row, with gaps between
+            parts = self.parts or Parts(np.flatnonzero(self.needed), np.array([0]), np.array([self.length]))
+            reader, block = np.divmod(parts.cell, self.ring)
+            size, wide = self.ring // hosts, self.length + 1
+            begin, end = block * wide + parts.begin, block * wide + parts.end
+            edges = np.unique(np.concatenate([begin, end]))
+            first, stop = np.searchsorted(edges, begin), np.searchsorted(edges, end)
+            count = stop - first
+            covered = np.arange(count.sum()) + np.repeat(first - np.cumsum(count) + count, count)
+            last = np.zeros(max(0, len(edges) - 1), int)
+            np.maximum.at(last, covered, np.repeat((reader // size - block // size) % hosts, count))
+            of = edges[:-1] // wide
+            tokens = np.diff(edges) * (of == edges[1:] // wide)
+            found = np.bincount(last * self.ring + of, tokens, hosts * self.ring).reshape(hosts, self.ring)
+            self.known["travelling", hosts] = found[::-1].cumsum(0)[::-1].astype(int)
         return self.known["travelling", hosts]
 
     def tokens(self, reader: int, block: int) -> int:

@@ -50,6 +50,26 @@ def test_the_schedule_is_read_from_the_programs_text():
     assert (gather.kind, gather.bytes) == ("all-gather", 64)
 
 
+ON_A_SPARSECORE = """
+%called.1 (p: bf16[4,8], t: token[]) -> bf16[32,8] {
+  ROOT %all-gather.4 = bf16[32,8]{1,0} all-gather(%p), dimensions={0}
+}
+
+ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
+  %prepare = s32[]{:S(2)} custom-call(), custom_call_target="PrepareAsyncCallStart"
+  %call-start.1 = ((bf16[4,8]{1,0}, token[]), bf16[32,8]{1,0}) call-start(%x, %t), to_apply=%called.1
+  %forward_kernel.3 = f32[4]{0} custom-call(%x), custom_call_target="tpu_custom_call"
+  %call-done.1 = bf16[32,8]{1,0} call-done(%call-start.1)
+}
+"""
+
+
+def test_what_a_sparsecore_sends_is_read_too():
+    order, (gather,) = aot.schedule(ON_A_SPARSECORE)
+    assert " ".join(order) == "start forward_kernel done"
+    assert (gather.kind, gather.bytes, gather.behind) == ("all-gather", 512, ("forward_kernel",))
+
+
 def test_a_plan_without_a_shape_is_refused():
     with pytest.raises(ValueError, match="heads"):
         ra.aot_report("v5e:2x4", ra.Plan(4096, ring=8))
@@ -64,6 +84,24 @@ def test_without_the_compiler_the_message_says_what_to_install(capsys):
 def test_blocks_are_written_queries_x_keys(capsys):
     assert main(["aot", "blocks=512"]) == 2
     assert "queries x keys" in capsys.readouterr().err
+
+
+@needs_compiler
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("topology", "strategy", "kinds"),
+    [
+        ("v6e:2x4", "gather", {"all-gather", "reduce-scatter"}),
+        ("v6e:2x4", "ulysses", {"all-to-all"}),
+        ("tpu7x:2x2x1", "gather", {"all-gather", "reduce-scatter"}),
+    ],
+)
+def test_every_strategy_sends_something(topology, strategy, kinds):
+    ring, ulysses = (1, 8) if strategy == "ulysses" else (8, 1)
+    plan = ra.Plan(8192, ring, ulysses, strategy, "contiguous", heads=(8, 8), head_dim=128)
+    found = ra.aot_report(topology, plan, docs=ra.Docs.from_lengths([5000, 3192]))
+    assert found.forward.sent and found.backward.sent > found.forward.sent
+    assert {t.kind for t in found.backward.transfers} <= kinds, str(found)
 
 
 @lru_cache(maxsize=8)

@@ -5,6 +5,7 @@ import os
 import ringattn as ra
 from ringattn import machine
 from ringattn.choosing import elsewhere
+from ringattn.comms import process_group
 from ringattn.launch import words
 from ringattn.launch.commands import calibrate
 from ringattn.launch.processes import run
@@ -35,3 +36,15 @@ def test_links_are_measured_among_ranks():
     assert one == two or one.inside.bandwidth == two.inside.bandwidth
     assert one.gpus == 2 and 1e5 < one.inside.bandwidth < 1e13 and 0 < one.inside.latency < 5
     assert one.between == machine.load("cpu").between
+
+
+def two_hosts():
+    process_group.hosts_of = lambda group: 2
+    calibrate.timed = lambda call, device, repeats: 1.0
+    return calibrate.linked(machine.load("cpu"), "cpu", 1)
+
+
+def test_a_link_between_hosts_is_shared_by_the_ranks_of_one_host():
+    """Not by those of all hosts: here by one, which got all of it."""
+    found = run(two_hosts, 2)[0]
+    assert found.gpus == 1 and found.between.bandwidth == calibrate.BYTES["cpu"] / 1e-6

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import ringattn as ra  # noqa: E402
 import ringattn.jax  # noqa: E402
+from ringattn import machine  # noqa: E402
 from tests.test_jax_programs import close, expect  # noqa: E402
 
 NAMES = ("data", "fsdp", "context", "tensor_seq", "tensor", "expert")
@@ -119,3 +120,23 @@ def test_the_name_that_remat_saves_results_by_is_the_plans_choice():
         counts.append(len(re.findall("collective_permute", jax.jit(loss).lower(*x).as_text())))
     assert counts[0] == counts[1] < counts[2]
     expect(["saved_as='context'", "JAX"], lambda: ra.plan(seq_len=32, saved_as="context"))
+
+
+def test_the_blocks_of_the_tpu_kernel_are_the_plans_choice():
+    mesh, x = ringattn.jax.init_mesh(ring=1, devices=jax.devices()[:1]), arrays(batch=1, tokens=512)
+    for blocks, (queries, keys) in ((None, (512, 512)), ((256, 1024), (256, 512))):
+        plan = ra.plan(mesh, seq_len=512, kernel="splash", blocks=blocks)
+        text = str(jax.make_jaxpr(lambda *x, plan=plan: ra.attention(*x, plan))(*x))
+        sizes = set(map(int, re.findall(r"Blocked\(block_size=(\d+)\)", text)))
+        assert sizes == {1, 8, queries, keys}
+    expect(["blocks=(100, 128)", "multiple of 128"], lambda: ra.plan(mesh, seq_len=32, blocks=(100, 128)))
+    expect(["blocks=(128, 128)", "TPU kernel"], lambda: ra.plan(seq_len=32, blocks=(128, 128)))
+    expect(["blocks=(128, 128)", "reference"], lambda: ra.attention(*x, plan.replace(kernel="auto", blocks=(128, 128))))
+
+
+def test_times_are_predicted_for_the_meshs_generation_of_tpus():
+    for kind, name in (("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v6 lite", "v6e")):
+        device = jax.sharding.AbstractDevice(kind, 1, "tpu")
+        mesh = jax.sharding.AbstractMesh((8,), ("ring",), (AxisType.Auto,), abstract_device=device)
+        text = ra.plan(mesh, seq_len=65536, heads=8, head_dim=128).explain()
+        assert machine.load(name).name in text and "not of this one" not in text, text

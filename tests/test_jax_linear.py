@@ -88,6 +88,45 @@ def test_the_delta_rule_equals_the_recurrence(place, gate, lengths, tokens, scan
     check(place, gate, lengths, tokens, scan=scan, rule={"beta": True, "key_heads": 1})
 
 
+KERNEL = [  # one device; what the first pass finds, in documents; a gate a channel, whose chunks have two segments
+    ((1, 1, "contiguous"), "head", None, T, "auto", {"beta": True, "key_heads": 1}),
+    ((2, 2, "zigzag"), None, PACKED, T, "gather", {"beta": True, "key_heads": 1}),
+    ((1, 4, "contiguous"), "channel", ((20, 35),), T, "ring", {}),
+    ((2, 1, "zigzag"), "channel", ((300, LONG - 300), (64, LONG - 100)), LONG, "ring", {"beta": True, "key_heads": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "gate", "lengths", "tokens", "scan", "rule"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (i > 0)) for i, case in enumerate(KERNEL)],
+)
+def test_the_tpu_kernel_interpreted_equals_the_recurrence(place, gate, lengths, tokens, scan, rule):
+    check(place, gate, lengths, tokens, torch.float32, 2e-6, rule, scan=scan, kernel="pallas")
+
+
+def test_the_tpu_kernel_rounds_bfloat16_no_more_than_its_results_are():
+    given = {n: jnp.asarray(x.numpy()) for n, x in inputs(T, "head", torch.float32, beta=True).items()}
+    q, k, v = (given[n].astype(jnp.bfloat16) for n in "qkv")
+    ours, exact = (
+        ra.linear_attention(*x, given["g"], beta=given["beta"], kernel=kernel, return_state=True)
+        for x, kernel in (((q, k, v), "pallas"), ([x.astype(jnp.float32) for x in (q, k, v)], "chunkwise"))
+    )
+    for found, expected, limit in zip(ours, exact, (3e-3, 3e-5), strict=True):  # the state is float32
+        assert jnp.linalg.norm(found - expected) <= limit * jnp.linalg.norm(expected)
+
+
+def test_what_the_tpu_kernel_cannot_do_is_refused():
+    (q, k, v, g, *_), _, docs = few()
+    with pytest.raises(NotImplementedError, match="no states of documents"):
+        ra.linear_attention(q, k, v, g, docs=docs, return_state="documents", kernel="pallas")
+
+    def gradient(kernel, q):
+        return jax.grad(lambda q: ra.linear_attention(q, k, v, g, kernel=kernel).sum())(q).sum()
+
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        jax.grad(partial(gradient, "pallas"))(q)
+
+
 STATES = [case for case in CASES if case[2] is not None]
 
 

@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_said_with_what_would():
 def test_shipped_descriptions_state_their_source(name, tmp_path):
     machine = machines.load(name)
     assert any(word in machine.source for word in ("measured", "public figures", "guess"))
-    if name in ("a100", "b200", "v5p", "v6e", "v7x"):
+    if name in ("a100", "b200", "v4", "v5e", "v5p", "v6e", "v7x"):
         assert machine.source == "public figures; nothing was measured"
     machines.write(machine, tmp_path / "copy.toml")
     assert machines.load(tmp_path / "copy.toml") == machine

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from ringattn.bands import bounds, bounds_at, families, joined
+from ringattn.bands import all_bands, bounds, bounds_at, families, joined
 from ringattn.cost import seen_pairs
 from ringattn.kernels import chunkwise, tiled
 from ringattn.kernels.intervals import Intervals
@@ -162,6 +162,37 @@ def layouts() -> Figure:
     title = "who holds the token (top strip) and its query (rows)"
     figure.legend(handles=[*ranks, Patch(color=FAINT, label="waits")], title=title, loc="lower center", ncols=5)
     figure.subplots_adjust(bottom=0.22)
+    return figure
+
+
+def documents() -> Figure:
+    """Which tokens of seven packed documents each of 4 ranks holds, its work, and the keys that it receives."""
+    size, docs = 4, Docs.from_lengths([26000, 3000, 9000, 1200, 16000, 2336, 8000])
+    T, spec = docs.length, AttentionSpec()
+    kinds = {
+        "zigzag": Layout("zigzag", T, size),
+        "zigzag, each document cut": Layout("zigzag", T, size, docs=docs),
+        "balanced": Layout("balanced", T, size, docs=docs, spec=spec),
+    }
+    figure, axes = panels(len(kinds), 1, 10, 4.6, hspace=0.55)
+    for ax, (title, layout) in zip(axes[:, 0], kinds.items(), strict=True):
+        shards = [layout.shard(rank) for rank in range(size)]
+        pairs = seen_pairs(layout, layout, spec, docs).sum(1)
+        read = seen(all_bands(spec, T, T, docs), shards, shards, alone=layout.by_document).read
+        received = (read.sum(1) - read.diagonal()) / layout.shard_len
+        blank(ax, T, size)
+        ax.set_title(title, loc="left")
+        for rank, shard in enumerate(shards):
+            ax.add_patch(Rectangle((0, rank + 0.1), T, 0.8, fc=PAPER, lw=0))
+            for tokens in shard:
+                ax.add_patch(Rectangle((tokens.start, rank + 0.1), len(tokens), 0.8, color=RANKS[rank], lw=0))
+            ax.text(-0.01 * T, rank + 0.5, f"rank {rank}", ha="right", va="center", fontsize=8)
+            figures = f"work {pairs[rank] / pairs.mean():.2f}, receives {received[rank]:.2f}"
+            ax.text(1.01 * T, rank + 0.5, figures, ha="left", va="center", fontsize=8)
+        for start in docs.starts[0].tolist():
+            ax.plot([start, start], [0, size], color=INK, lw=0.8)
+    text = "65,536 tokens; a line begins a document. Work over the mean; keys received, in shards"
+    axes[-1][0].set_xlabel(text, labelpad=8)
     return figure
 
 
@@ -350,7 +381,8 @@ def main(folder: Path = Path(__file__).parent) -> None:
     """Draw every picture into the folder."""
     matplotlib.use("Agg")
     with matplotlib.rc_context(STYLE):
-        for draw in (masks, mask_kinds, tiling, merging, layouts, ring, ulysses, linear, speed, prefill, timelines):
+        for draw in (masks, mask_kinds, tiling, merging, layouts, documents, ring, ulysses, linear, speed, prefill,
+                     timelines):  # fmt: skip
             save(draw(), folder / f"{draw.__name__}.svg")
         for draw in (layouts, speed):  # in the README, of which PyPI shows no SVG
             save(draw(), folder / f"{draw.__name__}.png")

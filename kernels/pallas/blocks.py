@@ -57,7 +57,7 @@ def fits(shape: Shape, keys: int, arch: tuple[int, int] | None, given: Blocks | 
 
 
 def blocks_for(queries: int, keys: int, shape: Shape, arch: tuple[int, int] | None, given: Blocks | None) -> Blocks:
-    """The given blocks, checked, or the largest that fit into memory, evened out over these lengths."""
+    """The given blocks, checked, or the largest that fit into memory; evened out over these lengths."""
     limit = limit_of(arch)
     fit = [size for size in SIZES if needs(*size, shape, keys) <= limit]
     if given is None:
@@ -73,7 +73,7 @@ def blocks_for(queries: int, keys: int, shape: Shape, arch: tuple[int, int] | No
             f"{given.vmem / MIB:.0f} MiB are allowed; these fit: "
             + (", ".join(f"{q}x{k}" for q, k in SIZES if needs(q, k, shape, keys) <= given.vmem) or "none")
         )
-    return given
+    return Blocks(divided(queries, given.q), divided(keys, given.k), given.vmem)
 
 
 def divided(length: int, most: int) -> int:

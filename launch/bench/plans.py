@@ -106,9 +106,9 @@ def summary(rows: list[Row]) -> list[str]:
     return lines
 
 
-def measured(options: Options) -> Iterator[Row]:
-    """One rank: all candidates of all settings."""
-    machine = load(options.machine) if options.machine else of_device(options.device)
+def measured(options: Options, machine: Machine | None = None) -> Iterator[Row]:
+    """One rank: all candidates of all settings, as predicted on the machine."""
+    machine = machine or (load(options.machine) if options.machine else of_device(options.device))
     whole = ra.init_mesh(sequence=options.ranks, device_type=options.device)
     meshes: dict[tuple[int, int], Any] = {}
 

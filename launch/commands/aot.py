@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ringattn.launch.words import option
 from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec
+from ringattn.spec import AttentionSpec, Docs
 
 
 @dataclass
@@ -31,6 +31,8 @@ class Options:
     causal: bool = option(True, "whether a query sees no later key")
     window: int | None = option(None, "how many keys a query sees at most")
     softcap: float | None = option(None, "the soft cap of scores")
+    docs: list[int] = option([], "the lengths of packed documents, known to the program: 40000,20000,5536")
+    linear: str | None = option(None, "linear attention instead, with kv_heads gates: gated or delta")
     blocks: list[str] = option([], "also try these blocks of queries x keys, one by one: 512x512,1024x2048")
     text: str | None = option(None, "also write the two scheduled programs to PATH.forward and PATH.backward")
 
@@ -44,9 +46,13 @@ def run(options: Options) -> int:
         heads=(options.heads, options.kv_heads), head_dim=options.head_dim, value_dim=options.value_dim,
     )  # fmt: skip
     spec = AttentionSpec(options.causal, options.window, softcap=options.softcap)
+    docs = Docs.from_lengths(options.docs, pad_to=options.seq_len) if options.docs else None
     sizes = [pair(word) for word in options.blocks]
     try:
-        report = aot.aot_report(options.topology, plan, spec=spec, batch=options.batch, dtype=options.dtype)
+        report = aot.aot_report(
+            options.topology, plan, spec=spec, docs=docs, batch=options.batch, dtype=options.dtype,
+            linear=options.linear,
+        )  # fmt: skip
         print(report)
         for size, verdict in aot.fits(options.topology, plan, sizes, options.dtype).items() if sizes else ():
             print(f"blocks {size}: {verdict}")

@@ -105,14 +105,14 @@ def linked(machine: Machine, device: str, repeats: int) -> Machine:
     gpus = ranks // hosts
     found = {"gpus": gpus, "source": f"measured by ringattn calibrate on {ranks} ranks of {hosts} hosts"}
     if gpus > 1:
-        found["inside"] = link(1, gpus, device, repeats, machine.inside.sharing)
+        found["inside"] = link(1, gpus, gpus, device, repeats, machine.inside.sharing)
     if hosts > 1:
-        found["between"] = link(gpus, ranks, device, repeats, machine.between.sharing)
+        found["between"] = link(gpus, ranks, gpus, device, repeats, machine.between.sharing)
     return machine.replace(**found)
 
 
-def link(shift: int, among: int, device: str, repeats: int, sharing: int) -> Link:
-    """The link to the rank `shift` further in groups of `among` ranks, while all of them send."""
+def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: int) -> Link:
+    """The link to the rank `shift` further in groups of `among` ranks, while all `gpus` of every host send."""
     import torch
     import torch.distributed as dist
 
@@ -136,7 +136,7 @@ def link(shift: int, among: int, device: str, repeats: int, sharing: int) -> Lin
 
     latency = moved(64)
     bandwidth = BYTES[device] / max(1e-6, moved(BYTES[device]) - latency)
-    return Link(bandwidth * min(sharing, among), latency, sharing)  # what one sender alone would get
+    return Link(bandwidth * min(sharing, gpus), latency, sharing)  # what one sender alone would get
 
 
 def timed(call: Callable[[], Any], device: str, repeats: int) -> float:

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ringattn.comms.jax import axes, generation
 from ringattn.jax.attention.function import attention
+from ringattn.jax.linear.function import linear_attention
 from ringattn.jax.sharding import closed, sequence_axes, spec_of
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.pallas import splash
@@ -27,7 +28,7 @@ from ringattn.kernels.pallas.blocks import USUAL, VMEM, Blocks
 from ringattn.kernels.partial import Partial
 from ringattn.planning import Plan
 from ringattn.ranks import Ranks
-from ringattn.spec import AttentionSpec
+from ringattn.spec import AttentionSpec, Docs
 
 # Without this option the compiler does not overlap a loop's hops with its kernels.
 COMPILER_OPTIONS: dict[str, str | bool] = {"xla_tpu_enable_all_experimental_scheduler_features": True}
@@ -35,7 +36,8 @@ COMPILER_OPTIONS: dict[str, str | bool] = {"xla_tpu_enable_all_experimental_sche
 NAME = r"%([\w.-]+) = "
 KINDS = r"(collective-permute|all-gather|all-to-all|reduce-scatter|all-reduce|async)"
 HOP = re.compile(NAME + r"(.*?) " + KINDS + r"(-start)?\(")
-DONE = re.compile(r" " + KINDS + r"-done\(.*?%([\w.-]+)\)")
+CALL = re.compile(NAME + r".* call-start\(.*to_apply=%([\w.-]+)")  # a SparseCore runs this computation meanwhile
+DONE = re.compile(r" [\w-]+-done\(.*?%([\w.-]+)\)")
 KERNEL = re.compile(NAME + r".* custom-call\(.*custom_call_target=\"tpu_custom_call\"")
 LOOP = re.compile(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)")
 LIMIT = re.compile(r" s32\[\]\S* constant\((\d+)\)")
@@ -104,23 +106,35 @@ def mib(n: int) -> str:
 
 
 def aot_report(
-    topology: str, plan: Plan, *, spec: AttentionSpec | None = None, batch: int = 1, dtype: str = "bfloat16"
-) -> Report:
-    """Compile `plan` (made with heads= and head_dim=) for a topology such as "v6e:2x4"; needs libtpu, but no TPU."""
+    topology: str, plan: Plan, *, spec: AttentionSpec | None = None, docs: Docs | None = None, batch: int = 1,
+    dtype: str = "bfloat16", linear: str | None = None,
+) -> Report:  # fmt: skip
+    """Compile `plan` (made with heads= and head_dim=) for a topology such as "v6e:2x4"; needs libtpu, but no TPU.
+
+    Documents are known at compile time. `linear` compiles linear attention with a gate a head: "gated" or "delta".
+    """
     if plan.heads is None or plan.head_dim is None:
         raise ValueError("the plan does not say what is computed; make it with heads=(query, key) and head_dim")
     bound = place(topology, plan)
+    if linear not in (None, "gated", "delta"):
+        raise ValueError(f"linear={linear!r}: choose gated or delta, or leave it out for attention")
     shapes = shapes_of(bound, batch * bound.ring_axis.mesh.shape["data"])
-    args = on_mesh(bound, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    if linear:  # gates, and what is written
+        arrays += [jax.ShapeDtypeStruct((*shapes[2][:2], plan.heads[1]), "float32")] * (1 + (linear == "delta"))
+    args = on_mesh(bound, arrays)
 
-    def forward(q: Any, k: Any, v: Any) -> Any:
-        return attention(q, k, v, bound, spec=spec, return_lse=True)
+    def forward(q: Any, k: Any, v: Any, *gates: Any) -> Any:
+        if linear:
+            beta = gates[1] if linear == "delta" else None
+            return (linear_attention(q, k, v, gates[0], bound, beta=beta, docs=docs),)
+        return attention(q, k, v, bound, spec=spec, docs=docs, return_lse=True)
 
-    def backward(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> Any:
-        return jax.vjp(forward, q, k, v)[1]((dout, dlse))
+    def backward(given: Any, cotangents: Any) -> Any:
+        return jax.vjp(forward, *given)[1](cotangents)
 
-    cotangents = on_mesh(bound, jax.eval_shape(forward, *args))
-    programs = compiled("forward", forward, args), compiled("backward", backward, [*args, *cotangents])
+    cotangents = tuple(on_mesh(bound, jax.eval_shape(forward, *args)))
+    programs = compiled("forward", forward, args), compiled("backward", backward, [tuple(args), cotangents])
     return Report(topology, bound, *programs)
 
 
@@ -211,7 +225,7 @@ def on_mesh(plan: Plan, arrays: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x, there in where]
 
 
-def compiled(name: str, function: Any, args: list[jax.ShapeDtypeStruct]) -> Program:
+def compiled(name: str, function: Any, args: list[Any]) -> Program:
     done = jax.jit(function).lower(*args).compile(compiler_options=COMPILER_OPTIONS)
     memory: Any = done.memory_analysis()
     text = done.as_text() or ""
@@ -240,10 +254,14 @@ def schedule(text: str) -> tuple[tuple[str, ...], tuple[Transfer, ...]]:
                 words = [f"{trips}x[", *inside, "]"] if inside else []
             elif kernel := KERNEL.search(line):
                 words = [re.sub(r"[.\d]*$", "", kernel.group(1))]
-            elif (done := DONE.search(line)) and done.group(2) in flying:
+            elif (done := DONE.search(line)) and done.group(1) in flying:
                 words = ["done"]
-                kind, size, behind = flying.pop(done.group(2))
-                transfers.append(Transfer(done.group(2), kind, times, size, tuple(behind)))
+                kind, size, behind = flying.pop(done.group(1))
+                transfers.append(Transfer(done.group(1), kind, times, size, tuple(behind)))
+            elif call := CALL.search(line):
+                for inner in filter(None, map(HOP.search, parts.get(call.group(2), ()))):
+                    words = ["start"]
+                    flying[call.group(1)] = inner.group(3), first_bytes(inner.group(2)), []
             elif hop := HOP.search(line):
                 hop_name, shapes, kind, starts = hop.groups()
                 words = ["start" if starts else kind]

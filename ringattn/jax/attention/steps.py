@@ -17,6 +17,7 @@ from ringattn.kernels import pallas
 from ringattn.kernels.families import over_families_in_jax
 from ringattn.kernels.intervals import Choice, Intervals, Rectangle, Sets
 from ringattn.kernels.libraries import jax_cudnn, jax_splash
+from ringattn.kernels.pallas.blocks import Blocks, limit_of
 from ringattn.kernels.protocol import JaxKernel
 from ringattn.layout import Layout, to_local
 from ringattn.mask import Mask, schedule_of
@@ -289,6 +290,10 @@ def score_of(
     kernel = pallas.select(problem, plan.kernel)
     found: JaxKernel = over_families_in_jax(kernel.load())
     given = {"scale": spec.scale_for(q.shape[-1]), "softcap": spec.softcap, **found.options(problem)}
+    if plan.blocks is not None:
+        if kernel.name != "splash":
+            raise ValueError(f"blocks={plan.blocks} are of the TPU kernel, and {kernel.name} runs; leave them out")
+        given["blocks"] = Blocks(*plan.blocks, limit_of(problem.arch))
     whole: Callable[..., Any] = partial(found.attend_backward, **given)
     halves: Callable[..., Any] | None = found.halves and partial(found.halves, **given)
     if not found.plain:

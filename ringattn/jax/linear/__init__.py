@@ -1,4 +1,4 @@
-"""Gated linear attention over devices: function.py is the public function, states.py how states travel.
+"""Gated linear attention over devices: function.py is the public function, device.py what each device does.
 
-documents.py gives every document a state of its own.
+states.py is how states travel; documents.py gives every document a state of its own.
 """

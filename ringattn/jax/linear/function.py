@@ -1,14 +1,6 @@
-"""Linear attention on JAX arrays: each device's maps of the state, the exchange of states, each device's output.
+"""`linear_attention` on JAX arrays: check, then each device's part (device.py) under shard_map."""
 
-    B batch   T this device's tokens   H heads   K key dim   V value dim   P segments a device
-
-The states travel beside the products within chunks (states.py). Kept for backward are the inputs and the state before
-each chunk; all else is worked out again, chunk by chunk.
-"""
-
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import prod
 from typing import Any
 
 import jax
@@ -19,36 +11,17 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from ringattn.check import by_document, of_choice, of_linear, of_scale, of_state, returned_states, wrong_number
-from ringattn.jax.attention.function import cut_of_rows, filled, is_eager, real_tokens, whole_numbers
-from ringattn.jax.attention.steps import local_positions
-from ringattn.jax.attention.ulysses import cleared
+from ringattn.jax.attention.function import cut_of_rows, filled, is_eager, whole_numbers
 from ringattn.jax.check import of_dtypes
-from ringattn.jax.linear.documents import Documents
-from ringattn.jax.linear.states import KEPT, exchange, summed
+from ringattn.jax.linear.device import Arrays, Call, by_kernel, kernel_of, on_device
+from ringattn.jax.linear.states import KEPT
 from ringattn.jax.sharding import cut_of_tokens, located, mesh_here, over_mesh
-from ringattn.kernels import jax_chunkwise as chunkwise
 from ringattn.kernels.arrays import accumulator
-from ringattn.kernels.jax_chunkwise import CHUNK
-from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.planning import Plan
-from ringattn.segments import BEFORE, WAYS, choose, segments
+from ringattn.segments import WAYS
 from ringattn.spec import Docs
 
-WORDS = {"kernel": ("auto", "chunkwise"), "scan": ("auto", *WAYS)}
-
-Arrays = tuple[Array, Array, Array, Array | None, Array | None, Array | None]  # q, k, v, gates, beta, initial state
-
-
-@dataclass(frozen=True)
-class Call:
-    """All of a call that is not an array: what a program is kept by."""
-
-    plan: Plan
-    scale: float
-    scan: str
-    returned: str  # which states: "", "rows" or "documents"
-    documents: bool  # whether states are one a document
-    docs_padded: bool
+WORDS = {"kernel": ("auto", "chunkwise", "pallas"), "scan": ("auto", *WAYS)}
 
 
 def linear_attention(
@@ -84,7 +57,8 @@ def linear_attention(
     documents = returned == "documents" or by_document(initial_state, docs, q.shape[0])
     if is_eager(q) and not documents:
         docs = filled(docs)
-    call = Call(plan, scale, scan, returned, documents, docs is not None and docs.padded)
+    kernel = kernel_of(kernel, plan, q, v, documents)
+    call = Call(plan, scale, scan, returned, documents, docs is not None and docs.padded, kernel)
     if inside:
         out, end = alone(call)(arrays, whole_numbers(docs and docs.starts))
     else:
@@ -135,8 +109,9 @@ def of_numbers(
 def program(call: Call, mesh: Mesh | AbstractMesh, tokens: P, rows: P) -> Any:
     """`Arrays`, starts -> out, end on global arrays, of which `tokens` says how q is cut."""
     state = P(tokens[0], tokens[2])
-    free = call.plan.axes.cuts is None
-    return over_mesh(recomputed(call), mesh, ((*[tokens] * 5, state), rows), (tokens, state), free=free)
+    free, interpreted = call.plan.axes.cuts is None, call.kernel == "pallas" and call.plan.device != "tpu"
+    specs = (*[tokens] * 5, state), rows
+    return over_mesh(recomputed(call), mesh, specs, (tokens, state), not interpreted, free)
 
 
 @lru_cache(maxsize=128)
@@ -147,67 +122,6 @@ def alone(call: Call) -> Any:
 
 def recomputed(call: Call) -> Any:
     """`on_device`, of which the inputs and the states before chunks are kept for backward, and nothing else."""
+    if call.kernel == "pallas":
+        return partial(by_kernel, call)
     return jax.checkpoint(partial(on_device, call), policy=jax.checkpoint_policies.save_only_these_names(KEPT))
-
-
-def on_device(call: Call, arrays: Arrays, starts: Any) -> tuple[Array, Array | None]:
-    """One device's part: its tokens in, its tokens' output back, and the state behind the last token of all, or of each
-    document.
-    """
-    plan, parts = call.plan, segments(call.plan)
-    B, T = arrays[0].shape[:2]
-    ranks = jnp.int32(plan.ring_axis.rank), jnp.int32(plan.ulysses_axis.rank)
-    *tokens, start = vary(arrays, axes_of(arrays, starts, ranks))
-    real = real_tokens(plan, starts, call.docs_padded)
-    folded: Any = (None if x is None else rows_of(cleared(x, real), parts) for x in tokens)
-    q, k, v, g, beta = folded
-    q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], 2) for x in (q, k))  # a copy for each value head
-    documents = Documents(plan, starts, B, parts) if call.documents else None
-    begin = None if starts is None or documents else begins(plan, starts, B, parts)
-    zero = jnp.zeros_like(k, accumulator(k), shape=(B, *k.shape[2:], v.shape[-1]))
-    start = zero if start is None else start
-    if documents:
-        initial, start = documents.initial(start), zero
-        q, k, v, g, beta = (None if x is None else documents.laid_out(x) for x in (q, k, v, g, beta))
-    known = prod(n for n in start.shape[:3] if isinstance(n, int))  # a batch that is a symbol counts as one row
-    way = choose(plan, call.scan, known * start.dtype.itemsize, v.shape[-1], 1 if beta is None else k.shape[-1])
-    shape, dtype = (B, T, *v.shape[2:]), v.dtype
-    g, begin, beta = (
-        chunkwise.gates(v, g),
-        chunkwise.begins(begin),
-        None if beta is None else chunkwise.chunks(beta[..., None]),
-    )
-    q, k, v = chunkwise.chunks(q) * call.scale, chunkwise.chunks(k), chunkwise.chunks(v)
-    written = chunkwise.written(k, v, g, beta, begin)
-    maps = chunkwise.maps_of(k, v, written, g, begin)
-    if documents:
-        own, alone = documents.of_chunks(initial), maps
-        maps = documents.entered(maps, own)
-    before, end, inner = exchange(plan, way, maps, start, chunkwise.within, ((q, k, written, g), begin))
-    if documents:
-        before = documents.replaced(own, before)
-        if call.returned:
-            end = summed(documents.ends(alone, before, initial), plan)
-    out = chunkwise.passing(q, g, begin, inner, before)
-    out = documents.whole(chunkwise.joined(out, q.shape[0] * CHUNK)) if documents else chunkwise.joined(out, T // parts)
-    return cleared(out.reshape(shape), real).astype(dtype), end if call.returned else None
-
-
-def rows_of(x: Array, parts: int) -> Array:
-    """The segments of each row, as rows."""
-    return x.reshape(x.shape[0] * parts, -1, *x.shape[2:])
-
-
-def begins(plan: Plan, starts: Array, batch: int, parts: int) -> Array:
-    """Where each token's document began, counted from its segment's first token, [1 or B * P, T / P].
-
-    Padding continues the last document; a row's first document, even an empty one, continues from the initial state.
-    """
-    at = local_positions(plan)
-    i = jax.vmap(partial(jnp.searchsorted, side="right"))(starts, jnp.minimum(at, starts[:, -1:] - 1)) - 1
-    i = i.reshape(len(starts), parts, -1)  # -1 if a row has no tokens
-    first = jnp.take_along_axis(starts[:, None], i, 2)
-    local = jnp.where(i <= 0, BEFORE, first - at.reshape(parts, -1)[:, :1])
-    if parts > 1:
-        local = jnp.broadcast_to(local, (batch, *local.shape[1:]))
-    return local.reshape(-1, local.shape[-1])

@@ -45,14 +45,17 @@ class Exchange:
         return order(self.plan)[:: -1 if self.reverse else 1]
 
 
-def exchange(plan: Plan, way: Way, maps: Map, start: Array, work: Work, given: Any) -> tuple[Array, Array, Any]:
+def exchange(
+    plan: Plan, way: Way, maps: Map, start: Array, work: Work, given: Any, known: Array | None = None
+) -> tuple[Array, Array, Any]:
     """The state before each chunk [N, B * P, H, K, V], the one behind the whole sequence, and `work(*given)`.
 
-    `maps` is what each chunk does, [N, B * P, ...]; `start` is before the first of all, the same on every device.
+    `maps` is what each chunk does, [N, B * P, ...]; `start` is before the first of all, the same on every device. If
+    the states before chunks are `known`, nothing is exchanged, and the state behind is 0; gradients are as without.
     """
     arrays, fixed = given
     varied = vary((maps, start, arrays), axes_of(maps, start, arrays))
-    before, end, made = states(Exchange(plan, way, work), *varied, fixed)
+    before, end, made = states(Exchange(plan, way, work), *varied, fixed, known)
     return before, summed(end, plan), made
 
 
@@ -66,12 +69,16 @@ def summed(end: Array, plan: Plan) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def states(call: Exchange, maps: Map, start: Array, arrays: Any, fixed: Any) -> tuple[Array, Array, Any]:
+def states(
+    call: Exchange, maps: Map, start: Array, arrays: Any, fixed: Any, known: Array | None = None
+) -> tuple[Array, Array, Any]:
     """The state before each chunk; behind all, on the device that the walk ends at, zeros elsewhere; the work done.
 
     `start` is the same on every device, and so it is in reverse: every device gets the sum of those ends.
     """
     plan = call.plan
+    if known is not None:
+        return known, vary(jnp.zeros_like(start), axes_of(maps, start)), call.work(arrays, fixed)
     if plan.ring * plan.ulysses == 1:
         return *walk(maps, start, call.reverse), call.work(arrays, fixed)
     own = composed(maps, call.reverse)
@@ -85,13 +92,13 @@ def states(call: Exchange, maps: Map, start: Array, arrays: Any, fixed: Any) -> 
     return walk(maps, before, call.reverse)[0], jnp.where(here, end, 0), made
 
 
-def forward(call: Exchange, maps: Map, start: Array, arrays: Any, fixed: Any) -> tuple[Any, Any]:
-    before, end, made = states(call, maps, start, arrays, fixed)
+def forward(call: Exchange, maps: Map, start: Array, arrays: Any, fixed: Any, known: Array | None) -> tuple[Any, Any]:
+    before, end, made = states(call, maps, start, arrays, fixed, known)
     before = checkpoint_name(before, KEPT)
     return (before, end, made), (maps, before, arrays, fixed)
 
 
-def backward(call: Exchange, saved: Any, given: Any) -> tuple[Map, Array, Any, None]:
+def backward(call: Exchange, saved: Any, given: Any) -> tuple[Map, Array, Any, None, None]:
     """The gradient of the state behind a chunk is factor * (that behind the next one) + (what read the state there)."""
     maps, before, arrays, fixed = saved
     dbefore, dend, dmade = given
@@ -102,7 +109,7 @@ def backward(call: Exchange, saved: Any, given: Any) -> tuple[Map, Array, Any, N
 
     back = Exchange(call.plan, call.way, work, not call.reverse)
     dbehind, dstart, darrays = states(back, maps.transposed(dbefore), dend, (arrays, dmade), fixed)
-    return Map(maps.factor_gradient(before, dbehind), dbehind), dstart, darrays, None
+    return Map(maps.factor_gradient(before, dbehind), dbehind), dstart, darrays, None, None
 
 
 states.defvjp(forward, backward)

@@ -1,0 +1,215 @@
+"""One device's part of linear attention: its maps of the state, the exchange of states, its output.
+
+    B batch   T this device's tokens   P segments a device   R = B * P rows   H heads   K key dim   V value dim
+
+In `jax.numpy` (`on_device`) the states travel beside the products within chunks. On TPUs a kernel computes forward
+(`by_kernel`): once to find what this device does to the state, if there are others, and once from the state that
+arrives. Kept for backward are the inputs and the state before each chunk; all else is worked out again, chunk by chunk.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from ringattn.jax.attention.function import real_tokens
+from ringattn.jax.attention.steps import local_positions
+from ringattn.jax.attention.ulysses import cleared
+from ringattn.jax.linear.documents import Documents
+from ringattn.jax.linear.states import KEPT, exchange, summed
+from ringattn.kernels import jax_chunkwise as chunkwise
+from ringattn.kernels.arrays import accumulator
+from ringattn.kernels.jax_chunkwise import CHUNK
+from ringattn.kernels.pallas import linear
+from ringattn.kernels.pallas.varying import axes_of, vary
+from ringattn.planning import Plan
+from ringattn.segments import BEFORE, choose, segments
+
+Arrays = tuple[Array, Array, Array, Array | None, Array | None, Array | None]  # q, k, v, gates, beta, initial state
+
+
+@dataclass(frozen=True)
+class Call:
+    """All of a call that is not an array: what a program is kept by."""
+
+    plan: Plan
+    scale: float
+    scan: str
+    returned: str  # which states: "", "rows" or "documents"
+    documents: bool  # whether states are one a document
+    docs_padded: bool
+    kernel: str
+
+
+class Laid(NamedTuple):
+    """This device's segments as rows, and the state before the sequence, [B, H, K, V]."""
+
+    q: Array  # [R, T / P, heads, K]
+    k: Array
+    v: Array
+    g: Array | None
+    beta: Array | None
+    start: Array
+    starts: Any  # of documents, as the program gets them
+    real: Any
+    batch: int
+
+    @classmethod
+    def out(cls, call: Call, arrays: Arrays, starts: Any) -> "Laid":
+        """With zeros where the plan or the documents pad."""
+        plan, parts = call.plan, segments(call.plan)
+        ranks = jnp.int32(plan.ring_axis.rank), jnp.int32(plan.ulysses_axis.rank)
+        tokens: Any
+        start: Any
+        *tokens, start = vary(arrays, axes_of(arrays, starts, ranks))
+        real = real_tokens(plan, starts, call.docs_padded)
+        folded: Any = (None if x is None else rows_of(cleared(x, real), parts) for x in tokens)
+        q, k, v, g, beta = folded
+        if start is None:
+            start = jnp.zeros_like(k, accumulator(k), shape=(arrays[0].shape[0], v.shape[2], k.shape[3], v.shape[3]))
+        return cls(q, k, v, g, beta, start, starts, real, arrays[0].shape[0])
+
+    def begin(self, plan: Plan) -> Array | None:
+        """Where each token's document began: see `begins`."""
+        return None if self.starts is None else begins(plan, self.starts, self.batch, segments(plan))
+
+    def way(self, call: Call) -> Any:
+        """How states travel."""
+        known = prod(
+            n for n in (self.batch, *self.start.shape[1:3]) if isinstance(n, int)
+        )  # a symbolic batch counts as one row
+        nbytes, mixed = known * self.start.dtype.itemsize, 1 if self.beta is None else self.k.shape[-1]
+        return choose(call.plan, call.scan, nbytes, self.v.shape[-1], mixed)
+
+    def back(self, out: Array) -> Array:
+        """The output of the rows as that of this device's tokens."""
+        out = out[:, : self.v.shape[1]].reshape(self.batch, -1, *out.shape[2:])
+        return cleared(out, self.real).astype(self.v.dtype)
+
+
+def on_device(call: Call, arrays: Arrays, starts: Any, known: Array | None = None) -> tuple[Array, Array | None]:
+    """One device's part: its tokens in, its tokens' output back, and the state behind the last token of all, or of each
+    document. The states before chunks may be `known` (see `exchange`).
+    """
+    plan, x = call.plan, Laid.out(call, arrays, starts)
+    q, k = (jnp.repeat(each, x.v.shape[2] // each.shape[2], 2) for each in (x.q, x.k))  # a copy for each value head
+    v, g, beta, start, way = x.v, x.g, x.beta, x.start, x.way(call)
+    documents = Documents(plan, starts, x.batch, segments(plan)) if call.documents else None
+    begin = None if documents else x.begin(plan)
+    if documents:
+        initial, start = documents.initial(start), jnp.zeros_like(start, shape=(x.batch, *start.shape[1:]))
+        laid: Any = (None if x is None else documents.laid_out(x) for x in (q, k, v, g, beta))
+        q, k, v, g, beta = laid
+    g, begin, beta = (
+        chunkwise.gates(v, g),
+        chunkwise.begins(begin),
+        None if beta is None else chunkwise.chunks(beta[..., None]),
+    )
+    q, k, v = chunkwise.chunks(q) * call.scale, chunkwise.chunks(k), chunkwise.chunks(v)
+    written = chunkwise.written(k, v, g, beta, begin)
+    maps = chunkwise.maps_of(k, v, written, g, begin)
+    if documents:
+        own, alone = documents.of_chunks(initial), maps
+        maps = documents.entered(maps, own)
+    before, end, inner = exchange(plan, way, maps, start, chunkwise.within, ((q, k, written, g), begin), known)
+    if documents:
+        before = documents.replaced(own, before)
+        if call.returned:
+            end = summed(documents.ends(alone, before, initial), plan)
+    out = chunkwise.joined(chunkwise.passing(q, g, begin, inner, before), q.shape[0] * CHUNK)
+    return x.back(documents.whole(out) if documents else out), end if call.returned else None
+
+
+def kernel_of(kernel: str, plan: Plan, q: Array, v: Array, documents: bool) -> str:
+    """The kernel that runs: for "auto" the TPU's where it serves, else jax.numpy."""
+    problem = None
+    if plan.device not in ("tpu", "cpu"):
+        problem = f"it is a TPU kernel (interpreted on CPUs), and the device is {plan.device}"
+    elif q.dtype not in (jnp.float32, jnp.bfloat16):
+        problem = f"it takes float32 and bfloat16, not {q.dtype}"
+    elif documents:
+        problem = "it has no states of documents (initial_state or return_state one a document)"
+    elif not all(isinstance(n, int) for n in q.shape):
+        problem = f"the shape {q.shape} has symbols"
+    elif max(q.shape[-1], v.shape[-1]) > linear.WIDEST:
+        problem = f"heads of {q.shape[-1]} and {v.shape[-1]} are wider than {linear.WIDEST}"
+    if kernel == "pallas" and problem:
+        raise NotImplementedError(f"kernel='pallas': {problem}; leave kernel out, or use kernel='chunkwise'")
+    return (
+        "pallas" if kernel == "pallas" or (kernel == "auto" and plan.device == "tpu" and not problem) else "chunkwise"
+    )
+
+
+def by_kernel(call: Call, arrays: Arrays, starts: Any) -> tuple[Array, Array | None]:
+    """As `on_device`, from the TPU kernel; gradients are those of `on_device`."""
+    ranks = jnp.int32(call.plan.ring_axis.rank), jnp.int32(call.plan.ulysses_axis.rank)
+    return computed(call, vary(arrays, axes_of(arrays, starts, ranks)), starts)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def computed(call: Call, arrays: Arrays, starts: Any) -> tuple[Array, Array | None]:
+    return in_two_passes(call, False, arrays, starts)[:2]
+
+
+def computed_forward(call: Call, arrays: Arrays, starts: Any) -> tuple[Any, Any]:
+    out, end, before = in_two_passes(call, True, arrays, starts)
+    return (out, end), (arrays, starts, checkpoint_name(before, KEPT))
+
+
+def computed_backward(call: Call, saved: Any, given: Any) -> tuple[Any, None]:
+    arrays, starts, before = saved
+    _, back = jax.vjp(lambda arrays: on_device(call, arrays, starts, before), arrays)
+    return *back(given), None
+
+
+computed.defvjp(computed_forward, computed_backward)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def in_two_passes(call: Call, keep: bool, arrays: Arrays, starts: Any) -> tuple[Array, Array | None, Array | None]:
+    """Output, the state behind all (if asked for), and if kept the states before chunks.
+
+    The first pass is not needed on one device, and its exchange has nothing beside it: the second waits for the state.
+    """
+    plan, x, interpret = call.plan, Laid.out(call, arrays, starts), call.plan.device != "tpu"
+    rows = linear.Rows.of(x.q, x.k, x.v, x.g, x.beta, x.begin(plan))
+    alone, before, behind = plan.ring * plan.ulysses == 1, x.start, None
+    if not alone:
+        maps = jax.tree.map(lambda each: each[None], linear.segment(rows, interpret))
+        nothing = jnp.zeros(1), None
+        (before,), behind, _ = exchange(plan, x.way(call), maps, x.start, lambda each, _: each, nothing)
+    out, end, *kept = linear.outputs(rows, before, call.scale, keep, interpret)
+    end = summed(end, plan) if behind is None else behind
+    return x.back(out), end if call.returned else None, kept[0] if kept else None
+
+
+@in_two_passes.defjvp
+def no_second_derivatives(call: Call, keep: bool, *_: Any) -> Any:
+    raise NotImplementedError(
+        "kernel='pallas' has first derivatives only, in reverse mode; for others use kernel='chunkwise'"
+    )
+
+
+def rows_of(x: Array, parts: int) -> Array:
+    """The segments of each row, as rows."""
+    return x.reshape(x.shape[0] * parts, -1, *x.shape[2:])
+
+
+def begins(plan: Plan, starts: Array, batch: int, parts: int) -> Array:
+    """Where each token's document began, counted from its segment's first token, [1 or B * P, T / P].
+
+    Padding continues the last document; a row's first document, even an empty one, continues from the initial state.
+    """
+    at = local_positions(plan)
+    i = jax.vmap(partial(jnp.searchsorted, side="right"))(starts, jnp.minimum(at, starts[:, -1:] - 1)) - 1
+    i = i.reshape(len(starts), parts, -1)  # -1 if a row has no tokens
+    first = jnp.take_along_axis(starts[:, None], i, 2)
+    local = jnp.where(i <= 0, BEFORE, first - at.reshape(parts, -1)[:, :1])
+    if parts > 1:
+        local = jnp.broadcast_to(local, (batch, *local.shape[1:]))
+    return local.reshape(-1, local.shape[-1])
