@@ -441,5 +441,5 @@ def test_a_dry_run_foresees_the_time_of_a_step_that_was_measured(row):
                    strategy=Strategy(kernel=row["kernel"], recompute=row["recompute"]))  # fmt: skip
     flops = estimate.train_flops(m, [row["tokens"]])
     config = train.resolved(dataclasses.replace(config, dry_run=True), row["ranks"])
-    found = dry.step_seconds(config, dry.plan_of(config), dry.machine_of(config), row["ranks"], flops)
+    found = dry.step_seconds(config, parallelize.plan_of(config), dry.machine_of(config), row["ranks"], flops)
     assert found == pytest.approx(row["step_s"], rel=0.2)

@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 
-from ringattn import choosing
-from ringattn.choosing import elsewhere
 from ringattn.conf.schema import Train
 from ringattn.launch.train import data, estimate, model, parallelize
 from ringattn.machine import ITEMS, Machine, load, of_device
 from ringattn.planning import Plan
-from ringattn.spec import AttentionSpec
 
 RECOMPUTES = ("none", "pointwise", "cheap", "block")  # less and less is kept
 AGAIN = {"none": 0.0, "pointwise": 0.0, "cheap": 0.5, "block": 1.0}  # of the products of forward that run twice
@@ -25,27 +22,10 @@ GIB = 2**30
 
 
 def machine_of(config: Train) -> Machine:
-    return of_device(config.device) if config.machine is None else load(config.machine)
-
-
-def plan_of(config: Train) -> Plan:
-    """The plan that the ranks of this configuration would make."""
-    s, m = config.strategy, config.model
-    machine = machine_of(config)
+    machine = of_device(config.device) if config.machine is None else load(config.machine)
     if machine.device != config.device:
         raise ValueError(f"machine={config.machine}: it describes {machine.device}, and device={config.device}")
-    return choosing.plan(
-        elsewhere(config.device, [(s.ring or 1, s.ulysses or 1)]),
-        seq_len=config.seq_len,
-        heads=(m.heads, m.kv_heads),
-        head_dim=model.head_dim(m),
-        spec=AttentionSpec(window=m.window, softcap=m.softcap),
-        strategy=s.keys,
-        layout=s.layout,
-        kernel=s.kernel,
-        dtype=config.precision,
-        machine=machine,
-    )
+    return machine
 
 
 def decoder_of(config: Train) -> model.Decoder:
@@ -57,13 +37,14 @@ def decoder_of(config: Train) -> model.Decoder:
 
 def report(config: Train) -> str:
     """The whole report of a dry run that starts no rank; `config` is resolved."""
-    plan, decoder, ranks = plan_of(config), decoder_of(config), config.nproc or 1
+    machine, decoder, ranks = machine_of(config), decoder_of(config), config.nproc or 1
+    plan = parallelize.plan_of(config)
     samples = data.of(config)
     a_step = config.batch * config.accumulate * config.strategy.data
     lengths = [samples.train(i).lengths(config.seq_len) for i in range(a_step)] if samples.documents else None
     flops = sum(estimate.train_flops(config.model, n) for n in lengths or [[config.seq_len]] * a_step)
     rows = shapes(config, decoder, plan, samples, ranks, flops)
-    rows += predicted(config, decoder, plan, ranks, flops)
+    rows += predicted(config, decoder, plan, machine, ranks, flops)
     return "\n".join([*(f"{name:<18} {what}" for name, what in rows), "", plan.explain()])
 
 
@@ -92,9 +73,10 @@ def gib(size: float) -> str:
     return f"{size / GIB:.3g} GiB"
 
 
-def predicted(config: Train, decoder: model.Decoder, plan: Plan, ranks: int, flops: float) -> list[tuple[str, str]]:
+def predicted(
+    config: Train, decoder: model.Decoder, plan: Plan, machine: Machine, ranks: int, flops: float
+) -> list[tuple[str, str]]:
     """The rows about time, and whether it fits."""
-    machine = machine_of(config)
     seconds = step_seconds(config, plan, machine, ranks, flops)
     peak = machine.products * 1e12
     a_step = config.batch * config.accumulate * config.strategy.data

@@ -1,4 +1,7 @@
-"""The decoder on many ranks: made part by part, each rank drawing its own rows of the weights, and sharded by FSDP2."""
+"""A training on many ranks: the plan, and the decoder, sharded by FSDP2.
+
+The decoder is made part by part, each rank drawing its own rows of the weights.
+"""
 
 import zlib
 from collections.abc import Iterator
@@ -8,8 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringattn.conf.schema import Model
-from ringattn.launch.train.model import Block, Decoder
+from ringattn import choosing
+from ringattn.conf.schema import Model, Train
+from ringattn.launch.train.model import Block, Decoder, head_dim
+from ringattn.planning import Plan
+from ringattn.spec import AttentionSpec
+
+
+def plan_of(config: Train, mesh: Any = None) -> Plan:
+    """The plan of the ranks of this configuration: over their mesh, or without one as they would make it elsewhere."""
+    s, m = config.strategy, config.model
+    return choosing.plan(
+        choosing.elsewhere(config.device, [(s.ring or 1, s.ulysses or 1)]) if mesh is None else mesh,
+        seq_len=config.seq_len,
+        heads=(m.heads, m.kv_heads),
+        head_dim=head_dim(m),
+        spec=AttentionSpec(window=m.window, softcap=m.softcap),
+        strategy=s.keys,
+        layout=s.layout,
+        kernel=s.kernel,
+        dtype=config.precision,
+        machine=config.machine,
+    )
 
 
 def build(

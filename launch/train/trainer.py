@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringattn import api, choosing
-from ringattn.choosing import elsewhere
+from ringattn import api
 from ringattn.comms import lost
 from ringattn.comms import mesh as meshes
 from ringattn.conf.schema import Train
@@ -33,7 +32,7 @@ from ringattn.launch.train.stored import A_STEP
 from ringattn.launch.train.torchrun import Stop
 from ringattn.models.batch import IGNORED, local_batch
 from ringattn.models.loss import token_mean
-from ringattn.planning import Plan, Transport
+from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 
 MIB = 2**20
@@ -137,18 +136,7 @@ def prepare(config: Train, folder: Path, device: torch.device, started_at: float
     lost.set_timeout(limit)
     meshes.set_timeouts(limit, mesh, everyone)
     there = device.type == config.device
-    plan = choosing.plan(
-        mesh if there else elsewhere(config.device, [(s.ring or 1, s.ulysses or 1)]),
-        seq_len=config.seq_len,
-        heads=(m.heads, m.kv_heads),
-        head_dim=model.head_dim(m),
-        spec=AttentionSpec(window=m.window, softcap=m.softcap),
-        strategy=s.keys,
-        layout=s.layout,
-        kernel=s.kernel,
-        transport=Transport(hosts=None if there else 1),
-        dtype=config.precision,
-    )
+    plan = parallelize.plan_of(config, mesh if there else None)
     where = torch.device("meta") if config.dry_run else device
     decoder = parallelize.build(
         m, config.seed, where, None if config.dry_run else everyone,
