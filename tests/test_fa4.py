@@ -198,10 +198,12 @@ def fa4_here(monkeypatch):
         for name, module in stand_in_fa4.modules(too_old).items():
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.delitem(sys.modules, "ringattn.kernels.libraries.fa4", raising=False)
+        kernels.lacking.cache_clear()
         return import_module("ringattn.kernels.libraries.fa4")
 
     yield load
     sys.modules.pop("ringattn.kernels.libraries.fa4", None)
+    kernels.lacking.cache_clear()
 
 
 def test_an_older_version_is_refused_with_the_remedy(fa4_here) -> None:
