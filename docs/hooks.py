@@ -15,6 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".sh": "bash", ".slurm": "bash"}
 
+SEARCHED = "repository/README.md", "repository/CONTRIBUTING.md"
+MEASURED = "reference/figures", "explanation/log"  # of use to few who search
+GUIDES = *SEARCHED, "how-to/", "reference/attention", "reference/api", "explanation/over-ranks", "troubleshooting"  # of use to most
+
 
 def name_of(path: str) -> str:
     """The page of a file of the repository, from the root of docs/."""
@@ -62,4 +66,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     uri = page.file.src_uri
+    if uri.startswith("repository/") and uri not in SEARCHED:
+        page.meta["search"] = {"exclude": True}  # source, and the changelog, which names everything
+    elif uri.startswith(MEASURED):
+        page.meta["search"] = {"boost": 0.2}
+    elif uri.startswith(GUIDES):
+        page.meta["search"] = {"boost": 4}
     return markdown if uri.startswith("repository/") else relinked(markdown, f"docs/{uri}", uri)

@@ -23,7 +23,7 @@ from ringattn.planning import Plan
 from ringattn.schedule import Schedule, growing, seen
 from ringattn.spec import AttentionSpec, Docs
 
-EXACT, SOME = 64, 16  # rings up to EXACT ranks are computed whole, of larger ones SOME ranks
+EXACT, SOME = 64, 12  # rings up to EXACT ranks are computed whole, of larger ones SOME ranks
 MEASURED = 2**20  # queries x heads of the calls whose rates are measured
 BACKWARD = 2.5  # times the flops of forward
 
