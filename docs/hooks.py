@@ -17,7 +17,8 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", 
 
 SEARCHED = "repository/README.md", "repository/CONTRIBUTING.md"
 MEASURED = "reference/figures", "explanation/log"  # of use to few who search
-GUIDES = *SEARCHED, "how-to/", "reference/attention", "reference/api", "explanation/over-ranks", "troubleshooting"  # of use to most
+# of use to most
+GUIDES = *SEARCHED, "how-to/", "reference/attention", "reference/api", "explanation/over-ranks", "troubleshooting"
 
 
 def name_of(path: str) -> str:
