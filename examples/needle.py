@@ -1,6 +1,6 @@
 """A needle in a haystack of 100,000 tokens, trained on this machine's CPU over 4 processes: minutes.
 
-torchrun --nproc-per-node=4 examples/needle.py [tokens=100000] [steps=250] [picture=needle.png]
+torchrun --nproc-per-node=4 examples/needle.py [tokens=100000] [steps=250] [picture=needle.svg]
 
 The haystack is random words. In it hide a few needles: a name, and right after it its answer. Questions ask for the
 answers by name. One layer of attention must find the right token among all, wherever it is: each token's key is made
@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,6 +96,15 @@ def recall(model: Finder, mesh: object, tokens: int, depth: float) -> float:
 
 
 def draw(losses: list[float], lengths: list[int], depths: list[float], table: list[list[float]], path: Path) -> None:
+    import matplotlib
+
+    from ringattn.launch.commands.plot import STYLE, save
+
+    with matplotlib.rc_context(STYLE):  # readable on light and on dark pages
+        save(drawn(losses, lengths, depths, table), path)
+
+
+def drawn(losses: list[float], lengths: list[int], depths: list[float], table: list[list[float]]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.2), layout="constrained")
@@ -109,10 +119,10 @@ def draw(losses: list[float], lengths: list[int], depths: list[float], table: li
         for x, found in enumerate(row):
             right.text(x, y, f"{found:.0%}", ha="center", va="center", fontsize=8, color="white")
     figure.colorbar(image, ax=right)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
-def main(tokens: str = "100000", steps: str = "250", picture: str = "needle.png") -> None:
+def main(tokens: str = "100000", steps: str = "250", picture: str = "needle.svg") -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # the same weights on every rank
     model, mesh = Finder(), ra.init_mesh(ring=dist.get_world_size(), device_type="cpu")

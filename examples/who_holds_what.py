@@ -10,6 +10,7 @@ no ranks and no GPU, since plans, layouts and masks are plain values.
 import sys
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -17,12 +18,13 @@ from matplotlib.patches import Patch, Rectangle
 import ringattn as ra
 from ringattn.bands import bounds
 from ringattn.cost import seen_pairs
+from ringattn.launch.commands.plot import RANKS as COLORS
+from ringattn.launch.commands.plot import STYLE, save
 from ringattn.layout import LAYOUTS, Layout
 
 TOKENS, RANKS = 48, 4
 SPEC = ra.AttentionSpec(causal=True, window=None)
 DOCS = ra.Docs.from_lengths([14, 5, 21, 8])
-COLORS = "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#77aadd"
 FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
 
 # %% The mask: every query sees one interval of keys
@@ -33,17 +35,20 @@ for t in (0, 13, 14, 40):
 # %% Who holds which tokens, by layout; a row of the mask has the colour of the rank that holds its query
 layouts = [Layout(name, TOKENS, RANKS) for name in LAYOUTS]
 layouts.append(ra.Plan(TOKENS, ring=RANKS, layout="balanced", docs=DOCS, work=SPEC).tokens)
-figure = Figure(figsize=(3 * len(layouts), 3.6), layout="constrained")
-for ax, layout in zip(figure.subplots(1, len(layouts)), layouts, strict=True):
-    for rank in range(RANKS):
-        for t in layout.positions(rank):
-            ax.add_patch(Rectangle((begin[0, t], t), end[0, t] - begin[0, t], 1, color=COLORS[rank], lw=0))
-            ax.add_patch(Rectangle((t, -3), 1, 2, color=COLORS[rank], lw=0))
-    ax.set(title=layout.name, xlim=(0, TOKENS), ylim=(TOKENS, -3), xlabel="keys", ylabel="queries", aspect="equal")
-figure.legend(
-    handles=[Patch(color=COLORS[r], label=f"rank {r}") for r in range(RANKS)], loc="outside lower center", ncols=RANKS
-)
-figure.savefig(FOLDER / "who-holds-what.png", dpi=120)
+with matplotlib.rc_context(STYLE):  # readable on light and on dark pages
+    figure = Figure(figsize=(3 * len(layouts), 3.6), layout="constrained")
+    for ax, layout in zip(figure.subplots(1, len(layouts)), layouts, strict=True):
+        for rank in range(RANKS):
+            for t in layout.positions(rank):
+                ax.add_patch(Rectangle((begin[0, t], t), end[0, t] - begin[0, t], 1, color=COLORS[rank], lw=0))
+                ax.add_patch(Rectangle((t, -3), 1, 2, color=COLORS[rank], lw=0))
+        ax.set(title=layout.name, xlim=(0, TOKENS), ylim=(TOKENS, -3), xlabel="keys", ylabel="queries", aspect="equal")
+    figure.legend(
+        handles=[Patch(color=COLORS[r], label=f"rank {r}") for r in range(RANKS)],
+        loc="outside lower center",
+        ncols=RANKS,
+    )
+    save(figure, FOLDER / "who-holds-what.svg")
 
 # %% How much work each rank has, and with whose keys: rows are ranks, columns the ranks whose keys they see
 for layout in layouts:

@@ -82,5 +82,5 @@ def test_who_holds_what_is_drawn(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(sys, "argv", ["who_holds_what.py", str(tmp_path)])
     runpy.run_path(str(EXAMPLES / "who_holds_what.py"))
-    assert (tmp_path / "who-holds-what.png").stat().st_size > 10_000
+    assert (tmp_path / "who-holds-what.svg").stat().st_size > 10_000
     assert "balanced: the busiest rank has 1.0" in capsys.readouterr().out
