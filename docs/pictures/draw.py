@@ -6,6 +6,7 @@ show what the code does not do. Figures come from benchmarks/. `make pictures`, 
 """
 
 import json
+import runpy
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -386,6 +387,8 @@ def main(folder: Path = Path(__file__).parent) -> None:
             save(draw(), folder / f"{draw.__name__}.svg")
         for draw in (layouts, speed):  # in the README, of which PyPI shows no SVG
             save(draw(), folder / f"{draw.__name__}.png")
+    sys.argv[1:] = [str(folder)]
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "who_holds_what.py"))
 
 
 if __name__ == "__main__":
