@@ -29,8 +29,6 @@ def test_local_batches_give_one_ranks_loss_and_gradient(name):
         embed, head = (w.clone().requires_grad_() for w in weights)
         mine = ra.local_batch(tokens, ra.plan(mesh, seq_len=37), docs=docs, **asked)
         x = embed[mine.tokens].unflatten(-1, (2, 8)) * (1 + 0.01 * mine.positions[:, None, None])
-        if deal:
-            x = embed[mine.tokens].unflatten(-1, (2, 8))  # a token's place in the one row is not that in its own
         out = ra.attention(x, x, x, mine.plan, docs=mine.docs)
         loss = mine.loss(out.flatten(2) @ head)
         loss.backward()

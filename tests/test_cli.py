@@ -333,9 +333,9 @@ def test_verify_passes_on_gloo_processes(capsys):
 
 
 def test_verify_runs_in_the_ranks_of_torchrun(tmp_path):
-    said = launched(ROOT / "ringattn" / "__main__.py", ["verify", "cases=short"], 2, tmp_path)
-    assert said.count("9 of 9 cases pass") == 1  # one rank speaks
-    assert "2 ranks (gloo)" in said
+    printed = launched(ROOT / "ringattn" / "__main__.py", ["verify", "cases=short"], 2, tmp_path)
+    assert printed.count("9 of 9 cases pass") == 1  # one rank speaks
+    assert "2 ranks (gloo)" in printed
 
 
 def test_doctor_finds_this_machine_sound(capsys):

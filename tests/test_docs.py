@@ -67,8 +67,8 @@ def test_scripts_for_torchrun_run(page, line, code, tmp_path):
     asked = get_args_parser().parse_args(command_of(code)[1:])
     (tmp_path / asked.training_script).write_text(code)
     ranks = int(asked.nproc_per_node)
-    said = launched(tmp_path / asked.training_script, asked.training_script_args, ranks, tmp_path)
-    assert [f"rank {rank}: " in said for rank in range(ranks)] == [True] * ranks, said
+    printed = launched(tmp_path / asked.training_script, asked.training_script_args, ranks, tmp_path)
+    assert [f"rank {rank}: " in printed for rank in range(ranks)] == [True] * ranks, printed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -83,8 +83,8 @@ def test_links_lead_somewhere(page):
 def test_every_command_is_documented():
     from ringattn.launch.words import COMMANDS
 
-    said = (ROOT / "docs/reference/commands.md").read_text()
-    assert [name for name in COMMANDS if f"| `{name}` |" not in said] == []
+    page = (ROOT / "docs/reference/commands.md").read_text()
+    assert [name for name in COMMANDS if f"| `{name}` |" not in page] == []
 
 
 def test_every_picture_can_be_drawn_and_is_shown(tmp_path):

@@ -64,8 +64,8 @@ def test_the_text_is_what_the_whole_model_would_say(trained, example):
 
 @pytest.mark.slow
 def test_two_ranks_say_what_one_says(trained, example, tmp_path, capfdbinary):
-    said = [str(trained), PROMPT, str(COUNT), "1.0"]
-    example.main(*said)
+    arguments = [str(trained), PROMPT, str(COUNT), "1.0"]
+    example.main(*arguments)
     alone = capfdbinary.readouterr().out
     assert alone.startswith(PROMPT.encode()) and len(alone) == len(PROMPT) + COUNT
-    assert alone in launched(SCRIPT, said, 2, tmp_path).encode(errors="surrogateescape")
+    assert alone in launched(SCRIPT, arguments, 2, tmp_path).encode(errors="surrogateescape")

@@ -415,10 +415,10 @@ def test_what_a_model_asks_of_its_attention_is_never_dropped():
         with pytest.raises(ValueError, match=reason):
             model(batch() % 50)
     q = torch.randn(1, 4, 5, 8)
-    told = {"ringattn": Call(ra.plan(seq_len=5), None), "position_ids": torch.arange(5), "use_cache": False}
-    assert attend(torch.nn.Identity(), q, q, q, None, **told)[0].shape == (1, 5, 4, 8)
+    given = {"ringattn": Call(ra.plan(seq_len=5), None), "position_ids": torch.arange(5), "use_cache": False}
+    assert attend(torch.nn.Identity(), q, q, q, None, **given)[0].shape == (1, 5, 4, 8)
     with pytest.raises(ValueError, match="Identity passes indices, position_bias to its attention, which is not supp"):
-        attend(torch.nn.Identity(), q, q, q, None, **told, position_bias=q, indices=q, alibi=None)
+        attend(torch.nn.Identity(), q, q, q, None, **given, position_bias=q, indices=q, alibi=None)
 
 
 def test_a_mask_that_a_layer_changes_is_refused():

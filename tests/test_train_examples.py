@@ -66,8 +66,8 @@ def calls(*words, more=None):
     )  # fmt: skip
     assert "Traceback" not in done.stdout, done.stdout
     return [
-        (said, int(status))
-        for said, status in re.findall(r"(.*?)^status (\d+)$", done.stdout, re.DOTALL | re.MULTILINE)
+        (printed, int(status))
+        for printed, status in re.findall(r"(.*?)^status (\d+)$", done.stdout, re.DOTALL | re.MULTILINE)
     ]
 
 
@@ -88,8 +88,8 @@ def test_examples_explain_themselves(tmp_path, monkeypatch):
     texts = [(name, "", "nowhere") for name in NEEDS]  # which read one
     expected |= dict.fromkeys(texts, "nowhere is no file: ")
     found = calls(*expected, more={text: {"RANK": "0"} for text in texts})
-    for words, (said, status) in zip(expected, found, strict=True):
-        assert expected[words] in said and status == (words[1] != "--help"), (words, said)
+    for words, (printed, status) in zip(expected, found, strict=True):
+        assert expected[words] in printed and status == (words[1] != "--help"), (words, printed)
 
 
 @pytest.mark.slow
@@ -99,6 +99,6 @@ def test_the_loss_falls(name, tmp_path):
         pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
     script = ROOT / "examples" / f"{name}.py"
     # its DistributedDataParallel crashes under DETAIL, in torch 2.13 with any model
-    said = launched(script, WORDS[name], 2, tmp_path, debug=name != "trainer_hf")
-    losses = [float(x) for x in re.findall(r": loss ([\d.]+)", said)]
-    assert len(losses) >= 4 and losses[-1] < losses[0], said
+    printed = launched(script, WORDS[name], 2, tmp_path, debug=name != "trainer_hf")
+    losses = [float(x) for x in re.findall(r": loss ([\d.]+)", printed)]
+    assert len(losses) >= 4 and losses[-1] < losses[0], printed

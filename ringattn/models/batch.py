@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 
     tokens: Tensor  # [B, t]
     labels: Tensor  # [B, t]: what each token predicts; IGNORED where it predicts nothing
-    positions: Tensor  # [t]: of the tokens in their whole row
+    positions: Tensor  # [t]: of the tokens in the row that they came in
     plan: Plan
     docs: Docs | None
 
@@ -47,17 +47,24 @@ def local_batch(
         labels, *more = following(tokens, docs)
         if more:
             raise ValueError("several branches of these trees go on from one token: pass labels=, with one of them")
+    at = torch.arange(tokens.shape[1])
     if docs is not None and (plan.layout == "balanced" if deal is None else deal):
-        work = plan.work or spec or AttentionSpec()
-        plan = plan.replace(layout="balanced", work=AttentionSpec(work.causal, work.window))
+        plan = balanced(plan, spec or AttentionSpec())
         one_row = as_one_row(docs, (tokens.shape[0], tokens.shape[1])) if docs.plain else None  # trees stay as they are
         if one_row is not None:
             docs, real = one_row
             tokens, labels = (x.flatten().index_select(0, real.to(x.device))[None] for x in (tokens, labels))
+            at = real % len(at)
         plan = plan.for_docs(docs)
     mine = (plan.shard(x, dim=1).to(device or x.device) for x in (tokens, labels - IGNORED))
     tokens, labels = next(mine), next(mine) + IGNORED  # padding, 0, becomes IGNORED
-    return Batch(tokens, labels, plan.positions().to(tokens.device), plan, docs)
+    return Batch(tokens, labels, plan.shard(at, dim=0, compare=False).to(tokens.device), plan, docs)
+
+
+def balanced(plan: Plan, spec: AttentionSpec) -> Plan:
+    """The plan, to be given documents that it deals out by their work: its own, or that of this attention."""
+    work = plan.work or AttentionSpec(spec.causal, spec.window, spec.chunk, spec.first)
+    return plan.replace(layout="balanced", work=work)
 
 
 def as_one_row(docs: Docs, shape: tuple[int, int], real: np.ndarray | None = None) -> tuple[Docs, Tensor] | None:

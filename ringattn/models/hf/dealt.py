@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn.models.batch import as_one_row
+from ringattn.models.batch import as_one_row, balanced
 from ringattn.models.hf.choice import Choice, attention_of
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
@@ -54,7 +54,7 @@ def dealt(
     if not (is_open or plan.layout == "balanced") or (linear and compiled(model)):
         return None
     spec: AttentionSpec = attention_of(model).get("spec", AttentionSpec())
-    open_plan = plan.replace(layout="balanced", work=plan.work or AttentionSpec(spec.causal, spec.window))
+    open_plan = balanced(plan, spec)
     if not docs.plain:  # whose tokens see others than those of their document
         one = shape[0] == 1 and not docs.padded
         return Dealt(open_plan.for_docs(docs), docs, torch.arange(shape[1]), shape) if one else None
