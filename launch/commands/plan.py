@@ -23,9 +23,10 @@ from ringattn.launch.commands.packed import MIXES, holdings, lengths_of
 from ringattn.launch.words import option
 from ringattn.machine import load, of_device
 from ringattn.mask import Mask, schedule_of
-from ringattn.planning import Plan, Transport
+from ringattn.planning import Plan
 from ringattn.recipe import Recipe
 from ringattn.spec import AttentionSpec, Docs
+from ringattn.transport import Transport
 
 RANKS, MOST = 65536, 1024  # ranks: of more no steps are shown, since what each pair of them works on is counted
 SHOWN, LINES = 10, 8  # ranks that are shown one by one; of more, so many steps

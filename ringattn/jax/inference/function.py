@@ -36,8 +36,9 @@ from ringattn.jax.sharding import reordered
 from ringattn.kernels.intervals import Intervals
 from ringattn.kernels.partial import Partial, add_sinks, empty, form_of, merge_stack, packed, unpacked
 from ringattn.packing import depths
-from ringattn.planning import Plan, heads_problem
+from ringattn.planning import Plan
 from ringattn.serving import MOVES, keys_at_once
+from ringattn.sizes import heads_problem
 from ringattn.spec import AttentionSpec, Docs, raise_if, whole
 
 
