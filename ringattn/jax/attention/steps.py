@@ -205,7 +205,8 @@ def step_of(
     seen = global_bounds(mask, shard_positions(plan.tokens, plan.ring_axis.rank), starts, key_starts, spans)
     tables = tables_of(mask) if known else None
     one, *others = (
-        Sight(*sides, plan.keys.tokens, plan.ring_axis.rank, tables and tables[i]) for i, sides in enumerate(seen)
+        Sight(*sides, plan.keys.tokens, plan.ring_axis.rank, tables[i] if tables else None)
+        for i, sides in enumerate(seen)
     )
     recipe = recipe_of(q, k, v, mask, rectangles=tables is not None, known=known)
     return recipe, score_of(recipe), one._replace(also=tuple(others))
