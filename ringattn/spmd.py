@@ -79,7 +79,7 @@ def route_of(mask: Mask) -> Route:
 
 
 @dataclass(frozen=True)
-class Program(Recipe):
+class SharedRecipe(Recipe):
     """The recipe of all ranks. Equal ones are equal programs."""
 
     table = pallas.TABLE

@@ -26,7 +26,7 @@ from ringattn.mask import Mask, among_all, schedule_of
 from ringattn.planning import Plan
 from ringattn.recipe import Recipe
 from ringattn.spec import AttentionSpec, Docs
-from ringattn.spmd import Program
+from ringattn.spmd import SharedRecipe
 from ringattn.transport import Transport
 
 RANKS, MOST = 65536, 1024  # ranks: of more no steps are shown, since what each pair of them works on is counted
@@ -180,7 +180,7 @@ def recipe(options: Options, plan: Plan, spec: AttentionSpec, docs: Docs | None)
         return Recipe(Mask(plan, spec, docs), shape, plan.device, dtype, rank=options.rank)
     part = docs is None or docs.parents is not None or docs.slices is not None  # of the program
     mask = Mask(plan, spec, docs if part else None, among=None if part else among_all(spec, docs, None))
-    return Program(mask, shape, plan.device, dtype, known=part)
+    return SharedRecipe(mask, shape, plan.device, dtype, known=part)
 
 
 def moves(options: Options, device: str, one_host: bool) -> str:

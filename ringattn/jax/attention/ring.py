@@ -15,13 +15,13 @@ from ringattn.comms.jax import MeshAxis
 from ringattn.jax.attention.steps import Score, Sight
 from ringattn.kernels.pallas.varying import axes_of, vary
 from ringattn.kernels.partial import Partial, empty
-from ringattn.spmd import Flight, Program, Rotation
+from ringattn.spmd import Flight, Rotation, SharedRecipe
 
 Pair = tuple[Array, Array]
 
 
 def ring_forward(
-    q: Array, k: Array, v: Array, recipe: Program, sight: Sight, score: Score, start: Partial | None
+    q: Array, k: Array, v: Array, recipe: SharedRecipe, sight: Sight, score: Score, start: Partial | None
 ) -> Partial:
     """Attention of this device's queries over all devices' keys, added up in float32 from `start`."""
     axis = recipe.plan.ring_axis
@@ -37,7 +37,7 @@ def ring_forward(
 
 
 def ring_backward(
-    q: Array, k: Array, v: Array, recipe: Program, sight: Sight, score: Score, rows: tuple[Array, ...]
+    q: Array, k: Array, v: Array, recipe: SharedRecipe, sight: Sight, score: Score, rows: tuple[Array, ...]
 ) -> tuple[Array, Array, Array]:
     """(dq, dk, dv) in float32. `rows` are this device's dout, global lse and delta, as the kernel wants them.
 

@@ -21,7 +21,7 @@ from ringattn.kernels.protocol import JaxKernel
 from ringattn.layout import Layout, to_local
 from ringattn.mask import Mask
 from ringattn.planning import Plan
-from ringattn.spmd import Program
+from ringattn.spmd import SharedRecipe
 
 
 class Score(NamedTuple):
@@ -198,7 +198,7 @@ def tables_of(mask: Mask) -> list[Table] | None:
 
 def step_of(
     q: Array, k: Array, v: Array, mask: Mask, starts: Any, key_starts: Any, spans: Any
-) -> tuple[Program, Score, Sight]:
+) -> tuple[SharedRecipe, Score, Sight]:
     """The recipe, its kernel, and what the queries see."""
     plan = mask.plan
     known = (starts is None or mask.docs is not None) and (key_starts is None or mask.key_docs is not None)
@@ -212,19 +212,19 @@ def step_of(
     return recipe, score_of(recipe), one._replace(also=tuple(others))
 
 
-def recipe_of(q: Array, k: Array, v: Array, mask: Mask, rectangles: bool = False, known: bool = True) -> Program:
+def recipe_of(q: Array, k: Array, v: Array, mask: Mask, rectangles: bool = False, known: bool = True) -> SharedRecipe:
     """The recipe of a call, from the queries and keys that a device has after the exchange of heads."""
     (B, _, H, D), plan = q.shape, mask.plan
     heads = H * plan.ulysses, k.shape[2] * plan.ulysses
     shape = Shape(plan.seq_len, plan.keys.seq_len, *heads, D, v.shape[3], q.dtype.itemsize, B)
     arch = generation(getattr(plan.ring_axis, "mesh", None)) if plan.device == "tpu" else None
-    return Program(
+    return SharedRecipe(
         mask, shape, plan.device, q.dtype.name, arch, deterministic=plan.deterministic, known=known,
         rectangles=rectangles,
     )  # fmt: skip
 
 
-def score_of(recipe: Program) -> Score:
+def score_of(recipe: SharedRecipe) -> Score:
     """The selected kernel, its scale, its softcap and its own options filled in."""
     (kernel, problem), plan, spec = recipe.chosen, recipe.plan, recipe.mask.spec
     found: JaxKernel = over_families_in_jax(kernel.load())
