@@ -6,7 +6,7 @@ and memory are predicted, or a file; without one it is that of H200s. The steps 
 travels. With docs=LENGTHS the work is that of packed documents. With device=tpu, or where torch is not installed, the
 plan is one for JAX. The mask is drawn. explain=call shows instead what one rank does in a call of attention:
 groups of heads, every step with its ranges of keys, who reads what of this rank meanwhile, dtypes on the way, and
-kernels. In JAX it shows the program of all ranks, whose arguments documents are.
+kernels. In JAX it shows the program of all ranks, whose arguments documents are (on GPUs they are part of it).
 """
 
 from collections.abc import Sequence
@@ -178,9 +178,12 @@ def recipe(options: Options, plan: Plan, spec: AttentionSpec, docs: Docs | None)
     assert shape is not None, plan
     if plan.framework == "torch":
         return Recipe(Mask(plan, spec, docs), shape, plan.device, dtype, rank=options.rank)
-    part = docs is None or docs.parents is not None or docs.slices is not None  # of the program
-    mask = Mask(plan, spec, docs if part else None, among=None if part else among_all(spec, docs, None))
-    return SharedRecipe(mask, shape, plan.device, dtype, known=part)
+    from ringattn.jax.attention import steps
+
+    known = docs is None or docs.parents is not None or docs.slices is not None or steps.cut_of(plan) is not None
+    mask = Mask(plan, spec, docs if known else None, among=None if known else among_all(spec, docs, None))
+    rectangles = known and steps.tables_of(mask) is not None
+    return SharedRecipe(mask, shape, plan.device, dtype, known=known, rectangles=rectangles)
 
 
 def moves(options: Options, device: str, one_host: bool) -> str:
