@@ -147,7 +147,7 @@ def test_lists_hold_every_tile_once(seed: int) -> None:
 def test_auto_takes_the_fastest_kernel() -> None:
     """By measured rates: here with cuDNN's refusals in the place of FA4, which this machine may lack."""
     fa4 = Kernel("fa4", "ringattn.kernels.attention.libraries.cudnn", named=("cpu",), narrow=True)
-    triton, cudnn = (Kernel(n, f"ringattn.kernels.{m}", named=("cpu",), narrow=n == "cudnn") for n, m in
+    triton, cudnn = (Kernel(n, f"ringattn.kernels.attention.{m}", named=("cpu",), narrow=n == "cudnn") for n, m in
                      (("triton", "triton"), ("cudnn", "libraries.cudnn")))  # fmt: skip
     both, without = (triton, cudnn, fa4), (triton, cudnn)
     for backward in (False, True):
