@@ -10,7 +10,8 @@ from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from ringattn.kernels import Kernel, Problem, pallas
+from ringattn.kernels import Kernel, Problem
+from ringattn.kernels.attention import pallas
 from ringattn.mask import Mask, schedule_of
 from ringattn.recipe import Recipe
 
