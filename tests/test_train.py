@@ -154,7 +154,7 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path):
         and "kernel cudnn -> cudnn" in text
     )
     assert "route direct" in text and list(tmp_path.iterdir()) == []
-    assert re.search(r"peak               about [\d.]+ [KM]iB a rank", text)
+    assert re.search(r"peak               about [\d.]+ GiB a rank", text)
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['layers']} blocks, {row['tokens']} tokens")
