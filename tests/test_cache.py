@@ -131,7 +131,7 @@ def over_gloo(q, k, v):
     return [generate(mesh, q[:, :T], k[:, :T], v[:, :T], chunk, 3) for chunk, T in lengths]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_gloo_processes(ranks):
     q, k, v = draw(T=540)
     expected = ra.attention(q.double(), k.double(), v.double())

@@ -200,6 +200,7 @@ def test_a_run_without_checkpoints_says_so_last(tmp_path, capsys):
     assert last == "no weights were kept; save_every=N saves them every N steps and at the end"
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_one_line_a_step(tmp_path):
     """Steps after the checkpoint are done again, and so is what was measured at the end."""
     config = dataclasses.replace(TINY, save_every=2, keep=9, reference=True, steps=3)
@@ -379,6 +380,7 @@ def test_each_run_of_a_sweep_has_a_folder_of_its_own_and_says_which_it_is(capsys
     assert names("run=a,b") == ["a", "b"] and names("run=a", "steps=3") == ["a"] and names("steps=3,4") == [None] * 2
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_was(tmp_path):
     over(2, {"run": TINY}, tmp_path)
     about = json.loads((tmp_path / "run" / "config.json").read_text())
