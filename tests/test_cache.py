@@ -87,7 +87,12 @@ def with_the_decode_kernel(sizes, q, k, v, sinks, given):
 
 
 @pytest.mark.parametrize(
-    "sizes, given", [({"ring": 2}, {}), ({"ring": 1}, {"spec": ra.AttentionSpec(window=7, softcap=3.0)})], ids=str
+    "sizes, given",
+    [
+        pytest.param({"ring": 2}, {}, marks=pytest.mark.slow),
+        ({"ring": 1}, {"spec": ra.AttentionSpec(window=7, softcap=3.0)}),
+    ],
+    ids=str,
 )
 def test_the_decode_kernel_reads_lengths_on_the_device(sizes, given):
     pytest.importorskip("triton")

@@ -130,9 +130,10 @@ def test_what_the_tpu_kernel_cannot_do_is_refused():
 STATES = [case for case in CASES if case[2] is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "gate", "lengths", "tokens", "scan"),
-    [STATES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in STATES[1::2])],
+    [STATES[0], *STATES[1::2]],
 )
 def test_every_document_goes_on_from_its_own_state(place, gate, lengths, tokens, scan):
     """Each by one of the rules, the first by both."""

@@ -56,6 +56,7 @@ def test_a_checkpoint_of_a_gpu_is_of_its_step_and_goes_on(tmp_path):
         np.testing.assert_allclose(losses(tmp_path / f"from{step}"), whole[step:], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_used_is_refused(tmp_path):
     over(1, {"saved": dataclasses.replace(TINY, save_every=5)}, tmp_path)
     path = tmp_path / "saved" / "checkpoints" / "step-00000005"

@@ -114,7 +114,8 @@ def test_a_segment_keeps_what_long_keys_stretch_as_much_as_gates_shrink(monkeypa
     assert distance(end, truth[1]) <= 1e-4
 
 
-@pytest.mark.parametrize("case", some_quick(CASES[:2], (0,)), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_kept_states_and_walked_ones_give_the_same_bits(case: Case) -> None:
     same_bits(case)
 

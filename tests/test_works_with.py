@@ -93,6 +93,7 @@ def check_close(found: list[Any], expected: list[Any], atol: float = 1e-5) -> No
         )
 
 
+@pytest.mark.slow
 def test_compile_fullgraph_on_one_device():
     torch._dynamo.reset()
     plain, compiled = compiled_and_not(1, 1, None)
@@ -228,7 +229,7 @@ def test_a_pass_with_fake_tensors_leaves_none_behind(call):
     [
         Docs.from_lengths,
         pytest.param(lambda n: Docs.from_cu_seqlens(np.cumsum([0, *n])), marks=pytest.mark.slow),
-        lambda n: Docs(np.cumsum([[0, *n]], 1), 8),
+        pytest.param(lambda n: Docs(np.cumsum([[0, *n]], 1), 8), marks=pytest.mark.slow),
     ],
 )
 def test_documents_may_be_made_in_a_compiled_function(make):
