@@ -26,7 +26,8 @@ from tests.test_jax_programs import LIMIT, close, expect, through  # noqa: E402
 small, plan = programs.small, programs.plan
 
 
-@pytest.mark.parametrize("check_vma", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map_it_takes_local_arrays(small, plan, check_vma):
     tokens, sinks = P("data", ("ring", "ulysses")), jnp.arange(4.0)
     inside = jax.shard_map(

@@ -101,6 +101,7 @@ def over_gloo(cases: list[Any]) -> list[tuple[dict[str, float], np.ndarray]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_document_goes_on_from_its_own_state_over_gloo():
     cases = [
         (ring, ulysses, lengths, scan, {"beta": beta, "states": states_of(lengths)})
