@@ -279,6 +279,7 @@ def test_what_is_wrong_is_said():
     assert jax.jit(few.truncate)(jnp.array([5, 6], jnp.int8)).lengths.tolist() == [5, 6]
     for call, says in [
         (lambda: cache.append(k[:, :2], v[:, :3]), "k has 2 tokens, v 3; every new token has both"),
+        (lambda: ra.decode(q[:1], k, v, cache), "batch sizes differ: q 1, k 2, v 2"),
         (lambda: cache.truncate(2.7), "truncate to 2.7: one whole number"),
         (lambda: cache.truncate(jnp.float32(2.7)), "truncate to .*one whole number"),
         (lambda: cache.truncate(2**70), r"truncate to \[1180591620717411303424, .*the rows can go back from"),
