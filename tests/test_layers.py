@@ -31,7 +31,10 @@ PLAIN = [
     "simulation",
     "recipe",
     "segments",
-    "check",
+    "check.arguments",
+    "check.attention",
+    "check.linear",
+    "check.cache",
     "serving",
 ]
 LAZY = {"spec": ("ringattn.segment_ids",)}  # imported by the function that needs it

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ringattn.check import of_docs, of_lengths, of_plan, of_shapes, of_sinks
+from ringattn.check.attention import of_docs, of_lengths, of_plan, of_shapes, of_sinks
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec, Docs
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringattn.check import of_arguments, of_packed
+from ringattn.check.arguments import of_arguments
+from ringattn.check.attention import of_packed
 from ringattn.layout import Layout, positions_of
 from ringattn.planning import Plan
 from ringattn.spec import Docs, raise_if, whole

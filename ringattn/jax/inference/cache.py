@@ -23,15 +23,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringattn import serving
-from ringattn.check import (
+from ringattn.check.arguments import of_arrays
+from ringattn.check.cache import (
     beside_window,
     each,
-    of_arrays,
     of_back,
     of_fork,
-    of_kept,
     of_loaded,
-    of_pair,
+    of_new,
     of_room,
     of_saved,
     of_truncated,
@@ -160,12 +159,12 @@ class KVCache(serving.KVCache):
 
     def problem(self, k: Array, v: Array, n: int) -> str | None:
         """Why n tokens like those in k and v cannot be appended."""
+        if problem := of_new(k, v, self):
+            return problem
         for name, x, mine in (("k", k, self.k), ("v", v, self.v)):
-            if wrong := of_kept(name, x, mine):
-                return wrong
             if x.dtype != mine.dtype:
                 return f"{name} is {x.dtype}, the cache {mine.dtype}; cast {name}, or allocate the cache so"
-        problem = of_pair(k, v) or of_room(n, self.known, self.max_len)
+        problem = of_room(n, self.known, self.max_len)
         if problem is None and self.window is not None and min(self.max_len, self.window - 1 + n) > self.k.shape[1]:
             return beside_window(n, self.window)
         return problem

@@ -16,19 +16,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ringattn.bands import families, intervals
-from ringattn.check import (
-    drafts,
-    of_choice,
-    of_filled,
-    of_keys,
-    of_lengths,
-    of_parents,
-    of_plan,
-    of_shapes,
-    of_start,
-    of_unknown,
-    of_window,
-)
+from ringattn.check.arguments import of_choice, of_unknown
+from ringattn.check.attention import of_lengths, of_plan, of_shapes
+from ringattn.check.cache import drafts, of_filled, of_keys, of_parents, of_start, of_window
 from ringattn.jax.attention.steps import local_positions, looked_up, score_of
 from ringattn.jax.check import of_dtypes, of_sinks_for
 from ringattn.jax.inference.cache import KVCache, below, keep, over_devices

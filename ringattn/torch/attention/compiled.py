@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.check import of_arguments, of_arrays
+from ringattn.check.arguments import of_arguments, of_arrays
 from ringattn.cost import Shape, kv_heads_of_a_rank
 from ringattn.kernels.arrays import fine
 from ringattn.planning import of_text

@@ -14,20 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ringattn import kernels
-from ringattn.check import (
-    drafts,
-    of_arguments,
-    of_arrays,
-    of_choice,
-    of_filled,
-    of_keys,
-    of_lengths,
-    of_parents,
-    of_plan,
-    of_start,
-    of_unknown,
-    of_window,
-)
+from ringattn.check.arguments import of_arguments, of_arrays, of_choice, of_unknown
+from ringattn.check.attention import of_lengths, of_plan
+from ringattn.check.cache import drafts, of_filled, of_keys, of_parents, of_start, of_window
 from ringattn.comms.axis import Axis
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.intervals import Intervals

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.check import drafts
+from ringattn.check.cache import drafts
 from ringattn.kernels.partial import Partial, add_sinks, packed, unpacked
 from ringattn.planning import Plan
 from ringattn.spec import AttentionSpec

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringattn.check import by_document, of_choice, of_linear, of_scale, of_state, returned_states, wrong_number
+from ringattn.check.arguments import of_choice
+from ringattn.check.linear import by_document, of_linear, of_scale, of_state, returned_states, wrong_number
 from ringattn.kernels import linear
 from ringattn.kernels.arrays import accumulator
 from ringattn.kernels.linear.maps import Inputs, Scan
