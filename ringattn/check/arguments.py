@@ -1,6 +1,7 @@
 """What every call checks of an argument: its name, type, framework and number of dims."""
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from ringattn.slices import Mask
 from ringattn.spec import AttentionSpec, Docs, whole
 
 SAY = "pass True or False"
+MANY_HEADS = 512
 WORDS: dict[str, tuple[type, str]] = {
     "plan": (Plan, "make one with ringattn.plan(mesh, seq_len=...)"),
     "spec": (AttentionSpec, "pass AttentionSpec(causal=..., window=..., chunk=..., softcap=..., scale=...)"),
@@ -135,3 +137,26 @@ def of_sizes(**sizes: Any) -> str | None:
     """Whole numbers of at least 1."""
     wrong = (name for name, value in sizes.items() if (whole(value) or 0) < 1)
     return next((f"{name}={sizes[name]!r}: at least 1, a whole number" for name in wrong), None)
+
+
+def of_returned(return_state: Any, docs: Docs | None) -> str | None:
+    """`return_state` is True, False or "documents"."""
+    if return_state is None or isinstance(return_state, bool):
+        return None
+    if not (isinstance(return_state, str) and return_state == "documents"):
+        kind = type(return_state).__name__
+        return f"return_state is of type {kind}; {SAY}, or 'documents' for the state behind each document"
+    if docs is None:
+        return "return_state='documents' without docs: there is one state a row; pass docs, or return_state=True"
+    return None
+
+
+def warn_of_exchanged(q: Any, stacklevel: int) -> None:
+    """Warn where a call is valid, but its dims 1 and 2 look exchanged: no model has so many heads."""
+    tokens, heads = q.shape[1:3]
+    if heads > MANY_HEADS and heads > tokens:
+        warnings.warn(
+            f"q has shape {tuple(q.shape)}: {tokens} tokens and {heads} heads; if dims 1 and 2 are exchanged, pass "
+            "q, k and v as x.transpose(1, 2)",
+            stacklevel=stacklevel,
+        )

@@ -1,6 +1,5 @@
 """What a call of attention must satisfy: shapes, the plan, lengths, documents and masks."""
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -8,8 +7,6 @@ import numpy as np
 from ringattn.check.arguments import of_arguments, of_dims, of_kinds
 from ringattn.planning import Plan, groups_problem, heads_problem
 from ringattn.spec import AttentionSpec, Docs, is_traced
-
-MANY_HEADS = 512
 
 
 def of_partials(a: Any, b: Any) -> str | None:
@@ -74,17 +71,6 @@ def of_exchanged(q: Any, k: Any, plan: Plan) -> str:
         f"q has shape {tuple(q.shape)}, whose dims 1 and 2 look exchanged: expected [batch, tokens, heads, head_dim], "
         "so pass q, k and v as x.transpose(1, 2)"
     )
-
-
-def warn_of_exchanged(q: Any, stacklevel: int) -> None:
-    """Warn where a call is valid, but its dims 1 and 2 look exchanged: no model has so many heads."""
-    tokens, heads = q.shape[1:3]
-    if heads > MANY_HEADS and heads > tokens:
-        warnings.warn(
-            f"q has shape {tuple(q.shape)}: {tokens} tokens and {heads} heads; if dims 1 and 2 are exchanged, pass "
-            "q, k and v as x.transpose(1, 2)",
-            stacklevel=stacklevel,
-        )
 
 
 def of_sinks(sinks: Any, heads: int, floating: bool) -> str | None:

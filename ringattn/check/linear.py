@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ringattn.check.arguments import SAY, has_shape
+from ringattn.check.arguments import has_shape
 from ringattn.check.attention import of_batch, of_docs, of_lengths, of_shapes
 from ringattn.planning import Plan, dtype_name
 from ringattn.segments import segments_problem
@@ -70,18 +70,6 @@ def of_state(name: str, state: Any, q: Any, v: Any, dtype: Any, docs: Docs | Non
         return found + f"{each} (a row with fewer ends in empty ones, which count too)" * (width > 1)
     if state.dtype != dtype:
         return f"{name} is {state.dtype}; the state of {q.dtype} inputs is {dtype_name(dtype)}: cast it to that"
-    return None
-
-
-def of_returned(return_state: Any, docs: Docs | None) -> str | None:
-    """`return_state` is True, False or "documents"."""
-    if return_state is None or isinstance(return_state, bool):
-        return None
-    if not (isinstance(return_state, str) and return_state == "documents"):
-        kind = type(return_state).__name__
-        return f"return_state is of type {kind}; {SAY}, or 'documents' for the state behind each document"
-    if docs is None:
-        return "return_state='documents' without docs: there is one state a row; pass docs, or return_state=True"
     return None
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ringattn import recipe as recipes
-from ringattn.check.arguments import of_arguments, of_arrays
-from ringattn.check.attention import warn_of_exchanged
+from ringattn.check.arguments import of_arguments, of_arrays, warn_of_exchanged
 from ringattn.cost import Shape
 from ringattn.kernels.intervals import Intervals
 from ringattn.mask import Mask
