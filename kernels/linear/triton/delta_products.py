@@ -1,7 +1,7 @@
 """The products of the delta rule in Triton that need no state, all chunks at the same time.
 
 With b the sum of the gates from the chunk's start through a token, e the sum behind it, S the state before the chunk
-and dS the gradient for the state behind it, in the words of `linear_products.py`:
+and dS the gradient for the state behind it, in the words of `gated_products.py`:
 
     m_i  = v_i - what k_i reads                           u_i = beta_i m_i is written
     r_ij = beta_j sum_k k_ik 2^(b_i - b_j) k_jk, j < i    a_ij = scale * beta_j sum_k q_ik 2^(b_i - b_j) k_jk, j <= i
@@ -107,7 +107,7 @@ def gentle_scores(
     K: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, GATE: tl.constexpr, DOCS: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`linear_products.scores` of q with k and of k with k for j <= i, and the strongest decay of a channel.
+    """`gated_products.scores` of q with k and of k with k for j <= i, and the strongest decay of a channel.
 
     What both take of k and of the gates is loaded and computed once.
     """

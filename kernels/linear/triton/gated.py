@@ -200,7 +200,7 @@ class Launches:
         return torch.empty(*sizes, dtype=dtype, device=self.device)
 
     def scan(self, x: Tensor, y: Tensor, scale: float, reverse: bool) -> Scan:
-        """The first two passes of linear_states.py: all segments from a state of zero, then the join."""
+        """The first two passes of gated_states.py: all segments from a state of zero, then the join."""
         (tiles_k, tiles_v), G = self.tiles(self.cuts.states), self.K if self.gate == CHANNEL else 1
         S = max(1, min(self.N, cdiv(PROGRAMS, self.B * self.H * tiles_k * tiles_v)))
         ends, before = (self.empty(self.B, S, self.H, self.K, self.V) for _ in range(2))
@@ -247,7 +247,7 @@ class Launches:
         return [(False, cut), (True, strong)][: 2 if self.gate == CHANNEL else 1]
 
     def scores(self, q: Tensor, k: Tensor, strongest: Tensor, scale: float) -> Tensor:
-        """a_ij of linear_products.py for the pairs j <= i of each chunk, [B, N, H, C, C]."""
+        """a_ij of gated_products.py for the pairs j <= i of each chunk, [B, N, H, C, C]."""
         a = self.empty(self.B, self.N, self.H, self.cuts.chunk, self.cuts.chunk, dtype=self.inner)
         for strong, cut in self.both(self.cuts.scores, self.cuts.strong_scores):
             self.launch(
