@@ -270,7 +270,7 @@ def test_the_second_layer_finds_everything_made(monkeypatch):
                 counts.append(len(made))
         return counts
 
-    for cached in (chunk.pieces_of, chunk.landings):
+    for cached in (chunk.ranges_of, chunk.landings):
         cached.cache_clear()
     [counts] = run(one, ring=1)
     assert counts[0] == counts[2] > 0 and counts[3] == counts[5] > counts[0]

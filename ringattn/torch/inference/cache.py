@@ -267,7 +267,7 @@ class KVCache(serving.KVCache):
         if self.prefix is None:
             return (mine,)
         copies = len(mine.first) // len(self.prefix.lengths)
-        return (*(one.copied(copies, mine.first) for one in self.prefix.holders()), mine)
+        return (*(each.copied(copies, mine.first) for each in self.prefix.holders()), mine)
 
     def memory(self, until: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """k and v of each holder, below position `until` if given."""
