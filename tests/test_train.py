@@ -238,7 +238,7 @@ def test_curves_elsewhere_have_a_name_a_kind(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_log_that_cannot_be_written_is_said_with_what_to_do(tmp_path):
+def test_a_log_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     log = metrics.Log(tmp_path, TINY)
     with pytest.raises(OSError, match=r"metrics\.jsonl \(No space left on device\); free space, or use folder=PATH"):
@@ -340,7 +340,7 @@ def test_what_needs_no_rank_is_refused_before_one_is_started(change, said, tmp_p
     assert error.startswith("ringattn train: ") and said in error and error.count("\n") == 1
 
 
-def test_an_address_where_no_ray_answers_is_said_at_once(monkeypatch):
+def test_an_address_where_no_ray_answers_is_an_error_at_once(monkeypatch):
     ray = SimpleNamespace(init=lambda **told: told)
     monkeypatch.setitem(sys.modules, "ray", ray)
     for dead in ("127.0.0.1:1", "ray://127.0.0.1:1"):
@@ -367,7 +367,7 @@ def test_a_signal_to_rays_driver_asks_the_ranks_to_stop_and_a_second_ctrl_c_wait
     assert len(asked) == 3 and signal.signal(signal.SIGINT, usual) is signal.SIG_IGN
 
 
-def test_jax_processes_that_do_not_start_are_said_with_what_each_was_to_have(monkeypatch):
+def test_jax_processes_that_do_not_start_are_reported_with_their_settings(monkeypatch):
     class Late(Exception):
         pass
 
