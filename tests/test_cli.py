@@ -367,7 +367,7 @@ def test_doctor_survives_a_check_that_breaks():
         raise RuntimeError("the driver is gone")
 
     (found,) = doctor.survives("gpu", breaks)
-    assert found.state == "bad" and "the driver is gone" in found.found
+    assert found.state == "bad" and "the driver is gone" in found.detail
     assert doctor.package("no-such-package", needed=False) == Finding(
         "none", "no-such-package", "not installed", "pip install no-such-package"
     )

@@ -74,7 +74,7 @@ def test_a_sum_may_reuse_the_memory_of_its_first_part():
 
 
 def test_a_sum_of_another_layout_gets_its_own_memory(monkeypatch):
-    """A vendor's gradient has the strides of its inputs, perhaps heads before tokens; as on a GPU, which is pretended."""
+    """A vendor's gradient has the strides of its inputs, perhaps heads before tokens; as on a GPU."""
     total, x = Total(torch.empty(2, 9, 4, 8)), torch.randn(2, 4, 9, 8).transpose(1, 2)
     monkeypatch.setattr(total, "device", SimpleNamespace(type="cuda"))
     monkeypatch.setattr(torch, "empty", lambda shape, dtype, device, empty=torch.empty: empty(shape, dtype=dtype))

@@ -8,8 +8,15 @@ from pathlib import Path
 from ringattn.launch.words import option
 
 ROOT = Path(__file__).resolve().parent.parent
-PLAIN = ("ringattn/torch/inference", "ringattn/jax/inference", "launch/train", "launch/commands", "launch/bench")
-VAGUE = {"found", "known", "one", "alone", "piece", "told", "said"}  # no names for a result, an item, a flag
+PLAIN = (
+    "ringattn/torch/inference",
+    "ringattn/jax/inference",
+    "launch/train",
+    "launch/commands",
+    "launch/bench",
+    "launch/verify",
+)
+VAGUE = {"found", "known", "one", "piece", "told", "said"}  # no names for a result, an item, a flag
 
 
 @dataclass

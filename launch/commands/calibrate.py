@@ -74,8 +74,8 @@ def measured(device: str, repeats: int) -> Machine:
         def both(q: Any = q, k: Any = k, v: Any = v, dout: Any = dout) -> None:
             torch.autograd.grad(ra.attention(q, k, v), (q, k, v), dout)
 
-        one = timed(forward, device, repeats)
-        seconds[tokens] = one, max(1e-9, timed(both, device, repeats) - one)
+        forward_s = timed(forward, device, repeats)
+        seconds[tokens] = forward_s, max(1e-9, timed(both, device, repeats) - forward_s)
     flops = 4 * HEADS[device] * DIM[device] * long * (long + 1) / 2
     start = seconds[8]
     rate = tuple(factor * flops / max(1e-9, seconds[long][i] - start[i]) for i, factor in enumerate((1.0, 2.5)))
@@ -103,12 +103,12 @@ def linked(machine: Machine, device: str, repeats: int) -> Machine:
     assert dist.group.WORLD is not None
     hosts = hosts_of(dist.group.WORLD) or 1
     gpus = ranks // hosts
-    found = {"gpus": gpus, "source": f"measured by ringattn calibrate on {ranks} ranks of {hosts} hosts"}
+    measured = {"gpus": gpus, "source": f"measured by ringattn calibrate on {ranks} ranks of {hosts} hosts"}
     if gpus > 1:
-        found["inside"] = link(1, gpus, gpus, device, repeats, machine.inside.sharing)
+        measured["inside"] = link(1, gpus, gpus, device, repeats, machine.inside.sharing)
     if hosts > 1:
-        found["between"] = link(gpus, ranks, gpus, device, repeats, machine.between.sharing)
-    return machine.replace(**found)
+        measured["between"] = link(gpus, ranks, gpus, device, repeats, machine.between.sharing)
+    return machine.replace(**measured)
 
 
 def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: int) -> Link:
@@ -143,14 +143,14 @@ def timed(call: Callable[[], Any], device: str, repeats: int) -> float:
     """The median in seconds."""
     import torch
 
-    found = []
+    times = []
     for _ in range(repeats + 1):
         begun = time.perf_counter()
         call()
         if device == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - begun)
-    return statistics.median(found[1:])
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[1:])
 
 
 def memory_here(device: str) -> int:

@@ -198,7 +198,7 @@ def steps(plan: Plan, spec: AttentionSpec, docs: Docs | None) -> list[str]:
         return [title, shares(counts.sum(1) / share, plan.ring <= SHOWN)]
     schedule, ranks = schedule_of(Mask(plan, spec, docs)), range(plan.ring)
     rounds = [schedule.rounds(r, plan.hosts, blocks_at_once(plan)) for r in ranks]
-    runs = [[step.sources for one in each for step in one.steps] for each in rounds]  # whose keys, at each step
+    runs = [[step.sources for turn in each for step in turn.steps] for each in rounds]  # whose keys, at each step
     few = plan.ring <= SHOWN
     lines = [
         f"steps of the {plan.transport.route} route: work per step in % of a rank's total, and blocks received",

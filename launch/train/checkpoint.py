@@ -155,16 +155,16 @@ def begin_of(resume: str | None, folder: Path, started_at: float) -> list[Path]:
     return [Path(resume), *since]
 
 
-def newest(found: Sequence[Path], group: Any = None) -> Path | None:
-    """The last of these checkpoints that is as it was saved; a ValueError where none is, None where none was found.
+def newest(paths: Sequence[Path], group: Any = None) -> Path | None:
+    """The last of these checkpoints that is as it was saved; a ValueError where none is, None where none was paths.
 
     All ranks check together, each its share of the parts; the list is rank 0's, which prints what it skips.
     """
     problems: dict[Path, str] = {}
-    found, rank, ranks = [Path(one) for one in everyones([str(one) for one in found], group)[0]], 0, 1
+    paths, rank, ranks = [Path(path) for path in everyones([str(path) for path in paths], group)[0]], 0, 1
     if dist.is_initialized():
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    for path in reversed(found):
+    for path in reversed(paths):
         problem = next(filter(None, everyones(damage(path, rank, ranks), group)), None)
         if problem is None:
             for broken, why in problems.items() if rank == 0 else ():
@@ -261,13 +261,13 @@ def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -
 
 def read_state(path: Path) -> dict[str, Any]:
     """The state of a complete checkpoint, with the number of sequences of a step; a ValueError if it cannot be read."""
-    found = complete(path.parent)
-    if path not in found:
+    others = complete(path.parent)
+    if path not in others:
         below = complete(path / "checkpoints") or complete(path)
         if below:
             raise ValueError(f"{path} is a folder above checkpoints; use resume={below[-1]}")
-        others = ", ".join(p.name for p in found) or "none"
-        raise ValueError(f"{path} is not a complete checkpoint; complete there: {others}")
+        names = ", ".join(p.name for p in others) or "none"
+        raise ValueError(f"{path} is not a complete checkpoint; complete there: {names}")
     try:
         return stored.read_state(path)
     except Damaged as error:

@@ -90,9 +90,9 @@ def again(config: Train, folder: Path, swept: str = "") -> str:
     """
     if swept and config.run:
         return "go on with the same words and resume=auto"
-    alone = f", without --multirun, with {swept}" if swept else ""
+    single = f", without --multirun, with {swept}" if swept else ""
     where = f"folder={config.folder} " * (config.folder != Train().folder)
-    return f"go on with the same words{alone} and {where}run={folder.name} resume=auto"
+    return f"go on with the same words{single} and {where}run={folder.name} resume=auto"
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
@@ -136,9 +136,9 @@ def picture(folder: Path, runs: dict[str, list[dict[str, Any]]], entropy: float)
     left.locator_params("x", integer=True)
     left.legend()
     for right in axes[1:]:
-        for name, found in probes.items():
-            if found:
-                right.plot(*columns(found, "seq_len", "memory_mib"), marker="o", label=name)
+        for name, memory in probes.items():
+            if memory:
+                right.plot(*columns(memory, "seq_len", "memory_mib"), marker="o", label=name)
         right.set(title="memory that one pass adds", xlabel="sequence length", ylim=(0, None))
         right.set_ylabel("MiB a rank, beside what it held before")
         if len(right.lines) > 1:

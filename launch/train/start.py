@@ -91,8 +91,8 @@ def here(
             return 0
         beside, stopped = {plural(ranks): folder}, summary["stopped"]
         if config.reference and ranks > 1 and not stopped and config.resume is None:
-            one = compared(config, folder / "one-rank")
-            beside, stopped = beside | one, not one
+            reference = compared(config, folder / "one-rank")
+            beside, stopped = beside | reference, not reference
         kept.append({"swept": swept, **finish(config, folder, beside, summary, swept)})
         return None if stopped else 0
     except torchrun.Stopped:
@@ -246,18 +246,18 @@ def shared(config: Train, began: float) -> tuple[Path, float]:
 
     What it refuses, later attempts refuse too.
     """
-    found: dict[str, Any] = {"folder": "", "problem": "", "started_at": began}
+    choice: dict[str, Any] = {"folder": "", "problem": "", "started_at": began}
     if dist.get_rank() == 0:
         refused, notes = "refused", torchrun.notes()
-        found["started_at"] = float(notes.compare_set("started_at", "", str(began)))
+        choice["started_at"] = float(notes.compare_set("started_at", "", str(began)))
         try:
-            found["problem"] = notes.get(refused).decode() if notes.check([refused]) else ""
-            found["folder"] = str(new_folder(config))
+            choice["problem"] = notes.get(refused).decode() if notes.check([refused]) else ""
+            choice["folder"] = str(new_folder(config))
         except ValueError as error:
-            found["problem"] = str(error)
+            choice["problem"] = str(error)
             notes.set(refused, str(error))
     with lost.missing_named("before the training"):
-        found = messages.gather(found)[0]
-    if found["problem"]:
-        raise ValueError(found["problem"])
-    return Path(found["folder"]), found["started_at"]
+        choice = messages.gather(choice)[0]
+    if choice["problem"]:
+        raise ValueError(choice["problem"])
+    return Path(choice["folder"]), choice["started_at"]

@@ -326,8 +326,8 @@ def about(job: Job) -> dict[str, Any]:
 
 def resume(job: Job, checkpoints: Checkpoints) -> None:
     """Go on where a checkpoint ended: the weights, the moments, and the next sequence of the data."""
-    found, steps = begin_of(job.config.resume, checkpoints.folder, job.started_at), job.config.steps
-    path = newest(found, checkpoints.group)
+    begin, steps = begin_of(job.config.resume, checkpoints.folder, job.started_at), job.config.steps
+    path = newest(begin, checkpoints.group)
     if path is None:
         return
     state = load(path, job.decoder, job.optimizer, about(job))
