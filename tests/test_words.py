@@ -14,7 +14,6 @@ PLAIN = (
     "launch/train",
     "launch/commands",
     "launch/bench",
-    "launch/verify",
 )
 VAGUE = {"found", "known", "one", "piece", "told", "said"}  # no names for a result, an item, a flag
 

@@ -194,7 +194,7 @@ class Meeting(NamedTuple):
             position = self.before[:, None] + depth[None]
             held, cached = self.before[:, None], intervals(self.spec, position, nothing, every)
             seen = [(jnp.minimum(low, held), jnp.minimum(high, held)) for low, high in cached]
-            among = [looked_up(one, at) for one in families(self.spec, self.tokens, docs=docs)]
+            among = [looked_up(family, at) for family in families(self.spec, self.tokens, docs=docs)]
             seen += [(low + self.before[:, None], high + self.before[:, None]) for low, high in among]
         fits = index < last
         return [(jnp.where(fits, begin, last), jnp.where(fits, end, last)) for begin, end in seen]
