@@ -9,7 +9,6 @@ the host takes all of the time. `ring8` gives the errors of a ring of 8 ranks ov
 """
 
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +28,7 @@ from ringattn.launch.bench import kernels as alone
 from ringattn.launch.bench.contest import Passes, distance, peak_gib
 from ringattn.launch.bench.kernels import Case, useful_flops
 from ringattn.launch.bench.peers import Inputs, heads_first
-from ringattn.launch.bench.timing import elapsed_ms, finish, in_turns, passes
+from ringattn.launch.bench.timing import elapsed_ms, in_turns, passes, together
 from ringattn.launch.words import option
 from ringattn.spec import AttentionSpec, Docs
 from ringattn.torch.attention.steps import problem_of
@@ -215,15 +214,7 @@ def host(case: Case, options: Options) -> list[Row]:
 
 def best_mean(call: Any, options: Options) -> float:
     count = CALLS if options.device == "cuda" else options.rounds
-    means = []
-    for _ in range(6):  # the first warms up
-        finish()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        finish()
-        means.append((time.perf_counter() - start) / count * 1e6)
-    return min(means[1:])
+    return min([together(call, count) for _ in range(6)][1:]) * 1e6  # the first warms up
 
 
 def ring8(case: Case, options: Options) -> list[Row]:

@@ -186,15 +186,15 @@ def find(folder: Path, suffix: str, skip: tuple[str, ...] = ()) -> list[Path]:
 
 
 def samples(corpus: Corpus, data: Data, seq_len: int, seed: int) -> Samples:
-    """The corpus samples into sequences; a ValueError if it is too short for one."""
-    samples = Samples(corpus, seq_len, seed, data.held_out, data.documents)
-    if samples.total < 1:
+    """The corpus divided into sequences; a ValueError if it is too short for one."""
+    dealt = Samples(corpus, seq_len, seed, data.held_out, data.documents)
+    if dealt.total < 1:
         shorter = f"seq_len={len(corpus) - 1} or less, or " * (len(corpus) > 1)
         raise ValueError(
             f"{corpus.name} has {len(corpus)} tokens, one sequence takes seq_len + 1 = {seq_len + 1}; "
             f"use {shorter}more data"
         )
-    return samples
+    return dealt
 
 
 def extremes(corpus: Corpus, vocab: int, part: int = 0, parts: int = 1, size: int = 1 << 24) -> tuple[int, int]:
