@@ -232,8 +232,8 @@ def hosts_of(group: dist.ProcessGroup) -> int:
         hosts = len({*places})
         size = len(names) // hosts
         HOSTS[group] = hosts if places == [i // size * size for i in range(len(names))] else 0
-    found: int = HOSTS[group]
-    return found
+    count: int = HOSTS[group]
+    return count
 
 
 def add_twin(group: dist.ProcessGroup, way: str, device: str, **options: Any) -> None:

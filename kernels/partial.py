@@ -131,8 +131,8 @@ def unpacked(rows: Array, form: str) -> Any:
 
 def partial_of(rows: Array, form: str) -> Partial:
     """The inverse of `packed`, as Partial."""
-    found = unpacked(rows, form)
-    return from_streams(found) if isinstance(found, Streams) else found
+    merged = unpacked(rows, form)
+    return from_streams(merged) if isinstance(merged, Streams) else merged
 
 
 def merge_stack(stack: Any) -> Partial:

@@ -69,8 +69,8 @@ def test_what_was_added_up_in_place_is_not_added_again():
 def test_a_sum_may_reuse_the_memory_of_its_first_part():
     parts = some_parts(torch.float32).parts
     expected = some_parts(torch.float32).tensor(torch.float32)
-    assert torch.equal(gradients.add_parts(parts[0].found, parts), expected)
-    assert torch.equal(parts[0].found, expected)
+    assert torch.equal(gradients.add_parts(parts[0].grad, parts), expected)
+    assert torch.equal(parts[0].grad, expected)
 
 
 def test_a_sum_of_another_layout_gets_its_own_memory(monkeypatch):

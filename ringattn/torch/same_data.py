@@ -122,12 +122,12 @@ def landed(seen: Seen) -> None:
     judge({(r, u): tuple(pair) for r, line in enumerate(rows.tolist()) for u, pair in enumerate(line)}, count=True)
 
 
-def judge(found: dict[Place, tuple[int, ...]], count: bool = False) -> None:
+def judge(checksums: dict[Place, tuple[int, ...]], count: bool = False) -> None:
     """Raise if ranks sharded different tensors. Ranks with different numbers of tensors are not compared.
 
     With `count` a rank's numbers are the number of its tensors, and one checksum of all.
     """
-    (first, expected), *others = found.items()
+    (first, expected), *others = checksums.items()
     same = (lambda a, b: a[0] == b[0]) if count else (lambda a, b: len(a) == len(b))
     unlike = [place for place, mine in others if same(mine, expected) and mine != expected]
     if unlike:

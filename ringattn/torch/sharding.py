@@ -191,10 +191,10 @@ def check_whole(x: Tensor, plan: Plan, dim: int) -> None:
 
 def of_dim(x: Tensor, dim: int) -> str | None:
     """x has dim `dim`."""
-    found = of_types(x=x)
-    if found is None and not (whole(dim) is not None and -x.dim() <= dim < x.dim()):
+    problem = of_types(x=x)
+    if problem is None and not (whole(dim) is not None and -x.dim() <= dim < x.dim()):
         return f"dim={dim!r}: x has shape {tuple(x.shape)}; say which of its {x.dim()} dims is the sequence"
-    return found
+    return problem
 
 
 def real_tokens(plan: Plan, docs: Docs | None, device: torch.device) -> Tensor | None:

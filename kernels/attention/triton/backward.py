@@ -383,7 +383,7 @@ def flash_backward(
     inputs = (q, k, v, begin, end, rows.dout)
     stats: Tensor = stats_of(rows) if rows.made is None else rows.made
     rows.made = stats
-    known = (
+    key = (
         q.shape, v.shape, q.device, q.dtype, k.dtype, v.dtype, rows.dout.dtype,
         q.stride(), k.stride(), v.stride(), rows.dout.stride(), rows_st, are_aligned(q, k, v, rows.dout),
         scale, softcap, alone, *[None if x is None else (x.dtype, x.stride()) for x in into],
@@ -394,15 +394,15 @@ def flash_backward(
         if into[i] is None else into[i]
         for i, x in enumerate(tensors)
     ]  # fmt: skip
-    found = LAUNCHES.get(known) if table is None else None
-    if found is None:
-        found = launches_of(inputs, rows_st, scale, softcap, alone, into, table)
+    launches = LAUNCHES.get(key) if table is None else None
+    if launches is None:
+        launches = launches_of(inputs, rows_st, scale, softcap, alone, into, table)
         if table is None:
-            LAUNCHES.keep(known, found)
+            LAUNCHES.keep(key, launches)
     if dk is not None and dv is not None:
-        found.dkdv(*inputs, stats, spans(where, k.shape[1], found.cut), dk, dv)
+        launches.dkdv(*inputs, stats, spans(where, k.shape[1], launches.cut), dk, dv)
     if dq is not None:
-        found.dq(*inputs, stats, dq)
+        launches.dq(*inputs, stats, dq)
     return dq, dk, dv
 
 

@@ -225,11 +225,11 @@ class Launches:
     ) -> Tensor:  # fmt: skip
         """The third pass: the state before (in reverse: behind) each chunk, [B, N, H, K, V], starting from `first`."""
         sizes, dtype = self.states_shape()
-        found = self.empty(*sizes, dtype=dtype) if kept is None else kept
+        states = self.empty(*sizes, dtype=dtype) if kept is None else kept
         begins = x if first is None else first.float().contiguous()
-        others = (begins, saved.before, saved.passed, found, saved.before, saved.passed, saved.strongest)
+        others = (begins, saved.before, saved.passed, states, saved.before, saved.passed, saved.strongest)
         self.walk(x, y, others, saved.before.shape[1], scale, reverse, STORE=True, FIRST=first is not None)
-        return found
+        return states
 
     def walk(
         self, x: Tensor, y: Tensor, others: tuple[Tensor, ...], S: int, scale: float, reverse: bool,
