@@ -60,7 +60,7 @@ class Intervals(NamedTuple):
     @property
     def are_rectangles(self) -> bool:
         """Whether all families are few rectangles."""
-        return self.rectangles is not None and all(one.rectangles is not None for one in self.also)
+        return self.rectangles is not None and all(family.rectangles is not None for family in self.also)
 
 
 def some(families: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:

@@ -137,7 +137,7 @@ def partial_of(rows: Array, form: str) -> Partial:
 
 def merge_stack(stack: Any) -> Partial:
     """Merge partials (or streams) stacked along a first dim, in order."""
-    parts = [type(stack)(*one) for one in zip(*stack, strict=True)]
+    parts = [type(stack)(*part) for part in zip(*stack, strict=True)]
     return reduce(merge, parts) if isinstance(stack, Partial) else from_streams(reduce(merge_streams, parts))
 
 

@@ -102,12 +102,12 @@ def linked(machine: Machine, device: str, repeats: int) -> Machine:
     assert dist.group.WORLD is not None
     hosts = hosts_of(dist.group.WORLD) or 1
     gpus = ranks // hosts
-    measured = {"gpus": gpus, "source": f"measured by ringattn calibrate on {ranks} ranks of {hosts} hosts"}
+    links = {"gpus": gpus, "source": f"measured by ringattn calibrate on {ranks} ranks of {hosts} hosts"}
     if gpus > 1:
-        measured["inside"] = link(1, gpus, gpus, device, repeats, machine.inside.sharing)
+        links["inside"] = link(1, gpus, gpus, device, repeats, machine.inside.sharing)
     if hosts > 1:
-        measured["between"] = link(gpus, ranks, gpus, device, repeats, machine.between.sharing)
-    return machine.replace(**measured)
+        links["between"] = link(gpus, ranks, gpus, device, repeats, machine.between.sharing)
+    return machine.replace(**links)
 
 
 def link(shift: int, among: int, gpus: int, device: str, repeats: int, sharing: int) -> Link:

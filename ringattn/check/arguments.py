@@ -71,10 +71,10 @@ def of_unknown(function: str, unknown: dict[str, Any], *takes: str) -> str | Non
     """Every argument that a function does not take, and what to use instead, out of what it `takes`."""
     if not unknown:
         return None
-    known = dict(REFUSED)
+    instead = dict(REFUSED)
     for argument in takes:
-        known |= INSTEAD[argument]
-    return "; ".join(f"{name}: {known.get(name, f'{function} has no such argument')}" for name in unknown)
+        instead |= INSTEAD[argument]
+    return "; ".join(f"{name}: {instead.get(name, f'{function} has no such argument')}" for name in unknown)
 
 
 def kind(x: Any) -> str | None:
@@ -95,8 +95,8 @@ def of_kinds(*arrays: Any) -> str | None:
 
 def of_arrays(arrays: dict[str, Any], optional: dict[str, Any], plan: Plan | None = None) -> str | None:
     """All are tensors of one framework, that of the plan; the required ones have 4 dims."""
-    if found := of_kinds(*arrays.values()):
-        return found
+    if problem := of_kinds(*arrays.values()):
+        return problem
     framework: Any = kind(next(iter(arrays.values())))
     what = {"torch": "a torch tensor", "jax": "a jax array"}[framework]
     for name, x in optional.items():

@@ -14,8 +14,8 @@ def of_partials(a: Any, b: Any) -> str | None:
     for name, x in (("a", a), ("b", b)):
         if getattr(x, "_fields", None) != ("out", "lse"):
             return f"{name} is of type {type(x).__name__}; pass Partial(out, lse)"
-    if found := of_kinds(*a, *b):
-        return found
+    if problem := of_kinds(*a, *b):
+        return problem
     (out_a, lse_a), (out_b, lse_b) = ([tuple(x.shape) for x in side] for side in (a, b))
     if out_a == out_b and out_a[:-1] == lse_a == lse_b:
         return None
@@ -27,8 +27,8 @@ def of_partials(a: Any, b: Any) -> str | None:
 
 def of_shapes(q: Any, k: Any, v: Any, linear: bool = False) -> str | None:
     """q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] match; in linear attention k's heads divide those of v."""
-    if found := of_dims(q=q, k=k, v=v):
-        return found
+    if problem := of_dims(q=q, k=k, v=v):
+        return problem
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         return f"batch sizes differ: q {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}"
     if k.shape[1] != v.shape[1] or (k.shape[2] != v.shape[2] and not linear):
@@ -49,8 +49,8 @@ def of_plan(q: Any, k: Any, v: Any, plan: Plan) -> str | None:
     """The heads can be spread over the ranks, and are those that the plan was made for."""
     heads = q.shape[2], k.shape[2]
     if plan.heads is not None and plan.heads != heads:
-        found = f"q and k have {heads[0]} and {heads[1]} heads, the plan was made for heads={plan.heads}"
-        return of_exchanged(q, k, plan) or found
+        other = f"q and k have {heads[0]} and {heads[1]} heads, the plan was made for heads={plan.heads}"
+        return of_exchanged(q, k, plan) or other
     for name, x, key in (("q", q, "head_dim"), ("v", v, "value_dim")):
         if getattr(plan, key) not in (None, x.shape[3]):
             return f"{name} has head dim {x.shape[3]}, the plan was made for {key}={getattr(plan, key)}"
@@ -89,8 +89,8 @@ def of_lengths(
             uncut = x.shape[1] == part.seq_len
             remedy = "pass plan.shard(x)" if uncut else f"use plan.for_length(n) for another length than {part.seq_len}"
             holder = "a rank of this plan holds" if length == part.local_len else "this plan's order has"
-            found = f"{name} has {x.shape[1]} tokens, {holder} {length} ({part}); {remedy}"
-            return of_exchanged(q, k, plan) or found
+            problem = f"{name} has {x.shape[1]} tokens, {holder} {length} ({part}); {remedy}"
+            return of_exchanged(q, k, plan) or problem
     placed = spec.causal or spec.window is not None or spec.chunk is not None
     if placed and plan.keys.seq_len != plan.seq_len and key_docs is None:
         word = next(f"{n}={getattr(spec, n)}" for n in ("causal", "window", "chunk") if getattr(spec, n))
@@ -157,8 +157,8 @@ def of_mask(mask: Any, spec: AttentionSpec | None, docs: Any, key_docs: Any = No
     """A mask of slices replaces documents, and all that a spec says of who sees whom."""
     if mask is None:
         return None
-    if found := of_arguments(mask=mask):
-        return found
+    if problem := of_arguments(mask=mask):
+        return problem
     names = ["docs"] * (docs is not None) + ["key_docs"] * (key_docs is not None)
     names += [name for name in ("window", "chunk", "first") if spec is not None and getattr(spec, name, None)]
     return f"mask says who sees whom; leave out {' and '.join(names)}" if names else None

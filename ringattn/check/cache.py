@@ -13,8 +13,8 @@ def each(given: Any, rows: int) -> list[int] | None:
     """A whole number for each row, from one for all rows or one per row; None for anything else."""
     given = given.tolist() if hasattr(given, "tolist") else given
     many = list(given) if isinstance(given, (list, tuple)) else [given] * rows
-    found = [n for n in map(whole, many) if n is not None]
-    return found if len(found) == len(many) == rows else None
+    numbers = [n for n in map(whole, many) if n is not None]
+    return numbers if len(numbers) == len(many) == rows else None
 
 
 def of_start(start: int | Sequence[int] | None, lengths: np.ndarray | None) -> str | None:
@@ -42,18 +42,18 @@ def of_new(k: Any, v: Any, cache: Any) -> str | None:
 
 def of_memory(room: Any, **sizes: Any) -> str | None:
     """The sizes of a cache; value_dim, window and room are optional."""
-    found = of_sizes(**{n: x for n, x in sizes.items() if x is not None or n not in ("value_dim", "window")})
-    if found is None and room is not None and (whole(room) is None or room < 0):
+    problem = of_sizes(**{n: x for n, x in sizes.items() if x is not None or n not in ("value_dim", "window")})
+    if problem is None and room is not None and (whole(room) is None or room < 0):
         return f"room={room!r}: the longest chunk that will be appended at once, a whole number"
-    return found
+    return problem
 
 
 def of_fork(copies: Any, max_len: Any, lengths: np.ndarray | None) -> str | None:
     """There are copies, and the rows fit in them."""
-    found = of_sizes(copies=copies, max_len=max_len)
-    if found is None and lengths is not None and max_len < lengths.max():
+    problem = of_sizes(copies=copies, max_len=max_len)
+    if problem is None and lengths is not None and max_len < lengths.max():
         return f"max_len={max_len}: the rows hold up to {lengths.max()} tokens already; pass more, or truncate first"
-    return found
+    return problem
 
 
 def of_saved(state: Any, *names: str) -> str | None:

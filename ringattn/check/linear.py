@@ -19,8 +19,8 @@ def of_linear(
     held = plan.local_len if held is None else held
     if docs is not None and not docs.plain:
         return f"{docs}: linear attention takes documents alone; leave out prefix, spans, trees and slices"
-    if found := of_shapes(q, k, v, linear=True) or of_batch(q):
-        return found
+    if problem := of_shapes(q, k, v, linear=True) or of_batch(q):
+        return problem
     if q.shape[2] != k.shape[2]:
         return f"q has {q.shape[2]} heads, k {k.shape[2]}; linear attention needs as many query heads as key heads"
     if v.shape[2] % k.shape[2]:
@@ -65,9 +65,9 @@ def of_state(name: str, state: Any, q: Any, v: Any, dtype: Any, docs: Docs | Non
     """A state is [B, H, K, V] in the dtype of states, or with documents [documents, H, K, V], one a document."""
     (rows, *_, H, V), K, width = v.shape, q.shape[3], width_of(docs)
     if not has_shape(state, (rows, H, K, V), (rows * width, H, K, V)):
-        found = f"{name} has shape {tuple(state.shape)}; expected {(rows, H, K, V)}: batch, heads, key dim, value dim"
+        problem = f"{name} has shape {tuple(state.shape)}; expected {(rows, H, K, V)}: batch, heads, key dim, value dim"
         each = f"; or {(rows * width, H, K, V)}, one a document: {rows} x {width} documents"
-        return found + f"{each} (a row with fewer ends in empty ones, which count too)" * (width > 1)
+        return problem + f"{each} (a row with fewer ends in empty ones, which count too)" * (width > 1)
     if state.dtype != dtype:
         return f"{name} is {state.dtype}; the state of {q.dtype} inputs is {dtype_name(dtype)}: cast it to that"
     return None

@@ -127,7 +127,7 @@ def is_batched(x: Tensor) -> bool:
 def differentiate(name: str, save: Callable[[Any, Any, Any], None], gradients: Run, shown: int | None = None) -> None:
     """Register an op's gradients. Only its first `shown` outputs have gradients; `save` may keep the others."""
     run = getattr(torch.ops.ringattn, name).default
-    names = [one.name for one in run._schema.arguments]
+    names = [argument.name for argument in run._schema.arguments]
 
     class Function(torch.autograd.Function):
         @staticmethod

@@ -25,11 +25,11 @@ def cached(function: Callable[..., Any]) -> Callable[..., Any]:
 
     They are made outside of inference mode, even if it is on: a later call may keep them for its backward pass.
     """
-    known = lru_cache(maxsize=64)(torch.inference_mode(False)(function))
+    cached = lru_cache(maxsize=64)(torch.inference_mode(False)(function))
 
     def call(*args: Any) -> Any:
         fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        return (known if fakes is None else function)(*args)
+        return (cached if fakes is None else function)(*args)
 
     return call
 

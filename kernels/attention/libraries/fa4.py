@@ -112,14 +112,14 @@ def rectangles_of(
 ) -> tuple[Rectangle, ...]:
     """The step as one call, with `Own` or `Listed` as its mask; none if no query sees a key; see `two_own` for two."""
     kind = "fa4", backward, q_BTHD.shape[0], k_BSGD.shape[1], q_BTHD.shape[3], v_BSGV.shape[3]
-    known = where.made
-    if known is not None and kind in known:
-        rectangles: tuple[Rectangle, ...] = known[kind]
+    cache = where.made
+    if cache is not None and kind in cache:
+        rectangles: tuple[Rectangle, ...] = cache[kind]
         return rectangles
     rectangles = two_own(where, q_BTHD) if backward else ()
     rectangles = rectangles or made(where, q_BTHD, k_BSGD, v_BSGV, backward)
-    if known is not None and not (q_BTHD.is_cuda and torch.cuda.is_current_stream_capturing()):
-        known[kind] = rectangles
+    if cache is not None and not (q_BTHD.is_cuda and torch.cuda.is_current_stream_capturing()):
+        cache[kind] = rectangles
     return rectangles
 
 

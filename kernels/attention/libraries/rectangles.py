@@ -37,7 +37,7 @@ def over_rectangles(
     They are those that the intervals come with, whose mask is whether they are causal. A vendor that runs any intervals
     gives `rectangles_of`, which makes its own. Both functions then take softcap=, and its backward delta= for out.
     """
-    cut_into = rectangles_of or bind(known, name)
+    cut_into = rectangles_of or bind(own_rectangles, name)
 
     def options(softcap: float | None) -> dict[str, Any]:
         if softcap is not None and not rectangles_of:
@@ -131,7 +131,7 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def known(name: str, where: Intervals, *_: Any) -> tuple[Rectangle, ...]:
+def own_rectangles(name: str, where: Intervals, *_: Any) -> tuple[Rectangle, ...]:
     """The full and causal rectangles that the intervals come with."""
     if where.rectangles is None:
         raise NotImplementedError(

@@ -38,13 +38,13 @@ class Thin(NamedTuple):
 
 def thin(where: Intervals) -> Thin | None:
     """The intervals as few keys a query, if they are and the host knows it."""
-    known = where.made
-    if known is not None and "thin" in known:
-        few: Thin | None = known["thin"]
+    cache = where.made
+    if cache is not None and "thin" in cache:
+        few: Thin | None = cache["thin"]
         return few
     few = thinned(where)
-    if known is not None and not (where.begin.is_cuda and torch.cuda.is_current_stream_capturing()):
-        known["thin"] = few
+    if cache is not None and not (where.begin.is_cuda and torch.cuda.is_current_stream_capturing()):
+        cache["thin"] = few
     return few
 
 

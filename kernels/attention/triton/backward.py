@@ -155,17 +155,17 @@ def spans(where: Intervals, length: int, cut: Tile) -> Tensor:
     Blocks that run at the same time would otherwise load the same queries at the same time, which takes a tenth longer.
     So each block starts one tile after the block before it. Under a causal mask they do so anyway, and turn is head.
     """
-    known, sizes = where.made, (length, cut.queries, cut.keys)
-    if known is not None and sizes in known:
-        return known[sizes]
+    cache, sizes = where.made, (length, cut.queries, cut.keys)
+    if cache is not None and sizes in cache:
+        return cache[sizes]
     begin, end, rows_st = rows_of(where)
     (rows, T), blocks = begin.shape, cdiv(length, cut.keys)
     table = torch.empty(rows, blocks, SPAN, dtype=torch.int32, device=begin.device)
     numbers = (rows_st, T, length, blocks, T.bit_length())
     constants = {"QUERIES": cut.queries, "KEYS": cut.keys, "LANES": 32, "WIDTH": SPAN}
     launch(spans_kernel, (cdiv(blocks, 32), rows), (begin, end, table), numbers, **constants)
-    if known is not None and not (table.is_cuda and torch.cuda.is_current_stream_capturing()):
-        known[sizes] = table  # not during a capture: the memory of a table made there belongs to the graph
+    if cache is not None and not (table.is_cuda and torch.cuda.is_current_stream_capturing()):
+        cache[sizes] = table  # not during a capture: the memory of a table made there belongs to the graph
     return table
 
 

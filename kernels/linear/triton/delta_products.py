@@ -69,12 +69,12 @@ def inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     for level in tl.static_range(1, 4):
         x = joined(x, tl.where((apart >> level) == 1, small, 0.0), PRECISION)
     x = tl.broadcast_to(x[:, :, None, :], [BLOCKS, SMALL, BLOCKS, SMALL])
-    inverse = tl.reshape(tl.where(same, x, 0.0), [SIZE, SIZE])
+    whole = tl.reshape(tl.where(same, x, 0.0), [SIZE, SIZE])
     i = tl.arange(0, SIZE)
     between = i[:, None] ^ i[None, :]
     for level in tl.range(4, SIZE.bit_length() - 1, num_stages=1):
-        inverse = joined(inverse, tl.where((between >> level) == 1, lower, 0.0), PRECISION)
-    return inverse
+        whole = joined(whole, tl.where((between >> level) == 1, lower, 0.0), PRECISION)
+    return whole
 
 
 @triton.jit

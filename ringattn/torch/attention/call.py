@@ -62,10 +62,10 @@ class Call:
     def backward(self) -> Bound:
         return self.ready(self.recipe.backward)
 
-    def ready(self, one: recipes.Pass) -> Bound:
-        spec, step = self.recipe.mask.spec, one.alone
-        kernel = score_with(one.kernel, spec.scale_for(self.shape.head_dim), spec.softcap)
-        return Bound(one.rounds, kernel, step.where if step else None)
+    def ready(self, pass_: recipes.Pass) -> Bound:
+        spec, step = self.recipe.mask.spec, pass_.alone
+        kernel = score_with(pass_.kernel, spec.scale_for(self.shape.head_dim), spec.softcap)
+        return Bound(pass_.rounds, kernel, step.where if step else None)
 
     def __str__(self) -> str:
         return str(self.recipe)

@@ -34,12 +34,12 @@ def forward(
     """
     part: Partial | None = start
     held: Sequence[Tensor] = (k, v)
-    left = sum(step.where is not None for one in rounds for step in one.steps)
-    for i, one in enumerate(rounds, start=1):
-        flight, here = carry(axis, held, one.hop, f"keys of round {i + 1} of {len(rounds)}, forward"), held
-        for j, (step, following) in enumerate(with_next(one.steps), start=2):
+    left = sum(step.where is not None for round_ in rounds for step in round_.steps)
+    for i, round_ in enumerate(rounds, start=1):
+        flight, here = carry(axis, held, round_.hop, f"keys of round {i + 1} of {len(rounds)}, forward"), held
+        for j, (step, following) in enumerate(with_next(round_.steps), start=2):
             room, trip = room_for(following, *held)
-            with axis.sharing(*trip, f"keys of step {j} of {len(one.steps)}, forward", score.kernel.fills) as coming:
+            with axis.sharing(*trip, f"keys of step {j} of {len(round_.steps)}, forward", score.kernel.fills) as coming:
                 if step.where:
                     left -= 1
                     rounded = part is None and score.kernel.rounds(step.where)

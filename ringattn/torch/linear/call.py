@@ -124,7 +124,7 @@ def problem(x: Given, plan: Plan, docs: Docs | None, scale: float | None, kernel
         or of_tangents(**others)
         or of_dense(**others)
         or of_scale(scale, q.shape[-1])
-        or of_choice("kernel", kernel, ("auto", *(one.name for one in linear.TABLE)))
+        or of_choice("kernel", kernel, ("auto", *(kernel_.name for kernel_ in linear.TABLE)))
         or of_choice("scan", scan, ("auto", *WAYS))
     )
     if wrong is None and scan != "auto" and uneven(plan):

@@ -101,6 +101,6 @@ class Coming:
 def after(maps: Map, chain: Sequence[int], state: Any) -> Any:
     """The state behind these segments."""
     for i in chain:
-        one = Map(maps.factor[i : i + 1], maps.kv[i : i + 1])
-        state = one.after(state)
+        row = Map(maps.factor[i : i + 1], maps.kv[i : i + 1])
+        state = row.after(state)
     return state

@@ -54,9 +54,9 @@ def forward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`function.forward`; a missing tensor is an empty one."""
     live = plan_of(plan, q.shape[1], q.shape[1])
-    known = docs_of(docs, live.seq_len)
+    packed = docs_of(docs, live.seq_len)
     given = Given(q, k, v, g, beta, initial)
-    call = bind(given, live, known, scale, kernel, scan, keep, look, returned)
+    call = bind(given, live, packed, scale, kernel, scan, keep, look, returned)
     out, *rest = function.forward(call, given)
     if call.documents is not None:
         rest[-1] = None  # as many as there are rows, which a graph cannot know: backward finds them again
@@ -107,9 +107,9 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`function.backward`; a missing tensor is an empty one."""
     live = plan_of(plan, q.shape[1], q.shape[1])
-    known = docs_of(docs, live.seq_len)
+    packed = docs_of(docs, live.seq_len)
     given = Given(q, k, v, g, beta, initial)
-    call = LinearCall(given, live, known, scale, kernel, scan, True, returned)
+    call = LinearCall(given, live, packed, scale, kernel, scan, True, returned)
     before, every = (x if x.numel() else None for x in (start, kept))
     grads = function.backward(call, given, before, every, dout, dend)
     dq, dk, dv, dg, dbeta, dinitial = (start.new_empty(0) if x is None else x for x in grads)
