@@ -1,8 +1,6 @@
 """Training: the loss does not depend on the ranks, and what a run reports is right."""
 
-import contextlib
 import dataclasses
-import io
 import json
 import os
 import re
@@ -26,7 +24,7 @@ from ringattn.launch.train import data, dry, estimate, metrics, model, paralleli
 from ringattn.launch.train import ray as on_ray
 from ringattn.launch.train import start as train
 from ringattn.launch.train.estimate import step_flops
-from ringattn.launch.train.trainer import batch_loss, learning_rate, work
+from ringattn.launch.train.trainer import batch_loss, learning_rate
 from tests.training import SOURCES, TINY, over, where
 
 ROWS = Path(__file__).parent.parent / "benchmarks" / "train-h200.jsonl"
@@ -141,13 +139,13 @@ def test_the_first_step_waits_for_no_measurement_of_memory(tmp_path):
     assert [r["seq_len"] for r in rows[3:]] == [12, 24, 48, 96]
 
 
-def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path):
+def test_a_dry_run_plans_for_gpus_that_are_not_here(tmp_path, capsys):
     """In their type and with their speeds, as `ringattn plan` does; more weights than this machine could hold."""
     big = Model(dim=8192, layers=80, heads=64, kv_heads=8, hidden=28672, vocab=128256)
     config = dataclasses.replace(TINY, model=big, seq_len=32768, folder=str(tmp_path), device="cuda", nproc=4)
     config = dataclasses.replace(config, strategy=Strategy(kernel="cudnn", recompute="block"), dry_run=True)
     assert train.here(config) == 0
-    text = torchrun.local(printed, 4, "cpu", train.resolved(config, None), str(tmp_path))[0]
+    text = capsys.readouterr().out
     assert (
         "4 on cuda, bfloat16" in text
         and "attention of a layer on H200 hosts" in text
@@ -410,13 +408,6 @@ def test_the_rate_warms_up_and_falls_to_its_end():
     rates = [learning_rate(TINY, step) for step in range(TINY.steps)]
     assert rates[0] == pytest.approx(TINY.optimizer.lr / 2) and max(rates) == TINY.optimizer.lr
     assert rates[-1] == pytest.approx(TINY.optimizer.lr * TINY.optimizer.final)
-
-
-def printed(config: Train, folder: str) -> str:
-    """What a rank prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        work(config, folder, time.time())
-    return said.getvalue()
 
 
 @pytest.mark.parametrize(("machine", "ranks"), [("h100", 1024), ("a100", 2)])

@@ -7,6 +7,7 @@
 A checkpoint holds whole tensors in pieces, so any number of ranks can read it.
 """
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringattn.comms import lost, messages
-from ringattn.launch.train import metrics, stored
-from ringattn.launch.train.stored import Damaged, Saved, complete, damage, name_of, numbered, part_of
+from ringattn.conf.schema import Train
+from ringattn.launch.train import data, metrics, stored
+from ringattn.launch.train.stored import A_STEP, Damaged, Saved, complete, damage, name_of, numbered, part_of
 
 
 class Checkpoints:
@@ -238,8 +240,23 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: 
     return state
 
 
+def about(config: Train, corpus: data.Corpus) -> dict[str, Any]:
+    """What must be the same when a run goes on: the model, the data, and what decides their order."""
+    return {
+        "model": dataclasses.asdict(config.model),
+        "seed": config.seed,
+        "seq_len": config.seq_len,
+        A_STEP: config.batch * config.accumulate * config.strategy.data,
+        "data": {
+            "documents": config.data.documents,
+            "held_out": config.data.held_out,
+            "tokens": f"{len(corpus)} with checksum {data.checksum(corpus):08x}",  # wherever they lie now
+        },
+    }
+
+
 def matching(path: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The saved state of a checkpoint of this training (trainer.about); a ValueError for any other.
+    """The saved state of a checkpoint of this training (`about`); a ValueError for any other.
 
     What an older checkpoint does not contain is not compared.
     """

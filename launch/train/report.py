@@ -1,24 +1,14 @@
-"""What a run says about itself: what it would do (a dry run), what it did, and the picture of it."""
+"""What a run says about itself: what it did, and the picture of it."""
 
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from ringattn.conf.schema import Train
-from ringattn.launch.train import dry, estimate, metrics
+from ringattn.launch.train import metrics
 from ringattn.launch.train.metrics import columns, echo, writing
-
-
-def plan_of(job: Any) -> str:
-    """The report of a dry run among started ranks: the model, the memory, and how the sequence is spread."""
-    there = job.device.type == job.config.device
-    note = "" if there else ", which need not be here"
-    flops = estimate.step_flops(job, 0)
-    rows = dry.shapes(job.config, job.decoder, job.plan, job.samples, dist.get_world_size(), flops, note)
-    return "\n".join([*(f"{name:<18} {what}" for name, what in rows), "", job.plan.explain()])
 
 
 def finish(
