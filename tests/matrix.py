@@ -549,6 +549,8 @@ def starter() -> Any:
 
     torch.set_num_threads(1)
     names = ["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate"]
+    if DEVICE == "cuda":  # importing transformers asks it for devices, and ranks forked after that cannot use them
+        names = []
     return partial(run, preload=names, backend="nccl" if DEVICE == "cuda" else "gloo", timeout=1800.0)
 
 
