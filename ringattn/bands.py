@@ -232,7 +232,7 @@ def tree(spec: AttentionSpec, starts: Row, parents: Row) -> Bands:
 
 
 def within(counts: Row) -> Row:
-    """0, 1, ... counts[i] - 1 for each i, first after the other."""
+    """0, 1, ... counts[i] - 1 for each i, one after the other."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 

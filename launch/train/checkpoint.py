@@ -158,7 +158,7 @@ def begin_of(resume: str | None, folder: Path, started_at: float) -> list[Path]:
 
 
 def newest(paths: Sequence[Path], group: Any = None) -> Path | None:
-    """The last of these checkpoints that is as it was saved; a ValueError where none is, None where none was paths.
+    """The last of these checkpoints that is as it was saved; a ValueError where none is, None where there is none.
 
     All ranks check together, each its share of the parts; the list is rank 0's, which prints what it skips.
     """

@@ -229,7 +229,7 @@ def over_ranks(options: Any, model: Any, batch: Batch) -> Found:
 
 
 def process(options: Any) -> Found | None:
-    """One rank of processes: what the first one_rank found."""
+    """One rank of processes: what the first one found."""
     model, mesh = load(options), init_mesh(ring=options.count, device_type=options.device)
     result = one_rank(mesh, model, draw(options, model))
     return result if mesh.get_rank() == 0 else None
