@@ -91,7 +91,7 @@ def initialise(part: nn.Module, name: str, seed: int, layers: int, shard: tuple[
 
 
 def normal(name: str, begin: int, end: int, size: int = 2**16) -> Tensor:
-    """Numbers [begin, end) of an endless normal sequence that depends on its name alone; threads draw `size` of them each."""
+    """Numbers [begin, end) of an endless normal sequence that depends on its name alone; `size` of them a thread."""
     low, high = begin // size, -(-end // size)
     drawn = torch.empty((high - low) * size)
 
