@@ -20,11 +20,11 @@ from ringattn.models.pieces import LOGITS, tokens_at_once
 from ringattn.models.pieces import in_pieces as applied
 
 NAMES = "mlp", "feed_forward"  # of a decoder layer's MLP
-NUMBERS = 2**27  # the most of an MLP's hidden layer, or a norm's, at a time
+NUMBERS = 2**26  # the most of an MLP's hidden layer, or a norm's, at a time
 
 
 def in_pieces(model: Any) -> Any:
-    """The same transformers model, whose MLPs run for a few tokens at a time, recomputed in backward.
+    """The same transformers model, whose MLPs and norms run for a few tokens at a time, recomputed in backward.
 
     Once it is prepared, so does the loss of a call with labels and gradients: its logits are never there as a whole,
     and the output has none. Mixtures of experts stay whole, and so do the logits of models that change them after their
@@ -63,14 +63,16 @@ def keep_attention() -> Any:
 def replace(module: Any, forward: Any) -> None:
     """Give a module another forward, unless it has that already. It is a method, so a copy runs its own weights."""
     if "ringattn_whole" not in vars(module):
-        count = len(list(module.parameters()))
-        vars(module).update(ringattn_whole=module.forward, ringattn_weights=count, forward=MethodType(forward, module))
+        count = len(list(module.parameters()))  # now, since wrappers change them
+        new = {"ringattn_whole": module.forward, "ringattn_weights": count, "ringattn_width": width(module)}
+        vars(module).update(new, forward=MethodType(forward, module))
 
 
 def of_single_tokens(decoder: nn.Module) -> list[nn.Module]:
-    """The MLPs without experts and random numbers."""
+    """The norms and the MLPs without experts and random numbers."""
     mlps = [getattr(layer, name, None) for layer in decoder.modules() for name in NAMES]
-    found = [m for m in mlps if isinstance(m, nn.Module) and not hasattr(m, "experts") and width(m)]
+    norms = [m for m in decoder.modules() if type(m).__name__.endswith("Norm")]
+    found = [m for m in (*mlps, *norms) if isinstance(m, nn.Module) and not hasattr(m, "experts") and width(m)]
     drawing = [m for m in found if any(isinstance(x, nn.Dropout) and x.p for x in m.modules())]
     return [m for m in found if m not in drawing and len(signature(m.forward).parameters) == 1]
 
@@ -81,11 +83,19 @@ def width(module: nn.Module) -> int:
     return max([*sizes, *(len(p) for p in module.parameters() if p.dim() == 1)], default=0)
 
 
+def weights_of(module: Any) -> list[nn.Parameter] | None:
+    """The weights that are trained; None if a wrapper replaced them (FSDP1)."""
+    weights = list(module.parameters())
+    return [w for w in weights if w.requires_grad] if len(weights) == module.ringattn_weights else None
+
+
 def by_pieces(self: Any, x: Tensor) -> Tensor:
     if x.dim() != 3:  # a norm of single heads
         out: Tensor = self.ringattn_whole(x)
         return out
-    return applied(self.ringattn_whole, tokens_at_once(NUMBERS, width(self), len(x)), x)
+    return applied(
+        self.ringattn_whole, tokens_at_once(NUMBERS, self.ringattn_width, len(x)), x, weights=weights_of(self)
+    )
 
 
 @torch.compiler.disable
@@ -100,7 +110,9 @@ def losses_or_logits(self: Any, x: Tensor) -> Tensor:
         logits = self.ringattn_whole(x)
         return cross_entropy(logits, labels).clone()  # no view: FSDP2 puts a hook on what a module gives
 
-    made = applied(losses, tokens_at_once(LOGITS, width(self), len(x)), x, labels.to(x.device))
+    made = applied(
+        losses, tokens_at_once(LOGITS, self.ringattn_width, len(x)), x, labels.to(x.device), weights=weights_of(self)
+    )
     self.ringattn_losses = made
     return made
 

@@ -75,7 +75,9 @@ def mean_loss(found: Tensor, asked: Wanted, plan: Plan, over: Sequence[Any], ite
     labels = asked.labels.to(found.device)
     losses, counted = found, labels != IGNORED
     if found.dim() == 3:
-        losses = in_pieces(cross_entropy, tokens_at_once(LOGITS, found.shape[-1], len(found)), found, labels)
+        losses = in_pieces(
+            cross_entropy, tokens_at_once(LOGITS, found.shape[-1], len(found)), found, labels, weights=()
+        )
     if asked.others is not None:  # of a few tokens, where branches go on from them
         others = asked.others.to(found.device)
         n, rows, at = (others != IGNORED).nonzero(as_tuple=True)
