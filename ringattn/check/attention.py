@@ -51,9 +51,10 @@ def of_plan(q: Any, k: Any, v: Any, plan: Plan) -> str | None:
     if plan.heads is not None and plan.heads != heads:
         other = f"q and k have {heads[0]} and {heads[1]} heads, the plan was made for heads={plan.heads}"
         return of_exchanged(q, k, plan) or other
-    for name, x, key in (("q", q, "head_dim"), ("v", v, "value_dim")):
-        if getattr(plan, key) not in (None, x.shape[3]):
-            return f"{name} has head dim {x.shape[3]}, the plan was made for {key}={getattr(plan, key)}"
+    if plan.head_dim not in (None, q.shape[3]):
+        return f"q has head dim {q.shape[3]}, the plan was made for head_dim={plan.head_dim}"
+    if plan.value_dim not in (None, v.shape[3]):
+        return f"v has head dim {v.shape[3]}, the plan was made for value_dim={plan.value_dim}"
     problem = heads_problem(*heads, ulysses=plan.ulysses, ring=plan.ring)
     if problem:
         return of_exchanged(q, k, plan) or problem
