@@ -140,7 +140,7 @@ def play(
     world = World(machine, number // machine.gpus, speeds(slow, ring, ulysses, machine.gpus), jitter,
                   np.random.default_rng(seed))  # fmt: skip
     token = shape.kv_bytes(1, kv_heads_of_a_rank(shape.kv_heads, ulysses))
-    together = 1 if plan.tokens.by_document else max(1, int(machine.room // (token * plan.keys.tokens.shard_len)))
+    together = 1 if plan.tokens.by_document else machine.blocks_at_once(token * plan.keys.tokens.shard_len)
     spread = Spread(plan.tokens, plan.keys.tokens, plan.hosts, machine.gpus, spec, docs, every=True)
     steps = course(spread, min(together, ring))
     here = gcd(ulysses, machine.gpus)

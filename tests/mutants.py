@@ -155,8 +155,8 @@ MUTANTS = (
            "(own + ahead).clip(begin, end)", JAX),
     Mutant("jax_source", "ringattn/jax/attention/steps.py", "(self.rank - distance) % self.keys.ring",
            "(self.rank + distance) % self.keys.ring", JAX),
-    Mutant("jax_gradients_home", "ringattn/jax/attention/steps.py",
-           "Hop(-self.distances[-1],", "Hop(self.distances[-1],", JAX),
+    Mutant("jax_gradients_home", "ringattn/spmd.py",
+           "Rotation(-self.distances[-1],", "Rotation(self.distances[-1],", JAX),
 )  # fmt: skip
 
 

@@ -198,6 +198,7 @@ def test_plan_says_what_was_chosen_and_who_works_when(capsys):
             ["explain=call", "rank=1", "together=1"],
             "step 2: keys [0, 1024); from rank 0; rank 2 reads [0, 1024) of block 1\n",
         ),
+        (["explain=call", "device=tpu"], "  step 2: keys of rank r - 2; meanwhile keys go to rank r + 1 and gradients"),
     ],
     ids=" ".join,
 )

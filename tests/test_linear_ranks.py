@@ -23,6 +23,7 @@ from ringattn.launch.processes import run as run_processes
 from ringattn.launch.verify import linear_oracle
 from ringattn.launch.verify.linear_oracle import B, H, K, V, docs_of, errors, inputs, truth, worst
 from ringattn.layout import positions_of
+from ringattn.machine import load
 from ringattn.planning import Plan
 from ringattn.segments import WAYS, choose, order, segments
 from ringattn.torch.linear import call as linear
@@ -220,9 +221,12 @@ def test_segments_follow_each_other_in_the_order_of_the_sequence():
 
 
 def test_the_way_states_travel_is_chosen_by_size():
-    few, many = Plan(seq_len=4096, ring=4, layout="zigzag"), Plan(seq_len=2**20, ring=256, layout="zigzag")
+    shared = load("cpu")
+    machine = shared.replace(inside=shared.inside.replace(sharing=1))
+    few, many = (Plan(n, ring, layout="zigzag", machine=machine) for n, ring in ((4096, 4), (2**20, 256)))
     small, large = 8 * 128 * 4, 64 * 256 * 4  # bytes of a column of a state
     assert choose(few, "auto", small, 128).name == "gather"
+    assert choose(few.replace(machine=shared), "auto", small, 128).name == "ring"  # four ranks send over one link
     assert choose(few, "auto", 2**21, 128).name in ("ring", "pipeline")  # no room for all of them
     assert choose(few, "auto", small, 128, factor=128).name == "pipeline"  # by the delta rule, maps are twice as large
     assert choose(many, "auto", large, 256).name == "pipeline"

@@ -14,8 +14,9 @@ from ringattn.choosing import elsewhere, factored
 from ringattn.cost import Shape
 from ringattn.kernels.rates import RATES
 from ringattn.launch.bench.masks import MIXES, mixed
-from ringattn.planning import Plan, Transport
+from ringattn.planning import Plan
 from ringattn.predict import Rates, predict
+from ringattn.transport import Transport
 
 ROWS = Path(__file__).parent.parent / "benchmarks"
 

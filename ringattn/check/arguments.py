@@ -5,9 +5,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from ringattn.planning import Plan, Transport
+from ringattn.planning import Plan
 from ringattn.slices import Mask
 from ringattn.spec import AttentionSpec, Docs, whole
+from ringattn.transport import Transport
 
 SAY = "pass True or False"
 MANY_HEADS = 512

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 
 from ringattn.check.arguments import of_arguments, of_dims, of_kinds
-from ringattn.planning import Plan, groups_problem, heads_problem
+from ringattn.planning import Plan
+from ringattn.sizes import groups_problem, heads_problem
 from ringattn.spec import AttentionSpec, Docs, is_traced
 
 

@@ -4,8 +4,9 @@ from typing import Any
 
 from ringattn.check.arguments import has_shape
 from ringattn.check.attention import of_batch, of_docs, of_lengths, of_shapes
-from ringattn.planning import Plan, dtype_name
+from ringattn.planning import Plan
 from ringattn.segments import segments_problem
+from ringattn.sizes import dtype_name
 from ringattn.spec import AttentionSpec, Docs, of_factor
 
 
