@@ -153,14 +153,10 @@ def test_without_a_gpu_a_benchmark_says_how_it_runs(suite, capsys):
         assert f"the lengths are a GPU's; on a CPU use device=cpu tokens=1024{more}\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
-    [
-        pytest.param(("decode", "kv_heads=2"), marks=pytest.mark.slow),
-        pytest.param(("prefill", "kv_heads=2", "chunk=64"), marks=pytest.mark.slow),
-        ("ring", "kv_heads=2"),
-        pytest.param(("scan", "scan=ring"), marks=pytest.mark.slow),
-    ],
+    [("decode", "kv_heads=2"), ("prefill", "kv_heads=2", "chunk=64"), ("ring", "kv_heads=2"), ("scan", "scan=ring")],
     ids=lambda argv: argv[0],
 )
 def test_a_benchmark_prints_each_row_as_it_comes(argv):

@@ -89,6 +89,14 @@ def test_a_hop_follows_the_chunk_and_not_the_prompt():
     assert keys_at_once(1) == 1024 and keys_at_once(4096) == 16384
 
 
+def test_a_piece_that_every_query_sees_whole_may_come_in_any_order():
+    begin, end = np.zeros((2, 1, 3), int), np.full((2, 1, 3), 8)  # of two ranks' keys
+    for at, keys, whole in (((), 8, True), ((1, 0, 0), 7, False)):
+        end[at or ...] = keys
+        where = chunk.within(begin, end, slice(2, 8), torch.device("cpu"), rectangles=True)
+        assert chunk.in_any_order(where, 12) == whole
+
+
 def test_small_partials_are_gathered_and_large_ones_shared_out():
     assert exchange_way(32 * 129 * 4, 4, H200.inside) == "gather"  # a token
     assert exchange_way(64 * 32 * 129 * 4 * 16, 8, H200.inside) == "scatter"  # 64 tokens of 16 rows
