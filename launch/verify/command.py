@@ -59,7 +59,9 @@ KINDS: dict[type, Any] = {drawn.Call: drawn, Case: attention, linear_oracle.Case
 @dataclass(frozen=True)
 class Options:
     ranks: int | None = option(None, "number of ranks (4; random calls on threads: 1 to 8; under torchrun: all)")
-    backend: str = option("threads", "threads of this process, or processes", among=("threads", "gloo", "nccl"))
+    backend: str = option(
+        "threads", "threads of this process, processes, or JAX's devices", among=("threads", "gloo", "nccl", "jax")
+    )
     device: str = option("cpu", "where it runs", among=("cpu", "cuda"))
     cases: tuple[str, ...] = option((), "only cases, or random calls, that have one of these words (default: all)")
     kernel: str = option("auto", "auto, or the name of a kernel")
@@ -188,8 +190,9 @@ def everyone(options: Options, started: bool) -> list[Sequence[dict[str, Any]]]:
     """Case by case what every rank found."""
     if started:
         by_rank = messages.gather(one_process(options))
-    elif options.backend == "threads":
-        return [threads(options, case) for case in chosen(options)]
+    elif options.backend in ("threads", "jax"):
+        one = threads if options.backend == "threads" else on_devices
+        return [one(options, case) for case in chosen(options)]
     else:
         by_rank = processes.run(one_process, options.count, options, backend=options.backend, timeout=options.timeout)
     return list(zip(*by_rank, strict=True))
@@ -207,6 +210,23 @@ def threads(options: Options, case: AnyCase) -> list[dict[str, Any]]:
         return local.run(one, ring=case.ring, ulysses=case.ulysses)
     except Exception as error:
         if options.random:  # the next calls may be right, and this one is to be repeated
+            return [{"broken": f"{type(error).__name__}: {error}"}]
+        raise
+
+
+def on_devices(options: Options, case: AnyCase) -> list[dict[str, Any]]:
+    """One case on JAX arrays; its results are whole."""
+    from ringattn.launch.verify import devices
+
+    try:
+        return [
+            {
+                "errors": devices.errors(case, KINDS[type(case)].known(case, options.precision), options.kernel),
+                "share": None,
+            }
+        ]
+    except Exception as error:
+        if options.random:
             return [{"broken": f"{type(error).__name__}: {error}"}]
         raise
 
